@@ -8,7 +8,7 @@ or, with settings as ``python -m moetrain.train`` takes them:
 
     python examples/lm_evaluation.py arc_easy,gsm8k --interval 1000 --model.path MODEL ...
 
-Answers are written by :class:`~moetrain.rollout.engine.Generator`, and scored by the
+Answers are written by :class:`~moetrain.generate.engine.Generator`, and scored by the
 log-probabilities that it gives of prompts. With several ranks each serves its share of the
 requests, and all have every answer.
 
@@ -30,12 +30,12 @@ from moetrain.config import Config, ConfigError
 from moetrain.config.sources import shortened
 from moetrain.data.chat import ChatTemplate
 from moetrain.data.tokenizer import Tokenizer
+from moetrain.generate.engine import Generator
+from moetrain.generate.request import Completion, Request, SamplingParams
+from moetrain.generate.weights import WeightUpdate, generator_of
 from moetrain.parallel.world import World
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Completion, Request, SamplingParams
-from moetrain.rollout.weights import WeightUpdate, generator_of
 from moetrain.train.callbacks import Callback, RunView
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
 
 _MOST_TOKENS = 256
 """Tokens of an answer, where a task says nothing."""

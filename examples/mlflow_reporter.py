@@ -22,7 +22,7 @@ from mlflow.tracking import is_tracking_uri_set  # pyright: ignore[reportMissing
 from moetrain.config import Config
 from moetrain.config.sources import leaves
 from moetrain.train.callbacks import Callback, Row, RunView
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
 
 _BATCH = 100
 """Most parameters of a run that MLflow takes at once."""

@@ -13,7 +13,7 @@ import numpy as np
 from moetrain.config import Config, ConfigError
 from moetrain.data.cache import TokenCache
 from moetrain.data.packing import PairDataset
-from moetrain.kernels.loss.preference import KINDS
+from moetrain.losses.preference import KINDS
 from moetrain.train.preferences import Preference
 
 

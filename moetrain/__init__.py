@@ -12,22 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moetrain.config import Config, ConfigError
+    from moetrain.generate.engine import Generator
+    from moetrain.generate.scoring import RewardModel
     from moetrain.models.hf.load import load_hf
     from moetrain.models.hf.save import save_hf
-    from moetrain.rollout.engine import Generator
-    from moetrain.rollout.scoring import RewardModel
     from moetrain.train.engine import Engine
-    from moetrain.train.trainer import Trainer
-
-# ``python -m moetrain.generate`` and ``python -m moetrain.serve`` find their modules in ``cli``.
-__path__ += [f"{folder}/cli" for folder in __path__]
+    from moetrain.train.loop import Trainer
 
 _HOMES = {
     "Config": "moetrain.config",
     "ConfigError": "moetrain.config",
     "Engine": "moetrain.train.engine",
-    "Generator": "moetrain.rollout.engine",
-    "RewardModel": "moetrain.rollout.scoring",
+    "Generator": "moetrain.generate.engine",
+    "RewardModel": "moetrain.generate.scoring",
     "load_hf": "moetrain.models.hf.load",
     "save_hf": "moetrain.models.hf.save",
 }
@@ -39,7 +36,7 @@ __all__ += ["save_hf"]
 @cache
 def _trainer() -> Any:
     """Return the trainer with the callbacks that generate, which are of a layer above training."""
-    from moetrain.train.trainer import Trainer
+    from moetrain.train.loop import Trainer
 
     class ComposedTrainer(Trainer):
         __doc__ = Trainer.__doc__
@@ -47,7 +44,7 @@ def _trainer() -> Any:
         def __init__(self, config: Any, *, callbacks: Any = (), **given: Any) -> None:
             callbacks = [*callbacks]
             if config.train.sample_tokens and config.train.objective != "reward":
-                from moetrain.rollout.weights import Sampled
+                from moetrain.generate.weights import Sampled
 
                 callbacks.append(Sampled())
             super().__init__(config, callbacks=callbacks, **given)

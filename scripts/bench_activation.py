@@ -4,8 +4,8 @@
         [--recipe qwen3-30b-a3b] [--layers 6] [--results FILE.jsonl] [--section.key value ...]
 
 One GPU, real steps, optimizer included, compiled. A row is a policy, and one that does not fit says
-so. Per row: tokens/s; the allocator's peak and what ``moetrain.train.memory`` estimates; and the
-last loss.
+so. Per row: tokens/s; the allocator's peak and what ``moetrain.train.estimates.memory`` estimates;
+and the last loss.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch
 from bench_train import commit, device_name, wait
 
 from moetrain.config import Config, ConfigError
-from moetrain.kernels.memory import DeviceBytes
 from moetrain.models.transformer import compute_dtype
-from moetrain.train.memory import GIB, RankSizes
+from moetrain.runtime.memory import DeviceBytes
+from moetrain.train.estimates.memory import GIB, RankSizes
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import peak_memory_gib
-from moetrain.train.setup import garbage_collector_off
-from moetrain.train.trainer import Trainer
+from moetrain.train.session import garbage_collector_off
 
 WARMUP_STEPS = 3
 ROWS = "none,selective,full"

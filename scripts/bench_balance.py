@@ -25,7 +25,7 @@ from moetrain.config import Config
 from moetrain.kernels.experts.replicas import plan_replicas
 from moetrain.models.moe import Router
 from moetrain.parallel.expert.replicas import Replicas
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
 
 EXPERTS, TOP_K, EXPERT_BYTES = 128, 8, 3 * 2048 * 768 * 2
 LAYER_MS, EXPERTS_MS, MEASURED_TOKENS = 41.0, 18.75, 40960

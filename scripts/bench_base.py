@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 from bench_kernels import BYTES_PER_SECOND, device_ms
 
-from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.quant import groups
 from moetrain.kernels.quant.groups import FORMS, Form, Groups, widen_groups
+from moetrain.runtime.backend import INTERPRETED
 
 EXPERTS = 128 * 3 * 768 * 2048
 """Numbers of a block's experts."""

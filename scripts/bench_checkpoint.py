@@ -44,8 +44,8 @@ from moetrain.checkpoint.save import FILE_BYTES, WRITERS
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.models.hf.load import resolve_architecture
-from moetrain.train.setup import garbage_collector_off
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
+from moetrain.train.session import garbage_collector_off
 
 SETTINGS = ["checkpoint.asynchronous=yes", "checkpoint.interval=0", "checkpoint.at_end=no"]
 SETTINGS += ["checkpoint.minutes=0"]

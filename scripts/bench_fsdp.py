@@ -26,8 +26,8 @@ from moetrain.cli.launch import start_ranks
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.parallel.processes import num_processes
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import peak_memory_gib
-from moetrain.train.trainer import Trainer
 
 SETTLED = 50
 """Steps after which nothing new should be allocated."""

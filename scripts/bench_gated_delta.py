@@ -19,8 +19,8 @@ import torch.nn.functional as F
 import triton
 from bench_kernels import device_ms
 
-from moetrain.kernels.backend import Backend
 from moetrain.kernels.linear_attention.gated_delta import Documents, gated_delta
+from moetrain.runtime.backend import Backend
 
 HEADS, WIDTH = 32, 128
 CHECKED = 16_384

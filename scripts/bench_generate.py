@@ -35,16 +35,16 @@ from bench_train import commit, device_name
 
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import launched_place
+from moetrain.generate.engine import Generator, load_model
+from moetrain.generate.pages import PagedAttention
+from moetrain.generate.ranks import ExpertParallel
+from moetrain.generate.request import Request, SamplingParams, chat_ids
 from moetrain.models.architecture import Architecture
-from moetrain.models.families.multi_token import with_further
+from moetrain.models.parts.multi_token import with_further
 from moetrain.models.transformer import Transformer, compile_blocks
 from moetrain.parallel.apply import _choose_dispatcher
 from moetrain.parallel.world import World, join_world
-from moetrain.rollout.engine import Generator, load_model
-from moetrain.rollout.pages import PagedAttention
-from moetrain.rollout.ranks import ExpertParallel
-from moetrain.rollout.request import Request, SamplingParams, chat_ids
-from moetrain.train.setup import resolve_run
+from moetrain.train.session import resolve_run
 
 CHUNK = 16_384  # tokens that a step reads
 WARMUP, STEPS = 6, 30

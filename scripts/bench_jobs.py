@@ -37,7 +37,7 @@ from bench_train import device_name
 from moetrain.config import Config, Recipes
 from moetrain.jobs.api import ClientLoss, OptimStep, Pass
 from moetrain.jobs.scheduler import Service
-from moetrain.train.setup import garbage_collector_off
+from moetrain.train.session import garbage_collector_off
 
 GIB = 2**30
 STEP = {"adam_params": {"learning_rate": 1e-5}}

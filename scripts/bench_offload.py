@@ -32,18 +32,18 @@ from unittest.mock import patch
 import torch
 from bench_train import commit, device_name
 
-from moetrain import optim
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.data.loader import Batch
-from moetrain.kernels.memory import DeviceBytes, HostMemory
-from moetrain.optim import AdamW
+from moetrain.optim import adamw as optim
+from moetrain.optim.adamw import AdamW
 from moetrain.parallel.fsdp.storage import HostShard
 from moetrain.parallel.world import World, join_world
+from moetrain.runtime.memory import DeviceBytes, HostMemory
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import peak_memory_gib
 from moetrain.train.objectives import CrossEntropy
-from moetrain.train.setup import resolve_run
+from moetrain.train.session import resolve_run
 
 GIB = 2**30
 REPEATS = 5

@@ -54,9 +54,9 @@ from moetrain.config.environment import launched_place
 from moetrain.parallel.pipeline.executor import _Run
 from moetrain.parallel.pipeline.schedules import SCHEDULES, Action
 from moetrain.parallel.processes import num_processes
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import peak_memory_gib
-from moetrain.train.setup import garbage_collector_off
-from moetrain.train.trainer import Trainer
+from moetrain.train.session import garbage_collector_off
 
 WARMUP_STEPS = 3
 MARKED_STEPS = 3

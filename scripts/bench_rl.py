@@ -31,7 +31,7 @@ from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.models.architecture import Architecture
 from moetrain.rl.envs import Episode, Prompts, Turn
-from moetrain.rl.trainer import RlTrainer
+from moetrain.rl.loop import RlTrainer
 
 GROUP = 8
 

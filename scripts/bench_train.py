@@ -42,10 +42,10 @@ from moetrain.cli.launch import start_ranks
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.parallel.processes import num_processes
-from moetrain.train.setup import garbage_collector_off
+from moetrain.train.session import garbage_collector_off
 
 if TYPE_CHECKING:  # the process that starts the ranks has no need of it, and it takes seconds
-    from moetrain.train.trainer import Trainer
+    from moetrain.train.loop import Trainer
 
 BEGAN = "BENCH_TRAIN_BEGAN"
 """Environment variable: when the command began, for its ranks."""
@@ -121,8 +121,8 @@ def bench(
     config: Config, steps: int, warm_up: int, kernels: int = 0, rounds: int = 0
 ) -> dict[str, Any] | None:
     """Measure; the row of results on rank 0, None elsewhere."""
+    from moetrain.train.loop import Trainer
     from moetrain.train.metrics import peak_memory_gib
-    from moetrain.train.trainer import Trainer
 
     trainer = Trainer(config)
     losses = [trainer.train_step().loss]

@@ -33,15 +33,15 @@ from bench_train import commit, device_name
 
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
+from moetrain.generate.engine import Generator
+from moetrain.generate.request import Request, SamplingParams
+from moetrain.generate.weights import WeightUpdate, replica
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.apply import draw_values
 from moetrain.parallel.world import join_world
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Request, SamplingParams
-from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import peak_memory_gib
-from moetrain.train.setup import resolve_run
+from moetrain.train.session import resolve_run
 
 REPEATS = 5
 PROMPT, NEW_TOKENS = 32, 32

@@ -31,15 +31,15 @@ from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.data.loader import Batch, Loader, build_data
 from moetrain.data.packing import IGNORE_INDEX
+from moetrain.generate.engine import Generator
+from moetrain.generate.request import Completion, Request, SamplingParams
+from moetrain.generate.weights import WeightUpdate, replica
 from moetrain.models.moe import Router
 from moetrain.models.transformer import Transformer, compile_blocks
 from moetrain.parallel.world import join_world
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Completion, Request, SamplingParams
-from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import Outputs, Pretraining, Term
-from moetrain.train.setup import resolve_run
+from moetrain.train.session import resolve_run
 
 ROW, ROWS = 4096, 4  # tokens, and rows of a micro-batch
 REQUESTS = 400  # of a round

@@ -48,8 +48,8 @@ from moetrain.data.loader import Batch
 from moetrain.kernels.optim.reduction import sum_chunks
 from moetrain.models.moe import Router
 from moetrain.models.transformer import Inputs
-from moetrain.optim import learning_rate
-from moetrain.train.trainer import Trainer
+from moetrain.optim.adamw import learning_rate
+from moetrain.train.loop import Trainer
 
 Gradients = dict[str, torch.Tensor]
 PRECISIONS = {

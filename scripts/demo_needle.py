@@ -28,9 +28,9 @@ import torch
 
 from moetrain import Config, Trainer
 from moetrain.cli.launch import start_ranks
+from moetrain.generate.engine import Generator
+from moetrain.generate.request import Request, SamplingParams
 from moetrain.models.hf.load import load_hf
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Request, SamplingParams
 from moetrain.train.metrics import read_metrics
 
 ASK, NOISE, SYMBOLS = 0, (1, 16), (16, 144)

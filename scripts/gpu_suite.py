@@ -43,13 +43,16 @@ TEST_SECONDS = 300
 """The longest that one test may take."""
 COVERED = (
     "moetrain/checkpoint",
+    "moetrain/generate",
     "moetrain/jobs",
     "moetrain/kernels",
+    "moetrain/losses",
     "moetrain/models",
-    "moetrain/optim.py",
+    "moetrain/optim",
     "moetrain/parallel",
     "moetrain/rl",
-    "moetrain/rollout",
+    "moetrain/runtime",
+    "moetrain/serve",
     "moetrain/train",
     "tests/distributed.py",
     "tests/specs",

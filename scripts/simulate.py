@@ -5,11 +5,12 @@
         [--gpu h200] [--rows 4] [--micro-batches 1] [--across 50] [--hop 10]
         [--slow MACHINE=1.2] [--trace FILE.json] [--section.key value ...]
 
-Kernels take what moetrain/train/speed.py says, whose rates were measured. What it adds up, this
-program queues: the computing of each block, the gathers and reductions of FSDP with the one unit
-that is fetched ahead, dispatch and combine, and the transfers of the pipeline's own schedule, each
-behind what the code makes it wait for. Ranks of a machine with the same stages are alike, so one
-of them is simulated; machines with the same stages are too unless ``--slow`` makes one differ.
+Kernels take what moetrain/train/estimates/speed.py says, whose rates were measured. What it adds
+up, this program queues: the computing of each block, the gathers and reductions of FSDP with the
+one unit that is fetched ahead, dispatch and combine, and the transfers of the pipeline's own
+schedule, each behind what the code makes it wait for. Ranks of a machine with the same stages are
+alike, so one of them is simulated; machines with the same stages are too unless ``--slow`` makes
+one differ.
 
 Within a machine copy engines carry FSDP, or NCCL where the settings say so; between machines NCCL
 does. A ring of NCCL's brings a machine everything once, through the adapters of all its GPUs that
@@ -53,9 +54,9 @@ from moetrain.parallel.pipeline.schedules import Schedule
 from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.parallel.processes import planned_machine
 from moetrain.parallel.world import plan_world
-from moetrain.train.memory import RankSizes
-from moetrain.train.setup import resolve_run
-from moetrain.train.speed import _IDLE, _LINK, _WAITING, _Clock
+from moetrain.train.estimates.memory import RankSizes
+from moetrain.train.estimates.speed import _IDLE, _LINK, _WAITING, _Clock
+from moetrain.train.session import resolve_run
 
 
 def work_of(rank: RankSizes, plan: StagePlan, number: int, gpu: GpuName) -> Work:

@@ -37,7 +37,7 @@ PRELOAD = [
     "torch",
     "torch.distributed.tensor",
     "torch.nn.attention.flex_attention",
-    "moetrain.rl.trainer",
+    "moetrain.rl.loop",
 ]
 if torch.version.cuda is None:  # else a backward begins threads for GPUs, which no fork survives
     PRELOAD += ["torch._inductor.compile_fx", "compiled_once", "quick_interpreter"]

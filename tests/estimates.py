@@ -1,6 +1,6 @@
 """The estimate of memory of the pipeline rank that takes most."""
 
-from moetrain.train.memory import RankSizes
+from moetrain.train.estimates.memory import RankSizes
 
 
 def estimate_memory(config, arch, dims, dtype, sleep=None):

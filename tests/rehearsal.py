@@ -125,7 +125,7 @@ class Rehearsal:
     def resolve(self, config: Config, world: int) -> Any:
         """Refuse what ``world`` ranks would refuse of settings; return what a rank would have."""
         from moetrain.parallel.world import plan_world
-        from moetrain.train.setup import resolve_run
+        from moetrain.train.session import resolve_run
 
         config, arch = resolve_run(config)
         return self.check(config, arch, plan_world(config, arch, world))
@@ -243,7 +243,7 @@ def _stand_ins(rehearsal: Rehearsal) -> Iterator[None]:
     from moetrain.train import checks
     from moetrain.train.engine import Engine
     from moetrain.train.run import Run
-    from moetrain.train.setup import Session
+    from moetrain.train.session import Session
 
     def tensor(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
-from moetrain.kernels import backend
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.models.transformer import Transformer, compile_blocks
 from moetrain.parallel.expert import dispatch
 from moetrain.parallel.fsdp import fsdp
-from moetrain.train.trainer import Trainer
+from moetrain.runtime import backend
+from moetrain.train.loop import Trainer
 
 POLICIES = {
     "none": ActivationSection(policy="none"),
@@ -185,7 +185,7 @@ def test_an_op_that_joins_a_group_late_is_kept(monkeypatch):
 def test_a_group_has_ops_once_what_runs_them_is_imported():
     """No token can travel before."""
     program = """
-from moetrain.kernels.backend import saved_ops
+from moetrain.runtime.backend import saved_ops
 import moetrain.models
 assert saved_ops(["dispatch"]) == saved_ops([])
 import moetrain.parallel.expert.dispatch

@@ -20,10 +20,10 @@ from test_optim import copied
 
 from moetrain.cli.plan import main
 from moetrain.config import Config, ConfigError
-from moetrain.kernels.arena import aligned
 from moetrain.kernels.optim.adamw import Settings
 from moetrain.kernels.optim.adamw_float8 import Float8Moments, adamw_float8, moment_place
-from moetrain.optim import AdamW
+from moetrain.optim.adamw import AdamW
+from moetrain.runtime.arena import aligned
 
 SETTINGS = Settings(0.9, 0.95, 1e-8, seed=7)
 MOMENTS = "optim.state_dtype=float8"

@@ -9,10 +9,10 @@ import torch
 from distributed import spawn
 from test_engine import DENSE, make_batches, make_engine, objective_of
 
-from moetrain.kernels import ahead
-from moetrain.kernels.backend import TensorDescriptor, triton
 from moetrain.kernels.norm.rms_norm import rms_norm
 from moetrain.kernels.quant.groups import FORMS, _table
+from moetrain.runtime import ahead
+from moetrain.runtime.backend import TensorDescriptor, triton
 from moetrain.train.engine import _fake_step
 
 CASES = {

@@ -465,7 +465,7 @@ def test_the_command_says_so_before_it_does_anything(case, copy, tmp_path, capsy
         (copy / CONFIG).write_text(config_text({"num_attention_heads": 0}))
     else:
         BAD_FILES[case][0](copy)
-    monkeypatch.setattr("moetrain.train.trainer.build_data", lambda *args: sys.exit("too late"))
+    monkeypatch.setattr("moetrain.train.loop.build_data", lambda *args: sys.exit("too late"))
     words = ["--model.path", str(copy), "--output_dir", str(tmp_path / "out")]
     words += ["--data.source", "text", "--data.path", __file__, "--train.device", "cpu"]
     assert main(words) == 2

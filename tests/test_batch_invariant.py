@@ -8,6 +8,8 @@ import torch
 from architectures import put_weights
 
 from moetrain.config import KernelsSection
+from moetrain.generate.engine import Generator
+from moetrain.generate.request import Request, SamplingParams
 from moetrain.kernels import small_m
 from moetrain.kernels.attention.attention import AttentionMask, attention_packed
 from moetrain.kernels.attention.batch_invariant import (
@@ -18,22 +20,20 @@ from moetrain.kernels.attention.batch_invariant import (
     store_in_pages,
 )
 from moetrain.kernels.attention.sinks import attention_packed_with_sinks
-from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.experts.few_tokens import few_tokens_counters, few_tokens_mlp
 from moetrain.kernels.experts.mlp import expert_mlp
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.experts.products import grouped_mm, router_logits
 from moetrain.kernels.experts.router import router_topk
 from moetrain.kernels.experts.swiglu import swiglu
-from moetrain.kernels.loss.linear_cross_entropy import linear_cross_entropy
-from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
 from moetrain.kernels.norm import elementwise
 from moetrain.kernels.norm.rotary import rotary, rotate_into_pages
 from moetrain.kernels.small_m import low_rank_products
+from moetrain.kernels.vocabulary.chunk import sample_tokens
+from moetrain.kernels.vocabulary.linear_cross_entropy import linear_cross_entropy
 from moetrain.models.layers import RMSNorm
 from moetrain.models.transformer import Transformer
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Request, SamplingParams
+from moetrain.runtime.backend import INTERPRETED
 
 PLACES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")),

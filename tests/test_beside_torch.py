@@ -22,9 +22,9 @@ from moetrain.config import Config
 from moetrain.data.loader import Batch
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.transformer import Transformer
-from moetrain.optim import AdamW, learning_rate
+from moetrain.optim.adamw import AdamW, learning_rate
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import Throughput, read_metrics
-from moetrain.train.trainer import Trainer
 
 DECAYED = {"wq", "wk", "wv", "wo", "w_gate_up", "w_down", "lm_head"}
 """What has weight decay, by the last part of its name; nothing else has."""

@@ -23,9 +23,9 @@ from moetrain.checkpoint.read import list_checkpoints, open_checkpoint
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError, locks
 from moetrain.models.hf.load import resolve_architecture
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.run_folder import RunFolder
-from moetrain.train.trainer import Trainer
 
 
 def newest(folder):
@@ -383,14 +383,14 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, caplog):
 
 LOADING = """
 import sys, time
-import moetrain.train.trainer
+import moetrain.train.loop
 from moetrain.cli.train import main
 
 def build_data(*args):
     open(sys.argv[1], "w").close()
     time.sleep(600)
 
-moetrain.train.trainer.build_data = build_data
+moetrain.train.loop.build_data = build_data
 sys.exit(main(sys.argv[2:]))
 """
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from moetrain.cli.checkpoint import main
 from moetrain.config import Config
 from moetrain.models.hf.files import resolve
+from moetrain.train.loop import Trainer
 from moetrain.train.run_folder import RunFolder
-from moetrain.train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

@@ -32,13 +32,13 @@ from moetrain.jobs.scheduler import Service
 from moetrain.jobs.session import JobSession
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.world import join_world
-from moetrain.rl.trainer import RlTrainer
+from moetrain.rl.loop import RlTrainer
 from moetrain.train import run_folder
 from moetrain.train.callbacks import Callback
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.run_folder import _RUN
-from moetrain.train.setup import resolve_run
-from moetrain.train.trainer import Trainer
+from moetrain.train.session import resolve_run
 
 QUIET = ["train.sample_tokens=0", "checkpoint.interval=1"]
 
@@ -196,10 +196,10 @@ def test_a_flipped_bit_is_found_and_auto_goes_on_from_the_one_before(group, tiny
 
 KILLED = """
 import os, signal, sys
-import moetrain.train.trainer
+import moetrain.train.loop
 from moetrain.cli.train import main
 
-step = moetrain.train.trainer.Trainer.train_step
+step = moetrain.train.loop.Trainer.train_step
 rank, restarts = (int(os.environ[n]) for n in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
 
 def killed(trainer):
@@ -208,7 +208,7 @@ def killed(trainer):
         os.kill(os.getpid(), signal.SIGKILL)
     return result
 
-moetrain.train.trainer.Trainer.train_step = killed
+moetrain.train.loop.Trainer.train_step = killed
 sys.exit(main(sys.argv[1:]))
 """
 START = (

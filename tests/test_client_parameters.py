@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moetrain.data.chat import _CHATML
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from moetrain.generate.engine import Generator
+from moetrain.generate.request import Request, SamplingParams, chat_ids, sampling_defaults
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Request, SamplingParams, chat_ids, sampling_defaults
-from moetrain.rollout.server import CompletionServer
+from moetrain.serve.server import CompletionServer
 
 PROMPT = [ord(letter) for letter in "a prompt"]
 SAMPLED = {"max_tokens": 6, "temperature": 0.8, "seed": 3}

@@ -13,6 +13,8 @@ from test_rl_apart import assert_same_bits, launched
 from test_rl_run import EVEN, fitted, lines_of, words_of
 
 from moetrain.config import Config, ConfigError
+from moetrain.generate.engine import Generator
+from moetrain.generate.weights import WeightUpdate, _replica_bytes, replica
 from moetrain.kernels.quant import groups
 from moetrain.kernels.quant.groups import FORMS, CodedMatrices, quantise_matrices
 from moetrain.kernels.small_m import expert_mlp
@@ -20,8 +22,6 @@ from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.rl import learn
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.weights import WeightUpdate, _replica_bytes, replica
 
 MICRO = 2
 every_form = pytest.mark.parametrize("name", FORMS)

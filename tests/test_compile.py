@@ -12,14 +12,15 @@ from torch._inductor.utils import fresh_cache
 
 import moetrain
 from moetrain.config import ActivationSection, Config, KernelsSection, MoeSection
-from moetrain.kernels import ahead, small_m
-from moetrain.kernels.loss.balancing import load_balancing_loss
+from moetrain.kernels import small_m
 from moetrain.kernels.norm.rms_norm import fusible_rms_norm, rms_norm
+from moetrain.losses.balancing import load_balancing_loss
 from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Linear, linears
 from moetrain.models.moe import update_router_bias
 from moetrain.models.transformer import Transformer, compile_blocks
-from moetrain.train.setup import resolve_run
+from moetrain.runtime import ahead
+from moetrain.train.session import resolve_run
 
 ROWS, SEQ_LEN = 2, 24
 MOE = make_architecture(**TINY_MOE, num_layers=4)

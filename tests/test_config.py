@@ -11,7 +11,7 @@ from moetrain.cli.train import main, run_jobs, run_rl
 from moetrain.config import Config, ConfigError
 from moetrain.config.sections import TrainSection
 from moetrain.config.sources import recipe_names
-from moetrain.train.setup import resolve_run
+from moetrain.train.session import resolve_run
 
 
 def load(*words, source=None, environ=None):

@@ -11,8 +11,8 @@ from moetrain.config import _NEEDS, Config, ConfigError, Fact, _unmet
 from moetrain.config.sources import leaves
 from moetrain.parallel.world import join_world
 from moetrain.train.engine import Engine
-from moetrain.train.plan import MemoryPlan, plan_memory
-from moetrain.train.setup import Session, resolve_run
+from moetrain.train.estimates.plan import MemoryPlan, plan_memory
+from moetrain.train.session import Session, resolve_run
 
 DEFAULTS = dict(leaves(Config().model_dump()))
 PROBES = (None, 0, 1, 3, 0.5, True, False, (), ("x",), "x", "constant", "cosine", "wsd", "text")

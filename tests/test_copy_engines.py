@@ -27,7 +27,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.parallel.fsdp import transport as fsdp_transport
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.fsdp.transport import _why_not
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 # Nothing that any number of ranks divides: shards are uneven, and some are empty.

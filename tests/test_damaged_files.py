@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from moetrain.config import ConfigError
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.preferences import Reference
 from moetrain.train.run_folder import RunFolder
-from moetrain.train.trainer import Trainer
 
 LINES = [b'{"step": 1, "loss": 3.5}', b'{"step": 2, "loss": 3.25}', b'{"step": 3, "loss": 3.0}']
 

@@ -11,7 +11,7 @@ from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate
 from moetrain.data.loader import build_data
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.data.tokenizer import load_tokenizer
-from moetrain.rollout.request import chat_ids
+from moetrain.generate.request import chat_ids
 
 # What transformers' apply_chat_template takes beside the messages.
 TOOLS = [

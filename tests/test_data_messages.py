@@ -16,7 +16,7 @@ from moetrain.data.sources import RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.rl.envs import Prompts
 from moetrain.rl.envs.shipped import Jsonl
-from moetrain.rollout.protocol import Chat
+from moetrain.serve.protocol import Chat
 
 _TURNS = """\
 {%- if tools %}{{ 'tools: ' ~ (tools | tojson) }}{% endif %}

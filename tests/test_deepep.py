@@ -47,7 +47,7 @@ from moetrain.parallel.expert import deepep
 from moetrain.parallel.expert.deepep import DeepEP, DeepEPInside, StaticSizes, why_not
 from moetrain.parallel.expert.dispatch import AllToAll
 from moetrain.parallel.mesh import ParallelDims, build_meshes
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
 
 # Tokens of each rank.
 EVEN, UNEVEN, ALL_ON_ONE, NONE = (6, 6, 6, 6), (0, 7, 1, 101), (0, 5, 0, 0), (0, 0, 0, 0)

@@ -46,11 +46,11 @@ from transports import (
     run_step,
 )
 
-from moetrain.kernels.backend import saved_ops
 from moetrain.kernels.experts.deepep import disconnect
 from moetrain.parallel import apply
 from moetrain.parallel.expert.deepep import DeepEP, DeepEPInside
 from moetrain.parallel.expert.dispatch import AllToAll
+from moetrain.runtime.backend import saved_ops
 
 
 def both(size: Size, per_machine: int, **how) -> tuple[AllToAll, DeepEPInside]:

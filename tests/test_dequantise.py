@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from moetrain.cli.checkpoint import main
 from moetrain.config import ConfigError
-from moetrain.kernels.quant.formats import Dequantised, format_of
+from moetrain.models.hf.formats import Dequantised, format_of
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 

@@ -18,9 +18,9 @@ from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError, LogSection
 from moetrain.data.loader import build_data
 from moetrain.models.hf.load import resolve_architecture
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import MetricsLog
 from moetrain.train.run_folder import RunFolder
-from moetrain.train.trainer import Trainer
 
 BOARD_FILE = "tensorboard.summary.writer.record_writer.RecordWriter.write"  # in a thread
 # Which is what pytest makes of a traceback that a thread prints.
@@ -90,7 +90,7 @@ def test_a_full_disk_takes_no_line_that_was_written(tmp_path):
             "Read-only file system: a",
         ),
         (
-            "moetrain.train.trainer.Trainer.finish",
+            "moetrain.train.loop.Trainer.finish",
             OSError(errno.EIO, "", "sample.txt"),
             "Input/output error: sample.txt",
         ),
@@ -101,7 +101,7 @@ def test_a_full_disk_takes_no_line_that_was_written(tmp_path):
         ),
         (BOARD_FILE, OSError(errno.ENOSPC, ""), "No space left on device: in output_dir '"),
         (
-            "moetrain.train.trainer.build_data",
+            "moetrain.train.loop.build_data",
             PermissionError(errno.EACCES, "", "cache/x"),
             "Permission denied: cache/x",
         ),
@@ -120,7 +120,7 @@ def test_an_error_of_ours_keeps_its_traceback(tiny_words, monkeypatch):
     def fail(*_, **__):
         raise FileNotFoundError(errno.ENOENT, "", "a bug")
 
-    monkeypatch.setattr("moetrain.train.trainer.Trainer.finish", fail)
+    monkeypatch.setattr("moetrain.train.loop.Trainer.finish", fail)
     with pytest.raises(FileNotFoundError):
         main(tiny_words)
 

@@ -30,14 +30,14 @@ from moetrain.cli import checkpoint, generate, machines, plan, serve
 from moetrain.cli.main import main as named
 from moetrain.cli.train import _JOBS, _RL, _TRAIN, main
 from moetrain.config import Config, Recipes
+from moetrain.models.decoders import DenseDecoder
 from moetrain.models.families import PRESETS
-from moetrain.models.families.decoders import DenseDecoder
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
-from moetrain.rl.trainer import RlTrainer
-from moetrain.rollout.server import CompletionServer
+from moetrain.rl.loop import RlTrainer
+from moetrain.serve.server import CompletionServer
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
-from moetrain.train.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -25,15 +25,15 @@ from moetrain.cli.generate import main
 from moetrain.config import ConfigError, ModelSection
 from moetrain.config.sections import LoraSection
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.generate.drafting import Chunks, Lookup, most_drafts
+from moetrain.generate.engine import Generator, load_model
+from moetrain.generate.ranks import ExpertParallel
+from moetrain.generate.request import Request, SamplingParams
 from moetrain.kernels.linear_attention.gated_delta import CHUNK
-from moetrain.models.families.drafting import Chunks, Lookup, most_drafts
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Inputs, Transformer
-from moetrain.rollout.engine import Generator, load_model
-from moetrain.rollout.ranks import ExpertParallel
-from moetrain.rollout.request import Request, SamplingParams
-from moetrain.rollout.serving import Serving
+from moetrain.serve.serving import Serving
 
 SIZES = {"vocab_size": 264, "max_positions": 256}
 CASES = ["glm4_moe", "deepseek_v3", "glm4_moe_lite tied", "qwen3_5_moe_text"]
@@ -542,7 +542,7 @@ def test_the_command_prints_the_same_text_and_how_much_was_right(folder, capsys)
 
 def test_the_server_counts_drafts_and_streams_every_token(folder):
     client_of = pytest.importorskip("starlette.testclient").TestClient
-    from moetrain.rollout.server import CompletionServer
+    from moetrain.serve.server import CompletionServer
 
     model, tokenizer = load_model(str(folder), "cpu", "float32", None, 2)
     server = CompletionServer(Generator(model, tokenizer, draft=2, page_size=4), "tiny")

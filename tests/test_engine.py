@@ -13,14 +13,14 @@ from torch.nn import functional as F
 from moetrain.config import Config
 from moetrain.data.loader import Batch
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.kernels.arena import OffloadedError
-from moetrain.kernels.loss.balancing import load_balancing_loss, router_z_loss
+from moetrain.losses.balancing import load_balancing_loss, router_z_loss
 from moetrain.models.transformer import Inputs, Transformer
-from moetrain.optim import AdamW
+from moetrain.optim.adamw import AdamW
 from moetrain.parallel.world import join_world
+from moetrain.runtime.arena import OffloadedError
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import CrossEntropy, Pretraining, Term
-from moetrain.train.setup import resolve_run
+from moetrain.train.session import resolve_run
 
 ROWS, SEQ_LEN, VOCAB = 8, 12, 50
 WORDS = [

@@ -13,7 +13,7 @@ import torch
 from distributed import spawn
 from test_engine import make_batches, make_engine, objective_of, weights_of
 
-from moetrain.kernels.arena import OffloadedError
+from moetrain.runtime.arena import OffloadedError
 from moetrain.train.state import _OFFLOADED
 
 MICRO = 2

@@ -38,7 +38,7 @@ from moetrain.parallel.pipeline.schedules import SCHEDULES
 from moetrain.parallel.world import join_world, plan_world
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import Pretraining
-from moetrain.train.setup import resolve_run
+from moetrain.train.session import resolve_run
 
 STEPS, TOLERANCE = 2, 1e-5
 FEW = "8:0:2"

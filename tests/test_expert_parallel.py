@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moetrain.config import KernelsSection, MoeSection
-from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.permutation import permute, unpermute
 from moetrain.kernels.experts.routed import Routed
 from moetrain.models.layers import Context
 from moetrain.models.moe import MoE, RoutedExperts
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher, Received
+from moetrain.runtime.backend import Backend
 
 # More choices of a token than ranks in a world of 2, fewer in one of 4.
 EXPERTS, TOP_K, WIDTH = 8, 3, 16

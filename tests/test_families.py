@@ -48,28 +48,28 @@ from moetrain.config import (
     ModelSection,
     MoeSection,
 )
+from moetrain.generate.engine import Generator
+from moetrain.generate.request import Request, SamplingParams
 from moetrain.kernels.attention import cudnn
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.linear_attention.gated_delta import Documents
 from moetrain.models.architecture import Workload
 from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.families import FAMILIES, PRESETS
-from moetrain.models.families.gemma_layers import GemmaExperts
-from moetrain.models.families.latent_attention import LatentAttention
-from moetrain.models.families.linear_attention import GatedDeltaNet
-from moetrain.models.families.mamba import Mamba2
-from moetrain.models.families.squared_relu import SquaredReLU, SquaredReLUExperts
 from moetrain.models.hf.config import architecture_from_hf, exported_config
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.peft import attach_peft, save_peft
 from moetrain.models.hf.save import save_hf
 from moetrain.models.layers import Context
-from moetrain.models.lora import adaptable, add_adapters
 from moetrain.models.moe import RoutedExperts
+from moetrain.models.parts.gated_delta import GatedDeltaNet
+from moetrain.models.parts.gemma_layers import GemmaExperts
+from moetrain.models.parts.latent_attention import LatentAttention
+from moetrain.models.parts.lora import adaptable, add_adapters
+from moetrain.models.parts.mamba import Mamba2
+from moetrain.models.parts.squared_relu import SquaredReLU, SquaredReLUExperts
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer, compile_blocks, plan_model
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Request, SamplingParams
 from moetrain.train.checks import check_model, check_widths
 
 

@@ -27,7 +27,7 @@ from moetrain.config import (
 from moetrain.models.hf.load import load_hf
 from moetrain.parallel.world import join_world
 from moetrain.train.engine import Engine
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
 
 LIKE = {
     "dots1": "glm4_moe",

@@ -17,7 +17,7 @@ from moetrain.parallel.world import join_world
 from moetrain.train.callbacks import Callback
 from moetrain.train.engine import Engine
 from moetrain.train.faults import compare_replicas, first_not_finite
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
 
 FIND = "log.find_nan=yes"
 

@@ -19,9 +19,9 @@ from moetrain.cli.generate import main as generate
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
 from moetrain.data.tokenizer import load_tokenizer
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
-from moetrain.train.setup import resolve_run
-from moetrain.train.trainer import Trainer
+from moetrain.train.session import resolve_run
 
 _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -21,7 +21,6 @@ from test_lora_rollout import check, follow
 
 from moetrain.config import Config, ConfigError
 from moetrain.jobs.scheduler import Service
-from moetrain.kernels.arena import Arena
 from moetrain.kernels.quant import groups
 from moetrain.kernels.quant.e4m3 import E4M3, SCALED
 from moetrain.kernels.quant.groups import FORMS, quantise_groups, widen_groups
@@ -31,7 +30,8 @@ from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.fsdp.storage import CodedShard
 from moetrain.parallel.mesh import ParallelDims
-from moetrain.train.trainer import Trainer
+from moetrain.runtime.arena import Arena
+from moetrain.train.loop import Trainer
 
 FLOAT8 = "lora.base_dtype=float8"
 # Every rank's part of a row is whole groups.

@@ -13,13 +13,13 @@ from test_float8 import ROUND, merged_of
 from test_lora import BASE, EVERYTHING, MICRO, adapted
 
 from moetrain.config import ConfigError
-from moetrain.kernels.arena import Arena
-from moetrain.kernels.quant.formats import Dequantised, format_of
 from moetrain.kernels.quant.groups import FORMS
+from moetrain.models.hf.formats import Dequantised, format_of
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.fsdp.storage import CodedShard
+from moetrain.runtime.arena import Arena
 
 STATE = "quant_state.bitsandbytes__nf4"
 HOW = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}

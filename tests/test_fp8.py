@@ -21,24 +21,24 @@ from transports import make_experts as make_weights
 
 from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
 from moetrain.config.compute import Precision
+from moetrain.generate.engine import Generator
+from moetrain.generate.weights import replica
 from moetrain.kernels.experts.mlp import expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.permutation import expert_indices
-from moetrain.kernels.loss.linear_cross_entropy import linear_cross_entropy_sum
-from moetrain.kernels.loss.narrow_gradients import step_of
 from moetrain.kernels.quant.e4m3 import _LARGEST, quantise_columns, quantise_rows
 from moetrain.kernels.quant.products import linears_fp8
 from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.kernels.quant.transposed import place_columns, transpose_rows
+from moetrain.kernels.vocabulary.linear_cross_entropy import linear_cross_entropy_sum
+from moetrain.kernels.vocabulary.narrow_gradients import step_of
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.expert import dispatch
 from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.expert.dispatch import AllToAll
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.weights import replica
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
-from moetrain.train.setup import resolve_run
-from moetrain.train.trainer import Trainer
+from moetrain.train.session import resolve_run
 
 on_gpu = [
     pytest.mark.gpu,

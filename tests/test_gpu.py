@@ -16,8 +16,8 @@ from moetrain.kernels.attention.attention import AttentionMask, attention
 from moetrain.kernels.experts.permutation import expert_indices, permute, unpermute
 from moetrain.kernels.experts.swiglu import swiglu
 from moetrain.parallel.expert import dispatch
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
-from moetrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
 

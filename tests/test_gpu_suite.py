@@ -129,11 +129,11 @@ def test_due_lists_what_gpu_tests_cover(tmp_path, monkeypatch, capsys):
         json.dumps({"commit": "1" * 40, "cards": ["X"], "seconds": 9, "phases": phases})
     )
     monkeypatch.setattr(gpu_suite, "LAST_RUN", last)
-    changed = ["README.md", "moetrain/cli/data.py", "moetrain/optim.py", "tests/test_gpu.py"]
+    changed = ["README.md", "moetrain/cli/data.py", "moetrain/optim/adamw.py", "tests/test_gpu.py"]
     monkeypatch.setattr(gpu_suite, "output_of", lambda *words: "\n".join(changed))
     assert gpu_suite.due() == 1
     printed = capsys.readouterr().out.split()
-    assert "moetrain/optim.py" in printed
+    assert "moetrain/optim/adamw.py" in printed
     assert "tests/test_gpu.py" in printed
     assert "moetrain/cli/data.py" not in printed
     changed[:] = ["README.md"]

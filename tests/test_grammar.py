@@ -14,11 +14,11 @@ from test_rollout import make_model
 
 from moetrain.data.chat import _CHATML
 from moetrain.data.tokenizer import ByteTokenizer
-from moetrain.kernels.loss.gumbel import _gumbel, noise_keys, stream_of
-from moetrain.models.families.tool_calls import call_grammar, parse_tools
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Request, RequestError, SamplingParams
-from moetrain.rollout.server import CompletionServer
+from moetrain.generate.engine import Generator
+from moetrain.generate.request import Request, RequestError, SamplingParams
+from moetrain.kernels.vocabulary.gumbel import _gumbel, noise_keys, stream_of
+from moetrain.serve.server import CompletionServer
+from moetrain.serve.tool_calls import call_grammar, parse_tools
 
 SCHEMA = {
     "type": "object",

@@ -20,11 +20,11 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 from test_grammar import GRAMMARS, SCHEMA, follows
 
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.generate.engine import Generator
+from moetrain.generate.grammars import GrammarLimits, Grammars
+from moetrain.generate.request import BusyError, Request, SamplingParams
 from moetrain.models.transformer import Transformer
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.grammars import GrammarLimits, Grammars
-from moetrain.rollout.request import BusyError, Request, SamplingParams
-from moetrain.rollout.server import CompletionServer
+from moetrain.serve.server import CompletionServer
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 ARCH = make_architecture(

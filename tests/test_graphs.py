@@ -15,12 +15,12 @@ from moetrain import Trainer
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import Batch
 from moetrain.kernels.attention.cudnn import document_bucket
-from moetrain.kernels.graphs import Graphs, _Captured, alike
 from moetrain.parallel import apply
-from moetrain.train import setup
+from moetrain.runtime.graphs import Graphs, _Captured, alike
+from moetrain.train import session as setup
 from moetrain.train.metrics import read_metrics
 from moetrain.train.objectives import CrossEntropy, Term
-from moetrain.train.setup import Session, resolve_run
+from moetrain.train.session import Session, resolve_run
 
 ON = "compile.cuda_graphs=yes"
 TOKENS = ROWS * SEQ_LEN

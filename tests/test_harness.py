@@ -11,8 +11,8 @@ from moetrain import Trainer
 from moetrain.cli.main import main
 from moetrain.config import Config, ConfigError
 from moetrain.data.tokenizer import load_tokenizer
+from moetrain.generate.engine import Generator
 from moetrain.models.hf.load import load_hf
-from moetrain.rollout.engine import Generator
 from moetrain.train.metrics import read_metrics
 
 pytest.importorskip("lm_eval")

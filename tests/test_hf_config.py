@@ -8,9 +8,9 @@ from architectures import make_architecture
 from transformers import AutoConfig
 
 from moetrain.config import ConfigError
-from moetrain.kernels.norm.rope_scaling import RopeScaling
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.hf.config import architecture_from_hf, exported_config
+from moetrain.models.rope_scaling import RopeScaling
 
 SIZES = {
     "vocab_size": 40,

@@ -21,7 +21,7 @@ from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.files import CONFIG, GENERATION, INDEX, SINGLE, TokenizerFiles, write_files
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

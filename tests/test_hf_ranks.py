@@ -16,7 +16,7 @@ from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.world import join_world
 from moetrain.train.engine import Engine
-from moetrain.train.setup import resolve_run
+from moetrain.train.session import resolve_run
 
 SHARD_BYTES = 10_000_000
 

@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM
 
 from moetrain.config import ConfigError
 from moetrain.models.families import FAMILIES, PRESETS
-from moetrain.models.families.clamped_experts import InterleavedExperts
 from moetrain.models.family import Piece
 from moetrain.models.hf import files, save
 from moetrain.models.hf.files import CONFIG, GENERATION, INDEX, SINGLE, resolve
 from moetrain.models.hf.load import _Part, load_hf, load_weights
 from moetrain.models.hf.save import save_hf
+from moetrain.models.parts.clamped_experts import InterleavedExperts
 from moetrain.models.transformer import Transformer
 
 transformers.logging.set_verbosity_error()

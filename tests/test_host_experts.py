@@ -13,7 +13,7 @@ from moetrain.kernels.quant.groups import FORMS
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.fsdp.storage import CodedShard
 from moetrain.parallel.mesh import ParallelDims
-from moetrain.train.memory import RankSizes
+from moetrain.train.estimates.memory import RankSizes
 
 ROUND = ["model.hidden_size=64", "model.head_dim=32", "model.moe_intermediate_size=32"]
 HOSTED = "lora.offload_experts=yes"

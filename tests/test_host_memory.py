@@ -13,10 +13,10 @@ from estimates import estimate_memory
 from moetrain import Config, ConfigError, Trainer
 from moetrain.cli.train import main
 from moetrain.parallel.world import join_world, plan_world
-from moetrain.train import plan
-from moetrain.train.memory import GIB, RankSizes
-from moetrain.train.plan import _Room, _room_here, check_host
-from moetrain.train.setup import resolve_run
+from moetrain.train.estimates import plan
+from moetrain.train.estimates.memory import GIB, RankSizes
+from moetrain.train.estimates.plan import _Room, _room_here, check_host
+from moetrain.train.session import resolve_run
 
 KIB = 1024
 

@@ -15,17 +15,17 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from moetrain.config import Config, ConfigError, Recipes
 from moetrain.config.sources import RunFailed
+from moetrain.generate.engine import Generator
 from moetrain.jobs import session as session_module
 from moetrain.jobs import shared, store
 from moetrain.jobs.api import ClientLoss, Refused
 from moetrain.jobs.scheduler import Service
-from moetrain.optim import AdamW
+from moetrain.optim.adamw import AdamW
 from moetrain.parallel import apply
 from moetrain.parallel.world import join_world
 from moetrain.rl.rows import pack
-from moetrain.rollout.engine import Generator
 from moetrain.train.engine import Engine
-from moetrain.train.setup import resolve_run
+from moetrain.train.session import resolve_run
 
 WORDS = [
     "model.hidden_size=16",

@@ -25,7 +25,7 @@ from test_jobs_server import Process
 
 from moetrain.jobs.scheduler import Service
 from moetrain.jobs.session import JobSession
-from moetrain.train.setup import resolve_run
+from moetrain.train.session import resolve_run
 
 SEEDS = (0, 1, 3)
 

@@ -33,21 +33,14 @@ from moetrain.kernels.experts.products import grouped_mm, grouped_weight_grad
 from moetrain.kernels.optim import reduction
 from moetrain.kernels.optim.reduction import sum_chunks
 
-# Files of moetrain/kernels without an op of their own: what kernels share, tracing, wrappers of
-# torch's and cuDNN's operators, parts of other files' kernels, what generation alone uses, neither
-# differentiated nor compiled (tests/test_batch_invariant.py), frequencies of rotary embeddings
-# (tests/test_models.py), formulas of losses (tests/test_moe.py), what calls others' kernels
-# (tests/test_activation.py, tests/test_ahead.py), and what reads files (tests/test_hf_weights.py,
-# tests/test_dequantise.py).
+# Files of moetrain/kernels without an op of their own: what kernels share, wrappers of torch's and
+# cuDNN's operators, parts of other files' kernels, and what generation alone uses, neither
+# differentiated nor compiled (tests/test_batch_invariant.py).
 NOT_KERNELS = {
-    "moetrain.kernels.ahead",
-    "moetrain.kernels.annotate",
-    "moetrain.kernels.arena",
     "moetrain.kernels.attention.batch_invariant",
     "moetrain.kernels.attention.cudnn",
     "moetrain.kernels.attention.paged",
     "moetrain.kernels.attention.split_keys",
-    "moetrain.kernels.backend",
     "moetrain.kernels.experts.adapters",
     "moetrain.kernels.experts.copied_mlp",
     "moetrain.kernels.experts.deepep",
@@ -55,28 +48,18 @@ NOT_KERNELS = {
     "moetrain.kernels.experts.grouped",
     "moetrain.kernels.experts.replicas",
     "moetrain.kernels.experts.routed",
-    "moetrain.kernels.graphs",
     "moetrain.kernels.linear_attention.delta_kernels",
-    "moetrain.kernels.loss.advantage",
-    "moetrain.kernels.loss.balancing",
-    "moetrain.kernels.loss.policy",
-    "moetrain.kernels.loss.preference",
     "moetrain.kernels.linear_attention.reads",
     "moetrain.kernels.linear_attention.step",
-    "moetrain.kernels.loss.gumbel",
-    "moetrain.kernels.loss.narrow_gradients",
-    "moetrain.kernels.loss.vocabulary_chunk",
-    "moetrain.kernels.loss.vocabulary_shard",
-    "moetrain.kernels.memory",
-    "moetrain.kernels.norm.rope_scaling",
-    "moetrain.kernels.optim.fake_update",
+    "moetrain.kernels.vocabulary.gumbel",
+    "moetrain.kernels.vocabulary.narrow_gradients",
+    "moetrain.kernels.vocabulary.chunk",
+    "moetrain.kernels.vocabulary.shard",
     "moetrain.kernels.optim.rounding",
     "moetrain.kernels.quant.blocks",
-    "moetrain.kernels.quant.formats",
     "moetrain.kernels.quant.grouped_e4m3",
     "moetrain.kernels.quant.recipes",
     "moetrain.kernels.quant.transposed",
-    "moetrain.kernels.recompute",
 }
 
 
@@ -350,7 +333,7 @@ def test_grouped_products_on_a_cpu_take_any_width(dtype, widths):
 
 
 def test_triton_on_a_cpu_tensor_names_the_remedy(monkeypatch):
-    from moetrain.kernels import backend
+    from moetrain.runtime import backend
 
     monkeypatch.setattr(backend, "INTERPRETED", False)
     with pytest.raises(ValueError, match=r'tensor on cpu.*backend="auto"'):
@@ -362,7 +345,7 @@ def test_everything_runs_on_a_cpu_without_triton():
     code = """
 import sys
 sys.modules["triton"] = None  # as where there is no wheel of it
-import torch, moetrain.rollout.weights
+import torch, moetrain.generate.weights
 from moetrain.kernels.experts.swiglu import swiglu
 print(swiglu(torch.ones(3, 4), torch.ones(3)).shape)
 """

@@ -8,17 +8,17 @@ from family_cases import CASES, SIZES, architecture_of, random_reference, save_r
 from safetensors.torch import load_file
 
 from moetrain.config import ConfigError, KernelsSection, ModelSection, MoeSection
+from moetrain.generate.engine import Generator
+from moetrain.generate.request import Request, SamplingParams
 from moetrain.kernels.attention.attention import AttentionMask
-from moetrain.kernels.norm.rope_scaling import RotaryEmbedding
 from moetrain.models.architecture import Workload
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.hf.config import architecture_from_hf, exported_config
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.save import save_hf
 from moetrain.models.layers import Context
+from moetrain.models.rope_scaling import RotaryEmbedding
 from moetrain.models.transformer import Transformer
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Request, SamplingParams
 
 FAMILY_NAMES = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite")
 

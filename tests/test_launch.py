@@ -92,9 +92,9 @@ class Trainer:
         raise SystemExit(128 + got[0])
 
 
-module = types.ModuleType("moetrain.train.trainer")
+module = types.ModuleType("moetrain.train.loop")
 module.Trainer = Trainer
-sys.modules["moetrain.train.trainer"] = module
+sys.modules["moetrain.train.loop"] = module
 sys.exit(main(["train.sample_tokens=0"]))  # whose callback would import torch
 """
 
@@ -122,9 +122,9 @@ class Trainer:
         dist.all_reduce(one)
 
 
-module = types.ModuleType("moetrain.train.trainer")
+module = types.ModuleType("moetrain.train.loop")
 module.Trainer = Trainer
-sys.modules["moetrain.train.trainer"] = module
+sys.modules["moetrain.train.loop"] = module
 sys.exit(main(["train.device=cpu", "train.global_batch_size=6", "train.micro_batch_size=2"]))
 """
 
@@ -157,9 +157,9 @@ class Trainer:
         self.world.barrier()
 
 
-module = types.ModuleType("moetrain.train.trainer")
+module = types.ModuleType("moetrain.train.loop")
 module.Trainer = Trainer
-sys.modules["moetrain.train.trainer"] = module
+sys.modules["moetrain.train.loop"] = module
 sys.exit(main(["train.device=cpu", "train.micro_batch_size=2"]))
 """
 

@@ -13,9 +13,9 @@ from moetrain.config import Config, ConfigError
 from moetrain.config.sources import RunFailed
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.train.callbacks import Best, Callback
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.objectives import CrossEntropy, Term
-from moetrain.train.trainer import Trainer
 
 SIZE = 32
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from moetrain.config import Config, ConfigError
 from moetrain.models.hf.config import architecture_from_hf, exported_config
 from moetrain.models.hf.load import load_hf
-from moetrain.train.setup import resolve_run
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
+from moetrain.train.session import resolve_run
 
 PRESET = "model.preset=qwen3-30b-a3b"  # for 40,960 positions
 SIZES = {

@@ -22,13 +22,13 @@ from moetrain.cli.checkpoint import main as checkpoint_command
 from moetrain.config import Config, ConfigError
 from moetrain.config.sections import LoraSection
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.kernels.loss.balancing import load_balancing_loss, router_z_loss
+from moetrain.losses.balancing import load_balancing_loss, router_z_loss
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
 from moetrain.parallel import apply
 from moetrain.parallel.mesh import ParallelDims
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
 
 TOLERANCE = 1e-5
 MICRO = 2

@@ -9,12 +9,12 @@ from test_lora import EVERYTHING, MICRO, adapted
 
 from moetrain.cli.generate import main as generate
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.generate.engine import Generator
+from moetrain.generate.request import Request, SamplingParams
+from moetrain.generate.weights import WeightUpdate, _replica_bytes, replica
 from moetrain.models.hf.save import save_hf
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Request, SamplingParams
-from moetrain.rollout.weights import WeightUpdate, _replica_bytes, replica
 
 REQUESTS = [
     Request("a", (1, 2, 3), SamplingParams(max_tokens=12, temperature=0)),

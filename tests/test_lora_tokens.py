@@ -17,8 +17,8 @@ from moetrain.data.tokenizer import load_tokenizer
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.peft import attach_peft
 from moetrain.models.rules import ADAPTER
-from moetrain.train.setup import resolve_run
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
+from moetrain.train.session import resolve_run
 
 peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
 

@@ -14,16 +14,16 @@ from test_engine import make_batches, make_engine, objective_of
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError, KernelsSection, MoeSection
 from moetrain.config.environment import GIB, GPUS
-from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.linear_attention.gated_delta import documents_of
 from moetrain.models.architecture import Workload
-from moetrain.models.families.linear_attention import GatedDeltaNet
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.layers import Context
+from moetrain.models.parts.gated_delta import GatedDeltaNet
 from moetrain.parallel.apply import dispatcher_of
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.processes import device_capacity, planned_machine
-from moetrain.train.memory import RankSizes
+from moetrain.runtime.backend import INTERPRETED
+from moetrain.train.estimates.memory import RankSizes
 
 # (recipe, H200s, micro-batch of 4096-token rows, accumulated micro-batches, settings, peak in GiB):
 # max_memory_allocated over four steps, torch 2.11, deep_ep 1.2.1; both MoE recipes route random

@@ -15,7 +15,7 @@ from moetrain.config.sections import ModelSection
 from moetrain.models.families import PRESETS
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.transformer import Transformer
-from moetrain.train.setup import resolve_run
+from moetrain.train.session import resolve_run
 
 SETTINGS = [name for name in ModelSection.model_fields if name not in ("preset", "path")]
 SIZES_OF_MODEL = [x for x in SETTINGS if x not in ("max_positions", "rope", "init_std")]

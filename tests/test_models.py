@@ -11,13 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetrain.config import ConfigError, KernelsSection, ModelSection, MoeSection
-from moetrain.kernels.loss.balancing import load_balancing_loss
-from moetrain.kernels.loss.linear_cross_entropy import linear_cross_entropy
-from moetrain.kernels.norm.rope_scaling import RotaryEmbedding
+from moetrain.kernels.vocabulary.linear_cross_entropy import linear_cross_entropy
+from moetrain.losses.balancing import load_balancing_loss
 from moetrain.models.families import PRESETS
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.save import save_hf
+from moetrain.models.rope_scaling import RotaryEmbedding
 from moetrain.models.transformer import Transformer
 
 transformers.logging.set_verbosity_error()

@@ -10,13 +10,13 @@ from torch.nn import functional as F
 from moetrain.config import ActivationSection, KernelsSection, MoeSection
 from moetrain.kernels.experts.permutation import permute, unpermute
 from moetrain.kernels.experts.products import router_logits
-from moetrain.kernels.loss.balancing import (
+from moetrain.kernels.quant.recipes import RECIPES
+from moetrain.losses.balancing import (
     RouterStats,
     RoutingStats,
     load_balancing_loss,
     router_z_loss,
 )
-from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.models import moe
 from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Context

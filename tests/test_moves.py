@@ -14,9 +14,9 @@ from distributed import spawn
 from test_parallel import TOLERANCE, words_of
 
 from moetrain.config import Config
-from moetrain.optim import AdamW
+from moetrain.optim.adamw import AdamW
 from moetrain.train import state as state_module
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
 
 LAYOUTS = {
     "one": (1, []),

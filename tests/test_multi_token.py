@@ -20,18 +20,18 @@ from moetrain.cli.checkpoint import main
 from moetrain.config import Config, ConfigError, KernelsSection, MoeSection
 from moetrain.data.loader import Batch
 from moetrain.models.families import FAMILIES
-from moetrain.models.families.multi_token import (
+from moetrain.models.hf.load import check_checkpoint, load_hf, load_weights
+from moetrain.models.hf.save import save_hf
+from moetrain.models.parts.multi_token import (
     further_loss,
     further_sizes,
     further_targets,
     reaches,
 )
-from moetrain.models.hf.load import check_checkpoint, load_hf, load_weights
-from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.world import plan_world
-from moetrain.train.setup import resolve_run
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
+from moetrain.train.session import resolve_run
 
 CASES = ["glm4_moe", "glm4_moe groups", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"]
 CASES += ["deepseek_v3", "deepseek_v3 no latent queries", "deepseek_v3 yarn", "glm4_moe_lite"]

@@ -19,8 +19,8 @@ from test_new_user import losses
 from test_recovery import rank_of
 
 from moetrain.config import Config
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
-from moetrain.train.trainer import Trainer
 
 ONE_AFTER_ANOTHER, IMPATIENT = (
     str(Path(__file__).parent / name) for name in ("one_after_another.py", "impatient_train.py")

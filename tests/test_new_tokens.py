@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moetrain.cli.checkpoint import main as checkpoint_command
 from moetrain.config import Config, ConfigError
 from moetrain.data.tokenizer import load_tokenizer
-from moetrain.train.setup import resolve_run
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
+from moetrain.train.session import resolve_run
 
 NEW = ["<|tool|>", "<|result|>", "<|over|>"]
 TOKENS_BS = torch.arange(38).view(2, 19) * 7  # old and new tokens: 0 to 259

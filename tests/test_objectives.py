@@ -14,9 +14,9 @@ from test_preferences import whole
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.packing import IGNORE_INDEX, Row
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.objectives import CrossEntropy, Term, token_losses
-from moetrain.train.trainer import Trainer
 
 SIZE, K, CLASSES = 32, 5, (ord("y"), ord("n"), ord("?"))
 

@@ -24,13 +24,13 @@ from test_engine import (
 )
 
 from moetrain.config import Config, ConfigError
-from moetrain.kernels.arena import Arena, OffloadedError
-from moetrain.optim import AdamW
+from moetrain.optim.adamw import AdamW
 from moetrain.parallel.apply import _chosen
 from moetrain.parallel.fsdp.bucket import Bucket
 from moetrain.parallel.fsdp.storage import HostShard
 from moetrain.parallel.world import plan_world
-from moetrain.train.setup import resolve_run
+from moetrain.runtime.arena import Arena, OffloadedError
+from moetrain.train.session import resolve_run
 from moetrain.train.state import _OFFLOADED
 
 MICRO = 4

@@ -9,7 +9,7 @@ from test_kernels import devices
 from moetrain.config import ConfigError
 from moetrain.kernels.optim.adamw import Settings, adamw
 from moetrain.kernels.optim.rounding import BLOCK
-from moetrain.optim import AdamW
+from moetrain.optim.adamw import AdamW
 from moetrain.parallel.apply import draw_values
 from moetrain.parallel.fsdp import bucket as bucket_module
 from moetrain.parallel.fsdp.bucket import aligned

@@ -25,7 +25,7 @@ from moetrain.config.sources import RunFailed
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.hf.save import Export
 from moetrain.train import run_folder
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
 
 WORDS = [
     "train.sample_tokens=0",

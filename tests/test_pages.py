@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from moetrain.rollout.pages import Pages, Running, Scheduler
-from moetrain.rollout.request import Request, SamplingParams
+from moetrain.generate.pages import Pages, Running, Scheduler
+from moetrain.generate.request import Request, SamplingParams
 
 SIZE = 2  # of pages here
 

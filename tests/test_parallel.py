@@ -18,9 +18,9 @@ import moetrain
 from moetrain.config import Config
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.parallel import mesh
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.objectives import routing_losses
-from moetrain.train.trainer import Trainer
 
 STEPS = 2  # the second is of updated weights; more would be the optimizer's
 TOLERANCE = 1e-5

@@ -31,8 +31,8 @@ import moetrain
 from moetrain.config import Config
 from moetrain.parallel import apply
 from moetrain.parallel.pipeline.executor import Pipeline
-from moetrain.train.setup import resolve_run
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
+from moetrain.train.session import resolve_run
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 STEPS = 2

@@ -14,7 +14,7 @@ from preferences import preferences
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import Batch, eval_batches
-from moetrain.kernels.loss.preference import (
+from moetrain.losses.preference import (
     KINDS,
     LOSSES,
     WITHOUT_REFERENCE,
@@ -24,9 +24,9 @@ from moetrain.kernels.loss.preference import (
 )
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.preferences import Preference, Reference
-from moetrain.train.trainer import Trainer
 
 NO_EVAL = ["data.eval_fraction=0", "train.eval_rows=256"]
 PAIRS = [

@@ -12,9 +12,9 @@ from distributed import spawn
 from test_compile import MOE, batch, compile_counting, fresh_model
 
 from moetrain.config import Config, ConfigError
-from moetrain.kernels.annotate import annotate, annotate_backward
+from moetrain.runtime.annotate import annotate, annotate_backward
 from moetrain.train.callbacks import Profile
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
 
 STEPS = ["log.profile=2", "log.profile_after=1", "train.steps=5"]
 

@@ -26,12 +26,12 @@ from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.attention.peaks import raise_peaks
 from moetrain.models.architecture import AttentionPart
 from moetrain.models.families import PRESETS
-from moetrain.models.families.latent_attention import LatentAttention
-from moetrain.models.families.qk_clip import QKClip
+from moetrain.models.parts.latent_attention import LatentAttention
+from moetrain.optim.qk_clip import QKClip
 from moetrain.parallel import apply
 from moetrain.parallel.world import join_world
 from moetrain.train.engine import Engine
-from moetrain.train.setup import resolve_run
+from moetrain.train.session import resolve_run
 
 MUON = ["optim.name=muon", "moe.aux_loss_scope=global_batch"]
 TAU = 0.02

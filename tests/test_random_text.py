@@ -22,11 +22,11 @@ from starlette.testclient import TestClient
 from test_text_stream import NAMES, WholeText, load, random_tokens
 
 from moetrain.data.tokenizer import ByteTokenizer
-from moetrain.kernels.loss.gumbel import _gumbel, noise_keys, stream_of
+from moetrain.generate.engine import Generator
+from moetrain.generate.request import Request, SamplingParams, TextStream
+from moetrain.kernels.vocabulary.gumbel import _gumbel, noise_keys, stream_of
 from moetrain.models.transformer import Transformer
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Request, SamplingParams, TextStream
-from moetrain.rollout.server import CompletionServer
+from moetrain.serve.server import CompletionServer
 
 __all__ = ["load"]  # a fixture
 

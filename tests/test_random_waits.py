@@ -15,7 +15,7 @@ from test_engine import ROWS, make_engine, weights_of
 from test_graphs import CASES, GPU, ON, RANKS_GPU, look_between, numbers_of, run_steps
 
 from moetrain.config import Config
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
 
 SEEDS = range(3)
 HOST = {

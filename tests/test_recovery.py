@@ -28,8 +28,8 @@ from moetrain.checkpoint import save as checkpoint_save
 from moetrain.checkpoint.read import list_checkpoints
 from moetrain.config import Config
 from moetrain.config.sources import RunFailed
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
-from moetrain.train.trainer import Trainer
 
 QUIET = ["train.sample_tokens=0", "checkpoint.minutes=0", "checkpoint.at_end=no"]
 EACH = [*QUIET, "checkpoint.memory_interval=1"]

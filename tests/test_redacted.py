@@ -9,7 +9,7 @@ import pytest
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError, logger
 from moetrain.config.sources import RunFailed, redacted, shortened
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
 
 URLS = {
     "https://ada:hunter2@example.org/a?b=c#d": "https://***@example.org/a?b=c#d",

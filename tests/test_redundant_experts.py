@@ -25,12 +25,12 @@ from test_parallel import TOLERANCE, Trainer, compare, plan_runs, run, run_layou
 from torch import nn
 
 from moetrain.config import ConfigError
-from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.experts.replicas import place_ids, plan_replicas
 from moetrain.models.moe import Router
 from moetrain.parallel.expert.dispatch import AllToAll
 from moetrain.parallel.expert.replicas import Replicas
+from moetrain.runtime.backend import Backend
 
 SIZES = [
     # Ranks, experts of one, places for copies, choices of a token.

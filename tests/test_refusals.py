@@ -22,17 +22,17 @@ from test_config_needs import DEFAULTS, NEEDS_OF_ONE, PROBES
 from moetrain.cli.train import main, run_jobs
 from moetrain.config import Config, ConfigError, Fact
 from moetrain.config.sources import leaves
+from moetrain.generate.engine import load_model
 from moetrain.jobs.shared import SharedEngine
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
 from moetrain.parallel import world as world_module
 from moetrain.parallel.world import join_world
-from moetrain.rollout.engine import load_model
 from moetrain.train import checks
 from moetrain.train.engine import Engine
-from moetrain.train.plan import plan_memory
-from moetrain.train.setup import resolve_run
+from moetrain.train.estimates.plan import plan_memory
+from moetrain.train.session import resolve_run
 
 GOOD = [
     "model.preset=debug",
@@ -149,7 +149,7 @@ def two_more_blocks(stack):
     def found(*args, **kwargs):
         return find(*args, **kwargs).model_copy(update={"mtp_layers": 2})
 
-    stack.enter_context(patch("moetrain.train.setup.resolve_architecture", found))
+    stack.enter_context(patch("moetrain.train.session.resolve_architecture", found))
     stack.enter_context(patch(f"{__name__}.resolve_architecture", found))
 
 

@@ -37,10 +37,10 @@ from moetrain.models.hf.files import resolve
 from moetrain.models.transformer import plan_model
 from moetrain.parallel.world import plan_world
 from moetrain.rl.setup import Setup
-from moetrain.rollout.access import Access
-from moetrain.rollout.protocol import Chat, Completions, Responses
-from moetrain.train.setup import prepare, resolve_run
-from moetrain.train.trainer import Trainer
+from moetrain.serve.access import Access
+from moetrain.serve.protocol import Chat, Completions, Responses
+from moetrain.train.loop import Trainer
+from moetrain.train.session import prepare, resolve_run
 
 ROOT = Path(__file__).parent.parent
 UNSET = object()

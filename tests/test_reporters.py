@@ -6,8 +6,8 @@ import pytest
 
 from moetrain.cli.train import main
 from moetrain.config import ConfigError
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
-from moetrain.train.trainer import Trainer
 
 
 def read_tensorboard(folder, project):

@@ -14,11 +14,11 @@ from test_grammar import OTHER, SCHEMA, TOOL, follows
 from test_rl_agents import SEARCH, TEMPLATE, TOKENIZER, Watched, ask, collected
 
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.generate.engine import Generator
 from moetrain.rl.agents import AgentEnvironment
 from moetrain.rl.envs import Prompts
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.protocol import Responses
-from moetrain.rollout.server import CompletionServer
+from moetrain.serve.protocol import Responses
+from moetrain.serve.server import CompletionServer
 
 GREEDY = {"model": "m", "temperature": 0}
 EVENTS = TypeAdapter(ResponseStreamEvent)

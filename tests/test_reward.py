@@ -15,9 +15,9 @@ from moetrain.data.loader import Batch
 from moetrain.models.hf.files import CONFIG, read_json
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.reward import last_places
-from moetrain.train.trainer import Trainer
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

@@ -22,13 +22,13 @@ from toy_environments import BEST_WORD
 
 from moetrain.cli.train import run_rl
 from moetrain.config import ConfigError
+from moetrain.generate.weights import blank
 from moetrain.parallel.world import plan_world
 from moetrain.rl import apart
 from moetrain.rl.rows import Trajectory
-from moetrain.rollout.weights import blank
-from moetrain.train.memory import RankSizes
+from moetrain.train.estimates.memory import RankSizes
 from moetrain.train.metrics import read_metrics
-from moetrain.train.setup import resolve_run
+from moetrain.train.session import resolve_run
 
 OWN = ("generators_lost", "trajectories_restarted", "generator/")
 

@@ -14,10 +14,10 @@ from architectures import put_weights
 from test_rollout import make_generator, make_model
 
 from moetrain.config import Config
+from moetrain.generate.request import Request, SamplingParams
 from moetrain.rl.collect import Collector
 from moetrain.rl.envs import Turn
 from moetrain.rl.rows import Trajectory
-from moetrain.rollout.request import Request, SamplingParams
 
 STOPS = (7, 11, 200, 201, 202)
 

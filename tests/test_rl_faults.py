@@ -14,8 +14,8 @@ from moetrain.cli.train import run_rl as run
 from moetrain.config.sources import RunFailed
 from moetrain.rl.collect import _LARGEST_REWARD, _not_a_reward
 from moetrain.rl.envs import Demonstration
+from moetrain.rl.loop import _HOPELESS_STEPS, _failed_alike
 from moetrain.rl.rows import Trajectory
-from moetrain.rl.trainer import _HOPELESS_STEPS, _failed_alike
 
 GONE = """
 from moetrain.rl.envs.shipped import _Sort

@@ -13,7 +13,7 @@ from test_rl_rows import make_samples
 
 from moetrain.config.rl import RlSection
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.kernels.loss.policy import LOG_RATIO_LIMIT, kl_estimate, kl_of_likeliest
+from moetrain.losses.policy import LOG_RATIO_LIMIT, kl_estimate, kl_of_likeliest
 from moetrain.models.layers import Vocabulary
 from moetrain.rl.losses import PolicyObjective, corrected
 from moetrain.rl.rows import pack

@@ -11,7 +11,7 @@ from distributed import spawn
 from test_rl_run import EVEN, config_of, fitted, lines_of, words_of
 from toy_environments import BEST_WORD
 
-from moetrain.rl.trainer import RlTrainer
+from moetrain.rl.loop import RlTrainer
 
 
 def first_steps(folder, runs):

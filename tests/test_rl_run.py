@@ -19,12 +19,12 @@ from moetrain.cli.train import run_rl as run
 from moetrain.config import Config, ConfigError, Recipes
 from moetrain.config.rl import RlSection
 from moetrain.rl.learn import _Teacher
+from moetrain.rl.loop import _PARTS, RlTrainer
 from moetrain.rl.losses import PolicyObjective, corrected
 from moetrain.rl.rows import pack
-from moetrain.rl.trainer import _PARTS, RlTrainer
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.preferences import score
-from moetrain.train.trainer import Trainer
 
 EVEN = """
 from moetrain.rl.envs import Problem, SolvedEnvironment

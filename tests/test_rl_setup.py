@@ -12,14 +12,14 @@ from test_rl_run import EVEN, config_of, fitted, lines_of, words_of
 from moetrain.cli.train import run_rl as run
 from moetrain.config import Config, ConfigError
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.generate.weights import _replica_bytes
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.rl.collect import try_reward
 from moetrain.rl.envs import Prompts
 from moetrain.rl.envs.shipped import Jsonl
-from moetrain.rl.trainer import RlTrainer
-from moetrain.rollout.weights import _replica_bytes
-from moetrain.train.memory import GIB, RankSizes
+from moetrain.rl.loop import RlTrainer
+from moetrain.train.estimates.memory import GIB, RankSizes
 
 BAD_ENVIRONMENTS = """
 from pathlib import Path

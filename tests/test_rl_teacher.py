@@ -19,18 +19,18 @@ from moetrain.config.sources import RunFailed
 from moetrain.data.chat import _CHATML
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from moetrain.generate.engine import Generator
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
 from moetrain.rl import learn
 from moetrain.rl.learn import ServedTeacher, _Teacher
+from moetrain.rl.loop import RlTrainer
 from moetrain.rl.losses import PolicyObjective
 from moetrain.rl.rows import pack
 from moetrain.rl.setup import Setup
-from moetrain.rl.trainer import RlTrainer
-from moetrain.rollout.engine import Generator
-from moetrain.train.plan import plan_memory
-from moetrain.train.setup import resolve_run
+from moetrain.train.estimates.plan import plan_memory
+from moetrain.train.session import resolve_run
 
 
 def made(vocab_size=257, seed=0):

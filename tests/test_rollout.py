@@ -18,21 +18,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from moetrain.cli.generate import main
 from moetrain.config import KernelsSection
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
-from moetrain.kernels.backend import INTERPRETED
-from moetrain.kernels.loss.gumbel import _gumbel, _kept_tokens, noise_keys, stream_of
-from moetrain.models.hf.load import load_hf
-from moetrain.models.hf.save import save_hf
-from moetrain.models.transformer import Transformer
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.pages import Pages
-from moetrain.rollout.request import (
+from moetrain.generate.engine import Generator
+from moetrain.generate.pages import Pages
+from moetrain.generate.request import (
     Request,
     RequestError,
     SamplingParams,
     chat_stops,
     end_ids,
 )
-from moetrain.rollout.steps import _choose_filtered
+from moetrain.generate.steps import _choose_filtered
+from moetrain.kernels.vocabulary.gumbel import _gumbel, _kept_tokens, noise_keys, stream_of
+from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.save import save_hf
+from moetrain.models.transformer import Transformer
+from moetrain.runtime.backend import INTERPRETED
 
 ARCH = make_architecture(
     family="qwen3_moe",

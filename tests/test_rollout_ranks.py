@@ -11,11 +11,11 @@ from family_cases import architecture_of
 from test_rollout import alone, draw_request, make_generator, make_model
 
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.generate.engine import Generator
+from moetrain.generate.ranks import ExpertParallel, HeadParallel
+from moetrain.generate.request import Request, RequestError, SamplingParams
 from moetrain.models.families import PRESETS
 from moetrain.models.transformer import Transformer
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.ranks import ExpertParallel, HeadParallel
-from moetrain.rollout.request import Request, RequestError, SamplingParams
 
 
 def shared_generator(seed=0, **settings):

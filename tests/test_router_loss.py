@@ -14,13 +14,13 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from moetrain.config import Config
 from moetrain.models.families import FAMILIES, PRESETS
-from moetrain.models.families.multi_token import with_further
 from moetrain.models.hf.config import architecture_from_hf, exported_config
-from moetrain.rl.trainer import RlTrainer
+from moetrain.models.parts.multi_token import with_further
+from moetrain.rl.loop import RlTrainer
+from moetrain.train.loop import Trainer
 from moetrain.train.objectives import Pretraining, router_loss
 from moetrain.train.run import Run
-from moetrain.train.setup import resolve_run
-from moetrain.train.trainer import Trainer
+from moetrain.train.session import resolve_run
 
 COEFFICIENT = 0.9  # that of gpt-oss-20b's file
 SIZES = {

@@ -11,7 +11,7 @@ from test_parallel import DENSE, LAYOUTS, words_of
 from moetrain import Trainer
 from moetrain.config import Config
 from moetrain.data.tokenizer import ByteTokenizer
-from moetrain.rollout import weights
+from moetrain.generate import weights
 from moetrain.train.metrics import MetricsLog
 
 GREEDY = ["train.steps=2", "train.sample_tokens=60", "optim.lr=1e-2", "model.init_std=0.3"]

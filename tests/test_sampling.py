@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from moetrain.kernels.backend import INTERPRETED, tl, triton
-from moetrain.kernels.loss.gumbel import (
+from moetrain.generate.request import SamplingParams
+from moetrain.generate.steps import _choose_filtered
+from moetrain.kernels.vocabulary.chunk import sample_tokens
+from moetrain.kernels.vocabulary.gumbel import (
     MASK,
     _exponential_of,
     _kept_tokens,
@@ -15,9 +17,7 @@ from moetrain.kernels.loss.gumbel import (
     mix,
     noise_keys,
 )
-from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
-from moetrain.rollout.request import SamplingParams
-from moetrain.rollout.steps import _choose_filtered
+from moetrain.runtime.backend import INTERPRETED, tl, triton
 
 PLACES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")),

@@ -13,7 +13,7 @@ from moetrain.parallel.pipeline.schedules import (
     Schedule,
 )
 from moetrain.parallel.pipeline.stages import StagePlan
-from moetrain.train.setup import resolve_run
+from moetrain.train.session import resolve_run
 
 RANKS = range(2, 9)
 CASES = [

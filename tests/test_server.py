@@ -24,11 +24,11 @@ from test_rollout import make_model
 from moetrain.cli.serve import main
 from moetrain.data.chat import _CHATML
 from moetrain.data.tokenizer import load_tokenizer
+from moetrain.generate.engine import Generator
+from moetrain.generate.request import Request, SamplingParams, TextStream, chat_ids
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Request, SamplingParams, TextStream, chat_ids
-from moetrain.rollout.server import CompletionServer
+from moetrain.serve.server import CompletionServer
 
 COMMON = {"max_tokens": 20, "temperature": 0.8, "seed": 3}
 

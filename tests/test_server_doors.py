@@ -18,13 +18,13 @@ from test_jobs import config_of, new, texts
 from test_rollout import make_model
 
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.generate.engine import Generator
 from moetrain.jobs.run import JobRun
 from moetrain.jobs.scheduler import Service
 from moetrain.jobs.server import JobRoutes
-from moetrain.rollout.access import Access
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.http_json import JsonServer
-from moetrain.rollout.server import CompletionServer
+from moetrain.serve.access import Access
+from moetrain.serve.http_json import JsonServer
+from moetrain.serve.server import CompletionServer
 
 REQUEST = b"POST /%s HTTP/%s\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 REQUEST += b"Content-Length: 7\r\n\r\n" + b'{"a":1}'

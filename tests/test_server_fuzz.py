@@ -27,6 +27,8 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as wire
 
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from moetrain.generate.engine import Generator
+from moetrain.generate.request import JsonBody
 from moetrain.jobs import server as jobs_server
 from moetrain.jobs.api import _CLIPS, KINDS, Pass, _Datum, _JobBody, _Unserved
 from moetrain.jobs.scheduler import Service
@@ -35,11 +37,9 @@ from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.rl.agents import AgentEnvironment, _AgentChat, _AgentResponses
 from moetrain.rl.envs import Prompts
-from moetrain.rollout.access import Access
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.protocol import _INSTEAD, Responses, _Asked
-from moetrain.rollout.request import JsonBody
-from moetrain.rollout.server import CompletionServer
+from moetrain.serve.access import Access
+from moetrain.serve.protocol import _INSTEAD, Responses, _Asked
+from moetrain.serve.server import CompletionServer
 
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 HEARD = {"type": "function_call_output", "call_id": "c", "output": "1"}

@@ -8,8 +8,8 @@ import pytest
 import torch
 from test_rollout import alone, draw_request, make_generator
 
-from moetrain.rollout.request import Request, RequestError, SamplingParams
-from moetrain.rollout.serving import Serving
+from moetrain.generate.request import Request, RequestError, SamplingParams
+from moetrain.serve.serving import Serving
 
 
 async def serve(work, **settings):

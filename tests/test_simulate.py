@@ -20,9 +20,9 @@ from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.schedules import SCHEDULES, Schedule
 from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.parallel.world import plan_world
-from moetrain.train import speed
-from moetrain.train.memory import RankSizes
-from moetrain.train.setup import resolve_run
+from moetrain.train.estimates import speed
+from moetrain.train.estimates.memory import RankSizes
+from moetrain.train.session import resolve_run
 
 ROOT = Path(__file__).resolve().parents[1]
 EIGHT = f"{BOTH} model.num_layers=8"

@@ -12,8 +12,8 @@ from distributed import spawn
 from moetrain.config import Config
 from moetrain.parallel import waits
 from moetrain.train import metrics
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import _UNHEALTHY_LOGS, RankWatch, read_metrics
-from moetrain.train.trainer import Trainer
 
 STEPS = _UNHEALTHY_LOGS + 4
 SECONDS = 0.1

@@ -8,9 +8,9 @@ from moetrain.config import Config, ConfigError
 from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.processes import planned_machine
 from moetrain.parallel.world import plan_world
-from moetrain.train.memory import RankSizes
-from moetrain.train.setup import resolve_run
-from moetrain.train.speed import step_seconds
+from moetrain.train.estimates.memory import RankSizes
+from moetrain.train.estimates.speed import step_seconds
+from moetrain.train.session import resolve_run
 
 PAGE = (Path(__file__).parent.parent / "docs" / "benchmarks.md").read_text()
 HALF = "optim.state_dtype=bfloat16"

@@ -23,21 +23,21 @@ from moetrain.config import Config, ModelSection, Recipes
 from moetrain.config.sections import LoraSection
 from moetrain.data.chat import _CHATML
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.generate.drafting import most_drafts
+from moetrain.generate.engine import Generator
+from moetrain.generate.ranks import ExpertParallel
+from moetrain.generate.request import Request, SamplingParams
 from moetrain.kernels.linear_attention.convolution import Convolution, convolution_step, convolved
 from moetrain.kernels.linear_attention.gated_delta import CHUNK, Documents, gated_delta
 from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.linear_attention.ssd import ssd
 from moetrain.kernels.linear_attention.step import StateCache, gated_delta_step, ssd_step
 from moetrain.models.architecture import AttentionPart
-from moetrain.models.families.drafting import most_drafts
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.peft import attach_peft
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
-from moetrain.rl.trainer import RlTrainer
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.ranks import ExpertParallel
-from moetrain.rollout.request import Request, SamplingParams
+from moetrain.rl.loop import RlTrainer
 
 SIZES = {"vocab_size": 264, "max_positions": 512, "num_experts": 8}
 FAMILIES = ("qwen3_5_moe_text", "nemotron_h")

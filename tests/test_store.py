@@ -14,7 +14,7 @@ from moetrain.checkpoint.read import MANIFEST, STATE
 from moetrain.checkpoint.save import Store
 from moetrain.config import Config, ConfigError
 from moetrain.config.sources import RunFailed
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
 
 WORDS = [
     "train.sample_tokens=0",

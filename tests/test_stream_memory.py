@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moetrain.kernels import memory
-from moetrain.kernels.memory import on_words
+from moetrain.runtime import memory
+from moetrain.runtime.memory import on_words
 
 
 def write_word(word, value):

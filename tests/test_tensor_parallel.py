@@ -12,11 +12,11 @@ from test_parallel import run, words_of
 
 import moetrain
 from moetrain.config import Config, ConfigError
-from moetrain.kernels.loss.linear_cross_entropy import (
+from moetrain.kernels.vocabulary.chunk import soft_capped
+from moetrain.kernels.vocabulary.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_sum,
 )
-from moetrain.kernels.loss.vocabulary_chunk import soft_capped
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.tensor import ShardedVocabulary

@@ -12,7 +12,7 @@ from test_tokenizer import save
 from tokenizers import decoders, models
 
 from moetrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from moetrain.rollout.request import TextStream
+from moetrain.generate.request import TextStream
 
 LENGTH = 300
 PIECES = [

@@ -8,7 +8,7 @@ from test_tinker import served
 from tinker_parity import ALIKE, CLIPS, Client, curve, furthest, words_of
 
 from moetrain.config import Config, Recipes
-from moetrain.rl.trainer import RlTrainer
+from moetrain.rl.loop import RlTrainer
 from moetrain.train.metrics import read_metrics
 
 assert even

@@ -20,9 +20,9 @@ from moetrain.models.families import FAMILIES, register
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.moe import MoE, RoutedExperts
 from moetrain.models.rules import COLWISE
+from moetrain.train.estimates.plan import plan_memory
+from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
-from moetrain.train.plan import plan_memory
-from moetrain.train.trainer import Trainer
 
 FROZEN = "model.layers.{}.ffn.in.weight"
 

@@ -524,7 +524,7 @@ def test_a_sample_that_cannot_be_made_takes_nothing_from_the_run(tiny, capsys, w
 
         trainer.save = poison
     else:  # a prompt that this tokenizer has nothing for
-        monkeypatch.setattr("moetrain.rollout.weights._prompt", lambda data, text: [])
+        monkeypatch.setattr("moetrain.generate.weights._prompt", lambda data, text: [])
     trainer.fit()
     assert "no sample: " in capsys.readouterr().out
     assert (trainer.folder / "hf" / "model.safetensors").exists()

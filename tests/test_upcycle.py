@@ -14,7 +14,7 @@ from moetrain.cli.checkpoint import main
 from moetrain.config import Config
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import Export
-from moetrain.train.trainer import Trainer
+from moetrain.train.loop import Trainer
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

@@ -16,14 +16,14 @@ from distributed import spawn
 from test_deepep import use_fake
 from test_engine import DENSE, ROWS, make_engine, train
 
+from moetrain.generate.engine import Generator
+from moetrain.generate.request import Request, SamplingParams
+from moetrain.generate.weights import WeightUpdate, _frozen_here, _replica_bytes, replica
 from moetrain.kernels.experts.deepep import disconnect
 from moetrain.models.transformer import Transformer
 from moetrain.parallel import apply, mesh
 from moetrain.parallel.apply import dispatcher_of
 from moetrain.parallel.world import join_world
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Request, SamplingParams
-from moetrain.rollout.weights import WeightUpdate, _frozen_here, _replica_bytes, replica
 from moetrain.train.engine import Engine
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"

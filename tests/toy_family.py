@@ -8,8 +8,8 @@ from torch.nn.functional import normalize
 
 from moetrain.models.architecture import Architecture, Part, Weight
 from moetrain.models.attention import Attention, GroupedQueryAttention, masked_attention
+from moetrain.models.decoders import COMMON_DEFAULTS, DENSE
 from moetrain.models.families import register
-from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE
 from moetrain.models.family import Family, Rename
 from moetrain.models.layers import Linear
 from moetrain.models.rules import COLWISE, ROWWISE

@@ -35,10 +35,10 @@ from moetrain.checkpoint.memory import Folders, Memory
 from moetrain.config import ConfigError, logger
 from moetrain.config.files import fsync
 from moetrain.config.sources import RunFailed
-from moetrain.kernels.arena import aligned
-from moetrain.kernels.memory import HostMemory
 from moetrain.parallel.mesh import TensorSlice
 from moetrain.parallel.processes import Rendezvous
+from moetrain.runtime.arena import aligned
+from moetrain.runtime.memory import HostMemory
 
 FILE_BYTES = 2 << 30
 """Most bytes of tensors in a file, unless one tensor alone has more. That makes enough files for

@@ -34,11 +34,11 @@ from moetrain.cli.main import Parser, command
 from moetrain.config import ConfigError
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
-from moetrain.models.families.upcycling import Upcycling
 from moetrain.models.hf.config import architecture_from_hf, exported_config
 from moetrain.models.hf.files import CONFIG, listing, read_json, resolve
 from moetrain.models.hf.load import check_checkpoint, opened
 from moetrain.models.hf.save import Export
+from moetrain.models.hf.upcycling import Upcycling
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import TensorSlice
 

@@ -18,7 +18,7 @@ from moetrain.cli.main import Parser, command
 from moetrain.config import Config, logger
 from moetrain.data.loader import Data, build_data
 from moetrain.data.packing import IGNORE_INDEX, Row
-from moetrain.train.setup import resolve_run
+from moetrain.train.session import resolve_run
 
 _MOST_ROWS = 1000
 """Rows whose documents are counted."""

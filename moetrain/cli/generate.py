@@ -7,7 +7,7 @@ written to standard output as it is made. Exit codes: 0, or 2 and one line that 
 import sys
 from collections.abc import Sequence
 
-from moetrain.cli.main import Parser, command, leave
+from moetrain.cli.main import Parser, command
 from moetrain.config import ConfigError
 
 _SAMPLING = {
@@ -33,9 +33,9 @@ def main(argv: Sequence[str] | None) -> None:
         add(f"--{name}", type=type(default), default=default, help=meaning)
     args = parser.parse_args(argv)
     # A second of imports, which --help and a misspelt option need not wait for.
-    from moetrain.rollout import request
-    from moetrain.rollout.engine import Generator, load_model
-    from moetrain.rollout.pages import Pages
+    from moetrain.generate import request
+    from moetrain.generate.engine import Generator, load_model
+    from moetrain.generate.pages import Pages
 
     block = args.draft if args.draft_by == "block" else 0
     model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter, block)
@@ -77,7 +77,3 @@ def main(argv: Sequence[str] | None) -> None:
     if args.draft:
         share = f"{completion.num_right} of {completion.num_drafted}"
         print(f"drafted tokens that were right: {share}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    leave(main())

@@ -92,8 +92,9 @@ def _parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 def _estimate(given: Namespace, words: Sequence[str]) -> str:
     """Check the settings, name the job, and describe the memory that the run takes."""
-    from moetrain.train.plan import plan_memory  # imports torch, which --help need not wait for
-    from moetrain.train.setup import resolve_run
+    # Imports torch, which --help need not wait for.
+    from moetrain.train.estimates.plan import plan_memory
+    from moetrain.train.session import resolve_run
 
     in_container = given.way != "slurm"
     config = Config.load(given.recipe, words, once=True)

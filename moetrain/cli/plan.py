@@ -1,9 +1,10 @@
 """``moetrain plan MODEL --gpus N``: which layouts fit, how fast they would be, and the command.
 
 Meshes, micro-batches, recomputation, precisions and dtypes of states are tried on GPUs that need
-not be here, by the estimates of memory (:mod:`moetrain.train.memory`) and of time
-(:mod:`moetrain.train.speed`). What a user sets stays as it is; what a recipe proposes is free.
-Left out on purpose: settings that trade host memory for device memory, which the dry run proposes.
+not be here, by the estimates of memory (:mod:`moetrain.train.estimates.memory`) and of time
+(:mod:`moetrain.train.estimates.speed`). What a user sets stays as it is; what a recipe proposes is
+free. Left out on purpose: settings that trade host memory for device memory, which the dry run
+proposes.
 """
 
 import math
@@ -21,7 +22,7 @@ from moetrain.config.environment import GIB, GPUS, GPUS_OF_MACHINE, NETWORK_RATE
 from moetrain.config.sources import recipe_names
 
 if TYPE_CHECKING:  # which imports torch, and --help need not wait for it
-    from moetrain.train.plan import MemoryPlan
+    from moetrain.train.estimates.plan import MemoryPlan
 
 _MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 10, 12, 16)
 _MOST_STAGES = 16
@@ -155,8 +156,8 @@ def _source(model: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
 def _layouts(config: Config, gpus: int, gpu: GpuName) -> Iterator[_Layout]:
     """Yield the fastest layout that fits of each mesh, dtype of states and precision."""
     from moetrain.train.checks import check_widths
-    from moetrain.train.plan import MemoryPlan
-    from moetrain.train.setup import resolve_run
+    from moetrain.train.estimates.plan import MemoryPlan
+    from moetrain.train.session import resolve_run
 
     config, arch = resolve_run(config, needs_weights=False)
     plan = MemoryPlan.of(config, arch, generates=False)
@@ -203,7 +204,7 @@ def _fastest(plan: "MemoryPlan", change: _Change, gpu: GpuName) -> tuple[_Layout
 
 
 def _estimated(plan: "MemoryPlan", change: _Change, gpu: GpuName) -> _Layout:
-    from moetrain.train.speed import step_seconds
+    from moetrain.train.estimates.speed import step_seconds
 
     ranks, config = plan.sizes(), plan.config
     peak = max((rank.peak(None) for rank in ranks), key=lambda estimate: estimate.total)

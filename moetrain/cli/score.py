@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from moetrain.cli.main import Parser, command, leave
+from moetrain.cli.main import Parser, command
 from moetrain.config import ConfigError
 
 _AT_ONCE = 256
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None) -> None:
     args = parser.parse_args(argv)
     # Seconds of imports, which --help and a misspelt option need not wait for.
     from moetrain.data.messages import BadLineError
-    from moetrain.rollout.scoring import RewardModel
+    from moetrain.generate.scoring import RewardModel
 
     how = {"device": args.device, "dtype": args.dtype, "max_tokens": args.max_tokens}
     raws = _records(args.records)
@@ -54,7 +54,3 @@ def _records(path: str) -> Iterator[Any]:
 
     files = Files("records", path, *find_records("records", path, "train", None))
     return (raw for piece in files.pieces() for raw in files.records(piece))
-
-
-if __name__ == "__main__":
-    leave(main())

@@ -9,10 +9,10 @@ wrong.
 import argparse
 from collections.abc import Sequence
 
-from moetrain.cli.main import Parser, command, leave
+from moetrain.cli.main import Parser, command
 from moetrain.config import ConfigError
 from moetrain.config.environment import user_cache_dir
-from moetrain.rollout.access import Access
+from moetrain.serve.access import Access
 
 _NUMBERS = {
     "cache_tokens": (2**16, "tokens in the key/value cache"),
@@ -63,10 +63,10 @@ def main(argv: Sequence[str] | None) -> None:
     own_file = user_cache_dir() / "serve.token"
     access = Access(args.host, args.port, args.auth, args.token_file, own_file)
     access.check()
-    from moetrain.rollout.engine import Generator, load_model
-    from moetrain.rollout.grammars import GrammarLimits
-    from moetrain.rollout.pages import Pages
-    from moetrain.rollout.server import CompletionServer
+    from moetrain.generate.engine import Generator, load_model
+    from moetrain.generate.grammars import GrammarLimits
+    from moetrain.generate.pages import Pages
+    from moetrain.serve.server import CompletionServer
 
     block = args.draft if args.draft_by == "block" else 0
     model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter, block)
@@ -86,7 +86,3 @@ def main(argv: Sequence[str] | None) -> None:
     server, listener = CompletionServer(generator, name, **limits).listen(access)
     print(f"serving {name} at http://{args.host}:{listener.getsockname()[1]}", flush=True)
     server.run(sockets=[listener])
-
-
-if __name__ == "__main__":
-    leave(main())

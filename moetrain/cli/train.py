@@ -45,7 +45,7 @@ class _Program(NamedTuple):
     recipes: Recipes
     foreign: tuple[str, ...]
     """Beginnings of the names of settings that this command does not use."""
-    plan: str = "moetrain.train.plan:plan_memory"
+    plan: str = "moetrain.train.estimates.plan:plan_memory"
     """``MODULE:FUNCTION`` of a dry run, which takes config and architecture, raises ConfigError for
     what the run would refuse, and returns in words how much memory the run takes."""
 
@@ -75,7 +75,7 @@ _JOBS_OF_RL = ("max_sequences", "cache_tokens")
 _TRAIN = _Program("train", "moetrain:Trainer", Recipes.TRAIN, ("rl.", "jobs."))
 _RL = _Program(
     "rl",
-    "moetrain.rl.trainer:RlTrainer",
+    "moetrain.rl.loop:RlTrainer",
     Recipes.RL,
     foreign=(*_NO_DATA, "train.eval_rows", "train.sample", "jobs."),
     plan="moetrain.rl.setup:Setup.plan",
@@ -197,7 +197,7 @@ def _help_entry(name: str, field: FieldInfo) -> list[str]:
 
 def _plan(config: Config, program: _Program, *, shows: bool) -> None:
     """Print the resolved config as JSON, and the memory it takes to standard error."""
-    from moetrain.train.setup import resolve_run  # imports torch, as all below
+    from moetrain.train.session import resolve_run  # imports torch, as all below
 
     config, arch = resolve_run(config)
     estimate = resolve_name(program.plan)(config, arch)
@@ -218,7 +218,7 @@ def _launch(config: Config, words: Sequence[str], program: _Program) -> int:
         return _fit(config, program, None)
     families: Any = sys.modules.get("moetrain.models.families")  # there, if some were registered
     if families is not None and families.FAMILIES.keys() - families.SHIPPED:
-        from moetrain.train.setup import resolve_run
+        from moetrain.train.session import resolve_run
 
         if (family := resolve_run(config)[1].family) not in families.SHIPPED:
             raise ConfigError(

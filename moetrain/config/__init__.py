@@ -6,7 +6,7 @@ Unknown keys are errors, and so are two settings that contradict each other, and
 from its default but would have no effect: nothing a user set is overridden in silence.
 
 Left out on purpose: anything that needs a device, a process group or files beyond the TOML file.
-Those checks live where the thing is built (:mod:`moetrain.train.setup`) and raise
+Those checks live where the thing is built (:mod:`moetrain.train.session`) and raise
 :class:`ConfigError` too.
 """
 

@@ -2,7 +2,7 @@
 
 None of this is a setting; variables that are (``MOETRAIN_*``) are read in
 :mod:`moetrain.config.sources`. Left out on purpose: which share of a GPU's rates our kernels reach
-(:mod:`moetrain.train.speed`).
+(:mod:`moetrain.train.estimates.speed`).
 """
 
 import os

@@ -1,6 +1,6 @@
 """The sections ``rl`` (what reinforcement learning optimises, how its loop runs) and ``jobs``.
 
-The formulas behind the choices are in :mod:`moetrain.kernels.loss.policy`.
+The formulas behind the choices are in :mod:`moetrain.losses.policy`.
 """
 
 from typing import Literal

@@ -20,10 +20,10 @@ from pydantic import Field
 
 from moetrain.config.sources import shortened
 from moetrain.data.packing import IGNORE_INDEX, best_fit
-from moetrain.kernels.loss.policy import policy_total
+from moetrain.generate.request import Completion, JsonBody, SamplingParams
+from moetrain.losses.policy import policy_total
 from moetrain.models.transformer import Transformer
 from moetrain.rl.rows import RolloutBatch, Sample
-from moetrain.rollout.request import Completion, JsonBody, SamplingParams
 from moetrain.train.objectives import Outputs, Sizes, Term, token_losses
 
 JOB_ID = re.compile(r"([0-9a-f]{32}):(train|sample):(0|[1-9][0-9]{0,8})")
@@ -62,7 +62,7 @@ class Refused(ValueError):
 class ClientLoss:
     """A loss that clients name, as the ``tinker`` SDK defines it: a sum over all positions.
 
-    The formulas are :mod:`moetrain.kernels.loss.policy`'s, where a target's weight (cross-entropy)
+    The formulas are :mod:`moetrain.losses.policy`'s, where a target's weight (cross-entropy)
     or advantage (the others) is A. There are no denominators and no auxiliary losses: chunks of a
     batch add up to it. Log-probabilities of targets that it has seen are collected on the way.
     """

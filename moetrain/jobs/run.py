@@ -16,9 +16,9 @@ from moetrain.jobs.scheduler import Service
 from moetrain.jobs.session import JobSession
 from moetrain.jobs.shared import check_settings
 from moetrain.models.architecture import Architecture
-from moetrain.rollout.access import Access
-from moetrain.train.plan import plan_memory
-from moetrain.train.setup import garbage_collector_off, resolve_run, stop_signals
+from moetrain.serve.access import Access
+from moetrain.train.estimates.plan import plan_memory
+from moetrain.train.session import garbage_collector_off, resolve_run, stop_signals
 
 _IDLE_SECONDS = 0.1
 """Between looks at stop signals, while no request waits."""

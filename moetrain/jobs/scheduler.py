@@ -33,9 +33,9 @@ from moetrain.config.sources import RunFailed, shortened
 from moetrain.jobs.api import JOB_ID, OptimStep, Pass, Refused
 from moetrain.jobs.session import JobSession
 from moetrain.jobs.store import PASSES, DamagedJob, Job, SaveFolder, check_base
-from moetrain.kernels.memory import LateNumbers
+from moetrain.runtime.memory import LateNumbers
 from moetrain.train.run_folder import RunFolder
-from moetrain.train.setup import resolve_run
+from moetrain.train.session import resolve_run
 
 _REMOVED = ".removed"
 _CHANGES = ("forward_backward", "optim_step", "load_weights")

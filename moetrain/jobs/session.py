@@ -34,21 +34,21 @@ from moetrain.checkpoint.save import SavePlan
 from moetrain.config import Config
 from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import load_tokenizer
+from moetrain.generate.engine import Generator
+from moetrain.generate.pages import Pages
+from moetrain.generate.ranks import sharing_heads
+from moetrain.generate.request import Request, end_ids
+from moetrain.generate.weights import WeightUpdate, replica
 from moetrain.jobs import api
 from moetrain.jobs.shared import JobState, SharedEngine
 from moetrain.jobs.store import Job, SaveFolder
-from moetrain.kernels.memory import LateNumbers
 from moetrain.models.architecture import Architecture
 from moetrain.rl.learn import Dealt
 from moetrain.rl.rows import Sample
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.pages import Pages
-from moetrain.rollout.ranks import sharing_heads
-from moetrain.rollout.request import Request, end_ids
-from moetrain.rollout.weights import WeightUpdate, replica
+from moetrain.runtime.memory import LateNumbers
 from moetrain.train.preferences import score
 from moetrain.train.run_folder import RunFolder
-from moetrain.train.setup import Session
+from moetrain.train.session import Session
 from moetrain.train.state import Snapshots
 
 _LOGPROB_BYTES = 32

@@ -19,15 +19,15 @@ from safetensors.torch import load_file, save_file
 from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import Config, ConfigError
 from moetrain.jobs.api import OptimStep, Refused
-from moetrain.kernels.memory import LateNumbers
 from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Linear
-from moetrain.models.lora import adaptable
 from moetrain.models.moe import Experts
+from moetrain.models.parts.lora import adaptable
 from moetrain.models.rules import ADAPTER
 from moetrain.parallel.apply import draw_values
 from moetrain.parallel.fsdp.bucket import Bucket
 from moetrain.parallel.world import World
+from moetrain.runtime.memory import LateNumbers
 from moetrain.train.engine import Engine, Totals
 
 

@@ -29,7 +29,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import (
+from moetrain.kernels.quant.groups import CodedMatrices, load_codes, load_scales
+from moetrain.runtime.backend import (
     INTERPRETED,
     Backend,
     TensorDescriptor,
@@ -40,7 +41,6 @@ from moetrain.kernels.backend import (
     use_fast,
     worth_saving,
 )
-from moetrain.kernels.quant.groups import CodedMatrices, load_codes, load_scales
 
 _MAX_ROWS = 128
 """Above it cuBLAS is as fast, and where the inner width is small does not split the sum either."""

@@ -23,7 +23,7 @@ from torch import nn
 
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
-from moetrain.kernels.norm.rope_scaling import RopeScaling, Rotation
+from moetrain.models.rope_scaling import RopeScaling, Rotation
 from moetrain.models.rules import COLWISE, NORM, SCORE, ZERO_NORM, PartStyle, Rule, ShardingPlan
 
 FP32 = 4
@@ -316,7 +316,7 @@ class Architecture(BaseModel):
     """Whether the config.json asks for that loss in training, as ``transformers`` reads it. It is
     not dumped: checkpoints and jobs are of the same model whatever it says."""
     mtp_layers: _Count = 0
-    """Blocks for further tokens (:mod:`moetrain.models.families.multi_token`) behind the others."""
+    """Blocks for further tokens (:mod:`moetrain.models.parts.multi_token`) behind the others."""
     # None where an older checkpoint does not name them, which says the same.
     num_labels: Literal[1] | None = None
     """1: a reward model, whose head has one row and scores a text by its last token; None: a

@@ -14,12 +14,12 @@ from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
 from moetrain.kernels.attention.attention import attention
 from moetrain.kernels.attention.sinks import attention_with_sinks
-from moetrain.kernels.backend import Backend
 from moetrain.kernels.norm.elementwise import sigmoid
 from moetrain.kernels.norm.rotary import rotary
 from moetrain.models.architecture import FP32, AttentionPart, QKNormed, Weight, Workload, linear
 from moetrain.models.layers import Context, Linear, RMSNorm, WideNorm, linears
 from moetrain.models.rules import COLWISE, NORM, ROWWISE, WIDE_NORM, ZERO_NORM
+from moetrain.runtime.backend import Backend
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,23 +21,23 @@ from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import Precision, SavedName
 from moetrain.kernels import small_m
 from moetrain.kernels.attention.attention import AttentionMask
-from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.swiglu import swiglu
 from moetrain.kernels.linear_attention.gated_delta import Documents
 from moetrain.kernels.linear_attention.reads import Reads
-from moetrain.kernels.loss.linear_cross_entropy import (
+from moetrain.kernels.norm.rms_norm import add_rms_norm, fusible_rms_norm, rms_norm
+from moetrain.kernels.quant.products import linears_fp8
+from moetrain.kernels.small_m import add_low_rank, low_rank_products
+from moetrain.kernels.vocabulary.chunk import soft_capped
+from moetrain.kernels.vocabulary.linear_cross_entropy import (
     SummedLoss,
     TokenLosses,
     linear_cross_entropy,
     linear_cross_entropy_sum,
 )
-from moetrain.kernels.loss.vocabulary_chunk import soft_capped
-from moetrain.kernels.norm.rms_norm import add_rms_norm, fusible_rms_norm, rms_norm
-from moetrain.kernels.quant.products import linears_fp8
-from moetrain.kernels.small_m import add_low_rank, low_rank_products
 from moetrain.models.architecture import Part, Weight, Workload, linear
-from moetrain.models.lora import Adaptable
+from moetrain.models.parts.lora import Adaptable
 from moetrain.models.rules import COLWISE, ROWWISE
+from moetrain.runtime.backend import Backend
 
 
 class Vocabulary:
@@ -46,7 +46,7 @@ class Vocabulary:
     It is the seam through which a model keeps its single-device code where its matrix is spread
     over devices: a subclass then takes this one's place. Hidden states go in as
     ``Transformer.backbone`` returns them. Arguments and results are those of
-    :mod:`moetrain.kernels.loss.linear_cross_entropy`.
+    :mod:`moetrain.kernels.vocabulary.linear_cross_entropy`.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Context(NamedTuple):
     """What a block gets beside the residual stream; blocks of one kind share it."""
 
     rotation: tuple[torch.Tensor, torch.Tensor]
-    """What :class:`~moetrain.kernels.norm.rope_scaling.RotaryEmbedding` returns."""
+    """What :class:`~moetrain.models.rope_scaling.RotaryEmbedding` returns."""
     mask: AttentionMask
     cu_seqlens: torch.Tensor | None = None
     """int32 [documents + 1]: 0, then the documents' ends over the B * S tokens; None: every row is

@@ -19,7 +19,6 @@ from torch import nn
 
 from moetrain.config import ConfigError, KernelsSection, MoeSection
 from moetrain.config.compute import Precision, SavedName
-from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.few_tokens import few_tokens_counters, few_tokens_mlp, fits_few_tokens
 from moetrain.kernels.experts.mlp import adapted_expert_mlp, expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
@@ -27,15 +26,16 @@ from moetrain.kernels.experts.permutation import ExpertIndices, expert_indices
 from moetrain.kernels.experts.products import router_logits
 from moetrain.kernels.experts.routed import Routed, balanced_ids, rerouted
 from moetrain.kernels.experts.router import router_topk
-from moetrain.kernels.loss.balancing import RouterStats
 from moetrain.kernels.norm.elementwise import sigmoid
 from moetrain.kernels.quant.groups import CodedMatrices, Form
 from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.kernels.small_m import is_few
+from moetrain.losses.balancing import RouterStats
 from moetrain.models.architecture import FP32, Part, RouterScore, Weight, Workload
 from moetrain.models.layers import Context, Linear, SwiGLU
-from moetrain.models.lora import Adaptable
+from moetrain.models.parts.lora import Adaptable
 from moetrain.models.rules import EXPERT, PartStyle, Rule
+from moetrain.runtime.backend import Backend
 
 _SHARED = Rule("replicate")
 """Of shared experts, which every tensor parallel rank has whole, for its own tokens."""

@@ -20,21 +20,21 @@ import torch
 from torch import nn
 
 from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
-from moetrain.kernels.ahead import cache_compiled_blocks, prepare_compiler
-from moetrain.kernels.annotate import annotate, annotate_backward
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.linear_attention.gated_delta import Documents, documents_of
-from moetrain.kernels.loss.balancing import RouterStats, RoutingStats
-from moetrain.kernels.norm.rope_scaling import RotaryEmbedding
-from moetrain.kernels.recompute import forward_keeping, recomputed
+from moetrain.losses.balancing import RouterStats, RoutingStats
 from moetrain.models.architecture import Architecture, LayerKind
 from moetrain.models.families import FAMILIES
-from moetrain.models.families.multi_token import run_further
 from moetrain.models.family import Piece
 from moetrain.models.hf.files import HFSource
 from moetrain.models.layers import Context, Linear, RMSNorm, Vocabulary
-from moetrain.models.lora import add_adapters
+from moetrain.models.parts.lora import add_adapters
+from moetrain.models.parts.multi_token import run_further
+from moetrain.models.rope_scaling import RotaryEmbedding
 from moetrain.models.rules import ADAPTER, Rule
+from moetrain.runtime.ahead import cache_compiled_blocks, prepare_compiler
+from moetrain.runtime.annotate import annotate, annotate_backward
+from moetrain.runtime.recompute import forward_keeping, recomputed
 
 _KERNELS = KernelsSection()
 _MOE = MoeSection()
@@ -90,7 +90,7 @@ class Block(nn.Module):
 
 
 class _FurtherBlock(Block):
-    """A block for further tokens (:mod:`moetrain.models.families.multi_token`)."""
+    """A block for further tokens (:mod:`moetrain.models.parts.multi_token`)."""
 
     join: nn.Module
     readout: nn.Module
@@ -355,7 +355,7 @@ class Transformer(nn.Module):
         With the policy ``none`` that is every tensor that a gradient needs, with ``full`` the
         block's inputs: the backward runs the whole block again. ``selective`` also keeps the
         routing and the results of the ops in the groups ``activation.save``
-        (:mod:`moetrain.kernels.backend`).
+        (:mod:`moetrain.runtime.backend`).
 
         Selective recomputation lies inside the block's forward, where ``full`` lies around it. So
         it is compiled too, and the compiler cuts the joint graph by it. Two ops cannot be kept and

@@ -43,7 +43,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from moetrain.kernels.loss.linear_cross_entropy import SummedLoss, TokenLosses
+from moetrain.kernels.vocabulary.linear_cross_entropy import SummedLoss, TokenLosses
 from moetrain.models.attention import Core
 from moetrain.models.layers import Context, Vocabulary
 from moetrain.models.transformer import Rows, Transformer

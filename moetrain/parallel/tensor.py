@@ -15,7 +15,7 @@ second row. FSDP adds up the gradients of matrices that are not cut (``Meshes.sh
 ``[r * ceil(V/W), ...)`` of the vocabulary matrix, and sees all tokens. No rank ever has a token's
 logits over the whole vocabulary: each computes lse, the target's logit (where the target is its
 own) and the mean logit of its part, and these three numbers a token are exchanged
-(:mod:`moetrain.kernels.loss.vocabulary_shard`). Every rank gets the same per-token results, and the
+(:mod:`moetrain.kernels.vocabulary.shard`). Every rank gets the same per-token results, and the
 run's loss is the sum of every rank's: a loss made of them on each rank alike is to be divided by W.
 
 Left out on purpose: hiding these collectives behind the products next to them.
@@ -34,13 +34,13 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import Backend
-from moetrain.kernels.loss.vocabulary_chunk import CHUNK_ELEMENTS, ChunkStats
-from moetrain.kernels.loss.vocabulary_shard import VocabularyShard
 from moetrain.kernels.optim.reduction import sum_chunks
+from moetrain.kernels.vocabulary.chunk import CHUNK_ELEMENTS, ChunkStats
+from moetrain.kernels.vocabulary.shard import VocabularyShard
 from moetrain.models.layers import Vocabulary
 from moetrain.models.rules import PartStyle
 from moetrain.parallel.mesh import all_gather_start, chunk_of
+from moetrain.runtime.backend import Backend
 
 # Functional collectives, which the compiler sees inside blocks: their ops, which both versions of
 # torch have. The functions around them wrap a result in a tensor that waits when it is first used,

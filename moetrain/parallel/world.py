@@ -17,13 +17,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import GPUS_OF_MACHINE, allocator_is_set, launched_place
-from moetrain.kernels.ahead import compiler_started
 from moetrain.kernels.experts.deepep import disconnect
 from moetrain.models.architecture import Architecture
 from moetrain.parallel import processes
 from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes
 from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.parallel.waits import waiting
+from moetrain.runtime.ahead import compiler_started
 
 _T = TypeVar("_T")
 

@@ -33,13 +33,13 @@ from starlette.routing import Route
 
 from moetrain.config import ConfigError
 from moetrain.data.chat import BadLineError, ChatTemplate
+from moetrain.generate.request import Completion, TextStream
 from moetrain.rl.envs import Environment, Episode, Prompts, Turn
-from moetrain.rollout.access import Access
-from moetrain.rollout.http_json import JsonServer
-from moetrain.rollout.protocol import Chat, Responses
-from moetrain.rollout.request import Completion, TextStream
-from moetrain.rollout.server import Answer, CompletionServer
-from moetrain.rollout.serving import Update
+from moetrain.serve.access import Access
+from moetrain.serve.http_json import JsonServer
+from moetrain.serve.protocol import Chat, Responses
+from moetrain.serve.server import Answer, CompletionServer
+from moetrain.serve.serving import Update
 
 _NOT_IN_EPISODES = ("stop_token_ids", "ignore_eos", "skip_special_tokens")
 _NOT_IN_EPISODES += ("add_generation_prompt", "continue_final_message")

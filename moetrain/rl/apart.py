@@ -39,15 +39,15 @@ import torch.distributed as dist
 from moetrain.config import Config, logger
 from moetrain.config.environment import LaunchedPlace, launched_place
 from moetrain.config.sources import RunFailed
+from moetrain.generate.engine import Generator
+from moetrain.generate.weights import blank
 from moetrain.models.transformer import Transformer, compute_dtype
 from moetrain.parallel.processes import find_ranks
 from moetrain.parallel.world import World, claim_device
 from moetrain.rl.collect import Collector
 from moetrain.rl.rows import Trajectory
 from moetrain.rl.setup import Setup
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.weights import blank
-from moetrain.train.setup import resolve_run
+from moetrain.train.session import resolve_run
 
 _BEAT_SECONDS = 1.0
 """Seconds between a generator's signs of life, which a thread of it gives."""

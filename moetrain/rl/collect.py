@@ -38,11 +38,11 @@ import torch
 from moetrain.config import ConfigError, logger
 from moetrain.config.rl import RlSection
 from moetrain.config.sources import RunFailed, shortened
+from moetrain.generate.engine import Generator
+from moetrain.generate.request import Completion, Request, SamplingParams
 from moetrain.rl.envs import Demonstration, Environment, Episode, Turn
 from moetrain.rl.envs.shipped import Jsonl
 from moetrain.rl.rows import Trajectory
-from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Completion, Request, SamplingParams
 
 _PATIENCE = 0.01
 """Seconds to wait at once for awaited answers, while there is nothing else to do."""

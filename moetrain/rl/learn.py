@@ -22,15 +22,15 @@ from moetrain.config.sections import ModelSection
 from moetrain.config.sources import RunFailed, shortened
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.data.tokenizer import Tokenizer
-from moetrain.kernels.loss.balancing import RoutingStats
-from moetrain.kernels.loss.policy import kl_estimate
+from moetrain.losses.balancing import RoutingStats
+from moetrain.losses.policy import kl_estimate
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.parallel.world import World
 from moetrain.rl.losses import PolicyObjective, corrected
 from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
 from moetrain.train.engine import Engine
-from moetrain.train.memory import teacher_of
+from moetrain.train.estimates.memory import teacher_of
 from moetrain.train.objectives import Objective, Pretraining, token_losses
 from moetrain.train.preferences import score
 

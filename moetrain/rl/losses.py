@@ -2,10 +2,10 @@
 
 A trajectory that failed, or was cut off where that counts as failing, is left out before anything
 is averaged, and does not affect the others. Rewards become advantages
-(:mod:`moetrain.kernels.loss.advantage`) within groups; one that teaches nothing is not trained at
+(:mod:`moetrain.losses.advantages`) within groups; one that teaches nothing is not trained at
 all, and so is in no denominator either. Means over the batch are over what is trained.
 
-The loss of a trained token (:mod:`moetrain.kernels.loss.policy`; ``ratio`` says which old it
+The loss of a trained token (:mod:`moetrain.losses.policy`; ``ratio`` says which old it
 compares with: current, the log-probability itself as a constant; proximal, the trainer's before the
 update, arXiv 2110.00641; rollout, generation's) counts times the importance weight, a constant,
 without the tokens that a mask leaves out (:func:`corrected`). Beside it stand, with their
@@ -40,8 +40,8 @@ import torch
 
 from moetrain.config.rl import RlSection
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.kernels.loss.advantage import batch_advantages, group_advantages, spread
-from moetrain.kernels.loss.policy import clamped, kl_estimate, kl_of_likeliest, policy_loss, ratios
+from moetrain.losses.advantages import batch_advantages, group_advantages, spread
+from moetrain.losses.policy import clamped, kl_estimate, kl_of_likeliest, policy_loss, ratios
 from moetrain.models.transformer import Transformer
 from moetrain.rl.rows import RolloutBatch, Trajectory
 from moetrain.train.objectives import Outputs, Sizes, Term, token_losses

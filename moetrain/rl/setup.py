@@ -25,14 +25,14 @@ from moetrain.config.environment import launched_place
 from moetrain.config.sources import shortened
 from moetrain.data.chat import ChatTemplate
 from moetrain.data.tokenizer import load_tokenizer
+from moetrain.generate.pages import Pages
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.processes import planned_machine
 from moetrain.rl.collect import try_reward
 from moetrain.rl.envs.shipped import Jsonl, open_environment
 from moetrain.rl.learn import ServedTeacher
-from moetrain.rollout.pages import Pages
-from moetrain.train.memory import teacher_of
-from moetrain.train.plan import plan_memory
+from moetrain.train.estimates.memory import teacher_of
+from moetrain.train.estimates.plan import plan_memory
 
 _CODE = re.compile(r"^[0-9a-f]{64}:")
 """The digest that stands for a file of Python in an identity."""

@@ -224,7 +224,7 @@ class Profile(Callback):
         output_dir/profile/steps-5-7-rank-0.pickle     memory on CUDA, for pytorch.org/memory_viz
 
     A trace holds every op with its shapes, every kernel, and the ranges of
-    :mod:`moetrain.kernels.annotate`; the history of memory each allocation with the lines that made
+    :mod:`moetrain.runtime.annotate`; the history of memory each allocation with the lines that made
     it. Nothing is attached to the model, so all other steps run as without a profile. A trace that
     is incomplete at the end is written too, unless an error ended the run.
     """

@@ -7,7 +7,7 @@ The commands check as they start, before anything slow, and :class:`moetrain.tra
 checks as it is built. So a program that builds an engine by itself gets the same line that the
 command prints.
 
-Left out on purpose: whether a run fits into memory, which :mod:`moetrain.train.setup` estimates,
+Left out on purpose: whether a run fits into memory, which :mod:`moetrain.train.session` estimates,
 and what can be found only by trying, such as whether DeepEP runs here.
 """
 
@@ -16,15 +16,15 @@ import torch
 from moetrain.config import Config, ConfigError, Fact
 from moetrain.config.environment import c_compiler
 from moetrain.kernels.attention import cudnn as cudnn_attention
-from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.experts.products import width_multiple
 from moetrain.kernels.quant.e4m3 import MULTIPLE
 from moetrain.models.architecture import Architecture
-from moetrain.models.families.qk_clip import QKClip
 from moetrain.models.hf.load import stretched_by
 from moetrain.models.transformer import compute_dtype
+from moetrain.optim.qk_clip import QKClip
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.world import check_layout
+from moetrain.runtime.backend import INTERPRETED
 
 
 def check_run(
@@ -33,7 +33,7 @@ def check_run(
     """Return ``config`` without what recipes propose and this run has no use for.
 
     Args:
-        config: settings that are resolved, as by :func:`moetrain.train.setup.resolve_run`.
+        config: settings that are resolved, as by :func:`moetrain.train.session.resolve_run`.
         arch: the model that is trained.
         dims: how the ranks of the run share it.
         device: the device of this rank.

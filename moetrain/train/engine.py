@@ -4,7 +4,7 @@
     norm, skipped = engine.step(lr)
 
 Data, folders, learning-rate schedules and when to do what are a loop's business, such as
-:mod:`moetrain.train.trainer`'s; weights and moments are held by :class:`ModelState`. Inside a step
+:mod:`moetrain.train.loop`'s; weights and moments are held by :class:`ModelState`. Inside a step
 nothing here waits for the device, with three exceptions: dispatch without fixed sizes waits for its
 counts, the number of rows that found no room in buffers of fixed sizes is read while the last
 backward runs, and ``log.find_nan`` reads whether the step was skipped.
@@ -26,21 +26,21 @@ import torch.distributed as dist
 
 from moetrain.config import Config, logger
 from moetrain.config.environment import launched_place
-from moetrain.kernels.ahead import can_compile_ahead, compile_ahead, launches_of
-from moetrain.kernels.annotate import annotate, annotated
-from moetrain.kernels.graphs import Graphs, alike
-from moetrain.kernels.loss.balancing import RoutingStats
-from moetrain.kernels.memory import LateNumbers
-from moetrain.kernels.optim.fake_update import FakeUpdate
+from moetrain.losses.balancing import RoutingStats
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import Router, update_router_bias
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import Inputs, Transformer, compute_dtype, plan_model
+from moetrain.optim.fake_update import FakeUpdate
 from moetrain.parallel.apply import dispatcher_of, resharded_blocks
 from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.fsdp.transport import wants_copies
 from moetrain.parallel.pipeline.executor import Finish, Pipeline
 from moetrain.parallel.world import World
+from moetrain.runtime.ahead import can_compile_ahead, compile_ahead, launches_of
+from moetrain.runtime.annotate import annotate, annotated
+from moetrain.runtime.graphs import Graphs, alike
+from moetrain.runtime.memory import LateNumbers
 from moetrain.train.checks import check_run
 from moetrain.train.faults import first_not_finite
 from moetrain.train.objectives import MicroBatch, Objective, Outputs, batch_sums_of
@@ -88,7 +88,7 @@ class Engine(ModelState):
         With ``train.deterministic`` torch uses reproducible algorithms for the rest of the process.
 
         Args:
-            config: as :func:`moetrain.train.setup.resolve_run` returns it, with ``arch``.
+            config: as :func:`moetrain.train.session.resolve_run` returns it, with ``arch``.
             arch: the model.
             world: as :func:`moetrain.parallel.world.join_world` returns it for both.
 

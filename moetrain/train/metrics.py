@@ -22,9 +22,9 @@ from moetrain.config import LogSection, logger
 from moetrain.config.environment import GPUS
 from moetrain.config.files import write_atomically
 from moetrain.config.sources import redacted
-from moetrain.kernels.loss.balancing import RoutingStats
-from moetrain.kernels.memory import DeviceBytes
+from moetrain.losses.balancing import RoutingStats
 from moetrain.parallel.waits import elapsed, noted, now, share_waited
+from moetrain.runtime.memory import DeviceBytes
 
 _LAYER_GROUPS = 4  # MoE health is logged for this many groups of neighbouring layers
 _UNHEALTHY_LOGS = 20

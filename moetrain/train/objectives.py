@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 import torch
 
 from moetrain.config import Config
-from moetrain.kernels.loss.balancing import RoutingStats, load_balancing_loss, router_z_loss
-from moetrain.kernels.loss.linear_cross_entropy import TokenLosses
+from moetrain.kernels.vocabulary.linear_cross_entropy import TokenLosses
+from moetrain.losses.balancing import RoutingStats, load_balancing_loss, router_z_loss
 from moetrain.models.architecture import Architecture
-from moetrain.models.families.multi_token import further_loss, further_sizes
+from moetrain.models.parts.multi_token import further_loss, further_sizes
 from moetrain.models.transformer import Inputs, Transformer
 
 
@@ -62,7 +62,7 @@ class Outputs(NamedTuple):
     tensor parallel ranks, each of which has all of them. ``vocabulary.loss_sum`` contains this
     factor already."""
     further: Sequence[torch.Tensor] = ()
-    """Hidden states for further tokens, by depth (:mod:`moetrain.models.families.multi_token`)."""
+    """Hidden states for further tokens, by depth (:mod:`moetrain.models.parts.multi_token`)."""
     batch_sums: Mapping[str, torch.Tensor] = MappingProxyType({})
     """Sums over all micro-batches of all ranks of what :func:`batch_sums_of` returns, 0-d fp64."""
 

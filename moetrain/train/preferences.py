@@ -32,7 +32,7 @@ from moetrain.config.files import write_atomically
 from moetrain.config.sources import shortened
 from moetrain.data.loader import Batch, Data
 from moetrain.data.packing import Mixture, PairDataset, Shuffled
-from moetrain.kernels.loss.preference import (
+from moetrain.losses.preference import (
     LOSSES,
     WITHOUT_REFERENCE,
     Scores,
@@ -63,7 +63,7 @@ class Preference:
     """
 
     kind: str = "dpo"
-    """One of :data:`~moetrain.kernels.loss.preference.KINDS`."""
+    """One of :data:`~moetrain.losses.preference.KINDS`."""
     beta: float = 0.1
     """How much a reward, ``beta`` times the log-ratio of policy and reference, weighs."""
     balances: bool = False

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from moetrain.data.loader import Batch
-from moetrain.kernels.loss.preference import reward_losses
+from moetrain.losses.preference import reward_losses
 from moetrain.models.transformer import Transformer
 from moetrain.train.objectives import Outputs, Sizes, Term
 

@@ -1,6 +1,6 @@
 """What every run has around its steps, whatever it trains: start, resuming, saving, stopping.
 
-:class:`Run` is what :class:`moetrain.train.trainer.Trainer` and :class:`moetrain.rl.trainer` share.
+:class:`Run` is what :class:`moetrain.train.loop.Trainer` and :class:`moetrain.rl.loop` share.
 A subclass has the loop over steps, inside :meth:`Run.stepping`; when to log, evaluate, save and
 stop is decided here. Within a step nothing here waits for the device: skipped steps are counted on
 it and read one step late.
@@ -26,18 +26,18 @@ from moetrain.checkpoint.save import Saved, SavePlan
 from moetrain.config import Config, ConfigError, logger
 from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import Tokenizer
-from moetrain.kernels.loss.balancing import RoutingStats
-from moetrain.kernels.memory import LateNumbers
+from moetrain.losses.balancing import RoutingStats
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import write_files
 from moetrain.parallel.mesh import TensorSlice
+from moetrain.runtime.memory import LateNumbers
 from moetrain.train.callbacks import Best, Callback, Callbacks, Profile, Result, reporters_of
 from moetrain.train.engine import Engine
 from moetrain.train.faults import compare_replicas
 from moetrain.train.metrics import MetricsLog, RankWatch, RoutingWatch, Throughput
 from moetrain.train.objectives import router_loss
 from moetrain.train.run_folder import RunFolder
-from moetrain.train.setup import Session, garbage_collector_off, prepare, stop_signals
+from moetrain.train.session import Session, garbage_collector_off, prepare, stop_signals
 from moetrain.train.state import Snapshots
 
 _SAVE = 1 << 32

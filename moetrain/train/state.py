@@ -23,13 +23,13 @@ from moetrain.config import Config, ConfigError, logger
 from moetrain.config.sources import leaves, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
-from moetrain.models.families.qk_clip import QKClip
 from moetrain.models.hf.peft import save_peft
 from moetrain.models.hf.save import Export
-from moetrain.models.lora import Adapter
+from moetrain.models.parts.lora import Adapter
 from moetrain.models.rules import ADAPTER, ADAPTERS, MAGNITUDE
 from moetrain.models.transformer import Transformer
-from moetrain.optim import AdamW, Muon
+from moetrain.optim.adamw import AdamW, Muon
+from moetrain.optim.qk_clip import QKClip
 from moetrain.parallel.apply import checksum, place_model
 from moetrain.parallel.fsdp.bucket import aligned
 from moetrain.parallel.mesh import Sliceable, TensorSlice
@@ -288,7 +288,7 @@ class ModelState:
         """Move ``what`` (everything, if nothing is named) to host memory until :meth:`reload`.
 
         Tensors keep their identity, and on a GPU their addresses. Until then methods that need
-        them raise :class:`~moetrain.kernels.arena.OffloadedError`, and nobody else may
+        them raise :class:`~moetrain.runtime.arena.OffloadedError`, and nobody else may
         touch them. Host memory is kept for the next time. Workspaces (gathered parameters) are only
         freed, and come back with their next use.
 

@@ -15,7 +15,7 @@ from moetrain.kernels.attention.attention import (
 )
 from moetrain.kernels.attention.peaks import _raise_peaks, raise_peaks
 from moetrain.kernels.attention.sinks import _attention_with_sinks, attention_packed_with_sinks
-from moetrain.kernels.backend import Backend
+from moetrain.runtime.backend import Backend
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
 

@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 
-from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.mlp import (
     _adapted_expert_mlp,
     _adapted_expert_mlp_backward,
@@ -26,6 +25,7 @@ from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.experts.relu2 import _relu2, _relu2_backward, relu2
 from moetrain.kernels.experts.swiglu import _swiglu, _swiglu_backward, swiglu
 from moetrain.kernels.quant.e4m3 import quantise_rows
+from moetrain.runtime.backend import Backend
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
 

@@ -5,8 +5,7 @@ from functools import partial
 
 import torch
 
-from moetrain.kernels.backend import Backend
-from moetrain.kernels.loss.linear_cross_entropy import (
+from moetrain.kernels.vocabulary.linear_cross_entropy import (
     SummedLoss,
     _summed_loss,
     _token_losses,
@@ -15,6 +14,7 @@ from moetrain.kernels.loss.linear_cross_entropy import (
     linear_cross_entropy_sum,
     scaled,
 )
+from moetrain.runtime.backend import Backend
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
 

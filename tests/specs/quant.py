@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 
-from moetrain.kernels.backend import Backend
 from moetrain.kernels.quant.blocks import QuantisedBlocks, blocks_mm, quantise_blocks
 from moetrain.kernels.quant.e4m3 import (
     E4M3,
@@ -34,6 +33,7 @@ from moetrain.kernels.quant.transposed import (
     scaled_weight_grad,
     transpose_rows,
 )
+from moetrain.runtime.backend import Backend
 from specs.routing import CASES, INDEX_BENCH, token_inputs, used_rows
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 

@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 
-from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.permutation import (
     ExpertIndices,
     _expert_indices,
@@ -25,6 +24,7 @@ from moetrain.kernels.experts.router import (
     _router_topk_backward,
     router_topk,
 )
+from moetrain.runtime.backend import Backend
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
 

@@ -43,7 +43,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from moetrain.config.compute import AttentionName
 from moetrain.kernels.attention import batch_invariant
 from moetrain.kernels.attention import cudnn as cudnn_attention
-from moetrain.kernels.backend import refusal, worth_saving
+from moetrain.runtime.backend import refusal, worth_saving
 
 # cuDNN first; without a mask it wins on Hopper, and the others serve what it does not take.
 _SDPA_ORDER = [

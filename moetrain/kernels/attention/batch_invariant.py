@@ -26,7 +26,7 @@ from moetrain.kernels.attention.split_keys import (
     split_attention,
     splits_keys,
 )
-from moetrain.kernels.backend import (
+from moetrain.runtime.backend import (
     INTERPRETED,
     TensorDescriptor,
     tl,

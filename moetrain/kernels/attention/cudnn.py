@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moetrain.kernels.backend import tl, triton
+from moetrain.runtime.backend import tl, triton
 
 _PACKAGE = "nvidia-cudnn-frontend"
 _OLDEST = (1, 28)

@@ -25,7 +25,7 @@ Legend: B batch, S sequence, T query tokens, L key tokens, H query heads, G key 
 import torch
 
 from moetrain.kernels.attention.attention import AttentionMask
-from moetrain.kernels.backend import (
+from moetrain.runtime.backend import (
     Backend,
     refusal,
     tl,

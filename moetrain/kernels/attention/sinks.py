@@ -34,7 +34,7 @@ from moetrain.kernels.attention.attention import (
     _forward_formula,
     _scale,
 )
-from moetrain.kernels.backend import refusal, worth_saving
+from moetrain.runtime.backend import refusal, worth_saving
 
 
 def attention_with_sinks(

@@ -28,13 +28,13 @@ import functools
 
 import torch
 
-from moetrain.kernels.backend import (
+from moetrain.kernels.small_m import multiprocessors
+from moetrain.runtime.backend import (
     INTERPRETED,
     TensorDescriptor,
     tl,
     triton,
 )
-from moetrain.kernels.small_m import multiprocessors
 
 BLOCK = 64
 """Keys at a time. A row's bits depend on it, so every tile has the same."""

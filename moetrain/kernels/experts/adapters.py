@@ -28,8 +28,8 @@ Legend: R rows, E experts, G = E * S groups, N width, r rank.
 
 import torch
 
-from moetrain.kernels.backend import INTERPRETED, tl, triton
 from moetrain.kernels.experts.products import grouped_mm
+from moetrain.runtime.backend import INTERPRETED, tl, triton
 
 _WIDEST_RANK = 64
 """Columns of the rank that a program takes at a time."""

@@ -31,14 +31,6 @@ from typing import Any
 
 import torch
 
-from moetrain.kernels.backend import (
-    Backend,
-    refusal,
-    tl,
-    triton,
-    use_fast,
-    worth_saving,
-)
 from moetrain.kernels.experts.adapters import (
     adapted_product,
     adapted_product_backward,
@@ -60,6 +52,14 @@ from moetrain.kernels.experts.permutation import (
     unpermute,
 )
 from moetrain.kernels.experts.products import grouped_mm, grouped_weight_grad
+from moetrain.runtime.backend import (
+    Backend,
+    refusal,
+    tl,
+    triton,
+    use_fast,
+    worth_saving,
+)
 
 _COLUMNS, _WARPS = 1024, 2  # as the kernels' of permutation
 

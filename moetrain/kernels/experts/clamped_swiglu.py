@@ -26,7 +26,8 @@ their first F columns and up in the rest.
 
 import torch
 
-from moetrain.kernels.backend import (
+from moetrain.kernels.experts.products import grouped_weight_grad
+from moetrain.runtime.backend import (
     Backend,
     refusal,
     require_contiguous,
@@ -35,7 +36,6 @@ from moetrain.kernels.backend import (
     triton,
     use_fast,
 )
-from moetrain.kernels.experts.products import grouped_weight_grad
 
 _COLS, _WARPS = 1024, 4  # as swiglu's
 

@@ -26,7 +26,6 @@ from typing import Any, Protocol
 import torch
 
 from moetrain.config.compute import Precision
-from moetrain.kernels.backend import Backend, use_fast, worth_saving
 from moetrain.kernels.experts.mlp import (
     _expert_mlp,
     _expert_mlp_backward,
@@ -39,6 +38,7 @@ from moetrain.kernels.experts.mlp_fp8 import (
 )
 from moetrain.kernels.experts.permutation import ExpertIndices
 from moetrain.kernels.experts.replicas import copy_used
+from moetrain.runtime.backend import Backend, use_fast, worth_saving
 
 
 class Courier(Protocol):

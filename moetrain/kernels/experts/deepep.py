@@ -32,11 +32,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moetrain.kernels.annotate import annotate
-from moetrain.kernels.backend import worth_saving
 from moetrain.kernels.experts.permutation import transpose_blocks
 from moetrain.kernels.quant.e4m3 import Quantised
 from moetrain.kernels.quant.recipes import RECIPES
+from moetrain.runtime.annotate import annotate
+from moetrain.runtime.backend import worth_saving
 
 _INSTALL = "pip install tokenspeed-deepep==1.2.1.post20251110"
 _LIBRARIES = ("nvshmem/lib/libnvshmem_host.so.*", "nccl/lib/libnccl.so.*")

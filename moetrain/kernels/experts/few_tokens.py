@@ -22,7 +22,7 @@ Legend: T tokens, K experts a token, S = T * K slots, D model width, E experts, 
 
 import torch
 
-from moetrain.kernels.backend import (
+from moetrain.runtime.backend import (
     INTERPRETED,
     TensorDescriptor,
     tl,

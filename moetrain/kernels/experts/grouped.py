@@ -44,7 +44,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from moetrain.kernels.backend import (
+from moetrain.runtime.backend import (
     HopperDescriptor,
     gl,
     gluon,

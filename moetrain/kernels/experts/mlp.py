@@ -53,12 +53,6 @@ import torch
 from torch.library import CustomOpDef
 
 from moetrain.kernels import small_m
-from moetrain.kernels.backend import (
-    Backend,
-    refusal,
-    use_fast,
-    worth_saving,
-)
 from moetrain.kernels.experts import grouped
 from moetrain.kernels.experts.adapters import (
     adapted_product,
@@ -76,6 +70,12 @@ from moetrain.kernels.experts.products import grouped_mm, grouped_weight_grad
 from moetrain.kernels.experts.relu2 import relu2, relu2_gradients
 from moetrain.kernels.experts.swiglu import swiglu, swiglu_gradients
 from moetrain.kernels.quant.groups import CodedMatrices
+from moetrain.runtime.backend import (
+    Backend,
+    refusal,
+    use_fast,
+    worth_saving,
+)
 
 
 def expert_mlp(

@@ -34,15 +34,6 @@ from typing import Any, NamedTuple
 import torch
 
 from moetrain.config.compute import Precision
-from moetrain.kernels.backend import (
-    INTERPRETED,
-    Backend,
-    refusal,
-    tl,
-    triton,
-    use_fast,
-    worth_saving,
-)
 from moetrain.kernels.experts.mlp import check_experts, register_experts
 from moetrain.kernels.experts.permutation import (
     ExpertIndices,
@@ -67,6 +58,15 @@ from moetrain.kernels.quant.transposed import (
     place_columns,
     scaled_weight_grad,
     transpose_rows,
+)
+from moetrain.runtime.backend import (
+    INTERPRETED,
+    Backend,
+    refusal,
+    tl,
+    triton,
+    use_fast,
+    worth_saving,
 )
 
 

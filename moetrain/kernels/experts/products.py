@@ -21,14 +21,14 @@ from torch.nn import functional as F
 from torch.nn.functional import grouped_mm as _grouped_mm
 
 from moetrain.kernels import small_m
-from moetrain.kernels.backend import (
+from moetrain.kernels.experts import grouped
+from moetrain.runtime.backend import (
     Backend,
     refusal,
     save_inputs,
     use_fast,
     worth_saving,
 )
-from moetrain.kernels.experts import grouped
 
 _ALIGNMENT_BYTES = 16  # torch's grouped GEMM reads rows through 16-byte vectors
 

@@ -16,7 +16,7 @@ Legend: R rows, F expert width.
 
 import torch
 
-from moetrain.kernels.backend import (
+from moetrain.runtime.backend import (
     Backend,
     refusal,
     require_contiguous,

@@ -37,14 +37,14 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.kernels.backend import (
+from moetrain.kernels.experts.permutation import ExpertIndices
+from moetrain.runtime.backend import (
     Backend,
     refusal,
     tl,
     triton,
     use_fast,
 )
-from moetrain.kernels.experts.permutation import ExpertIndices
 
 _PLAN_WARPS = 4
 _BLOCK, _COPY_WARPS, _PARTS = 8192, 8, 32  # numbers a program moves at once, parts of an expert

@@ -24,7 +24,8 @@ from typing import Any, Literal
 
 import torch
 
-from moetrain.kernels.backend import (
+from moetrain.kernels.experts.routed import Routed, weighted
+from moetrain.runtime.backend import (
     Backend,
     refusal,
     tl,
@@ -32,7 +33,6 @@ from moetrain.kernels.backend import (
     use_fast,
     worth_saving,
 )
-from moetrain.kernels.experts.routed import Routed, weighted
 
 _MAX_EXPERTS = 512
 _MAX_K = 32

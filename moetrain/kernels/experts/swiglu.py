@@ -21,7 +21,7 @@ Legend: R rows, F expert width. ``gate_up`` holds gate in its first F columns an
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import (
+from moetrain.runtime.backend import (
     Backend,
     refusal,
     require_contiguous,

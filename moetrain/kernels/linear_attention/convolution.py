@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import (
+from moetrain.kernels.linear_attention.reads import Reads
+from moetrain.runtime.backend import (
     INTERPRETED,
     Backend,
     refusal,
@@ -33,7 +34,6 @@ from moetrain.kernels.backend import (
     triton,
     use_fast,
 )
-from moetrain.kernels.linear_attention.reads import Reads
 
 _EPS = 1e-6
 

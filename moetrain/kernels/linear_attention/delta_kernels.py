@@ -10,7 +10,7 @@ and ``gates`` are offsets of its tokens' rows and of their gates.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 
-from moetrain.kernels.backend import tl, triton
+from moetrain.runtime.backend import tl, triton
 
 
 @triton.jit

@@ -34,13 +34,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import (
-    Backend,
-    refusal,
-    require_contiguous,
-    use_fast,
-    worth_saving,
-)
 from moetrain.kernels.linear_attention.delta_kernels import (
     gate_gradients_kernel,
     input_gradients_kernel,
@@ -49,6 +42,13 @@ from moetrain.kernels.linear_attention.delta_kernels import (
     prepare_kernel,
     state_gradients_kernel,
     states_kernel,
+)
+from moetrain.runtime.backend import (
+    Backend,
+    refusal,
+    require_contiguous,
+    use_fast,
+    worth_saving,
 )
 
 CHUNK = 64

@@ -35,15 +35,6 @@ from typing import Any
 
 import torch
 
-from moetrain.kernels.backend import (
-    Backend,
-    refusal,
-    require_contiguous,
-    tl,
-    triton,
-    use_fast,
-    worth_saving,
-)
 from moetrain.kernels.linear_attention.delta_kernels import (
     gate_gradients_kernel,
     input_gradients_kernel,
@@ -59,6 +50,15 @@ from moetrain.kernels.linear_attention.gated_delta import (
     Launch,
     chunked,
     sizes_of,
+)
+from moetrain.runtime.backend import (
+    Backend,
+    refusal,
+    require_contiguous,
+    tl,
+    triton,
+    use_fast,
+    worth_saving,
 )
 
 

@@ -35,7 +35,6 @@ from typing import NamedTuple, Self
 
 import torch
 
-from moetrain.kernels.backend import Backend
 from moetrain.kernels.linear_attention.gated_delta import (
     CHUNK,
     Carried,
@@ -43,6 +42,7 @@ from moetrain.kernels.linear_attention.gated_delta import (
 )
 from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.linear_attention.ssd import ssd_continued
+from moetrain.runtime.backend import Backend
 
 
 class StateCache(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import refusal
+from moetrain.runtime.backend import refusal
 
 
 def sigmoid(x: torch.Tensor, *, fusible: bool) -> torch.Tensor:

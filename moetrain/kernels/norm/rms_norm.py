@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from moetrain.kernels.backend import (
+from moetrain.runtime.backend import (
     Backend,
     refusal,
     require_contiguous,

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from moetrain.kernels.backend import (
+from moetrain.kernels.norm.rms_norm import rms_norm
+from moetrain.runtime.backend import (
     Backend,
     refusal,
     require_contiguous,
@@ -29,7 +30,6 @@ from moetrain.kernels.backend import (
     triton,
     use_fast,
 )
-from moetrain.kernels.norm.rms_norm import rms_norm
 
 _HEADS = 8  # heads of one token that a program rotates
 

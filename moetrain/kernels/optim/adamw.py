@@ -22,14 +22,6 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.kernels.backend import (
-    Backend,
-    launch,
-    refusal,
-    tl,
-    triton,
-    use_fast,
-)
 from moetrain.kernels.optim.rounding import (
     BLOCK,
     OUT_DTYPES,
@@ -39,6 +31,14 @@ from moetrain.kernels.optim.rounding import (
     random_bits_reference,
     round_by,
     round_by_reference,
+)
+from moetrain.runtime.backend import (
+    Backend,
+    launch,
+    refusal,
+    tl,
+    triton,
+    use_fast,
 )
 
 

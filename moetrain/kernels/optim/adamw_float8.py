@@ -44,13 +44,6 @@ import torch
 from torch.nn import functional as F
 
 from moetrain.config import ConfigError
-from moetrain.kernels.backend import (
-    Backend,
-    refusal,
-    tl,
-    triton,
-    use_fast,
-)
 from moetrain.kernels.optim.adamw import Settings
 from moetrain.kernels.optim.rounding import (
     WARPS,
@@ -60,6 +53,13 @@ from moetrain.kernels.optim.rounding import (
     round_by_reference,
 )
 from moetrain.kernels.quant.e4m3 import SCALED
+from moetrain.runtime.backend import (
+    Backend,
+    refusal,
+    tl,
+    triton,
+    use_fast,
+)
 
 _GROUPS = 32  # of a program: as many numbers as one of AdamW's has
 _DTYPES = (torch.float32, torch.bfloat16)  # of weights and gradients

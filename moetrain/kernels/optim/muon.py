@@ -39,13 +39,6 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.kernels.backend import (
-    Backend,
-    refusal,
-    tl,
-    triton,
-    use_fast,
-)
 from moetrain.kernels.optim.rounding import (
     BLOCK,
     OUT_DTYPES,
@@ -57,6 +50,13 @@ from moetrain.kernels.optim.rounding import (
     round_by_reference,
 )
 from moetrain.kernels.optim.symmetric import symmetric_product
+from moetrain.runtime.backend import (
+    Backend,
+    refusal,
+    tl,
+    triton,
+    use_fast,
+)
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of X, A X and A A X."""

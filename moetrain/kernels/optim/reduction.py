@@ -19,7 +19,7 @@ Legend: R chunks (ranks), N elements a chunk, B blocks of 1024 elements.
 import torch
 import torch.nn.functional as F
 
-from moetrain.kernels.backend import (
+from moetrain.runtime.backend import (
     Backend,
     launch,
     refusal,

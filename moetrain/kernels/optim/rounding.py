@@ -17,7 +17,7 @@ Legend: N numbers of a shard, B blocks of :data:`BLOCK` of them, each of one par
 
 import torch
 
-from moetrain.kernels.backend import tl, triton
+from moetrain.runtime.backend import tl, triton
 
 BLOCK = 1024  # measured on one H200: 2,048 and 4,096 are 1 to 3 % slower
 WARPS = 4

@@ -35,15 +35,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import (
-    INTERPRETED,
-    Backend,
-    TensorDescriptor,
-    require_contiguous,
-    tl,
-    triton,
-    use_fast,
-)
 from moetrain.kernels.quant.e4m3 import (
     E4M3,
     TILE,
@@ -51,6 +42,15 @@ from moetrain.kernels.quant.e4m3 import (
     quantise_rows,
     scale_of,
     to_e4m3,
+)
+from moetrain.runtime.backend import (
+    INTERPRETED,
+    Backend,
+    TensorDescriptor,
+    require_contiguous,
+    tl,
+    triton,
+    use_fast,
 )
 
 Scales = Literal["fp32", "ue8m0"]

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import (
+from moetrain.runtime.backend import (
     INTERPRETED,
     Backend,
     refusal,

@@ -24,7 +24,6 @@ Legend: R rows sorted by group, E groups (experts), K inner and N outer width.
 
 import torch
 
-from moetrain.kernels.backend import gl, gluon, hopper
 from moetrain.kernels.experts import grouped
 from moetrain.kernels.experts.grouped import (
     _COLUMNS,
@@ -43,6 +42,7 @@ from moetrain.kernels.experts.grouped import (
     _store,
     _tiles,
 )
+from moetrain.runtime.backend import gl, gluon, hopper
 
 _PIECE = gl.constexpr(128)
 """Codes of a row in a piece, and the columns that are added up at a time."""

@@ -45,14 +45,14 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import (
+from moetrain.kernels.quant.e4m3 import E4M3, SCALED, quantise_rows
+from moetrain.runtime.backend import (
     Backend,
     refusal,
     tl,
     triton,
     use_fast,
 )
-from moetrain.kernels.quant.e4m3 import E4M3, SCALED, quantise_rows
 
 _BAD = 255
 """The byte of a scale 2^k of a group with a number that is not finite."""

@@ -25,7 +25,12 @@ from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
 from moetrain.config.compute import Precision
-from moetrain.kernels.backend import (
+from moetrain.kernels.experts.products import grouped_mm
+from moetrain.kernels.quant import grouped_e4m3
+from moetrain.kernels.quant.blocks import QuantisedBlocks, blocks_mm
+from moetrain.kernels.quant.e4m3 import MULTIPLE, TILE, Quantised
+from moetrain.kernels.quant.recipes import RECIPES
+from moetrain.runtime.backend import (
     INTERPRETED,
     Backend,
     refusal,
@@ -33,11 +38,6 @@ from moetrain.kernels.backend import (
     use_fast,
     worth_saving,
 )
-from moetrain.kernels.experts.products import grouped_mm
-from moetrain.kernels.quant import grouped_e4m3
-from moetrain.kernels.quant.blocks import QuantisedBlocks, blocks_mm
-from moetrain.kernels.quant.e4m3 import MULTIPLE, TILE, Quantised
-from moetrain.kernels.quant.recipes import RECIPES
 
 
 def scaled_mm(

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.kernels.backend import Backend
 from moetrain.kernels.quant.blocks import (
     QuantisedBlocks,
     Scales,
@@ -27,6 +26,7 @@ from moetrain.kernels.quant.e4m3 import (
     quantise_columns,
     quantise_rows,
 )
+from moetrain.runtime.backend import Backend
 
 
 class Recipe(NamedTuple):

@@ -34,7 +34,9 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import (
+from moetrain.kernels.experts.products import grouped_weight_grad
+from moetrain.kernels.quant.e4m3 import E4M3, TILE, Quantised, to_e4m3
+from moetrain.runtime.backend import (
     INTERPRETED,
     Backend,
     TensorDescriptor,
@@ -42,8 +44,6 @@ from moetrain.kernels.backend import (
     triton,
     use_fast,
 )
-from moetrain.kernels.experts.products import grouped_weight_grad
-from moetrain.kernels.quant.e4m3 import E4M3, TILE, Quantised, to_e4m3
 
 _ROOM = 128
 """Columns of a group are a multiple of this, which a product reads at once."""

@@ -2,7 +2,7 @@
 
 The first layers are dense, and shared experts are beside the routed ones. ``kimi_k2`` is
 ``deepseek_v3`` by another name. Layers behind the model's own, which predict further tokens, are
-carried on into an export, or trained (:mod:`moetrain.models.families.multi_token`).
+carried on into an export, or trained (:mod:`moetrain.models.parts.multi_token`).
 :class:`LatentDecoder` and the tables of V3 are those of other families with this attention too.
 """
 
@@ -11,26 +11,26 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from moetrain.kernels.norm.rope_scaling import RopeScaling
 from moetrain.models.architecture import Architecture
-from moetrain.models.families.decoders import (
+from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
     MoEDecoder,
     moe_block,
 )
-from moetrain.models.families.deepseek_router import (
+from moetrain.models.family import Family, Rename, WeightMap, register
+from moetrain.models.hf.files import error
+from moetrain.models.layers import SwiGLU
+from moetrain.models.moe import RoutedExperts
+from moetrain.models.parts.deepseek_router import (
     DEEPSEEK_FIELDS,
     SIGMOID_ROUTER,
     read_deepseek_layers,
     write_deepseek_layers,
 )
-from moetrain.models.families.latent_attention import LatentAttention
-from moetrain.models.families.multi_token import FurtherTokens, behind_layers
-from moetrain.models.family import Family, Rename, WeightMap, register
-from moetrain.models.hf.files import error
-from moetrain.models.layers import SwiGLU
-from moetrain.models.moe import RoutedExperts
+from moetrain.models.parts.latent_attention import LatentAttention
+from moetrain.models.parts.multi_token import FurtherTokens, behind_layers
+from moetrain.models.rope_scaling import RopeScaling
 
 _MAX_WIDTH = 2**31 - 1
 

@@ -9,9 +9,8 @@ Left out on purpose: biases of feed-forward layers (``mlp_bias``), which no publ
 from collections.abc import Mapping
 from typing import Any
 
-from moetrain.kernels.norm.rope_scaling import RopeScaling
 from moetrain.models.architecture import Architecture
-from moetrain.models.families.decoders import moe_block
+from moetrain.models.decoders import moe_block
 from moetrain.models.families.deepseek import (
     LATENT_FIELDS,
     LATENT_MAP,
@@ -19,9 +18,10 @@ from moetrain.models.families.deepseek import (
     LatentDecoder,
     check_keys,
 )
-from moetrain.models.families.deepseek_router import read_deepseek_layers, write_deepseek_layers
 from moetrain.models.family import Family, register
 from moetrain.models.hf.files import error
+from moetrain.models.parts.deepseek_router import read_deepseek_layers, write_deepseek_layers
+from moetrain.models.rope_scaling import RopeScaling
 
 _FIXED: Mapping[str, Any] = {
     "router_fp32": True,

@@ -4,20 +4,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from moetrain.models.architecture import Architecture
-from moetrain.models.families.decoders import (
+from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
     MoEDecoder,
     moe_block,
 )
-from moetrain.models.families.deepseek_router import (
+from moetrain.models.families.qwen import read_windows, write_windows
+from moetrain.models.family import Family, register
+from moetrain.models.parts.deepseek_router import (
     DEEPSEEK_FIELDS,
     SIGMOID_ROUTER,
     read_deepseek_layers,
     write_deepseek_layers,
 )
-from moetrain.models.families.qwen import read_windows, write_windows
-from moetrain.models.family import Family, register
 
 _FIXED = {**SIGMOID_ROUTER, "qk_norm": True}
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from moetrain.models.architecture import Architecture
 from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.families.decoders import (
+from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
     MoEDecoder,

@@ -15,17 +15,17 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from moetrain.kernels.norm.rope_scaling import RopeScaling, Rotation
 from moetrain.models.architecture import Architecture, AttentionPart, Part
-from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE
-from moetrain.models.families.gemma_layers import (
+from moetrain.models.decoders import COMMON_DEFAULTS, DENSE
+from moetrain.models.families.qwen_next import beside_vision
+from moetrain.models.family import Family, Rename, WeightMap, register
+from moetrain.models.hf.files import error
+from moetrain.models.parts.gemma_layers import (
     GemmaAttention,
     GemmaExperts,
     GemmaMLP,
 )
-from moetrain.models.families.qwen_next import beside_vision
-from moetrain.models.family import Family, Rename, WeightMap, register
-from moetrain.models.hf.files import error
+from moetrain.models.rope_scaling import RopeScaling, Rotation
 
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"

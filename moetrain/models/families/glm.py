@@ -2,25 +2,25 @@
 
 The first layers are dense, and a shared expert is beside the routed ones. Layers behind the model's
 own, which predict further tokens, are carried on into an export, or trained
-(:mod:`moetrain.models.families.multi_token`).
+(:mod:`moetrain.models.parts.multi_token`).
 """
 
 from typing import Any
 
-from moetrain.models.families.decoders import (
+from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
     MoEDecoder,
     moe_block,
 )
-from moetrain.models.families.deepseek_router import (
+from moetrain.models.family import Family, register
+from moetrain.models.parts.deepseek_router import (
     DEEPSEEK_FIELDS,
     SIGMOID_ROUTER,
     read_deepseek_layers,
     write_deepseek_layers,
 )
-from moetrain.models.families.multi_token import FurtherTokens, behind_layers
-from moetrain.models.family import Family, register
+from moetrain.models.parts.multi_token import FurtherTokens, behind_layers
 
 
 class _Glm(FurtherTokens, MoEDecoder):

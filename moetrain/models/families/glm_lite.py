@@ -1,7 +1,7 @@
 """GLM-4.7-Flash: DeepSeek-V3's latent attention and router, in heads as wide as their values.
 
 Layers behind the model's own, which predict further tokens, are carried on into an export, or
-trained (:mod:`moetrain.models.families.multi_token`).
+trained (:mod:`moetrain.models.parts.multi_token`).
 """
 
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from moetrain.models.families.deepseek import (
     V3Decoder,
     read_v3_layers,
 )
-from moetrain.models.families.deepseek_router import write_deepseek_layers
 from moetrain.models.family import Family, register
 from moetrain.models.hf.files import error
+from moetrain.models.parts.deepseek_router import write_deepseek_layers
 
 _DENSE = "dense"
 _ROUTED = "sparse"

@@ -9,13 +9,13 @@ from typing import Any
 
 from pydantic import Field
 
-from moetrain.kernels.norm.rope_scaling import RopeScaling
 from moetrain.models.architecture import Architecture
-from moetrain.models.families.clamped_experts import ClampedExperts, InterleavedExperts
-from moetrain.models.families.decoders import COMMON_DEFAULTS, DENSE
-from moetrain.models.families.sink_attention import SinkAttention
+from moetrain.models.decoders import COMMON_DEFAULTS, DENSE
 from moetrain.models.family import Family, Rename, register
 from moetrain.models.hf.files import error
+from moetrain.models.parts.clamped_experts import ClampedExperts, InterleavedExperts
+from moetrain.models.parts.sink_attention import SinkAttention
+from moetrain.models.rope_scaling import RopeScaling
 
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"

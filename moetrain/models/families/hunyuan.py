@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moetrain.kernels.norm.rope_scaling import RopeScaling
 from moetrain.models.architecture import Architecture
-from moetrain.models.families.decoders import (
+from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
     MoEDecoder,
@@ -17,6 +16,7 @@ from moetrain.models.families.decoders import (
 )
 from moetrain.models.family import Family, register
 from moetrain.models.hf.files import error
+from moetrain.models.rope_scaling import RopeScaling
 
 _FIXED: dict[str, Any] = {
     "qk_norm": True,

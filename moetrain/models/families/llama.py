@@ -1,6 +1,6 @@
 """Llama 2 and 3, and what is written down like them: dense, biases by choice."""
 
-from moetrain.models.families.decoders import (
+from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
     DenseDecoder,

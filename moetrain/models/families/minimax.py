@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moetrain.models.architecture import Architecture
-from moetrain.models.families.decoders import (
+from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
     MoEDecoder,

@@ -2,7 +2,7 @@
 
 from moetrain.models.architecture import Architecture
 from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.families.decoders import (
+from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
     moe_block,

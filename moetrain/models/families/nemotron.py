@@ -15,13 +15,13 @@ from typing import Any, Literal, get_args
 
 from moetrain.models.architecture import Architecture, Part
 from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.families.decoders import COMMON_DEFAULTS, StackExperts
-from moetrain.models.families.deepseek_router import DEEPSEEK_FIELDS, SIGMOID_ROUTER
-from moetrain.models.families.mamba import Mamba2
-from moetrain.models.families.squared_relu import SquaredReLU, SquaredReLUExperts
-from moetrain.models.families.take_rows import TakeRows
+from moetrain.models.decoders import COMMON_DEFAULTS, StackExperts
 from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
+from moetrain.models.hf.take_rows import TakeRows
+from moetrain.models.parts.deepseek_router import DEEPSEEK_FIELDS, SIGMOID_ROUTER
+from moetrain.models.parts.mamba import Mamba2
+from moetrain.models.parts.squared_relu import SquaredReLU, SquaredReLUExperts
 
 _Mixer = Literal["mamba", "attention", "moe", "mlp"]
 _LETTERS: Mapping[str, _Mixer] = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}

@@ -12,19 +12,19 @@ from typing import Any
 
 from moetrain.models.architecture import Architecture, AttentionPart
 from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.families.decoders import (
+from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
     MoEDecoder,
     moe_block,
 )
-from moetrain.models.families.linear_attention import GatedDeltaNet
-from moetrain.models.families.multi_token import FurtherTokens, under_mtp
-from moetrain.models.families.take_rows import TakeRows
 from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
+from moetrain.models.hf.take_rows import TakeRows
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts
+from moetrain.models.parts.gated_delta import GatedDeltaNet
+from moetrain.models.parts.multi_token import FurtherTokens, under_mtp
 
 _LINEAR = "linear_attention"
 _FULL = "full_attention"

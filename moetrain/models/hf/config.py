@@ -17,12 +17,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moetrain.kernels.norm.rope_scaling import RopeScaling
-from moetrain.kernels.quant.formats import format_of
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.family import Family
 from moetrain.models.hf.files import error
+from moetrain.models.hf.formats import format_of
+from moetrain.models.rope_scaling import RopeScaling
 
 _error = partial(error, "config.json")
 _TIED = "tie_word_embeddings"

@@ -29,8 +29,8 @@ from safetensors.torch import _TYPES
 
 from moetrain.config import ConfigError, logger
 from moetrain.config.files import open_regular, read_regular, write_atomically
-from moetrain.kernels.quant.formats import Dequantised, Format, format_of
 from moetrain.models.family import Piece, WeightMap
+from moetrain.models.hf.formats import Dequantised, Format, format_of
 from moetrain.models.hf.new_rows import WithNewRows, is_of_vocabulary
 
 CONFIG = "config.json"

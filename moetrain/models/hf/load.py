@@ -21,13 +21,13 @@ from pydantic import ValidationError
 
 from moetrain.config import ConfigError, ModelSection, logger
 from moetrain.config.sources import shortened
-from moetrain.kernels.norm.rope_scaling import RopeScaling
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES, PRESETS
-from moetrain.models.families.multi_token import num_further_layers, with_further
 from moetrain.models.family import Piece
 from moetrain.models.hf import files as hf_files
 from moetrain.models.hf.config import architecture_from_hf, is_reward_model
+from moetrain.models.parts.multi_token import num_further_layers, with_further
+from moetrain.models.rope_scaling import RopeScaling
 from moetrain.models.rules import SCORE
 from moetrain.models.transformer import Transformer
 

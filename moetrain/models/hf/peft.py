@@ -36,7 +36,7 @@ from moetrain.config.files import write_atomically
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.hf.files import follow, listing, open_shard, read_json, write_files
-from moetrain.models.lora import Adapter, adaptable, add_adapters
+from moetrain.models.parts.lora import Adapter, adaptable, add_adapters
 from moetrain.models.rules import ADAPTER, MAGNITUDE, SAVED_MODULES, SCORE
 from moetrain.models.transformer import Transformer
 

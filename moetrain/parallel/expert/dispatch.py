@@ -37,8 +37,6 @@ import torch.distributed as dist
 from torch.distributed import all_to_all_single
 
 from moetrain.config.compute import Precision
-from moetrain.kernels.annotate import annotate
-from moetrain.kernels.backend import Backend, worth_saving
 from moetrain.kernels.experts import permutation
 from moetrain.kernels.experts.routed import Routed
 from moetrain.kernels.quant.e4m3 import E4M3, Quantised
@@ -47,6 +45,8 @@ from moetrain.models.moe import Dispatched, Dispatcher, Experts
 from moetrain.parallel.expert.replicas import Replicas
 from moetrain.parallel.mesh import resolve_group
 from moetrain.parallel.waits import waiting
+from moetrain.runtime.annotate import annotate
+from moetrain.runtime.backend import Backend, worth_saving
 
 
 class Received(NamedTuple):

@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 
 from moetrain.config import ConfigError
-from moetrain.kernels.annotate import annotate
-from moetrain.kernels.backend import Backend, use_fast, worth_saving
 from moetrain.kernels.experts.copied_mlp import COURIERS, copied_expert_mlp, start_copies
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.experts.replicas import FETCH, GIVE_BACK, place_ids, plan_replicas
 from moetrain.models.moe import Dispatched, Experts
 from moetrain.parallel.fsdp import transport
 from moetrain.parallel.mesh import all_gather_start, resolve_group
+from moetrain.runtime.annotate import annotate
+from moetrain.runtime.backend import Backend, use_fast, worth_saving
 
 
 @dataclass(eq=False)

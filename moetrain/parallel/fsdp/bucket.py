@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moetrain.kernels.arena import Arena, aligned
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 from moetrain.models.rules import Rule
 from moetrain.parallel.fsdp.storage import CodedShard, HostShard
 from moetrain.parallel.fsdp.transport import Peers, Wait, reduce_scatter_start
 from moetrain.parallel.mesh import Layout, all_gather_start
 from moetrain.parallel.waits import waiting
+from moetrain.runtime.arena import Arena, aligned
 
 
 class GatherBuffer:

@@ -35,12 +35,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from moetrain.config import ParallelSection
-from moetrain.kernels.annotate import annotate, annotated
-from moetrain.kernels.arena import Arena
 from moetrain.models.transformer import Sharding
 from moetrain.parallel.fsdp.bucket import Bucket, GatherBuffer, Member
 from moetrain.parallel.fsdp.transport import CopyStreams, Peers, Wait, reachable
 from moetrain.parallel.waits import waiting
+from moetrain.runtime.annotate import annotate, annotated
+from moetrain.runtime.arena import Arena
 
 
 @dataclass(eq=False)

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moetrain.kernels.arena import Arena
-from moetrain.kernels.memory import HostMemory
-from moetrain.kernels.quant.formats import Dequantised
 from moetrain.kernels.quant.groups import Form, Groups, quantise_groups, widen_groups
+from moetrain.models.hf.formats import Dequantised
 from moetrain.parallel.fsdp.transport import Wait
 from moetrain.parallel.mesh import all_gather_start
+from moetrain.runtime.arena import Arena
+from moetrain.runtime.memory import HostMemory
 
 
 class Link:

@@ -49,11 +49,11 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import _symmetric_memory
 
 from moetrain.config import ConfigError, ParallelSection, logger
-from moetrain.kernels.annotate import annotate
-from moetrain.kernels.arena import aligned
-from moetrain.kernels.memory import DeviceBytes, on_words
 from moetrain.kernels.optim.reduction import sum_chunks
 from moetrain.parallel.processes import machine
+from moetrain.runtime.annotate import annotate
+from moetrain.runtime.arena import aligned
+from moetrain.runtime.memory import DeviceBytes, on_words
 
 Wait = Callable[[], object]
 """Work under way: calling it lets the current stream go on when that is done."""

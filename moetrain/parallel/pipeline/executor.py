@@ -23,12 +23,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from moetrain.kernels.annotate import annotate
-from moetrain.kernels.loss.balancing import RouterStats, RoutingStats
+from moetrain.losses.balancing import RouterStats, RoutingStats
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.pipeline.schedules import Action, Schedule, Step
 from moetrain.parallel.pipeline.stages import Stages
+from moetrain.runtime.annotate import annotate
 
 _B = TypeVar("_B")
 Finish = Callable[[torch.Tensor, RoutingStats | None, _B], torch.Tensor]

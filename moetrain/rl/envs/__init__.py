@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from moetrain.data.chat import ChatTemplate
 from moetrain.data.tokenizer import Tokenizer
-from moetrain.rollout.request import chat_ids
+from moetrain.generate.request import chat_ids
 
 
 class Turn(NamedTuple):

@@ -1,0 +1,488 @@
+"""The generator: a model that serves requests, a step at a time.
+
+    generator = Generator(model)
+    completions = generator.generate([Request("a", (1, 2, 3))])    # or a step at a time:
+    generator.submit(request); generator.step(); ...
+
+It runs the trainer's own model, with attention over a paged cache (:mod:`moetrain.generate.pages`)
+as its core, and log-probabilities by the function that the loss is made of. On Hopper in bf16 they
+have the bits of training with ``kernels.attention = "exact"``; elsewhere (a CPU, other GPUs), where
+projections have biases or layers carry states, they agree to rounding. Not there yet: tensor
+parallelism.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
+
+import torch
+
+from moetrain.config import ConfigError, logger
+from moetrain.config.sources import shortened
+from moetrain.data.tokenizer import Tokenizer, load_tokenizer
+from moetrain.generate.drafting import DraftBy, check_drafting, most_drafts
+from moetrain.generate.grammars import (
+    Compiled,
+    GrammarLimits,
+    Grammars,
+    Matcher,
+    TooManyGrammarsError,
+)
+from moetrain.generate.pages import Chunk, Pages, Running, Scheduler
+from moetrain.generate.ranks import ExpertParallel, HeadParallel
+from moetrain.generate.request import (
+    BusyError,
+    Completion,
+    Request,
+    RequestError,
+    TextStream,
+    end_ids,
+)
+from moetrain.generate.steps import Step, Steps
+from moetrain.kernels.attention.batch_invariant import BLOCK
+from moetrain.kernels.experts.products import width_multiple
+from moetrain.models.architecture import Architecture
+from moetrain.models.hf.config import architecture_from_hf
+from moetrain.models.hf.files import CONFIG, EXPORT, read_json, resolve
+from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.peft import attach_peft
+from moetrain.models.transformer import Transformer
+
+_Chosen = tuple[int, float, list[float], dict[int, float]]
+"""A token, its log-probability, drafts of the tokens behind it, and the likeliest tokens."""
+
+
+class Generator:
+    """A model, its cache, and the requests that it is serving.
+
+    Attributes:
+        version: how often the weights have been updated.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None = None,
+        *,
+        num_pages: int | None = None,
+        page_size: int = Pages.SIZE,
+        max_sequences: int = 64,
+        max_tokens: int = 2048,
+        experts: ExpertParallel | None = None,
+        heads: HeadParallel | None = None,
+        draft: int = 0,
+        draft_by: DraftBy = "block",
+        grammar_limits: GrammarLimits | None = None,
+    ) -> None:
+        """Take over ``model``, on one device and with weights; it serves only generation then.
+
+        Args:
+            tokenizer: needed for stop texts. Token ids that it does not have are never chosen.
+            num_pages, page_size: the cache has num_pages * page_size tokens of all running
+                sequences; None: most of the device's free memory, on a CPU 16,384 tokens.
+            max_sequences: sequences that run at once, each with a slot of states; others wait.
+            max_tokens: tokens that one step reads; longer prompts are read in chunks.
+            experts: the ranks that share the experts of ``model``; None: this rank has all.
+            heads: those that share the cache, and so serve the same requests: the first one's.
+            draft: tokens that are guessed at once; on all ranks as many, and 0 where they share
+                heads.
+            draft_by: what guesses: its block for further tokens, or ngram, where the text's last
+                tokens stood before.
+            grammar_limits: limits on the requests' grammars; None: the defaults.
+
+        Raises:
+            ConfigError: a layer has no cache here, or nothing can draft.
+            ValueError: a number is not positive, or pages on CUDA are no multiple of 64 tokens.
+        """
+        sizes = {"num_pages": num_pages, "page_size": page_size}
+        sizes |= {"max_sequences": max_sequences, "max_tokens": max_tokens}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ValueError(f"{name} {size} is not positive; choose 1 or more")
+        if model.embed.weight.is_cuda and page_size % BLOCK:
+            raise ValueError(f"page_size {page_size}: on CUDA it is a multiple of {BLOCK}")
+        if model.arch.num_labels:
+            problem = "a reward model, whose head predicts no token"
+            raise ConfigError("model", f"{problem}; moetrain.score scores texts by it")
+        check_drafting(model, draft, draft_by)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.experts = experts
+        if heads is not None and draft:
+            raise ConfigError("draft", f"{draft}, and ranks share heads; use 0")
+        ranks = 1 if heads is None else heads.group.size()
+        num_pages = num_pages or Pages.number_that_fits(model, page_size, max_sequences, ranks)
+        self.pages = Pages(num_pages, page_size)
+        known = model.arch.vocab_size if tokenizer is None else tokenizer.vocab_size
+        known = min(known, model.arch.vocab_size)
+        own = draft, draft_by == "block"
+        self.steps = Steps(model, self.pages, known, experts, max_sequences, heads, *own)
+        shares = not model.carries_state
+        self.scheduler = Scheduler(self.pages, max_sequences, max_tokens, shares=shares)
+        ends = () if tokenizer is None else end_ids(model, tokenizer)
+        self.grammars = Grammars(tokenizer, ends, known, grammar_limits or GrammarLimits())
+        self.version = 0
+        self.is_asleep = False
+        self._asleep: list[tuple[torch.UntypedStorage, int]] = []
+        """Storages of parameters whose memory was freed, and their bytes."""
+        self.borrowed: set[str] = set()
+        """Names of parameters that share memory with the trainer's frozen ones."""
+        self._live: dict[str, list[Running]] = {}
+        """The completions of every request that is not finished, by its id."""
+
+    def warm_up(self) -> None:
+        """Compile kernels and capture graphs now (on CUDA), so that the first steps do not wait."""
+        self.steps.warm_up(self.scheduler.max_sequences * (1 + self.steps.draft))
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def submit(self, *requests: Request) -> None:
+        """Add ``requests`` to the next steps, or add none and raise RequestError.
+
+        The call waits until their grammars are compiled. A caller that must not wait uses
+        :meth:`compile` first.
+        """
+        begun: dict[str, list[Running]] = {}
+        compiled: list[Compiled] = []
+        try:
+            for request in requests:
+                if request.id in self._live or request.id in begun:
+                    raise RequestError(request.id, "a request of this id is being served")
+                self._check(request)
+                begun[request.id] = [self.steps.begin(request, i) for i in range(request.params.n)]
+                if request.params.stop:
+                    assert self.tokenizer is not None  # self._check saw to it
+                    written = request.tokens[len(request.tokens) - request.num_written :]
+                    for sequence in begun[request.id]:
+                        sequence.text_so_far = TextStream(self.tokenizer, request.params.stop)
+                        sequence.text_so_far.push(*written)
+            for request in requests:
+                if request.params.grammar is not None:
+                    compiled.append(self.compile(request))
+                    try:
+                        for sequence in begun[request.id]:
+                            sequence.matcher = self.grammars.begin(compiled[-1])
+                    except ValueError as error:
+                        raise self.refusal(request, error) from None
+        except BaseException:
+            for sequences in begun.values():
+                for sequence in sequences:
+                    if sequence.matcher is not None:
+                        self.grammars.end(sequence.matcher)
+            raise
+        finally:
+            for one in compiled:
+                self.grammars.release(one)
+        self._live |= begun
+        for sequences in begun.values():
+            self.scheduler.waiting += sequences
+
+    def compile(self, request: Request) -> Compiled:
+        """Start to compile the grammar of ``request``, which must have one, on another thread.
+
+        Any thread may call this. The caller must give the result to ``grammars.release`` later.
+
+        Raises:
+            BusyError: too many grammars are in use now.
+            RequestError: grammars cannot be used here.
+        """
+        assert request.params.grammar is not None
+        try:
+            return self.grammars.acquire(*request.params.grammar)
+        except ValueError as error:
+            raise self.refusal(request, error) from None
+
+    @staticmethod
+    def refusal(request: Request, error: ValueError) -> RequestError:
+        """Return the error for a request whose grammar raised ``error``."""
+        kind = BusyError if isinstance(error, TooManyGrammarsError) else RequestError
+        return kind(request.id, str(error))
+
+    def abort(self, request_id: str) -> list[Completion]:
+        """End a request now and return its completions so far; none if it is not being served."""
+        sequences = self._live.get(request_id, [])
+        for sequence in sequences:
+            if sequence.completion.finish_reason is None:
+                sequence.completion.finish_reason = "abort"
+                self._finish(sequence)
+        return [sequence.completion for sequence in sequences]
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._live)
+
+    @torch.no_grad()
+    def step(self) -> list[Completion]:
+        """Run the model once, and return the completions that have grown, by ``num_new`` tokens.
+
+        Collective over the ranks that share experts or heads.
+        """
+        if self.is_asleep:
+            raise RuntimeError("the generator sleeps; call wake() first")
+        # Sequences that read one token come first.
+        planned = sorted(self.scheduler.plan(), key=lambda part: part[1] > 1)
+        chunks = [chunk for sequence, number in planned for chunk in sequence.chunks(number)]
+        wants_routes = any(sequence.params.routes for sequence, _ in planned)
+        step = self.steps.run(chunks, routes=wants_routes)
+        if step is None:
+            return []
+        self._score_prompts(chunks, step.read_TD)
+        for sequence, number in planned:
+            self.scheduler.was_read(sequence, number)
+        routes: Sequence[torch.Tensor] = ()
+        if wants_routes and step.routes:
+            routes_TLK = torch.stack(step.routes, 1).cpu()
+            routes = routes_TLK.split([number for *_, number in chunks])
+        chosen, grown, first = self._chosen(chunks, step), [], 0
+        self._tell_grammars([sequence for sequence, _ in planned], chosen)
+        for sequence, _ in planned:
+            own = slice(first, first + 1 + len(sequence.drafts))
+            own_routes = routes[own] if sequence.params.routes else ()
+            sequence.routes += own_routes[:1]
+            if sequence.num_unread == 0:
+                self._extend(sequence, chosen[own], own_routes)
+                grown.append(sequence.completion)
+            first = own.stop
+        return grown
+
+    def _chosen(self, chunks: Sequence[Chunk], step: Step) -> list[_Chosen]:
+        """Return what is chosen after each chunk; nothing if all prompts go on."""
+        due = [i for i, (sequence, *_) in enumerate(chunks) if sequence.num_unread == 0]
+        if not due:
+            return []
+        # The host waits here, once a step: the next step reads these tokens.
+        chosen = [(int(t), p, ahead, {}) for t, p, *ahead in step.chosen_RN.T.cpu().tolist()]
+        params = {i: chunks[i][0].params for i in due}
+        special = [i for i, own in params.items() if own.has_filters or own.logprobs]
+        if special:
+            some = [chunks[i] for i in special]
+            bound = any(sequence.matcher is not None for sequence, *_ in some)
+            texts = [
+                (sequence.matcher, sequence.drafts[: max(0, start + number - len(sequence.tokens))])
+                for sequence, start, number in some
+            ]
+            allowed_NV = self.grammars.allowed(texts) if bound else None
+            found = self.steps.consider(some, step.hidden_ND[special], allowed_NV)
+            for i, (token, logprob, top) in zip(special, found, strict=True):
+                plain, plain_logprob, ahead, _ = chosen[i]
+                if not params[i].has_filters:  # then the step's own choice stands
+                    token, logprob = plain, plain_logprob
+                chosen[i] = token, logprob, ahead if token == plain else [], top
+        return chosen
+
+    def _tell_grammars(self, sequences: Sequence[Running], chosen: Sequence[_Chosen]) -> None:
+        """Append the chosen tokens, with right drafts, to the texts that follow grammars."""
+        added: dict[Matcher, list[int]] = {}
+        first = 0
+        for sequence in sequences:
+            if sequence.matcher is not None and sequence.num_unread == 0:
+                tokens = [token for token, *_ in chosen[first : first + 1 + len(sequence.drafts)]]
+                pairs = zip(tokens, sequence.drafts, strict=False)
+                right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                added[sequence.matcher] = tokens[: right + 1]
+            first += 1 + len(sequence.drafts)
+        if added:
+            self.grammars.take(added)
+
+    def _extend(
+        self, sequence: Running, chosen: Sequence[_Chosen], routes: Sequence[torch.Tensor]
+    ) -> None:
+        """Append the token after what ``sequence`` knew, and those after its right drafts."""
+        completion, params, drafts = sequence.completion, sequence.params, sequence.drafts
+        completion.num_new = 0
+        if not completion.tokens:
+            self._report_scores(sequence)
+        for i, (token, logprob, ahead, top) in enumerate(chosen):
+            if i:  # behind a draft
+                if completion.finish_reason is not None or sequence.tokens[-1] != drafts[i - 1]:
+                    break
+                self.scheduler.was_read(sequence, 1)
+                sequence.routes += routes[i : i + 1]
+            sequence.tokens.append(token)
+            completion.tokens.append(token)
+            completion.logprobs.append(logprob)
+            completion.top_logprobs += [top] if params.logprobs else []
+            completion.versions.append(self.version)
+            if (text := sequence.text_so_far) is not None:
+                text.push(token)
+            has_stop_text = text is not None and text.is_stopped
+            completion.finish_reason = params.reason(completion.tokens, has_stop_text=has_stop_text)
+            if sequence.matcher is not None and sequence.matcher.end == i + 1:
+                completion.finish_reason = "abort" if sequence.matcher.has_failed else "stop"
+            completion.num_new, sequence.drafts = i + 1, [*map(int, ahead)]
+        if self.steps.draft and not self.steps.has_block:
+            sequence.drafts = sequence.lookup.ahead(sequence.tokens, self.steps.draft)
+        completion.num_drafted += len(drafts)
+        completion.num_right += completion.num_new - 1
+        place, left = len(sequence.tokens) - 1, params.max_tokens - len(completion.tokens)
+        del sequence.drafts[most_drafts(place, left, self.model.carries_state) :]
+        if completion.finish_reason is not None:
+            self._finish(sequence)
+
+    def _score_prompts(self, chunks: Sequence[Chunk], read_TD: torch.Tensor) -> None:
+        """Append the scores of the prompts' tokens that those just read come before."""
+        first = 0
+        for sequence, start, number in chunks:
+            after = sequence.request.tokens[start + 1 :][:number]
+            most = sequence.params.prompt_logprobs
+            if after and most is not None:
+                read_ND = read_TD[first : first + len(after)]
+                sequence.scores += self.steps.score(read_ND, after, most)
+            first += number
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Serve ``requests`` beside those under way, and yield each completion as it goes on."""
+        self.submit(*requests)
+        while self.goes_on(self.is_busy):
+            yield from self.step()
+
+    def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """Return the finished completions of every request; others under way go on meanwhile."""
+        if self.is_asleep:
+            raise RuntimeError("the generator is asleep: generate() would never end")
+        self.submit(*requests)
+        mine = [self._live[request.id] for request in requests]
+        served = [sequence.completion for sequences in mine for sequence in sequences]
+        while self.goes_on(any(completion.finish_reason is None for completion in served)):
+            self.step()
+        return [[sequence.completion for sequence in sequences] for sequences in mine]
+
+    def goes_on(self, is_busy: bool) -> bool:
+        """Whether this rank, or one that it takes steps with, needs another step."""
+        is_busy = self.steps.told(is_busy)
+        if self.experts is None:
+            return is_busy
+        return self.experts.agree(0, is_busy, self.model.embed.weight.device)[1]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that can be served, prompt and completion."""
+        return min(self.model.arch.max_positions, self.pages.num_tokens)
+
+    def _check(self, request: Request) -> None:
+        params, arch, heads = request.params, self.model.arch, self.steps.heads
+        if heads is not None and not heads.leads:
+            raise RequestError(request.id, "of ranks that share heads the first one takes requests")
+        if not request.tokens:
+            raise RequestError(request.id, "it has no tokens to go on from")
+        if not 0 <= min(request.tokens) <= max(request.tokens) < arch.vocab_size:
+            raise RequestError(request.id, f"its tokens are not all of 0 to {arch.vocab_size - 1}")
+        number, what = len(request.tokens), "the model's positions"
+        if self.longest < arch.max_positions:
+            what = "the cache"
+        if number + params.max_tokens > self.longest:
+            problem = f"{number} tokens and max_tokens {shortened(params.max_tokens)} are more than"
+            remedy = "shorten it, or lower max_tokens"
+            raise RequestError(request.id, f"{problem} {what} ({self.longest}); {remedy}")
+        if params.stop and self.tokenizer is None:
+            raise RequestError(request.id, "stop texts need a tokenizer; use stop_ids")
+
+    # ---- weights and memory --------------------------------------------------------------------
+
+    def weights_changed(self, *, keeps_cache: bool = False) -> None:
+        """Empty the cache and count a new version, after weights were changed in place.
+
+        Completions under way go on with them. Their tokens are read again unless ``keeps_cache``.
+        """
+        self.scheduler.start_over(keeps_cache)
+        self.version += 1
+
+    def wipe(self) -> None:
+        """Fill the cache with zeros, while nothing is served.
+
+        NaN that diverged weights left in a page stays NaN when it is multiplied by a weight of 0.
+        """
+        assert not self.is_busy
+        for cache in self.steps.caches:
+            cache.wipe()
+
+    def sleep(self, *, weights: bool = False) -> None:
+        """Free the cache's memory, and that of the generator's own ``weights``, which are lost.
+
+        Completions under way go on after :meth:`wake`.
+        """
+        self.scheduler.start_over()
+        if weights:
+            for name, parameter in self.model.named_parameters():
+                if name in self.borrowed:
+                    continue
+                storage = parameter.untyped_storage()
+                self._asleep.append((storage, storage.nbytes()))
+                storage.resize_(0)
+        self.steps.free()  # and the graphs, which hold addresses
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        """Allocate freed parameters again; they need new values before the next step."""
+        for storage, num_bytes in self._asleep:
+            storage.resize_(num_bytes)
+        self._asleep.clear()
+        self.is_asleep = False
+
+    def _finish(self, sequence: Running) -> None:
+        completion = sequence.completion
+        if sequence.params.routes:
+            completion.routes = torch.cat(sequence.routes) if sequence.routes else None
+        self._report_scores(sequence)
+        if sequence.matcher is not None:
+            self.grammars.end(sequence.matcher)
+        self.scheduler.remove(sequence)
+        others = self._live[completion.request_id]
+        if all(other.completion.finish_reason is not None for other in others):
+            del self._live[completion.request_id]
+
+    @staticmethod
+    def _report_scores(sequence: Running) -> None:
+        """Put the scores of the prompt, which was read last, into the completion."""
+        completion = sequence.completion
+        completion.prompt_logprobs = [logprob for logprob, _ in sequence.scores]
+        completion.prompt_top_logprobs = [top for _, top in sequence.scores]
+
+
+def _check_widths(path: str, arch: Architecture, dtype: torch.dtype) -> None:
+    """Raise ConfigError if kernels on a GPU do not take the widths of ``path`` in ``dtype``."""
+    multiple, given = width_multiple(dtype), str(dtype).removeprefix("torch.")
+    if (odd := arch.odd_width(multiple)) is not None:
+        name, width = odd
+        problem = f"'cuda', but {path!r} has {name} {width}, which is not a multiple of {multiple}"
+        raise ConfigError("device", f"{problem}, as a GPU's kernels need in {given}; use cpu")
+
+
+def load_model(
+    path: str, device: str, dtype: str, adapter: str | None = None, draft: int = 0
+) -> tuple[Transformer, Tokenizer]:
+    """Load the model and the tokenizer of ``path``, a Hugging Face folder or a hub id.
+
+    Args:
+        adapter: folder of adapters in PEFT's format, used beside the weights.
+        draft: not 0: with the block that a :class:`Generator` drafts with.
+        device: auto, cpu or cuda.
+        dtype: dtype of weights and arithmetic; auto: bfloat16 on CUDA, float32 on a CPU.
+
+    Raises ConfigError: the checkpoint cannot be loaded, there is no such device, or its kernels do
+    not take the model's widths.
+    """
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise ConfigError("device", "'cuda', but torch sees no CUDA device; use auto or cpu")
+    on_gpu = has_gpu and device != "cpu"
+    auto = torch.bfloat16 if on_gpu else torch.float32
+    folder = resolve(path)
+    if folder.name == EXPORT and Path(path).expanduser() == folder.parent:
+        logger.warning("%s is the output folder of a run; its export %s is used", path, folder)
+    tokenizer = load_tokenizer(str(folder))  # the quicker one first
+    wanted = auto if dtype == "auto" else getattr(torch, dtype)
+    if on_gpu:
+        _check_widths(path, architecture_from_hf(read_json(folder / CONFIG)), wanted)
+    model = load_hf(
+        folder,
+        dtype=wanted,
+        device="cuda" if on_gpu else "cpu",
+        further="draft" if draft else None,
+    )
+    if adapter is not None:
+        try:
+            attach_peft(model, adapter)
+        except ConfigError as error:
+            raise ConfigError("adapter", error.problem) from None
+    return model, tokenizer

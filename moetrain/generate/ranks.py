@@ -1,0 +1,122 @@
+"""Ranks that generate together: they share the experts of a model, or the cache by heads.
+
+Ranks of :class:`ExpertParallel` have requests of their own. Of :class:`HeadParallel` the first rank
+has the requests and plans every step; the others are told what to read. Attention, and the memory
+of what was read, are of a rank's own key/value heads; all else is computed on every rank. Heads
+know nothing of each other, so the bits are those of one rank. Layers whose key/value heads the
+ranks do not divide, and states, are whole on every rank. Left out on purpose: graphs of these.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moetrain.generate.pages import PagedAttention
+from moetrain.models.transformer import Transformer
+from moetrain.parallel.apply import set_dispatcher
+from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
+from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
+from moetrain.parallel.mesh import all_gather_start, chunk_of
+from moetrain.parallel.world import World
+from moetrain.runtime.backend import Backend
+
+
+class ExpertParallel:
+    """This rank's part of the experts of a generator's model; it has everything else for itself.
+
+    Tokens travel to their experts as in training, so every rank takes every step, even with nothing
+    to read.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        group: dist.ProcessGroup,
+        backend: Backend,
+        dispatcher: ExpertParallelDispatcher | None = None,
+    ) -> None:
+        """Keep only this rank's experts of ``model``, which has all of them (on meta, say).
+
+        Without ``dispatcher`` an all-to-all sends tokens to the ranks of ``group``.
+        """
+        self.group = group
+        self.top_k = model.arch.num_experts_per_token
+        plan = model.arch.plan()
+        styles, rules = plan.styles, plan.rules(model)
+        self._dispatcher = dispatcher or AllToAll(model.arch.num_experts, group, backend)
+        set_dispatcher(model, styles, self._dispatcher)
+        for name, rule in rules.items():
+            if rule.style == "expert":
+                owner, _, key = name.rpartition(".")
+                whole = model.get_parameter(name)
+                rows = chunk_of(whole.shape[0], group.size(), group.rank())
+                local = nn.Parameter(whole.detach()[rows].clone(), whole.requires_grad)
+                model.get_submodule(owner).register_parameter(key, local)
+
+    @property
+    def can_fix_sizes(self) -> bool:
+        """Whether :meth:`fixed_sizes` can be called; otherwise no step can be captured."""
+        return isinstance(self._dispatcher, DeepEP)
+
+    def fixed_sizes(self, most: int) -> AbstractContextManager[None]:
+        """Fix all sizes inside; every rank reads ``most`` tokens, which may all go to one."""
+        dispatcher = self._dispatcher
+        assert isinstance(dispatcher, DeepEP)  # can_fix_sizes
+        per_token = min(self.top_k, dispatcher.num_local_experts)
+        return dispatcher.sized(StaticSizes(most, dispatcher.num_ranks * most * per_token))
+
+    def agree(self, size: int, flag: bool, device: torch.device) -> tuple[int, bool]:
+        """Return all ranks' largest size, and whether any flag is set. Collective; waits."""
+        numbers = torch.tensor([size, int(flag)], device=device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+        size, is_any = numbers.tolist()
+        return size, bool(is_any)
+
+
+class HeadParallel:
+    """The ranks of ``group``, which have the same model and take every step together."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.leads = group, group.rank() == 0
+
+    def told(self, given: Any) -> Any:
+        """Return what the first rank gives. Collective; the host waits for its message."""
+        found = [given]
+        dist.broadcast_object_list(found, group=self.group, group_src=0)
+        return found[0]
+
+
+def sharing_heads(
+    world: World, experts: ExpertParallel | None
+) -> tuple[HeadParallel | None, list[int]]:
+    """Return the ranks of ``parallel.cp``, if several, and all that have requests. Collective."""
+    cp = world.meshes.dense.get_group("cp")
+    heads = HeadParallel(cp) if cp.size() > 1 else None
+    if heads and experts:  # which may be shared with other groups' ranks
+        experts.group = world.meshes.everyone
+    leads = world.gather(heads is None or heads.leads)
+    return heads, [rank for rank, is_one in enumerate(leads) if is_one]
+
+
+class SplitAttention(PagedAttention):
+    """Takes all heads and returns those of all; its pages are of this rank's. Collective."""
+
+    rotate: Any = None  # it takes all heads' keys
+
+    def __init__(self, group: dist.ProcessGroup, *sizes: Any) -> None:
+        super().__init__(*sizes)
+        self.group = group
+
+    def __call__(self, *qkv: Any, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
+        (q, k, v, *how), ranks, rank = qkv, self.group.size(), self.group.rank()
+        if k.shape[2] % ranks:
+            return super().__call__(q, k, v, *how, sinks_H=sinks_H)
+        own = [x.chunk(ranks, 2)[rank].contiguous() for x in (q, k, v)]
+        sinks_H = None if sinks_H is None else sinks_H.chunk(ranks)[rank]
+        y_BShv = super().__call__(*own, *how, sinks_H=sinks_H)
+        found_WN, work = all_gather_start(y_BShv.flatten(), self.group)
+        work.wait()
+        return found_WN.view(ranks, *y_BShv.shape).movedim(0, 2).flatten(2, 3)

@@ -1,0 +1,405 @@
+"""A generator beside a trainer: builds its model, and brings the trainer's weights into it.
+
+Every rank serves requests with all weights except other ranks' experts. With efsdp 1 experts are
+cast where they lie. Every other FSDP unit is one all-gather, in the dtype that the trainer computes
+in, over all ranks that shard it, for FSDP or for tensor parallelism. No weight goes through fp32 or
+the host, and parameters keep their addresses, which graphs hold. Where the generator stores experts
+in codes, each rank quantises its own, and codes travel. Pipeline ranks then broadcast what
+each has gathered for its own stages: ranks at the same place of their stages have the same experts.
+
+Worked example, a unit of a [4, 2] (colwise) and b [2] (shared), dp_shard 2 and tp 2; ranks 0 and 1
+are one tensor parallel group, 2 and 3 the other::
+
+    rank 0 sends  a[0:1], b[0:1]       rank 1 sends  a[2:3], b[1:2]
+    rank 2 sends  a[1:2], nothing      rank 3 sends  a[3:4], nothing
+
+:class:`Sampled` is one use of it, at the end of a training run.
+
+Left out on purpose: a generator with another degree of expert parallelism than the trainer's or
+none; sending only what has changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moetrain.config import Config
+from moetrain.data.loader import Data
+from moetrain.data.packing import IGNORE_INDEX
+from moetrain.data.tokenizer import Tokenizer
+from moetrain.generate.engine import Generator
+from moetrain.generate.pages import Pages
+from moetrain.generate.ranks import ExpertParallel
+from moetrain.generate.request import Request, SamplingParams, chat_stops, end_ids
+from moetrain.kernels.quant.groups import FORMS, quantise_matrices
+from moetrain.models.architecture import Architecture
+from moetrain.models.moe import Experts
+from moetrain.models.transformer import Transformer, plan_model
+from moetrain.parallel.apply import dispatcher_of
+from moetrain.parallel.expert.deepep import DeepEP
+from moetrain.parallel.fsdp.bucket import Member, aligned
+from moetrain.parallel.mesh import Box, all_gather_start
+from moetrain.train.callbacks import Callback, RunView
+from moetrain.train.engine import Engine
+
+
+def blank(config: Config, arch: Architecture, dtype: torch.dtype) -> Transformer:
+    """Build a generator's model on meta, as it computes: in ``dtype``, but for a few parameters.
+
+    Experts are stored in ``rl.generator_dtype``.
+    """
+    model, rules = plan_model(config, arch, dtype)
+    for name, parameter in model.requires_grad_(False).named_parameters():
+        parameter.data = parameter.data.to(rules[name].gather or dtype)
+    form = FORMS.get(config.rl.generator_dtype)
+    for module in model.modules():
+        if form is not None and isinstance(module, Experts):
+            module.store_as(form)
+    model.compute_dtype = dtype
+    return model
+
+
+def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
+    """Build a generator's model on this rank, without values, and its part of the experts.
+
+    Frozen parameters that the engine holds whole, in the right dtype, are the engine's own tensors.
+    The rest takes :func:`_replica_bytes`, and no more at any time. None: this rank has all experts,
+    as with ``rl.placement`` apart. Collective.
+    """
+    config, world = engine.config, engine.world
+    assert engine.model.compute_dtype is not None  # place_model has set it
+    model, experts = blank(config, engine.arch, engine.model.compute_dtype), None
+    if world.dims.ep > 1 and not config.rl.apart:
+        dispatcher = dispatcher_of(engine.model)
+        if isinstance(dispatcher, DeepEP):
+            # How many tokens a step reads, training cannot know.
+            dispatcher = dispatcher.counted()
+        elif config.kernels.precision != "bf16" or config.moe.redundant_experts:
+            dispatcher = None  # training's narrows tokens, or sends them to copies
+        group = world.meshes.expert_parameters.get_group("ep")
+        experts = ExpertParallel(model, group, config.kernels.backend, dispatcher)
+    for name, planned in list(model.named_parameters()):
+        values = _frozen_here(engine, name)
+        if values is not None and values.shape == planned.shape:  # else of this rank's experts
+            owner, _, key = name.rpartition(".")
+            parameter = nn.Parameter(values, requires_grad=False)
+            model.get_submodule(owner).register_parameter(key, parameter)
+    model.source = engine.model.source
+    device = world.device
+    model._apply(lambda x: torch.zeros_like(x, device=device) if x.is_meta else x)
+    return model, experts
+
+
+def _replica_bytes(engine: Engine) -> int:
+    assert engine.model.compute_dtype is not None  # place_model has set it
+    model, total = blank(engine.config, engine.arch, engine.model.compute_dtype), 0
+    for name, planned in model.named_parameters():
+        if _frozen_here(engine, name) is None:
+            is_expert = engine.stages.rules[name].style == "expert"
+            total += planned.nbytes // (engine.world.dims.ep if is_expert else 1)
+    return total
+
+
+def _frozen_here(engine: Engine, name: str) -> torch.Tensor | None:
+    """Return the engine's own parameter if it is frozen, of a replica's dtype and shape."""
+    member, rule = engine.fsdp.members.get(name), engine.stages.rules[name]
+    if member is None or rule.trainable or rule.generated is not None:
+        return None
+    used = rule.gather or engine.model.compute_dtype
+    is_like = member.local.dtype == used and not member.layout.is_gathered
+    return member.local.detach() if is_like else None
+
+
+class WeightUpdate:
+    """Copies an engine's weights into a generator's model each time it is called."""
+
+    def __init__(self, engine: Engine, generator: Generator) -> None:
+        """
+        ``generator``: its model is a :func:`replica`, or has all experts, in any dtype.
+
+        Raises ValueError: the models have different parameters.
+        """
+        self.engine = engine
+        self.generator = generator
+        targets = dict(generator.model.named_parameters())
+        if odd := set(targets) ^ set(engine.stages.rules):
+            raise ValueError(f"WeightUpdate: models of other parameters: {sorted(odd)[:3]}")
+        names = {id(member): name for name, member in engine.fsdp.members.items()}
+        self._here: list[_Pair] = []
+        """Parameters that this rank holds whole, and that the generator has a copy of."""
+        self._gathers: list[_Gather] = []
+        for unit in engine.fsdp.units:
+            pairs = [_Pair(m, targets[names[id(m)]].detach()) for m in unit.members]
+            generator.borrowed |= {names[id(p.member)] for p in pairs if p.is_one}
+            self._add([pair for pair in pairs if not pair.is_one])
+        self._from_stages = [
+            (target, engine.stages.table[name].holders[0])
+            for name, target in (*targets.items(), *generator.model.named_buffers())
+            if engine.world.dims.pp > 1
+        ]
+
+    def _add(self, unit: Sequence[_Pair]) -> None:
+        everyone = self.engine.world.meshes.shared_parameters
+        shared: list[_Pair] = []
+        for pair in unit:
+            layout, shape = pair.member.layout, pair.shape
+            is_expert, is_whole = layout.style == "expert", shape == layout.shape
+            if not is_whole and not (is_expert and shape == layout.gathered_shape):
+                problem = f"the generator's {pair.member.name} is {list(shape)}"
+                raise ValueError(f"WeightUpdate: {problem}, and the engine's {list(layout.shape)}")
+            if shape == layout.local_shape and not layout.is_gathered:
+                self._here.append(pair)
+            elif is_expert:  # large, and gathered alone it needs no second copy
+                group = everyone.get_group("fsdp") if is_whole else layout.group
+                self._gathers.append(_Gather([pair], group))
+            else:
+                shared.append(pair)
+        if shared:
+            self._gathers.append(_Gather(shared, everyone.get_group("fsdp")))
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Update the weights; requests under way go on with the new ones. Collective."""
+        self.engine.fsdp.settle()
+        for pair in self._here:
+            pair.target.copy_(pair.local())
+        gathers = self._gathers
+        for gather, before in zip((*gathers, None), (None, *gathers), strict=True):
+            if gather is not None:
+                gather.start()
+            if before is not None:  # it travelled while this one was packed
+                before.finish()
+        buffers = dict(self.engine.model.named_buffers())
+        for name, buffer in self.generator.model.named_buffers():
+            if name in buffers:
+                buffer.copy_(buffers[name])
+        group, works = self.engine.stages.group, []
+        for x, holder in self._from_stages:  # as bytes: gloo does not know every dtype
+            bytes_N = x.detach().view(-1).view(torch.uint8)
+            works.append(dist.broadcast(bytes_N, group=group, group_src=holder, async_op=True))
+        for work in works:
+            work.wait()
+        self.generator.weights_changed()
+
+
+@dataclass
+class _Pair:
+    member: Member
+    target: torch.Tensor
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the two are the same tensor, as :func:`replica` makes them where it can."""
+        return self.target.data_ptr() == self.member.local.data_ptr() and self.target.numel() > 0
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the values that the target holds."""
+        if self.member.rule.generated is None:
+            return self.target.shape
+        return torch.Size((len(self.target), *self.member.layout.shape[1:]))
+
+    def local(self) -> torch.Tensor:
+        """Return this rank's piece as values, or in codes where the target has some."""
+        values, form = self.member.read().detach(), self.member.rule.generated
+        if form is None:
+            return values
+        bytes_EB = self.target.new_empty(len(values), self.target.shape[1])
+        quantise_matrices(form, values, bytes_EB)
+        return bytes_EB
+
+    def places(self, ranks: Sequence[int]) -> list[Box]:
+        """Return the slice of the target that each of ``ranks`` has."""
+        layout = self.member.layout
+        offset = 0 if self.shape == layout.shape else layout.gathered_box[0].start
+        boxes = [layout.box_of(rank) for rank in ranks]
+        if self.member.rule.generated is not None:  # each expert's bytes are a row
+            boxes = [(box[0], slice(0, self.target.shape[1])) for box in boxes]
+        return [(slice(r.start - offset, r.stop - offset), *rest) for r, *rest in boxes]
+
+
+class _Gather:
+    """Parameters that travel in one all-gather, as bytes, since they may differ in dtype.
+
+    A single one whose pieces lie in rank order is gathered into its place. Otherwise every piece
+    has a slot, as large as the largest rank's, and is copied out of it.
+    """
+
+    def __init__(self, pairs: Sequence[_Pair], group: dist.ProcessGroup) -> None:
+        self.pairs, self.group = pairs, group
+        ranks = dist.get_process_group_ranks(group)
+        self._copies: list[tuple[torch.Tensor, int, int]] = []
+        """A part of a target, the rank that sends it, and its first byte in that rank's message."""
+        self._starts: list[int] = []
+        size, self._is_direct = 0, False
+        for pair in pairs:
+            places = pair.places(ranks)
+            parts = [pair.target[place] for place in places]
+            self._is_direct = len(pairs) == 1 and _are_chunks(pair.target, places)
+            self._starts.append(size)
+            self._copies += [(part, rank, size) for rank, part in enumerate(parts)]
+            size += aligned(max(part.nbytes for part in parts))
+        self.size = pairs[0].target.nbytes // len(ranks) if self._is_direct else size
+        """Bytes that each rank sends."""
+        self._sent_N = self._received_WN = torch.empty(0)
+        self._work: dist.Work | None = None
+
+    def start(self) -> None:
+        if self._is_direct:
+            (pair,) = self.pairs
+            # As bytes here too: gloo does not know every dtype.
+            self._sent_N = pair.local().to(pair.target).view(-1)
+            self._received_WN = pair.target.view(self.group.size(), -1)
+        else:
+            self._sent_N = self.pairs[0].target.new_empty(self.size, dtype=torch.uint8)
+            self._received_WN = self._sent_N.new_empty(self.group.size(), self.size)
+            for pair, start in zip(self.pairs, self._starts, strict=True):
+                local = pair.local()
+                _slot(self._sent_N, start, local.shape, pair.target.dtype).copy_(local)
+        bytes_N, bytes_WN = (x.view(torch.uint8) for x in (self._sent_N, self._received_WN))
+        _, self._work = all_gather_start(bytes_N, self.group, bytes_WN)
+
+    def finish(self) -> None:
+        assert self._work is not None  # started
+        self._work.wait()
+        if not self._is_direct:
+            for part, rank, start in self._copies:
+                part.copy_(_slot(self._received_WN[rank], start, part.shape, part.dtype))
+        self._sent_N = self._received_WN = self._sent_N.new_empty(0)
+        self._work = None
+
+
+def _slot(bytes_N: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    stop = start + shape.numel() * dtype.itemsize
+    return bytes_N[start:stop].view(dtype).view(shape)
+
+
+def _are_chunks(target: torch.Tensor, places: Sequence[Box]) -> bool:
+    rows, *rest = target.shape
+    each, left = divmod(rows, len(places))
+    whole = tuple(slice(0, size) for size in rest)
+    wanted = [(slice(r * each, (r + 1) * each), *whole) for r in range(len(places))]
+    return not left and list(places) == wanted
+
+
+# ---- the sample at the end of a training run -----------------------------------------------------
+
+_PROMPT_TOKENS = 16  # the start of a held-out row, as the prompt
+_TEMPERATURE = 0.7
+_SPARE = 3 * 2**30
+"""Bytes on a GPU beside the generator's weights: a sequence's cache, and two units in transit."""
+
+
+class Sampled(Callback):
+    """Continues ``train.sample_prompt``, or the start of a held-out row, into ``sample.txt``.
+
+    A row that begins with a question, of which nothing is learned, is continued behind it: the
+    sample is then an answer, and its text has the special tokens of the chat template.
+
+    If that cannot be done at the end of a run, the log says why: the run itself has succeeded.
+    """
+
+    def on_end(self, run: RunView, error: BaseException | None) -> None:
+        trainer: Any = run  # moetrain.train.loop's, which has data besides
+        if error is not None:
+            return
+        if not trainer.has_text:
+            if run.config.is_users("train.sample_tokens"):
+                run.say("no sample: there is no tokenizer (data.tokenizer)")
+            return
+        data: Data = trainer.data
+        try:
+            ids, is_answer = _prompt(data, run.config.train.sample_prompt)
+            if not ids:
+                raise ValueError("the prompt has no tokens")
+            num_pages = -(-run.config.data.seq_len // Pages.SIZE)
+            sizes = {"num_pages": num_pages, "max_sequences": 1}
+            generator = generator_of(run.engine, data.tokenizer, **sizes)
+        except ValueError as problem:
+            run.say(f"no sample: {problem} (train.sample_prompt, train.sample_tokens)")
+            return
+        WeightUpdate(run.engine, generator)()
+        if not _continue(ids, generator, run.config, is_answer):
+            run.say("no sample: the model's logits are not finite")
+            return
+        text = data.tokenizer.decode(ids, skip_special_tokens=not is_answer)
+        if run.world.is_main:
+            (run.folder / "sample.txt").write_text(text, "utf-8")
+        run.say("sample:\n" + text)
+
+
+def _prompt(data: Data, text: str | None) -> tuple[list[int], bool]:
+    """Return the tokens to continue, and whether the sample is an answer to a question in them."""
+    if text is not None:
+        return data.tokenizer.encode_prompt(text), False
+    row = (data.eval or data.train).row(0)
+    first = int(np.argmax(row.targets_S != IGNORE_INDEX))  # target i is token i + 1
+    number = first + 1 if first else _PROMPT_TOKENS
+    return row.tokens_S[:number].tolist(), first > 0
+
+
+def generator_of(engine: Engine, tokenizer: Tokenizer | None, **sizes: int) -> Generator:
+    """Build a generator for the model of ``engine``; :class:`WeightUpdate` brings its weights.
+
+    Collective.
+
+    ``sizes``: ``num_pages`` and ``max_sequences``, as :class:`Generator` takes them.
+
+    Raises ValueError: a device has no room for it, or the model cannot generate; on every rank.
+    """
+    engine.fsdp.release()
+    needed, device = _replica_bytes(engine) + _SPARE, engine.world.device
+    lacking = torch.tensor([float(_free_bytes(device) < needed)], device=device)
+    if engine.world.sum_all(lacking).item() > 0:
+        raise ValueError(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
+    model, experts = replica(engine)
+    return Generator(model, tokenizer, **sizes, experts=experts)
+
+
+def _continue(ids: list[int], generator: Generator, config: Config, is_answer: bool) -> bool:
+    """Add up to ``train.sample_tokens`` to ``ids``, none behind the end token.
+
+    ``is_answer``: the end token, with which an answer was learned to end, is added too.
+
+    The model sees ``data.seq_len`` tokens at most: when they are full, it goes on from their last
+    half. Every rank makes the same requests; returns False if logits are not finite. Collective.
+    """
+    train, tokenizer = config.train, generator.tokenizer
+    assert tokenizer is not None
+    window = min(config.data.seq_len, generator.longest)
+    start, end = len(ids), len(ids) + train.sample_tokens
+    stop_ids = end_ids(generator.model, tokenizer) if is_answer else (tokenizer.eos_id,)
+    stop = chat_stops(tokenizer) if is_answer else ()
+    while len(ids) < end:
+        seen = ids if len(ids) < window else ids[-(window // 2) :]
+        params = SamplingParams(
+            max_tokens=min(end - len(ids), window - len(seen)),
+            temperature=_TEMPERATURE,
+            # Each window has its own random numbers.
+            seed=(train.seed + len(ids) - start) % 2**63,
+            stop_ids=stop_ids,
+            stop=stop,
+        )
+        ((done,),) = generator.generate([Request("sample", tuple(seen), params)])
+        if not all(map(math.isfinite, done.logprobs)):
+            return False
+        if done.finish_reason == "stop":
+            ids += done.tokens if is_answer else done.tokens[:-1]
+            break
+        ids += done.tokens
+    return True
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type != "cuda":
+        return math.inf
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]

@@ -1,0 +1,178 @@
+"""Gumbel noise that is a hash of a key and the token id, for sampling by its largest score.
+
+It is ``-log(-log u)`` with u in (0, 1), and lies between -2.82 and 22.9, so that a score of -inf
+stays -inf. Triton's functions have the bits of torch's, but for the last of a logarithm.
+
+Legend: N rows.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
+
+from typing import TypeVar
+
+import torch
+
+from moetrain.runtime.backend import Backend, tl, triton, use_fast
+
+MASK = 2**32 - 1
+SALT = 0x9E3779B9
+"""Added to what is hashed, so that a zero is not hashed to zero."""
+_SALT = tl.constexpr(SALT)
+_Words = TypeVar("_Words", int, torch.Tensor)
+
+
+def gumbel_argmax(
+    logits_NV: torch.Tensor,
+    keys_N: torch.Tensor,
+    inverse_temperatures_N: torch.Tensor,
+) -> torch.Tensor:
+    """Sample each row's token from its logits; arguments as in :func:`sample_tokens`."""
+    inverse_N1 = inverse_temperatures_N[:, None]
+    noise_NV = _gumbel(keys_N, logits_NV.shape[1])
+    scores_NV = torch.where(inverse_N1 > 0, logits_NV * inverse_N1 + noise_NV, logits_NV)
+    return scores_NV.argmax(-1)
+
+
+def filtered_argmax(
+    logits_NV: torch.Tensor,
+    keys_N: torch.Tensor,
+    inverse_temperatures_N: torch.Tensor,
+    *filters: torch.Tensor,
+) -> torch.Tensor:
+    """Sample each row's token among those that ``filters`` keep (:func:`_kept_tokens`)."""
+    inverse_N = torch.where(inverse_temperatures_N > 0, inverse_temperatures_N, 1.0)
+    kept_NV = _kept_tokens(logits_NV * inverse_N[:, None], *filters)
+    masked_NV = logits_NV.masked_fill(~kept_NV, -torch.inf)
+    return gumbel_argmax(masked_NV, keys_N, inverse_temperatures_N)
+
+
+def _kept_tokens(
+    scores_NV: torch.Tensor,
+    top_k_N: torch.Tensor,
+    top_p_N: torch.Tensor,
+    min_p_N: torch.Tensor,
+) -> torch.Tensor:
+    """Return which tokens each row's filters keep, bool [N, V]; the likeliest always stays.
+
+    First the ``top_k`` likeliest; of these as many as it takes for a share of ``top_p`` (Holtzman
+    et al., arXiv 1904.09751), and those of at least ``min_p`` times the likeliest's share (Nguyen
+    et al., arXiv 2407.01082). A ``top_k`` of 0, a ``top_p`` of 1 and a ``min_p`` of 0 keep all.
+    """
+    ranked_NV, order_NV = scores_NV.sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(scores_NV.shape[1], device=scores_NV.device)
+    kept_NV = (rank_V < top_k_N[:, None]) | (top_k_N[:, None] == 0)
+    shares_NV = ranked_NV.masked_fill(~kept_NV, -torch.inf).softmax(-1)
+    before_NV = shares_NV.cumsum(-1) - shares_NV
+    # A sum of shares may round to 1 before the last token.
+    kept_NV &= (before_NV < top_p_N[:, None]) | (top_p_N[:, None] == 1)
+    kept_NV &= shares_NV >= min_p_N[:, None] * shares_NV[:, :1]
+    kept_NV[:, 0] = True
+    return torch.empty_like(kept_NV).scatter_(1, order_NV, kept_NV)
+
+
+def stream_of(seed: int, completion: int) -> int:
+    """Hash what all noise of a completion depends on to a signed 32-bit number."""
+    stream = 0
+    for word in (seed & MASK, seed >> 32, completion):
+        stream = mix(stream ^ mix((word + SALT) & MASK))
+    return stream - (stream >> 31 << 32)
+
+
+def noise_keys(
+    streams_N: torch.Tensor,
+    positions_N: torch.Tensor,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Return the key, int32, of the noise at each position of a stream; both are integers."""
+    if not use_fast(backend, streams_N):
+        salted_N = (positions_N.long() + SALT) & MASK
+        return mix((streams_N.long() & MASK) ^ mix(salted_N)).int()
+    number, strides = streams_N.shape[0], (streams_N.stride(0), positions_N.stride(0))
+    keys_N = streams_N.new_empty(number, dtype=torch.int32)
+    if number:
+        _keys_kernel[(triton.cdiv(number, 128),)](
+            streams_N, positions_N, keys_N, number, *strides, BLOCK=128
+        )
+    return keys_N
+
+
+@triton.jit(do_not_specialize=["N", "streams_stride", "positions_stride"])
+def _keys_kernel(
+    streams_ptr,
+    positions_ptr,
+    keys_ptr,
+    N,
+    streams_stride,
+    positions_stride,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < N
+    stream = tl.load(streams_ptr + row * streams_stride, mask=mask, other=0).to(tl.uint32)
+    position = tl.load(positions_ptr + row * positions_stride, mask=mask, other=0).to(tl.uint32)
+    key = _tl_mix(stream ^ _tl_mix(position + _SALT))
+    tl.store(keys_ptr + row, key.to(tl.int32, bitcast=True), mask=mask)
+
+
+def _gumbel(keys_N: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Return the noise [N, V] in fp32."""
+    keys_N1 = (keys_N.long() & MASK)[:, None]
+    ids_V = torch.arange(vocabulary, device=keys_N.device) * 0x9E3779B1
+    return _noise_of(mix(mix(keys_N1 ^ (ids_V & MASK)) ^ keys_N1))
+
+
+def _noise_of(bits: torch.Tensor) -> torch.Tensor:
+    """Return the noise, in fp32, of 32 random bits (int64, not negative)."""
+    return -_exponential_of(bits).log()
+
+
+def _exponential_of(bits: torch.Tensor) -> torch.Tensor:
+    """Map 32 random bits to -log u, in fp32, where u is spread evenly over (0, 1).
+
+    u is the middle of one of 2^23 equal parts: it has 24 binary digits, as many as fp32 keeps. Of
+    2^24 parts fp32 would round the last middle to 1, and its noise would be infinite.
+
+    The uppermost 2^8 parts are divided by the nine bits that are left, as a token with a share of
+    1e-8 needs a u above the last of 2^23 middles: it would be chosen a third as often as it should
+    be. There ``1 - u`` stands for ``-log u``, which is larger by 1.5e-5 of itself at most.
+    """
+    from_above = MASK - bits
+    middle = ((bits >> 9).float() + 0.5) / 2**23
+    return torch.where(from_above < 2**17, (from_above.float() + 0.5) / 2**32, -middle.log())
+
+
+def mix(x: _Words) -> _Words:
+    """Apply MurmurHash3's finalizer to 32-bit numbers in int64; products are cut to 32 bits."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B & MASK
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 & MASK
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def tl_gumbel(key, token):
+    """:func:`_gumbel` of a uint32 ``key`` and ``token``."""
+    key = key.to(tl.uint32)
+    return _tl_noise(_tl_mix(_tl_mix(key ^ (token.to(tl.uint32) * 0x9E3779B1)) ^ key))
+
+
+@triton.jit
+def _tl_noise(bits):
+    return -tl.log(_tl_exponential(bits))
+
+
+@triton.jit
+def _tl_exponential(bits):
+    """:func:`_exponential_of` of uint32."""
+    from_above = ~bits
+    middle = ((bits >> 9).to(tl.float32) + 0.5) * (1 / 2**23)
+    near_one = (from_above.to(tl.float32) + 0.5) * (1 / 2**32)
+    return tl.where(from_above < 2**17, near_one, -tl.log(middle))
+
+
+@triton.jit
+def _tl_mix(x):
+    """:func:`mix` of uint32."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)

@@ -1,0 +1,1 @@
+"""Formulas of losses: balancing, policies, preferences, advantages."""

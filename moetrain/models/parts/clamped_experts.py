@@ -1,0 +1,147 @@
+"""Routed experts with biases and a clamped SwiGLU, and a router with a bias that is learned.
+
+The formulas are those of :mod:`moetrain.kernels.experts.clamped_mlp`. Files hold experts' matrices
+transposed, and numbers of gate and up in turn (:class:`InterleavedExperts`).
+
+Legend: S tokens for the experts here, K experts a token, D model width, E experts, F expert width.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from moetrain.config import ConfigError, KernelsSection, MoeSection
+from moetrain.kernels.experts.clamped_mlp import clamped_expert_mlp
+from moetrain.kernels.experts.permutation import ExpertIndices
+from moetrain.models.architecture import Weight
+from moetrain.models.family import Piece, Rename
+from moetrain.models.moe import Experts, MoE, RoutedExperts, Router
+from moetrain.models.rules import EXPERT, Rule
+from moetrain.runtime.backend import Backend
+
+_BIAS = replace(EXPERT, init="zeros", decay=False)
+_LOGIT_BIAS = Rule("replicate", init="zeros", decay=False, gather=torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClampedExperts(RoutedExperts):
+    """Describes routed experts with biases, whose pre-activations are clamped."""
+
+    swiglu_limit: float
+    swiglu_alpha: float
+
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> MoE:
+        if kernels.precision != "bf16":
+            problem = "there are no such products for experts with biases; use bf16"
+            raise ConfigError("kernels.precision", f"{kernels.precision!r}, and {problem}")
+        return _ClampedMoE(self, moe, kernels)
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        experts = self.num_experts
+        dim = self.hidden_size
+        width = self.moe_intermediate_size
+        return {
+            **super().weights,
+            "router.logit_bias": Weight((experts,), _LOGIT_BIAS),
+            "experts.b_gate_up": Weight((experts, 2 * width), _BIAS),
+            "experts.b_down": Weight((experts, dim), _BIAS),
+        }
+
+    def num_active_params(self) -> int:
+        unused = self.num_experts - self.num_experts_per_token
+        biases = 2 * self.moe_intermediate_size + self.hidden_size
+        return super().num_active_params() - unused * biases
+
+    def products_per_token(self, seq_len: int) -> float:
+        biases = 2 * self.moe_intermediate_size + self.hidden_size
+        return self.num_active_params() - self.num_experts_per_token * biases - self.num_experts
+
+
+class _LearnedBiasRouter(Router):
+    """A router whose logits have a bias with a gradient, unlike the bias that steers a choice."""
+
+    def __init__(
+        self,
+        sizes: RoutedExperts,
+        moe: MoeSection,
+        backend: Backend,
+    ) -> None:
+        super().__init__(sizes, moe, backend)
+        self.logit_bias = nn.Parameter(torch.empty(sizes.num_experts))
+
+    def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Compute ``logits_TE`` in fp32."""
+        logits_TE = super().logits(x_TD)
+        return logits_TE + self.logit_bias.to(logits_TE.dtype)
+
+
+class _BiasedExperts(Experts):
+    """All experts' matrices and biases, stacked; gate's F rows lie before the up projection's."""
+
+    def __init__(self, sizes: ClampedExperts, kernels: KernelsSection) -> None:
+        super().__init__(sizes, kernels)
+        experts = sizes.num_experts
+        width = sizes.moe_intermediate_size
+        self.limit = sizes.swiglu_limit
+        self.alpha = sizes.swiglu_alpha
+        self.b_gate_up = nn.Parameter(torch.empty(experts, 2 * width))
+        self.b_down = nn.Parameter(torch.empty(experts, sizes.hidden_size))
+
+    def forward(
+        self,
+        x_SD: torch.Tensor,
+        weights_SK: torch.Tensor,
+        indices: ExpertIndices,
+        typical_rows: int | None = None,
+    ) -> torch.Tensor:
+        """Return ``y_SD``, the weighted sum of each token's experts here."""
+        first = self.matrices(self.weights[0], x_SD.dtype), self.b_gate_up.to(x_SD.dtype)
+        second = self.matrices(self.weights[1], x_SD.dtype), self.b_down.to(x_SD.dtype)
+        how: dict[str, Any] = {"limit": self.limit, "alpha": self.alpha, "backend": self.backend}
+        gate_up, down = (self.adapter(name, x_SD.dtype) for name in self.weights)
+        if gate_up is not None and down is not None:
+            how["adapters"] = (gate_up.a, gate_up.b, down.a, down.b)
+            how["scale"] = gate_up.scale
+        return clamped_expert_mlp(x_SD, weights_SK, indices, *first, *second, **how)
+
+
+class _ClampedMoE(MoE):
+    """The module of :class:`ClampedExperts`."""
+
+    kinds = (_LearnedBiasRouter, _BiasedExperts)
+
+
+@dataclass(frozen=True)
+class InterleavedExperts(Rename):
+    """Maps experts' stacked tensor to one whose last dim has the rows of ``parts`` in turn.
+
+    Matrices are transposed there. For two parts and F = 2, the parameter ``[E, 4, D]`` with rows
+    g0, g1, u0, u1 is ``[E, D, 4]`` with columns g0, u0, g1, u1; biases ``[E, 4]`` are as the
+    columns. A file tensor is read and written one expert at a time.
+    """
+
+    parts: int = 1
+
+    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
+        """Return the pieces of the file tensor, one for each expert and part; else none."""
+        found = super().pieces(parameter, shape, arch)
+        if not found:
+            return []
+        theirs = found[0].hf_name
+        width = shape[1] // self.parts
+        parts = self.parts
+        return [
+            Piece(
+                theirs,
+                parameter,
+                (expert, slice(part * width, (part + 1) * width)),
+                (expert, slice(part, shape[1], parts)),
+                len(shape) == 3,
+            )
+            for expert in range(shape[0])
+            for part in range(parts)
+        ]

@@ -1,0 +1,237 @@
+"""Multi-head latent attention: keys and values are made of one narrow latent (arXiv 2405.04434).
+
+    q = [q_nope | rope(q_rope)] of each head = W_qb norm(W_qa x), or W_q x
+    [c | r] = W_kva x        [k_nope | v] of each head = W_kvb norm(c)        k = [k_nope | rope(r)]
+
+The rotated key ``r`` is one for all heads, and values may have another width than queries and keys.
+Keys and values are expanded before they meet queries, in generation too, whose pages hold them so:
+the product that expands them is that of training, and so are its bits.
+
+Left out on purpose: the form that attends within the latent, which saves memory in generation and
+has other bits.
+
+Legend: B batch, S sequence, D model width, H heads, d width of a query and a key, v of a value,
+r rotating width, c width of the latent.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from moetrain.config import KernelsSection, MoeSection
+from moetrain.config.compute import SavedName
+from moetrain.kernels.norm.rotary import rotary
+from moetrain.models.architecture import (
+    FP32,
+    AttentionPart,
+    Weight,
+    Workload,
+    linear,
+)
+from moetrain.models.attention import masked_attention
+from moetrain.models.layers import Context, Linear, RMSNorm, linears
+from moetrain.models.rope_scaling import RopeScaling
+from moetrain.models.rules import COLWISE, NORM, ROWWISE, Rule
+from moetrain.runtime.backend import Backend
+
+_NORM_EPS = 1e-6
+"""Of the latents' norms, whatever the model's other norms have."""
+_WHOLE = Rule("replicate")
+"""Of what makes latents, which every tensor parallel rank has whole, of all tokens."""
+_BIAS = Rule("replicate", init="zeros", decay=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(AttentionPart):
+    """Describes causal multi-head latent attention."""
+
+    divided: ClassVar[Mapping[str, str]] = {"num_heads": "tp"}
+
+    num_heads: int
+    num_kv_heads: int
+    q_lora_rank: int | None
+    """Width of the latent that queries are made of; None: they are made of the token."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope: RopeScaling
+    rope_interleaved: bool = True
+    qkv_bias: bool = False
+    """Whether what makes the latents has biases."""
+    out_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads != self.num_heads:
+            problem = f"num_kv_heads {self.num_kv_heads} is not num_heads {self.num_heads}"
+            raise ValueError(f"{problem}; in latent attention every head has keys of its own")
+        if self.qk_rope_head_dim % 2:
+            problem = f"qk_rope_head_dim {self.qk_rope_head_dim} is odd"
+            raise ValueError(f"{problem}; rotary embeddings need pairs")
+
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> "_MultiHeadLatent":
+        return _MultiHeadLatent(self, kernels)
+
+    @property
+    def widest_head(self) -> int:
+        return max(self.head_dim, self.v_head_dim)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query and a key, d."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def expanded(self) -> tuple[int, int]:
+        """Widths of all heads' queries, and of what the latent is expanded to."""
+        latent = self.qk_nope_head_dim + self.v_head_dim
+        return self.num_heads * self.head_dim, self.num_heads * latent
+
+    @property
+    def latents(self) -> tuple[int, int]:
+        """Widths of the queries' latent, and of the keys' with the rotating key."""
+        return self.q_lora_rank or 0, self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores; YaRN's stretched contexts have larger ones (arXiv 2309.00071)."""
+        rope = self.rope
+        scale = self.head_dim**-0.5
+        if rope.kind != "yarn" or not rope.mscale_all_dim or rope.factor <= 1:
+            return scale
+        return scale * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1) ** 2
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.qk_rope_head_dim
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        dim, (q_dim, kv_dim), (q_latent, kv_latent) = self.hidden_size, self.expanded, self.latents
+        found: dict[str, Weight] = {}
+        if q_latent:
+            found |= self._latent("wq_a", q_latent)
+            found["q_a_norm.weight"] = Weight((q_latent,), NORM)
+            found |= linear("wq_b", q_dim, q_latent, COLWISE)
+        else:
+            found |= linear("wq", q_dim, dim, COLWISE)
+        found |= self._latent("wkv_a", kv_latent)
+        found["kv_a_norm.weight"] = Weight((self.kv_lora_rank,), NORM)
+        found |= linear("wkv_b", kv_dim, self.kv_lora_rank, COLWISE)
+        return found | linear(
+            "wo", dim, self.num_heads * self.v_head_dim, ROWWISE, bias=self.out_bias
+        )
+
+    def _latent(self, name: str, width: int) -> dict[str, Weight]:
+        found = linear(name, width, self.hidden_size, _WHOLE)
+        return found | ({f"{name}.bias": Weight((width,), _BIAS)} if self.qkv_bias else {})
+
+    def products_per_token(self, seq_len: int) -> float:
+        window = min(self.window or seq_len, seq_len)
+        keys = window * (1 - window / (2 * seq_len))
+        pair = self.num_heads * (self.head_dim + self.v_head_dim)
+        return super().products_per_token(seq_len) + pair * keys
+
+    def activations(self, share: Workload) -> float:
+        """Return the bytes of the latents and their norms, which every tensor parallel rank has,
+        and of its heads' queries, keys, values, result and log-sum-exp."""
+        w = share.width
+        normed = self.latents[0] + self.kv_lora_rank
+        own = sum(self.latents) * w + normed * (w if share.is_compiled else FP32 + w)
+        heads = self.num_heads * (2 * w * (self.head_dim + self.v_head_dim) + FP32)
+        expanded = self.num_heads * w * (self.head_dim + self.v_head_dim) / share.tp
+        gathered = w * self.kv_lora_rank + expanded
+        return (
+            share.tokens * (own + heads / share.tp) + (share.key_tokens - share.tokens) * gathered
+        )
+
+    def exchanged(self, share: Workload) -> dict[str, float]:
+        spread = 2 * self.num_heads * (self.head_dim + self.v_head_dim)
+        return share.received(spread / share.tp, self.latents[1])
+
+    def working_set(self, share: Workload) -> float:
+        width = self.num_heads * (2 * self.head_dim + self.v_head_dim)
+        return share.tokens * share.width * width / share.tp
+
+    def cached_numbers(self, ranks: int = 1) -> int:
+        heads = self.num_heads // (1 if self.num_heads % ranks else ranks)
+        return heads * (self.head_dim + self.v_head_dim)
+
+    def saved(self, share: Workload) -> Mapping[SavedName, float]:
+        w = share.width
+        products = sum(self.latents) + sum(self.expanded) / share.tp
+        result = self.num_heads * (self.v_head_dim * w + FP32) / share.tp
+        return {
+            "attention": share.tokens * result,
+            "linear": w * (share.tokens * products + share.own_tokens * self.hidden_size),
+        }
+
+
+class _MultiHeadLatent(nn.Module):
+    """The module of :class:`LatentAttention`.
+
+    ``core`` is a plain attribute; generation replaces it by attention over pages. So is
+    ``gather_latents``, which gives all tokens' latents and rotated keys where those here are of a
+    part of them; keys and values are then those of all tokens.
+    """
+
+    def __init__(self, sizes: LatentAttention, kernels: KernelsSection) -> None:
+        super().__init__()
+        self.core, self.batch_invariant = masked_attention, kernels.batch_invariant
+        self.gather_latents: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.backend: Backend = kernels.backend
+        self.scale, self.interleaved = sizes.scale, sizes.rope_interleaved
+        self.nope = sizes.qk_nope_head_dim
+        self.rope = sizes.qk_rope_head_dim
+        self.latent = sizes.kv_lora_rank
+        self.v_width = sizes.v_head_dim
+        dim, (q_dim, kv_dim), (q_latent, kv_latent) = (
+            sizes.hidden_size,
+            sizes.expanded,
+            sizes.latents,
+        )
+        self.wq_b = None
+        if q_latent:
+            self.wq_a = Linear(dim, q_latent, kernels, bias=sizes.qkv_bias)
+            self.q_a_norm = RMSNorm(q_latent, _NORM_EPS, kernels)
+            self.wq_b = Linear(q_latent, q_dim, kernels)
+        else:
+            self.wq = Linear(dim, q_dim, kernels)
+        self.wkv_a = Linear(dim, kv_latent, kernels, bias=sizes.qkv_bias)
+        self.kv_a_norm = RMSNorm(self.latent, _NORM_EPS, kernels)
+        self.wkv_b = Linear(self.latent, kv_dim, kernels)
+        self.wo = Linear(sizes.num_heads * self.v_width, dim, kernels, bias=sizes.out_bias)
+
+    def forward(self, x_BSD: torch.Tensor, context: Context) -> torch.Tensor:
+        """Mix tokens; returns [B, S, D] in ``x_BSD``'s dtype."""
+        first = self.wq if self.wq_b is None else self.wq_a
+        q, latents = linears(x_BSD, (first, self.wkv_a))
+        if self.wq_b is not None:
+            q = self.wq_b(self.q_a_norm(q))
+        latent_BSc, turning_BSr = latents.split((self.latent, self.rope), dim=-1)
+        latent_BSc = self.kv_a_norm(latent_BSc)
+        turned_BSr = self._turn(turning_BSr[:, :, None], context)[:, :, 0]
+        if self.gather_latents is not None:
+            whole = self.gather_latents(torch.cat((latent_BSc, turned_BSr), dim=-1))
+            latent_BSc, turned_BSr = whole.split((self.latent, self.rope), dim=-1)
+        kv = self.wkv_b(latent_BSc)
+        q_BSHd = q.unflatten(-1, (-1, self.nope + self.rope))
+        q_nope, q_turning = q_BSHd.split((self.nope, self.rope), dim=-1)
+        q_BSHd = torch.cat((q_nope, self._turn(q_turning, context)), dim=-1)
+        kv_BSHn = kv.unflatten(-1, (-1, self.nope + self.v_width))
+        k_nope, v_BSHv = kv_BSHn.split((self.nope, self.v_width), dim=-1)
+        k_turned = turned_BSr[:, :, None].expand(*k_nope.shape[:-1], -1)
+        k_BSHd = torch.cat((k_nope, k_turned), dim=-1)
+        y_BSHv = self.core(q_BSHd, k_BSHd, v_BSHv.contiguous(), context, self.scale)
+        return self.wo(y_BSHv.flatten(-2))
+
+    def _turn(self, x_BSHr: torch.Tensor, context: Context) -> torch.Tensor:
+        """Rotate heads by their tokens' positions."""
+        cos_Sp, sin_Sp = (angles.flatten(0, 2) for angles in context.rotation)
+        how = {"interleaved": self.interleaved, "fusible": not self.batch_invariant}
+        y_THr = rotary(x_BSHr.flatten(0, 1), cos_Sp, sin_Sp, None, 0.0, self.backend, **how)
+        return y_THr.unflatten(0, x_BSHr.shape[:2])

@@ -1,0 +1,338 @@
+"""Multi-token prediction: blocks behind the model's own that predict further tokens.
+
+For position i and depth k, with h_0 the hidden states after the final norm, t the tokens and E the
+embedding (DeepSeek-V3, arXiv 2412.19437, section 2.2):
+
+    h_k[i] = norm(block_k(W_k [norm(E(t[i + k])) ; norm(h_{k-1}[i])]))
+    loss_k = mean over i of -log p(t[i + k + 1] | head(h_k[i]))
+
+Embedding and head are the model's own. Position i has no target where i + k lies behind its
+document's end; no expert and no statistic sees it there, and attention is causal, so that documents
+in one row stay apart. Published models have one such block. They are built, trained and written
+only if ``train.mtp_weight`` asks for it; else their tensors are carried on as they are.
+
+Files hold them in two ways, which a family says by its maps: as layers behind the model's own, with
+copies of embedding and head (DeepSeek, GLM: :func:`behind_layers`), or under ``mtp.`` (Qwen:
+:func:`under_mtp`).
+
+Generation drafts with the first of them (:mod:`moetrain.generate.drafting`). Left out on
+purpose: pipelines, of whose stages the last one would need the embedding too.
+
+Legend: B batch, S sequence, D model width, P = 2 * D.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+
+from moetrain.config import ConfigError, KernelsSection, MoeSection
+from moetrain.losses.balancing import RouterStats
+from moetrain.models.architecture import (
+    Architecture,
+    Part,
+    Weight,
+    linear,
+)
+from moetrain.models.family import Piece, Rename, WeightMap
+from moetrain.models.hf.files import error
+from moetrain.models.layers import Linear, RMSNorm
+from moetrain.models.rules import NORM, ZERO_NORM, PartStyle, Rule
+
+_COUNT = "num_nextn_predict_layers"
+_WHOLE = Rule("replicate")  # of a matrix that every tensor parallel rank has, for its own tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join(Part):
+    """Describes what makes a block's input of a token's embedding and the hidden state before."""
+
+    name: ClassVar[str] = "join"
+    norm: ClassVar[str] = ""
+    style: ClassVar[PartStyle] = "own"
+
+    norm_eps: float
+    zero_centred_norms: bool = False
+
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> "_Join":
+        return _Join(self, kernels)
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        norm = Weight((self.hidden_size,), ZERO_NORM if self.zero_centred_norms else NORM)
+        proj = linear("proj", self.hidden_size, 2 * self.hidden_size, _WHOLE)
+        return {"enorm.weight": norm, "hnorm.weight": norm, **proj}
+
+
+class _Join(nn.Module):
+    def __init__(self, sizes: Join, kernels: KernelsSection) -> None:
+        super().__init__()
+        dim = sizes.hidden_size
+        how = {"zero_centred": sizes.zero_centred_norms}
+        self.enorm = RMSNorm(dim, sizes.norm_eps, kernels, **how)
+        self.hnorm = RMSNorm(dim, sizes.norm_eps, kernels, **how)
+        self.proj = Linear(2 * dim, dim, kernels)
+
+    def forward(self, pair_BSP: torch.Tensor) -> torch.Tensor:
+        """Return [B, S, D] for embeddings and, behind them, hidden states."""
+        embedded_BSD, hidden_BSD = pair_BSP.chunk(2, dim=-1)
+        return self.proj(torch.cat((self.enorm(embedded_BSD), self.hnorm(hidden_BSD)), dim=-1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Readout(Part):
+    """Describes the norm between a block for further tokens and the head."""
+
+    name: ClassVar[str] = "readout"
+    norm: ClassVar[str] = ""
+    style: ClassVar[PartStyle] = "gather"
+
+    norm_eps: float
+    zero_centred_norms: bool = False
+
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> RMSNorm:
+        zero_centred = self.zero_centred_norms
+        return RMSNorm(self.hidden_size, self.norm_eps, kernels, zero_centred=zero_centred)
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        rule = ZERO_NORM if self.zero_centred_norms else NORM
+        return {"weight": Weight((self.hidden_size,), rule)}
+
+
+class FurtherTokens(Architecture):
+    """A decoder whose files may have blocks for further tokens, built if ``mtp_layers`` is set.
+
+    They have the parts of the model's last block of full attention.
+    """
+
+    def further_layers(self) -> tuple[tuple[Part, ...], ...]:
+        if not self.mtp_layers:
+            return ()
+        mixers = {i: self.attention(i) for i in range(self.num_layers)}
+        like = [i for i, part in mixers.items() if not part.carries_state and part.window is None]
+        if not like:
+            raise ValueError(f"mtp_layers {self.mtp_layers}, and no block has full attention")
+        own = mixers[like[-1]], self.feed_forward(like[-1])
+        return ((*own, Join.of(self), _Readout.of(self)),) * self.mtp_layers
+
+
+def num_further_layers(config: Mapping[str, Any]) -> int:
+    """Read from ``config.json`` how many layers behind the model's own predict further tokens."""
+    value = config.get(_COUNT)
+    if value is not None and (type(value) is not int or value < 0):
+        raise error("config.json", f"{_COUNT} is {value!r:.80}, expected 0 or more")
+    return value or 0
+
+
+def with_further(
+    arch: Architecture,
+    config: Mapping[str, Any],
+    setting: str = "train.mtp_weight",
+) -> Architecture:
+    """Return ``arch`` with as many blocks for further tokens as its ``config.json`` names.
+
+    One that names no number (Qwen's, and the empty one of a preset) stands for one block.
+
+    Raises:
+        ConfigError: there are none, or the family has none. It names ``setting``, which asks for
+            them.
+    """
+    count = num_further_layers(config) if _COUNT in config else 1
+    if not count or not isinstance(arch, FurtherTokens):
+        problem = f"this {arch.family} model has no blocks for further tokens; unset it"
+        raise ConfigError(setting, problem)
+    return type(arch).model_validate({**dict(arch), "mtp_layers": count})
+
+
+# ---- forward -----------------------------------------------------------------------------------
+
+
+def run_further(
+    model: Any,
+    x_BSD: torch.Tensor,
+    inputs: Any,
+    rows: Any,
+) -> tuple[list[torch.Tensor], list[RouterStats]]:
+    """Run the blocks for further tokens of a ``Transformer``, behind its ``head``.
+
+    Args:
+        x_BSD: the residual stream behind the last block.
+        inputs, rows: the model's ``Inputs``, and what it prepared of them.
+
+    Returns:
+        Hidden states of each depth, as ``Transformer.head`` returns them, and the MoE layers'
+        statistics.
+    """
+    found, stats = [], []
+    tokens_BS = inputs.tokens_BS
+    positions_BS = inputs.positions_BS
+    # Its tokens alone: where ranks share them, calling the norm would gather all.
+    hidden_BSD = model.norm.forward(x_BSD)
+    for depth in range(1, model.arch.mtp_layers + 1):
+        is_away_BS = ~reaches(tokens_BS.shape, positions_BS, depth, tokens_BS.device)
+        if inputs.is_pad_BS is not None:
+            is_away_BS = is_away_BS | inputs.is_pad_BS
+        block = model.arch.num_layers + depth - 1
+        context = rows.contexts[model.kinds[block]]._replace(is_pad_BS=rows.own(is_away_BS))
+        embedded_BSD = model.embed(tokens_BS.roll(-depth, 1), model.vocabulary).to(x_BSD.dtype)
+        pair_BSP = torch.cat((embedded_BSD, hidden_BSD), dim=-1)
+        hidden_BSD, own = model.through(block, pair_BSP, context)
+        found.append(hidden_BSD.view(rows.batch, rows.seq_len, x_BSD.shape[-1]))
+        stats += [] if own is None else [own]
+    return found, stats
+
+
+def reaches(
+    shape: Sequence[int],
+    positions_BS: torch.Tensor | None,
+    depth: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return [B, S]: whether the token ``depth`` further on is of the same document.
+
+    With positions 0 1 2 0 1 and depth 1 that is yes yes no yes no.
+    """
+    is_in_row_S = torch.arange(shape[1], device=device) < shape[1] - depth
+    if positions_BS is None:
+        return is_in_row_S.expand(tuple(shape))
+    return is_in_row_S & (positions_BS.roll(-depth, 1) == positions_BS + depth)
+
+
+def further_targets(batch: Any, depth: int) -> torch.Tensor:
+    """Return [B, S], the targets of ``depth``, where ``batch.targets_BS`` are those of depth 0."""
+    targets_BS = batch.targets_BS
+    positions_BS = batch.inputs.positions_BS
+    is_there_BS = reaches(targets_BS.shape, positions_BS, depth, targets_BS.device)
+    return torch.where(is_there_BS, targets_BS.roll(-depth, 1), -100)
+
+
+def further_sizes(batches: Sequence[Any], depths: int) -> dict[str, int]:
+    """Count the targets of each of ``depths``, as ``Objective.sizes`` does."""
+    return {
+        f"mtp_{depth}": sum(int((further_targets(b, depth) >= 0).sum()) for b in batches)
+        for depth in range(1, depths + 1)
+    }
+
+
+def further_loss(
+    model: Any,
+    hidden: Sequence[torch.Tensor],
+    batch: Any,
+    sizes: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """Return the mean over depths of the mean cross-entropy (this device's share of it, 0-d).
+
+    ``sizes`` are those of :func:`further_sizes` in the global batch.
+    """
+    losses = []
+    for depth, hidden_BSD in enumerate(hidden, 1):
+        targets_T = further_targets(batch, depth).flatten()
+        size = sizes[f"mtp_{depth}"] * len(hidden)
+        # The weight goes in rather than onto the result, so that gradients are rounded once.
+        weights_T = torch.ones_like(targets_T, dtype=torch.float32) * (1 / size)
+        hidden_TD = hidden_BSD.flatten(0, 1)
+        loss = model.vocabulary.loss_sum(hidden_TD, model.head_weight, targets_T, weights_T)
+        losses.append(loss.total)
+    return torch.stack(losses).sum()
+
+
+# ---- files -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Repeated(Rename):
+    """A module of which the files have copies in each layer for further tokens."""
+
+    copies: tuple[str, ...] = ()
+    if_tied: tuple[str, ...] = ()
+    """More of them if the embedding is the head's matrix too."""
+
+    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
+        found = super().pieces(parameter, shape, arch)
+        if not found or arch is None:
+            return found
+        names = self.copies + self.if_tied * arch.tie_embeddings
+        layers = range(arch.num_layers, arch.num_layers + arch.mtp_layers)
+        copies = (f"{name.format(layer=i)}.weight" for i in layers for name in names)
+        return found + [Piece(name, parameter, (), is_copy=True) for name in copies]
+
+
+_LAYER = "model.layers.{layer}"
+_EMBED = f"{_LAYER}.embed_tokens"
+_HEAD = f"{_LAYER}.shared_head.head"
+_BEHIND = (
+    Rename("layers.{layer}.join.enorm", f"{_LAYER}.enorm"),
+    Rename("layers.{layer}.join.hnorm", f"{_LAYER}.hnorm"),
+    Rename("layers.{layer}.join.proj", f"{_LAYER}.eh_proj"),
+    Rename("layers.{layer}.readout", f"{_LAYER}.shared_head.norm"),
+)
+
+
+def behind_layers(weight_map: WeightMap) -> tuple[WeightMap, WeightMap]:
+    """Return maps of files in which blocks for further tokens are layers behind the others.
+
+    The first has copies of embedding and head in them, the second none.
+    """
+
+    def repeated(one: Any) -> Any:
+        match getattr(one, "ours", None):
+            case "embed":
+                return _Repeated("embed", one.theirs, copies=(_EMBED,), if_tied=(_HEAD,))
+            case "lm_head":
+                return _Repeated("lm_head", one.theirs, copies=(_HEAD,))
+        return one
+
+    return (*map(repeated, weight_map), *_BEHIND), (*weight_map, *_BEHIND)
+
+
+@dataclass(frozen=True)
+class _Within:
+    """Maps the model's own blocks alone by ``one``, or those behind them to ``mtp.layers``."""
+
+    one: Any
+    is_behind: bool = False
+
+    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
+        layer = re.match(r"layers\.(\d+)\.", parameter)
+        number = -1 if layer is None or arch is None else int(layer[1]) - arch.num_layers
+        if self.is_behind != (number >= 0):
+            return []
+        pieces = self.one.pieces(parameter, shape, arch)
+        if not self.is_behind:
+            return pieces
+        start = re.compile(r".*?\blayers\.\d+\.")
+        named = (start.sub(f"mtp.layers.{number}.", piece.hf_name, count=1) for piece in pieces)
+        return [piece._replace(hf_name=name) for piece, name in zip(pieces, named, strict=True)]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return () if self.is_behind else self.one.modules
+
+
+_UNDER = (
+    Rename("layers.{layer}.join.enorm", "mtp.pre_fc_norm_embedding"),
+    Rename("layers.{layer}.join.hnorm", "mtp.pre_fc_norm_hidden"),
+    Rename("layers.{layer}.join.proj", "mtp.fc"),
+    Rename("layers.{layer}.readout", "mtp.norm"),
+)
+
+
+def under_mtp(*maps: WeightMap) -> tuple[WeightMap, ...]:
+    """Return maps of files in which one block for further tokens lies under ``mtp.``.
+
+    Each of ``maps`` may describe the model's own blocks or that one; combinations of equals are
+    first.
+    """
+    pairs = [(own, behind) for own in maps for behind in maps]
+    pairs.sort(key=lambda pair: pair[0] is not pair[1])
+    return tuple(
+        cast(
+            "WeightMap",
+            (*(_Within(one) for one in own), *(_Within(one, True) for one in (*behind, *_UNDER))),
+        )
+        for own, behind in pairs
+    )

@@ -1,0 +1,1 @@
+"""Optimizers on sharded weights, and what they need."""

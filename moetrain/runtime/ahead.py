@@ -1,0 +1,256 @@
+"""Triton kernels compiled before their first launch, several at once.
+
+A process that launches thirty kernels for the first time compiles them one after the other, some
+half a second each. A fake step, on tensors without memory, tells which there will be, and threads
+compile them while the model is being built; the processes of a machine share the work. A kernel
+that is missed is compiled at its launch. Left out on purpose: kernels of libraries.
+
+Kernels that torch's compiler writes are compiled by its own processes, which take seconds to start:
+:func:`compiler_started` does so while something else waits. What it has made of a block it finds on
+the disk when the run is started again: :func:`cache_compiled_blocks`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from functools import cache
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moetrain.runtime.backend import (
+    INTERPRETED,
+    KNOBS,
+    TensorDescriptor,
+    triton,
+)
+
+_logger = logging.getLogger("moetrain")
+
+_THREADS = 16
+"""Threads of each process, which mostly wait."""
+
+_COMPILER = (  # with the modules that it imports at its first use
+    "torch._dynamo.backends.inductor",
+    "torch._functorch.partitioners",
+    "networkx",
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.triton",
+)
+
+_LIBRARY_OPS = (
+    "moetrain::attention_packed_backward",
+    "moetrain::grouped_mm",
+    "moetrain::grouped_outer",
+)
+"""Ops that call a library, which would write to tensors without memory. Fake steps run the forward
+of packed attention as ``exact`` alone, a kernel of ours."""
+
+_IN_GRAPHS = ("torch.nn.attention._backend_from_string", "torch.nn.attention._sdpa_kernel")
+"""Functions that blocks call and that the compiler's cache does not know to depend on their
+arguments alone: the choice among the kernels of torch's attention."""
+
+_Launch = tuple[tuple[Any, ...], dict[str, Any]]
+"""A kernel's arguments and launch settings; tensors are Triton's MockTensor."""
+_Launches = dict[Any, list[_Launch]]
+"""All launches, by kernel."""
+
+
+def launches_of(fake_step: Callable[[], object]) -> _Launches:
+    """Run ``fake_step`` on tensors without memory (a FakeTensorMode) and return its launches."""
+    threading.Thread(target=_hash_triton, daemon=True).start()
+    found: _Launches = {}
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _caught(found),
+        _Opened(),
+        torch.autograd.set_multithreading_enabled(False),  # modes are one thread's
+    ):
+        fake_step()
+    return found
+
+
+def compile_ahead(
+    launches: _Launches,
+    device: torch.device,
+    rank: int = 0,
+    size: int = 1,
+) -> list[Future[None]]:
+    """Begin to compile ``launches`` for ``device`` in threads; failures are logged.
+
+    This is process ``rank`` of ``size`` on the machine; its share comes first. What the others have
+    not put into Triton's cache by then, it compiles too.
+    """
+    # If it is unset, torch's compiler later sets it to a folder of this process's own.
+    os.environ.setdefault("TRITON_CACHE_DIR", KNOBS.cache.dir)
+    pool = ThreadPoolExecutor(_THREADS, "compile", torch.cuda.set_device, (device,))
+    items = list(launches.items())
+    own = [pool.submit(_compile, *item) for item in items[rank::size]]
+    of_others = [item for i, item in enumerate(items) if i % size != rank]
+    rest = [pool.submit(_compile, *item, after=own) for item in of_others]
+    pool.shutdown(wait=False)
+    return own + rest
+
+
+def _hash_triton() -> None:
+    """Compute what every kernel's key begins with, a hash of all of Triton's files.
+
+    Triton remembers it, but every thread that asked for it meanwhile would read them all, and so
+    would the first launch: 0.7 s of a start.
+    """
+    with suppress(AttributeError):  # it is no public function
+        triton.runtime.cache.triton_key()
+
+
+def _compile(
+    kernel: Any,
+    launches: list[_Launch],
+    after: Sequence[Future[None]] = (),
+) -> None:
+    wait(after)
+    try:
+        for args, settings in launches:
+            # Reading ``run`` makes Triton compile the host function that launches it as well.
+            _ = kernel.warmup(*args, grid=(1,), **settings).run
+    except Exception as error:
+        _logger.warning("a kernel could not be compiled ahead of its launch: %s", error)
+        raise
+
+
+@contextmanager
+def _caught(found: _Launches) -> Iterator[None]:
+    """Collect launches on tensors without memory in ``found`` instead of running them."""
+    kinds: Any = triton.runtime.jit.KernelInterface
+    original = kinds.__getitem__
+
+    def at(kernel: Any, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **settings: Any) -> Any:
+            if not any(map(_is_fake, args)):
+                return original(kernel, grid)(*args, **settings)
+            found.setdefault(kernel, []).append((tuple(map(_without_tensor, args)), settings))
+
+        return launch
+
+    kinds.__getitem__ = at
+    try:
+        yield
+    finally:
+        kinds.__getitem__ = original
+
+
+def _is_fake(value: Any) -> bool:
+    return isinstance(value.base if isinstance(value, TensorDescriptor) else value, FakeTensor)
+
+
+def _without_tensor(value: Any) -> Any:
+    if isinstance(value, TensorDescriptor):
+        base = _without_tensor(value.base)
+        return TensorDescriptor(base, value.shape, value.strides, value.block_shape)
+    if isinstance(value, torch.Tensor):
+        return triton.runtime.jit.MockTensor(value.dtype, list(value.shape))
+    return value
+
+
+class _Opened(TorchDispatchMode):
+    """Runs the bodies of the kernels' ops, where torch would only compute their shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.implementations = {
+            op._opoverload: op._init_fn
+            for name, op in OPDEFS.items()
+            if op._init_fn.__module__.startswith("moetrain.kernels.") and name not in _LIBRARY_OPS
+        }
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        arguments = kwargs or {}
+        implementation = self.implementations.get(func)
+        if implementation is None:
+            return func(*args, **arguments)
+        with self:
+            return implementation(*args, **arguments)
+
+
+@contextmanager
+def compiler_started(device: torch.device) -> Iterator[None]:
+    """Import torch's compiler and start its processes in a thread; they are ready at the end."""
+    thread = threading.Thread(target=_start_compiler, args=(device,), daemon=True)
+    thread.start()
+    yield  # an error here does not wait for the thread
+    thread.join()
+
+
+def _start_compiler(device: torch.device) -> None:
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # the current device is each thread's own
+        for name in _COMPILER:
+            import_module(name)
+        import_module("torch._inductor.async_compile").maybe_warm_pool()
+    except Exception as error:  # noqa: BLE001 - it costs seconds alone
+        _logger.warning("the compiler will start at its first use: %s", error)
+
+
+def can_compile_ahead(device: torch.device) -> bool:
+    """Return True if ``device`` runs compiled kernels."""
+    return device.type == "cuda" and not INTERPRETED
+
+
+def cache_compiled_blocks() -> None:
+    """Let torch's compiler find the forwards and backwards of blocks in its cache on the disk.
+
+    A hit saves what follows Dynamo's trace, a second for a model. By default blocks with functions
+    that have their own backward are not looked up. The cache's key holds the traced graph, in which
+    our ops are but names, so the source of this package, which has their backwards, becomes a part
+    of it.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+
+    functorch_config.autograd_cache_allow_custom_autograd_functions = True
+    inductor_config.unsafe_marked_cacheable_functions |= dict.fromkeys(_IN_GRAPHS, "torch")
+    tag = torch.compiler.config.cache_key_tag
+    own = f"moetrain {_source_hash()}"
+    if own not in tag:
+        torch.compiler.config.cache_key_tag = f"{tag} {own}".strip()
+
+
+def prepare_compiler() -> None:
+    """Change the process's compiler settings as graphs that contain dispatch need them."""
+    from torch._dynamo import config as dynamo_config  # a second to import
+
+    # Sizes that the compiler does not know come from ops of ours. Asserting in the graph that they
+    # are not negative tells nothing, and torch 2.11 fails on what selective recomputation makes of
+    # it: "Unsupported inductor graph input type".
+    dynamo_config.do_not_emit_runtime_asserts = True
+    # Of all models of a process, whose blocks share the code: a sweep in a notebook builds many.
+    # With torch's own limit of 8 the ninth shape of a block ends the process's training.
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 64)
+
+
+@cache
+def _source_hash() -> str:
+    """Return the SHA-256 of all Python files of this package and their paths."""
+    found = sha256()
+    folder = Path(__file__).parents[1]
+    for file in sorted(folder.rglob("*.py")):
+        found.update(f"{file.relative_to(folder)} {file.stat().st_size}\n".encode())
+        found.update(file.read_bytes())
+    return found.hexdigest()

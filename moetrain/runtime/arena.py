@@ -1,0 +1,170 @@
+"""State that goes to pinned memory on the host, and comes back.
+
+An :class:`Arena` holds one kind of a rank's long-lived state. While it is offloaded its memory is
+free for others; afterwards every tensor in it is the one that it was: the same object, over the
+same storage, with the same values and on a GPU at the same address, so that an optimizer, views,
+graphs and compiled code need not know. For that memory is put behind reserved addresses and taken
+away (:mod:`moetrain.runtime.memory`). Where a device cannot do so, and where memory is to come and
+go by itself (``fixed=False``), the storage is emptied and filled again, and may then lie elsewhere.
+
+Left out on purpose: offloading parts of an arena, and memory that other processes may open.
+"""
+
+import weakref
+from itertools import count
+from typing import Any
+
+import torch
+
+from moetrain.runtime.memory import AddressRange, HostMemory, can_map
+
+_ALIGNMENT = 256
+"""Bytes: what CUDA's own allocations begin at, and more than any kernel asks for."""
+_GROWTH = 32 << 20
+"""Bytes: what memory behind a range grows by at least. Much less is copied below link speed."""
+
+
+def aligned(size: int) -> int:
+    """Round ``size`` bytes up to whole :data:`_ALIGNMENT`."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class OffloadedError(RuntimeError):
+    """State was asked for while it is in host memory."""
+
+
+class _Resized:
+    """One tensor's memory in torch's allocator."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+
+    def free(self) -> None:
+        self.memory.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        self.memory.untyped_storage().resize_(self.memory.nbytes)
+
+
+class _Mapped:
+    """Memory behind a part of a range."""
+
+    def __init__(
+        self,
+        addresses: AddressRange,
+        start: int,
+        size: int,
+    ) -> None:
+        self.addresses, self.start, self.size = addresses, start, size
+        self.restore()
+        self.memory = addresses.tensor(start, size)
+
+    def free(self) -> None:
+        self.addresses.free(self.start)
+
+    def restore(self) -> None:
+        self.addresses.back(self.start, self.size)
+
+
+class Arena:
+    """The state called ``name`` (a plural) on one device.
+
+    With ``fixed`` memory stays for as long as the arena, on a GPU at its address. Without, it goes
+    with the last use of the tensor that :meth:`empty` gave.
+    """
+
+    def __init__(self, name: str, device: torch.device, *, fixed: bool = True) -> None:
+        self.name, self.device, self.fixed = name, device, fixed
+        self.is_offloaded = False
+        self._pieces: list[_Resized | _Mapped] = []
+        self._loose: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        """Tensors that are not fixed."""
+        self._numbers = count()
+        self._offloaded: list[tuple[_Resized | _Mapped, torch.Tensor]] = []
+        """Each offloaded piece and its bytes in host memory; no bytes where it has no values."""
+        self._addresses: AddressRange | None = None
+        self._taken = self._backed = 0
+        """Bytes of the range that are tensors', and that have memory."""
+        remedy = "offload less, or use a machine with more memory"
+        self._host = HostMemory(device, f"offloading {name}", remedy)
+        self._arrived: Any = None
+        """The end of copies that the current stream has not waited for."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Make a flat tensor of any values. Raises :class:`OffloadedError`."""
+        size = numel * dtype.itemsize
+        if not self.fixed:
+            return self.loose(numel, dtype)
+        self.need()
+        if not (size and can_map(self.device)):
+            block = torch.empty(numel, dtype=dtype, device=self.device)
+            self._pieces.append(_Resized(block))
+            return block
+        if self._addresses is None:
+            self._addresses = AddressRange(self.device)
+        start, self._taken = self._taken, self._taken + aligned(size)
+        if self._taken > self._backed:
+            step = self._addresses.granularity
+            more = -(-max(self._taken - self._backed, _GROWTH) // step) * step
+            self._pieces.append(_Mapped(self._addresses, self._backed, more))
+            self._backed += more
+        return self._addresses.tensor(start, aligned(size))[:size].view(dtype)
+
+    def loose(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Make a tensor as :meth:`empty` does in an arena that is not fixed."""
+        self.need()
+        block = torch.empty(numel, dtype=dtype, device=self.device)
+        self._loose[next(self._numbers)] = block
+        return block
+
+    def need(self) -> None:
+        """Let device work from here on find the values; OffloadedError: they are in host memory."""
+        if self.is_offloaded:
+            raise OffloadedError(f"{self.name} are offloaded: call Engine.reload() first")
+        arrived, self._arrived = self._arrived, None
+        if arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(arrived)
+
+    @torch.no_grad()
+    def offload(self, stream: torch.cuda.Stream | None, *, keep: bool = True) -> None:
+        """Copy everything to host memory, over ``stream``, and free the device's as copies end.
+
+        Without ``keep`` the values are not worth copying, and any will be there afterwards.
+
+        Raises RunFailed: the system does not give as much pinned memory.
+        """
+        self.need()
+        pieces = [*self._pieces, *map(_Resized, self._loose.values())]
+        sizes = [piece.memory.nbytes if keep else 0 for piece in pieces]
+        parts = self._host.reserve(sum(sizes))[: sum(sizes)].split(sizes)
+        offloaded, copied = list(zip(pieces, parts, strict=True)), []
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for piece, part in offloaded:
+                part.copy_(piece.memory.view(torch.uint8)[: len(part)], non_blocking=True)
+                copied.append(None if stream is None else stream.record_event())
+        self.is_offloaded = True
+        self._offloaded = offloaded
+        for (piece, _), event in zip(offloaded, copied, strict=True):
+            if event is not None:
+                event.synchronize()
+            piece.free()
+
+    @torch.no_grad()
+    def reload(self, stream: torch.cuda.Stream | None) -> None:
+        """Invert :meth:`offload`; copies are under way until :meth:`need`.
+
+        Raises torch.OutOfMemoryError: others have too much of the device's memory.
+        """
+        if not self.is_offloaded:
+            return
+        if stream is not None:  # memory that comes may be in use by what was queued before
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        for piece, part in self._offloaded:
+            piece.restore()  # while the one before is copied
+            with torch.cuda.stream(stream):
+                piece.memory.view(torch.uint8)[: len(part)].copy_(part, non_blocking=True)
+        self.is_offloaded = False
+        self._offloaded = []
+        self._arrived = None if stream is None else stream.record_event()

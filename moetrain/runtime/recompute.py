@@ -1,0 +1,64 @@
+"""Blocks that run again in the backward, whole or but for the ops whose results are kept.
+
+Legend: B batch, S sequence, D model width.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from moetrain.config.compute import SavedName
+from moetrain.runtime.backend import saved_ops
+
+
+def recomputed(block: nn.Module, x_BSD: torch.Tensor, context: Any, *, draws: bool) -> Any:
+    """Run the block; the backward runs it again, with the parameters that it holds now."""
+    run = _held(block, block)
+    return checkpoint(run, x_BSD, context, use_reentrant=False, preserve_rng_state=draws)
+
+
+# Routing is always kept: a choice made twice may come out differently, because compiled code that
+# is fused otherwise rounds otherwise, and rows that were sent must fit their indices.
+def _policy(ops: frozenset[str], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op.name() in ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _contexts(names: Sequence[SavedName]) -> Any:
+    return create_selective_checkpoint_contexts(partial(_policy, saved_ops(names)))
+
+
+def forward_keeping(names: Sequence[SavedName], draws: bool) -> Callable[..., Any]:
+    """Make a forward for all blocks that recomputes everything but the ops of ``names``."""
+    contexts = partial(_contexts, names)
+    # The compiler's cache must tell this from other choices of names.
+    contexts.cache_hash = repr(sorted(saved_ops(names)))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(block: nn.Module, *inputs: Any) -> Any:
+        run = partial(type(block).forward, block)
+        if not torch.compiler.is_compiling():  # there parameters are inputs of the graph
+            run = _held(block, run)
+        return checkpoint(
+            run, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=contexts
+        )
+
+    return forward
+
+
+def _held(block: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``run`` find the parameters that ``block`` holds now, which sharding takes away."""
+    now = dict(block.named_parameters())
+
+    def run_held(*inputs: Any) -> Any:
+        with _reparametrize_module(block, {**now}):  # which writes into what it is given
+            return run(*inputs)
+
+    return run_held

@@ -1,0 +1,1 @@
+"""A generator served over HTTP, in OpenAI's protocol."""

@@ -1,0 +1,505 @@
+"""OpenAI's protocol: what clients may ask for, completions and chats, and the form of replies.
+
+Beyond the protocol, every choice has its ``token_ids``. With tools a stream has a choice's text at
+its end, where calls are known.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import count
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
+
+from moetrain.config.sources import shortened
+from moetrain.data.chat import ChatTemplate
+from moetrain.data.tokenizer import Tokenizer
+from moetrain.generate.request import Completion, JsonBody, chat_ids
+from moetrain.serve.serving import Update
+from moetrain.serve.tool_calls import call_grammar, parse_tools
+
+_MOST_COMPLETIONS = 128
+_MOST_LIKELIEST = 20
+"""Likeliest tokens beside a chosen one, as OpenAI limits them for chats."""
+_MOST_STOPS, _LONGEST_STOP = 16, 128
+"""Number of stop texts, and characters of one: each token is checked against all of them."""
+_MOST_TURNS = 4096
+"""Turns of a chat: templates may take time that grows with their square."""
+_LEAST_LOGPROB = -9999.0
+"""The protocol's value for a token that is never chosen."""
+_INSTEAD = {"messages": "input", "response_format": "text, with a format"}
+_INSTEAD |= {"n": "a request for each answer"}
+_INSTEAD |= dict.fromkeys(("logprobs", "top_logprobs"), "a chat, whose tokens have them")
+_INSTEAD |= dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens")
+_INSTEAD |= dict.fromkeys(("previous_response_id", "conversation"), "the whole input")
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), (1,)),
+    **dict.fromkeys(("use_beam_search", "early_stopping"), (False,)),
+    **dict.fromkeys(("include_stop_str_in_output", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("add_special_tokens", "spaces_between_special_tokens"), (True,)),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "top_k": (-1,),
+    "truncation": ("disabled",),
+}
+"""Values with which clients send parameters that they do not use, as OpenAI and vLLM name them."""
+_Token = Annotated[int, Field(ge=0)]
+_Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
+_Stops = Annotated[list[_Stop], BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
+
+
+class _Format(JsonBody):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """``schema``, and others that only describe it."""
+
+
+class _Asked(JsonBody):
+    """The fields that completions and chats share. SamplingParams says what numbers may be."""
+
+    kind: ClassVar[str]
+    """The ``object`` of a reply, to which that of a part adds ``kind_of_parts``."""
+    kind_of_parts: ClassVar = ""
+    counts: ClassVar = ("prompt_tokens", "completion_tokens")
+
+    model: str = ""
+    """Ignored: the server has one model."""
+    user: str = ""
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    service_tier: str = ""
+    """These four change nothing."""
+    max_tokens: PositiveInt | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    """None: a new one for each request."""
+    n: int = Field(default=1, le=_MOST_COMPLETIONS)
+    stop: _Stops = Field([], max_length=_MOST_STOPS, fail_fast=True)
+    stop_token_ids: list[_Token] = Field([], max_length=_MOST_STOPS, fail_fast=True)
+    """Tokens that end a completion besides those that end a text, as vLLM has it."""
+    ignore_eos: bool = False
+    """Go on behind a token that ends a text, as vLLM has it."""
+    skip_special_tokens: bool = True
+    """False: special tokens are part of the text, as vLLM has it."""
+    stream: bool = False
+    stream_options: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Ignored: a stream's last part has the usage."""
+    response_format: _Format = _Format(type="text")
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(default=None, min_length=1, fail_fast=True)
+    guided_grammar: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, body: Any) -> Any:
+        """Leave out what changes nothing: null, and parameters with a value of :data:`_NEUTRAL`."""
+        if not isinstance(body, dict):
+            return body
+        body = {key: value for key, value in body.items() if value is not None}
+        for name in _NEUTRAL.keys() & body.keys():
+            neutral = _NEUTRAL[name]
+            if body[name] in neutral:
+                del body[name]
+            elif name not in cls.model_fields:
+                said = f"{name!r} is not supported, and {shortened(body[name])} would change"
+                raise ValueError(f"{said} something; leave it out, or send {neutral[0]!r}")
+        return body
+
+    def grammars(self, tokenizer: Tokenizer) -> list[tuple[Any, Any]]:
+        """Return the grammars that are asked for, by kind, of which a text can follow one."""
+        form, schema = self.response_format, self.response_format.json_schema.get("schema")
+        schemas = {"text": None, "json_object": {"type": "object"}, "json_schema": schema}
+        if form.type == "json_schema" and schema is None:
+            raise ValueError("response_format: json_schema has no schema; give it")
+        given = [
+            ("json_schema", schemas[form.type]),
+            ("json_schema", self.guided_json),
+            ("regex", self.guided_regex),
+            ("choice", self.guided_choice),
+            ("grammar", self.guided_grammar),
+        ]
+        return [(kind, text) for kind, text in given if text is not None]
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that limits the tokens of a completion, and its value; None: the default."""
+        names = ("max_output_tokens", "max_completion_tokens", "max_tokens")
+        given = ((name, getattr(self, name, None)) for name in names)
+        return next((pair for pair in given if pair[1] is not None), ("max_tokens", None))
+
+    @cached_property
+    def head(self) -> dict[str, Any]:
+        """What all parts of the reply begin with."""
+        return {"id": f"{self.kind}-{uuid.uuid4().hex}", "created": int(time.time())}
+
+    def reply(
+        self, model: str, choices: list[dict[str, Any]], tokens: tuple[int, int] | None
+    ) -> dict[str, Any]:
+        """Return a reply, or a part of one if it is a stream.
+
+        ``tokens``: how many were read and written; None: a part before the last.
+        """
+        kind = self.kind + self.kind_of_parts * self.stream
+        reply = {**self.head, "object": kind, "model": model, "choices": choices}
+        if tokens is not None:
+            counts = dict(zip(self.counts, tokens, strict=True))
+            reply["usage"] = counts | {"total_tokens": sum(tokens)}
+        return reply
+
+    def whole(self, reply: dict[str, Any]) -> dict[str, Any]:
+        """Return a whole reply in the protocol's form."""
+        return reply
+
+    def writer(self) -> Callable[[dict[str, Any]], str]:
+        """Return what makes server-sent events of each part of a reply, one after the other."""
+        end = {True: "data: [DONE]\n\n", False: ""}
+        return lambda part: f"data: {json.dumps(part, allow_nan=False)}\n\n{end['usage' in part]}"
+
+
+class Completions(_Asked):
+    kind: ClassVar = "text_completion"
+
+    prompt: Any
+    """A text or token ids, or a list of either."""
+    max_tokens: NonNegativeInt | None = None
+    echo: bool = False
+    """Begin the text, and the log-probabilities if there are any, with the prompt's."""
+    logprobs: int | None = Field(default=None, ge=0, le=_MOST_LIKELIEST)
+    prompt_logprobs: int | None = Field(default=None, ge=0)
+    """How many likeliest tokens go with each token of a prompt, as vLLM has it; None: no list.
+    A stream's last part has them."""
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> Completions:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError("max_tokens 0 asks for nothing; raise it, or send echo true")
+        return self
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many likeliest tokens go with each token's log-probability; None: there are none."""
+        return self.logprobs
+
+    def prompts(self, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+        """Return the tokens of every prompt; raises ValueError."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
+            prompt = [prompt]
+        if not isinstance(prompt, list) or not prompt:
+            raise ValueError("prompt is neither text nor token ids, nor a list of either")
+        if not all(isinstance(one, str) or _is_ids(one) for one in prompt):
+            raise ValueError("prompt is a list of something else than texts or token ids")
+        try:
+            return [
+                tuple(tokenizer.encode_prompt(one) if isinstance(one, str) else one)
+                for one in prompt
+            ]
+        except ValueError as error:
+            raise ValueError(f"prompt: {error}") from None
+
+    def said(self, text: str, reason: str | None) -> dict[str, Any]:
+        """Return a choice's text, of a stream a part, and why it ended (None: it goes on)."""
+        return {"text": text, "finish_reason": reason}
+
+    @staticmethod
+    def scored(prompt: Sequence[int], done: Completion) -> list[dict[int, dict[str, float]] | None]:
+        """Return each token of ``prompt``, by id, with the likeliest there; None: the first."""
+        found = zip(prompt[1:], done.prompt_logprobs, done.prompt_top_logprobs, strict=True)
+        each = ({**top, token: logprob}.items() for token, logprob, top in found)
+        return [None, *({t: {"logprob": max(p, _LEAST_LOGPROB)} for t, p in x} for x in each)]
+
+    @staticmethod
+    def logprobs_of_prompt(
+        prompt: Sequence[int], done: Completion, name: Callable[[int], str]
+    ) -> dict[str, Any]:
+        """Return log-probabilities of the tokens of a prompt, of which the first has none."""
+        return {
+            "tokens": [name(token) for token in prompt],
+            "token_logprobs": [None, *(max(p, _LEAST_LOGPROB) for p in done.prompt_logprobs)],
+            "top_logprobs": [None, *(_by_name(top, name) for top in done.prompt_top_logprobs)],
+        }
+
+    def logprobs_of(self, updates: list[Update], name: Callable[[int], str]) -> dict[str, Any]:
+        """Return a choice's log-probabilities; ``name`` gives a token's text."""
+        return {
+            "tokens": [name(update.token) for update in updates],
+            "token_logprobs": [update.logprob for update in updates],
+            "top_logprobs": [_by_name(update.top_logprobs, name) for update in updates],
+        }
+
+
+def _by_name(top: Mapping[int, float], name: Callable[[int], str]) -> dict[str, float]:
+    """Return log-probabilities by the tokens' texts; of tokens with one text that of the likeliest.
+
+    Parts of characters have one text, that of U+FFFD.
+    """
+    ascending = sorted(top.items(), key=lambda pair: pair[1])
+    return {name(token): max(p, _LEAST_LOGPROB) for token, p in ascending}
+
+
+class Chat(_Asked):
+    """A request to answer the last turn of a chat."""
+
+    prompt_logprobs: ClassVar = None
+    echo: ClassVar = False
+
+    kind: ClassVar = "chat.completion"
+    kind_of_parts: ClassVar = ".chunk"
+
+    messages: list[Any] = Field(max_length=_MOST_TURNS)
+    """Objects, as :func:`~moetrain.data.messages.read_messages` reads them."""
+    tools: Any = None
+    tool_choice: Any = None
+    documents: Any = None
+    chat_template_kwargs: Any = None
+    add_generation_prompt: bool = True
+    """Whether the template opens the assistant's turn, as vLLM has it."""
+    continue_final_message: bool = False
+    """Go on with the last message, which is the assistant's, as vLLM has it."""
+    reasoning_effort: str | None = None
+    """This, the tools, the documents and the variables go to the template, which defines them."""
+    parallel_tool_calls: bool = True
+    store: bool = False
+    metadata: Any = None
+    """These three change nothing."""
+    max_completion_tokens: PositiveInt | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=_MOST_LIKELIEST)
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Chat:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens is max_completion_tokens by another name; send one")
+        given = {"add_generation_prompt", "continue_final_message"} & self.model_fields_set
+        if len(given) == 2 and self.add_generation_prompt and self.continue_final_message:
+            problem = "add_generation_prompt and continue_final_message exclude each other"
+            raise ValueError(f"{problem}; send one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs has no effect without logprobs true; send both")
+        return self
+
+    @property
+    def likeliest(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def grammars(self, tokenizer: Tokenizer) -> list[tuple[Any, Any]]:
+        found = super().grammars(tokenizer)
+        if self.tool_choice not in (None, "auto", "none"):
+            template = ChatTemplate.of(tokenizer)
+            template = (template.with_tools or template).source
+            found.append(("grammar", call_grammar(self.tools, self.tool_choice, template)))
+        return found
+
+    def prompts(self, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+        ids = chat_ids(
+            tokenizer,
+            self.messages,
+            self.record,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
+        return [ids]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The template's variables beside the messages."""
+        tools = None if self.tool_choice == "none" else self.tools
+        variables = self.chat_template_kwargs
+        if self.reasoning_effort is not None and isinstance(variables, dict | None):
+            variables = {"reasoning_effort": self.reasoning_effort, **(variables or {})}
+        return {"tools": tools, "documents": self.documents, "chat_template_kwargs": variables}
+
+    @cached_property
+    def schemas(self) -> dict[str, Any]:
+        """The parameters of each tool that may be called."""
+        tools = ChatTemplate.variables_of(self.record)["tools"] or ()
+        functions = [f for tool in tools if isinstance(f := tool.get("function"), dict)]
+        named = [f for f in functions if isinstance(f.get("name"), str)]
+        return {f["name"]: f.get("parameters") or {} for f in named}
+
+    def said(self, text: str, reason: str | None) -> dict[str, Any]:
+        text, calls = parse_tools(text, self.schemas)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message |= {"content": text or None, "tool_calls": []}
+            reason = "tool_calls" if reason == "stop" else reason
+        for i, (name, arguments) in enumerate(calls):
+            function = {"name": name, "arguments": arguments}
+            call: dict[str, Any] = {"index": i} if self.stream else {}
+            # The same when an agent that was resumed is told again.
+            call |= {"id": f"call_{len(self.messages)}_{i}", "type": "function"}
+            message["tool_calls"].append({**call, "function": function})
+        return {"delta" if self.stream else "message": message, "finish_reason": reason}
+
+    def logprobs_of(self, updates: list[Update], name: Callable[[int], str]) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            return {"token": name(token), "logprob": max(logprob, _LEAST_LOGPROB), "bytes": None}
+
+        content = []
+        for update in updates:
+            top = [entry(*pair) for pair in update.top_logprobs.items()]
+            content.append(entry(update.token, update.logprob) | {"top_logprobs": top})
+        return {"content": content}
+
+
+class Responses(Chat):
+    """A request of ``/v1/responses``, which becomes a chat's before it is checked.
+
+    So what is generated, recorded and refused is the same. Left out on purpose: responses that are
+    kept, tools that a server runs, and items of reasoning, since thoughts are part of the text.
+    """
+
+    kind: ClassVar = "response"
+    kind_of_parts: ClassVar = ""
+    counts: ClassVar = ("input_tokens", "output_tokens")
+
+    max_output_tokens: PositiveInt | None = None
+    text: dict[Literal["format"], dict[str, Any]] = Field({})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_chat(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        for name in sorted(_INSTEAD.keys() & body.keys()):
+            raise ValueError(f"{name!r} is not supported; send {_INSTEAD[name]}")
+        body = {key: value for key, value in body.items() if value != []}
+        first, given = body.pop("instructions", None), body.pop("input", None)
+        if isinstance(given, str):
+            given = [{"role": "user", "content": given}]
+        body["messages"] = [] if first is None else [{"role": "system", "content": first}]
+        body["messages"] += _turns_of(given if isinstance(given, list) else [given])
+        if tools := body.get("tools"):
+            body["tools"] = [_tool(x) for x in (tools if isinstance(tools, list) else [tools])]
+        match body.get("tool_choice"):
+            case {"name": name}:
+                body["tool_choice"] = {"type": "function", "name": name, "function": {"name": name}}
+        match body.get("reasoning"):
+            case {"effort": effort, **others} if not any(others.values()):
+                body["reasoning_effort"] = effort
+                del body["reasoning"]
+        match body.get("text"):
+            case {"format": {**form}}:
+                body["response_format"] = {"type": form.get("type"), "json_schema": form}
+        return body
+
+    def whole(self, reply: dict[str, Any]) -> dict[str, Any]:
+        (choice,) = reply.pop("choices")
+        text, calls = choice["message"]["content"], choice["message"].get("tool_calls", ())
+        statuses = {None: "in_progress", "stop": "completed", "tool_calls": "completed"}
+        status = statuses.get(choice["finish_reason"], "incomplete")
+        is_long = choice["finish_reason"] == "length"
+        output = [{"type": "function_call", "call_id": c["id"], **c["function"]} for c in calls]
+        if text or not calls:
+            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+            output.insert(0, {"type": "message", "role": "assistant", "content": [part]})
+        for i, item in enumerate(output):
+            item |= {"id": f"{reply['id']}-{i}", "status": status}
+        if "usage" in reply:
+            reply["usage"]["input_tokens_details"] = {"cached_tokens": 0, "cache_write_tokens": 0}
+            reply["usage"]["output_tokens_details"] = {"reasoning_tokens": 0}
+        return reply | {
+            "created_at": reply.pop("created"),
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_long else None,
+            "output": output,
+            "token_ids": choice["token_ids"],
+            "tools": [{"type": "function", **tool["function"]} for tool in self.tools or ()],
+            "tool_choice": self.tool_choice or "auto",
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+
+    def writer(self) -> Callable[[dict[str, Any]], str]:
+        numbers, texts, tokens = count(), list[str](), list[int]()
+
+        def event(kind: str, **fields: Any) -> str:
+            fields = {"type": f"response.{kind}", "sequence_number": next(numbers), **fields}
+            return f"event: {fields['type']}\ndata: {json.dumps(fields, allow_nan=False)}\n\n"
+
+        def write(part: dict[str, Any]) -> str:
+            (choice,) = part["choices"]
+            is_first, is_last = not tokens, choice["finish_reason"] is not None
+            texts.append(choice["delta"]["content"] or "")
+            tokens.extend(choice["token_ids"])
+            if not is_first and not is_last:
+                at = {"item_id": f"{part['id']}-0", "output_index": 0, "content_index": 0}
+                new = {"logprobs": [], "delta": texts[-1]}
+                return "" if self.schemas else event("output_text.delta", **at, **new)
+            said = {"message": choice["delta"] | {"content": "".join(texts)}, "token_ids": tokens}
+            whole = self.whole(part | {"choices": [choice | said]})
+            events = ""
+            if is_first:
+                events = event("created", response=whole | {"output": [], "status": "in_progress"})
+            # With tools it is known at the end which items there are.
+            for i, item in enumerate(whole["output"] if is_last or not self.schemas else ()):
+                at = {"item_id": item["id"], "output_index": i}
+                kind, key, holder = "function_call_arguments", "arguments", item
+                if item["type"] == "message":
+                    kind, key, holder = "output_text", "text", item["content"][0]
+                    at |= {"content_index": 0, "logprobs": []}
+                words, holder[key] = holder[key], ""
+                if is_first or self.schemas:
+                    events += event("output_item.added", output_index=i, item=item)
+                new = words if self.schemas else texts[-1]
+                events += event(f"{kind}.delta", **at, delta=new)
+                holder[key] = words
+                if is_last:
+                    events += event(f"{kind}.done", **at, **{key: words})
+                    events += event("output_item.done", output_index=i, item=item)
+            return events + (event(whole["status"], response=whole) if is_last else "")
+
+        return write
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
+
+def _turns_of(items: list[Any]) -> list[Any]:
+    """Return a chat's messages: calls are part of the assistant's turn before them, if any."""
+    turns: list[dict[str, Any]] = []
+    for item in items:
+        match item:
+            case {"type": "function_call", "call_id": to, "name": name, "arguments": words}:
+                if not turns or turns[-1]["role"] != "assistant":
+                    turns.append({"role": "assistant"})
+                function = {"name": name, "arguments": words}
+                call = {"id": to, "type": "function", "function": function}
+                turns[-1].setdefault("tool_calls", []).append(call)
+            case {"type": "function_call_output", "call_id": to, "output": said}:
+                turns.append({"role": "tool", "tool_call_id": to, "content": _joined(said)})
+            case {"tool_calls": [_, *_]} | {"tool_call_id": str()}:
+                raise ValueError(f"input: {shortened(item)} is a chat's; send it as an item")
+            case {"role": role, "content": said} if item.get("type", "message") == "message":
+                turns.append({"role": role, "content": _joined(said)})
+            case _:
+                problem = "is no message, function_call or function_call_output; send those alone"
+                raise ValueError(f"input: {shortened(item)} {problem}")
+    return turns
+
+
+def _joined(content: Any) -> Any:
+    """Join parts of text, whose types templates do not know."""
+    try:
+        return "".join(part["text"] for part in content)
+    except (LookupError, TypeError):  # a chat reads or refuses it
+        return content
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    """Return a chat's tool, whose keys templates write in this order."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise ValueError(f"tools: {shortened(tool)} is not of type function; leave it out")
+    names = ("name", "description", "parameters", "strict", *sorted(tool.keys() - {"type"}))
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": function}

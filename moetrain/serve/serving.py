@@ -1,0 +1,156 @@
+"""A generator for one event loop: its steps run on a thread, and tokens arrive as they come."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple, TypeVar
+
+from moetrain.generate.engine import Generator
+from moetrain.generate.grammars import Compiled
+from moetrain.generate.request import Completion, Request
+
+_T = TypeVar("_T")
+
+
+class Update(NamedTuple):
+    """One more token of a completion."""
+
+    completion: Completion
+    """Which grows; with its last token it is whole."""
+    token: int
+    logprob: float
+    top_logprobs: dict[int, float]
+    """The likeliest tokens, as many as were asked for."""
+    finish_reason: str | None
+    """None: more tokens will come."""
+
+
+class ServingClosedError(RuntimeError):
+    """The server stops, so that nothing is generated any more."""
+
+
+class _Listener(asyncio.Queue[Update | Exception]):
+    num_open = 0
+    """Completions that are not finished."""
+
+
+class Serving:
+    """Serves one event loop's requests with ``generator``, which nothing else may use meanwhile."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        self._thread = ThreadPoolExecutor(1, "generator")
+        self._streams: list[_Listener] = []
+        self._listeners: dict[str, _Listener] = {}
+        """By the ids of requests that the generator has taken up."""
+        self._driver: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    @property
+    def num_open(self) -> int:
+        """Completions that run or wait, whether or not their tokens were read."""
+        return sum(listener.num_open for listener in self._streams)
+
+    async def stream(self, *requests: Request) -> AsyncGenerator[Update, None]:
+        """Yield the tokens of all completions of ``requests`` as they come.
+
+        Raises:
+            BusyError: too many grammars are in use now.
+            RequestError: one can never be served, or another of its id is being served.
+            ServingClosedError: :meth:`close` came first.
+        """
+        if self._is_closed:
+            raise ServingClosedError("generation was closed")
+        left = sum(request.params.n for request in requests)
+        submitted: Future[None] | None = None
+        listener = _Listener()
+        listener.num_open = left
+        self._streams.append(listener)
+        try:
+            async with self._compiled(requests):
+                submitted = self._thread.submit(self.generator.submit, *requests)
+                await asyncio.wrap_future(submitted)
+            self._listeners |= {request.id: listener for request in requests}
+            if self._driver is None or self._driver.done():
+                self._driver = asyncio.create_task(self._drive())
+            while left:
+                update = await listener.get()
+                if isinstance(update, Exception):
+                    raise update
+                left -= update.finish_reason is not None
+                yield update
+        finally:
+            self._streams.remove(listener)
+            for request in requests:
+                if self._listeners.get(request.id) is listener:
+                    del self._listeners[request.id]
+            if left and submitted is not None and not self._is_closed:
+                # Not awaited: a task that is being cancelled must not await.
+                self._thread.submit(self._abort, requests, submitted)
+
+    @asynccontextmanager
+    async def _compiled(self, requests: Sequence[Request]) -> AsyncIterator[None]:
+        """Compile the grammars of ``requests`` and hold them inside. Raises RequestError."""
+        firsts = {r.params.grammar: r for r in reversed(requests) if r.params.grammar is not None}
+        held: list[Compiled] = []
+        try:
+            for request in firsts.values():
+                held.append(self.generator.compile(request))
+                ready = asyncio.wrap_future(held[-1].ready)
+                ready.add_done_callback(lambda done: done.cancelled() or done.exception())
+                # Other requests may wait for the same grammar, so cancelling this one must not
+                # cancel it.
+                await asyncio.wait((ready,))
+                try:
+                    ready.result()
+                except ValueError as error:
+                    raise self.generator.refusal(request, error) from None
+            yield
+        finally:
+            for compiled in held:
+                self.generator.grammars.release(compiled)
+
+    async def call(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Call ``function(*args)`` on the generator's thread, between two steps."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def close(self) -> None:
+        """Abort all requests, which raises an error in their listeners, and end the thread."""
+        self._is_closed = True
+        if self._driver is not None:
+            self._driver.cancel()
+        for name, listener in list(self._listeners.items()):
+            await self.call(self.generator.abort, name)
+            listener.put_nowait(ServingClosedError(f"request {name!r}: generation was closed"))
+        self._thread.shutdown()
+
+    def _abort(self, requests: Sequence[Request], submitted: Future[None]) -> None:
+        """End ``requests`` if ``submitted`` took them up. Runs on the generator's thread."""
+        if not submitted.cancelled() and submitted.exception() is None:
+            for request in requests:
+                self.generator.abort(request.id)
+
+    async def _drive(self) -> None:
+        try:
+            while self._listeners:
+                updates = await self.call(self._step)
+                if not updates:  # it reads a long prompt
+                    await asyncio.sleep(0.001)
+                for update in updates:
+                    if listener := self._listeners.get(update.completion.request_id):
+                        listener.num_open -= update.finish_reason is not None
+                        listener.put_nowait(update)
+        except Exception as error:  # noqa: BLE001 - every listener raises it
+            for listener in self._listeners.values():
+                listener.num_open = 0
+                listener.put_nowait(error)
+
+    def _step(self) -> list[Update]:
+        updates = []
+        for c in self.generator.step():
+            for i in range(-c.num_new, 0):
+                top = c.top_logprobs[i] if c.top_logprobs else {}
+                reason = c.finish_reason if i == -1 else None
+                updates.append(Update(c, c.tokens[i], c.logprobs[i], top, reason))
+        return updates

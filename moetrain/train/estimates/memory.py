@@ -1,0 +1,508 @@
+"""An estimate, by part, of the memory that a run takes on one device, before anything is built.
+
+Weights, gradients and moments follow from the number of parameters and how they are sharded. The
+parts of a block say what they keep for the backward, as autograd or the compiler's partitioner
+saves it; it is added up here. The peak comes at one of two moments: the start of the backward, when
+all blocks' activations exist, or its end, when a device that shards nothing has all gradients. In a
+run that generates too, with a model and a cache beside the trainer's, generation is a third.
+
+``tests/test_memory.py`` compares it with the allocator's peak on H200s. Left out on purpose:
+fragmentation (1 to 3 GiB there), buffers of communication libraries, and uneven routing, which
+gives the fullest expert parallel rank more rows than the mean that is assumed here. On a CPU it is
+a lower bound: the process itself and the plain reference kernels take more.
+
+Bytes unless a name says otherwise.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch.distributed.tensor import Shard
+
+from moetrain.config import Config, ConfigError, OptimSection
+from moetrain.config.environment import GIB
+from moetrain.config.rl import RlSection, SleepName
+from moetrain.config.sections import ModelSection, TrainSection
+from moetrain.kernels.optim.muon import orthogonalising_bytes
+from moetrain.kernels.quant.e4m3 import SCALED
+from moetrain.kernels.vocabulary.chunk import CHUNK_ELEMENTS
+from moetrain.models.architecture import FP32, Architecture, AttentionPart, Part, Workload
+from moetrain.models.hf.load import resolve_architecture
+from moetrain.models.rules import Rule
+from moetrain.models.transformer import plan_model
+from moetrain.parallel.apply import frees_memory, resharded_blocks, turning_regions
+from moetrain.parallel.fsdp.transport import wants_copies
+from moetrain.parallel.mesh import STYLES, ParallelDims
+from moetrain.parallel.pipeline.stages import StagePlan
+
+_HOSTED_BYTES = 16
+"""Bytes of a parameter that is updated on the host: weight, gradient and both moments, in fp32."""
+
+_Layer = tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device at a step's peak, by part; they add up to :attr:`total`."""
+
+    MARGIN: ClassVar = 0.1
+    """Measured relative error: a run is refused only if it cannot fit despite it."""
+
+    weights: float = 0.0
+    """This rank's parameters: in fp32 or bf16 if they are trained, else in the compute dtype."""
+    gradients: float = 0.0
+    """Gradients that exist at the peak."""
+    moments: float = 0.0
+    """AdamW's two moments of the trained parameters, or Muon's one."""
+    gathered: float = 0.0
+    """Parameters in the compute dtype: gathered from other ranks, or cast for the backward."""
+    activations: float = 0.0
+    """Activations that blocks keep for the backward."""
+    logits: float = 0.0
+    """A chunk of logits, and the gradients that the loss makes in its forward."""
+    working_set: float = 0.0
+    """Tensors of the largest block's backward while it runs."""
+    peers: float = 0.0
+    """Buffers that ranks of one machine read and write of each other
+    (``parallel.fsdp_transport``)."""
+    generator: float = 0.0
+    """Weights that generation has for itself, as it stores them."""
+    cache: float = 0.0
+    """Generation's keys, values and states."""
+    teacher: float = 0.0
+    """This rank's parameters of ``rl.teacher``."""
+
+    @property
+    def total(self) -> float:
+        """Bytes at the peak."""
+        return sum(vars(self).values())
+
+    def surely_fits(self, capacity: float) -> bool:
+        """Return whether ``capacity`` bytes are enough, whatever the estimate's error."""
+        return self.total * (1 + self.MARGIN) <= capacity
+
+    def may_fit(self, capacity: float) -> bool:
+        """Return whether ``capacity`` bytes may be enough."""
+        return self.total * (1 - self.MARGIN) <= capacity
+
+    def check(self, config: Config, capacity: float) -> None:
+        """Refuse a run that cannot fit into ``capacity`` bytes: ConfigError on batch or model."""
+        if self.may_fit(capacity):
+            return
+        problem = f"takes about {self.describe()}; this device has {capacity / GIB:.1f} GiB"
+        if self.cache > capacity or replace(self, cache=0.0).may_fit(capacity):
+            field = "max_sequences" if config.rl.cache_tokens is None else "cache_tokens"
+            raise ConfigError(f"rl.{field}", f"{getattr(config.rl, field)} {problem}. Lower it")
+        state = self.weights + self.moments
+        if state > capacity or config.train.micro_batch_size == 1:
+            field = "model.path" if config.model.path is not None else "model.preset"
+            name = config.model.path or config.model.preset
+            raise ConfigError(field, f"{name!r} {problem}. Use more devices or a smaller model")
+        raise ConfigError(
+            "train.micro_batch_size",
+            f"{config.train.micro_batch_size} {problem}. Lower it, or recompute activations "
+            "(activation.policy full)",
+        )
+
+    def describe(self) -> str:
+        """Write ``65.1 GiB a device: weights 16.2, gradients 16.2, ...``."""
+        optional = ("peers", "generator", "cache", "teacher")
+        sizes = {name: size for name, size in vars(self).items() if size or name not in optional}
+        parts = ", ".join(
+            f"{name.replace('_', ' ')} {size / GIB:.1f}" for name, size in sizes.items()
+        )
+        return f"{self.total / GIB:.1f} GiB a device: {parts}"
+
+
+@lru_cache(maxsize=1)
+def teacher_of(path: str) -> Architecture:
+    """Return the model that ``rl.teacher`` names; ConfigError: there is none."""
+    try:
+        arch = resolve_architecture(ModelSection(path=path))
+    except ConfigError as error:
+        raise ConfigError("rl.teacher", error.problem) from None
+    if arch.num_labels:
+        problem = f"{path!r} is a reward model, whose head predicts no token"
+        raise ConfigError("rl.teacher", f"{problem}; name a language model")
+    return arch
+
+
+@lru_cache(maxsize=4)
+def _parameters(
+    config: Config, arch: Architecture, dtype: torch.dtype
+) -> tuple[dict[str, int], dict[str, Rule]]:
+    """Return how many numbers every parameter has, and its rule, by name."""
+    model, rules = plan_model(config, arch, dtype)
+    return {name: parameter.numel() for name, parameter in model.named_parameters()}, rules
+
+
+class _Block(NamedTuple):
+    numbers: float
+    """How many parameters it computes with."""
+    unsharded: float
+    """Bytes of these, beside the weights that are kept anyway."""
+    saved: float
+    """What is kept for the backward (``activation.policy``)."""
+    backward: float
+    """What its backward needs beside that."""
+    copies: float
+    """What places for copies of experts take."""
+
+
+class RankSizes:
+    """The sizes of one pipeline rank, from which its estimates are made.
+
+    Counts of parameters are whole over FSDP ranks, and split over tensor or expert ones.
+    """
+
+    @classmethod
+    def of_ranks(
+        cls, config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
+    ) -> list[Self]:
+        """Size every pipeline rank; ``dtype`` is the one that is computed in."""
+        # What decides on its parameters alone, so that many plans of one run count them once.
+        train = TrainSection(freeze=config.train.freeze)
+        sections = {"kernels": config.kernels, "moe": config.moe, "lora": config.lora}
+        sections["rl"] = RlSection(generator_dtype=config.rl.generator_dtype)
+        optim = {name: getattr(config.optim, name) for name in ("name", "weight_dtype")}
+        sections |= {"optim": OptimSection(**optim)}
+        key: Any = Config().model_copy(update={**sections, "train": train})
+        parameters = _parameters(key, arch, dtype)  # pyright: ignore[reportArgumentType] - frozen
+        plan = StagePlan(config, arch)
+        return [
+            cls(plan, dims, dtype, rank, in_flight, *parameters)
+            for rank, in_flight in enumerate(plan.in_flight(dims))
+        ]
+
+    @staticmethod
+    def least_sleep(ranks: "Sequence[RankSizes]", room: float) -> SleepName:
+        """Return ``rl.sleep``, where auto is the least that surely fits into ``room`` bytes."""
+        asked = ranks[0].config.rl.sleep
+        if asked != "auto":
+            return asked
+        ways: tuple[SleepName, ...] = ("never", "cache")
+        for sleep in ways:
+            fits = all(rank.peak(sleep).surely_fits(room) for rank in ranks)
+            if fits or ranks[0].config.rl.apart:
+                return sleep
+        return "all"
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        dims: ParallelDims,
+        dtype: torch.dtype,
+        rank: int,
+        in_flight: int,
+        numels: Mapping[str, int],
+        rules: Mapping[str, Rule],
+    ) -> None:
+        """Add up what lies on pipeline rank ``rank``.
+
+        Args:
+            in_flight: micro-batches whose activations one of its stages holds at once, over all
+                stages.
+            numels, rules: of every parameter of the model, by name.
+        """
+        config, arch = plan.config, plan.arch
+        self.config = config
+        self.arch = arch
+        self.dims = dims
+        tokens = config.train.micro_batch_size * config.data.seq_len // dims.cp
+        how = (dims.tp, dims.ep, dtype.itemsize, config.compile.is_on)
+        self.share = Workload(tokens, *how, dims.cp, dims.cp_method == "all_gather")
+        self.residual_bytes = self.share.own_tokens * arch.hidden_size * dtype.itemsize
+        """Bytes of a micro-batch's residual stream."""
+        layers = arch.layers()
+        self.layers: Counter[_Layer] = Counter(layers[i] for i in plan.blocks_of(rank))
+        """How many of this rank's blocks have the same parts."""
+        self.turns = resharded_blocks(config, dims.world_size, self.layers.total())
+        """How many of them take turns in a region or two for their unsharded parameters."""
+        self.num_stages = len(plan.stages_of(rank))
+        self._passes = in_flight / self.num_stages
+        """Micro-batches whose activations these blocks hold at once."""
+        is_first, self.is_last = (plan.rank_of_stage[end] == rank for end in (0, -1))
+        both = is_first + self.is_last
+        self.matrices = min(both, 1) if arch.tie_embeddings else both
+        if arch.num_labels:  # whose head is a row
+            self.matrices = int(is_first)
+        """Vocabulary matrices here: embedding and head, or one if they are tied."""
+        self.vocabulary_numbers = arch.vocab_size * arch.hidden_size / dims.tp
+        rows = arch.num_labels or arch.vocab_size / dims.tp
+        self.head_numbers = rows * arch.hidden_size
+
+        mine = {name: n for name, n in numels.items() if rank in plan.holders(name)}
+        owned = [(n, rules[name]) for name, n in mine.items()]
+        self._stored = sum(
+            n * (rule.form.bytes_per_number if rule.form else rule.storage.itemsize)
+            for n, rule in owned
+        )
+        """Bytes of its parameters over all ranks of a replica."""
+        self.trained = sum(n for n, rule in owned if rule.trainable)
+        self.share_trained = self.trained / sum(mine.values())
+        """Share of its parameters that is trained, taken to be the same in every part."""
+        # Of what the host updates, the device has the compute values alone.
+        self._hosted = config.optim.offload_fraction * self.trained / dims.sharding_ranks
+        self._updated = self.trained / dims.sharding_ranks - self._hosted
+        """How many parameters this rank's device updates, with gradients and moments."""
+        self.orthogonal = sum(n for n, rule in owned if rule.is_orthogonal) / dims.sharding_ranks
+        """How many of them Muon updates."""
+        self._share_updated = self.share_trained * (1 - config.optim.offload_fraction)
+        ep = 1 if config.rl.apart else dims.ep  # the copy that is sent has all experts
+        self._generator = sum(
+            _copied_bytes(numels[name], rule, dims, ep, dtype, is_here=name in mine)
+            for name, rule in rules.items()
+        )
+        """Bytes of weights that generation has for itself, over all stages."""
+        codes: Counter[str] = Counter()
+        widened: Counter[str] = Counter()
+        for name, numel in numels.items():
+            rule, layer = rules[name], name.split(".")[1]
+            if rule.generated is not None and not config.rl.apart:
+                widened[layer] += numel // ep * dtype.itemsize
+            if rule.form is not None and rule.is_hosted and name in mine:
+                codes[layer] += rule.form.num_bytes(numel // dims.sharding_ranks)
+        self._widened = max(widened.values(), default=0)
+        """Bytes of a layer's experts that generation widens, where it stores them in codes."""
+        self._hosted_codes, self._staged = codes.total(), 2 * max(codes.values(), default=0)
+        """Bytes of codes that lie on the host, and on the device: a block's, and the next one's."""
+        self._regions = turning_regions(config, dims.world_size)
+        self._peers = self._shared_bytes(mine, rules, dtype)
+        """Bytes of buffers that other ranks copy from and to; of several machines' ranks none."""
+
+        self.is_alone = dims.world_size == 1
+        self._frees = frees_memory(config, dims.world_size)
+        self._is_accumulating = config.train.micro_batches(dims.data_ranks) > 1
+        self._allocates_late = self._frees and not self._is_accumulating
+        """Whether gradients are allocated at their first use."""
+        self._unlike_kept = 1.0
+        """Share of the parameters whose compute value is not the tensor that this rank keeps."""
+        if self.is_alone:
+            wide = {n for n, rule in rules.items() if rule.trainable and rule.storage != dtype}
+            share = sum(mine[name] for name in wide & mine.keys()) / sum(mine.values())
+            self._unlike_kept = share * (1 - config.optim.offload_fraction)
+        experts = [rule for rule in rules.values() if rule.style == "expert"]
+        is_used_so = all(rule.storage == dtype and not rule.form for rule in experts)
+        self._experts_stay = dims.efsdp == 1 and is_used_so and not self.is_alone
+        """Whether experts are used as this rank keeps them, where others are gathered."""
+        self._blocks = {layer: self._block(layer) for layer in self.layers}
+        self._peers += max(block.copies for block in self._blocks.values())
+
+    def _shared_bytes(
+        self, mine: Mapping[str, int], rules: Mapping[str, Rule], dtype: torch.dtype
+    ) -> float:
+        """Count bytes of :class:`~moetrain.parallel.fsdp.transport.Peers`."""
+        config, dims = self.config, self.dims
+        device_type = "cpu" if config.train.device == "cpu" else "cuda"
+        is_near = dims.machines(dims.sharding_ranks) == 1
+        if not (is_near and wants_copies(config.parallel, device_type)):
+            return 0.0
+        shards, inbox = 0.0, 0.0
+        for name, numel in mine.items():
+            rule = rules[name]
+            by_style = dims.ep if rule.style == "expert" else dims.tp
+            cut = by_style if isinstance(STYLES[rule.style], Shard) else 1
+            if dims.sharding_ranks == cut or rule.form:  # nobody copies it
+                continue
+            size = numel * (rule.gather or dtype).itemsize / cut
+            on_device = 1 - config.optim.offload_fraction * rule.trainable
+            shards += on_device * size * cut / dims.sharding_ranks
+            if rule.trainable and on_device:
+                inbox = max(inbox, size)
+        return shards + inbox
+
+    def _block(self, layer: _Layer) -> _Block:
+        share, activation, width = self.share, self.config.activation, self.share.width
+        numbers = sum(part.numbers(share) for part in layer)
+        is_narrow = self.config.lora.base_dtype != "auto"
+        weights = [w for part in layer for w in part.weights.values()]
+        experts = sum(math.prod(w.shape) for w in weights if w.rule.style == "expert")
+        others = numbers - self._experts_stay * experts / share.ep
+        copies = self.config.moe.redundant_experts / max(1, self.arch.num_experts) * experts * width
+        unsharded = (1.0 if is_narrow else self._unlike_kept) * width * others + copies
+        # Beside its input, a compiled norm keeps its result, which the product after it keeps too;
+        # an eager norm also keeps its input in fp32 and the normalised value.
+        inputs = 2 * width if share.is_compiled else FP32 + 2 * width
+        normed = inputs * share.own_tokens * self.arch.hidden_size
+        made = [normed * (len(part.norms) or 1) + part.activations(share) for part in layer]
+        saved = sum(made) if activation.policy == "none" else self.residual_bytes
+        is_kept = activation.policy == "selective" and "experts" in activation.save
+        saved += copies * (activation.policy == "none" or is_kept)
+        # What each part recomputes, and gradients that are wider than the residual stream.
+        working = [part.working_set(share) for part in layer]
+        backward = sum(made) - saved + sum(working)
+        if activation.policy == "selective":
+            kept = [
+                sum(size for name, size in part.saved(share).items() if name in activation.save)
+                for part in layer
+            ]
+            saved += sum(kept)
+            backward -= sum(kept)
+            if share.is_compiled:  # each where its own gradients are computed
+                backward = max(m - k + w for m, k, w in zip(made, kept, working, strict=True))
+        # And gradients of the parameters in the compute dtype (fp32 if the weights are).
+        backward += self.share_trained * (width * numbers + copies)
+        return _Block(numbers, unsharded, saved, backward, copies)
+
+    def peak(self, sleep: SleepName | None) -> MemoryEstimate:
+        """Estimate the moment of a training step that takes most.
+
+        ``sleep``: memory of generation that is freed during updates; None: nothing generates.
+        """
+        masters = self._hosted * (FP32 - self.share.width)  # which lie on the host
+        weights = self._stored / self.dims.sharding_ranks - masters - self._hosted_codes
+        kept = MemoryEstimate(weights, moments=self.moment_bytes(), peers=self._peers)
+        rl = self.config.rl
+        if sleep is not None and rl.teacher is not None and not rl.is_teacher_served:
+            teacher = teacher_of(rl.teacher).num_params() * self.share.width
+            kept = replace(kept, teacher=teacher / self.dims.sharding_ranks)
+        training = kept
+        generation = {"generator": self._generator, "cache": self._cache()}
+        if sleep is not None:
+            awake = {"generator": sleep != "all", "cache": sleep == "never"}
+            training = replace(training, **{k: v * awake[k] for k, v in generation.items()})
+        moments = [self._start_of_backward(training), self._end_of_backward(training)]
+        if self.orthogonal:  # by then there are all gradients
+            late = {"gradients": self._gradients(self._updated), "activations": 0.0}
+            weights = (w for layer in self.layers for part in layer for w in part.weights.values())
+            sizes = self.orthogonal, max(math.prod(weight.shape[-2:]) for weight in weights)
+            is_dealt = not self.is_alone
+            late["working_set"] = orthogonalising_bytes(*sizes, self.share.width, is_dealt=is_dealt)
+            moments.append(replace(moments[1], **late))
+        if sleep is not None:  # between updates, where buckets stay unless they are offloaded
+            if self.config.rl.offload:
+                kept = replace(kept, moments=0.0, peers=0.0)
+            elif not self._frees:
+                gradients = self._gradients(self._updated)
+                kept = replace(kept, gradients=gradients, gathered=self._unsharded_blocks())
+            moments.append(replace(kept, working_set=self._widened, **generation))
+        return max(moments, key=lambda estimate: estimate.total)
+
+    def on_host(self) -> Counter[str]:
+        """Return the bytes of host memory of one process, by the setting that asks for them."""
+        wanted = {
+            "optim.offload_fraction": int(_HOSTED_BYTES * self._hosted),
+            "lora.offload_experts": int(self._hosted_codes),
+            "rl.offload": int(self.config.rl.offload * self.moment_bytes()),
+        }
+        return +Counter(wanted)  # without zeros
+
+    def _start_of_backward(self, kept: MemoryEstimate) -> MemoryEstimate:
+        """Estimate the loss or the last block's backward, with all activations."""
+        width, tokens = self.share.width, self.share.tokens
+        updated = self._updated
+        if self._allocates_late:
+            updated = self._share_updated * self.head_numbers
+        backward = max(block.backward for block in self._blocks.values())
+        # The loss's forward makes the gradients of head and hidden states.
+        gradients = self.share_trained * self.head_numbers + tokens * self.arch.hidden_size
+        gradients *= 1 + self.arch.mtp_layers
+        rows = self.head_numbers / self.arch.hidden_size
+        chunk = min(tokens * rows, CHUNK_ELEMENTS)
+        chunk *= width
+        if self.config.kernels.precision == "fp8_gradients":  # codes; the matrix; a sum's next term
+            chunk = 1.75 * chunk + (1 + width) * self.head_numbers
+        logits = width * gradients + max(0.0, chunk - backward)
+        # The final norm, which is never compiled, and the hidden states.
+        tail = self.is_last * self.arch.hidden_size * (FP32 + 2 * width) * self.share.own_tokens
+        saved = self._passes * (self._of_all(lambda block: block.saved) + tail)
+        return replace(
+            kept,
+            gradients=self._gradients(updated),
+            gathered=self._unsharded_blocks() + self._unsharded_vocabulary(),
+            activations=saved,
+            logits=self.is_last * logits,
+            working_set=backward,
+        )
+
+    def _end_of_backward(self, kept: MemoryEstimate) -> MemoryEstimate:
+        """Estimate the first block's backward, with all other gradients but the embedding's."""
+        first, updated = next(iter(self._blocks.values())), self._updated
+        tied = self.arch.tie_embeddings
+        if self._allocates_late:
+            vocabulary = 0.0 if tied else self.vocabulary_numbers
+            updated -= self._share_updated * (first.numbers + vocabulary)
+        gathered = self._unsharded_blocks() + self._unsharded_vocabulary()
+        if self._frees:  # its own, and the embedding
+            gathered = self._regions * first.unsharded + self._staged
+            gathered += self._unsharded_vocabulary() / (1 if tied else 2)
+        return replace(
+            kept,
+            gradients=self._gradients(updated),
+            gathered=gathered,
+            activations=first.saved,
+            working_set=first.backward,
+        )
+
+    def received(self) -> Counter[str]:
+        """Return the bytes that context parallelism brings here in a micro-batch's forward, by the
+        values of ``parallel.cp_method``."""
+        total: Counter[str] = Counter()
+        for layer, count in self.layers.items():
+            for part in layer:
+                if isinstance(part, AttentionPart):
+                    found = part.exchanged(self.share)
+                    total.update({name: int(count * size) for name, size in found.items()})
+        return total
+
+    def _of_all(self, of_one: Callable[[_Block], float]) -> float:
+        return sum(count * of_one(self._blocks[layer]) for layer, count in self.layers.items())
+
+    def moment_bytes(self) -> float:
+        """Count bytes of the moments that this rank's device updates."""
+        each = {"float32": 4, "bfloat16": 2, "float8": 1 + 1 / SCALED}
+        return (2 * self._updated - self.orthogonal) * each[self.config.optim.state_dtype]
+
+    def saved_bytes(self) -> float:
+        """Count bytes that a checkpoint has of this rank: parameters and moments, no gradients."""
+        each = getattr(torch, self.config.optim.weight_dtype).itemsize
+        return each * self._updated + self.moment_bytes() + (_HOSTED_BYTES - FP32) * self._hosted
+
+    def _gradients(self, updated: float) -> float:
+        """Count bytes of ``updated`` gradients, and of the fp32 ones that have yet to travel."""
+        kept = getattr(torch, self.config.optim.gradient_dtype).itemsize * updated
+        adds_unsharded = self._is_accumulating and self.config.parallel.reduce_at == "last"
+        if self.is_alone or not adds_unsharded:
+            return kept
+        vocabulary = self.matrices * self.vocabulary_numbers
+        numbers = self._of_all(lambda block: block.numbers) + vocabulary
+        return kept + FP32 * self.share_trained * numbers
+
+    def _unsharded_blocks(self) -> float:
+        """Count bytes of blocks' unsharded parameters when all forwards are done."""
+        blocks, turns = self.layers.total(), self.turns
+        kept = self._of_all(lambda block: block.unsharded) * (blocks - turns) / blocks
+        largest = max(block.unsharded for block in self._blocks.values())
+        return kept + min(self._regions, turns) * largest + self._staged  # it and a neighbour
+
+    def _unsharded_vocabulary(self) -> float:
+        numbers = self.matrices * self.vocabulary_numbers
+        return self._unlike_kept * self.share.width * numbers
+
+    def _cache(self) -> float:
+        """Count bytes of one rank's keys, values and states; one slot more is nobody's."""
+        rl, cp = self.config.rl, self.config.parallel.cp
+        if rl.apart:  # others have it
+            return 0.0
+        tokens = rl.cache_tokens or rl.max_sequences * self.config.data.seq_len
+        width, parts = self.share.width, [part for layer in self.arch.layers() for part in layer]
+        states = (rl.max_sequences + 1) * sum(part.state_bytes(width) for part in parts)
+        return width * tokens * sum(part.cached_numbers(cp) for part in parts) + states
+
+
+def _copied_bytes(
+    numel: int, rule: Rule, dims: ParallelDims, ep: int, dtype: torch.dtype, *, is_here: bool
+) -> float:
+    """Count what generation copies of a weight, where training has another or none ``is_here``."""
+    used, is_expert = rule.gather or dtype, rule.style == "expert"
+    if rule.generated is not None:
+        return numel // ep * rule.generated.bytes_per_number
+    is_cut = (dims.efsdp * dims.ep // ep if is_expert else dims.sharding_ranks) > 1
+    if rule.trainable or is_cut or rule.storage != used or rule.form or not is_here:
+        return numel // (ep if is_expert else 1) * used.itemsize
+    return 0

@@ -1,0 +1,209 @@
+"""An estimate of the time of a training step, from the parts' own counts and measured rates.
+
+A step's products, the bytes that its other kernels move, its update and its messages are counted
+for each pipeline rank, and divided by what a GPU reaches of its datasheet. What gathers and
+reductions of parameters take beyond the products is exposed; so are tensor parallel collectives and
+dispatch, which nothing hides. Pipelines are simulated by their schedule.
+
+Shares of the datasheet were measured on H200s (docs/benchmarks.md: where the step of 24 layers
+goes); for other GPUs they are taken to be the same. Nothing was measured between machines.
+
+Left out on purpose: data loading, evaluation, checkpoints, updates on the host, activations that
+travel to it, and eager blocks.
+
+Seconds unless a name says otherwise.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from moetrain.config import ConfigError
+from moetrain.config.environment import GPUS, NETWORK_RATE, Gpu, GpuName
+from moetrain.kernels.optim.muon import newton_schulz_flops
+from moetrain.models.architecture import FP32, AttentionPart, Part
+from moetrain.parallel.pipeline.stages import StagePlan
+from moetrain.train.estimates.memory import RankSizes
+
+# Shares of peak_flops (bf16) that products reach in whole steps of a hot H200.
+_EXPERTS, _ATTENTION, _PROJECTIONS, _HEAD = (x / 989 for x in (482, 431, 665, 669))
+_FASTER = {"bf16": 1.0, "fp8": 1.2, "fp8_gradients": 1.3, "fp8_blocks": 1.1}
+"""How much faster a precision makes products of blocks, quantisation included: 12 and 24 layers on
+two and four H200s. fp8_gradients makes the head so too."""
+_MEMORY = 4.26 / 4.8
+"""Share of memory_rate: a copy."""
+_LINK = 0.6
+"""Share of link_rate: 273 GB/s in dispatch, 274 in reductions, of 450."""
+_PASSES = 33
+"""How often norms, rotations, residuals and indices of a part read or write a residual stream, in
+forward and backward together: 63 ms for 24 layers of 40,960 tokens of 4 KiB."""
+_IDLE, _WAITING = 19 / 1131, 14 / 1131
+"""Shares of a step: nothing is computed, and the slowest of several GPUs is waited for."""
+_IMBALANCE = 0.1
+"""What the fullest expert parallel rank has beyond the mean, for each doubling of ranks."""
+_FORWARD, _ATTENTION_FORWARD = 1 / 3, 468 / 608 / 3
+"""The forward's share of both passes: by FLOPs, and as cuDNN's kernels run."""
+_ADAPTING = 30e-3 / 24
+"""How long a block with adapters, of two parts, waits for the host: 24 layers
+(docs/log/quantisation.md, 407cd65)."""
+
+
+def step_seconds(ranks: Sequence[RankSizes], gpu: GpuName) -> float:
+    """Estimate a step's seconds from every pipeline rank; ConfigError: it was not measured."""
+    config, dims = ranks[0].config, ranks[0].dims
+    for name, value in {
+        "optim.offload_fraction": config.optim.offload_fraction,
+        "compile.enabled": None if config.compile.is_on else False,
+    }.items():
+        if value or value is False:
+            raise ConfigError(name, f"{value}: its time is not estimated; leave it out")
+    clocks = [_Clock(rank, GPUS[gpu]) for rank in ranks]
+    number = config.train.micro_batches(dims.data_ranks)
+    busy = number * clocks[0].micro_batch()
+    if dims.pp > 1:
+        plan = StagePlan(config, ranks[0].arch)
+        each = [clock.micro_batch() / clock.rank.num_stages / 3 for clock in clocks]
+        units = [each[rank] for rank in plan.rank_of_stage]
+        border = clocks[0].travel(2.0 * ranks[0].residual_bytes, 2, dims.world_size)
+        timeline = plan.schedule(number).simulate(lambda x: x.unit_time * units[x.stage], border)
+        busy = timeline.makespan
+    waiting = _WAITING * (dims.world_size > 1)
+    return (busy + max(clock.update() for clock in clocks)) / (1 - _IDLE - waiting)
+
+
+class _Clock:
+    """One pipeline rank's times on a kind of GPU."""
+
+    def __init__(self, rank: RankSizes, gpu: Gpu) -> None:
+        self.rank = rank
+        self.share = rank.share
+        self.config, self.dims = rank.config, rank.dims
+        self.memory, self.link = _MEMORY * gpu.memory_rate, _LINK * gpu.link_rate
+        self.flops = gpu.peak_flops
+        self.number = self.config.train.micro_batches(self.dims.data_ranks)
+        self.gradient = getattr(torch, self.config.optim.gradient_dtype).itemsize
+        self.times = 4 + 2 * rank.share_trained
+        """FLOPs for each multiply-add of a forward, in it and in its backward."""
+        self.parts = [(part, n) for layer, n in rank.layers.items() for part in layer]
+        sizes = [(part.style == "routed", n * part.numbers(self.share)) for part, n in self.parts]
+        self.experts = sum(size for is_routed, size in sizes if is_routed)
+        """Parameters that a rank computes with: experts'; :attr:`others`: all others."""
+        self.others = sum(size for is_routed, size in sizes if not is_routed)
+        self.others += rank.matrices * rank.vocabulary_numbers
+
+    def travel(self, size: float, ranks: int, span: int) -> float:
+        """Return how long ``ranks`` among ``span`` neighbours take to receive ``size`` bytes."""
+        machines = min(ranks, self.dims.machines(span))
+        across = size * (1 - 1 / machines) / NETWORK_RATE
+        return max(size * (1 - 1 / ranks) / self.link, across)
+
+    def micro_batch(self) -> float:
+        """Estimate the forward and the backward of all its blocks, and of the head."""
+        computing, exposed, dims = self.head(), sum(self.weights_moved()), self.dims
+        for part, count in self.parts:
+            computing += count * sum(self.part(part))
+            for axis, size, times in self.exchanges(part):
+                ranks = getattr(dims, axis)
+                span = dims.token_ranks if axis == "cp" else ranks
+                exposed += count * sum(times) * self.travel(size, ranks, span)
+        return max(computing, self._gathers_and_reductions()) + exposed
+
+    def head(self) -> float:
+        """Estimate the head and the loss, whose forward makes its gradients too."""
+        is_narrow = self.config.kernels.precision == "fp8_gradients"
+        rate = _HEAD * (_FASTER["fp8_gradients"] if is_narrow else 1.0) * self.flops
+        products = self.rank.is_last * self.share.tokens * self.rank.vocabulary_numbers
+        return self.times * products / rate
+
+    def update(self) -> float:
+        """Estimate the update of its shard, and the sum of gradients over replicas."""
+        optim, numbers = self.config.optim, self.rank.trained / self.dims.sharding_ranks
+        gradient, master = self.gradient, getattr(torch, optim.weight_dtype).itemsize
+        # Master and moments are read and written, the gradient read, a copy written. For Muon a
+        # gradient becomes a direction, and that an orthogonal matrix.
+        copy = self.share.width * (master != self.share.width)
+        moved = numbers * (2 * master + gradient + copy) + 2 * self.rank.moment_bytes()
+        moved += self.rank.orthogonal * 4 * gradient
+        seconds, ranks = moved / self.memory, self.dims.sharding_ranks
+        seconds += self.travel(2 * FP32 * numbers, self.dims.dp_replicate, self.dims.world_size)
+        if not self.rank.orthogonal:
+            return seconds
+        how = optim.muon_iterations
+        weights = ((n, w) for part, n in self.parts for w in part.weights.values())
+        found = ((n, w.shape, w.rule.stacked) for n, w in weights if w.rule.is_matrix)
+        flops = sum(n * newton_schulz_flops(shape, how, stacked) for n, shape, stacked in found)
+        seconds += self.rank.share_trained * flops / ranks / (_EXPERTS * self.flops)
+        # Matrices that are cut travel to where they are whole, and back.
+        return seconds + self.travel(2 * self.share.width * self.others / ranks, ranks, ranks)
+
+    # ---- of one micro-batch --------------------------------------------------------------------
+
+    def part(self, part: Part) -> tuple[float, float]:
+        """Estimate a part's forward and its backward, but for weights that are moved."""
+        seq_len, activation = self.config.data.seq_len, self.config.activation
+        own = self.share.tokens / self.dims.tp
+        kept = activation.save if activation.policy == "selective" else ()
+        again = activation.policy != "none"
+        twice = {x: 2.0 * (again and x not in kept) for x in ("attention", "linear", "experts")}
+        matrices = Part.products_per_token(part, seq_len)
+        products = part.products_per_token(seq_len)
+        faster = _FASTER[self.config.kernels.precision.removesuffix("_ue8m0")]
+        if part.style == "routed":
+            is_uneven = not self.config.moe.force_balanced
+            fullest = 1 + is_uneven * _IMBALANCE * math.log2(self.dims.ep)
+            each = own * products * fullest / (_EXPERTS * faster * self.flops)
+            forward, backward = 2 * each, (self.times - 2 + twice["experts"]) * each
+        else:
+            linear = own * matrices / (_PROJECTIONS * faster * self.flops)
+            mixing = own * (products - matrices) / (_ATTENTION * self.flops)
+            forward = 2 * linear + 6 * _ATTENTION_FORWARD * mixing
+            backward = (self.times - 2 + twice["linear"]) * linear
+            backward += (6 * (1 - _ATTENTION_FORWARD) + twice["attention"]) * mixing
+        adapters, moved = self._adapters(part), _PASSES * self.rank.residual_bytes / self.memory
+        backward += (1 - _FORWARD) * (adapters + moved) + again * _FORWARD * moved
+        return forward + _FORWARD * (adapters + moved), backward
+
+    def _adapters(self, part: Part) -> float:
+        """Estimate adapters on every matrix of a part, whose rows are read and written for them.
+
+        Forward and backward together read or write inputs four times, and results as often.
+        """
+        lora_rank, own = self.config.lora.rank, self.share.tokens / self.dims.tp
+        matrices = (w for w in part.weights.values() if len(w.shape) > 1 and not w.rule.gather)
+        widths = sum(sum(w.shape[-2:]) for w in matrices)
+        rows = own * getattr(part, "num_experts_per_token", 1)
+        seconds = 4 * self.share.width / self.memory + 6 * lora_rank / (_EXPERTS * self.flops)
+        return (lora_rank > 0) * (rows * widths * seconds + _ADAPTING / 2)
+
+    def exchanges(self, part: Part) -> list[tuple[str, float, tuple[int, int]]]:
+        """List what a part brings here from all ranks of a mesh axis: bytes, and how often."""
+        dims, stream = self.dims, self.rank.residual_bytes
+        if part.style == "routed":
+            top_k = getattr(part, "num_experts_per_token", 1)
+            reached = dims.ep * (1 - (1 - 1 / dims.ep) ** top_k)
+            return [("ep", reached * stream, (2, 2))]  # dispatch and combine
+        found: list[tuple[str, float, tuple[int, int]]] = [("tp", dims.tp * stream, (2, 2))]
+        if dims.cp > 1 and isinstance(part, AttentionPart):
+            received = part.exchanged(self.share)[dims.cp_method] * dims.cp / (dims.cp - 1)
+            found.append(("cp", received, (1, 1 + (self.config.activation.policy != "none"))))
+        return found
+
+    def weights_moved(self) -> tuple[float, float]:
+        """Estimate the reading of weights, and the writing and adding up of their gradients."""
+        rank, width = self.rank, self.share.width
+        casts = (FP32 + width) * (rank.is_alone and rank.turns > 0)
+        sums = rank.trained / self.dims.sharding_ranks * self.gradient * (1 + (self.number > 1))
+        each, numbers = width + casts, self.experts + self.others
+        written = numbers * 2 * width * rank.share_trained + sums
+        return numbers * each / self.memory, (numbers * each + written) / self.memory
+
+    def _gathers_and_reductions(self) -> float:
+        """Estimate what travels among ranks that shard parameters, and is hidden while it can."""
+        rank, dims = self.rank, self.dims
+        gathers = 2 if rank.turns else 1 / self.number
+        reduces = 1 / self.number if self.config.parallel.reduce_at == "last" else 1
+        each = self.share.width * (gathers + reduces * rank.share_trained)
+        experts = self.travel(each * self.experts, dims.efsdp, dims.sharding_ranks)
+        ranks = dims.dp_shard * dims.cp
+        return experts + self.travel(each * self.others, ranks, dims.sharding_ranks)

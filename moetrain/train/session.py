@@ -1,0 +1,287 @@
+"""Start-up: from settings as a user gave them to processes that have met and know they can run.
+
+    prepare(config)         the model, and every setting that it or the device decides
+    Session(config, arch)   joins the processes, and checks device, compilers and memory
+
+Training, reinforcement learning and the job service all begin this way; each then builds its
+engine on ``session.world``. Every check comes before anything slow and raises one line. What a
+process sets for the time of its steps is here too: its signals, and its garbage collector.
+
+Left out on purpose: what settings, model, layout and device cannot be together
+(:mod:`moetrain.train.checks`), which an engine checks too.
+"""
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+
+from moetrain.config import Config, ConfigError, Fact, logger
+from moetrain.config.environment import launched_place
+from moetrain.config.rl import SleepName
+from moetrain.config.sources import shortened
+from moetrain.data.tokenizer import load_tokenizer
+from moetrain.kernels.attention import cudnn as cudnn_attention
+from moetrain.models.architecture import Architecture
+from moetrain.models.hf.files import export_in, resolve
+from moetrain.models.hf.load import resolve_architecture
+from moetrain.models.transformer import compute_dtype
+from moetrain.parallel.processes import device_capacity
+from moetrain.parallel.world import join_world
+from moetrain.train.callbacks import reporters_of
+from moetrain.train.checks import check_model, check_run
+from moetrain.train.estimates.memory import RankSizes
+from moetrain.train.estimates.plan import check_host
+from moetrain.train.run_folder import RunFolder
+
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals that ask a run to save and stop."""
+_WORK_FOR_GRAPHS = 2e12
+"""FLOPs of a micro-batch in a layer, less than which a host launches more slowly than GPUs compute:
+5 ms at 400 TFLOP/s. Hosts took 5.9 ms for a dense layer, 8.3 for experts (docs/benchmarks.md)."""
+_LONGEST_DEFAULT_ROW = 4096
+"""Default of data.seq_len for models that take more: memory grows with the row, and most documents
+are shorter."""
+
+
+class Session:
+    """The processes of a run, joined, and checked to be able to run it. Collective.
+
+    Attributes:
+        config: the settings, with ``kernels.attention`` resolved where the run generates.
+        world: this process among all.
+        sleep: what of generation's memory is freed while weights are updated, or None.
+        room: bytes of this device that the run surely leaves to others.
+        saved: bytes of a checkpoint.
+    """
+
+    def __init__(
+        self, config: Config, arch: Architecture, sleep: SleepName | Literal["auto"] | None = None
+    ) -> None:
+        """Join the processes and check devices, compilers, device memory and host memory.
+
+        Args:
+            config, arch: as :func:`prepare` or :func:`resolve_run` returns them.
+            sleep: as the setting ``rl.sleep``; None: the run does not generate.
+
+        Raises:
+            ConfigError: the settings cannot run here, or need more memory than there is.
+            RunFailed: other ranks did not come in time.
+        """
+        self.arch = arch
+        self.world = join_world(config, arch)
+        device = self.world.device
+        config = check_run(config, arch, self.world.dims, device)
+        dtype, capacity = compute_dtype(config, device), device_capacity(device)
+        graphs = config.compile.cuda_graphs
+        if graphs is True and sleep is not None:
+            raise ConfigError("compile.cuda_graphs", "true, and this run generates; set no")
+        ranks = RankSizes.of_ranks(config, arch, self.world.dims, dtype)
+        if sleep == "auto":
+            # All ranks sleep alike: graphs that are captured anew send tokens to other ranks.
+            mine = RankSizes.least_sleep(ranks, capacity)
+            sleep = cast("SleepName", self.world.broadcast(mine))
+        self.sleep = sleep
+        peaks = [rank.peak(sleep) for rank in ranks]
+        peak = max(peaks, key=lambda estimate: estimate.total)
+        peak.check(config, capacity)
+        self.room = capacity - peak.total * (1 + peak.MARGIN)
+        check_host(ranks, self.world)
+        self.saved = self.world.dims.sharding_ranks * sum(rank.saved_bytes() for rank in ranks)
+        if graphs == "auto":
+            tokens = config.train.micro_batch_size * config.data.seq_len / arch.num_layers
+            pays = arch.flops_per_token(config.data.seq_len) * tokens < _WORK_FOR_GRAPHS
+            wanted = pays and sleep is None and peak.surely_fits(capacity / 2)
+            wanted = self.world.broadcast("yes" if wanted else "no") == "yes"  # cards may differ
+            config = config.filled({"compile.cuda_graphs": wanted}, "recipe auto")  # may be unmet
+            config = config.fitting({Fact.CUDA: None if device.type == "cuda" else "no GPU"})
+        kernels = config.kernels
+        # Where generation's weights are others, bits differ in any case.
+        has_same = config.rl.generator_dtype in ("auto", config.lora.base_dtype)
+        generates = sleep is not None and has_same
+        runs = cudnn_attention.runs(device, dtype, arch.widest_head())
+        if generates and kernels.attention == "auto" and runs:
+            # Training then computes the same bits as generation.
+            exact = kernels.model_copy(update={"attention": "exact"})
+            config = config.model_copy(update={"kernels": exact})
+        self.config = config
+
+
+def prepare(config: Config, *, needs_text: bool = True) -> tuple[Config, Architecture]:
+    """Resolve the settings and the model, and check the output folder, before anything slow.
+
+    ``needs_text`` is as in :func:`resolve_run`.
+
+    Raises ConfigError: the run cannot write to its folder, or the model or the settings that depend
+    on it are wrong.
+    """
+    place, shared = launched_place(), config.checkpoint.shared
+    writes = place is None or (place.rank if shared else place.local_rank) == 0
+    if writes:
+        RunFolder(Path(config.output_dir)).check_usable()
+        reporters_of(config.log)  # each has its library
+        _check_data_lies_apart(config)
+        resume = config.checkpoint.resume
+        if shared and resume not in ("auto", "never") and not os.path.isdir(resume):
+            problem = f"{resume!r} is not a checkpoint: no such folder"
+            raise ConfigError("checkpoint.resume", f"{problem}; name one, or auto, or never")
+    return resolve_run(config, needs_text=needs_text)
+
+
+def _check_data_lies_apart(config: Config) -> None:
+    """Raise ConfigError unless training data, evaluation data and output folder lie apart."""
+    data = config.data
+    given = {"path": data.path, "eval_path": data.eval_path}
+    folders = {name: os.path.realpath(path) for name, path in given.items() if path is not None}
+    if len(folders) > len(set(folders.values())):
+        raise ConfigError(
+            "data.eval_path",
+            f"{data.eval_path!r} is data.path itself: what is trained on tells nothing when it is "
+            "evaluated; name other data, or leave it out, and data.eval_fraction is held out",
+        )
+    output = Path(os.path.realpath(config.output_dir))
+    for name, folder in folders.items():
+        if os.path.isdir(folder) and output.is_relative_to(folder):
+            if any(part.startswith(".") for part in output.relative_to(folder).parts):
+                continue  # where data is not looked for
+            raise ConfigError(
+                "output_dir",
+                f"{shortened(config.output_dir)} lies in data.{name} {given[name]!r}: the next run "
+                "would read what this one writes as data; choose one outside",
+            )
+
+
+def resolve_run(
+    config: Config, *, needs_weights: bool = True, needs_text: bool = True
+) -> tuple[Config, Architecture]:
+    """Return ``config`` with settings that its model decides, unless a source did, and the model.
+
+    With ``model.path``, unset: ``data.tokenizer`` is the checkpoint's own, and ``data.seq_len``
+    what the model takes, up to 4096. ``model.vocab_size``, unset, is what ``data.new_tokens`` need,
+    if the model has less. Without ``needs_weights`` its ``config.json`` is enough.
+    Without ``needs_text`` the checkpoint may have no tokenizer, which then stays unset.
+
+    Raises ConfigError: no such model, one without a tokenizer or without the experts that a setting
+    is for, rows longer than it is made for.
+    """
+    further = config.train.mtp_weight > 0
+    arch = resolve_architecture(config.model, needs_weights=needs_weights, further=further)
+    if config.model.path is not None:
+        found = _set_by_checkpoint(config, config.model.path, arch, needs_text)
+        config = config.filled(found, "model.path")
+    if config.data.new_tokens and config.model.vocab_size is None:
+        tokens = load_tokenizer(config.data.tokenizer, new_tokens=config.data.new_tokens).vocab_size
+        if tokens > arch.vocab_size:
+            config = config.filled({"model.vocab_size": tokens}, "data.new_tokens")
+            arch = arch.model_copy(update={"vocab_size": tokens})
+    if config.train.objective == "reward":
+        has_text = needs_text or config.is_set("data.tokenizer")
+        arch = arch.scoring(_pad_of(config, arch) if has_text and needs_weights else None)
+    elif arch.num_labels:
+        problem = f"{config.model.path!r} is a reward model, whose head predicts no token; name a"
+        raise ConfigError("model.path", f"{problem} language model (or train.objective reward)")
+    if config.lora.trainable_tokens:
+        ids = tuple(str(i) for i in _token_ids(config, arch))
+        config = config.filled({"lora.trainable_tokens": ids}, "ids by data.tokenizer")
+    if config.compile.enabled == "auto":
+        device = config.train.device
+        is_planned = (config.launch.gpus or config.launch.gpu) is not None
+        on_gpu = device == "auto" and (is_planned or torch.cuda.is_available())
+        found = {"compile.enabled": device == "cuda" or on_gpu}
+        config = config.filled(found, "auto, by the device").fitting()
+    return check_model(config, arch), arch
+
+
+def _pad_of(config: Config, arch: Architecture) -> int:
+    """Return the tokenizer's PAD, or its EOS if it has none, as TRL's RewardTrainer pads."""
+    data = config.data
+    tokenizer = load_tokenizer(data.tokenizer, arch.vocab_size, new_tokens=data.new_tokens)
+    pad = tokenizer.special_ids.get("pad_token")
+    return tokenizer.eos_id if pad is None else pad
+
+
+def _token_ids(config: Config, arch: Architecture) -> list[int]:
+    """Return the ids of ``lora.trainable_tokens``.
+
+    Raises ConfigError: a text is not one token, or an id is none of the model's.
+    """
+    tokens, data, field = config.lora.trainable_tokens, config.data, "lora.trainable_tokens"
+    ids = {token: [int(token)] for token in tokens if token.isascii() and token.isdecimal()}
+    if texts := [token for token in tokens if token not in ids]:
+        tokenizer = load_tokenizer(data.tokenizer, new_tokens=data.new_tokens)
+        found = tokenizer.encode_batch(texts)
+        ids |= {text: encoded.ids.tolist() for text, encoded in zip(texts, found, strict=True)}
+    for token in tokens:
+        if len(ids[token]) != 1:
+            problem = f"{token!r} is {len(ids[token])} tokens of data.tokenizer"
+            raise ConfigError(field, f"{problem}; name one, or make it one: data.new_tokens")
+        if ids[token][0] >= arch.vocab_size:
+            problem = f"{token!r}, but the model's tokens are 0 to {arch.vocab_size - 1}"
+            raise ConfigError(field, f"{problem}; leave it out, or raise model.vocab_size")
+    return [ids[token][0] for token in tokens]
+
+
+def _set_by_checkpoint(
+    config: Config, path: str, arch: Architecture, needs_text: bool
+) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    if not config.is_set("data.seq_len"):
+        values["data.seq_len"] = min(arch.max_positions, _LONGEST_DEFAULT_ROW)
+    # The synthetic source needs none: it only shows samples in it, of which there are none.
+    if not config.is_set("data.tokenizer") and config.data.source != "synthetic":
+        folder = Path(path).expanduser() if needs_text else resolve(path)
+        if folder.is_dir():
+            folder = export_in(folder)
+        if folder.is_dir() and not (folder / "tokenizer.json").is_file():
+            if not needs_text:
+                return values
+            raise ConfigError(
+                "data.tokenizer",
+                f"not set, and model.path {path!r} holds no tokenizer.json; name the tokenizer "
+                "that the model was trained with",
+            )
+        values["data.tokenizer"] = str(folder) if folder.is_dir() else path  # else a hub id
+    return values
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and SIGINT in a list while inside; a second Ctrl-C interrupts at once.
+
+    SIGUSR1, which batch systems send some time before the end, counts as SIGTERM.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # only the main thread may set handlers; its owner decides what stops it
+        return
+
+    def note(number: int, frame: Any) -> None:
+        received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        logger.info("stopping; a checkpoint will be written (Ctrl-C again: none, and at once)")
+
+    before = {s: signal.signal(s, note) for s in _STOPS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def garbage_collector_off() -> Iterator[None]:
+    """Leave garbage collection to the loop, and never scan objects that were made before it."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
