@@ -321,8 +321,9 @@ class Sampled(Callback):
             if not ids:
                 raise ValueError("the prompt has no tokens")
             num_pages = -(-run.config.data.seq_len // Pages.SIZE)
-            sizes = {"num_pages": num_pages, "max_sequences": 1}
-            generator = generator_of(run.engine, data.tokenizer, **sizes)
+            generator = generator_of(
+                run.engine, data.tokenizer, num_pages=num_pages, max_sequences=1
+            )
         except ValueError as problem:
             run.say(f"no sample: {problem} (train.sample_prompt, train.sample_tokens)")
             return
@@ -346,12 +347,18 @@ def _prompt(data: Data, text: str | None) -> tuple[list[int], bool]:
     return row.tokens_S[:number].tolist(), first > 0
 
 
-def generator_of(engine: Engine, tokenizer: Tokenizer | None, **sizes: int) -> Generator:
+def generator_of(
+    engine: Engine,
+    tokenizer: Tokenizer | None,
+    *,
+    num_pages: int | None = None,
+    max_sequences: int = 64,
+) -> Generator:
     """Build a generator for the model of ``engine``; :class:`WeightUpdate` brings its weights.
 
     Collective.
 
-    ``sizes``: ``num_pages`` and ``max_sequences``, as :class:`Generator` takes them.
+    ``num_pages`` and ``max_sequences`` are :class:`Generator`'s.
 
     Raises ValueError: a device has no room for it, or the model cannot generate; on every rank.
     """
@@ -361,7 +368,9 @@ def generator_of(engine: Engine, tokenizer: Tokenizer | None, **sizes: int) -> G
     if engine.world.sum_all(lacking).item() > 0:
         raise ValueError(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
     model, experts = replica(engine)
-    return Generator(model, tokenizer, **sizes, experts=experts)
+    return Generator(
+        model, tokenizer, num_pages=num_pages, max_sequences=max_sequences, experts=experts
+    )
 
 
 def _continue(ids: list[int], generator: Generator, config: Config, is_answer: bool) -> bool:

@@ -284,11 +284,11 @@ class _Served(Answer):
             choice |= {"logprobs": asked.logprobs_of([], str)} if "logprobs" in choice else {}
         if number in self._unechoed:
             self._unechoed.remove(number)
-            text = self.texts[number]
-            choice |= {"text": text.decode(prompt) + choice["text"]}
+            stream = self.texts[number]
+            choice |= {"text": stream.decode(prompt) + choice["text"]}
             choice |= {"token_ids": [*prompt, *choice["token_ids"]]}
             if "logprobs" in choice:
-                first = Completions.logprobs_of_prompt(prompt, done, text.text_of)
+                first = Completions.logprobs_of_prompt(prompt, done, stream.text_of)
                 choice["logprobs"] = {k: first[k] + v for k, v in choice["logprobs"].items()}
         if asked.prompt_logprobs is not None and updates[-1].finish_reason:
             choice["prompt_logprobs"] = Completions.scored(prompt, done)
