@@ -148,6 +148,20 @@ def test_calls_are_written_as_the_template_takes_them(template: str, record: dic
         assert "rain" in learned[0]
 
 
+@pytest.mark.parametrize("name", ["parameters", "args", "input"])
+def test_arguments_have_the_names_of_other_libraries(name: str):
+    """Llama 3's, LangChain's and Anthropic's. A call without arguments was learned in their place.
+
+    What else a call has beside its function is no argument.
+    """
+    bare = {"name": "rain", name: ARGUMENTS, "id": "call_0001", "type": "tool_call"}
+    nested = {"id": "call_0001", "type": "function", "function": {"name": "rain", name: TEXT}}
+    for given in (bare, nested, {**bare, "index": 0, "extra_content": {"signature": "x"}}):
+        messages = [asked(TEXT)[0], {"role": "assistant", "tool_calls": [given]}, *asked(TEXT)[2:]]
+        ((text, _),) = ChatTemplate(TEMPLATES["json"], {}).documents([*messages, *ANSWER])
+        assert text == theirs(TEMPLATES["json"], [*asked(ARGUMENTS), *ANSWER])
+
+
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=list(TEMPLATES))
 def test_a_request_has_the_text_that_training_has(template: str):
     """A template that wants text answered every request whose history had a call with 400."""
@@ -171,6 +185,11 @@ def test_a_request_has_the_text_that_training_has(template: str):
         ({"tool_calls": [{"function": {"name": "f", "arguments": 1}}]}, "not an object"),
         ({"tool_calls": [{"function": {}}]}, "no function with a name"),
         ({"tool_calls": [5]}, "no function with a name"),
+        (
+            {"tool_calls": [{"function": {"name": "f", "kwargs": {"a": 1}}}]},
+            "`kwargs`, which is no name of its arguments",
+        ),
+        ({"tool_calls": [{"name": "f", "params": {"a": 1}}]}, "`params`, which is no name"),
         ({"tool_calls": "rain"}, "not JSON"),
         ({"function_call": {"name": 3}}, "no function with a name"),
         ({"content": {"a": 1}}, "content is missing or not text"),

@@ -23,6 +23,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the reasoning of a turn, as ``transformers`` knows them; the first is the usual one."""
 _WEIGHTS = ("weight", "train", "training", "loss")
 """Names of the weight of a turn in the loss: OpenAI's and Mistral's, axolotl's two, ms-swift's."""
+_ARGUMENTS = ("arguments", "parameters", "args", "input")
+"""Names of a call's arguments: OpenAI's, Llama 3's, LangChain's, Anthropic's."""
 _CALL = "tool_call"
 """Role of a turn that is a call alone, until it has become part of the assistant's."""
 _ROLES: dict[str, str] = {
@@ -183,15 +185,21 @@ def _read_calls(given: object, where: str) -> list[dict[str, Any]]:
         call = {k: v for k, v in call.items() if v is not None} if isinstance(call, dict) else {}
         function = call.get("function")
         if not isinstance(function, dict) and "name" in call:  # the function alone
-            keys = {"name", "arguments", "parameters"}
+            keys = {"name", *_ARGUMENTS}
+            if keys.isdisjoint(call.keys() - {"name"}):
+                keys |= {key for key, value in call.items() if isinstance(value, dict)}
             function = {key: call.pop(key) for key in [*call] if key in keys}
             call = {**call, "type": "function"}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             said = f"{where} has no function with a name: {shortened(given)}"
             raise BadLineError(f'{said}; give {{"name": ..., "arguments": {{...}}}}')
         function = {key: value for key, value in function.items() if value is not None}
-        arguments = function.pop("parameters", {}) if "arguments" not in function else None
-        arguments = function.get("arguments", arguments)
+        named = next((key for key in _ARGUMENTS if key in function), None)
+        others = [key for key, value in function.items() if isinstance(value, dict)]
+        if named is None and others:
+            said = f"{where} has `{others[0]}`, which is no name of its arguments"
+            raise BadLineError(f"{said}: {shortened(given)}; name them `arguments`")
+        arguments = function.pop(named) if named else {}
         if isinstance(arguments, str):
             found = parse_json(arguments, f"{where}: `arguments`") if arguments.strip() else {}
             arguments = arguments if isinstance(found, dict) and found else found
