@@ -118,6 +118,42 @@ GLAIVE_CALL = """<functioncall> {"name": "rain", "arguments": '{"where": "Köln"
             [USER, ANSWER],
             None,
         ),
+        (
+            {
+                "source": "TheoremQA",
+                "conversation": [{"input": "q", "output": "a"}, {"input": "r", "output": "b"}],
+            },
+            [USER, ANSWER, {"role": "user", "content": "r"}, {**ANSWER, "content": "b"}],
+            None,
+        ),
+        (
+            {
+                "conversation": [
+                    {"system": "s", "input": "q", "output": "a"},
+                    {"input": "r", "output": "b"},
+                ]
+            },
+            [
+                {"role": "system", "content": "s"},
+                *(USER, ANSWER, {"role": "user", "content": "r"}, {**ANSWER, "content": "b"}),
+            ],
+            None,
+        ),
+        (
+            {
+                "input": [USER],
+                "output": "<think>\nt\n</think>\na",
+                "category": "math",
+                "reasoning": "on",
+                "used_in_training": ["Ultra"],
+                "system_prompt": "detailed thinking on",
+            },
+            [
+                {"role": "system", "content": "detailed thinking on"},
+                *(USER, {**ANSWER, "content": "<think>\nt\n</think>\na"}),
+            ],
+            None,
+        ),
     ],
     ids=[
         "Glaive",
@@ -127,6 +163,9 @@ GLAIVE_CALL = """<functioncall> {"name": "rain", "arguments": '{"where": "Köln"
         "xLAM",
         "SWE-agent",
         "SWE-smith",
+        "Capybara",
+        "XTuner",
+        "Llama-Nemotron",
     ],
 )
 def test_records_are_read_as_what_they_are(record: dict, messages: list, tools: list | None):
@@ -141,6 +180,23 @@ def test_a_pair_of_shp_has_its_preference(labels: int):
     found = [document.text for document in documents(record, pairs=True)]
     answers = "AB" if labels else "BA"
     assert found == [theirs([USER, {**ANSWER, "content": each}]) for each in answers]
+
+
+def test_the_first_answer_of_stack_exchange_paired_is_preferred():
+    """The card: `response_j` was voted for more than `response_k`. As trl's StackLLaMA reads it."""
+    record = {"qid": 1, "question": "q", "date": "2010/10/01", "metadata": ["https://a.b/1"]}
+    record |= {"response_j": "A", "response_k": "B"}
+    found = [document.text for document in documents(record, pairs=True)]
+    assert found == [theirs([USER, {**ANSWER, "content": each}]) for each in "AB"]
+
+
+def test_turns_of_a_pair_are_not_read_twice():
+    """distilabel's Capybara pairs have both: the answers, and Capybara's conversation."""
+    turns = [{"input": "q", "output": "a"}]
+    record = {"conversation": turns, "chosen": [USER, ANSWER]}
+    record |= {"rejected": [USER, {**ANSWER, "content": "b"}]}
+    found = [document.text for document in documents(record, pairs=True)]
+    assert found == [theirs([USER, {**ANSWER, "content": each}]) for each in "ab"]
 
 
 METADATA = [{"tools": TOOLS}, json.dumps({"tools": TOOLS}), {"tools": json.dumps(TOOLS)}]
@@ -209,6 +265,40 @@ def test_other_metadata_is_no_tools(metadata: object):
             "keep the records whose `helpfulness`, `verbosity` suffice, and write `response` as "
             "`completion`",
         ),
+        (
+            {"prompt": "q", "response_1": "a", "response_2": "b", "preference_strength": 2},
+            "two answers; write the better one, the one that `preference_strength` names, as",
+        ),
+        (
+            {"context": [USER], "response1": "a", "response2": "b", "overall_preference": -1},
+            "two answers; write the better one, the one that `overall_preference` names, as",
+        ),
+        (
+            {
+                "prompt": '["q"]',
+                "response_a": '["a"]',
+                "response_b": '["b"]',
+                "winner_model_a": 1,
+                "winner_model_b": 0,
+            },
+            "two answers; write the better one, the one that `winner_model_a` or "
+            "`winner_model_b` names, as",
+        ),
+        (
+            {"conversation_a": [USER, ANSWER], "conversation_b": [USER, ANSWER], "winner": "tie"},
+            "two answers; write the better one, the one that `winner` names, as",
+        ),
+        (
+            {"question": {"full_text": "q"}, "answer_0": "a", "answer_1": "b", "score_0": 1.0},
+            "two answers; write the better one as `chosen`",
+        ),
+        (
+            {"prompt": "q", "answers": [{"answer": "a", "rank": 1}, {"answer": "b", "rank": 2}]},
+            "it has several answers in `answers`; write a good one as `completion`, or of two the "
+            "better one as `chosen`, the other as `rejected`",
+        ),
+        ({"instruction": "q", "completions": ["a", "b"]}, "several answers in `completions`"),
+        ({"conversation": [{"input": "q"}]}, r"conversation\[0\] has no text `output`"),
         ({"prompt": "q", "response": "a"}, "; write `response` as `completion`, or"),
         (
             {"history": "q", "human_ref_A": "A", "human_ref_B": "B", "labels": 2},
@@ -245,6 +335,13 @@ def test_a_single_answer_is_no_pair():
     for record in ({"question": "q", "answer": "#### 3"}, {"messages": [USER, ANSWER]}):
         with pytest.raises(BadLineError, match=r"one answer, which train\.objective next_token"):
             documents(record, pairs=True)
+    labelled = ({"prompt": "q", "completion": "a"}, {"messages": [USER, ANSWER]})
+    for record in labelled:
+        for label in (True, False):
+            with pytest.raises(
+                BadLineError, match=r"one answer with a label, which train\.obj.* kto"
+            ):
+                documents({**record, "label": label}, pairs=True)
     pair = {"prompt": "q", "response_0": "a", "response_1": "b", "better_response_id": 0}
     with pytest.raises(
         BadLineError, match=r"that `better_response_id` names, as `chosen`.*; known"

@@ -53,7 +53,7 @@ from moetrain.data.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 
-_FORMAT = 7
+_FORMAT = 8
 """Part of every key. Raise it when the files, or the way tokens are made, change."""
 
 _FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin", "labels.bin", "margins.bin")

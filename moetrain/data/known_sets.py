@@ -1,7 +1,8 @@
 """Reads records of public data sets whose fields are no renamed ones, and says what others lack.
 
 A record is read if its form says what is asked, what is answered, and how: Glaive's function
-calling, xLAM's, runs of SWE-agent, and SHP's pairs. Others leave a choice to the user, such as
+calling, xLAM's, runs of SWE-agent, Capybara's and XTuner's conversations, Llama-Nemotron's answers,
+and pairs of SHP and of Stack Exchange. Others leave a choice to the user, such as
 which of two judgements counts (PKU-SafeRLHF) or how good an answer must be (HelpSteer): these are
 refused with what to write (:func:`remedy_for`).
 
@@ -48,6 +49,12 @@ _ANSWERS = {
     *("ground_truth", "reference", "rejected", "text"),
 }
 """Fields that may be an answer to a prompt."""
+_OF_TWO = re.compile(r"(?:response|answer|completion|conversation|output)_?[012ab]", re.I)
+"""Names of two answers: PKU-SafeRLHF's, HelpSteer's, WebGPT's, Chatbot Arena's."""
+_JUDGES = re.compile(r".*_response_id|(?:overall_)?preference(?:_strength)?|winner(?:_model_[ab])?")
+"""Names of what says which of two answers is the better one."""
+_SEVERAL = ("answers", "completions", "generations", "responses")
+"""Lists of answers: of Nectar and Stack Exchange, UltraFeedback, distilabel, and others."""
 
 
 def read_known_set(found: dict[str, Any]) -> None:
@@ -64,6 +71,13 @@ def read_known_set(found: dict[str, Any]) -> None:
         _read_xlam(found)
     if {"history", "human_ref_A", "human_ref_B", "labels"} <= found.keys():
         _read_shp(found)
+    if {"question", "response_j", "response_k"} <= found.keys():  # the first has more votes
+        found["chosen"], found["rejected"] = found.pop("response_j"), found.pop("response_k")
+    if "chosen" not in found and _are_exchanges(found.get("conversation")):
+        _read_exchanges(found)
+    if is_dialogue(found.get("input")) and isinstance(found.get("output"), str):
+        asked, said = found.pop("input"), found.pop("output")
+        found["messages"] = [*asked, {"role": "assistant", "content": said}]
 
 
 def with_tools_of_metadata(record: dict[str, Any]) -> dict[str, Any]:
@@ -191,6 +205,27 @@ def _read_swe_agent(found: dict[str, Any]) -> None:
     ]
 
 
+def _are_exchanges(turns: object) -> bool:
+    """Return whether ``turns`` are objects with `input`, as Capybara and XTuner have them."""
+    first = turns[0] if isinstance(turns, list) and turns else None
+    return isinstance(first, dict) and "input" in first
+
+
+def _read_exchanges(found: dict[str, Any]) -> None:
+    """Read turns that are each a question and its answer; the first may have a system's text."""
+    turns: list[dict[str, Any]] = []
+    for i, each in enumerate(found.pop("conversation")):
+        for key in ("input", "output"):
+            if not isinstance(each, dict) or not isinstance(each.get(key), str):
+                said = f"conversation[{i}] has no text `{key}`: {shortened(each)}"
+                raise BadLineError(f"{said}; give both, or write the turns as `messages`")
+        if each.get("system"):
+            turns.append({"role": "system", "content": each["system"]})
+        turns.append({"role": "user", "content": each["input"]})
+        turns.append({"role": "assistant", "content": each["output"]})
+    found["messages"] = turns
+
+
 def _read_shp(found: dict[str, Any]) -> None:
     """Read a pair of SHP, whose ``labels`` is 1 if the first answer is preferred, and else 0."""
     answers, label = [found.pop("human_ref_A"), found.pop("human_ref_B")], found.pop("labels")
@@ -212,12 +247,19 @@ def remedy_for(record: Mapping[str, Any]) -> str | None:
     run = record.get("trajectory")
     if isinstance(run, list) and run and isinstance(run[0], dict) and "action" in run[0]:
         return "it is a run without roles; write its turns (SWE-agent's `history`) as `messages`"
-    if {"response_0", "response_1"} <= fields:
-        judges = " or ".join(f"`{key}`" for key in sorted(fields) if key.endswith("_response_id"))
-        names = f", the one that {judges} names" * bool(judges)
+    if len([key for key in fields if _OF_TWO.fullmatch(key)]) == 2:
+        judges = " or ".join(f"`{key}`" for key in sorted(fields) if _JUDGES.fullmatch(key))
+        names = f", the one that {judges} names," * bool(judges)
         return (
-            f"it has two answers; write the better one{names}, as `chosen`, the other as `rejected`"
+            f"it has two answers; write the better one{names} as `chosen`, the other as `rejected`"
         )
+    if not fields & _ANSWERS:
+        for key in _SEVERAL:
+            if isinstance(record.get(key), list) and len(record[key]) > 1:
+                return (
+                    f"it has several answers in `{key}`; write a good one as `completion`, or of "
+                    "two the better one as `chosen`, the other as `rejected`"
+                )
     if "prompt" in asked and "response" in said:
         scores = ", ".join(f"`{key}`" for key in record if isinstance(record[key], int | float))
         kept = f"keep the records whose {scores} suffice, and " * bool(scores)

@@ -367,8 +367,11 @@ class RecordReader:
             if missing and self.reads_pairs:
                 said = f"no {missing[0]!r}: no pair of answers, {shortened(record)}"
                 remedy = remedy_for(record)
-                if remedy is None and self._has_form(record, "messages", "sharegpt", "alpaca"):
+                answers = ("messages", "sharegpt", "completion", "alpaca")
+                if remedy is None and self._has_form(record, *answers):
                     remedy = "it has one answer, which train.objective next_token learns"
+                    if label_of(record) is not None:
+                        remedy = "it has one answer with a label, which train.objective kto learns"
                 said = f"{said}; {remedy}" if remedy else said
                 raise BadLineError(f"{said}; known forms are {KNOWN_FORMS}", kind=remedy)
             if missing:
