@@ -349,6 +349,17 @@ def test_a_single_answer_is_no_pair():
         documents(pair, pairs=True)
 
 
+def test_steps_before_the_answers_of_a_pair_are_not_lost():
+    """Math-Step-DPO: the answers continue them. A pair without any has all in its prompt."""
+    record = {"prompt": "q", "initial_reason_steps": "Step 1: r\nStep 2:", "chosen": " a"}
+    record |= {"rejected": " b", "answer": "a"}
+    says = r"`initial_reason_steps` stands between .*; write it at the end of `prompt`"
+    with pytest.raises(BadLineError, match=says):
+        documents(record, pairs=True)
+    found = documents({**record, "initial_reason_steps": ""}, pairs=True)
+    assert [document.text for document in found] == ["q a", "q b"]
+
+
 def test_the_same_answer_twice_is_one():
     (document,) = documents({"instruction": "q", "output": "a", "response": "a"})
     assert document.text == theirs([USER, ANSWER])

@@ -11,7 +11,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetrain.config import Config, ConfigError
-from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate, _warn_once
+from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate, _warn_of_role, _warn_once
 from moetrain.data.sources import RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.rl.envs import Prompts
@@ -308,6 +308,90 @@ def test_thoughts_in_the_content_are_learned_or_refused():
     said = MARKED.replace("m.content ~ '<end>'", DROPS)
     with pytest.raises(BadLineError, match=r"not show messages\[1\].content before </think>, of"):
         ChatTemplate(said, {}).documents(messages)
+
+
+@pytest.mark.parametrize(
+    ("part", "remedy"),
+    [
+        ({"type": "tool_use", "id": "t", "name": "f", "input": {}}, ", and calls as `tool_calls`"),
+        ({"type": "thinking", "thinking": "hm"}, ", and thoughts as `reasoning_content`"),
+        (
+            {"type": "tool_result", "tool_use_id": "t", "content": "a"},
+            ", and results as turns of the role tool",
+        ),
+        ({"type": "image_url", "image_url": {"url": "a"}}, ""),
+        (3, ""),
+    ],
+)
+def test_parts_that_are_no_text_are_refused_with_their_place(part: object, remedy: str):
+    """Anthropic's: calls and thoughts were to be left out."""
+    with pytest.raises(BadLineError) as caught:
+        ChatTemplate(PLAIN, {}).documents([USER, {**SAID, "content": [part]}])
+    assert str(caught.value).endswith(f"; give texts alone{remedy}")
+
+
+TAGGED = TEMPLATES["json"].replace(
+    "{{- '<' ~ m.role ~ '>' ~ m.content }}",
+    "{{- '<tool_response>\n' ~ m.content ~ '\n</tool_response>' if m.role == 'tool' else "
+    "'<' ~ m.role ~ '>' ~ m.content }}",
+)
+
+
+@pytest.mark.parametrize("num_results", [1, 2])
+def test_results_are_tagged_once(num_results: int):
+    """As Hermes' records have them, by templates that write the tags (Qwen's) and by others."""
+    results = ["{'rain': 'no'}", "{'rain': 'yes'}"][:num_results]
+    tagged = "\n".join(f"<tool_response>\n{each}\n</tool_response>" for each in results)
+    for given in (tagged, f"{tagged}\n", *results[: 2 - num_results]):
+        messages = [*asked(ARGUMENTS)[:2], {"role": "tool", "content": given}, *ANSWER]
+        for text, _ in ChatTemplate(TAGGED, {}).documents(messages):
+            shown = theirs(TAGGED, [*asked(ARGUMENTS)[:2], *ANSWER])
+            assert text == shown.replace("<end><ass", f"<end>{tagged}<ass", 1)
+        ((text, _),) = ChatTemplate(TEMPLATES["json"], {}).documents(messages)
+        assert text == theirs(TEMPLATES["json"], messages)
+
+
+def test_a_thought_that_is_written_twice_is_one():
+    """It was learned twice where both were shown; of two different ones, one was lost."""
+    both = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHo", "reasoning": "hm\n"}
+    for messages in ([USER, both], [USER, {**both, "reasoning_content": "hm\n"}]):
+        ((text, _),) = ChatTemplate(TEMPLATES["json"], {}).documents(messages)
+        assert text == "<user>Hi<assistant><think>hm\n</think>Ho<end>"
+    ((text, _),) = ChatTemplate(PLAIN, {}).documents([USER, {**both, "reasoning": ""}])
+    assert text == "<user>Hi<assistant><think>\nhm\n</think>\n\nHo<end>"
+    for other in ({**both, "reasoning": "oh"}, {**SAID, "reasoning": "hm", "thinking": "oh"}):
+        with pytest.raises(BadLineError, match=r"messages\[1\] has two thoughts: .*; leave one"):
+            ChatTemplate(TEMPLATES["json"], {}).documents([USER, other])
+
+
+def test_roles_with_hyphens_are_those_with_underscores():
+    """smolagents writes tool-call and tool-response. The template wrote roles of these names."""
+    call = {"role": "tool-call", "content": json.dumps(BARE)}
+    messages = [SWIFT[0], call, {"role": "tool-response", "content": "no"}, *ANSWER]
+    ((text, _),) = ChatTemplate(TEMPLATES["json"], {}).documents(messages)
+    assert text == theirs(TEMPLATES["json"], [*asked(ARGUMENTS), *ANSWER])
+
+
+def test_a_role_that_is_not_known_is_named_once(caplog: pytest.LogCaptureFixture):
+    _warn_of_role.cache_clear()
+    with caplog.at_level("WARNING", logger="moetrain"):
+        for _ in range(2):
+            ChatTemplate(_CHATML, {}).documents([USER, {**SAID, "role": "asistant"}, USER, SAID])
+            ChatTemplate(_CHATML, {}).documents([USER, SAID])
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "'asistant'" in line
+    assert "not learned" in line
+
+
+@pytest.mark.parametrize("channel", ["analysis", "commentary"])
+def test_channels_that_the_template_does_not_read_are_refused(channel: str):
+    """Messages as openai-harmony writes them: the analysis was learned as an answer."""
+    messages = [USER, {**SAID, "channel": channel}, {**SAID, "channel": "final"}]
+    with pytest.raises(BadLineError, match=rf"messages\[1\]\.channel is '{channel}', .*; give "):
+        ChatTemplate(PLAIN, {}).documents(messages)
+    assert ChatTemplate(PLAIN, {}).documents([USER, messages[2]])
+    reads = PLAIN.replace("m.content", "(m.channel or '') ~ m.content")
+    assert ChatTemplate(reads, {}).documents(messages)
 
 
 def test_null_is_nothing():

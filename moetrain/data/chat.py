@@ -39,6 +39,8 @@ from moetrain.data.messages import (
     parse_json,
     read_messages,
     undeclared_call,
+    unknown_role,
+    without_tags,
 )
 from moetrain.data.template_worker import View
 from moetrain.data.templates import (
@@ -94,6 +96,8 @@ _READS_PARTS = re.compile(
     r"content is (not )?(string|iterable|mapping)|\.type\b|\[['\"]type['\"]\]"
 )
 """How a template looks that takes ``content`` as a list of parts."""
+_READS_CHANNELS = re.compile(r"\.channel\b|['\"]channel['\"]")
+"""How a template looks that reads the ``channel`` of a message; GPT-OSS's only writes some."""
 
 
 _TAG = r"(?:\w+:)?(?:think|thought)\w*"
@@ -231,9 +235,8 @@ class ChatTemplate:
             )
             remedy += "reads `messages` from rl.prompts"
             raise BadLineError(f"{said}: {shortened(messages)}; {remedy}")
-        name = undeclared_call(turns, learned, variables.get("tools") or ())
-        if name is not None and strict:
-            _warn_of_undeclared(name)
+        if strict:
+            self._check_turns(turns, learned, variables)
         view = View(learned[-1] + 1, False)
         form, lost = self._find_form(turns, variables, view, learned)
         documents = self._documents(form.of(turns), variables, learned, adds_ends=adds_ends)
@@ -243,6 +246,27 @@ class ChatTemplate:
         if lost and strict:
             _refuse(lost[0], turns)
         return documents
+
+    def _check_turns(
+        self,
+        turns: Sequence[Mapping[str, Any]],
+        learned: Sequence[int],
+        variables: Mapping[str, Any],
+    ) -> None:
+        """Warn of what is shown as it is written and may not be meant; refuse channels."""
+        name = undeclared_call(turns, learned, variables.get("tools") or ())
+        if name is not None:
+            _warn_of_undeclared(name)
+        role = unknown_role(turns)
+        if role is not None:
+            _warn_of_role(role)
+        for i in learned:
+            channel = turns[i].get("channel")
+            if channel in ("analysis", "commentary") and not _READS_CHANNELS.search(self.source):
+                said = f"messages[{i}].channel is {channel!r}, which the chat template does not "
+                said += "read: it would be learned as an answer; give thoughts as "
+                said += "`reasoning_content` of the turn that they begin, and calls as `tool_calls`"
+                raise BadLineError(said)
 
     def _documents(
         self,
@@ -545,6 +569,11 @@ class ChatTemplate:
         turns = read_messages(messages, num_given=given)
         if given and isinstance(messages, list):
             given = len(read_messages(messages[:given]))
+        if "<tool_response>" in self.source:
+            untagged = [*map(without_tags, turns)]
+            if untagged != turns:
+                _warn_of_tags()
+            turns = untagged
         if not _reads(self.source, "tool_call_id"):
             try:
                 turns = in_order_of_calls(turns)
@@ -779,6 +808,18 @@ def _warn_of_repeated_tools() -> None:
 def _warn_of_undeclared(name: str) -> None:
     said = "records call a tool that they do not declare, such as %r: a model learns to call what "
     logger.warning(said + "it is not shown; give the tools of each record in `tools`", name)
+
+
+@lru_cache(maxsize=64)
+def _warn_of_role(role: str) -> None:
+    said = "the role %r is none of system, developer, user, assistant and tool: such turns are as "
+    logger.warning(said + "the chat template writes them, and not learned", role)
+
+
+@lru_cache(maxsize=1)
+def _warn_of_tags() -> None:
+    said = "results of tools have <tool_response> around them, which the chat template writes too: "
+    logger.warning(said + "it is written once")
 
 
 @lru_cache(maxsize=64)

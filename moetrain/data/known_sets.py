@@ -73,6 +73,12 @@ def read_known_set(found: dict[str, Any]) -> None:
         _read_shp(found)
     if {"question", "response_j", "response_k"} <= found.keys():  # the first has more votes
         found["chosen"], found["rejected"] = found.pop("response_j"), found.pop("response_k")
+    steps = found.get("initial_reason_steps")
+    if isinstance(steps, str) and steps.strip() and {"chosen", "rejected"} <= found.keys():
+        said = (
+            f"`initial_reason_steps` stands between the prompt and the answers: {shortened(steps)}"
+        )
+        raise BadLineError(f"{said}; write it at the end of `prompt`")
     if "chosen" not in found and _are_exchanges(found.get("conversation")):
         _read_exchanges(found)
     if is_dialogue(found.get("input")) and isinstance(found.get("output"), str):

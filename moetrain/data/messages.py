@@ -36,7 +36,14 @@ _ROLES: dict[str, str] = {
 }
 """Roles of OpenAI's messages, and the names that other forms have for them, in lower case."""
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.S)
+_RESULTS = re.compile(r"\s*<tool_response>\n?(.*?)\n?</tool_response>\s*", re.S)
 _OF_SYSTEM = ("system", "developer")
+_ELSEWHERE = {
+    "thinking": ", and thoughts as `reasoning_content`",
+    "tool_use": ", and calls as `tool_calls`",
+    "tool_result": ", and results as turns of the role tool",
+}
+"""Where OpenAI's messages have what Anthropic's have as parts of the content."""
 
 
 class BadLineError(Exception):
@@ -99,7 +106,9 @@ def role_of(message: Mapping[str, Any]) -> object:
     """Return the role of a message that was not read yet, by OpenAI's name if it is known."""
     role = message.get("role")
     role = message.get("from") if role is None else role
-    return _ROLES.get(role.strip().lower(), role) if isinstance(role, str) else role
+    if not isinstance(role, str):
+        return role
+    return _ROLES.get(role.strip().lower().replace("-", "_"), role)
 
 
 def _read_turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -131,6 +140,9 @@ def _read_turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     elif not isinstance(content, str) and not (content is None and calls):
         raise BadLineError(f"{where}.content is missing or not text: {shortened(turn)}; give text")
     if reasoning := [turn[key] for key in REASONING if key in turn]:
+        turn["content"] = _without_repeated(reasoning, content, where)
+        if content is None:
+            del turn["content"]
         turn = {"thinking": reasoning[0], **turn, "reasoning_content": reasoning[0]}
     return turn
 
@@ -145,6 +157,21 @@ def _without_thought(content: object) -> tuple[dict[str, str], object]:
         return {}, content
     thought = found[1].strip()
     return dict.fromkeys(("thinking", "reasoning_content"), thought) if thought else {}, found[2]
+
+
+def _without_repeated(reasoning: Sequence[object], content: object, where: str) -> object:
+    """Return ``content`` without a thought at its beginning that ``reasoning`` has too.
+
+    Raises BadLineError: they are two thoughts.
+    """
+    found = _THOUGHT.match(content) if isinstance(content, str) else None
+    written = [each for each in (*reasoning, found and found[1]) if isinstance(each, str)]
+    thoughts = [*dict.fromkeys(each.strip() for each in written if each.strip())]
+    if len(thoughts) > 1:
+        said = f"{where} has two thoughts: {shortened(thoughts[0])} and {shortened(thoughts[1])}"
+        raise BadLineError(f"{said}; leave one of them out")
+    is_repeated = found is not None and found[1].strip() and reasoning[0]
+    return found[2].lstrip("\n") if found is not None and is_repeated else content
 
 
 def _read_weight(turn: dict[str, Any], where: str) -> dict[str, int]:
@@ -173,7 +200,8 @@ def _read_part(part: object, where: str) -> dict[str, Any]:
     part = {"text": part} if isinstance(part, str) else part
     if not isinstance(part, dict) or not isinstance(part.get("text"), str):
         said = f"{where}.content has a part that is no text: {shortened(part)}"
-        raise BadLineError(f"{said}; give texts alone")
+        also = _ELSEWHERE.get(str(part.get("type")), "") if isinstance(part, dict) else ""
+        raise BadLineError(f"{said}; give texts alone{also}")
     return {"type": "text", "text": part["text"]}
 
 
@@ -276,6 +304,23 @@ def are_listed(tools: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, 
         said = f"the system's turn lists other tools than `tools`, which has {shortened(others[0])}"
         raise BadLineError(f"{said}; leave one of the two lists out")
     return not others
+
+
+def without_tags(turn: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool's turn without ``<tool_response>`` around its content; others as they are.
+
+    Of several results the tags between them stay.
+    """
+    content = turn.get("content")
+    if turn["role"] != "tool" or not isinstance(content, str):
+        return turn
+    found = _RESULTS.fullmatch(content)
+    return turn if found is None else {**turn, "content": found[1]}
+
+
+def unknown_role(turns: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the first role in ``turns`` that is none of OpenAI's."""
+    return next((turn["role"] for turn in turns if turn["role"] not in _ROLES.values()), None)
 
 
 def undeclared_call(
