@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -143,7 +144,8 @@ def test_every_command_says_its_version_and_how_it_is_called(name, capsys):
                 OPTION_COMMANDS[name]([word])
         return capsys.readouterr().out
 
-    assert output_of("--version") == "moetrain 0.1.0\n"
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    assert output_of("--version") == f"moetrain {project['project']['version']}\n"
     assert output_of("--help").startswith(f"usage: python -m moetrain.{name} [")
 
 

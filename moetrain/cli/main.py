@@ -43,7 +43,7 @@ _COMMANDS = {
 
 
 def version() -> str:
-    """Return ``moetrain 0.1.0``, of a checkout that is not installed ``moetrain`` alone."""
+    """Return ``moetrain 0.2.0``, say; ``moetrain`` for a checkout that is not installed."""
     try:
         return f"moetrain {metadata.version('moetrain')}"
     except metadata.PackageNotFoundError:
