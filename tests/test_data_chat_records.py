@@ -189,3 +189,93 @@ def test_a_template_that_marks_nothing_is_named():
     with pytest.raises(BadLineError, match="marks no text with") as caught:
         ChatTemplate(template, {}).documents(CONVERSATION)
     assert caught.value.field == "data.chat_template"
+
+
+# The last text ends with a marked EOS (as Phi-3's training template), behind the end of each turn.
+MARKED_EOS = """\
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{ '<|assistant|>' }}
+{%- generation %}{{ m.content }}{% endgeneration %}
+{%- generation %}{{ '<|end|>' }}{% endgeneration %}
+{%- else %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endif %}
+{%- endfor %}
+{%- if not add_generation_prompt %}{% generation %}{{ '<eos>' }}{% endgeneration %}{% endif %}"""
+
+# A turn's thought is marked, and dropped once the user has spoken again (as LFM2.5's). It may have
+# a mark of its own.
+MARKED_THOUGHTS = """\
+{%- set last = namespace(user=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{ '<|assistant|>' }}
+{%- set drops = loop.index0 < last.user %}
+{%- set answer = m.content.split('</think>')[-1] if drops else m.content %}
+{%- generation %}{%- if m.thinking and not drops %}{{ '<think>' + m.thinking + '</think>' }}
+{%- endif %}{{- answer + '<|end|>' }}{% endgeneration %}
+{%- else %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endif %}
+{%- endfor %}"""
+MARKED_APART = MARKED_THOUGHTS.replace(
+    "{{- answer", "{% endgeneration %}{% generation %}{{- answer"
+)
+
+
+def marks_of(template: str, messages: list[dict]) -> tuple[str, list[str]]:
+    """The text of transformers up to its last mark, and what it marks."""
+    render = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
+    texts, spans = render([messages], chat_template=template, return_assistant_tokens_mask=True)
+    return texts[0][: spans[0][-1][1]], [texts[0][a:b] for a, b in spans[0] if a < b]
+
+
+def exchange(*answers: dict) -> list[dict]:
+    """Questions, each with one of ``answers``."""
+    asked = ({"role": "user", "content": f"q{i}"} for i in range(len(answers)))
+    return [turn for q, a in zip(asked, answers, strict=True) for turn in (q, {**a})]
+
+
+@pytest.mark.parametrize("left_out", [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("says_the_same", [False, True])
+def test_marks_of_turns_that_are_not_learned_are_left_out(
+    left_out: tuple[int, ...], says_the_same: bool
+):
+    contents = ["a"] * 3 if says_the_same else ["a0", "a1", "a2"]
+    answers = [{"role": "assistant", "content": content} for content in contents]
+    _, marks = marks_of(MARKED_EOS, exchange(*answers))
+    assert marks == [piece for content in contents for piece in (content, "<|end|>")] + ["<eos>"]
+    # EOS belongs to the last answer.
+    of_turn = [marks[:2], marks[2:4], marks[4:]]
+    expected = [piece for i in range(3) if i not in left_out for piece in of_turn[i]]
+    weighted = [{**turn, "weight": int(i not in left_out)} for i, turn in enumerate(answers)]
+    assert spans_of(MARKED_EOS, exchange(*weighted)) == expected
+
+
+@pytest.mark.parametrize("template", [MARKED_THOUGHTS, MARKED_APART], ids=["one mark", "apart"])
+@pytest.mark.parametrize(
+    ("thoughtful", "texts"),
+    [((), 1), ((0,), 2), ((2,), 1), ((0, 1), 3), ((0, 1, 2), 3)],
+)
+@pytest.mark.parametrize("inline", [False, True])
+def test_marked_thoughts_that_the_template_drops_later_are_learned_in_texts_of_their_own(
+    template: str, thoughtful: tuple[int, ...], texts: int, inline: bool
+):
+    answers = [{"role": "assistant", "content": f"a{i}"} for i in range(3)]
+    for i in thoughtful:
+        if inline:
+            answers[i]["content"] = f"<think>t{i}</think>a{i}"
+        else:
+            answers[i]["reasoning_content"] = f"t{i}"
+    messages = exchange(*answers)
+    found = ChatTemplate(template, {}).documents(messages)
+    assert len(found) == texts
+    expected = []
+    for i in range(3):
+        is_alone = i in thoughtful and i < 2
+        # transformers' mask of the conversation that ends with this answer, else of the whole one
+        text, marks = marks_of(template, messages[: 2 * i + 2] if is_alone else messages)
+        marks = ["".join(marks).split("<|end|>")[i] + "<|end|>"]
+        if not is_alone and expected and expected[-1][0] == text:
+            expected[-1][1].extend(marks)
+        else:
+            expected.append((text, marks))
+    said = [(t, ["".join(t[a:b] for a, b in s)]) for t, s in found]
+    assert sorted(said) == sorted((t, ["".join(marks)]) for t, marks in expected)

@@ -4,7 +4,8 @@ A template is rendered once up to each assistant turn (with the generation promp
 it; what the second rendering adds is the turn. So any Jinja chat template works unmarked. One that
 marks what to learn with ``{% generation %}`` is rendered once, as for ``transformers``' assistant
 mask. A template may rewrite history (Qwen3's drops the thoughts of earlier turns). Then one text
-cannot hold every turn as the model will see it, and the conversation becomes several.
+cannot hold every turn as the model will see it, and the conversation becomes several. Of marked
+templates that holds for thoughts that the one rendering drops.
 
 Left out on purpose: turns after the last assistant turn (they carry no loss), and trailing white
 space of a turn (layout, not speech).
@@ -278,7 +279,7 @@ class ChatTemplate:
     ) -> list[tuple[str, list[tuple[int, int]]]]:
         """Return as :meth:`documents`, of turns in the form that the template takes."""
         if re.search(r"{%[-+]?\s*generation\b", self.source):
-            return [self._marked_document(turns, variables, learned)]
+            return self._marked_documents(turns, variables, learned)
         documents: list[tuple[str, list[tuple[int, int]]]] = []
         views = [view for i in learned for view in (View(i, True), View(i + 1, False))]
         texts = self._rendered(turns, variables, views)
@@ -402,32 +403,50 @@ class ChatTemplate:
         turns = [*turns[:-1], {**turns[-1], **changes}]
         return next(self._rendered(turns, variables, [View(len(turns), False)]))
 
-    def _marked_document(
+    def _marked_documents(
         self, turns: list[dict[str, Any]], variables: Mapping[str, Any], learned: Sequence[int]
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Render the conversation up to the last text that the template marks and that is learned.
+    ) -> list[tuple[str, list[tuple[int, int]]]]:
+        """Render a conversation with marks around what is learned of it, once if that shows all.
+
+        An earlier turn whose thought the template drops then is learned in a text that ends with
+        it, as :meth:`documents` has turns that are not in their final form.
 
         Returns:
-            The text, and the marked spans, except for those of turns that are not ``learned``.
+            Texts up to the last mark that is learned, and the marked spans, except for those of
+            turns that are not ``learned``.
         """
-        first = learned[0]
-        others = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
-        others = [i for i in others if i not in learned]
-        # Spans of a turn are those that the conversation with it has more than the one before it.
-        ends = [first] if any(i < first for i in others) else []
-        ends += [end for i in others if i > first for end in (i, i + 1)]
-        views = [View(end, False, (_OPEN, _CLOSE)) for end in [len(turns), *ends]]
-        (text, spans), *found = map(self._marks, self._rendered(turns, variables, views))
-        counts = [len(earlier) for _, earlier in found]
-        counts = counts if len(counts) % 2 == 0 else [0, *counts]
-        left_out = [slice(*pair) for pair in zip(counts[::2], counts[1::2], strict=True)]
-        for each in reversed(left_out):
-            del spans[each]
+        text, spans = self._with_marks(turns, variables)
+        num_answers = sum(turn["role"] == "assistant" for turn in turns)
+        probes = [_Probe.of(turn, i) for i, turn in enumerate(turns)]
+        thoughtful = [i for i in learned if probes[i].thought and i + 1 < len(turns)]
+        documents: list[tuple[str, list[tuple[int, int]]]] = []
+        if len(learned) < num_answers or thoughtful:
+            probed, found = self._with_marks([probe.turn for probe in probes], variables)
+            if len(found) != len(spans):
+                said = "the chat template marks other spans with {% generation %} if texts change"
+                raise BadLineError(f"{said}; give another one", "data.chat_template")
+            seen = "".join(probed[a:b] for a, b in found)
+            dropped = [i for i in thoughtful if probes[i].thought not in seen]
+            for i in dropped:
+                documents += self._marked_documents(turns[: i + 1], variables, [i])
+            kept = {*learned}.difference(dropped)
+            owners = [_owner(probed, span, turns) for span in found]
+            of_others = [turns[i]["role"] == "assistant" and i not in kept for i in owners]
+            spans = [span for span, other in zip(spans, of_others, strict=True) if not other]
+            if not kept:
+                return documents
         if not spans:
             problem = "the chat template marks no text with {% generation %}, though there is an "
             problem += "assistant's turn; give another one"
             raise BadLineError(problem, "data.chat_template")
-        return text[: spans[-1][1]], spans
+        return [*documents, (text[: spans[-1][1]], spans)]
+
+    def _with_marks(
+        self, turns: list[dict[str, Any]], variables: Mapping[str, Any]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the rendering of ``turns``, and the spans that the template marks."""
+        (marked,) = self._rendered(turns, variables, [View(len(turns), False, (_OPEN, _CLOSE))])
+        return self._marks(marked)
 
     @staticmethod
     def _marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
@@ -673,6 +692,59 @@ class _Thought(NamedTuple):
         marked = {"content": f"{found['open'] or ''}{_OPEN}{content[found.start('close') :]}"}
         said = content if found["open"] else f"{begin}{blanks}{content}"
         return cls(found["thought"].strip(), said, marked)
+
+
+class _Probe(NamedTuple):
+    """A turn with marks in place of its texts, which tell whose a span of a rendering is."""
+
+    turn: dict[str, Any]
+    thought: str
+    """The mark of its thought; an empty text: it has none."""
+
+    @classmethod
+    def of(cls, turn: Mapping[str, Any], i: int) -> Self:
+        """Put marks into turn ``i`` of a conversation."""
+        made, thought = {**turn}, f"{_MARK}thought{i:06d}"
+        content, reasoning = turn.get("content"), turn.get("reasoning_content")
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        before, closes, answer = "".join(part["text"] for part in parts).rpartition("</think>")
+        is_inline = turn["role"] == "assistant" and before.replace("<think>", "").strip() != ""
+        if turn["role"] != "assistant":
+            before, closes, answer = "", "", before + closes + answer
+        if is_inline:
+            opens = "<think>" if "<think>" in before else ""
+            before = f"{opens}\n{thought}\n"
+        if answer.strip():
+            answer = f"\n\n{_MARK}{i:06d}" if closes else f"{_MARK}{i:06d}"
+        if isinstance(content, list):
+            made["content"] = [{"type": "text", "text": before + closes + answer}]
+        elif content:
+            made["content"] = before + closes + answer
+        has_own = isinstance(reasoning, str) and reasoning.strip() != ""
+        if has_own:
+            made |= {key: thought for key in REASONING if key in turn}
+        return cls(made, thought if has_own or is_inline else "")
+
+
+def _owner(probed: str, span: tuple[int, int], turns: Sequence[Mapping[str, Any]]) -> int:
+    """Return the turn that a marked span belongs to.
+
+    Args:
+        probed: a rendering of the turns' :class:`_Probe`.
+        span: characters of it, which the template marks.
+        turns: the conversation.
+
+    Returns:
+        The turn whose text is in the span. One without any (a call, the end of a turn) belongs to
+        the assistant that speaks there.
+    """
+    texts = f"{_MARK}(?:thought)?([0-9]{{6}})"
+    if own := re.findall(texts, probed[slice(*span)]):
+        return int(own[-1])
+    before = re.findall(texts, probed[: span[0]])
+    start = int(before[-1]) if before else 0
+    answers = (i for i in range(start, len(turns)) if turns[i]["role"] == "assistant")
+    return next(answers, start)
 
 
 @lru_cache
