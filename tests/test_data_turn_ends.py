@@ -5,6 +5,7 @@ what is learned of them, in ``[...]``.
 """
 
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -129,6 +130,19 @@ ROUNDS = """\
 {%- if add_generation_prompt and not n.is_result -%}<|answer|>{%- endif -%}"""
 
 
+# A result's last line ends where no generation prompt follows it (as Hermes-3's).
+LINES = """\
+{%- for m in messages -%}
+{%- if m.tool_calls -%}{{ '<|start|>assistant\n' + m.tool_calls[0].function.name -}}
+{{- m.tool_calls[0].function.arguments | tojson }}<|end|>
+{%- elif m.role == 'tool' -%}<|start|>tool\n{{ m.content + ('</result>' if loop.last
+    else '</result>\n') }}<|end|>
+{%- else -%}<|start|>{{ m.role + '\n' + m.content }}<|end|>
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|start|>assistant\n' }}{%- endif -%}"""
+
+
 def calls_in_rounds(thoughts: bool) -> list[dict]:
     """Two calls one after the other, an answer, and another question."""
     thought = {"reasoning_content": "t"} if thoughts else {}
@@ -163,6 +177,14 @@ CASES = {
             '[\n<|call|>add{"a": 2}<|done|>]',
             '<|user|>q1<|answer|><|calls|><|call|>add{"a": 2}<|done|><|result|>r1\n<|call|>add'
             '{"a": 2}<|done|><|result|>r2<|closed|>[a1<|done|>]<|user|>q2<|answer|>[a2<|done|>]',
+        ],
+    ),
+    "a result is closed otherwise before an answer": (
+        LINES,
+        CALLS,
+        [
+            '<|start|>user\nq1<|end|><|start|>assistant\n[add{"a": 2}<|end|>]<|start|>tool\n'
+            "5</result><|end|><|start|>assistant\n[a1<|end|>]",
         ],
     ),
     "no end, three turns": (
@@ -269,6 +291,31 @@ CASES = {
 }
 
 
+def without_tags(text: str) -> str:
+    """Write thoughts between marks that are no tags, as Cohere's."""
+    return text.replace("<think>", "<|START_THINKING|>").replace("</think>", "<|END_THINKING|>")
+
+
+def with_suffixes(text: str) -> str:
+    """Write the tags of thoughts as Hy3's."""
+    return text.replace("think>", "think:x>")
+
+
+for _name in [
+    "opens a thought, plain",
+    "opens a thought, thoughts",
+    "drops thoughts, plain",
+    "drops thoughts, of their own",
+]:
+    for _others in (without_tags, with_suffixes):
+        _source, _messages, _texts = CASES[_name]
+        CASES[f"{_name}, {_others.__name__}"] = (
+            _others(_source),
+            _messages,
+            [*map(_others, _texts)],
+        )
+
+
 def template_of(source: str) -> ChatTemplate:
     """``source`` with a tokenizer that has its ``<|...|>`` as tokens."""
     return ChatTemplate(source, {}, added_tokens=frozenset(re.findall(r"<\|\w+\|>", source)))
@@ -360,3 +407,11 @@ def test_stops_are_the_ends_that_were_learned(source: str, stops: tuple[str, ...
 def test_calls_that_the_prompt_does_not_begin_are_refused(source: str):
     with pytest.raises(BadLineError, match=r"does not begin its rendering of messages\[3\]"):
         template_of(source).documents(calls_in_rounds(thoughts=False)[:4])
+
+
+@pytest.mark.parametrize("says", [str, without_tags])
+def test_a_template_that_begins_another_turn_behind_each_answer_is_refused(says: Callable):
+    """It writes the generation prompt whether it is asked or not (as Cohere's Command R7B)."""
+    source = says(OPENS.replace("if add_generation_prompt", "if true"))
+    with pytest.raises(BadLineError, match=r"begins another turn behind messages\[1\]"):
+        template_of(source).documents(THREE[:2])

@@ -101,9 +101,11 @@ _READS_CHANNELS = re.compile(r"\.channel\b|['\"]channel['\"]")
 """How a template looks that reads the ``channel`` of a message; GPT-OSS's only writes some."""
 
 
-_TAG = r"(?:\w+:)?(?:think|thought)\w*"
-_OPENED = rf"[<\[◁]{_TAG}[>\]▷]|<\|channel>thought"
-_CLOSED = rf"[<\[◁]/{_TAG}[>\]▷]|<channel\|>"
+_TAG = r"(?:\w+:)?(?:think|thought)\w*(?::\w+)?"
+_PAIRS = {"<|channel>thought": "<channel|>", "<|START_THINKING|>": "<|END_THINKING|>"}
+"""Marks around thoughts that are no tags: Gemma's and Cohere's."""
+_OPENED = rf"[<\[◁]{_TAG}[>\]▷]|(?-i:{'|'.join(map(re.escape, _PAIRS))})"
+_CLOSED = rf"[<\[◁]/{_TAG}[>\]▷]|(?-i:{'|'.join(map(re.escape, _PAIRS.values()))})"
 _OPENING = re.compile(rf"(?:(?P<open>{_OPENED})(?P<blanks>\s*))?(?P<closed>{_CLOSED})?\s*$", re.I)
 """The end of a generation prompt: it may open a thought, or say that there is none."""
 _LONGEST_OPENING = 100
@@ -334,13 +336,16 @@ class ChatTemplate:
         assert opening is not None  # it may be empty
         head = prompt[: opening.start()] if opening[0].strip() else prompt
         thought = _Thought.of(turns[-1], opening)
+        turn = f"messages[{len(turns) - 1}]"
+        if opening["open"] and text.rstrip().endswith(opening[0].strip()):
+            said = f"the chat template begins another turn behind {turn}, an assistant's"
+            raise BadLineError(f"{said}; give another one", "data.chat_template")
         if thought is not None and not self._shows(thought, text[len(head) :], turns, variables):
             _, found, behind = self._changed(turns, variables, {"content": _OPEN}).rpartition(_OPEN)
             text = head + thought.said + behind if found else text
         if not text.startswith(head):
             own = self._own_text(turns, variables)
             if own is None:
-                turn = f"messages[{len(turns) - 1}]"
                 said = (
                     f"the chat template's generation prompt does not begin its rendering of {turn}"
                 )
@@ -357,8 +362,9 @@ class ChatTemplate:
         A template may write what comes before a turn otherwise once the turn follows. GPT-OSS's
         drops the analysis of calls as soon as there is an answer, which a model that writes the
         answer still sees. DeepSeek-V3's closes results where a generation prompt ends, and leaves
-        them open before further calls. So the turn before has a mark as its content, and the texts
-        behind the mark are compared: that of the prompt, and that of the whole conversation.
+        them open before further calls. Hermes-3's ends the line of a result that is not the last.
+        So the turn before has a mark as its content, and the texts behind the mark are compared:
+        that of the prompt, and that of the whole conversation.
         """
         given = turns[-2].get("content") if len(turns) > 1 else None
         if not isinstance(given, str) or not given.strip():
@@ -372,6 +378,10 @@ class ChatTemplate:
         prompt, closed, said = (rest for *_, rest in behind)
         if said.startswith(prompt):
             return said[len(prompt) :]
+        opens = prompt.removeprefix(closed)
+        before, found, own = said.partition(opens) if opens.strip() else (said, "", "")
+        if found and "".join(before.split()) == "".join(closed.split()):
+            return own  # blanks are all that differs before the turn begins
         answer = {"role": "assistant", "content": "x"}
         (answered,) = self._rendered([*turns[:-1], answer], variables, [View(size, False)])
         if prompt != closed or not answered.rpartition(_MARK)[2].startswith(prompt):
@@ -680,11 +690,11 @@ class _Thought(NamedTuple):
         content, reasoning = turn.get("content", ""), turn.get("reasoning_content")
         if not isinstance(content, str):
             return None
-        begin = opening["open"] or (opening["closed"] or "").replace("/", "", 1)
+        begin = opening["open"] or _opening_of(opening["closed"] or "")
         blanks = opening["blanks"] or ""
         if isinstance(reasoning, str) and begin:
             thought, line = reasoning.strip(), "\n" if "\n" in blanks else ""
-            close = "<channel|>" if "channel" in begin else f"{begin[0]}/{begin[1:]}"
+            close = _PAIRS.get(begin) or f"{begin[0]}/{begin[1:]}"
             said = f"{begin}{blanks}{thought}{line}{close}{line}{line}{content}"
             return cls(thought, said, dict.fromkeys(REASONING, _OPEN))
         if (found := _THOUGHT.match(content)) is None:
@@ -692,6 +702,12 @@ class _Thought(NamedTuple):
         marked = {"content": f"{found['open'] or ''}{_OPEN}{content[found.start('close') :]}"}
         said = content if found["open"] else f"{begin}{blanks}{content}"
         return cls(found["thought"].strip(), said, marked)
+
+
+def _opening_of(closing: str) -> str:
+    """Return what opens a thought that ``closing`` closes."""
+    opens = {close: open for open, close in _PAIRS.items()}
+    return opens.get(closing) or closing.replace("/", "", 1)
 
 
 class _Probe(NamedTuple):
