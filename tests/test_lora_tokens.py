@@ -167,6 +167,7 @@ def test_a_run_writes_adapters_with_the_tokenizer(tmp_path):
     [
         (["lora.trainable_tokens=<|none|>"], r"'<\|none\|>' is \d+ tokens .*: data\.new_tokens"),
         (["lora.trainable_tokens=1,5000"], r"'5000', but the model's tokens are 0 to \d+; leave"),
+        (["lora.trainable_tokens=3"], r"trainable_tokens: they leave out <\|tool\|>, <\|r.*too$"),
         (
             ["lora.modules_to_save=lm_head"],
             r"trainable_tokens: .* contradicts lora\.mod",
@@ -179,7 +180,7 @@ def test_a_run_writes_adapters_with_the_tokenizer(tmp_path):
 )
 def test_what_cannot_be_is_one_line(words, problem, tmp_path):
     make_checkpoint(tmp_path)
-    base = words_for(tmp_path, "lora.rank=8", f"lora.trainable_tokens={NEW[0]}")
+    base = words_for(tmp_path, "lora.rank=8", f"lora.trainable_tokens={','.join(NEW)}")
     with pytest.raises(ConfigError, match=problem):
         resolve_run(Config.load(None, [*base, *words], environ={}))
 
@@ -189,3 +190,34 @@ def test_files_of_other_tokens_are_refused(tmp_path):
     words = [*WORDS, f"lora.path={tmp_path}", "lora.trainable_tokens=3"]
     with pytest.raises(ConfigError, match=r"lora\.trainable_tokens: .*rows of other tokens"):
         make_engine(*words, base=base_for("moe"), micro=MICRO)
+
+
+def warnings_of(caplog, words):
+    caplog.clear()
+    resolve_run(Config.load(None, words, environ={}))
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_new_tokens_that_stay_as_they_begin_are_told(tied, tmp_path, caplog):
+    count = make_checkpoint(tmp_path / "old", tied=tied)
+    both = "embed_tokens" if tied else "embed_tokens,lm_head"
+    base = words_for(tmp_path / "old", "lora.rank=8")
+    assert not warnings_of(caplog, [*base, f"lora.modules_to_save={both}"])
+    if not tied:
+        (said,) = warnings_of(caplog, [*base, "lora.modules_to_save=embed_tokens"])
+        assert said.startswith(f"rows of the new tokens {', '.join(NEW)} stay as they begin in lm_")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "old")
+    tokenizer.add_tokens(["more", "yet more"])
+    tokenizer.save_pretrained(tmp_path / "more")
+    base = [w for w in base if not w.startswith("data.new_tokens")]
+    base += [f"data.tokenizer={tmp_path}/more", f"model.vocab_size={count + 8}"]
+    (said,) = warnings_of(caplog, base)
+    assert f"new tokens {count}, {count + 1} stay as they begin in embed_tokens" in said
+    assert said.endswith(
+        f"lora.modules_to_save {both}, or these in lora.trainable_tokens, trains them"
+    )
+    assert not warnings_of(caplog, [*base, f"lora.trainable_tokens={count},{count + 1}"])
+    assert not warnings_of(caplog, [*base, "lora.rank=0"])
+    with pytest.raises(ConfigError, match=rf"leave out {count + 1}, whose rows"):
+        resolve_run(Config.load(None, [*base, f"lora.trainable_tokens={count}"], environ={}))

@@ -186,6 +186,9 @@ def test_jobs_train_adapters_alone():
     config = Config.load("jobs-debug", [BOTH], environ={})
     with pytest.raises(ConfigError, match=r"lora\.modules_to_save: .*jobs train adapters alone"):
         check_settings(config)
+    config = Config.load("jobs-debug", [BOTH, "data.new_tokens=<a>"], environ={})
+    with pytest.raises(ConfigError, match=r"unset it and data\.new_tokens$"):
+        check_settings(config)
 
 
 def test_files_with_more_or_less_than_the_settings_say_are_refused(tmp_path):

@@ -78,6 +78,7 @@ def check_settings(config: Config) -> None:
     for name in ("modules_to_save", "trainable_tokens"):
         if given := getattr(config.lora, name):
             problem = f"{','.join(given)!r}, but jobs train adapters alone; unset it"
+            problem += " and data.new_tokens" * bool(config.data.new_tokens)  # which needs it
             raise ConfigError(f"lora.{name}", problem)
     if share := config.optim.offload_fraction:
         problem = f"{share}, but jobs take turns at one optimizer's state, on the device"

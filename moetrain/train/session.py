@@ -29,8 +29,9 @@ from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import load_tokenizer
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.models.architecture import Architecture
-from moetrain.models.hf.files import export_in, resolve
+from moetrain.models.hf.files import export_in, listing, resolve
 from moetrain.models.hf.load import resolve_architecture
+from moetrain.models.rules import SAVED_MODULES
 from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.processes import device_capacity
 from moetrain.parallel.world import join_world
@@ -189,6 +190,7 @@ def resolve_run(
     if config.lora.trainable_tokens:
         ids = tuple(str(i) for i in _token_ids(config, arch))
         config = config.filled({"lora.trainable_tokens": ids}, "ids by data.tokenizer")
+    _check_new_rows(config, arch)
     if config.compile.enabled == "auto":
         device = config.train.device
         is_planned = (config.launch.gpus or config.launch.gpu) is not None
@@ -225,6 +227,37 @@ def _token_ids(config: Config, arch: Architecture) -> list[int]:
             problem = f"{token!r}, but the model's tokens are 0 to {arch.vocab_size - 1}"
             raise ConfigError(field, f"{problem}; leave it out, or raise model.vocab_size")
     return [ids[token][0] for token in tokens]
+
+
+def _check_new_rows(config: Config, arch: Architecture) -> None:
+    """Raise ConfigError if ``lora.trainable_tokens`` leave out tokens whose rows are new, and warn
+    if ``lora.modules_to_save`` do: such rows stay as they begin, all alike."""
+    model, data, lora = config.model, config.data, config.lora
+    if not (
+        lora.rank and config.is_set("data.tokenizer") and (data.new_tokens or model.vocab_size)
+    ):
+        return
+    tokenizer = load_tokenizer(data.tokenizer, new_tokens=data.new_tokens)
+    found = tokenizer.encode_batch([*data.new_tokens])
+    new = {int(x.ids[0]): text for text, x in zip(data.new_tokens, found, strict=True)}
+    if model.path is not None and model.vocab_size is not None:
+        section = model.model_copy(update={"vocab_size": None})
+        own = resolve_architecture(section, needs_weights=False).vocab_size
+        beyond = range(own, min(arch.vocab_size, tokenizer.vocab_size))
+        new |= {i: str(i) for i in beyond if i not in new}
+    left = [new[i] for i in sorted(new.keys() - set(lora.token_ids))]
+    if lora.token_ids and left:
+        problem = f"they leave out {listing(left)}, whose rows would stay as they begin"
+        raise ConfigError("lora.trainable_tokens", f"{problem}; name these too")
+    has_head = not (arch.tie_embeddings or arch.num_labels)
+    matrices = [*SAVED_MODULES] if has_head else ["embed_tokens"]
+    frozen = [name for name in matrices if name not in lora.modules_to_save]
+    if left and frozen:
+        said = (
+            "rows of the new tokens %s stay as they begin in %s; lora.modules_to_save %s, or these"
+        )
+        said += " in lora.trainable_tokens, trains them"
+        logger.warning(said, listing(left), " and ".join(frozen), ",".join(matrices))
 
 
 def _set_by_checkpoint(
