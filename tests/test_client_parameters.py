@@ -87,7 +87,10 @@ def test_parameters_that_would_change_something_are_refused(ask, body, says):
     assert says in error_of(ask(**{"prompt": PROMPT, "max_tokens": 1} | body))
 
 
-def test_tokens_that_end_a_completion(ask, generator):
+def test_tokens_that_end_a_completion(ask, folder):
+    # Not the server's generator, whose thread may still be at work.
+    generator = Generator(load_hf(folder), load_tokenizer(str(folder)))
+
     def directly(**params):
         asked = SamplingParams(**SAMPLED | {"max_tokens": 40, **params})
         return generator.generate([Request("a", tuple(PROMPT), asked)])[0][0].tokens

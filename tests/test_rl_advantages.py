@@ -128,7 +128,7 @@ def test_a_kl_in_the_reward_is_taken_off_before():
         (["rl.ratio=rollout", "rl.importance_high=3"], "rl.importance_high", "'rollout'"),
         (["rl.kl=k2"], "rl.kl", "'k2' contradicts rl.kl_coef 0"),
         (["rl.kl_in=reward"], "rl.kl_in", "'reward' contradicts rl.kl_coef 0"),
-        (["rl.kl=k1", "rl.kl_coef=0.1"], "rl.kl", "use k2 or k3, or rl.kl_in reward"),
+        (["rl.kl=k1", "rl.kl_coef=0.1"], "rl.kl", "use k2 or k3, or set rl.kl_in reward"),
         (["rl.temperature=0"], "rl.temperature", "greater than 0"),
         (["rl.dual_clip=1"], "rl.dual_clip", "greater than 1"),
         (["rl.clip_low=1.5"], "rl.clip_low", "less than or equal to 1"),

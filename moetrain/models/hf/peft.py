@@ -25,6 +25,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -136,7 +137,7 @@ def save_peft(
     lora: LoraSection,
     adapters: Iterable[tuple[str, torch.Size, Adapter]],
     base: str | None,
-    wholes: Mapping[str, torch.Tensor],
+    wholes: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:
     """Write ``adapters``, given by weights' names, their shapes, and their adapters.
 
