@@ -221,3 +221,47 @@ def test_rows_of_new_tokens_that_stay_as_they_begin_are_told(tied, tmp_path, cap
     assert not warnings_of(caplog, [*base, "lora.rank=0"])
     with pytest.raises(ConfigError, match=rf"leave out {count + 1}, whose rows"):
         resolve_run(Config.load(None, [*base, f"lora.trainable_tokens={count}"], environ={}))
+
+
+def test_files_of_tokens_that_the_model_has_not_say_so(tmp_path):
+    make_checkpoint(tmp_path / "old", tied=True)
+    words = ["lora.rank=8", "lora.targets=*.attn.*", f"lora.trainable_tokens={','.join(NEW)}"]
+    engine = make_engine(base=words_for(tmp_path / "old", *words), micro=2)
+    engine.save_peft(tmp_path / "adapter")
+    wanted = r"has \d+ tokens: it was trained with new tokens; use its merged model, or train with"
+    with pytest.raises(ConfigError, match=wanted):
+        attach_peft(load_hf(tmp_path / "old"), tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    for odd in (5, "3,4", {"embed_tokens": [True]}, {"norm": [3]}, [-1]):
+        file.write_text(json.dumps({**settings, "trainable_token_indices": odd}))
+        with pytest.raises(ConfigError, match=r"trainable_token_indices is .*, not tokens"):
+            attach_peft(load_hf(tmp_path / "old"), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("how", [{"modules_to_save": ["embed_tokens"]}, {}])
+def test_what_peft_saves_of_a_resized_embedding_is_refused_with_a_remedy(how, tmp_path):
+    """Which works: the same adapters, saved as it says, are read."""
+    count = make_checkpoint(tmp_path / "old", tied=True)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "old")
+    base.resize_token_embeddings(count + 3)
+    how = how or {"trainable_token_indices": [*range(count, count + 3)]}
+    how |= {"ensure_weight_tying": True, "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 8}
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, **how)
+    model = peft.get_peft_model(base, config)
+    model.save_pretrained(tmp_path / "adapter")
+    words = words_for(tmp_path / "old", "lora.rank=8", "lora.alpha=8", "lora.targets=*.wq")
+    is_whole = "modules_to_save" in how
+    words += [f"lora.path={tmp_path}/adapter"]
+    words += (
+        ["lora.modules_to_save=embed_tokens"]
+        if is_whole
+        else [f"lora.trainable_tokens={','.join(NEW)}"]
+    )
+    with pytest.raises(ConfigError, match=r"; save it in PEFT with save_embedding_layers=False"):
+        make_engine(base=words, micro=2)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    engine = make_engine(base=words, micro=2)
+    with torch.no_grad(), engine.work():
+        want = model(TOKENS_BS).logits
+        torch.testing.assert_close(engine.model(TOKENS_BS), want, rtol=0, atol=1e-3)

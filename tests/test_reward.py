@@ -358,6 +358,6 @@ def test_peft_classifiers_adapters_are_read_and_others_refused(words, tmp_path):
     other = [w for w in words if not w.startswith("train.objective")]
     make(AutoModelForCausalLM, tmp_path / "model", "llama")
     with pytest.raises(
-        ConfigError, match=r"lora\.path: .*modules_to_save is \['classifier', 'scor"
+        ConfigError, match=r"lora\.path: .*has score\.weight, .*set train\.objective reward, or"
     ):
         Trainer(config_of(other))

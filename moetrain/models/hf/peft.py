@@ -60,6 +60,9 @@ _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pa
 _READ |= {"target_modules", "target_parameters", "exclude_modules", "layers_to_transform"}
 _READ |= {"use_dora", "modules_to_save", "ensure_weight_tying", "trainable_token_indices"}
 _ROWS = ".token_adapter.trainable_tokens_delta"
+_WITH_NEW_TOKENS = "use its merged model, or train with the same data.new_tokens"
+_RESIZED = ("modules_to_save.weight", "original_module.weight", "token_adapter.base_layer.weight")
+"""What PEFT writes besides where the base model's embedding was resized, in memory of its own."""
 _WITHOUT_EFFECT = {"base_model_name_or_path", "revision", "task_type", "inference_mode"}
 _WITHOUT_EFFECT |= {"auto_mapping", "peft_version", "runtime_config", "lora_dropout"}
 _WITHOUT_EFFECT |= {"megatron_core", "qalora_group_size"}
@@ -255,7 +258,8 @@ def load_peft(
         raise ConfigError("lora.use_dora", problem)
     sites = files.matched(shapes, "of no lora.targets", is_partial=False)
     if arch.num_labels and SCORE not in files.saved:
-        raise _error(files.folder, f"{_TENSORS} has no {SCORE}, the head of a reward model")
+        problem = f"{_TENSORS} has no {SCORE}, the head of a reward model"
+        raise _error(files.folder, f"{problem}; merge it into its base, and set model.path to that")
     wanted = {SAVED_MODULES[module] for module in lora.modules_to_save}
     wanted |= {SCORE} & files.saved.keys()
     if odd := sorted(wanted ^ files.saved.keys()):
@@ -337,6 +341,11 @@ class _AdapterFiles:
 
     def _find_saved(self) -> dict[str, list[str]]:
         stored, found = set(self.file.keys()), dict[str, list[str]]()
+        if not self.arch.num_labels and f"{_PREFIX}{SCORE}" in stored:
+            problem = f"{_TENSORS} has {SCORE}, a reward model's head, and this is a language model"
+            raise _error(
+                self.folder, f"{problem}; set train.objective reward, or score texts by it"
+            )
         # PEFT names a module that these classifiers do not have.
         known = {"classifier"} if self.arch.num_labels else set[str]()
         for name, sites in self.own.items():
@@ -355,11 +364,16 @@ class _AdapterFiles:
         given, found = self.settings.values.get("trainable_token_indices"), {}
         if isinstance(given, list):
             given = {self.own["embed.weight"][0].kind: given}
+        if not isinstance(given, dict | None):
+            raise self.settings.bad("trainable_token_indices", "not tokens, or tokens by module")
         for key, tokens in (given or {}).items():
             names = [n for n, own in self.own.items() if any(key in (x.kind, x.key) for x in own)]
-            known = range(self.arch.vocab_size)
-            if not (names and isinstance(tokens, list) and all(i in known for i in tokens)):
+            is_list = isinstance(tokens, list) and all(type(i) is int and i >= 0 for i in tokens)
+            if not (names and is_list):
                 raise self.settings.bad("trainable_token_indices", "not tokens of this model")
+            if any(i >= (count := self.arch.vocab_size) for i in tokens):
+                problem = f"and this model has {count} tokens: it was trained with new tokens"
+                raise self.settings.bad("trainable_token_indices", f"{problem}; {_WITH_NEW_TOKENS}")
             found[names[0]] = tuple(tokens)
         return found
 
@@ -381,7 +395,7 @@ class _AdapterFiles:
                 if (found := list(self.file.get_slice(tensor).get_shape())) != wanted:
                     problem = f"{tensor} is {found}, and this model's {wanted}"
                     if found[1:] == wanted[1:] and found[0] > wanted[0]:
-                        problem += ": it was trained with new tokens; use its merged model"
+                        problem += f": it was trained with new tokens; {_WITH_NEW_TOKENS}"
                     raise _error(self.folder, problem)
             first, *others = map(self.file.get_tensor, tensors)
             if any(not torch.equal(first, other) for other in others):
@@ -438,6 +452,8 @@ class _AdapterFiles:
         for what, names in problems.items():
             if names:
                 problem = f"its adapters are not this run's: {what}: {listing(names)}"
+                if any(name.endswith(_RESIZED) for name in names):
+                    problem += "; save it in PEFT with save_embedding_layers=False, or merge it"
                 raise _error(self.folder, problem)
         return {name: own for name, own in found.items() if own}
 
