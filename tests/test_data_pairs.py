@@ -124,6 +124,14 @@ PAIRS = {
         },
         sides(Q),
     ),
+    "whole dialogues as the text of their JSON": (
+        {"prompt": Q} | {key: json.dumps(dialogue) for key, dialogue in WHOLE.items()},
+        sides(Q),
+    ),
+    "texts that are JSON of something else": (
+        {"prompt": Q, "chosen": '[{"a": 1}]', "rejected": "[{a}]"},
+        (Q, '[{"a": 1}]', "[{a}]"),
+    ),
     "texts": ({"prompt": Q, "chosen": f" {A}", "rejected": f" {B}"}, (Q, f" {A}", f" {B}")),
     "whole texts with their prompt": (
         {"prompt": Q, "chosen": f"{Q} {A}", "rejected": f"{Q} {B}"},

@@ -15,6 +15,7 @@ records (a line of the user's own script does that), and images and sounds in ``
 
 import codecs
 import hashlib
+import json
 import os
 import re
 import sysconfig
@@ -559,13 +560,31 @@ def _likeness(fields: tuple[str, ...], record: dict[str, Any]) -> float:
 
 
 def _as_messages(key: str, value: Any) -> Any:
-    """Return the messages, or the single one, in field ``key``; anything else as it is."""
-    turns = [value] if isinstance(value, dict) else value
+    """Return the messages, or the single one, in field ``key``; anything else as it is.
+
+    Tables may have messages as the text of their JSON.
+    """
+    turns = _turns_in(value) if isinstance(value, str) else value
+    turns = [turns] if isinstance(turns, dict) else turns
     if isinstance(turns, str) and key in ("messages", "conversations"):
         return read_messages(turns, key)
     if not isinstance(turns, list) or not turns or not all(isinstance(x, dict) for x in turns):
         return value
     return read_messages(turns, key)
+
+
+def _turns_in(text: str) -> Any:
+    """Return the messages whose JSON ``text`` is; a text that is something else as it is."""
+    if not re.match(r"\s*\[\s*\{", text):
+        return text
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    are_turns = all(
+        isinstance(x, dict) and not x.keys().isdisjoint(("role", "from")) for x in found
+    )
+    return found if are_turns else text
 
 
 def _with_system(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
