@@ -334,6 +334,16 @@ def test_adapters_and_the_head_are_trained_and_peft_scores_as_the_export(words, 
     assert margin == pytest.approx((wanted[::2] - wanted[1::2]).mean().item(), rel=1e-3)
 
 
+def test_a_head_may_be_frozen_but_beside_adapters(words, tmp_path):
+    make(AutoModelForSequenceClassification, tmp_path / "model", "llama", num_labels=1)
+    words = [*words, f"model.path={tmp_path / 'model'}", "train.freeze=score.*"]
+    assert "score.weight" not in Trainer(config_of(words)).engine.stages.trained
+    with pytest.raises(
+        ConfigError, match=r"train\.freeze: 'score\.\*' freezes score\.weight, the r"
+    ):
+        Trainer(config_of(words, "lora.rank=8"))
+
+
 def test_peft_classifiers_adapters_are_read_and_others_refused(words, tmp_path):
     """Adapters that PEFT itself wrote for a classifier with one label."""
     peft = pytest.importorskip("peft")

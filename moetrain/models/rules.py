@@ -181,8 +181,7 @@ class ShardingPlan(NamedTuple):
         saved = _saved(rules, config.lora.modules_to_save)
         if tokens is not None:
             saved = {name for name in SAVED_MODULES.values() if name in rules}
-        # A reward model's head is trained beside adapters: no checkpoint of its base has it.
-        frozen = _frozen(rules, config.train.freeze, {*saved, SCORE})
+        frozen = _frozen(rules, config.train.freeze, saved)
         for name, rule in rules.items():
             if rule.init == "kaiming":
                 rule = replace(rule, init=config.lora.init)
@@ -227,10 +226,11 @@ def _saved(rules: Mapping[str, Rule], modules: Sequence[str]) -> set[str]:
 
 
 def _frozen(rules: Mapping[str, Rule], freeze: Sequence[str], saved: set[str]) -> set[str]:
-    """Return the names that ``freeze`` matches and, if there are adapters, all but theirs and
-    ``saved``."""
+    """Return the names that ``freeze`` matches and, if there are adapters, all but theirs,
+    ``saved``, and a reward model's head, which no checkpoint of its base has."""
     has_adapters = any(name.endswith(ADAPTERS) for name in rules)
     frozen = {name for name in rules if has_adapters and not name.endswith(ADAPTERS)} - saved
+    frozen.discard(SCORE)
     for pattern in freeze:
         matched = {name for name in rules if fnmatchcase(name, pattern)}
         if not matched:
@@ -239,6 +239,9 @@ def _frozen(rules: Mapping[str, Rule], freeze: Sequence[str], saved: set[str]) -
         if both := matched & saved:
             problem = f"{pattern!r} freezes {min(both)}, which settings of lora are to train"
             raise ConfigError("train.freeze", f"{problem}; leave it out of one of the two")
+        if has_adapters and SCORE in matched:
+            problem = f"{pattern!r} freezes {SCORE}, the reward, which is trained beside adapters"
+            raise ConfigError("train.freeze", f"{problem}; leave it out")
         frozen |= matched
     if all(name in frozen or not rule.trainable for name, rule in rules.items()):
         problem = f"{','.join(freeze)!r} leaves nothing to train"
