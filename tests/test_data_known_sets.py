@@ -246,6 +246,15 @@ def test_other_metadata_is_no_tools(metadata: object):
             '`mask` that differs between answers, .*; write "weight": 0 in those',
         ),
         (
+            {
+                "trajectory": [
+                    {"role": "user", "text": "q", "mask": False},
+                    *({"role": "ai", "text": "a", "mask": mask} for mask in ([1], None)),
+                ]
+            },
+            '`mask` that differs between answers, .*; write "weight": 0 in those',
+        ),
+        (
             {"trajectory": [{"action": "ls", "observation": "x"}], "history": [USER, ANSWER]},
             "a run without roles; write its turns \\(SWE-agent's `history`\\) as `messages`",
         ),

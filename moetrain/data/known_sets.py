@@ -200,7 +200,7 @@ def _is_swe_agents(turns: object) -> bool:
 def _read_swe_agent(found: dict[str, Any]) -> None:
     """Read a run of SWE-agent, whose system's turn has its text in ``system_prompt``."""
     turns = found.pop("trajectory")
-    masks = {turn.get("mask") for turn in turns if role_of(turn) == "assistant"}
+    masks = {repr(turn.get("mask")) for turn in turns if role_of(turn) == "assistant"}
     if len(masks) > 1:
         said = "`trajectory` has a `mask` that differs between answers, and does not say which are"
         raise BadLineError(f'{said} learned; write "weight": 0 in those that are not')
