@@ -128,6 +128,10 @@ PAIRS = {
         {"prompt": Q} | {key: json.dumps(dialogue) for key, dialogue in WHOLE.items()},
         sides(Q),
     ),
+    "texts that are JSON of great depth": (
+        {"prompt": Q, "chosen": '[{"a":' + "[" * 100_000, "rejected": B},
+        (Q, '[{"a":' + "[" * 100_000, B),
+    ),
     "texts that are JSON of something else": (
         {"prompt": Q, "chosen": '[{"a": 1}]', "rejected": "[{a}]"},
         (Q, '[{"a": 1}]', "[{a}]"),

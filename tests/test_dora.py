@@ -3,11 +3,10 @@
 import pytest
 import torch
 from distributed import spawn
-from test_engine import copy_of, make_batches, make_engine, objective_of, train, weights_of
-from test_lora import MICRO, adapted, base_of, gradients_of, learn, learn_all, value_of
+from test_engine import copy_of, make_engine, train, weights_of
+from test_lora import MICRO, adapted, base_of, compare, learn, learn_all, value_of
 from test_lora_files import TOKENS_BS, logits_of, save_base
-from test_lora_whole import PARTS, base_for
-from torch.nn import functional as F
+from test_lora_whole import PARTS, base_for, check_logits, gradients_beside, pefts
 
 from moetrain.config import Config, ConfigError
 from moetrain.jobs.shared import check_settings
@@ -39,29 +38,9 @@ def pefts_name(name: str) -> str:
 @pytest.mark.parametrize("name", ["moe", "dense"])
 def test_logits_and_gradients_are_pefts(name, tmp_path):
     engine = drawn(name)
-    save_base(base_for(name), tmp_path / "hf")
-    engine.save_peft(tmp_path / "adapter")
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    base = load(tmp_path / "hf", dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
-    want = model(TOKENS_BS).logits
-    torch.testing.assert_close(logits_of(engine), want, rtol=0, atol=1e-5)
-    assert (load_hf(tmp_path / "hf")(TOKENS_BS) - want).abs().max() > 0.05
-    model.save_pretrained(tmp_path / "theirs")
-    for folder in ("adapter", "theirs"):
-        again = load_hf(tmp_path / "hf")
-        attach_peft(again, tmp_path / folder)
-        torch.testing.assert_close(again(TOKENS_BS), want, rtol=0, atol=1e-5)
-    engine.save_hf(tmp_path / "merged")
-    merged = load(tmp_path / "merged", dtype=torch.float32)
-    torch.testing.assert_close(merged(TOKENS_BS).logits, want, rtol=0, atol=1e-5)
-
-    (batch,) = make_batches(0)
-    logits_TV = model(batch.tokens_BS).logits.flatten(0, 1)
-    F.cross_entropy(logits_TV.double(), batch.targets_BS.flatten(), ignore_index=-100).backward()
-    theirs = {n: x.grad for n, x in model.named_parameters() if x.requires_grad}
-    engine.forward_backward(make_batches(0, MICRO), objective_of(engine))
-    _, ours = gradients_of(engine)
+    model = pefts(engine, name, tmp_path)
+    check_logits(engine, model, tmp_path, atol=1e-5, apart=0.05)
+    theirs, ours = gradients_beside(engine, model)
     assert {pefts_name(n) for n in ours} == set(theirs)
     assert any(n.endswith(MAGNITUDE) for n in ours)
     for parameter, gradient in ours.items():
@@ -124,16 +103,6 @@ def test_it_begins_as_its_base_in_bf16_too():
     assert torch.equal(logits_of(plain), logits_of(scaled))
 
 
-def compare(runs, answers, expected):
-    for name in runs:
-        losses, norm, gradients = answers[name]
-        assert losses == pytest.approx(expected[0], rel=1e-5), name
-        assert norm == pytest.approx(expected[1], rel=1e-5), name
-        for parameter, gradient in gradients.items():
-            whole = expected[2][parameter]
-            assert (gradient - whole).norm() <= 1e-5 * whole.norm(), (name, parameter)
-
-
 RUNS = {
     "dp": [*WORDS, "parallel.reshard_after_forward=yes"],
     "ep": [*WORDS, "parallel.ep=2", "activation.policy=full"],
@@ -144,12 +113,13 @@ RUNS = {
 def test_every_mesh_learns_the_same():
     expected = learn(WORDS, base_of("moe"))
     for answers in spawn(2, learn_all, RUNS, timeout=200):
-        compare(RUNS, answers, expected)
+        for name in RUNS:
+            compare(name, answers[name], expected)
 
 
 def test_compiled():
     runs = {"compiled": [*WORDS, "compile.enabled=yes", "activation.policy=selective"]}
-    compare(runs, learn_all(runs), learn(WORDS, base_of("moe")))
+    compare("compiled", learn_all(runs)["compiled"], learn(WORDS, base_of("moe")))
 
 
 @pytest.mark.parametrize(

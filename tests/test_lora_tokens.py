@@ -6,11 +6,10 @@ import pytest
 import torch
 from distributed import spawn
 from test_engine import copy_of, make_batches, make_engine, objective_of, train, weights_of
-from test_lora import MICRO, adapted, base_of, gradients_of, learn, value_of
-from test_lora_files import TOKENS_BS, logits_of, save_base
-from test_lora_whole import base_for
+from test_lora import MICRO, adapted, base_of, compare, learn, value_of
+from test_lora_files import TOKENS_BS
+from test_lora_whole import base_for, check_logits, gradients_beside, pefts
 from test_new_tokens import NEW, make_checkpoint, words_for
-from torch.nn import functional as F
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.tokenizer import load_tokenizer
@@ -41,26 +40,10 @@ def drawn(name, *words):
 @pytest.mark.parametrize("name", ["moe", "dense"])
 def test_logits_and_gradients_are_pefts(name, tmp_path):
     engine = drawn(name)
-    save_base(base_for(name), tmp_path / "hf")
-    engine.save_peft(tmp_path / "adapter")
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    base = load(tmp_path / "hf", dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
-    want = model(TOKENS_BS).logits
-    torch.testing.assert_close(logits_of(engine), want, rtol=0, atol=1e-4)
-    assert (load_hf(tmp_path / "hf")(TOKENS_BS) - want).abs().max() > 0.5
-    model.save_pretrained(tmp_path / "theirs")
-    for folder in ("adapter", "theirs"):
-        again = load_hf(tmp_path / "hf")
-        attach_peft(again, tmp_path / folder)
-        torch.testing.assert_close(again(TOKENS_BS), want, rtol=0, atol=1e-4)
-
-    (batch,) = make_batches(0)
-    logits_TV = model(batch.tokens_BS).logits.flatten(0, 1)
-    F.cross_entropy(logits_TV.double(), batch.targets_BS.flatten(), ignore_index=-100).backward()
-    theirs = {n: x.grad for n, x in model.named_parameters() if "delta" in n and x.requires_grad}
-    engine.forward_backward(make_batches(0, MICRO), objective_of(engine))
-    _, ours = gradients_of(engine)
+    model = pefts(engine, name, tmp_path)
+    check_logits(engine, model, tmp_path, atol=1e-4, apart=0.5)
+    theirs, ours = gradients_beside(engine, model)
+    theirs = {n: x for n, x in theirs.items() if "delta" in n}
     rows = {n: x for n, x in ours.items() if not n.endswith(ADAPTER)}
     assert len(rows) == len(theirs) == (2 if name == "moe" else 1)
     for parameter, gradient in rows.items():
@@ -100,13 +83,8 @@ def test_every_mesh_learns_the_same():
     runs = {(name, axis): [f"parallel.{x}=2" for x in axis] for name in axes for axis in axes[name]}
     expected = {name: learn(WORDS, base_of(name)) for name in axes}
     for answers in spawn(2, learn_all, runs, timeout=200):
-        for (name, axis), (losses, norm, gradients) in answers.items():
-            wanted = expected[name]
-            assert losses == pytest.approx(wanted[0], rel=1e-5), axis
-            assert norm == pytest.approx(wanted[1], rel=1e-5), axis
-            for parameter, gradient in gradients.items():
-                whole = wanted[2][parameter]
-                assert (gradient - whole).norm() <= 1e-5 * whole.norm(), (axis, parameter)
+        for (name, axis), answer in answers.items():
+            compare(axis, answer, expected[name])
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -33,9 +33,8 @@ def main(argv: Sequence[str] | None) -> None:
     from moetrain.data.messages import BadLineError
     from moetrain.generate.scoring import RewardModel
 
-    how = {"device": args.device, "dtype": args.dtype, "max_tokens": args.max_tokens}
     raws = _records(args.records)
-    model = RewardModel(args.path, **how)
+    model = RewardModel(args.path, device=args.device, dtype=args.dtype, max_tokens=args.max_tokens)
     while some := list(islice(raws, _AT_ONCE)):
         texts, records = [], []
         for raw in some:

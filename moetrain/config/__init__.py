@@ -101,9 +101,10 @@ class _Need(NamedTuple):
     when: Container[Any] = _ANY
     """Values of the settings that have this need."""
     why: str = ""
-    """What a message says behind the values of ``of``."""
+    """The reason, which the message appends to the values of ``of``."""
     remedy: str = ""
-    """What a message advises; empty: to unset the setting, or to satisfy one of ``of``."""
+    """The advice of the message. Without one it advises to unset the setting, or to give another
+    setting of ``of`` one of its values."""
 
     def covers(self, name: str) -> bool:
         is_in_section = self.settings.endswith(".*") and name.startswith(self.settings[:-1])
@@ -173,9 +174,8 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("data.chat_template data.train_on", {"data.format": _Other("text")}),
     _Need("data.chat_template_kwargs", {"data.format": _Other("text")}),
     _Need("data.eval_path", {"data.mix": (None,)}),  # each entry may have one
-    _Need(
-        "data.eval_fraction", {"data.eval_path": {None}}, _SOME
-    ),  # 0: nothing is held out either way
+    # With 0 nothing is held out either way.
+    _Need("data.eval_fraction", {"data.eval_path": {None}}, _SOME),
     _Need("data.packing data.tokenizer train.sample_tokens train.sample_prompt", _OF_TEXT, _SOME),
     _Need("data.new_tokens", _OF_TEXT),
     # Else their rows stay as they begin.

@@ -98,7 +98,8 @@ _READS_PARTS = re.compile(
 )
 """How a template looks that takes ``content`` as a list of parts."""
 _READS_CHANNELS = re.compile(r"\.channel\b|['\"]channel['\"]")
-"""How a template looks that reads the ``channel`` of a message; GPT-OSS's only writes some."""
+"""Matches a template that reads the ``channel`` of a message. GPT-OSS's writes channels, and reads
+none."""
 
 
 _TAG = r"(?:\w+:)?(?:think|thought)\w*(?::\w+)?"

@@ -152,8 +152,8 @@ def _glaive_turn(mark: str, text: str) -> dict[str, Any]:
     if len(arguments) > 1 and arguments[0] == arguments[-1] == "'":
         arguments = arguments[1:-1].replace("\\'", "'")
     try:
-        is_object = isinstance(json.loads(arguments), dict)
-    except (ValueError, RecursionError):
+        is_object = isinstance(parse_json(arguments, "a call"), dict)
+    except BadLineError:
         is_object = False
     if parts is None or not is_object:
         said = f"`chat` has a call that cannot be read: {shortened(given.strip())}"

@@ -15,7 +15,6 @@ records (a line of the user's own script does that), and images and sounds in ``
 
 import codecs
 import hashlib
-import json
 import os
 import re
 import sysconfig
@@ -33,7 +32,13 @@ from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import OBJECTS, FilePart, Files, Raw, find_records, list_files
 from moetrain.data.field_names import renamed
 from moetrain.data.known_sets import remedy_for
-from moetrain.data.messages import BadLineError, check_weight, read_messages, role_of
+from moetrain.data.messages import (
+    BadLineError,
+    check_weight,
+    parse_json,
+    read_messages,
+    role_of,
+)
 from moetrain.data.pairs import (
     KNOWN_FORMS,
     KNOWN_LABELLED,
@@ -122,7 +127,8 @@ class Skipped:
 
 
 _VALUE = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+|(?<=\s)[\[{(].*""")
-"""What an error says of one record alone: texts, numbers, and from a list or an object on all."""
+"""The parts of an error that only its own record has: texts, numbers, and all that follows the
+beginning of a list or an object."""
 
 
 def _kind_of(problem: str) -> str:
@@ -578,8 +584,8 @@ def _turns_in(text: str) -> Any:
     if not re.match(r"\s*\[\s*\{", text):
         return text
     try:
-        found = json.loads(text)
-    except ValueError:
+        found = parse_json(text, "a text")
+    except BadLineError:
         return text
     are_turns = all(
         isinstance(x, dict) and not x.keys().isdisjoint(("role", "from")) for x in found

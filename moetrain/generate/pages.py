@@ -210,7 +210,8 @@ class Running:
         """What its next tokens may be, if it was read to its end."""
         self.lookup = Lookup()
         self.matcher: Matcher | None = None
-        """How far its grammar has come (:mod:`moetrain.generate.grammars`); None: it has none."""
+        """The grammar's state after the text so far (:mod:`moetrain.generate.grammars`); None: the
+        request has no grammar."""
         self.text_so_far: TextStream | None = None
         """Finds stop texts as the completion grows; None: the request has none."""
         self.routes: list[torch.Tensor] = []

@@ -66,8 +66,8 @@ class SamplingParams:
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, with the token that completes one."""
     grammar: tuple[Literal["json_schema", "regex", "choice", "grammar"], str] | None = None
-    """What the text must be, as :mod:`moetrain.generate.grammars` says. It acts before the
-    filters; where it allows nothing more, the completion ends."""
+    """The grammar that the text must follow (:mod:`moetrain.generate.grammars`). It acts before the
+    filters. Where it allows no further token, the completion ends."""
     logprobs: Annotated[int, Field(ge=0)] = 0
     """How many of the likeliest tokens to report beside each chosen one."""
     routes: bool = False

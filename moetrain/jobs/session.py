@@ -101,8 +101,7 @@ class JobSession:
         heads, self.leaders = sharing_heads(self.world, experts)
         sizes: dict[str, Any] = {"num_pages": pages, "max_sequences": most}
         named = config.is_set("data.tokenizer")
-        new = config.data.new_tokens
-        tokenizer = load_tokenizer(config.data.tokenizer, new_tokens=new) if named else None
+        tokenizer = load_tokenizer(config.data.tokenizer) if named else None
         self.generator = Generator(model, tokenizer, **sizes, experts=experts, heads=heads)
         self.update_weights = WeightUpdate(self.engine, self.generator)
         self.limits = api.Limits(

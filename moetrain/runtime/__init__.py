@@ -1,1 +1,1 @@
-"""What steps run on: graphs, memory, kernels compiled ahead, names in traces, choice of kernels."""
+"""Runs steps: CUDA graphs, memory, kernels compiled ahead, names in traces, choice of backends."""

@@ -15,8 +15,9 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -26,7 +27,7 @@ from moetrain.config import Config, ConfigError, Fact, logger
 from moetrain.config.environment import launched_place
 from moetrain.config.rl import SleepName
 from moetrain.config.sources import shortened
-from moetrain.data.tokenizer import load_tokenizer
+from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import export_in, listing, resolve
@@ -176,21 +177,24 @@ def resolve_run(
     if config.model.path is not None:
         found = _set_by_checkpoint(config, config.model.path, arch, needs_text)
         config = config.filled(found, "model.path")
-    if config.data.new_tokens and config.model.vocab_size is None:
-        tokens = load_tokenizer(config.data.tokenizer, new_tokens=config.data.new_tokens).vocab_size
+    data = config.data
+    # Loaded once, and only where a setting needs it: a large one takes a second.
+    tokenizer = cache(partial(load_tokenizer, data.tokenizer, new_tokens=data.new_tokens))
+    if data.new_tokens and config.model.vocab_size is None:
+        tokens = tokenizer().vocab_size
         if tokens > arch.vocab_size:
             config = config.filled({"model.vocab_size": tokens}, "data.new_tokens")
             arch = arch.model_copy(update={"vocab_size": tokens})
     if config.train.objective == "reward":
         has_text = needs_text or config.is_set("data.tokenizer")
-        arch = arch.scoring(_pad_of(config, arch) if has_text and needs_weights else None)
+        arch = arch.scoring(_pad_of(tokenizer()) if has_text and needs_weights else None)
     elif arch.num_labels:
         problem = f"{config.model.path!r} is a reward model, whose head predicts no token; name a"
         raise ConfigError("model.path", f"{problem} language model (or train.objective reward)")
     if config.lora.trainable_tokens:
-        ids = tuple(str(i) for i in _token_ids(config, arch))
+        ids = tuple(str(i) for i in _token_ids(config, arch, tokenizer))
         config = config.filled({"lora.trainable_tokens": ids}, "ids by data.tokenizer")
-    _check_new_rows(config, arch)
+    _check_new_rows(config, arch, tokenizer)
     if config.compile.enabled == "auto":
         device = config.train.device
         is_planned = (config.launch.gpus or config.launch.gpu) is not None
@@ -200,24 +204,21 @@ def resolve_run(
     return check_model(config, arch), arch
 
 
-def _pad_of(config: Config, arch: Architecture) -> int:
+def _pad_of(tokenizer: Tokenizer) -> int:
     """Return the tokenizer's PAD, or its EOS if it has none, as TRL's RewardTrainer pads."""
-    data = config.data
-    tokenizer = load_tokenizer(data.tokenizer, arch.vocab_size, new_tokens=data.new_tokens)
     pad = tokenizer.special_ids.get("pad_token")
     return tokenizer.eos_id if pad is None else pad
 
 
-def _token_ids(config: Config, arch: Architecture) -> list[int]:
-    """Return the ids of ``lora.trainable_tokens``.
+def _token_ids(config: Config, arch: Architecture, tokenizer: Callable[[], Tokenizer]) -> list[int]:
+    """Return the ids of ``lora.trainable_tokens``; ``tokenizer`` loads it.
 
     Raises ConfigError: a text is not one token, or an id is none of the model's.
     """
-    tokens, data, field = config.lora.trainable_tokens, config.data, "lora.trainable_tokens"
+    tokens, field = config.lora.trainable_tokens, "lora.trainable_tokens"
     ids = {token: [int(token)] for token in tokens if token.isascii() and token.isdecimal()}
     if texts := [token for token in tokens if token not in ids]:
-        tokenizer = load_tokenizer(data.tokenizer, new_tokens=data.new_tokens)
-        found = tokenizer.encode_batch(texts)
+        found = tokenizer().encode_batch(texts)
         ids |= {text: encoded.ids.tolist() for text, encoded in zip(texts, found, strict=True)}
     for token in tokens:
         if len(ids[token]) != 1:
@@ -229,7 +230,7 @@ def _token_ids(config: Config, arch: Architecture) -> list[int]:
     return [ids[token][0] for token in tokens]
 
 
-def _check_new_rows(config: Config, arch: Architecture) -> None:
+def _check_new_rows(config: Config, arch: Architecture, tokenizer: Callable[[], Tokenizer]) -> None:
     """Raise ConfigError if ``lora.trainable_tokens`` leave out tokens whose rows are new, and warn
     if ``lora.modules_to_save`` do: such rows stay as they begin, all alike."""
     model, data, lora = config.model, config.data, config.lora
@@ -237,13 +238,12 @@ def _check_new_rows(config: Config, arch: Architecture) -> None:
         lora.rank and config.is_set("data.tokenizer") and (data.new_tokens or model.vocab_size)
     ):
         return
-    tokenizer = load_tokenizer(data.tokenizer, new_tokens=data.new_tokens)
-    found = tokenizer.encode_batch([*data.new_tokens])
+    found = tokenizer().encode_batch([*data.new_tokens])
     new = {int(x.ids[0]): text for text, x in zip(data.new_tokens, found, strict=True)}
     if model.path is not None and model.vocab_size is not None:
         section = model.model_copy(update={"vocab_size": None})
         own = resolve_architecture(section, needs_weights=False).vocab_size
-        beyond = range(own, min(arch.vocab_size, tokenizer.vocab_size))
+        beyond = range(own, min(arch.vocab_size, tokenizer().vocab_size))
         new |= {i: str(i) for i in beyond if i not in new}
     left = [new[i] for i in sorted(new.keys() - set(lora.token_ids))]
     if lora.token_ids and left:

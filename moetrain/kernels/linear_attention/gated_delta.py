@@ -292,7 +292,7 @@ def chunked(
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched; docs/log/attention.md has what else was tried."""
+    """Launch settings of a kernel. docs/log/attention.md lists the others that were tried."""
 
     warps: int
     stages: int

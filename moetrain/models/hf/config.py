@@ -79,7 +79,7 @@ def is_reward_model(config: Mapping[str, Any]) -> bool:
 def _read_head(config: Mapping[str, Any]) -> int | None:
     """Return ``pad_token_id``; ConfigError: it is no id, or the head has other than one row."""
     labels, pad = config.get("id2label"), config.get(_PAD)
-    # As in transformers, where two labels are the default.
+    # A config.json without labels has two in transformers.
     number = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
     if number != 1:
         problem = f"a {_CLASSIFIES} with {number!r:.80} labels; only one, a reward, is supported"

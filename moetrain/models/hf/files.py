@@ -54,7 +54,7 @@ class _FileTensor(NamedTuple):
     parts: Mapping[str, Path] = {}
     """The tensors that it is then made of, and their files."""
     has_new_rows: bool = False
-    """Whether its first dim is longer than the files' (:mod:`moetrain.models.hf.new_rows`)."""
+    """True: the model has more rows than the file (:mod:`moetrain.models.hf.new_rows`)."""
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class _Site(NamedTuple):
     order: torch.Tensor = torch.empty(0)
     """The row of our B that each row of these experts' B is."""
     has_lengths: bool = False
-    """Whether the lengths of rows lie there too (DoRA)."""
+    """True: the module also has DoRA's magnitude vector."""
 
     @classmethod
     def of(cls, arch: Architecture, name: str, shape: torch.Size) -> list[_Site]:
@@ -545,7 +545,7 @@ class _Settings:
 
     @property
     def ties(self) -> bool:
-        """Whether tied weights that were trained whole stay tied."""
+        """True: PEFT keeps the embedding and head tied when it trains them whole."""
         return self.values.get("ensure_weight_tying") is True
 
     def check_saved(self, known: Container[str]) -> None:

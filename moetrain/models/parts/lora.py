@@ -69,7 +69,7 @@ class Adaptable(nn.Module):
     can_drop: ClassVar[bool] = False
     """Whether it supports dropout of its adapters' inputs in training."""
     can_scale: ClassVar[bool] = False
-    """Whether it supports lengths of its rows (DoRA)."""
+    """True: the module supports DoRA's magnitude vector."""
     lora_scale: float | None = None
     """Scale of the adapters; None: there are none."""
     lora_dropout: float = 0.0
