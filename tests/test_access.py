@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moetrain.config import ConfigError
-from moetrain.serve import access as access_module
-from moetrain.serve.access import Access
-from moetrain.serve.http_json import JsonServer
+from moetrain.http import access as access_module
+from moetrain.http.access import Access
+from moetrain.http.json_server import JsonServer
 
 
 def access_to(folder, host="127.0.0.1", auth="auto", file=None, port=0):

@@ -12,7 +12,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate
 from moetrain.data.loader import Data, build_data
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.serve.tool_calls import parse_tools
+from moetrain.http.tool_calls import parse_tools
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},

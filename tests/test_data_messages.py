@@ -14,9 +14,9 @@ from moetrain.config import Config, ConfigError
 from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate, _warn_of_role, _warn_once
 from moetrain.data.sources import RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.http.protocol import Chat
 from moetrain.rl.envs import Prompts
 from moetrain.rl.envs.shipped import Jsonl
-from moetrain.serve.protocol import Chat
 
 _TURNS = """\
 {%- if tools %}{{ 'tools: ' ~ (tools | tojson) }}{% endif %}

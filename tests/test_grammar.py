@@ -16,9 +16,9 @@ from moetrain.data.chat import _CHATML
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.generate.engine import Generator
 from moetrain.generate.request import Request, RequestError, SamplingParams
+from moetrain.http.tool_calls import call_grammar, parse_tools
 from moetrain.kernels.vocabulary.gumbel import _gumbel, noise_keys, stream_of
 from moetrain.serve.server import CompletionServer
-from moetrain.serve.tool_calls import call_grammar, parse_tools
 
 SCHEMA = {
     "type": "object",

@@ -32,13 +32,13 @@ from moetrain.data.loader import build_data
 from moetrain.data.messages import BadLineError
 from moetrain.data.sources import Document, RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.http.access import Access
+from moetrain.http.protocol import Chat, Completions, Responses
 from moetrain.jobs.api import Limits
 from moetrain.models.hf.files import resolve
 from moetrain.models.transformer import plan_model
 from moetrain.parallel.world import plan_world
 from moetrain.rl.setup import Setup
-from moetrain.serve.access import Access
-from moetrain.serve.protocol import Chat, Completions, Responses
 from moetrain.train.loop import Trainer
 from moetrain.train.session import prepare, resolve_run
 

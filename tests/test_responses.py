@@ -15,9 +15,9 @@ from test_rl_agents import SEARCH, TEMPLATE, TOKENIZER, Watched, ask, collected
 
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.generate.engine import Generator
+from moetrain.http.protocol import Responses
 from moetrain.rl.agents import AgentEnvironment
 from moetrain.rl.envs import Prompts
-from moetrain.serve.protocol import Responses
 from moetrain.serve.server import CompletionServer
 
 GREEDY = {"model": "m", "temperature": 0}

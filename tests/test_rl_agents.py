@@ -23,11 +23,11 @@ from moetrain.config import Config
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.generate.engine import Generator
 from moetrain.generate.request import Request, SamplingParams
+from moetrain.http.tool_calls import parse_tools
 from moetrain.models.transformer import Transformer
 from moetrain.rl.agents import AgentEnvironment
 from moetrain.rl.collect import Collector
 from moetrain.rl.envs import Prompts
-from moetrain.serve.tool_calls import parse_tools
 
 TOKENIZER = ByteTokenizer()
 SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}

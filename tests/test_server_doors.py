@@ -19,11 +19,11 @@ from test_rollout import make_model
 
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.generate.engine import Generator
+from moetrain.http.access import Access
+from moetrain.http.json_server import JsonServer
 from moetrain.jobs.run import JobRun
 from moetrain.jobs.scheduler import Service
 from moetrain.jobs.server import JobRoutes
-from moetrain.serve.access import Access
-from moetrain.serve.http_json import JsonServer
 from moetrain.serve.server import CompletionServer
 
 REQUEST = b"POST /%s HTTP/%s\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -29,6 +29,8 @@ from tinker.proto import tinker_public_pb2 as wire
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.generate.engine import Generator
 from moetrain.generate.request import JsonBody
+from moetrain.http.access import Access
+from moetrain.http.protocol import _INSTEAD, Responses, _Asked
 from moetrain.jobs import server as jobs_server
 from moetrain.jobs.api import _CLIPS, KINDS, Pass, _Datum, _JobBody, _Unserved
 from moetrain.jobs.scheduler import Service
@@ -37,8 +39,6 @@ from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.rl.agents import AgentEnvironment, _AgentChat, _AgentResponses
 from moetrain.rl.envs import Prompts
-from moetrain.serve.access import Access
-from moetrain.serve.protocol import _INSTEAD, Responses, _Asked
 from moetrain.serve.server import CompletionServer
 
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}

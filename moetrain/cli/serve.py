@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from moetrain.cli.main import Parser, command
 from moetrain.config import ConfigError
 from moetrain.config.environment import user_cache_dir
-from moetrain.serve.access import Access
+from moetrain.http.access import Access
 
 _NUMBERS = {
     "cache_tokens": (2**16, "tokens in the key/value cache"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
@@ -153,6 +153,19 @@ class Completion:
     """How many of them became tokens."""
     finish_reason: _FinishReason | None = None
     """None: not finished. stop: at a stop token or text; length: at ``max_tokens``; abort."""
+
+
+class Update(NamedTuple):
+    """One more token of a completion."""
+
+    completion: Completion
+    """The completion so far; it is whole with its last token."""
+    token: int
+    logprob: float
+    top_logprobs: dict[int, float]
+    """The likeliest tokens, as many as were asked for."""
+    finish_reason: str | None
+    """Why the completion ends with this token; None: more tokens will come."""
 
 
 class JsonBody(BaseModel):

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from moetrain.config import Config, logger
 from moetrain.config.environment import launched_place
+from moetrain.http.access import Access
 from moetrain.jobs.scheduler import Service
 from moetrain.jobs.session import JobSession
 from moetrain.jobs.shared import check_settings
 from moetrain.models.architecture import Architecture
-from moetrain.serve.access import Access
 from moetrain.train.estimates.plan import plan_memory
 from moetrain.train.session import garbage_collector_off, resolve_run, stop_signals
 

@@ -6,7 +6,7 @@ A request that is refused takes its number all the same: its future says why. Pa
 come as protobuf messages, and their results and samples leave as such; all else is JSON.
 
 Whoever knows the id of a session may use its jobs, and no route lists ids. A sampler's ids are its
-session's. :mod:`moetrain.serve.access` authenticates clients.
+session's. :mod:`moetrain.http.access` authenticates clients.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as wire
 
 from moetrain.config.sources import shortened
+from moetrain.http.json_server import JsonServer
 from moetrain.jobs.api import JOB_ID, MOST_TEXTS, Refused, source_of
 from moetrain.jobs.scheduler import Service
-from moetrain.serve.http_json import JsonServer
 
 _PROTOBUF = "application/x-protobuf"
 _WAIT_SECONDS = 20.0

@@ -33,13 +33,11 @@ from starlette.routing import Route
 
 from moetrain.config import ConfigError
 from moetrain.data.chat import BadLineError, ChatTemplate
-from moetrain.generate.request import Completion, TextStream
+from moetrain.generate.request import Completion, TextStream, Update
+from moetrain.http.access import Access
+from moetrain.http.answers import Answer, OpenAIServer
+from moetrain.http.protocol import Chat, Responses
 from moetrain.rl.envs import Environment, Episode, Prompts, Turn
-from moetrain.serve.access import Access
-from moetrain.serve.http_json import JsonServer
-from moetrain.serve.protocol import Chat, Responses
-from moetrain.serve.server import Answer, CompletionServer
-from moetrain.serve.serving import Update
 
 _NOT_IN_EPISODES = ("stop_token_ids", "ignore_eos", "skip_special_tokens")
 _NOT_IN_EPISODES += ("add_generation_prompt", "continue_final_message")
@@ -106,10 +104,9 @@ class _AgentAnswer(Answer):
             episode.waiting.discard(self)
 
 
-class AgentEnvironment(JsonServer, Environment):
+class AgentEnvironment(OpenAIServer, Environment):
     """Tasks of an agent: the lines of a file, or numbers; and the server of all its episodes."""
 
-    error_body = staticmethod(CompletionServer.error_body)
     connections = 1 << 16  # an agent's wait for its turn: all of them at once
 
     def __init__(
@@ -148,7 +145,7 @@ class AgentEnvironment(JsonServer, Environment):
     async def models(self, request: Request) -> Response:
         """List the policy, or describe it by any name, since it answers to all."""
         wanted = request.path_params.get("model")
-        return self.reply(CompletionServer.described(wanted or "policy", wanted))
+        return self.reply(self.described(wanted or "policy", wanted))
 
     async def answer(self, kind: type[_AgentChat], request: Request) -> Response:
         episode = self.episodes.get(request.path_params["name"])

@@ -5,12 +5,10 @@ Who hangs up is generated for no further (:class:`~moetrain.serve.serving.Servin
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -18,10 +16,8 @@ from typing import Any, ClassVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope
-from starlette.types import Send as ASGISend
 
 from moetrain.config import logger
 from moetrain.config.sources import shortened
@@ -33,27 +29,24 @@ from moetrain.generate.request import (
     RequestError,
     SamplingParams,
     TextStream,
+    Update,
     chat_stops,
     end_ids,
     sampling_defaults,
 )
-from moetrain.serve.http_json import JsonServer
-from moetrain.serve.protocol import Chat, Completions, Responses
-from moetrain.serve.serving import Serving, ServingClosedError, Update
+from moetrain.http.answers import Answer, ChoiceUpdate, OpenAIServer
+from moetrain.http.protocol import Chat, Completions, Responses
+from moetrain.serve.serving import Serving, ServingClosedError
 
 _MOST_LOGPROBS = 1 << 20
 """Log-probabilities in one reply, of tokens and alternatives, some hundred bytes each."""
 _NOT_FINITE = "the model's probabilities are not finite numbers: its weights are damaged"
-_ERRORS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
 """Parameters for which a checkpoint may have values of its own."""
 
-_Item = tuple[int, Update]
-"""One token of one choice: the choice's number, and the update."""
 
-
-class CompletionServer(JsonServer):
+class CompletionServer(OpenAIServer):
     """The HTTP server of a generator that has a tokenizer."""
 
     BODIES: ClassVar[dict[str, type[Completions | Chat]]] = {
@@ -83,23 +76,12 @@ class CompletionServer(JsonServer):
             routes.append(Route(path, partial(self.answer, kind), methods=["POST"]))
         super().__init__(routes, max_request_mib, "max_request_mib", lifespan=self.lifespan)
 
-    @staticmethod
-    def error_body(status: int, problem: str) -> dict[str, Any]:
-        kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "server_error")
-        return {"error": {"message": problem, "type": kind, "param": None, "code": None}}
-
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         """Abort what is being served when the server ends."""
         self.serving = Serving(self.generator)
         yield
         await self.serving.close()
-
-    @staticmethod
-    def described(name: str, wanted: str | None, **more: Any) -> dict[str, Any]:
-        """Return the model ``name`` if it is ``wanted`` alone; None: a list of it."""
-        entry = {"id": name, "object": "model", "created": 0, "owned_by": "moetrain", **more}
-        return {"object": "list", "data": [entry]} if wanted is None else entry
 
     async def models(self, request: HTTPRequest) -> Response:
         wanted = request.path_params.get("model")
@@ -111,112 +93,6 @@ class CompletionServer(JsonServer):
     async def answer(self, kind: type[Completions | Chat], request: HTTPRequest) -> Response:
         answer = await self.read(request, partial(self.parsed, kind, partial(_Served, self)))
         return await answer.sent(request)
-
-
-class _Events(StreamingResponse):
-    """Server-sent events, whose updates are closed however the response ends."""
-
-    def __init__(
-        self, events: AsyncGenerator[str, None], updates: AsyncGenerator[_Item, None]
-    ) -> None:
-        super().__init__(events, media_type="text/event-stream")
-        self.updates = updates
-
-    async def __call__(self, scope: Scope, receive: Receive, send: ASGISend) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self.updates.aclose()
-
-
-class Answer(ABC):
-    """The reply to one request, whole or as a stream, made of tokens as they come."""
-
-    drafts = False
-    """Whether the reply says how many drafts were right."""
-    is_empty = False
-    """Whether the reply has no token of its own."""
-
-    def __init__(
-        self,
-        server: JsonServer,
-        asked: Completions | Chat,
-        name: str,
-        texts: Sequence[TextStream],
-        num_read: int,
-    ) -> None:
-        """``name``: the model's; ``texts``: one for each choice; ``num_read``: prompts' tokens."""
-        self.http, self.asked, self.texts = server, asked, texts
-        self._name, self._num_read = name, num_read
-
-    @abstractmethod
-    def updates(self) -> AsyncGenerator[_Item, None]:
-        """Yield each token of each choice as it comes; HTTPException: there is no reply."""
-
-    async def sent(self, request: HTTPRequest) -> Response:
-        """Return the response to ``request``: a stream begins with the first token."""
-        updates = self.updates()
-        if not self.asked.stream:
-            return await self.http.unless_gone(request, self.whole(updates))
-        # The first update, or the error, comes before the status is sent.
-        first = await self.http.unless_gone(request, anext(updates))
-        return _Events(self.events(first, updates), updates)
-
-    async def whole(self, updates: AsyncGenerator[_Item, None]) -> Response:
-        return await asyncio.to_thread(self._whole, [item async for item in updates])
-
-    def _whole(self, items: Sequence[_Item]) -> Response:
-        updates: list[list[Update]] = [[] for _ in self.texts]
-        for number, update in items:
-            updates[number].append(update)
-        choices = []
-        for i, of in enumerate(updates):
-            text = self.texts[i].push(*(update.token for update in of), is_last=True)
-            choices.append(self._choice(i, text, of))
-        reply = self._reply(choices, [of[-1] for of in updates])
-        return self.http.reply(self.asked.whole(reply))
-
-    async def events(
-        self, first: _Item, updates: AsyncGenerator[_Item, None]
-    ) -> AsyncGenerator[str, None]:
-        """Yield the reply token by token as server-sent events; an error is the last one."""
-        write, held, ends = self.asked.writer(), [""] * len(self.texts), list[Update]()
-        item: _Item | None = first
-        try:
-            while item is not None:
-                number, update = item
-                is_last = update.finish_reason is not None
-                text = self.texts[number].push(update.token, is_last=is_last)
-                if isinstance(self.asked, Chat) and self.asked.schemas:
-                    held[number] += text
-                    text = held[number] if is_last else ""
-                ends += [update] if is_last else []
-                yield write(self._reply([self._choice(number, text, [update])], ends))
-                item = await anext(updates, None)
-        except HTTPException as error:
-            yield self.http.stream_error(error.status_code, error.detail)
-
-    def _reply(self, choices: list[dict[str, Any]], ends: Sequence[Update]) -> dict[str, Any]:
-        """Return a reply, or a part of one, after the last updates of the choices that ended."""
-        whole = [update.completion for update in ends]
-        if len(whole) < len(self.texts):
-            return self.asked.reply(self._name, choices, None)
-        counts = self._num_read, 0 if self.is_empty else sum(len(c.tokens) for c in whole)
-        reply = self.asked.reply(self._name, choices, counts)
-        if self.drafts:
-            right, drafted = sum(c.num_right for c in whole), sum(c.num_drafted for c in whole)
-            found = {"accepted_prediction_tokens": right}
-            found["rejected_prediction_tokens"] = drafted - right
-            reply["usage"]["completion_tokens_details"] = found
-        return reply
-
-    def _choice(self, number: int, text: str, updates: list[Update]) -> dict[str, Any]:
-        choice = {"index": number, "token_ids": [update.token for update in updates]}
-        choice |= self.asked.said(text, updates[-1].finish_reason)
-        if self.asked.likeliest is not None:
-            name = self.texts[number].text_of
-            choice["logprobs"] = self.asked.logprobs_of(updates, name)
-        return choice
 
 
 class _Served(Answer):
@@ -294,7 +170,7 @@ class _Served(Answer):
             choice["prompt_logprobs"] = Completions.scored(prompt, done)
         return choice
 
-    async def updates(self) -> AsyncGenerator[_Item, None]:
+    async def updates(self) -> AsyncGenerator[ChoiceUpdate, None]:
         serving, most = self.server.serving, self.server.max_queue
         if serving.num_open + len(self.texts) > most:
             problem = f"{serving.num_open} completions run or wait, of max_queue {most}"

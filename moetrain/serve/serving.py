@@ -4,26 +4,13 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from moetrain.generate.engine import Generator
 from moetrain.generate.grammars import Compiled
-from moetrain.generate.request import Completion, Request
+from moetrain.generate.request import Request, Update
 
 _T = TypeVar("_T")
-
-
-class Update(NamedTuple):
-    """One more token of a completion."""
-
-    completion: Completion
-    """Which grows; with its last token it is whole."""
-    token: int
-    logprob: float
-    top_logprobs: dict[int, float]
-    """The likeliest tokens, as many as were asked for."""
-    finish_reason: str | None
-    """None: more tokens will come."""
 
 
 class ServingClosedError(RuntimeError):

@@ -3,7 +3,7 @@
 A client that keeps the server waiting, for a request or while it reads an answer, is closed after a
 minute, or earlier if there are too many connections and it was waited for longest: each takes a
 file of the process. Starlette's and uvicorn's own means answer in plain text, count each body by
-itself, and close no slow client. :mod:`moetrain.serve.access` says who is served at all.
+itself, and close no slow client. :mod:`moetrain.http.access` says who is served at all.
 
 A server that stops gives the requests that it has begun some seconds. Those that are not answered
 by then, and those that come meanwhile, get status 503; a stream ends with an error event.
@@ -33,7 +33,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moetrain.config.sources import shortened
 from moetrain.generate.request import JsonBody
-from moetrain.serve.access import Access
+from moetrain.http.access import Access
 
 _SMALL_BYTES = 64 << 10
 """Bodies up to this size are read whatever else arrives: uvicorn buffers as much of each anyway."""

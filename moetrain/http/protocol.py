@@ -19,9 +19,8 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_
 from moetrain.config.sources import shortened
 from moetrain.data.chat import ChatTemplate
 from moetrain.data.tokenizer import Tokenizer
-from moetrain.generate.request import Completion, JsonBody, chat_ids
-from moetrain.serve.serving import Update
-from moetrain.serve.tool_calls import call_grammar, parse_tools
+from moetrain.generate.request import Completion, JsonBody, Update, chat_ids
+from moetrain.http.tool_calls import call_grammar, parse_tools
 
 _MOST_COMPLETIONS = 128
 _MOST_LIKELIEST = 20
