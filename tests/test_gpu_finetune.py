@@ -1,0 +1,99 @@
+"""On a GPU: fine-tuning's objectives and adapters, compiled with kernels, follow the references."""
+
+import json
+
+import pytest
+import torch
+
+from moetrain.config import Config
+from moetrain.losses.preference import KINDS
+from moetrain.train.loop import Trainer
+from moetrain.train.metrics import read_metrics
+
+PAIRS = [
+    {"prompt": f"Say {n}:", "chosen": " yes" + "!" * (n % 3), "rejected": " no" * (1 + n % 2)}
+    for n in range(32)
+]
+SINGLES = [
+    {"prompt": f"Say {n}:", "completion": " no" if n % 4 else " yes", "label": n % 4 == 0}
+    for n in range(32)
+]
+ADAPTERS = ["lora.rank=8", "moe.bias_update_rate=0"]
+ATTENTION = [*ADAPTERS, "lora.targets=*.attn.*"]
+CHANGES = {
+    "all weights": [],
+    "DoRA": [*ATTENTION, "lora.use_dora=yes"],
+    "embedding and head": [*ATTENTION, "lora.modules_to_save=embed_tokens,lm_head"],
+    "rows of tokens": [*ATTENTION, "lora.trainable_tokens=32,101,111"],
+    "experts": [*ADAPTERS, "lora.targets=*.attn.*,*.moe.experts"],
+}
+"""What is trained. The ids of single bytes are rows of the debug model's embedding."""
+OBJECTIVES = {
+    "next_token": ["data.format=completion"],
+    **{kind: [f"train.objective={kind}", "data.format=preference"] for kind in KINDS},
+    "kto of singles": ["train.objective=kto", "train.undesirable_weight=0.5"],
+    "reward": ["train.objective=reward", "data.format=preference"],
+}
+CASES = [("next_token", change) for change in CHANGES]
+CASES += [(objective, "all weights") for objective in OBJECTIVES if objective != "next_token"]
+CASES += [("dpo", "experts"), ("kto of singles", "DoRA"), ("reward", "experts")]
+
+
+def words_of(objective, change, folder):
+    """The settings of 12 steps, and their data."""
+    rows = SINGLES if objective == "kto of singles" else PAIRS
+    if objective == "next_token":
+        rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["data.source=records", f"data.path={folder / 'rows.jsonl'}", "data.seq_len=64"]
+    words += [f"data.cache_dir={folder / 'cache'}", "data.eval_fraction=0", "optim.lr=1e-3"]
+    words += ["train.steps=12", "train.sample_tokens=0", "log.interval=1", "checkpoint.at_end=no"]
+    words += [
+        "train.global_batch_size=16",
+        "train.micro_batch_size=8",
+    ]
+    return words + OBJECTIVES[objective] + CHANGES[change]
+
+
+def settings_of(name, device, objective, change, folder):
+    """A run's configuration: ``plain`` compiles nothing and has reference kernels."""
+    words = [*words_of(objective, change, folder), f"train.device={device}"]
+    words += [f"output_dir={folder / name}"]
+    if name == "plain":
+        words += ["compile.enabled=no", "kernels.backend=reference"]
+        words += ["kernels.attention=flex"] if device == "cuda" else []
+    else:
+        words += ["compile.enabled=yes", "kernels.backend=triton"]
+    return Config.load(None, words, environ={})
+
+
+def curve(config):
+    """The logged losses and gradient norms of a run."""
+    trainer = Trainer(config)
+    trainer.fit()
+    rows = [row for row in read_metrics(trainer.log.path) if "loss" in row]
+    return torch.tensor([[row["loss"], row["grad_norm"]] for row in rows]).T
+
+
+every_case = pytest.mark.parametrize(
+    ("objective", "change"), CASES, ids=[" of ".join(case) for case in CASES]
+)
+
+
+@pytest.mark.gpu
+@every_case
+def test_compiled_training_follows_the_references(objective, change, tmp_path):
+    """Twelve steps in bf16 with compiled blocks and kernels, and with neither."""
+    plain, fast = (
+        curve(settings_of(name, "cuda", objective, change, tmp_path)) for name in ("plain", "fast")
+    )
+    assert plain[0, -1] < 0.98 * plain[0, 0]
+    assert (fast[0] - plain[0]).abs().max() < 0.02 * plain[0].max()
+    assert (fast[1] - plain[1]).abs().median() < 0.05 * plain[1].median()
+
+
+@every_case
+def test_settings_of_a_case_are_accepted_on_a_cpu(objective, change, tmp_path):
+    trainer = Trainer(settings_of("plain", "cpu", objective, change, tmp_path))
+    batches = trainer.loader.next_step()
+    assert trainer.engine.forward(batches, trainer.objective).total.item() > 0
