@@ -40,8 +40,8 @@ from moetrain.generate.pages import PagedAttention
 from moetrain.generate.ranks import ExpertParallel
 from moetrain.generate.request import Request, SamplingParams, chat_ids
 from moetrain.models.architecture import Architecture
-from moetrain.models.parts.multi_token import with_further
-from moetrain.models.transformer import Transformer, compile_blocks
+from moetrain.models.parts.multi_token import with_multi_token
+from moetrain.models.transformer import Inputs, Transformer, compile_blocks
 from moetrain.parallel.apply import _choose_dispatcher
 from moetrain.parallel.world import World, join_world
 from moetrain.train.session import resolve_run
@@ -72,7 +72,7 @@ def main() -> int:
     words += [f"train.global_batch_size={ranks}", "train.micro_batch_size=1"]
     words += [f"model.num_layers={args.layers}"] if args.layers else []
     config, arch = resolve_run(Config.load(None, words))
-    arch = with_further(arch, {}, "draft") if args.draft else arch
+    arch = with_multi_token(arch, {}, "draft") if args.draft else arch
     world = join_world(config, arch)
     batches = [int(word) for word in args.batches.split(",")]
     model, experts = make_model(config, arch, world)
@@ -299,7 +299,7 @@ def trainer_forward(config: Config, model: Transformer, context: int) -> dict[st
     with torch.no_grad():
         for _ in range(8):
             begun = now(device)
-            trained.backbone(tokens_BS, positions_BS, ends)
+            trained.backbone(Inputs(tokens_BS, positions_BS, cu_seqlens=ends))
             times.append(now(device) - begun)
     seconds = statistics.median(times[3:])
     return {"tokens_per_second_per_device": CHUNK / seconds, "step_ms": 1e3 * seconds}

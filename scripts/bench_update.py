@@ -36,7 +36,7 @@ from moetrain.config.environment import launched_place
 from moetrain.generate.engine import Generator
 from moetrain.generate.request import Request, SamplingParams
 from moetrain.generate.weights import WeightUpdate, replica
-from moetrain.models.transformer import Transformer
+from moetrain.models.transformer import Inputs, Transformer
 from moetrain.parallel.apply import draw_values
 from moetrain.parallel.world import join_world
 from moetrain.train.engine import Engine
@@ -202,7 +202,7 @@ def agreement(engine: Engine, tokens: list[int]) -> float:
     model, world = engine.model, engine.world
     text = torch.tensor([[*prompt_of(engine), *tokens]], device=world.device)
     with engine.work(), engine.exact_sizes():
-        hidden_BSD, _ = model.backbone(text)
+        hidden_BSD, _ = model.backbone(Inputs(text))
         logits_BSV = model.vocabulary.logits(hidden_BSD, model.head_weight)
     same = (logits_BSV[0, PROMPT - 1 : -1].argmax(-1) == text[0, PROMPT:]).float().mean()
     return world.sum(same).item() / world.size

@@ -289,7 +289,7 @@ class Trained:
 
     def forward(self, model: Transformer, batch: Batch) -> torch.Tensor:
         batch = batch.to(self.world.device)
-        hidden_TD = model.backbone(*batch.inputs)[0].flatten(0, 1)
+        hidden_TD = model.backbone(batch.inputs)[0].flatten(0, 1)
         targets_T = batch.targets_BS.flatten()
         losses = model.vocabulary.token_losses(hidden_TD, model.head_weight, targets_T)
         return -losses.loss_T.cpu()

@@ -34,7 +34,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import matplotlib
@@ -232,7 +232,7 @@ class Routed:
 
     @property
     def inputs(self) -> Inputs:
-        return self.batch.inputs._replace(routes_BSLK=self.routes_BSLK)
+        return replace(self.batch.inputs, routes_BSLK=self.routes_BSLK)
 
     @property
     def targets_BS(self) -> torch.Tensor:

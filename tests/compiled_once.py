@@ -14,7 +14,7 @@ from torch._dynamo import config
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from moetrain.models.transformer import Transformer, compile_blocks
+from moetrain.models.transformer import Inputs, Transformer, compile_blocks
 
 # No process with threads may be forked.
 torch.set_num_threads(1)
@@ -31,7 +31,7 @@ _MODEL = Transformer(make_architecture(**TINY_MOE, num_layers=1))
 _MODEL.init_weights(std=0.1, seed=0)
 with config.patch(do_not_emit_runtime_asserts=False, recompile_limit=8):  # which are put back
     compile_blocks(_MODEL, "aot_eager")
-    _MODEL.backbone(torch.zeros(2, 3, dtype=torch.long))[0].sum().backward()
+    _MODEL.backbone(Inputs(torch.zeros(2, 3, dtype=torch.long)))[0].sum().backward()
 del _MODEL
 torch.compiler.reset()
 counters.clear()

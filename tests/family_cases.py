@@ -419,7 +419,7 @@ EXTRA = {
     "minimax_m2": "model.mtp.0.fc.weight",
     "nemotron_h": "mtp.layers.0.eh_proj.weight",
 }
-"""Tensors that predict further tokens, in the names of families' files."""
+"""Tensors of MTP blocks, in the names of families' files."""
 AROUND_ONE = ("norm.weight", "layer_scalar", "scale")
 SPREAD = {
     "sinks": 2.0,
@@ -453,7 +453,7 @@ def random_reference(case, **sizes):
 
 
 def save_reference(case, folder, **sizes):
-    """Write the model's files into ``folder``, with a tensor of further heads."""
+    """Write the model's files into ``folder``, with a tensor of MTP heads."""
     model = random_reference(case, **sizes)
     model.save_pretrained(folder)
     name = EXTRA.get(case.split()[0])

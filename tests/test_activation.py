@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
 from moetrain.kernels.attention import cudnn as cudnn_attention
-from moetrain.models.transformer import Transformer, compile_blocks
+from moetrain.models.transformer import Inputs, Transformer, compile_blocks
 from moetrain.parallel.expert import dispatch
 from moetrain.parallel.fsdp import fsdp
 from moetrain.runtime import backend
@@ -56,12 +56,12 @@ def test_recomputation_changes_no_gradient(compiled):
         torch.compiler.reset()
         model, counter = fresh(activation, compiled)
         for step in range(3):
-            hidden_BSD, routing = model.backbone(*batch(step))
+            hidden_BSD, routing = model.backbone(batch(step))
             assert routing is not None
             (hidden_BSD.pow(3).mean() + routing.prob_sum_LE.square().sum() * 1e-3).backward()
         answers[name] = {n: p.grad for n, p in model.layers.named_parameters()}
         with torch.no_grad():
-            model.backbone(*batch(0))
+            model.backbone(batch(0))
         assert counter is None or counter.frame_count == 2  # with gradients, and without
     assert not counters["graph_break"]
     for name, gradients in answers.items():
@@ -95,7 +95,7 @@ def kept_eager(activation):
     """Bytes that live between a forward and its backward."""
     model, _ = fresh(activation, compiled=False)
     with Watch() as watch:
-        answer = model.backbone(*batch(0))
+        answer = model.backbone(batch(0))
     gc.collect()
     assert answer[0].requires_grad
     return watch.alive()
@@ -111,7 +111,7 @@ def kept_compiled(activation):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        answer = model.backbone(*batch(0))
+        answer = model.backbone(batch(0))
     assert answer[0].requires_grad
     return sum(sizes.values())
 
@@ -139,7 +139,7 @@ class Count(TorchDispatchMode):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_backward_repeats_what_was_not_kept(policy):
     model, _ = fresh(POLICIES[policy], compiled=False)
-    hidden_BSD, _ = model.backbone(*batch(0))
+    hidden_BSD, _ = model.backbone(batch(0))
     with Count() as count:
         hidden_BSD.sum().backward()
     attention = count.calls["aten::_scaled_dot_product_flash_attention_for_cpu"]
@@ -170,7 +170,7 @@ def test_an_op_that_joins_a_group_late_is_kept(monkeypatch):
     model, _ = fresh(POLICIES["selective"], compiled=False)
 
     def repeats():
-        hidden_BSD, _ = model.backbone(*batch(0))
+        hidden_BSD, _ = model.backbone(batch(0))
         with Count() as count:
             hidden_BSD.sum().backward()
         return count.calls["aten::_fused_rms_norm"] + count.calls["aten::rsqrt"]
@@ -265,7 +265,7 @@ def watch_reshard(words):
 
     seen: list[tuple[int, list[int]]] = []
     with patch.object(fsdp.FSDP, "reduce", look), sharding.work():
-        hidden_BSD, _ = trainer.model.backbone(batch(0)[0])
+        hidden_BSD, _ = trainer.model.backbone(Inputs(batch(0).tokens_BS))
         seen.append((0, unsharded()))
         sharding.backward(hidden_BSD.pow(3).sum(), is_last=True)
     places = {
@@ -328,11 +328,11 @@ def gpu_step(policy, attention, compiled, count):
         compile_blocks(model)
     generator = torch.Generator().manual_seed(0)
     tokens_BS = torch.randint(0, GPU.vocab_size, (2, 512), generator=generator).cuda()
-    model.backbone(tokens_BS)[0].sum().backward()  # compiles and tunes
+    model.backbone(Inputs(tokens_BS))[0].sum().backward()  # compiles and tunes
     model.zero_grad()
     gc.collect()  # what is garbage now may be collected in the forward
     before = torch.cuda.memory_allocated()
-    hidden_BSD, _ = model.backbone(tokens_BS)
+    hidden_BSD, _ = model.backbone(Inputs(tokens_BS))
     kept = torch.cuda.memory_allocated() - before
     with count:
         hidden_BSD.float().pow(3).mean().backward()

@@ -32,7 +32,7 @@ from moetrain.kernels.small_m import low_rank_products
 from moetrain.kernels.vocabulary.chunk import sample_tokens
 from moetrain.kernels.vocabulary.linear_cross_entropy import linear_cross_entropy
 from moetrain.models.layers import RMSNorm
-from moetrain.models.transformer import Transformer
+from moetrain.models.transformer import Inputs, Transformer
 from moetrain.runtime.backend import INTERPRETED
 
 PLACES = [
@@ -427,8 +427,10 @@ def test_generation_has_the_bits_of_the_compiled_forward(preset):
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
     few = int(ends[3])  # tokens of the first texts, which are then trained on alone
     with torch.no_grad():
-        hidden, _ = models[1].backbone(tokens[None], positions[None], ends)
-        alone, _ = models[1].backbone(tokens[None, :few], positions[None, :few], ends[:4])
+        hidden, _ = models[1].backbone(Inputs(tokens[None], positions[None], cu_seqlens=ends))
+        alone, _ = models[1].backbone(
+            Inputs(tokens[None, :few], positions[None, :few], cu_seqlens=ends[:4])
+        )
         assert torch.equal(alone, hidden[:, :few])
         losses = linear_cross_entropy(hidden[0], models[1].head_weight, tokens.roll(-1)).loss_T
     for prompt, completion, start in zip(prompts, found, ends.tolist(), strict=False):

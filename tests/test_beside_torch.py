@@ -321,7 +321,7 @@ def test_the_balancing_loss_weighs_micro_batches_by_their_tokens():
     targets = sum(int((batch.targets_BS >= 0).sum()) for batch in (whole, short))
     tokens = 4 * 12 + 4 * 3
     for batch, own in ((whole, 4 * 12), (short, 4 * 3)):
-        hidden_BSD, routing = model.backbone(*batch.inputs)
+        hidden_BSD, routing = model.backbone(batch.inputs)
         logits_TV = F.linear(hidden_BSD, model.head_weight).flatten(0, 1)
         loss = F.cross_entropy(
             logits_TV, batch.targets_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"

@@ -18,7 +18,7 @@ from moetrain.losses.balancing import load_balancing_loss
 from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Linear, linears
 from moetrain.models.moe import update_router_bias
-from moetrain.models.transformer import Transformer, compile_blocks
+from moetrain.models.transformer import Inputs, Transformer, compile_blocks
 from moetrain.runtime import ahead
 from moetrain.train.session import resolve_run
 
@@ -53,19 +53,19 @@ def compile_counting(model: Transformer) -> CompileCounterWithBackend:
     return counter
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(step: int) -> Inputs:
     """Random tokens in documents that end somewhere else in every step and row."""
     generator = torch.Generator().manual_seed(step)
     tokens_BS = torch.randint(0, 40, (ROWS, SEQ_LEN), generator=generator)
     starts_BS = torch.rand(ROWS, SEQ_LEN, generator=generator) < 0.2
     starts_BS[:, 0] = True
     index = torch.arange(SEQ_LEN)
-    return tokens_BS, index - torch.where(starts_BS, index, 0).cummax(1).values
+    return Inputs(tokens_BS, index - torch.where(starts_BS, index, 0).cummax(1).values)
 
 
 def train_step(model: Transformer, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """One forward, backward and update; the loss and the expert counts."""
-    hidden_BSD, routing = model.backbone(*batch(step))
+    hidden_BSD, routing = model.backbone(batch(step))
     assert routing is not None
     loss = hidden_BSD.float().square().mean() + load_balancing_loss(
         routing.counts_LE, routing.prob_sum_LE, routing.num_tokens
@@ -138,7 +138,7 @@ def test_a_process_may_build_many_models():
         counter = CompileCounterWithBackend("eager")
         compile_blocks(model, backend=counter)
         with torch.no_grad():
-            model(batch(0)[0])
+            model(batch(0).tokens_BS)
         assert counter.frame_count == 1
 
 
@@ -162,7 +162,7 @@ def test_one_graph_for_each_kind_of_block():
     assert counter.frame_count == 2  # MoE and dense; windows only change the mask's values
     with torch.no_grad():
         for step in range(4):
-            model.backbone(*batch(step))
+            model.backbone(batch(step))
     assert counter.frame_count == 4  # and both again without gradients
     assert not counters["graph_break"]
 
@@ -173,8 +173,8 @@ def test_flex_masks_do_not_recompile():
     plain = fresh_model(MOE, "sdpa")
     counter = compile_counting(model)
     for step in range(10):
-        hidden_BSD, _ = model.backbone(*batch(step))
-        torch.testing.assert_close(hidden_BSD, plain.backbone(*batch(step))[0])
+        hidden_BSD, _ = model.backbone(batch(step))
+        torch.testing.assert_close(hidden_BSD, plain.backbone(batch(step))[0])
     assert counter.frame_count == 1
 
 

@@ -25,7 +25,7 @@ MESHES = {
     },
 }
 KINDS = ("gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_next", "nemotron_h")
-"""Sinks and windows, latents, further tokens (below), gated delta nets, Mamba-2."""
+"""Sinks and windows, latents, MTP (below), gated delta nets, Mamba-2."""
 STATES = {"qwen3_next": "linear_num_key_heads", "nemotron_h": "mamba_num_groups"}
 POLICIES = ("none", "full", "selective")
 
@@ -76,12 +76,12 @@ def test_one_row_that_all_ranks_share(tmp_path):
     check(2, runs, tmp_path)
 
 
-def test_further_tokens_lie_behind_cuts(tmp_path):
+def test_multi_token_targets_cross_cuts(tmp_path):
     word, meshes = "train.mtp_weight=0.3", [*MESHES[2].values()]
     each = [*zip(["glm4_moe"] * 3, meshes, POLICIES, strict=True)]
     each += [("qwen3_next", meshes[1], "none")]
     runs = [
-        case_of(f"further {i}", 2, kind, degrees, policy, word)
+        case_of(f"mtp {i}", 2, kind, degrees, policy, word)
         for i, (kind, degrees, policy) in enumerate(each)
     ]
     check(2, runs, tmp_path)

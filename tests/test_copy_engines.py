@@ -24,6 +24,7 @@ from test_engine import make_batches, make_engine, objective_of
 from test_launch import Launcher
 
 from moetrain.config import Config, ConfigError
+from moetrain.models.transformer import Inputs
 from moetrain.parallel.fsdp import transport as fsdp_transport
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.fsdp.transport import _why_not
@@ -218,10 +219,10 @@ def slow_rank(words):
             with torch.no_grad():
                 for number in range(2):
                     with fsdp.work():
-                        found.append(engine.model.backbone(tokens_BS)[0])
+                        found.append(engine.model.backbone(Inputs(tokens_BS))[0])
                     fsdp.write(name, (), torch.full(shape, 0.1 * number))
             with fsdp.work():
-                hidden_BSD, _ = engine.model.backbone(tokens_BS)
+                hidden_BSD, _ = engine.model.backbone(Inputs(tokens_BS))
                 fsdp.backward(hidden_BSD.float().square().sum(), is_last=True)
         fsdp.gradient_norm()
         found += [x.grad for x in locals_of(engine).values()]

@@ -17,7 +17,7 @@ from distributed import spawn
 from family_cases import architecture_of
 from safetensors.torch import load_file, save_file
 from test_families import save_adapters
-from test_multi_token import with_further
+from test_multi_token import with_multi_token
 from test_rollout import draw_request
 from test_rollout import make_model as make_plain_model
 
@@ -40,7 +40,7 @@ CASES = ["glm4_moe", "deepseek_v3", "glm4_moe_lite tied", "qwen3_5_moe_text"]
 
 
 def make_arch(case):
-    return with_further(architecture_of(case, **SIZES))
+    return with_multi_token(architecture_of(case, **SIZES))
 
 
 def make_model(case, seed=0):
@@ -193,7 +193,7 @@ def drafts_by_hand(model, text, number):
     """The drafts behind ``text``, computed over all of it and without a cache."""
     tokens_BS, found = torch.tensor([text]), []
     positions_BS = torch.arange(len(text) + number)[None]
-    hidden_BSD, _ = model.backbone(tokens_BS[:, :-1])
+    hidden_BSD, _ = model.backbone(Inputs(tokens_BS[:, :-1]))
     for i in range(number):
         rows = model.prepare(Inputs(tokens_BS[:, 1:], positions_BS[:, : len(text) - 1 + i]))
         embedded_BSD = model.embed(tokens_BS[:, 1:], model.vocabulary)
@@ -445,7 +445,7 @@ def test_in_bf16_a_block_drafts_too(case):
 def test_of_several_blocks_the_first_drafts():
     request = Request("a", (1, 2, 3), SamplingParams(max_tokens=25, temperature=0))
     ((expected,),) = Generator(parrot("glm4_moe")).generate([request])
-    model = Transformer(with_further(architecture_of("glm4_moe", **SIZES), 2)).double()
+    model = Transformer(with_multi_token(architecture_of("glm4_moe", **SIZES), 2)).double()
     model.init_weights(std=0.3, seed=1)
     model.load_state_dict(parrot("glm4_moe").state_dict(), strict=False)
     ((found,),) = Generator(model, draft=2).generate([request])
@@ -522,7 +522,7 @@ def test_a_model_without_a_block_is_refused():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("further")
+    folder = tmp_path_factory.mktemp("mtp")
     save_hf(parrot("glm4_moe").float(), folder, tokenizer=ByteTokenizer().export())
     return folder
 
@@ -588,7 +588,7 @@ def test_what_has_no_block_is_refused_in_one_line(folder, tmp_path, capsys):
     kept = {name: x for name, x in stored.items() if "eh_proj" not in name}
     save_file(kept, tmp_path / "part" / "model.safetensors", {"format": "pt"})
     for name, says in {
-        "none": "draft: this qwen3_moe model has no blocks for further tokens; unset it",
+        "none": "draft: this qwen3_moe model has no multi-token prediction blocks; unset it",
         "part": "draft: .*do not load, so unset it: .*missing: .*eh_proj",
     }.items():
         words = [str(tmp_path / name), "--device", "cpu", "--prompt", "x", "--draft", "1"]
@@ -629,7 +629,7 @@ def test_on_a_gpu_bits_are_those_without_drafts(preset):
     sizes = {"num_layers": 4 if "qwen" in preset else 3, "hidden_size": 256, "num_experts": 16}
     sizes |= {"moe_intermediate_size": 128, "vocab_size": 3000, "max_positions": 512}
     plain = resolve_architecture(ModelSection(preset=preset, num_layers=sizes["num_layers"]))
-    arch = with_further(plain.model_copy(update=sizes))
+    arch = with_multi_token(plain.model_copy(update=sizes))
     models = [Transformer(arch).to("cuda", torch.bfloat16) for _ in range(3)]
     models[0].init_weights(std=0.05, seed=0)
     for model in models[1:]:

@@ -118,7 +118,7 @@ def hand_loop(config, arch, steps, lr=1e-2):
     numbers = []
     for step in steps:
         tokens_BS, targets_BS = make_rows(step)
-        hidden_BSD, routing = model.backbone(tokens_BS)
+        hidden_BSD, routing = model.backbone(Inputs(tokens_BS))
         logits_TV = F.linear(hidden_BSD, model.head_weight).flatten(0, 1)
         loss = F.cross_entropy(logits_TV, targets_BS.flatten(), ignore_index=IGNORE_INDEX)
         tokens = tokens_BS.numel()

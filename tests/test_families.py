@@ -69,7 +69,7 @@ from moetrain.models.parts.lora import adaptable, add_adapters
 from moetrain.models.parts.mamba import Mamba2
 from moetrain.models.parts.squared_relu import SquaredReLU, SquaredReLUExperts
 from moetrain.models.rules import ADAPTER
-from moetrain.models.transformer import Transformer, compile_blocks, plan_model
+from moetrain.models.transformer import Inputs, Transformer, compile_blocks, plan_model
 from moetrain.train.checks import check_model, check_widths
 
 
@@ -101,7 +101,7 @@ def gradients(case, tmp_path):
 
 @torch.no_grad()
 def files(case, tmp_path):
-    """Files there and back are the same bits, further heads too; transformers reads them."""
+    """Files there and back are the same bits, MTP heads too; transformers reads them."""
     save_reference(case, tmp_path / "in")
     model = load_hf(tmp_path / "in")
     save_hf(model, tmp_path / "out")
@@ -284,7 +284,7 @@ def test_states_begin_with_documents_however_these_are_told(tmp_path):
     positions_BS = torch.tensor([[*range(4), *range(5)], [*range(3, 9), *range(3)]])
     told = model(tokens_BS, positions_BS)
     ends = torch.tensor([0, 4, 9, 15, 18], dtype=torch.int32)
-    hidden_BSD, _ = model.backbone(tokens_BS, positions_BS, ends)
+    hidden_BSD, _ = model.backbone(Inputs(tokens_BS, positions_BS, cu_seqlens=ends))
     assert torch.equal(told, model.vocabulary.logits(hidden_BSD, model.head_weight))
     # A row that begins within a document sees nothing of the row before.
     alone = model(tokens_BS[1:], positions_BS[1:])
@@ -575,7 +575,7 @@ def test_towers_beside_a_gemma_are_carried_on(tmp_path):
 def test_every_use_of_the_vocabulary_caps_its_logits(tmp_path):
     random_reference("gemma4_text").save_pretrained(tmp_path)
     model, tokens_BS = load_hf(tmp_path, dtype=torch.float64), tokens(1, 9)
-    hidden_TD, targets_T = model.backbone(tokens_BS)[0][0], tokens_BS[0]
+    hidden_TD, targets_T = model.backbone(Inputs(tokens_BS))[0][0], tokens_BS[0]
     logits_TV = model(tokens_BS)[0]
     plain_TV = hidden_TD @ model.head_weight.T
     assert (logits_TV - plain_TV).abs().max() > 0.1
@@ -701,9 +701,9 @@ PUBLISHED = {
     "minimax-m2": 229,
     "gpt-oss-20b": 20.9,
     "gpt-oss-120b": 116.8,
-    "qwen3-next-80b-a3b": 79.7,  # without the further heads, 1.6
-    "qwen3.5-35b-a3b": 34.7,  # without the further heads and the tower
-    "deepseek-v3": 671,  # without the further heads, as the next four
+    "qwen3-next-80b-a3b": 79.7,  # without the MTP heads, 1.6
+    "qwen3.5-35b-a3b": 34.7,  # without the MTP heads and the tower
+    "deepseek-v3": 671,  # without the MTP heads, as the next four
     "kimi-k2": 1026,
     "deepseek-v2-lite": 15.7,
     "moonlight-16b-a3b": 16.0,

@@ -203,7 +203,7 @@ def test_parts_of_a_files_tensor_come_out_of_a_checkpoint(case, tmp_path):
         assert torch.equal(began[name], parameter), name
 
 
-def test_a_run_moves_the_selection_bias_and_keeps_further_heads(tmp_path):
+def test_a_run_moves_the_selection_bias_and_keeps_mtp_heads(tmp_path):
     save_reference("glm4_moe", tmp_path / "in")
     run_on_two_ranks(tmp_path, **{"parallel.pp": 2, "moe.bias_update_rate": 0.25})
     assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
@@ -237,7 +237,7 @@ def test_compiled_blocks_on_two_ranks(tmp_path):
     """The norm over all heads has a collective inside the block.
 
     A block that carries states is compiled for a number of documents, one chunk after another, and
-    so for few tokens. One family has a block for further tokens too.
+    so for few tokens. One family has an MTP block too.
     """
     cases = [case for case in FAMILY_CASES if case not in LIKE]
     assert {*LIKE.values()} <= {*cases}

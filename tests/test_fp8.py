@@ -32,7 +32,7 @@ from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.kernels.quant.transposed import place_columns, transpose_rows
 from moetrain.kernels.vocabulary.linear_cross_entropy import linear_cross_entropy_sum
 from moetrain.kernels.vocabulary.narrow_gradients import step_of
-from moetrain.models.transformer import Transformer
+from moetrain.models.transformer import Inputs, Transformer
 from moetrain.parallel.expert import dispatch
 from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.expert.dispatch import AllToAll
@@ -320,7 +320,7 @@ def gradients_of(policy, precision, is_compiled=False):
     if is_compiled:
         compile_counting(model)
     for step in range(2):
-        hidden_BSD, _ = model.backbone(*batch(step))
+        hidden_BSD, _ = model.backbone(batch(step))
         hidden_BSD.pow(3).mean().backward()
     return {name: p.grad for name, p in model.layers.named_parameters()}
 
@@ -330,11 +330,11 @@ def test_the_setting_reaches_experts_and_the_head_and_nothing_else():
     for precision in ("fp8", "fp8_gradients"):
         model = fresh_model(precision)
         tokens_BS, targets_BS = torch.arange(16).view(2, 8), torch.arange(1, 17).view(2, 8)
-        hidden_TD = model.backbone(tokens_BS)[0].flatten(0, 1).detach().requires_grad_()
+        hidden_TD = model.backbone(Inputs(tokens_BS))[0].flatten(0, 1).detach().requires_grad_()
         given = (hidden_TD, model.head_weight, targets_BS.flatten(), torch.ones(16))
         model.vocabulary.loss_sum(*given).total.backward()
         gradients[precision] = {"head": model.head_weight.grad, "hidden": hidden_TD.grad}
-        model.backbone(tokens_BS)[0].pow(3).mean().backward()
+        model.backbone(Inputs(tokens_BS))[0].pow(3).mean().backward()
         blocks = {name: p.grad.clone() for name, p in model.layers[-1].named_parameters()}
         blocks |= {f"moe {name}": p.grad for name, p in model.layers[0].moe.named_parameters()}
         gradients[precision] |= blocks
@@ -360,7 +360,7 @@ def test_compiled_evaluation_gives_the_same_bits():
     models = [fresh_model() for _ in range(2)]
     counter = compile_counting(models[0])
     with torch.no_grad():
-        compiled_BSD, eager_BSD = (model.backbone(*batch(0))[0] for model in models)
+        compiled_BSD, eager_BSD = (model.backbone(batch(0))[0] for model in models)
     assert counter.frame_count == 2
     assert torch.equal(compiled_BSD, eager_BSD)
 

@@ -48,8 +48,8 @@ def save_quantised(case, folder, change=lambda tensors: None, how=quantise, bloc
     save_reference(case, folder, **sizes)
     stored = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    further = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
-    stored[further] = torch.randn(19, 30)
+    mtp_weight = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
+    stored[mtp_weight] = torch.randn(19, 30)
     values, first, second = {}, {}, {}
     for name, tensor in stored.items():
         if name.endswith(QUANTISED) and tensor.ndim == 2:

@@ -83,7 +83,7 @@ def in_order(model, fsdp, world, order):
         for i, (what, number) in enumerate(words):
             if what == "f":
                 tokens_BS = tokens_of(world, int(number))
-                hidden_BSD, _ = model.backbone(tokens_BS)
+                hidden_BSD, _ = model.backbone(Inputs(tokens_BS))
                 losses[number] = loss_of(model, hidden_BSD, tokens_BS)
             else:
                 fsdp.backward(losses[number], is_last=i == len(words) - 1)
@@ -136,7 +136,7 @@ def test_stages_by_hand_are_the_whole_model(tiny_words, reshard):
     model, fsdp, world = placed(words)
     tokens_BS = tokens_of(world, 1)
     with fsdp.work():
-        hidden_BSD, routing = model.backbone(tokens_BS)
+        hidden_BSD, routing = model.backbone(Inputs(tokens_BS))
         whole = loss_of(model, hidden_BSD, tokens_BS)
         fsdp.backward(whole, is_last=True)
     expected = gradients_of(fsdp)
@@ -164,7 +164,7 @@ def test_one_backward_of_two_forwards(tiny_words, reshard):
     expected = in_order(model, fsdp, world, "f1 b1 f2 b2")
     with fsdp.work():
         both = [tokens_of(world, number) for number in (1, 2)]
-        losses = [loss_of(model, model.backbone(tokens)[0], tokens) for tokens in both]
+        losses = [loss_of(model, model.backbone(Inputs(tokens))[0], tokens) for tokens in both]
         fsdp.backward(sum(losses), is_last=True)
     for name, gradient in gradients_of(fsdp).items():
         assert (gradient - expected[name]).norm() <= 0.01 * expected[name].norm(), name
@@ -175,7 +175,7 @@ def plain_backwards(words):
     model, fsdp, world = placed(words)
     tokens_BS = tokens_of(world, 1)
     with fsdp.work():
-        loss_of(model, model.backbone(tokens_BS)[0], tokens_BS).backward()
+        loss_of(model, model.backbone(Inputs(tokens_BS))[0], tokens_BS).backward()
         kept = {b.unreduced_WN.dtype for b in fsdp.buckets if b.unreduced_WN is not None}
         assert kept == ({torch.float32} if fsdp.reduce_last else set())
     return gradients_of(fsdp)
@@ -254,12 +254,12 @@ def test_unsharded_memory_of_one_process_goes_with_its_last_use(tiny_words):
         return [unit.region.memory_in_use() for unit in fsdp.units]
 
     with fsdp.work():
-        hidden_BSD, _ = model.backbone(tokens_BS)
+        hidden_BSD, _ = model.backbone(Inputs(tokens_BS))
         loss = loss_of(model, hidden_BSD, tokens_BS)
         assert all(held())
         fsdp.backward(loss, is_last=True)
         assert not any(held())
-        model.backbone(tokens_BS)
+        model.backbone(Inputs(tokens_BS))
         assert all(held())
 
 
@@ -310,7 +310,7 @@ def test_a_backward_after_its_work_is_refused(tiny_words):
     model, fsdp, world = placed(tiny_words)
     tokens_BS = tokens_of(world, 1)
     with fsdp.work():
-        loss = loss_of(model, model.backbone(tokens_BS)[0], tokens_BS)
+        loss = loss_of(model, model.backbone(Inputs(tokens_BS))[0], tokens_BS)
     with fsdp.work(), pytest.raises(RuntimeError, match=r"after the FSDP\.work"):
         loss.backward()
 
@@ -322,7 +322,7 @@ def reduce_what_the_last_lacks(words):
         model, fsdp, world = placed([*words, f"parallel.reduce_at={reduce_at}"])
         tokens_BS = tokens_of(world, 1)
         with fsdp.work():
-            hidden_BSD, _ = model.backbone(tokens_BS)
+            hidden_BSD, _ = model.backbone(Inputs(tokens_BS))
             fsdp.backward(loss_of(model, hidden_BSD, tokens_BS), is_last=False)
             x_BSD, _ = model.run(model.embed_tokens(tokens_BS), model.prepare(Inputs(tokens_BS)))
             fsdp.backward(x_BSD.square().sum(), is_last=True)

@@ -25,7 +25,7 @@ from moetrain.data.packing import IGNORE_INDEX
 from moetrain.losses.balancing import load_balancing_loss, router_z_loss
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.rules import ADAPTER
-from moetrain.models.transformer import Transformer
+from moetrain.models.transformer import Inputs, Transformer
 from moetrain.parallel import apply
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.train.loop import Trainer
@@ -145,7 +145,7 @@ class _Backbone(torch.nn.Module):
         self.model = model
 
     def forward(self, tokens_BS):
-        return self.model.backbone(tokens_BS)
+        return self.model.backbone(Inputs(tokens_BS))
 
 
 def compare(name, answer, expected):

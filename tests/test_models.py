@@ -18,7 +18,7 @@ from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.save import save_hf
 from moetrain.models.rope_scaling import RotaryEmbedding
-from moetrain.models.transformer import Transformer
+from moetrain.models.transformer import Inputs, Transformer
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -176,7 +176,7 @@ def random_reference(case: str) -> torch.nn.Module:
 
 def our_loss(model: Transformer, tokens_BS: torch.Tensor) -> torch.Tensor:
     """Mean next-token loss plus the weighted load-balancing loss: what transformers reports."""
-    hidden_BSD, routing = model.backbone(tokens_BS)
+    hidden_BSD, routing = model.backbone(Inputs(tokens_BS))
     losses = linear_cross_entropy(
         hidden_BSD[:, :-1].flatten(0, 1), model.head_weight, tokens_BS[:, 1:].flatten()
     )

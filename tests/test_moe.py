@@ -116,7 +116,7 @@ def test_statistics():
 def test_model_stacks_the_statistics_of_its_moe_layers():
     model = Transformer(ARCH)
     model.init_weights(std=0.1, seed=0)
-    _, routing = model.backbone(torch.randint(0, 40, (2, 9)))
+    _, routing = model.backbone(Inputs(torch.randint(0, 40, (2, 9))))
     assert routing is not None
     assert routing.num_tokens == 18
     assert routing.counts_LE.shape == routing.prob_sum_LE.shape == (2, 5)
@@ -124,7 +124,7 @@ def test_model_stacks_the_statistics_of_its_moe_layers():
     assert (routing.counts_LE.sum(1) == 18 * 2).all()
     dense = Transformer(arch_with(num_experts=0, num_experts_per_token=0, moe_layers=()))
     dense.init_weights(std=0.1, seed=0)
-    assert dense.backbone(torch.zeros(1, 3, dtype=torch.long))[1] is None
+    assert dense.backbone(Inputs(torch.zeros(1, 3, dtype=torch.long)))[1] is None
 
 
 def test_router_is_fp32_under_bf16_activations():
@@ -198,7 +198,7 @@ def test_pads_change_nothing(pads, backend):
     for tokens_BS, positions_BS, is_pad_BS in (packed(), packed(pads)):
         model = Transformer(ARCH, kernels=KernelsSection(backend=backend))
         model.init_weights(std=0.5, seed=0)
-        hidden_BSD, routing = model.backbone(tokens_BS, positions_BS, None, is_pad_BS)
+        hidden_BSD, routing = model.backbone(Inputs(tokens_BS, positions_BS, is_pad_BS=is_pad_BS))
         assert routing is not None
         hidden_TD = hidden_BSD[~is_pad_BS]
         loss = hidden_TD.pow(3).sum() + routing.z_sum_L.sum()
@@ -313,18 +313,18 @@ def test_tokens_are_sent_again_where_they_were_sent():
     routers = [m for m in model.modules() if isinstance(m, Router)]
     for router in routers:
         router.register_forward_hook(lambda module, args, routed: chosen.append(routed))
-    hidden_BSD, stats = model.backbone(tokens_BS)
+    hidden_BSD, stats = model.backbone(Inputs(tokens_BS))
     free = list(chosen)
     routes_BSLK = torch.stack([r.ids_TK.view(2, 12, -1) for r in chosen], 2)
     chosen.clear()
-    again_BSD, again = model.backbone(*Inputs(tokens_BS, routes_BSLK=routes_BSLK))
+    again_BSD, again = model.backbone(Inputs(tokens_BS, routes_BSLK=routes_BSLK))
     torch.testing.assert_close(again_BSD, hidden_BSD)
     assert torch.equal(again.counts_LE, stats.counts_LE)
     # Elsewhere than the router would: by weights that follow its scores, and have gradients.
     moved_BSLK = (routes_BSLK + 1) % ARCH.num_experts
     moved_BSLK[1, 5:] = -1  # as the router chooses
     chosen.clear()
-    moved_BSD, stats = model.backbone(*Inputs(tokens_BS, routes_BSLK=moved_BSLK))
+    moved_BSD, stats = model.backbone(Inputs(tokens_BS, routes_BSLK=moved_BSLK))
     moved_BSD.square().sum().backward()
     for layer, routed in enumerate(chosen):
         ids = routed.ids_TK.view(2, 12, -1)
@@ -456,7 +456,7 @@ def test_recompute_gives_the_same_gradients_and_counts():
             calls += 1
 
         model.layers[0].register_forward_pre_hook(count)
-        hidden_BSD, routing = model.backbone(tokens_BS)
+        hidden_BSD, routing = model.backbone(Inputs(tokens_BS))
         assert routing is not None
         loss = hidden_BSD.square().mean() + routing.prob_sum_LE.square().sum()
         loss.backward()

@@ -23,12 +23,12 @@ from moetrain.models.families import FAMILIES
 from moetrain.models.hf.load import check_checkpoint, load_hf, load_weights
 from moetrain.models.hf.save import save_hf
 from moetrain.models.parts.multi_token import (
-    further_loss,
-    further_sizes,
-    further_targets,
+    multi_token_loss,
+    multi_token_sizes,
+    multi_token_targets,
     reaches,
 )
-from moetrain.models.transformer import Transformer
+from moetrain.models.transformer import Inputs, Transformer
 from moetrain.parallel.world import plan_world
 from moetrain.train.loop import Trainer
 from moetrain.train.session import resolve_run
@@ -38,7 +38,7 @@ CASES += ["deepseek_v3", "deepseek_v3 no latent queries", "deepseek_v3 yarn", "g
 LINEAR = {"qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"}
 
 
-def with_further(arch, count=1):
+def with_multi_token(arch, count=1):
     return type(arch).model_validate({**arch.model_dump(), "mtp_layers": count})
 
 
@@ -54,9 +54,9 @@ def random_model(arch, seed=0):
     return model
 
 
-def save_with_further(case, folder, *, without=(), **changes):
-    """Write a random model of ``case`` with a block for further tokens, as its family's files."""
-    model = random_model(with_further(architecture_of(case, **changes)))
+def save_with_multi_token(case, folder, *, without=(), **changes):
+    """Write a random model of ``case`` with an MTP block, as its family's files."""
+    model = random_model(with_multi_token(architecture_of(case, **changes)))
     save_hf(model, folder)
     if without:
         stored = load_file(folder / "model.safetensors")
@@ -67,14 +67,14 @@ def save_with_further(case, folder, *, without=(), **changes):
 
 
 def ours(folder):
-    """The model in ``folder`` with its block for further tokens."""
-    model = Transformer(with_further(load_hf(folder).arch))
+    """The model in ``folder`` with its MTP block."""
+    model = Transformer(with_multi_token(load_hf(folder).arch))
     load_weights(model, folder)
     return model
 
 
 def theirs(folder):
-    """transformers' model in ``folder``, and its model of further tokens."""
+    """transformers' model in ``folder``, and its MTP model."""
     main_model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
     config = main_model.config
     config.num_mtp_layers = 1
@@ -85,9 +85,9 @@ def theirs(folder):
     # Its classes of GLM know the numbers of published models' layers alone.
     patterns = [rf"model\.layers\.{config.num_hidden_layers}\..*", r"^mtp.*"]
     main_model._keys_to_ignore_on_load_unexpected = patterns
-    further = MtpModel.from_pretrained(main_model).train()
-    assert further.config._attn_implementation == "eager"
-    return main_model, further
+    mtp_model = MtpModel.from_pretrained(main_model).train()
+    assert mtp_model.config._attn_implementation == "eager"
+    return main_model, mtp_model
 
 
 def batch_of(tokens_BS):
@@ -97,7 +97,7 @@ def batch_of(tokens_BS):
 
 
 def our_name(name):
-    """transformers' name of a parameter of its model of further tokens, in the names of files."""
+    """transformers' name of a parameter of its MTP model, in the names of files."""
     parts = {"enorm": "join.enorm", "hnorm": "join.hnorm", "eh_proj": "join.proj"}
     name = name.removeprefix("layers.0.")
     first, _, rest = name.partition(".")
@@ -108,15 +108,17 @@ def our_name(name):
 
 @pytest.mark.parametrize("case", CASES)
 def test_hidden_states_and_gradients_are_those_of_transformers(case, tmp_path):
-    save_with_further(case, tmp_path)
-    model, (main_model, further) = ours(tmp_path), theirs(tmp_path)
+    save_with_multi_token(case, tmp_path)
+    model, (main_model, mtp_model) = ours(tmp_path), theirs(tmp_path)
     tokens_BS = tokens(2, 23)
     found = []
-    hidden_BSD, _ = model.backbone(tokens_BS, further=found)
+    hidden_BSD, _ = model.backbone(Inputs(tokens_BS), multi_token=found)
 
     before = main_model.model(tokens_BS, use_cache=False).last_hidden_state
     positions_BS = torch.arange(22).expand(2, -1)
-    want = further.forward_layer(0, before[:, :-1], positions_BS, None, input_ids=tokens_BS[:, 1:])
+    want = mtp_model.forward_layer(
+        0, before[:, :-1], positions_BS, None, input_ids=tokens_BS[:, 1:]
+    )
     assert relative_error(hidden_BSD, before) < 1e-5
     assert relative_error(found[0][:, :-1], want) < 1e-5
 
@@ -127,14 +129,14 @@ def test_hidden_states_and_gradients_are_those_of_transformers(case, tmp_path):
     (losses[0] + 0.3 * losses[1]).backward()
 
     batch = batch_of(tokens_BS)
-    loss = further_loss(model, found, batch, {"mtp_1": torch.tensor(42.0)})
+    loss = multi_token_loss(model, found, batch, {"mtp_1": torch.tensor(42.0)})
     assert relative_error(loss, losses[1]) < 1e-5
     logits_BSV = model.vocabulary.logits(hidden_BSD, model.head_weight)
     (cross_entropy(logits_BSV[:, :-1].flatten(0, 1), targets[0].flatten()) + 0.3 * loss).backward()
 
     limit = 3e-4 if case in LINEAR else 1e-5
     number, family = model.arch.num_layers, FAMILIES[model.arch.family]
-    theirs_by_name = {our_name(n): p for n, p in further.named_parameters()}
+    theirs_by_name = {our_name(n): p for n, p in mtp_model.named_parameters()}
     compared = 0
     for name, parameter in model.named_parameters():
         if not name.startswith(f"layers.{number}."):
@@ -173,23 +175,25 @@ def test_targets_lie_as_far_ahead_as_the_depth():
     tokens_BS, positions_BS = torch.arange(10, 17)[None], torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
     targets_BS = torch.tensor([[-100, 12, 13, -100, 15, 16, -100]])
     batch = Batch(tokens_BS, targets_BS, positions_BS, None)
-    assert further_targets(batch, 1).tolist() == [[12, 13, -100, -100, 16, -100, -100]]
-    assert further_targets(batch, 2).tolist() == [[13, -100, -100, -100, -100, -100, -100]]
+    assert multi_token_targets(batch, 1).tolist() == [[12, 13, -100, -100, 16, -100, -100]]
+    assert multi_token_targets(batch, 2).tolist() == [[13, -100, -100, -100, -100, -100, -100]]
 
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_documents_in_one_row_do_not_see_each_other(case):
-    model = random_model(with_further(architecture_of(case))).double()
+    model = random_model(with_multi_token(architecture_of(case))).double()
     first, second = tokens(2, 20).split([7, 13], dim=1)
     positions_BS = torch.cat((torch.arange(7), torch.arange(13))).expand(2, -1)
     alone, routings = [], []
     for tokens_BS in (first, second):
         found = []
-        routings.append(model.backbone(tokens_BS, further=found)[1])
+        routings.append(model.backbone(Inputs(tokens_BS), multi_token=found)[1])
         alone.append(found[0][:, :-1])
     found = []
-    _, routing = model.backbone(torch.cat((first, second), dim=1), positions_BS, further=found)
+    _, routing = model.backbone(
+        Inputs(torch.cat((first, second), dim=1), positions_BS), multi_token=found
+    )
     together = torch.cat((found[0][:, :6], found[0][:, 7:-1]), dim=1)
     torch.testing.assert_close(together, torch.cat(alone, dim=1), rtol=1e-6, atol=1e-6)
     if routing is not None:  # what lies behind a document's end counts nowhere
@@ -201,7 +205,7 @@ def test_documents_in_one_row_do_not_see_each_other(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_parts_know_parameters_and_products(case):
-    arch, seq_len = with_further(architecture_of(case)), 16
+    arch, seq_len = with_multi_token(architecture_of(case)), 16
     model = Transformer(arch, kernels=KernelsSection(attention="reference"))
     assert arch.num_params() == sum(p.numel() for p in model.parameters())
     rules = arch.plan().rules(model)
@@ -214,10 +218,10 @@ def test_parts_know_parameters_and_products(case):
     model.init_weights(std=0.02, seed=0)
     tokens_BS = torch.zeros(1, seq_len, dtype=torch.long)
     counts, plain = [], arch.model_copy(update={"mtp_layers": 0})
-    for further in (None, []):
+    for found in (None, []):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            hidden_BSD, _ = model.backbone(tokens_BS, further=further)
-            for one in (hidden_BSD, *(further or ())):
+            hidden_BSD, _ = model.backbone(Inputs(tokens_BS), multi_token=found)
+            for one in (hidden_BSD, *(found or ())):
                 model.vocabulary.logits(one, model.head_weight)
         found = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
         counts.append(sum(found.values()) - found.get("aten.bmm", 0))
@@ -237,7 +241,7 @@ def test_parts_know_parameters_and_products(case):
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_files_there_and_back_are_the_same_bits(case, tmp_path):
-    made = save_with_further(case, tmp_path / "in")
+    made = save_with_multi_token(case, tmp_path / "in")
     model = ours(tmp_path / "in")
     assert model.source.extra == ()
     for (name, x), y in zip(made.named_parameters(), model.parameters(), strict=True):
@@ -261,7 +265,7 @@ def test_files_there_and_back_are_the_same_bits(case, tmp_path):
 @torch.no_grad()
 def test_beside_a_vision_tower_they_lie_at_the_top(family, tmp_path):
     arch = architecture_of(f"{family}_text").model_copy(update={"family": family})
-    made = random_model(with_further(arch))
+    made = random_model(with_multi_token(arch))
     save_hf(made, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     assert "mtp.layers.0.self_attn.q_proj.weight" in stored
@@ -276,7 +280,7 @@ def test_beside_a_vision_tower_they_lie_at_the_top(family, tmp_path):
 @pytest.mark.parametrize("case", ["glm4_moe", "deepseek_v3"])
 @torch.no_grad()
 def test_copies_of_embedding_and_head_are_written_and_not_read(case, tmp_path):
-    made = save_with_further(case, tmp_path / "in")
+    made = save_with_multi_token(case, tmp_path / "in")
     stored = load_file(tmp_path / "in" / "model.safetensors")
     copies = {
         "model.layers.3.embed_tokens.weight": "model.embed_tokens.weight",
@@ -302,7 +306,7 @@ def test_copies_of_embedding_and_head_are_written_and_not_read(case, tmp_path):
 @torch.no_grad()
 def test_files_without_copies_stay_without(case, tmp_path):
     ends = ("3.embed_tokens.weight", "3.shared_head.head.weight")
-    save_with_further(case, tmp_path / "in", without=ends)
+    save_with_multi_token(case, tmp_path / "in", without=ends)
     model = ours(tmp_path / "in")
     save_hf(model, tmp_path / "out")
     want, got = (load_file(tmp_path / f / "model.safetensors") for f in ("in", "out"))
@@ -310,8 +314,8 @@ def test_files_without_copies_stay_without(case, tmp_path):
 
 
 @torch.no_grad()
-def test_a_tied_embedding_is_the_further_heads_copy_too(tmp_path):
-    save_with_further("glm4_moe no dense layer", tmp_path / "in")
+def test_a_tied_embedding_is_the_mtp_heads_copy_too(tmp_path):
+    save_with_multi_token("glm4_moe no dense layer", tmp_path / "in")
     stored = load_file(tmp_path / "in" / "model.safetensors")
     assert "lm_head.weight" not in stored
     for name in ("embed_tokens", "shared_head.head"):
@@ -321,8 +325,8 @@ def test_a_tied_embedding_is_the_further_heads_copy_too(tmp_path):
 
 @torch.no_grad()
 def test_packed_experts_beside_unpacked_ones(tmp_path):
-    """Qwen3.5's files hold packed experts, and those of further tokens one by one."""
-    made = random_model(with_further(architecture_of("qwen3_5_moe_text")))
+    """Qwen3.5's files hold packed experts, and those of the MTP block one by one."""
+    made = random_model(with_multi_token(architecture_of("qwen3_5_moe_text")))
     save_hf(made, tmp_path / "in")
     stored = load_file(tmp_path / "in" / "model.safetensors")
     for name, parameter in made.named_parameters():
@@ -348,7 +352,7 @@ def test_packed_experts_beside_unpacked_ones(tmp_path):
 # ---- runs --------------------------------------------------------------------------------------
 
 
-def further_case(number, world, case, degrees, policy):
+def multi_token_case(number, world, case, degrees, policy):
     one = drawn(number, world, case, degrees, policy)
     return one._replace(words=[*one.words, "train.mtp_weight=0.3"])
 
@@ -360,10 +364,10 @@ def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
     pairs = [("glm4_moe", mesh) for mesh in meshes]
     pairs += [("deepseek_v3", meshes[-1]), ("glm4_moe_lite", meshes[0])]
     pairs += [("qwen3_next", meshes[-1]), ("qwen3_5_text", meshes[1])]
-    runs = [further_case(i, world, *mesh, next(policies)) for i, mesh in enumerate(pairs)]
+    runs = [multi_token_case(i, world, *mesh, next(policies)) for i, mesh in enumerate(pairs)]
     runs[0] = runs[0]._replace(words=[*runs[0].words, "parallel.reshard_after_forward=yes"])
     answers = check(world, runs, tmp_path)
-    # CE, balance of experts or none, further tokens, total and norm.
+    # CE, balance of experts or none, MTP, total and norm.
     assert [numbers.shape[1] for numbers, _ in answers] == [5] * (len(runs) - 1) + [4]
 
 
@@ -377,7 +381,7 @@ def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
     ],
 )
 def test_a_run_trains_them_and_writes_them_back(case, axis, tmp_path):
-    save_with_further(case, tmp_path / "in")
+    save_with_multi_token(case, tmp_path / "in")
     words = {f"parallel.{axis}": 2, "train.mtp_weight": 0.3, "log.interval": 1}
     run_on_two_ranks(tmp_path, **words)
     assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
@@ -431,20 +435,20 @@ def test_the_estimate_of_memory_counts_them():
 
 def test_depths_follow_each_other():
     """Two blocks: the second one's hidden states come of the first one's."""
-    model = random_model(with_further(architecture_of("glm4_moe"), 2))
+    model = random_model(with_multi_token(architecture_of("glm4_moe"), 2))
     tokens_BS, found = tokens(2, 11), []
-    model.backbone(tokens_BS, further=found)
+    model.backbone(Inputs(tokens_BS), multi_token=found)
     assert len(found) == 2
-    one = Transformer(with_further(architecture_of("glm4_moe"), 1))
+    one = Transformer(with_multi_token(architecture_of("glm4_moe"), 1))
     state = {n: x for n, x in model.state_dict().items() if not n.startswith("layers.4.")}
     one.load_state_dict(state)
     first = []
-    one.backbone(tokens_BS, further=first)
+    one.backbone(Inputs(tokens_BS), multi_token=first)
     torch.testing.assert_close(first[0], found[0])
     batch = batch_of(tokens_BS)
-    assert further_sizes([batch], 2) == {"mtp_1": 18, "mtp_2": 16}
+    assert multi_token_sizes([batch], 2) == {"mtp_1": 18, "mtp_2": 16}
     sizes = {"mtp_1": torch.tensor(18.0), "mtp_2": torch.tensor(16.0)}
-    loss = further_loss(model, found, batch, sizes)
+    loss = multi_token_loss(model, found, batch, sizes)
     losses = []
     for depth, hidden_BSD in enumerate(found, 1):
         logits = model.vocabulary.logits(hidden_BSD[:, : -depth - 1], model.head_weight)
@@ -460,12 +464,12 @@ def test_depths_follow_each_other():
         (["parallel.pp=2"], "train.mtp_weight: 0.3 contradicts parallel.pp 2; unset it, or set"),
         (["lora.rank=8"], "train.mtp_weight: 0.3 contradicts lora.rank 8; unset it, or set"),
         (["train.objective=dpo", "data.source=records", "data.path=x.jsonl"], "train.mtp_weight"),
-        (["model.path=", "model.preset=debug"], "this qwen3_moe model has no blocks for further"),
-        (["model.path=", "model.preset=deepseek-v2-lite"], "this deepseek_v2 model has no blocks"),
+        (["model.path=", "model.preset=debug"], "this qwen3_moe model has no multi-token"),
+        (["model.path=", "model.preset=deepseek-v2-lite"], "this deepseek_v2 model has no multi-token"),
     ],
 )
 def test_what_cannot_be_is_one_line(words, says, tmp_path):
-    save_with_further("glm4_moe", tmp_path)
+    save_with_multi_token("glm4_moe", tmp_path)
     given = [f"model.path={tmp_path}", "data.source=synthetic", "train.mtp_weight=0.3", *words]
     given = [w for w in given if not w.endswith("path=")]
     if any(w.startswith("model.preset") for w in given):
@@ -478,11 +482,11 @@ def test_what_cannot_be_is_one_line(words, says, tmp_path):
 
 def test_files_that_lack_them_are_one_line(tmp_path):
     random_reference("glm4_moe").save_pretrained(tmp_path / "none")  # num_nextn_predict_layers 0
-    save_with_further("glm4_moe", tmp_path / "part", without=("3.eh_proj.weight",))
+    save_with_multi_token("glm4_moe", tmp_path / "part", without=("3.eh_proj.weight",))
     random_reference("qwen3_next").save_pretrained(tmp_path / "lost")
     words = ["data.source=synthetic", "train.mtp_weight=0.3"]
     for name, says in {
-        "none": "this glm4_moe model has no blocks for further tokens; unset it",
+        "none": "this glm4_moe model has no multi-token prediction blocks; unset it",
         "part": "missing: model.layers.3.eh_proj.weight",
         "lost": "missing: mtp.",
     }.items():
@@ -494,7 +498,7 @@ def test_files_that_lack_them_are_one_line(tmp_path):
 
 
 def test_two_depths_take_one_tensor_parallel_rank(tmp_path):
-    model = random_model(with_further(architecture_of("glm4_moe"), 2))
+    model = random_model(with_multi_token(architecture_of("glm4_moe"), 2))
     save_hf(model, tmp_path)
     assert check_checkpoint(tmp_path, model.arch).extra == ()
     words = [f"model.path={tmp_path}", "data.source=synthetic", "train.mtp_weight=0.3"]

@@ -33,7 +33,7 @@ from moetrain.kernels.optim.muon import newton_schulz, newton_schulz_reference, 
 from moetrain.kernels.optim.rounding import BLOCK
 from moetrain.kernels.optim.symmetric import symmetric_product
 from moetrain.models.families import PRESETS
-from moetrain.models.transformer import Transformer
+from moetrain.models.transformer import Inputs, Transformer
 from moetrain.train.objectives import CrossEntropy, Term
 
 MUON = "optim.name=muon"
@@ -249,7 +249,7 @@ def hand_loop(config, arch, steps, lr=1e-2):
     numbers = []
     for step in steps:
         tokens_BS, targets_BS = make_rows(step)
-        hidden_BSD, _ = model.backbone(tokens_BS)
+        hidden_BSD, _ = model.backbone(Inputs(tokens_BS))
         logits_TV = F.linear(hidden_BSD, model.head_weight).flatten(0, 1)
         loss = F.cross_entropy(logits_TV, targets_BS.flatten(), ignore_index=IGNORE_INDEX)
         loss.backward()

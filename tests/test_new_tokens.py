@@ -220,7 +220,7 @@ def test_a_run_on_chats_with_new_tokens(tmp_path):
 
 
 def test_tensors_that_are_carried_on_get_rows_too(tmp_path):
-    """Blocks for further tokens have copies of embedding and head in some files."""
+    """MTP blocks have copies of embedding and head in some files."""
     count = make_checkpoint(tmp_path / "old")
     file = tmp_path / "old" / "model.safetensors"
     copy = "model.layers.2.embed_tokens.weight"

@@ -172,7 +172,7 @@ def test_tracing_compiles_nothing_again():
 
     def steps():
         for number in range(3):
-            hidden_BSD, _ = model.backbone(*batch(number))
+            hidden_BSD, _ = model.backbone(batch(number))
             hidden_BSD.sum().backward()
 
     steps()

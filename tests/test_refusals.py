@@ -184,7 +184,7 @@ def on_gpu_without_compiler(stack):
 FP8 = {"kernels.precision": "fp8"}
 WIDE = [*GOOD, "model.hidden_size=128", "model.head_dim=32", "model.moe_intermediate_size=128"]
 CASES = {
-    "tp with several further blocks": (GOOD, {"parallel.tp": 2}, two_more_blocks, "parallel.tp"),
+    "tp with several MTP blocks": (GOOD, {"parallel.tp": 2}, two_more_blocks, "parallel.tp"),
     "copies of biased experts": (
         GPT_OSS,
         {"parallel.ep": 2, "moe.redundant_experts": 1},

@@ -253,10 +253,10 @@ ROWS = {
         "optim.muon_qk_clip: 100, but .*; set it to 0",
         [{"optim.muon_qk_clip": 0}],
     ),
-    "further tokens of none": Row(
+    "no MTP blocks": Row(
         {},
         SYNTHETIC | {"train.mtp_weight": 0.3},
-        "train.mtp_weight: this .* model has no blocks for further tokens; unset it",
+        "train.mtp_weight: this .* model has no multi-token prediction blocks; unset it",
         [{"train.mtp_weight": UNSET}],
     ),
     # ---- what is trained

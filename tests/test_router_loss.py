@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from moetrain.config import Config
 from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.hf.config import architecture_from_hf, exported_config
-from moetrain.models.parts.multi_token import with_further
+from moetrain.models.parts.multi_token import with_multi_token
 from moetrain.rl.loop import RlTrainer
 from moetrain.train.loop import Trainer
 from moetrain.train.objectives import Pretraining, router_loss
@@ -169,4 +169,4 @@ def test_a_checkpoint_is_of_the_same_model_whatever_its_files_ask_for():
     assert exported_config(longer, source)["output_router_logits"] is True
     assert exported_config(asks, None)["output_router_logits"] is True
     preset = PRESETS["qwen3-next-80b-a3b"].model_copy(update={"output_router_logits": True})
-    assert with_further(preset, {}).output_router_logits is True
+    assert with_multi_token(preset, {}).output_router_logits is True

@@ -129,7 +129,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
         meaning = "tokens that are guessed and then checked at once; same text, sooner"
         self.add_argument("--draft", type=int, choices=range(9), default=0, help=meaning)
-        meaning = "what guesses: the model's block for further tokens, or the text so far"
+        meaning = "what guesses: the model's block of multi-token prediction, or the text so far"
         self.add_argument("--draft_by", choices=["block", "ngram"], default="block", help=meaning)
 
     def error(self, message: str) -> NoReturn:

@@ -345,7 +345,12 @@ class Batch(NamedTuple):
     @property
     def inputs(self) -> Inputs:
         """The part of the batch that the model reads."""
-        return Inputs(self.tokens_BS, self.positions_BS, self.cu_seqlens, self.is_pad_BS)
+        return Inputs(
+            self.tokens_BS,
+            self.positions_BS,
+            cu_seqlens=self.cu_seqlens,
+            is_pad_BS=self.is_pad_BS,
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Drafting: a block for further tokens, or the text so far, guesses tokens that the model then
+"""Drafting: an MTP block, or the text so far, guesses tokens that the model then
 checks all at once.
 
 A step of generation reads a sequence's last token and the K that were drafted behind it, and the
@@ -35,7 +35,7 @@ from moetrain.kernels.linear_attention.gated_delta import CHUNK
 from moetrain.kernels.vocabulary.chunk import sample_tokens
 
 DraftBy = Literal["block", "ngram"]
-"""What guesses: the model's block for further tokens, or the text so far."""
+"""What guesses: the model's MTP block, or the text so far."""
 
 
 def check_drafting(model: Any, draft: int, by: DraftBy) -> None:
@@ -48,7 +48,7 @@ def check_drafting(model: Any, draft: int, by: DraftBy) -> None:
     if by not in get_args(DraftBy):
         raise ValueError(f"draft_by {by!r} is neither 'block' nor 'ngram'")
     if draft and by == "block" and not model.arch.mtp_layers:
-        problem = "but this model was loaded without blocks for further tokens"
+        problem = "but this model was loaded without multi-token prediction blocks"
         remedy = "load it with load_model(..., draft=...), or set draft_by 'ngram'"
         raise ConfigError("draft", f"{draft}, {problem}; {remedy}")
 

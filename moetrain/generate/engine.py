@@ -86,7 +86,7 @@ class Generator:
             heads: those that share the cache, and so serve the same requests: the first one's.
             draft: tokens that are guessed at once; on all ranks as many, and 0 where they share
                 heads.
-            draft_by: what guesses: its block for further tokens, or ngram, where the text's last
+            draft_by: what guesses: its MTP block, or ngram, where the text's last
                 tokens stood before.
             grammar_limits: limits on the requests' grammars; None: the defaults.
 
@@ -478,7 +478,7 @@ def load_model(
         folder,
         dtype=wanted,
         device="cuda" if on_gpu else "cpu",
-        further="draft" if draft else None,
+        multi_token="draft" if draft else None,
     )
     if adapter is not None:
         try:

@@ -138,7 +138,8 @@ class RewardModel:
         tokens_1T = torch.tensor([[i for ids in texts for i in ids]], device=device)
         positions_1T = torch.cat([torch.arange(len(ids)) for ids in texts])[None].to(device)
         cu_seqlens = lengths.cumsum(0).to(device, torch.int32)
-        hidden_1TD, _ = self.model.backbone(*Inputs(tokens_1T, positions_1T, cu_seqlens))
+        inputs = Inputs(tokens_1T, positions_1T, cu_seqlens=cu_seqlens)
+        hidden_1TD, _ = self.model.backbone(inputs)
         places_N = last_places(tokens_1T, cu_seqlens, None, self.model.arch.pad_token_id)
         score = self.model.vocabulary.scores
         return score(hidden_1TD[0], self.model.head_weight, places_N)[:, 0].tolist()

@@ -87,7 +87,7 @@ class Steps:
     heads: HeadParallel | None
     draft: int
     has_block: bool
-    """Whether the model's block for further tokens drafts."""
+    """Whether the model's MTP block drafts."""
 
     def __post_init__(self) -> None:
         model, pages, heads = self.model, self.pages, self.heads

@@ -316,7 +316,7 @@ class Architecture(BaseModel):
     """Whether the config.json asks for that loss in training, as ``transformers`` reads it. It is
     not dumped: checkpoints and jobs are of the same model whatever it says."""
     mtp_layers: _Count = 0
-    """Blocks for further tokens (:mod:`moetrain.models.parts.multi_token`) behind the others."""
+    """MTP blocks (:mod:`moetrain.models.parts.multi_token`) behind the others."""
     # None where an older checkpoint does not name them, which says the same.
     num_labels: Literal[1] | None = None
     """1: a reward model, whose head has one row and scores a text by its last token; None: a
@@ -363,8 +363,8 @@ class Architecture(BaseModel):
         """Return the parts of block ``layer``; in some families it is one of them alone."""
         return self.attention(layer), self.feed_forward(layer)
 
-    def further_layers(self) -> tuple[tuple[Part, ...], ...]:
-        """Return the parts of blocks for further tokens, which some families can have."""
+    def multi_token_layers(self) -> tuple[tuple[Part, ...], ...]:
+        """Return the parts of MTP blocks, which some families can have."""
         return ()
 
     def layers(self) -> list[tuple[Part, ...]]:
@@ -480,4 +480,4 @@ class Architecture(BaseModel):
 @lru_cache(maxsize=8)
 def _layers_of(arch: Architecture) -> tuple[tuple[Part, ...], ...]:
     """Make the parts once: plans ask for them hundreds of times."""
-    return *(arch.block(i) for i in range(arch.num_layers)), *arch.further_layers()
+    return *(arch.block(i) for i in range(arch.num_layers)), *arch.multi_token_layers()

@@ -11,6 +11,7 @@ about devices. Legend: B batch, S sequence, D model width, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MethodType
@@ -29,7 +30,7 @@ from moetrain.models.family import Piece
 from moetrain.models.hf.files import HFSource
 from moetrain.models.layers import Context, Linear, RMSNorm, Vocabulary
 from moetrain.models.parts.lora import add_adapters
-from moetrain.models.parts.multi_token import run_further
+from moetrain.models.parts.multi_token import run_multi_token
 from moetrain.models.rope_scaling import RotaryEmbedding
 from moetrain.models.rules import ADAPTER, Rule
 from moetrain.runtime.ahead import cache_compiled_blocks, prepare_compiler
@@ -89,8 +90,8 @@ class Block(nn.Module):
         return x_BSD if self.scalar is None else x_BSD * self.scalar.to(x_BSD.dtype), stats
 
 
-class _FurtherBlock(Block):
-    """A block for further tokens (:mod:`moetrain.models.parts.multi_token`)."""
+class MultiTokenBlock(Block):
+    """A block of multi-token prediction (:mod:`moetrain.models.parts.multi_token`)."""
 
     join: nn.Module
     readout: nn.Module
@@ -113,7 +114,8 @@ class _Embedding(nn.Module):
         return vocabulary.embed(tokens_BS, self.weight)
 
 
-class Inputs(NamedTuple):
+@dataclass(frozen=True)
+class Inputs:
     """The inputs of a model."""
 
     tokens_BS: torch.Tensor
@@ -121,15 +123,16 @@ class Inputs(NamedTuple):
     positions_BS: torch.Tensor | None = None
     """Position of each token in its document. A 0 starts a document, and no token sees another
     document; None: each row is one document."""
+    _: KW_ONLY
     cu_seqlens: torch.Tensor | None = None
-    """int32: 0, then the ends of the same documents over the B * S tokens. cuDNN's packed attention
-    alone needs them."""
+    """int32: 0, then the ends of the same documents over the B * S tokens. Only cuDNN's packed
+    attention needs them."""
     is_pad_BS: torch.Tensor | None = None
-    """bool: tokens that only fill up a row, behind its documents or behind each of them. No expert
-    sees them and no statistic counts them; attention takes them for the end of the document before.
+    """bool: padding tokens, after the documents of a row or after each document. No expert sees
+    them and no statistic counts them; attention treats them as the end of the document before.
     They should have no targets. None: there are none."""
     routes_BSLK: torch.Tensor | None = None
-    """int32: by MoE layer, the experts that each token is sent to again, with weights from the
+    """int32: the experts to which each MoE layer sends each token again, with weights from the
     router's present scores (arXiv 2507.18071, 2510.11370); -1: the router chooses. None: it chooses
     for all tokens."""
 
@@ -187,7 +190,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.arch = arch
         self.kernels = kernels
-        kinds = [Block] * arch.num_layers + [_FurtherBlock] * arch.mtp_layers
+        kinds = [Block] * arch.num_layers + [MultiTokenBlock] * arch.mtp_layers
         blocks = [kind(arch, i, kernels, moe) for i, kind in enumerate(kinds)]
         self.compute_dtype: torch.dtype | None = None
         self.call_block: Callable[..., Any] = nn.Module.__call__
@@ -222,10 +225,10 @@ class Transformer(nn.Module):
     ) -> torch.Tensor:
         """Compute logits [B, S, V] in the compute dtype; arguments as in :class:`Inputs`.
 
-        A reward model computes scores [B, S, 1], at least in fp32: of each token, that of the text
-        up to it.
+        A reward model computes scores [B, S, 1], at least in fp32: for each token, the score of the
+        text up to it.
         """
-        hidden_BSD, _ = self.backbone(tokens_BS, positions_BS)
+        hidden_BSD, _ = self.backbone(Inputs(tokens_BS, positions_BS))
         if self.score is not None:
             places_N = torch.arange(tokens_BS.numel(), device=tokens_BS.device)
             hidden_TD = hidden_BSD.flatten(0, 1)
@@ -235,26 +238,34 @@ class Transformer(nn.Module):
         return logits.reshape(*tokens_BS.shape, -1)
 
     def backbone(
-        self, *given: Any, further: list[torch.Tensor] | None = None
+        self, inputs: Inputs, *, multi_token: list[torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, RoutingStats | None]:
-        """Run all stages; return hidden states [B, S, D] after the final norm, and statistics.
+        """Run all stages.
 
-        Arguments as in :class:`Inputs`; to ``further``, unless it is None, those of blocks for
-        further tokens are added. The routing statistics are None if no layer is MoE.
+        Args:
+            multi_token: receives the hidden states of the MTP blocks, by depth; None: these blocks
+                do not run.
+
+        Returns:
+            Hidden states [B, S, D] after the final norm, and routing statistics; None: no layer is
+            MoE.
         """
-        inputs = Inputs(*given)
         rows = self.prepare(inputs)
         x_BSD, layer_stats = self.run(self.embed_tokens(inputs.tokens_BS), rows)
         hidden_BSD = self.head(x_BSD, rows)
-        if further is not None:
-            found, more = run_further(self, x_BSD, inputs, rows)
-            further += found
+        if multi_token is not None:
+            found, more = run_multi_token(self, x_BSD, inputs, rows)
+            multi_token += found
             layer_stats += more
         return hidden_BSD, self.routing(layer_stats)
 
     def prepare(self, inputs: Inputs) -> Rows:
         """Compute what every block needs to know of the rows; no parameters are touched."""
-        tokens_BS, positions_BS, cu_seqlens, is_pad_BS, routes_BSLK = inputs
+        tokens_BS, positions_BS, cu_seqlens = (
+            inputs.tokens_BS,
+            inputs.positions_BS,
+            inputs.cu_seqlens,
+        )
         batch, seq_len = tokens_BS.shape
         if positions_BS is None:
             cu_seqlens = None
@@ -280,10 +291,10 @@ class Transformer(nn.Module):
         if positions_BS is None:
             positions_BS = torch.arange(seq_len, device=tokens_BS.device)[None]
         contexts = {
-            kind: Context(angles, masks[kind.window], cu_seqlens, is_pad_BS, None, *own)
+            kind: Context(angles, masks[kind.window], cu_seqlens, inputs.is_pad_BS, None, *own)
             for kind, angles in self.rotate(positions_BS).items()
         }
-        return self.cut_rows(Rows(batch, seq_len, contexts, routes_BSLK))
+        return self.cut_rows(Rows(batch, seq_len, contexts, inputs.routes_BSLK))
 
     def rotate(self, positions_BS: torch.Tensor) -> dict[LayerKind, Any]:
         """Return what :class:`RotaryEmbedding` gives for blocks of each kind."""

@@ -253,8 +253,13 @@ class RolloutBatch(NamedTuple):
 
     @property
     def inputs(self) -> Inputs:
-        where = self.positions_BS, self.cu_seqlens, self.is_pad_BS
-        return Inputs(self.tokens_BS, *where, self.routes_BSLK)
+        return Inputs(
+            self.tokens_BS,
+            self.positions_BS,
+            cu_seqlens=self.cu_seqlens,
+            is_pad_BS=self.is_pad_BS,
+            routes_BSLK=self.routes_BSLK,
+        )
 
     @property
     def num_tokens(self) -> int:

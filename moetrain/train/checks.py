@@ -57,7 +57,7 @@ def check_model(config: Config, arch: Architecture) -> Config:
     absent = None if arch.num_experts else f"{arch.family} has no experts"
     config = config.fitting().fitting({Fact.EXPERTS: absent})
     if arch.mtp_layers > 1 and config.parallel.tp > 1:
-        problem = f"not with {arch.mtp_layers} blocks for further tokens; use 1, or unset"
+        problem = f"not with {arch.mtp_layers} multi-token prediction blocks; use 1, or unset"
         raise ConfigError("parallel.tp", f"{config.parallel.tp}, {problem} train.mtp_weight")
     check_widths(config, arch)
     if config.optim.muon_qk_clip:

@@ -290,14 +290,14 @@ class Engine(ModelState):
         batches: Sequence[_B],
         finish: Finish[_B],
         backward: Callable[[torch.Tensor], None] | None = None,
-        further: list[torch.Tensor] | None = None,
+        multi_token: list[torch.Tensor] | None = None,
     ) -> None:
         """Run the model on ``batches``, and on its result ``finish(hidden_BSD, routing, batch)``.
 
         Forward and backward of one micro-batch follow those of another, which takes the least
         memory; with pipeline ranks ``parallel.pp_schedule`` orders them, and ``finish`` runs on the
         last stage. ``backward`` is called with what it returns; None: gradients are not wanted.
-        Pipelines have a backward of their own. ``further`` gets what ``backbone`` adds to it.
+        Pipelines have a backward of their own. ``multi_token`` gets what ``backbone`` adds to it.
         """
         if self.pipeline is not None:
             self.pipeline.run(batches, finish, learns=backward is not None)
@@ -305,8 +305,9 @@ class Engine(ModelState):
 
         def forward(batch: _B) -> torch.Tensor:
             batch = batch.to(self.world.device)
-            how = {"further": further} if self.arch.mtp_layers else {}
-            return finish(*self.model.backbone(*batch.inputs, **how), batch)
+            wanted = multi_token if self.arch.mtp_layers else None
+            hidden_BSD, routing = self.model.backbone(batch.inputs, multi_token=wanted)
+            return finish(hidden_BSD, routing, batch)
 
         for batch in batches:
             self.before_forward()
@@ -357,15 +358,17 @@ class _Pass(Generic[_B]):
     """``Outputs.load_LE`` of all micro-batches; None: each is balanced by its own."""
     batch_sums: Mapping[str, torch.Tensor] | None = None
     """``Outputs.batch_sums``; None: the objective needs none, or they are not known yet."""
-    further: list[torch.Tensor] = field(default_factory=list)
-    """Hidden states of this micro-batch for further tokens, where they are learned."""
+    multi_token: list[torch.Tensor] = field(default_factory=list)
+    """Hidden states of the MTP blocks for this micro-batch, where these are trained."""
 
     def over(self, batches: Sequence[_B]) -> Self:
         engine, self.num_batches = self.engine, len(batches)
         if not batches:
             raise ValueError("Engine: a call takes one micro-batch at least")
         self._look_ahead(batches)
-        learning = {"backward": self.backward, "further": self.further} if self.learns else {}
+        learning = (
+            {"backward": self.backward, "multi_token": self.multi_token} if self.learns else {}
+        )
         engine._drive(batches, self.finish, **learning)
         return self
 
@@ -389,11 +392,11 @@ class _Pass(Generic[_B]):
                 routings.append(routing)
             if sums_of is not None:
                 sums.append(sums_of(engine.model, self._outputs(hidden_BSD, routing), batch))
-            self.further.clear()
+            self.multi_token.clear()
             return hidden_BSD
 
         with torch.no_grad(), engine.exact_sizes():
-            engine._drive(batches, count, further=self.further if self.learns else None)
+            engine._drive(batches, count, multi_token=self.multi_token if self.learns else None)
         if routings:  # on the last pipeline stage
             self.load_LE = engine.world.sum(RoutingStats.together(routings).counts_LE)
         if sums:
@@ -423,9 +426,9 @@ class _Pass(Generic[_B]):
             with torch.no_grad():
                 batch_sums = self._summed([sums_of(engine.model, outputs, batch)])
         outputs = outputs._replace(
-            load_LE=load_LE, further=tuple(self.further), batch_sums=batch_sums or {}
+            load_LE=load_LE, multi_token=tuple(self.multi_token), batch_sums=batch_sums or {}
         )
-        self.further.clear()
+        self.multi_token.clear()
         terms = self.objective.terms(engine.model, outputs, batch, self.sizes)
         total = sum(term.coefficient * term.value for term in terms.values())
         assert isinstance(total, torch.Tensor)  # there is one term at least

@@ -22,7 +22,7 @@ from moetrain.config import Config
 from moetrain.kernels.vocabulary.linear_cross_entropy import TokenLosses
 from moetrain.losses.balancing import RoutingStats, load_balancing_loss, router_z_loss
 from moetrain.models.architecture import Architecture
-from moetrain.models.parts.multi_token import further_loss, further_sizes
+from moetrain.models.parts.multi_token import multi_token_loss, multi_token_sizes
 from moetrain.models.transformer import Inputs, Transformer
 
 
@@ -61,8 +61,8 @@ class Outputs(NamedTuple):
     """Factor of terms that are made of token losses or of few tokens' logits: 1 / the context and
     tensor parallel ranks, each of which has all of them. ``vocabulary.loss_sum`` contains this
     factor already."""
-    further: Sequence[torch.Tensor] = ()
-    """Hidden states for further tokens, by depth (:mod:`moetrain.models.parts.multi_token`)."""
+    multi_token: Sequence[torch.Tensor] = ()
+    """Hidden states of the MTP blocks, by depth (:mod:`moetrain.models.parts.multi_token`)."""
     batch_sums: Mapping[str, torch.Tensor] = MappingProxyType({})
     """Sums over all micro-batches of all ranks of what :func:`batch_sums_of` returns, 0-d fp64."""
 
@@ -179,7 +179,7 @@ def router_loss(config: Config, arch: Architecture, *, is_rl: bool) -> RouterLos
 
 @dataclass(frozen=True)
 class Pretraining:
-    """The terms of an objective, the routers' auxiliary losses, and further tokens' loss."""
+    """The terms of an objective, the routers' auxiliary losses, and the MTP loss."""
 
     load_balancing: float
     router_z: float
@@ -204,9 +204,9 @@ class Pretraining:
         """
         layers, aux = config.moe.aux_loss_layers, router_loss(config, arch, is_rl=is_rl)
         pooled = layers == "pooled" or (layers == "auto" and config.model.path is not None)
-        further = config.train.mtp_weight, arch.mtp_layers
+        multi_token = config.train.mtp_weight, arch.mtp_layers
         own = own or CrossEntropy()
-        return cls(aux.coefficient, config.moe.z_loss_coef, pooled, own, *further)
+        return cls(aux.coefficient, config.moe.z_loss_coef, pooled, own, *multi_token)
 
     @property
     def balances(self) -> bool:
@@ -218,14 +218,14 @@ class Pretraining:
 
     def sizes(self, batches: Sequence[MicroBatch]) -> dict[str, int]:
         found = {**self.own.sizes(batches), "tokens": sum(b.num_tokens for b in batches)}
-        return found | further_sizes(batches, self.mtp_layers)
+        return found | multi_token_sizes(batches, self.mtp_layers)
 
     def terms(
         self, model: Transformer, outputs: Outputs, batch: MicroBatch, sizes: Sizes
     ) -> dict[str, Term]:
         terms = {**self.own.terms(model, outputs, batch, sizes)}
-        if outputs.further:
-            loss = further_loss(model, outputs.further, batch, sizes)
+        if outputs.multi_token:
+            loss = multi_token_loss(model, outputs.multi_token, batch, sizes)
             terms["mtp_loss"] = Term(loss, self.mtp_weight)
         routing, load_LE, num_tokens = outputs.routing, outputs.load_LE, sizes["tokens"]
         if routing is not None and load_LE is not None:

@@ -172,8 +172,8 @@ def resolve_run(
     Raises ConfigError: no such model, one without a tokenizer or without the experts that a setting
     is for, rows longer than it is made for.
     """
-    further = config.train.mtp_weight > 0
-    arch = resolve_architecture(config.model, needs_weights=needs_weights, further=further)
+    multi_token = config.train.mtp_weight > 0
+    arch = resolve_architecture(config.model, needs_weights=needs_weights, multi_token=multi_token)
     if config.model.path is not None:
         found = _set_by_checkpoint(config, config.model.path, arch, needs_text)
         config = config.filled(found, "model.path")

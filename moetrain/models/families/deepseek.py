@@ -1,7 +1,7 @@
 """DeepSeek-V3 and R1, Moonlight and Kimi-K2: latent attention, and the router that many have.
 
 The first layers are dense, and shared experts are beside the routed ones. ``kimi_k2`` is
-``deepseek_v3`` by another name. Layers behind the model's own, which predict further tokens, are
+``deepseek_v3`` by another name. Layers behind the model's own, which are MTP blocks, are
 carried on into an export, or trained (:mod:`moetrain.models.parts.multi_token`).
 :class:`LatentDecoder` and the tables of V3 are those of other families with this attention too.
 """
@@ -29,7 +29,7 @@ from moetrain.models.parts.deepseek_router import (
     write_deepseek_layers,
 )
 from moetrain.models.parts.latent_attention import LatentAttention
-from moetrain.models.parts.multi_token import FurtherTokens, behind_layers
+from moetrain.models.parts.multi_token import MultiTokenDecoder, behind_layers
 from moetrain.models.rope_scaling import RopeScaling
 
 _MAX_WIDTH = 2**31 - 1
@@ -57,8 +57,8 @@ class LatentDecoder(MoEDecoder):
         return {**given, "head_dim": sum(n if type(n) is int else 0 for n in widths)}
 
 
-class V3Decoder(FurtherTokens, LatentDecoder):
-    """As LatentDecoder, perhaps with blocks for further tokens."""
+class V3Decoder(MultiTokenDecoder, LatentDecoder):
+    """As LatentDecoder, perhaps with MTP blocks."""
 
 
 def check_keys(config: Mapping[str, Any], expected: Mapping[str, tuple[Any, ...]]) -> None:

@@ -1,7 +1,7 @@
 """GLM-4.5, 4.6 and 4.7: attention of which half a head rotates, and DeepSeek-V3's router.
 
 The first layers are dense, and a shared expert is beside the routed ones. Layers behind the model's
-own, which predict further tokens, are carried on into an export, or trained
+own, which are MTP blocks, are carried on into an export, or trained
 (:mod:`moetrain.models.parts.multi_token`).
 """
 
@@ -20,11 +20,11 @@ from moetrain.models.parts.deepseek_router import (
     read_deepseek_layers,
     write_deepseek_layers,
 )
-from moetrain.models.parts.multi_token import FurtherTokens, behind_layers
+from moetrain.models.parts.multi_token import MultiTokenDecoder, behind_layers
 
 
-class _Glm(FurtherTokens, MoEDecoder):
-    """As MoEDecoder, perhaps with blocks for further tokens."""
+class _Glm(MultiTokenDecoder, MoEDecoder):
+    """As MoEDecoder, perhaps with MTP blocks."""
 
 
 _MAP, _MAP_WITHOUT_COPIES = behind_layers(

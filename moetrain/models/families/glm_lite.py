@@ -1,6 +1,6 @@
 """GLM-4.7-Flash: DeepSeek-V3's latent attention and router, in heads as wide as their values.
 
-Layers behind the model's own, which predict further tokens, are carried on into an export, or
+Layers behind the model's own, which are MTP blocks, are carried on into an export, or
 trained (:mod:`moetrain.models.parts.multi_token`).
 """
 

@@ -6,8 +6,8 @@ DeepSeek-V3's router, or a dense layer with squared ReLU. Files name the blocks 
 
 As in transformers, a step dt is at least ``time_step_min``, and ``time_step_limit`` has no effect:
 one that would cut steps off is refused. (Where transformers reads one token behind its cache, its
-dt has no least value; here training's formulas hold in generation too.) Tensors that predict
-further tokens (``mtp``) are carried on into an export.
+dt has no least value; here training's formulas hold in generation too.) Tensors of
+multi-token prediction (``mtp``) are carried on into an export.
 """
 
 from collections.abc import Mapping

@@ -24,13 +24,13 @@ from moetrain.models.hf.take_rows import TakeRows
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts
 from moetrain.models.parts.gated_delta import GatedDeltaNet
-from moetrain.models.parts.multi_token import FurtherTokens, under_mtp
+from moetrain.models.parts.multi_token import MultiTokenDecoder, under_mtp
 
 _LINEAR = "linear_attention"
 _FULL = "full_attention"
 
 
-class _QwenNext(FurtherTokens, MoEDecoder):
+class _QwenNext(MultiTokenDecoder, MoEDecoder):
     """A gated delta net where ``linear_layers`` says so, else attention; then as MoEDecoder."""
 
     kinds = (GroupedQueryAttention, RoutedExperts, SwiGLU, GatedDeltaNet)
@@ -97,8 +97,8 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_layers(arch: Architecture) -> dict[str, Any]:
     kinds = arch.linear_layers or (False,) * arch.num_layers
-    further = {"mtp_num_hidden_layers": arch.mtp_layers} if arch.mtp_layers else {}
-    return {"layer_types": [_LINEAR if is_linear else _FULL for is_linear in kinds], **further}
+    multi_token = {"mtp_num_hidden_layers": arch.mtp_layers} if arch.mtp_layers else {}
+    return {"layer_types": [_LINEAR if is_linear else _FULL for is_linear in kinds], **multi_token}
 
 
 def _read_next_layers(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.family import Piece
 from moetrain.models.hf import files as hf_files
 from moetrain.models.hf.config import architecture_from_hf, is_reward_model
-from moetrain.models.parts.multi_token import num_further_layers, with_further
+from moetrain.models.parts.multi_token import num_multi_token_layers, with_multi_token
 from moetrain.models.rope_scaling import RopeScaling
 from moetrain.models.rules import SCORE
 from moetrain.models.transformer import Transformer
@@ -78,7 +78,7 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> hf_f
     if (arch.tie_embeddings or arch.num_labels) and _HEAD in extra:
         # It may only repeat the embedding, which load_weights sees to. A reward model has none.
         extra.remove(_HEAD)
-    num_extra_layers = num_further_layers(source.config)
+    num_extra_layers = num_multi_token_layers(source.config)
     unexpected = [name for name in extra if _is_contradiction(name, arch, num_extra_layers)]
     source = replace(source, extra=tuple(extra))
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -177,14 +177,14 @@ def load_hf(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     *,
-    further: str | None = None,
+    multi_token: str | None = None,
 ) -> Transformer:
     """Load the model of a checkpoint, its weights in ``dtype`` on ``device``.
 
     ``model(tokens_BS)`` gives logits ``[B, S, V]``. fp32, the default, holds bf16 and fp16
     checkpoints exactly; a narrower ``dtype`` rounds. ``model.source`` notes what else the
-    checkpoint holds, for :func:`save_hf`. ``further``: the setting that asks for blocks for further
-    tokens; None: there are none.
+    checkpoint holds, for :func:`save_hf`. ``multi_token``: the setting that asks for MTP blocks;
+    None: the model has none.
 
     Raises ConfigError: as :func:`resolve`, :func:`architecture_from_hf` and
     :func:`check_checkpoint`.
@@ -192,13 +192,13 @@ def load_hf(
     folder = hf_files.resolve(path_or_hub_id)
     arch = architecture_from_hf(config := hf_files.read_json(folder / hf_files.CONFIG))
     check_checkpoint(folder, arch)  # before config.json decides how much memory is taken
-    if further is not None:
-        arch = with_further(arch, config, further)
+    if multi_token is not None:
+        arch = with_multi_token(arch, config, multi_token)
         try:
             check_checkpoint(folder, arch)
         except ConfigError as error:
-            problem = f"its blocks for further tokens do not load, so unset it: {error.problem}"
-            raise ConfigError(further, problem) from None
+            problem = f"its multi-token prediction blocks do not load, so unset it: {error.problem}"
+            raise ConfigError(multi_token, problem) from None
     with torch.device("meta"):
         model = Transformer(arch)
     model.to(dtype).to_empty(device=device)
@@ -252,19 +252,20 @@ def _is_contradiction(name: str, arch: Architecture, num_extra_layers: int) -> b
 
 
 def resolve_architecture(
-    section: ModelSection, *, needs_weights: bool = True, further: bool = False
+    section: ModelSection, *, needs_weights: bool = True, multi_token: bool = False
 ) -> Architecture:
     """Return the architecture that ``section`` describes: a checkpoint's or a preset's, for rows of
     ``model.max_positions``.
 
     A checkpoint's headers are checked here too, before anything slow is done. Without
-    ``needs_weights`` its ``config.json`` is enough, and nothing is downloaded. ``further``: with
-    blocks for further tokens.
+    ``needs_weights`` its ``config.json`` is enough, and nothing is downloaded.
+    ``multi_token``: with
+    MTP blocks.
 
     Raises ConfigError: the path, its ``config.json`` or a weight file is bad; the preset is
     unknown; overrides do not fit the preset or each other; the model cannot reach so far.
     """
-    arch = _named(section, needs_weights, further)
+    arch = _named(section, needs_weights, multi_token)
     wanted, rope = section.max_positions, arch.rope
     if wanted is None:
         return arch
@@ -318,13 +319,13 @@ def _with_tokens(arch: Architecture, section: ModelSection) -> Architecture:
     return arch.model_copy(update={"vocab_size": wanted})
 
 
-def _named(section: ModelSection, needs_weights: bool, further: bool) -> Architecture:
+def _named(section: ModelSection, needs_weights: bool, multi_token: bool) -> Architecture:
     if section.path is not None:
         folder = hf_files.resolve(section.path, needs_weights=needs_weights)
         config = hf_files.read_json(folder / hf_files.CONFIG)
         arch = architecture_from_hf(config)
-        if further:
-            arch = with_further(arch, config)
+        if multi_token:
+            arch = with_multi_token(arch, config)
         if needs_weights:
             check_checkpoint(folder, arch)
         return _with_tokens(arch, section)
@@ -349,8 +350,8 @@ def _named(section: ModelSection, needs_weights: bool, further: bool) -> Archite
             raise ConfigError(f"model.{field}", problem) from None
         guilty = next((name for name in overrides if name in problem.split()), "preset")
         raise ConfigError(f"model.{guilty}", problem) from None
-    if further:
-        arch = with_further(arch, {})
+    if multi_token:
+        arch = with_multi_token(arch, {})
     read = {field.name for part in arch.parts() for field in fields(part)} | _FRAME
     for field, value in section.overrides().items():
         if field not in read:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 _VOCABULARY = re.compile(r"(.*\.)?(embed_tokens|embeddings|lm_head|shared_head\.head)\.weight")
-"""Names of matrices with a row for each token: the model's, and those of blocks for further tokens,
+"""Names of matrices with a row for each token: the model's, and those of MTP blocks,
 which some files repeat."""
 _ROWS_AT_ONCE = 1 << 12
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction: blocks behind the model's own that predict further tokens.
+"""Multi-token prediction (MTP): blocks behind the model's own that predict later tokens.
 
 For position i and depth k, with h_0 the hidden states after the final norm, t the tokens and E the
 embedding (DeepSeek-V3, arXiv 2412.19437, section 2.2):
@@ -84,7 +84,7 @@ class _Join(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class _Readout(Part):
-    """Describes the norm between a block for further tokens and the head."""
+    """Describes the norm between an MTP block and the head."""
 
     name: ClassVar[str] = "readout"
     norm: ClassVar[str] = ""
@@ -103,13 +103,13 @@ class _Readout(Part):
         return {"weight": Weight((self.hidden_size,), rule)}
 
 
-class FurtherTokens(Architecture):
-    """A decoder whose files may have blocks for further tokens, built if ``mtp_layers`` is set.
+class MultiTokenDecoder(Architecture):
+    """A decoder whose files may have MTP blocks, built if ``mtp_layers`` is set.
 
     They have the parts of the model's last block of full attention.
     """
 
-    def further_layers(self) -> tuple[tuple[Part, ...], ...]:
+    def multi_token_layers(self) -> tuple[tuple[Part, ...], ...]:
         if not self.mtp_layers:
             return ()
         mixers = {i: self.attention(i) for i in range(self.num_layers)}
@@ -120,20 +120,20 @@ class FurtherTokens(Architecture):
         return ((*own, Join.of(self), _Readout.of(self)),) * self.mtp_layers
 
 
-def num_further_layers(config: Mapping[str, Any]) -> int:
-    """Read from ``config.json`` how many layers behind the model's own predict further tokens."""
+def num_multi_token_layers(config: Mapping[str, Any]) -> int:
+    """Read from ``config.json`` how many layers behind the model's own are MTP blocks."""
     value = config.get(_COUNT)
     if value is not None and (type(value) is not int or value < 0):
         raise error("config.json", f"{_COUNT} is {value!r:.80}, expected 0 or more")
     return value or 0
 
 
-def with_further(
+def with_multi_token(
     arch: Architecture,
     config: Mapping[str, Any],
     setting: str = "train.mtp_weight",
 ) -> Architecture:
-    """Return ``arch`` with as many blocks for further tokens as its ``config.json`` names.
+    """Return ``arch`` with as many MTP blocks as its ``config.json`` names.
 
     One that names no number (Qwen's, and the empty one of a preset) stands for one block.
 
@@ -141,9 +141,9 @@ def with_further(
         ConfigError: there are none, or the family has none. It names ``setting``, which asks for
             them.
     """
-    count = num_further_layers(config) if _COUNT in config else 1
-    if not count or not isinstance(arch, FurtherTokens):
-        problem = f"this {arch.family} model has no blocks for further tokens; unset it"
+    count = num_multi_token_layers(config) if _COUNT in config else 1
+    if not count or not isinstance(arch, MultiTokenDecoder):
+        problem = f"this {arch.family} model has no multi-token prediction blocks; unset it"
         raise ConfigError(setting, problem)
     return type(arch).model_validate({**dict(arch), "mtp_layers": count})
 
@@ -151,13 +151,13 @@ def with_further(
 # ---- forward -----------------------------------------------------------------------------------
 
 
-def run_further(
+def run_multi_token(
     model: Any,
     x_BSD: torch.Tensor,
     inputs: Any,
     rows: Any,
 ) -> tuple[list[torch.Tensor], list[RouterStats]]:
-    """Run the blocks for further tokens of a ``Transformer``, behind its ``head``.
+    """Run the MTP blocks of a ``Transformer``, behind its ``head``.
 
     Args:
         x_BSD: the residual stream behind the last block.
@@ -202,7 +202,7 @@ def reaches(
     return is_in_row_S & (positions_BS.roll(-depth, 1) == positions_BS + depth)
 
 
-def further_targets(batch: Any, depth: int) -> torch.Tensor:
+def multi_token_targets(batch: Any, depth: int) -> torch.Tensor:
     """Return [B, S], the targets of ``depth``, where ``batch.targets_BS`` are those of depth 0."""
     targets_BS = batch.targets_BS
     positions_BS = batch.inputs.positions_BS
@@ -210,15 +210,15 @@ def further_targets(batch: Any, depth: int) -> torch.Tensor:
     return torch.where(is_there_BS, targets_BS.roll(-depth, 1), -100)
 
 
-def further_sizes(batches: Sequence[Any], depths: int) -> dict[str, int]:
+def multi_token_sizes(batches: Sequence[Any], depths: int) -> dict[str, int]:
     """Count the targets of each of ``depths``, as ``Objective.sizes`` does."""
     return {
-        f"mtp_{depth}": sum(int((further_targets(b, depth) >= 0).sum()) for b in batches)
+        f"mtp_{depth}": sum(int((multi_token_targets(b, depth) >= 0).sum()) for b in batches)
         for depth in range(1, depths + 1)
     }
 
 
-def further_loss(
+def multi_token_loss(
     model: Any,
     hidden: Sequence[torch.Tensor],
     batch: Any,
@@ -226,11 +226,11 @@ def further_loss(
 ) -> torch.Tensor:
     """Return the mean over depths of the mean cross-entropy (this device's share of it, 0-d).
 
-    ``sizes`` are those of :func:`further_sizes` in the global batch.
+    ``sizes`` are those of :func:`multi_token_sizes` in the global batch.
     """
     losses = []
     for depth, hidden_BSD in enumerate(hidden, 1):
-        targets_T = further_targets(batch, depth).flatten()
+        targets_T = multi_token_targets(batch, depth).flatten()
         size = sizes[f"mtp_{depth}"] * len(hidden)
         # The weight goes in rather than onto the result, so that gradients are rounded once.
         weights_T = torch.ones_like(targets_T, dtype=torch.float32) * (1 / size)
@@ -245,7 +245,7 @@ def further_loss(
 
 @dataclass(frozen=True)
 class _Repeated(Rename):
-    """A module of which the files have copies in each layer for further tokens."""
+    """A module that files repeat in each MTP layer."""
 
     copies: tuple[str, ...] = ()
     if_tied: tuple[str, ...] = ()
@@ -273,7 +273,7 @@ _BEHIND = (
 
 
 def behind_layers(weight_map: WeightMap) -> tuple[WeightMap, WeightMap]:
-    """Return maps of files in which blocks for further tokens are layers behind the others.
+    """Return maps of files in which MTP blocks are layers behind the others.
 
     The first has copies of embedding and head in them, the second none.
     """
@@ -322,7 +322,7 @@ _UNDER = (
 
 
 def under_mtp(*maps: WeightMap) -> tuple[WeightMap, ...]:
-    """Return maps of files in which one block for further tokens lies under ``mtp.``.
+    """Return maps of files in which one MTP block lies under ``mtp.``.
 
     Each of ``maps`` may describe the model's own blocks or that one; combinations of equals are
     first.
