@@ -48,7 +48,7 @@ from moetrain.data.loader import Batch
 from moetrain.kernels.optim.reduction import sum_chunks
 from moetrain.models.moe import Router
 from moetrain.models.transformer import Inputs
-from moetrain.optim.adamw import learning_rate
+from moetrain.optim.schedule import learning_rate
 from moetrain.train.loop import Trainer
 
 Gradients = dict[str, torch.Tensor]

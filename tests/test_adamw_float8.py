@@ -194,7 +194,7 @@ def test_the_kernel_rounds_by_the_references_bits(shape, dtype, device):
 @devices
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_the_first_step_is_torchs(backend, device):
-    """Nothing is widened yet, and weights in fp32 are not rounded."""
+    """Nothing is dequantised yet, and weights in fp32 are not rounded."""
     param, grad = (draw((6, 70), seed).to(device) for seed in (0, 1))
     expected = param.clone()
     torch_adamw = torch.optim.AdamW([expected], 1e-2, (0.9, 0.95), 1e-8, 0.1)
@@ -243,8 +243,8 @@ def test_parts_of_a_weight_are_updated_as_the_whole(cut, backend):
         assert torch.equal(params[i], params["whole"][box])
         for key, part in states[i].items():
             place = moment_place(key, Part(shape, box))
-            assert torch.equal(part, states["whole"][key][place["box"]])
-            assert states["whole"][key].shape == tuple(place["shape"])
+            assert torch.equal(part, states["whole"][key][place.box])
+            assert states["whole"][key].shape == tuple(place.shape)
 
 
 def test_what_shares_a_scale_is_never_cut():
@@ -254,7 +254,7 @@ def test_what_shares_a_scale_is_never_cut():
     with pytest.raises(ConfigError, match="at 48"):
         moment_place("exp_avg_scales", Part((4, 96), (slice(0, 4), slice(48, 96))))
     place = moment_place("exp_avg_scales", Part((4, 100), (slice(0, 4), slice(64, 100))))
-    assert place == {"shape": (4, 4), "box": (slice(0, 4), slice(2, 4))}
+    assert place == ((4, 4), (slice(0, 4), slice(2, 4)))
 
 
 # ---- runs --------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ RUNS = {
 
 
 def test_a_first_step_is_that_of_moments_in_fp32():
-    """Nothing is widened yet, and what is stored is a rounding away; gradients are clipped."""
+    """Nothing is dequantised yet, and what is stored is a rounding away; gradients are clipped."""
     clipped = "optim.max_grad_norm=0.1"
     found, expected = make_engine(MOMENTS, clipped), make_engine(clipped)
     assert train(found, range(1)) == train(expected, range(1))

@@ -22,7 +22,8 @@ from moetrain.config import Config
 from moetrain.data.loader import Batch
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.transformer import Transformer
-from moetrain.optim.adamw import AdamW, learning_rate
+from moetrain.optim.adamw import AdamW
+from moetrain.optim.schedule import learning_rate
 from moetrain.train.loop import Trainer
 from moetrain.train.metrics import Throughput, read_metrics
 

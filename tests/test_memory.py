@@ -163,7 +163,7 @@ def estimated_and_held(words):
     held = {
         "weights": sum(bucket.shard_N.nbytes for bucket in fsdp.buckets),
         "gradients": gradients,
-        "moments": sum(x.nbytes for flat in engine.optimizer._flat.values() for x in flat),
+        "moments": sum(x.nbytes for x in engine.optimizer.memory if x.dim()),
         "gathered": sum(region.memory_in_use() for region in {unit.region for unit in fsdp.units}),
         "peers": sum(peers._memory.parts[0].nbytes for peers in fsdp.peers.values()),
     }

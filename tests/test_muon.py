@@ -464,7 +464,7 @@ def step_on_given_gradients(runs, words, base):
         micro = 2 if "pp" in name else 1
         # Several rounds, and other batches.
         few = muon.Matrices if name == "one" else partial(muon.Matrices, limit=300)
-        with patch("moetrain.optim.adamw.Matrices", few):
+        with patch("moetrain.optim.muon.Matrices", few):
             engine = make_engine(MUON, *SMALL, *words, *mesh, micro=micro, base=base)
         engine.optimizer.begin()
         for step in range(3):

@@ -2,8 +2,8 @@
 
 Each case is drawn by its number: a shape, rates, a state that some steps have made, and a gradient.
 The same step is taken with many seeds of the random bits. The mean of the weights, and of both
-moments, is compared with the formula of arXiv 1711.05101 from the same widened state, within the
-standard errors of so many roundings. ``RANDOM_MOMENTS`` says which cases; else there are a few:
+moments, is compared with the formula of arXiv 1711.05101 from the same dequantised state, within
+the standard errors of so many roundings. ``RANDOM_MOMENTS`` says which cases; else there are a few:
 
     RANDOM_MOMENTS=100:1000 python -m pytest tests/test_random_moments.py     100 from 1000 on
 """
@@ -15,7 +15,7 @@ import torch
 from test_adamw_float8 import moments_of
 
 from moetrain.kernels.optim.adamw import Settings
-from moetrain.kernels.optim.adamw_float8 import _Moment
+from moetrain.kernels.optim.adamw_float8 import QuantisedMoment
 
 SEEDS = 300
 LIMIT = 6.0
@@ -25,8 +25,8 @@ LIMIT = 6.0
 def widened(moments):
     first, first_scales, second, second_scales = moments
     return (
-        _Moment(first, first_scales).widen(is_signed=True).double(),
-        _Moment(second, second_scales).widen(is_signed=False).double(),
+        QuantisedMoment(first, first_scales).dequantise(is_signed=True).double(),
+        QuantisedMoment(second, second_scales).dequantise(is_signed=False).double(),
     )
 
 

@@ -1,1 +1,1 @@
-"""Optimizers on sharded weights, and what they need."""
+"""Optimizers for sharded weights, QK-clip, and learning-rate schedules."""

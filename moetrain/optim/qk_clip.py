@@ -2,9 +2,9 @@
 
     gamma[h] = min(1, tau / S[h])        S[h]: head h's largest score over all tokens of a step
 
-After the step the weights that make the head's queries and keys are scaled, so that the scores are
-those of before times gamma. What other heads read too stays as it is, and the queries that meet it
-take all of the factor:
+After the step, the weights that make the head's queries and keys are scaled, so that its scores are
+gamma times as large. Weights that other heads use too stay as they are, and the weights of the
+queries then take the whole factor:
 
     keys of one head (H = G)        rows of wq and wk times sqrt(gamma)
     keys shared by several heads    rows of wq times gamma; wk stays
@@ -12,13 +12,13 @@ take all of the factor:
                                     wkv_b, times sqrt(gamma); rotating queries times gamma, since
                                     all heads share the rotating key; wkv_a and values stay
 
-The paper has latent attention alone; its rule for the shared rotating key is taken for the keys of
-grouped-query attention, where to scale them would change heads that are not too large. Biases are
-scaled like the weights' rows, gates of queries are not. Norms of queries and keys would undo all of
-it, and bound scores anyway: such models are refused.
+The paper has only latent attention. Its rule for the shared rotating key is applied here to shared
+keys of grouped-query attention, since to scale those would change heads that are not too large.
+Biases are scaled like the weights' rows; gates of queries are not. Models that normalise queries
+and keys are refused: the norms would undo the scaling, and bound scores anyway.
 
-Scores are watched in forwards that keep a graph (:class:`_WatchedCore`), not in evaluations. They
-are those before the update, of all tokens of the step, pads included.
+Scores are watched in forwards with gradients (:class:`_WatchedCore`), not in evaluations. They are
+those before the update, of all tokens of the step, padding included.
 
 Worked example with tau = 100, H = 2 and G = 1: S = [400, 50] gives gamma = [0.25, 1], and the first
 head's rows of wq become a quarter. With G = 2 its rows of wq and wk become a half.
@@ -43,14 +43,9 @@ from moetrain.runtime.backend import Backend
 
 
 class _WatchedCore:
-    """Attention ``core`` that raises ``peaks_H``, of the heads that it is given, as it runs."""
+    """Attention ``core`` that keeps the largest score of each of its heads in ``peaks_H``."""
 
-    def __init__(
-        self,
-        core: Core,
-        peaks_H: torch.Tensor,
-        backend: Backend,
-    ) -> None:
+    def __init__(self, core: Core, peaks_H: torch.Tensor, backend: Backend) -> None:
         self.core, self.peaks_H = core, peaks_H
         self.backend: Backend = backend
 
@@ -61,42 +56,43 @@ class _WatchedCore:
         v_BSGv: torch.Tensor,
         context: Context,
         scale: float | None = None,
-        **how: Any,
+        **options: Any,
     ) -> torch.Tensor:
         if torch.is_grad_enabled():
             raise_peaks(self.peaks_H, q_BSHd, k_BSGd, context.mask, scale, self.backend)
-        return self.core(q_BSHd, k_BSGd, v_BSGv, context, scale, **how)
+        return self.core(q_BSHd, k_BSGd, v_BSGv, context, scale, **options)
 
 
-class _ScaledRows(NamedTuple):
-    """What becomes of the rows of a weight, or of some of them."""
+class ScaledRows(NamedTuple):
+    """The scaling of the rows of a weight: ``gamma_LH[layer, head_R] ** power_R``."""
 
     layer: int
-    """Its place among attention layers."""
+    """Index among the attention layers."""
     head_R: torch.Tensor
-    """int64: the head whose gamma scales a row."""
+    """int64: the head of each row."""
     power_R: torch.Tensor
-    """fp32: the power of gamma that does; 0: the row stays as it is."""
+    """fp32: 1, 0.5, or 0 where the row stays as it is."""
 
-    def part(self, rows: slice, device: torch.device) -> "_ScaledRows":
-        """Return those of ``rows``, on ``device``."""
-        return _ScaledRows(self.layer, self.head_R[rows].to(device), self.power_R[rows].to(device))
+    def part(self, rows: slice, device: torch.device) -> "ScaledRows":
+        """Return the scaling of ``rows`` of these rows, on ``device``."""
+        return ScaledRows(self.layer, self.head_R[rows].to(device), self.power_R[rows].to(device))
 
     def factor(self, gamma_LH: torch.Tensor) -> torch.Tensor:
-        """Return what each row is multiplied by."""
+        """Return the factor of each row."""
         return gamma_LH[self.layer][self.head_R] ** self.power_R
 
 
 class QKClip:
-    """The attention layers of a model, their heads' largest scores, and what is scaled by them."""
+    """The largest scores of a model's heads, and the rows of weights that they scale."""
 
     def __init__(self, arch: Architecture, threshold: float) -> None:
-        """Find what to watch.
+        """Find the attention layers and their rows.
 
         Raises:
-            ConfigError: a layer's queries and keys are normalised, or none has any.
+            ConfigError: a layer normalises queries and keys, or no layer has any.
         """
         self.threshold = threshold
+        """tau"""
         self.parts: dict[str, Any] = {
             f"layers.{i}.{part.name}": part
             for i, parts in enumerate(arch.layers())
@@ -106,28 +102,31 @@ class QKClip:
         if not self.parts:
             raise _refusal(threshold, f"{arch.family} has no layer with queries and keys")
         if any(getattr(part, "qk_norm", False) for part in self.parts.values()):
-            problem = f"{arch.family} normalises queries and keys, whose scores no weight scales"
-            raise _refusal(threshold, problem)
-        self.scaled: dict[str, _ScaledRows] = {}
+            raise _refusal(
+                threshold,
+                f"{arch.family} normalises queries and keys, so no weight scales their scores",
+            )
+        """The attention layers by path."""
+        self.scaled: dict[str, ScaledRows] = {}
+        """By the parameter's name."""
         for layer, (path, part) in enumerate(self.parts.items()):
             for name, pattern in _patterns(part).items():
                 power_R = torch.cat([torch.full((n,), power) for n, power in pattern])
                 head_R = torch.arange(part.num_heads).repeat_interleave(len(power_R))
-                rows = _ScaledRows(layer, head_R, power_R.repeat(part.num_heads))
+                rows = ScaledRows(layer, head_R, power_R.repeat(part.num_heads))
                 self.scaled |= {f"{path}.{name}.{kind}": rows for kind in ("weight", "bias")}
         most = max(part.num_heads for part in self.parts.values())
         self.peaks_LH = torch.zeros(len(self.parts), most)
-        """Of the heads that were watched here; 0 elsewhere, and where no score was larger."""
+        """The largest scores of the heads that this rank watches; 0 for other heads, and where no
+        score was larger."""
 
-    def watch(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        index: int,
-        count: int,
-    ) -> None:
-        """Watch the layers that ``model`` has; its ``core`` is given part ``index`` of ``count``
-        equal parts of the heads."""
+    def watch(self, model: nn.Module, device: torch.device, index: int, count: int) -> None:
+        """Watch the attention layers of ``model``, which may be some of the architecture's.
+
+        Args:
+            index, count: this rank's ``core`` gets part ``index`` of ``count`` equal parts of the
+                heads.
+        """
         self.peaks_LH = self.peaks_LH.to(device)
         here: dict[str, Any] = dict(model.named_modules())
         for peaks_H, (path, part) in zip(self.peaks_LH, self.parts.items(), strict=True):
@@ -136,17 +135,17 @@ class QKClip:
             heads = part.num_heads // count
             backend = holder.backend
             own_H = peaks_H[index * heads : (index + 1) * heads]
-            while hasattr(holder.core, "core"):  # what brings heads or tokens together
+            while hasattr(holder.core, "core"):  # exchanges of heads or tokens among ranks
                 holder = holder.core
             holder.core = _WatchedCore(holder.core, own_H, backend)
 
-    def take(self, biggest: Callable[[torch.Tensor], object]) -> torch.Tensor:
-        """Return gamma_LH of what was watched since the last call, and begin anew.
+    def take(self, reduce_max: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        """Return gamma_LH from the scores since the last call, and reset these.
 
         Args:
-            biggest: replaces a tensor by the largest numbers over all ranks.
+            reduce_max: replaces a tensor by its element-wise maximum over all ranks.
         """
-        biggest(self.peaks_LH)
+        reduce_max(self.peaks_LH)
         gamma_LH = self.threshold / self.peaks_LH.clamp(min=self.threshold)
         self.peaks_LH.zero_()
         return gamma_LH
@@ -157,7 +156,7 @@ def _refusal(threshold: float, problem: str) -> ConfigError:
 
 
 def _patterns(part: Any) -> Mapping[str, list[tuple[int, float]]]:
-    """Give, by weight, how many rows of each head are scaled by which powers of gamma, in order."""
+    """Return, by weight, the (number of rows, power of gamma) of a head's rows, in order."""
     if isinstance(part, LatentAttention):
         query = "wq_b" if part.q_lora_rank else "wq"
         nope = (part.qk_nope_head_dim, 0.5)

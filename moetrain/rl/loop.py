@@ -27,7 +27,7 @@ from moetrain.generate.ranks import sharing_heads
 from moetrain.generate.request import end_ids
 from moetrain.generate.weights import WeightUpdate, replica
 from moetrain.models.architecture import Architecture
-from moetrain.optim.adamw import learning_rate
+from moetrain.optim.schedule import learning_rate
 from moetrain.parallel.mesh import TensorSlice
 from moetrain.rl.apart import Fleet, generate_if_apart
 from moetrain.rl.collect import Collector

@@ -19,7 +19,7 @@ from moetrain.data.loader import Loader, build_data, eval_batches
 from moetrain.data.packing import Dataset
 from moetrain.losses.balancing import RoutingStats
 from moetrain.models.architecture import Architecture
-from moetrain.optim.adamw import learning_rate
+from moetrain.optim.schedule import learning_rate
 from moetrain.train.callbacks import Callback, Result
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import Objective, Pretraining, routing_losses

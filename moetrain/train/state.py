@@ -28,7 +28,8 @@ from moetrain.models.hf.save import Export
 from moetrain.models.parts.lora import Adapter
 from moetrain.models.rules import ADAPTER, ADAPTERS, MAGNITUDE
 from moetrain.models.transformer import Transformer
-from moetrain.optim.adamw import AdamW, Muon
+from moetrain.optim.adamw import AdamW
+from moetrain.optim.muon import Muon
 from moetrain.optim.qk_clip import QKClip
 from moetrain.parallel.apply import checksum, place_model
 from moetrain.parallel.fsdp.bucket import aligned

@@ -89,7 +89,7 @@ _ADAMW_SPECS = (
         bad_inputs={
             "given grad torch.float64": lambda i: i | {"grad_N": i["grad_N"].double()},
             "given avg_sq torch.bfloat16": lambda i: i | {"avg_sq_N": i["avg_sq_N"].bfloat16()},
-            r"takes uint8 \[3\] with 3000 numbers": lambda i: i | {"decays_B": i["decays_B"][:2]},
+            r"takes uint8 \[3\] with 3000 elements": lambda i: i | {"decays_B": i["decays_B"][:2]},
             "given moments torch.float32, origins": lambda i: (
                 i | {"origins_B": torch.zeros(3, dtype=torch.int64)}
             ),
@@ -324,7 +324,7 @@ _MUON_SPECS = (
         ops=(_muon_update,),
         bad_inputs={
             "given update torch.float64": lambda i: i | {"update_N": i["update_N"].double()},
-            r"takes uint8 \[3\] with 3000 numbers": lambda i: i | {"decays_B": i["decays_B"][:2]},
+            r"takes uint8 \[3\] with 3000 elements": lambda i: i | {"decays_B": i["decays_B"][:2]},
         },
     ),
 )

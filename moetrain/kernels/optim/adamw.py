@@ -1,24 +1,25 @@
 """AdamW (arXiv 1711.05101) of one flat shard in one pass, with the copy in the compute dtype.
 
     g = gradient * clip                     m <- beta1 m + (1 - beta1) g
-    v <- beta2 v + (1 - beta2) g^2          p <- p - decay p - step_size m / (root sqrt(v) + eps)
-    out = p in the compute dtype            (decay = lr * weight_decay, 0 where a block has none)
+    v <- beta2 v + (1 - beta2) g^2          p <- p - lr weight_decay p
+    p <- p - lr / bias1 * m / (sqrt(v / bias2) + eps)        bias_i = 1 - beta_i^step
+    out = p in the compute dtype
 
-The kernel reads what changes from step to step on the device (:meth:`Settings.rates`), the decision
-to skip included: then it writes the copy alone.
+The kernel reads what changes from step to step from device memory (:class:`Rates`), the decision to
+skip included. A skipped step writes only the copy.
 
 bf16 moments are rounded stochastically (:mod:`moetrain.kernels.optim.rounding`), so that the mean
 is exact: a second moment at beta2 0.95 would otherwise lose all that is below 1/256 of it.
 
 Left out on purpose: gradients (it runs after the backward), AMSGrad, masters in other than fp32.
 
-Legend: N numbers of a shard, B blocks of :data:`BLOCK` of them, each of one parameter.
+Legend: N elements of a shard, B blocks of :data:`BLOCK` of them, each of one parameter.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -32,22 +33,42 @@ from moetrain.kernels.optim.rounding import (
     round_by,
     round_by_reference,
 )
-from moetrain.runtime.backend import (
-    Backend,
-    launch,
-    refusal,
-    tl,
-    triton,
-    use_fast,
-)
+from moetrain.runtime.backend import Backend, launch, refusal, tl, triton, use_fast
+
+
+class Rates(NamedTuple):
+    """What an update reads of its step: 0-d tensors, in the order in which kernels read them."""
+
+    clip: torch.Tensor
+    """Factor of the gradients."""
+    decay: torch.Tensor
+    """Learning rate times weight decay."""
+    lr_over_bias1: torch.Tensor
+    """Learning rate over the bias correction of the first moment, ``1 - beta1^step``."""
+    rsqrt_bias2: torch.Tensor
+    """1 / sqrt of the bias correction of the second moment, ``1 - beta2^step``."""
+    skipped: torch.Tensor
+    """1 if the step changes nothing, else 0."""
+    step: torch.Tensor
+    """Number of steps, this one included."""
+    lr: torch.Tensor
+    """Learning rate."""
+
+    @classmethod
+    def unpack(cls, rates_S: torch.Tensor) -> Self:
+        """Return the rates that :meth:`Settings.rates` packed into one tensor."""
+        return cls(*rates_S.unbind())
 
 
 class Settings(NamedTuple):
     """The settings of AdamW that stay the same throughout a run."""
 
     beta1: float
+    """Decay rate of the first moment."""
     beta2: float
+    """Decay rate of the second moment."""
     eps: float
+    """Added to the root of the second moment."""
     seed: int
     """The seed of the random bits of stochastic rounding, at least 0."""
 
@@ -59,7 +80,9 @@ class Settings(NamedTuple):
         lr: float | torch.Tensor,
         weight_decay: float,
     ) -> torch.Tensor:
-        """Compute the rates of one step for all buckets: ``rates_S``, fp32 [7], on the device.
+        """Return the step's :class:`Rates` in one fp32 tensor [7] on the device.
+
+        They are computed in fp64.
 
         Args:
             steps: the number of steps, this one included (0-d).
@@ -67,13 +90,18 @@ class Settings(NamedTuple):
             skipped: true if the step changes nothing (0-d).
             lr: the learning rate; as a tensor, 0-d fp64 on the device.
         """
-        t = steps.double()
-        corrections = [1 - self.beta1**t, 1 - self.beta2**t]
-        size = lr / corrections[0]
-        root = corrections[1].rsqrt()
-        rate = torch.zeros_like(t) + lr
-        parts = [clip.double(), rate * weight_decay, size, root, skipped.double(), t, rate]
-        return torch.stack(parts).float()
+        step = steps.double()
+        lr = torch.zeros_like(step) + lr
+        rates = Rates(
+            clip=clip.double(),
+            decay=lr * weight_decay,
+            lr_over_bias1=lr / (1 - self.beta1**step),
+            rsqrt_bias2=(1 - self.beta2**step).rsqrt(),
+            skipped=skipped.double(),
+            step=step,
+            lr=lr,
+        )
+        return torch.stack(rates).float()
 
 
 def adamw(
@@ -90,13 +118,16 @@ def adamw(
 ) -> None:
     """Update ``param_N``, ``avg_N``, ``avg_sq_N`` in place, and write ``out_N`` if it is given.
 
+    All tensors over N are contiguous.
+
     Args:
-        param_N: fp32; as all of N numbers, contiguous.
+        param_N: fp32.
         grad_N: fp32 or bf16.
         avg_N, avg_sq_N: the moments, both fp32 or both bf16.
         rates_S: made by :meth:`Settings.rates`.
         decays_B: uint8, 1 where weight decay applies.
-        origins_B: int64, the place of each block's first number; with bf16 moments alone.
+        origins_B: int64, the index of each block's first element, from which its random bits are
+            drawn; given with bf16 moments, and only with these.
         out_N: of any float dtype: the new parameters, rounded to nearest.
     """
     flat = {"param": param_N, "grad": grad_N, "avg": avg_N, "avg_sq": avg_sq_N}
@@ -108,50 +139,66 @@ def adamw(
         tensors = (param_N, grad_N, avg_N, avg_sq_N, rates_S, decays_B, origins_B)
         launch(_adamw, (param_N, avg_N, avg_sq_N, out_N), *tensors, out_N, *settings)
         return
-    clip, decay, size, root, skipped, step, _ = rates_S.unbind()
+    rates = Rates.unpack(rates_S)
+    beta1, beta2 = settings.beta1, settings.beta2
     g_N, m_N, v_N = (x_N.to(param_N.dtype) for x_N in (grad_N, avg_N, avg_sq_N))
-    g_N = g_N * clip
-    m_N = settings.beta1 * m_N + (1 - settings.beta1) * g_N
-    v_N = settings.beta2 * v_N + (1 - settings.beta2) * g_N * g_N
-    decays_N = (decay * decays_B).repeat_interleave(BLOCK)[: param_N.numel()]
+    # Clip the gradient.
+    g_N = g_N * rates.clip
+    # Update the averages of the gradient and of its square.
+    m_N = beta1 * m_N + (1 - beta1) * g_N
+    v_N = beta2 * v_N + (1 - beta2) * g_N * g_N
+    # Weight decay, decoupled: of the parameter before the update.
+    decays_N = (rates.decay * decays_B).repeat_interleave(BLOCK)[: param_N.numel()]
     p_N = param_N - decays_N * param_N
-    p_N = p_N - size * m_N / (v_N.sqrt() * root + settings.eps)
+    # Step along the averages; both bias corrections are in the rates.
+    p_N = p_N - rates.lr_over_bias1 * m_N / (v_N.sqrt() * rates.rsqrt_bias2 + settings.eps)
+    # Round moments in bf16, by 16 random bits each.
     if avg_N.dtype == torch.bfloat16:
         assert origins_B is not None  # checked
-        bits_N = random_bits_reference(origins_B, step, settings.seed)[: param_N.numel()]
+        bits_N = random_bits_reference(origins_B, rates.step, settings.seed)[: param_N.numel()]
         m_N, v_N = round_by_reference(m_N, bits_N & 0xFFFF), round_by_reference(v_N, bits_N >> 16)
-    is_kept = skipped != 0
+    # Write the results, the old values in a skipped step.
+    is_kept = rates.skipped != 0
     for old_N, new_N in ((param_N, p_N), (avg_N, m_N), (avg_sq_N, v_N)):
         old_N.copy_(torch.where(is_kept, old_N, new_N))
     if out_N is not None:
         out_N.copy_(param_N)
 
 
+class OffloadedParameter(NamedTuple):
+    """A parameter in host memory with its gradient and moments; all fp32, of one shape."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    avg: torch.Tensor
+    avg_sq: torch.Tensor
+
+
 def adamw_on_host(
-    parts: Sequence[Sequence[torch.Tensor]],
+    parameters: Sequence[OffloadedParameter],
     settings: Settings,
+    *,
     step: float,
     clip: float,
     lr: float,
     weight_decay: float,
 ) -> None:
-    """Update tensors of the host by torch's fused kernel, vectorised and on all its threads.
+    """Update parameters in host memory by torch's fused kernel, vectorised and on all its threads.
 
     Args:
-        parts: parameter, gradient and both moments (fp32) of each; there may be none.
+        parameters: updated in place; there may be none.
         step: the number of steps, this one included.
         clip: the factor of the gradients.
     """
-    if not parts:
+    if not parameters:
         return
-    params, gradients, averages, squares = map(list, zip(*parts, strict=True))
     torch._fused_adamw_(
-        params,
-        gradients,
-        averages,
-        squares,
+        [p.param for p in parameters],
+        [p.grad for p in parameters],
+        [p.avg for p in parameters],
+        [p.avg_sq for p in parameters],
         [],
-        [torch.tensor(step)] * len(params),
+        [torch.tensor(step)] * len(parameters),
         lr=lr,
         beta1=settings.beta1,
         beta2=settings.beta2,
@@ -170,21 +217,26 @@ def _check(
     is_fast: bool,
 ) -> None:
     shape = flat["param"].shape
-    state = flat["avg"].dtype
-    is_wide = flat["param"].dtype == torch.float64 and not is_fast
+    moment_dtype = flat["avg"].dtype
+    is_fp64 = flat["param"].dtype == torch.float64 and not is_fast
     blocks = -(-shape.numel() // BLOCK)
-    kinds = {"grad": STATE_DTYPES, "avg": STATE_DTYPES, "avg_sq": (state,), "out": OUT_DTYPES}
+    allowed = {
+        "grad": STATE_DTYPES,
+        "avg": STATE_DTYPES,
+        "avg_sq": (moment_dtype,),
+        "out": OUT_DTYPES,
+    }
     for name, tensor in flat.items():
-        dtypes = (torch.float64,) if is_wide else kinds.get(name, (torch.float32,))
+        dtypes = (torch.float64,) if is_fp64 else allowed.get(name, (torch.float32,))
         if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
             takes = f"a contiguous {tuple(shape)} of {' or '.join(map(str, dtypes))}"
             raise refusal("adamw", takes, **{name: tensor})
     if decays_B.shape != (blocks,) or decays_B.dtype != torch.uint8:
-        takes = f"uint8 [{blocks}] with {shape[0]} numbers"
+        takes = f"uint8 [{blocks}] with {shape[0]} elements"
         raise refusal("adamw", takes, decays=decays_B)
-    if (origins_B is None) == (state == torch.bfloat16):
+    if (origins_B is None) == (moment_dtype == torch.bfloat16):
         takes = f"int64 [{blocks}] with bf16 moments, and with those alone"
-        raise refusal("adamw", takes, moments=state, origins=origins_B)
+        raise refusal("adamw", takes, moments=moment_dtype, origins=origins_B)
 
 
 @torch.library.custom_op("moetrain::adamw", mutates_args=("param_N", "avg_N", "avg_sq_N", "out_N"))
@@ -206,16 +258,43 @@ def _adamw(
     size = param_N.numel()
     if not size:
         return
-    written = (param_N, grad_N, avg_N, avg_sq_N, out_N if out_N.numel() else None)
-    tensors = (*written, rates_S, decays_B, origins_B)
-    betas = (beta1, 1 - beta1, beta2, 1 - beta2)
-    grid = (triton.cdiv(size, BLOCK),)
-    _adamw_kernel[grid](*tensors, size, *betas, eps, seed, BLOCK, num_warps=WARPS)
+    _adamw_kernel[(triton.cdiv(size, BLOCK),)](
+        param_N,
+        grad_N,
+        avg_N,
+        avg_sq_N,
+        out_N if out_N.numel() else None,
+        rates_S,
+        decays_B,
+        origins_B,
+        size,
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        eps,
+        seed,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
 
 
 @_adamw.register_fake
-def _(*arguments) -> None:
-    return None
+def _(
+    param_N: torch.Tensor,
+    grad_N: torch.Tensor,
+    avg_N: torch.Tensor,
+    avg_sq_N: torch.Tensor,
+    rates_S: torch.Tensor,
+    decays_B: torch.Tensor,
+    origins_B: torch.Tensor | None,
+    out_N: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    seed: int,
+) -> None:
+    """Write in place; there is nothing to return."""
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -240,15 +319,19 @@ def _adamw_kernel(
     block = tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
+    # ``rates`` has the fields of Rates, in order.
     p = tl.load(param + at, mask, 0.0)
     if tl.load(rates + 4) == 0.0:
+        # Clip, and update the averages.
         g = tl.load(grad + at, mask, 0.0).to(tl.float32) * tl.load(rates)
         m = beta1 * tl.load(avg + at, mask, 0.0).to(tl.float32) + rest1 * g
         v = beta2 * tl.load(avg_sq + at, mask, 0.0).to(tl.float32) + rest2 * g * g
+        # Weight decay, then the step along the averages.
         p -= tl.load(rates + 1) * tl.load(decays + block).to(tl.float32) * p
-        # The division and root that round as torch's do; the plain ones are approximate.
+        # Division and root are those that round as torch's do; the plain ones are approximate.
         p -= tl.div_rn(tl.load(rates + 2) * m, tl.sqrt_rn(v) * tl.load(rates + 3) + eps)
         tl.store(param + at, p, mask)
+        # Round moments in bf16 stochastically.
         if origins is not None:
             step = tl.load(rates + 5).to(tl.int32)
             bits = random_bits(tl.load(origins + block), step, seed, BLOCK)

@@ -1,36 +1,38 @@
-"""AdamW with moments of one byte a number, of weights in fp32 or in bf16, in one pass.
+"""AdamW with float8 moments, for weights in fp32 or bf16, in one pass.
 
-The update is that of :mod:`moetrain.kernels.optim.adamw`. Moments are widened as they are read, and
-written as codes of 8 bits with a power of two for each group of 32 neighbours in a row (block-wise
-quantisation, arXiv 2110.02861, with the scales of OCP's MXFP8):
+The update is that of :mod:`moetrain.kernels.optim.adamw`. Moments are dequantised as they are read,
+and quantised as they are written: 8 bits an element, and a power of two as the scale of each group
+of 32 neighbours in a row (block-wise quantisation, arXiv 2110.02861, with the scales of OCP's
+MXFP8):
 
-    first moment    a sign, 4 bits of exponent, 3 of mantissa; numbers below 2^-14 of a group's
-                    largest lie evenly, down to 0
-    second moment   5 bits of exponent, 3 of mantissa; the smallest is 2^-31 of the largest, not 0:
-                    a first moment over the root of a second one that was lost would be a step of
-                    any size (the zero-point problem, arXiv 2309.01507)
+    first moment    a sign, 4 bits of exponent, 3 of mantissa; elements below 2^-14 of a group's
+                    largest have evenly spaced values, down to 0
+    second moment   5 bits of exponent, 3 of mantissa; the smallest value is 2^-31 of the largest,
+                    not 0: a first moment over the root of a second one that was lost would be a
+                    step of any size (the zero-point problem, arXiv 2309.01507)
 
-A code is the upper bits of a number in fp32, once the scale has brought its group's largest to at
-most 1.875. So steps between codes are a sixteenth to an eighth of a number whatever the scale is.
+The 8 bits are the upper bits of an fp32 value, once the scale has brought its group's largest to at
+most 1.875. So neighbouring values are a sixteenth to an eighth apart whatever the scale is.
 
 All is rounded stochastically, so that the mean is exact: a second moment at beta2 0.999 moves by
-less than a code's step, and would stay where it is for ever. Of simulated gradients at beta2 0.95
-(0.999) a step is then off by 10 (12) % of its norm, and the sum of 200 steps by 4 (6) %; by 17 (34)
-and 9 (17) % if codes are rounded to the nearest. A weight in bf16 has no master in fp32
-beside it: its mean is what a master would be. The 32 random bits of a number are Philox's, of the
-seed, the step and the place: 12 round the weight, 12 the second moment and 8 the first.
+less than the distance of two values, and rounded to nearest it would stay where it is for ever. In
+a simulation with random gradients at beta2 0.95 (0.999) a step is off by 10 (12) % of its norm, and
+the sum of 200 steps by 4 (6) %; rounded to nearest, by 17 (34) and 9 (17) %. A weight in bf16 has
+no master in fp32 beside it: its mean is what a master would be. The 32 random bits of an element
+are Philox's, of the seed, the step and the element's index: 12 round the weight, 12 the second
+moment and 8 the first.
 
 A row is what one index of a parameter's first dim has. Groups begin anew with each row, and random
 bits belong to groups. So every mesh that cuts rows, or columns at multiples of 32, has the same
-groups, codes and weights, bit for bit, given the same gradients.
+groups, moments and weights, bit for bit, given the same gradients.
 
-Worked example: the largest number of a group is 3, so its scale is 2 and 3 becomes 1.5: exponent
-15, mantissa 4, the code 124. A first moment of 0.3 is 0.15 = 2^-3 1.2: between the codes 97 (2^-3
-1.125) and 98 (2^-3 1.25) it becomes 98 for six in ten values of the bits.
+Worked example: the largest element of a group is 3, so its scale is 2 and 3 becomes 1.5: exponent
+15, mantissa 4, the byte 124. A first moment of 0.3 is 0.15 = 2^-3 1.2: between the bytes 97 (2^-3
+1.125) and 98 (2^-3 1.25) it becomes 98 for six in ten values of the random bits.
 
-Left out on purpose: updates on the host, momenta of Muon, moments in fewer bits.
+Left out on purpose: offloaded moments, momenta of Muon, moments in fewer bits.
 
-Legend: R rows, C numbers a row, G groups a row, S numbers of a group, N numbers.
+Legend: R rows, C elements a row, G groups a row, S elements of a group, N elements.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -38,13 +40,13 @@ Legend: R rows, C numbers a row, G groups a row, S numbers of a group, N numbers
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch.nn import functional as F
 
 from moetrain.config import ConfigError
-from moetrain.kernels.optim.adamw import Settings
+from moetrain.kernels.optim.adamw import Rates, Settings
 from moetrain.kernels.optim.rounding import (
     WARPS,
     random_bits,
@@ -53,61 +55,64 @@ from moetrain.kernels.optim.rounding import (
     round_by_reference,
 )
 from moetrain.kernels.quant.e4m3 import SCALED
-from moetrain.runtime.backend import (
-    Backend,
-    refusal,
-    tl,
-    triton,
-    use_fast,
-)
+from moetrain.runtime.backend import Backend, refusal, tl, triton, use_fast
 
-_GROUPS = 32  # of a program: as many numbers as one of AdamW's has
+_GROUPS = 32  # a program's; as many elements as a block of AdamW has
 _DTYPES = (torch.float32, torch.bfloat16)  # of weights and gradients
 _OUT_DTYPES = (*_DTYPES, torch.float16)
 _SMALLEST = 2.0**-14
-"""What first moments from here on have an exponent for, beside a largest of 1."""
+"""The smallest first moment with an exponent of its own; smaller ones are evenly spaced."""
 _FIRST = tl.constexpr(_SMALLEST)
 
 
-class _Moment(NamedTuple):
-    """A moment of R rows; groups of zeros alone have the scale 0."""
+class QuantisedMoment(NamedTuple):
+    """A moment of R rows; a group of zeros has the scale 0."""
 
-    codes_RC: torch.Tensor
-    """uint8."""
+    quantised_RC: torch.Tensor
+    """uint8: the bits of each element."""
     scales_RG: torch.Tensor
-    """uint8: the exponent of the group's power of two, as fp32 has it."""
+    """uint8: the biased fp32 exponent of the group's power of two."""
 
-    def widen(self, *, is_signed: bool) -> torch.Tensor:
-        """Return the numbers, fp32 [R, C]; ``is_signed``: it is a first moment."""
-        codes_RGS = _grouped(self.codes_RC).int()
+    def dequantise(self, *, is_signed: bool) -> torch.Tensor:
+        """Return the values, fp32 [R, C].
+
+        Args:
+            is_signed: True for a first moment, False for a second one.
+        """
+        bits_RGS = _grouped(self.quantised_RC).int()
         scales_RG1 = (self.scales_RG.int() << 23).view(torch.float32)[..., None]
         if not is_signed:
-            values_RGS = ((codes_RGS << 20) + (96 << 23)).view(torch.float32)
+            values_RGS = ((bits_RGS << 20) + (96 << 23)).view(torch.float32)
         else:
-            size_RGS = codes_RGS & 127
+            size_RGS = bits_RGS & 127
             is_small = size_RGS < 8
             field_RGS = torch.where(is_small, 113, 112).int() << 23
             values_RGS = ((size_RGS << 20) + field_RGS).view(torch.float32)
             values_RGS = values_RGS - _SMALLEST * is_small
-            values_RGS = torch.where(codes_RGS > 127, -values_RGS, values_RGS)
-        return (values_RGS * scales_RG1).flatten(1)[:, : self.codes_RC.shape[1]]
+            values_RGS = torch.where(bits_RGS > 127, -values_RGS, values_RGS)
+        return (values_RGS * scales_RG1).flatten(1)[:, : self.quantised_RC.shape[1]]
 
-    def narrow(self, x_RC: torch.Tensor, noise_RC: torch.Tensor, *, is_signed: bool) -> None:
-        """Write ``x_RC`` (fp32), rounded by noise (int64) of 0 to 2^20 - 1."""
+    def quantise(self, x_RC: torch.Tensor, noise_RC: torch.Tensor, *, is_signed: bool) -> None:
+        """Write ``x_RC`` (fp32), rounded stochastically.
+
+        Args:
+            noise_RC: int64, random from 0 to 2^20 - 1: added below the bits that are kept.
+            is_signed: True for a first moment, False for a second one.
+        """
         x_RGS, noise_RGS = _grouped(x_RC), _grouped(noise_RC).int()
         largest_RG = x_RGS.abs().amax(-1)
         scales_RG = (largest_RG.view(torch.int32) + 0xFFFFF) >> 23
         inverse_RG1 = ((254 - scales_RG) << 23).view(torch.float32)[..., None]
         y_RGS = x_RGS.abs() * inverse_RG1
         if not is_signed:
-            codes_RGS = ((y_RGS.view(torch.int32) + noise_RGS) >> 20) - (96 << 3)
-            codes_RGS = codes_RGS.clamp(0, 255)
+            kept_RGS = ((y_RGS.view(torch.int32) + noise_RGS) >> 20) - (96 << 3)
+            kept_RGS = kept_RGS.clamp(0, 255)
         else:
             is_small = y_RGS < _SMALLEST
-            bits_RGS = torch.where(is_small, y_RGS + _SMALLEST, y_RGS).view(torch.int32)
-            codes_RGS = ((bits_RGS + noise_RGS) >> 20) - torch.where(is_small, 113 << 3, 112 << 3)
-            codes_RGS = codes_RGS.clamp(max=127) | ((x_RGS < 0).int() << 7)
-        self.codes_RC.copy_(codes_RGS.flatten(1)[:, : x_RC.shape[1]])
+            shifted_RGS = torch.where(is_small, y_RGS + _SMALLEST, y_RGS).view(torch.int32)
+            kept_RGS = ((shifted_RGS + noise_RGS) >> 20) - torch.where(is_small, 113 << 3, 112 << 3)
+            kept_RGS = kept_RGS.clamp(max=127) | ((x_RGS < 0).int() << 7)
+        self.quantised_RC.copy_(kept_RGS.flatten(1)[:, : x_RC.shape[1]])
         self.scales_RG.copy_(scales_RG)
 
 
@@ -116,44 +121,57 @@ class _Sliced(Protocol):
 
     @property
     def shape(self) -> torch.Size:
-        """The whole parameter's."""
+        """Shape of the whole parameter."""
         ...
 
     @property
-    def box(self) -> Any:
-        """The rank's slice of each of its dims."""
+    def box(self) -> tuple[slice, ...]:
+        """The rank's slice of each dim."""
         ...
 
 
-class _Whole(NamedTuple):
-    shape: torch.Size
+class MomentPlace(NamedTuple):
+    """A tensor of a parameter's optimizer state, and the rank's part of it."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
     box: tuple[slice, ...]
+    """The rank's slice of each dim."""
 
 
-def moment_place(key: str, part: _Sliced) -> dict[str, Any]:
-    """Return the ``shape`` of the tensor ``key`` of a parameter's moments, and a rank's ``box``.
+def moment_place(key: str, part: _Sliced) -> MomentPlace:
+    """Return the place of the state tensor ``key`` of a parameter.
 
-    Scales have the shape [R, G], a ``step`` has none, and all else has the parameter's.
+    Scales have the shape [R, G], a ``step`` is a scalar, and all else has the parameter's shape.
 
     Args:
-        part: ranks cut rows, and of a matrix columns too.
+        part: ranks cut rows; of a matrix, columns too.
 
     Raises:
-        ConfigError: the rank's columns begin or end within what shares a scale.
+        ConfigError: the rank's columns begin or end inside a group.
     """
+    if key == "step":
+        return MomentPlace((), ())
     shape, box = part.shape, part.box
     if not key.endswith("_scales"):
-        return {"shape": (), "box": ()} if key == "step" else {"shape": shape, "box": box}
+        return MomentPlace(shape, box)
     columns = math.prod(shape[1:])
     mine = box[1] if len(shape) == 2 else slice(0, columns)
     if mine.start % SCALED or (mine.stop % SCALED and mine.stop < columns):
         raise ConfigError(
             "optim.state_dtype",
-            f"'float8' has a scale for each {SCALED} numbers of a row, and parallel.tp cuts one of "
-            f"{columns} at {mine.start or mine.stop}; use bfloat16, or another parallel.tp",
+            f"'float8' has a scale for each {SCALED} elements of a row, and parallel.tp cuts one "
+            f"of {columns} at {mine.start or mine.stop}; use bfloat16, or another parallel.tp",
         )
-    groups = slice(mine.start // SCALED, _groups(mine.stop))
-    return {"shape": (shape[0], _groups(columns)), "box": (box[0], groups)}
+    groups = slice(mine.start // SCALED, _num_groups(mine.stop))
+    return MomentPlace((shape[0], _num_groups(columns)), (box[0], groups))
+
+
+class _Whole(NamedTuple):
+    """A parameter of which one rank has all."""
+
+    shape: torch.Size
+    box: tuple[slice, ...]
 
 
 class Float8Moments:
@@ -161,31 +179,28 @@ class Float8Moments:
 
     NAMES = ("exp_avg", "exp_avg_scales", "exp_avg_sq", "exp_avg_sq_scales")
 
-    def __init__(
-        self,
-        part: _Sliced,
-        key: int,
-        empty: Callable[..., torch.Tensor],
-    ) -> None:
+    def __init__(self, part: _Sliced, first: int, empty: Callable[..., torch.Tensor]) -> None:
         """Allocate them, without values; zeros are moments of zeros.
 
         Args:
-            key: the place of the parameter's first number among those of all parameters.
-            empty: makes a flat tensor, of a number of numbers and a ``dtype``.
+            first: the index of the parameter's first element among those of all parameters.
+            empty: makes a flat tensor, called with a number of elements and a ``dtype``.
         """
         self.tensors: dict[str, torch.Tensor] = {}
+        """By :attr:`NAMES`."""
         for name in self.NAMES:
-            sizes = [one.stop - one.start for one in moment_place(name, part)["box"]]
+            sizes = [one.stop - one.start for one in moment_place(name, part).box]
             self.tensors[name] = empty(math.prod(sizes), dtype=torch.uint8).view(sizes)
         scales = moment_place("_scales", part)
-        (row, group), (_, groups) = (one.start for one in scales["box"]), scales["shape"]
-        places = torch.tensor([key + SCALED * (row * groups + group), SCALED * groups])
+        row, group = (one.start for one in scales.box)
+        groups = scales.shape[1]
+        places = torch.tensor([first + SCALED * (row * groups + group), SCALED * groups])
         self.places_2 = places.to(self.tensors["exp_avg"].device)
         """As :func:`adamw_float8` takes them."""
 
     @classmethod
     def of_whole(cls, shape: Sequence[int], empty: Callable[..., torch.Tensor]) -> Self:
-        """Make them for a whole parameter of ``shape``, the only one."""
+        """Allocate the moments of a whole parameter of ``shape``, the only one."""
         return cls(_Whole(torch.Size(shape), tuple(slice(0, n) for n in shape)), 0, empty)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -195,6 +210,7 @@ class Float8Moments:
         self,
         param: torch.Tensor,
         grad: torch.Tensor,
+        *,
         out: torch.Tensor | None,
         rates_S: torch.Tensor,
         settings: Settings,
@@ -202,9 +218,16 @@ class Float8Moments:
     ) -> None:
         """Do a step of :func:`adamw_float8`; tensors may be flat."""
         shape = self.tensors["exp_avg"].shape
-        out = None if out is None else out.view(shape)
-        how = (rates_S, self.places_2, settings, decays, out)
-        adamw_float8(param.view(shape), grad.view(shape), *self, *how)
+        adamw_float8(
+            param.view(shape),
+            grad.view(shape),
+            *self,
+            rates_S,
+            self.places_2,
+            settings,
+            decays,
+            out=None if out is None else out.view(shape),
+        )
 
 
 def adamw_float8(
@@ -226,13 +249,13 @@ def adamw_float8(
     Args:
         param: fp32, or bf16, which is rounded stochastically; contiguous, as is all else.
         grad: fp32 or bf16, of the shape of ``param``.
-        avg, avg_scales_RG, avg_sq, avg_sq_scales_RG: uint8, the moments' codes and scales; zeros
-            are a moment of zeros.
-        rates_S: made by :meth:`~moetrain.kernels.optim.adamw.Settings.rates`; of a skipped step
-            ``out`` alone is written.
-        places_2: int64 [2]: the place of the first group's first number among those of all
-            parameters, a multiple of 32, and how far on that of the next row is.
-        decays: whether weight decay applies.
+        avg, avg_scales_RG, avg_sq, avg_sq_scales_RG: uint8, the quantised moments and their
+            scales; zeros are a moment of zeros.
+        rates_S: made by :meth:`~moetrain.kernels.optim.adamw.Settings.rates`; a skipped step writes
+            only ``out``.
+        places_2: int64 [2]: the index of the first group's first element among those of all
+            parameters, a multiple of 32, and by how much that of the next row is larger.
+        decays: True if weight decay applies.
         out: of any float dtype: the new parameters, rounded to nearest.
     """
     shape = (param.shape[0], math.prod(param.shape[1:]))
@@ -244,43 +267,47 @@ def adamw_float8(
         out = param.new_empty(0) if out is None else out
         _adamw_float8(param_RC, grad_RC, *moments, rates_S, places_2, out, decays, *settings)
         return
-    first = _Moment(avg.view(shape), avg_scales_RG)
-    second = _Moment(avg_sq.view(shape), avg_sq_scales_RG)
-    clip, decay, size, root, skipped, step, _ = rates_S.unbind()
+    rates = Rates.unpack(rates_S)
+    beta1, beta2 = settings.beta1, settings.beta2
+    first = QuantisedMoment(avg.view(shape), avg_scales_RG)
+    second = QuantisedMoment(avg_sq.view(shape), avg_sq_scales_RG)
     p_RC = param_RC.float()
-    g_RC = grad_RC.float() * clip
-    m_RC = settings.beta1 * first.widen(is_signed=True) + (1 - settings.beta1) * g_RC
-    v_RC = settings.beta2 * second.widen(is_signed=False) + (1 - settings.beta2) * g_RC * g_RC
-    p_RC = p_RC - decay * decays * p_RC
-    p_RC = p_RC - size * m_RC / (v_RC.sqrt() * root + settings.eps)
-    bits_RC = _bits_reference(param_RC.shape, places_2, step, settings.seed)
+    # Clip the gradient.
+    g_RC = grad_RC.float() * rates.clip
+    # Update the averages of the gradient and of its square.
+    m_RC = beta1 * first.dequantise(is_signed=True) + (1 - beta1) * g_RC
+    v_RC = beta2 * second.dequantise(is_signed=False) + (1 - beta2) * g_RC * g_RC
+    # Weight decay, decoupled: of the parameter before the update.
+    p_RC = p_RC - rates.decay * decays * p_RC
+    # Step along the averages; both bias corrections are in the rates.
+    p_RC = p_RC - rates.lr_over_bias1 * m_RC / (v_RC.sqrt() * rates.rsqrt_bias2 + settings.eps)
+    # Round and write. Of 32 random bits the weight takes the upper 12, the second moment the next
+    # 12, the first moment the last 8. Half of the last bit is added, so that noise has no bias.
+    bits_RC = _bits_reference(param_RC.shape, places_2, rates.step, settings.seed)
     if param.dtype == torch.bfloat16:
         p_RC = round_by_reference(p_RC, (bits_RC >> 20 << 4) + 8)
-    if skipped == 0:
+    if rates.skipped == 0:
         param_RC.copy_(p_RC)
-        first.narrow(m_RC, ((bits_RC & 0xFF) << 12) + 2048, is_signed=True)
-        second.narrow(v_RC, ((bits_RC >> 8 & 0xFFF) << 8) + 128, is_signed=False)
+        first.quantise(m_RC, ((bits_RC & 0xFF) << 12) + 2048, is_signed=True)
+        second.quantise(v_RC, ((bits_RC >> 8 & 0xFFF) << 8) + 128, is_signed=False)
     if out is not None:
         out.copy_(param)
 
 
-def _groups(columns: int) -> int:
+def _num_groups(columns: int) -> int:
     return -(-columns // SCALED)
 
 
 def _grouped(x_RC: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` [R, G, S], with zeros behind a row."""
+    """Return ``x`` as [R, G, S], each row padded with zeros."""
     rows, columns = x_RC.shape
-    return F.pad(x_RC, (0, -columns % SCALED)).view(rows, _groups(columns), SCALED)
+    return F.pad(x_RC, (0, -columns % SCALED)).view(rows, _num_groups(columns), SCALED)
 
 
 def _bits_reference(
-    shape: torch.Size,
-    places_2: torch.Tensor,
-    step: torch.Tensor,
-    seed: int,
+    shape: torch.Size, places_2: torch.Tensor, step: torch.Tensor, seed: int
 ) -> torch.Tensor:
-    """Return 32 random bits (int64) for each number of R rows of C."""
+    """Return 32 random bits (int64) for each element of R rows of C."""
     rows, columns = shape
     device = places_2.device
     within_G = torch.arange(0, columns, SCALED, device=device)
@@ -298,15 +325,15 @@ def _check(
 ) -> None:
     avg, avg_scales_RG, avg_sq, avg_sq_scales_RG = moments
     like_param = param.shape
-    codes = (torch.uint8,)
-    like_scales = torch.Size((param.shape[0], _groups(math.prod(param.shape[1:]))))
+    bytes_only = (torch.uint8,)
+    like_scales = torch.Size((param.shape[0], _num_groups(math.prod(param.shape[1:]))))
     tensors = {
         "param": (param, like_param, _DTYPES),
         "grad": (grad, like_param, _DTYPES),
-        "avg": (avg, like_param, codes),
-        "avg_scales": (avg_scales_RG, like_scales, codes),
-        "avg_sq": (avg_sq, like_param, codes),
-        "avg_sq_scales": (avg_sq_scales_RG, like_scales, codes),
+        "avg": (avg, like_param, bytes_only),
+        "avg_scales": (avg_scales_RG, like_scales, bytes_only),
+        "avg_sq": (avg_sq, like_param, bytes_only),
+        "avg_sq_scales": (avg_sq_scales_RG, like_scales, bytes_only),
         "out": (param if out is None else out, like_param, _OUT_DTYPES),
     }
     for name, (tensor, shape, dtypes) in tensors.items():
@@ -342,17 +369,49 @@ def _adamw_float8(
     columns = param_RC.shape[1]
     if not groups:
         return
-    moments = (avg, avg_scales_RG, avg_sq, avg_sq_scales_RG)
-    tensors = (param_RC, grad_RC, *moments, out if out.numel() else None, rates_S, places_2)
-    numbers = (float(decays), beta1, 1 - beta1, beta2, 1 - beta2, eps, seed)
-    grid = (triton.cdiv(groups, _GROUPS),)
-    sizes = (_GROUPS, SCALED)
-    _adamw_float8_kernel[grid](*tensors, groups, columns, *numbers, *sizes, num_warps=WARPS)
+    _adamw_float8_kernel[(triton.cdiv(groups, _GROUPS),)](
+        param_RC,
+        grad_RC,
+        avg,
+        avg_scales_RG,
+        avg_sq,
+        avg_sq_scales_RG,
+        out if out.numel() else None,
+        rates_S,
+        places_2,
+        groups,
+        columns,
+        float(decays),
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        eps,
+        seed,
+        GROUPS=_GROUPS,
+        SCALED=SCALED,
+        num_warps=WARPS,
+    )
 
 
 @_adamw_float8.register_fake
-def _(*arguments) -> None:
-    return None
+def _(
+    param_RC: torch.Tensor,
+    grad_RC: torch.Tensor,
+    avg: torch.Tensor,
+    avg_scales_RG: torch.Tensor,
+    avg_sq: torch.Tensor,
+    avg_sq_scales_RG: torch.Tensor,
+    rates_S: torch.Tensor,
+    places_2: torch.Tensor,
+    out: torch.Tensor,
+    decays: bool,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    seed: int,
+) -> None:
+    """Write in place; there is nothing to return."""
 
 
 @triton.jit(do_not_specialize=["groups", "seed"])
@@ -378,7 +437,7 @@ def _adamw_float8_kernel(
     GROUPS: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """One program: GROUPS groups, which lie one after the other in as many rows as they take."""
+    """Update GROUPS groups, which follow one another in as many rows as they take."""
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     is_group = group < groups
     in_row = (columns + SCALED - 1) // SCALED
@@ -391,9 +450,9 @@ def _adamw_float8_kernel(
         place = tl.load(places) + row * tl.load(places + 1) + part * SCALED
         bits = random_bits(place[:, None], tl.load(rates + 5).to(tl.int32), seed, SCALED)
         g = tl.load(grad + at, mask, 0.0).to(tl.float32) * tl.load(rates)
-        m = _widen(tl.load(avg + at, mask, 0), tl.load(avg_scales + group, is_group, 0), True)
+        m = _dequantise(tl.load(avg + at, mask, 0), tl.load(avg_scales + group, is_group, 0), True)
         m = beta1 * m + rest1 * g
-        v = _widen(
+        v = _dequantise(
             tl.load(avg_sq + at, mask, 0), tl.load(avg_sq_scales + group, is_group, 0), False
         )
         v = beta2 * v + rest2 * g * g
@@ -403,46 +462,46 @@ def _adamw_float8_kernel(
         if param.dtype.element_ty == tl.bfloat16:
             p = round_by(p, (((bits >> 20) & 0xFFF) << 4) + 8)
         tl.store(param + at, p.to(param.dtype.element_ty), mask)
-        codes, scales = _narrow(tl.where(mask, m, 0.0), ((bits & 0xFF) << 12) + 2048, True)
-        tl.store(avg + at, codes, mask)
+        quantised, scales = _quantise(tl.where(mask, m, 0.0), ((bits & 0xFF) << 12) + 2048, True)
+        tl.store(avg + at, quantised, mask)
         tl.store(avg_scales + group, scales, is_group)
         noise = (((bits >> 8) & 0xFFF) << 8) + 128
-        codes, scales = _narrow(tl.where(mask, v, 0.0), noise, False)
-        tl.store(avg_sq + at, codes, mask)
+        quantised, scales = _quantise(tl.where(mask, v, 0.0), noise, False)
+        tl.store(avg_sq + at, quantised, mask)
         tl.store(avg_sq_scales + group, scales, is_group)
     if out is not None:
         tl.store(out + at, p.to(out.dtype.element_ty), mask)
 
 
 @triton.jit
-def _widen(codes, scales, IS_SIGNED: tl.constexpr):
-    """Codes [G, S] with scales [G] as fp32."""
-    codes = codes.to(tl.int32)
+def _dequantise(quantised, scales, IS_SIGNED: tl.constexpr):
+    """Return fp32 [G, S] of quantised [G, S] with scales [G]."""
+    quantised = quantised.to(tl.int32)
     scale = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, None]
     if IS_SIGNED:
-        size = codes & 127
+        size = quantised & 127
         is_small = size < 8
         x = ((size << 20) + (tl.where(is_small, 113, 112) << 23)).to(tl.float32, bitcast=True)
         x -= tl.where(is_small, _FIRST, 0.0)
-        x = tl.where(codes > 127, -x, x)
+        x = tl.where(quantised > 127, -x, x)
     else:
-        x = ((codes << 20) + (96 << 23)).to(tl.float32, bitcast=True)
+        x = ((quantised << 20) + (96 << 23)).to(tl.float32, bitcast=True)
     return x * scale
 
 
 @triton.jit
-def _narrow(x, noise, IS_SIGNED: tl.constexpr):
-    """fp32 [G, S] as codes [G, S] with scales [G], by noise of 20 bits."""
+def _quantise(x, noise, IS_SIGNED: tl.constexpr):
+    """Return fp32 [G, S] quantised, [G, S], and scales [G], rounded by noise of 20 bits."""
     size = tl.abs(x)
-    # The largest number's exponent, or the next where a mantissa of 4 bits would not hold it.
+    # The largest element's exponent, or the next where a mantissa of 4 bits would not hold it.
     scales = (tl.max(size, 1).to(tl.int32, bitcast=True) + 0xFFFFF) >> 23
     size *= ((254 - scales) << 23).to(tl.float32, bitcast=True)[:, None]
     if IS_SIGNED:
         is_small = size < _FIRST
         bits = tl.where(is_small, size + _FIRST, size).to(tl.int32, bitcast=True) + noise
-        codes = tl.minimum((bits >> 20) - (tl.where(is_small, 113, 112) << 3), 127)
-        codes += tl.where(x < 0.0, 128, 0)
+        quantised = tl.minimum((bits >> 20) - (tl.where(is_small, 113, 112) << 3), 127)
+        quantised += tl.where(x < 0.0, 128, 0)
     else:
         bits = size.to(tl.int32, bitcast=True) + noise
-        codes = tl.minimum(tl.maximum((bits >> 20) - (96 << 3), 0), 255)
-    return codes.to(tl.uint8), scales.to(tl.uint8)
+        quantised = tl.minimum(tl.maximum((bits >> 20) - (96 << 3), 0), 255)
+    return quantised.to(tl.uint8), scales.to(tl.uint8)

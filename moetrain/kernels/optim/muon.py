@@ -1,6 +1,6 @@
-"""Muon: a matrix moves by its momentum, orthogonalised, so that all directions move alike.
+"""Muon: each matrix moves by its momentum, orthogonalised, so that all directions move alike.
 
-Of a parameter p with R rows and C columns, gradient g and momentum m (Jordan et al. 2024,
+For a parameter p with R rows and C columns, gradient g and momentum m (Jordan et al. 2024,
 https://kellerjordan.github.io/posts/muon):
 
     m <- mu m + (1 - mu) g clip          u = mu m + (1 - mu) g clip       (Nesterov's)
@@ -16,17 +16,17 @@ of 0.2 an update's root mean square is that of AdamW's, whose learning rates car
 Worked example: u = [[3, 0], [0, 4]] has |u| = 5, so X = diag(0.6, 0.8) and, after one iteration,
 diag(0.6 a + 0.6^3 b + 0.6^5 c, ...) = diag(1.193, 0.977).
 
-:func:`muon_momentum` and :func:`muon_update` are one pass over a flat shard each, like
-:func:`~moetrain.kernels.optim.adamw.adamw`, whose rates they read and whose random bits round a
-momentum in bf16. The products in between are of many matrices at once: in bf16 on a GPU, with sums
-in fp32. A and b A + c A A are symmetric, and of large matrices half of them is computed
+:func:`muon_momentum` and :func:`muon_update` are one pass over a flat shard each. They read the
+rates of :func:`~moetrain.kernels.optim.adamw.adamw`, and round a momentum in bf16 by the same
+random bits. The products in between are batched over many matrices: in bf16 on a GPU, with sums in
+fp32. A and b A + c A A are symmetric, and of large matrices half of them is computed
 (:mod:`moetrain.kernels.optim.symmetric`); the last product is a library's. On a CPU all are in
-fp32, and one matrix after the other, since the bits of a batched product depend on the batch there:
-a matrix's bits depend on nothing but the matrix.
+fp32, and one matrix after the other, since the bits of a batched product depend on the batch there.
+So a matrix's bits depend on nothing but the matrix.
 
 Left out on purpose: other coefficients.
 
-Legend: N numbers of a shard, B blocks of ``BLOCK`` of them, or matrices in a batch, R rows, C
+Legend: N elements of a shard, B blocks of ``BLOCK`` of them, or matrices in a batch, R rows, C
 columns, S rates.
 """
 
@@ -35,10 +35,12 @@ columns, S rates.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from moetrain.kernels.optim.adamw import Rates
 from moetrain.kernels.optim.rounding import (
     BLOCK,
     OUT_DTYPES,
@@ -50,21 +52,15 @@ from moetrain.kernels.optim.rounding import (
     round_by_reference,
 )
 from moetrain.kernels.optim.symmetric import symmetric_product
-from moetrain.runtime.backend import (
-    Backend,
-    refusal,
-    tl,
-    triton,
-    use_fast,
-)
+from moetrain.runtime.backend import Backend, refusal, tl, triton, use_fast
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of X, A X and A A X."""
+"""a, b, c: the factors of X, A X and A A X."""
 _SYMMETRIC_FROM = 256
-"""Rows (of the shorter side) from which on a GPU computes half of a symmetric product alone;
+"""Length of the shorter side from which a GPU computes only half of a symmetric product;
 math.inf: never."""
-_BATCH_NUMBERS = 2**26
-"""Numbers of the matrices that are orthogonalised together: 42 of 768 x 2048 fill a GPU."""
+_BATCH_ELEMENTS = 2**26
+"""Elements of the matrices that are orthogonalised together: 42 of 768 x 2048 fill a GPU."""
 _COPIES = 5
 """Tensors of that size that exist at once: the batch, X before and after, A, and A A."""
 
@@ -82,21 +78,28 @@ def newton_schulz(
 
     Args:
         x_BRC: fp32 or bf16, in which products are computed, with sums in fp32.
+        iterations: the number of Newton-Schulz iterations.
         eps: added to each Frobenius norm; a matrix of zeros gives zeros.
-        symmetric_from: with a shorter side of so many, half of symmetric products is computed.
+        symmetric_from: length of the shorter side from which only half of a symmetric product is
+            computed.
     """
     if x_BRC.device.type == "cpu" and len(x_BRC) > 1:
-        how = (iterations, eps, symmetric_from)
-        # In memory of its own: where a matrix lies decides on bits too.
-        each = (newton_schulz(x_1RC.clone(), *how) for x_1RC in x_BRC.split(1))
-        return torch.cat(list(each))
+        # Cloned, since the bits depend on the alignment too.
+        each = [
+            newton_schulz(x_1RC.clone(), iterations, eps, symmetric_from)
+            for x_1RC in x_BRC.split(1)
+        ]
+        return torch.cat(each)
+    # Make the rows the shorter side.
     is_tall = x_BRC.shape[1] > x_BRC.shape[2]
     x_BRC = x_BRC.mT if is_tall else x_BRC
+    # Bring the singular values into (0, 1].
     norm_B11 = torch.linalg.vector_norm(x_BRC, dim=(1, 2), keepdim=True, dtype=torch.float32)
     factor_B11 = (norm_B11 + eps).reciprocal()
     x_BRC = torch.mul(x_BRC, factor_B11, out=torch.empty_like(x_BRC))
     backend = "auto" if x_BRC.shape[1] >= symmetric_from else "reference"
     a, b, c = _COEFFICIENTS
+    # Iterate X <- a X + (b A + c A A) X with A = X X^T.
     for _ in range(iterations):
         gram_BRR = symmetric_product(x_BRC, backend=backend)
         sum_BRR = symmetric_product(gram_BRR, gram_BRR, c, b, backend)
@@ -105,12 +108,12 @@ def newton_schulz(
 
 
 def newton_schulz_reference(x_RC: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
-    """Compute :func:`newton_schulz` of one matrix by the formula, in fp64."""
+    """Return :func:`newton_schulz` of one matrix by the formula, in fp64."""
     x_RC = x_RC.double()
     x_RC = x_RC / (x_RC.square().sum().sqrt() + eps)
     a, b, c = _COEFFICIENTS
     for _ in range(iterations):
-        # Of a tall matrix X A' with A' = X^T X is A X: transposing changes no value.
+        # Not transposed if it is tall: X (X^T X) is (X X^T) X.
         gram_RR = x_RC @ x_RC.T
         x_RC = a * x_RC + b * gram_RR @ x_RC + c * gram_RR @ gram_RR @ x_RC
     return x_RC
@@ -126,16 +129,17 @@ def orthogonalise(
     iterations: int,
     eps: float,
     scale: float,
-    limit: int = _BATCH_NUMBERS,
+    limit: int = _BATCH_ELEMENTS,
 ) -> None:
-    """Replace every matrix by ``scale sqrt(max(R, C))`` times its orthogonal one.
+    """Replace every matrix by ``scale sqrt(max(R, C))`` times the orthogonalised matrix.
 
-    Matrices of one shape form batches of at most ``limit`` numbers, or of a single matrix.
+    Matrices of one shape form batches of at most ``limit`` elements, or of a single matrix.
 
     Args:
         stacks: each [B, R, C] of any float dtype.
         iterations, eps: as :func:`newton_schulz` takes them.
     """
+    # Fill a batch of each shape, and orthogonalise it when the next part would not fit.
     waiting: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
     for stack_BRC in stacks:
         if not stack_BRC.numel():
@@ -152,11 +156,9 @@ def orthogonalise(
 
 
 def _orthogonalise(
-    parts: Sequence[torch.Tensor],
-    iterations: int,
-    eps: float,
-    scale: float,
+    parts: Sequence[torch.Tensor], iterations: int, eps: float, scale: float
 ) -> None:
+    """Do it for parts [b, R, C] of one shape R x C, as one batch."""
     sizes = [len(part_BRC) for part_BRC in parts]
     first_BRC = parts[0]
     dtype = _matrix_dtype(first_BRC.device)
@@ -169,113 +171,136 @@ def _orthogonalise(
 
 
 def newton_schulz_flops(shape: Sequence[int], iterations: int, stacked: int = 1) -> int:
-    """Count the FLOPs of a parameter [..., K * R, C] with K matrices ``stacked``."""
-    *rest, rows, columns = shape
+    """Return the FLOPs of a parameter [..., K * R, C] with K matrices ``stacked``."""
+    *batch, rows, columns = shape
     short, long = sorted((rows // stacked, columns))
-    return math.prod(rest) * stacked * 2 * iterations * short * short * (2 * long + short)
+    return math.prod(batch) * stacked * 2 * iterations * short * short * (2 * long + short)
 
 
-def orthogonalising_bytes(numbers: float, largest: float, width: int, is_dealt: bool) -> float:
-    """Return the most memory that :func:`orthogonalise` takes of matrices of ``numbers`` in all.
+def orthogonalising_bytes(elements: float, largest: float, width: int, is_dealt: bool) -> float:
+    """Return the most memory that orthogonalising matrices of ``elements`` in all takes, in bytes.
 
     Args:
-        largest: the numbers of the largest matrix.
-        width: bytes of a number of :func:`_matrix_dtype`.
-        is_dealt: whether matrices are put together of other ranks' parts: these, and the whole.
+        largest: the elements of the largest matrix.
+        width: bytes of an element of :func:`_matrix_dtype`.
+        is_dealt: True if matrices are assembled from the parts of several ranks. That takes the
+            parts that are sent, those that are received, and the whole.
     """
-    batch = max(largest, min(numbers, _BATCH_NUMBERS))
+    batch = max(largest, min(elements, _BATCH_ELEMENTS))
     return width * batch * (_COPIES + 3 * is_dealt)
 
 
 _Box = tuple[slice, ...]
 """A part of a matrix: ``matrix[box]``."""
 _Exchange = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
-"""``exchange(x_N, received, sent)`` sends each rank so many numbers of ``x_N``, rank by rank, and
-returns what comes from each rank, so many numbers, in their order. Collective."""
+"""``exchange(x_N, received, sent)`` is an all-to-all. ``sent`` and ``received`` are the elements
+that go to and come from each rank; both tensors are in rank order."""
+
+
+class MatrixShape(NamedTuple):
+    """The last two dims of a parameter, which are K matrices one above the other."""
+
+    rows: int
+    """Rows of all K matrices together."""
+    columns: int
+    stacked: int
+    """K."""
 
 
 class _Round(NamedTuple):
-    """Matrices that are put together and orthogonalised at the same time."""
+    """Parameters that are assembled and orthogonalised at the same time, over all ranks."""
 
     order: list[int]
-    """The places of all of them, rank by rank that they are dealt to."""
+    """Indices of the parameters, sorted by the rank that each is dealt to."""
     own: list[int]
-    """Of those that are dealt to this rank."""
+    """Indices of the parameters that are dealt to this rank."""
     boxes: list[list[_Box]]
-    """For each rank, what it holds of these."""
+    """For each rank, its parts of this rank's parameters ``own``."""
     sent: list[int]
-    """How many numbers this rank holds of what is dealt to each rank."""
+    """For each rank, how many elements this rank holds of the parameters dealt to it."""
     received: list[int]
-    """How many numbers each rank holds of what is dealt to this one."""
+    """For each rank, how many elements it holds of the parameters dealt to this rank."""
 
 
 class Matrices:
     """Parameters whose matrices are orthogonalised, over the ranks that hold them.
 
-    A parameter is [..., K * R, C], with K matrices one above the other. Some are whole on the rank
-    that holds them. Others are cut: these are dealt to the ranks by their work, put together there,
-    and the parts of their orthogonal matrices go back.
+    A parameter is [..., K * R, C], with K matrices one above the other. Some parameters have only
+    whole matrices on every rank. The others are cut: they are dealt to the ranks by their work,
+    assembled there, orthogonalised, and the ranks get their parts back.
     """
 
     def __init__(
         self,
-        shapes: Sequence[tuple[int, int, int]],
+        shapes: Sequence[MatrixShape],
         boxes: Sequence[Sequence[_Box | None]],
         rank: int,
         exchange: _Exchange,
-        limit: int = _BATCH_NUMBERS,
+        limit: int = _BATCH_ELEMENTS,
     ) -> None:
         """Deal matrices, the same way on every rank.
 
         Args:
-            shapes: (K * R, C, K) of each parameter.
+            shapes: of each parameter.
             boxes: for each rank, its part of each parameter, which may be empty; None: ranks have
                 whole matrices of it.
             rank: this rank.
-            limit: numbers that a rank orthogonalises at a time, unless a matrix has more.
+            limit: elements that a rank orthogonalises at a time, unless a matrix has more.
         """
-        self._shapes = [(rows // stacked, columns) for rows, columns, stacked in shapes]
+        self._shapes = [(shape.rows // shape.stacked, shape.columns) for shape in shapes]
+        """Of each parameter's matrices."""
         self._exchange, self._limit = exchange, limit
         first = [None if len(boxes) == 1 else box for box in boxes[0]]
         self._whole = [i for i, box in enumerate(first) if box is None]
+        """Indices of the parameters with whole matrices."""
         cut = [i for i, box in enumerate(first) if box is not None]
-        self._wholes = {i: shapes[i][:2] for i in cut}
+        self._cut_shapes = {i: (shapes[i].rows, shapes[i].columns) for i in cut}
         held = [[part[i] or () for i in cut] for part in boxes]
         self._rounds: list[_Round] = []
-        for dealt in _deal(list(self._wholes.values()), len(boxes), limit):
-            theirs = [[part[k] for k in dealt[rank]] for part in held]
-            mine = [sum(_numel(held[rank][k]) for k in places) for places in dealt]
-            order = [cut[k] for places in dealt for k in places]
-            received = [sum(map(_numel, part)) for part in theirs]
-            own = [cut[k] for k in dealt[rank]]
-            self._rounds.append(_Round(order, own, theirs, mine, received))
+        # Below, k is an index in ``cut``.
+        for dealt in _deal(list(self._cut_shapes.values()), len(boxes), limit):
+            own_boxes = [[part[k] for k in dealt[rank]] for part in held]
+            self._rounds.append(
+                _Round(
+                    order=[cut[k] for of_rank in dealt for k in of_rank],
+                    own=[cut[k] for k in dealt[rank]],
+                    boxes=own_boxes,
+                    sent=[sum(_numel(held[rank][k]) for k in of_rank) for of_rank in dealt],
+                    received=[sum(map(_numel, part)) for part in own_boxes],
+                )
+            )
 
     def orthogonalise(
-        self,
-        pieces: Sequence[torch.Tensor],
-        iterations: int,
-        eps: float,
-        scale: float,
+        self, pieces: Sequence[torch.Tensor], *, iterations: int, eps: float, scale: float
     ) -> None:
         """Do what :func:`orthogonalise` does to this rank's ``pieces`` of all parameters.
 
         Collective, in as many rounds as cut matrices take.
         """
-        how = (iterations, eps, scale, self._limit)
-        stacks = [pieces[i].view(-1, *self._shapes[i]) for i in self._whole]
-        orthogonalise(stacks, *how)
-        for one in self._rounds:
-            mine = [pieces[i] for i in one.order]
+        orthogonalise_all = partial(
+            orthogonalise, iterations=iterations, eps=eps, scale=scale, limit=self._limit
+        )
+        orthogonalise_all([pieces[i].view(-1, *self._shapes[i]) for i in self._whole])
+        for round_ in self._rounds:
+            # Send the parts to the ranks that their matrices are dealt to.
+            mine = [pieces[i] for i in round_.order]
             dtype = _matrix_dtype(mine[0].device)
             sent_N = torch.cat([piece.flatten().to(dtype) for piece in mine])
-            received_N = self._exchange(sent_N, one.received, one.sent)
-            wholes = [sent_N.new_empty(self._wholes[i]) for i in one.own]
-            parts = [x[box] for held in one.boxes for x, box in zip(wholes, held, strict=True)]
+            received_N = self._exchange(sent_N, round_.received, round_.sent)
+            # Assemble this rank's matrices.
+            wholes = [sent_N.new_empty(self._cut_shapes[i]) for i in round_.own]
+            parts = [
+                whole[box]
+                for boxes in round_.boxes
+                for whole, box in zip(wholes, boxes, strict=True)
+            ]
             _fill(parts, received_N)
-            stacks = [x.view(-1, *self._shapes[i]) for i, x in zip(one.own, wholes, strict=True)]
-            orthogonalise(stacks, *how)
+            # Orthogonalise them, and send the parts back.
+            orthogonalise_all(
+                [x.view(-1, *self._shapes[i]) for i, x in zip(round_.own, wholes, strict=True)]
+            )
             back_N = torch.cat([received_N[:0], *(part.flatten() for part in parts)])
-            _fill(mine, self._exchange(back_N, one.sent, one.received))
+            _fill(mine, self._exchange(back_N, round_.sent, round_.received))
 
 
 def _numel(box: _Box) -> int:
@@ -289,37 +314,35 @@ def _fill(tensors: Sequence[torch.Tensor], x_N: torch.Tensor) -> None:
 
 
 def _deal(
-    shapes: Sequence[Sequence[int]],
-    ranks: int,
-    limit: int = _BATCH_NUMBERS,
+    shapes: Sequence[tuple[int, int]], ranks: int, limit: int = _BATCH_ELEMENTS
 ) -> list[list[list[int]]]:
     """Deal matrices of ``shapes`` to ``ranks`` by their work, in rounds.
 
-    A round has matrices of at most ``limit`` numbers a rank on average, or a single one. Every rank
-    gives the same answer: the next matrix, in the order of falling work, goes to the rank that has
-    the least so far, the first of these.
+    A round has matrices of at most ``limit`` elements a rank on average, or a single matrix. Every
+    rank gives the same answer: the next matrix, in the order of falling work, goes to the rank that
+    has the least so far, the first of these.
 
     Returns:
-        For each round the matrices of each rank, as places in ``shapes``. Worked example: three
+        For each round the matrices of each rank, as indices in ``shapes``. Worked example: three
         squares of 8 and one of 4 over two ranks are [[[0, 2], [1, 3]]].
     """
     work = [newton_schulz_flops(shape, 1) for shape in shapes]
     rounds: list[list[list[int]]] = []
     loads: list[int] = []
-    numbers = 0
+    elements = 0
     for i in sorted(range(len(shapes)), key=lambda i: -work[i]):
         size = shapes[i][0] * shapes[i][1]
-        if not rounds or numbers + size > limit * ranks:
+        if not rounds or elements + size > limit * ranks:
             rounds.append([[] for _ in range(ranks)])
-            loads, numbers = [0] * ranks, 0
+            loads, elements = [0] * ranks, 0
         rank = loads.index(min(loads))
         rounds[-1][rank].append(i)
         loads[rank] += work[i]
-        numbers += size
+        elements += size
     return rounds
 
 
-# ---- what is done to every number ---------------------------------------------------------------
+# ---- passes over a shard -------------------------------------------------------------------------
 
 
 def muon_momentum(
@@ -333,15 +356,16 @@ def muon_momentum(
 ) -> None:
     """Update ``momentum_N``, and replace ``grad_N`` by the u that is to be orthogonalised.
 
-    A step that is skipped leaves both as they are.
+    A skipped step leaves both as they are. All tensors over N are contiguous.
 
     Args:
-        grad_N: fp32 or bf16; as all of N numbers, contiguous.
+        grad_N: fp32 or bf16.
         momentum_N: fp32 or bf16.
         rates_S: made by :meth:`moetrain.kernels.optim.adamw.Settings.rates`.
         momentum: mu.
-        seed: of the random bits of stochastic rounding.
-        origins_B: int64, the place of each block's first number; with a momentum in bf16 alone.
+        seed: the seed of the random bits of stochastic rounding.
+        origins_B: int64, the index of each block's first element, from which its random bits are
+            drawn; given with a momentum in bf16, and only with that.
     """
     flat = {"grad": grad_N, "momentum": momentum_N}
     blocks = -(-grad_N.numel() // BLOCK)
@@ -352,15 +376,17 @@ def muon_momentum(
     if use_fast(backend, grad_N):
         _muon_momentum(grad_N, momentum_N, rates_S, origins_B, momentum, 1 - momentum, seed)
         return
-    clip, *_, skipped, step, _ = rates_S.unbind()
+    rates = Rates.unpack(rates_S)
     wide = torch.promote_types(grad_N.dtype, torch.float32)
-    g_N = grad_N.to(wide) * clip * (1 - momentum)
+    # Update the average of clipped gradients.
+    g_N = grad_N.to(wide) * rates.clip * (1 - momentum)
     m_N = momentum * momentum_N.to(wide) + g_N
+    # Nesterov: look ahead by one more average.
     u_N = momentum * m_N + g_N
     if origins_B is not None:
-        bits_N = random_bits_reference(origins_B, step, seed)[: grad_N.numel()]
+        bits_N = random_bits_reference(origins_B, rates.step, seed)[: grad_N.numel()]
         m_N = round_by_reference(m_N, bits_N & 0xFFFF)
-    is_kept = skipped != 0
+    is_kept = rates.skipped != 0
     for old_N, new_N in ((momentum_N, m_N), (grad_N, u_N)):
         old_N.copy_(torch.where(is_kept, old_N, new_N))
 
@@ -373,10 +399,12 @@ def muon_update(
     out_N: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """Move ``param_N`` against ``update_N``, and write ``out_N`` if it is given.
+    """Decay ``param_N``, subtract ``lr * update_N``, and write ``out_N`` if it is given.
+
+    All tensors over N are contiguous.
 
     Args:
-        param_N: fp32; as all of N numbers, contiguous.
+        param_N: fp32.
         update_N: fp32 or bf16, what :func:`orthogonalise` leaves.
         rates_S: made by :meth:`moetrain.kernels.optim.adamw.Settings.rates`.
         decays_B: uint8, 1 where weight decay applies.
@@ -387,31 +415,29 @@ def muon_update(
     _check("muon_update", flat, dtypes)
     blocks = -(-param_N.numel() // BLOCK)
     if decays_B.shape != (blocks,) or decays_B.dtype != torch.uint8:
-        takes = f"uint8 [{blocks}] with {param_N.numel()} numbers"
+        takes = f"uint8 [{blocks}] with {param_N.numel()} elements"
         raise refusal("muon_update", takes, decays=decays_B)
     if use_fast(backend, param_N):
         # In torch 2.11 an argument that an op writes must be a tensor.
         out_N = param_N.new_empty(0) if out_N is None else out_N
         _muon_update(param_N, out_N, update_N, rates_S, decays_B)
         return
-    _, decay, *_, skipped, _, lr = rates_S.unbind()
-    decays_N = (decay * decays_B).repeat_interleave(BLOCK)[: param_N.numel()]
-    p_N = param_N - decays_N * param_N - lr * update_N.to(param_N.dtype)
-    param_N.copy_(torch.where(skipped != 0, param_N, p_N))
+    rates = Rates.unpack(rates_S)
+    decays_N = (rates.decay * decays_B).repeat_interleave(BLOCK)[: param_N.numel()]
+    p_N = param_N - decays_N * param_N - rates.lr * update_N.to(param_N.dtype)
+    param_N.copy_(torch.where(rates.skipped != 0, param_N, p_N))
     if out_N is not None:
         out_N.copy_(param_N)
 
 
 def _check(
-    kernel: str,
-    flat: dict[str, torch.Tensor],
-    kinds: dict[str, tuple[torch.dtype, ...]],
+    kernel: str, flat: dict[str, torch.Tensor], allowed: dict[str, tuple[torch.dtype, ...]]
 ) -> None:
-    """Refuse tensors unlike the first, or of other dtypes; a reference takes fp64 too."""
+    """Refuse tensors unlike the first, or of other dtypes; all may be fp64, for the reference."""
     shape = next(iter(flat.values())).shape
-    is_wide = all(tensor.dtype == torch.float64 for tensor in flat.values())
+    is_fp64 = all(tensor.dtype == torch.float64 for tensor in flat.values())
     for name, tensor in flat.items():
-        dtypes = (torch.float64,) if is_wide else kinds[name]
+        dtypes = (torch.float64,) if is_fp64 else allowed[name]
         if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
             takes = f"a contiguous {tuple(shape)} of {' or '.join(map(str, dtypes))}"
             raise refusal(kernel, takes, **{name: tensor})
@@ -428,14 +454,31 @@ def _muon_momentum(
     seed: int,
 ) -> None:
     if size := grad_N.numel():
-        tensors = (grad_N, momentum_N, rates_S, origins_B)
-        grid = (triton.cdiv(size, BLOCK),)
-        _momentum_kernel[grid](*tensors, size, momentum, rest, seed, BLOCK, num_warps=WARPS)
+        _momentum_kernel[(triton.cdiv(size, BLOCK),)](
+            grad_N,
+            momentum_N,
+            rates_S,
+            origins_B,
+            size,
+            momentum,
+            rest,
+            seed,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
 
 
 @_muon_momentum.register_fake
-def _(*arguments) -> None:
-    return None
+def _(
+    grad_N: torch.Tensor,
+    momentum_N: torch.Tensor,
+    rates_S: torch.Tensor,
+    origins_B: torch.Tensor | None,
+    momentum: float,
+    rest: float,
+    seed: int,
+) -> None:
+    """Write in place; there is nothing to return."""
 
 
 @torch.library.custom_op("moetrain::muon_update", mutates_args=("param_N", "out_N"))
@@ -448,14 +491,27 @@ def _muon_update(
 ) -> None:
     """Update in place; an empty ``out_N`` stands for none."""
     if size := param_N.numel():
-        tensors = (param_N, update_N, out_N if out_N.numel() else None, rates_S, decays_B)
-        grid = (triton.cdiv(size, BLOCK),)
-        _update_kernel[grid](*tensors, size, BLOCK, num_warps=WARPS)
+        _update_kernel[(triton.cdiv(size, BLOCK),)](
+            param_N,
+            update_N,
+            out_N if out_N.numel() else None,
+            rates_S,
+            decays_B,
+            size,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
 
 
 @_muon_update.register_fake
-def _(*arguments) -> None:
-    return None
+def _(
+    param_N: torch.Tensor,
+    out_N: torch.Tensor,
+    update_N: torch.Tensor,
+    rates_S: torch.Tensor,
+    decays_B: torch.Tensor,
+) -> None:
+    """Write in place; there is nothing to return."""
 
 
 @triton.jit(do_not_specialize=["seed"])

@@ -4,12 +4,13 @@
 
 The receiver adds the ranks' chunks in rank order: no partial sum is rounded to bf16, unlike in a
 ring, and the result does not depend on timing. The kernel also adds up the squares of the stored
-sums, block by block, so that the norm of a gradient takes no pass over it.
+sums, block by block, so that the norm of a gradient takes no pass of its own.
 
 The result may be stored in bf16 (``optim.gradient_dtype``), rounded once, to nearest. Worked
 example: chunks [[1], [2^-9]], out [2^-8] in bf16, accumulating: 1 + 3 * 2^-9, stored as 1 + 2^-7.
 
-It leaves out the collective, which is in ``parallel``, and gradients: it runs inside a backward.
+Left out on purpose: the collective, which is in ``parallel``, and gradients, since it runs inside a
+backward.
 
 Legend: R chunks (ranks), N elements a chunk, B blocks of 1024 elements.
 """
@@ -19,14 +20,7 @@ Legend: R chunks (ranks), N elements a chunk, B blocks of 1024 elements.
 import torch
 import torch.nn.functional as F
 
-from moetrain.runtime.backend import (
-    Backend,
-    launch,
-    refusal,
-    tl,
-    triton,
-    use_fast,
-)
+from moetrain.runtime.backend import Backend, launch, refusal, tl, triton, use_fast
 
 # Launch settings, measured on one H200.
 _BLOCK, _WARPS = 1024, 4
@@ -44,14 +38,15 @@ def sum_chunks(
     own_N: torch.Tensor | None = None,
     own: int = -1,
 ) -> torch.Tensor:
-    """Write the fp32 sum over R to ``out_N`` (None: a new tensor) and return it.
+    """Write the sum over R, made in fp32, to ``out_N`` (None: a new tensor) and return it.
 
     Args:
         chunks_RN: bf16, fp16 or fp32, contiguous; fast where N is a multiple of 16.
         out_N: contiguous; fp32, or the dtype that the sum is rounded to.
         accumulate: add, in fp32, to the contents of ``out_N`` (fp32 or bf16).
         squares_B: fp32: receives each block's sum of squares of the new ``out_N``.
-        own_N, own: chunk ``own``, which did not travel, is read from ``own_N``.
+        own_N: this rank's chunk, which was not sent; it is read in place of row ``own``.
+        own: the index of this rank's chunk.
     """
     if chunks_RN.dim() != 2 or not chunks_RN.shape[0] or not chunks_RN.is_contiguous():
         takes = "a contiguous [R, N] with R at least 1"
@@ -72,8 +67,8 @@ def sum_chunks(
     if own_N is not None:
         fits = own_N.shape == out_N.shape and own_N.is_contiguous()
         if not fits or own_N.dtype != chunks_RN.dtype or not 0 <= own < chunks_RN.shape[0]:
-            given = {f"chunk {own} as": own_N, "chunks": chunks_RN}
-            raise refusal("sum_chunks", "one of the chunks, contiguous", **given)
+            was_given = {f"chunk {own} as": own_N, "chunks": chunks_RN}
+            raise refusal("sum_chunks", "one of the chunks, contiguous", **was_given)
     if use_fast(backend, chunks_RN):
         # In torch 2.11 an argument that an op writes must be a tensor.
         none = out_N.new_empty(0, dtype=torch.float32)
@@ -107,15 +102,30 @@ def _sum_chunks(
 ) -> None:
     """Write the sum in place; an empty ``squares_B`` stands for none."""
     chunks, size = chunks_RN.shape
-    grid = (num_blocks(size),)
-    tensors = (out_N, chunks_RN, squares_B if squares_B.numel() else None, own_N)
-    own = -1 if own_N is None else own
-    _sum_kernel[grid](*tensors, size, chunks, own, accumulate, _BLOCK, num_warps=_WARPS)
+    _sum_kernel[(num_blocks(size),)](
+        out_N,
+        chunks_RN,
+        squares_B if squares_B.numel() else None,
+        own_N,
+        size,
+        CHUNKS=chunks,
+        OWN=-1 if own_N is None else own,
+        ACCUMULATE=accumulate,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+    )
 
 
 @_sum_chunks.register_fake
-def _(*arguments) -> None:
-    return None
+def _(
+    out_N: torch.Tensor,
+    chunks_RN: torch.Tensor,
+    accumulate: bool,
+    squares_B: torch.Tensor,
+    own_N: torch.Tensor | None,
+    own: int,
+) -> None:
+    """Write in place; there is nothing to return."""
 
 
 @triton.jit

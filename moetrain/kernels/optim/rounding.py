@@ -1,16 +1,16 @@
-"""Stochastic rounding of optimizer states to bf16, and how their kernels are launched.
+"""Stochastic rounding of optimizer states to bf16, and the launch settings of their kernels.
 
     round(x) = the top 16 bits of (x + noise)        noise: 16 random bits below those of bf16
 
-as integers of 32 bits: the mean of a rounded number is the number. The random bits are Philox's
-(Salmon et al. 2011, ten rounds) of the seed, the step and the number's place: a rerun repeats them,
-and so does another layout. Worked example: 1 + 2^-9 becomes 1 + 2^-7, the next bf16 number, for one
-in four values of the bits.
+as 32-bit integers: the mean of the rounded value is x. The random bits are Philox's (Salmon et al.
+2011, ten rounds) of the seed, the step and the element's index: a rerun repeats them, and so does
+another layout. Worked example: 1 + 2^-9 becomes 1 + 2^-7, the next bf16 value, for one in four
+values of the bits.
 
-Kernels of other files call :func:`random_bits` and :func:`round_by` on one block of numbers; the
+Kernels of other files call :func:`random_bits` and :func:`round_by` on one block of elements. The
 functions named ``_reference`` do the same in plain torch.
 
-Legend: N numbers of a shard, B blocks of :data:`BLOCK` of them, each of one parameter.
+Legend: N elements of a shard, B blocks of :data:`BLOCK` of them, each of one parameter.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -34,12 +34,16 @@ def round_by_reference(x_N: torch.Tensor, noise_N: torch.Tensor) -> torch.Tensor
 
 
 def random_bits_reference(
-    origins_B: torch.Tensor,
-    step: torch.Tensor,
-    seed: int,
-    block: int = BLOCK,
+    origins_B: torch.Tensor, step: torch.Tensor, seed: int, block: int = BLOCK
 ) -> torch.Tensor:
-    """Return 32 random bits (int64) for each number of the blocks."""
+    """Return 32 random bits (int64) for each element of blocks of ``block`` elements.
+
+    Args:
+        origins_B: int64, the index of each block's first element.
+        step: 0-d, the number of the step.
+    """
+    # Each group of four elements takes the four words of one Philox block: its counter is the
+    # group's index (two words) and the step, its key the seed.
     mask = 0xFFFFFFFF
     groups = origins_B[:, None] // 4 + torch.arange(block // 4, device=origins_B.device)
     c0 = groups & mask
@@ -61,14 +65,14 @@ def random_bits_reference(
 
 @triton.jit
 def round_by(x, noise):
-    """fp32 to numbers that bf16 has, by 16 random bits."""
+    """Round fp32 to values that bf16 has, by 16 random bits; the dtype stays fp32."""
     bits = x.to(tl.int32, bitcast=True) + noise
     return (bits & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def random_bits(origin, step, seed, BLOCK: tl.constexpr):
-    """32 random bits (int32) for each of a block's numbers."""
+    """Return 32 random bits (int32) for each element of the block that begins at ``origin``."""
     group = (origin >> 2) + tl.arange(0, BLOCK // 4)
     low, high = group.to(tl.int32), (group >> 32).to(tl.int32)
     zero = low * 0

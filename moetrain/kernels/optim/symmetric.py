@@ -1,10 +1,10 @@
-"""Products of matrices with their own transposes, of which half is computed: both of Muon's.
+"""Products of matrices with their own transposes, of which half is computed, for Muon.
 
     S = alpha X X^T + beta A          A symmetric, or none
 
-S is symmetric too. So only tiles on and above the diagonal are computed, and each is written twice,
-where it lies and transposed: of t x t tiles t (t + 1) / 2, at t = 6 (768 rows) 58 % of the FLOPs.
-With X = A it is a A A + b A, since A A = A A^T (:mod:`moetrain.kernels.optim.muon`).
+S is symmetric too. So only tiles on and above the diagonal are computed: t (t + 1) / 2 of t x t, at
+t = 6 (768 rows) 58 % of the FLOPs. Each is written twice, in place and transposed. With X = A the
+result is alpha A A + beta A, since A A = A A^T (:mod:`moetrain.kernels.optim.muon`).
 
 Worked example: X = [[1, 2], [3, 4]] gives X X^T = [[5, 11], [11, 25]], and with alpha 2, beta 1 and
 A = [[0, 1], [1, 0]] it gives [[10, 23], [23, 50]].
@@ -23,36 +23,30 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.runtime.backend import (
-    Backend,
-    refusal,
-    tl,
-    triton,
-    use_fast,
-)
+from moetrain.runtime.backend import Backend, refusal, tl, triton, use_fast
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class _Launch(NamedTuple):
-    """How the kernel is launched; ``scripts/bench_optimizer.py --sweep`` times others."""
+    """Launch settings of the kernel; ``scripts/bench_optimizer.py --sweep`` times others."""
 
     tile: int
     """Rows and columns of a tile."""
     depth: int
-    """Columns of X that are multiplied at a time."""
+    """Columns of X that a step of the loop multiplies."""
     warps: int
     stages: int
     registers: int
-    """At most so many a thread."""
+    """Most registers a thread."""
 
 
 _LAUNCH = _Launch(128, 64, 4, 3, 255)
 _LAUNCH_ALONE = _LAUNCH._replace(stages=4)
-"""Without an added matrix. The fastest of eight on one H100 (128 matrices of 768 x 2048): X X^T
-0.43 ms and b A + c A A 0.25, where a library takes 0.47 and 0.36."""
+"""Settings without an added matrix. Both are the fastest of eight on one H100: of 128 matrices of
+768 x 2048, X X^T takes 0.43 ms and b A + c A A 0.25, where a library takes 0.47 and 0.36."""
 _MOST_ROWS = 46_340
-"""Places in a result are 32-bit integers."""
+"""Limit of rows: offsets in a result are 32-bit integers."""
 
 
 def symmetric_product(
@@ -67,7 +61,7 @@ def symmetric_product(
     Args:
         x_BRC: bf16, fp16 or fp32 of any strides; fast where one of R and C is contiguous and the
             other's stride a multiple of 16.
-        added_BRR: symmetric matrices in the same dtype, contiguous, of which one half is read.
+        added_BRR: symmetric matrices in the same dtype, contiguous; only one half of each is read.
     """
     batch, rows, _ = sizes = x_BRC.shape if x_BRC.dim() == 3 else (0, 0, 0)
     fits = x_BRC.dim() == 3
@@ -97,22 +91,35 @@ def _symmetric_product(
 ) -> torch.Tensor:
     batch, rows, columns = x_BRC.shape
     out_BRR = x_BRC.new_empty(batch, rows, rows)
-    how = _LAUNCH_ALONE if added_BRR is None else _LAUNCH
-    tiles = triton.cdiv(rows, how.tile)
+    launch = _LAUNCH_ALONE if added_BRR is None else _LAUNCH
+    tiles = triton.cdiv(rows, launch.tile)
     pairs = tiles * (tiles + 1) // 2
     # Products in fp32 have no tensor cores, and their loops are unrolled.
-    depth = how.depth if x_BRC.itemsize == 2 else 16
-    is_even = rows % how.tile == columns % depth == 0
+    depth = launch.depth if x_BRC.itemsize == 2 else 16
     _symmetric_kernel[(batch * pairs,)](
-        x_BRC, added_BRR, out_BRR, pairs, rows, columns, *x_BRC.stride(), alpha, beta,
-        how.tile, depth, is_even, num_warps=how.warps, num_stages=how.stages,
-        maxnreg=how.registers,
-    )  # fmt: skip
+        x_BRC,
+        added_BRR,
+        out_BRR,
+        pairs,
+        rows,
+        columns,
+        *x_BRC.stride(),
+        alpha,
+        beta,
+        TILE=launch.tile,
+        DEPTH=depth,
+        EVEN=rows % launch.tile == columns % depth == 0,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+        maxnreg=launch.registers,
+    )
     return out_BRR
 
 
 @_symmetric_product.register_fake
-def _(x_BRC, added_BRR, alpha, beta):
+def _(
+    x_BRC: torch.Tensor, added_BRR: torch.Tensor | None, alpha: float, beta: float
+) -> torch.Tensor:
     batch, rows, _ = x_BRC.shape
     return x_BRC.new_empty(batch, rows, rows)
 
@@ -164,7 +171,8 @@ def _symmetric_kernel(
     value = total.to(out.dtype.element_ty)
     out += matrix * rows * rows
     if i == j:
-        # A number and its mirror image are sums of the same products, but who knows in what order.
+        # On the diagonal each value is written to both places, since its mirror image may have been
+        # summed in another order.
         tl.store(out + above, value, valid & (r[:, None] <= c[None, :]))
         tl.store(out + below, value, valid & (r[:, None] < c[None, :]))
     else:
