@@ -14,9 +14,8 @@ from test_engine import ROWS, SEQ_LEN, make_rows, objective_of, weights_of
 from moetrain import Trainer
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import Batch
-from moetrain.kernels.attention.cudnn import document_bucket
 from moetrain.parallel import apply
-from moetrain.runtime.graphs import Graphs, _Captured, alike
+from moetrain.runtime.graphs import Graphs, document_bucket, pad_documents
 from moetrain.train import session as setup
 from moetrain.train.metrics import read_metrics
 from moetrain.train.objectives import CrossEntropy, Term
@@ -69,7 +68,7 @@ def counting(device="cpu"):
         return replay
 
     graphs = Graphs(torch.device(device), Marked())
-    graphs._capture = capture
+    graphs.capture = capture
     return graphs, seen
 
 
@@ -123,7 +122,7 @@ def test_marks_of_the_capture_are_set_again():
         return lambda: out
 
     graphs = Graphs(torch.device("cpu"), marked)
-    graphs._capture = capture
+    graphs.capture = capture
 
     def fn(x):
         marked.marks = 7
@@ -154,7 +153,7 @@ def test_inputs_are_tensors_and_plain_values():
 def test_micro_batches_get_as_many_documents():
     few, many = packed(0, 9)[0], packed(1, 20)[0]
     for batches, most in (([few], 16), ([few, many], 32)):
-        for old, new in zip(batches, alike(batches), strict=True):
+        for old, new in zip(batches, pad_documents(batches), strict=True):
             ends, count = new.cu_seqlens, len(old.cu_seqlens)
             assert len(ends) == most + 1
             assert torch.equal(ends[:count], old.cu_seqlens)
@@ -167,8 +166,8 @@ def test_micro_batches_get_as_many_documents():
 def test_micro_batches_of_ranks_get_as_many_documents_or_none(theirs):
     mine, others = [packed(0, 9)[0]], [packed(1, number)[0] for number in theirs]
     heard = []
-    alike(others, heard.append)
-    found = alike(mine, lambda own: torch.maximum(own, heard[0], out=own))
+    pad_documents(others, heard.append)
+    found = pad_documents(mine, lambda own: torch.maximum(own, heard[0], out=own))
     if len(theirs) == 2:
         assert found is None
     else:
@@ -231,11 +230,11 @@ CASES = {
 def check_steps(words, micro):
     plain, ours = make_engine(*words, micro=micro), make_engine(*words, ON, micro=micro)
     if plain.world.device.type == "cpu":
-        ours.graphs._capture = lambda fn: fn
+        ours.graphs.capture = lambda fn: fn
     assert run_steps(ours, micro, look_between) == run_steps(plain, micro, look_between)
     for (name, mine), (_, theirs) in zip(ours.weights(), plain.weights(), strict=True):
         assert torch.equal(mine, theirs), name
-    captured = [x for x in ours.graphs._kept.values() if isinstance(x, _Captured)]
+    captured = ours.graphs.captured
     more = 9 * (ours.world.dims.data_ranks - 1)
     buckets = [document_bucket(min(n + more, micro * SEQ_LEN // 2)) for n in DOCUMENTS]
     assert len(captured) == 1 + len(set(buckets))  # and the update
@@ -308,7 +307,7 @@ def test_what_peers_read_is_up_to_date_after_an_update():
 def differing(graphs):
     engine, objective, seen = make_engine(*graphs, micro=4), CrossEntropy(), []
     if engine.graphs is not None:
-        engine.graphs._capture = lambda fn: seen.append(fn) or fn
+        engine.graphs.capture = lambda fn: seen.append(fn) or fn
     for step in range(4):
         for micro in (4, 2 + 2 * engine.world.rank):
             batches = packed(step, 12, micro)[:1]
@@ -531,7 +530,7 @@ def test_auto_is_where_graphs_can_be_and_pay(words, sleep, graphs, tiny_words, m
 
 def test_leaving_ends_graphs():
     engine, objective = make_engine(ON), CrossEntropy()
-    engine.graphs._capture = lambda fn: fn
+    engine.graphs.capture = lambda fn: fn
     for _ in range(2):
         engine.forward_backward(packed(0, 12), objective)
         engine.step(1e-2)
@@ -544,7 +543,7 @@ def test_memory_stays_and_graphs_go_with_it():
     engine, objective = make_engine(ON), CrossEntropy()
     assert not engine.fsdp.frees
     assert make_engine().fsdp.frees
-    engine.graphs._capture = lambda fn: fn
+    engine.graphs.capture = lambda fn: fn
     for _ in range(2):
         engine.forward_backward(packed(0, 12), objective)
         engine.step(1e-2)
@@ -561,7 +560,7 @@ def test_what_a_replay_reads_is_up_to_date():
         results = fn()
         return lambda: results
 
-    engine.graphs._capture = capture
+    engine.graphs.capture = capture
     for step in range(3):
         engine.forward_backward(packed(0, 12), objective)
         casts = [bucket for bucket in engine.fsdp.buckets if bucket.is_cast]

@@ -4,13 +4,14 @@ With small models and micro-batches a GPU waits for the host. :class:`Graphs` ru
 tensors, captures it at its second call with the same shapes, and replays it from then on: a replay
 launches the same kernels with the same arguments, so it gives the same bits.
 
-A graph knows memory by its address. So what outlives a step must stay where it is, inputs are
-copied to fixed tensors, and results are copied out of the memory that all graphs share. Nothing of
-Python runs in a replay: ``marks`` of the capture, which say what it did, are set again.
+A graph knows memory by its address. So tensors that outlive a step must stay where they are, inputs
+are copied to fixed tensors, and results are copied out of the memory that all graphs share. A
+replay runs no Python: ``marks``, which record what the captured Python code did, are set again.
 
-Several ranks capture, and replay, in the same steps: a collective in a graph is planned for one in
-the others'. So they agree on the host, before each step, on how many documents micro-batches have
-(:func:`alike`); where these differ in anything else, the step runs without graphs on all.
+All ranks must capture, and replay, in the same steps, since a collective inside a graph waits for
+the other ranks' graphs. So before each step they agree on the host on how many documents
+micro-batches have (:func:`pad_documents`). If the shapes differ in anything else, all of them run
+the step without graphs.
 
 Left out on purpose: pipelines, and dispatch whose sizes the host must know. Tensor and context
 parallelism were not shown to have the same bits.
@@ -19,91 +20,119 @@ parallelism were not shown to have the same bits.
 import gc
 import zlib
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from moetrain.config import ConfigError
-from moetrain.kernels.attention.cudnn import document_bucket
 
 _T = TypeVar("_T")
 _B = TypeVar("_B")
-_Replay = Callable[[], Any]
-_MOST = 64
-"""Keys that are kept; more come of objectives or shapes that are new in every step."""
+_MAX_KEYS = 64
+"""Keys that are kept; objectives or shapes that are new in every step would add more and more."""
+_MIN_DOCUMENTS = 16
+"""Rounding up to this costs nothing: 16,384 tokens on one H200 take the same within 1 % up to 64
+documents."""
 
 
-class _Captured(NamedTuple):
-    what: Any
+def document_bucket(documents: int) -> int:
+    """Return ``documents`` rounded up to a power of two, at least 16.
+
+    CUDA graphs, and cuDNN's graphs of attention, are built for that many documents.
+    """
+    return max(_MIN_DOCUMENTS, 1 << (documents - 1).bit_length())
+
+
+class Marked(Protocol):
+    """What Python code of a step changes beside tensors."""
+
+    marks: Any
+    """A hashable record of it. Setting a record restores that state."""
+
+
+class Captured(NamedTuple):
+    """A captured call."""
+
+    objects: list[Any]
+    """What its key names by id; kept, so that the ids stay theirs."""
     inputs: list[torch.Tensor]
-    replay: _Replay
+    """The tensors that the graph reads."""
+    replay: Callable[[], Any]
     """Launches the kernels; returns what the function returned, with values of this launch."""
     marks: Any
+    """The marks after the call."""
 
 
 class Graphs:
-    """Functions of tensors on ``device``, each by a key and its inputs' shapes.
+    """Captured functions of tensors on ``device``, by what they depend on and their inputs' shapes.
 
     Args:
-        marked: has the ``marks`` that Python notes of a step; these set again, it is as it was.
+        marked: keeps the marks of a step.
     """
 
-    def __init__(self, device: torch.device, marked: Any) -> None:
+    def __init__(self, device: torch.device, marked: Marked) -> None:
         self.device, self.marked = device, marked
         self._pool: Any = None
-        self._kept: dict[Hashable, Any] = {}
-        """What was called, by key: its objects, whose ids stay theirs so, and what was captured."""
+        self._kept: dict[Hashable, Captured | list[Any]] = {}
+        """By key: a captured call, or the objects of one that has run once."""
 
     def clear(self) -> None:
-        """Forget all graphs: what they know the address of has moved."""
+        """Forget all graphs, after tensors have moved that they know by address."""
         self._kept.clear()
         self._pool = None
 
-    def run(
-        self,
-        what: Sequence[Any],
-        fn: Callable[[_T], Any],
-        inputs: _T,
-    ) -> Any:
+    @property
+    def captured(self) -> list[Captured]:
+        """All captured calls."""
+        return [known for known in self._kept.values() if isinstance(known, Captured)]
+
+    def run(self, objects: Sequence[Any], fn: Callable[[_T], Any], inputs: _T) -> Any:
         """Return ``fn(inputs)``: tensors, in any nesting.
 
         Args:
-            what: objects that ``fn`` depends on beside its inputs, and that do not change.
+            objects: what ``fn`` depends on beside its inputs, and what does not change.
             inputs: tensors on the device, in any nesting, beside plain values.
 
-        Raises ConfigError: ``fn`` cannot be captured, or an input is neither.
+        Raises:
+            ConfigError: ``fn`` cannot be captured, or an input is neither tensor nor plain value.
         """
         leaves, spec = pytree.tree_flatten(inputs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        key = (*map(id, what), self.marked.marks, repr(spec), *map(_shape, leaves))
+        key = (*map(id, objects), self.marked.marks, repr(spec), *map(_shape, leaves))
         known = self._kept.get(key)
-        if known is None:  # compiles, and allocates what stays
-            if len(self._kept) >= _MOST:
+        # First call: run it, which compiles, and allocates what stays.
+        if known is None:
+            if len(self._kept) >= _MAX_KEYS:
                 self.clear()
-            self._kept[key] = [*what]
+            self._kept[key] = [*objects]
             return fn(inputs)
-        if not isinstance(known, _Captured):
+        # Second call: capture it on fixed inputs.
+        if not isinstance(known, Captured):
             fixed = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            given = pytree.tree_unflatten(fixed, spec)
-            replay = self._capture(lambda: fn(given))
-            places = [leaf for leaf in fixed if isinstance(leaf, torch.Tensor)]
-            known = self._kept[key] = _Captured(known, places, replay, self.marked.marks)
+            fixed_inputs = pytree.tree_unflatten(fixed, spec)
+            known = Captured(
+                objects=known,
+                inputs=[leaf for leaf in fixed if isinstance(leaf, torch.Tensor)],
+                replay=self.capture(lambda: fn(fixed_inputs)),
+                marks=self.marked.marks,
+            )
+            self._kept[key] = known
+        # Later calls: copy the inputs.
         else:
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             torch._foreach_copy_(known.inputs, tensors)
         self.marked.marks = known.marks
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, known.replay())
 
-    def _capture(self, fn: Callable[[], Any]) -> _Replay:
-        """Capture the kernels of ``fn`` without running them."""
+    def capture(self, fn: Callable[[], Any]) -> Callable[[], Any]:
+        """Capture the kernels of ``fn`` without running them; return what replays them."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        gc.collect()  # what is left of the call before holds on to its stream
+        gc.collect()  # garbage of the call before keeps its stream in use
         try:
-            # Other threads, of data and of checkpoints, may do as they like meanwhile.
-            how = {"pool": self._pool, "capture_error_mode": "thread_local"}
-            with torch.cuda.graph(graph, **how):
+            # thread_local: other threads, of data and of checkpoints, may use CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 results = fn()
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
@@ -118,6 +147,7 @@ class Graphs:
 
 
 def _shape(leaf: Any) -> Hashable:
+    """Return what a graph depends on of an input: a tensor's shape and dtype, or a plain value."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype
     if leaf is None or isinstance(leaf, (bool, int, float, str)):
@@ -126,32 +156,36 @@ def _shape(leaf: Any) -> Hashable:
     raise ConfigError("compile.cuda_graphs", problem)
 
 
-def alike(
-    batches: Sequence[_B], agree: Callable[[torch.Tensor], object] | None = None
+def pad_documents(
+    batches: Sequence[_B], max_over_ranks: Callable[[torch.Tensor], object] | None = None
 ) -> list[_B] | None:
-    """Give packed ``batches``, on the host, as many documents each, in buckets of powers of two.
+    """Return packed ``batches``, on the host, padded to one :func:`document_bucket` of documents.
 
-    What is added are empty documents at the end, so that other documents need no other graph.
+    Empty documents are added at the end, so that few graphs serve all numbers of documents.
 
-    ``agree`` sets int64 numbers on the host to the largest of all ranks. With it this is
-    collective: as many documents on all ranks; or None: their shapes differ besides.
+    Args:
+        max_over_ranks: replaces an int64 tensor on the host by its maximum over all ranks. With it
+            the call is collective, and all ranks get the same number of documents, or None if their
+            shapes differ in anything else.
     """
     ends = [getattr(batch, "cu_seqlens", None) for batch in batches]
     counts = [end_N.shape[0] - 1 for end_N in ends if end_N is not None]
-    most = document_bucket(max(counts)) if counts else 0
-    if agree is not None:
-        given: Any = [*batches]
-        leaves, spec = pytree.tree_flatten([batch.to(torch.device("cpu")) for batch in given])
+    documents = document_bucket(max(counts)) if counts else 0
+    if max_over_ranks is not None:
+        # A hash of all other shapes; its maximum and minimum are equal if those of all ranks are.
+        movable: list[Any] = [*batches]
+        on_host = [batch.to(torch.device("cpu")) for batch in movable]
+        leaves, spec = pytree.tree_flatten(on_host)
         others = [_shape(leaf) for leaf in leaves if not any(leaf is end_N for end_N in ends)]
         own = zlib.crc32(repr((spec, others)).encode())
-        found = torch.tensor([most, own, -own])
-        agree(found)
-        most, largest, least = found.tolist()
-        if largest != -least:
+        found = torch.tensor([documents, own, -own])
+        max_over_ranks(found)
+        documents, largest, smallest = found.tolist()
+        if largest != -smallest:
             return None
     padded: list[Any] = [*batches]
     for i, end_N in enumerate(ends):
         if end_N is not None:
-            wider_N = F.pad(end_N, (0, most + 1 - end_N.shape[0]), value=int(end_N[-1]))
+            wider_N = F.pad(end_N, (0, documents + 1 - end_N.shape[0]), value=int(end_N[-1]))
             padded[i] = padded[i]._replace(cu_seqlens=wider_N)
     return padded

@@ -39,7 +39,7 @@ from moetrain.parallel.pipeline.executor import Finish, Pipeline
 from moetrain.parallel.world import World
 from moetrain.runtime.ahead import can_compile_ahead, compile_ahead, launches_of
 from moetrain.runtime.annotate import annotate, annotated
-from moetrain.runtime.graphs import Graphs, alike
+from moetrain.runtime.graphs import Graphs, pad_documents
 from moetrain.runtime.memory import LateNumbers
 from moetrain.train.checks import check_run
 from moetrain.train.faults import first_not_finite
@@ -171,7 +171,7 @@ class Engine(ModelState):
             run = self._learn(given[0], objective, given[1])
             return run.totals(), run.lost
 
-        same = alike(batches, self._agree)
+        same = pad_documents(batches, self._agree)
         if same is not None and not (self.static and self._since_step):
             self.before_forward()
             self.fsdp.refresh()

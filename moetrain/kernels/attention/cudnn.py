@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moetrain.runtime.backend import tl, triton
+from moetrain.runtime.graphs import document_bucket
 
 _PACKAGE = "nvidia-cudnn-frontend"
 _OLDEST = (1, 28)
@@ -45,8 +46,8 @@ _DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 8
 """What the backward takes on Hopper."""
 
-# Rounding up to these costs nothing (16,384 tokens on one H200: within 1% up to 64 documents).
-_MIN_DOCUMENTS, _MIN_LENGTH = 16, 128
+_MIN_LENGTH = 128
+"""Rounding the length bound up to this costs nothing (16,384 tokens on one H200: within 1 %)."""
 
 # A graph's tensors by our names; cuDNN knows them by number.
 _INPUTS = ("q", "k", "v", "o", "lse", "do")
@@ -175,15 +176,6 @@ class _CudnnGraph(NamedTuple):
     workspace_bytes: int
 
 
-def _round_up(size: int, least: int) -> int:
-    return max(least, 1 << (size - 1).bit_length())
-
-
-def document_bucket(documents: int) -> int:
-    """Return the number of documents that a graph for so many is built for."""
-    return _round_up(documents, _MIN_DOCUMENTS)
-
-
 def _prepare(
     q_THd: torch.Tensor,
     v_TGv: torch.Tensor,
@@ -195,7 +187,7 @@ def _prepare(
     tokens, heads, width = q_THd.shape
     keys, kv_heads, v_width = v_TGv.shape
     documents = document_bucket(ends[0].shape[0] - 1)
-    length = _round_up(max_seqlen, _MIN_LENGTH)
+    length = max(_MIN_LENGTH, 1 << (max_seqlen - 1).bit_length())
     window = None if window is None or window >= length else window
     shape = (tokens, keys, ends[1] is not None, documents, length, heads, kv_heads, width, v_width)
     sizes = _GraphSizes(q_THd.device, q_THd.dtype, *shape, window, scale)
