@@ -2,9 +2,9 @@
 
     python scripts/bench_base.py [bits] [sweep] [steps] [--commands] [--results FILE.jsonl]
 
-bits   every form widened by the kernel and by plain torch, in bf16 and fp32: equal, bit for bit
-sweep  a block's experts of ``qwen3-30b-a3b`` widened with other launch settings: ms, TB/s, and the
-       share of a copy's rate
+bits   every format dequantised by the kernel and by plain torch, in bf16 and fp32: equal bits
+sweep  a block's experts of ``qwen3-30b-a3b`` dequantised with other launch settings: ms, TB/s, and
+       the share of a copy's rate
 steps  whole steps of ``qwen3-30b-a3b`` with adapters, by ``scripts/bench_train.py``: bases in bf16,
        float8, mxfp4 and nf4; then transformers with PEFT and bitsandbytes (``pip install
        bitsandbytes``) on the same GPU. ``--commands`` only says what would run
@@ -23,7 +23,7 @@ import torch
 from bench_kernels import BYTES_PER_SECOND, device_ms
 
 from moetrain.kernels.quant import groups
-from moetrain.kernels.quant.groups import FORMS, Form, Groups, widen_groups
+from moetrain.kernels.quant.groups import QUANT_FORMATS, Groups, QuantFormat, dequantise_groups
 from moetrain.runtime.backend import INTERPRETED
 
 EXPERTS = 128 * 3 * 768 * 2048
@@ -68,12 +68,12 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def random_groups(form: Form, numel: int) -> Groups:
+def random_groups(form: QuantFormat, numel: int) -> Groups:
     """Give stored numbers of all codes, with scales as weights have them."""
     bytes_B = torch.randint(0, 256, (form.num_bytes(numel),), dtype=torch.uint8, device=device())
     given = form.split(bytes_B[None])
     if form.bits == 8:
-        given.codes[given.codes & 127 == 127] = 0  # NaN
+        given.quantised[given.quantised & 127 == 127] = 0  # NaN
     if given.shared is None:
         given.scales.copy_(given.scales % 16 + 110)
     else:
@@ -84,14 +84,14 @@ def random_groups(form: Form, numel: int) -> Groups:
 def check_bits() -> bool:
     """Compare the kernel with plain torch."""
     is_right, numel = True, 2**14 if INTERPRETED else 2**26
-    for form, dtype in itertools.product(FORMS.values(), (torch.float32, torch.bfloat16)):
+    for form, dtype in itertools.product(QUANT_FORMATS.values(), (torch.float32, torch.bfloat16)):
         if INTERPRETED and dtype == torch.bfloat16:  # whose rounding is cut off there
             continue
         given, table = random_groups(form, numel), form.table(device())
         found = []
         for backend in ("triton", "reference"):
             out_N = torch.empty(numel, dtype=dtype, device=device())
-            widen_groups(form, given, table, out_N, 0, numel, backend)
+            dequantise_groups(form, given, table, out_N, 0, numel, backend)
             found.append(out_N)
         same = torch.equal(*found)
         is_right &= same
@@ -101,7 +101,7 @@ def check_bits() -> bool:
 
 def sweep() -> bool:
     """Time the kernel with other launch settings; the first line of a form is what it has."""
-    for form in FORMS.values():
+    for form in QUANT_FORMATS.values():
         given, table = random_groups(form, EXPERTS), form.table(device())
         out_N = torch.empty(EXPERTS, dtype=torch.bfloat16, device=device())
         usual = groups._LAUNCH[form.bits]
@@ -109,8 +109,8 @@ def sweep() -> bool:
         for launch in (usual, *others):
             groups._LAUNCH[form.bits] = launch
             how = (form, given, table, out_N, 0, EXPERTS, "triton")
-            ms = device_ms(lambda how=how: widen_groups(*how))
-            rate = EXPERTS * (form.bytes_per_number + 2) / ms * 1e3
+            ms = device_ms(lambda how=how: dequantise_groups(*how))
+            rate = EXPERTS * (form.bytes_per_element + 2) / ms * 1e3
             share = rate / BYTES_PER_SECOND
             print(f"{form.name} {launch}: {ms:.3f} ms, {rate / 1e12:.2f} TB/s, {share:.0%}")
         groups._LAUNCH[form.bits] = usual

@@ -10,7 +10,7 @@ from distributed import spawn
 from test_engine import DENSE, make_batches, make_engine, objective_of
 
 from moetrain.kernels.norm.rms_norm import rms_norm
-from moetrain.kernels.quant.groups import FORMS, _table
+from moetrain.kernels.quant.groups import QUANT_FORMATS, _table
 from moetrain.runtime import ahead
 from moetrain.runtime.backend import TensorDescriptor, triton
 from moetrain.train.engine import _fake_step
@@ -171,8 +171,8 @@ def test_what_has_memory_is_launched_meanwhile():
 def test_a_fake_step_leaves_no_tables_without_memory():
     """They would be taken for those of steps, whose kernels then did nothing."""
     _table.cache_clear()
-    ahead.launches_of(lambda: [form.table(torch.device("cpu")) for form in FORMS.values()])
-    for name, form in FORMS.items():
+    ahead.launches_of(lambda: [form.table(torch.device("cpu")) for form in QUANT_FORMATS.values()])
+    for name, form in QUANT_FORMATS.items():
         table = form.table(torch.device("cpu"))
         assert (table is None) == (name == "float8")
         assert type(table) in (torch.Tensor, type(None)), name

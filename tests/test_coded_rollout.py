@@ -16,7 +16,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.generate.engine import Generator
 from moetrain.generate.weights import WeightUpdate, _replica_bytes, replica
 from moetrain.kernels.quant import groups
-from moetrain.kernels.quant.groups import FORMS, CodedMatrices, quantise_matrices
+from moetrain.kernels.quant.groups import QUANT_FORMATS, QuantisedMatrices, quantise_matrices
 from moetrain.kernels.small_m import expert_mlp
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.transformer import Transformer
@@ -24,7 +24,7 @@ from moetrain.parallel.mesh import ParallelDims
 from moetrain.rl import learn
 
 MICRO = 2
-every_form = pytest.mark.parametrize("name", FORMS)
+every_form = pytest.mark.parametrize("name", QUANT_FORMATS)
 
 
 def rounded(form, whole):
@@ -34,7 +34,7 @@ def rounded(form, whole):
         padded = torch.zeros(-(-matrix.numel() // form.unit) * form.unit)
         padded[: matrix.numel()] = matrix.flatten()
         codes = groups.quantise_groups(form, padded)
-        groups.widen_groups(form, codes, form.table(padded.device), padded, 0, len(padded))
+        groups.dequantise_groups(form, codes, form.table(padded.device), padded, 0, len(padded))
         parts.append(padded[: matrix.numel()].view(matrix.shape))
     return torch.stack(parts)
 
@@ -60,7 +60,7 @@ def follow(name, words):
         assert addresses == [p.data_ptr() for p in model.parameters()]
         weights = weights_of(engine)
         for key in coded:
-            weights[key] = rounded(FORMS[name], weights[key])
+            weights[key] = rounded(QUANT_FORMATS[name], weights[key])
             owner, _, leaf = key.rpartition(".")
             theirs = model.get_submodule(owner).matrices(leaf, torch.float32)
             assert torch.equal(theirs, own_part(experts, weights[key], theirs)), key
@@ -136,10 +136,10 @@ def test_experts_of_every_kind(family):
     for name, module in coded.named_modules():
         if hasattr(module, "store_as"):
             whole = {leaf: module.get_parameter(leaf).detach() for leaf in module.weights}
-            module.store_as(FORMS["float8"])
+            module.store_as(QUANT_FORMATS["float8"])
             for leaf, matrices in whole.items():
-                quantise_matrices(module.form, matrices, module.get_parameter(leaf))
-                stands = rounded(module.form, matrices)
+                quantise_matrices(module.quant_format, matrices, module.get_parameter(leaf))
+                stands = rounded(module.quant_format, matrices)
                 model.get_submodule(name).get_parameter(leaf).data = stands
     with torch.no_grad():
         assert torch.equal(coded(tokens_BS), model(tokens_BS))
@@ -148,7 +148,7 @@ def test_experts_of_every_kind(family):
 @pytest.mark.parametrize("place", PLACES)
 @every_form
 def test_the_kernel_that_reads_codes_has_the_bits_of_dequantised_matrices(name, place):
-    form, generator = FORMS[name], torch.Generator(place).manual_seed(0)
+    form, generator = QUANT_FORMATS[name], torch.Generator(place).manual_seed(0)
     dim, width, counts = 256, 128, [3, 0, 21]
     dtype = torch.bfloat16 if place == "cuda" else torch.float32
 
@@ -162,10 +162,10 @@ def test_the_kernel_that_reads_codes_has_the_bits_of_dequantised_matrices(name, 
             shape[0], form.num_bytes(matrices[0].numel()), dtype=torch.uint8, device=place
         )
         quantise_matrices(form, matrices, bytes_EB)
-        coded.append(CodedMatrices(form, bytes_EB, matrices.shape[1:], dtype))
+        coded.append(QuantisedMatrices(form, bytes_EB, matrices.shape[1:], dtype))
     ends = torch.tensor(counts, device=place).cumsum(0).int()
     x, w = draw(sum(counts), dim).to(dtype), draw(sum(counts), 1)[:, 0].abs()
-    gate_up, down = (c.widen() for c in coded)
+    gate_up, down = (c.dequantise() for c in coded)
     expected = expert_mlp(x, ends, gate_up, down, w, 20)
     found = expert_mlp(x, ends, *coded, w, 20)
     assert expected.abs().max() > 0

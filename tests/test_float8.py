@@ -23,12 +23,12 @@ from moetrain.config import Config, ConfigError
 from moetrain.jobs.scheduler import Service
 from moetrain.kernels.quant import groups
 from moetrain.kernels.quant.e4m3 import E4M3, SCALED
-from moetrain.kernels.quant.groups import FORMS, quantise_groups, widen_groups
+from moetrain.kernels.quant.groups import QUANT_FORMATS, dequantise_groups, quantise_groups
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.save import save_hf
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
-from moetrain.parallel.fsdp.storage import CodedShard
+from moetrain.parallel.fsdp.storage import QuantisedShard
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.runtime.arena import Arena
 from moetrain.train.loop import Trainer
@@ -38,7 +38,7 @@ FLOAT8 = "lora.base_dtype=float8"
 ROUND = ["model.hidden_size=64", "model.head_dim=32", "model.moe_intermediate_size=32"]
 
 
-every_form = pytest.mark.parametrize("name", FORMS)
+every_form = pytest.mark.parametrize("name", QUANT_FORMATS)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -67,7 +67,7 @@ def stored(x, name="float8"):
 
 
 def shard_of(x, name="float8", dtype=torch.float32):
-    shard = CodedShard(FORMS[name], len(x), dtype, Arena("weights", x.device))
+    shard = QuantisedShard(QUANT_FORMATS[name], len(x), dtype, Arena("weights", x.device))
     shard.write(0, x.shape, (slice(0, len(x)),), x)
     return shard
 
@@ -78,8 +78,9 @@ def uneven(form):
     x *= torch.logspace(-30, 30, 40)[:, None]
     x[3], x[4, 1:], x[5] = 0, 0, 448 * 2.0**-5
     x[6, :2] = torch.tensor([3.0, 1000.0])
-    x[7, : form.size], x[8, : form.size], x[9] = 0, x[8, : form.size] * 1e-3, x[9].abs()
-    x[10, : form.size] /= x[10].abs().max()
+    size = form.group_size
+    x[7, :size], x[8, :size], x[9] = 0, x[8, :size] * 1e-3, x[9].abs()
+    x[10, :size] /= x[10].abs().max()
     x[10, 0] = 6.99
     x[11, 0], x[11, 1:] = 7, 3.4
     # In nf4: scales at the border of what is kept, whose factor is rounded up; and scales of which
@@ -92,7 +93,7 @@ def uneven(form):
 
 @pytest.mark.parametrize("name", ["float8", "mxfp4"])
 def test_numbers_are_the_nearest_that_there_are(name):
-    x = uneven(FORMS[name])
+    x = uneven(QUANT_FORMATS[name])
     found = shard_of(x, name).read(0, x.shape)
     wanted = stored(x, name)
     error = (found - x).abs()
@@ -102,7 +103,7 @@ def test_numbers_are_the_nearest_that_there_are(name):
 
 
 def test_nf4_has_the_nearest_quantiles_of_scales_that_are_near():
-    form = FORMS["nf4"]
+    form = QUANT_FORMATS["nf4"]
     x = torch.randn(64 * 320, generator=torch.Generator().manual_seed(0)).view(-1, 64)
     found = shard_of(x.flatten(), "nf4").read(0, x.view(-1).shape).view_as(x)
     scales = x.abs().amax(1)
@@ -120,8 +121,8 @@ def test_nf4_has_the_nearest_quantiles_of_scales_that_are_near():
 
 
 @every_form
-def test_what_is_widened_is_quantised_to_the_same(name):
-    form = FORMS[name]
+def test_what_is_dequantised_is_quantised_to_the_same(name):
+    form = QUANT_FORMATS[name]
     x = uneven(form)
     shard = shard_of(x, name)
     found = shard.read(0, x.shape)
@@ -130,12 +131,13 @@ def test_what_is_widened_is_quantised_to_the_same(name):
     if name != "float8":  # where 224 may stand for a number above it, and has a scale of its own
         assert torch.equal(again.bytes, shard.bytes)
         bf16 = shard_of(found.bfloat16(), name)
-        assert torch.equal(form.split(bf16.bytes[None]).codes, form.split(shard.bytes[None]).codes)
+        ours, theirs = (form.split(one.bytes[None]).quantised for one in (bf16, shard))
+        assert torch.equal(ours, theirs)
 
 
 @every_form
 def test_the_kernel_has_the_references_bits(name):
-    form = FORMS[name]
+    form = QUANT_FORMATS[name]
     x = uneven(form)
     given = form.split(shard_of(x, name).bytes[None].to(DEVICE))
     for dtype in (torch.float32, torch.bfloat16)[: 1 + (DEVICE == "cuda")]:
@@ -143,14 +145,14 @@ def test_the_kernel_has_the_references_bits(name):
         for backend in ("triton", "reference"):
             found[backend] = torch.empty(len(x), dtype=dtype, device=DEVICE)
             how = (form, given, form.table(torch.device(DEVICE)), found[backend])
-            widen_groups(*how, 0, len(x), backend)
+            dequantise_groups(*how, 0, len(x), backend)
         assert torch.equal(found["triton"], found["reference"])
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", QUANT_FORMATS)
 def test_numbers_are_quantised_a_piece_at_a_time(name, monkeypatch):
     """So a large tensor takes little memory beside itself; the pieces are those of the whole."""
-    form, largest, quantise = FORMS[name], [], groups._quantise
+    form, largest, quantise = QUANT_FORMATS[name], [], groups._quantise
     x = torch.randn(9 * form.unit) * torch.logspace(-3, 3, 9 * form.unit)
     whole = quantise(form, x)
 
@@ -170,12 +172,12 @@ def test_numbers_are_quantised_a_piece_at_a_time(name, monkeypatch):
 def test_the_worked_examples():
     x = torch.zeros(SCALED)
     x[:2] = torch.tensor([3.0, 1000.0])
-    codes, scales, _ = quantise_groups(FORMS["float8"], x)
+    codes, scales, _ = quantise_groups(QUANT_FORMATS["float8"], x)
     assert codes.view(E4M3)[0, :2].tolist() == [0.75, 256]
     assert scales.tolist() == [[2 + 127]]
     for largest, scale, wanted in ((6.9, 127, [6, -1, 0.5]), (7, 128, [8, -1, 0])):
         x[:3] = torch.tensor([largest, -1.2, 0.3])
-        codes, scales, _ = quantise_groups(FORMS["mxfp4"], x)
+        codes, scales, _ = quantise_groups(QUANT_FORMATS["mxfp4"], x)
         assert scales.tolist() == [[scale]]
         assert codes[0, 0] & 15 == {6: 7, 8: 6}[wanted[0]]  # the first number is the lower half
         assert shard_of(x, "mxfp4").read(0, torch.Size([3])).tolist() == wanted
@@ -187,17 +189,17 @@ def test_the_worked_examples():
 
 @every_form
 def test_what_is_not_finite_stays_bad(name):
-    unit = FORMS[name].unit
+    unit = QUANT_FORMATS[name].unit
     x = torch.ones(3 * unit)
     x[5], x[unit] = float("nan"), float("inf")
     shard = shard_of(x, name)
     found = shard.read(0, x.shape)
     assert found[: 2 * unit].isnan().all()
     assert (found[2 * unit :] == 1).all()
-    given = shard.form.split(shard.bytes[None].to(DEVICE))
+    given = shard.format.split(shard.bytes[None].to(DEVICE))
     wide = torch.empty(len(x), device=DEVICE)
-    table = shard.form.table(torch.device(DEVICE))
-    widen_groups(shard.form, given, table, wide, 0, len(x), "triton")
+    table = shard.format.table(torch.device(DEVICE))
+    dequantise_groups(shard.format, given, table, wide, 0, len(x), "triton")
     torch.testing.assert_close(wide.cpu(), found, rtol=0, atol=0, equal_nan=True)
 
 
@@ -210,7 +212,7 @@ PARTS = [(4, 16, 7), (3, 100), (5, 64), (1, 1), (2, 3, 96)]
 )
 def test_a_tensor_that_is_written_in_parts_is_what_it_is_at_once(name, shape):
     generator = torch.Generator().manual_seed(0)
-    unit = FORMS[name].unit
+    unit = QUANT_FORMATS[name].unit
     # No number is below the smallest normal code of its group, whichever.
     whole = torch.rand(shape, generator=generator) + 0.5
     whole *= torch.where(torch.rand(shape, generator=generator) < 0.5, -1, 30)
@@ -347,14 +349,18 @@ def test_runs_on_ranks_have_the_bits_of_those_with_the_values():
 def test_what_is_narrow(name):
     engine = adapted(EVERYTHING, f"lora.base_dtype={name}", *ROUND)
     train(engine, range(1), MICRO)
-    narrow = {n for n, m in engine.fsdp.members.items() if m.coded is not None}
+    narrow = {n for n, m in engine.fsdp.members.items() if m.quantised is not None}
     parts = ("attn.wq", "attn.wk", "attn.wv", "attn.wo")
     expected = {f"layers.{i}.{part}.weight" for i in range(2) for part in parts}
     expected |= {f"layers.{i}.moe.experts.{n}" for i in range(2) for n in ("w_gate_up", "w_down")}
     assert narrow == expected
     members = [engine.fsdp.members[parameter] for parameter in narrow]
     numbers = sum(member.local.numel() for member in members)
-    shards = {id(coded): coded for member in members if (coded := member.coded) is not None}
+    shards = {
+        id(quantised): quantised
+        for member in members
+        if (quantised := member.quantised) is not None
+    }
     # Bits of a number, which are known of each form: 4 + 8 / 64 + 64 / 2048 of nf4.
     bits = {"float8": 8.25, "mxfp4": 4.25, "nf4": 4.15625}[name]
     assert sum(shard.bytes.numel() for shard in shards.values()) == numbers * bits / 8
@@ -369,13 +375,13 @@ def test_what_is_narrow(name):
 
 
 def test_blocks_are_widened_once_a_pass(monkeypatch):
-    engine, widened, widen = adapted(EVERYTHING, FLOAT8, *ROUND), [], CodedShard.widen
+    engine, widened, widen = adapted(EVERYTHING, FLOAT8, *ROUND), [], QuantisedShard.dequantise
 
     def counted(shard, *where):
         widened.append(shard)
         widen(shard, *where)
 
-    monkeypatch.setattr(CodedShard, "widen", counted)
+    monkeypatch.setattr(QuantisedShard, "dequantise", counted)
     train(engine, range(1), MICRO)
     # Of two blocks the second is kept for the backward, which begins with it, and the first for the
     # next of 8 micro-batches. A block has 6 matrices.

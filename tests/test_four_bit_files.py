@@ -13,12 +13,12 @@ from test_float8 import ROUND, merged_of
 from test_lora import BASE, EVERYTHING, MICRO, adapted
 
 from moetrain.config import ConfigError
-from moetrain.kernels.quant.groups import FORMS
+from moetrain.kernels.quant.groups import QUANT_FORMATS
 from moetrain.models.hf.formats import Dequantised, format_of
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
-from moetrain.parallel.fsdp.storage import CodedShard
+from moetrain.parallel.fsdp.storage import QuantisedShard
 from moetrain.runtime.arena import Arena
 
 STATE = "quant_state.bitsandbytes__nf4"
@@ -40,7 +40,7 @@ def as_bitsandbytes(name, shape, generator, nested):
     """A tensor's parts with random contents, and its numbers one by one; ``nested``: how many
     scales share a factor, or 0."""
     numbers = math.prod(shape)
-    quantiles = torch.tensor(FORMS["nf4"].codebook)
+    quantiles = torch.tensor(QUANT_FORMATS["nf4"].codebook)
     codes = torch.randint(0, 16, (numbers,), generator=generator)
     scales = -(-numbers // 64)
     said = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [*shape]}
@@ -145,7 +145,10 @@ def parts_of(shape):
 
 def test_codes_are_taken_where_units_are_the_same_alone():
     given, values, _ = parts_of((32, 64))
-    shard, shape = CodedShard(FORMS["nf4"], 4096, torch.float32, ARENA), torch.Size([64, 64])
+    shard, shape = (
+        QuantisedShard(QUANT_FORMATS["nf4"], 4096, torch.float32, ARENA),
+        torch.Size([64, 64]),
+    )
     for first, is_same in ((0, True), (16, False), (32, True)):
         place = (slice(first, first + 32), slice(0, 64))
         shard.write(0, shape, place, given, (slice(0, 32), slice(0, 64)))
@@ -157,7 +160,7 @@ def test_codes_are_taken_where_units_are_the_same_alone():
 def test_files_with_tables_of_their_own_are_read_by_these():
     given, values, parts = parts_of((64, 64))
     parts[3] = parts[3] * 0.5
-    shard = CodedShard(FORMS["nf4"], 4096, torch.float32, ARENA)
+    shard = QuantisedShard(QUANT_FORMATS["nf4"], 4096, torch.float32, ARENA)
     shard.write(0, torch.Size([64, 64]), (slice(0, 64), slice(0, 64)), given, (slice(0, 64),))
     found = shard.read(0, torch.Size([64, 64]))
     # Most groups have a 1, and the codes that they have in the file.
@@ -176,7 +179,7 @@ def test_gpt_oss_has_the_codes_of_its_file(tmp_path):
     }
     is_large = torch.tensor([abs(x) >= 4 for x in FP4])
     for name, member in engine.fsdp.members.items():
-        if member.coded is None or ".experts." not in name:
+        if member.quantised is None or ".experts." not in name:
             continue
         layer, leaf = name.split(".")[1], name.rsplit(".", 1)[1]
         theirs = f"model.layers.{layer}.mlp.experts.{leaf[2:]}_proj"
@@ -191,9 +194,9 @@ def test_gpt_oss_has_the_codes_of_its_file(tmp_path):
         both = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
         usual = is_large[both.int()].any(-1).flatten()
         assert usual.float().mean() > 0.99
-        given = member.coded.form.split(member.coded.bytes[None])
+        given = member.quantised.format.split(member.quantised.bytes[None])
         first = member.start // 32
-        own = given.codes.view(-1, 16)[first : first + usual.numel()]
+        own = given.quantised.view(-1, 16)[first : first + usual.numel()]
         assert torch.equal(own[usual], blocks.view(-1, 16)[usual])
         own = given.scales[0, first : first + usual.numel()]
         assert torch.equal(own[usual], scales.flatten()[usual])

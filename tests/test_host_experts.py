@@ -9,9 +9,9 @@ from test_lora import EVERYTHING, MICRO, adapted
 
 from moetrain.cli.train import main
 from moetrain.config import Config
-from moetrain.kernels.quant.groups import FORMS
+from moetrain.kernels.quant.groups import QUANT_FORMATS
 from moetrain.models.hf.load import resolve_architecture
-from moetrain.parallel.fsdp.storage import CodedShard
+from moetrain.parallel.fsdp.storage import QuantisedShard
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.train.estimates.memory import RankSizes
 
@@ -22,7 +22,7 @@ HOSTED = "lora.offload_experts=yes"
 def learned(words):
     """Numbers, weights and a fingerprint after two steps, and which codes lie on the host."""
     engine = adapted(EVERYTHING, *ROUND, *words)
-    hosted = {n for n, m in engine.fsdp.members.items() if m.coded and m.coded.link}
+    hosted = {n for n, m in engine.fsdp.members.items() if m.quantised and m.quantised.link}
     return train(engine, range(2), MICRO), weights_of(engine), engine.fingerprint, hosted
 
 
@@ -58,15 +58,16 @@ def test_bits_on_ranks():
 
 def test_the_next_blocks_codes_come_before_it_runs(monkeypatch):
     words = ["lora.base_dtype=nf4", HOSTED, "model.num_layers=4", "activation.policy=full"]
-    engine, seen, gather = adapted(EVERYTHING, *ROUND, *words), [], CodedShard.start_gather
-    number = {id(m.coded): int(n.split(".")[1]) for n, m in engine.fsdp.members.items() if m.coded}
+    engine, seen, gather = adapted(EVERYTHING, *ROUND, *words), [], QuantisedShard.start_gather
+    members = engine.fsdp.members.items()
+    number = {id(m.quantised): int(n.split(".")[1]) for n, m in members if m.quantised}
 
     def noted(shard, *where):
         if shard.link is not None:
             seen.append(number[id(shard)])
         return gather(shard, *where)
 
-    monkeypatch.setattr(CodedShard, "start_gather", noted)
+    monkeypatch.setattr(QuantisedShard, "start_gather", noted)
     call = engine.model.call_block
 
     def called(block, *inputs):
@@ -96,12 +97,12 @@ def test_memory_is_estimated():
         given = config, arch, dims, torch.bfloat16
         sizes[hosted] = estimate_memory(*given), RankSizes.of_ranks(*given)[0].on_host()
     (before, none), (after, host) = sizes[False], sizes[True]
-    codes = 48 * 128 * 3 * 768 * 2048 * FORMS["nf4"].bytes_per_number
+    codes = 48 * 128 * 3 * 768 * 2048 * QUANT_FORMATS["nf4"].bytes_per_element
     assert not none
     assert host["lora.offload_experts"] == pytest.approx(codes)
     assert before.weights - after.weights == pytest.approx(codes)
     block = 128 * 3 * 768 * 2048
-    staged = 2 * block * FORMS["nf4"].bytes_per_number
+    staged = 2 * block * QUANT_FORMATS["nf4"].bytes_per_element
     assert after.gathered - before.gathered == pytest.approx(staged + 2 * block, rel=0.05)
     assert after.total < before.total - 0.8 * codes
 

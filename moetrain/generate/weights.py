@@ -39,7 +39,7 @@ from moetrain.generate.engine import Generator
 from moetrain.generate.pages import Pages
 from moetrain.generate.ranks import ExpertParallel
 from moetrain.generate.request import Request, SamplingParams, chat_stops, end_ids
-from moetrain.kernels.quant.groups import FORMS, quantise_matrices
+from moetrain.kernels.quant.groups import QUANT_FORMATS, quantise_matrices
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import Experts
 from moetrain.models.transformer import Transformer, plan_model
@@ -59,10 +59,10 @@ def blank(config: Config, arch: Architecture, dtype: torch.dtype) -> Transformer
     model, rules = plan_model(config, arch, dtype)
     for name, parameter in model.requires_grad_(False).named_parameters():
         parameter.data = parameter.data.to(rules[name].gather or dtype)
-    form = FORMS.get(config.rl.generator_dtype)
+    format = QUANT_FORMATS.get(config.rl.generator_dtype)
     for module in model.modules():
-        if form is not None and isinstance(module, Experts):
-            module.store_as(form)
+        if format is not None and isinstance(module, Experts):
+            module.store_as(format)
     model.compute_dtype = dtype
     return model
 
@@ -209,11 +209,11 @@ class _Pair:
 
     def local(self) -> torch.Tensor:
         """Return this rank's piece as values, or in codes where the target has some."""
-        values, form = self.member.read().detach(), self.member.rule.generated
-        if form is None:
+        values, format = self.member.read().detach(), self.member.rule.generated
+        if format is None:
             return values
         bytes_EB = self.target.new_empty(len(values), self.target.shape[1])
-        quantise_matrices(form, values, bytes_EB)
+        quantise_matrices(format, values, bytes_EB)
         return bytes_EB
 
     def places(self, ranks: Sequence[int]) -> list[Box]:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.quant.groups import CodedMatrices, load_codes, load_scales
+from moetrain.kernels.quant.groups import QuantisedMatrices, load_elements, load_scales
 from moetrain.runtime.backend import (
     INTERPRETED,
     Backend,
@@ -78,7 +78,7 @@ def is_few(x_TD: torch.Tensor) -> bool:
 
 def runs_experts(
     x_TD: torch.Tensor,
-    w_down_EDF: torch.Tensor | CodedMatrices,
+    w_down_EDF: torch.Tensor | QuantisedMatrices,
     typical_rows: int,
 ) -> bool:
     """Return True if :func:`expert_mlp` should take ``x``, of which ``typical_rows`` are usual."""
@@ -255,8 +255,8 @@ def _dot(x, w, total, WIDEN: tl.constexpr):
 def expert_mlp(
     x_RD: torch.Tensor,
     offsets_E: torch.Tensor,
-    w_gate_up_E2FD: torch.Tensor | CodedMatrices,
-    w_down_EDF: torch.Tensor | CodedMatrices,
+    w_gate_up_E2FD: torch.Tensor | QuantisedMatrices,
+    w_down_EDF: torch.Tensor | QuantisedMatrices,
     weights_R: torch.Tensor,
     typical_rows: int,
 ) -> torch.Tensor:
@@ -289,18 +289,18 @@ def expert_mlp(
     return y_RD
 
 
-def _read_by(w: torch.Tensor | CodedMatrices, tile: list[int]) -> tuple[Any, ...]:
+def _read_by(w: torch.Tensor | QuantisedMatrices, tile: list[int]) -> tuple[Any, ...]:
     """Give what :func:`_tile` reads ``w`` by: a descriptor, or codes and what belongs to them."""
     if isinstance(w, torch.Tensor):
         return TensorDescriptor.from_tensor(w.flatten(0, 1), tile), None, None, None, 0
-    codes, scales, shared = w.form.split(w.bytes_EB)
-    return codes, scales, shared, w.form.table(codes.device), codes.stride(0)
+    codes, scales, shared = w.format.split(w.bytes_EB)
+    return codes, scales, shared, w.format.table(codes.device), codes.stride(0)
 
 
-def _stored_as(w: torch.Tensor | CodedMatrices) -> dict[str, Any]:
+def _stored_as(w: torch.Tensor | QuantisedMatrices) -> dict[str, Any]:
     if isinstance(w, torch.Tensor):
         return {"BITS": 16, "SIZE": 1, "SHARING": 1}
-    return {"BITS": w.form.bits, "SIZE": w.form.size, "SHARING": w.form.sharing}
+    return {"BITS": w.format.bits, "SIZE": w.format.group_size, "SHARING": w.format.groups_per_set}
 
 
 @triton.jit
@@ -328,7 +328,7 @@ def _tile(
         if SHARING > 1:
             shared += e.to(tl.int64) * (stride // 4)
         wide = load_scales(scales + first, shared, table, group, True, SHARING)
-        x = load_codes(w + first + place, True, table, BITS, SHARING) * wide[:, :, None]
+        x = load_elements(w + first + place, True, table, BITS, SHARING) * wide[:, :, None]
         tile = tl.reshape(x, (BN, BD))
     return tile
 

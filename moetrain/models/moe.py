@@ -27,7 +27,7 @@ from moetrain.kernels.experts.products import router_logits
 from moetrain.kernels.experts.routed import Routed, balanced_ids, rerouted
 from moetrain.kernels.experts.router import router_topk
 from moetrain.kernels.norm.elementwise import sigmoid
-from moetrain.kernels.quant.groups import CodedMatrices, Form
+from moetrain.kernels.quant.groups import QuantFormat, QuantisedMatrices
 from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.kernels.small_m import is_few
 from moetrain.losses.balancing import RouterStats
@@ -287,7 +287,7 @@ class Experts(Adaptable):
 
     weights = ("w_gate_up", "w_down")
     activation: ClassVar[str] = "silu"
-    form: Form | None = None
+    quant_format: QuantFormat | None = None
     """How the matrices are stored, uint8 [E, bytes] each; None: as they are."""
     room: int = 0
     """Experts for which there is memory right behind each matrix, which no tensor shows."""
@@ -306,27 +306,27 @@ class Experts(Adaptable):
         self.w_down = nn.Parameter(torch.empty(num_experts, dim, width))
         self.counters: torch.Tensor | None = None
 
-    def store_as(self, form: Form) -> None:
-        """Store the matrices in ``form``, without values and without gradients from now on."""
-        self.form, self._shapes = form, {}
+    def store_as(self, quant_format: QuantFormat) -> None:
+        """Store the matrices in ``quant_format`` from now on, without values and gradients."""
+        self.quant_format, self._shapes = quant_format, {}
         for name in self.weights:
             whole = self.get_parameter(name)
             self._shapes[name] = whole.shape[1:]
-            size = form.num_bytes(whole.shape[1:].numel())
+            size = quant_format.num_bytes(whole.shape[1:].numel())
             bytes_EB = whole.new_empty((len(whole), size), dtype=torch.uint8)
             self.register_parameter(name, nn.Parameter(bytes_EB, requires_grad=False))
 
-    def stored(self, name: str, dtype: torch.dtype) -> torch.Tensor | CodedMatrices:
+    def stored(self, name: str, dtype: torch.dtype) -> torch.Tensor | QuantisedMatrices:
         """Return the matrices called ``name``, to be multiplied in ``dtype``."""
         weight = getattr(self, name)
-        if self.form is None:
+        if self.quant_format is None:
             return weight.to(dtype)
-        return CodedMatrices(self.form, weight, self._shapes[name], dtype)
+        return QuantisedMatrices(self.quant_format, weight, self._shapes[name], dtype)
 
     def matrices(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return those matrices [E, out, in]."""
         stored = self.stored(name, dtype)
-        return stored.widen() if isinstance(stored, CodedMatrices) else stored
+        return stored.dequantise() if isinstance(stored, QuantisedMatrices) else stored
 
     def forward(
         self,
@@ -350,7 +350,7 @@ class Experts(Adaptable):
 
     def of_few(self, x_TD: torch.Tensor, routed: Routed) -> torch.Tensor | None:
         """Return the sum of each token's experts, which are all here; None: not so few tokens."""
-        is_plain = type(self) is Experts and self.precision == "bf16" and self.form is None
+        is_plain = type(self) is Experts and self.precision == "bf16" and self.quant_format is None
         if not (is_few(x_TD) and is_plain):
             return None
         weights = self.w_gate_up, self.w_down

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from moetrain.config import Config, ConfigError
-from moetrain.kernels.quant.groups import FORMS, Form
+from moetrain.kernels.quant.groups import QUANT_FORMATS, QuantFormat
 
 ParameterStyle = Literal["replicate", "partial", "colwise", "rowwise", "expert"]
 """How a parameter lies on tensor parallel (``expert``: expert parallel) ranks; on top of that FSDP
@@ -57,12 +57,12 @@ class Rule:
     storage: torch.dtype = torch.float32
     """The dtype of a rank's shard; one that is trained is fp32, or bf16."""
     trainable: bool = True
-    form: Form | None = None
+    quant_format: QuantFormat | None = None
     """How codes and scales of a rank's shard are stored, to be read in ``storage``; None: it is
     stored as it is."""
     is_hosted: bool = False
     """Whether these lie in host memory, and are copied to the device wherever they are used."""
-    generated: Form | None = None
+    generated: QuantFormat | None = None
     """How codes and scales of the copy that generation has are stored; None: as it is used."""
     stacked: int = 1
     """How many matrices of a product lie one above the other in its rows."""
@@ -194,10 +194,10 @@ class ShardingPlan(NamedTuple):
             is_hidden = name.startswith("layers.") and rule.is_matrix
             if is_hidden and not rule.trainable:
                 hosted = config.lora.offload_experts and rule.style == "expert"
-                form = FORMS.get(config.lora.base_dtype)
-                rule = replace(rule, form=form, is_hosted=hosted)
+                quant_format = QUANT_FORMATS.get(config.lora.base_dtype)
+                rule = replace(rule, quant_format=quant_format, is_hosted=hosted)
             if is_hidden and rule.style == "expert":
-                rule = replace(rule, generated=FORMS.get(config.rl.generator_dtype))
+                rule = replace(rule, generated=QUANT_FORMATS.get(config.rl.generator_dtype))
             # Norms, biases and adapters are small.
             is_large = rule.init == "normal" and rule.gather is None
             if config.optim.weight_dtype == "bfloat16" and rule.trainable and is_large:

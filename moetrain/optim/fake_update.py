@@ -14,7 +14,7 @@ from moetrain.kernels.optim.adamw_float8 import Float8Moments
 from moetrain.kernels.optim.muon import muon_momentum, muon_update
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 from moetrain.kernels.optim.rounding import BLOCK
-from moetrain.kernels.quant.groups import Form, widen_groups
+from moetrain.kernels.quant.groups import QuantFormat, dequantise_groups
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class FakeUpdate:
     micro_batches: int
     """Micro-batches a step."""
 
-    def run_widening(self, form: Form, dtype: torch.dtype) -> None:
-        """Run the gather of parameters that are stored as ``form``, in ``dtype``."""
-        size, empty = form.unit * BLOCK, partial(torch.empty, device=self.device)
-        bytes_WB = empty(1, form.num_bytes(size), dtype=torch.uint8)
-        table = form.table(self.device)
+    def run_dequantise(self, format: QuantFormat, dtype: torch.dtype) -> None:
+        """Run the gather of parameters that are stored as ``format``, in ``dtype``."""
+        size, empty = format.unit * BLOCK, partial(torch.empty, device=self.device)
+        bytes_WB = empty(1, format.num_bytes(size), dtype=torch.uint8)
+        table = format.table(self.device)
         out_N = empty(size, dtype=dtype)
-        widen_groups(form, form.split(bytes_WB), table, out_N, 0, size)
+        dequantise_groups(format, format.split(bytes_WB), table, out_N, 0, size)
 
     def run_update(self, dtype: torch.dtype, storage: torch.dtype, width: int) -> None:
         """Run cast, sums of gradients and update of one shard.

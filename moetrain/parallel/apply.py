@@ -34,7 +34,7 @@ from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 from moetrain.parallel.expert.replicas import Replicas
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
-from moetrain.parallel.fsdp.storage import CodedShard, HostShard, Link
+from moetrain.parallel.fsdp.storage import HostShard, Link, QuantisedShard
 from moetrain.parallel.mesh import Layout
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.tensor import ShardedVocabulary, TokenParts
@@ -265,7 +265,7 @@ def _shard_model(
                 if spare:
                     owner.room = spare  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
                 alike = name if is_large else layout.group
-                kind = (alike, rule.gather, rule.storage, rule.form, rule.trainable)
+                kind = (alike, rule.gather, rule.storage, rule.quant_format, rule.trainable)
                 kind += (rule.is_orthogonal,)
                 groups.setdefault(kind, []).append(members[name])
         found.append(list(groups.values()))
@@ -308,7 +308,7 @@ def _chosen(sizes: Sequence[int], wanted: float) -> set[int]:
 def _places(members: Sequence[Member]) -> list[int]:
     """Give where members begin in their bucket, and the size of all, in numbers."""
     # A block of an update is of one parameter, and so are numbers whose codes share scales.
-    unit = max(BLOCK, form.unit if (form := members[0].rule.form) else 1)
+    unit = max(BLOCK, format.unit if (format := members[0].rule.quant_format) else 1)
     blocks = [-(-member.layout.padded_numel // unit) * unit for member in members]
     starts = list(accumulate(blocks[:-1], initial=0))
     return [*starts, starts[-1] + members[-1].layout.padded_numel]
@@ -317,12 +317,12 @@ def _places(members: Sequence[Member]) -> list[int]:
 def _make_bucket(members: list[Member], fsdp: FSDP, config: Config, link: Link | None) -> Bucket:
     """Make a bucket, with its master or its codes on the host if a ``link`` there is given."""
     *starts, size = _places(members)
-    rule, host, coded = members[0].rule, None, None
+    rule, host, quantised = members[0].rule, None, None
     gathered = rule.gather or compute_dtype(config, fsdp.device)
     gradient_dtype = getattr(torch, config.optim.gradient_dtype)
-    if rule.form is not None:
-        coded = CodedShard(rule.form, size, gathered, fsdp.weights, link)
-        shard_N = coded.shape_N
+    if rule.quant_format is not None:
+        quantised = QuantisedShard(rule.quant_format, size, gathered, fsdp.weights, link)
+        shard_N = quantised.shape_N
     elif link is not None:
         host = HostShard(size, gathered, link, fsdp.weights)
         shard_N = host.master_N
@@ -332,7 +332,7 @@ def _make_bucket(members: list[Member], fsdp: FSDP, config: Config, link: Link |
         spare = is_used * sum(member.spare_numel for member in members)
         shard_N = fsdp.weights.empty(size + spare, rule.storage).zero_()[:size]
     for member, start in zip(members, starts, strict=True):
-        member.start, member.coded = start, coded
+        member.start, member.quantised = start, quantised
         member.local = member.piece_of(shard_N)
         here = member.local if host is None else member.piece_of(host.copy_N)
         member.parameter = nn.Parameter(
@@ -341,7 +341,7 @@ def _make_bucket(members: list[Member], fsdp: FSDP, config: Config, link: Link |
         if rule.trainable:  # else torch takes a gradient in the parameter's own dtype alone
             member.local.grad_dtype = member.parameter.grad_dtype = gradient_dtype
         member.module.register_parameter(member.name, member.parameter)
-    return Bucket(members, shard_N, gathered, fsdp.gradients, gradient_dtype, host, coded)
+    return Bucket(members, shard_N, gathered, fsdp.gradients, gradient_dtype, host, quantised)
 
 
 # ---- values -------------------------------------------------------------------------------------

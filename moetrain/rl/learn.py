@@ -170,8 +170,8 @@ class Learner:
         first = score(self.engine, batches[:1], settings.temperature)
         seen = self._compare(batches[:1], first, version)
         old = sum(int(((b.versions_BS >= 0) & (b.versions_BS != version)).sum()) for b in batches)
-        coded = settings.generator_dtype not in ("auto", self.config.lora.base_dtype)
-        differs = self.world.sum_rows(seen[0, 1] + old) > 0 or coded or settings.keep_cache
+        quantised = settings.generator_dtype not in ("auto", self.config.lora.base_dtype)
+        differs = self.world.sum_rows(seen[0, 1] + old) > 0 or quantised or settings.keep_cache
         corrects = settings.importance_of != "none" or settings.mask != "none"
         if differs and (settings.ratio == "proximal" or corrects):
             rest = score(self.engine, batches[1:], settings.temperature)

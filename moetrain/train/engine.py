@@ -498,8 +498,9 @@ class _FakeStep(FakeUpdate):
         trained = ((widths[name], rule) for name, rule in rules.items() if rule.trainable)
         for kind in {(rule.gather or self.dtype, rule.storage, width) for width, rule in trained}:
             self.run_update(*kind)
-        for form, dtype in {(x.form, x.gather or self.dtype) for x in rules.values() if x.form}:
-            self.run_widening(form, dtype)
+        quantised = [rule for rule in rules.values() if rule.quant_format]
+        for format, dtype in {(x.quant_format, x.gather or self.dtype) for x in quantised}:
+            self.run_dequantise(format, dtype)
 
     def _run_micro_batch(self, model: Transformer, rules: Mapping[str, Rule]) -> None:
         own = model.arch.layers()[: model.arch.num_layers]  # others launch no further kernels

@@ -15,12 +15,12 @@ from moetrain.kernels.quant.e4m3 import (
     quantise_to_rows,
 )
 from moetrain.kernels.quant.groups import (
-    FORMS,
-    Form,
+    QUANT_FORMATS,
     Groups,
-    _widen_groups,
+    QuantFormat,
+    _dequantise_groups,
+    dequantise_groups,
     quantise_groups,
-    widen_groups,
 )
 from moetrain.kernels.quant.products import (
     _linears_fp8,
@@ -267,13 +267,13 @@ _TRANSPOSED_SPECS = (
 )
 
 
-def _groups_inputs(form: Form, case: Case, dtype: torch.dtype, generator) -> Inputs:
+def _groups_inputs(form: QuantFormat, case: Case, dtype: torch.dtype, generator) -> Inputs:
     """``apart``: what is shared and scales lie behind the codes, as gathers bring them."""
     ranks, numbers = case["W"], case["U"] * form.unit
-    x_WGS = normal(generator, ranks, numbers // form.size, form.size)
+    x_WGS = normal(generator, ranks, numbers // form.group_size, form.group_size)
     groups = x_WGS.shape[1]
-    x_WGS[:, ::3] *= torch.logspace(-6, 6, form.size, device=x_WGS.device)  # subnormal codes
-    if form.sharing == 1:
+    x_WGS[:, ::3] *= torch.logspace(-6, 6, form.group_size, device=x_WGS.device)  # subnormal codes
+    if form.groups_per_set == 1:
         x_WGS *= torch.logspace(-30, 30, groups, device=x_WGS.device)[:, None]
     x_WGS[0, groups // 2] = 0.0
     given = quantise_groups(form, x_WGS.flatten())
@@ -293,32 +293,32 @@ def _groups_inputs(form: Form, case: Case, dtype: torch.dtype, generator) -> Inp
     }
 
 
-def _widened(
-    form: Form, backend: Backend, codes, scales, shared, out_N, start, numel
+def _dequantised(
+    form: QuantFormat, backend: Backend, quantised, scales, shared, out_N, start, numel
 ) -> torch.Tensor:
     """Without touching its inputs, so that it can run twice on them."""
     out_N = torch.empty_like(out_N)
     table = form.table(out_N.device)
     shared = None if shared is None else shared.view(torch.float32)
-    widen_groups(form, Groups(codes, scales, shared), table, out_N, start, numel, backend)
+    dequantise_groups(form, Groups(quantised, scales, shared), table, out_N, start, numel, backend)
     return out_N
 
 
-def _groups_spec(form: Form) -> KernelSpec:
-    n, is_nested = form.unit, form.sharing > 1
+def _groups_spec(form: QuantFormat) -> KernelSpec:
+    n, is_nested = form.unit, form.groups_per_set > 1
     bad_inputs = {
-        "numbers 0 to": lambda i: i | {"numel": 2 * n * 7},
+        "elements 0 to": lambda i: i | {"numel": 2 * n * 7},
         r"room for torch.float32": lambda i: i | {"out_N": torch.zeros(14 * n + 1)},
         "scales torch.uint8": lambda i: i | {"scales": i["scales"][:, 1:]},
-        "codes torch.int8": lambda i: i | {"codes": i["codes"].view(torch.int8)},
+        "quantised torch.int8": lambda i: i | {"quantised": i["quantised"].view(torch.int8)},
         "scales torch.int32": lambda i: i | {"scales": i["scales"].int()},
-        "near neighbours": lambda i: i | {"scales": i["scales"].T.contiguous().T},
+        "of last stride 1": lambda i: i | {"scales": i["scales"].T.contiguous().T},
         "whole units": lambda i: i | {"shared": None if is_nested else torch.zeros(2, 14)},
     }
     return KernelSpec(
-        name="widen_groups" if form.bits == 8 else f"widen_groups_{form.name}",
-        fast=partial(_widened, form, "triton"),
-        reference=partial(_widened, form, "reference"),
+        name="dequantise_groups" if form.bits == 8 else f"dequantise_groups_{form.name}",
+        fast=partial(_dequantised, form, "triton"),
+        reference=partial(_dequantised, form, "reference"),
         make_inputs=partial(_groups_inputs, form),
         cases=(
             {"W": 2, "U": 7},
@@ -335,15 +335,15 @@ def _groups_spec(form: Form) -> KernelSpec:
         # Numbers of nf4 are rounded to bf16; Triton's interpreter cuts them off.
         tolerance={torch.bfloat16: 4e-3 * is_nested, torch.float32: 0.0},
         cost=lambda case: (
-            Cost(bytes=case["W"] * case["U"] * n * (2 + form.bytes_per_number)),
+            Cost(bytes=case["W"] * case["U"] * n * (2 + form.bytes_per_element)),
             Cost(),
         ),
-        ops=(_widen_groups,),
+        ops=(_dequantise_groups,),
         bad_inputs=bad_inputs,
     )
 
 
-_GROUP_SPECS = tuple(map(_groups_spec, FORMS.values()))
+_GROUP_SPECS = tuple(map(_groups_spec, QUANT_FORMATS.values()))
 
 
 _NAMES = ("w0_ND", "w1_ND", "w2_ND")

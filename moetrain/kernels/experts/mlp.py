@@ -69,7 +69,7 @@ from moetrain.kernels.experts.permutation import (
 from moetrain.kernels.experts.products import grouped_mm, grouped_weight_grad
 from moetrain.kernels.experts.relu2 import relu2, relu2_gradients
 from moetrain.kernels.experts.swiglu import swiglu, swiglu_gradients
-from moetrain.kernels.quant.groups import CodedMatrices
+from moetrain.kernels.quant.groups import QuantisedMatrices
 from moetrain.runtime.backend import (
     Backend,
     refusal,
@@ -82,8 +82,8 @@ def expert_mlp(
     x_TD: torch.Tensor,
     weights_TK: torch.Tensor,
     indices: ExpertIndices,
-    w_gate_up_E2FD: torch.Tensor | CodedMatrices,
-    w_down_EDF: torch.Tensor | CodedMatrices,
+    w_gate_up_E2FD: torch.Tensor | QuantisedMatrices,
+    w_down_EDF: torch.Tensor | QuantisedMatrices,
     backend: Backend = "auto",
     *,
     typical_rows: int | None = None,
@@ -110,7 +110,7 @@ def expert_mlp(
         x_RD, weights_R = permute(x_TD.contiguous(), weights_TK, indices, backend)
         y_RD = small_m.expert_mlp(x_RD, indices.offsets_E, *weights, weights_R, typical)
         return unpermute(y_RD, indices, backend)
-    first, second = (w.widen() if isinstance(w, CodedMatrices) else w for w in weights)
+    first, second = (w.dequantise() if isinstance(w, QuantisedMatrices) else w for w in weights)
     if not is_fast:
         x_RD, weights_R = permute(x_TD, weights_TK, indices, "reference")
         a_R2F = grouped_mm(x_RD, first.transpose(1, 2), indices.offsets_E)
@@ -127,8 +127,8 @@ def check_experts(
     x_TD: torch.Tensor,
     weights_TK: torch.Tensor,
     indices: ExpertIndices,
-    w_gate_up_E2FD: torch.Tensor | CodedMatrices,
-    w_down_EDF: torch.Tensor | CodedMatrices,
+    w_gate_up_E2FD: torch.Tensor | QuantisedMatrices,
+    w_down_EDF: torch.Tensor | QuantisedMatrices,
     *,
     needs_gate: bool = True,
 ) -> None:

@@ -1,38 +1,38 @@
-"""Numbers stored in groups: codes of 8 or 4 bits, and scales. A frozen base is kept so.
+"""Group quantisation: elements of 8 or 4 bits with a scale for each group, for frozen weights.
 
-A :class:`Form` says in which codes and with which scales. They are widened by one kernel, without
-rounding but for that to the dtype that is asked for::
+A :class:`QuantFormat` says how elements and scales are stored. One kernel dequantises all formats,
+and rounds only to the dtype that is asked for::
 
-    float8  codes e4m3, and 2^k for each 32 numbers           (MXFP8 of OCP's Microscaling v1.0)
-    mxfp4   codes e2m1, two a byte, and 2^k for each 32       (MXFP4 of the same)
-    nf4     two a byte, of the 16 quantiles of a normal distribution, and a scale for each 64:
-            byte's number in a table * factor + offset        (QLoRA, arXiv 2305.14314)
+    float8  elements in e4m3, and a scale 2^k for each 32      (MXFP8 of OCP's Microscaling v1.0)
+    mxfp4   elements in e2m1, two a byte, and 2^k for each 32  (MXFP4 of the same)
+    nf4     two a byte, each one of the 16 quantiles of a normal distribution, and a scale for each
+            64: table[scale's byte] * factor + offset          (QLoRA, arXiv 2305.14314)
 
-The lower half of a byte is the first number. 2^k is stored as the byte of its exponent in fp32, and
-k is the least with which no number of the group is rounded to one beyond the largest code: 448 for
-e4m3, 6 for e2m1, where 7 would be rounded to 8. So a group that was quantised has a 4 or a 6, and
-is quantised to the same codes again.
+The lower half of a byte is the first element. 2^k is stored as the byte of its exponent in fp32. k
+is the smallest for which no element of the group rounds to more than the format's largest value:
+448 for e4m3, 6 for e2m1, where 7 would round to 8. So after quantising, the group's largest is 4 or
+6 times the scale, and quantising again gives the same bytes.
 
 Scales of nf4 are the largest absolute values of their groups, quantised themselves ("double
 quantisation") by bitsandbytes' table of 256: 0, 1, and (0.1 + 0.9 (j + 1/2) / 2^i) 10^(i - 6)
-with both signs, i = 0 ... 6, j < 2^i. There a factor is of 256 groups, and the offset of all of a
-tensor's; here both lie beside each 32 groups. So all that bitsandbytes writes can be stored, and
-what a rank stores does not depend on the others. What is quantised here takes::
+with both signs, i = 0 ... 6, j < 2^i. bitsandbytes has a factor for 256 groups and one offset for
+the whole tensor. Here both are stored for each set of 32 groups, so all that bitsandbytes writes
+can be stored, and what a rank stores does not depend on the others. Quantising takes::
 
-    offset = the largest scale     factor = (largest - least) / 0.993, rounded down to bf16
+    offset = the set's largest scale     factor = (largest - smallest) / 0.993, rounded down to bf16
 
-so that all deviations are negative, and both can be found again in what was widened: nothing is
-lost if that is quantised again. Only the table's entries from 0.001 on are used for it, and groups
-whose numbers are below 1/128 of their neighbours' largest become 0. That rounds scales by 0.7 % of
-their range at most.
+so that all deviations are negative, and both are found again in the dequantised elements: to
+quantise these again changes nothing. It uses only the table's entries from 0.001 on, and groups
+whose elements are below 1/128 of the set's largest become 0. That rounds scales by at most 0.7 % of
+their range.
 
-Worked example, mxfp4: [6.9, -1.2, 0.3] has the scale 1 and the codes of [6, -1, 0.5]; with a 7
-instead the scale is 2, and the codes are those of [4, -0.5, 0]. nf4: of the group [2, -1, 0.1] the
-scale is 2 and the codes are those of [1, -0.525, 0.0796].
+Worked example, mxfp4: [6.9, -1.2, 0.3] has the scale 1 and becomes [6, -1, 0.5]; with a 7 in place
+of the 6.9 the scale is 2, and the elements become 2 times [4, -0.5, 0]. nf4: the group [2, -1, 0.1]
+has the scale 2 and becomes 2 times [1, -0.525, 0.0796].
 
-A group with a number that is not finite is NaN as a whole, and in nf4 so are those beside it.
+An element that is not finite makes its group NaN, in nf4 its whole set.
 
-Legend: W ranks, N numbers of whole groups, B bytes, G groups, S sets of groups that share factor
+Legend: W ranks, N elements of whole groups, B bytes, G groups, S sets of groups that share factor
 and offset. Of matrices: E experts, N rows, D columns.
 """
 
@@ -46,119 +46,122 @@ import torch
 from torch.nn import functional as F
 
 from moetrain.kernels.quant.e4m3 import E4M3, SCALED, quantise_rows
-from moetrain.runtime.backend import (
-    Backend,
-    refusal,
-    tl,
-    triton,
-    use_fast,
-)
+from moetrain.runtime.backend import Backend, refusal, tl, triton, use_fast
 
 _BAD = 255
-"""The byte of a scale 2^k of a group with a number that is not finite."""
-_LAUNCH = {8: {"GROUPS": 64, "num_warps": 2}, 4: {"GROUPS": 64, "num_warps": 4}}
+"""The byte of a scale 2^k that makes its group NaN."""
+_LAUNCH: dict[int, dict[str, int]] = {
+    8: {"GROUPS": 64, "num_warps": 2},
+    4: {"GROUPS": 64, "num_warps": 4},
+}
+"""Launch settings by the bits of an element."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of e2m1 without a sign."""
 _NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
     *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
     *(0.7229568362236023, 1.0),
 )
-"""The quantiles that bitsandbytes has, in its order; what it writes stands for these numbers."""
+"""bitsandbytes' quantiles, in the order of its files."""
 
 
 class Groups(NamedTuple):
-    """What is stored of numbers, in views of one rank's bytes or of several ranks'."""
+    """Quantised elements of W ranks; views of the bytes of one or several ranks."""
 
-    codes: torch.Tensor
-    """uint8 [W, B]."""
+    quantised: torch.Tensor
+    """uint8 [W, B]: the elements."""
     scales: torch.Tensor
     """uint8 [W, G]."""
     shared: torch.Tensor | None = None
-    """fp32 [W, 2 S], factor and offset in turn; None: scales are powers of two."""
+    """fp32 [W, 2 S]: factor and offset of each set in turn; None: scales are powers of two."""
 
-    def units(self, form: "Form", first: int, stop: int) -> "Groups":
+    def units(self, format: "QuantFormat", first: int, stop: int) -> "Groups":
         """Return views of units ``first:stop`` of each rank."""
-        size = form.unit * form.bits // 8
-        sharing = form.sharing
-        codes = self.codes[:, first * size : stop * size]
-        scales = self.scales[:, first * sharing : stop * sharing]
+        size = format.unit * format.bits // 8
+        quantised = self.quantised[:, first * size : stop * size]
+        scales = self.scales[:, first * format.groups_per_set : stop * format.groups_per_set]
         shared = None if self.shared is None else self.shared[:, 2 * first : 2 * stop]
-        return Groups(codes, scales, shared)
+        return Groups(quantised, scales, shared)
 
     def to(self, device: torch.device) -> "Groups":
         """Return them on ``device``."""
         shared = None if self.shared is None else self.shared.to(device)
-        return Groups(self.codes.to(device), self.scales.to(device), shared)
+        return Groups(self.quantised.to(device), self.scales.to(device), shared)
 
 
 @dataclass(frozen=True)
-class Form:
-    """How numbers are stored."""
+class QuantFormat:
+    """The storage of quantised elements: first all elements, then scales, then what sets share."""
 
     name: str
     bits: int
-    """Of a code."""
-    size: int
-    """Numbers that share a scale."""
+    """Bits of an element."""
+    group_size: int
+    """Elements that share a scale."""
     codebook: tuple[float, ...] = ()
-    """The number of each code; empty: those of e4m3."""
-    sharing: int = 1
+    """The value of each element's bits; empty: those of e4m3."""
+    groups_per_set: int = 1
     """Groups that share factor and offset of their scales; 1: scales are powers of two."""
 
     @property
     def unit(self) -> int:
-        """Numbers that are stored independently of all others."""
-        return self.size * self.sharing
+        """Elements that are stored independently of all others: a set."""
+        return self.group_size * self.groups_per_set
 
     @property
     def unit_bytes(self) -> int:
-        return self.unit * self.bits // 8 + self.sharing + 8 * (self.sharing > 1)
+        """Bytes of a unit with its scales."""
+        shared = 8 if self.groups_per_set > 1 else 0
+        return self.unit * self.bits // 8 + self.groups_per_set + shared
 
     @property
-    def bytes_per_number(self) -> float:
+    def bytes_per_element(self) -> float:
+        """Bytes of an element with its share of the scales."""
         return self.unit_bytes / self.unit
 
     def num_bytes(self, numel: int) -> int:
-        """Count the bytes of ``numel`` numbers: whole units."""
+        """Return the bytes of ``numel`` elements, rounded up to whole units."""
         return -(-numel // self.unit) * self.unit_bytes
 
     def split(self, bytes_WB: torch.Tensor) -> Groups:
-        """Split ranks' bytes (uint8, of whole units): codes, then scales, then what they share."""
+        """Return views of the parts of ranks' bytes (uint8, whole units)."""
         units = bytes_WB.shape[1] // self.unit_bytes
-        codes, scales = units * self.unit * self.bits // 8, units * self.sharing
-        shared = bytes_WB[:, codes + scales :].view(torch.float32) if self.sharing > 1 else None
-        return Groups(bytes_WB[:, :codes], bytes_WB[:, codes:][:, :scales], shared)
+        elements, scales = units * self.unit * self.bits // 8, units * self.groups_per_set
+        has_shared = self.groups_per_set > 1
+        shared = bytes_WB[:, elements + scales :].view(torch.float32) if has_shared else None
+        return Groups(bytes_WB[:, :elements], bytes_WB[:, elements:][:, :scales], shared)
 
     def table(self, device: torch.device) -> torch.Tensor | None:
-        """Return the numbers of codes, and of the scales' bytes, for :func:`widen_groups`."""
-        # In a step that compiles kernels ahead tensors have no memory: those are not kept.
+        """Return the values of elements' bits, then of scales' bytes; None for float8."""
+        # Not kept in a step that compiles kernels ahead, whose tensors have no memory.
         is_real = type(torch.empty(0)) is torch.Tensor
         return _table(self, device) if is_real else _table.__wrapped__(self, device)
 
 
-FORMS = {
-    form.name: form
-    for form in (
-        Form("float8", 8, SCALED),
-        Form("mxfp4", 4, SCALED, (*_E2M1, *(-x for x in _E2M1))),
-        Form("nf4", 4, 64, _NF4, 32),
+QUANT_FORMATS = {
+    format.name: format
+    for format in (
+        QuantFormat("float8", bits=8, group_size=SCALED),
+        QuantFormat("mxfp4", bits=4, group_size=SCALED, codebook=(*_E2M1, *(-x for x in _E2M1))),
+        QuantFormat("nf4", bits=4, group_size=64, codebook=_NF4, groups_per_set=32),
     )
 }
+"""By the values of ``lora.base_dtype`` and ``rl.generator_dtype``."""
 
 
 @cache
-def _table(form: Form, device: torch.device) -> torch.Tensor | None:
-    """Make :meth:`Form.table` once: it is asked for in steps, which graphs may capture."""
-    if not form.codebook:
+def _table(format: QuantFormat, device: torch.device) -> torch.Tensor | None:
+    """Make :meth:`QuantFormat.table`, once: CUDA graphs may capture the step that asks for it."""
+    if not format.codebook:
         return None
-    codes = torch.tensor(form.codebook, dtype=torch.float32, device="cpu")
-    scales = _scale_table() if form.sharing > 1 else codes[:0]
-    return torch.cat((codes, scales)).to(device)
+    elements = torch.tensor(format.codebook, dtype=torch.float32, device="cpu")
+    scales = _scale_table() if format.groups_per_set > 1 else elements[:0]
+    return torch.cat((elements, scales)).to(device)
 
 
 def _scale_table() -> torch.Tensor:
-    """Compute bitsandbytes' table of 256 (fp32), rounded where it rounds."""
+    """Return bitsandbytes' table of 256 values of a scale's byte (fp32), rounded as there."""
     parts = []
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2**i + 1)
@@ -172,114 +175,128 @@ def _scale_table() -> torch.Tensor:
 
 
 _AT_ONCE = 2**25
-"""Numbers that are quantised at once, of whole units: it takes five times their fp32."""
+"""Elements, in whole units, that are quantised at a time; that takes five times their fp32."""
 
 
-def quantise_groups(form: Form, x_N: torch.Tensor) -> Groups:
-    """Quantise ``x_N`` (floating, of whole units), in plain torch; as of one rank."""
-    codes, scales, shared = zip(*(_quantise(form, x) for x in x_N.split(_AT_ONCE)), strict=True)
-    joined = None if form.sharing == 1 else torch.cat(shared, 1)
-    return Groups(torch.cat(codes, 1), torch.cat(scales, 1), joined)
+def quantise_groups(format: QuantFormat, x_N: torch.Tensor) -> Groups:
+    """Quantise ``x_N`` (floating, whole units) in plain torch, as one rank's."""
+    parts = [_quantise(format, x) for x in x_N.split(_AT_ONCE)]
+    return Groups(
+        quantised=torch.cat([part.quantised for part in parts], 1),
+        scales=torch.cat([part.scales for part in parts], 1),
+        shared=torch.cat([part.shared for part in parts if part.shared is not None], 1)
+        if format.groups_per_set > 1
+        else None,
+    )
 
 
-def _quantise(form: Form, x_N: torch.Tensor) -> Groups:
-    x_GS = x_N.float().view(-1, form.size)
+def _quantise(format: QuantFormat, x_N: torch.Tensor) -> Groups:
+    x_GS = x_N.float().view(-1, format.group_size)
     is_bad_G = ~x_GS.isfinite().all(1)
     x_GS = x_GS.masked_fill(is_bad_G[:, None], 0.0)
-    if form.sharing > 1:
-        amax_G = x_GS.abs().amax(1)
-        bytes_G, shared_S2, is_zero_G = _quantise_scales(amax_G.view(-1, form.sharing))
-        shared_S2[is_bad_G.view(-1, form.sharing).any(1)] = torch.nan
-        # Codes are of numbers divided by their own largest, not by what is stored of that.
-        x_GS = x_GS.masked_fill(is_zero_G[:, None], 0.0) / amax_G.clamp(min=2.0**-126)[:, None]
-        codes_N = _nearest(x_GS, form.codebook).flatten()
-        return Groups(_pack(codes_N)[None], bytes_G[None], shared_S2.view(1, -1))
-    if form.bits == 8:
-        codes_GS, scales_G = quantise_rows(x_GS, "reference")
-        codes_N, exponent_G = codes_GS.view(torch.uint8).flatten(), scales_G.view(torch.int32) >> 23
+    if format.groups_per_set > 1:
+        return _quantise_nested(format, x_GS, is_bad_G)
+    if format.bits == 8:
+        values_GS, scales_G = quantise_rows(x_GS, "reference")
+        quantised_N = values_GS.view(torch.uint8).flatten()
+        exponent_G = scales_G.view(torch.int32) >> 23
     else:
-        # From 1.75 times a power of two on, 7 among the codes, the next scale is taken.
+        # From 1.75 times a power of two on, 7 in e2m1, the next scale is taken.
         field_G = (x_GS.abs().amax(1).view(torch.int32) + 0x200000) >> 23
         exponent_G = field_G.clamp(min=3) - 2
         x_GS = x_GS * ((254 - exponent_G) << 23).view(torch.float32)[:, None]
-        codes_N = _pack(_nearest_e2m1(x_GS).flatten())
-    return Groups(codes_N[None], exponent_G.masked_fill(is_bad_G, _BAD).to(torch.uint8)[None])
+        quantised_N = _pack(_nearest_e2m1(x_GS).flatten())
+    return Groups(quantised_N[None], exponent_G.masked_fill(is_bad_G, _BAD).to(torch.uint8)[None])
 
 
-def _nearest(x: torch.Tensor, numbers: tuple[float, ...]) -> torch.Tensor:
-    """Return the place (uint8) of the nearest of ascending ``numbers``; the lower of two."""
-    all_C = torch.tensor(numbers, dtype=torch.float32, device=x.device)
+def _quantise_nested(format: QuantFormat, x_GS: torch.Tensor, is_bad_G: torch.Tensor) -> Groups:
+    """Quantise groups whose scales are quantised too."""
+    amax_G = x_GS.abs().amax(1)
+    bytes_G, shared_S2, is_zero_G = _quantise_scales(amax_G.view(-1, format.groups_per_set))
+    shared_S2[is_bad_G.view(-1, format.groups_per_set).any(1)] = torch.nan
+    # Elements are divided by their exact largest, not by the scale that is stored for it.
+    x_GS = x_GS.masked_fill(is_zero_G[:, None], 0.0) / amax_G.clamp(min=2.0**-126)[:, None]
+    indices_N = _nearest(x_GS, format.codebook).flatten()
+    return Groups(_pack(indices_N)[None], bytes_G[None], shared_S2.view(1, -1))
+
+
+def _nearest(x: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
+    """Return the index (uint8) of the nearest of ascending ``values``; of two, the lower."""
+    all_C = torch.tensor(values, dtype=torch.float32, device=x.device)
     return torch.bucketize(x, (all_C[:-1] + all_C[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
 def _nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Return the code of the nearest number, and of two the even code; a sign is kept with 0."""
+    """Return the nearest e2m1 value's bits; of two, the even ones. Zeros keep their sign."""
     size = x.abs()
-    codes = _nearest(size, _E2M1)
-    edges = torch.tensor([0.75, 1.75, 3.5], device=x.device)  # where the lower code is odd
-    return codes + torch.isin(size, edges).to(torch.uint8) + (x.signbit().to(torch.uint8) << 3)
+    bits = _nearest(size, _E2M1)
+    ties = torch.tensor([0.75, 1.75, 3.5], device=x.device)  # those whose lower value is odd
+    return bits + torch.isin(size, ties).to(torch.uint8) + (x.signbit().to(torch.uint8) << 3)
 
 
-def _pack(codes_N: torch.Tensor) -> torch.Tensor:
-    return codes_N[0::2] | (codes_N[1::2] << 4)
+def _pack(bits_N: torch.Tensor) -> torch.Tensor:
+    """Put two elements of 4 bits into each byte."""
+    return bits_N[0::2] | (bits_N[1::2] << 4)
 
 
 _FEW = 2.0**-100
-"""Groups of numbers below it are 0: what follows would be subnormal."""
+"""Groups whose largest element is below it become 0: what follows would be subnormal."""
 
 
 def _quantise_scales(
     amax_SG: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantise sets of scales; give bytes [G], factors and offsets [S, 2], and which groups are 0.
+    """Quantise the scales of each set.
 
-    The factor is found again in the scales that are stored, as one of them is the offset, another
-    is the offset less 0.993 factors, and a factor has few enough bits.
+    Factor and offset are found again in the scales that are stored: one of these is the offset,
+    another is the offset less 0.993 factors, and a factor has few enough bits.
+
+    Returns:
+        Bytes [G], factors and offsets [S, 2], and the groups that become 0, bool [G].
     """
+    # Drop groups that are too small beside the set's largest.
     largest_S1 = amax_SG.amax(1, keepdim=True)
     is_kept_SG = amax_SG >= (largest_S1 * 2.0**-7).clamp(min=_FEW)
+    # The range of the other scales gives the factor.
     largest_S1 = largest_S1.where(largest_S1 >= _FEW, 0.0)
     least_S1 = amax_SG.where(is_kept_SG, torch.inf).amin(1, keepdim=True)
     least_S1 = torch.maximum(least_S1, largest_S1 * 2.0**-6)  # so that no scale is negative
     table_C = _scale_table().to(amax_SG.device)
     range_S1 = (largest_S1 - least_S1).clamp(min=0.0)
-    # What is found again may have been rounded down by less than that.
+    # A factor that is found again may have been rounded down by less than 2^-12 of it.
     factor_S1 = range_S1 / -table_C[0] * (1 + 2.0**-12)
-    factor_S1 = (factor_S1.view(torch.int32) & -0x10000).view(torch.float32)
+    factor_S1 = (factor_S1.view(torch.int32) & -0x10000).view(torch.float32)  # down to bf16
     factor_S1 = factor_S1.where(factor_S1 >= largest_S1 * 2.0**-10, 0.0)
-    places_C = torch.cat(((table_C < -1e-3).nonzero()[:, 0], (table_C == 0).nonzero()[:, 0]))
-    used_C = table_C[places_C]
+    # Take the nearest entry of the part of the table that is used.
+    entries_C = torch.cat(((table_C < -1e-3).nonzero()[:, 0], (table_C == 0).nonzero()[:, 0]))
+    used_C = table_C[entries_C]
     share_SG = ((amax_SG - largest_S1) / factor_S1).nan_to_num(0.0, 0.0, -1.0)
     share_SG = share_SG.where(factor_S1 > 0, 0.0)
-    bytes_SG = places_C[torch.bucketize(share_SG, (used_C[:-1] + used_C[1:]) / 2)]
+    bytes_SG = entries_C[torch.bucketize(share_SG, (used_C[:-1] + used_C[1:]) / 2)]
     shared_S2 = torch.cat((factor_S1, largest_S1), 1)
     return bytes_SG.flatten().to(torch.uint8), shared_S2, ~is_kept_SG.flatten()
 
 
-def quantise_matrices(
-    form: Form,
-    x_END: torch.Tensor,
-    out_EB: torch.Tensor,
-) -> None:
+def quantise_matrices(format: QuantFormat, x_END: torch.Tensor, out_EB: torch.Tensor) -> None:
     """Write ``x_END`` (floating) to ``out_EB``, uint8 of whole units for each expert.
 
-    What is left of an expert's last unit is 0.
+    The rest of an expert's last unit is 0.
     """
     x_EN = x_END.flatten(1)
-    padded_EN = F.pad(x_EN, (0, -x_EN.shape[1] % form.unit))
-    made = quantise_groups(form, padded_EN.flatten())
-    for own, new in zip(form.split(out_EB), made, strict=True):
+    padded_EN = F.pad(x_EN, (0, -x_EN.shape[1] % format.unit))
+    made = quantise_groups(format, padded_EN.flatten())
+    for own, new in zip(format.split(out_EB), made, strict=True):
         if own is not None and new is not None:
             own.copy_(new.view(own.shape))
 
 
-# ---- widening -----------------------------------------------------------------------------------
+# ---- dequantising -------------------------------------------------------------------------------
 
 
-class CodedMatrices(NamedTuple):
-    """All experts' matrices in codes, as products take them in place of a tensor."""
+class QuantisedMatrices(NamedTuple):
+    """All experts' matrices, quantised; products take them in place of a tensor."""
 
-    form: Form
+    format: QuantFormat
     bytes_EB: torch.Tensor
     """uint8, as :func:`quantise_matrices` writes them."""
     matrix: torch.Size
@@ -292,88 +309,102 @@ class CodedMatrices(NamedTuple):
         """[E, N, D]."""
         return torch.Size((len(self.bytes_EB), *self.matrix))
 
-    def widen(self) -> torch.Tensor:
-        """Dequantise all: a new tensor [E, N, D]."""
-        bytes_EB = self.bytes_EB
-        numel = self.matrix.numel()
-        out = torch.empty(self.shape, dtype=self.dtype, device=bytes_EB.device)
-        table = self.form.table(bytes_EB.device)
-        widen_groups(self.form, self.form.split(bytes_EB), table, out.view(-1), 0, numel)
+    def dequantise(self) -> torch.Tensor:
+        """Return all matrices as a new tensor [E, N, D]."""
+        device = self.bytes_EB.device
+        out = torch.empty(self.shape, dtype=self.dtype, device=device)
+        dequantise_groups(
+            self.format,
+            self.format.split(self.bytes_EB),
+            self.format.table(device),
+            out.view(-1),
+            start=0,
+            numel=self.matrix.numel(),
+        )
         return out
 
 
-def widen_groups(
-    form: Form,
-    given: Groups,
+def dequantise_groups(
+    format: QuantFormat,
+    groups: Groups,
     table: torch.Tensor | None,
     out_N: torch.Tensor,
     start: int,
     numel: int,
     backend: Backend = "auto",
 ) -> None:
-    """Dequantise ``numel`` numbers from ``start`` on of each rank into ``out_N``, rank by rank.
+    """Dequantise ``numel`` elements from ``start`` on of each rank into ``out_N``, rank by rank.
 
     Args:
-        given: rows may lie apart.
-        table: :meth:`Form.table` on the device.
+        groups: whole units; ranks may lie apart.
+        table: :meth:`QuantFormat.table` on the device.
         out_N: floating, contiguous, at most W * ``numel``: the last ranks may have less.
     """
-    _check(form, given, out_N, start, numel)
+    _check(format, groups, out_N, start, numel)
     if use_fast(backend, out_N):
         if out_N.numel():
-            _widen_groups(*given, table, out_N, start, numel, form.bits, form.size, form.sharing)
+            _dequantise_groups(
+                *groups,
+                table,
+                out_N,
+                start,
+                numel,
+                format.bits,
+                format.group_size,
+                format.groups_per_set,
+            )
         return
-    first = start // form.unit
-    stop = -(-(start + numel) // form.unit)
-    bytes_WB, scales_WG, shared_WS = given.units(form, first, stop)
+    # Take the units that hold the elements.
+    first = start // format.unit
+    stop = -(-(start + numel) // format.unit)
+    bytes_WB, scales_WG, shared_WS = groups.units(format, first, stop)
+    # Elements without their scales.
     if table is None:
-        whole_WN = bytes_WB.view(E4M3).float()
+        x_WN = bytes_WB.view(E4M3).float()
     else:
-        codes_WN = torch.stack((bytes_WB & 15, bytes_WB >> 4), -1).flatten(1)
-        whole_WN = table.index_select(0, codes_WN.flatten().int()).view(codes_WN.shape)
+        indices_WN = torch.stack((bytes_WB & 15, bytes_WB >> 4), -1).flatten(1)
+        x_WN = table.index_select(0, indices_WN.flatten().int()).view(indices_WN.shape)
+    # Scales in fp32.
     scales_WG = scales_WG.int()
     if shared_WS is None:
-        wide_WG = (scales_WG << 23).view(torch.float32)
+        factor_WG = (scales_WG << 23).view(torch.float32)
     else:
         assert table is not None
         factor_WS1, offset_WS1 = shared_WS.unflatten(1, (-1, 2)).split(1, -1)
-        shares_WSG = table[len(form.codebook) :][scales_WG].unflatten(1, (-1, form.sharing))
-        wide_WG = (shares_WSG * factor_WS1 + offset_WS1).flatten(1)  # rounded twice
-    whole_WN = whole_WN.unflatten(1, (-1, form.size)) * wide_WG[..., None]
-    wide_WN = whole_WN.flatten(1)[:, start - first * form.unit :][:, :numel]
-    out_N.copy_(wide_WN.reshape(-1)[: out_N.numel()])
+        shares_WG = table[len(format.codebook) :][scales_WG]
+        shares_WSG = shares_WG.unflatten(1, (-1, format.groups_per_set))
+        factor_WG = (shares_WSG * factor_WS1 + offset_WS1).flatten(1)  # rounded twice
+    x_WGS = x_WN.unflatten(1, (-1, format.group_size)) * factor_WG[..., None]
+    wanted_WN = x_WGS.flatten(1)[:, start - first * format.unit :][:, :numel]
+    out_N.copy_(wanted_WN.reshape(-1)[: out_N.numel()])
 
 
 def _check(
-    form: Form,
-    given: Groups,
-    out_N: torch.Tensor,
-    start: int,
-    numel: int,
+    format: QuantFormat, groups: Groups, out_N: torch.Tensor, start: int, numel: int
 ) -> None:
-    """Raise ValueError if :func:`widen_groups` does not take these."""
-    codes, scales, shared = given
-    ranks = len(codes)
-    numbers = codes.shape[1] * 8 // form.bits
-    is_there = 0 <= start <= start + numel <= numbers and out_N.numel() <= ranks * numel
-    wanted = [(ranks, numbers // form.size), (ranks, 2 * numbers // form.unit)]
+    """Raise ValueError if :func:`dequantise_groups` does not take these."""
+    quantised, scales, shared = groups
+    ranks = len(quantised)
+    elements = quantised.shape[1] * 8 // format.bits
+    is_there = 0 <= start <= start + numel <= elements and out_N.numel() <= ranks * numel
+    wanted = [(ranks, elements // format.group_size), (ranks, 2 * elements // format.unit)]
     others = [scales] if shared is None else [scales, shared]
-    fits = numbers % form.unit == 0 and (shared is not None) == (form.sharing > 1)
+    fits = elements % format.unit == 0 and (shared is not None) == (format.groups_per_set > 1)
     fits &= all(x.shape == w for x, w in zip(others, wanted, strict=False))
-    fits &= codes.dtype == scales.dtype == torch.uint8
+    fits &= quantised.dtype == scales.dtype == torch.uint8
     fits &= shared is None or shared.dtype == torch.float32
-    are_near = out_N.dim() == 1 and all(x.stride(-1) == 1 for x in (codes, *others, out_N))
-    if not (is_there and fits and are_near):
-        takes = f"whole units of {form.unit} numbers in {form.name}, uint8 and near neighbours"
+    are_dense = all(x.stride(-1) == 1 for x in (quantised, *others, out_N))
+    if not (is_there and fits and are_dense and out_N.dim() == 1):
+        takes = f"whole units of {format.unit} elements in {format.name}, uint8, of last stride 1"
         raise refusal(
-            "widen_groups",
+            "dequantise_groups",
             takes,
-            **{"numbers": f"{start} to {start + numel}", "room for": out_N, **given._asdict()},
+            **{"elements": f"{start} to {start + numel}", "room for": out_N, **groups._asdict()},
         )
 
 
 @torch.library.custom_op("moetrain::widen_groups", mutates_args=("out_N",))
-def _widen_groups(
+def _dequantise_groups(
     codes_WB: torch.Tensor,
     scales_WG: torch.Tensor,
     shared_WS: torch.Tensor | None,
@@ -388,71 +419,98 @@ def _widen_groups(
     launch = _LAUNCH[bits]
     groups = -(-(start + numel) // size) - start // size
     _groups_kernel[(triton.cdiv(groups, launch["GROUPS"]), len(codes_WB))](
-        codes_WB, scales_WG, shared_WS, table, out_N,
-        codes_WB.stride(0), scales_WG.stride(0), 0 if shared_WS is None else shared_WS.stride(0),
-        start, numel, out_N.numel(), BITS=bits, SIZE=size, SHARING=sharing,
-        enable_fp_fusion=False, **launch,
-    )  # fmt: skip
+        codes_WB,
+        scales_WG,
+        shared_WS,
+        table,
+        out_N,
+        codes_WB.stride(0),
+        scales_WG.stride(0),
+        0 if shared_WS is None else shared_WS.stride(0),
+        start,
+        numel,
+        out_N.numel(),
+        BITS=bits,
+        SIZE=size,
+        SHARING=sharing,
+        enable_fp_fusion=False,
+        **launch,
+    )
 
 
-@_widen_groups.register_fake
-def _(*arguments) -> None:
-    return None
+@_dequantise_groups.register_fake
+def _(
+    codes_WB: torch.Tensor,
+    scales_WG: torch.Tensor,
+    shared_WS: torch.Tensor | None,
+    table: torch.Tensor | None,
+    out_N: torch.Tensor,
+    start: int,
+    numel: int,
+    bits: int,
+    size: int,
+    sharing: int,
+) -> None:
+    """Write in place; there is nothing to return."""
 
 
 @triton.jit
 def _groups_kernel(
-    codes, scales, shared, table, out, code_stride, scale_stride, shared_stride,
+    quantised, scales, shared, table, out, quantised_stride, scale_stride, shared_stride,
     start, numel, total, BITS: tl.constexpr, SIZE: tl.constexpr, SHARING: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
     rank = tl.program_id(1).to(tl.int64)
     first = start // SIZE + tl.program_id(0).to(tl.int64) * GROUPS
-    skipped = first * SIZE - start  # of those that are wanted; below zero: some here are not
+    # Wanted elements before this program's; below zero: its first ones are not wanted.
+    skipped = first * SIZE - start
     left = tl.minimum(numel, total - rank * numel) - skipped
     group = tl.arange(0, GROUPS)
     is_there = group * SIZE < left
-    number = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    mask = (number < left) & (number + skipped >= 0)
-    scales, codes = scales + rank * scale_stride, codes + rank * code_stride
+    element = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    mask = (element < left) & (element + skipped >= 0)
+    scales, quantised = scales + rank * scale_stride, quantised + rank * quantised_stride
     if SHARING > 1:
         shared += rank * shared_stride
     wide = load_scales(scales, shared, table, first + group, is_there, SHARING)
     if BITS == 8:
-        x = load_codes(codes + first * SIZE + number, mask, table, BITS, SHARING)
+        x = load_elements(quantised + first * SIZE + element, mask, table, BITS, SHARING)
     else:
         pairs = group[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
-        place = codes + first * (SIZE // 2) + pairs
-        x = load_codes(place, is_there[:, None], table, BITS, SHARING)
-    tl.store(out + (rank * numel + skipped) + number, x * wide[:, None], mask)
+        place = quantised + first * (SIZE // 2) + pairs
+        x = load_elements(place, is_there[:, None], table, BITS, SHARING)
+    tl.store(out + (rank * numel + skipped) + element, x * wide[:, None], mask)
 
 
 @triton.jit
 def load_scales(scales, shared, table, group, is_there, SHARING: tl.constexpr):
-    """The scales, fp32, of the groups with these numbers."""
+    """Return the scales, fp32, of groups with the indices ``group``."""
     scale = tl.load(scales + group, is_there, other=0).to(tl.int32)
     if SHARING == 1:
         wide = (scale << 23).to(tl.float32, bitcast=True)
     else:
         pair = shared + 2 * (group // SHARING)
         share = tl.load(table + 16 + scale)
-        # Rounded twice, as the launch forbids to fuse them: bitsandbytes does so.
+        # Rounded twice, as in bitsandbytes: the launch forbids to fuse them.
         wide = share * tl.load(pair, is_there, other=0.0)
         wide += tl.load(pair + 1, is_there, other=0.0)
     return wide
 
 
 @triton.jit
-def load_codes(place, is_there, table, BITS: tl.constexpr, SHARING: tl.constexpr):
-    """The numbers, fp32, of the bytes at ``place``; of 4 bits two a byte, along the last dim."""
+def load_elements(place, is_there, table, BITS: tl.constexpr, SHARING: tl.constexpr):
+    """Return the elements, fp32, of the bytes at ``place``, without their scales.
+
+    Of 4 bits there are two in a byte, and the last dim doubles.
+    """
     code = tl.load(place, is_there, other=0).to(tl.int32)
     if BITS == 8:
-        # By hand, as not every GPU can. The bits of e4m3 lie in fp32's as those of a number that
-        # is 2^120 times smaller, subnormal ones too.
+        # By hand, as not every GPU can. Shifted to fp32's place, the bits of e4m3 are those of a
+        # value that is 2^120 times smaller, subnormal ones too.
         bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
         x = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
     elif SHARING == 1:
-        # Those of e2m1 likewise, 2^126 times smaller.
+        # Bits of e2m1 likewise, 2^126 times smaller.
         pair = tl.interleave(code & 15, code >> 4)
         bits = ((pair & 8) << 28) | ((pair & 7) << 22)
         x = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37

@@ -26,7 +26,7 @@ import torch
 
 from moetrain.config import ConfigError
 from moetrain.kernels.quant.blocks import BlockScaled
-from moetrain.kernels.quant.groups import FORMS, Form, Groups
+from moetrain.kernels.quant.groups import QUANT_FORMATS, Groups, QuantFormat
 
 
 class Format(NamedTuple):
@@ -45,7 +45,9 @@ class Format(NamedTuple):
     has_state: bool = False
     """Whether ``shape`` is given the first part itself, which says how the others are to be
     read."""
-    groups: Callable[[Sequence[Any], slice, Form], Groups | None] = lambda parts, rows, form: None
+    groups: Callable[[Sequence[Any], slice, QuantFormat], Groups | None] = (
+        lambda parts, rows, format: None
+    )
     """Gives the same as codes and scales of a form; None: it does not hold them as they are."""
 
     def parts(self, names: Iterable[str]) -> dict[str, list[str]]:
@@ -81,14 +83,14 @@ class Dequantised:
             self._rows, self._values = rows, self.form.read(self.parts, rows)
         return self._values[(0 if isinstance(first, int) else slice(None), *others)]
 
-    def groups(self, form: Form, index: tuple[int | slice, ...]) -> Groups | None:
-        """Give codes and scales of ``tensor[index]`` as ``form`` has them; None: it has not."""
+    def groups(self, format: QuantFormat, index: tuple[int | slice, ...]) -> Groups | None:
+        """Return ``tensor[index]`` quantised in ``format``; None: it is not stored so."""
         whole = torch.empty(self.shape, device="meta")
         part = whole[index]
         start, numel, width = part.storage_offset(), part.numel(), math.prod(self.shape[1:])
         if not part.is_contiguous() or start % width or numel % width:
             return None
-        return self.form.groups(self.parts, slice(start // width, (start + numel) // width), form)
+        return self.form.groups(self.parts, slice(start // width, (start + numel) // width), format)
 
 
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -208,22 +210,26 @@ def _read_nf4(parts: Sequence[Any], rows: slice) -> torch.Tensor:
 def _nf4_groups(
     parts: Sequence[Any],
     rows: slice,
-    form: Form,
+    format: QuantFormat,
 ) -> Groups | None:
     """Give what bitsandbytes stores where its tables are ours, and our units do not cut its
     blocks."""
     said, first, end, (packed, scales_G, *factors) = _nf4_parts(parts, rows)
-    if form is not FORMS["nf4"] or said.block != form.size or said.nested % form.sharing:
+    if (
+        format is not QUANT_FORMATS["nf4"]
+        or said.block != format.group_size
+        or said.nested % format.groups_per_set
+    ):
         return None
-    if not factors or first % form.unit or end % form.unit:
+    if not factors or first % format.unit or end % format.unit:
         return None
     tables = torch.cat((parts[3][:].float(), parts[5][:].float()))
-    ours = form.table(tables.device)
+    ours = format.table(tables.device)
     assert ours is not None  # it has a codebook
     if not torch.equal(tables, ours):
         return None
     first_set = first // said.block // said.nested
-    own_S = torch.arange(first, end, form.unit) // said.block // said.nested - first_set
+    own_S = torch.arange(first, end, format.unit) // said.block // said.nested - first_set
     factor_S = factors[0].float()[own_S]
     shared_S2 = torch.stack((factor_S, torch.full_like(factor_S, said.offset)), 1)
     return Groups(((packed >> 4) | (packed << 4))[None], scales_G[None], shared_S2.view(1, -1))

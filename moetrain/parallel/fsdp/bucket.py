@@ -17,7 +17,7 @@ from torch import nn
 
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 from moetrain.models.rules import Rule
-from moetrain.parallel.fsdp.storage import CodedShard, HostShard
+from moetrain.parallel.fsdp.storage import HostShard, QuantisedShard
 from moetrain.parallel.fsdp.transport import Peers, Wait, reduce_scatter_start
 from moetrain.parallel.mesh import Layout, all_gather_start
 from moetrain.parallel.waits import waiting
@@ -77,7 +77,7 @@ class Member:
     share: float
     """The part of the value that a rank uses: 1, or 1/tp where tensor parallel ranks' uses are
     added up."""
-    coded: CodedShard | None = None
+    quantised: QuantisedShard | None = None
     """The storage whose codes :attr:`local` is; None where that is the values."""
     spare: int = 0
     """Rows for which there is memory behind the gathered value, for the block's ops to use."""
@@ -99,7 +99,11 @@ class Member:
 
     def read(self) -> torch.Tensor:
         """Give this rank's piece as values: :attr:`local`, or a copy."""
-        return self.local if self.coded is None else self.coded.read(self.start, self.local.shape)
+        return (
+            self.local
+            if self.quantised is None
+            else self.quantised.read(self.start, self.local.shape)
+        )
 
     def write(self, place: tuple[int | slice, ...], tensor: Any) -> None:
         """Do what is this rank's of ``parameter[place] = tensor``, reading only that of it, by
@@ -107,10 +111,10 @@ class Member:
         if (overlap := self.layout.overlap(place)) is None:
             return
         here, there = overlap
-        if self.coded is None:
+        if self.quantised is None:
             self.local[here].copy_(tensor[there])
         else:
-            self.coded.write(self.start, self.local.shape, here, tensor, there)
+            self.quantised.write(self.start, self.local.shape, here, tensor, there)
 
 
 @dataclass
@@ -127,7 +131,7 @@ class Bucket:
     """The dtype of its gradient: sums are made in fp32, and rounded to it as they are stored."""
     host: HostShard | None = None
     """The storage whose master :attr:`shard_N` is; None where the shard is on the device."""
-    coded: CodedShard | None = None
+    quantised: QuantisedShard | None = None
     """The storage whose codes :attr:`shard_N` is; None where the shard is values."""
     gradient_N: torch.Tensor | None = None
     """This step's gradient, once there is one."""
@@ -173,7 +177,7 @@ class Bucket:
     @property
     def needs_copies(self) -> bool:
         """Whether members must be copied out of what a gather gives, rank by rank."""
-        return self.coded is not None or (len(self.members) > 1 and self.group.size() > 1)
+        return self.quantised is not None or (len(self.members) > 1 and self.group.size() > 1)
 
     def moved(self) -> None:
         """Note that :attr:`shard_N` has other memory, and other values."""
@@ -262,14 +266,14 @@ class Bucket:
     @property
     def gathered_bytes(self) -> int:
         """The bytes that a gather writes."""
-        if self.coded is not None:
-            return aligned(self.group.size() * self.coded.bytes.numel())
+        if self.quantised is not None:
+            return aligned(self.group.size() * self.quantised.bytes.numel())
         return aligned(self.group.size() * self.shard_N.numel() * self.dtype.itemsize)
 
     @property
     def staging_bytes(self) -> int:
         """The bytes that are gathered to be copied out."""
-        comes_up = self.coded is not None and self.coded.link is not None
+        comes_up = self.quantised is not None and self.quantised.link is not None
         travels = comes_up or self.group.size() > 1
         return self.gathered_bytes if self.needs_copies and travels else 0
 
@@ -311,8 +315,8 @@ class Bucket:
                 self.mark_fresh()
         if self.is_never_sharded:
             return None
-        if self.coded is not None:
-            return self.coded.start_gather(self.group, staging)
+        if self.quantised is not None:
+            return self.quantised.start_gather(self.group, staging)
         ranks = self.group.size()
         target_N = staging.view(self.dtype) if self.needs_copies else self._gathered_N
         # Through .data, which has a version counter of its own: autograd would else take the next
@@ -333,11 +337,11 @@ class Bucket:
         """Copy members from ``staging`` to their place, if they are copied out."""
         if not self.needs_copies:
             return
-        if self.coded is not None:
-            bytes_W = self.coded.gathered(self.group.size(), staging)
+        if self.quantised is not None:
+            bytes_W = self.quantised.gathered(self.group.size(), staging)
             for member, row in zip(self.members, self._rows, strict=True):
                 padded = member.layout.padded_numel
-                self.coded.widen(row.data.view(-1), bytes_W, member.start, padded)
+                self.quantised.dequantise(row.data.view(-1), bytes_W, member.start, padded)
             return
         ranks, numbers = self.group.size(), self.group.size() * self.shard_N.numel()
         staged_WN = staging.view(self.dtype)[:numbers].view(ranks, -1)

@@ -179,7 +179,7 @@ class FSDP(Sharding):
 
         Raises ConfigError: the setting is copy, and ranks do not reach one another's memory.
         """
-        travelling = [b for b in self.buckets if b.group.size() > 1 and not (b.host or b.coded)]
+        travelling = [b for b in self.buckets if b.group.size() > 1 and not (b.host or b.quantised)]
         groups = {str(bucket.group.group_name): bucket.group for bucket in travelling}
         near = reachable(groups, self.setting, self.device)
         for bucket in travelling:

@@ -6,7 +6,7 @@ into the copy (ZeRO-Offload, arXiv 2101.06840), through the pinned memory that t
 to: an update reads that before it writes. Both ways are streams of their own, so that a copy down,
 a copy up and computing overlap.
 
-:class:`CodedShard` holds frozen weights in codes of 8 or 4 bits with scales
+:class:`QuantisedShard` holds frozen weights in codes of 8 or 4 bits with scales
 (``lora.base_dtype``, :mod:`moetrain.kernels.quant.groups`). Codes and scales are what is gathered;
 they are widened where the parameters lie gathered. Those of experts may lie in host memory
 (``lora.offload_experts``): a copy to the device then takes the place of the gather, at the same
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moetrain.kernels.quant.groups import Form, Groups, quantise_groups, widen_groups
+from moetrain.kernels.quant.groups import Groups, QuantFormat, dequantise_groups, quantise_groups
 from moetrain.models.hf.formats import Dequantised
 from moetrain.parallel.fsdp.transport import Wait
 from moetrain.parallel.mesh import all_gather_start
@@ -112,39 +112,44 @@ class HostShard:
             torch.cuda.current_stream(self.link.device).wait_event(left)
 
 
-class CodedShard:
-    """One rank's shard of a bucket: ``numel`` numbers stored in ``form``, used in ``dtype``."""
+class QuantisedShard:
+    """One rank's shard of a bucket: ``numel`` numbers stored in ``format``, used in ``dtype``."""
 
     def __init__(
-        self, form: Form, numel: int, dtype: torch.dtype, weights: Arena, link: Link | None = None
+        self,
+        format: QuantFormat,
+        numel: int,
+        dtype: torch.dtype,
+        weights: Arena,
+        link: Link | None = None,
     ) -> None:
         """``link``: the way from the host, where codes lie then; None: they lie on the device.
 
         Raises RunFailed if the system does not give as much pinned memory.
         """
-        self.form, self.dtype, self.device, self.link = form, dtype, weights.device, link
+        self.format, self.dtype, self.device, self.link = format, dtype, weights.device, link
         remedy = "unset it, or use a machine with more memory"
         self._memory = HostMemory(self.device, "lora.offload_experts", remedy)
-        size = form.num_bytes(numel)
+        size = format.num_bytes(numel)
         own = weights.empty(size if link is None else 1, torch.uint8)
         self.bytes = own if link is None else self._memory.reserve(size)[:size]
         """Codes, and scales behind them: all that is gathered."""
         self.bytes.zero_()
         self.shape_N = own[:1].expand(numel)
         """A tensor of the shard's size that holds nothing: a number has no bytes of its own."""
-        self._table = form.table(self.device)
+        self._table = format.table(self.device)
 
     def _units(self, first: int, stop: int) -> Groups:
         """Give what is stored of units ``first:stop``, in views."""
-        return self.form.split(self.bytes[None]).units(self.form, first, stop)
+        return self.format.split(self.bytes[None]).units(self.format, first, stop)
 
     def read(self, start: int, shape: torch.Size, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Copy the tensor that begins at number ``start``, in ``dtype`` or as it is used."""
         out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        unit, numel = self.form.unit, out.numel()
+        unit, numel = self.format.unit, out.numel()
         first, stop = start // unit, -(-(start + numel) // unit)
         stored, at = self._units(first, stop).to(self.device), start - first * unit
-        widen_groups(self.form, stored, self._table, out.view(-1), at, numel)
+        dequantise_groups(self.format, stored, self._table, out.view(-1), at, numel)
         return out
 
     @torch.no_grad()
@@ -158,7 +163,7 @@ class CodedShard:
     ) -> None:
         """Do ``tensor[place] = given[there]``, rounded; the tensor begins at ``start``. Codes and
         scales that ``given`` has in this form are taken as they are."""
-        view, unit = torch.empty(shape, device="meta")[place], self.form.unit
+        view, unit = torch.empty(shape, device="meta")[place], self.format.unit
         begin = start + int(view.storage_offset())
         numel = 1 + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
         # The units that hold these numbers; they begin and end within the tensor's own.
@@ -166,13 +171,13 @@ class CodedShard:
         outer, size = first * unit, (stop - first) * unit
         made = None
         if isinstance(given, Dequantised) and (outer, size) == (begin, view.numel()):
-            made = given.groups(self.form, there)
+            made = given.groups(self.format, there)
         if made is None:
             wide_N = self.read(outer, torch.Size([size]), torch.float32)
             target = wide_N.as_strided(view.shape, view.stride(), begin - outer)
             values: Any = given[there] if there else given
             target.copy_(values)
-            made = quantise_groups(self.form, wide_N)
+            made = quantise_groups(self.format, wide_N)
         for own, new in zip(self._units(first, stop), made, strict=True):
             if own is not None and new is not None:
                 own.copy_(new)
@@ -199,7 +204,9 @@ class CodedShard:
             return self.bytes[None]
         return staging[: ranks * self.bytes.numel()].view(ranks, -1)
 
-    def widen(self, out_N: torch.Tensor, bytes_W: torch.Tensor, start: int, numel: int) -> None:
+    def dequantise(
+        self, out_N: torch.Tensor, bytes_W: torch.Tensor, start: int, numel: int
+    ) -> None:
         """Write ``numel`` numbers from ``start`` on of each rank's ``bytes_W``, one rank's behind
         the other's, to ``out_N``; the last ranks may have less."""
-        widen_groups(self.form, self.form.split(bytes_W), self._table, out_N, start, numel)
+        dequantise_groups(self.format, self.format.split(bytes_W), self._table, out_N, start, numel)

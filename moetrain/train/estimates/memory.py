@@ -239,7 +239,8 @@ class RankSizes:
         mine = {name: n for name, n in numels.items() if rank in plan.holders(name)}
         owned = [(n, rules[name]) for name, n in mine.items()]
         self._stored = sum(
-            n * (rule.form.bytes_per_number if rule.form else rule.storage.itemsize)
+            n
+            * (rule.quant_format.bytes_per_element if rule.quant_format else rule.storage.itemsize)
             for n, rule in owned
         )
         """Bytes of its parameters over all ranks of a replica."""
@@ -265,8 +266,8 @@ class RankSizes:
             rule, layer = rules[name], name.split(".")[1]
             if rule.generated is not None and not config.rl.apart:
                 widened[layer] += numel // ep * dtype.itemsize
-            if rule.form is not None and rule.is_hosted and name in mine:
-                codes[layer] += rule.form.num_bytes(numel // dims.sharding_ranks)
+            if rule.quant_format is not None and rule.is_hosted and name in mine:
+                codes[layer] += rule.quant_format.num_bytes(numel // dims.sharding_ranks)
         self._widened = max(widened.values(), default=0)
         """Bytes of a layer's experts that generation widens, where it stores them in codes."""
         self._hosted_codes, self._staged = codes.total(), 2 * max(codes.values(), default=0)
@@ -287,7 +288,7 @@ class RankSizes:
             share = sum(mine[name] for name in wide & mine.keys()) / sum(mine.values())
             self._unlike_kept = share * (1 - config.optim.offload_fraction)
         experts = [rule for rule in rules.values() if rule.style == "expert"]
-        is_used_so = all(rule.storage == dtype and not rule.form for rule in experts)
+        is_used_so = all(rule.storage == dtype and not rule.quant_format for rule in experts)
         self._experts_stay = dims.efsdp == 1 and is_used_so and not self.is_alone
         """Whether experts are used as this rank keeps them, where others are gathered."""
         self._blocks = {layer: self._block(layer) for layer in self.layers}
@@ -307,7 +308,7 @@ class RankSizes:
             rule = rules[name]
             by_style = dims.ep if rule.style == "expert" else dims.tp
             cut = by_style if isinstance(STYLES[rule.style], Shard) else 1
-            if dims.sharding_ranks == cut or rule.form:  # nobody copies it
+            if dims.sharding_ranks == cut or rule.quant_format:  # nobody copies it
                 continue
             size = numel * (rule.gather or dtype).itemsize / cut
             on_device = 1 - config.optim.offload_fraction * rule.trainable
@@ -501,8 +502,8 @@ def _copied_bytes(
     """Count what generation copies of a weight, where training has another or none ``is_here``."""
     used, is_expert = rule.gather or dtype, rule.style == "expert"
     if rule.generated is not None:
-        return numel // ep * rule.generated.bytes_per_number
+        return numel // ep * rule.generated.bytes_per_element
     is_cut = (dims.efsdp * dims.ep // ep if is_expert else dims.sharding_ranks) > 1
-    if rule.trainable or is_cut or rule.storage != used or rule.form or not is_here:
+    if rule.trainable or is_cut or rule.storage != used or rule.quant_format or not is_here:
         return numel // (ep if is_expert else 1) * used.itemsize
     return 0
