@@ -1,6 +1,5 @@
 """Moments in float8 and weights in bf16: the codes, their rounding, meshes and checkpoints."""
 
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -35,18 +34,13 @@ def rates(step=5, clip=1.0, skipped=0, device="cpu", settings=SETTINGS, lr=1e-2,
     return settings.rates(*scalars, lr, decay)
 
 
-class Part(NamedTuple):
-    shape: torch.Size
-    box: tuple[slice, ...]
-
-
 def moments_of(shape, box=None, key=0, device="cpu"):
     box = tuple(slice(0, n) for n in shape) if box is None else box
 
     def zeros(numel, dtype):
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    return Float8Moments(Part(torch.Size(shape), box), key, zeros)
+    return Float8Moments(tuple(shape), box, key, zeros)
 
 
 def draw(shape, seed, dtype=torch.float32):
@@ -242,18 +236,18 @@ def test_parts_of_a_weight_are_updated_as_the_whole(cut, backend):
     for i, box in enumerate(boxes):
         assert torch.equal(params[i], params["whole"][box])
         for key, part in states[i].items():
-            place = moment_place(key, Part(shape, box))
+            place = moment_place(key, shape, box)
             assert torch.equal(part, states["whole"][key][place.box])
             assert states["whole"][key].shape == tuple(place.shape)
 
 
 def test_what_shares_a_scale_is_never_cut():
     with pytest.raises(ConfigError, match=r"parallel\.tp cuts one of 96 at 48; use bfloat16") as no:
-        moment_place("exp_avg_scales", Part((4, 96), (slice(0, 4), slice(0, 48))))
+        moment_place("exp_avg_scales", (4, 96), (slice(0, 4), slice(0, 48)))
     assert no.value.field == "optim.state_dtype"
     with pytest.raises(ConfigError, match="at 48"):
-        moment_place("exp_avg_scales", Part((4, 96), (slice(0, 4), slice(48, 96))))
-    place = moment_place("exp_avg_scales", Part((4, 100), (slice(0, 4), slice(64, 100))))
+        moment_place("exp_avg_scales", (4, 96), (slice(0, 4), slice(48, 96)))
+    place = moment_place("exp_avg_scales", (4, 100), (slice(0, 4), slice(64, 100)))
     assert place == ((4, 4), (slice(0, 4), slice(2, 4)))
 
 

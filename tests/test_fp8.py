@@ -26,7 +26,7 @@ from moetrain.generate.weights import replica
 from moetrain.kernels.experts.mlp import expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.permutation import expert_indices
-from moetrain.kernels.quant.e4m3 import _LARGEST, quantise_columns, quantise_rows
+from moetrain.kernels.quant.e4m3 import LARGEST_E4M3, quantise_columns, quantise_rows
 from moetrain.kernels.quant.products import linears_fp8
 from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.kernels.quant.transposed import place_columns, transpose_rows
@@ -83,10 +83,10 @@ def test_every_number_is_within_half_a_step():
     x_RM = rows_of_all_sizes()
     quantised = quantise_rows(x_RM)
     values, scales = quantised.values.float(), quantised.scales[:, None]
-    assert values.abs().max() <= _LARGEST
+    assert values.abs().max() <= LARGEST_E4M3
     mantissa, _ = torch.frexp(scales)
     assert (mantissa == 0.5).all()  # powers of two
-    assert (values.abs().amax(1) > _LARGEST / 2 * (1 - HALF_STEP)).all()
+    assert (values.abs().amax(1) > LARGEST_E4M3 / 2 * (1 - HALF_STEP)).all()
     half_step = torch.maximum(HALF_STEP * x_RM.abs(), 2.0**-10 * scales)
     assert ((values * scales - x_RM).abs() <= half_step).all()
 

@@ -28,7 +28,7 @@ import torch
 
 from moetrain.config import ConfigError, OptimSection
 from moetrain.kernels.optim.adamw import OffloadedParameter, Rates, Settings, adamw, adamw_on_host
-from moetrain.kernels.optim.adamw_float8 import Float8Moments, moment_place
+from moetrain.kernels.optim.adamw_float8 import Float8Moments, MomentPlace, moment_place
 from moetrain.kernels.optim.muon import muon_update
 from moetrain.kernels.optim.rounding import BLOCK
 from moetrain.models.rules import Rule
@@ -85,7 +85,7 @@ class AdamW(torch.optim.Optimizer):
         members = {name: m for name, m in fsdp.members.items() if m.rule.trainable}
         for member in members.values():
             for key in self.moments_of(member.rule):
-                moment_place(key, member.layout)  # refuses what cannot be cut, before anything runs
+                _place(key, member)  # refuses what cannot be cut, before anything runs
         super().__init__([(n, m.local) for n, m in members.items()], {"lr": config.lr})
 
     # ---- moments -------------------------------------------------------------------------------
@@ -125,7 +125,8 @@ class AdamW(torch.optim.Optimizer):
             if self.is_float8:
                 for member in bucket.members:
                     first = _first_index(names[id(member)])
-                    moments = Float8Moments(member.layout, first, self.arena.empty)
+                    layout = member.layout
+                    moments = Float8Moments(layout.shape, layout.box, first, self.arena.empty)
                     self._float8_moments[id(member)] = moments
                     self._states[member.local] = {"step": self.steps, **moments.tensors}
                 continue
@@ -272,7 +273,7 @@ class AdamW(torch.optim.Optimizer):
                 if key == "step":  # a scalar, the same on every rank
                     part = member.layout.common(value)
                 else:
-                    place = moment_place(key, member.layout)
+                    place = _place(key, member)
                     part = member.layout.part(value)._replace(shape=place.shape, box=place.box)
                 parts[f"{name}.{key}"] = stages.among(name, part)
         return parts
@@ -305,14 +306,18 @@ class AdamW(torch.optim.Optimizer):
             )
         for name, member in members.items():
             for key in self.moments_of(member.rule):
-                moment, shape = f"{name}.{key}", moment_place(key, member.layout).shape
+                moment, shape = f"{name}.{key}", _place(key, member).shape
                 remedy = "; set optim.state_dtype to that, or set never"
                 check_like(moment, state[moment], shape, self.dtype, remedy)
             check_like(f"{name}.step", state[f"{name}.step"], (), torch.float32)
         self.begin()
         for name, member in members.items():
             for key, value in self.state[member.local].items():
-                value.copy_(state[f"{name}.{key}"][moment_place(key, member.layout).box])
+                value.copy_(state[f"{name}.{key}"][_place(key, member).box])
+
+
+def _place(key: str, member: Member) -> MomentPlace:
+    return moment_place(key, member.layout.shape, member.layout.box)
 
 
 def _num_blocks(member: Member) -> int:

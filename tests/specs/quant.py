@@ -57,7 +57,13 @@ def _columns_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) 
 def _to_rows(x_TD, weights_TK, indices, tiled: bool) -> tuple[torch.Tensor, ...]:
     rows = indices.row_slot_R.shape[0]
     made = quantise_to_rows(
-        x_TD, weights_TK, indices.slot_row_TK, rows, tiled=tiled, wide=True, own=True
+        x_TD,
+        weights_TK,
+        indices.slot_row_TK,
+        rows,
+        tiled=tiled,
+        with_dequantised=True,
+        with_tokens=True,
     )
     own = torch.cat((made.tokens.values.float(), made.tokens.scales_by_row()), 1)
     scales_RG = made.rows.scales_by_row()
@@ -65,7 +71,7 @@ def _to_rows(x_TD, weights_TK, indices, tiled: bool) -> tuple[torch.Tensor, ...]
         made.rows.values,
         scales_RG,
         made.weights_R,
-        made.wide_RD,
+        made.dequantised_RD,
         own[made.token_R.long().clamp(0, len(x_TD) - 1)],
     )
 

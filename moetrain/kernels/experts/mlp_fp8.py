@@ -146,9 +146,9 @@ class _GroupedProduct(torch.autograd.Function):
         (g_RN,), (x_RM, w_ENM, offsets_E) = grads, ctx.saved_tensors
         recipe: Recipe = ctx.recipe
         g = recipe.rows(g_RN, "reference")
-        w = recipe.weights(w_ENM, "reference", turned=True).to(g_RN.dtype)
+        w = recipe.weights(w_ENM, "reference", transposed=True).to(g_RN.dtype)
         grad_x = grouped_mm(g.to(g_RN.dtype), w.transpose(1, 2), offsets_E)
-        if recipe.narrow_grads:
+        if recipe.quantises_weight_grads:
             columns = place_columns(offsets_E, len(x_RM), "reference")
             rows = (g, recipe.rows(x_RM, "reference"))
             pair = (transpose_rows(x, columns, None, "reference") for x in rows)
@@ -199,14 +199,21 @@ def _expert_mlp_fp8_backward(
     """The weights' gradients take rows as they are dequantised or, narrow, transposed codes; these
     of tokens without a copy of rows. Tensors go before the products where memory peaks."""
     num_rows, dtype, recipe = a_R2F.shape[0], dy_TD.dtype, RECIPES[precision]
-    narrow, wide = (is_trained and recipe.narrow_grads is x for x in (True, False))
+    narrow, wide = (is_trained and recipe.quantises_weight_grads is x for x in (True, False))
     columns = place_columns(offsets_E, num_rows, "triton") if narrow else None
     how = {"tiled": recipe.tiled, "wide": wide}
-    given = (weights_TK, slot_row_TK, num_rows)
-    dy = quantise_to_rows(dy_TD, *given, **how, own=narrow)
-    down = recipe.weights(w_down_EDF, "triton", turned=True)
+    dy = quantise_to_rows(
+        dy_TD,
+        weights_TK,
+        slot_row_TK,
+        num_rows,
+        tiled=recipe.tiled,
+        with_dequantised=wide,
+        with_tokens=narrow,
+    )
+    down = recipe.weights(w_down_EDF, "triton", transposed=True)
     dh_RF = scaled_grouped_mm(dy.rows, down, offsets_E, dtype)
-    dy, token_R, weights_R = dy.tokens if narrow else dy.wide_RD, dy.token_R, dy.weights_R
+    dy, token_R, weights_R = dy.tokens if narrow else dy.dequantised_RD, dy.token_R, dy.weights_R
     del down
     da, h, d_weights_R, da_R2F = swiglu_backward_quantised(
         dh_RF, a_R2F, weights_R, **how, narrow=narrow
@@ -216,7 +223,7 @@ def _expert_mlp_fp8_backward(
     if is_trained:
         d_down = _weight_grad(dy, h, offsets_E, columns, (token_R, None), dtype)
     del dy, h
-    gate_up = recipe.weights(w_gate_up_E2FD, "triton", turned=True)
+    gate_up = recipe.weights(w_gate_up_E2FD, "triton", transposed=True)
     dx_RD = scaled_grouped_mm(da, gate_up, offsets_E, dtype)
     del gate_up
     dx_TD, d_weights_TK = torch.empty_like(x_TD), torch.empty_like(weights_TK)
@@ -226,7 +233,15 @@ def _expert_mlp_fp8_backward(
         return dx_TD, d_weights_TK, dy_TD.new_empty(0), d_down
     x, da = recipe.rows(x_TD, "triton") if narrow else None, da if narrow else da_R2F
     if x is None:
-        x = quantise_to_rows(x_TD, *given, **how, narrow=False).wide_RD
+        x = quantise_to_rows(
+            x_TD,
+            weights_TK,
+            slot_row_TK,
+            num_rows,
+            tiled=recipe.tiled,
+            with_rows=False,
+            with_dequantised=wide,
+        ).dequantised_RD
     d_gate_up = _weight_grad(da, x, offsets_E, columns, (None, token_R), dtype)
     return dx_TD, d_weights_TK, d_gate_up, d_down
 

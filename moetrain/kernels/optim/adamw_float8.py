@@ -40,7 +40,7 @@ Legend: R rows, C elements a row, G groups a row, S elements of a group, N eleme
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch.nn import functional as F
@@ -116,20 +116,6 @@ class QuantisedMoment(NamedTuple):
         self.scales_RG.copy_(scales_RG)
 
 
-class _Sliced(Protocol):
-    """A rank's part of a parameter."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the whole parameter."""
-        ...
-
-    @property
-    def box(self) -> tuple[slice, ...]:
-        """The rank's slice of each dim."""
-        ...
-
-
 class MomentPlace(NamedTuple):
     """A tensor of a parameter's optimizer state, and the rank's part of it."""
 
@@ -139,20 +125,20 @@ class MomentPlace(NamedTuple):
     """The rank's slice of each dim."""
 
 
-def moment_place(key: str, part: _Sliced) -> MomentPlace:
+def moment_place(key: str, shape: tuple[int, ...], box: tuple[slice, ...]) -> MomentPlace:
     """Return the place of the state tensor ``key`` of a parameter.
 
     Scales have the shape [R, G], a ``step`` is a scalar, and all else has the parameter's shape.
 
     Args:
-        part: ranks cut rows; of a matrix, columns too.
+        shape: the whole parameter's.
+        box: the rank's slice of each dim. Ranks cut rows; of a matrix, columns too.
 
     Raises:
         ConfigError: the rank's columns begin or end inside a group.
     """
     if key == "step":
         return MomentPlace((), ())
-    shape, box = part.shape, part.box
     if not key.endswith("_scales"):
         return MomentPlace(shape, box)
     columns = math.prod(shape[1:])
@@ -167,31 +153,31 @@ def moment_place(key: str, part: _Sliced) -> MomentPlace:
     return MomentPlace((shape[0], _num_groups(columns)), (box[0], groups))
 
 
-class _Whole(NamedTuple):
-    """A parameter of which one rank has all."""
-
-    shape: torch.Size
-    box: tuple[slice, ...]
-
-
 class Float8Moments:
     """Both moments of a rank's part of a parameter; their :attr:`tensors` are uint8."""
 
     NAMES = ("exp_avg", "exp_avg_scales", "exp_avg_sq", "exp_avg_sq_scales")
 
-    def __init__(self, part: _Sliced, first: int, empty: Callable[..., torch.Tensor]) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        box: tuple[slice, ...],
+        first: int,
+        empty: Callable[..., torch.Tensor],
+    ) -> None:
         """Allocate them, without values; zeros are moments of zeros.
 
         Args:
+            shape, box: the parameter and this rank's part of it, as in :func:`moment_place`.
             first: the index of the parameter's first element among those of all parameters.
             empty: makes a flat tensor, called with a number of elements and a ``dtype``.
         """
         self.tensors: dict[str, torch.Tensor] = {}
         """By :attr:`NAMES`."""
         for name in self.NAMES:
-            sizes = [one.stop - one.start for one in moment_place(name, part).box]
+            sizes = [one.stop - one.start for one in moment_place(name, shape, box).box]
             self.tensors[name] = empty(math.prod(sizes), dtype=torch.uint8).view(sizes)
-        scales = moment_place("_scales", part)
+        scales = moment_place("_scales", shape, box)
         row, group = (one.start for one in scales.box)
         groups = scales.shape[1]
         places = torch.tensor([first + SCALED * (row * groups + group), SCALED * groups])
@@ -201,7 +187,7 @@ class Float8Moments:
     @classmethod
     def of_whole(cls, shape: Sequence[int], empty: Callable[..., torch.Tensor]) -> Self:
         """Allocate the moments of a whole parameter of ``shape``, the only one."""
-        return cls(_Whole(torch.Size(shape), tuple(slice(0, n) for n in shape)), 0, empty)
+        return cls(tuple(shape), tuple(slice(0, n) for n in shape), 0, empty)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.tensors.values())

@@ -1,6 +1,6 @@
-"""Matrices in e4m3 with a scale for each block: in files, quantised, and multiplied.
+"""Matrices in e4m3 with a scale for each block: read from files, quantised, and multiplied.
 
-    w[i, j] = codes[i, j] * scales[i // n, j // m]
+    w[i, j] = values[i, j] * scales[i // n, j // m]
 
 Blocks are n x m, mostly 128 x 128, and the last of a row or column of blocks may be partial
 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). With blocks of 2 x 2 a matrix [3, 5] has scales
@@ -8,17 +8,18 @@ Blocks are n x m, mostly 128 x 128, and the last of a row or column of blocks ma
 
 :func:`quantise_blocks` makes blocks of 128 x 128, with one of two kinds of scales::
 
-    fp32     scale = amax / 448                             as DeepSeek-V3's checkpoint has them
-    ue8m0    scale = 2^k, the least with amax <= 448 scale  as DeepSeek-V3.1's
+    fp32     scale = amax / 448                                 as in DeepSeek-V3's checkpoint
+    ue8m0    scale = 2^k, the smallest with amax <= 448 scale   as in DeepSeek-V3.1's
 
-so that what was read from such a checkpoint has its codes and scales again. With ue8m0 every number
-of a block is exact in bf16, and comes back as it was (a block whose largest code is 224 with half
-of its scale and twice its codes). With fp32 scales a number rounded to bf16 is off by 2^-8 at most,
-as is the largest, of which the scale is made: both together are less than half of a step of e4m3,
-at least 2^-5, so the codes are the same; and the scale is, if the largest number was one of bf16.
+A matrix that was read from such a checkpoint, in bf16, gets the same values and scales again. With
+ue8m0 every element of a block is exact in bf16, and comes back as it was (a block whose largest
+value is 224 comes back with half of its scale and twice its values). With fp32 scales an element
+rounded to bf16 is off by at most 2^-8, and so is the largest, from which the scale is made. Both
+together are less than half a step of e4m3, at least 2^-5, so the values are the same; and so is the
+scale, if the largest element was exact in bf16.
 
-:func:`blocks_mm` multiplies rows in tiles of 128 by them. Its partial sums over 128 numbers are
-made by tensor cores, then scaled and added up in fp32, as section 3.3.2 has it.
+:func:`blocks_mm` multiplies rows in tiles of 128 by such blocks. Tensor cores make its partial sums
+over 128 products, which are then scaled and added up in fp32, as in section 3.3.2.
 
 Left out on purpose: products on a CPU (:mod:`moetrain.kernels.quant.products`).
 
@@ -37,6 +38,7 @@ from torch.nn import functional as F
 
 from moetrain.kernels.quant.e4m3 import (
     E4M3,
+    LARGEST_E4M3,
     TILE,
     Quantised,
     quantise_rows,
@@ -54,38 +56,44 @@ from moetrain.runtime.backend import (
 )
 
 Scales = Literal["fp32", "ue8m0"]
-_LARGEST = 448.0
-_LEAST = 2.0**-100  # the least largest number of a block, so that neither scale nor inverse is 0
-# The fastest of three on one H100 where ours for many rows is not taken (docs/log/quantisation.md).
+"""The kinds of scales of :func:`quantise_blocks`."""
+_LEAST = 2.0**-100
+"""Lower bound of a block's largest element, so that neither scale nor inverse is 0."""
+# The fastest of three on one H100, where grouped_e4m3 is not taken (docs/log/quantisation.md).
 _PRODUCT = {"BM": 64, "BN": 128, "num_warps": 4, "num_stages": 4}
 
 
 @dataclass(frozen=True)
 class BlockScaled:
-    """A matrix of a file, which is dequantised where it is indexed with slices."""
+    """A matrix in a file; indexing it with slices dequantises that part."""
 
-    codes: Any
-    """[rows, columns] in e4m3; it is indexed with slices, as ``scales`` are."""
+    values: Any
+    """[rows, columns] in e4m3; a tensor, or part of a file that is indexed with slices."""
     scales: Any
+    """A scale for each block; indexed with slices too."""
     shape: Sequence[int]
+    """[rows, columns]."""
     block: tuple[int, int]
+    """Rows and columns of a block."""
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the matrix, as a file's tensor does."""
+        """Return the shape of the matrix; the name is that of safetensors' slices."""
         return list(self.shape)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return the part in ``index``, a slice, a tuple of slices or ``...``, in fp32."""
-        given = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
-        whole = (*given, slice(None), slice(None))[:2]
+        if index is Ellipsis:
+            index = ()
+        slices = (*(index if isinstance(index, tuple) else (index,)), slice(None), slice(None))[:2]
         (top, end), (left, right) = (
-            one.indices(size)[:2] for one, size in zip(whole, self.shape, strict=True)
+            one.indices(size)[:2] for one, size in zip(slices, self.shape, strict=True)
         )
         n, m = self.block
-        w_NM = self.codes[top:end, left:right].float()
+        w_NM = self.values[top:end, left:right].float()
         scales = self.scales[top // n : -(-end // n), left // m : -(-right // m)].float()
         columns_M = torch.arange(left, right) // m - left // m
-        for i, scales_M in enumerate(scales[:, columns_M]):  # no matrix of scales as wide as w
+        # Block row by block row, so that scales are never spread to the size of w.
+        for i, scales_M in enumerate(scales[:, columns_M]):
             start = (top // n + i) * n
             w_NM[max(start - top, 0) : start + n - top] *= scales_M
         return w_NM
@@ -102,33 +110,39 @@ class QuantisedBlocks(NamedTuple):
     def to(self, dtype: torch.dtype) -> torch.Tensor:
         """Dequantise to ``dtype``."""
         _, rows, columns = self.values.shape
-        wide = self.scales.to(dtype).repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)
-        return self.values.to(dtype) * wide[:, :rows, :columns]
+        scales = self.scales.to(dtype).repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)
+        return self.values.to(dtype) * scales[:, :rows, :columns]
 
 
 def quantise_blocks(
-    w_ENM: torch.Tensor,
-    kind: Scales,
-    *,
-    turned: bool = False,
-    backend: Backend = "auto",
+    w_ENM: torch.Tensor, kind: Scales, *, transposed: bool = False, backend: Backend = "auto"
 ) -> QuantisedBlocks:
-    """Quantise contiguous matrices in blocks, within an op; ``turned``: [E, M, N] in their place.
+    """Quantise contiguous matrices in blocks.
 
-    Both ways have the same codes and scales.
+    For use inside an op. With ``transposed`` the result is [E, M, N], with the same values and
+    scales.
     """
     experts, rows, columns = w_ENM.shape
     n, m = (-(-size // TILE) for size in (rows, columns))
     if use_fast(backend, w_ENM):
         require_contiguous("quantise_blocks", w=w_ENM)
-        shapes = ((columns, rows), (m, n)) if turned else ((rows, columns), (n, m))
+        shapes = ((columns, rows), (m, n)) if transposed else ((rows, columns), (n, m))
         values = w_ENM.new_empty(experts, *shapes[0], dtype=E4M3)
         scales = w_ENM.new_empty(experts, *shapes[1], dtype=torch.float32)
         if w_ENM.numel():
             _blocks_kernel[(m, n, experts)](
-                w_ENM, values, scales, rows, columns, TILE=TILE, TURNED=turned,
-                POWERS=kind == "ue8m0", LEAST=_LEAST, BY_HAND=INTERPRETED, num_warps=8,
-            )  # fmt: skip
+                w_ENM,
+                values,
+                scales,
+                rows,
+                columns,
+                TILE=TILE,
+                TRANSPOSED=transposed,
+                POWERS=kind == "ue8m0",
+                LEAST=_LEAST,
+                BY_HAND=INTERPRETED,
+                num_warps=8,
+            )
         return QuantisedBlocks(values, scales)
     padded = F.pad(w_ENM.detach().float(), (0, m * TILE - columns, 0, n * TILE - rows))
     blocks_EnNmM = padded.view(experts, n, TILE, m, TILE)
@@ -138,25 +152,22 @@ def quantise_blocks(
         values = values.unflatten(-1, (TILE, TILE)).transpose(2, 3)
     else:
         largest = blocks_EnNmM.abs().amax((2, 4)).clamp(min=_LEAST)
-        # By a tensor, as torch multiplies by the inverse of a number on a GPU.
-        scales = largest / torch.full_like(largest, _LARGEST)
+        # By a tensor: dividing by a Python number, torch multiplies by its inverse on a GPU.
+        scales = largest / torch.full_like(largest, LARGEST_E4M3)
         values = blocks_EnNmM * (1 / scales)[:, :, None, :, None]
-        values = values.clamp(-_LARGEST, _LARGEST).to(E4M3)
+        values = values.clamp(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3)
     values = values.reshape(experts, n * TILE, m * TILE)[:, :rows, :columns]
-    if turned:
+    if transposed:
         values, scales = values.transpose(1, 2), scales.transpose(1, 2)
     return QuantisedBlocks(values.contiguous(), scales.contiguous())
 
 
 def blocks_mm(
-    a_RM: Quantised,
-    b_ENM: QuantisedBlocks,
-    offsets_E: torch.Tensor,
-    dtype: torch.dtype,
+    a_RM: Quantised, b_ENM: QuantisedBlocks, offsets_E: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return ``out[r] = a[r] @ b[group of r]^T`` [R, N], groups as in ``grouped_mm``.
 
-    ``a`` is in tiles. It is a fast path.
+    ``a`` is tiled. The fast path only.
     """
     (rows, width), (experts, n, _) = a_RM.values.shape, b_ENM.values.shape
     out_RN = a_RM.scales.new_empty(rows, n, dtype=dtype)
@@ -169,9 +180,20 @@ def blocks_mm(
     )
     tiles = triton.cdiv(rows, launch["BM"]) + experts - 1
     _product_kernel[(tiles * triton.cdiv(n, launch["BN"]),)](
-        *descriptors, a_RM.scales, b_ENM.scales, offsets_E, out_RN, rows, n, width, experts,
-        GROUPS=triton.next_power_of_2(experts), BK=TILE, WIDEN=INTERPRETED, **launch,
-    )  # fmt: skip
+        *descriptors,
+        a_RM.scales,
+        b_ENM.scales,
+        offsets_E,
+        out_RN,
+        rows,
+        n,
+        width,
+        experts,
+        GROUPS=triton.next_power_of_2(experts),
+        BK=TILE,
+        IN_FP32=INTERPRETED,
+        **launch,
+    )
     return out_RN
 
 
@@ -183,7 +205,7 @@ def _blocks_kernel(
     N,
     M,
     TILE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     POWERS: tl.constexpr,
     LEAST: tl.constexpr,
     BY_HAND: tl.constexpr,
@@ -200,16 +222,16 @@ def _blocks_kernel(
     else:
         scale = tl.div_rn(tl.maximum(largest, LEAST), 448.0)  # its inverse is finite
         inverse = tl.div_rn(1.0, scale)
-    codes = to_e4m3(x * inverse, BY_HAND)
-    wide, high = tl.num_programs(0), tl.num_programs(1)
-    at = scales + expert * wide * high
-    if TURNED:
-        at_codes = values + first + m[:, None] * N + n[None, :]
-        tl.store(at_codes, tl.trans(codes), (m < M)[:, None] & (n < N)[None, :])
-        tl.store(at + tl.program_id(0) * high + tl.program_id(1), scale)
+    quantised = to_e4m3(x * inverse, BY_HAND)
+    across, down = tl.num_programs(0), tl.num_programs(1)
+    at = scales + expert * across * down
+    if TRANSPOSED:
+        at_values = values + first + m[:, None] * N + n[None, :]
+        tl.store(at_values, tl.trans(quantised), (m < M)[:, None] & (n < N)[None, :])
+        tl.store(at + tl.program_id(0) * down + tl.program_id(1), scale)
     else:
-        tl.store(values + first + n[:, None] * M + m[None, :], codes, mask)
-        tl.store(at + tl.program_id(1) * wide + tl.program_id(0), scale)
+        tl.store(values + first + n[:, None] * M + m[None, :], quantised, mask)
+        tl.store(at + tl.program_id(1) * across + tl.program_id(0), scale)
 
 
 @triton.jit(do_not_specialize=["R"])  # which changes from call to call
@@ -228,10 +250,12 @@ def _product_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    WIDEN: tl.constexpr,
+    IN_FP32: tl.constexpr,
 ):
-    """A tile of rows of one group and of columns of one block. Programs of the same rows follow one
-    another, for the cache."""
+    """Compute a tile of rows of one group and columns of one block.
+
+    Programs of the same rows follow one another, for the cache.
+    """
     across = tl.cdiv(N, BN)
     tile, first_n = tl.program_id(0) // across, tl.program_id(0) % across * BN
     e = tl.arange(0, GROUPS)
@@ -240,7 +264,7 @@ def _product_kernel(
     tiles_E = (ends_E - starts_E + BM - 1) // BM
     group = tl.sum((tl.cumsum(tiles_E, axis=0) <= tile).to(tl.int32), axis=0)
     before = tl.sum(tl.where(e < group, tiles_E, 0), axis=0)
-    end = tl.sum(tl.where(e == group, ends_E, 0), axis=0)  # 0 behind the last group
+    end = tl.sum(tl.where(e == group, ends_E, 0), axis=0)  # 0 after the last group
     first = tl.sum(tl.where(e == group, starts_E, 0), axis=0) + (tile - before) * BM
     if first < end:
         row, column = first + tl.arange(0, BM), first_n + tl.arange(0, BN)
@@ -252,7 +276,7 @@ def _product_kernel(
             scale = a_scale * tl.load(b_scales + k)
             a = a_desc.load([first, k * BK])
             b = b_desc.load([group * N + first_n, k * BK])
-            if WIDEN:  # Triton's interpreter multiplies no e4m3
+            if IN_FP32:  # Triton's interpreter does not multiply e4m3
                 a, b = a.to(tl.float32), b.to(tl.float32)
             total += tl.dot(a, b.T) * scale[:, None]
         at = out + row.to(tl.int64)[:, None] * N + column[None, :]

@@ -1,20 +1,22 @@
-"""Quantisation to e4m3, of rows for products.
+"""Quantisation to e4m3, by rows, of the operands of products.
 
-Rows have a scale each, or one for each tile of 128 neighbours (DeepSeek-V3, arXiv 2412.19437,
-section 3.3), and lie in the order a product reads them::
+A row has one scale, or one for each tile of 128 neighbours (DeepSeek-V3, arXiv 2412.19437, section
+3.3)::
 
-    scale = 2^k, the least with |x| <= 448 scale in row or tile      values = round(x / scale)
+    scale = 2^k, the smallest with |x| <= 448 scale in the row or tile
+    values = round(x / scale)
 
-With powers of two dividing is exact, a value times its scale is exact in bf16, and quantising what
-was quantised changes nothing: every rank that quantises a row gets the same bits. It costs at most
-one of 15 binades. A product reads both its operands along the inner width, so a weight [N, M] is
-quantised by its rows for the forward and by its columns, transposed, for the input's gradient.
+With powers of two the division is exact, a value times its scale is exact in bf16, and quantising
+twice changes nothing: every rank that quantises a row gets the same bits. It costs at most one of
+e4m3's 15 binades. A product reads both operands along the inner width. So a weight [N, M] is
+quantised by its rows for the forward, and by its columns, transposed, for the input's gradient.
 
 Worked example: the row [3, -1, 0.3] has the scale 2^-7 (448 / 128 = 3.5 holds 3, half of it does
-not). Divided by it, [384, -128, 38.4] rounds to [384, -128, 40], which stands for [3, -1, 0.3125].
+not). Divided by it, [384, -128, 38.4] rounds to [384, -128, 40]; times the scale, that is [3, -1,
+0.3125].
 
-Legend: T tokens, K rows that a token is copied to, R rows, E experts, N outer width, M inner width,
-G tiles of a row.
+Legend: T tokens, K rows that a token is copied to, R rows, X any dims, E experts, N outer width, M
+inner width, G tiles of a row.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -35,53 +37,45 @@ from moetrain.runtime.backend import (
 )
 
 E4M3 = torch.float8_e4m3fn
-_LARGEST = 448.0  # the largest number in e4m3
+LARGEST_E4M3 = 448.0
+"""The largest value in e4m3."""
 MULTIPLE = 16
 """Widths of products in e4m3 are multiples of this."""
 TILE = 128
 """Neighbours in a row that share a scale where a row has several."""
 SCALED = 32
 """Neighbours that share a scale in OCP's formats (:mod:`moetrain.kernels.quant.groups`)."""
-_TILE = {"BN": 512, "BM": 32, "num_warps": 16}  # a tile that is transposed at once
+_TRANSPOSE = {"BN": 512, "BM": 32, "num_warps": 16}
+"""Launch settings of the transposition; a program takes [BN, BM] at a time."""
 
 
 class Quantised(NamedTuple):
-    """Rows in e4m3 with their scales; they stand for ``values`` times these."""
+    """Quantised rows: each element is its value times its scale."""
 
     values: torch.Tensor
     """[..., M] e4m3."""
     scales: torch.Tensor
-    """fp32, powers of two: [...], a scale a row, or [G, ...], one for each 128 numbers of it."""
+    """fp32 powers of two: [...], a scale a row, or [G, ...], one for each 128 elements of it."""
 
     @classmethod
-    def empty(
-        cls,
-        like: torch.Tensor,
-        rows: int,
-        width: int,
-        tiled: bool,
-    ) -> "Quantised":
-        """Return rows on the device of ``like`` that are to be filled."""
+    def empty(cls, like: torch.Tensor, rows: int, width: int, tiled: bool) -> "Quantised":
+        """Return rows without values, on the device of ``like``."""
         shape = (-(-width // TILE), rows) if tiled else (rows,)
         values = like.new_empty(rows, width, dtype=E4M3)
         return cls(values, like.new_empty(shape, dtype=torch.float32))
 
     @property
     def is_tiled(self) -> bool:
+        """True: a row has a scale for each tile."""
         return self.scales.dim() == self.values.dim()
 
     @classmethod
-    def received(
-        cls,
-        values_RM: torch.Tensor,
-        scales_RG: torch.Tensor,
-        tiled: bool,
-    ) -> "Quantised":
-        """Return rows whose scales lie row by row."""
+    def received(cls, values_RM: torch.Tensor, scales_RG: torch.Tensor, tiled: bool) -> "Quantised":
+        """Invert :meth:`scales_by_row`: return rows from their values and sent scales."""
         return cls(values_RM, scales_RG.t().contiguous() if tiled else scales_RG[:, 0])
 
     def scales_by_row(self) -> torch.Tensor:
-        """Return the scales of rows [R, M] as they are sent: contiguous [R, G]."""
+        """Return the scales of rows [R, M] in the order in which they are sent: [R, G]."""
         scales_GR = self.scales if self.is_tiled else self.scales[None]
         return scales_GR.t().clone(memory_format=torch.contiguous_format)
 
@@ -93,23 +87,20 @@ class Quantised(NamedTuple):
             raise refusal("dequantise", "a scale a row, or a tile of it", **self._asdict())
         if not use_fast(backend, self.values):
             if self.is_tiled:
-                wide = self.scales.movedim(0, -1).repeat_interleave(TILE, -1)[..., :width]
-                return self.values.to(dtype) * wide.to(dtype)
-            # A product, as a cast to the dtype that is there gives the same tensor, and torch 2.11
-            # compiled gives no gradient to an alias in an autograd function's forward.
+                scales = self.scales.movedim(0, -1).repeat_interleave(TILE, -1)[..., :width]
+                return self.values.to(dtype) * scales.to(dtype)
+            # Always a product: a cast alone may return the same tensor, and torch 2.11 compiled
+            # gives no gradient to an alias in an autograd function's forward.
             return self.values.to(dtype) * self.scales[..., None].to(dtype)
-        # As bytes: opcheck computes with an op's inputs, and torch computes nothing in e4m3.
+        # As bytes: opcheck computes with an op's inputs, and torch does not compute in e4m3.
         values = self.values.contiguous().view(torch.uint8)
         return _dequantise(values, self.scales.contiguous(), dtype)
 
 
 def quantise_rows(
-    x_XM: torch.Tensor,
-    backend: Backend = "auto",
-    *,
-    tiled: bool = False,
+    x_XM: torch.Tensor, backend: Backend = "auto", *, tiled: bool = False
 ) -> Quantised:
-    """Quantise ``x`` [..., M] (contiguous) by rows, or with ``tiled`` by tiles of these."""
+    """Quantise ``x`` [..., M] (contiguous) with a scale a row, or, ``tiled``, a tile."""
     if use_fast(backend, x_XM):
         require_contiguous("quantise_rows", x=x_XM)
         values, scales = _quantise_rows(x_XM.flatten(0, -2), tiled)
@@ -121,42 +112,45 @@ def quantise_rows(
         values = values.flatten(-2)[..., :width].contiguous()
         return Quantised(values, scales.movedim(-1, 0).contiguous())
     amax_X = x_XM.detach().abs().amax(-1).float()
-    # The exponent's field of the power of two from which on a row is too large for scale 1 / 256.
+    # Round the exponent up where the mantissa is above 1.75, that of 448; see :func:`scale_of`.
     field_X = ((amax_X.view(torch.int32) + 0x1FFFFF) >> 23).clamp(min=9)
     scales_X, inverse_X = ((x << 23).view(torch.float32) for x in (field_X - 8, 262 - field_X))
     values_XM = x_XM.detach().float() * inverse_X[..., None]
-    return Quantised(values_XM.clamp(-_LARGEST, _LARGEST).to(E4M3), scales_X)
+    return Quantised(values_XM.clamp(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3), scales_X)
 
 
 def quantise_columns(w_ENM: torch.Tensor, backend: Backend = "auto") -> Quantised:
-    """Quantise the columns of a contiguous ``w`` [E, N, M], within an op: [E, M, N] and [E, M]."""
+    """Quantise the columns of a contiguous ``w`` [E, N, M]: values [E, M, N], scales [E, M].
+
+    For use inside an op.
+    """
     if not use_fast(backend, w_ENM):
         return quantise_rows(w_ENM.transpose(1, 2).contiguous(), "reference")
     require_contiguous("quantise_columns", w=w_ENM)
     experts, n, m = w_ENM.shape
     values_EMN = w_ENM.new_empty(experts, m, n, dtype=E4M3)
     scales_EM = w_ENM.new_empty(experts, m, dtype=torch.float32)
-    grid = (triton.cdiv(m, _TILE["BM"]), experts)
-    is_whole = n <= _TILE["BN"]
+    grid = (triton.cdiv(m, _TRANSPOSE["BM"]), experts)
+    is_whole = n <= _TRANSPOSE["BN"]
     _columns_kernel[grid](
-        w_ENM, values_EMN, scales_EM, n, m, IS_WHOLE=is_whole, BY_HAND=INTERPRETED, **_TILE
+        w_ENM, values_EMN, scales_EM, n, m, IS_WHOLE=is_whole, BY_HAND=INTERPRETED, **_TRANSPOSE
     )
     return Quantised(values_EMN, scales_EM)
 
 
-class _QuantisedRows(NamedTuple):
-    """Tokens permuted to rows in e4m3; what was not asked for is empty."""
+class PermutedRows(NamedTuple):
+    """Tokens permuted to quantised rows; what was not asked for is empty."""
 
     rows: Quantised
     """[R, D]."""
     weights_R: torch.Tensor
     """The routing weight of each row."""
-    wide_RD: torch.Tensor
-    """The dequantised rows in the tokens' dtype."""
+    dequantised_RD: torch.Tensor
+    """The rows' values, in the tokens' dtype."""
     tokens: Quantised
     """The tokens themselves [T, D]."""
     token_R: torch.Tensor
-    """int32: the token that each row is of."""
+    """int32: the token of each row."""
 
 
 def quantise_to_rows(
@@ -166,31 +160,49 @@ def quantise_to_rows(
     num_rows: int,
     *,
     tiled: bool = False,
-    narrow: bool = True,
-    wide: bool = False,
-    own: bool = False,
-) -> _QuantisedRows:
-    """Permute tokens to rows in e4m3 (:mod:`moetrain.kernels.experts.permutation`).
+    with_rows: bool = True,
+    with_dequantised: bool = False,
+    with_tokens: bool = False,
+) -> PermutedRows:
+    """Quantise tokens and permute them to rows (:mod:`moetrain.kernels.experts.permutation`).
 
-    It is for the inside of an op, with contiguous inputs. ``narrow`` asks for ``rows``, ``wide``
-    for ``wide_RD`` and ``own`` for ``tokens`` and ``token_R``.
+    For use inside an op, with contiguous inputs.
+
+    Args:
+        x_TD: the tokens.
+        weights_TK: routing weights.
+        slot_row_TK: the row of each slot; -1: none.
+        num_rows: R.
+        tiled: a scale a tile of a row.
+        with_rows: make ``rows``.
+        with_dequantised: make ``dequantised_RD``.
+        with_tokens: make ``tokens`` and ``token_R``.
     """
     tokens, width = x_TD.shape
-    made = _QuantisedRows(
-        Quantised.empty(x_TD, num_rows if narrow else 0, width, tiled),
-        weights_TK.new_empty(num_rows),
-        x_TD.new_empty(num_rows if wide else 0, width),
-        Quantised.empty(x_TD, tokens if own else 0, width, tiled),
-        slot_row_TK.new_empty(num_rows if own else 0),
+    made = PermutedRows(
+        rows=Quantised.empty(x_TD, num_rows if with_rows else 0, width, tiled),
+        weights_R=weights_TK.new_empty(num_rows),
+        dequantised_RD=x_TD.new_empty(num_rows if with_dequantised else 0, width),
+        tokens=Quantised.empty(x_TD, tokens if with_tokens else 0, width, tiled),
+        token_R=slot_row_TK.new_empty(num_rows if with_tokens else 0),
     )
     if tokens:
-        slots = slot_row_TK.shape[1]
         _rows_kernel[(tokens,)](
-            x_TD, slot_row_TK, *(made.rows if narrow else (None, None)),
-            made.wide_RD if wide else None, weights_TK, made.weights_R,
-            *(made.tokens if own else (None, None)), made.token_R if own else None,
-            width, num_rows, tokens, SLOTS=slots, BY_HAND=INTERPRETED, **row_launch(width, tiled),
-        )  # fmt: skip
+            x_TD,
+            slot_row_TK,
+            *(made.rows if with_rows else (None, None)),
+            made.dequantised_RD if with_dequantised else None,
+            weights_TK,
+            made.weights_R,
+            *(made.tokens if with_tokens else (None, None)),
+            made.token_R if with_tokens else None,
+            width,
+            num_rows,
+            tokens,
+            SLOTS=slot_row_TK.shape[1],
+            BY_HAND=INTERPRETED,
+            **row_launch(width, tiled),
+        )
     return made
 
 
@@ -200,40 +212,53 @@ def _quantise_rows(x_RM: torch.Tensor, tiled: bool) -> tuple[torch.Tensor, torch
     made = Quantised.empty(x_RM, rows, width, tiled)
     if rows:
         _rows_kernel[(rows,)](
-            x_RM, None, *made, None, None, None, None, None, None,
-            width, rows, rows, SLOTS=1, BY_HAND=INTERPRETED, **row_launch(width, tiled),
-        )  # fmt: skip
+            x_RM,
+            None,  # slot_row: rows stay where they are
+            made.values,
+            made.scales,
+            None,  # rows
+            None,  # weights
+            None,  # row_weights
+            None,  # own_values
+            None,  # own_scales
+            None,  # row_token
+            width,
+            rows,
+            rows,
+            SLOTS=1,
+            BY_HAND=INTERPRETED,
+            **row_launch(width, tiled),
+        )
     return made.values, made.scales
 
 
 @_quantise_rows.register_fake
-def _(x_RM, tiled):
-    return tuple(Quantised.empty(x_RM, *x_RM.shape, tiled))
+def _(x_RM: torch.Tensor, tiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, width = x_RM.shape
+    made = Quantised.empty(x_RM, rows, width, tiled)
+    return made.values, made.scales
 
 
 @torch.library.custom_op("moetrain::dequantise", mutates_args=())
-def _dequantise(
-    bytes_RM: torch.Tensor,
-    scales: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    (rows, width), x_RM = bytes_RM.shape, torch.empty_like(bytes_RM, dtype=dtype)
+def _dequantise(bytes_RM: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    rows, width = bytes_RM.shape
+    x_RM = torch.empty_like(bytes_RM, dtype=dtype)
     if rows:
         values_RM = bytes_RM.view(E4M3)
         launch = row_launch(width, scales.dim() == 2)
-        _wide_kernel[(rows,)](values_RM, scales, x_RM, width, rows, **launch)
+        _dequantise_kernel[(rows,)](values_RM, scales, x_RM, width, rows, **launch)
     return x_RM
 
 
 @_dequantise.register_fake
-def _(bytes_RM, scales, dtype):
+def _(bytes_RM: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(bytes_RM, dtype=dtype)
 
 
 def row_launch(width: int, tiled: bool) -> dict[str, int]:
     """Return the launch settings of a kernel whose programs take a whole row each.
 
-    They take it as [BLOCK // PART, PART] numbers: a tile, or all of the row, in each.
+    A program takes it as [BLOCK // PART, PART] elements. PART is a tile, or the whole row.
     """
     block = triton.next_power_of_2(width)
     block = max(block, TILE) if tiled else block
@@ -243,10 +268,10 @@ def row_launch(width: int, tiled: bool) -> dict[str, int]:
 
 @triton.jit
 def scale_of(amax):
-    """The scale of rows whose largest numbers are ``amax``, and its inverse.
+    """Return the scale of rows whose largest absolute values are ``amax``, and its inverse.
 
-    Both powers of two are made of the bits of their exponents. 0x1FFFFF is what 1.75, the mantissa
-    of 448, lacks of the next power; from field 9 on neither is subnormal.
+    Both powers of two are made from the bits of their exponents. 0x1FFFFF is what 1.75, the
+    mantissa of 448, lacks of the next power; from field 9 on neither is subnormal.
     """
     field = tl.maximum((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23, 9)
     scale = ((field - 8) << 23).to(tl.float32, bitcast=True)
@@ -255,7 +280,7 @@ def scale_of(amax):
 
 @triton.jit
 def to_e4m3(x, BY_HAND: tl.constexpr):
-    """Rounded to nearest even. ``BY_HAND``, as Triton's interpreter loses a carry there."""
+    """Round to e4m3, to nearest even. ``BY_HAND``: Triton's interpreter loses a carry."""
     if BY_HAND:
         # Adding 3/2 of 2^23 steps rounds to a step: 1/8 of the power of two, or of 2^-6 below it.
         field = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 121)
@@ -288,27 +313,27 @@ def _rows_kernel(
     part = tl.arange(0, BLOCK // PART)
     column = part[:, None] * PART + tl.arange(0, PART)[None, :]
     has_scale = part * PART < width
-    given = tl.load(x + token * width + column, column < width, other=0.0).to(tl.float32)
-    scale, inverse = scale_of(tl.max(tl.abs(given), axis=1))
-    narrow = to_e4m3(given * inverse[:, None], BY_HAND)
+    loaded = tl.load(x + token * width + column, column < width, other=0.0).to(tl.float32)
+    scale, inverse = scale_of(tl.max(tl.abs(loaded), axis=1))
+    quantised = to_e4m3(loaded * inverse[:, None], BY_HAND)
     if slot_row is None:
-        tl.store(values + token * width + column, narrow, column < width)
+        tl.store(values + token * width + column, quantised, column < width)
         tl.store(scales + part * num_rows + token, scale, has_scale)
     else:
         if own_values is not None:
-            tl.store(own_values + token * width + column, narrow, column < width)
+            tl.store(own_values + token * width + column, quantised, column < width)
             tl.store(own_scales + part * num_tokens + token, scale, has_scale)
         for k in tl.static_range(SLOTS):
             row = tl.load(slot_row + token * SLOTS + k).to(tl.int64)
             # An absent row has no columns.
             mask = column < tl.where(row >= 0, width, 0)
             if values is not None:
-                tl.store(values + row * width + column, narrow, mask)
+                tl.store(values + row * width + column, quantised, mask)
                 is_there = part * PART < tl.where(row >= 0, width, 0)
                 tl.store(scales + part * num_rows + row, scale, is_there)
             if rows is not None:
-                wide = narrow.to(tl.float32) * scale[:, None]
-                tl.store(rows + row * width + column, wide, mask)
+                dequantised = quantised.to(tl.float32) * scale[:, None]
+                tl.store(rows + row * width + column, dequantised, mask)
             if row >= 0:
                 tl.store(row_weights + row, tl.load(weights + token * SLOTS + k))
                 if row_token is not None:
@@ -316,14 +341,14 @@ def _rows_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _wide_kernel(values, scales, x, width, num_rows, BLOCK: tl.constexpr, PART: tl.constexpr):
+def _dequantise_kernel(values, scales, x, width, num_rows, BLOCK: tl.constexpr, PART: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK // PART)
     column = part[:, None] * PART + tl.arange(0, PART)[None, :]
-    narrow = tl.load(values + row * width + column, column < width)
+    quantised = tl.load(values + row * width + column, column < width)
     scale = tl.load(scales + part * num_rows + row, part * PART < width, other=0.0)
-    wide = narrow.to(tl.float32) * scale[:, None]
-    tl.store(x + row * width + column, wide, column < width)
+    dequantised = quantised.to(tl.float32) * scale[:, None]
+    tl.store(x + row * width + column, dequantised, column < width)
 
 
 @triton.jit
@@ -344,7 +369,7 @@ def _columns_kernel(
         for start in range(0, N, BN):
             amax = tl.maximum(amax, tl.max(tl.abs(_load_tile(w, start, m, N, M, BN)), axis=0))
         scale, inverse = scale_of(amax)
-        # Again, from the cache: few enough programs run at once for their columns to be there.
+        # Loaded again, from the cache: few enough programs run at once for their columns to fit.
         for start in range(0, N, BN):
             x = _load_tile(w, start, m, N, M, BN)
             _store_tile(values, x * inverse[None, :], start, m, N, M, BN, BY_HAND)

@@ -1,8 +1,9 @@
 """Grouped products of e4m3 on a Hopper GPU, in the frame of the grouped products in bf16.
 
-Tiles, parts of a program, ring and barriers are those of :mod:`moetrain.kernels.experts.grouped`;
-what differs is what the two multiplying warpgroups do. A piece of the ring holds 64 pairs of codes,
-128 bytes as 64 numbers of bf16 do, and is read as 128 codes.
+Tiles, roles of a program's warps, ring and barriers are those of
+:mod:`moetrain.kernels.experts.grouped`; only what the two multiplying warpgroups do is different. A
+piece of the ring holds 128 bytes, which are moved as 64 elements of bf16 and multiplied as 128 of
+e4m3.
 
     rows    out[r, n] = a_scale[r] * b_scale[g, n] * sum over k of a[r, k] b[g, n, k]
     blocks  out[r, n] = sum over pieces p of a_scale[p, r] * b_scale[g, n / 128, p] * s(p)
@@ -10,7 +11,7 @@ what differs is what the two multiplying warpgroups do. A piece of the ring hold
 
 With a scale a row the sums stay in tensor cores' registers (torch's ``use_fast_accum``). With tiles
 and blocks each piece's sum is scaled and added up in fp32 (DeepSeek-V3, arXiv 2412.19437, section
-3.3.2): 128 columns at a time, as registers hold no more; while one warpgroup adds up, the other
+3.3.2): 128 columns at a time, as registers hold no more. While one warpgroup adds up, the other
 multiplies.
 
 Triton's interpreter does not run Gluon: a CPU never takes this file.
@@ -45,16 +46,16 @@ from moetrain.kernels.experts.grouped import (
 from moetrain.runtime.backend import gl, gluon, hopper
 
 _PIECE = gl.constexpr(128)
-"""Codes of a row in a piece, and the columns that are added up at a time."""
+"""Elements of a row in a piece, and the columns that are added up at a time."""
 _reinterpret = (
     getattr(gl.shared_memory_descriptor, "_reinterpret", None)
     or gl.shared_memory_descriptor.reinterpret
 )
-# Triton 3.7 and newer have the second name.
+"""Triton 3.7 and newer have the second name."""
 
 
 def takes(a_RK: torch.Tensor, b_ENK: torch.Tensor) -> bool:
-    """Return True if :func:`product` should multiply these codes: many rows, on a Hopper GPU."""
+    """Return True if :func:`product` should multiply these: many rows, on a Hopper GPU."""
     _, width, depth = b_ENK.shape
     is_whole = width % _COLUMNS.value == 0 and depth % _PIECE.value == 0
     is_large = a_RK.shape[0] >= grouped._FEWEST_ROWS
@@ -69,24 +70,32 @@ def product(
     b_scales: torch.Tensor,
     offsets_E: torch.Tensor,
 ) -> torch.Tensor:
-    """Return ``out[r] = a[r] @ b[group of r]^T`` [R, N] in bf16 of what :func:`takes` approves.
+    """Return ``out[r] = a[r] @ b[group of r]^T`` [R, N] in bf16.
 
     Args:
+        a_RK, b_ENK: e4m3, operands that :func:`takes` approves.
         a_scales, b_scales: [R] and [E, N]; or [K / 128, R] and [E, N / 128, K / 128].
         offsets_E: int32, ends of the groups in rows.
     """
     (rows, depth), (experts, width, _) = a_RK.shape, b_ENK.shape
     out_RN = a_RK.new_empty(rows, width, dtype=torch.bfloat16)
     a, b = (x.view(torch.bfloat16) for x in (a_RK, b_ENK))
-    descriptors = (
+    programs = torch.cuda.get_device_properties(offsets_E.device).multi_processor_count
+    _product_kernel[(programs,)](
         grouped._descriptor(a, _HALF, _DEPTH),
         grouped._descriptor(b.flatten(0, 1), _COLUMNS, _DEPTH),
         grouped._descriptor(out_RN, _HALF, _PART, moves=True),
+        offsets_E,
+        a_scales,
+        b_scales,
+        offsets_E.new_zeros(1),
+        experts,
+        rows,
+        N=width,
+        K=depth // 2,
+        TILED=a_scales.dim() == 2,
+        num_warps=4,
     )
-    counter = offsets_E.new_zeros(1)
-    programs = torch.cuda.get_device_properties(offsets_E.device).multi_processor_count
-    given = (*descriptors, offsets_E, a_scales, b_scales, counter, experts, rows)
-    _narrow_kernel[(programs,)](*given, width, depth // 2, a_scales.dim() == 2, num_warps=4)
     return out_RN
 
 
@@ -117,8 +126,8 @@ def _multiply(
     a_scales, b_scales, num_rows = scales
     a_ring, b_ring, ready, empty = ring
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 32])
-    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _PIECE, 32])
-    ROWS: gl.constexpr = gl.SliceLayout(1, NARROW if TILED else LAYOUT)
+    PIECE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _PIECE, 32])
+    ROWS: gl.constexpr = gl.SliceLayout(1, PIECE_LAYOUT if TILED else LAYOUT)
     A_SHAPE: gl.constexpr = [_HALF, _PIECE]
     B_SHAPE: gl.constexpr = [_COLUMNS, _PIECE]
     A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(A_SHAPE, gl.float8e4nv)
@@ -151,10 +160,10 @@ def _multiply(
                 a_at = a_scales + (start + m)
                 if TILED:
                     b_at = b_scales + (g * (N // _PIECE) + n // _PIECE) * steps
-                    left = gl.zeros([_HALF, _PIECE], gl.float32, NARROW)
-                    right = gl.zeros([_HALF, _PIECE], gl.float32, NARROW)
+                    left = gl.zeros([_HALF, _PIECE], gl.float32, PIECE_LAYOUT)
+                    right = gl.zeros([_HALF, _PIECE], gl.float32, PIECE_LAYOUT)
                     for step in range(steps):
-                        # Asked for before the wait, which hides their way.
+                        # Loaded before the wait, which hides their latency.
                         own = gl.load(a_at + r, is_row, 0.0)
                         a_at += num_rows
                         of_left = gl.load(b_at + step)
@@ -166,7 +175,7 @@ def _multiply(
                         b = _reinterpret(b_ring.index(stage), gl.float8e4nv, B_SHAPE, B_LAYOUT)
                         for half in gl.static_range(2):
                             columns = b.slice(half * _PIECE, _PIECE).permute((1, 0))
-                            none = gl.zeros([_HALF, _PIECE], gl.float32, NARROW)
+                            none = gl.zeros([_HALF, _PIECE], gl.float32, PIECE_LAYOUT)
                             sums = hopper.warpgroup_mma(
                                 a, columns, none, use_acc=False, is_async=True
                             )
@@ -188,7 +197,7 @@ def _multiply(
                         )
                         b = _reinterpret(b_ring.index(stage), gl.float8e4nv, B_SHAPE, B_LAYOUT)
                         sums = hopper.warpgroup_mma(a, b.permute((1, 0)), sums, is_async=True)
-                        # All but this step's products are done.
+                        # Wait for all but this step's products.
                         sums = hopper.warpgroup_mma_wait(1, deps=(sums,))
                         before = gl.where(stage == 0, _STAGES - 1, stage - 1)
                         hopper.mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
@@ -211,7 +220,7 @@ def _multiply(
 
 
 @gluon.jit(do_not_specialize=["groups", "num_rows"])
-def _narrow_kernel(
+def _product_kernel(
     a_desc,
     b_desc,
     out_desc,

@@ -1,13 +1,13 @@
-"""Matrix products in e4m3: the one place that names torch's scaled GEMMs.
+"""Matrix products in e4m3; no other module calls torch's scaled GEMMs.
 
 Both operands lie along the inner width, with a scale for each row of the first and each column of
 the product. On a CPU the dequantised operands are multiplied in fp32: the same sum, but for its
-order. Tensor cores add in registers that keep fewer bits than fp32 (``use_fast_accum``); to add
-every 128 products up in fp32 costs a quarter of the rate on one H200.
+order. Tensor cores add in registers that keep fewer bits than fp32 (``use_fast_accum``); adding up
+every 128 products in fp32 costs a quarter of the rate on one H200.
 
-:func:`linears_fp8` is a dense layer, ``y = q(x) @ q(w)^T``, of several ``w`` at once, so that rows
-are quantised once both ways and the gradients of all ``w`` added in fp32. For an upstream ``dy``,
-with q() as in :mod:`moetrain.kernels.experts.mlp_fp8`::
+:func:`linears_fp8` is a dense layer, ``y = q(x) @ q(w)^T``, for several ``w`` at once, so that rows
+are quantised once both ways and the gradients of all ``w`` are added in fp32. For an upstream
+``dy``, with q() as in :mod:`moetrain.kernels.experts.mlp_fp8`::
 
     dx = q(dy) @ q(w)        dw = dy^T @ x  (in bf16)
 
@@ -41,13 +41,9 @@ from moetrain.runtime.backend import (
 
 
 def scaled_mm(
-    a_TM: Quantised,
-    b_NM: Quantised,
-    dtype: torch.dtype,
-    *,
-    fast: bool = True,
+    a_TM: Quantised, b_NM: Quantised, dtype: torch.dtype, *, fast: bool = True
 ) -> torch.Tensor:
-    """Return ``a @ b^T`` [T, N] in ``dtype``; on CUDA that is bf16, with widths in 16s.
+    """Return ``a @ b^T`` [T, N] in ``dtype``; on CUDA that is bf16, and widths are multiples of 16.
 
     ``a`` may be in e5m2. With ``fast`` False products are added up in fp32.
     """
@@ -71,12 +67,11 @@ def scaled_grouped_mm(
 ) -> torch.Tensor:
     """Return ``out[r] = a[r] @ b[group of r]^T`` [R, N], groups as in ``grouped_mm``."""
     if dtype == torch.bfloat16 and grouped_e4m3.takes(a_RM.values, b_ENM.values):
-        return grouped_e4m3.product(*a_RM, *b_ENM, offsets_E)
+        return grouped_e4m3.product(a_RM.values, a_RM.scales, b_ENM.values, b_ENM.scales, offsets_E)
     if isinstance(b_ENM, QuantisedBlocks) and (a_RM.values.is_cuda or INTERPRETED):
         return blocks_mm(a_RM, b_ENM, offsets_E, dtype)
     if not a_RM.values.is_cuda:
-        a = a_RM.to(torch.float32)
-        b = b_ENM.to(torch.float32)
+        a, b = a_RM.to(torch.float32), b_ENM.to(torch.float32)
         return grouped_mm(a, b.transpose(1, 2), offsets_E).to(dtype)
     if not a_RM.values.shape[0]:
         return torch.empty(0, b_ENM.values.shape[1], device=a_RM.values.device, dtype=dtype)
@@ -103,14 +98,14 @@ def linears_fp8(
     """
     fits = all(w.shape[1:] == x_TD.shape[1:] and w.dtype == x_TD.dtype for w in weights)
     if not fits or any(size % MULTIPLE for w in weights for size in w.shape):
-        given = {f"w{i}": w for i, w in enumerate(weights)}
+        was_given = {f"w{i}": w for i, w in enumerate(weights)}
         takes = f"[N, D] in x's dtype, both multiples of {MULTIPLE}"
-        raise refusal("linears_fp8", takes, x=x_TD, **given)
+        raise refusal("linears_fp8", takes, x=x_TD, **was_given)
     if use_fast(backend, x_TD):
         y_TN = _linears_fp8(x_TD.contiguous(), list(weights), precision)
     else:
-        y_TN = _DenseProduct.apply(x_TD, _joined(weights, precision), precision)
-    parts = y_TN.split([_room(w, precision) for w in weights], dim=1)
+        y_TN = _DenseProduct.apply(x_TD, _stacked(weights, precision), precision)
+    parts = y_TN.split([_padded_rows(w, precision) for w in weights], dim=1)
     return tuple(y[:, : len(w)] for y, w in zip(parts, weights, strict=True))
 
 
@@ -119,10 +114,7 @@ class _DenseProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_TD: torch.Tensor,
-        w_ND: torch.Tensor,
-        precision: Precision,
+        ctx: Any, x_TD: torch.Tensor, w_ND: torch.Tensor, precision: Precision
     ) -> torch.Tensor:
         ctx.recipe = recipe = RECIPES[precision]
         ctx.save_for_backward(x_TD, w_ND)
@@ -134,60 +126,60 @@ class _DenseProduct(torch.autograd.Function):
         (dy_TN,) = grads
         x_TD, w_ND = ctx.saved_tensors
         dy = ctx.recipe.rows(dy_TN, "reference")
-        w = ctx.recipe.weights(w_ND[None], "reference", turned=True)
+        w = ctx.recipe.weights(w_ND[None], "reference", transposed=True)
         dx_TD = F.linear(dy.to(dy_TN.dtype), w.to(dy_TN.dtype)[0])
         return dx_TD, dy_TN.t() @ x_TD if ctx.needs_input_grad[1] else None, None
 
 
 @torch.library.custom_op("moetrain::linears_fp8", mutates_args=())
 def _linears_fp8(
-    x_TD: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    precision: str,
+    x_TD: torch.Tensor, weights: Sequence[torch.Tensor], precision: str
 ) -> torch.Tensor:
     recipe = RECIPES[precision]
-    x, w = recipe.rows(x_TD, "triton"), recipe.weights(_joined(weights, precision)[None], "triton")
+    x, w = recipe.rows(x_TD, "triton"), recipe.weights(_stacked(weights, precision)[None], "triton")
     return _dense(x, w, x_TD.dtype)
 
 
-def _dense(
-    a_TM: Quantised,
-    b_1NM: Quantised | QuantisedBlocks,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def _dense(a_TM: Quantised, b_1NM: Quantised | QuantisedBlocks, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``a @ b[0]^T`` [T, N] in ``dtype``."""
     if isinstance(b_1NM, Quantised):
-        return scaled_mm(a_TM, Quantised(*(x[0] for x in b_1NM)), dtype)
-    rows, width = a_TM.values.shape
-    wide = b_1NM.values.shape[1]
-    is_whole = not (rows % TILE or wide % TILE or width % (4 * TILE))  # torch pads scales by fours
+        return scaled_mm(a_TM, Quantised(b_1NM.values[0], b_1NM.scales[0]), dtype)
+    rows, inner = a_TM.values.shape
+    outer = b_1NM.values.shape[1]
+    # Torch pads scales to multiples of four along the inner width.
+    is_whole = not (rows % TILE or outer % TILE or inner % (4 * TILE))
     if a_TM.values.is_cuda and is_whole:
-        # The bits of ours, and 1.8 times its rate (docs/log/quantisation.md).
-        kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-        scales = a_TM.scales.t(), b_1NM.scales[0].t()
-        operands = (a_TM.values, b_1NM.values[0].t(), scales[0], kinds[0], scales[1], kinds[1])
-        return F.scaled_mm(*operands, output_dtype=dtype)
+        # The same bits as ours, at 1.8 times the rate (docs/log/quantisation.md).
+        return F.scaled_mm(
+            a_TM.values,
+            b_1NM.values[0].t(),
+            a_TM.scales.t(),
+            ScalingType.BlockWise1x128,
+            b_1NM.scales[0].t(),
+            ScalingType.BlockWise128x128,
+            output_dtype=dtype,
+        )
     ends = a_TM.scales.new_full((1,), rows, dtype=torch.int32)
     return scaled_grouped_mm(a_TM, b_1NM, ends, dtype)
 
 
-def _room(weight: torch.Tensor, precision: str) -> int:
-    """Return the rows that ``weight`` takes among others: whole blocks, where it has blocks."""
+def _padded_rows(weight: torch.Tensor, precision: str) -> int:
+    """Return the rows of ``weight`` in :func:`_stacked`: whole blocks, if the recipe has blocks."""
     return -(-len(weight) // TILE) * TILE if RECIPES[precision].tiled else len(weight)
 
 
-def _joined(weights: Sequence[torch.Tensor], precision: str) -> torch.Tensor:
-    """Stack the rows of all weights; a single weight is not copied."""
-    rooms = [_room(w, precision) for w in weights]
-    padded = [
-        w if len(w) == n else F.pad(w, (0, 0, 0, n - len(w)))
-        for w, n in zip(weights, rooms, strict=True)
-    ]
+def _stacked(weights: Sequence[torch.Tensor], precision: str) -> torch.Tensor:
+    """Stack the rows of all weights, each padded; a single weight is not copied."""
+    padded: list[torch.Tensor] = []
+    for w in weights:
+        missing = _padded_rows(w, precision) - len(w)
+        padded.append(F.pad(w, (0, 0, 0, missing)) if missing else w)
     return padded[0] if len(weights) == 1 else torch.cat(padded)
 
 
 @_linears_fp8.register_fake
-def _(x_TD, weights, precision):
-    return x_TD.new_empty(x_TD.shape[0], sum(_room(w, precision) for w in weights))
+def _(x_TD: torch.Tensor, weights: Sequence[torch.Tensor], precision: str) -> torch.Tensor:
+    return x_TD.new_empty(x_TD.shape[0], sum(_padded_rows(w, precision) for w in weights))
 
 
 @torch.library.custom_op("moetrain::linears_fp8_backward", mutates_args=())
@@ -199,13 +191,15 @@ def _linears_fp8_backward(
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     recipe = RECIPES[precision]
-    w_DN = recipe.weights(w_ND[None], "triton", turned=True)
+    w_DN = recipe.weights(w_ND[None], "triton", transposed=True)
     dx_TD = _dense(recipe.rows(dy_TN, "triton"), w_DN, dy_TN.dtype)
     return dx_TD, dy_TN.t() @ x_TD if is_trained else dy_TN.new_empty(0)
 
 
 @_linears_fp8_backward.register_fake
-def _(dy_TN, x_TD, w_ND, precision, is_trained):
+def _(
+    dy_TN: torch.Tensor, x_TD: torch.Tensor, w_ND: torch.Tensor, precision: str, is_trained: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x_TD), torch.empty_like(w_ND) if is_trained else w_ND.new_empty(0)
 
 
@@ -217,11 +211,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 def _differentiate(ctx: Any, dy_TN: torch.Tensor) -> tuple[Any, ...]:
     x_TD, *weights = ctx.saved_tensors
     is_trained = any(ctx.needs_input_grad[1])
-    w_ND = _joined(weights, ctx.precision)  # made again rather than kept since the forward
+    w_ND = _stacked(weights, ctx.precision)  # made again, not kept since the forward
     dx_TD, dw_ND = _linears_fp8_backward(dy_TN.contiguous(), x_TD, w_ND, ctx.precision, is_trained)
     if not is_trained:
         return dx_TD, [None] * len(weights), None
-    parts = dw_ND.split([_room(w, ctx.precision) for w in weights])
+    parts = dw_ND.split([_padded_rows(w, ctx.precision) for w in weights])
     return dx_TD, [dw[: len(w)] for dw, w in zip(parts, weights, strict=True)], None
 
 

@@ -4,25 +4,26 @@ A weight's gradient sums over the rows of its group, here in e4m3::
 
     d_w[e] = a[rows of e]^T @ g[rows of e]         a = values_a * scales_a,  g = values_g * scales_g
 
-A scale that changes along the sum cannot be taken out of it, and rows have a scale each. So a group
-takes the largest scale of its rows, and a row's values are divided by what its own is smaller by::
+Each row has a scale of its own, and a scale that changes along the sum cannot be taken out of it.
+So a group takes the largest scale of its rows, and the values of a row become as much smaller as
+its own scale was::
 
     scale[e] = max over r in e of scale[r]    out[m, p] = round(values[r, m] * scale[r] / scale[e])
 
-Both are powers of two: all that is rounded here is what falls below 2^-6 and becomes subnormal, by
-half of 2^-9 of the group's scale, 2^-18 of its largest number.
+Both are powers of two. So rounding only changes what falls below 2^-6 and becomes subnormal, by at
+most half of 2^-9 of the group's scale: 2^-18 of its largest element.
 
-Of rows that are scaled by tiles of 128 (:mod:`moetrain.kernels.quant.e4m3`) a group takes a scale
-for each column of tiles, in the same way.
+With rows scaled by tiles of 128 (:mod:`moetrain.kernels.quant.e4m3`) a group takes a scale for each
+column of tiles, in the same way.
 
-The product reads 128 columns at once, so that each group begins at a multiple of 128: column p of
-the result holds row r of a group that begins at another place. A group has its rows in order, then
-zeros up to the next multiple.
+The product reads 128 columns at once, so each group begins at a multiple of 128: column p of the
+result holds row r, and p and r differ. A group has its rows in order, then zeros up to the next
+multiple.
 
 Worked example, groups of 3, 0 and 1 rows: group 0 has columns 0 to 127, of which 3 to 127 are
 zeros, group 1 none and group 2 columns 128 to 255; the ends are [128, 128, 256]. Rows of scales
-[1, 4, 1] with values [8, 8, 0.002] become scale 4 and [2, 8, 0]: 0.0005 rounds to 0, as 2^-9 is the
-least.
+[1, 4, 1] with values [8, 8, 0.002] become scale 4 and [2, 8, 0]: 0.0005 rounds to 0, as the
+smallest value is 2^-9.
 
 Legend: T tokens, R rows sorted by group, P columns of all groups, E groups, M and N widths.
 """
@@ -46,18 +47,21 @@ from moetrain.runtime.backend import (
 )
 
 _ROOM = 128
-"""Columns of a group are a multiple of this, which a product reads at once."""
-_SCALES = 4096  # rows whose scales a program reads at once
-_WORD = 4  # columns that lie in one int32
+"""Columns of a group are a multiple of this: a product reads so many at once."""
+_SCALES = 4096
+"""Rows whose scales a program reads at once."""
+_WORD = 4
+"""Columns in one int32."""
 # 0.25 ms for 163,840 rows of 2,048 and 0.16 for 20,480 tokens on an H100, where a copy takes 0.22.
 _TILE = {"BM": 128, "WORDS": 32, "num_warps": 8}
 # The fastest of seven on one H100 (docs/log/quantisation.md).
 _PRODUCT = {"BM": 256, "BN": 128, "num_warps": 8, "num_stages": 4}
-_LEAST = 2.0**-126  # the least scale of a row
+_LEAST = 2.0**-126
+"""The smallest scale of a row."""
 
 
 class Columns(NamedTuple):
-    """Where the rows of each group lie in transposed operands."""
+    """The columns of transposed operands, and the row that each holds."""
 
     ends_E: torch.Tensor
     """int32: ends of the groups in rows."""
@@ -66,12 +70,15 @@ class Columns(NamedTuple):
     row_P: torch.Tensor
     """int32: the row that a column holds; -1: none."""
     group_P: torch.Tensor
-    """int32: the group that a column is in; behind the last group, the last."""
+    """int32: the group of each column; after the last group, the last group."""
 
 
 class Transposed(NamedTuple):
-    """A transposed operand; column p of group e stands for ``values[:, p] * scales[e]``, or with
-    tiles for ``values[m, p] * scales[m // 128, e]``."""
+    """A transposed operand.
+
+    Column p of group e is ``values[:, p] * scales[e]``, or with tiles
+    ``values[m, p] * scales[m // 128, e]``.
+    """
 
     values: torch.Tensor
     """[M, P] e4m3."""
@@ -80,6 +87,7 @@ class Transposed(NamedTuple):
 
     @property
     def is_tiled(self) -> bool:
+        """True: a group has a scale for each column of tiles."""
         return self.scales.dim() == 2
 
     def rows(self, columns: Columns, dtype: torch.dtype) -> torch.Tensor:
@@ -95,21 +103,23 @@ def _by_column(scales: torch.Tensor, width: int) -> torch.Tensor:
     return scales.t().repeat_interleave(TILE, 1)[:, :width]
 
 
-def place_columns(
-    ends_E: torch.Tensor,
-    num_rows: int,
-    backend: Backend = "auto",
-) -> Columns:
-    """Place the rows of groups that end at ``ends_E`` (int32, at most ``num_rows``) in columns."""
+def place_columns(ends_E: torch.Tensor, num_rows: int, backend: Backend = "auto") -> Columns:
+    """Assign columns to the rows of groups that end at ``ends_E`` (int32, at most ``num_rows``)."""
     groups = ends_E.shape[0]
     columns = max(1, -(-num_rows // _ROOM) + groups - 1) * _ROOM
     if use_fast(backend, ends_E):
         offsets_E = torch.empty_like(ends_E)
         row_P, group_P = ends_E.new_empty(2, columns)
         _place_kernel[(columns // _ROOM,)](
-            ends_E, offsets_E, row_P, group_P, groups,
-            ROOM=_ROOM, GROUPS=triton.next_power_of_2(groups), num_warps=2,
-        )  # fmt: skip
+            ends_E,
+            offsets_E,
+            row_P,
+            group_P,
+            groups,
+            ROOM=_ROOM,
+            GROUPS=triton.next_power_of_2(groups),
+            num_warps=2,
+        )
         return Columns(ends_E, offsets_E, row_P, group_P)
     starts_E = torch.cat((ends_E.new_zeros(1), ends_E[:-1]))
     room_E = (ends_E - starts_E + _ROOM - 1) // _ROOM * _ROOM
@@ -127,9 +137,11 @@ def transpose_rows(
     token_R: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> Transposed:
-    """Transpose quantised rows [R, M], or tokens [T, M] of which row r is ``token_R[r]`` (int32).
+    """Transpose quantised rows [R, M] group by group.
 
-    Rows that are in no group are not read.
+    Args:
+        rows: the rows; those that are in no group are not read. With ``token_R``, tokens [T, M].
+        token_R: int32, the token of each row.
     """
     groups, width, total = columns.ends_E.shape[0], rows.values.shape[1], columns.row_P.shape[0]
     shape = (*rows.scales.shape[:-1], groups)
@@ -137,26 +149,46 @@ def transpose_rows(
         scales = rows.scales.new_empty(shape)
         tiled = rows.is_tiled
         _group_scale_kernel[(groups, shape[0] if tiled else 1)](
-            rows.scales, token_R, columns.ends_E, scales, len(rows.values), groups,
-            LEAST=_LEAST, BLOCK=_SCALES, num_warps=8,
-        )  # fmt: skip
+            rows.scales,
+            token_R,
+            columns.ends_E,
+            scales,
+            len(rows.values),
+            groups,
+            LEAST=_LEAST,
+            BLOCK=_SCALES,
+            num_warps=8,
+        )
         values_MP = rows.values.new_empty(width, total)
         grid = (triton.cdiv(width, _TILE["BM"]), triton.cdiv(total, _TILE["WORDS"] * _WORD))
-        along = token_R is not None  # all programs that read a part of the tokens run together
+        # With tokens, all programs that read the same part of them run together.
+        along = token_R is not None
         _transpose_kernel[grid[::-1] if along else grid](
-            rows.values.view(torch.uint8), rows.scales, token_R, columns.row_P, columns.group_P,
-            scales, values_MP.view(torch.int32), width, total // _WORD, len(rows.values), groups,
-            ALONG=along, TILED=tiled, BY_HAND=INTERPRETED, **_TILE,
-        )  # fmt: skip
+            rows.values.view(torch.uint8),
+            rows.scales,
+            token_R,
+            columns.row_P,
+            columns.group_P,
+            scales,
+            values_MP.view(torch.int32),
+            width,
+            total // _WORD,
+            len(rows.values),
+            groups,
+            ALONG=along,
+            TILED=tiled,
+            BY_HAND=INTERPRETED,
+            **_TILE,
+        )
         return Transposed(values_MP, scales)
-    # -1, no row, indexes the last, which is zeros.
+    # A column without a row has -1, which indexes the padding.
     source_P = columns.row_P if token_R is None else F.pad(token_R, (0, 1), value=-1)[columns.row_P]
     scales_P = F.pad(rows.scales, (0, 1), value=_LEAST)[..., source_P]
     group_P = columns.group_P.long().expand_as(scales_P)
     scales = rows.scales.new_full(shape, _LEAST).scatter_reduce(-1, group_P, scales_P, "amax")
     shrunk = _by_column(scales_P / scales[..., columns.group_P], width)
-    wide_PM = F.pad(rows.values.float(), (0, 0, 0, 1))[source_P] * shrunk
-    return Transposed(wide_PM.t().contiguous().to(E4M3), scales)
+    values_PM = F.pad(rows.values.float(), (0, 0, 0, 1))[source_P] * shrunk
+    return Transposed(values_PM.t().contiguous().to(E4M3), scales)
 
 
 def scaled_weight_grad(
@@ -168,7 +200,7 @@ def scaled_weight_grad(
 ) -> torch.Tensor:
     """Return ``out[e] = a[columns of e] @ g[columns of e]^T`` [E, M, N] in ``dtype``.
 
-    The reference multiplies the dequantised operands, in fp32 or what is wider.
+    The reference multiplies the dequantised operands, in fp32 or a wider ``dtype``.
     """
     if not use_fast(backend, a.values):
         wide = torch.promote_types(dtype, torch.float32)
@@ -176,20 +208,29 @@ def scaled_weight_grad(
         return grouped_weight_grad(*rows, columns.offsets_E).to(dtype)
     experts, M, N = len(columns.offsets_E), a.values.shape[0], g.values.shape[0]
     out_EMN = a.scales.new_empty(experts, M, N, dtype=dtype)
-    tile = _PRODUCT
-    blocks = [[tile["BM"], _ROOM], [tile["BN"], _ROOM]]
-    descriptors = map(TensorDescriptor.from_tensor, (a.values, g.values), blocks)
-    grid = (experts * triton.cdiv(M, tile["BM"]) * triton.cdiv(N, tile["BN"]),)
+    launch = _PRODUCT
+    grid = (experts * triton.cdiv(M, launch["BM"]) * triton.cdiv(N, launch["BN"]),)
     _weight_grad_kernel[grid](
-        *descriptors, columns.offsets_E, a.scales, g.scales, out_EMN, M, N, experts,
-        BK=_ROOM, TILED=a.is_tiled, WIDEN=INTERPRETED, **tile,
-    )  # fmt: skip
+        TensorDescriptor.from_tensor(a.values, [launch["BM"], _ROOM]),
+        TensorDescriptor.from_tensor(g.values, [launch["BN"], _ROOM]),
+        columns.offsets_E,
+        a.scales,
+        g.scales,
+        out_EMN,
+        M,
+        N,
+        experts,
+        BK=_ROOM,
+        TILED=a.is_tiled,
+        IN_FP32=INTERPRETED,
+        **launch,
+    )
     return out_EMN
 
 
 @triton.jit
 def _place_kernel(ends, offsets, rows, groups, E, ROOM: tl.constexpr, GROUPS: tl.constexpr):
-    first = tl.program_id(0) * ROOM  # of columns that are all of one group
+    first = tl.program_id(0) * ROOM  # the ROOM columns from here on are of one group
     e = tl.arange(0, GROUPS)
     end = tl.load(ends + e, e < E, other=0)
     start = tl.load(ends + e - 1, (e > 0) & (e < E), other=0)
@@ -198,7 +239,7 @@ def _place_kernel(ends, offsets, rows, groups, E, ROOM: tl.constexpr, GROUPS: tl
     if tl.program_id(0) == 0:
         tl.store(offsets + e, offset, e < E)
     group = tl.sum(((offset <= first) & (e < E - 1)).to(tl.int32), axis=0)
-    # Of its group: where rows begin less where columns do, and where rows end.
+    # The shift from the group's columns to its rows, and the end of its rows.
     shift = tl.sum(tl.where(e == group, start - offset + room, 0), axis=0)
     last = tl.sum(tl.where(e == group, end, 0), axis=0)
     p = first + tl.arange(0, ROOM)
@@ -249,11 +290,11 @@ def _transpose_kernel(
     TILED: tl.constexpr,
     BY_HAND: tl.constexpr,
 ):
-    """Of each word's four columns in turn, so that only whole words change places."""
+    """Put four columns into each word, one after the other, so that whole words are transposed."""
     m = tl.program_id(1 if ALONG else 0) * BM + tl.arange(0, BM)
     w = tl.program_id(0 if ALONG else 1) * WORDS + tl.arange(0, WORDS)
     words = tl.zeros([WORDS, BM], tl.int32)
-    if TILED:  # a program has the columns of one
+    if TILED:  # a program's rows of the result are one column of tiles
         scales += tl.program_id(1 if ALONG else 0).to(tl.int64) * num_rows
         group_scales += tl.program_id(1 if ALONG else 0) * E
     for i in tl.static_range(4):
@@ -269,7 +310,7 @@ def _transpose_kernel(
         x = byte.to(tl.float8e4nv, bitcast=True)
         if BY_HAND:
             x = to_e4m3(x.to(tl.float32) * shrunk[:, None], BY_HAND)
-        else:  # fp16 holds these products exactly, or they are far below the least number
+        else:  # fp16 holds these products exactly, or they are far below e4m3's smallest value
             x = (x.to(tl.float16) * shrunk.to(tl.float16)[:, None]).to(tl.float8e4nv)
         byte = x.to(tl.uint8, bitcast=True)
         words |= byte.to(tl.int32) << (8 * i)
@@ -292,9 +333,12 @@ def _weight_grad_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     TILED: tl.constexpr,
-    WIDEN: tl.constexpr,
+    IN_FP32: tl.constexpr,
 ):
-    """A tile of one group's product. Programs of a group follow one another, for the cache."""
+    """Compute a tile of one group's product.
+
+    Programs of a group follow one another, for the cache.
+    """
     across = tl.cdiv(N, BN)
     tiles = tl.cdiv(M, BM) * across
     group, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -305,7 +349,7 @@ def _weight_grad_kernel(
     for k in range(start, end, BK):
         a = a_desc.load([first_m, k])
         g = g_desc.load([first_n, k])
-        if WIDEN:  # Triton's interpreter multiplies no e4m3
+        if IN_FP32:  # Triton's interpreter does not multiply e4m3
             a, g = a.to(tl.float32), g.to(tl.float32)
         total = tl.dot(a, g.T, total)
     m, n = first_m + tl.arange(0, BM), first_n + tl.arange(0, BN)
