@@ -1,6 +1,5 @@
 """Moments in float8 and weights in bf16: the codes, their rounding, meshes and checkpoints."""
 
-
 import pytest
 import torch
 from distributed import spawn
@@ -59,7 +58,14 @@ def stored(first, second, settings=SETTINGS, step=5):
     found = []
     for grad in (first, second.sqrt()):
         moments = moments_of(grad.shape)
-        moments.update(torch.zeros_like(grad), grad, None, rates(step, settings=one), one, False)
+        moments.update(
+            torch.zeros_like(grad),
+            grad,
+            out=None,
+            rates_S=rates(step, settings=one),
+            settings=one,
+            decays=False,
+        )
         found.append(widened(*moments)[len(found)])
     return found
 

@@ -196,7 +196,6 @@ class Float8Moments:
         self,
         param: torch.Tensor,
         grad: torch.Tensor,
-        *,
         out: torch.Tensor | None,
         rates_S: torch.Tensor,
         settings: Settings,
