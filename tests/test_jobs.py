@@ -23,8 +23,8 @@ from moetrain.jobs.scheduler import Service
 from moetrain.optim.adamw import AdamW
 from moetrain.parallel import apply
 from moetrain.parallel.world import join_world
-from moetrain.rl.rows import pack
 from moetrain.train.engine import Engine
+from moetrain.train.samples import pack
 from moetrain.train.session import resolve_run
 
 WORDS = [

@@ -31,7 +31,8 @@ from test_rl_losses import (
 
 from moetrain.config.rl import RlSection
 from moetrain.rl.losses import PolicyObjective, advantages, corrected
-from moetrain.rl.rows import Sample, Trajectory, pack
+from moetrain.rl.trajectories import Trajectory
+from moetrain.train.samples import Sample, pack
 
 TOKENS = 17
 """Of the vocabulary."""
@@ -113,7 +114,9 @@ def compare(number):
     teachers = teachers_of(hiddens, head)
     mine, my_head = [leaf(h) for h in hiddens], leaf(head)
     theirs, their_head = [leaf(h) for h in hiddens], leaf(head)
-    batches = pack(samples, d.choice([13, 20, 40]), d.choice([1, 2, 3]), least=d.choice([1, 4]))
+    batches = pack(
+        samples, d.choice([13, 20, 40]), d.choice([1, 2, 3]), min_batches=d.choice([1, 4])
+    )
     batches = corrected(batches, in_rows(batches, proximals), settings)
     if not PolicyObjective(settings).sizes(batches)["targets"]:
         return False

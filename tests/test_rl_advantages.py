@@ -9,7 +9,7 @@ import pytest
 from moetrain.config import Config, ConfigError
 from moetrain.config.rl import RlSection
 from moetrain.rl.losses import advantages
-from moetrain.rl.rows import Trajectory
+from moetrain.rl.trajectories import Trajectory
 
 REWARDS = [[0.5, 1.5, -0.25], [2.0, 7.0], [1.0, 0.0, 0.0, 0.25]]
 

@@ -25,7 +25,7 @@ from moetrain.config import ConfigError
 from moetrain.generate.weights import blank
 from moetrain.parallel.world import plan_world
 from moetrain.rl import apart
-from moetrain.rl.rows import Trajectory
+from moetrain.rl.trajectories import Trajectory
 from moetrain.train.estimates.memory import RankSizes
 from moetrain.train.metrics import read_metrics
 from moetrain.train.session import resolve_run

@@ -17,7 +17,7 @@ from moetrain.config import Config
 from moetrain.generate.request import Request, SamplingParams
 from moetrain.rl.collect import Collector
 from moetrain.rl.envs import Turn
-from moetrain.rl.rows import Trajectory
+from moetrain.rl.trajectories import Trajectory
 
 STOPS = (7, 11, 200, 201, 202)
 

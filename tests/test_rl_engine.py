@@ -9,9 +9,9 @@ from test_rl_rows import make_samples
 
 from moetrain.config.rl import RlSection
 from moetrain.rl.losses import PolicyObjective, corrected
-from moetrain.rl.rows import pack, unpack
 from moetrain.train.objectives import Pretraining
 from moetrain.train.preferences import score
+from moetrain.train.samples import pack, unpack
 
 
 def plain_logits(engine, sample):
@@ -84,7 +84,7 @@ def train_on_ranks(layouts):
         samples = make_samples(*LENGTHS)
         all_batches = pack(samples, 12, rows)
         even = -(-len(all_batches) // ranks) * ranks
-        batches = pack(samples, 12, rows, least=even)[rank::ranks]
+        batches = pack(samples, 12, rows, min_batches=even)[rank::ranks]
         for number, choice in enumerate(ENGINE_CHOICES):
             settings = RlSection(**choice)
             mine = wobbled(batches, score(engine, batches, settings.temperature), settings)

@@ -15,7 +15,7 @@ from moetrain.config.sources import RunFailed
 from moetrain.rl.collect import _LARGEST_REWARD, _not_a_reward
 from moetrain.rl.envs import Demonstration
 from moetrain.rl.loop import _HOPELESS_STEPS, _failed_alike
-from moetrain.rl.rows import Trajectory
+from moetrain.rl.trajectories import Trajectory
 
 GONE = """
 from moetrain.rl.envs.shipped import _Sort

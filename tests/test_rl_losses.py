@@ -16,8 +16,8 @@ from moetrain.data.packing import IGNORE_INDEX
 from moetrain.losses.policy import LOG_RATIO_LIMIT, kl_estimate, kl_of_likeliest
 from moetrain.models.layers import Vocabulary
 from moetrain.rl.losses import PolicyObjective, corrected
-from moetrain.rl.rows import pack
 from moetrain.train.objectives import Outputs
+from moetrain.train.samples import pack
 
 VOCABULARY, WIDTH = 50, 6
 LENGTHS = [5, 13, 2, 7, 9, 3, 4, 13, 6]
@@ -212,9 +212,9 @@ def in_rows(batches, per_sample, size=()):
     rows = []
     for batch in batches:
         flat = torch.zeros(batch.tokens_BS.numel(), *size, dtype=torch.float64)
-        for place in batch.places:
-            index = torch.arange(place.start, place.start + place.length)
-            flat = flat.index_put((index,), per_sample[place.sample])
+        for span in batch.spans:
+            index = torch.arange(span.start, span.start + span.length)
+            flat = flat.index_put((index,), per_sample[span.sample])
         rows.append(flat.unflatten(0, batch.tokens_BS.shape))
     return rows
 
@@ -362,7 +362,7 @@ def test_rows_and_micro_batches_change_nothing(seq_len, rows):
         answers = []
         for shape in [(13, 9), (seq_len, rows)]:
             mine, my_head = [leaf(h) for h in hiddens], leaf(head)
-            batches = pack(samples, *shape, least=2)
+            batches = pack(samples, *shape, min_batches=2)
             batches = corrected(batches, in_rows(batches, proximals), settings)
             got, _ = totals_of(PolicyObjective(settings), batches, mine, my_head)
             got.backward()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.rl.rows import Sample, pack, unpack
+from moetrain.train.samples import Sample, pack, unpack
 
 
 def make_sample(n, seed=0, group=0, routes=None, vocabulary=50):
@@ -59,12 +59,12 @@ def test_the_worked_example():
     assert batch.advantages_BS.tolist() == [[2, 2, 2, -1, -3, 0]]
     assert batch.versions_BS.tolist() == [[-1, 7, 8, 8, 8, -1]]
     assert batch.routes_BSLK[0, :, :, 0].tolist() == [[0, 1], [2, 3], [4, 5]] + [[-1, -1]] * 3
-    assert batch.places == ((0, 0, 3), (1, 3, 2))
+    assert batch.spans == ((0, 0, 3), (1, 3, 2))
     assert batch.num_tokens == 5
     assert batch.num_trained_samples() == 2
     sums = batch.sums_over_samples(torch.tensor([[1.0, 2, 4, 8, 16, 32]]))
     assert sums.tolist() == [[7, 7, 7, 24, 24, 32]]
-    assert batch.to(torch.device("cpu")).places == batch.places
+    assert batch.to(torch.device("cpu")).spans == batch.spans
 
 
 def test_samples_lie_whole_in_few_rows_and_come_back():
@@ -99,7 +99,7 @@ def test_samples_lie_whole_in_few_rows_and_come_back():
 
 
 def test_empty_micro_batches_where_other_ranks_have_more():
-    full, empty, last = pack(make_samples(5), 6, 1, least=3)
+    full, empty, last = pack(make_samples(5), 6, 1, min_batches=3)
     assert full.num_tokens == 4
     for batch in (empty, last):
         assert batch.num_tokens == batch.num_trained_samples() == 0

@@ -21,10 +21,10 @@ from moetrain.config.rl import RlSection
 from moetrain.rl.learn import _Teacher
 from moetrain.rl.loop import _PARTS, RlTrainer
 from moetrain.rl.losses import PolicyObjective, corrected
-from moetrain.rl.rows import pack
 from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.preferences import score
+from moetrain.train.samples import pack
 
 EVEN = """
 from moetrain.rl.envs import Problem, SolvedEnvironment
@@ -447,7 +447,7 @@ def judged_by_itself(folder, layouts):
         values = {"model.path": folder, "rl.teacher": folder, "rl.teacher_top_k": 5, **words}
         values |= {"data.seq_len": 16, "train.global_batch_size": 4, "train.device": "cpu"}
         engine = make_engine(*(f"{k}={v}" for k, v in values.items()), base=(), micro=2)
-        config, batches = engine.config, pack(make_samples(5, 13, 9), 16, 2, least=2)
+        config, batches = engine.config, pack(make_samples(5, 13, 9), 16, 2, min_batches=2)
         likely = _Teacher(config, str(folder), engine)
         likeliest, likely.settings = likely.judged(batches), RlSection()
         layers, experts = len(engine.arch.moe_layer_indices), engine.arch.num_experts_per_token

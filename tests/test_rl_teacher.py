@@ -27,9 +27,9 @@ from moetrain.rl import learn
 from moetrain.rl.learn import ServedTeacher, _Teacher
 from moetrain.rl.loop import RlTrainer
 from moetrain.rl.losses import PolicyObjective
-from moetrain.rl.rows import pack
 from moetrain.rl.setup import Setup
 from moetrain.train.estimates.plan import plan_memory
+from moetrain.train.samples import pack
 from moetrain.train.session import resolve_run
 
 
@@ -70,7 +70,7 @@ def judged(student, teacher, top_k, layout=()):
         *(f"{k}={v}" for k, v in (values | dict(layout)).items()), base=(), micro=2
     )
     config, samples = engine.config, make_samples(5, 13, 9, 2, 16)
-    batches = pack(samples, 16, 2, least=4)
+    batches = pack(samples, 16, 2, min_batches=4)
     asked = ServedTeacher(config, engine.world)
     if not config.rl.is_teacher_served:
         asked = _Teacher(config, str(teacher), engine)

@@ -23,8 +23,8 @@ from moetrain.data.packing import IGNORE_INDEX, best_fit
 from moetrain.generate.request import Completion, JsonBody, SamplingParams
 from moetrain.losses.policy import policy_total
 from moetrain.models.transformer import Transformer
-from moetrain.rl.rows import RolloutBatch, Sample
 from moetrain.train.objectives import Outputs, Sizes, Term, token_losses
+from moetrain.train.samples import RolloutBatch, Sample
 
 JOB_ID = re.compile(r"([0-9a-f]{32}):(train|sample):(0|[1-9][0-9]{0,8})")
 """Session (a random number), kind and number of a job; the SDK makes ids of training runs so."""
@@ -189,7 +189,7 @@ class _Datum(JsonBody):
                 raise ValueError(f"{name}: {largest} is infinite in fp32")
 
     def sample(self, group: int) -> Sample:
-        """Return the text as :mod:`moetrain.rl.rows` packs it, weights in place of advantages."""
+        """Return the text as a sample, with its weights in place of advantages if it has any."""
         factors = self.weights if self.advantages is None else self.advantages
         return Sample(
             [*self.tokens, 0],

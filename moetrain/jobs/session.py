@@ -43,11 +43,10 @@ from moetrain.jobs import api
 from moetrain.jobs.shared import JobState, SharedEngine
 from moetrain.jobs.store import Job, SaveFolder
 from moetrain.models.architecture import Architecture
-from moetrain.rl.learn import Dealt
-from moetrain.rl.rows import Sample
 from moetrain.runtime.memory import LateNumbers
 from moetrain.train.preferences import score
 from moetrain.train.run_folder import RunFolder
+from moetrain.train.samples import DealtSamples, Sample
 from moetrain.train.session import Session
 from moetrain.train.state import Snapshots
 
@@ -387,7 +386,7 @@ class JobSession:
 
         return results
 
-    def _dealt(self, samples: Sequence[Sample], parts: int = 1) -> Dealt:
+    def _dealt(self, samples: Sequence[Sample], parts: int = 1) -> DealtSamples:
         """Pack this rank's share of ``samples`` into rows that are no longer than they must be."""
         length, rows = self.config.data.seq_len, self.config.train.micro_batch_size
         most = max(len(sample.tokens) for sample in samples) - 1
@@ -397,7 +396,14 @@ class JobSession:
         if not self.config.compile.is_on:
             length = min(length, -(-most // _ROW_MULTIPLE) * _ROW_MULTIPLE)
             rows = min(rows, -(-len(samples) // self.world.dims.data_ranks))
-        return Dealt(self.engine, samples, range(len(samples)), length, rows, parts)
+        return DealtSamples(
+            self.engine,
+            samples,
+            order=range(len(samples)),
+            seq_len=length,
+            micro_batch_size=rows,
+            num_parts=parts,
+        )
 
     @_together
     def sample(self, first: int, count: int) -> list[dict[str, Any]] | None:

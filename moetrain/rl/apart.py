@@ -45,8 +45,8 @@ from moetrain.models.transformer import Transformer, compute_dtype
 from moetrain.parallel.processes import find_ranks
 from moetrain.parallel.world import World, claim_device
 from moetrain.rl.collect import Collector
-from moetrain.rl.rows import Trajectory
 from moetrain.rl.setup import Setup
+from moetrain.rl.trajectories import Trajectory
 from moetrain.train.session import resolve_run
 
 _BEAT_SECONDS = 1.0

@@ -42,7 +42,7 @@ from moetrain.generate.engine import Generator
 from moetrain.generate.request import Completion, Request, SamplingParams
 from moetrain.rl.envs import Demonstration, Environment, Episode, Turn
 from moetrain.rl.envs.shipped import Jsonl
-from moetrain.rl.rows import Trajectory
+from moetrain.rl.trajectories import Trajectory
 
 _PATIENCE = 0.01
 """Seconds to wait at once for awaited answers, while there is nothing else to do."""

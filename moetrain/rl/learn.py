@@ -5,11 +5,11 @@ Every denominator is the global batch's, so the split among ranks does not chang
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
@@ -28,56 +28,17 @@ from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.parallel.world import World
 from moetrain.rl.losses import PolicyObjective, corrected
-from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
 from moetrain.train.engine import Engine
 from moetrain.train.estimates.memory import teacher_of
 from moetrain.train.objectives import Objective, Pretraining, token_losses
 from moetrain.train.preferences import score
+from moetrain.train.samples import DealtSamples, RolloutBatch, Sample
 
-_T = TypeVar("_T")
 _AT_ONCE = 32
 """Micro-batches of a rank for which it asks at once."""
 _BUSY = (None, 429, 502, 503)
 """Statuses of servers that are not there, begin, or have too much to do."""
 _TEXT = "The quick brown fox: 0123456789 {}\n"
-
-
-class Dealt:
-    """Samples dealt to ranks: ``batches`` are this rank's share, as many as every rank has."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        samples: Sequence[Sample],
-        order: Iterable[int],
-        length: int,
-        rows: int,
-        parts: int = 1,
-    ) -> None:
-        """Pack this rank's share into micro-batches of ``rows`` rows of ``length``. Collective.
-
-        Ranks take one sample each in turn, in the ``order`` that the indices of all have.
-        """
-        self.world = engine.world
-        self._mine = list(order)[self.world.data_rank :: self.world.dims.data_ranks]
-        mine = [samples[i] for i in self._mine]
-        self.batches = pack(mine, length, rows, parts=parts)
-        most = max(self.world.gather(len(self.batches)))
-        most += -most % engine.stages.plan.batch_multiple
-        if len(self.batches) < most:
-            self.batches = pack(mine, length, rows, least=most)
-
-    def by_sample(
-        self, results: Sequence[torch.Tensor], value: Callable[[torch.Tensor], _T]
-    ) -> list[_T]:
-        """Return the ``value`` of every sample's part of ``results``, [B, S] a batch. Collective.
-
-        The parts are :func:`~moetrain.rl.rows.unpack`'s; values are all ranks', by sample.
-        """
-        values = map(value, unpack(self.batches, results))
-        parts = self.world.gather(dict(zip(self._mine, values, strict=True)))
-        known = {i: found for part in parts for i, found in part.items()}
-        return [known[i] for i in range(len(known))]
 
 
 class Learned(NamedTuple):
@@ -109,11 +70,16 @@ class Learner:
         """Tokens of all ranks that the trainer scored with the very weights that generated them,
         and those of them whose log-probability differs from generation's by a bit or more."""
 
-    def deal(self, samples: Sequence[Sample]) -> Dealt:
+    def deal(self, samples: Sequence[Sample]) -> DealtSamples:
         """Give every rank a like share of long and of short samples. Collective."""
         longest_first = sorted(range(len(samples)), key=lambda i: -len(samples[i].tokens))
-        length, rows = self.config.data.seq_len, self.config.train.micro_batch_size
-        return Dealt(self.engine, samples, longest_first, length, rows)
+        return DealtSamples(
+            self.engine,
+            samples,
+            order=longest_first,
+            seq_len=self.config.data.seq_len,
+            micro_batch_size=self.config.train.micro_batch_size,
+        )
 
     def update(
         self, batches: Sequence[RolloutBatch], objective: Objective[RolloutBatch], lr: float
@@ -349,7 +315,7 @@ class ServedTeacher:
         """Return fp32 [B, S] or [B, S, 2, K]; 0 where nothing is predicted."""
         tokens_T, targets_T = batch.tokens_BS.flatten(), batch.targets_BS.flatten()
         values = torch.zeros(len(tokens_T), *((2, self.number) if self.number else ()))
-        for _, start, length in batch.places:
+        for _, start, length in batch.spans:
             text, last = tokens_T[start : start + length].tolist(), targets_T[start + length - 1]
             text += [] if last == IGNORE_INDEX else [int(last)]
             for i, scores in enumerate(self._scores(text, self.number)):

@@ -33,12 +33,13 @@ from moetrain.rl.apart import Fleet, generate_if_apart
 from moetrain.rl.collect import Collector
 from moetrain.rl.learn import Learned, Learner
 from moetrain.rl.losses import advantages
-from moetrain.rl.rows import Sample, Trajectory
 from moetrain.rl.setup import Setup
+from moetrain.rl.trajectories import Trajectory
 from moetrain.train.callbacks import Callback, Result
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import Pretraining
 from moetrain.train.run import Run
+from moetrain.train.samples import Sample
 
 _EVAL_SEED = 0
 """Constant, like the held-out tasks, so that evaluations compare within a run and between runs."""

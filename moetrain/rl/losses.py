@@ -43,8 +43,9 @@ from moetrain.data.packing import IGNORE_INDEX
 from moetrain.losses.advantages import batch_advantages, group_advantages, spread
 from moetrain.losses.policy import clamped, kl_estimate, kl_of_likeliest, policy_loss, ratios
 from moetrain.models.transformer import Transformer
-from moetrain.rl.rows import RolloutBatch, Trajectory
+from moetrain.rl.trajectories import Trajectory
 from moetrain.train.objectives import Outputs, Sizes, Term, token_losses
+from moetrain.train.samples import RolloutBatch
 
 # ---- advantages ---------------------------------------------------------------------------------
 

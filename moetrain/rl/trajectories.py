@@ -1,0 +1,138 @@
+"""Trajectories: exchanges between the policy and an environment, token by token.
+
+A checkpoint keeps a trajectory's tokens and how far it has come. When it is resumed, a new episode
+gets the same actions again, and the policy goes on from the same tokens.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from moetrain.train.samples import Sample
+
+_PER_TOKEN = {
+    "tokens": torch.int64,
+    "is_action": torch.bool,
+    "logprobs": torch.float64,
+    "versions": torch.int64,
+}
+"""Fields with a value for each token, and their dtypes in a checkpoint."""
+
+
+@dataclass(eq=False)
+class Trajectory:
+    """One attempt at one task."""
+
+    group: int
+    """Number of the prompt in the run; below 0 for held-out prompts."""
+    member: int
+    """Number of the attempt within the group."""
+    task: int
+    seed: int
+    """Seed of its sampling."""
+    temperature: float
+    reward: float = 0.0
+    answers: int = 0
+    """How often the environment has answered, the prompt included."""
+    actions: list[tuple[int, int]] = field(default_factory=list)
+    """Start and stop of each of the policy's turns in ``tokens``."""
+    is_over: bool = False
+    is_overlong: bool = False
+    """Cut off at ``rl.max_tokens``, ``rl.max_turns`` or the end of a row."""
+    fault: str | None = None
+    """Why it failed, in a word to count by; None: it did not fail."""
+    detail: str = ""
+    """The same in a line."""
+    tokens: list[int] = field(default_factory=list)
+    is_action: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    """Where in ``tokens`` each segment but the first begins; it is read without those before."""
+    routes: np.ndarray | None = None
+    """int32 [tokens read up to the last turn, MoE layers, K], of all but each segment's last token;
+    None: not asked for."""
+
+    def extend(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float] | None = None,
+        versions: Sequence[int] | None = None,
+    ) -> None:
+        """Append the policy's tokens or, without ``logprobs``, the environment's."""
+        self.tokens += tokens
+        self.is_action += [logprobs is not None] * len(tokens)
+        self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
+        self.versions += [-1] * len(tokens) if versions is None else versions
+
+    @property
+    def num_written(self) -> int:
+        """Tokens that the policy has chosen."""
+        return sum(self.is_action)
+
+    @property
+    def start(self) -> int:
+        """Where the last segment begins."""
+        return self.starts[-1] if self.starts else 0
+
+    @property
+    def turn_start(self) -> int:
+        """Where the policy's last turn starts: behind the environment's last tokens.
+
+        They may be before the turn before.
+        """
+        start = len(self.tokens) - self.is_action[::-1].index(False)
+        return max([start, *(stop for _, stop in self.actions)])
+
+    def keep_routes(self, routes: np.ndarray | None) -> None:
+        """Take the experts of the last segment's tokens."""
+        if self.routes is not None and routes is not None and self.starts:
+            routes = np.concatenate([self.routes[: self.start - len(self.starts)], routes])
+        self.routes = routes
+
+    def samples(self, advantage: float) -> list[Sample]:
+        """Return one sample for each segment, all with this advantage."""
+        found, ends = [], [*self.starts, len(self.tokens)]
+        for i, (start, stop) in enumerate(zip([0, *self.starts], ends, strict=True)):
+            parts = (self.tokens, self.is_action, self.logprobs, self.versions)
+            tokens, acts, logprobs, versions = (part[start:stop] for part in parts)
+            routes = None if self.routes is None else self.routes[start - i : stop - i - 1]
+            known = self.group, logprobs, versions, routes
+            found.append(Sample(tokens, acts, advantage, *known))
+        return found
+
+    @staticmethod
+    def to_state(
+        trajectories: "Iterable[Trajectory]",
+    ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+        """Return fields as JSON, and per-token values of all as tensors, for a checkpoint."""
+        rows: list[dict[str, Any]]
+        rows = [asdict(t) | {"length": len(t.tokens)} for t in trajectories]
+        tensors = {
+            name: torch.tensor([value for row in rows for value in row.pop(name)], dtype=dtype)
+            for name, dtype in _PER_TOKEN.items()
+        }
+        for i, row in enumerate(rows):
+            if (routes := row.pop("routes")) is not None:
+                tensors[f"routes.{i}"] = torch.from_numpy(routes)
+        return rows, tensors
+
+    @classmethod
+    def from_state(
+        cls, rows: Sequence[Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]
+    ) -> list[Self]:
+        """Rebuild the trajectories that :meth:`to_state` was given."""
+        found, start = [], 0
+        for i, row in enumerate(rows):
+            fields: dict[str, Any] = dict(row)
+            stop = start + fields.pop("length")
+            fields |= {name: tensors[name][start:stop].tolist() for name in _PER_TOKEN}
+            fields["actions"] = [tuple(action) for action in fields["actions"]]
+            if f"routes.{i}" in tensors:
+                fields["routes"] = tensors[f"routes.{i}"].numpy()
+            found.append(cls(**fields))
+            start = stop
+        return found
