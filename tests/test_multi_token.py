@@ -465,7 +465,10 @@ def test_depths_follow_each_other():
         (["lora.rank=8"], "train.mtp_weight: 0.3 contradicts lora.rank 8; unset it, or set"),
         (["train.objective=dpo", "data.source=records", "data.path=x.jsonl"], "train.mtp_weight"),
         (["model.path=", "model.preset=debug"], "this qwen3_moe model has no multi-token"),
-        (["model.path=", "model.preset=deepseek-v2-lite"], "this deepseek_v2 model has no multi-token"),
+        (
+            ["model.path=", "model.preset=deepseek-v2-lite"],
+            "this deepseek_v2 model has no multi-token",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line(words, says, tmp_path):

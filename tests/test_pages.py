@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from moetrain.generate.pages import Pages, Running, Scheduler
+from moetrain.generate.pages import Pages
 from moetrain.generate.request import Request, SamplingParams
+from moetrain.generate.scheduler import Running, Scheduler
 
 SIZE = 2  # of pages here
 
@@ -13,10 +14,10 @@ SIZE = 2  # of pages here
 def test_a_page_that_goes_leaves_what_it_held_to_another_that_holds_the_same():
     pages = Pages(5, SIZE)
     (gone,), mine = pages.allocate(1), pages.allocate(1)
-    pages.publish([gone], [1, 2])
-    pages.publish(mine, [1, 2])
+    pages.cache([gone], [1, 2])
+    pages.cache(mine, [1, 2])
     mine += pages.allocate(1)
-    pages.publish(mine, [1, 2, 3, 4])
+    pages.cache(mine, [1, 2, 3, 4])
     assert pages.match([1, 2, 3, 4]) == [gone, mine[1]]
     pages.release([gone, mine[1]])
     pages.release([gone])
@@ -31,8 +32,8 @@ def test_a_page_that_goes_leaves_what_it_held_to_another_that_holds_the_same():
 def test_of_two_pages_that_hold_the_same_the_second_is_free_when_its_sequence_ends():
     pages = Pages(3, SIZE)
     first, second = pages.allocate(1), pages.allocate(1)
-    pages.publish(first, [1, 2])
-    pages.publish(second, [1, 2])
+    pages.cache(first, [1, 2])
+    pages.cache(second, [1, 2])
     pages.release(second)
     pages.release(first)
     assert sorted(pages.allocate(2)) == [*second, 2]  # not what holds something
@@ -42,11 +43,11 @@ def test_of_two_pages_that_hold_the_same_the_second_is_free_when_its_sequence_en
 def test_sequences_that_run_when_all_is_forgotten_publish_anew():
     pages = Pages(3, SIZE)
     own = pages.allocate(2)
-    pages.publish(own, [1, 2, 3, 4])
-    pages.forget()
+    pages.cache(own, [1, 2, 3, 4])
+    pages.clear_cache()
     assert pages.match([1, 2, 3, 4]) == []
     own += pages.allocate(1)
-    pages.publish(own, [1, 2, 3, 4, 5, 6])
+    pages.cache(own, [1, 2, 3, 4, 5, 6])
     assert pages.match([1, 2, 3, 4, 5, 6]) == own
 
 
@@ -79,7 +80,7 @@ def test_what_sequences_publish_is_found_as_long_as_they_run(seed):
         else:
             own += new
             holds |= zip(own, prefixes(tokens), strict=True)
-            pages.publish(own, tokens)
+            pages.cache(own, tokens)
         assert pages.num_available == 13 - len({page for _, own in running for page in own})
         for tokens, own in running:
             found = pages.match(tokens)
@@ -108,7 +109,7 @@ def test_publishing_reads_every_token_once():
     scheduler.waiting.append(sequence)
     while len(sequence.tokens) < 1100:
         ((_, number),) = scheduler.plan()
-        scheduler.was_read(sequence, number)
+        scheduler.mark_read(sequence, number)
         if sequence.num_unread == 0:
             sequence.tokens.append(7)
     read_at_all = 1098  # the last full page ends there
@@ -121,7 +122,7 @@ def test_what_was_longest_unused_goes_first():
     pages = Pages(2, page_size=1)
     for token in (5, 6):
         mine = pages.allocate(1)
-        pages.publish(mine, [token])
+        pages.cache(mine, [token])
         pages.release(mine)
     assert pages.allocate(1)
     assert not pages.match([5])

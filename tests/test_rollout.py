@@ -27,8 +27,8 @@ from moetrain.generate.request import (
     chat_stops,
     end_ids,
 )
-from moetrain.generate.steps import _choose_filtered
-from moetrain.kernels.vocabulary.gumbel import _gumbel, _kept_tokens, noise_keys, stream_of
+from moetrain.generate.sampling import kept_tokens, sample_filtered
+from moetrain.kernels.vocabulary.gumbel import _gumbel, noise_keys, stream_of
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
@@ -512,18 +512,15 @@ def test_likeliest_tokens_are_those_that_the_tokenizer_has():
         assert mine == pytest.approx(theirs, abs=1e-4)
 
 
-def kept(scores, params):
-    columns = zip(*((p.top_k, p.top_p, p.min_p) for p in params), strict=True)
-    return _kept_tokens(scores, *(torch.tensor(x, device=scores.device) for x in columns))
-
-
 def test_without_filters_nothing_is_ruled_out():
     logits = torch.tensor([[30.0, *[0.0] * 9]])  # shares whose sum is 1 from the first on
-    assert kept(logits.repeat(2, 1), [SamplingParams(), SamplingParams(top_k=10)]).all()
+    assert kept_tokens(logits.repeat(2, 1), [SamplingParams(), SamplingParams(top_k=10)]).all()
 
 
 def test_top_p_keeps_no_more_than_it_takes():
-    kept_NV = kept(torch.zeros(1, 4), [SamplingParams(top_p=0.5)])  # four shares of a quarter
+    kept_NV = kept_tokens(
+        torch.zeros(1, 4), [SamplingParams(top_p=0.5)]
+    )  # four shares of a quarter
     assert kept_NV.tolist() == [[True, True, False, False]]
 
 
@@ -565,7 +562,9 @@ def test_draws_follow_the_filtered_softmax():
         streams = torch.tensor([stream_of(params.seed, i) for i in range(3)]).repeat(7000)
         keys = noise_keys(streams, torch.arange(len(streams)))
         rows = logits.expand(len(keys), -1)
-        found = Counter(_choose_filtered(rows, [params] * len(keys), keys).tolist())
+        found = Counter(
+            sample_filtered(rows, keys, [1 / 0.8] * len(keys), [params] * len(keys)).tolist()
+        )
         allowed = plain_filter(logits, params)
         assert set(found) <= allowed
         mask = torch.tensor([i in allowed for i in range(12)])
@@ -590,7 +589,7 @@ def test_noise_depends_on_what_it_is_for_alone():
 def test_pages_are_shared_evicted_and_forgotten():
     pages = Pages(4, 2)
     first = pages.allocate(3)
-    pages.publish(first, [1, 2, 3, 4, 5])  # two full ones
+    pages.cache(first, [1, 2, 3, 4, 5])  # two full ones
     assert pages.match([1, 2, 3, 4, 9, 9]) == first[:2]
     pages.release(first[:2])
     pages.release(first)
@@ -602,8 +601,8 @@ def test_pages_are_shared_evicted_and_forgotten():
     pages.release(taken)
     pages.release(first[:1] * 2)
     again = pages.allocate(1)
-    pages.publish([first[0], *again], [1, 2, 3, 4])
-    pages.forget()
+    pages.cache([first[0], *again], [1, 2, 3, 4])
+    pages.clear_cache()
     assert pages.match([1, 2, 3, 4]) == []
     pages.release(again)
     assert pages.num_available == 4

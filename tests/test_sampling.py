@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from moetrain.generate.request import SamplingParams
-from moetrain.generate.steps import _choose_filtered
+from moetrain.generate.sampling import kept_tokens, sample_filtered
 from moetrain.kernels.vocabulary.chunk import sample_tokens
 from moetrain.kernels.vocabulary.gumbel import (
     MASK,
     _exponential_of,
-    _kept_tokens,
     _noise_of,
     _tl_exponential,
     _tl_noise,
@@ -101,7 +100,11 @@ def test_the_highest_word_chooses_no_token_that_the_softmax_would_not(place):
         assert sample_tokens(*rows, 300, backend)[0].tolist() == [7, 7, 7]
     # Equal logits, of which a filter leaves the first.
     logits, one_of_all = torch.zeros(3, 300, device=place), SamplingParams(top_k=1)
-    assert _choose_filtered(logits, [one_of_all] * 3, keys.int().to(place)).tolist() == [0, 0, 0]
+    assert sample_filtered(logits, keys.int().to(place), [1.0] * 3, [one_of_all] * 3).tolist() == [
+        0,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -115,9 +118,7 @@ def test_a_million_draws_stay_within_their_filters(place):
         SamplingParams(top_k=5, top_p=0.6, temperature=2.0): int((hot.cumsum(-1) < 0.6).sum()) + 1,
     }
     inverse = torch.tensor([1.0, 1.0, 1.0, 0.5], device=place)
-    columns = zip(*((p.top_k, p.top_p, p.min_p) for p in limits), strict=True)
-    filters = [torch.tensor(x, device=place) for x in columns]
-    kept = _kept_tokens(logits.to(place) * inverse[:, None], *filters)
+    kept = kept_tokens(logits.to(place) * inverse[:, None], [*limits])
     masked = logits.to(place).expand(4, -1).masked_fill(~kept, -torch.inf).repeat(2**12, 1)
     inverse, most = inverse.repeat(2**12), torch.tensor([*limits.values()] * 2**12, device=place)
     for part in range(64):  # of 16,384 draws

@@ -286,7 +286,7 @@ def test_requests_that_begin_alike_share_no_pages(arch):
     generator = make_generator(arch, page_size=4)
     request = Request("a", tuple(range(30)), SamplingParams(max_tokens=9, n=3, seed=1))
     (completions,) = generator.generate([request])
-    assert not generator.scheduler.pages._texts
+    assert generator.pages.num_cached == 0
     assert [c.tokens for c in completions] == [
         c.tokens for c in make_generator(arch).generate([request])[0]
     ]

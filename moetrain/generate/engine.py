@@ -28,7 +28,7 @@ from moetrain.generate.grammars import (
     Matcher,
     TooManyGrammarsError,
 )
-from moetrain.generate.pages import Chunk, Pages, Running, Scheduler
+from moetrain.generate.pages import Pages
 from moetrain.generate.ranks import ExpertParallel, HeadParallel
 from moetrain.generate.request import (
     BusyError,
@@ -38,6 +38,7 @@ from moetrain.generate.request import (
     TextStream,
     end_ids,
 )
+from moetrain.generate.scheduler import Chunk, Running, Scheduler
 from moetrain.generate.steps import Step, Steps
 from moetrain.kernels.attention.batch_invariant import BLOCK
 from moetrain.kernels.experts.products import width_multiple
@@ -228,7 +229,7 @@ class Generator:
             return []
         self._score_prompts(chunks, step.read_TD)
         for sequence, number in planned:
-            self.scheduler.was_read(sequence, number)
+            self.scheduler.mark_read(sequence, number)
         routes: Sequence[torch.Tensor] = ()
         if wants_routes and step.routes:
             routes_TLK = torch.stack(step.routes, 1).cpu()
@@ -296,7 +297,7 @@ class Generator:
             if i:  # behind a draft
                 if completion.finish_reason is not None or sequence.tokens[-1] != drafts[i - 1]:
                     break
-                self.scheduler.was_read(sequence, 1)
+                self.scheduler.mark_read(sequence, 1)
                 sequence.routes += routes[i : i + 1]
             sequence.tokens.append(token)
             completion.tokens.append(token)
@@ -306,7 +307,9 @@ class Generator:
             if (text := sequence.text_so_far) is not None:
                 text.push(token)
             has_stop_text = text is not None and text.is_stopped
-            completion.finish_reason = params.reason(completion.tokens, has_stop_text=has_stop_text)
+            completion.finish_reason = params.finish_reason(
+                completion.tokens, has_stop_text=has_stop_text
+            )
             if sequence.matcher is not None and sequence.matcher.end == i + 1:
                 completion.finish_reason = "abort" if sequence.matcher.has_failed else "stop"
             completion.num_new, sequence.drafts = i + 1, [*map(int, ahead)]
@@ -327,7 +330,7 @@ class Generator:
             most = sequence.params.prompt_logprobs
             if after and most is not None:
                 read_ND = read_TD[first : first + len(after)]
-                sequence.scores += self.steps.score(read_ND, after, most)
+                sequence.prompt_scores += self.steps.score(read_ND, after, most)
             first += number
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
@@ -435,8 +438,8 @@ class Generator:
     def _report_scores(sequence: Running) -> None:
         """Put the scores of the prompt, which was read last, into the completion."""
         completion = sequence.completion
-        completion.prompt_logprobs = [logprob for logprob, _ in sequence.scores]
-        completion.prompt_top_logprobs = [top for _, top in sequence.scores]
+        completion.prompt_logprobs = [logprob for logprob, _ in sequence.prompt_scores]
+        completion.prompt_top_logprobs = [top for _, top in sequence.prompt_scores]
 
 
 def _check_widths(path: str, arch: Architecture, dtype: torch.dtype) -> None:

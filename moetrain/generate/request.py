@@ -1,6 +1,7 @@
-"""Requests to generate and their completions, and the text that goes in and out of them.
+"""Requests and completions, which are token ids, and the conversion of both from and to text.
 
-Token ids are all that a generator knows. :class:`JsonBody` is how clients send requests.
+A generator knows token ids alone. :class:`JsonBody` is the base of the requests that clients send
+to HTTP servers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,16 +19,20 @@ from moetrain.config import ConfigError, logger
 from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, ChatTemplate
 from moetrain.data.tokenizer import Tokenizer
+from moetrain.generate.sampling import FILTER_NAMES, STRICT, Filters
 from moetrain.models.transformer import Transformer
 
-_KEPT = 32
+_WINDOW = 32
 """Tokens in the window of a stream: many characters, yet few enough to decode at each token."""
+
+CHECKPOINT_PARAMS = ("temperature", *FILTER_NAMES)
+"""Sampling parameters for which a checkpoint may recommend values (:func:`sampling_defaults`)."""
 
 _FinishReason = Literal["stop", "length", "abort"]
 
 
 class RequestError(ValueError):
-    """A request can never be served; the message says what to change."""
+    """The request can never be served. The message says what to change."""
 
     def __init__(self, request_id: str, problem: str) -> None:
         super().__init__(f"request {request_id!r}: {problem}")
@@ -35,49 +40,42 @@ class RequestError(ValueError):
 
 
 class BusyError(RequestError):
-    """A request cannot be served now, but may succeed later."""
+    """The request cannot be served now, but may succeed later."""
 
 
-@checked_dataclass(frozen=True, config=ConfigDict(strict=True, allow_inf_nan=False))
-class SamplingParams:
-    """How one request's tokens are sampled.
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class SamplingParams(Filters):
+    """The parameters of one request. The sampling filters are those of :class:`Filters`.
 
-    Impossible values raise a ValueError that names them (:meth:`JsonBody.complaint`): in a step
-    they would fail every request that is served beside them.
-
-    The filters act one after the other on the probabilities at ``temperature``: ``top_k``, then
-    ``top_p`` (the fewest tokens that have so much together, arXiv 1904.09751), then ``min_p`` (at
-    least this share of the likeliest token's probability, arXiv 2407.01082).
+    Raises a ValueError that names an impossible value (:meth:`JsonBody.complaint`). It is checked
+    here because in a step it would fail all requests of the batch.
     """
 
     max_tokens: PositiveInt = 256
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    """0: always the likeliest token."""
-    top_k: Annotated[int, Field(ge=0)] = 0
-    """0: all tokens."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """0: always choose the likeliest token."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """The same seed gives the same tokens, whatever is generated beside the request."""
+    """The same seed gives the same tokens, whatever other requests are in the batch."""
     n: PositiveInt = 1
     """Number of completions."""
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end a completion, and are part of it."""
+    """Tokens that end a completion. They are part of it."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end a completion, with the token that completes one."""
+    """Texts that end a completion. The token that completes one is part of it."""
     grammar: tuple[Literal["json_schema", "regex", "choice", "grammar"], str] | None = None
     """The grammar that the text must follow (:mod:`moetrain.generate.grammars`). It acts before the
     filters. Where it allows no further token, the completion ends."""
     logprobs: Annotated[int, Field(ge=0)] = 0
-    """How many of the likeliest tokens to report beside each chosen one."""
+    """Number of the likeliest tokens to report for each chosen one."""
     routes: bool = False
-    """Whether to report which experts each token was sent to."""
+    """True: report the experts of each token."""
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
-    """How many of the likeliest tokens to report beside the log-probability of every token of the
-    prompt but the first; None: neither."""
+    """Report the log-probability of every token of the prompt but the first, with this number of
+    the likeliest tokens in its place; None: report nothing about the prompt."""
     tempered: bool = False
-    """Report log-probabilities at ``temperature``, as training at it needs; otherwise, and at
-    temperature 0, they are those at 1. They ignore filters, so there must be none."""
+    """True: report log-probabilities at ``temperature``, as training at that temperature needs
+    them. False, or temperature 0: report those at temperature 1. Filters do not change them, so
+    ``tempered`` excludes filters and grammars."""
 
     def __post_init__(self) -> None:
         if self.tempered and self.has_filters:
@@ -85,23 +83,23 @@ class SamplingParams:
 
     @property
     def has_filters(self) -> bool:
-        """Whether filters or a grammar rule out tokens, which takes all logits."""
-        return bool(self.top_k or self.top_p < 1 or self.min_p or self.grammar)
+        """True if a filter or a grammar rules out tokens. The choice then needs all logits."""
+        return not self.is_neutral or self.grammar is not None
 
     @property
-    def inverse(self) -> float:
+    def inverse_temperature(self) -> float:
         """1 / temperature, clamped so that products stay finite in fp32; 0: greedy choice."""
         return min(max(1 / self.temperature, 1e-30), 1e30) if self.temperature > 0 else 0.0
 
     @property
-    def scale(self) -> float:
+    def logprob_scale(self) -> float:
         """Factor of the logits in reported log-probabilities."""
-        return (self.tempered and self.inverse) or 1.0
+        return (self.tempered and self.inverse_temperature) or 1.0
 
-    def reason(self, tokens: Sequence[int], *, has_stop_text: bool) -> _FinishReason | None:
-        """Return why a completion of ``tokens`` has ended; None: it goes on.
+    def finish_reason(self, tokens: Sequence[int], *, has_stop_text: bool) -> _FinishReason | None:
+        """Return why a completion with ``tokens`` ends after the last of them; None: it goes on.
 
-        ``has_stop_text``: whether the text of ``tokens`` contains one of ``stop``
+        ``has_stop_text``: True if the text of ``tokens`` contains one of ``stop``
         (:attr:`TextStream.is_stopped`).
         """
         if tokens[-1] in self.stop_ids or has_stop_text:
@@ -111,46 +109,46 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """Token ids to continue."""
+    """Token ids to continue, and how."""
 
     id: str
     tokens: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     num_written: int = 0
-    """How many of the last ``tokens`` an interrupted completion has written, which this one goes on
-    with. A stop text may begin in them."""
+    """Number of the last ``tokens`` that belong to an interrupted completion, which this request
+    continues. A stop text may begin in them."""
 
 
 @dataclass
 class Completion:
-    """One continuation of a request so far."""
+    """One continuation of a request. It grows while the request is served."""
 
     request_id: str
     index: int
     """Number of the completion, from 0 to ``n`` - 1."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Log-probability of each token, nats: before grammar and filters, and at temperature 1 unless
-    ``tempered``."""
+    """Log-probability of each token in nats, before grammar and filters; at temperature 1 unless
+    the request is ``tempered``."""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    """The likeliest tokens at each position and their log-probabilities; empty: not asked for."""
+    """The likeliest tokens at each position with their log-probabilities; empty: not asked for."""
     prompt_logprobs: list[float] = field(default_factory=list)
-    """Log-probability of each token of the prompt but the first, nats, at temperature 1; empty: not
-    asked for."""
+    """Log-probability of each token of the prompt but the first, in nats, at temperature 1; empty:
+    not asked for."""
     prompt_top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    """The likeliest tokens in the place of each of those, and their log-probabilities."""
+    """The likeliest tokens in the place of each of those, with their log-probabilities."""
     versions: list[int] = field(default_factory=list)
-    """Version of the weights that chose each token: how often they had been updated."""
+    """Version of the weights that chose each token (:attr:`Generator.version`)."""
     routes: torch.Tensor | None = None
     """int32 [tokens that were read, MoE layers, K]: the experts of every token of prompt and
     completion except the last, which was never read; None: not asked for, or not finished. Tokens
-    that were read again (after preemption or an update) have the experts of the last time."""
+    that were read again (after preemption or an update) have the experts of the last reading."""
     num_new: int = 0
-    """How many tokens the last step has added that added any."""
+    """Number of tokens that the completion grew by when it last grew."""
     num_drafted: int = 0
-    """Drafts that were read."""
+    """Number of draft tokens that the model has checked."""
     num_right: int = 0
-    """How many of them became tokens."""
+    """Number of draft tokens that became part of the completion."""
     finish_reason: _FinishReason | None = None
     """None: not finished. stop: at a stop token or text; length: at ``max_tokens``; abort."""
 
@@ -171,9 +169,9 @@ class Update(NamedTuple):
 class JsonBody(BaseModel):
     """A JSON object with exact types, and without unknown keys, infinities or NaNs.
 
-    The bodies of both HTTP servers' requests derive from it. A key that a server does not know is
-    an error, since the client expects it to do something. Lists have ``fail_fast``: a million
-    complaints about a bad one would take gigabytes.
+    The requests of both HTTP servers derive from it. An unknown key is an error, because the client
+    expects it to have an effect. Lists have ``fail_fast``: a million errors about one long list
+    would take gigabytes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -181,14 +179,14 @@ class JsonBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _has_known_keys(cls, value: Any) -> Any:
-        """Complain about one unknown key; pydantic alone would complain about each."""
+        """Report one unknown key. Pydantic alone would report each."""
         if isinstance(value, dict) and (unknown := value.keys() - cls.model_fields.keys()):
             raise ValueError(f"{shortened(min(unknown))} is not supported")
         return value
 
     @staticmethod
     def complaint(error: ValueError) -> str:
-        """Describe ``error``, of pydantic's the first, in one line: where, what, and the value."""
+        """Describe ``error`` in one line: field, problem and value. Of several the first counts."""
         if not isinstance(error, ValidationError):
             return str(error)
         first = error.errors(include_url=False)[0]
@@ -202,9 +200,10 @@ class JsonBody(BaseModel):
 
 
 def end_ids(model: Transformer, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that end a text: the tokenizer's, the checkpoint's, and the template's.
+    """Return the tokens that end a text, according to the tokenizer, checkpoint and chat template.
 
-    The template's end an assistant's turn, and are what a fine-tuned model learned to end it with.
+    The template's tokens end an assistant's turn. A fine-tuned model has learned to end its answer
+    with them.
     """
     named = None if model.source is None else (model.source.generation or {}).get("eos_token_id")
     ids = {tokenizer.eos_id, *(named if isinstance(named, list) else [named])}
@@ -213,7 +212,7 @@ def end_ids(model: Transformer, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def chat_stops(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the texts that end an assistant's turn where the template ends it with no token."""
+    """Return the texts that end an assistant's turn and are not a single token."""
     stops = ChatTemplate.of(tokenizer).stops
     return tuple(text for text in stops if text not in tokenizer.added_tokens)
 
@@ -221,13 +220,12 @@ def chat_stops(tokenizer: Tokenizer) -> tuple[str, ...]:
 def sampling_defaults(model: Transformer) -> dict[str, Any]:
     """Return the sampling parameters that the checkpoint's generation_config.json recommends.
 
-    They are those of ``temperature``, ``top_k``, ``top_p`` and ``min_p`` that it has. One that is
-    no possible value is left out, as is a penalty, which a generator does not have; the log says
-    so.
+    These are the :data:`CHECKPOINT_PARAMS` in the file. Impossible values and penalties, which the
+    generator does not have, are logged and left out.
     """
     named = (None if model.source is None else model.source.generation) or {}
     found: dict[str, Any] = {}
-    for name in ("temperature", "top_k", "top_p", "min_p"):
+    for name in CHECKPOINT_PARAMS:
         if (value := named.get(name)) is None:
             continue
         try:
@@ -253,11 +251,14 @@ def chat_ids(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> tuple[int, ...]:
-    """Return the tokens that an assistant's answer to ``messages`` continues.
+    """Return the prompt that asks for an assistant's answer to ``messages``, as tokens.
 
-    ``record``: further variables of the template, such as tools and documents
-    (:meth:`~moetrain.data.chat.ChatTemplate.variables_of`). ``strict``: refuse what the template
-    does not show, of which otherwise the log says so. The others are those of
+    Args:
+        record: more variables of the template, such as tools and documents
+            (:meth:`~moetrain.data.chat.ChatTemplate.variables_of`).
+        strict: refuse content that the template does not show; otherwise it is only logged.
+
+    ``add_generation_prompt`` and ``continue_final_message`` are those of
     :meth:`~moetrain.data.chat.ChatTemplate.prompt`.
 
     Raises ConfigError: ``messages`` are not a conversation, or the template refuses them.
@@ -277,12 +278,13 @@ def chat_ids(
 
 
 class TextStream:
-    """Decodes a completion as it grows: whole characters, up to a stop text, which is left out.
+    """Decodes a completion as it grows, up to a stop text, which is left out.
 
-    The text of a token depends on its neighbours: it may be half a character, or lack a space that
-    only the first token lacks. So a window of the last tokens is decoded again with each new one:
-    :data:`_KEPT` to twice as many, and more where stop texts are long, or while tokens give no text
-    or no valid UTF-8.
+    It returns whole characters. The text of a token depends on its neighbours: it may be half a
+    character, and the first token of a text may lack its leading space. So each new token is
+    decoded together with a window of the tokens before it. The window has :data:`_WINDOW` to twice
+    as many tokens. It is longer for long stop texts, and while tokens give no text or no valid
+    UTF-8.
     """
 
     def __init__(
@@ -293,19 +295,21 @@ class TextStream:
         *,
         skip_special_tokens: bool = True,
     ) -> None:
-        """``stop_ids``: tokens that are no text where they are last."""
+        """``stop_ids``: tokens that have no text if they are the completion's last."""
         self.tokenizer = tokenizer
         shown = partial(tokenizer.decode, skip_special_tokens=False)
         self.decode = tokenizer.decode if skip_special_tokens else shown
         self._stop = stop
         self._stop_ids = stop_ids
         self._held_back = max((len(text) - 1 for text in stop), default=0)
-        self._kept = _KEPT + 4 * self._held_back  # a character takes four tokens at most
+        """Number of last characters that may be the start of a stop text, so they wait."""
+        self._window = _WINDOW + 4 * self._held_back  # a character takes four tokens at most
         self._tokens: list[int] = []
-        """The window; the first ``_given`` characters of its text were returned already."""
-        self._given = 0
-        self._false = 0
-        """Characters at the window's start that differ from the whole text."""
+        """The tokens of the window."""
+        self._num_returned = 0
+        """Number of characters of the window's text that were returned."""
+        self._num_wrong = 0
+        """Number of characters at the window's start that differ from the whole text."""
         self.is_stopped = False
         """True: the text contains a stop text."""
 
@@ -314,33 +318,36 @@ class TextStream:
         return self.decode([token])
 
     def push(self, *tokens: int, is_last: bool = False) -> str:
-        """Return the text that ``tokens`` add; ``is_last``: with all that was held back."""
+        """Return the text that ``tokens`` add; ``is_last``: and all text that was held back."""
         self._tokens += tokens[:-1] if is_last and tokens[-1] in self._stop_ids else tokens
         text = whole = self.decode(self._tokens)
-        starts = [text.find(stop, self._false) for stop in self._stop]
+        starts = [text.find(stop, self._num_wrong) for stop in self._stop]
         found = [start for start in starts if start >= 0]
         if found:
             text, self.is_stopped = text[: min(found)], True
         elif not is_last:
             text = text.rstrip("\ufffd")
             text = text[: max(0, len(text) - self._held_back)]
-        new, self._given = text[self._given :], max(self._given, len(text))
-        if not found and len(self._tokens) >= 2 * self._kept:
+        new = text[self._num_returned :]
+        self._num_returned = max(self._num_returned, len(text))
+        if not found and len(self._tokens) >= 2 * self._window:
             self._shorten(whole)
         return new
 
     def _shorten(self, text: str) -> None:
-        """Drop the start of the window, whose text is ``text``, if later text reads the same then.
+        """Drop the start of the window if that does not change how later tokens are decoded.
 
-        The last tokens must read as they do in ``text``, from what was returned on. Their first
-        must have a text, so that later tokens are not first, and must end a run of byte tokens.
+        ``text``: the text of the whole window. The tokens that stay must give the same text for all
+        characters that were not returned yet. The first of them must have a text of its own, so
+        that no later token is decoded as a first one, and it must not be a byte token, because it
+        may be the middle of a character.
         """
-        last = self._tokens[-self._kept :]
+        last = self._tokens[-self._window :]
         if last[0] in self.tokenizer.byte_ids or not self.decode(last[:1]):
             return
         short = self.decode(last)
         pairs = zip(reversed(short), reversed(text), strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if same > len(text) - self._given:
-            self._tokens, self._false = last, len(short) - same
-            self._given += len(short) - len(text)
+        if same > len(text) - self._num_returned:
+            self._tokens, self._num_wrong = last, len(short) - same
+            self._num_returned += len(short) - len(text)

@@ -28,13 +28,15 @@ import torch
 
 from moetrain.config import ConfigError
 from moetrain.generate.drafting import Chunks, draft_tokens
-from moetrain.generate.pages import Chunk, PagedAttention, Pages, Running
+from moetrain.generate.pages import PagedAttention, Pages
 from moetrain.generate.ranks import ExpertParallel, HeadParallel, SplitAttention
-from moetrain.generate.request import Request, SamplingParams
+from moetrain.generate.request import Request
+from moetrain.generate.sampling import sample_filtered
+from moetrain.generate.scheduler import Chunk, Running
 from moetrain.kernels.attention.paged import PagedRows
 from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.vocabulary.chunk import sample_tokens
-from moetrain.kernels.vocabulary.gumbel import filtered_argmax, noise_keys, stream_of
+from moetrain.kernels.vocabulary.gumbel import noise_keys, stream_of
 from moetrain.models.architecture import AttentionPart
 from moetrain.models.attention import masked_attention
 from moetrain.models.layers import Context
@@ -186,13 +188,14 @@ class Steps:
         positions, slots = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
         seen: dict[int, tuple[int, int, int]] = {}
         ends, size = [0], self.pages.page_size
-        for sequence, start, number in planned:
-            tokens += sequence.text(start, number)
+        for chunk in planned:
+            sequence, start, number = chunk
+            tokens += chunk.tokens
             positions.append(np.arange(start, start + number))
-            slots.append(sequence.table[positions[-1] // size] * size + positions[-1] % size)
+            slots.append(sequence.page_table[positions[-1] // size] * size + positions[-1] % size)
             ends.append(ends[-1] + number)
-            first = seen.get(sequence.slot, (sequence.slot, start))[1]
-            seen[sequence.slot] = (sequence.slot, first, start + number - first)
+            first = seen.get(sequence.state_slot, (sequence.state_slot, start))[1]
+            seen[sequence.state_slot] = (sequence.state_slot, first, start + number - first)
         integers = [
             np.array(tokens, np.int64),
             np.concatenate(positions),
@@ -298,9 +301,9 @@ class Steps:
             depth, after = max(0, end - len(tokens)), tokens[end : end + 1] or (-1,)
             token = sequence.drafts[depth - 1] if depth else tokens[end - 1]
             numbers += token, end - 1, sequence.stream
-            numbers += sequence.slot, depth, *after, len(sequence.pages)
-            how += sequence.inverse, sequence.scale
-            row[_PAGES:] = sequence.table
+            numbers += sequence.state_slot, depth, *after, len(sequence.pages)
+            how += sequence.inverse_temperature, sequence.logprob_scale
+            row[_PAGES:] = sequence.page_table
         numbers_U7 = np.array(numbers, np.int32).reshape(used, 7)
         rows[:used, _TOKEN:_INVERSE] = numbers_U7[:, :3]
         rows[:used, _INVERSE:_SLOT] = np.array(how, np.float32).view(np.int32).reshape(used, 2)
@@ -376,11 +379,12 @@ class Steps:
         own_NV = logits_NV[:, :known]
         if allowed_NV is not None:
             own_NV = own_NV.masked_fill(~torch.from_numpy(allowed_NV).to(device), -torch.inf)
-        chosen_N = _choose_filtered(own_NV, params, keys_N)
+        inverses = [sequence.inverse_temperature for sequence in sequences]
+        chosen_N = sample_filtered(own_NV, keys_N, inverses, params)
         losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, chosen_N)
         most = min(max(p.logprobs for p in params), known)
         # A stable sort: which of two equals topk takes depends on its k, which is the batch's.
-        scales_N = torch.tensor([sequence.scale for sequence in sequences], device=device)
+        scales_N = torch.tensor([sequence.logprob_scale for sequence in sequences], device=device)
         scaled_NV = logits_NV * scales_N[:, None]
         logprobs_NV = scaled_NV.log_softmax(-1)[:, :known]
         top = logprobs_NV.sort(dim=-1, descending=True, stable=True)
@@ -391,13 +395,3 @@ class Steps:
             for p, *pair in zip(params, ids, values, strict=True)
         ]
         return list(zip(tokens, logprobs, likeliest, strict=True))
-
-
-def _choose_filtered(
-    logits_NV: torch.Tensor, params: Sequence[SamplingParams], keys_N: torch.Tensor
-) -> torch.Tensor:
-    """Sample each sequence's token among those its filters keep: int64 [N], from fp32 logits."""
-    most = logits_NV.shape[1]  # top_k may be more than an int64
-    numbers = [(p.inverse, min(p.top_k, most), p.top_p, p.min_p) for p in params]
-    filters = (torch.tensor(x, device=logits_NV.device) for x in zip(*numbers, strict=True))
-    return filtered_argmax(logits_NV, keys_N, *filters)

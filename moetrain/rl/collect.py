@@ -325,7 +325,7 @@ class Collector:
         for name, part in speaking.items():
             self.generator.abort(name)
             self._take_in(part)
-        self.generator.pages.forget()
+        self.generator.pages.clear_cache()
         for name, part in speaking.items():
             self._speak(name, part)
         over = [t for group in self.groups.values() for t in group if t.is_over]

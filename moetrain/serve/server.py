@@ -24,6 +24,7 @@ from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.generate.engine import Generator
 from moetrain.generate.request import (
+    CHECKPOINT_PARAMS,
     BusyError,
     Request,
     RequestError,
@@ -41,9 +42,6 @@ from moetrain.serve.serving import Serving, ServingClosedError
 _MOST_LOGPROBS = 1 << 20
 """Log-probabilities in one reply, of tokens and alternatives, some hundred bytes each."""
 _NOT_FINITE = "the model's probabilities are not finite numbers: its weights are damaged"
-
-_SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
-"""Parameters for which a checkpoint may have values of its own."""
 
 
 class CompletionServer(OpenAIServer):
@@ -115,6 +113,7 @@ class _Served(Answer):
         default = min(SamplingParams.max_tokens, most - longest)
         ends = server.chat_stops if isinstance(asked, Chat) and not asked.ignore_eos else ()
         scored = asked.prompt_logprobs, asked.likeliest if asked.echo else None
+        sampling = asked.model_dump(include=asked.model_fields_set.intersection(CHECKPOINT_PARAMS))
         params = self.params = SamplingParams(
             max_tokens=default if wanted is None else max(wanted, 1),
             seed=uuid.uuid4().int % 2**63 if asked.seed is None else asked.seed,
@@ -124,7 +123,7 @@ class _Served(Answer):
             prompt_logprobs=max((number for number in scored if number is not None), default=None),
             grammar=(kind, text if isinstance(text, str) else json.dumps(text)) if kind else None,
             n=asked.n,
-            **server.sampling | asked.model_dump(include=_SAMPLING & asked.model_fields_set),
+            **server.sampling | sampling,
         )
         count = len(prompts) * params.n
         if count > server.max_queue:

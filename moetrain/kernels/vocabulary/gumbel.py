@@ -34,43 +34,6 @@ def gumbel_argmax(
     return scores_NV.argmax(-1)
 
 
-def filtered_argmax(
-    logits_NV: torch.Tensor,
-    keys_N: torch.Tensor,
-    inverse_temperatures_N: torch.Tensor,
-    *filters: torch.Tensor,
-) -> torch.Tensor:
-    """Sample each row's token among those that ``filters`` keep (:func:`_kept_tokens`)."""
-    inverse_N = torch.where(inverse_temperatures_N > 0, inverse_temperatures_N, 1.0)
-    kept_NV = _kept_tokens(logits_NV * inverse_N[:, None], *filters)
-    masked_NV = logits_NV.masked_fill(~kept_NV, -torch.inf)
-    return gumbel_argmax(masked_NV, keys_N, inverse_temperatures_N)
-
-
-def _kept_tokens(
-    scores_NV: torch.Tensor,
-    top_k_N: torch.Tensor,
-    top_p_N: torch.Tensor,
-    min_p_N: torch.Tensor,
-) -> torch.Tensor:
-    """Return which tokens each row's filters keep, bool [N, V]; the likeliest always stays.
-
-    First the ``top_k`` likeliest; of these as many as it takes for a share of ``top_p`` (Holtzman
-    et al., arXiv 1904.09751), and those of at least ``min_p`` times the likeliest's share (Nguyen
-    et al., arXiv 2407.01082). A ``top_k`` of 0, a ``top_p`` of 1 and a ``min_p`` of 0 keep all.
-    """
-    ranked_NV, order_NV = scores_NV.sort(dim=-1, descending=True, stable=True)
-    rank_V = torch.arange(scores_NV.shape[1], device=scores_NV.device)
-    kept_NV = (rank_V < top_k_N[:, None]) | (top_k_N[:, None] == 0)
-    shares_NV = ranked_NV.masked_fill(~kept_NV, -torch.inf).softmax(-1)
-    before_NV = shares_NV.cumsum(-1) - shares_NV
-    # A sum of shares may round to 1 before the last token.
-    kept_NV &= (before_NV < top_p_N[:, None]) | (top_p_N[:, None] == 1)
-    kept_NV &= shares_NV >= min_p_N[:, None] * shares_NV[:, :1]
-    kept_NV[:, 0] = True
-    return torch.empty_like(kept_NV).scatter_(1, order_NV, kept_NV)
-
-
 def stream_of(seed: int, completion: int) -> int:
     """Hash what all noise of a completion depends on to a signed 32-bit number."""
     stream = 0
