@@ -184,9 +184,8 @@ def check_run(program, words, world):
         return
     settings = [word for word in words if word != "--dry_run"]
     is_source = bool(settings) and not settings[0].startswith("--")
-    source = [settings.pop(0)] if is_source else []
-    config = Config.load(*source, overrides=settings, recipes=program.recipes, once=True)
-    program.check(config)
+    source = [settings.pop(0)] if is_source else [None]
+    config = program.load(*source, settings)
     is_big = words[:1] and words[0].startswith("qwen3")
     if is_big and config.launch.gpus is None:
         if "--launch.nproc" in settings:
@@ -195,7 +194,7 @@ def check_run(program, words, world):
             del settings[at : at + 2]
         settings += ["--launch.gpus", str(world), "--launch.gpu", "h200"]
     with redirect_stderr(io.StringIO()) as said:
-        code = main([*source, *settings, "--dry_run"], program)
+        code = main([*filter(None, source), *settings, "--dry_run"], program)
     assert code == 0, said.getvalue()
     lines = said.getvalue().splitlines()  # the last may be of the host's memory
     assert not is_big or any(line.startswith("fits: ") for line in lines[-2:])

@@ -24,6 +24,7 @@ from test_config_needs import NEEDS_OF_ONE
 from moetrain.cli.checkpoint import _COMMANDS as checkpoint_commands
 from moetrain.cli.checkpoint import main as export
 from moetrain.cli.main import _COMMANDS
+from moetrain.cli.train import _JOBS, _RL, _TRAIN
 from moetrain.config import Config, ConfigError, Fact, _unmet
 from moetrain.config.sources import Reader, leaves
 from moetrain.data.chat import _CHATML as CHATML
@@ -880,9 +881,7 @@ def ways(name: str, advice: str, values: dict[str, Any]) -> Iterator[dict[str, A
     for way in re.split(r",? or (?=set |raise |unset |use |in )", advice):
         verb, _, rest = way.partition(" ")
         target, _, texts = rest.partition(" ")
-        if way == "in reinforcement learning rl.chat yes":
-            yield {"rl.chat": True}
-        elif way == "use 2 or more":
+        if way == "use 2 or more":
             yield from ({name: x} for x in (2, 7))
         elif way == "set it to 0":
             yield {name: 0}
@@ -1919,6 +1918,52 @@ def texts() -> dict[str, str]:
 
 
 _NAMED = re.compile(rf"(?<![\w.'/`])({'|'.join(sorted(SECTIONS))})\.([a-z_]+[a-z0-9_]*)(?![\w(./])")
+
+
+UNUSED = [
+    *((_RL, f"train.objective {x}", "") for x in ("dpo", "reward", "kto")),
+    (_RL, "train.beta 0.2", ""),
+    (_RL, 'data.mix [{"path":"a.jsonl"}]', ""),
+    (_RL, "data.train_on last", ""),
+    (_RL, "data.bad_records skip", ""),
+    (_JOBS, "train.objective dpo", ""),
+    (_JOBS, "data.chat_template a.jinja", ""),
+    (_JOBS, "data.streaming yes", ""),
+    (_TRAIN, "rl.kl k1", ""),
+    (
+        _RL,
+        'data.chat_template_kwargs {"a":1}',
+        "contradicts rl.chat False and rl.env 'sort'; unset it, or set rl.chat yes, or use another "
+        "rl.env",
+    ),
+    (_TRAIN, "data.chat_template a.jinja", "unset it, or set data.source records or jsonl"),
+]
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "says"), UNUSED, ids=[f"{x.name}-{words}" for x, words, _ in UNUSED]
+)
+def test_no_error_of_a_command_advises_a_setting_that_it_does_not_use(
+    program, words, says, monkeypatch, tmp_path
+):
+    """Leaving the setting out works, and so does each other way."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jinja").write_text(CHATML)
+    (tmp_path / "a.jsonl").write_text(CHATS)
+    name, value = words.split(" ", 1)
+    with pytest.raises(ConfigError) as raised:
+        program.load(None, [f"{name}={value}"])
+    complaint = str(raised.value)
+    assert complaint.startswith(f"{name}: ")
+    assert complaint.endswith(says or "has no use for it; leave it out")
+    program.load(None, [])
+    advised = complaint.partition("; ")[2]
+    if "rl.chat" in advised:
+        program.load(None, [f"{name}={value}", "rl.chat=yes"])
+        program.load(None, [f"{name}={value}", "rl.env=a.py:Own"])
+    if "data.source" in advised:
+        for source in ("records", "jsonl"):
+            program.load(None, [f"{name}={value}", f"data.source={source}", "data.path=a.jsonl"])
 
 
 def test_every_setting_that_a_message_names_is_one():

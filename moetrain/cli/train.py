@@ -31,7 +31,7 @@ from moetrain.config import Config, ConfigError, Recipes, logger
 from moetrain.config.environment import LaunchedPlace, launched_place, let_idle_threads_sleep
 from moetrain.config.rl import RlSection
 from moetrain.config.sections import CheckpointSection
-from moetrain.config.sources import RunFailed, recipe_names
+from moetrain.config.sources import RunFailed, Unused, recipe_names
 
 
 class _Program(NamedTuple):
@@ -49,22 +49,19 @@ class _Program(NamedTuple):
     """``MODULE:FUNCTION`` of a dry run, which takes config and architecture, raises ConfigError for
     what the run would refuse, and returns in words how much memory the run takes."""
 
-    def check(self, config: Config) -> None:
+    def load(self, source: str | None, overrides: Sequence[str]) -> Config:
+        """Load a run's settings; ConfigError: as ``Config.load``, or ``data.path`` is missing."""
+        unused = Unused(self.name, self.foreign, self.recipes.default)
+        config = Config.load(source, overrides, recipes=self.recipes, unused=unused, once=True)
         config.data.check()
-        for name, origin in config.origins.items():
-            if not name.startswith(self.foreign):
-                continue
-            if origin.startswith("recipe "):
-                problem = f"{origin.split()[1]!r} is for another command: it sets {name}, which"
-                use = f"python -m moetrain.{self.name} has no use for; its own is"
-                raise ConfigError("recipe", f"{problem} {use} {self.recipes.default}")
-            problem = f"set ({origin}), but python -m moetrain.{self.name} has no use for it"
-            raise ConfigError(name, f"{problem}; leave it out")
+        return config
 
 
 _NO_DATA = (
-    *("data.source", "data.path", "data.eval", "data.packing", "data.num_documents"),
-    *("data.text_field", "train.objective", "train.beta", "train.mtp_weight"),
+    *("data.source", "data.path", "data.mix", "data.eval", "data.split", "data.subset"),
+    *("data.format", "data.text_field", "data.train_on", "data.bad_records", "data.overlong"),
+    *("data.packing", "data.streaming", "data.workers", "data.num_documents"),
+    *("train.objective", "train.beta", "train.mtp_weight"),
     *("train.desirable_weight", "train.undesirable_weight", "train.simpo_gamma"),
     "train.reward_centering",
 )
@@ -134,8 +131,7 @@ def main(argv: Sequence[str] | None = None, program: _Program = _TRAIN) -> int:
         if place is None or place.rank == 0:
             logger.setLevel(logging.INFO)
         source, overrides = (words[0], words[1:]) if is_source else (None, words)
-        config = Config.load(source, overrides, recipes=program.recipes, once=True)
-        program.check(config)
+        config = program.load(source, overrides)
         if is_dry_run:
             _plan(config, program, shows=place is None or place.rank == 0)
             return 0

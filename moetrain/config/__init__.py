@@ -42,7 +42,7 @@ from moetrain.config.sections import (
     TrainSection,
     checked,
 )
-from moetrain.config.sources import ConfigError, Reader, Recipes, leaves, redacted
+from moetrain.config.sources import ConfigError, Reader, Recipes, Unused, leaves, redacted
 
 logger = logging.getLogger("moetrain")
 """The logger of the whole package. Passwords and keys in URLs do not appear in its lines."""
@@ -110,9 +110,13 @@ class _Need(NamedTuple):
         is_in_section = self.settings.endswith(".*") and name.startswith(self.settings[:-1])
         return name in self.settings.split() or (is_in_section and name not in self.of)
 
-    def advised(self) -> str:
-        """Return the end of a message: what to do, each way by itself."""
-        return self.remedy or ", or ".join(["unset it", *starmap(_satisfied, self.of.items())])
+    def advised(self, unused: tuple[str, ...]) -> str:
+        """Return the end of a message: what to do, each way by itself.
+
+        Settings whose names begin as ``unused`` says are not advised.
+        """
+        others = [(name, x) for name, x in self.of.items() if not name.startswith(unused)]
+        return self.remedy or ", or ".join(["unset it", *starmap(_satisfied, others)])
 
 
 def _satisfied(name: str, fitting: Container[Any]) -> str:
@@ -139,7 +143,6 @@ _BY_PRESET = {"model.path": {None}}
 _EXPERT_PARALLEL = {"parallel.ep": _SEVERAL}
 _OF_TEXT = {"data.source": _Other("synthetic")}
 _HAS_CHATS = {"rl.chat": {True}, "rl.env": _Other("sort", "arithmetic")}
-_OR_CHATS = "unset it, or set data.source records, or in reinforcement learning rl.chat yes"
 _OF_GROUPS = ("dr_grpo", "grpo", "rloo", "reinforce_pp_baseline")
 _HAS_RATIO = {"rl.policy": _Other("reinforce")}
 _SAVES = {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}
@@ -162,11 +165,7 @@ _NEEDS: tuple[_Need, ...] = (
     _Need("model.rope", {"model.max_positions": _SET}),
     _Need("data.path data.eval_path data.streaming", {"data.source": _TEXTS}),
     _Need("data.mix data.text_field data.format", {"data.source": _RECORDS}),
-    _Need(
-        "data.chat_template data.chat_template_kwargs",
-        {"data.source": _RECORDS} | _HAS_CHATS,
-        remedy=_OR_CHATS,
-    ),
+    _Need("data.chat_template data.chat_template_kwargs", {"data.source": _RECORDS} | _HAS_CHATS),
     _Need("data.train_on data.split data.subset", {"data.source": _RECORDS}),
     _Need("data.bad_records data.overlong", {"data.source": _RECORDS}),
     _Need("data.overlong", {"data.packing": ("auto", "whole")}),
@@ -341,6 +340,8 @@ class Config(Section):
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _recipe: str = PrivateAttr(default="")
+    _unused: tuple[str, ...] = PrivateAttr(default=())
+    """Beginnings of the names of settings that the command does not use."""
 
     @classmethod
     def load(
@@ -350,6 +351,7 @@ class Config(Section):
         environ: Mapping[str, str] | None = None,
         recipes: Recipes = Recipes.TRAIN,
         *,
+        unused: Unused | None = None,
         once: bool = False,
     ) -> Self:
         """Return the validated config of one run.
@@ -363,6 +365,7 @@ class Config(Section):
                 last value of a setting counts, unless ``once``.
             environ: environment to read ``MOETRAIN_*`` from; None: the process's own.
             recipes: the recipes of another command, in place of those named above.
+            unused: settings that are refused because the command does not use them.
             once: a setting that is given twice is an error: on a command line it is a slip.
 
         Raises ConfigError: unknown or contradictory settings, wrong types, a missing file.
@@ -371,6 +374,9 @@ class Config(Section):
         config, origins, recipe = reader.read(source, overrides, environ, recipes, once=once)
         config._origins = origins
         config._recipe = recipe
+        if unused is not None:
+            unused.check(origins)
+            config._unused = unused.beginnings
         config = config.fitting()
         config.check()
         if config.is_set("output_dir"):
@@ -391,7 +397,7 @@ class Config(Section):
         mine = dict(leaves(self.model_dump(exclude_unset=True)))
         filled = Reader(type(self)).build({**mine, **values})
         filled._origins = self._origins | dict.fromkeys(values, origin)
-        filled._recipe = self._recipe
+        filled._recipe, filled._unused = self._recipe, self._unused
         return filled
 
     def proposed(self) -> Self:
@@ -410,12 +416,15 @@ class Config(Section):
         Raises ConfigError: a setting that a user gave has no effect.
         """
         default, config = dict(leaves(Config().model_dump())), self
-        while found := next(_unmet(dict(leaves(config.model_dump())), default, facts or {}), None):
+        while True:
+            values = dict(leaves(config.model_dump()))
+            found = next(_unmet(values, default, facts or {}, self._unused), None)
+            if found is None:
+                return config
             name, why, advised = found
             if self.is_users(name):
                 raise ConfigError(name, f"{why}; {advised}")
             config = config.filled({name: default[name]}, f"as {why}")
-        return config
 
     @property
     def origins(self) -> dict[str, str]:
@@ -464,11 +473,15 @@ def _name_of_run(config: Config) -> str:
 
 
 def _unmet(
-    values: Mapping[str, Any], defaults: Mapping[str, Any], facts: Mapping[str, str | None]
+    values: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    facts: Mapping[str, str | None],
+    unused: tuple[str, ...] = (),
 ) -> Iterator[tuple[str, str, str]]:
     """Yield settings, by dotted name, whose value is not their default and has no effect.
 
-    With each comes the reason, and what a user can do.
+    With each comes the reason, and what a user can do. ``unused``: beginnings of the names of
+    settings that neither names, since the command does not use them.
     """
     known = {**values, **facts}
     changed = [name for name, value in values.items() if value != defaults[name]]
@@ -478,11 +491,12 @@ def _unmet(
         if any(known[other] in fitting for other, fitting in need.of.items()):
             continue
         fact = next((known[other] for other in need.of if other in facts), None)
-        others = " and ".join(f"{other} {_shown(known[other])}" for other in need.of)
+        named = [other for other in need.of if not other.startswith(unused)] or need.of
+        others = " and ".join(f"{other} {_shown(known[other])}" for other in named)
         for name in changed:
             if need.covers(name) and values[name] in need.when:
                 why = f", but {fact}" if fact else f" contradicts {others}{need.why}"
-                yield name, _shown(values[name]) + why, "unset it" if fact else need.advised()
+                yield name, _shown(values[name]) + why, "unset it" if fact else need.advised(unused)
 
 
 def _shown(value: Any) -> str:

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -48,6 +48,29 @@ class Recipes(Enum):
         self.default = default
         self.of_path = of_path
         self.of_chats = of_chats
+
+
+class Unused(NamedTuple):
+    """Settings that a command has no use for."""
+
+    command: str
+    """The command is ``python -m moetrain.COMMAND``."""
+    beginnings: tuple[str, ...]
+    """How the dotted names of the settings begin."""
+    recipe: str
+    """The command's own recipe."""
+
+    def check(self, origins: Mapping[str, str]) -> None:
+        """Raise ConfigError if one of them is among ``origins``, the source of each setting."""
+        for name, origin in origins.items():
+            if not name.startswith(self.beginnings):
+                continue
+            if origin.startswith(Reader.PROPOSED):
+                problem = f"{origin.split()[1]!r} is for another command: it sets {name}, which"
+                use = f"python -m moetrain.{self.command} has no use for; its own is"
+                raise ConfigError("recipe", f"{problem} {use} {self.recipe}")
+            problem = f"set ({origin}), but python -m moetrain.{self.command} has no use for it"
+            raise ConfigError(name, f"{problem}; leave it out")
 
 
 _USER = re.compile(r"(?<=://)[^\s/?#]+(?=@)")
