@@ -4,6 +4,8 @@ import gzip
 import io
 import json
 import random
+import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -67,7 +69,13 @@ def test_elements_are_found_wherever_a_read_ends(monkeypatch):
         if d.choice([True, False]) and not json_array.is_array(file):
             raise AssertionError(content)
         found = list(json_array.array_elements(file, 1 << 20))
-        assert [json.loads(element.text) for element in found] == wanted, content
+        assert [json.loads(element.text or b"") for element in found] == wanted, content
+        most = d.randrange(40)
+        file = io.BufferedReader(io.BytesIO(content.encode()))
+        bounded = list(json_array.array_elements(file, most))
+        texts = [None if len(each.text or b"") > most else each.text for each in found]
+        assert [each.text for each in bounded] == texts
+        assert [each[1:] for each in bounded] == [each[1:] for each in found]
         at = [content.encode().count(b"\n", 0, content.encode().index(e.text)) for e in found[:1]]
         assert [e.line - 1 for e in found[:1]] == at
 
@@ -81,7 +89,11 @@ BROKEN = {
     "no comma": ('[{"text": "a"}\n{"text": "b"}]', r"a.json:1, record 1: not JSON: Extra data"),
     "a comma too many": ('[{"text": "a"},\n]', r"a.json:2, record 2: not JSON: Expecting value"),
     "a number": ('[{"text": "a"},\n\n3]', r"a.json:3, record 2: not a JSON object: 3; give one"),
-    "large": ('[{"text": "a"},\n{"text": "' + "b" * 2000, r"a.json:2, record 2: the record has mo"),
+    "large": (
+        '[{"text": "a"},\n{"text": "' + "b" * 2000 + '"}]',
+        r"2, record 2: the record has mo",
+    ),
+    "no end of a large one": ('[{"text": "' + "b" * 2000, "cannot be read: the array has no end"),
 }
 
 
@@ -96,6 +108,34 @@ def test_broken_arrays_are_one_line_that_says_where(case: str, tmp_path: Path, m
     source = Source.of(config.data, ByteTokenizer())
     with pytest.raises(ConfigError, match=problem):
         list(source.documents())
+
+
+def test_an_element_that_is_too_large_is_a_bad_record_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch, caplog
+):
+    """As a line that is too large; nothing of it is held, whatever is in it."""
+    monkeypatch.setattr("moetrain.data.containers._MOST_BYTES", 1 << 16)
+    large = {"text": ['\\"[{,' * 9, "\\" * (1 << 19)] * 9, "more": [[]] * (1 << 19)}
+    rows = [{"text": f"text number {i}"} for i in range(40)]
+    rows[7] = large
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = []
+    for name in ("a.json", "a.jsonl"):
+        settings = {"path": str(tmp_path / name), "cache_dir": str(tmp_path / "cache")}
+        settings |= {"bad_records": "skip", "seq_len": 32, "eval_fraction": 0}
+        config = Config.load({"model": {"preset": "debug"}, "data": settings}, environ={})
+        tracemalloc.start()
+        documents = list(Source.of(config.data, ByteTokenizer()).documents())
+        assert tracemalloc.get_traced_memory()[1] < (1 << 22) + (1 << 19)
+        tracemalloc.stop()
+        found.append([document.text for document in documents])
+        build_data(config, 257)
+        assert "1 bad records were left out" in caplog.text
+        place = r"a\.json:23, record 8" if name == "a.json" else r"a\.jsonl:8"
+        assert re.search(rf"1 such as .*{place}: the record has more than", caplog.text)
+        caplog.clear()
+    assert found[0] == found[1] == [row["text"] for row in rows if row is not large]
 
 
 def test_an_array_is_streamed_as_lines_are(tmp_path: Path, token_cache: Path):

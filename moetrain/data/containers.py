@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Self
 from moetrain.config import ConfigError, logger
 from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError
-from moetrain.data.json_array import TooLargeError, array_elements, is_array
+from moetrain.data.json_array import array_elements, is_array
 from moetrain.data.parquet_pages import group_size
 
 _TABLES = {".arrow", ".parquet"}
@@ -313,13 +313,12 @@ def _json(piece: FilePart) -> Iterator[Raw]:
 
 
 def _array(path: Path, file: Any) -> Iterator[Raw]:
-    try:
-        for number, element in enumerate(array_elements(file, _MOST_BYTES), 1):
-            where = f"{path}:{element.line}, record {number}"
-            yield Raw(where, element.text, element.text, len(element.text))
-    except TooLargeError as error:
-        where = f"{path}:{error.line}, record {error.number}"
-        raise BadLineError(f"{where}: {_too_large()}") from None
+    for number, element in enumerate(array_elements(file, _MOST_BYTES), 1):
+        where = f"{path}:{element.line}, record {number}"
+        if element.text is None:
+            yield Raw.too_large(where, element.num_bytes)
+        else:
+            yield Raw(where, element.text, element.text, element.num_bytes)
 
 
 # ---- finding files ------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 ``json.load`` would hold the whole file and all of its objects. Here a scan for brackets, commas and
 strings finds where an element ends, and the caller parses that element alone. A scan does not check
-the elements: what is wrong within one is found by its parser.
+the elements: what is wrong within one is found by its parser. An element that is too large is
+passed over, and the scan goes on behind it.
 """
 
 import re
@@ -10,8 +11,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{},]', re.DOTALL)
-"""A whole string, the quote that begins one which is not read to its end, or what divides values.
-Nothing is tried again (``*+``), so a string of any length is scanned once."""
+"""Matches a whole string, the quote that begins one which is not read to its end, or what divides
+values. Nothing is tried again (``*+``), so a string of any length is scanned once."""
+_WITHIN = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+"""Matches the inside of a string up to its end, or to what is not read yet."""
+_BLANKS = re.compile(rb"[ \n\r\t]*")
 _READ = 1 << 20
 """Bytes that are read at once, at least; as many again as are held already."""
 _BOM = b"\xef\xbb\xbf"
@@ -20,17 +24,11 @@ _BOM = b"\xef\xbb\xbf"
 class Element(NamedTuple):
     """One element of the array."""
 
-    text: bytes
+    text: bytes | None
+    """Its JSON; None: it has more bytes than the caller takes, and was passed over."""
     line: int
     """The line, from 1, in which it begins."""
-
-
-class TooLargeError(ValueError):
-    """An element has more bytes than the caller takes; ``number`` counts elements from 1."""
-
-    def __init__(self, number: int, line: int) -> None:
-        super().__init__()
-        self.number, self.line = number, line
+    num_bytes: int
 
 
 def is_array(file: Any) -> bool:
@@ -41,44 +39,103 @@ def is_array(file: Any) -> bool:
 def array_elements(file: Any, most_bytes: int) -> Iterator[Element]:
     """Yield the elements of the array in ``file``.
 
-    Raises:
-        TooLargeError: an element has more than ``most_bytes``.
-        ValueError: the array does not end, or something follows it.
+    An element of more than ``most_bytes`` is passed over, and is never held as a whole.
+
+    Raises ValueError: the array does not end, or something follows it.
     """
-    held = file.read(_READ).removeprefix(_BOM)
-    at = start = held.index(b"[") + 1
-    line, depth, number = 1 + held.count(b"\n", 0, start), 0, 1
-    while True:
-        found = _TOKEN.search(held, at)
-        if found is None or found[0] == b'"':
-            if len(held) - start > most_bytes and (text := held[start:].lstrip()):
-                raise TooLargeError(number, line + held.count(b"\n", start, len(held) - len(text)))
-            at = len(held) if found is None else found.start()
-            more = file.read(max(_READ, len(held) - start))
-            if not more:
-                raise ValueError("the array has no end")
-            held, at, start = held[start:] + more, at - start, 0
-            continue
-        token, at = found[0], found.end()
-        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(token, 0)
-        is_end = depth < 0
-        if not is_end and (depth or token != b","):
-            continue
-        text = held[start : found.start()]
-        begins = line + _newlines_before(text)
-        if len(text.strip()) > most_bytes:
-            raise TooLargeError(number, begins)
-        if not is_end or number > 1 or text.strip():  # [] has no element
-            yield Element(text.strip(), begins)
-        line, number, start = line + text.count(b"\n"), number + 1, at
-        if is_end:
-            break
-    rest = held[at - 1 :].removeprefix(b"]")  # unless another bracket ends it
-    while rest:
-        if rest.strip():
-            raise ValueError(f"something follows the array: {rest.strip()[:40]!r}")
-        rest = file.read(_READ)
+    scanner, is_first, is_last = _Scanner(file, most_bytes), True, False
+    while not is_last:
+        element, is_last = scanner.next_element()
+        if not (is_first and is_last and element.text == b""):  # [] has no element
+            yield element
+        is_first = False
+    scanner.check_end()
 
 
-def _newlines_before(text: bytes) -> int:
-    return text.count(b"\n", 0, len(text) - len(text.lstrip()))
+class _Scanner:
+    """Finds where the elements of an array end, in a file of which it holds the last part.
+
+    ``held[start:at]`` is the part of the current element that was scanned and may be needed.
+    """
+
+    def __init__(self, file: Any, most_bytes: int) -> None:
+        self._file, self._most_bytes = file, most_bytes
+        self._held: bytes = file.read(_READ).removeprefix(_BOM)
+        self._at = self._start = self._held.index(b"[") + 1
+        self._line = 1 + self._held.count(b"\n", 0, self._start)
+        """The line of ``held[start]``."""
+
+    def next_element(self) -> tuple[Element, bool]:
+        """Return the next element, and whether the array ends behind it."""
+        self._pass_blanks()
+        line, depth, num_dropped, is_large = self._line, 0, 0, False
+        while True:
+            found = _TOKEN.search(self._held, self._at)
+            if found is None or found[0] == b'"':  # more has to be read
+                is_large = is_large or len(self._held) - self._start > self._most_bytes
+                if not is_large:
+                    self._at = len(self._held) if found is None else found.start()
+                    self._read_more()
+                elif found is None:
+                    self._at = len(self._held)
+                    num_dropped += self._drop()
+                    self._read_more()
+                else:
+                    self._at = found.end()
+                    num_dropped += self._pass_string()
+                continue
+            self._at = found.end()
+            depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found[0], 0)
+            if depth < 0 or (depth == 0 and found[0] == b","):
+                text = self._held[self._start : found.start()].rstrip()
+                is_large = is_large or len(text) > self._most_bytes
+                num_bytes = num_dropped + self._drop()
+                return Element(None if is_large else text, line, num_bytes), depth < 0
+
+    def check_end(self) -> None:
+        """Raise ValueError if anything follows the array."""
+        rest = self._held[self._at - 1 :].removeprefix(b"]")  # unless another bracket ends it
+        while rest:
+            if rest.strip():
+                raise ValueError(f"something follows the array: {rest.strip()[:40]!r}")
+            rest = self._file.read(_READ)
+
+    def _pass_blanks(self) -> None:
+        while True:
+            self._at = _end_of(_BLANKS, self._held, self._at)
+            self._drop()
+            if self._at < len(self._held):
+                return
+            self._read_more()
+
+    def _pass_string(self) -> int:
+        """Pass over the rest of a string without holding it; return the bytes dropped."""
+        num_dropped = 0
+        while True:
+            self._at = _end_of(_WITHIN, self._held, self._at)
+            if self._held[self._at : self._at + 1] == b'"':
+                self._at += 1
+                return num_dropped
+            num_dropped += self._drop()
+            self._read_more()
+
+    def _drop(self) -> int:
+        """Forget what was scanned; return how many bytes it has."""
+        size = self._at - self._start
+        self._line += self._held.count(b"\n", self._start, self._at)
+        self._start = self._at
+        return size
+
+    def _read_more(self) -> None:
+        more = self._file.read(max(_READ, len(self._held) - self._start))
+        if not more:
+            raise ValueError("the array has no end")
+        self._held = self._held[self._start :] + more
+        self._at, self._start = self._at - self._start, 0
+
+
+def _end_of(pattern: re.Pattern[bytes], text: bytes, at: int) -> int:
+    """Return where a pattern that matches anywhere ends if it begins at ``at``."""
+    found = pattern.match(text, at)
+    assert found is not None
+    return found.end()
