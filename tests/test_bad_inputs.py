@@ -9,6 +9,7 @@ A row is what is given, the setting that the line names, and words that it has.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from command_lines import assert_refused
 
 from moetrain.cli.checkpoint import main as checkpoint
 from moetrain.cli.generate import main as generate
+from moetrain.cli.train import main as train
 from moetrain.cli.train import run_rl as rl
 from moetrain.config import Config, ConfigError
 from moetrain.models.hf.config import architecture_from_hf
@@ -158,9 +160,21 @@ COMMANDS = [  # the command, its words, the field, words that the line has
     (checkpoint, "diff {hf} {tmp}", "PATH", "a Hugging Face one: .* import-hf"),
     (checkpoint, "inspect", "checkpoint", "required: PATH; see --help"),
     (checkpoint, "look {tmp}", "checkpoint", "'look' .choose from 'inspect'"),
-    (generate, "{run} --prompt a", "model.path", "no export: .* export-hf {run} {run}/hf writes"),
-    (generate, "{adapted} --prompt a", "model.path", "adapters alone: .*{adapted}/adapter as adap"),
-    (generate, "{tmp} --prompt a", "model.path|data.tokenizer", "no tokenizer.json"),
+    (generate, "{run} --prompt a", "path", "no export: .* export-hf {run} {run}/hf writes"),
+    (generate, "{adapted} --prompt a", "path", "adapters alone, .*{adapted}/adapter as --adapter"),
+    (
+        generate,
+        "{adapter} --prompt a",
+        "path",
+        "they belong to .b.; give it, and {adapter} as --adapter",
+    ),
+    (
+        train,
+        "--model.path {adapter} --data.tokenizer byte --data.path {text}/a.txt",
+        "model.path",
+        "to it, and lora.path to",
+    ),
+    (generate, "{tmp} --prompt a", "path|data.tokenizer", "no tokenizer.json"),
     (rl, "debug", "recipe", "'debug' is for another command: it sets data.source, .* is rl-sort"),
     (generate, "{hf}", "generate", "required: --prompt; see --help"),
 ]
@@ -191,6 +205,10 @@ def places(tmp_path_factory) -> dict[str, str]:
     for name, inside in (("run", "checkpoints"), ("adapted", "adapter")):
         places[name] = str(root / name)
         (root / name / inside).mkdir(parents=True)
+    places["adapter"] = str(root / "adapter")
+    (root / "adapter").mkdir()
+    settings = {"base_model_name_or_path": "b"}
+    (root / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
     for name in ("file", "link", "loop"):
         places[name] = str(root / name)
     (root / "file").write_text("")

@@ -108,6 +108,38 @@ def test_the_command_adds_scores_to_records(folder, theirs, tmp_path, capsys):
     assert "answers.jsonl:1: " in capsys.readouterr().err
 
 
+def test_adapters_alone_are_named_as_they_were_given_and_what_is_advised_works(
+    folder, tmp_path, capsys
+):
+    """The run is resumed with checkpoint.save_hf yes, and its export scores as its adapters do."""
+    pairs = [{"prompt": "the cat", "chosen": f" sat {i}.", "rejected": " no."} for i in range(12)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (tmp_path / "answers.jsonl").write_text(json.dumps(TEXTS[0]))
+    out = tmp_path / "out"
+    words = f"""train --model.path {folder} --data.path {tmp_path}/pairs.jsonl --lora.rank 8
+    --train.objective reward --train.steps 1 --train.global_batch_size 2 --train.micro_batch_size 2
+    --data.seq_len 32 --data.cache_dir {tmp_path}/cache --train.device cpu --compile.enabled no
+    --lora.targets *.attn.* --optim.lr 0.1 --optim.warmup_steps 0 --output_dir {out}""".split()
+    assert main([*words, "--checkpoint.save_hf", "no"]) == 0
+    capsys.readouterr()
+    for given in (out / "adapter", out):
+        assert main(["score", str(given), str(tmp_path / "answers.jsonl")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: path: {given}: ")
+        assert "adapters" in line
+        advised = "give the folder that their run writes with checkpoint.save_hf yes, OUTPUT_DIR/hf"
+        assert advised in line
+    assert main([*words, "--checkpoint.save_hf", "yes"]) == 0
+    capsys.readouterr()
+    scores = []
+    for given in (folder, out / "hf", out):
+        words = ["score", str(given), str(tmp_path / "answers.jsonl"), "--device", "cpu"]
+        assert main(words) == 0
+        scores.append(json.loads(capsys.readouterr().out)["score"])
+    assert scores[1] == scores[2]
+    assert scores[1] != scores[0]
+
+
 def test_the_example_scores_what_waits_together(folder, theirs, monkeypatch):
     monkeypatch.setenv("REWARD_MODEL", str(folder))
     monkeypatch.setenv("REWARD_DEVICE", "cpu")

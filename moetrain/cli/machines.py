@@ -97,8 +97,7 @@ def _estimate(given: Namespace, words: Sequence[str]) -> str:
     from moetrain.train.session import resolve_run
 
     in_container = given.way != "slurm"
-    config = Config.load(given.recipe, words, once=True)
-    _TRAIN.check(config)
+    config = _TRAIN.load(given.recipe, words)
     for name in ("launch.nproc", "launch.max_restarts", "checkpoint.resume"):
         if (value := attrgetter(name)(config)) not in ("auto", attrgetter(name)(Config())):
             problem = "the job starts the ranks, and again by --restarts, to resume their work"

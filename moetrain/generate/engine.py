@@ -470,7 +470,7 @@ def load_model(
         raise ConfigError("device", "'cuda', but torch sees no CUDA device; use auto or cpu")
     on_gpu = has_gpu and device != "cpu"
     auto = torch.bfloat16 if on_gpu else torch.float32
-    folder = resolve(path)
+    folder = resolve(path, field="path", for_adapters="give it, and {} as --adapter")
     if folder.name == EXPORT and Path(path).expanduser() == folder.parent:
         logger.warning("%s is the output folder of a run; its export %s is used", path, folder)
     tokenizer = load_tokenizer(str(folder))  # the quicker one first

@@ -34,6 +34,12 @@ from moetrain.train.reward import last_places
 _NOT_SCORED = ("label", "kto_tag", "weight")
 """Fields of records that say how much is learned of an answer, which changes no score."""
 
+_MERGED = (
+    "give the folder that their run writes with checkpoint.save_hf yes, OUTPUT_DIR/hf, which has "
+    "them merged"
+)
+"""What to do with adapters of a reward model."""
+
 
 class RewardModel:
     """A reward model with its tokenizer.
@@ -62,7 +68,7 @@ class RewardModel:
 
         Raises ConfigError: the checkpoint does not load, has no tokenizer, or is no reward model.
         """
-        folder = resolve(path)
+        folder = resolve(path, field="path", for_adapters=_MERGED)
         arch = architecture_from_hf(read_json(folder / CONFIG))
         if not arch.num_labels:
             problem = f"{os.fspath(path)!r} is a language model, which has no head that scores"

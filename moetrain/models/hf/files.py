@@ -251,59 +251,85 @@ _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tikt
 _DOWNLOADED += ["LICENSE*", "NOTICE*", "README.md"]
 
 
-def resolve(path_or_hub_id: str | os.PathLike[str], *, needs_weights: bool = True) -> Path:
+_AS_SETTING = "set model.path to it, and lora.path to {}"
+"""What to do with adapters where settings name a model."""
+
+
+def resolve(
+    path_or_hub_id: str | os.PathLike[str],
+    *,
+    needs_weights: bool = True,
+    field: str = "model.path",
+    for_adapters: str = _AS_SETTING,
+) -> Path:
     """Return the local folder of a checkpoint; download a hub id unless the cache has all of it.
 
-    Processes may call it at once: the hub's library downloads under locks. Without
-    ``needs_weights`` ``config.json`` is enough, and nothing is downloaded.
+    Processes may call it at once: the hub's library downloads under locks.
 
-    Raises ConfigError: there is no such folder or id, or the hub cannot be reached
-    (``HF_HUB_OFFLINE``).
+    Args:
+        needs_weights: False: ``config.json`` is enough, and nothing is downloaded.
+        field: what names the checkpoint, for messages.
+        for_adapters: what a user can do who names a folder of adapters, ``{}`` in it.
+
+    Raises ConfigError: there is no such folder or id, it holds adapters alone, or the hub cannot be
+    reached (``HF_HUB_OFFLINE``).
     """
     name = os.fspath(path_or_hub_id)
-    if (folder := _find_local(name, needs_weights)) is not None:
+    if (folder := _find_local(name, needs_weights, field, for_adapters)) is not None:
         return folder
     if not needs_weights:
-        raise error(name, f"no folder with {CONFIG}, and none in the hub's cache here")
+        raise error(name, f"no folder with {CONFIG}, and none in the hub's cache here", field)
     try:
         return Path(hub.snapshot_download(name, allow_patterns=_DOWNLOADED))
     except hub.errors.HFValidationError:
-        raise error(name, "no such folder, and not a hub id (owner/name)") from None
+        raise error(name, "no such folder, and not a hub id (owner/name)", field) from None
     except OSError as failure:  # the hub's own errors are OSErrors too
-        raise error(name, f"no such folder, and not available from the hub: {failure}") from None
+        problem = f"no such folder, and not available from the hub: {failure}"
+        raise error(name, problem, field) from None
 
 
-def export_in(folder: Path) -> Path:
-    """Return ``folder``, or the export in a run's output folder; ConfigError: that has none."""
+def export_in(folder: Path, field: str = "model.path", for_adapters: str = _AS_SETTING) -> Path:
+    """Return ``folder``, or the export in a run's output folder.
+
+    Raises ConfigError: the output folder has no export, or ``folder`` holds adapters alone.
+    ``field`` and ``for_adapters`` are as in :func:`resolve`.
+    """
     if (folder / SINGLE).exists() or (folder / INDEX).exists():
         return folder
     if (folder / EXPORT / CONFIG).is_file():
         return folder / EXPORT
+    if (folder / "adapter_config.json").is_file():
+        base = read_json(folder / "adapter_config.json", field).get("base_model_name_or_path")
+        its = f"the model that they belong to ({base})" if base else "the model that they belong to"
+        problem = f"holds adapters without {its}; {for_adapters.format(folder)}"
+        raise error(folder, problem, field)
     if (folder / "adapter").is_dir():
-        what = f"adapters alone: give the model they belong to, and {folder / 'adapter'} as adapter"
+        what = "adapters alone, without the model that they belong to; "
+        what += for_adapters.format(folder / "adapter")
     elif (folder / "checkpoints").is_dir():
         what = f"no export: python -m moetrain.checkpoint export-hf {folder} {folder / EXPORT}"
         what += " writes it now, and checkpoint.save_hf yes at the end of a run"
     else:
         return folder
-    raise error(folder, f"the output folder of a run, with {what}")
+    raise error(folder, f"the output folder of a run, with {what}", field)
 
 
-def _find_local(name: str, needs_weights: bool) -> Path | None:
+def _find_local(name: str, needs_weights: bool, field: str, for_adapters: str) -> Path | None:
     """Find the folder, or a snapshot in the hub's cache with all that is needed, without using the
     network."""
     if not name.strip() or "\0" in name:
-        raise error(repr(name), "not a folder or a hub id (owner/name); give one of the two")
+        raise error(repr(name), "not a folder or a hub id (owner/name); give one of the two", field)
     try:
         folder = Path(name).expanduser()
         if folder.is_dir():
-            return export_in(folder)
+            return export_in(folder, field, for_adapters)
         if folder.exists() or folder.is_symlink():
             kind = "a file" if folder.is_file() else "a link to nothing or no folder"
-            raise error(name, f"{kind}; give the folder that holds {CONFIG} and the weights")
+            problem = f"{kind}; give the folder that holds {CONFIG} and the weights"
+            raise error(name, problem, field)
     except (OSError, RuntimeError) as failure:  # too long, not permitted, a user without a home
         reason = failure.strerror if isinstance(failure, OSError) else failure
-        raise error(name, f"cannot be opened: {reason}") from None
+        raise error(name, f"cannot be opened: {reason}", field) from None
     try:
         snapshot = hub.snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True)
         if needs_weights:
