@@ -220,8 +220,8 @@ def test_document_layout_pads_with_empty_documents(ends):
     cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
     padded = torch.tensor(ends + ends[-1:] * (17 - len(ends)), device=device)
     for cu_seqlens_k, padded_k in ((None, padded), (3 * cu_seqlens + 5, 3 * padded + 5)):
-        both = (cu_seqlens, cu_seqlens_k)
-        layout = cudnn_attention._document_layout(both, 16, 2**31, 24, 7, 2**33)
+        elements = cudnn_attention.TokenElements(q=2**31, k=24, v=7, o=2**33)
+        layout = cudnn_attention.document_layout(cu_seqlens, cu_seqlens_k, 16, elements)
         assert torch.equal(layout["lengths"], padded.diff().int())
         assert torch.equal(layout["k_lengths"], padded_k.diff().int())
         for name, elements in {"q": 2**31, "k": 24, "v": 7, "o": 2**33, "lse": 1}.items():

@@ -74,6 +74,7 @@ __all__ = [
     "TensorDescriptor",
     "gl",
     "gluon",
+    "gradients",
     "hopper",
     "launch",
     "refusal",
@@ -146,6 +147,21 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
     """Save an op's inputs, tensors and lists of tensors, one after the other for its backward."""
     lists = [x if isinstance(x, Sequence) else (x,) for x in inputs]
     ctx.save_for_backward(*itertools.chain.from_iterable(lists))
+
+
+def gradients(op: Any, **by_name: Any) -> tuple[Any, ...]:
+    """Return the gradients of a custom op's inputs in their order, as its autograd formula must.
+
+    An input that is not named gets None. One that is a list of tensors takes a list of gradients.
+
+    Raises:
+        TypeError: ``op`` has no input of such a name.
+    """
+    names = [argument.name for argument in op._opoverload._schema.arguments]
+    unknown = by_name.keys() - set(names)
+    if unknown:
+        raise TypeError(f"{op._qualname} has no inputs {sorted(unknown)}; it has {names}")
+    return tuple(by_name.get(name) for name in names)
 
 
 def worth_saving(name: SavedName | Literal["routing"], *ops: Any) -> None:

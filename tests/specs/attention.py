@@ -9,9 +9,9 @@ import torch
 
 from moetrain.kernels.attention.attention import (
     AttentionMask,
-    _attention_packed,
-    _attention_packed_backward,
     attention_packed,
+    packed_backward_op,
+    packed_op,
 )
 from moetrain.kernels.attention.peaks import _raise_peaks, raise_peaks
 from moetrain.kernels.attention.sinks import _attention_with_sinks, attention_packed_with_sinks
@@ -90,7 +90,7 @@ ATTENTION_PACKED = KernelSpec(
     cpu_dtypes=(torch.float32,),
     cost=_cost,
     differentiable=("q_THd", "k_TGd", "v_TGv"),
-    ops=(_attention_packed, _attention_packed_backward),
+    ops=(packed_op, packed_backward_op),
     bad_inputs={
         r"H a multiple of G": lambda x: x | {"q_THd": x["q_THd"][:, :3]},
         r"\[T, G, v\]": lambda x: x | {"v_TGv": x["v_TGv"][:, :1]},

@@ -1,9 +1,9 @@
-"""Attention: causal within each document, grouped-query heads, one entry point over named backends.
+"""Attention: causal within each document, grouped-query heads, one entry point for all backends.
 
 ``sdpa`` is torch's scaled-dot-product attention, with a boolean mask for packed rows or windows.
 ``cudnn`` and ``exact`` lay the rows end to end for :func:`attention_packed`. ``flex`` is
 FlexAttention, whose block mask skips blocks that no token sees. ``reference`` is plain matrix
-products for tests. :meth:`AttentionMask.of` decides once per forward for all layers.
+products for tests. :meth:`AttentionMask.of` chooses once per forward, for all layers.
 
 :func:`attention_packed` takes documents laid end to end. For a token ``i`` of a document, over the
 tokens ``j`` of the same document with ``j <= i`` (and ``i - j < window``), and with query head
@@ -18,13 +18,13 @@ tokens ``j`` of the same document with ``j <= i`` (and ``i - j < window``), and 
 Worked example with T = 5: ``cu_seqlens = [0, 2, 5]`` holds two documents; token 2 starts the second
 and sees itself alone, so ``o[2] = v[2]``; token 4 sees tokens 2, 3 and 4.
 
-It is one op: on CUDA cuDNN's ragged attention, 1.4 to 1.7 times FlexAttention on Hopper, or with
-``exact`` the forward of :mod:`moetrain.kernels.attention.batch_invariant`; on a CPU the formulas.
-Queries may be a part of the tokens (a rank's, under context parallelism): those of a document then
-are its last ones, up to the last key that is given. With keys ``[0, 5]`` and queries ``[0, 2]`` the
-two queries are tokens 3 and 4.
+It is one op: on CUDA cuDNN's ragged attention, 1.4 to 1.7 times as fast as FlexAttention on Hopper,
+or with ``exact`` the forward of :mod:`moetrain.kernels.attention.batch_invariant`; on a CPU the
+formulas. Queries may be a part of the tokens (a rank's, under context parallelism): a document's
+queries are then the last tokens among its given keys. With keys ``[0, 5]`` and queries ``[0, 2]``
+the two queries are tokens 3 and 4.
 
-Left out on purpose: dropout, biases, and queries of a document's middle with keys behind them.
+Left out on purpose: dropout, biases, and queries in a document's middle with keys after them.
 
 Legend: B batch, S sequence (of one document where tokens are packed), T tokens, H query heads,
 G key/value heads, d width of a query and a key, v of a value, N documents.
@@ -33,7 +33,7 @@ G key/value heads, d width of a query and a key, v of a value, N documents.
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -43,9 +43,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from moetrain.config.compute import AttentionName
 from moetrain.kernels.attention import batch_invariant
 from moetrain.kernels.attention import cudnn as cudnn_attention
-from moetrain.runtime.backend import refusal, worth_saving
+from moetrain.runtime.backend import gradients, refusal, worth_saving
 
-# cuDNN first; without a mask it wins on Hopper, and the others serve what it does not take.
+# cuDNN first, the fastest on Hopper without a mask; the others serve what it does not take.
 _SDPA_ORDER = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -63,22 +63,23 @@ worth_saving(
 
 
 class AttentionMask(NamedTuple):
-    """Which tokens see which, in the form that the chosen backend takes."""
+    """The keys that each token sees, in the form that the chosen backend takes."""
 
     backend: str
     """sdpa, cudnn, exact, flex or reference."""
     dense_BSS: torch.Tensor | None = None
-    """[B, 1, S, S], True where visible; None: plain causal (or flex)."""
+    """For sdpa and reference: [B, 1, S, S], True where visible; None: plain causal."""
     blocks: BlockMask | None = None
-    """FlexAttention's block mask."""
+    """For flex: its block mask."""
     cu_seqlens: torch.Tensor | None = None
-    """The next three for cudnn and exact: see :func:`attention_packed`."""
+    """For cudnn and exact, as the next three: see :func:`attention_packed`."""
     max_seqlen: int = 0
     window: int | None = None
     cu_seqlens_k: torch.Tensor | None = None
     """The documents of the keys, where they are not those of the queries."""
     before: int | None = None
-    """How many keys before the first query are to be given, where :meth:`part` was asked so."""
+    """Number of keys before the first query that attention must be given; None: all keys. Set by
+    :meth:`part`."""
 
     @classmethod
     def of(
@@ -104,17 +105,18 @@ class AttentionMask(NamedTuple):
             backend: auto takes sdpa where no mask is needed and on a CPU; else cudnn where it runs
                 and the documents are known, else flex.
             cu_seqlens: the documents of all B * S tokens, as :func:`attention_packed` takes them.
-                To read them off the positions would wait for the device.
+                To find them from the positions would wait for the device.
             dtype: the dtype of the queries; without it auto does not take cudnn.
-            needs_lse: whether the backend must have the log-sum-exp, as attention with sinks needs
-                it. sdpa has none: on a CPU auto then takes reference.
+            needs_lse: the backend must return the log-sum-exp, for sinks. sdpa does not: on a CPU
+                auto then takes reference.
             width: that of the widest head. On CUDA auto takes flex for what cuDNN does not take.
-            is_cut: whether :meth:`part` will be asked of it, for which no mask is a mask too.
+            is_cut: :meth:`part` will be called; then even a plain causal mask is made explicit.
 
         Raises:
             ValueError: for cudnn or exact with packed rows and no ``cu_seqlens``, and for sdpa with
                 ``needs_lse``.
         """
+        # Choose the backend.
         masked = positions_BS is not None or (window is not None and window < seq_len) or is_cut
         if backend == "auto":
             known = cu_seqlens is not None or positions_BS is None
@@ -125,8 +127,11 @@ class AttentionMask(NamedTuple):
                 runs = known and cudnn_attention.runs(device, dtype, width)
                 backend = "cudnn" if runs else "flex"
         if backend == "sdpa" and needs_lse:
-            problem = 'attention backend "sdpa" has no log-sum-exp, which sinks need'
-            raise ValueError(f"{problem}; choose another backend")
+            raise ValueError(
+                'attention backend "sdpa" has no log-sum-exp, which sinks need; choose another '
+                "backend"
+            )
+        # Packed: only the documents' ends are needed.
         if backend in ("cudnn", "exact"):
             if cu_seqlens is None and positions_BS is not None:
                 raise ValueError(
@@ -135,12 +140,14 @@ class AttentionMask(NamedTuple):
                 )
             if cu_seqlens is None:
                 cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * seq_len
-            # Compiled blocks must not be compiled again for another number of documents, nor for
-            # another bound: no document is longer than a row.
+            # Compiled blocks must not be compiled again for another number of documents. The bound
+            # is the row's length, so it does not change either.
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
             return cls(backend, cu_seqlens=cu_seqlens, max_seqlen=seq_len, window=window)
+        # No mask: plain causal.
         if not masked and backend == "sdpa":
             return cls("sdpa")
+        # A mask over all pairs, or over blocks of them.
         if positions_BS is None:
             positions_BS = torch.arange(seq_len, device=device).expand(batch, seq_len)
         documents_BS = (positions_BS == 0).cumsum(1)
@@ -160,11 +167,15 @@ class AttentionMask(NamedTuple):
     def part(
         self, start: int, stop: int, shape: tuple[int, int], before: int | None = None
     ) -> "AttentionMask":
-        """Return the mask of tokens ``start:stop`` of all B * S over the keys of all, [1, B * S].
+        """Return the mask of some queries over the keys of all tokens, rows laid end to end.
 
-        It was made with ``is_cut`` for rows of ``shape``. With ``before``, of all but the last
-        token of a window, the keys are those of tokens ``start - before`` to ``stop``; what lies
-        before the first token may be anything finite.
+        This mask was made with ``is_cut``.
+
+        Args:
+            start, stop: the queries, among all B * S tokens.
+            shape: [B, S].
+            before: the window less one: keys then begin at token ``start - before``, and end at
+                ``stop``. Keys before token 0 may have any finite value.
         """
         begin = 0 if before is None else start - before
         if self.cu_seqlens is not None:
@@ -185,10 +196,10 @@ class AttentionMask(NamedTuple):
                 return same_row & whole(q // seq_len, h, q % seq_len, k % seq_len)
 
             device = str(self.blocks.kv_num_blocks.device)
-            how = {"Q_LEN": stop - start, "KV_LEN": keys_end - begin, "device": device}
-            blocks = create_block_mask(visible, None, None, **how)
+            queries, keys = stop - start, keys_end - begin
+            blocks = create_block_mask(visible, None, None, queries, keys, device=device)
             return self._replace(blocks=blocks, before=before)
-        assert self.dense_BSS is not None  # of what is made with is_cut
+        assert self.dense_BSS is not None  # since it was made with is_cut
         visible_TT = torch.block_diag(*self.dense_BSS[:, 0])[start:stop, max(0, begin) : keys_end]
         visible_TT = F.pad(visible_TT, (max(0, -begin), 0))
         return self._replace(dense_BSS=visible_TT[None, None], before=before)
@@ -207,24 +218,31 @@ def attention(
     """
     if mask.backend == "cudnn" or mask.backend == "exact":
         assert mask.cu_seqlens is not None  # AttentionMask.of always makes it for these
-        q, k, v = (x.flatten(0, 1) for x in (q_BSHd, k_BSGd, v_BSGv))
-        how = {"window": mask.window, "scale": scale, "backend": mask.backend}
-        how |= {"cu_seqlens_k": mask.cu_seqlens_k}
-        out_THv = attention_packed(q, k, v, mask.cu_seqlens, mask.max_seqlen, **how)
+        out_THv = attention_packed(
+            q_BSHd.flatten(0, 1),
+            k_BSGd.flatten(0, 1),
+            v_BSGv.flatten(0, 1),
+            mask.cu_seqlens,
+            mask.max_seqlen,
+            window=mask.window,
+            scale=scale,
+            backend=mask.backend,
+            cu_seqlens_k=mask.cu_seqlens_k,
+        )
         return out_THv.unflatten(0, q_BSHd.shape[:2])
     q, k, v = (x.transpose(1, 2) for x in (q_BSHd, k_BSGd, v_BSGv))
     grouped = q.shape[1] != k.shape[1]
     if mask.backend == "flex":
         assert mask.blocks is not None  # AttentionMask.of always makes them for flex
-        is_eager = not torch.compiler.is_compiling()  # a compiled block has it in its own graph
-        run = _compiled_flex() if q.is_cuda and is_eager else flex_attention
+        is_eager = not torch.compiler.is_compiling()  # a compiled block inlines it
+        run = compiled_flex() if q.is_cuda and is_eager else flex_attention
         out = run(q, k, v, block_mask=mask.blocks, scale=scale, enable_gqa=grouped)
         assert isinstance(out, torch.Tensor)  # no log-sum-exp was asked for
     elif mask.backend == "reference":
         assert mask.dense_BSS is not None  # AttentionMask.of always makes one for it
         repeats = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-        scores = (q @ k.transpose(-1, -2)).float() * _scale(q, scale)
+        scores = (q @ k.transpose(-1, -2)).float() * score_scale(q, scale)
         weights = scores.masked_fill(~mask.dense_BSS, float("-inf")).softmax(-1)
         out = weights.to(v.dtype) @ v
     else:
@@ -241,9 +259,9 @@ def attention(
     return out.transpose(1, 2)
 
 
-def _scale(q: torch.Tensor, given: float | None) -> float:
-    """Return what scores are multiplied by."""
-    return q.shape[-1] ** -0.5 if given is None else given
+def score_scale(q: torch.Tensor, scale: float | None) -> float:
+    """Return the factor of scores: ``scale``, or ``d**-0.5`` if it is None."""
+    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 def attention_packed(
@@ -269,54 +287,69 @@ def attention_packed(
         q_THd, k_TGd, v_TGv: one dtype; H is a multiple of G. On cuDNN bf16 or fp16, and d and v
             multiples of 8 up to 256. Other strides than contiguous cost a copy.
         cu_seqlens: [N + 1] int32: 0, each document's end, ..., T. Documents may be empty.
-        max_seqlen: a bound on every document's length; a loose one costs no time, and one that
-            changes recompiles.
+        max_seqlen: a bound on every document's length. A loose bound costs no time; another bound
+            recompiles.
         window: each token sees this many tokens at most, itself included; None: all.
-        scale: what scores are multiplied by; None: ``d**-0.5``.
+        scale: the factor of scores; None: ``d**-0.5``.
         backend: auto is cuDNN on CUDA and the plain formulas on a CPU; exact has
             :mod:`moetrain.kernels.attention.batch_invariant`'s forward instead.
-        check: check the contents of ``cu_seqlens`` first, which waits for a GPU; without it wrong
-            documents read and write memory that is not theirs.
-        cu_seqlens_k: [N + 1] int32, where the keys of each document begin and end among those
-            given, of which the first and last ones may be nobody's; a document has as many keys as
-            queries or more, and its queries are its last tokens. None: those of the queries.
+        check: check the contents of ``cu_seqlens`` first, which waits for a GPU. Without it wrong
+            documents read and write memory outside the tensors.
+        cu_seqlens_k: [N + 1] int32, the documents' ends among the given keys. Keys before the first
+            and after the last entry belong to no document. A document has at least as many keys as
+            queries, and its queries are its last tokens. None: the documents of the queries.
     """
-    ends = (cu_seqlens, cu_seqlens_k)
-    _check(q_THd, k_TGd, v_TGv, ends, max_seqlen, window)
-    scale = _scale(q_THd, scale)
-    is_reference = backend == "reference"
-    documents = []
-    if check or is_reference:
-        documents = _documents(ends, q_THd.shape[0], k_TGd.shape[0], max_seqlen)
-    if is_reference:
-        return _forward_formula(q_THd, k_TGd, v_TGv, documents, window, scale)[0]
-    needs_cudnn = q_THd.is_cuda or backend == "cudnn"
-    if needs_cudnn and not torch.compiler.is_compiling():  # a compiled block was checked before
-        widths = q_THd.shape[2], v_TGv.shape[2]
-        cudnn_attention.require(q_THd.device, q_THd.dtype, *widths)
-    q, k, v = (x.contiguous() for x in (q_THd, k_TGd, v_TGv))
-    how = (max_seqlen, window, scale, backend == "exact")
-    return _attention_packed(q, k, v, *ends, *how)[0]
+    check_packed(q_THd, k_TGd, v_TGv, cu_seqlens, cu_seqlens_k, max_seqlen, window)
+    scale = score_scale(q_THd, scale)
+    if check or backend == "reference":
+        sizes = (q_THd.shape[0], k_TGd.shape[0], max_seqlen)
+        documents = read_documents(cu_seqlens, cu_seqlens_k, *sizes)
+        if backend == "reference":
+            return packed_forward_reference(q_THd, k_TGd, v_TGv, documents, window, scale)[0]
+    if q_THd.is_cuda or backend == "cudnn":
+        require_cudnn(q_THd, v_TGv)
+    return packed_op(
+        q_THd.contiguous(),
+        k_TGd.contiguous(),
+        v_TGv.contiguous(),
+        cu_seqlens,
+        cu_seqlens_k,
+        max_seqlen,
+        window,
+        scale,
+        backend == "exact",
+    )[0]
 
 
-_Ends = tuple[torch.Tensor, torch.Tensor | None]
-"""``cu_seqlens`` and ``cu_seqlens_k``."""
-_Document = tuple[slice, slice]
-"""A document's queries and keys."""
+def require_cudnn(q_THd: torch.Tensor, v_TGv: torch.Tensor) -> None:
+    """Raise ValueError if cuDNN does not take these heads; a compiled block was checked before."""
+    if not torch.compiler.is_compiling():
+        cudnn_attention.require(q_THd.device, q_THd.dtype, q_THd.shape[2], v_TGv.shape[2])
 
 
-def _check(
+class Document(NamedTuple):
+    """The tokens of one document."""
+
+    queries: slice
+    """Among the T queries."""
+    keys: slice
+    """Among the given keys."""
+
+
+def check_packed(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
     v_TGv: torch.Tensor,
-    ends: _Ends,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
     max_seqlen: int,
     window: int | None,
 ) -> None:
+    """Raise ValueError if shapes, dtypes or sizes do not fit :func:`attention_packed`."""
     tokens, heads, width = q_THd.shape
-    kv, (cu_seqlens, cu_seqlens_k) = k_TGd.shape, ends
-    fits = kv[:2] == v_TGv.shape[:2] and width == kv[2] and heads % kv[1] == 0
-    fits = fits and (tokens == kv[0] or cu_seqlens_k is not None)
+    keys, kv_heads, key_width = k_TGd.shape
+    fits = (keys, kv_heads) == v_TGv.shape[:2] and width == key_width and heads % kv_heads == 0
+    fits = fits and (tokens == keys or cu_seqlens_k is not None)
     if not fits or not q_THd.dtype == k_TGd.dtype == v_TGv.dtype:
         takes = "[T, H, d], [T, G, d] and [T, G, v] in one dtype, H a multiple of G"
         raise refusal("attention_packed", takes, q=q_THd, k=k_TGd, v=v_TGv)
@@ -325,36 +358,52 @@ def _check(
     if cu_seqlens_k is not None:
         like = (cu_seqlens_k.dtype, cu_seqlens_k.shape) == (cu_seqlens.dtype, cu_seqlens.shape)
         if not like:
-            given = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
-            raise refusal("attention_packed", "the keys' documents like the queries'", **given)
+            raise refusal(
+                "attention_packed",
+                "the keys' documents like the queries'",
+                cu_seqlens=cu_seqlens,
+                cu_seqlens_k=cu_seqlens_k,
+            )
     if max_seqlen < 1 or (window is not None and window < 1):
-        given = {"max_seqlen": max_seqlen, "window": window}
-        raise refusal("attention_packed", "positive numbers", **given)
+        takes = "positive numbers"
+        raise refusal("attention_packed", takes, max_seqlen=max_seqlen, window=window)
 
 
-def _documents(both: _Ends, tokens: int, keys: int, max_seqlen: int) -> list[_Document]:
-    ends = both[0].tolist()
-    of_keys = (both[0] if both[1] is None else both[1]).tolist()
+def read_documents(
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    tokens: int,
+    keys: int,
+    max_seqlen: int,
+) -> list[Document]:
+    """Return the documents that are not empty. Waits for the device.
+
+    Raises:
+        ValueError: the documents do not fit ``tokens`` queries and ``keys`` keys.
+    """
+    ends = cu_seqlens.tolist()
+    key_ends = ends if cu_seqlens_k is None else cu_seqlens_k.tolist()
     lengths = [j - i for i, j in itertools.pairwise(ends)]
     if ends[0] != 0 or ends[-1] != tokens or min(lengths) < 0 or max(lengths) > max_seqlen:
         takes = f"documents of at most max_seqlen={max_seqlen}, from 0 to T={tokens}"
         given = f"of {min(lengths)} to {max(lengths)}, from {ends[0]} to {ends[-1]}"
         raise refusal("attention_packed", takes, documents=given)
-    found = [*zip(itertools.pairwise(ends), itertools.pairwise(of_keys), strict=True)]
-    found = [(slice(*q), slice(*k)) for q, k in found]
-    least = min((k.stop - k.start - (q.stop - q.start) for q, k in found), default=0)
-    most = max(k.stop - k.start for _, k in found)
-    if least < 0 or most > max_seqlen or of_keys[0] < 0 or of_keys[-1] > keys:
+    key_lengths = [j - i for i, j in itertools.pairwise(key_ends)]
+    least = min((k - q for q, k in zip(lengths, key_lengths, strict=True)), default=0)
+    most = max(key_lengths)
+    if least < 0 or most > max_seqlen or key_ends[0] < 0 or key_ends[-1] > keys:
         takes = f"as many keys as queries or more, at most {max_seqlen}, among the {keys} given"
-        given = f"{least} to {most}, from {of_keys[0]} to {of_keys[-1]}"
+        given = f"{least} to {most}, from {key_ends[0]} to {key_ends[-1]}"
         raise refusal("attention_packed", takes, documents=given)
-    return [(q, k) for q, k in found if q.start < q.stop]
+    pairs = zip(itertools.pairwise(ends), itertools.pairwise(key_ends), strict=True)
+    documents = [Document(slice(*queries), slice(*keys)) for queries, keys in pairs]
+    return [document for document in documents if document.queries.start < document.queries.stop]
 
 
 def _scores_HSS(
     q_SHd: torch.Tensor, k_SHd: torch.Tensor, window: int | None, scale: float
 ) -> torch.Tensor:
-    """One document's masked scores in at least fp32; its queries are its last tokens."""
+    """Return one document's masked scores; its queries are its last tokens."""
     index = torch.arange(k_SHd.shape[0], device=q_SHd.device)
     distance_SS = index[-q_SHd.shape[0] :, None] - index[None, :]
     hidden_SS = distance_SS < 0 if window is None else (distance_SS < 0) | (distance_SS >= window)
@@ -362,69 +411,73 @@ def _scores_HSS(
     return scores_HSS.masked_fill(hidden_SS, float("-inf"))
 
 
-def _forward_formula(
+def packed_forward_reference(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
     v_TGv: torch.Tensor,
-    documents: Sequence[_Document],
+    documents: Sequence[Document],
     window: int | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``o_THv`` and ``lse_HT``, differentiable."""
+    """Return ``o_THv`` and ``lse_HT`` by the formulas, differentiable."""
     wide = torch.promote_types(q_THd.dtype, torch.float32)
     repeats = q_THd.shape[1] // k_TGd.shape[1]
-    outputs = []
-    for rows, seen in documents:
-        q = q_THd[rows].to(wide)
-        k = k_TGd[seen].to(wide)
-        v = v_TGv[seen].to(wide)
-        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-        scores_HSS = _scores_HSS(q, k, window, scale)
+    outputs: list[torch.Tensor] = []
+    lses: list[torch.Tensor] = []
+    for document in documents:
+        q_SHd = q_THd[document.queries].to(wide)
+        k, v = k_TGd[document.keys].to(wide), v_TGv[document.keys].to(wide)
+        k_SHd, v_SHv = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        scores_HSS = _scores_HSS(q_SHd, k_SHd, window, scale)
         lse_HS = scores_HSS.logsumexp(-1)
-        o_SHv = torch.einsum("hqk,khd->qhd", (scores_HSS - lse_HS[..., None]).exp(), v)
-        outputs.append((o_SHv.to(q_THd.dtype), lse_HS))
-    o, lse = zip(*outputs, strict=True)
-    return torch.cat(o), torch.cat(lse, dim=1)
+        o_SHv = torch.einsum("hqk,khd->qhd", (scores_HSS - lse_HS[..., None]).exp(), v_SHv)
+        outputs.append(o_SHv.to(q_THd.dtype))
+        lses.append(lse_HS)
+    return torch.cat(outputs), torch.cat(lses, dim=1)
 
 
-def _backward_formula(
+def _packed_backward_reference(
     do_THv: torch.Tensor,
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
     v_TGv: torch.Tensor,
     o_THv: torch.Tensor,
     lse_HT: torch.Tensor,
-    documents: Sequence[_Document],
+    documents: Sequence[Document],
     window: int | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grads = (torch.zeros_like(q_THd), torch.zeros_like(k_TGd), torch.zeros_like(v_TGv))
+    """Return the gradients of q, k and v by the formulas."""
+    dq_THd, dk_TGd, dv_TGv = (torch.zeros_like(x) for x in (q_THd, k_TGd, v_TGv))
     repeats = q_THd.shape[1] // k_TGd.shape[1]
-    for rows, seen in documents:
-        do, q, o = (x[rows].to(lse_HT.dtype) for x in (do_THv, q_THd, o_THv))
-        k, v = (x[seen].to(lse_HT.dtype) for x in (k_TGd, v_TGv))
+    for queries, keys in documents:
+        do, q, o = (x[queries].to(lse_HT.dtype) for x in (do_THv, q_THd, o_THv))
+        k, v = (x[keys].to(lse_HT.dtype) for x in (k_TGd, v_TGv))
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        # Recompute the probabilities.
         scores_HSS = _scores_HSS(q, k, window, scale)
-        p_HSS = (scores_HSS - lse_HT[:, rows, None]).exp()
+        p_HSS = (scores_HSS - lse_HT[:, queries, None]).exp()
+        # The gradient of the scores.
         dp_HSS = torch.einsum("qhd,khd->hqk", do, v)
         delta_HS = (do * o).sum(-1).T
         ds_HSS = p_HSS * (dp_HSS - delta_HS[..., None]) * scale
+        # Of queries; of keys and values, summed over the query heads that share them.
         dk_SHd = torch.einsum("hqk,qhd->khd", ds_HSS, q)
         dv_SHv = torch.einsum("hqk,qhd->khd", p_HSS, do)
-        grads[0][rows] = torch.einsum("hqk,khd->qhd", ds_HSS, k).to(q_THd.dtype)
-        for grad, wide in zip(grads[1:], (dk_SHd, dv_SHv), strict=True):
-            grad[seen] = wide.unflatten(1, (-1, repeats)).sum(2).to(grad.dtype)
-    return grads
+        dq_THd[queries] = torch.einsum("hqk,khd->qhd", ds_HSS, k).to(q_THd.dtype)
+        dk_TGd[keys] = dk_SHd.unflatten(1, (-1, repeats)).sum(2).to(k_TGd.dtype)
+        dv_TGv[keys] = dv_SHv.unflatten(1, (-1, repeats)).sum(2).to(v_TGv.dtype)
+    return dq_THd, dk_TGd, dv_TGv
 
 
 @cache
-def _compiled_flex() -> Callable[..., torch.Tensor]:
-    """Compile FlexAttention, which is slow on a GPU without; lazily: the import takes seconds."""
+def compiled_flex() -> Callable[..., torch.Tensor]:
+    """Return FlexAttention compiled, as a GPU needs it; made lazily, since it takes seconds."""
     return torch.compile(flex_attention)
 
 
 @torch.library.custom_op("moetrain::attention_packed", mutates_args=())
-def _attention_packed(
+def packed_op(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
     v_TGv: torch.Tensor,
@@ -435,27 +488,48 @@ def _attention_packed(
     scale: float,
     is_invariant: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``o_THv`` and ``lse_HT``."""
-    ends = (cu_seqlens, cu_seqlens_k)
+    """Return ``o_THv`` and ``lse_HT`` for contiguous inputs, unchecked."""
     if not q_THd.is_cuda:
-        documents = _documents(ends, q_THd.shape[0], k_TGd.shape[0], max_seqlen)
-        return _forward_formula(q_THd, k_TGd, v_TGv, documents, window, scale)
+        sizes = (q_THd.shape[0], k_TGd.shape[0], max_seqlen)
+        documents = read_documents(cu_seqlens, cu_seqlens_k, *sizes)
+        return packed_forward_reference(q_THd, k_TGd, v_TGv, documents, window, scale)
     if is_invariant:
-        how = {"cu_seqlens_k": cu_seqlens_k}
-        return batch_invariant.forward(q_THd, k_TGd, v_TGv, cu_seqlens, window, scale, **how)
-    return cudnn_attention.forward(q_THd, k_TGd, v_TGv, ends, max_seqlen, window, scale)
+        return batch_invariant.forward(
+            q_THd, k_TGd, v_TGv, cu_seqlens, window, scale, cu_seqlens_k=cu_seqlens_k
+        )
+    return cudnn_attention.forward(
+        q_THd,
+        k_TGd,
+        v_TGv,
+        cu_seqlens,
+        cu_seqlens_k,
+        max_seqlen=max_seqlen,
+        window=window,
+        scale=scale,
+    )
 
 
-@_attention_packed.register_fake
-def _(q_THd, k_TGd, v_TGv, *_):
+@packed_op.register_fake
+def fake_packed(
+    q_THd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    v_TGv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen: int,
+    window: int | None,
+    scale: float,
+    is_invariant: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``o_THv`` and ``lse_HT`` without values."""
     wide = torch.promote_types(q_THd.dtype, torch.float32)
-    (tokens, heads, _), width = q_THd.shape, v_TGv.shape[2]
-    o_THv = q_THd.new_empty(tokens, heads, width)
+    tokens, heads, _ = q_THd.shape
+    o_THv = q_THd.new_empty(tokens, heads, v_TGv.shape[2])
     return o_THv, q_THd.new_empty(heads, tokens, dtype=wide)
 
 
 @torch.library.custom_op("moetrain::attention_packed_backward", mutates_args=())
-def _attention_packed_backward(
+def packed_backward_op(
     do_THv: torch.Tensor,
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
@@ -469,31 +543,71 @@ def _attention_packed_backward(
     scale: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    ends = (cu_seqlens, cu_seqlens_k)
+    """Return the gradients of q, k and v for contiguous inputs, unchecked."""
     if not q_THd.is_cuda:
-        documents = _documents(ends, q_THd.shape[0], k_TGd.shape[0], max_seqlen)
-        return _backward_formula(
+        sizes = (q_THd.shape[0], k_TGd.shape[0], max_seqlen)
+        documents = read_documents(cu_seqlens, cu_seqlens_k, *sizes)
+        return _packed_backward_reference(
             do_THv, q_THd, k_TGd, v_TGv, o_THv, lse_HT, documents, window, scale
         )
-    saved = (q_THd, k_TGd, v_TGv, o_THv, lse_HT, ends)
-    return cudnn_attention.backward(do_THv, *saved, max_seqlen, window, scale, deterministic)
+    return cudnn_attention.backward(
+        do_THv,
+        q_THd,
+        k_TGd,
+        v_TGv,
+        o_THv,
+        lse_HT,
+        cu_seqlens,
+        cu_seqlens_k,
+        max_seqlen=max_seqlen,
+        window=window,
+        scale=scale,
+        deterministic=deterministic,
+    )
 
 
-@_attention_packed_backward.register_fake
-def _(do_THv, q_THd, k_TGd, v_TGv, *_):
-    return tuple(torch.empty_like(x) for x in (q_THd, k_TGd, v_TGv))
+@packed_backward_op.register_fake
+def _(
+    do_THv: torch.Tensor,
+    q_THd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    v_TGv: torch.Tensor,
+    o_THv: torch.Tensor,
+    lse_HT: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen: int,
+    window: int | None,
+    scale: float,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q_THd), torch.empty_like(k_TGd), torch.empty_like(v_TGv)
 
 
-def _save(ctx, inputs, output) -> None:
-    *qkv, ends, ends_k, ctx.max_seqlen, ctx.window, ctx.scale, _ = inputs
-    ctx.save_for_backward(*qkv, *output, ends, ends_k)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q_THd, k_TGd, v_TGv, cu_seqlens, cu_seqlens_k, max_seqlen, window, scale, _ = inputs
+    ctx.max_seqlen, ctx.window, ctx.scale = max_seqlen, window, scale
+    ctx.save_for_backward(q_THd, k_TGd, v_TGv, *output, cu_seqlens, cu_seqlens_k)
 
 
-def _differentiate(ctx, do_THv: torch.Tensor, _):
-    how = ctx.max_seqlen, ctx.window, ctx.scale, torch.are_deterministic_algorithms_enabled()
-    grads = _attention_packed_backward(do_THv.contiguous(), *ctx.saved_tensors, *how)
-    return *grads, *[None] * 6
+def _differentiate(ctx: Any, do_THv: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    q_THd, k_TGd, v_TGv, o_THv, lse_HT, cu_seqlens, cu_seqlens_k = ctx.saved_tensors
+    dq_THd, dk_TGd, dv_TGv = packed_backward_op(
+        do_THv.contiguous(),
+        q_THd,
+        k_TGd,
+        v_TGv,
+        o_THv,
+        lse_HT,
+        cu_seqlens,
+        cu_seqlens_k,
+        ctx.max_seqlen,
+        ctx.window,
+        ctx.scale,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return gradients(packed_op, q_THd=dq_THd, k_TGd=dk_TGd, v_TGv=dv_TGv)
 
 
-_attention_packed.register_autograd(_differentiate, setup_context=_save)
+packed_op.register_autograd(_differentiate, setup_context=_save)
 worth_saving("attention", torch.ops.moetrain.attention_packed.default)

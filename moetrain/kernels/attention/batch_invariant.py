@@ -1,13 +1,13 @@
 """Batch-invariant attention: a Triton forward whose rows have the same bits in any batch.
 
 A row is a query of one head. One program takes the keys in ascending order, in blocks of ``BLOCK``
-that are counted from the start of their document; blocks and keys that are hidden from a row leave
-its numbers unchanged. So a token has one answer in a packed batch of training, in a chunk of a
-prompt and in a step of generation, from keys that lie end to end or in pages. A tile holds the
-queries of a few tokens for all heads that share keys. The softmax is in base 2.
+that are counted from the start of their document. Blocks and keys that are hidden from a row do not
+change its values. So a token has one result in a packed batch of training, in a chunk of a prompt
+and in a step of generation, from keys that lie end to end or in pages. A tile holds the queries of
+a few tokens for all heads that share keys. The softmax is in base 2.
 
-With few sequences of one token each, :mod:`moetrain.kernels.attention.split_keys` has the same bits
-sooner. Left out on purpose: a split of sums over programs, which would add up in another order; the
+For few sequences of one token each, :mod:`moetrain.kernels.attention.split_keys` computes the same
+bits faster. Left out on purpose: sums split over programs, which would add up in another order; the
 backward (:mod:`moetrain.kernels.attention.attention` has one that takes this forward's results).
 
 Legend: T tokens, H query heads, G key/value heads, d width of a query and a key, v of a value,
@@ -21,45 +21,42 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.kernels.attention.split_keys import (
-    BLOCK,
-    split_attention,
-    splits_keys,
-)
-from moetrain.runtime.backend import (
-    INTERPRETED,
-    TensorDescriptor,
-    tl,
-    triton,
-)
+from moetrain.kernels.attention.split_keys import BLOCK, split_attention, splits_keys
+from moetrain.runtime.backend import INTERPRETED, TensorDescriptor, tl, triton
 
 _NEVER = tl.constexpr(float("-inf"))
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = 1.4426950408889634
 _SINK_SCALE = tl.constexpr(_LOG2_E)
 _STAGED_BYTES = 160 * 2**10
-"""Of blocks of keys and values on their way, which share a multiprocessor's memory with queries."""
+"""Most bytes of blocks of keys and values that are being loaded. They share a multiprocessor's
+memory with the queries."""
 _STORED = 4096
-"""Numbers that a program stores in a page."""
+"""Elements that a program stores in a page."""
 
 
 class _AttentionTile(NamedTuple):
-    """Launch settings: a tile has ``rows`` of (token, head), of at most ``tokens`` tokens."""
+    """Launch settings."""
 
     rows: int
+    """Pairs of a token and a head."""
     tokens: int
+    """Most tokens."""
     num_warps: int
     num_stages: int
 
 
 def _tile(heads: int, one_token: bool, key_bytes: int) -> _AttentionTile:
-    """Return the tile for ``heads`` query heads a key head, measured on one H200.
+    """Return the tile, measured on one H200.
 
-    A key and its value have ``key_bytes``.
+    Args:
+        heads: query heads of a key head.
+        one_token: every sequence has one token.
+        key_bytes: bytes of a key and its value.
     """
     padded = triton.next_power_of_2(heads)
     fitting = max(1, _STAGED_BYTES // (BLOCK * key_bytes))
-    if one_token:  # one warp: several would share a row's sum, and add it up in another order
+    if one_token:  # one warp: several would share a row's sum and add up in another order
         return _AttentionTile(max(16, padded), 1, 1, min(5, fitting))
     rows = max(64, padded)
     return _AttentionTile(rows, rows // padded, rows // 16, min(3, fitting))
@@ -76,14 +73,25 @@ def forward(
     sinks_H: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``o_THv`` and ``lse_HT`` (fp32) of contiguous keys and values, unchecked; not an op.
+    """Return ``o_THv`` and ``lse_HT`` (fp32), unchecked; not an op.
 
-    ``sinks_H`` are logits that join the heads' denominators
-    (:mod:`moetrain.kernels.attention.sinks`). With ``cu_seqlens_k`` queries are the last tokens of
-    documents that have those keys.
+    Args:
+        k_TGd, v_TGv: contiguous.
+        sinks_H: logits that join the heads' denominators
+            (:mod:`moetrain.kernels.attention.sinks`).
+        cu_seqlens_k: the keys' documents, as in
+            :func:`~moetrain.kernels.attention.attention.attention_packed`.
     """
-    how = {"sinks": sinks_H, "key_ends": cu_seqlens_k}
-    return _launch(q_THd, k_TGd, v_TGv, cu_seqlens, window, scale, **how)
+    return _launch(
+        q_THd,
+        k_TGd,
+        v_TGv,
+        cu_seqlens,
+        window,
+        scale,
+        sinks_H=sinks_H,
+        cu_seqlens_k=cu_seqlens_k,
+    )
 
 
 def paged_attention(
@@ -100,7 +108,9 @@ def paged_attention(
     sinks_H: torch.Tensor | None = None,
     arrived: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend each token to its sequence's keys so far, its own (in pages too) included: ``o_THv``.
+    """Attend each token to its sequence's keys so far, and return ``o_THv``.
+
+    A token's own key is in the pages too, and is seen.
 
     Args:
         q_THd: the tokens that each sequence reads now, sequences end to end.
@@ -108,18 +118,35 @@ def paged_attention(
         cu_seqlens: [N + 1] int32, the sequences' ends among the T tokens, from 0.
         seen_N: int32, the number of tokens of each sequence that were read before.
         pages_NM: int32, the pages of each sequence; entries past its end are not read.
-        scale: what scores are multiplied by; None: ``d**-0.5``.
+        scale: the factor of scores; None: ``d**-0.5``.
         one_token: every sequence reads one token, so that T is N.
         sinks_H: as in :func:`forward`.
-        arrived: T * G zeros, int32, which few rows of one token use up; None: they do without.
+        arrived: T * G zeros, int32, which :func:`split_attention` uses as counters; None: it is
+            not used.
     """
     if one_token and arrived is not None and splits_keys(q_THd, keys_PZGd):
-        how = {"window": window, "scale": scale, "sinks_H": sinks_H}
-        return split_attention(q_THd, keys_PZGd, values_PZGv, seen_N, pages_NM, arrived, **how)
-    keys = keys_PZGd.flatten(0, 1)
-    values = values_PZGv.flatten(0, 1)
-    paged = (seen_N, pages_NM, keys_PZGd.shape[1], one_token)
-    return _launch(q_THd, keys, values, cu_seqlens, window, scale, *paged, sinks=sinks_H)[0]
+        return split_attention(
+            q_THd,
+            keys_PZGd,
+            values_PZGv,
+            seen_N,
+            pages_NM,
+            arrived,
+            window=window,
+            scale=scale,
+            sinks_H=sinks_H,
+        )
+    return _launch(
+        q_THd,
+        keys_PZGd.flatten(0, 1),
+        values_PZGv.flatten(0, 1),
+        cu_seqlens,
+        window,
+        scale,
+        sinks_H=sinks_H,
+        pages=_Pages(seen_N, pages_NM, keys_PZGd.shape[1]),
+        one_token=one_token,
+    )[0]
 
 
 def step_attention(
@@ -136,21 +163,44 @@ def step_attention(
     scale: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Do what :func:`paged_attention` does for a step whose first ``single`` sequences read one
-    token each; ``arrived`` is what :func:`store_in_pages` returned."""
-    cache, parts = (keys_PZGd, values_PZGv), []
-    how = {"window": window, "scale": scale, "sinks_H": sinks_H}
+    """Do :func:`paged_attention` for a step whose first ``single`` sequences read one token each.
+
+    ``arrived`` is what :func:`store_in_pages` returned.
+    """
+    parts: list[torch.Tensor] = []
     if single:
-        args = (ends_N[: single + 1], seen_N[:single], pages_NM)
-        alone = {"one_token": True, "arrived": arrived}
-        parts.append(paged_attention(q_THd[:single], *cache, *args, **how, **alone))
+        parts.append(
+            paged_attention(
+                q_THd[:single],
+                keys_PZGd,
+                values_PZGv,
+                ends_N[: single + 1],
+                seen_N[:single],
+                pages_NM,
+                window=window,
+                scale=scale,
+                one_token=True,
+                sinks_H=sinks_H,
+                arrived=arrived,
+            )
+        )
     if single < seen_N.shape[0]:
-        args = (ends_N[single:] - single, seen_N[single:], pages_NM[single:])
-        parts.append(paged_attention(q_THd[single:], *cache, *args, **how))
-    if len(parts) == 1:
-        return parts[0]
-    nothing = q_THd.new_empty(*q_THd.shape[:2], values_PZGv.shape[-1])
-    return torch.cat(parts) if parts else nothing
+        parts.append(
+            paged_attention(
+                q_THd[single:],
+                keys_PZGd,
+                values_PZGv,
+                ends_N[single:] - single,
+                seen_N[single:],
+                pages_NM[single:],
+                window=window,
+                scale=scale,
+                sinks_H=sinks_H,
+            )
+        )
+    if not parts:
+        return q_THd.new_empty(*q_THd.shape[:2], values_PZGv.shape[-1])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def store_in_pages(
@@ -162,40 +212,60 @@ def store_in_pages(
 ) -> torch.Tensor:
     """Store token t's key and value in slot ``slots_T[t]`` (int32, over all pages; -1: nowhere).
 
-    Return T * G zeros, int32, for :mod:`moetrain.kernels.attention.split_keys`.
+    Returns:
+        T * G zeros, int32: counters for :mod:`moetrain.kernels.attention.split_keys`.
     """
-    tokens, kv_heads, _ = k_TGd.shape
-    numbers = []
-    zeros = slots_T.new_empty(tokens * kv_heads)
+    tokens, kv_heads, width = k_TGd.shape
     for x in (k_TGd, v_TGv):
-        assert x.stride()[1:] == (x.shape[2], 1)  # tokens may lie apart, a token's numbers may not
-        numbers.append(x[0].numel() if tokens else 0)
+        assert x.stride()[1:] == (x.shape[2], 1)  # a token's elements must be contiguous
+    zeros = slots_T.new_empty(tokens * kv_heads)
     if tokens:
-        _store_kernel[(tokens, triton.cdiv(max(numbers), _STORED))](
-            keys_PZGd, values_PZGv, k_TGd, v_TGv, slots_T, zeros, k_TGd.stride(0), v_TGv.stride(0),
-            *numbers, G=kv_heads, GP=triton.next_power_of_2(kv_heads),
-            BLOCK=min(_STORED, triton.next_power_of_2(max(numbers))), num_warps=2,
-        )  # fmt: skip
+        k_elements, v_elements = kv_heads * width, kv_heads * v_TGv.shape[2]
+        most = max(k_elements, v_elements)
+        _store_kernel[(tokens, triton.cdiv(most, _STORED))](
+            keys_PZGd,
+            values_PZGv,
+            k_TGd,
+            v_TGv,
+            slots_T,
+            zeros,
+            k_TGd.stride(0),
+            v_TGv.stride(0),
+            K_ELEMENTS=k_elements,
+            V_ELEMENTS=v_elements,
+            G=kv_heads,
+            GP=triton.next_power_of_2(kv_heads),
+            BLOCK=min(_STORED, triton.next_power_of_2(most)),
+            num_warps=2,
+        )
     return zeros
 
 
 @triton.jit
 def _store_kernel(
     keys_ptr, values_ptr, k_ptr, v_ptr, slots_ptr, zeros_ptr, k_stride, v_stride,
-    K_NUMBERS: tl.constexpr, V_NUMBERS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    K_ELEMENTS: tl.constexpr, V_ELEMENTS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_key = i < tl.where(slot >= 0, K_NUMBERS, 0)
-    is_value = i < tl.where(slot >= 0, V_NUMBERS, 0)
+    is_key = i < tl.where(slot >= 0, K_ELEMENTS, 0)
+    is_value = i < tl.where(slot >= 0, V_ELEMENTS, 0)
     k = tl.load(k_ptr + token * k_stride + i, mask=is_key)
     v = tl.load(v_ptr + token * v_stride + i, mask=is_value)
-    tl.store(keys_ptr + slot * K_NUMBERS + i, k, mask=is_key)
-    tl.store(values_ptr + slot * V_NUMBERS + i, v, mask=is_value)
+    tl.store(keys_ptr + slot * K_ELEMENTS + i, k, mask=is_key)
+    tl.store(values_ptr + slot * V_ELEMENTS + i, v, mask=is_value)
     group = tl.arange(0, GP)
     tl.store(zeros_ptr + token * G + group, tl.zeros((GP,), tl.int32), mask=group < G)
+
+
+class _Pages(NamedTuple):
+    """Keys in pages; the arguments of :func:`paged_attention`."""
+
+    seen_N: torch.Tensor
+    pages_NM: torch.Tensor
+    page_size: int
 
 
 def _launch(
@@ -205,13 +275,11 @@ def _launch(
     cu_seqlens: torch.Tensor,
     window: int | None,
     scale: float | None,
-    seen: torch.Tensor | None = None,
-    pages: torch.Tensor | None = None,
-    page_size: int | None = None,
-    one_token: bool = False,
     *,
-    sinks: torch.Tensor | None = None,
-    key_ends: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    pages: _Pages | None = None,
+    one_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, width = q_THd.shape
     _, kv_heads, v_width = v_LGv.shape
@@ -225,14 +293,35 @@ def _launch(
         q_THd.contiguous(),  # without rotary positions a view of a product's result
         TensorDescriptor.from_tensor(k_LGd.flatten(1), [BLOCK, padded]),
         TensorDescriptor.from_tensor(v_LGv.flatten(1), [BLOCK, v_padded]),
-        o_THv, lse_HT, cu_seqlens, key_ends, seen, pages, sinks,
-        tokens, cu_seqlens.shape[0] - 1, 0 if pages is None else pages.stride(0),
-        factor * _LOG2_E, 0 if window is None else window,
-        H=heads, G=kv_heads, D=width, DP=padded, V=v_width, VP=v_padded, Z=page_size,
-        ROWS=tile.rows, TOKENS=tile.tokens, BN=BLOCK,
-        SEQUENCES=1024, ONE_TOKEN=one_token, HAS_WINDOW=window is not None, WIDEN=INTERPRETED,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+        o_THv,
+        lse_HT,
+        cu_seqlens,
+        cu_seqlens_k,
+        None if pages is None else pages.seen_N,
+        None if pages is None else pages.pages_NM,
+        sinks_H,
+        tokens,
+        cu_seqlens.shape[0] - 1,
+        0 if pages is None else pages.pages_NM.stride(0),
+        factor * _LOG2_E,
+        0 if window is None else window,
+        H=heads,
+        G=kv_heads,
+        D=width,
+        DP=padded,
+        V=v_width,
+        VP=v_padded,
+        Z=None if pages is None else pages.page_size,
+        ROWS=tile.rows,
+        TOKENS=tile.tokens,
+        BN=BLOCK,
+        SEQUENCES=1024,
+        ONE_TOKEN=one_token,
+        HAS_WINDOW=window is not None,
+        IN_FP32=INTERPRETED,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
     return o_THv, lse_HT
 
 
@@ -240,12 +329,12 @@ def _launch(
 def _see_block(
     q, k_desc, v_desc, pages, start, n, position, g, largest, total, acc, scale, window,
     D: tl.constexpr, V: tl.constexpr, Z: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, WIDEN: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, IN_FP32: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax's step over the keys from ``n`` on."""
+    """Do the online softmax's step over the block of keys from ``n`` on."""
     at = start + n if Z is None else tl.load(pages + n // Z) * Z + n % Z
     k = k_desc.load([at, g * D])
-    if WIDEN:  # Triton's interpreter would multiply bf16 as integers
+    if IN_FP32:  # Triton's interpreter would multiply bf16 as integers
         k = k.to(tl.float32)
     scores = tl.dot(q, k.T, input_precision="ieee")
     if MASK:
@@ -256,14 +345,14 @@ def _see_block(
         scores = tl.where(visible, scores, _NEVER)
     new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
     shift = new_largest
-    if MASK:  # of a row that has seen nothing yet: any number does
+    if MASK:  # a row that has seen nothing yet may have any shift that is finite
         shift = tl.where(new_largest == _NEVER, 0.0, new_largest)
     weights = tl.exp2(tl.fma(scores, scale, -shift[:, None]))
     shrink = tl.exp2(largest - shift)
     total = tl.fma(total, shrink, tl.sum(weights, 1))
     v = v_desc.load([at, g * V])
     weights = weights.to(v.dtype)
-    if WIDEN:
+    if IN_FP32:
         weights, v = weights.to(tl.float32), v.to(tl.float32)
     acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
     return new_largest, total, acc
@@ -276,12 +365,12 @@ def _attend_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, Z: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     BN: tl.constexpr, SEQUENCES: tl.constexpr,
-    ONE_TOKEN: tl.constexpr, HAS_WINDOW: tl.constexpr, WIDEN: tl.constexpr,
+    ONE_TOKEN: tl.constexpr, HAS_WINDOW: tl.constexpr, IN_FP32: tl.constexpr,
 ):  # fmt: skip
-    """A tile's tokens for one key head, over each of the documents that they belong to."""
+    """Attend a tile's tokens for one key head, document by document."""
     HEADS: tl.constexpr = H // G
     PADDED: tl.constexpr = ROWS // TOKENS
-    # The last tokens of a document see the most: begin with them.
+    # Begin with the last tokens of documents: they see the most keys.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
     g = tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.arange(0, DP)
@@ -290,13 +379,13 @@ def _attend_kernel(
     at = token.to(tl.int64) * H + g * HEADS + head
     mask = is_row[:, None] & (column < D)[None, :]
     q = tl.load(q_ptr + at[:, None] * D + column[None, :], mask=mask, other=0.0)
-    if WIDEN:
+    if IN_FP32:
         q = q.to(tl.float32)
     largest = tl.full((ROWS,), _NEVER, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, VP), tl.float32)
     document = first
-    if not ONE_TOKEN:  # how many end at or before the first token
+    if not ONE_TOKEN:  # the number of documents that end at or before the first token
         document = 0
         for i in range(0, N, SEQUENCES):
             index = i + tl.arange(0, SEQUENCES)
@@ -308,7 +397,7 @@ def _attend_kernel(
         start = tl.load(ends_ptr + document)
         end = tl.load(ends_ptr + document + 1)
         keys, seen = start, 0
-        if key_ends_ptr is not None:  # of which those before the first query were seen
+        if key_ends_ptr is not None:  # keys before the first query's were seen
             keys = tl.load(key_ends_ptr + document)
             seen = tl.load(key_ends_ptr + document + 1) - keys - (end - start)
         end = tl.minimum(end, stop)
@@ -316,7 +405,7 @@ def _attend_kernel(
         if Z is not None:
             seen = tl.load(seen_ptr + document)
             pages = pages_ptr + tl.cast(document, tl.int64) * pages_stride
-        # Where a query is in its document; before it, of another document's: it sees nothing.
+        # A query's index in its document; -1 for another document's query: it sees nothing.
         inside = is_row & (token >= begin) & (token < end)
         position = tl.where(inside, token - start + seen, -1)
         nearest = begin - start + seen
@@ -329,16 +418,16 @@ def _attend_kernel(
         for n in range(low, whole, BN):
             largest, total, acc = _see_block(
                 q, k_desc, v_desc, pages, keys, n, position, g, largest, total, acc,
-                scale, window, D, V, Z, BN, False, HAS_WINDOW, WIDEN,
+                scale, window, D, V, Z, BN, False, HAS_WINDOW, IN_FP32,
             )  # fmt: skip
         for n in range(tl.maximum(low, whole), farthest + 1, BN):
             largest, total, acc = _see_block(
                 q, k_desc, v_desc, pages, keys, n, position, g, largest, total, acc,
-                scale, window, D, V, Z, BN, True, HAS_WINDOW, WIDEN,
+                scale, window, D, V, Z, BN, True, HAS_WINDOW, IN_FP32,
             )  # fmt: skip
         begin = tl.maximum(end, begin)
         document += 1
-    if sinks_ptr is not None:  # one more step of the online softmax, of a key without a value
+    if sinks_ptr is not None:  # one more step of the online softmax, for a key without a value
         sink = tl.load(sinks_ptr + g * HEADS + head, mask=head < HEADS, other=0.0)
         sink = sink.to(tl.float32) * _SINK_SCALE
         shift = tl.maximum(largest, sink)

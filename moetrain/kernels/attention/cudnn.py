@@ -1,14 +1,15 @@
-"""cuDNN's ragged attention: the one place that names ``nvidia-cudnn-frontend``.
+"""cuDNN's ragged attention; no other module uses ``nvidia-cudnn-frontend``.
 
 cuDNN takes packed documents as a batch of padded ones, ``[N, heads, length bound, d]``, whose
 element offsets in memory are given by a device tensor (a "ragged offset"), so nothing is copied and
-nothing waits for the device. A graph belongs to one set of sizes and takes 0.04 s to build; the
-number of documents and the length bound are therefore rounded up and the graphs cached.
+nothing waits for the device. A cuDNN graph is built for one set of sizes, and building takes
+0.04 s. So the number of documents and the length bound are rounded up, and graphs are cached.
 
 Queries may be the last tokens of documents that have more keys: masks are then aligned to the
-bottom right, and keys that are nobody's get gradients of 0.
+bottom right. Keys of no document get gradients of 0.
 
-Left out: autograd and checks of shapes, see :mod:`moetrain.kernels.attention.attention`.
+Left out on purpose: autograd and checks of shapes
+(:mod:`moetrain.kernels.attention.attention`).
 
 Legend: T tokens, H query heads, G key/value heads, d width of a query and a key, v of a value, N
 documents.
@@ -44,28 +45,24 @@ def _installed_version() -> str | None:
 _INSTALLED = _installed_version()
 _DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 8
-"""What the backward takes on Hopper."""
+"""The widest heads, and the multiple of widths, that the backward takes on Hopper."""
 
 _MIN_LENGTH = 128
 """Rounding the length bound up to this costs nothing (16,384 tokens on one H200: within 1 %)."""
 
-# A graph's tensors by our names; cuDNN knows them by number.
+# A graph's tensors by our names. cuDNN knows them by number.
 _INPUTS = ("q", "k", "v", "o", "lse", "do")
 _GRADS = ("dq", "dk", "dv")
 _OFFSETS = ("q_offsets", "k_offsets", "v_offsets", "o_offsets", "lse_offsets")
 _LENGTHS = ("lengths", "k_lengths")
 _UID = {name: i for i, name in enumerate((*_INPUTS, *_GRADS, *_OFFSETS, *_LENGTHS), start=1)}
-_Ends = tuple[torch.Tensor, torch.Tensor | None]
-"""``cu_seqlens`` of the queries' documents, and of the keys' (None: the same)."""
 
 
-def runs(
-    device: torch.device,
-    dtype: torch.dtype | None,
-    width: int = 0,
-) -> bool:
-    """Return True if cuDNN's path takes ``dtype`` (None, unknown: no) on ``device`` (Hopper on), in
-    heads of up to ``width`` numbers."""
+def runs(device: torch.device, dtype: torch.dtype | None, width: int = 0) -> bool:
+    """Return True if cuDNN takes heads of up to ``width`` elements of ``dtype`` on ``device``.
+
+    The device must be Hopper or newer; a ``dtype`` of None, unknown, gives False.
+    """
     is_known = dtype in _DTYPES and width <= MAX_HEAD_DIM
     if device.type != "cuda" or not is_known or _INSTALLED is None:
         return False
@@ -91,43 +88,45 @@ def _warn_of_age() -> None:
 
 
 def require(device: torch.device, dtype: torch.dtype, *widths: int) -> None:
-    """Raise ValueError, which names the remedy, if attention over heads of ``widths`` cannot run
-    here."""
+    """Raise ValueError, with the remedy, if cuDNN cannot attend over heads of ``widths`` here."""
     bad = [n for n in widths if n > MAX_HEAD_DIM or n % _HEAD_DIM_STEP]
     if device.type != "cuda" or dtype not in _DTYPES:
-        given = f"{dtype} on {device}"
-        taken = "bf16 or fp16 on CUDA"
+        found, takes = f"{dtype} on {device}", "bf16 or fp16 on CUDA"
     elif bad:
-        given = f"head width {bad[0]}"
-        taken = f"multiples of {_HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
+        found, takes = f"head width {bad[0]}", f"multiples of {_HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
     elif _INSTALLED is None:
-        given = f"no package {_PACKAGE}"
-        taken = "it: pip install moetrain[gpu]"
+        found, takes = f"no package {_PACKAGE}", "it: pip install moetrain[gpu]"
     elif _is_too_old(_INSTALLED):
-        given = f"{_PACKAGE} {_INSTALLED}, whose gradients are wrong"
-        taken = "1.28 or later: pip install moetrain[gpu]"
+        found = f"{_PACKAGE} {_INSTALLED}, whose gradients are wrong"
+        takes = "1.28 or later: pip install moetrain[gpu]"
     else:
         return
-    raise ValueError(f'attention backend "cudnn" was given {given}; it takes {taken}')
+    raise ValueError(f'attention backend "cudnn" was given {found}; it takes {takes}')
 
 
 def forward(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
     v_TGv: torch.Tensor,
-    ends: _Ends,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    *,
     max_seqlen: int,
     window: int | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``o_THv`` and ``lse_HT`` (fp32); all inputs are contiguous."""
+    """Return ``o_THv`` and ``lse_HT`` (fp32); all inputs are contiguous.
+
+    The arguments are those of :func:`~moetrain.kernels.attention.attention.attention_packed`.
+    """
     tokens, heads, _ = q_THd.shape
-    width = v_TGv.shape[2]
-    o_THv = q_THd.new_empty(tokens, heads, width)
+    o_THv = q_THd.new_empty(tokens, heads, v_TGv.shape[2])
     lse_HT = q_THd.new_empty(heads, tokens, dtype=torch.float32)
-    sizes, layout = _prepare(q_THd, v_TGv, ends, max_seqlen, window, scale)
+    has_key_ends = cu_seqlens_k is not None
+    sizes = _graph_sizes(q_THd, v_TGv, cu_seqlens, has_key_ends, max_seqlen, window, scale)
     tensors = {"q": q_THd, "k": k_TGd, "v": v_TGv, "o": o_THv, "lse": lse_HT}
-    _execute(_forward_graph(sizes), tensors | layout)
+    tensors |= document_layout(cu_seqlens, cu_seqlens_k, sizes.documents, sizes.elements)
+    _execute(_forward_graph(sizes), tensors)
     return o_THv, lse_HT
 
 
@@ -138,31 +137,49 @@ def backward(
     v_TGv: torch.Tensor,
     o_THv: torch.Tensor,
     lse_HT: torch.Tensor,
-    ends: _Ends,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    *,
     max_seqlen: int,
     window: int | None,
     scale: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v; all inputs are contiguous."""
-    saved = (q_THd, k_TGd, v_TGv, o_THv, lse_HT)
+    has_key_ends = cu_seqlens_k is not None
     # Keys that no query sees get gradients of 0.
-    empty = torch.empty_like if ends[1] is None else torch.zeros_like
-    grads = (torch.empty_like(q_THd), empty(k_TGd), empty(v_TGv))
-    sizes, layout = _prepare(q_THd, v_TGv, ends, max_seqlen, window, scale)
-    tensors = dict(zip((*_INPUTS, *_GRADS), (*saved, do_THv, *grads), strict=True))
-    _execute(_backward_graph(sizes, deterministic), tensors | layout)
-    return grads
+    empty = torch.zeros_like if has_key_ends else torch.empty_like
+    dq_THd, dk_TGd, dv_TGv = torch.empty_like(q_THd), empty(k_TGd), empty(v_TGv)
+    sizes = _graph_sizes(q_THd, v_TGv, cu_seqlens, has_key_ends, max_seqlen, window, scale)
+    tensors = {"q": q_THd, "k": k_TGd, "v": v_TGv, "o": o_THv, "lse": lse_HT, "do": do_THv}
+    tensors |= {"dq": dq_THd, "dk": dk_TGd, "dv": dv_TGv}
+    tensors |= document_layout(cu_seqlens, cu_seqlens_k, sizes.documents, sizes.elements)
+    _execute(_backward_graph(sizes, deterministic), tensors)
+    return dq_THd, dk_TGd, dv_TGv
+
+
+class TokenElements(NamedTuple):
+    """Elements of one token in each tensor."""
+
+    q: int
+    k: int
+    v: int
+    o: int
 
 
 class _GraphSizes(NamedTuple):
+    """What a cuDNN graph is built for."""
+
     device: torch.device
     dtype: torch.dtype
     tokens: int
     keys: int
-    is_cut: bool
+    has_key_ends: bool
+    """True: the keys' documents are not the queries'."""
     documents: int
+    """Rounded up."""
     length: int
+    """Bound of every document's length, rounded up."""
     heads: int
     kv_heads: int
     width: int
@@ -170,45 +187,62 @@ class _GraphSizes(NamedTuple):
     window: int | None
     scale: float
 
+    @property
+    def elements(self) -> TokenElements:
+        """Elements of one token in each tensor."""
+        return TokenElements(
+            q=self.heads * self.width,
+            k=self.kv_heads * self.width,
+            v=self.kv_heads * self.v_width,
+            o=self.heads * self.v_width,
+        )
+
 
 class _CudnnGraph(NamedTuple):
-    graph: Any  # cudnn.pygraph
+    graph: Any
+    """cudnn.pygraph"""
     workspace_bytes: int
 
 
-def _prepare(
+def _graph_sizes(
     q_THd: torch.Tensor,
     v_TGv: torch.Tensor,
-    ends: _Ends,
+    cu_seqlens: torch.Tensor,
+    has_key_ends: bool,
     max_seqlen: int,
     window: int | None,
     scale: float,
-) -> tuple[_GraphSizes, dict[str, torch.Tensor]]:
+) -> _GraphSizes:
     tokens, heads, width = q_THd.shape
     keys, kv_heads, v_width = v_TGv.shape
-    documents = document_bucket(ends[0].shape[0] - 1)
     length = max(_MIN_LENGTH, 1 << (max_seqlen - 1).bit_length())
-    window = None if window is None or window >= length else window
-    shape = (tokens, keys, ends[1] is not None, documents, length, heads, kv_heads, width, v_width)
-    sizes = _GraphSizes(q_THd.device, q_THd.dtype, *shape, window, scale)
-    elements = heads * width, kv_heads * width, kv_heads * v_width, heads * v_width
-    return sizes, _document_layout(ends, documents, *elements)
+    return _GraphSizes(
+        device=q_THd.device,
+        dtype=q_THd.dtype,
+        tokens=tokens,
+        keys=keys,
+        has_key_ends=has_key_ends,
+        documents=document_bucket(cu_seqlens.shape[0] - 1),
+        length=length,
+        heads=heads,
+        kv_heads=kv_heads,
+        width=width,
+        v_width=v_width,
+        window=None if window is None or window >= length else window,
+        scale=scale,
+    )
 
 
-def _document_layout(
-    ends: _Ends,
+def document_layout(
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
     documents: int,
-    q: int,
-    k: int,
-    v: int,
-    o: int,
+    elements: TokenElements,
 ) -> dict[str, torch.Tensor]:
     """Compute each document's length and offsets in one launch, padded to ``documents``.
 
-    A token takes ``q``, ``k``, ``v`` and ``o`` numbers in the tensors of these names, and one in
-    lse. Offsets are int64, [documents + 1]: they may pass 2^31.
+    Offsets are int64, [documents + 1]: they may pass 2^31.
     """
-    cu_seqlens, cu_seqlens_k = ends
     offsets = cu_seqlens.new_empty(len(_OFFSETS), documents + 1, dtype=torch.int64)
     lengths = cu_seqlens.new_empty(len(_LENGTHS), documents)
     _layout_kernel[(1,)](
@@ -217,12 +251,15 @@ def _document_layout(
         offsets,
         lengths,
         cu_seqlens.shape[0] - 1,
-        *(q, k, v, o, 1),
-        documents,
-        triton.next_power_of_2(documents + 1),
+        elements.q,
+        elements.k,
+        elements.v,
+        elements.o,
+        1,  # in lse
+        DOCUMENTS=documents,
+        BLOCK=triton.next_power_of_2(documents + 1),
     )
-    made = zip((*_OFFSETS, *_LENGTHS), (*offsets, *lengths), strict=True)
-    return dict(made)
+    return dict(zip((*_OFFSETS, *_LENGTHS), (*offsets, *lengths), strict=True))
 
 
 @triton.jit(do_not_specialize=["given"])
@@ -241,7 +278,7 @@ def _layout_kernel(
     BLOCK: tl.constexpr,
 ):
     document = tl.arange(0, BLOCK)
-    # Past the last document given, all begin and end at its end.
+    # Documents of the padding are empty, at the end of the last one.
     this = tl.minimum(document, given)
     next_one = tl.minimum(document + 1, given)
     start = tl.load(cu_seqlens + this)
@@ -279,7 +316,7 @@ def _execute(graph: _CudnnGraph, tensors: dict[str, torch.Tensor]) -> None:
 
 
 class _Builder:
-    """One graph under construction: cuDNN's tensors by our names."""
+    """A cuDNN graph under construction, with its tensors by our names."""
 
     def __init__(self, sizes: _GraphSizes) -> None:
         self.sizes, self.cudnn = sizes, importlib.import_module("cudnn")
@@ -297,40 +334,32 @@ class _Builder:
         }
         lengths = {
             name: self._input(name, [sizes.documents, 1, 1, 1], [1] * 4, types.INT32)
-            for name in _LENGTHS[: 1 + sizes.is_cut]
+            for name in _LENGTHS[: 1 + sizes.has_key_ends]
         }
         alignment = self.cudnn.diagonal_alignment
         self.mask = {
             "attn_scale": sizes.scale,
             "use_padding_mask": True,
             "seq_len_q": lengths["lengths"],
-            "seq_len_kv": lengths["k_lengths" if sizes.is_cut else "lengths"],
-            "diagonal_alignment": alignment.BOTTOM_RIGHT if sizes.is_cut else alignment.TOP_LEFT,
+            "seq_len_kv": lengths["k_lengths" if sizes.has_key_ends else "lengths"],
+            "diagonal_alignment": alignment.BOTTOM_RIGHT
+            if sizes.has_key_ends
+            else alignment.TOP_LEFT,
             "diagonal_band_right_bound": 0,
         }
         if sizes.window is not None:
             self.mask["diagonal_band_left_bound"] = sizes.window
 
-    def _input(
-        self,
-        name: str,
-        dims: list[int],
-        strides: list[int],
-        dtype: Any,
-    ) -> Any:
+    def _input(self, name: str, dims: list[int], strides: list[int], dtype: Any) -> Any:
         return self.graph.tensor(
-            name=name,
-            uid=_UID[name],
-            dim=dims,
-            stride=strides,
-            data_type=dtype,
+            name=name, uid=_UID[name], dim=dims, stride=strides, data_type=dtype
         )
 
     def _layout(self, name: str) -> tuple[list[int], list[int], Any, str]:
-        """Dims, strides (document, head, token, element), dtype and offsets of a tensor."""
+        """Return dims, strides (document, head, token, element), dtype and offsets' name."""
         s = self.sizes
         if name == "lse":
-            # One head's tokens lie together: 1% faster in the backward than [T, H].
+            # [H, T] is 1 % faster in the backward than [T, H].
             dims = [s.documents, s.heads, s.length, 1]
             strides = [s.heads * s.tokens, s.tokens, 1, 1]
             return dims, strides, self.cudnn.data_type.FLOAT, "lse_offsets"
@@ -342,6 +371,7 @@ class _Builder:
         return dims, strides, self.dtype, f"{kind}_offsets"
 
     def inputs(self, *names: str) -> dict[str, Any]:
+        """Add ragged inputs of these names."""
         found = {}
         for name in names:
             *description, offsets = self._layout(name)
@@ -350,7 +380,7 @@ class _Builder:
         return found
 
     def build(self, **outputs: Any) -> _CudnnGraph:
-        """Build the graph, with the results as ragged outputs of these names."""
+        """Build the graph with ragged outputs of these names."""
         for name, tensor in outputs.items():
             dims, strides, dtype, offsets = self._layout(name)
             tensor.set_uid(_UID[name]).set_output(True).set_data_type(dtype)

@@ -1,7 +1,7 @@
 """Attention of one step of generation over pages of keys and values.
 
-On CUDA the batch-invariant kernels run, elsewhere torch's own attention, of sequences that are
-equally long together.
+On CUDA the batch-invariant kernels run. Elsewhere torch's own attention runs, over the sequences of
+one length together.
 
 Legend: T tokens of a step, N sequences, P pages, Z tokens of a page, M pages of a sequence at most,
 H query heads, G key/value heads, d width of a query and a key, v of a value.
@@ -17,11 +17,11 @@ from moetrain.kernels.attention.batch_invariant import step_attention, store_in_
 from moetrain.kernels.attention.sinks import dense_attention_with_sinks
 
 _Cache = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values of all pages, [P, Z, G, d or v]."""
+"""Keys [P, Z, G, d] and values [P, Z, G, v] of all pages."""
 
 
 class PagedRows(NamedTuple):
-    """The layout of a step for paged attention, in place of a mask."""
+    """The tokens of a step and the pages of their sequences, in place of a mask."""
 
     slots_T: torch.Tensor
     """int32: the slot of each token's key and value, counted over all pages; -1: not stored."""
@@ -30,10 +30,12 @@ class PagedRows(NamedTuple):
     seen_N: torch.Tensor
     """int32: tokens of each sequence that were read before."""
     pages_NM: torch.Tensor
+    """int32: the pages of each sequence."""
     num_single: int
     """Number of sequences that read a single token each; they come first."""
     arrived: torch.Tensor | None = None
-    """int32 zeros, one a token and key head, if keys and values are in their slots already."""
+    """Counters for :func:`~moetrain.kernels.attention.batch_invariant.paged_attention` if keys and
+    values are in their slots already; None: they are still to be stored."""
 
 
 def attend_over_pages(
@@ -47,22 +49,36 @@ def attend_over_pages(
     scale: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Store the step's keys and values in ``cache``, then let each token see its own sequence as
-    far as that was read, itself included: ``o_THv``."""
+    """Store the step's keys and values in ``cache``, and attend each token to its sequence so far.
+
+    Returns ``o_THv``. A token sees the tokens of its sequence that were read, itself included.
+    """
+    keys_PZGd, values_PZGv = cache
     if q_THd.is_cuda:
         arrived = rows.arrived
         if arrived is None:
-            arrived = store_in_pages(*cache, k_TGd, v_TGv, rows.slots_T)
-        args = rows.ends_N, rows.seen_N, rows.pages_NM, rows.num_single, arrived
-        return step_attention(q_THd, *cache, *args, window=window, scale=scale, sinks_H=sinks_H)
-    keep_T = rows.slots_T >= 0
-    slots_T = rows.slots_T[keep_T].long()
+            arrived = store_in_pages(keys_PZGd, values_PZGv, k_TGd, v_TGv, rows.slots_T)
+        return step_attention(
+            q_THd,
+            keys_PZGd,
+            values_PZGv,
+            rows.ends_N,
+            rows.seen_N,
+            rows.pages_NM,
+            rows.num_single,
+            arrived,
+            window=window,
+            scale=scale,
+            sinks_H=sinks_H,
+        )
+    is_stored_T = rows.slots_T >= 0
+    slots_T = rows.slots_T[is_stored_T].long()
     for pages, x_TGd in zip(cache, (k_TGd, v_TGv), strict=True):
-        pages.flatten(0, 1)[slots_T] = x_TGd[keep_T]
-    return _by_sequences(q_THd, cache, rows, window, scale, sinks_H)
+        pages.flatten(0, 1)[slots_T] = x_TGd[is_stored_T]
+    return _attend_by_lengths(q_THd, cache, rows, window, scale, sinks_H)
 
 
-def _by_sequences(
+def _attend_by_lengths(
     q_THd: torch.Tensor,
     cache: _Cache,
     rows: PagedRows,
@@ -71,11 +87,13 @@ def _by_sequences(
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     out_THv = q_THd.new_empty(*q_THd.shape[:2], cache[1].shape[-1])
+    # Sequences by (tokens of this step, tokens before).
     members_of = defaultdict[tuple[int, int], list[int]](list)
     sizes = zip(rows.ends_N.diff().tolist(), rows.seen_N.tolist(), strict=True)
     for i, size in enumerate(sizes):
         members_of[size].append(i)
     for (queries, seen), members in members_of.items():
+        # Gather their queries, and keys and values from their pages.
         at_NQ = rows.ends_N[members].long()[:, None] + torch.arange(queries)
         length = seen + queries
         pages_NM = rows.pages_NM[members, : -(-length // cache[0].shape[1])].long()
@@ -89,12 +107,7 @@ def _by_sequences(
             out_NHQv = dense_attention_with_sinks(q, k, v, visible_QL, sinks_H, scale)
         else:
             out_NHQv = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=visible_QL,
-                scale=scale,
-                enable_gqa=True,
+                q, k, v, attn_mask=visible_QL, scale=scale, enable_gqa=True
             )
         out_THv[at_NQ] = out_NHQv.transpose(1, 2)
     return out_THv

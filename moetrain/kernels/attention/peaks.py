@@ -1,20 +1,21 @@
-"""The largest score of each head, which QK-clip looks at (arXiv 2507.20534).
+"""The largest score of each head, for QK-clip (arXiv 2507.20534).
 
     peak[h] = max over tokens i and the tokens j that i sees of scale q[i, h] . k[j, h G // H]
 
-Which tokens see which is what attention's mask says
-(:class:`~moetrain.kernels.attention.attention.AttentionMask`), pads included. Peaks are fp32 and
+The tokens that a token sees are those of attention's mask
+(:class:`~moetrain.kernels.attention.attention.AttentionMask`), padding included. Peaks are fp32 and
 raised in place, so that calls for several micro-batches, or for parts of the queries, leave the
-largest of all, in whatever order they come. Peaks that begin at 0 never fall below it.
+largest of all, in any order. Peaks that begin at 0 never fall below it.
 
 Worked example with d = 1 and scale 1: queries 1 and -2 and keys 3 and 5 of one document have the
-scores 3; -6 and -10, so the peak is 3. The 5 of the first query is hidden from it.
+scores 3; -6 and -10, so the peak is 3. The first query does not see the second key.
 
-The keys that a token sees lie together, from a first one to its own. The kernel is given both ends
-of each token, and a program has a tile of tokens of one head: it goes over the keys from the first
-that any of them sees to the last. It computes one product of the two that attention's forward has.
+The keys that a token sees are contiguous, from a first key to its own. The kernel is given both
+ends for each token. A program has a tile of tokens of one head: it goes over the keys from the
+first that any of them sees to the last. It computes the first of the two products of attention's
+forward.
 
-Left out on purpose: gradients, and FlexAttention's masks, which show no documents.
+Left out on purpose: gradients, and FlexAttention's masks, which do not expose document boundaries.
 
 Legend: B batch, S sequence, T query tokens, L key tokens, H query heads, G key heads, d head width.
 """
@@ -25,18 +26,12 @@ Legend: B batch, S sequence, T query tokens, L key tokens, H query heads, G key 
 import torch
 
 from moetrain.kernels.attention.attention import AttentionMask
-from moetrain.runtime.backend import (
-    Backend,
-    refusal,
-    tl,
-    triton,
-    use_fast,
-)
+from moetrain.runtime.backend import Backend, refusal, tl, triton, use_fast
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TOKENS, _KEYS, _WARPS, _STAGES = 128, 64, 8, 2  # not measured against others yet
-_WIDE_TOKENS = 32
-"""Tokens of a tile in fp32, which must fit in shared memory too."""
+_FP32_TOKENS = 32
+"""Tokens of a tile in fp32; more would not fit in shared memory."""
 
 
 def raise_peaks(
@@ -47,13 +42,13 @@ def raise_peaks(
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """Raise ``peaks_H`` to the largest score of each head. Nothing is differentiated.
+    """Raise ``peaks_H`` to the largest score of each head, without gradients.
 
     Args:
-        peaks_H: fp32 (or fp64, as the queries then are), written in place.
+        peaks_H: fp32, or fp64 for queries in fp64; written in place.
         q_BSHd, k_BSGd: rotated queries and keys, as attention takes them; H is a multiple of G.
         mask: of any backend but flex.
-        scale: what scores are multiplied by, positive; None: ``d**-0.5``.
+        scale: the factor of scores, positive; None: ``d**-0.5``.
     """
     (batch, seq_len, heads, width), (*_, kv_heads, kv_width) = q_BSHd.shape, k_BSGd.shape
     fits = width == kv_width and heads % kv_heads == 0 and q_BSHd.dtype == k_BSGd.dtype
@@ -66,11 +61,20 @@ def raise_peaks(
     is_fast = use_fast(backend, q_BSHd) and mask.dense_BSS is None
     if is_fast and q_BSHd.dtype not in _DTYPES:
         raise refusal("raise_peaks", "bf16, fp16 or fp32", q=q_BSHd)
-    ends, ends_k = mask.cu_seqlens, mask.cu_seqlens_k
-    if ends is None and mask.dense_BSS is None:  # each row is one document
-        ends = torch.arange(batch + 1, dtype=torch.int32, device=q_BSHd.device) * seq_len
-    given = (q_BSHd.detach(), k_BSGd.detach(), mask.dense_BSS, ends, ends_k)
-    _raise_peaks(peaks_H, *given, mask.window, scale, is_fast)
+    cu_seqlens = mask.cu_seqlens
+    if cu_seqlens is None and mask.dense_BSS is None:  # each row is one document
+        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=q_BSHd.device) * seq_len
+    _raise_peaks(
+        peaks_H,
+        q_BSHd.detach(),
+        k_BSGd.detach(),
+        mask.dense_BSS,
+        cu_seqlens,
+        mask.cu_seqlens_k,
+        mask.window,
+        scale,
+        is_fast,
+    )
 
 
 @torch.library.custom_op("moetrain::raise_peaks", mutates_args=("peaks_H",))
@@ -98,26 +102,45 @@ def _raise_peaks(
         hidden_TL = (index_L < first_T[:, None]) | (index_L > last_T[:, None])
         _raise(peaks_H, q_THd, k_LGd, hidden_TL, scale)
     elif tokens:
-        tile = _TOKENS if q_THd.itemsize == 2 else _WIDE_TOKENS
+        tile = _TOKENS if q_THd.itemsize == 2 else _FP32_TOKENS
         _peaks_kernel[(triton.cdiv(tokens, tile), heads)](
-            q_THd, k_LGd, first_T, last_T, peaks_H, tokens, scale, heads, k_LGd.shape[1], width,
-            max(16, triton.next_power_of_2(width)), tile, _KEYS,
-            num_warps=_WARPS, num_stages=_STAGES,
-        )  # fmt: skip
+            q_THd,
+            k_LGd,
+            first_T,
+            last_T,
+            peaks_H,
+            tokens,
+            scale,
+            H=heads,
+            G=k_LGd.shape[1],
+            D=width,
+            DP=max(16, triton.next_power_of_2(width)),
+            TOKENS=tile,
+            KEYS=_KEYS,
+            num_warps=_WARPS,
+            num_stages=_STAGES,
+        )
 
 
 @_raise_peaks.register_fake
-def _(*arguments) -> None:
-    return None
+def _(
+    peaks_H: torch.Tensor,
+    q_BSHd: torch.Tensor,
+    k_BSGd: torch.Tensor,
+    visible_B1SS: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    window: int | None,
+    scale: float,
+    is_fast: bool,
+) -> None:
+    """Write in place; there is nothing to return."""
 
 
 def _seen(
-    tokens: int,
-    cu_seqlens: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None,
-    window: int | None,
+    tokens: int, cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor | None, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the first and the last key (int32) that each token sees."""
+    """Return the first and the last key (int32) that each token sees."""
     starts_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
     index_T = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
     document_T = torch.searchsorted(cu_seqlens[1:].contiguous(), index_T, right=True)
@@ -160,7 +183,7 @@ def _peaks_kernel(
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    # The last tokens of a document see the most: begin with them.
+    # Begin with the last tokens of documents: they see the most keys.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     token, column = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DP)

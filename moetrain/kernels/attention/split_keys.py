@@ -1,21 +1,22 @@
-"""Attention of single tokens over pages, whose keys are shared out among programs, bit by bit.
+"""Attention of single tokens over pages, with keys split over programs, and the same bits.
 
 :mod:`moetrain.kernels.attention.batch_invariant` takes a row's blocks of keys one after the other.
-With few sequences most of a GPU then waits. Of its recurrence only a multiplication and an addition
-a block must follow one another; the rest needs the largest score of all keys up to a block, which
-does not depend on the order. So for block n with scores s_n, programs find in parallel ::
+With few sequences most of a GPU is idle then. Of its recurrence only a multiplication and an
+addition a block must follow one another. The rest needs the largest score of all keys up to a
+block, which does not depend on the order. So for block n with scores s_n, programs compute in
+parallel ::
 
     m_n = max(m_(n-1), max(s_n) * scale)    p_n = exp2(s_n * scale - m_n)    sum(p_n)
 
-and then, in parallel over columns of the values alone, in the order of the blocks ::
+and then, in the order of the blocks, and in parallel only over columns of the values ::
 
     r_n = exp2(m_(n-1) - m_n)    total = total * r_n + sum(p_n)    acc = acc * r_n + round(p_n) v_n
 
-which are the numbers and the order of the one program, so the bits are equal.
+These are the operations of the one program in its order, so the bits are equal.
 
 One kernel does it in three passes: the largest scores of blocks, the p_n, the columns. Before the
-second and the third its programs of one token and key head wait for each other. So these must run
-together: there are few of them.
+second and the third, its programs of one token and key head wait for each other. So these must run
+at the same time: there are few of them.
 
 Legend: T tokens, one of each sequence, H query heads, G key/value heads, d width of a query and a
 key, v of a value, P pages, Z tokens of a page, M pages of a sequence at most, N blocks of keys.
@@ -29,42 +30,38 @@ import functools
 import torch
 
 from moetrain.kernels.small_m import multiprocessors
-from moetrain.runtime.backend import (
-    INTERPRETED,
-    TensorDescriptor,
-    tl,
-    triton,
-)
+from moetrain.runtime.backend import INTERPRETED, TensorDescriptor, tl, triton
 
 BLOCK = 64
-"""Keys at a time. A row's bits depend on it, so every tile has the same."""
+"""Keys of a block. A row's bits depend on it, so all tiles have the same."""
 _LOG2_E = 1.4426950408889634
 _SINK_SCALE = tl.constexpr(_LOG2_E)
 _NEVER = tl.constexpr(float("-inf"))
 _PROGRAMS = 2
-"""On each multiprocessor, which has room for them: all must run together."""
+"""Programs on each multiprocessor, all of which must run at the same time."""
 _WIDEST = 512
-"""Of a key: two programs then take 164 of a multiprocessor's 227 KiB of shared memory."""
+"""Widest key; two programs then take 164 of a multiprocessor's 227 KiB of shared memory."""
 _ROOM = 166 << 10
-"""Bytes of shared memory that a multiprocessor must have for them, with 1 KiB each of the system's:
-programs that find no room would be waited for without end. An A100 has 164 KiB, an L40S 100."""
+"""Bytes of shared memory that a multiprocessor needs for them, 1 KiB each for the system included.
+A program without room would be waited for without end. An A100 has 164 KiB, an L40S 100."""
 _MOST_GROUPS = 32
-"""Tokens times key heads. With more the one program's kernel has programs for more processors."""
+"""Most tokens times key heads. With more, the other kernel uses most processors too."""
 _MOST_ROWS = 16
-"""Query heads of a key head. With 33 of one key head a test of bits failed on a GPU."""
+"""Most query heads of a key head. With 33 of one key head a test of bits failed on a GPU."""
 _PREFIX = tl.constexpr(64)
-"""Blocks whose largest scores are read at once."""
+"""Blocks whose largest scores are read at a time."""
 _COLUMNS = 16
-"""Columns of the values that a program takes at once."""
+"""Columns of the values that a program takes at a time."""
 _STAGES = tl.constexpr(14)
-"""Of the loop over blocks of values, whose loads of values wait for those of pages: 6 buffers."""
+"""Stages of the loop over blocks of values. Its loads of values wait for those of pages, so these
+are 6 buffers."""
 
 
 def splits_keys(q_THd: torch.Tensor, keys_PZGd: torch.Tensor) -> bool:
-    """Return True if so few rows should take :func:`split_attention`; no row can."""
+    """Return True if these queries should take :func:`split_attention`: they are few enough."""
     tokens, heads, width = q_THd.shape
     kv_heads = keys_PZGd.shape[2]
-    # Products of fp32 have a layout, and so an order, of their own.
+    # Only bf16: products in fp32 have another layout, and so another order.
     fits = width <= _WIDEST and (
         INTERPRETED or (q_THd.dtype == torch.bfloat16 and _has_room(q_THd.device))
     )
@@ -88,9 +85,9 @@ def split_attention(
     scale: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``o_THv``, as :func:`paged_attention` with ``one_token``.
+    """Return ``o_THv``, the result of :func:`paged_attention` with ``one_token``.
 
-    ``arrived`` are T * G zeros, int32, which have other values afterwards.
+    ``arrived`` holds T * G zeros, int32: counters, which are not zero afterwards.
     """
     (tokens, heads, width), (_, page_size, kv_heads, v_width) = q_THd.shape, values_PZGv.shape
     padded, v_padded = (max(16, triton.next_power_of_2(n)) for n in (width, v_width))
@@ -103,18 +100,43 @@ def split_attention(
     largest, shifts, sums = q_THd.new_empty(3, groups, num_blocks, shared, dtype=torch.float32)
     o_THv = q_THd.new_empty(tokens, heads, v_width)
     factor = (width**-0.5 if scale is None else scale) * _LOG2_E
-    # Triton's interpreter runs one program after the other, so none may wait for another.
-    for passes in ((1, 3),) if not INTERPRETED else ((1, 1), (2, 2), (3, 3)):
+    # Triton's interpreter runs one program after the other, so none may wait for another: there
+    # each pass is a launch.
+    for first, last in ((1, 3),) if not INTERPRETED else ((1, 1), (2, 2), (3, 3)):
         _split_kernel[(splits, groups)](
             q_THd.contiguous(),
             TensorDescriptor.from_tensor(keys_PZGd.flatten(0, 1).flatten(1), [BLOCK, padded]),
             TensorDescriptor.from_tensor(values_PZGv.flatten(0, 1).flatten(1), [BLOCK, _COLUMNS]),
-            o_THv, p, largest, shifts, sums, arrived, sinks_H, seen_T, pages_TM,
-            pages_TM.stride(0), num_blocks, 0 if window is None else window, factor,
-            H=heads, G=kv_heads, D=width, DP=padded, V=v_width, VP=v_padded, VC=_COLUMNS,
-            Z=page_size, ROWS=rows, BN=BLOCK, HAS_WINDOW=window is not None, FIRST=passes[0],
-            LAST=passes[1], WIDEN=INTERPRETED, num_warps=1, num_stages=2,
-        )  # fmt: skip
+            o_THv,
+            p,
+            largest,
+            shifts,
+            sums,
+            arrived,
+            sinks_H,
+            seen_T,
+            pages_TM,
+            pages_TM.stride(0),
+            num_blocks,
+            0 if window is None else window,
+            factor,
+            H=heads,
+            G=kv_heads,
+            D=width,
+            DP=padded,
+            V=v_width,
+            VP=v_padded,
+            VC=_COLUMNS,
+            Z=page_size,
+            ROWS=rows,
+            BN=BLOCK,
+            HAS_WINDOW=window is not None,
+            FIRST=first,
+            LAST=last,
+            IN_FP32=INTERPRETED,
+            num_warps=1,
+            num_stages=2,
+        )
     return o_THv
 
 
@@ -131,12 +153,12 @@ def _scores(
     Z: tl.constexpr,
     BN: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    WIDEN: tl.constexpr,
+    IN_FP32: tl.constexpr,
 ):
     n = block * BN
     at = tl.load(pages + n // Z) * Z + n % Z
     k = k_desc.load([at, g * D])
-    if WIDEN:  # Triton's interpreter would multiply bf16 as integers
+    if IN_FP32:  # Triton's interpreter would multiply bf16 as integers
         k = k.to(tl.float32)
     scores = tl.dot(q, k.T, input_precision="ieee")
     key = n + tl.arange(0, BN)
@@ -161,7 +183,7 @@ def _weigh_block(
     ROWS: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Store a block's weights, and what they were shifted by."""
+    """Store a block's weights p_n, their sum, and the shift m_n."""
     row, key = tl.arange(0, ROWS), tl.arange(0, BN)
     is_row = row < SHARED
     shift = tl.full((ROWS,), _NEVER, tl.float32)
@@ -173,8 +195,8 @@ def _weigh_block(
         shift = tl.maximum(shift, tl.max(found, 1))
     at = (base + block) * SHARED + row
     tl.store(shifts_ptr + at, shift, mask=is_row)
-    # Read again, so that the compiler takes the weights and their sum in the layout of the product,
-    # as in the one program, and not in that of the maximum: a sum's order is its layout's.
+    # Read again, so that the compiler has weights and their sum in the product's layout, as
+    # in the other kernel, and not in the maximum's: the layout decides a sum's order.
     tl.debug_barrier()
     shift = tl.load(shifts_ptr + at, mask=is_row, other=0.0)
     weights = tl.exp2(tl.fma(scores, scale, -shift[:, None]))
@@ -185,7 +207,7 @@ def _weigh_block(
 
 @triton.jit
 def _wait_for_all(arrived_ptr, number):
-    """Wait until ``number`` programs have arrived. What they stored is visible then."""
+    """Wait until ``number`` programs have arrived, and what they stored is visible."""
     while tl.atomic_add(arrived_ptr, 0, sem="acquire") < number:
         pass
     tl.debug_barrier()
@@ -193,7 +215,7 @@ def _wait_for_all(arrived_ptr, number):
 
 @triton.jit
 def _arrive(arrived_ptr):
-    tl.debug_barrier()  # all threads have stored; whoever sees this program arrive sees that
+    tl.debug_barrier()  # all threads have stored before the program arrives
     tl.atomic_add(arrived_ptr, 1, sem="release")
 
 
@@ -216,9 +238,9 @@ def _mix_columns(
     Z: tl.constexpr,
     ROWS: tl.constexpr,
     BN: tl.constexpr,
-    WIDEN: tl.constexpr,
+    IN_FP32: tl.constexpr,
 ):
-    """Some columns of a token's values for one key head, weighted, block by block."""
+    """Return some columns of a token's result for one key head, block by block."""
     row, key = tl.arange(0, ROWS), tl.arange(0, BN)
     is_row = row < SHARED
     largest = tl.full((ROWS,), _NEVER, tl.float32)
@@ -233,11 +255,11 @@ def _mix_columns(
         n = block * BN
         where = tl.load(pages + n // Z) * Z + n % Z
         v = v_desc.load([where, g * V + first_column])
-        if WIDEN:
+        if IN_FP32:
             p, v = p.to(tl.float32), v.to(tl.float32)
         acc = tl.dot(p, v, acc * shrink[:, None], input_precision="ieee")
         largest = shift
-    if sinks_ptr is not None:  # one more step of the online softmax, of a key without a value
+    if sinks_ptr is not None:  # one more step of the online softmax, for a key without a value
         sink = tl.load(sinks_ptr + g * SHARED + row, mask=is_row, other=0.0)
         sink = sink.to(tl.float32) * _SINK_SCALE
         shift = tl.maximum(largest, sink)
@@ -278,9 +300,12 @@ def _split_kernel(
     HAS_WINDOW: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    WIDEN: tl.constexpr,
+    IN_FP32: tl.constexpr,
 ):
-    """One token and key head: every S-th block that the token sees, then every S-th tile."""
+    """Do the passes FIRST to LAST for one token and key head.
+
+    Each of S programs takes every S-th block that the token sees, then every S-th tile of columns.
+    """
     SHARED: tl.constexpr = H // G
     token, g = tl.program_id(1) // G, tl.program_id(1) % G
     position = tl.load(seen_ptr + token)
@@ -301,21 +326,23 @@ def _split_kernel(
         column = tl.arange(0, DP)
         mask = is_row[:, None] & (column < D)[None, :]
         q = tl.load(q_ptr + at_row[:, None] * D + column[None, :], mask=mask, other=0.0)
-        if WIDEN:
+        if IN_FP32:
             q = q.to(tl.float32)
-        kept = _scores(q, k_desc, pages, first, position, g, window, D, Z, BN, HAS_WINDOW, WIDEN)
+        # Pass 1: the largest score of each block. The first block's scores are kept.
+        kept = _scores(q, k_desc, pages, first, position, g, window, D, Z, BN, HAS_WINDOW, IN_FP32)
         if FIRST == 1:
             at = (base + first) * SHARED + row
             tl.store(largest_ptr + at, tl.max(kept, 1) * scale, mask=is_row)
             for block in range(first + programs, high, programs):
                 scores = _scores(
-                    q, k_desc, pages, block, position, g, window, D, Z, BN, HAS_WINDOW, WIDEN
+                    q, k_desc, pages, block, position, g, window, D, Z, BN, HAS_WINDOW, IN_FP32
                 )
                 at = (base + block) * SHARED + row
                 tl.store(largest_ptr + at, tl.max(scores, 1) * scale, mask=is_row)
         if FIRST < LAST:
             _arrive(arrived_ptr)
             _wait_for_all(arrived_ptr, others)
+        # Pass 2: the weights of each block.
         if LAST >= 2:
             _weigh_block(
                 kept, scale, p_ptr, largest_ptr, shifts_ptr, sums_ptr, base, low, first,
@@ -323,7 +350,7 @@ def _split_kernel(
             )  # fmt: skip
             for block in range(first + programs, high, programs):
                 scores = _scores(
-                    q, k_desc, pages, block, position, g, window, D, Z, BN, HAS_WINDOW, WIDEN
+                    q, k_desc, pages, block, position, g, window, D, Z, BN, HAS_WINDOW, IN_FP32
                 )
                 _weigh_block(
                     scores, scale, p_ptr, largest_ptr, shifts_ptr, sums_ptr, base, low, block,
@@ -331,13 +358,14 @@ def _split_kernel(
                 )  # fmt: skip
         if FIRST < LAST:
             _arrive(arrived_ptr)
+    # Pass 3: the weighted sums of the values' columns.
     if LAST == 3 and tl.program_id(0) * VC < VP:
         if FIRST < LAST:
             _wait_for_all(arrived_ptr, 2 * others)
         for first_column in range(tl.program_id(0) * VC, VP, programs * VC):
             out = _mix_columns(
                 v_desc, p_ptr, shifts_ptr, sums_ptr, sinks_ptr, pages, base, low, high, g,
-                first_column, SHARED, V, VC, Z, ROWS, BN, WIDEN,
+                first_column, SHARED, V, VC, Z, ROWS, BN, IN_FP32,
             )  # fmt: skip
             column = first_column + tl.arange(0, VC)
             mask = is_row[:, None] & (column < V)[None, :]
