@@ -1,1 +1,1 @@
-"""RMS norm and rotary positions, each fused into one pass over its input."""
+"""RMS norm, rotary positions, and elementwise functions, as ops."""

@@ -1,6 +1,6 @@
-"""Elementwise functions as ops of their own, whose bits are the same in every graph.
+"""Elementwise functions as ops of their own, with the same bits in every graph.
 
-The compiler computes an exponential by other code than torch does, in the kernel that it fuses it
+The compiler computes an exponential by other code than torch, inside the kernel that it fuses it
 into, and the last bit may differ. Where generation must have training's bits, ``fusible`` is False
 and torch's own kernels run; the compiler fuses their gradients as it likes.
 """
@@ -51,43 +51,35 @@ def _check(name: str, x: torch.Tensor) -> None:
         raise refusal(name, "a floating dtype", x=x)
 
 
-def _like(x: torch.Tensor) -> torch.Tensor:
+def _empty_like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def _save_input(
-    ctx: Any,
-    inputs: tuple[torch.Tensor],
-    output: torch.Tensor,
-) -> None:
+def _save_input(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _save_output(
-    ctx: Any,
-    inputs: tuple[torch.Tensor],
-    output: torch.Tensor,
-) -> None:
+def _save_output(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
     ctx.save_for_backward(output)
 
 
-def _of_sigmoid(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+def _sigmoid_gradient(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
     (y,) = ctx.saved_tensors
     return dy * (1 - y) * y
 
 
-def _of_softplus(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+def _softplus_gradient(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
     (x,) = ctx.saved_tensors
     return dy * x.sigmoid()
 
 
-def _of_exp(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+def _exp_gradient(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
     (y,) = ctx.saved_tensors
     return dy * y
 
 
 for _op in (_sigmoid, _softplus, _exp):
-    _op.register_fake(_like)
-_sigmoid.register_autograd(_of_sigmoid, setup_context=_save_output)
-_softplus.register_autograd(_of_softplus, setup_context=_save_input)
-_exp.register_autograd(_of_exp, setup_context=_save_output)
+    _op.register_fake(_empty_like)
+_sigmoid.register_autograd(_sigmoid_gradient, setup_context=_save_output)
+_softplus.register_autograd(_softplus_gradient, setup_context=_save_input)
+_exp.register_autograd(_exp_gradient, setup_context=_save_output)

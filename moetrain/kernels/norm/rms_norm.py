@@ -3,16 +3,16 @@
     r = 1 / rms(x)    n = x * r    y = round(n) * w
     dn = dy * w       dx = r * (dn - n * mean(dn * n))      dw = sum over rows of dy * round(n)
 
-:func:`rms_norm` is one op, because the compiler would round at other places in every graph: an op
+:func:`rms_norm` is one op, because the compiler would round at other places in every graph. An op
 rounds where the formula says, so a row has the same bits in training and in generation.
 :func:`add_rms_norm` is ``s = round(x + y)`` and the norm of ``s`` in one pass.
 :func:`fusible_rms_norm` leaves the forward to the compiler, where bits may differ.
 
-With ``late`` the weight is applied in fp32, and only the result is rounded: ``round`` of n above is
-then left out.
+With ``late`` the weight is applied in fp32, and only the result is rounded: the ``round`` of n
+above is left out.
 
-One op makes the gradients of all. ``dw`` is a sum over rows, where ``dx`` needs sums over columns:
-each of P programs takes every P-th row and adds up its ``dw`` in registers.
+One op makes the gradients of all three. ``dw`` is a sum over rows, where ``dx`` needs sums over
+columns: each of P programs takes every P-th row and adds up its ``dw`` in registers.
 
 Legend: N rows, D width, P programs of the backward.
 """
@@ -25,6 +25,7 @@ import torch
 
 from moetrain.runtime.backend import (
     Backend,
+    gradients,
     refusal,
     require_contiguous,
     tl,
@@ -43,7 +44,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """Normalise ``x`` [..., D] in fp32, round to its dtype and multiply by ``weight`` in it.
 
-    With ``late`` it is rounded after the product with ``weight``, which is used in fp32.
+    With ``late`` it is multiplied in fp32, and rounded after that.
     """
     _check("rms_norm", x, x, weight_D)
     if use_fast(backend, x):
@@ -52,7 +53,7 @@ def rms_norm(
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if late:
         y = weight_D.to(wide.dtype) * wide
-        # A cast to its own dtype would be an alias: see rotary's _FusibleRotary.
+        # A cast to the same dtype would be an alias: see rotary's _FusibleRotary.
         return y if y.dtype == x.dtype else y.to(x.dtype)
     return weight_D.to(x.dtype) * wide.to(x.dtype)
 
@@ -92,12 +93,7 @@ def fusible_rms_norm(
     return x, rms_norm(x, weight_D, eps, "reference", late=late)
 
 
-def _check(
-    kernel: str,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    weight_D: torch.Tensor,
-) -> None:
+def _check(kernel: str, x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor) -> None:
     if weight_D.shape != x.shape[-1:] or x.shape != y.shape or x.dtype != y.dtype:
         takes = "[..., D] of one shape and dtype, and a weight [D]"
         raise refusal(kernel, takes, x=x, y=y, weight=weight_D)
@@ -105,12 +101,7 @@ def _check(
 
 
 @torch.library.custom_op("moetrain::rms_norm", mutates_args=())
-def _rms_norm(
-    x: torch.Tensor,
-    weight_D: torch.Tensor,
-    eps: float,
-    late: bool,
-) -> torch.Tensor:
+def _rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool) -> torch.Tensor:
     out = torch.empty_like(x)
     _launch(x, None, weight_D, None, out, eps, late)
     return out
@@ -118,11 +109,7 @@ def _rms_norm(
 
 @torch.library.custom_op("moetrain::add_rms_norm", mutates_args=())
 def _add_rms_norm(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    weight_D: torch.Tensor,
-    eps: float,
-    late: bool,
+    x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     s = torch.empty_like(x)
     out = torch.empty_like(x)
@@ -131,12 +118,14 @@ def _add_rms_norm(
 
 
 @_rms_norm.register_fake
-def _(x, weight_D, eps, late):
+def _(x: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool) -> torch.Tensor:
     return torch.empty_like(x)
 
 
 @_add_rms_norm.register_fake
-def _(x, y, weight_D, eps, late):
+def _(
+    x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
@@ -149,11 +138,11 @@ def _launch(
     eps: float,
     late: bool,
 ) -> None:
+    """Write the norm of ``x``, or of ``s = x + y``, to ``out``."""
     width = x.shape[-1]
     rows = x.numel() // width
     block = triton.next_power_of_2(width)
     if rows:
-        warps = min(8, max(1, block // 512))
         _norm_kernel[(rows,)](
             x,
             y,
@@ -164,7 +153,7 @@ def _launch(
             D=width,
             LATE=late,
             BLOCK=block,
-            num_warps=warps,
+            num_warps=min(8, max(1, block // 512)),
         )
 
 
@@ -200,12 +189,12 @@ def _gradients(
     ds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of ``x``, with ``ds`` from its other uses, and of ``weight``."""
-    beside = None if ds is None else ds.contiguous()
-    return _norm_gradients(dy.contiguous(), x.contiguous(), weight_D, eps, late, beside)
+    ds = None if ds is None else ds.contiguous()
+    return _norm_gradients(dy.contiguous(), x.contiguous(), weight_D, eps, late, ds)
 
 
 _PROGRAMS = 528
-"""Programs of a backward at most: four for each of an H200's multiprocessors."""
+"""Most programs of a backward: four for each of an H200's multiprocessors."""
 
 
 @torch.library.custom_op("moetrain::norm_gradients", mutates_args=())
@@ -224,16 +213,32 @@ def _norm_gradients(
     programs = min(-(-rows // 4), _PROGRAMS)
     dw_PD = x.new_empty(programs, width, dtype=torch.float32)
     if rows:
-        warps = min(8, max(1, block // 256))
         _norm_gradients_kernel[(programs,)](
-            dy, x, weight_D, ds, dx, dw_PD, rows, eps,
-            D=width, LATE=late, BLOCK=block, num_warps=warps,
-        )  # fmt: skip
+            dy,
+            x,
+            weight_D,
+            ds,
+            dx,
+            dw_PD,
+            rows,
+            eps,
+            D=width,
+            LATE=late,
+            BLOCK=block,
+            num_warps=min(8, max(1, block // 256)),
+        )
     return dx, dw_PD.sum(0).to(weight_D.dtype)
 
 
 @_norm_gradients.register_fake
-def _(dy, x, weight_D, eps, late, ds):
+def _(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    late: bool,
+    ds: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty_like(weight_D)
 
 
@@ -263,19 +268,15 @@ def _norm_gradients_kernel(
 
 
 class _FusibleNorm(torch.autograd.Function):
-    """``x`` unchanged and its norm in plain torch, whose gradients one kernel makes."""
+    """Returns ``x`` unchanged and its norm in plain torch; one kernel makes the gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight_D: torch.Tensor,
-        eps: float,
-        late: bool,
+        ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(x, weight_D)
         ctx.set_materialize_grads(False)  # x may have no other use
-        ctx.how = eps, late
+        ctx.eps, ctx.late = eps, late
         return x.view_as(x), rms_norm(x, weight_D, eps, "reference", late=late)
 
     @staticmethod
@@ -284,36 +285,31 @@ class _FusibleNorm(torch.autograd.Function):
         x, weight_D = ctx.saved_tensors
         if dy is None:
             return ds, None, None, None
-        return *_gradients(dy, x, weight_D, *ctx.how, ds), None, None
+        dx, dw_D = _gradients(dy, x, weight_D, ctx.eps, ctx.late, ds)
+        return dx, dw_D, None, None
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight_D, *ctx.how = inputs
+    x, weight_D, ctx.eps, ctx.late = inputs
     ctx.save_for_backward(x, weight_D)
 
 
-def _differentiate(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _differentiate(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     x, weight_D = ctx.saved_tensors
-    return *_gradients(dy, x, weight_D, *ctx.how), None, None
+    dx, dw_D = _gradients(dy, x, weight_D, ctx.eps, ctx.late)
+    return gradients(_rms_norm, x=dx, weight_D=dw_D)
 
 
-def _save_sum(
-    ctx: Any,
-    inputs: tuple[Any, ...],
-    output: tuple[torch.Tensor, torch.Tensor],
-) -> None:
-    _, _, weight_D, *ctx.how = inputs
-    ctx.save_for_backward(output[0], weight_D)
+def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    _, _, weight_D, ctx.eps, ctx.late = inputs
+    s, _ = output
+    ctx.save_for_backward(s, weight_D)
 
 
-def _differentiate_sum(
-    ctx: Any,
-    ds: torch.Tensor,
-    dy: torch.Tensor,
-) -> tuple[torch.Tensor | None, ...]:
+def _differentiate_sum(ctx: Any, ds: torch.Tensor, dy: torch.Tensor) -> tuple[Any, ...]:
     s, weight_D = ctx.saved_tensors
-    d_sum, dw = _gradients(dy, s, weight_D, *ctx.how, ds)
-    return d_sum, d_sum, dw, None, None
+    d_sum, dw_D = _gradients(dy, s, weight_D, ctx.eps, ctx.late, ds)
+    return gradients(_add_rms_norm, x=d_sum, y=d_sum, weight_D=dw_D)
 
 
 _rms_norm.register_autograd(_differentiate, setup_context=_save)
