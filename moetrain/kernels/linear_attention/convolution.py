@@ -1,17 +1,18 @@
-"""The short causal convolutions of linear attention, and their step in generation.
+"""The short causal convolutions of linear attention, in training and in a step of generation.
 
 A token's channel becomes silu of the sum of its last J inputs times as many filters, in fp32. With
 ``normalised`` each head is then divided by its norm. Inputs from before a document are zeros::
 
     y_tc = silu(sum_j f_cj x_(t - J + 1 + j)c + b_c)         y_th / sqrt(|y_th|^2 + 1e-6)
 
-In training these are plain formulas that the compiler fuses; of the inputs it keeps one tensor in
-the compute dtype. Where training must have generation's bits it takes generation's kernel. In
-generation a sequence's last R inputs are kept in its slot, R = J - 1 or more
+In training these are plain formulas that the compiler fuses; it keeps one tensor of inputs, in the
+compute dtype. Where training must have generation's bits it uses generation's kernel.
+
+In generation a sequence's last R inputs are kept in its slot, R = J - 1 or more
 (:class:`~moetrain.kernels.linear_attention.reads.Reads`): the token at place t of a sequence is at
-place t mod R of the slot. A sequence may go back by R - J + 1 tokens, which are then read again. On
-CUDA a kernel then does all of it, since as many small kernels as the formulas would take longer
-than the step's products.
+index t mod R of the slot. So a sequence may go back by R - J + 1 tokens, which are then read again.
+On CUDA one kernel does a step, since the formulas' many small kernels would take longer than the
+step's products.
 
 Legend: T tokens, C channels, J taps, P slots of R inputs, h heads of width d.
 """
@@ -29,6 +30,7 @@ from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.runtime.backend import (
     INTERPRETED,
     Backend,
+    gradients,
     refusal,
     tl,
     triton,
@@ -39,64 +41,74 @@ _EPS = 1e-6
 
 
 class Convolution(NamedTuple):
-    """The input [T, C] and the filters [C, 1, J] of one, whose result is heads of ``width``."""
+    """A convolution and its input."""
 
     x_TC: torch.Tensor
     filters_C1J: torch.Tensor
     width: int
+    """Width of the result's heads."""
     normalised: bool
+    """True: each head of the result is divided by its norm."""
     bias_C: torch.Tensor | None = None
-    """What is added before silu."""
+    """Added before silu."""
 
 
 def convolved(
-    given: Sequence[Convolution],
-    place_T: torch.Tensor,
-    *,
-    fusible: bool = True,
+    convolutions: Sequence[Convolution], place_T: torch.Tensor, *, fusible: bool = True
 ) -> list[torch.Tensor]:
-    """Return the heads [T, h, d] of packed documents, in the inputs' dtypes.
-
-    Sums come before norms: in another order the compiler, which bans what it takes for long chains
-    from being computed again, keeps some of the sums in fp32.
+    """Return each convolution's heads [T, h, d] of packed documents, in the inputs' dtypes.
 
     Args:
         place_T: each token's place in its document.
-        fusible: leave it to the compiler; if not, they are computed by the kernel of generation, on
-            CUDA with its bits.
+        fusible: leave it to the compiler. If False generation's kernel computes it, on CUDA with
+            the bits of generation.
     """
-    for one in given:
+    for one in convolutions:
         if one.x_TC.shape[1] % one.width:
             takes = "[T, C], C a multiple of the width"
             raise refusal("convolution", takes, x=one.x_TC, width=one.width)
     if not fusible:
-        return [_convolution(*one._replace(x_TC=one.x_TC.contiguous()), place_T) for one in given]
-    sums = [_summed(_earlier(one, place_T), one) for one in given]
-    return [_heads(y_TC, one) for y_TC, one in zip(sums, given, strict=True)]
+        return [
+            _convolution(
+                one.x_TC.contiguous(),
+                one.filters_C1J,
+                one.width,
+                one.normalised,
+                one.bias_C,
+                place_T,
+            )
+            for one in convolutions
+        ]
+    # All sums before the norms: in another order the compiler keeps some of the sums in fp32, since
+    # it does not recompute what it takes for long chains.
+    sums = [_summed(_earlier(one, place_T), one) for one in convolutions]
+    return [_heads(y_TC, one) for y_TC, one in zip(sums, convolutions, strict=True)]
 
 
-def _earlier(given: Convolution, place_T: torch.Tensor) -> list[torch.Tensor]:
-    """Return the inputs 0, 1, ... places before each token: views of one tensor, and masks."""
-    taps = given.filters_C1J.shape[-1]
-    tokens = len(given.x_TC)
-    padded_TC = F.pad(given.x_TC, (0, 0, taps - 1, 0))
+def _earlier(one: Convolution, place_T: torch.Tensor) -> list[torch.Tensor]:
+    """Return the inputs 0, 1, ... places before each token, zeros before its document."""
+    taps = one.filters_C1J.shape[-1]
+    tokens = len(one.x_TC)
+    padded_TC = F.pad(one.x_TC, (0, 0, taps - 1, 0))
     views = [padded_TC[taps - 1 - back :][:tokens] for back in range(taps)]
     earlier = (x.where((place_T >= back)[:, None], 0.0) for back, x in enumerate(views[1:], 1))
     return [views[0], *earlier]
 
 
-def _summed(inputs_TC: Sequence[torch.Tensor], given: Convolution) -> torch.Tensor:
-    return F.silu(_sums(inputs_TC, given))
+def _summed(inputs_TC: Sequence[torch.Tensor], one: Convolution) -> torch.Tensor:
+    """Return silu of :func:`_sums`."""
+    return F.silu(_sums(inputs_TC, one))
 
 
-def _sums(inputs_TC: Sequence[torch.Tensor], given: Convolution) -> torch.Tensor:
+def _sums(inputs_TC: Sequence[torch.Tensor], one: Convolution) -> torch.Tensor:
+    """Return the inputs' sums with the filters, and the bias, in fp32 or wider."""
     wide = torch.promote_types(inputs_TC[0].dtype, torch.float32)
     taps = len(inputs_TC)
-    filters_JC = given.filters_C1J[:, 0].t().to(wide)
+    filters_JC = one.filters_C1J[:, 0].t().to(wide)
     y_TC = inputs_TC[0].to(wide) * filters_JC[-1]
     for back in range(1, taps):
         y_TC = y_TC + inputs_TC[back].to(wide) * filters_JC[taps - 1 - back]
-    return y_TC if given.bias_C is None else y_TC + given.bias_C.to(wide)
+    return y_TC if one.bias_C is None else y_TC + one.bias_C.to(wide)
 
 
 @torch.library.custom_op("moetrain::convolution", mutates_args=())
@@ -108,48 +120,54 @@ def _convolution(
     bias_C: torch.Tensor | None,
     place_T: torch.Tensor,
 ) -> torch.Tensor:
-    given = Convolution(x_TC, filters_C1J, width, normalised, bias_C)
+    one = Convolution(x_TC, filters_C1J, width, normalised, bias_C)
     if not use_fast("triton" if INTERPRETED else "auto", x_TC):
-        return _heads(_summed(_earlier(given, place_T), given), given)
-    # All tokens are of this step, and none is kept.
-    return _by_kernel(given, x_TC[:, None], place_T, place_T, torch.zeros_like(place_T))
+        return _heads(_summed(_earlier(one, place_T), one), one)
+    # All earlier inputs are this step's, and none is kept in a slot.
+    return _by_kernel(one, x_TC[:, None], place_T, place_T, torch.zeros_like(place_T))
 
 
 @_convolution.register_fake
-def _(x_TC, filters_C1J, width, normalised, bias_C, place_T):
+def _(
+    x_TC: torch.Tensor,
+    filters_C1J: torch.Tensor,
+    width: int,
+    normalised: bool,
+    bias_C: torch.Tensor | None,
+    place_T: torch.Tensor,
+) -> torch.Tensor:
     return x_TC.new_empty(x_TC.shape[0], x_TC.shape[1] // width, width)
 
 
-def _save_convolution(
-    ctx: Any,
-    inputs: tuple[Any, ...],
-    output: torch.Tensor,
-) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x_TC, filters_C1J, ctx.width, ctx.normalised, bias_C, place_T = inputs
     ctx.save_for_backward(x_TC, filters_C1J, bias_C, place_T)
 
 
-def _differentiate(ctx: Any, dy_Thd: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients; plain formulas, which the compiler fuses.
+def _differentiate(ctx: Any, dy_Thd: torch.Tensor) -> tuple[Any, ...]:
+    """Return the gradients by plain formulas, which the compiler fuses.
 
     With s the sums, y = silu(s), and r = 1 / sqrt(|y|^2 + eps) of each head::
 
         dy <- r (dy - r^2 y (y . dy))     ds = dy silu'(s)     dx_t = sum_b f_b ds_(t + b)
     """
     x_TC, filters_C1J, bias_C, place_T = ctx.saved_tensors
-    given = Convolution(x_TC, filters_C1J, ctx.width, ctx.normalised, bias_C)
-    inputs_TC = _earlier(given, place_T)
-    s_TC = _sums(inputs_TC, given)
+    one = Convolution(x_TC, filters_C1J, ctx.width, ctx.normalised, bias_C)
+    # Recompute the sums.
+    inputs_TC = _earlier(one, place_T)
+    s_TC = _sums(inputs_TC, one)
+    # Through the norm, then through silu.
     shares_TC, dy_Thd = s_TC.sigmoid(), dy_Thd.to(s_TC.dtype)
     if ctx.normalised:
         y_Thd = (s_TC * shares_TC).unflatten(-1, (-1, ctx.width))
         r_Th1 = torch.rsqrt(y_Thd.square().sum(-1, True) + _EPS)
         dy_Thd = r_Th1 * (dy_Thd - r_Th1.square() * y_Thd * (y_Thd * dy_Thd).sum(-1, True))
     ds_TC = dy_Thd.flatten(1) * shares_TC * (1 + s_TC * (1 - shares_TC))
+    # Through each tap, to the input so many places back.
     filters_JC = filters_C1J[:, 0].t().to(s_TC.dtype)
     taps = filters_C1J.shape[-1]
     dx_TC = torch.zeros_like(ds_TC)
-    d_filters_JC = []
+    d_filters_JC: list[torch.Tensor] = []
     for back in range(taps):
         masked_TC = ds_TC.where((place_T >= back)[:, None], 0.0)
         d_filters_JC.append((masked_TC * inputs_TC[back].to(s_TC.dtype)).sum(0))
@@ -157,42 +175,44 @@ def _differentiate(ctx: Any, dy_Thd: torch.Tensor) -> tuple[torch.Tensor | None,
         dx_TC = dx_TC + later_TC * filters_JC[taps - 1 - back]
     d_filters_C1J = torch.stack(d_filters_JC[::-1], 1)[:, None].to(filters_C1J.dtype)
     d_bias_C = None if bias_C is None else ds_TC.sum(0).to(bias_C.dtype)
-    return dx_TC.to(x_TC.dtype), d_filters_C1J, None, None, d_bias_C, None
+    return gradients(
+        _convolution, x_TC=dx_TC.to(x_TC.dtype), filters_C1J=d_filters_C1J, bias_C=d_bias_C
+    )
 
 
-_convolution.register_autograd(_differentiate, setup_context=_save_convolution)
+_convolution.register_autograd(_differentiate, setup_context=_save)
 
 
-def _heads(y_TC: torch.Tensor, given: Convolution) -> torch.Tensor:
-    y_Thd = y_TC.unflatten(-1, (-1, given.width))
-    if given.normalised:
+def _heads(y_TC: torch.Tensor, one: Convolution) -> torch.Tensor:
+    """Split channels into heads, and normalise these if asked to."""
+    y_Thd = y_TC.unflatten(-1, (-1, one.width))
+    if one.normalised:
         y_Thd = y_Thd * torch.rsqrt(y_Thd.square().sum(-1, True) + _EPS)
-    return y_Thd.to(given.x_TC.dtype)
+    return y_Thd.to(one.x_TC.dtype)
 
 
 def convolution_step(
-    given: Convolution,
-    kept_PRC: torch.Tensor,
-    reads: Reads,
-    backend: Backend = "auto",
+    one: Convolution, kept_PRC: torch.Tensor, reads: Reads, backend: Backend = "auto"
 ) -> torch.Tensor:
-    """Return one of :func:`convolved` of the tokens that a step reads, and keep their inputs.
+    """Return the heads of the tokens that a step reads, and keep their inputs.
 
     Args:
-        kept_PRC: [P, J - 1 or more, C] in the input's dtype; both are contiguous.
+        one: a contiguous input, the step's.
+        kept_PRC: [P, J - 1 or more, C] in the input's dtype, contiguous; written in place.
     """
-    x_TC, width = given.x_TC, given.width
+    x_TC, width = one.x_TC, one.width
     channels = x_TC.shape[1]
-    taps = given.filters_C1J.shape[-1]
+    taps = one.filters_C1J.shape[-1]
     kept = kept_PRC.shape[1]
     is_like = kept >= taps - 1 and kept_PRC.shape[2] == channels and kept_PRC.dtype == x_TC.dtype
     if not is_like or channels % width or not (x_TC.is_contiguous() and kept_PRC.is_contiguous()):
         takes = "contiguous [T, C] and [P, >= J - 1, C] of one dtype, C a multiple of the width"
         raise refusal("convolution_step", takes, x=x_TC, kept=kept_PRC, width=width)
     if use_fast(backend, x_TC):
-        y_Thd = _by_kernel(given, kept_PRC, reads.place_T, reads.before_T, reads.slots_T)
+        y_Thd = _by_kernel(one, kept_PRC, reads.place_T, reads.before_T, reads.slots_T)
     else:
-        y_Thd = _heads(_summed(_inputs(x_TC, taps, kept_PRC, reads), given), given)
+        y_Thd = _heads(_summed(_inputs(x_TC, taps, kept_PRC, reads), one), one)
+    # Keep the last R inputs of each sequence; others go to slot 0.
     if kept:
         slots_T = torch.where(reads.after_T < kept, reads.slots_T, 0)
         kept_PRC[slots_T, reads.place_T % kept] = x_TC
@@ -200,29 +220,39 @@ def convolution_step(
 
 
 def _by_kernel(
-    given: Convolution,
+    one: Convolution,
     kept_PRC: torch.Tensor,
     place_T: torch.Tensor,
     before_T: torch.Tensor,
     slots_T: torch.Tensor,
 ) -> torch.Tensor:
-    (tokens, channels), width, kept = given.x_TC.shape, given.width, kept_PRC.shape[1]
-    y_Thd = given.x_TC.new_empty(tokens, channels // width, width)
+    (tokens, channels), width = one.x_TC.shape, one.width
+    y_Thd = one.x_TC.new_empty(tokens, channels // width, width)
     if tokens:
         _step_kernel[(tokens, channels // width)](
-            given.x_TC, given.filters_C1J.contiguous(), given.bias_C, kept_PRC, place_T, before_T,
-            slots_T, y_Thd, C=channels, J=given.filters_C1J.shape[-1], R=kept, D=width,
-            BLOCK=triton.next_power_of_2(width), EPS=_EPS, NORMALISED=given.normalised,
-            HAS_BIAS=given.bias_C is not None, num_warps=1,
-        )  # fmt: skip
+            one.x_TC,
+            one.filters_C1J.contiguous(),
+            one.bias_C,
+            kept_PRC,
+            place_T,
+            before_T,
+            slots_T,
+            y_Thd,
+            C=channels,
+            J=one.filters_C1J.shape[-1],
+            R=kept_PRC.shape[1],
+            D=width,
+            BLOCK=triton.next_power_of_2(width),
+            EPS=_EPS,
+            NORMALISED=one.normalised,
+            HAS_BIAS=one.bias_C is not None,
+            num_warps=1,
+        )
     return y_Thd
 
 
 def _inputs(
-    x_TC: torch.Tensor,
-    taps: int,
-    kept_PRC: torch.Tensor,
-    reads: Reads,
+    x_TC: torch.Tensor, taps: int, kept_PRC: torch.Tensor, reads: Reads
 ) -> list[torch.Tensor]:
     """Return the inputs 0, 1, ... places before each token, from this step or kept."""
     found = [x_TC]
@@ -272,7 +302,7 @@ def _step_kernel(
         at = (slot * R + (place + R - back) % R) * C
         then = tl.load(kept_ptr + at + channel, mask=i < kept, other=0.0)
         filters = tl.load(taps + (J - 1 - back), mask=valid, other=0.0).to(tl.float32)
-        y += (now.to(tl.float32) + then.to(tl.float32)) * filters  # of which one is 0
+        y += (now.to(tl.float32) + then.to(tl.float32)) * filters  # one of the two is 0
     if HAS_BIAS:
         y += tl.load(bias_ptr + channel, mask=valid, other=0.0).to(tl.float32)
     y = y * tl.sigmoid(y)

@@ -1,10 +1,12 @@
-"""The Triton kernels of the gated delta rule: :mod:`moetrain.kernels.linear_attention.gated_delta`
-has the formulas, the legend and what launches them. Without DELTA they are those of
-:mod:`moetrain.kernels.linear_attention.ssd`, where U is given and there is no T.
+"""The Triton kernels of the gated delta rule, and of Mamba-2's recurrence.
 
-A program has one head of one chunk, or walks over the chunks of one document, for all columns of a
-state or for some. In all: H, Q, K, V and C as in the legend, C being the tokens of a chunk; ``row``
-and ``gates`` are offsets of its tokens' rows and of their gates.
+:mod:`moetrain.kernels.linear_attention.gated_delta` has the formulas, the legend and the launches.
+Without DELTA they are the kernels of :mod:`moetrain.kernels.linear_attention.ssd`, where U is given
+and there is no T.
+
+A program takes one head of one chunk, or walks over the chunks of one document, for all columns of
+a state or for some. In all kernels H, Q, K and V are as in the legend, and C is the tokens of a
+chunk; ``row`` and ``gates`` are the offsets of its tokens' rows and of their gates.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -67,10 +69,10 @@ def states_kernel(
     H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PRECISION: tl.constexpr, CARRIED: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Walk over a document's chunks: write each one's first state, and its U.
+    """Walk over a document's chunks; write the state before each, and its U.
 
-    With ``CARRIED`` it begins with its slot's state, unless it is new, and leaves the state after
-    its last full chunk there.
+    With ``CARRIED`` the document begins with its slot's state, unless it is new, and leaves the
+    state after its last full chunk there.
     """
     part, head, doc = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(begins_ptr + doc), tl.load(ends_ptr + doc)
@@ -174,8 +176,10 @@ def state_gradients_kernel(
     H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PRECISION: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Walk back over a document's chunks: write each one's last state's gradient, and R's over
-    the part of U's that is known."""
+    """Walk back over a document's chunks; write the gradient of the state after each, and dR.
+
+    dR overwrites the part of dU that :func:`local_kernel` wrote.
+    """
     part, head, doc = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(bounds_ptr + doc), tl.load(bounds_ptr + doc + 1)
     first, last = tl.load(firsts_ptr + doc), tl.load(firsts_ptr + doc + 1)
@@ -223,8 +227,11 @@ def input_gradients_kernel(
     H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Compute dQ and dK for some columns of K, dV for as many of V's blocks as come to that part,
-    and their part of dG and dbeta."""
+    """Compute the inputs' gradients as far as one part of K's columns goes.
+
+    These are dQ and dK for its columns, dV for its share of V's blocks, and its share of dG and
+    dbeta.
+    """
     part, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     size = tl.load(sizes_ptr + chunk)
     if size > 0:
@@ -289,7 +296,7 @@ def input_gradients_kernel(
             lower = (d_lower * beta[:, None]).to(k.dtype)
             dk += tl.dot(lower, k, input_precision=PRECISION)
             dk += tl.dot(tl.trans(lower), k, input_precision=PRECISION)
-        columns = tl.sum(moved, axis=0)  # laid out by column; as rows:
+        columns = tl.sum(moved, axis=0)  # in the layout of columns; now in that of rows:
         columns = tl.sum(tl.where(i[:, None] == i[None, :], columns[None, :], 0.0), axis=1)
         d_sums += tl.sum(moved, axis=1) - columns + tl.where(i == size - 1, d_final, 0.0)
         tl.store(d_sums_ptr + parts + gates, d_sums, mask=valid)

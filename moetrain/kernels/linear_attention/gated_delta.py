@@ -14,12 +14,12 @@ G_j) for j <= i, S the state before it, and L_ij = beta_i D_ij k_i.k_j for j < i
     T = (1 + L)^-1      R = diag(beta) (V - diag(e^G) K S)      U = T R
     O = scale (diag(e^G) Q S + (D * Q K^T) U)       S <- e^G_last S + (diag(e^(G_last - G)) K)^T U
 
-Backwards, with dR = T^T dU the gradient of R, that of L is -dR U^T. Four kernels compute it: U and
-the states again from T; the part of dU that comes from a chunk's own outputs; dR and the states'
-gradients, chunk after chunk from a document's end; and from these the inputs' gradients. States are
-rounded to the inputs' dtype where a product reads them and are carried in fp32.
+In the backward, dR = T^T dU is the gradient of R, and -dR U^T that of L. Four kernels compute it: U
+and the states again from T; the part of dU that comes from a chunk's own outputs; dR and the
+states' gradients, chunk after chunk from a document's end; and from these the inputs' gradients.
+States are rounded to the inputs' dtype where a product reads them, and are carried in fp32.
 
-Left out on purpose: normalising q and k, the gates' own formulas, and the convolution before them,
+Left out on purpose: the norms of q and k, the gates' own formulas, and the convolution before them,
 which the compiler fuses.
 
 Legend: T tokens, H heads of values, Q heads of queries and keys (each serves H / Q of the former),
@@ -45,6 +45,7 @@ from moetrain.kernels.linear_attention.delta_kernels import (
 )
 from moetrain.runtime.backend import (
     Backend,
+    gradients,
     refusal,
     require_contiguous,
     use_fast,
@@ -52,7 +53,7 @@ from moetrain.runtime.backend import (
 )
 
 CHUNK = 64
-"""Tokens of a chunk. A larger one makes more products within chunks, a smaller one more states."""
+"""Tokens of a chunk. Larger chunks need more products within them, smaller ones more states."""
 WIDTHS = (64, 128)
 """Widths that the kernels' tiles divide."""
 
@@ -63,18 +64,18 @@ class Documents(NamedTuple):
     bounds_N: torch.Tensor
     """int32 [N + 1]: 0, each document's end, ..., T. Documents may be empty."""
     starts_C: torch.Tensor
-    """int32: the first token of each chunk. There are at least as many places as chunks."""
+    """int32: the first token of each chunk. C is at least the number of chunks."""
     sizes_C: torch.Tensor
-    """int32: its tokens, at most ``CHUNK``; 0 for places that are left."""
+    """int32: the tokens of each chunk, at most ``CHUNK``; 0 past the last chunk."""
     firsts_N: torch.Tensor
-    """int32 [N + 1]: the place of each document's first chunk, then the number of chunks."""
+    """int32 [N + 1]: the index of each document's first chunk, then the number of chunks."""
 
     @classmethod
     def of(cls, bounds_N: torch.Tensor, tokens: int) -> "Documents":
         """Cut ``tokens`` tokens at ``bounds_N``, without waiting for the device."""
         ends_N = ((bounds_N.diff() + CHUNK - 1) // CHUNK).cumsum(0)
-        places = -(-tokens // CHUNK) + ends_N.shape[0]
-        at_C = torch.arange(places, device=bounds_N.device)
+        most_chunks = -(-tokens // CHUNK) + ends_N.shape[0]
+        at_C = torch.arange(most_chunks, device=bounds_N.device)
         # Empty documents end where the one before does, and get no chunk.
         doc_C = torch.searchsorted(ends_N, at_C, right=True).clamp(max=ends_N.shape[0] - 1)
         firsts_N = F.pad(ends_N, (1, 0))
@@ -83,8 +84,14 @@ class Documents(NamedTuple):
         return cls(bounds_N, starts_C.int(), sizes_C.int(), firsts_N.int())
 
 
-_RuleInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""q, k, v, g and beta of :func:`gated_delta`."""
+class _RuleInputs(NamedTuple):
+    """The inputs of :func:`gated_delta`."""
+
+    q_TQK: torch.Tensor
+    k_TQK: torch.Tensor
+    v_THV: torch.Tensor
+    g_TH: torch.Tensor
+    beta_TH: torch.Tensor
 
 
 def documents_of(
@@ -93,13 +100,13 @@ def documents_of(
     shape: tuple[int, int],
     device: torch.device,
 ) -> tuple[Documents, torch.Tensor]:
-    """Return the documents over the tokens of rows, and each token's place in its own, [B * S].
+    """Return the documents of B rows laid end to end, and each token's place in its document.
 
-    A row's first token begins one, whatever its position.
+    A row's first token begins a document, whatever its position. Places are [B * S].
 
     Args:
-        positions_BS: each token's position in its document; None: each row is one.
-        cu_seqlens: int32, 0 and the documents' ends; None: the positions say them.
+        positions_BS: each token's position in its document; None: each row is one document.
+        cu_seqlens: int32, 0 and the documents' ends; None: they are found from the positions.
         shape: B and S.
     """
     batch, seq_len = shape
@@ -107,7 +114,7 @@ def documents_of(
         bounds_N = torch.arange(0, (batch + 1) * seq_len, max(1, seq_len), device=device)
     elif cu_seqlens is not None:
         bounds_N = cu_seqlens
-    else:  # their number is the tokens' to say, so the host waits for the device
+    else:  # the number of documents depends on the values, so the host waits for the device
         is_first_BS = positions_BS == 0
         is_first_BS[:, 0] = True
         starts_N = is_first_BS.flatten().nonzero()[:, 0]
@@ -118,7 +125,10 @@ def documents_of(
 
 
 class Carried(NamedTuple):
-    """States that documents begin with, and leave for those that go on with them."""
+    """States that documents begin with, and that they leave for later calls.
+
+    Documents may lie apart, so with it ``Documents.bounds_N`` is not read. None is empty.
+    """
 
     states_PHKV: torch.Tensor
     """fp32 (or wider, as the inputs), [slots, H, K, V], contiguous; written in place: a document
@@ -128,9 +138,9 @@ class Carried(NamedTuple):
     is_new_N: torch.Tensor
     """int32: 1 where a document begins with zeros, whatever its slot holds."""
     begins_N: torch.Tensor
-    """int32: each document's first token, and below where it ends; none is empty. Documents may lie
-    apart: of ``Documents`` the chunks alone are read."""
+    """int32: each document's first token."""
     ends_N: torch.Tensor
+    """int32: each document's end."""
 
 
 def gated_delta(
@@ -151,12 +161,13 @@ def gated_delta(
         g_TH: fp32, at most 0: the log of what the state keeps.
         beta_TH: any floating dtype: how far the state moves towards the value, 0 to 1.
         documents: of all T tokens.
-        scale: of the outputs.
+        scale: the factor of the outputs.
     """
-    inputs = _checked(q_TQK, k_TQK, v_THV, g_TH, beta_TH)
+    inputs = _RuleInputs(q_TQK, k_TQK, v_THV, g_TH, beta_TH)
+    _check(inputs)
     if not use_fast(backend, v_THV):
         return chunked(*inputs, documents, scale)
-    return _gated_delta(*_fast_inputs(*inputs), *documents, scale)[0]
+    return _gated_delta(*_fast_inputs(inputs), *documents, scale)[0]
 
 
 def continued(
@@ -174,42 +185,32 @@ def continued(
 
     Outputs of tokens outside the chunks are unspecified.
     """
-    inputs = _checked(q_TQK, k_TQK, v_THV, g_TH, beta_TH)
+    inputs = _RuleInputs(q_TQK, k_TQK, v_THV, g_TH, beta_TH)
+    _check(inputs)
     if not use_fast(backend, v_THV):
         return chunked(*inputs, documents, scale, carried)
-    return _launch_forward(*_fast_inputs(*inputs), documents, scale, carried)[0]
+    return _launch_forward(_fast_inputs(inputs), documents, scale, carried).out_THV
 
 
-def _checked(
-    q_TQK: torch.Tensor,
-    k_TQK: torch.Tensor,
-    v_THV: torch.Tensor,
-    g_TH: torch.Tensor,
-    beta_TH: torch.Tensor,
-) -> _RuleInputs:
+def _check(inputs: _RuleInputs) -> None:
+    """Raise ValueError unless shapes fit."""
+    q_TQK, k_TQK, v_THV, g_TH, beta_TH = inputs
     (T, Q, _), (_, H, _) = k_TQK.shape, v_THV.shape
     fits = q_TQK.shape == k_TQK.shape and v_THV.shape[0] == T and H % max(1, Q) == 0
     if not fits or g_TH.shape != (T, H) or beta_TH.shape != (T, H):
         takes = "[T, Q, K] twice, [T, H, V], [T, H] twice; Q divides H"
-        given = {"q": q_TQK, "k": k_TQK, "v": v_THV, "g": g_TH, "beta": beta_TH}
-        raise refusal("gated_delta", takes, **given)
-    return q_TQK, k_TQK, v_THV, g_TH, beta_TH
+        raise refusal("gated_delta", takes, q=q_TQK, k=k_TQK, v=v_THV, g=g_TH, beta=beta_TH)
 
 
-def _fast_inputs(
-    q_TQK: torch.Tensor,
-    k_TQK: torch.Tensor,
-    v_THV: torch.Tensor,
-    g_TH: torch.Tensor,
-    beta_TH: torch.Tensor,
-) -> _RuleInputs:
-    """Return the inputs as the kernels take them."""
+def _fast_inputs(inputs: _RuleInputs) -> _RuleInputs:
+    """Return the inputs with gates in fp32; raise ValueError unless the kernels take them."""
+    q_TQK, k_TQK, v_THV, g_TH, beta_TH = inputs
     K, V = k_TQK.shape[2], v_THV.shape[2]
     if K not in WIDTHS or V not in WIDTHS or not q_TQK.dtype == k_TQK.dtype == v_THV.dtype:
         takes = f"one dtype, and widths of {', '.join(map(str, WIDTHS))}"
         raise refusal("gated_delta", takes, q=q_TQK, k=k_TQK, v=v_THV)
     require_contiguous("gated_delta", q=q_TQK, k=k_TQK, v=v_THV, g=g_TH, beta=beta_TH)
-    return q_TQK, k_TQK, v_THV, g_TH.float(), beta_TH.float()
+    return inputs._replace(g_TH=g_TH.float(), beta_TH=beta_TH.float())
 
 
 def chunked(
@@ -224,13 +225,13 @@ def chunked(
 ) -> torch.Tensor:
     """Compute the chunks' formulas in plain torch, in fp32 or wider.
 
-    Without ``beta`` the values are written as they are: U = V.
+    Without ``beta`` this is the rule of :mod:`moetrain.kernels.linear_attention.ssd`: U = V.
     """
     T = len(v_THV)
     heads = v_THV.shape[1] // k_TQK.shape[1]
-    if T == 0:  # nothing, which still has gradients
-        given = (x for x in (q_TQK, k_TQK, g_TH, beta_TH) if x is not None)
-        return v_THV * sum(x.sum() for x in given)
+    if T == 0:  # an empty result, which still has gradients
+        inputs = (x for x in (q_TQK, k_TQK, g_TH, beta_TH) if x is not None)
+        return v_THV * sum(x.sum() for x in inputs)
     wide = torch.promote_types(v_THV.dtype, torch.float32)
     i = torch.arange(CHUNK, device=v_THV.device)
     token_CI = (documents.starts_C[:, None] + i).clamp(max=T - 1)
@@ -242,11 +243,13 @@ def chunked(
         mask = valid_CI.view(*valid_CI.shape, *[1] * (x.dim() - 2))
         return x.masked_fill(~mask, 0).transpose(1, 2)
 
+    # The decay within chunks, D.
     q, k = (chunks(x).repeat_interleave(heads, 1) for x in (q_TQK, k_TQK))
     u, sums = chunks(v_THV), chunks(g_TH).cumsum(-1)
     below = i[:, None] >= i
     decay = (sums[..., :, None] - sums[..., None, :]).masked_fill(~below, -torch.inf).exp()
     grown = sums.exp()[..., None]
+    # Solve (1 + L) [W, U] = diag(beta) [diag(e^G) K, V], so that U - W S is the formulas' U.
     w = None
     if beta_TH is not None:
         beta = chunks(beta_TH)[..., None]
@@ -256,14 +259,17 @@ def chunked(
         solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
         w, u = solved.split((k.shape[-1], u.shape[-1]), -1)
     final = sums[..., -1:, None]  # past a chunk's end g is 0
-    # Chunks in sequence; a document's first one begins with zeros, or with what is carried.
+    # Walk over the chunks; a document's first begins with zeros, or with the state carried to it.
     at_C = torch.arange(len(u), device=u.device)
     is_first_C = torch.isin(at_C, documents.firsts_N)
     is_full_C = documents.sizes_C == CHUNK
     state = u.new_zeros(u.shape[1], k.shape[-1], u.shape[-1])
-    states = []
-    news = []
-    ended = []
+    states: list[torch.Tensor] = []
+    """The state before each chunk."""
+    news: list[torch.Tensor] = []
+    """U of each chunk."""
+    ended: list[torch.Tensor] = []
+    """The state after each chunk's document so far."""
     start_C = [torch.zeros_like(state)] * len(u)
     if carried is not None:
         first_N = carried.states_PHKV[carried.slots_N.long()].to(wide)
@@ -278,9 +284,11 @@ def chunked(
         after = state * final[c].exp() + kept.mT @ news[c]
         state = torch.where(is_full_C[c], after, state)
         ended.append(state)
+    # Leave the states of full chunks for later calls.
     if carried is not None:
         last_N = torch.stack(ended)[documents.firsts_N[1:].long() - 1]
         carried.states_PHKV[carried.slots_N.long()] = last_N.to(carried.states_PHKV.dtype)
+    # The outputs, and back from chunks to tokens.
     out = (q * grown) @ torch.stack(states) + (decay * (q @ k.mT)) @ torch.stack(news)
     rows = (scale * out).transpose(1, 2).flatten(0, 1)  # zeros past a chunk's end, as q has
     o_THV = rows.new_zeros(T, *rows.shape[1:])
@@ -292,16 +300,16 @@ def chunked(
 
 
 class Launch(NamedTuple):
-    """Launch settings of a kernel. docs/log/attention.md lists the others that were tried."""
+    """Launch settings of a kernel; docs/log/attention.md lists others that were tried."""
 
     warps: int
     stages: int
     columns: int = 0
-    """Columns of a state (of V; in the gradients of inputs, of K) that a program has."""
+    """Columns of V, or in the inputs' gradients of K, that a program takes."""
 
 
-# The best on one H100, bf16, K = V = 128. With one stage Triton 3.6 computes the kernels that walk
-# over chunks wrongly (states off by all of their size); with two and more rightly.
+# The fastest on one H100, bf16, K = V = 128. With one stage Triton 3.6 miscompiles the kernels that
+# walk over chunks (states are wrong by their own size); with two and more it does not.
 _PREPARE = Launch(4, 2)
 _STATES = Launch(4, 3, 32)
 _OUTPUTS = Launch(4, 1, 128)
@@ -311,11 +319,21 @@ _INPUTS = Launch(8, 2, 128)
 
 
 def sizes_of(k_TQK: torch.Tensor, v_THV: torch.Tensor) -> dict[str, Any]:
-    """Return what every kernel is compiled for."""
+    """Return the arguments that every kernel is compiled for."""
     (_, Q, K), (_, H, V) = k_TQK.shape, v_THV.shape
-    # Of fp32 numbers: the products' error is to be below the inputs' own.
+    # With fp32 inputs the products' error must be below the inputs' own.
     precision = "tf32x3" if k_TQK.dtype == torch.float32 else "tf32"
     return {"H": H, "Q": Q, "K": K, "V": V, "C": CHUNK, "PRECISION": precision}
+
+
+class _Forward(NamedTuple):
+    """The results of the forward's kernels."""
+
+    out_THV: torch.Tensor
+    inverse_CHII: torch.Tensor
+    """T of every chunk."""
+    sums_TH: torch.Tensor
+    """The running sums of ``g`` in their chunks."""
 
 
 @torch.library.custom_op("moetrain::gated_delta", mutates_args=())
@@ -331,43 +349,69 @@ def _gated_delta(
     firsts_N: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The outputs, T of every chunk, and the running sums of ``g`` in their chunks."""
+    """Return :class:`_Forward`."""
     documents = Documents(bounds_N, starts_C, sizes_C, firsts_N)
-    return _launch_forward(q_TQK, k_TQK, v_THV, g_TH, beta_TH, documents, scale)
+    inputs = _RuleInputs(q_TQK, k_TQK, v_THV, g_TH, beta_TH)
+    return _launch_forward(inputs, documents, scale)
 
 
 def _launch_forward(
-    q_TQK: torch.Tensor,
-    k_TQK: torch.Tensor,
-    v_THV: torch.Tensor,
-    g_TH: torch.Tensor,
-    beta_TH: torch.Tensor,
-    documents: Documents,
-    scale: float,
-    carried: Carried | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    (_, starts_C, sizes_C, _), sizes = documents, sizes_of(k_TQK, v_THV)
+    inputs: _RuleInputs, documents: Documents, scale: float, carried: Carried | None = None
+) -> _Forward:
+    q_TQK, k_TQK, v_THV, g_TH, beta_TH = inputs
+    starts_C, sizes_C = documents.starts_C, documents.sizes_C
+    sizes = sizes_of(k_TQK, v_THV)
     H, C, V = v_THV.shape[1], starts_C.shape[0], v_THV.shape[2]
     inverse_CHII = k_TQK.new_empty(C, H, CHUNK, CHUNK)
     sums_TH = torch.empty_like(g_TH)
     out_THV = torch.empty_like(v_THV)
     if out_THV.numel() == 0:
-        return out_THV, inverse_CHII, sums_TH
+        return _Forward(out_THV, inverse_CHII, sums_TH)
     prepare_kernel[(C, H)](
-        k_TQK, g_TH, beta_TH, starts_C, sizes_C, inverse_CHII, sums_TH,
-        **sizes, num_warps=_PREPARE.warps, num_stages=_PREPARE.stages,
-    )  # fmt: skip
+        k_TQK,
+        g_TH,
+        beta_TH,
+        starts_C,
+        sizes_C,
+        inverse_CHII,
+        sums_TH,
+        **sizes,
+        num_warps=_PREPARE.warps,
+        num_stages=_PREPARE.stages,
+    )
     new_THV, states_CHKV = _states(k_TQK, v_THV, beta_TH, documents, inverse_CHII, sums_TH, carried)
     columns = min(_OUTPUTS.columns, V)
     outputs_kernel[(V // columns, H, C)](
-        q_TQK, k_TQK, new_THV, sums_TH, states_CHKV, starts_C, sizes_C, out_THV, scale,
-        **sizes, BV=columns, num_warps=_OUTPUTS.warps, num_stages=_OUTPUTS.stages,
-    )  # fmt: skip
-    return out_THV, inverse_CHII, sums_TH
+        q_TQK,
+        k_TQK,
+        new_THV,
+        sums_TH,
+        states_CHKV,
+        starts_C,
+        sizes_C,
+        out_THV,
+        scale,
+        **sizes,
+        BV=columns,
+        num_warps=_OUTPUTS.warps,
+        num_stages=_OUTPUTS.stages,
+    )
+    return _Forward(out_THV, inverse_CHII, sums_TH)
 
 
 @_gated_delta.register_fake
-def _(q_TQK, k_TQK, v_THV, g_TH, beta_TH, bounds_N, starts_C, sizes_C, firsts_N, scale):
+def _(
+    q_TQK: torch.Tensor,
+    k_TQK: torch.Tensor,
+    v_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    beta_TH: torch.Tensor,
+    bounds_N: torch.Tensor,
+    starts_C: torch.Tensor,
+    sizes_C: torch.Tensor,
+    firsts_N: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     inverse_CHII = k_TQK.new_empty(starts_C.shape[0], v_THV.shape[1], CHUNK, CHUNK)
     return torch.empty_like(v_THV), inverse_CHII, torch.empty_like(g_TH)
 
@@ -390,15 +434,27 @@ def _states(
     new_THV = torch.empty_like(v_THV)
     states_CHKV = k_TQK.new_empty(starts_C.shape[0], H, K, V)
     columns = min(_STATES.columns, V)
-    states = (None, None, None)
-    begins_N, ends_N = bounds_N, bounds_N[1:]
-    if carried is not None:
-        *states, begins_N, ends_N = carried
-    states_kernel[(V // columns, H, len(ends_N))](
-        k_TQK, v_THV, beta_TH, sums_TH, inverse_CHII, begins_N, ends_N, firsts_N, new_THV,
-        states_CHKV, *states, **sizes_of(k_TQK, v_THV), BV=columns, CARRIED=carried is not None,
-        DELTA=True, num_warps=_STATES.warps, num_stages=_STATES.stages,
-    )  # fmt: skip
+    states_kernel[(V // columns, H, firsts_N.shape[0] - 1)](
+        k_TQK,
+        v_THV,
+        beta_TH,
+        sums_TH,
+        inverse_CHII,
+        bounds_N if carried is None else carried.begins_N,
+        bounds_N[1:] if carried is None else carried.ends_N,
+        firsts_N,
+        new_THV,
+        states_CHKV,
+        None if carried is None else carried.states_PHKV,
+        None if carried is None else carried.slots_N,
+        None if carried is None else carried.is_new_N,
+        **sizes_of(k_TQK, v_THV),
+        BV=columns,
+        CARRIED=carried is not None,
+        DELTA=True,
+        num_warps=_STATES.warps,
+        num_stages=_STATES.stages,
+    )
     return new_THV, states_CHKV
 
 
@@ -418,7 +474,7 @@ def _gated_delta_gradients(
     sums_TH: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k, v, g and beta."""
+    """Return the gradients of q, k, v, g and beta."""
     documents = Documents(bounds_N, starts_C, sizes_C, firsts_N)
     sizes = sizes_of(k_TQK, v_THV)
     (T, H, V), (_, Q, K), C = v_THV.shape, k_TQK.shape, starts_C.shape[0]
@@ -427,35 +483,92 @@ def _gated_delta_gradients(
     dbeta_TH = torch.empty_like(beta_TH)
     if T * H == 0:
         return torch.zeros_like(q_TQK), torch.zeros_like(k_TQK), dv_THV, dg_TH, dbeta_TH
+    # 1. U and the states again.
     new_THV, states_CHKV = _states(k_TQK, v_THV, beta_TH, documents, inverse_CHII, sums_TH)
-    # dU of the chunk's own outputs, over which the next kernel writes dR.
+    # 2. The part of dU from the chunk's own outputs, which the next kernel overwrites by dR.
     du_THV = torch.empty_like(v_THV)
     d_states_CHKV = torch.empty_like(states_CHKV)
     local_kernel[(H, C)](
-        q_TQK, k_TQK, do_THV, sums_TH, starts_C, sizes_C, du_THV, scale,
-        **sizes, num_warps=_LOCAL.warps, num_stages=_LOCAL.stages,
-    )  # fmt: skip
+        q_TQK,
+        k_TQK,
+        do_THV,
+        sums_TH,
+        starts_C,
+        sizes_C,
+        du_THV,
+        scale,
+        **sizes,
+        num_warps=_LOCAL.warps,
+        num_stages=_LOCAL.stages,
+    )
+    # 3. dR and the states' gradients, from each document's end.
     columns = min(_STATE_GRADS.columns, V)
     state_gradients_kernel[(V // columns, H, len(bounds_N) - 1)](
-        q_TQK, k_TQK, do_THV, beta_TH, sums_TH, inverse_CHII, bounds_N, firsts_N, du_THV,
-        d_states_CHKV, scale, **sizes, DELTA=True, BV=columns, num_warps=_STATE_GRADS.warps,
+        q_TQK,
+        k_TQK,
+        do_THV,
+        beta_TH,
+        sums_TH,
+        inverse_CHII,
+        bounds_N,
+        firsts_N,
+        du_THV,
+        d_states_CHKV,
+        scale,
+        **sizes,
+        DELTA=True,
+        BV=columns,
+        num_warps=_STATE_GRADS.warps,
         # Three stages of fp32 tiles do not fit into a multiprocessor's shared memory.
         num_stages=min(_STATE_GRADS.stages, 8 // k_TQK.element_size()),
-    )  # fmt: skip
-    dq_THK, dk_THK = (k_TQK.new_empty(T, H, K) for _ in "qk")
+    )
+    # 4. The inputs' gradients. Each part of K has a share of the gates' gradients.
+    dq_THK, dk_THK = k_TQK.new_empty(T, H, K), k_TQK.new_empty(T, H, K)
     columns = min(_INPUTS.columns, K)
-    # What a part of K has of the gates' gradients.
-    d_sums_PTH, d_beta_PTH = (g_TH.new_empty(K // columns, T, H) for _ in "gb")
-    input_gradients_kernel[(K // columns, H, C)](
-        q_TQK, k_TQK, v_THV, do_THV, new_THV, du_THV, beta_TH, sums_TH, states_CHKV,
-        d_states_CHKV, starts_C, sizes_C, dq_THK, dk_THK, dv_THV, d_sums_PTH, d_beta_PTH, scale, T,
-        **sizes, DELTA=True, BK=columns, BV=min(64, V), num_warps=_INPUTS.warps,
+    parts = K // columns
+    d_sums_PTH, d_beta_PTH = g_TH.new_empty(parts, T, H), g_TH.new_empty(parts, T, H)
+    input_gradients_kernel[(parts, H, C)](
+        q_TQK,
+        k_TQK,
+        v_THV,
+        do_THV,
+        new_THV,
+        du_THV,
+        beta_TH,
+        sums_TH,
+        states_CHKV,
+        d_states_CHKV,
+        starts_C,
+        sizes_C,
+        dq_THK,
+        dk_THK,
+        dv_THV,
+        d_sums_PTH,
+        d_beta_PTH,
+        scale,
+        T,
+        **sizes,
+        DELTA=True,
+        BK=columns,
+        BV=min(64, V),
+        num_warps=_INPUTS.warps,
         num_stages=_INPUTS.stages,
-    )  # fmt: skip
+    )
     gate_gradients_kernel[(H, C)](
-        d_sums_PTH, d_beta_PTH, starts_C, sizes_C, dg_TH, dbeta_TH, T,
-        H=H, C=CHUNK, P=K // columns, DELTA=True, num_warps=1,
-    )  # fmt: skip
+        d_sums_PTH,
+        d_beta_PTH,
+        starts_C,
+        sizes_C,
+        dg_TH,
+        dbeta_TH,
+        T,
+        H=H,
+        C=CHUNK,
+        P=parts,
+        DELTA=True,
+        num_warps=1,
+    )
+    # Sum over the heads of values that share queries and keys.
     if H != Q:
         dq_THK, dk_THK = (
             x.unflatten(1, (Q, H // Q)).sum(2, dtype=torch.float32).to(k_TQK.dtype)
@@ -465,24 +578,47 @@ def _gated_delta_gradients(
 
 
 @_gated_delta_gradients.register_fake
-def _(do_THV, q_TQK, k_TQK, v_THV, g_TH, beta_TH, *others):
-    return tuple(torch.empty_like(x) for x in (q_TQK, k_TQK, v_THV, g_TH, beta_TH))
+def _(
+    do_THV: torch.Tensor,
+    q_TQK: torch.Tensor,
+    k_TQK: torch.Tensor,
+    v_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    beta_TH: torch.Tensor,
+    bounds_N: torch.Tensor,
+    starts_C: torch.Tensor,
+    sizes_C: torch.Tensor,
+    firsts_N: torch.Tensor,
+    inverse_CHII: torch.Tensor,
+    sums_TH: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        torch.empty_like(q_TQK),
+        torch.empty_like(k_TQK),
+        torch.empty_like(v_THV),
+        torch.empty_like(g_TH),
+        torch.empty_like(beta_TH),
+    )
 
 
-def _save(
-    ctx: Any,
-    inputs: tuple[Any, ...],
-    output: tuple[torch.Tensor, ...],
-) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
+    _, inverse_CHII, sums_TH = output
+    ctx.save_for_backward(*tensors, inverse_CHII, sums_TH)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, do_THV: torch.Tensor | None, *_: object) -> tuple[Any, ...]:
     if do_THV is None:
-        return (None,) * 10
-    return (*_gated_delta_gradients(do_THV, *ctx.saved_tensors, ctx.scale), *(None,) * 5)
+        return gradients(_gated_delta)
+    # All inputs but the scale, then the forward's results: the gradients' op has that order too.
+    dq_TQK, dk_TQK, dv_THV, dg_TH, dbeta_TH = _gated_delta_gradients(
+        do_THV, *ctx.saved_tensors, ctx.scale
+    )
+    return gradients(
+        _gated_delta, q_TQK=dq_TQK, k_TQK=dk_TQK, v_THV=dv_THV, g_TH=dg_TH, beta_TH=dbeta_TH
+    )
 
 
 _gated_delta.register_autograd(_differentiate, setup_context=_save)

@@ -1,4 +1,4 @@
-"""The tokens that a step of generation reads, laid out for linear attention.
+"""The layout of a step's tokens for linear attention in generation.
 
 :mod:`moetrain.kernels.linear_attention.step` says what rows are, and has a worked example.
 
@@ -17,57 +17,67 @@ from moetrain.kernels.linear_attention.gated_delta import CHUNK, Documents
 
 
 class Reads(NamedTuple):
-    """Tokens that a step reads, and where they lie; all layers share it.
+    """The tokens that a step reads, and their rows and slots; all layers share it.
 
-    Slot 0 is nobody's: what no later step needs is written there.
+    Slot 0 belongs to no sequence: what no later step needs is written there. A slot has ``CHUNK``
+    entries; an entry's index counts over all slots.
     """
 
     place_T: torch.Tensor
     """int64: each token's place in its sequence."""
     before_T: torch.Tensor
-    """int64: how many tokens of its sequence this step reads before it."""
+    """int64: number of tokens of its sequence that this step reads before it."""
     after_T: torch.Tensor
-    """int64: how many it reads after it."""
+    """int64: number of tokens of its sequence that this step reads after it."""
     slots_T: torch.Tensor
-    """int64: its sequence's slot."""
+    """int64: the slot of its sequence."""
     rows_T: torch.Tensor
     """int64: its row."""
     own_T: torch.Tensor
-    """int64: its place among those of all slots, if its chunk stays open; else one of slot 0."""
+    """int64: its entry if its chunk stays open, else an entry of slot 0."""
     kept_2R: torch.Tensor | None
-    """int64: rows of tokens that were read before, and their places among those of all slots. None:
-    the slots' places are the rows."""
+    """int64: rows of tokens that earlier steps read, and their entries. None: the rows are the
+    entries themselves."""
     num_rows: int
+    """R; 0 if the rows are the entries."""
     begins_N: torch.Tensor
-    """int32: each sequence's first row, and below where its rows end."""
+    """int32: each sequence's first row."""
     ends_N: torch.Tensor
+    """int32: the end of each sequence's rows."""
     documents: Documents
     """The chunks of the rows. Its ``bounds_N`` are not used."""
     slots_N: torch.Tensor
-    """int32."""
+    """int32: each sequence's slot."""
     is_new_N: torch.Tensor
     """int32: 1 where the state before the first row is zero, and its slot's is not read."""
 
     @classmethod
     def of(cls, sequences: Sequence[tuple[int, int, int]], device: torch.device | str) -> Self:
-        """Lay out what is read of ``sequences``: slot, tokens read before, and tokens read now."""
-        slots_N, seen_N, numbers_N = torch.tensor(sequences, dtype=torch.int64).view(-1, 3).T
+        """Lay out a step.
+
+        Args:
+            sequences: (slot, tokens that earlier steps read, tokens to read) of each.
+        """
+        slots_N, seen_N, new_N = torch.tensor(sequences, dtype=torch.int64).view(-1, 3).T
+        # Rows: of each sequence the tokens of its open chunk, then those to read.
         open_N = seen_N % CHUNK
-        bounds_N = F.pad((open_N + numbers_N).cumsum(0), (1, 0))
-        rows, number = int(bounds_N[-1]), len(slots_N)
-        of_R = torch.arange(number).repeat_interleave(open_N + numbers_N)
-        at_R = torch.arange(rows) - bounds_N[of_R]
-        is_read_R = at_R >= open_N[of_R]
-        rows_T = is_read_R.nonzero()[:, 0]
-        kept_R = (~is_read_R).nonzero()[:, 0]
-        of_T = of_R[rows_T]
-        before_T = at_R[rows_T] - open_N[of_T]
-        place_T = seen_N[of_T] + before_T
-        after_T = numbers_N[of_T] - 1 - before_T
-        slots_T = slots_N[of_T]
+        bounds_N = F.pad((open_N + new_N).cumsum(0), (1, 0))
+        rows = int(bounds_N[-1])
+        sequence_R = torch.arange(len(slots_N)).repeat_interleave(open_N + new_N)
+        at_R = torch.arange(rows) - bounds_N[sequence_R]
+        is_new_R = at_R >= open_N[sequence_R]
+        rows_T = is_new_R.nonzero()[:, 0]
+        kept_R = (~is_new_R).nonzero()[:, 0]
+        # Tokens to read.
+        sequence_T = sequence_R[rows_T]
+        before_T = at_R[rows_T] - open_N[sequence_T]
+        place_T = seen_N[sequence_T] + before_T
+        after_T = new_N[sequence_T] - 1 - before_T
+        slots_T = slots_N[sequence_T]
+        # Entries: of tokens whose chunk the step leaves open, and of tokens kept before.
         stays_T = place_T // CHUNK == (place_T + after_T) // CHUNK
         own_T = torch.where(stays_T, slots_T, 0) * CHUNK + place_T % CHUNK
-        kept_2R = torch.stack((kept_R, slots_N[of_R[kept_R]] * CHUNK + at_R[kept_R]))
+        kept_2R = torch.stack((kept_R, slots_N[sequence_R[kept_R]] * CHUNK + at_R[kept_R]))
         documents = Documents.of(bounds_N.int(), rows)
         return cls(
             place_T=place_T.to(device),
@@ -87,15 +97,16 @@ class Reads(NamedTuple):
 
     @classmethod
     def of_singles(
-        cls,
-        slots_N: torch.Tensor,
-        seen_N: torch.Tensor,
-        before_N: torch.Tensor | None = None,
+        cls, slots_N: torch.Tensor, seen_N: torch.Tensor, before_N: torch.Tensor | None = None
     ) -> Self:
         """Lay out one more token of each sequence, without waiting for the device.
 
-        With ``before_N`` there may be several of a sequence, behind each other, and as many before
-        each in this step. They lie in one chunk, and none is its last: then a state is only read.
+        Args:
+            slots_N: each sequence's slot.
+            seen_N: the tokens before this one.
+            before_N: the number of them that this step reads too, if a sequence may have several
+                tokens, one after the other. They are of one chunk, and none is its last, so that
+                the state is only read.
         """
         slots_N, seen_N = slots_N.long(), seen_N.long()
         zeros_N = torch.zeros_like(slots_N)

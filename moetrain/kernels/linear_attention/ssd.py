@@ -1,12 +1,12 @@
-"""The recurrence of Mamba-2 over packed documents: linear attention with a state that decays.
+"""Mamba-2's recurrence over packed documents: linear attention with a decaying state.
 
 Each head has a state S [K, V], zero at the start of every document. Token by token (state space
 duality, arXiv 2405.21060)::
 
     S = exp(g) S + k u^T        o = S^T q
 
-Mamba-2 calls q, k and u C, B and dt x, and g is dt A. It is the gated delta rule without its
-correction of what the state already holds for the key.
+In Mamba-2's notation q, k and u are C, B and dt x, and g is dt A. It is the gated delta rule
+without the correction by what the state already holds for the key.
 
 Worked example, K = V = 1, g = ln(1/2), k = q = 1, u = 1, 1: the state goes from 0 to 1 and 3/2,
 which are also the outputs; a document that starts at the second token gives 1 again.
@@ -16,22 +16,21 @@ G_j) for j <= i, and S the state before it::
 
     O = diag(e^G) Q S + (D * Q K^T) U       S <- e^G_last S + (diag(e^(G_last - G)) K)^T U
 
-The kernels that have to do with states are those of
-:mod:`moetrain.kernels.linear_attention.delta_kernels`, without their W. The backward makes the
-states again. States are rounded to the inputs' dtype where a product reads them and are carried in
-fp32.
+The kernels are those of :mod:`moetrain.kernels.linear_attention.delta_kernels` without DELTA. The
+backward computes the states again. States are rounded to the inputs' dtype where a product reads
+them, and are carried in fp32.
 
 Left out on purpose: the step sizes, the skip ``D x``, and the convolution before them, which the
 compiler fuses.
 
-Legend: T tokens, H heads of values, Q heads of queries and keys (each serves H / Q of the former;
-Mamba-2's groups), K width of a key (of Mamba-2's state), V width of a value, N documents, C chunks
-of them, P parts of K.
+Legend: T tokens, H heads of values, Q heads of queries and keys (Mamba-2's groups; each serves
+H / Q heads of values), K width of a key (Mamba-2's state size), V width of a value, N documents, C
+chunks of them, P parts of K.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,6 +43,7 @@ from moetrain.kernels.linear_attention.delta_kernels import (
     states_kernel,
 )
 from moetrain.kernels.linear_attention.gated_delta import (
+    CHUNK,
     WIDTHS,
     Carried,
     Documents,
@@ -53,6 +53,7 @@ from moetrain.kernels.linear_attention.gated_delta import (
 )
 from moetrain.runtime.backend import (
     Backend,
+    gradients,
     refusal,
     require_contiguous,
     tl,
@@ -97,7 +98,7 @@ def ssd_continued(
     """
     if not _is_fast(q_TQK, k_TQK, u_THV, g_TH, backend):
         return chunked(q_TQK, k_TQK, u_THV, g_TH, None, documents, 1.0, carried)
-    return _launch_forward(q_TQK, k_TQK, u_THV, g_TH.float(), documents, carried)[0]
+    return _launch_forward(q_TQK, k_TQK, u_THV, g_TH.float(), documents, carried).out_THV
 
 
 def _is_fast(
@@ -107,7 +108,7 @@ def _is_fast(
     g_TH: torch.Tensor,
     backend: Backend,
 ) -> bool:
-    """Return whether the kernels run; refuse inputs that cannot be taken."""
+    """Return True if the kernels run; raise ValueError for inputs that they do not take."""
     (T, Q, K), (_, H, V) = k_TQK.shape, u_THV.shape
     fits = q_TQK.shape == k_TQK.shape and u_THV.shape[0] == T and H % max(1, Q) == 0
     if not fits or g_TH.shape != (T, H):
@@ -122,13 +123,21 @@ def _is_fast(
     return True
 
 
-# The gated delta rule's own, not tuned again; kernels that walk over chunks need two stages.
+# Those of the gated delta rule, not tuned again; kernels that walk over chunks need two stages.
 _GATES = Launch(1, 1)
 _STATES = Launch(4, 3, 32)
 _OUTPUTS = Launch(4, 1, 128)
 _LOCAL = Launch(4, 1)
 _STATE_GRADS = Launch(4, 3, 32)
 _INPUTS = Launch(4, 2, 64)
+
+
+class _Forward(NamedTuple):
+    """The results of the forward's kernels."""
+
+    out_THV: torch.Tensor
+    sums_TH: torch.Tensor
+    """The running sums of ``g`` in their chunks."""
 
 
 @torch.library.custom_op("moetrain::ssd", mutates_args=())
@@ -142,7 +151,7 @@ def _ssd(
     sizes_C: torch.Tensor,
     firsts_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs, and the running sums of ``g`` in their chunks."""
+    """Return :class:`_Forward`."""
     documents = Documents(bounds_N, starts_C, sizes_C, firsts_N)
     return _launch_forward(q_TQK, k_TQK, u_THV, g_TH, documents)
 
@@ -154,29 +163,55 @@ def _launch_forward(
     g_TH: torch.Tensor,
     documents: Documents,
     carried: Carried | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    _, starts_C, sizes_C, _ = documents
+) -> _Forward:
+    starts_C, sizes_C = documents.starts_C, documents.sizes_C
     sizes = sizes_of(k_TQK, u_THV)
     H, C, V = u_THV.shape[1], starts_C.shape[0], u_THV.shape[2]
     sums_TH = torch.empty_like(g_TH)
     out_THV = torch.empty_like(u_THV)
     if out_THV.numel() == 0:
-        return out_THV, sums_TH
+        return _Forward(out_THV, sums_TH)
     _sums_kernel[(C, H)](
-        g_TH, starts_C, sizes_C, sums_TH, H=H, C=sizes["C"],
-        num_warps=_GATES.warps, num_stages=_GATES.stages,
-    )  # fmt: skip
+        g_TH,
+        starts_C,
+        sizes_C,
+        sums_TH,
+        H=H,
+        C=CHUNK,
+        num_warps=_GATES.warps,
+        num_stages=_GATES.stages,
+    )
     states_CHKV = _states(k_TQK, u_THV, sums_TH, documents, carried)
     columns = min(_OUTPUTS.columns, V)
     outputs_kernel[(V // columns, H, C)](
-        q_TQK, k_TQK, u_THV, sums_TH, states_CHKV, starts_C, sizes_C, out_THV, 1.0,
-        **sizes, BV=columns, num_warps=_OUTPUTS.warps, num_stages=_OUTPUTS.stages,
-    )  # fmt: skip
-    return out_THV, sums_TH
+        q_TQK,
+        k_TQK,
+        u_THV,
+        sums_TH,
+        states_CHKV,
+        starts_C,
+        sizes_C,
+        out_THV,
+        1.0,
+        **sizes,
+        BV=columns,
+        num_warps=_OUTPUTS.warps,
+        num_stages=_OUTPUTS.stages,
+    )
+    return _Forward(out_THV, sums_TH)
 
 
 @_ssd.register_fake
-def _(q_TQK, k_TQK, u_THV, g_TH, bounds_N, starts_C, sizes_C, firsts_N):
+def _(
+    q_TQK: torch.Tensor,
+    k_TQK: torch.Tensor,
+    u_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    bounds_N: torch.Tensor,
+    starts_C: torch.Tensor,
+    sizes_C: torch.Tensor,
+    firsts_N: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(u_THV), torch.empty_like(g_TH)
 
 
@@ -191,19 +226,31 @@ def _states(
     carried: Carried | None = None,
 ) -> torch.Tensor:
     """Return each chunk's first state, [C, H, K, V] in the inputs' dtype."""
-    (_, H, V), K, sizes = u_THV.shape, k_TQK.shape[2], sizes_of(k_TQK, u_THV)
+    H, V, K = u_THV.shape[1], u_THV.shape[2], k_TQK.shape[2]
     bounds_N, starts_C, _, firsts_N = documents
     states_CHKV = k_TQK.new_empty(starts_C.shape[0], H, K, V)
     columns = min(_STATES.columns, V)
-    states = (None, None, None)
-    begins_N, ends_N = bounds_N, bounds_N[1:]
-    if carried is not None:
-        *states, begins_N, ends_N = carried
-    states_kernel[(V // columns, H, len(ends_N))](
-        k_TQK, u_THV, None, sums_TH, None, begins_N, ends_N, firsts_N, None, states_CHKV,
-        *states, **sizes, CARRIED=carried is not None, DELTA=False, BV=columns,
-        num_warps=_STATES.warps, num_stages=_STATES.stages,
-    )  # fmt: skip
+    states_kernel[(V // columns, H, firsts_N.shape[0] - 1)](
+        k_TQK,
+        u_THV,
+        None,  # beta
+        sums_TH,
+        None,  # inverse
+        bounds_N if carried is None else carried.begins_N,
+        bounds_N[1:] if carried is None else carried.ends_N,
+        firsts_N,
+        None,  # new
+        states_CHKV,
+        None if carried is None else carried.states_PHKV,
+        None if carried is None else carried.slots_N,
+        None if carried is None else carried.is_new_N,
+        **sizes_of(k_TQK, u_THV),
+        CARRIED=carried is not None,
+        DELTA=False,
+        BV=columns,
+        num_warps=_STATES.warps,
+        num_stages=_STATES.stages,
+    )
     return states_CHKV
 
 
@@ -220,40 +267,99 @@ def _ssd_gradients(
     firsts_N: torch.Tensor,
     sums_TH: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k, u and g."""
+    """Return the gradients of q, k, u and g."""
     documents = Documents(bounds_N, starts_C, sizes_C, firsts_N)
     sizes = sizes_of(k_TQK, u_THV)
     (T, H, V), (_, Q, K), C = u_THV.shape, k_TQK.shape, starts_C.shape[0]
     do_THV, du_THV, dg_TH = do_THV.contiguous(), torch.empty_like(u_THV), torch.empty_like(g_TH)
     if T * H == 0:
         return torch.zeros_like(q_TQK), torch.zeros_like(k_TQK), du_THV, dg_TH
+    # 1. The states again.
     states_CHKV = _states(k_TQK, u_THV, sums_TH, documents)
+    # 2. The part of dU from the chunk's own outputs.
     d_states_CHKV = torch.empty_like(states_CHKV)
     local_kernel[(H, C)](
-        q_TQK, k_TQK, do_THV, sums_TH, starts_C, sizes_C, du_THV, 1.0,
-        **sizes, num_warps=_LOCAL.warps, num_stages=_LOCAL.stages,
-    )  # fmt: skip
+        q_TQK,
+        k_TQK,
+        do_THV,
+        sums_TH,
+        starts_C,
+        sizes_C,
+        du_THV,
+        1.0,
+        **sizes,
+        num_warps=_LOCAL.warps,
+        num_stages=_LOCAL.stages,
+    )
+    # 3. The states' gradients, from each document's end, and the rest of dU.
     columns = min(_STATE_GRADS.columns, V)
     state_gradients_kernel[(V // columns, H, len(bounds_N) - 1)](
-        q_TQK, k_TQK, do_THV, None, sums_TH, None, bounds_N, firsts_N, du_THV, d_states_CHKV, 1.0,
-        **sizes, DELTA=False, BV=columns, num_warps=_STATE_GRADS.warps,
+        q_TQK,
+        k_TQK,
+        do_THV,
+        None,  # beta
+        sums_TH,
+        None,  # inverse
+        bounds_N,
+        firsts_N,
+        du_THV,
+        d_states_CHKV,
+        1.0,
+        **sizes,
+        DELTA=False,
+        BV=columns,
+        num_warps=_STATE_GRADS.warps,
         # Three stages of fp32 tiles do not fit into a multiprocessor's shared memory.
         num_stages=min(_STATE_GRADS.stages, 8 // k_TQK.element_size()),
-    )  # fmt: skip
-    dq_THK, dk_THK = (k_TQK.new_empty(T, H, K) for _ in "qk")
+    )
+    # 4. The other inputs' gradients. Each part of K has a share of the sums' gradients.
+    dq_THK, dk_THK = k_TQK.new_empty(T, H, K), k_TQK.new_empty(T, H, K)
     columns = min(_INPUTS.columns, K)
-    # What a part of K has of the sums' gradients.
-    d_sums_PTH = g_TH.new_empty(K // columns, T, H)
-    input_gradients_kernel[(K // columns, H, C)](
-        q_TQK, k_TQK, None, do_THV, u_THV, None, None, sums_TH, states_CHKV, d_states_CHKV,
-        starts_C, sizes_C, dq_THK, dk_THK, None, d_sums_PTH, None, 1.0, T,
-        **sizes, DELTA=False, BK=columns, BV=min(64, V),
-        num_warps=_INPUTS.warps, num_stages=_INPUTS.stages,
-    )  # fmt: skip
+    parts = K // columns
+    d_sums_PTH = g_TH.new_empty(parts, T, H)
+    input_gradients_kernel[(parts, H, C)](
+        q_TQK,
+        k_TQK,
+        None,  # v
+        do_THV,
+        u_THV,
+        None,  # dr
+        None,  # beta
+        sums_TH,
+        states_CHKV,
+        d_states_CHKV,
+        starts_C,
+        sizes_C,
+        dq_THK,
+        dk_THK,
+        None,  # dv
+        d_sums_PTH,
+        None,  # d_beta
+        1.0,
+        T,
+        **sizes,
+        DELTA=False,
+        BK=columns,
+        BV=min(64, V),
+        num_warps=_INPUTS.warps,
+        num_stages=_INPUTS.stages,
+    )
     gate_gradients_kernel[(H, C)](
-        d_sums_PTH, None, starts_C, sizes_C, dg_TH, None, T, H=H, C=sizes["C"], P=K // columns,
-        DELTA=False, num_warps=_GATES.warps, num_stages=_GATES.stages,
-    )  # fmt: skip
+        d_sums_PTH,
+        None,  # d_beta
+        starts_C,
+        sizes_C,
+        dg_TH,
+        None,  # dbeta
+        T,
+        H=H,
+        C=CHUNK,
+        P=parts,
+        DELTA=False,
+        num_warps=_GATES.warps,
+        num_stages=_GATES.stages,
+    )
+    # Sum over the heads of values that share queries and keys.
     if H != Q:
         dq_THK, dk_THK = (
             x.unflatten(1, (Q, H // Q)).sum(2, dtype=torch.float32).to(k_TQK.dtype)
@@ -263,23 +369,38 @@ def _ssd_gradients(
 
 
 @_ssd_gradients.register_fake
-def _(do_THV, q_TQK, k_TQK, u_THV, g_TH, *others):
-    return tuple(torch.empty_like(x) for x in (q_TQK, k_TQK, u_THV, g_TH))
+def _(
+    do_THV: torch.Tensor,
+    q_TQK: torch.Tensor,
+    k_TQK: torch.Tensor,
+    u_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    bounds_N: torch.Tensor,
+    starts_C: torch.Tensor,
+    sizes_C: torch.Tensor,
+    firsts_N: torch.Tensor,
+    sums_TH: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        torch.empty_like(q_TQK),
+        torch.empty_like(k_TQK),
+        torch.empty_like(u_THV),
+        torch.empty_like(g_TH),
+    )
 
 
-def _save(
-    ctx: Any,
-    inputs: tuple[Any, ...],
-    output: tuple[torch.Tensor, ...],
-) -> None:
-    ctx.save_for_backward(*inputs, output[1])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    _, sums_TH = output
+    ctx.save_for_backward(*inputs, sums_TH)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, do_THV: torch.Tensor | None, *_: object) -> tuple[Any, ...]:
     if do_THV is None:
-        return (None,) * 8
-    return (*_ssd_gradients(do_THV, *ctx.saved_tensors), *(None,) * 4)
+        return gradients(_ssd)
+    # All inputs, then the sums: the gradients' op has that order too.
+    dq_TQK, dk_TQK, du_THV, dg_TH = _ssd_gradients(do_THV, *ctx.saved_tensors)
+    return gradients(_ssd, q_TQK=dq_TQK, k_TQK=dk_TQK, u_THV=du_THV, g_TH=dg_TH)
 
 
 _ssd.register_autograd(_differentiate, setup_context=_save)
@@ -287,7 +408,7 @@ _ssd.register_autograd(_differentiate, setup_context=_save)
 
 @triton.jit
 def _sums_kernel(g_ptr, starts_ptr, sizes_ptr, sums_ptr, H: tl.constexpr, C: tl.constexpr):
-    """Compute the running sums of g in a chunk."""
+    """Compute the running sums of g in one head of a chunk."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, C)
     valid = i < tl.load(sizes_ptr + chunk)

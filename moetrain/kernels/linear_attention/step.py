@@ -1,30 +1,32 @@
-"""Linear attention in generation: sequences go on from where earlier steps have left them.
+"""A step of linear attention in generation: sequences go on from earlier steps' states.
 
-A chunk of 64 tokens (:mod:`moetrain.kernels.linear_attention.gated_delta` and
-:mod:`moetrain.kernels.linear_attention.ssd` have the formulas of two rules) is computed from the
-state before it and from its own tokens. So a sequence has a slot that holds the
-state before its open chunk, which is carried on when the chunk is full, and the inputs of the
-chunk's tokens so far. A step computes the open chunk anew, with the tokens that it reads at its
-end, by the kernels of training and in their tiles. No token's numbers depend on those after it or
-on other documents: from equal inputs a token has one result, bit for bit, in a packed batch of
-training, in a part of a prompt, and alone. A slot is read and written about as much as a state that
-every token replaces: with K = V = 128 and two value heads a key head, in bf16, a state of a head
-of the gated delta rule takes 64 KiB and is written once in 64 tokens, the inputs of a full chunk
-take 32 KiB.
+A chunk of 64 tokens is computed from the state before it and from its own tokens
+(:mod:`moetrain.kernels.linear_attention.gated_delta` and
+:mod:`moetrain.kernels.linear_attention.ssd` have the formulas of two rules). So a sequence has a
+slot that holds the state before its open chunk, and the inputs of this chunk's tokens so far; when
+the chunk is full, the state after it takes the other's place. A step computes the open chunk anew,
+with the tokens that it reads at its end, by the kernels of training and in their tiles. No token's
+values depend on later tokens or on other documents: from equal inputs a token has one result, bit
+for bit, in a packed batch of training, in a part of a prompt, and alone.
+
+A step reads and writes about as many bytes as one that updates a state with every token: with K =
+V = 128 and two value heads a key head, in bf16, a head's state of the gated delta rule takes 64 KiB
+and is written once in 64 tokens, and the inputs of a full chunk take 32 KiB.
 
 Worked example, with chunks of 4 tokens. A sequence in slot 2 has 6 tokens: its slot holds the state
 after 4, and the inputs of two tokens. A step that reads 3 more lays out 5 rows::
 
     rows     kept 4, kept 5, read 6, read 7 | read 8     two chunks, the second one open
-    after    the state after 8 tokens, and the inputs of token 8 in place 0
+    after    the state after 8 tokens, and the inputs of token 8 in entry 0
 
-A step that reads one token of each sequence writes its inputs first, and its rows are the slots.
-So it may read several tokens of a sequence, each as if it were alone, in lanes of one slot: a lane
-computes the chunk up to its own token. Of tokens that do not stay the inputs are written again.
+A step that reads one token of each sequence writes its inputs into the slots first, and the slots'
+entries are its rows. It may also read several tokens of one sequence, each in a lane of its own
+over the same slot: a lane computes the chunk up to its own token. Inputs of tokens that are not
+kept are overwritten later.
 
 Left out on purpose: gradients.
 
-Legend: T tokens that a step reads, N sequences, P slots, I places of a chunk, R rows that chunks
+Legend: T tokens that a step reads, N sequences, P slots, I entries of a slot, R rows that chunks
 are made of; others as in the rules' files.
 """
 
@@ -35,11 +37,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from moetrain.kernels.linear_attention.gated_delta import (
-    CHUNK,
-    Carried,
-    continued,
-)
+from moetrain.kernels.linear_attention.gated_delta import CHUNK, Carried, continued
 from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.linear_attention.ssd import ssd_continued
 from moetrain.runtime.backend import Backend
@@ -55,7 +53,7 @@ class StateCache(NamedTuple):
 
     @classmethod
     def empty(cls, slots: int, inputs: Sequence[torch.Tensor]) -> Self:
-        """Make slots for tokens like ``inputs``, a rule's: queries, keys, values and others."""
+        """Make slots for tokens like ``inputs``: a rule's queries, keys, values and others."""
         k_TQK, v_THV = inputs[1:3]
         wide = torch.promote_types(v_THV.dtype, torch.float32)
         state = (slots, v_THV.shape[1], k_TQK.shape[2], v_THV.shape[2])
@@ -74,18 +72,20 @@ def gated_delta_step(
     scale: float,
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """Return ``o_THV`` in ``v``'s dtype, and bring ``cache`` up to date.
+    """Return ``o_THV`` in ``v``'s dtype, and update ``cache``.
 
     Args:
         q_TQK, k_TQK, v_THV, g_TH, beta_TH: as :func:`gated_delta` takes them.
         cache: in the dtypes of these.
-        reads: of these tokens; no two sequences have one slot, but slot 0.
+        reads: the layout of these tokens; no two sequences have the same slot, except slot 0.
+        scale: the factor of the outputs.
     """
 
     def rule(rows: Sequence[torch.Tensor], carried: Carried) -> torch.Tensor:
         q_RQK, k_RQK, v_RHV, g_RH, beta_RH = rows
-        inputs = (q_RQK, k_RQK, v_RHV, g_RH, beta_RH)
-        return continued(*inputs, reads.documents, carried, scale, backend)
+        return continued(
+            q_RQK, k_RQK, v_RHV, g_RH, beta_RH, reads.documents, carried, scale, backend
+        )
 
     return _read_on(rule, (q_TQK, k_TQK, v_THV, g_TH, beta_TH), cache, reads)
 
@@ -99,7 +99,7 @@ def ssd_step(
     reads: Reads,
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """Return ``o_THV`` in ``u``'s dtype, and bring ``cache`` up to date.
+    """Return ``o_THV`` in ``u``'s dtype, and update ``cache``.
 
     Args:
         q_TQK, k_TQK, u_THV, g_TH: as :func:`ssd` takes them.
@@ -119,23 +119,28 @@ def _read_on(
     cache: StateCache,
     reads: Reads,
 ) -> torch.Tensor:
-    """Return what ``rule`` makes of the tokens, whose ``inputs`` are its own."""
+    """Return the outputs of ``rule`` for tokens with these ``inputs``, and update their slots."""
     if len(inputs[2]) == 0:
         return torch.empty_like(inputs[2])
 
-    def rows(x_T: torch.Tensor, kept_PI: torch.Tensor) -> torch.Tensor:
-        """Return the rows of one input, whose open chunks are kept."""
-        kept_P = kept_PI.flatten(0, 1)
-        x_R = kept_P
+    def rows(x_T: torch.Tensor, open_PI: torch.Tensor) -> torch.Tensor:
+        """Return the rows of one input, and keep the inputs of chunks that stay open."""
+        entries = open_PI.flatten(0, 1)
+        x_R = entries
         if reads.kept_2R is not None:
             to_R, from_R = reads.kept_2R
             x_R = x_T.new_empty(reads.num_rows, *x_T.shape[1:])
-            x_R[to_R] = kept_P[from_R]  # before others are kept there
+            x_R[to_R] = entries[from_R]  # before these entries are overwritten
             x_R[reads.rows_T] = x_T
-        kept_P[reads.own_T] = x_T
+        entries[reads.own_T] = x_T
         return x_R
 
-    all_rows = [rows(x_T, kept_PI) for x_T, kept_PI in zip(inputs, cache.open_PI, strict=True)]
-    begins = (reads.is_new_N, reads.begins_N, reads.ends_N)
-    carried = Carried(cache.states_PHKV, reads.slots_N, *begins)
+    carried = Carried(
+        states_PHKV=cache.states_PHKV,
+        slots_N=reads.slots_N,
+        is_new_N=reads.is_new_N,
+        begins_N=reads.begins_N,
+        ends_N=reads.ends_N,
+    )
+    all_rows = [rows(x_T, open_PI) for x_T, open_PI in zip(inputs, cache.open_PI, strict=True)]
     return rule(all_rows, carried)[reads.rows_T]
