@@ -382,7 +382,7 @@ def _blocks_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -
     w_ENM = normal(generator, case["E"], case["N"], case["M"])
     w_ENM *= torch.logspace(-9, 9, case["N"], device=w_ENM.device)[:, None]
     w_ENM[-1, -1] = 0.0
-    return {"w_ENM": w_ENM.to(dtype), "kind": case["kind"], "turned": case.get("turned", False)}
+    return {"w_ENM": w_ENM.to(dtype), "kind": case["kind"], "transposed": case.get("transposed", False)}
 
 
 def _product_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
@@ -418,12 +418,12 @@ _BLOCKS_SPECS = (
         reference=partial(quantise_blocks, backend="reference"),
         make_inputs=_blocks_inputs,
         cases=tuple(
-            {"E": e, "N": n, "M": m, "kind": kind, "turned": turned}
+            {"E": e, "N": n, "M": m, "kind": kind, "transposed": turned}
             for kind in ("fp32", "ue8m0")
             for (e, n, m), turned in (((2, 144, 272), False), ((3, 272, 48), True))
         ),
         benches=tuple(
-            Bench({"E": 128, "N": 1536, "M": 2048, "kind": "fp32", "turned": turned})
+            Bench({"E": 128, "N": 1536, "M": 2048, "kind": "fp32", "transposed": turned})
             for turned in (False, True)
         ),
         tolerance=_EXACT,
