@@ -6,7 +6,6 @@ The library in seven names: ``load_hf`` and ``save_hf`` for Hugging Face checkpo
 torch.
 """
 
-from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ _HOMES = {
     "Engine": "moetrain.train.engine",
     "Generator": "moetrain.generate.engine",
     "RewardModel": "moetrain.generate.scoring",
+    "Trainer": "moetrain.train.loop",
     "load_hf": "moetrain.models.hf.load",
     "save_hf": "moetrain.models.hf.save",
 }
@@ -33,28 +33,7 @@ __all__ = ["Config", "ConfigError", "Engine", "Generator", "RewardModel", "Train
 __all__ += ["save_hf"]
 
 
-@cache
-def _trainer() -> Any:
-    """Return the trainer with the callbacks that generate, which are of a layer above training."""
-    from moetrain.train.loop import Trainer
-
-    class ComposedTrainer(Trainer):
-        __doc__ = Trainer.__doc__
-
-        def __init__(self, config: Any, *, callbacks: Any = (), **given: Any) -> None:
-            callbacks = [*callbacks]
-            if config.train.sample_tokens and config.train.objective != "reward":
-                from moetrain.generate.weights import Sampled
-
-                callbacks.append(Sampled())
-            super().__init__(config, callbacks=callbacks, **given)
-
-    return ComposedTrainer
-
-
 def __getattr__(name: str) -> Any:
-    if name == "Trainer":
-        return _trainer()
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'moetrain' has no attribute {name!r}")

@@ -85,7 +85,7 @@ class Bench:
     def run(self) -> dict[str, Any]:
         """Every figure."""
         trainer = self.trainer
-        staging = trainer.snapshots.staging
+        staging = trainer.checkpointer.snapshots.staging
         assert staging is not None  # SETTINGS ask for it
         row = {
             "reserve_seconds": self.slowest(
@@ -125,13 +125,13 @@ class Bench:
         trainer.begin_save()
         blocked = time.perf_counter() - started
         seconds, steps, losses = 0.0, [], []
-        while (save := trainer.snapshots.under_way) is not None:
+        while (save := trainer.checkpointer.snapshots.under_way) is not None:
             started = time.perf_counter()
             losses.append(trainer.train_step().loss.item())
             steps.append(time.perf_counter() - started)
             # All ranks make as many steps: as long as one of them still writes.
             if not self.largest(not save.done()):
-                saved = trainer.snapshots.wait()
+                saved = trainer.checkpointer.snapshots.wait()
                 assert saved is not None
                 self.path, seconds = saved.path, saved.seconds
         self.loss = losses[0]
@@ -156,11 +156,11 @@ class Bench:
         identity = trainer.identity
 
         def restore() -> None:
-            damaged = trainer.snapshots.restore(found, identity, trainer.total_steps)
+            damaged = trainer.checkpointer.snapshots.restore(found, identity, trainer.total_steps)
             assert not damaged, damaged
 
         seconds = self.slowest(restore)
-        trainer.take_up(found)
+        trainer.loader.resume(found.state)
         trainer.step = found.state["step"]
         loss = trainer.train_step().loss.item()
         return {

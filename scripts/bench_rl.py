@@ -29,7 +29,6 @@ from bench_train import commit, device_name
 
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
-from moetrain.models.architecture import Architecture
 from moetrain.rl.envs import Episode, Prompts, Turn
 from moetrain.rl.loop import RlTrainer
 
@@ -68,8 +67,8 @@ class Noises:
 class Bench(RlTrainer):
     """A run in which nothing ends a response but its length."""
 
-    def build(self, arch: Architecture) -> None:
-        super().build(arch)
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self.collector.stop_ids = ()
 
     def finish(self) -> None:

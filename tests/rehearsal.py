@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import traceback
-from abc import ABC, ABCMeta
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -103,11 +102,6 @@ for _name in (*_OPERATORS, "truediv", "rtruediv", "pow", "mod"):
     setattr(Anything, f"__{_name}__", _give_anything)
 for _name in ["lt", "le", "gt", "ge"]:
     setattr(Anything, f"__{_name}__", Anything.__eq__)
-
-
-_OWN = {k: x for k, x in vars(Anything).items() if k not in ("__dict__", "__weakref__")}
-_AbstractAnything = ABCMeta("_AbstractAnything", (ABC,), _OWN)
-"""The same of a class that an object of an abstract one can turn into."""
 
 
 class Rehearsal:
@@ -240,9 +234,10 @@ def _stand_ins(rehearsal: Rehearsal) -> Iterator[None]:
     import distributed as spawning
 
     from moetrain.parallel import world as world_module
+    from moetrain.rl.loop import RlTrainer
     from moetrain.train import checks
     from moetrain.train.engine import Engine
-    from moetrain.train.run import Run
+    from moetrain.train.loop import Trainer
     from moetrain.train.session import Session
 
     def tensor(*args: Any, **kwargs: Any) -> Any:
@@ -253,7 +248,12 @@ def _stand_ins(rehearsal: Rehearsal) -> Iterator[None]:
 
     make_tensor = torch.tensor
     with ExitStack() as stack:
-        for cls, stand_in in ((Engine, "engine"), (Run, "run"), (Session, "session")):
+        for cls, stand_in in (
+            (Engine, "engine"),
+            (Trainer, "run"),
+            (RlTrainer, "run"),
+            (Session, "session"),
+        ):
             begin = _begun_by(getattr(rehearsal, stand_in))
             stack.enter_context(patch.object(cls, "__init__", begin))
         for function, stand_in in (
@@ -294,7 +294,7 @@ def _begun_by(make: Callable[..., Any]) -> Callable[..., None]:
 
     def begin(self: Any, *args: Any, **kwargs: Any) -> None:
         made = make(*args, **kwargs)
-        self.__class__ = _AbstractAnything if isinstance(type(self), ABCMeta) else Anything
+        self.__class__ = Anything
         self.__dict__.update(made.__dict__)
 
     return begin

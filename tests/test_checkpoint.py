@@ -226,7 +226,7 @@ def test_a_run_goes_on_past_a_damaged_checkpoint_and_keeps_it(tiny, caplog):
     assert weights.name in caplog.text
     assert names(root) == ["step-00000002", "step-00000006"]
     assert names(root.parent / "earlier-1" / "checkpoints") == ["step-00000004"]
-    assert [row["step"] for row in read_metrics(trainer.log.path) if "loss" in row] == [
+    assert [row["step"] for row in read_metrics(trainer.reporter.log.path) if "loss" in row] == [
         1,
         2,
         3,
@@ -294,7 +294,7 @@ def test_a_run_from_an_older_checkpoint_keeps_both_branches(tiny):
     old = tensors_of(earlier / "checkpoints" / "step-00000004")["model"]
     assert not torch.equal(old["norm.weight"], new["norm.weight"])
     assert read_metrics(earlier / "metrics.jsonl")[-1]["step"] == 6
-    assert read_metrics(first.log.path)[-1]["step"] == 4
+    assert read_metrics(first.reporter.log.path)[-1]["step"] == 4
 
 
 def test_a_run_from_another_folders_checkpoint_keeps_what_it_saves(tiny, tmp_path):

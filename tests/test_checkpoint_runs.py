@@ -87,7 +87,7 @@ def test_what_is_saved_behind_the_steps_is_what_a_step_left(tiny, tmp_path, slow
 
     def watched():
         result = step()
-        busy.append(trainer.snapshots.under_way is not None)
+        busy.append(trainer.checkpointer.snapshots.under_way is not None)
         return result
 
     trainer.train_step = watched
@@ -425,9 +425,9 @@ class Clock:
 
     def __init__(self, monkeypatch, trainer):
         self.now, self.step = 0.0, trainer.train_step
-        monkeypatch.setattr("moetrain.train.run.time", self)
+        monkeypatch.setattr("moetrain.train.checkpointer.time", self)
         trainer.train_step = self.train_step
-        trainer.saved_time = 0.0
+        trainer.checkpointer.saved_time = 0.0
 
     def train_step(self):
         self.now += 60

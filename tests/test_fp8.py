@@ -453,7 +453,7 @@ def test_it_learns_as_bf16_does(tiny):
         ]
         trainer = Trainer(tiny(*words, "checkpoint.resume=never", "train.sample_tokens=0"))
         trainer.fit()
-        losses = [row["loss"] for row in read_metrics(trainer.log.path) if "loss" in row]
+        losses = [row["loss"] for row in read_metrics(trainer.reporter.log.path) if "loss" in row]
         last[precision] = sum(losses[-5:]) / 5
     assert last["bf16"] < 0.8 * losses[0]
     assert list(last.values()) == [pytest.approx(last["bf16"], rel=0.03)] * len(last)

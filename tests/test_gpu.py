@@ -68,7 +68,7 @@ def train(folder, *words):
     assert trainer.device.type == "cuda"
     assert trainer.model.compute_dtype == torch.bfloat16
     trainer.fit()
-    return torch.tensor([r["loss"] for r in read_metrics(trainer.log.path) if "loss" in r])
+    return torch.tensor([r["loss"] for r in read_metrics(trainer.reporter.log.path) if "loss" in r])
 
 
 LATENT = ["model.preset=moonlight-16b-a3b", "model.num_layers=3", "model.hidden_size=128"]

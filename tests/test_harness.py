@@ -115,7 +115,7 @@ def run_of(words, **asked):
     callbacks = [Benchmarked(**asked)] if asked else []
     trainer = Trainer(Config.load("debug", words, environ={}), callbacks=callbacks)
     trainer.fit()
-    return read_metrics(trainer.log.path) if trainer.world.is_main else []
+    return read_metrics(trainer.reporter.log.path) if trainer.world.is_main else []
 
 
 def test_a_run_measures_itself_and_trains_as_without(tasks, tiny_words, tmp_path):

@@ -28,6 +28,7 @@ from moetrain.checkpoint import save as checkpoint_save
 from moetrain.checkpoint.read import list_checkpoints
 from moetrain.config import Config
 from moetrain.config.sources import RunFailed
+from moetrain.train.callbacks import Callback
 from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
 
@@ -39,22 +40,23 @@ class PowerCut(Exception):
     """Ends a run in the middle, and leaves what a killed one does."""
 
 
-def train(config, until=None):
-    """Train, cut off once step ``until`` is done; return the trainer."""
-    trainer = Trainer(config)
-    after = trainer.after_step
+class Cut(Callback):
+    """Raises PowerCut once step ``until`` is done and saved."""
 
-    def watched(result):
-        after(result)
-        trainer.snapshots.wait()
-        if trainer.step == until:
+    def __init__(self, until):
+        self.until = until
+
+    def on_step(self, run):
+        run.checkpointer.wait()
+        if run.step == self.until:
             raise PowerCut
 
-    trainer.after_step = watched
-    try:
+
+def train(config, until=None):
+    """Train, cut off once step ``until`` is done; return the trainer."""
+    trainer = Trainer(config, callbacks=[Cut(until)])
+    with suppress(PowerCut):
         trainer.fit()
-    except PowerCut:
-        trainer.log and trainer.log.close()
     return trainer
 
 
@@ -82,7 +84,7 @@ def test_a_run_that_dies_goes_on_from_memory_and_loses_no_step(tiny, memory, tmp
     second = Trainer(tiny(*EACH, *memory.words, "train.steps=6"))
     assert second.step == first.step == 4
     second.fit()
-    assert second.continues == second.run_folder.memory.root / "step-00000004"
+    assert second.checkpointer.newest == second.run_folder.memory.root / "step-00000004"
     assert not list((tmp_path / "memory").iterdir())  # the run is over
     train(tiny(*QUIET, "train.steps=6", f"output_dir={tmp_path / 'straight'}"))
     assert losses(tmp_path / "out") == losses(tmp_path / "straight")
@@ -98,15 +100,15 @@ def test_memory_and_disk_hold_the_same_and_the_newer_one_is_resumed(tiny, memory
     assert names(disk) == ["step-00000003"]  # which needs none in memory
     assert [path.name for path in memory()] == ["step-00000004", "step-00000005"]
     train(tiny(*words), until=6)
-    assert Trainer(tiny(*words)).continues == disk / "step-00000006"
+    assert Trainer(tiny(*words)).checkpointer.newest == disk / "step-00000006"
     shutil.rmtree(disk / "step-00000006")
     newest = Trainer(tiny(*words))
     assert newest.step == 5
-    assert newest.continues.parent == newest.run_folder.memory.root
+    assert newest.checkpointer.newest.parent == newest.run_folder.memory.root
     twin = tiny(*QUIET, "train.steps=9", "checkpoint.interval=5", f"output_dir={tmp_path / 'b'}")
     train(twin, until=5)
     mine, theirs = (
-        tensors_of(newest.continues),
+        tensors_of(newest.checkpointer.newest),
         tensors_of(tmp_path / "b/checkpoints/step-00000005"),
     )
     assert mine.keys() == theirs.keys()
@@ -118,7 +120,7 @@ def test_a_run_that_stands_in_memory_alone_is_written_to_the_disk_at_its_end(tin
     words = [w for w in EACH if "at_end" not in w]
     train(tiny(*words, *memory.words, "train.steps=3"), until=3)
     trainer = Trainer(tiny(*words, *memory.words, "train.steps=3"))
-    assert (trainer.step, trainer.saved_at) == (3, -1)
+    assert (trainer.step, trainer.checkpointer.saved_at) == (3, -1)
     assert trainer.fit().checkpoint.name == "step-00000003"
     assert names(trainer.run_folder.checkpoints) == ["step-00000003"]
 

@@ -14,13 +14,15 @@ import torch
 from report import _POINTS, Report
 
 from moetrain import Trainer
+from moetrain.generate.weights import Sampled
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 @pytest.fixture
 def run(tiny):
-    return Trainer(tiny("train.eval_interval=2", "checkpoint.interval=2"), callbacks=[Report()])
+    config = tiny("train.eval_interval=2", "checkpoint.interval=2")
+    return Trainer(config, callbacks=[Report(), Sampled()])
 
 
 @pytest.fixture

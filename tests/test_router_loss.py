@@ -19,7 +19,7 @@ from moetrain.models.parts.multi_token import with_multi_token
 from moetrain.rl.loop import RlTrainer
 from moetrain.train.loop import Trainer
 from moetrain.train.objectives import Pretraining, router_loss
-from moetrain.train.run import Run
+from moetrain.train.reporter import Reporter
 from moetrain.train.session import resolve_run
 
 COEFFICIENT = 0.9  # that of gpt-oss-20b's file
@@ -143,7 +143,7 @@ def test_router_loss_says_what_decides_the_coefficient(
 
 def test_each_run_says_the_coefficient_in_one_line(saved, tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(Run, "say", lambda run, text: said.append(text))
+    monkeypatch.setattr(Reporter, "say", lambda reporter, text: said.append(text))
     words = [*WORDS, f"output_dir={tmp_path}", "train.steps=1", "log.tensorboard=no"]
     models = (f"model.path={saved('gpt_oss', 'true')}",), ("model.preset=qwen3-0.6b", *DENSE)
     for model in models:

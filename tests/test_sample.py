@@ -19,7 +19,7 @@ GREEDY = ["train.steps=2", "train.sample_tokens=60", "optim.lr=1e-2", "model.ini
 
 def sample_of(words):
     """What a run writes."""
-    trainer = Trainer(Config.load(None, words, environ={}))
+    trainer = Trainer(Config.load(None, words, environ={}), callbacks=[weights.Sampled()])
     trainer.fit()
     return trainer, (trainer.folder / "sample.txt").read_text()
 
@@ -91,7 +91,7 @@ def run_without_memory(words):
     """Whether there is a sample, where one rank has no room for it; and what was said."""
     said = []
     weights._free_bytes = lambda device: 3 * 2**30 * (2 - dist.get_rank())
-    trainer = Trainer(Config.load(None, words, environ={}))
+    trainer = Trainer(Config.load(None, words, environ={}), callbacks=[weights.Sampled()])
     MetricsLog.say = lambda log, text: said.append(text)
     trainer.fit()
     return (trainer.folder / "sample.txt").exists(), said
@@ -112,7 +112,7 @@ def test_a_model_that_has_no_generation_ends_well(tiny, monkeypatch, capsys):
 
     replica = weights.replica
     monkeypatch.setattr(weights, "replica", odd_replica)
-    trainer = Trainer(tiny())
+    trainer = Trainer(tiny(), callbacks=[weights.Sampled()])
     trainer.fit()
     assert (
         "no sample: model: qwen3_moe has layers that have no cache here" in capsys.readouterr().out
@@ -126,4 +126,4 @@ def test_an_error_of_the_program_is_no_missing_sample(tiny, monkeypatch):
 
     monkeypatch.setattr(weights.WeightUpdate, "__call__", fail)
     with pytest.raises(ValueError, match="parts and modules differ"):
-        Trainer(tiny()).fit()
+        Trainer(tiny(), callbacks=[weights.Sampled()]).fit()

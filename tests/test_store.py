@@ -95,7 +95,7 @@ def test_a_step_that_is_saved_again_is_complete_at_no_wrong_instant(tiny, tmp_pa
     )
     shutil.rmtree(tmp_path / "out")
     again = Trainer(tiny(*STORED, "train.steps=2"))
-    again.saved_at = -1
+    again.checkpointer.saved_at = -1
     again.save()
     assert seen == [[1], [1], [1]]
     assert Store(URL).steps() == [1, 2]
@@ -107,7 +107,7 @@ def test_an_older_or_failed_copy_is_left_alone(tiny, tmp_path):
     trainer = Trainer(tiny(*STORED, "train.steps=4"))  # the disk's is newer
     assert trainer.step == 3
     assert names(tmp_path / "out" / "checkpoints") == ["step-00000002", "step-00000003"]
-    trainer.save(failed=True)
+    trainer.checkpointer.save_failed(3, None)
     assert Store(URL).steps() == [1, 2]
 
 

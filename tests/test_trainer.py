@@ -25,6 +25,7 @@ from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError, LogSection
 from moetrain.config.sources import RunFailed
 from moetrain.data.packing import IGNORE_INDEX
+from moetrain.generate.weights import Sampled
 from moetrain.parallel import apply
 from moetrain.train.metrics import MetricsLog, read_metrics
 from moetrain.train.objectives import CrossEntropy, Pretraining, routing_losses
@@ -37,7 +38,7 @@ def fit(config):
 
 
 def losses(trainer, key="loss"):
-    return {r["step"]: r[key] for r in read_metrics(trainer.log.path) if key in r}
+    return {r["step"]: r[key] for r in read_metrics(trainer.reporter.log.path) if key in r}
 
 
 def weights_of(trainer):
@@ -200,7 +201,7 @@ def test_what_a_failed_run_saves_is_marked_and_found_by_its_path_alone(tiny, cap
     assert f"{failed}, which only checkpoint.resume" in str(caught.value)
     assert "auto goes on from step-00000004" in str(caught.value)
     assert trainer.step in (8, 9)  # noticed one step late at most
-    assert read_metrics(trainer.log.path)[-1]["skipped_steps"] >= 3
+    assert read_metrics(trainer.reporter.log.path)[-1]["skipped_steps"] >= 3
     # Saves of the steps that failed (6, 8) would have pruned the good one.
     assert list_checkpoints(failed.parent) == [failed.with_name("step-00000004")]
     assert Trainer(tiny("train.steps=50")).step == 4
@@ -240,8 +241,8 @@ def test_a_run_that_is_over_does_nothing_more(tiny):
 
 
 def test_what_a_run_leaves_behind(tiny):
-    trainer = fit(tiny("train.eval_interval=2", "log.tensorboard=yes", "checkpoint.interval=1"))
-    folder = trainer.folder
+    config = tiny("train.eval_interval=2", "log.tensorboard=yes", "checkpoint.interval=1")
+    folder = Trainer(config, callbacks=[Sampled()]).fit().folder
     rows = read_metrics(folder / "metrics.jsonl")
     train_rows = [r for r in rows if "loss" in r]
     fields = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second_per_device"]
@@ -266,7 +267,7 @@ def test_held_out_loss_does_not_depend_on_the_micro_batch(tiny, eval_rows):
     for micro in (1, 2, 8):
         words = [f"train.eval_rows={eval_rows}", "train.global_batch_size=8"]
         trainer = Trainer(tiny(*words, f"train.micro_batch_size={micro}"))
-        trainer.log = MetricsLog(trainer.folder, trainer.config.log, 1)
+        trainer.reporter.open(1, 0)
         trainer.evaluate()
         answers.append(losses(trainer, "eval_loss")[0])
     rows = [trainer.data.eval.row(i) for i in range(len(trainer.data.eval))]
@@ -361,10 +362,10 @@ def test_data_that_changed_under_a_finished_run_is_an_error(tiny, tmp_path, capl
     assert "was trained on other data; the run goes on from it" in caplog.text
     caplog.clear()
     found = open_checkpoint(list_checkpoints(longer.folder / "checkpoints")[-1])
-    longer.snapshots.engine = SimpleNamespace(
+    longer.checkpointer.snapshots.engine = SimpleNamespace(
         config=longer.config, world=SimpleNamespace(is_main=False)
     )
-    longer.snapshots._check_same_run(found, "other data", 9)  # one rank says it
+    longer.checkpointer.snapshots._check_same_run(found, "other data", 9)  # one rank says it
     assert not caplog.records
 
 
@@ -480,7 +481,7 @@ def test_a_stop_after_the_last_step_still_stops_with_a_checkpoint(tiny, at_end, 
 
 def test_sigterm_again_waits_for_the_checkpoint_too(tiny, monkeypatch):
     trainer = Trainer(tiny())
-    save, wait = trainer.save, trainer.snapshots.wait
+    save, wait = trainer.save, trainer.checkpointer.snapshots.wait
 
     def stop(then):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -490,7 +491,7 @@ def test_sigterm_again_waits_for_the_checkpoint_too(tiny, monkeypatch):
 
     trainer.engine.before_forward = lambda: trainer.step == 1 and stop(trainer.give_up_if_stopped)
     monkeypatch.setattr(trainer, "save", lambda: stop(save))
-    monkeypatch.setattr(trainer.snapshots, "wait", lambda: stop(wait))
+    monkeypatch.setattr(trainer.checkpointer.snapshots, "wait", lambda: stop(wait))
     with pytest.raises(SystemExit) as stopped:
         trainer.fit()
     assert stopped.value.code == 143
@@ -514,7 +515,7 @@ def test_the_last_checkpoint_comes_before_all_else_that_a_run_leaves(tiny, monke
 
 @pytest.mark.parametrize("what", ["nan", "empty"])
 def test_a_sample_that_cannot_be_made_takes_nothing_from_the_run(tiny, capsys, what, monkeypatch):
-    trainer = Trainer(tiny("checkpoint.save_hf=yes"))
+    trainer = Trainer(tiny("checkpoint.save_hf=yes"), callbacks=[Sampled()])
     if what == "nan":
         save = trainer.save
 

@@ -15,11 +15,10 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -39,15 +38,14 @@ class _Program(NamedTuple):
 
     name: str
     """The command is ``python -m moetrain.NAME``."""
-    run: str
-    """``MODULE:CLASS``, imported when it is needed, so that ``--help`` waits for nothing;
-    ``CLASS(config).fit()`` runs the command in one process or rank."""
+    run: Callable[[Config], None]
+    """Runs the command in one process or rank."""
+    plan: Callable[[Config, Any], str]
+    """For a dry run: takes config and architecture, raises ConfigError for what the run would
+    refuse, and returns in words how much memory the run takes."""
     recipes: Recipes
     foreign: tuple[str, ...]
     """Beginnings of the names of settings that this command does not use."""
-    plan: str = "moetrain.train.estimates.plan:plan_memory"
-    """``MODULE:FUNCTION`` of a dry run, which takes config and architecture, raises ConfigError for
-    what the run would refuse, and returns in words how much memory the run takes."""
 
     def load(self, source: str | None, overrides: Sequence[str]) -> Config:
         """Load a run's settings; ConfigError: as ``Config.load``, or ``data.path`` is missing."""
@@ -55,6 +53,50 @@ class _Program(NamedTuple):
         config = Config.load(source, overrides, recipes=self.recipes, unused=unused, once=True)
         config.data.check()
         return config
+
+
+# Each imports torch, which --help or a misspelt setting need not wait for.
+
+
+def _train(config: Config) -> None:
+    from moetrain.train.loop import Trainer
+
+    callbacks: list[Any] = []
+    if config.train.sample_tokens and config.train.objective != "reward":
+        from moetrain.generate.weights import Sampled
+
+        callbacks.append(Sampled())
+    Trainer(config, callbacks=callbacks).fit()
+
+
+def _plan_train(config: Config, arch: Any) -> str:
+    from moetrain.train.estimates.plan import plan_memory
+
+    return plan_memory(config, arch)
+
+
+def _rl(config: Config) -> None:
+    from moetrain.rl.loop import RlTrainer
+
+    RlTrainer(config).fit()
+
+
+def _plan_rl(config: Config, arch: Any) -> str:
+    from moetrain.rl.setup import Setup
+
+    return Setup.plan(config, arch)
+
+
+def _serve_jobs(config: Config) -> None:
+    from moetrain.jobs.run import JobRun
+
+    JobRun(config).fit()
+
+
+def _plan_jobs(config: Config, arch: Any) -> str:
+    from moetrain.jobs.run import JobRun
+
+    return JobRun.plan(config, arch)
 
 
 _NO_DATA = (
@@ -69,17 +111,18 @@ _NO_DATA = (
 _JOBS_OF_RL = ("max_sequences", "cache_tokens")
 """Settings of ``rl`` that jobs use too: those of generation."""
 
-_TRAIN = _Program("train", "moetrain:Trainer", Recipes.TRAIN, ("rl.", "jobs."))
+_TRAIN = _Program("train", _train, _plan_train, Recipes.TRAIN, foreign=("rl.", "jobs."))
 _RL = _Program(
     "rl",
-    "moetrain.rl.loop:RlTrainer",
+    _rl,
+    _plan_rl,
     Recipes.RL,
     foreign=(*_NO_DATA, "train.eval_rows", "train.sample", "jobs."),
-    plan="moetrain.rl.setup:Setup.plan",
 )
 _JOBS = _Program(
     "jobs",
-    "moetrain.jobs.run:JobRun",
+    _serve_jobs,
+    _plan_jobs,
     Recipes.JOBS,
     foreign=(
         # Jobs bring data, steps and learning rates with them.
@@ -99,7 +142,6 @@ _JOBS = _Program(
         *(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes"),
         *(f"rl.{x}" for x in RlSection.model_fields if x not in _JOBS_OF_RL),
     ),
-    plan="moetrain.jobs.run:JobRun.plan",
 )
 
 
@@ -196,7 +238,7 @@ def _plan(config: Config, program: _Program, *, shows: bool) -> None:
     from moetrain.train.session import resolve_run  # imports torch, as all below
 
     config, arch = resolve_run(config)
-    estimate = resolve_name(program.plan)(config, arch)
+    estimate = program.plan(config, arch)
     if shows:
         with reader_may_leave():
             print(json.dumps(config.to_dict(), indent=2))
@@ -230,10 +272,9 @@ def _launch(config: Config, words: Sequence[str], program: _Program) -> int:
 def _fit(config: Config, program: _Program, place: LaunchedPlace | None) -> int:
     from safetensors import SafetensorError
 
-    run = resolve_name(program.run)
     try:
         with _disk_errors_of_threads_unprinted(config.output_dir):
-            run(config).fit()
+            program.run(config)
     except RunFailed as failure:
         return _end(place, 1, error_line(f"failed: {failure}"))
     except (OSError, SafetensorError) as error:

@@ -349,7 +349,8 @@ class TrainSection(Section):
     """End the run after so many evaluations in a row that are no better than the best before them,
     by held-out loss (of reinforcement learning, by held-out reward); 0: never."""
     sample_tokens: NonNegativeInt = 200
-    """Tokens that the trained model generates at the end of the run, as a sample; 0: no sample."""
+    """Tokens that the trained model generates at the end of the run, as a sample; 0: no sample. A
+    program of your own gets the sample from the callback ``moetrain.generate.weights.Sampled``."""
     sample_prompt: str | None = None
     """Text that the sample continues; unset: the start of a held-out row."""
 

@@ -12,7 +12,7 @@ due.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
@@ -26,7 +26,6 @@ from moetrain.generate.engine import Generator
 from moetrain.generate.ranks import sharing_heads
 from moetrain.generate.request import end_ids
 from moetrain.generate.weights import WeightUpdate, replica
-from moetrain.models.architecture import Architecture
 from moetrain.optim.schedule import learning_rate
 from moetrain.parallel.mesh import TensorSlice
 from moetrain.rl.apart import Fleet, generate_if_apart
@@ -36,10 +35,13 @@ from moetrain.rl.losses import advantages
 from moetrain.rl.setup import Setup
 from moetrain.rl.trajectories import Trajectory
 from moetrain.train.callbacks import Callback, Result
+from moetrain.train.checkpointer import Progress
 from moetrain.train.engine import Engine
+from moetrain.train.faults import compare_replicas
 from moetrain.train.objectives import Pretraining
-from moetrain.train.run import Run
+from moetrain.train.run import Run, claimed_folder
 from moetrain.train.samples import Sample
+from moetrain.train.session import Session, prepare
 
 _EVAL_SEED = 0
 """Constant, like the held-out tasks, so that evaluations compare within a run and between runs."""
@@ -112,56 +114,87 @@ def _figures(trajectories: Sequence[Trajectory], prefix: str = "") -> dict[str, 
 class RlTrainer(Run):
     """One run of reinforcement learning: ``RlTrainer(config).fit()``."""
 
-    generates = True
-
     def __init__(self, config: Config, *, callbacks: Sequence[Callback] = ()) -> None:
-        """As :class:`Run`; on a rank that only generates, generate, and raise SystemExit then."""
-        generate_if_apart(config)
-        super().__init__(config, callbacks=callbacks)
+        """Build the run, and resume it if there is something to resume.
 
-    def build(self, arch: Architecture) -> None:
-        config, rl = self.config, self.config.rl
-        self.setup = setup = Setup(config, arch, self.device.type)
-        self.total_steps, self.window = setup.total_steps, setup.window
-        self.identity, groups = setup.digest, f"{setup.num_groups} prompts x {rl.group_size}"
-        self.trained_on = f"{rl.env}: {groups} trajectories a step"
-        self.tokenizer, self.tasks = setup.tokenizer, setup.tasks
-        self.engine = Engine(config, arch, self.world)
-        self.learner = Learner(config, self.engine)
-        self.supervised = Pretraining.of(config, arch, is_rl=True)
-        model, experts = replica(self.engine)
-        sizes: Any = {"num_pages": setup.num_pages, "max_sequences": rl.max_sequences}
-        heads, self.leaders = sharing_heads(self.world, experts)
-        if rl.apart:  # here is only the copy of the weights that is sent
-            sizes, self.leaders = dict.fromkeys(sizes, 1), [0]
-        self.generator = Generator(model, self.tokenizer, **sizes, experts=experts, heads=heads)
-        self.update_weights = WeightUpdate(self.engine, self.generator)
-        ends, longest = end_ids(self.engine.model, self.tokenizer), config.data.seq_len
-        parts = self.generator, setup.environment, rl
-        own = {"stop_ids": ends, "longest": longest}
-        self.fleet = Fleet(*parts, **own, world=self.world, config=config) if rl.apart else None
-        self.collector = self.fleet or Collector(*parts, **own)
-        self.weights_at = -1
-        """The step whose weights the generator holds."""
-        self.lr = 0.0
-        self.time = _TimeSplit(self.device)
-        self.began_at = self.logged_at = self.step
-        self.generated = self.trained = 0
-        """Tokens of all ranks since the run began or was resumed."""
-        self.failed: deque[Trajectory | None] = deque(maxlen=_HOPELESS_STEPS)
-        """Of each of the last steps a trajectory, if all failed for one reason."""
-        self.rollout_row: dict[str, float] = {}
-        """Metrics of the step's trajectories; empty while demonstrations are learned."""
+        On a rank that only generates, generate instead, and raise SystemExit at the end.
+
+        Args:
+            config: the settings.
+            callbacks: what to call as the run goes along (:mod:`moetrain.train.callbacks`).
+
+        Raises ConfigError: a setting is wrong, or the run cannot be made of it here.
+        """
+        generate_if_apart(config)
+        session = Session(*prepare(config), config.rl.sleep)
+        config, arch, rl = session.config, session.arch, session.config.rl
+        with claimed_folder(session) as (folder, found):
+            self.setup = setup = Setup(config, arch, session.world.device.type)
+            self.window, self.tokenizer, self.tasks = setup.window, setup.tokenizer, setup.tasks
+            groups = f"{setup.num_groups} prompts x {rl.group_size}"
+            super().__init__(
+                session,
+                folder,
+                Engine(config, arch, session.world),
+                callbacks=callbacks,
+                total_steps=setup.total_steps,
+                identity=setup.digest,
+                trained_on=f"{rl.env}: {groups} trajectories a step",
+                progress=self.progress,
+                is_rl=True,
+            )
+            self.learner = Learner(config, self.engine)
+            self.supervised = Pretraining.of(config, arch, is_rl=True)
+            model, experts = replica(self.engine)
+            sizes: Any = {"num_pages": setup.num_pages, "max_sequences": rl.max_sequences}
+            heads, self.leaders = sharing_heads(self.world, experts)
+            if rl.apart:  # here is only the copy of the weights that is sent
+                sizes, self.leaders = dict.fromkeys(sizes, 1), [0]
+            self.generator = Generator(model, self.tokenizer, **sizes, experts=experts, heads=heads)
+            self.update_weights = WeightUpdate(self.engine, self.generator)
+            ends, longest = end_ids(self.engine.model, self.tokenizer), config.data.seq_len
+            parts = self.generator, setup.environment, rl
+            own = {"stop_ids": ends, "longest": longest}
+            self.fleet = Fleet(*parts, **own, world=self.world, config=config) if rl.apart else None
+            self.collector = self.fleet or Collector(*parts, **own)
+            self.weights_at = -1
+            """The step whose weights the generator holds."""
+            self.lr = 0.0
+            self.time = _TimeSplit(self.device)
+            self.generated = self.trained = 0
+            """Tokens of all ranks since the run began or was resumed."""
+            self.failed: deque[Trajectory | None] = deque(maxlen=_HOPELESS_STEPS)
+            """One trajectory per recent step, if all of the step failed for one reason, or None."""
+            self.rollout_row: dict[str, float] = {}
+            """Metrics of the step's trajectories; empty while demonstrations are learned."""
+            if found is not None:
+                self.resume(found)
+            self.began_at = self.logged_at = self.step
 
     # ---- the loop ------------------------------------------------------------------------------
 
     def fit(self) -> Result:
-        """Train to ``train.steps``; raises as :meth:`opened` says."""
+        """Train to ``train.steps``; raises as :meth:`Run.opened` says."""
+        train = self.config.train
         self.time = _TimeSplit(self.device)  # time between building and running does not count
         with self.opened():
-            with self.stepping():
+            with self.stop_signals():
+                if self.step == 0 and train.eval_interval:
+                    self.evaluate()  # where the held-out curve starts
+                self.start_clocks()
                 while self.goes_on:
-                    self.after_step(self.train_step())
+                    learned = self.train_step()
+                    self.count_step(learned.skipped)
+                    if self.is_log_due():
+                        self.log_step(learned)
+                    if self.due(train.compare_replicas):
+                        compare_replicas(self.engine.fsdp, self.world)
+                    if self.due(train.eval_interval):
+                        self.watchdog.pause()
+                        self.evaluate()
+                    self.save_if_due()
+                    self.end_step()
+                self.end_steps()  # saves; leaves by SystemExit if a stop signal came
             self.finish()
         return self.result()
 
@@ -353,7 +386,7 @@ class RlTrainer(Run):
             "lr": self.lr,
             "tokens": self.tokens,
             **self.clock.take(),
-            "skipped_steps": self.watch.total(),
+            "skipped_steps": self.stops.skipped(),
             "step_seconds": sum(seconds.values()),
             **{f"seconds/{name}": value for name, value in seconds.items()},
         }
@@ -407,7 +440,8 @@ class RlTrainer(Run):
 
     # ---- saving and resuming -------------------------------------------------------------------
 
-    def progress(self) -> tuple[dict[str, Any], Mapping[str, Mapping[str, TensorSlice]]]:
+    def progress(self) -> Progress:
+        """Return which prompts are begun, the trajectories under way, and the reference."""
         parts = self.world.gather(self.collector.under_way())
         rows, tensors = Trajectory.to_state(t for part in parts for t in part)
         state = {"sample_index": self.window.taken, "begun": self.window.begun}
@@ -416,17 +450,21 @@ class RlTrainer(Run):
         groups = {"rollouts": {name: TensorSlice.all_of(tensor) for name, tensor in mine.items()}}
         if self.learner.reference:
             groups["reference"] = self.learner.reference_state()
-        return state, groups
+        return Progress(state, groups)
 
     def resume(self, found: Checkpoint) -> None:
+        """Go on from ``found``, or from an earlier checkpoint if it is damaged."""
         for name in self.setup.edited_since(found):
             if self.world.is_main:
                 text = "%s: its code was edited since %s; the run goes on with it as it is now"
                 logger.warning(text, name, found.folder)
-        super().resume(found)
-        self.began_at = self.logged_at = self.step
-
-    def take_up(self, found: Checkpoint) -> None:
+        found = self.restore(found)
+        if "under_way" not in found.state:
+            raise ConfigError(
+                "checkpoint.resume",
+                f"{str(found.folder)!r} is of a run that generated nothing; to begin from its "
+                "weights give its export (checkpoint.save_hf) as model.path",
+            )
         has_reference = "reference" in found.contents.groups
         if self.config.rl.kl_coef and found.state["sample_index"] and not has_reference:
             raise ConfigError(

@@ -120,6 +120,30 @@ class Callbacks(list[Callback]):
                 started.push(lambda *about, end=callback.on_end: end(run, about[1]))
             yield
 
+    def on_update(self, run: RunView) -> None:
+        for callback in self:
+            callback.on_update(run)
+
+    def on_step(self, run: RunView) -> None:
+        for callback in self:
+            callback.on_step(run)
+
+    def on_last_step(self, run: RunView) -> None:
+        for callback in self:
+            callback.on_last_step(run)
+
+    def on_log(self, run: RunView, row: Row) -> None:
+        for callback in self:
+            callback.on_log(run, row)
+
+    def on_evaluate(self, run: RunView, row: Row) -> None:
+        for callback in self:
+            callback.on_evaluate(run, row)
+
+    def on_checkpoint(self, run: RunView, path: Path) -> None:
+        for callback in self:
+            callback.on_checkpoint(run, path)
+
     def state(self) -> dict[str, Any]:
         """Gather the callbacks' states by class, as checkpoints keep them."""
         states = {name: callback.state() for name, callback in self._named()}

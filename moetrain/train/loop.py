@@ -1,33 +1,40 @@
-"""Pretraining and fine-tuning: a loop over an engine, its data, its evaluation and its reports.
+"""The loop of pretraining and fine-tuning.
 
-:class:`Trainer` builds everything from a :class:`~moetrain.config.Config`, resumes if there is
-something to resume from, and trains. What every kind of run has around its steps is in
-:mod:`moetrain.train.run`; model and optimizer are in :class:`~moetrain.train.engine.Engine`.
+:class:`Trainer` builds a run from a :class:`~moetrain.config.Config`, and resumes it if there is a
+checkpoint to resume. :meth:`Trainer.fit` is the loop: a step, then logs, evaluation and checkpoint
+where they are due. It uses an :class:`~moetrain.train.engine.Engine` (model and optimizer), a
+:class:`~moetrain.data.loader.Loader` (batches), and the objects of a
+:class:`~moetrain.train.run.Run` (reports, checkpoints, requests to stop).
 """
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
 from moetrain.checkpoint.read import Checkpoint
-from moetrain.config import Config
+from moetrain.config import Config, ConfigError
 from moetrain.data.given import given_data
-from moetrain.data.loader import Loader, build_data, eval_batches
+from moetrain.data.loader import Data, Loader, build_data, eval_batches
 from moetrain.data.packing import Dataset
 from moetrain.losses.balancing import RoutingStats
-from moetrain.models.architecture import Architecture
 from moetrain.optim.schedule import learning_rate
+from moetrain.parallel.world import World
 from moetrain.train.callbacks import Callback, Result
+from moetrain.train.checkpointer import Progress
 from moetrain.train.engine import Engine
+from moetrain.train.faults import compare_replicas
 from moetrain.train.objectives import Objective, Pretraining, routing_losses
 from moetrain.train.preferences import Reference, chosen_objective, pair_datasets
-from moetrain.train.run import GivenUp, Run
+from moetrain.train.run import Run, claimed_folder
+from moetrain.train.session import Session, prepare
+from moetrain.train.stops import GivenUp
 
 
-class _StepResult(NamedTuple):
+class StepResult(NamedTuple):
     """The numbers of one optimizer step, still on the device (0-d unless said otherwise)."""
 
     terms: dict[str, torch.Tensor]
@@ -60,14 +67,15 @@ class Trainer(Run):
         self,
         config: Config,
         *,
-        data: Any = None,
-        eval_data: Any = None,
+        data: Sequence[Any] | Iterable[Any] | None = None,
+        eval_data: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None,
         objective: Objective[Any] | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         """Build the run, and resume it if there is something to resume.
 
         Args:
+            config: the settings.
             data: a sequence or an iterable of rows (:mod:`moetrain.data.given`), read by every
                 rank; None: what ``config.data`` describes.
             eval_data: a sequence of rows to evaluate on, or several by name; with ``data`` alone.
@@ -77,60 +85,88 @@ class Trainer(Run):
 
         Raises ConfigError: a setting or the data is wrong, or the run cannot be made of it here.
         """
-        self._given = data
-        self._given_eval = eval_data
-        self._objective = objective
-        self._said_what_counts_nothing = False
-        super().__init__(config, callbacks=callbacks, needs_text=data is None)
+        session = Session(*prepare(config, needs_text=data is None))
+        config, arch, world = session.config, session.arch, session.world
+        with claimed_folder(session) as (folder, found):
+            if data is None:
+                self.data = _build_data(config, arch.vocab_size, world)
+            else:
+                self.data = given_data(data, eval_data, config, arch.vocab_size)
+            has_text = config.data.source != "synthetic"
+            self.has_text = has_text if data is None else config.is_set("data.tokenizer")
+            """True: the ids that are trained on are the tokenizer's."""
+            pairs = pair_datasets(self.data)
+            self.own_objective = chosen_objective(config, pairs, objective)
+            """What is minimised and measured, without the routers' losses."""
+            self.objective = Pretraining.of(config, arch, own=self.own_objective)
+            if pairs and getattr(self.own_objective, "needs_reference", True):
+                callbacks = [*callbacks, Reference(pairs)]
+            self.loader = Loader(
+                self.data.train,
+                global_batch_size=config.train.global_batch_size,
+                micro_batch_size=config.train.micro_batch_size,
+                seed=config.train.seed,
+                rank=world.data_rank,
+                world_size=world.dims.data_ranks,
+                seq_len=config.data.seq_len,
+                before_batch=self.give_up_if_stopped,
+            )
+            rows = len(self.data.train)
+            number = f"{rows:,} rows" if rows else "a stream of rows"
+            super().__init__(
+                session,
+                folder,
+                Engine(config, arch, world),
+                callbacks=callbacks,
+                total_steps=config.train.total_steps(rows),
+                identity=self.data.fingerprint,
+                trained_on=f"{number} of {config.data.seq_len} tokens",
+                progress=lambda: Progress(self.loader.state()),
+            )
+            self.engine.before_forward = self.give_up_if_stopped
+            self._said_what_counts_nothing = False
+            if found is not None:
+                self.resume(found)
 
-    def build(self, arch: Architecture) -> None:
-        config = self.config
-        if self._given is None:
-            is_first = self.world.local_rank == 0
-            if not is_first:
-                self.world.barrier()  # the first rank of a machine tokenises, into a cache for all
-            self.data = build_data(config, arch.vocab_size)
-            if is_first:
-                self.world.barrier()
-        else:
-            self.data = given_data(self._given, self._given_eval, config, arch.vocab_size)
-        pairs = pair_datasets(self.data)
-        self._own = chosen_objective(config, pairs, self._objective)
-        if pairs and getattr(self._own, "needs_reference", True):
-            self.callbacks.append(Reference(pairs))
-        self.objective = Pretraining.of(config, arch, own=self._own)
-        self.loader = Loader(
-            self.data.train,
-            global_batch_size=config.train.global_batch_size,
-            micro_batch_size=config.train.micro_batch_size,
-            seed=config.train.seed,
-            rank=self.world.data_rank,
-            world_size=self.world.dims.data_ranks,
-            seq_len=config.data.seq_len,
-            before_batch=self.give_up_if_stopped,
-        )
-        self.total_steps = config.train.total_steps(len(self.data.train))
-        self.identity = self.data.fingerprint
-        number = f"{len(self.data.train):,} rows" if len(self.data.train) else "a stream of rows"
-        self.trained_on = f"{number} of {config.data.seq_len} tokens"
-        is_text, is_given = config.data.source != "synthetic", self._given is not None
-        self.has_text = config.is_set("data.tokenizer") if is_given else is_text
-        """Whether the ids that are trained on are the tokenizer's."""
-        self.engine = Engine(config, arch, self.world)
-        self.engine.before_forward = self.give_up_if_stopped
+    def resume(self, found: Checkpoint) -> None:
+        """Go on from ``found``, or from an earlier checkpoint if it is damaged."""
+        found = self.restore(found)
+        if "under_way" in found.state:
+            raise ConfigError(
+                "checkpoint.resume",
+                f"{str(found.folder)!r} is of reinforcement learning; to begin from its weights "
+                "give its export (checkpoint.save_hf) as model.path",
+            )
+        self.loader.resume(found.state)
 
     # ---- the loop ------------------------------------------------------------------------------
 
     def fit(self) -> Result:
-        """Train to ``train.steps``, or for ``train.epochs``; raises as :meth:`opened` says."""
+        """Train to ``train.steps``, or for ``train.epochs``; raises as :meth:`Run.opened` says."""
+        train = self.config.train
         with self.opened():
-            with self.stepping():
-                while self.goes_on:
-                    self.after_step(self.train_step())
+            with self.stop_signals():
+                if self.step == 0 and train.eval_interval:
+                    self.evaluate()  # where the held-out curve starts
+                self.start_clocks()
+                with suppress(GivenUp):  # a stop signal came within a step: nothing of it is kept
+                    while self.goes_on:
+                        result = self.train_step()
+                        self.count_step(result.skipped)
+                        if self.is_log_due():
+                            self.log_step(result)
+                        if self.due(train.compare_replicas):
+                            compare_replicas(self.engine.fsdp, self.world)
+                        if self.due(train.eval_interval):
+                            self.watchdog.pause()
+                            self.evaluate()
+                        self.save_if_due()
+                        self.end_step()
+                self.end_steps()  # saves; leaves by SystemExit if a stop signal came
             self.finish()
         return self.result()
 
-    def train_step(self) -> _StepResult:
+    def train_step(self) -> StepResult:
         """Queue forward, backward and update over one global batch."""
         start = self.loader.sample_index
         self.clock.mark("")
@@ -148,7 +184,12 @@ class Trainer(Run):
         tokens = self.world.dims.data_ranks * sum(b.tokens_BS.numel() for b in batches)
         self.tokens += tokens
         self.clock.count(tokens // self.world.size)
-        return _StepResult(totals.terms, *outcome, totals.routing)
+        return StepResult(totals.terms, outcome.grad_norm, outcome.skipped, totals.routing)
+
+    def finish(self) -> None:
+        """Evaluate, and export what settings ask for."""
+        self.evaluate()
+        self.export(self.data.tokenizer if self.has_text else None, self.data.chat_template)
 
     def give_up_if_stopped(self) -> None:
         """Raise GivenUp between two micro-batches once a stop signal has come.
@@ -156,7 +197,7 @@ class Trainer(Run):
         Only a single process does so: several would have to agree between all micro-batches where
         to stop, so they stop at the end of the step. So does a stream, which cannot go back.
         """
-        if self.stop and self.world.size == 1 and len(self.data.train):
+        if self.stops.signals and self.world.size == 1 and len(self.data.train):
             raise GivenUp
 
     # ---- evaluation and reports ----------------------------------------------------------------
@@ -206,7 +247,7 @@ class Trainer(Run):
         They are the given objective's, else the cross-entropy in nats a token. Waits for the
         device.
         """
-        world, train, objective = self.world, self.config.train, self._own
+        world, train, objective = self.world, self.config.train, self.own_objective
         ranks = world.data_rank, world.dims.data_ranks
         batches = list(eval_batches(rows, train.eval_rows, train.micro_batch_size, *ranks))
         terms = _named(self.engine.forward(batches, objective).terms)
@@ -214,7 +255,7 @@ class Trainer(Run):
         is_some = world.sum_rows(torch.full((), counted, device=world.device)).item() > 0
         return _HeldOut(terms if is_some else dict.fromkeys(terms, math.nan), is_some)
 
-    def log_step(self, result: _StepResult) -> None:
+    def log_step(self, result: StepResult) -> None:
         """Log the step just done; this waits for the device."""
         self.clock.stop()
         speed = self.clock.take()
@@ -225,7 +266,7 @@ class Trainer(Run):
             "tokens": self.tokens,
             **speed,
             **self.rank_watch.row(speed["step_seconds"] or 0.0),
-            "skipped_steps": self.watch.total(),
+            "skipped_steps": self.stops.skipped(),
         }
         if self.engine.static is not None:
             row["retried_steps"] = self.engine.retried_steps
@@ -236,18 +277,16 @@ class Trainer(Run):
         self.report(row)
         self.clock.start()
 
-    def finish(self) -> None:
-        """Evaluate, and export what settings ask for."""
-        self.evaluate()
-        self.export(self.data.tokenizer if self.has_text else None, self.data.chat_template)
 
-    # ---- saving and resuming -------------------------------------------------------------------
-
-    def progress(self) -> tuple[dict[str, Any], Mapping[str, Any]]:
-        return self.loader.state(), {}
-
-    def take_up(self, found: Checkpoint) -> None:
-        self.loader.resume(found.state)
+def _build_data(config: Config, vocab_size: int, world: World) -> Data:
+    """Build the data on every rank; the first rank of each machine tokenises, into a cache."""
+    is_first = world.local_rank == 0
+    if not is_first:
+        world.barrier()
+    data = build_data(config, vocab_size)
+    if is_first:
+        world.barrier()
+    return data
 
 
 def _named(terms: Mapping[str, torch.Tensor]) -> dict[str, float]:

@@ -56,7 +56,7 @@ class RunFolder:
         self, path: Path, world: World | None = None, settings: CheckpointSection | None = None
     ) -> None:
         """All ranks of a ``world`` make it together; without one, this process has it alone."""
-        settings = settings or CheckpointSection()
+        self.settings = settings = settings or CheckpointSection()
         self.path, self.checkpoints = path, path / "checkpoints"
         self.store = Store(settings.store) if settings.store else None
         self._stored = math.inf
@@ -342,6 +342,15 @@ class RunFolder:
                     "never",
                 )
         return found
+
+    def find_resumed(
+        self, arch: Architecture, world: World, before: int | None = None
+    ) -> read.Checkpoint | None:
+        """Open the checkpoint that the run resumes, if any; of an earlier step than ``before``.
+
+        Collective. Raises as :meth:`resume_now` and :meth:`open`.
+        """
+        return self.open(self.resume_now(self.settings.resume, world), arch, world, before)
 
     def resume_now(self, resume: str, world: World) -> str:
         """Return what ``checkpoint.resume`` means to ranks that a launcher may have started again.
