@@ -238,7 +238,7 @@ def bench(config: Config, args: argparse.Namespace) -> dict[str, Any] | None:
         / trainer.world.size,
         "memory_gib": max(gather(peak_memory_gib(trainer.device))),
     }
-    if trainer.engine.pipeline is not None:
+    if trainer.engine.runner.pipeline is not None:
         row |= idle_times(trainer)
     if args.profile and (parts := attribute(profile_step(trainer))).get("dispatch + combine"):
         row["hidden"] = 1 - parts["dispatch + combine exposed"] / parts["dispatch + combine"]
@@ -261,7 +261,7 @@ def kind_of(action: Action) -> str:
 
 def idle_times(trainer: Trainer) -> dict[str, Any]:
     """The bubble as it was, by rank and in all, and as the simulator has it."""
-    pipeline, stages = trainer.engine.pipeline, trainer.engine.stages
+    pipeline, stages = trainer.engine.runner.pipeline, trainer.engine.stages
     assert pipeline is not None  # the caller has looked
     makespan, bubbles, idle, everything = 0.0, [], [], defaultdict(list)
     number = trainer.config.train.micro_batches(trainer.world.dims.data_ranks)

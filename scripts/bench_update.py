@@ -201,7 +201,7 @@ def agreement(engine: Engine, tokens: list[int]) -> float:
     """Of all ranks' ``tokens``, the share that the engine's own forward finds likeliest."""
     model, world = engine.model, engine.world
     text = torch.tensor([[*prompt_of(engine), *tokens]], device=world.device)
-    with engine.work(), engine.exact_sizes():
+    with engine.work(), engine.runner.exact_sizes():
         hidden_BSD, _ = model.backbone(Inputs(text))
         logits_BSV = model.vocabulary.logits(hidden_BSD, model.head_weight)
     same = (logits_BSV[0, PROMPT - 1 : -1].argmax(-1) == text[0, PROMPT:]).float().mean()

@@ -13,7 +13,7 @@ from moetrain.kernels.norm.rms_norm import rms_norm
 from moetrain.kernels.quant.groups import QUANT_FORMATS, _table
 from moetrain.runtime import ahead
 from moetrain.runtime.backend import TensorDescriptor, triton
-from moetrain.train.engine import _fake_step
+from moetrain.train.fake_step import FakeStep
 
 CASES = {
     "moe": [],
@@ -99,7 +99,7 @@ def as_on_a_gpu(monkeypatch):
 
 
 def launches_of_fake_step(engine):
-    launches = ahead.launches_of(_fake_step(engine.config, engine.arch, engine.world).run)
+    launches = ahead.launches_of(FakeStep.of(engine.config, engine.arch, engine.world).run)
     return {signature(kernel, *one) for kernel, all in launches.items() for one in all}
 
 
@@ -252,8 +252,8 @@ def test_processes_of_a_machine_share_the_work(size, monkeypatch):
 
 
 def test_a_fake_step_that_fails_is_said_and_ends_nothing(monkeypatch, caplog):
-    monkeypatch.setattr("moetrain.train.engine.can_compile_ahead", lambda device: True)
-    monkeypatch.setattr("moetrain.train.engine._fake_step", lambda *args: 1 / 0)
+    monkeypatch.setattr("moetrain.train.fake_step.can_compile_ahead", lambda device: True)
+    monkeypatch.setattr(FakeStep, "of", lambda *args: 1 / 0)
     step(make_engine())
     assert "kernels will be compiled as they are launched: division by zero" in caplog.text
 

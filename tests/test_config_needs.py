@@ -215,7 +215,7 @@ def dispatched():
     wanted = {"moe__dispatch_mode": "static", "moe__dispatcher": "deepep"}
     config, arch = proposed("parallel.ep=2", "train.micro_batch_size=8", **wanted)
     engine = Engine(config, arch, join_world(config, arch))
-    return engine.static, engine.config.moe.dispatch_mode, engine.config.moe.dispatcher
+    return engine.runner.static, engine.config.moe.dispatch_mode, engine.config.moe.dispatcher
 
 
 def test_a_proposal_of_deepep_is_not_what_runs_without_it():

@@ -380,7 +380,7 @@ def train_by_deepep(words: list[str]) -> tuple[Any, dict[str, torch.Tensor], int
     trainers: list[Trainer] = []
     test_parallel.Trainer = lambda config: trainers.append(Trainer(config)) or trainers[-1]
     numbers, gradients, _ = test_parallel.run(words)
-    return numbers, gradients, trainers[0].engine.retried_steps
+    return numbers, gradients, trainers[0].engine.passes.num_retried
 
 
 def test_a_step_that_overflows_is_done_again_and_nothing_is_lost(tiny_words):
@@ -408,7 +408,7 @@ def gradients_of_two_calls(words: list[str]) -> tuple[dict[str, torch.Tensor], i
     members = engine.fsdp.members.items()
     gradients = {name: m.layout.whole(m.local.grad).clone() for name, m in members}
     assert not engine.step(1e-3).skipped  # which adds up the routing of both, exact and not
-    return gradients, engine.retried_steps
+    return gradients, engine.passes.num_retried
 
 
 def test_a_call_that_overflows_loses_nothing_of_the_call_before(tiny_words):

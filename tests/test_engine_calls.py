@@ -91,7 +91,7 @@ class Player:
         if not self.is_learning:
             return []
         if number % 4 == 0:
-            self.engine._since_step[-1].total.fill_(float("nan"))
+            self.engine.since_step[-1].total.fill_(float("nan"))
         outcome = self.engine.step(LR)
         self.is_learning = False
         return [outcome.grad_norm.item(), outcome.skipped.item()]

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -133,7 +134,7 @@ def test_of_a_healthy_step_nothing_is_named(case):
     config = make_engine(FIND, base=WORDS if arch.num_experts else DENSE).config
     engine = Engine(config, arch, join_world(config, arch))
     engine.forward_backward(make_batches(0), objective_of(engine))
-    learn = engine._learn_again
+    learn = partial(engine.nan_finder.learn_again, engine.learn_now)
     assert first_not_finite(engine.model, engine.fsdp, engine.world, learn) is None
 
 
@@ -155,7 +156,7 @@ def test_a_run_goes_on_with_the_same_bits(more, caplog):
         member.copy_(kept)
         found.append((train(engine, range(2, 4)), weights_of(engine)))
         assert len(said_of(caplog)) == len(words)
-        assert engine._given == []
+        assert engine.nan_finder is None or engine.nan_finder.passes == []
     (numbers, weights), (same, others) = found
     assert numbers == same
     assert all(torch.equal(weight, others[name]) for name, weight in weights.items())

@@ -216,7 +216,7 @@ def test_a_step_takes_what_is_kept_and_goes_on_bit_for_bit():
     for name, weight in weights_of(second).items():
         assert torch.equal(weight, weights[name]), name
     learn(second)
-    second._since_step[-1].total.fill_(float("nan"))
+    second.since_step[-1].total.fill_(float("nan"))
     assert second.step(1e-2).skipped
     assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(second).items())
     assert train(second, [4]) == train(straight, [4])

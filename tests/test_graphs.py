@@ -239,8 +239,8 @@ def check_steps(words, micro):
     buckets = [document_bucket(min(n + more, micro * SEQ_LEN // 2)) for n in DOCUMENTS]
     assert len(captured) == 1 + len(set(buckets))  # and the update
     assert not any(ours.fsdp.marks)
-    assert ours.retried_steps == plain.retried_steps
-    return len(captured), ours.retried_steps
+    assert ours.passes.num_retried == plain.passes.num_retried
+    return len(captured), ours.passes.num_retried
 
 
 @pytest.mark.parametrize("case", ["plain", "accumulated", "muon", "coded"])

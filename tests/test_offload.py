@@ -546,7 +546,7 @@ def test_a_bad_step_changes_nothing_on_the_host():
     before = {n: p.tensor.clone() for group in engine.state().values() for n, p in group.items()}
     copies = [bucket.host.copy_N.clone() for bucket in hosted(engine)]
     engine.forward_backward(make_batches(5), objective_of(engine))
-    engine._since_step[-1].total.fill_(float("nan"))
+    engine.since_step[-1].total.fill_(float("nan"))
     assert engine.step(1e-3).skipped
     for group in engine.state().values():
         for name, part in group.items():

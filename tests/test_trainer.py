@@ -123,7 +123,9 @@ def test_the_default_runs_no_more_forwards_than_there_are_micro_batches(tiny):
     for scope in ([], ["moe.aux_loss_scope=global_batch"]):
         trainer = Trainer(tiny("train.micro_batch_size=1", "moe.aux_loss_coef=1", *scope))
         backbone, calls = trainer.model.backbone, []
-        trainer.model.backbone = lambda *inputs, b=backbone, c=calls: c.append(1) or b(*inputs)
+        trainer.model.backbone = lambda *args, b=backbone, c=calls, **kw: (
+            c.append(1) or b(*args, **kw)
+        )
         trainer.train_step()
         passes.append(len(calls))
     assert passes == [4, 8]
@@ -489,7 +491,8 @@ def test_sigterm_again_waits_for_the_checkpoint_too(tiny, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         return result
 
-    trainer.engine.before_forward = lambda: trainer.step == 1 and stop(trainer.give_up_if_stopped)
+    runner = trainer.engine.runner
+    runner.before_forward = lambda: trainer.step == 1 and stop(trainer.give_up_if_stopped)
     monkeypatch.setattr(trainer, "save", lambda: stop(save))
     monkeypatch.setattr(trainer.checkpointer.snapshots, "wait", lambda: stop(wait))
     with pytest.raises(SystemExit) as stopped:
@@ -581,7 +584,7 @@ def test_ctrl_c_within_a_step_gives_it_up(tiny_words, tmp_path):
         if calls.count(1) == 2:  # one of its four micro-batches is done
             os.kill(os.getpid(), signal.SIGINT)
 
-    trainer.engine.before_forward = stop_in_second_step
+    trainer.engine.runner.before_forward = stop_in_second_step
     with pytest.raises(SystemExit) as stopped:
         trainer.fit()
     assert stopped.value.code == 130

@@ -274,8 +274,8 @@ def generate_beside_static_buffers():
     ((expected,),) = Generator(whole_model(engine)).generate([long])
     assert found.tokens == expected.tokens
     assert fake_deep_ep.calls["dispatch"] > 0
-    assert engine.static is not None
-    assert engine.static.static == (12, 24)  # as before, for the training that goes on
+    assert engine.runner.static is not None
+    assert engine.runner.static.static == (12, 24)  # as before, for the training that goes on
     disconnect()
 
 

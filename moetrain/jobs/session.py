@@ -367,7 +367,7 @@ class JobSession:
         loss = replace(loss, others=tuple(others))
         samples = [datum.sample(i) for i, request in enumerate(requests) for datum in request.data]
         dealt = self._dealt(samples, len(requests))
-        shows = (engine := self.engine).pipeline is None  # other stages pass the loss by
+        shows = (engine := self.engine).runner.pipeline is None  # other stages pass the loss by
         scored = [] if shows else score(engine, dealt.batches)
         run = engine.forward_backward if learns else engine.forward
         totals = self.run_here(lambda _: run(dealt.batches, loss))  # ranks go on together

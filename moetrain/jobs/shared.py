@@ -28,7 +28,8 @@ from moetrain.parallel.apply import draw_values
 from moetrain.parallel.fsdp.bucket import Bucket
 from moetrain.parallel.world import World
 from moetrain.runtime.memory import LateNumbers
-from moetrain.train.engine import Engine, Totals
+from moetrain.train.engine import Engine
+from moetrain.train.passes import Totals
 
 
 @dataclass
@@ -132,7 +133,7 @@ class SharedEngine(Engine):
 
     @property
     def is_between_steps(self) -> bool:
-        return not self._since_step
+        return not self.since_step
 
     @torch.no_grad()
     def enter(self, job: JobState) -> None:
@@ -155,11 +156,11 @@ class SharedEngine(Engine):
         for i, bucket in enumerate(self.fsdp.trained):
             bucket.moved()
             _take_gradient(bucket, job, i)
-        self._since_step, job.since_step = job.since_step, []
+        self.since_step, job.since_step = job.since_step, []
 
     def leave(self, job: JobState) -> None:
         """Leave the state of ``job``, in whatever step it is, where it lies."""
-        job.since_step, self._since_step = self._since_step, []
+        job.since_step, self.since_step = self.since_step, []
         for i, bucket in enumerate(self.fsdp.trained):
             _keep_gradient(bucket, job, i)
 
@@ -209,11 +210,11 @@ class SharedEngine(Engine):
             for i, bucket in enumerate(self.fsdp.trained):
                 for job, tenant in zip(jobs, bucket.tenants, strict=True):
                     _keep_gradient(tenant, job, i)
-            for totals in self._since_step:
+            for totals in self.since_step:
                 for job, total in zip(jobs, totals.terms.values(), strict=True):
                     job.since_step.append(Totals(total, {}, None))
         finally:
-            self._since_step = []
+            self.since_step = []
             for bucket in self.fsdp.trained:
                 bucket.tenants = ()
 

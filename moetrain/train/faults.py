@@ -11,7 +11,7 @@ Ranks that hold the same weights update them by the same sums, and so must have 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -20,15 +20,54 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from moetrain.config import logger
 from moetrain.config.sources import RunFailed
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.apply import checksum
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.world import World
+from moetrain.train.objectives import Objective
 
 _Note = tuple[tuple[int, float], str, torch.Tensor]
 """What is noted, and whether it is finite. First, an order in which numbers go from one rank of a
 pipeline to another: in forwards to later blocks, in backwards to earlier ones."""
+
+
+class NanFinder:
+    """Looks for the source of a step that is not finite (``log.find_nan``).
+
+    Attributes:
+        passes: the batches, the objective and torch's random state of each pass since the last
+            step, so that it can be computed again.
+    """
+
+    def __init__(self, model: Transformer, fsdp: FSDP, world: World) -> None:
+        self.model, self.fsdp, self.world = model, fsdp, world
+        self.passes: list[tuple[Sequence[Any], Objective[Any], torch.Tensor]] = []
+
+    def note(self, batches: Sequence[Any], objective: Objective[Any]) -> None:
+        """Keep what a pass that begins now is made of."""
+        self.passes.append((batches, objective, torch.get_rng_state()))
+
+    def clear(self) -> None:
+        """Forget the passes of a step that is over."""
+        self.passes = []
+
+    def report(self, learn: Callable[[Sequence[Any], Objective[Any]], object]) -> None:
+        """Compute the step's gradients again, and log which tensor is the first not to be finite.
+
+        Collective. Waits for the device. ``learn`` computes the gradients of a pass.
+        """
+        where = first_not_finite(self.model, self.fsdp, self.world, lambda: self.learn_again(learn))
+        said = f"the first is {where}" if where else "computed again, all of them are finite"
+        logger.warning("log.find_nan: a step's numbers are not finite: %s", said)
+
+    def learn_again(self, learn: Callable[[Sequence[Any], Objective[Any]], object]) -> None:
+        """Run all passes again, each with the random numbers that it had."""
+        with torch.random.fork_rng([]):
+            for batches, objective, state in self.passes:
+                torch.set_rng_state(state)
+                learn(batches, objective)
 
 
 def first_not_finite(

@@ -123,7 +123,7 @@ class Trainer(Run):
                 trained_on=f"{number} of {config.data.seq_len} tokens",
                 progress=lambda: Progress(self.loader.state()),
             )
-            self.engine.before_forward = self.give_up_if_stopped
+            self.engine.runner.before_forward = self.give_up_if_stopped
             self._said_what_counts_nothing = False
             if found is not None:
                 self.resume(found)
@@ -268,8 +268,8 @@ class Trainer(Run):
             **self.rank_watch.row(speed["step_seconds"] or 0.0),
             "skipped_steps": self.stops.skipped(),
         }
-        if self.engine.static is not None:
-            row["retried_steps"] = self.engine.retried_steps
+        if self.engine.runner.static is not None:
+            row["retried_steps"] = self.engine.passes.num_retried
         if result.routing is not None:
             routing = result.routing.map(self.world.sum)
             row |= routing_losses(routing, pooled=self.objective.is_pooled)
