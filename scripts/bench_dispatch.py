@@ -38,7 +38,7 @@ from moetrain.config.compute import Precision
 from moetrain.kernels.experts.deepep import disconnect
 from moetrain.parallel.expert.deepep import DeepEP, DeepEPInside, StaticSizes
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
-from moetrain.parallel.mesh import ParallelDims, build_meshes
+from moetrain.parallel.mesh import ExpertHops, ParallelDims, build_meshes
 
 TOKENS, WIDTH, EXPERTS, TOP_K = (4096, 8192, 16384), 2048, 128, 8
 NUM_SMS = (16, 20, 24, 32, 48)
@@ -147,16 +147,16 @@ def deepep_transports(
 
 def over_machines(
     group: dist.ProcessGroup,
-    hops: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    hops: ExpertHops,
     every_num_sms: Sequence[int],
     precision: Precision,
 ) -> Iterator[tuple[str, ExpertParallelDispatcher]]:
     """Two hops, the second by a collective and by DeepEP on numbers of SMs."""
-    inside = hops[1].size()
+    inside = hops.inside.size()
     yield f"{inside} a machine", compiled(AllToAll(EXPERTS, group, hops=hops, precision=precision))
     for num_sms in every_num_sms:
-        here = EXPERTS // hops[0].size()
-        near = DeepEP(here, hops[1], WIDTH, num_sms=num_sms, precision=precision)
+        here = EXPERTS // hops.across.size()
+        near = DeepEP(here, hops.inside, WIDTH, num_sms=num_sms, precision=precision)
         deepep = DeepEPInside(near, EXPERTS, group, hops=hops, precision=precision)
         yield f"{inside}, DeepEP {num_sms} SMs", compiled(deepep)
 

@@ -42,7 +42,7 @@ from moetrain.generate.request import Request, SamplingParams, chat_ids
 from moetrain.models.architecture import Architecture
 from moetrain.models.parts.multi_token import with_multi_token
 from moetrain.models.transformer import Inputs, Transformer, compile_blocks
-from moetrain.parallel.apply import _choose_dispatcher
+from moetrain.parallel.apply import choose_dispatcher
 from moetrain.parallel.world import World, join_world
 from moetrain.train.session import resolve_run
 
@@ -163,7 +163,7 @@ def make_model(
     experts = None
     if world.dims.ep > 1:
         group = world.meshes.expert_parameters.get_group("ep")
-        dispatcher, _ = _choose_dispatcher(config, arch, group, world.device, torch.bfloat16)
+        dispatcher, _ = choose_dispatcher(config, arch, group, world.device, torch.bfloat16)
         experts = ExpertParallel(model, group, config.kernels.backend, dispatcher)
     model.to_empty(device=world.device)
     generator = torch.Generator(world.device)

@@ -32,7 +32,7 @@ from moetrain.kernels.experts.mlp import expert_mlp
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.parallel.expert import dispatch
 from moetrain.parallel.expert.dispatch import AllToAll
-from moetrain.parallel.mesh import ParallelDims, build_meshes
+from moetrain.parallel.mesh import ExpertHops, ParallelDims, build_meshes
 
 SMALL, WIDE = Size(16, 3, 16, 16), Size(8, 3, 256, 16)
 # Tokens of each rank.
@@ -40,7 +40,7 @@ UNEVEN, ALL_ON_ONE, NONE = (9, 0, 1, 40, 7, 0, 0, 13), (0, 11, 0, 0, 0, 0, 0, 0)
 
 
 @cache
-def hops_of(per_machine: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def hops_of(per_machine: int) -> ExpertHops:
     world = dist.get_world_size()
     dims = ParallelDims(world, dp_shard=world, ep=world, per_machine=per_machine)
     hops = build_meshes(dims, "cpu").expert_hops
@@ -52,9 +52,9 @@ def both(size: Size, per_machine: int, **how) -> tuple[AllToAll, AllToAll]:
     """One all-to-all over all ranks, and the one that knows machines."""
     hops, world = hops_of(per_machine), dist.group.WORLD
     assert world is not None
-    flat, near = (AllToAll(size.experts, world, hops=x, **how) for x in ((), hops))
-    assert (flat.hops, near.hops) == ([], list(hops) if per_machine > 1 else [])
-    near.hops = list(hops)  # one rank a machine is two hops here, of which one stays
+    flat, near = (AllToAll(size.experts, world, hops=x, **how) for x in (None, hops))
+    assert (flat.hops, near.hops) == (None, hops if per_machine > 1 else None)
+    near.hops = hops  # one rank a machine is two hops here, of which one stays
     return flat, near
 
 

@@ -27,7 +27,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.models.transformer import Inputs
 from moetrain.parallel.fsdp import transport as fsdp_transport
 from moetrain.parallel.fsdp.fsdp import FSDP
-from moetrain.parallel.fsdp.transport import _why_not
+from moetrain.parallel.fsdp.transport import why_unreachable
 from moetrain.train.loop import Trainer
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -316,12 +316,16 @@ def test_copies_between_machines_are_refused():
 
 
 def test_reasons_against_copies(monkeypatch):
-    assert _why_not([("a", None), ("a", None)]) is None
-    assert _why_not([("a", 0), ("a", 0)]) == "ranks call their GPUs 0, 0, and each must see all"
+    assert why_unreachable([("a", None), ("a", None)]) is None
+    assert (
+        why_unreachable([("a", 0), ("a", 0)]) == "ranks call their GPUs 0, 0, and each must see all"
+    )
     reach = {(0, 1), (1, 0), (1, 2), (2, 1)}
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) in reach)
-    assert _why_not([("a", 0), ("a", 1)]) is None
-    assert _why_not([("a", 0), ("a", 1), ("a", 2)]) == "GPU 0 cannot reach the memory of GPU 2"
+    assert why_unreachable([("a", 0), ("a", 1)]) is None
+    assert (
+        why_unreachable([("a", 0), ("a", 1), ("a", 2)]) == "GPU 0 cannot reach the memory of GPU 2"
+    )
 
 
 def dies_in_the_middle():

@@ -42,7 +42,7 @@ from moetrain.kernels.experts import deepep as package
 from moetrain.kernels.experts.deepep import disconnect
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.parallel import apply
-from moetrain.parallel.apply import _choose_dispatcher
+from moetrain.parallel.apply import choose_dispatcher
 from moetrain.parallel.expert import deepep
 from moetrain.parallel.expert.deepep import DeepEP, DeepEPInside, StaticSizes, why_not
 from moetrain.parallel.expert.dispatch import AllToAll
@@ -246,7 +246,7 @@ GPU, BF16 = torch.device("cuda"), torch.bfloat16
 def test_why_not_names_the_value_and_the_limit(monkeypatch, change, ranks, device, dtype, reason):
     monkeypatch.setattr(package.importlib.util, "find_spec", lambda name: None)
     arch: Any = SimpleNamespace(**{**vars(ARCH), **change})
-    assert re.search(reason, deepep._why_not_here(arch, ranks, device, dtype) or "no reason")
+    assert re.search(reason, deepep.why_not_here(arch, ranks, device, dtype) or "no reason")
 
 
 def test_a_package_that_does_not_load_is_an_import_error_with_a_remedy(monkeypatch, tmp_path):
@@ -291,14 +291,14 @@ def check_machines() -> None:
     dims = ParallelDims(4, dp_shard=4, ep=4, per_machine=2)
     hops = build_meshes(dims, "cpu").expert_hops
     group = dist.group.WORLD
-    choose = partial(_choose_dispatcher, config, ARCH, group, GPU, BF16)
+    choose = partial(choose_dispatcher, config, ARCH, group, GPU, BF16)
     chosen, _ = choose(hops)
     assert isinstance(chosen, DeepEPInside)
-    assert (chosen.num_sms, chosen.hops) == (28, [*hops])
+    assert (chosen.num_sms, chosen.hops) == (28, hops)
     assert "tokens reach other ranks of a machine by DeepEP on 28 SMs, exact sizes" in lines[-1]
     names = [f"machine-{dist.get_rank() // 2}", f"machine-{dist.get_rank() % 2}"]
     with patch("socket.gethostname", lambda: names[0]):
-        assert why_not(ARCH, group, GPU, BF16, inside=hops[1]) is None
+        assert why_not(ARCH, group, GPU, BF16, inside=hops.inside) is None
         assert "its 4 expert parallel ranks are on 2" in (why_not(ARCH, group, GPU, BF16) or "")
     with (
         patch("socket.gethostname", lambda: names[1]),
@@ -319,10 +319,10 @@ def check_choice() -> None:
     lines: list[str] = []
     apply.logger.info = lambda text, *args: lines.append(text % args)
 
-    def choose(*overrides: str, device=GPU, hops=()) -> Any:
+    def choose(*overrides: str, device=GPU, hops=None) -> Any:
         words = [*overrides, "data.seq_len=64", "train.micro_batch_size=2", "parallel.ep=2"]
         config = Config.load(None, words)
-        return _choose_dispatcher(config, ARCH, dist.group.WORLD, device, BF16, hops)[0]
+        return choose_dispatcher(config, ARCH, dist.group.WORLD, device, BF16, hops)[0]
 
     chosen = choose("moe.deepep_num_sms=28")
     assert isinstance(chosen, DeepEP)
@@ -376,7 +376,7 @@ def test_static_rows(capacity, top_k, rows):
 def train_by_deepep(words: list[str]) -> tuple[Any, dict[str, torch.Tensor], int]:
     """A run's numbers, gradients and final count of steps that were done again."""
     use_fake()
-    apply.why_not = lambda *_: None
+    apply.why_not = lambda *_, **__: None
     trainers: list[Trainer] = []
     test_parallel.Trainer = lambda config: trainers.append(Trainer(config)) or trainers[-1]
     numbers, gradients, _ = test_parallel.run(words)
@@ -399,7 +399,7 @@ def test_a_step_that_overflows_is_done_again_and_nothing_is_lost(tiny_words):
 def gradients_of_two_calls(words: list[str]) -> tuple[dict[str, torch.Tensor], int]:
     """Of one step whose micro-batches come in two calls, and how many of those were repeated."""
     use_fake()
-    apply.why_not = lambda *_: None
+    apply.why_not = lambda *_, **__: None
     trainer = Trainer(Config.load(None, words, environ={}))
     engine, batches = trainer.engine, trainer.loader.next_step()
     for part in (batches[:1], batches[1:]):

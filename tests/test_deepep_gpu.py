@@ -159,8 +159,8 @@ def check_machines_on_gpus() -> None:
     dims = ParallelDims(4, dp_shard=4, ep=4, per_machine=2)
     hops, group = build_meshes(dims, "cuda").expert_hops, dist.group.WORLD
     for how in ({}, {"precision": "fp8"}):
-        flat, plain = (AllToAll(LARGE.experts, group, hops=x, **how) for x in ((), hops))
-        inside = DeepEP(LARGE.experts // 2, hops[1], LARGE.width, **how)
+        flat, plain = (AllToAll(LARGE.experts, group, hops=x, **how) for x in (None, hops))
+        inside = DeepEP(LARGE.experts // 2, hops.inside, LARGE.width, **how)
         near = DeepEPInside(inside, LARGE.experts, group, hops=hops, **how)
         layer = run_narrow if how else run_layer
         for ours, compiled in product((plain, near), (False, True)):

@@ -58,8 +58,8 @@ def both(size: Size, per_machine: int, **how) -> tuple[AllToAll, DeepEPInside]:
     sys.modules["deep_ep"] = fake_deep_ep
     world, hops = dist.group.WORLD, hops_of(per_machine)
     flat = AllToAll(size.experts, world, **how)
-    here = size.experts // hops[0].size()
-    near = DeepEP(here, hops[1], size.width, num_sms=6, **how)
+    here = size.experts // hops.across.size()
+    near = DeepEP(here, hops.inside, size.width, num_sms=6, **how)
     return flat, DeepEPInside(near, size.experts, world, hops=hops, **how)
 
 
@@ -170,7 +170,7 @@ def train(words: list[str]) -> None:
     """The same run on one machine by an all-to-all, and on two by DeepEP."""
     want = run([*words, "launch.gpus_per_machine=4", "moe.dispatcher=alltoall"])
     sys.modules["deep_ep"] = fake_deep_ep
-    apply.why_not = lambda *_: None
+    apply.why_not = lambda *_, **__: None
     fake_deep_ep.calls.clear()
     got = run([*words, "launch.gpus_per_machine=2", "moe.deepep_num_sms=6"])
     calls = fake_deep_ep.calls

@@ -263,7 +263,7 @@ def test_completions_under_way_go_on_with_the_new_weights():
 def generate_beside_static_buffers():
     """More tokens at once than training has buffers for, and no room for an uneven choice."""
     use_fake()
-    apply.why_not = lambda *_: None
+    apply.why_not = lambda *_, **__: None
     words = ["parallel.ep=2", "moe.dispatch_mode=static", "moe.static_capacity=1.0"]
     engine = make_engine(*UGLY, "model.init_std=0.2", *words, micro=1)
     model, experts = replica(engine)

@@ -12,7 +12,7 @@ gets another ``vocabulary``. Values are drawn, or copied from a checkpoint's fil
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from moetrain.models.hf.load import load_weights
 from moetrain.models.hf.peft import load_peft
 from moetrain.models.layers import WideNorm
 from moetrain.models.moe import Dispatcher
-from moetrain.models.rules import ADAPTER, ADAPTERS, MAGNITUDE, SCORE, PartStyle
+from moetrain.models.rules import ADAPTER, ADAPTERS, MAGNITUDE, SCORE, PartStyle, Rule
 from moetrain.models.transformer import Transformer, compile_blocks, compute_dtype, plan_model
 from moetrain.parallel.context import share_tokens
 from moetrain.parallel.expert.deepep import DeepEP, DeepEPInside, StaticSizes, why_not
@@ -35,7 +35,7 @@ from moetrain.parallel.expert.replicas import Replicas
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.fsdp.storage import HostShard, Link, QuantisedShard
-from moetrain.parallel.mesh import Layout
+from moetrain.parallel.mesh import ExpertHops, Layout
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.tensor import ShardedVocabulary, TokenParts
 from moetrain.parallel.world import World
@@ -58,7 +58,7 @@ def place_model(
     dtype, dispatcher = compute_dtype(config, world.device), None
     if world.meshes.dims.ep > 1:
         meshes = world.meshes
-        dispatcher, config = _choose_dispatcher(
+        dispatcher, config = choose_dispatcher(
             config,
             arch,
             meshes.expert_parameters.get_group("ep"),
@@ -101,9 +101,14 @@ def _parallelize(
 ) -> FSDP:
     """Cut ``model`` (built on meta), shard it and change its forward; it has no values yet."""
     meshes, device = world.meshes, world.device
-    reshard = resharded_blocks(config, world.size, len(stages.blocks))
-    frees, turns = frees_memory(config, world.size), turning_regions(config, world.size)
-    fsdp = FSDP(config.parallel, device, world.size, frees, reshard, turns)
+    fsdp = FSDP(
+        setting=config.parallel,
+        device=device,
+        world_size=world.size,
+        frees=frees_memory(config, world.size),
+        reshards=resharded_blocks(config, world.size, len(stages.blocks)),
+        num_turns=turning_regions(config, world.size),
+    )
     _shard_model(model, config, world, stages, fsdp)
     here = {name for name, module in model.named_modules() if [*module.parameters()]}
     all_styles = model.arch.plan().styles
@@ -118,8 +123,12 @@ def _parallelize(
         for module in model.modules():
             if isinstance(module, WideNorm):
                 module.sum_squares = parts.sum
-        how = {"backend": config.kernels.backend, "softcap": model.arch.logit_softcap}
-        model.vocabulary = ShardedVocabulary(model.arch.vocab_size, group, **how)
+        model.vocabulary = ShardedVocabulary(
+            model.arch.vocab_size,
+            group,
+            backend=config.kernels.backend,
+            softcap=model.arch.logit_softcap,
+        )
     if meshes.dims.cp > 1:
         share_tokens(model, meshes.dense.get_group("cp"), meshes.dims.cp_method)
     if dispatcher is not None:
@@ -160,36 +169,59 @@ def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
 # ---- dispatchers --------------------------------------------------------------------------------
 
 
-def _choose_dispatcher(
+def choose_dispatcher(
     config: Config,
     arch: Architecture,
     group: dist.ProcessGroup,
     device: torch.device,
     dtype: torch.dtype,
-    hops: Sequence[dist.ProcessGroup] = (),
+    hops: ExpertHops | None = None,
 ) -> tuple[ExpertParallelDispatcher, Config]:
-    """Make ``moe.dispatcher``, and log why; ConfigError: DeepEP cannot run here. Collective.
+    """Make the dispatcher that ``moe.dispatcher`` asks for, and log the reason. Collective.
 
-    Also returns ``config``, in which settings of DeepEP that a recipe proposed are at their
-    defaults where it cannot run.
+    Args:
+        config: the run's settings.
+        arch: the model.
+        group: the expert parallel ranks.
+        device: this rank's device.
+        dtype: the compute dtype.
+        hops: the groups of ``Meshes.expert_hops``; None: all ranks are on one machine.
 
-    ``hops`` are those of :class:`~moetrain.parallel.mesh.Meshes`; none: the ranks are on one
-    machine.
+    Returns:
+        The dispatcher, and ``config``. Where DeepEP cannot run, settings of DeepEP that a recipe
+        proposed are back at their defaults in it.
+
+    Raises:
+        ConfigError: DeepEP cannot run here, and a setting of the user's needs it.
     """
     moe, kernels = config.moe, config.kernels
-    inside, machines = (hops[1], hops[0].size()) if hops else (group, 1)
+    inside, machines = (hops.inside, hops.across.size()) if hops else (group, 1)
     reason = "moe.dispatcher asks for it"
     if moe.dispatcher != "alltoall":
-        how: Any = kernels.precision, moe.redundant_experts, inside
-        reason = why_not(arch, group, device, dtype, *how)
+        reason = why_not(
+            arch,
+            group,
+            device,
+            dtype,
+            precision=kernels.precision,
+            spare=moe.redundant_experts,
+            inside=inside,
+        )
     replicas = None
     if spare := moe.redundant_experts:
         replicas = Replicas(arch.num_experts, spare, group, device, kernels.backend)
-    how: Any = {"backend": kernels.backend, "precision": kernels.precision, "replicas": replicas}
     if reason is not None:
         config = config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {reason}"})
         logger.info("tokens reach other ranks by all-to-all: %s", reason)
-        return AllToAll(arch.num_experts, group, hops=hops, **how), config
+        dispatcher = AllToAll(
+            arch.num_experts,
+            group,
+            hops=hops,
+            backend=kernels.backend,
+            precision=kernels.precision,
+            replicas=replicas,
+        )
+        return dispatcher, config
     static = None
     if moe.dispatch_mode == "static":
         # Context and tensor parallel ranks share a micro-batch's tokens.
@@ -201,8 +233,16 @@ def _choose_dispatcher(
             top_k=arch.num_experts_per_token,
             ranks=group.size(),
         )
-    sizes: Any = {"num_sms": moe.deepep_num_sms, "static": static}
-    near = DeepEP(arch.num_experts // machines, inside, arch.sent_size, **sizes, **how)
+    near = DeepEP(
+        arch.num_experts // machines,
+        inside,
+        arch.sent_size,
+        num_sms=moe.deepep_num_sms,
+        static=static,
+        backend=kernels.backend,
+        precision=kernels.precision,
+        replicas=replicas,
+    )
     logger.info(
         "tokens reach other ranks%s by DeepEP on %d SMs, %s sizes, in %s: it can run here",
         " of a machine" * (machines > 1),
@@ -211,7 +251,16 @@ def _choose_dispatcher(
         kernels.precision,
     )
     if machines > 1:
-        return DeepEPInside(near, arch.num_experts, group, hops=hops, **how), config
+        dispatcher = DeepEPInside(
+            near,
+            arch.num_experts,
+            group,
+            hops=hops,
+            backend=kernels.backend,
+            precision=kernels.precision,
+            replicas=replicas,
+        )
+        return dispatcher, config
     return near, config
 
 
@@ -235,6 +284,23 @@ def dispatcher_of(model: nn.Module) -> ExpertParallelDispatcher | None:
 # ---- shards -------------------------------------------------------------------------------------
 
 
+class _Parameter(NamedTuple):
+    """One parameter of a unit, before its bucket gives it storage."""
+
+    name: str
+    """Its name in the model."""
+    module: nn.Module
+    """The module that holds it."""
+    key: str
+    """Its name in that module."""
+    layout: Layout
+    rule: Rule
+    share: float
+    """As ``Member.share``."""
+    spare: int
+    """As ``Member.spare``."""
+
+
 def _shard_model(
     model: Transformer, config: Config, world: World, stages: Stages, fsdp: FSDP
 ) -> None:
@@ -247,27 +313,32 @@ def _shard_model(
     """
     units = stages.cut(model)
     names = {id(p): name for name, p in model.named_parameters()}
-    members: dict[str, Member] = {}
-    found: list[list[list[Member]]] = []  # each unit's buckets, as lists of their members
+    found: list[list[list[_Parameter]]] = []  # each unit's buckets, as lists of their parameters
     for modules in units:
-        groups: dict[object, list[Member]] = {}
+        groups: dict[object, list[_Parameter]] = {}
         for owner in (owner for module in modules for owner in module.modules()):
             for key, parameter in owner.named_parameters(recurse=False):
                 name = names[id(parameter)]
                 rule = stages.rules[name]
                 layout = Layout.of(parameter.shape, rule.style, world.meshes)
-                share = 1 / world.meshes.dims.tp if rule.style == "partial" else 1.0
-                # Its storage and place in the bucket are still to come.
                 is_large = rule.style == "expert" and not name.endswith(ADAPTERS)
                 spare = config.moe.redundant_experts if is_large else 0
-                place = (owner, key, parameter, parameter, layout, rule, 0, share)
-                members[name] = Member(*place, spare=spare)
                 if spare:
                     owner.room = spare  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
                 alike = name if is_large else layout.group
                 kind = (alike, rule.gather, rule.storage, rule.quant_format, rule.trainable)
                 kind += (rule.is_orthogonal,)
-                groups.setdefault(kind, []).append(members[name])
+                groups.setdefault(kind, []).append(
+                    _Parameter(
+                        name=name,
+                        module=owner,
+                        key=key,
+                        layout=layout,
+                        rule=rule,
+                        share=1 / world.meshes.dims.tp if rule.style == "partial" else 1.0,
+                        spare=spare,
+                    )
+                )
         found.append(list(groups.values()))
     # Another rank updates a copy of a tied embedding: its master stays on the device, since the
     # host's arithmetic rounds in other places.
@@ -278,9 +349,11 @@ def _shard_model(
     hosted = _chosen([_places(group)[-1] for group in movable], wanted)
     on_host, link = {id(movable[i]) for i in hosted}, Link(fsdp.device)
     on_host |= {id(group) for unit in found for group in unit if group[0].rule.is_hosted}
-    blocks = set(model.layers)
+    blocks, members = set(model.layers), dict[str, Member]()
     for modules, unit in zip(units, found, strict=True):
         buckets = [_make_bucket(g, fsdp, config, link if id(g) in on_host else None) for g in unit]
+        for group, bucket in zip(unit, buckets, strict=True):
+            members.update(zip((p.name for p in group), bucket.members, strict=True))
         fsdp.add(buckets, modules, is_block=blocks.issuperset(modules))
     fsdp.members = {name: members[name] for name in names.values()}
     if stages.tied_rank is not None:
@@ -305,19 +378,22 @@ def _chosen(sizes: Sequence[int], wanted: float) -> set[int]:
     return chosen
 
 
-def _places(members: Sequence[Member]) -> list[int]:
-    """Give where members begin in their bucket, and the size of all, in numbers."""
-    # A block of an update is of one parameter, and so are numbers whose codes share scales.
-    unit = max(BLOCK, format.unit if (format := members[0].rule.quant_format) else 1)
-    blocks = [-(-member.layout.padded_numel // unit) * unit for member in members]
+def _places(parameters: Sequence[_Parameter]) -> list[int]:
+    """Return where parameters begin in their bucket, and the size of all, in elements."""
+    # A block of an update is of one parameter, and so are elements that share scales.
+    quant_format = parameters[0].rule.quant_format
+    unit = max(BLOCK, quant_format.unit if quant_format else 1)
+    blocks = [-(-parameter.layout.padded_numel // unit) * unit for parameter in parameters]
     starts = list(accumulate(blocks[:-1], initial=0))
-    return [*starts, starts[-1] + members[-1].layout.padded_numel]
+    return [*starts, starts[-1] + parameters[-1].layout.padded_numel]
 
 
-def _make_bucket(members: list[Member], fsdp: FSDP, config: Config, link: Link | None) -> Bucket:
+def _make_bucket(
+    parameters: Sequence[_Parameter], fsdp: FSDP, config: Config, link: Link | None
+) -> Bucket:
     """Make a bucket, with its master or its codes on the host if a ``link`` there is given."""
-    *starts, size = _places(members)
-    rule, host, quantised = members[0].rule, None, None
+    *starts, size = _places(parameters)
+    rule, host, quantised = parameters[0].rule, None, None
     gathered = rule.gather or compute_dtype(config, fsdp.device)
     gradient_dtype = getattr(torch, config.optim.gradient_dtype)
     if rule.quant_format is not None:
@@ -328,20 +404,41 @@ def _make_bucket(members: list[Member], fsdp: FSDP, config: Config, link: Link |
         shard_N = host.master_N
     else:
         # Where blocks use the shard itself, copies of experts lie behind it.
-        is_used = members[0].layout.group.size() == 1 and rule.storage == gathered
-        spare = is_used * sum(member.spare_numel for member in members)
+        is_used = parameters[0].layout.group.size() == 1 and rule.storage == gathered
+        spare = is_used * sum(p.spare * p.layout.shape[1:].numel() for p in parameters)
         shard_N = fsdp.weights.empty(size + spare, rule.storage).zero_()[:size]
-    for member, start in zip(members, starts, strict=True):
-        member.start, member.quantised = start, quantised
-        member.local = member.piece_of(shard_N)
-        here = member.local if host is None else member.piece_of(host.copy_N)
-        member.parameter = nn.Parameter(
-            member.layout.dtensor(here), requires_grad=member.rule.trainable
+    members = list[Member]()
+    for parameter, start in zip(parameters, starts, strict=True):
+        layout, trainable = parameter.layout, parameter.rule.trainable
+        local = layout.piece_of(shard_N, start)
+        here = local if host is None else layout.piece_of(host.copy_N, start)
+        value = nn.Parameter(layout.dtensor(here), requires_grad=trainable)
+        if trainable:  # else torch takes a gradient in the parameter's own dtype alone
+            local.grad_dtype = value.grad_dtype = gradient_dtype
+        parameter.module.register_parameter(parameter.key, value)
+        members.append(
+            Member(
+                module=parameter.module,
+                name=parameter.key,
+                parameter=value,
+                local=local,
+                layout=layout,
+                rule=parameter.rule,
+                start=start,
+                share=parameter.share,
+                quantised=quantised,
+                spare=parameter.spare,
+            )
         )
-        if rule.trainable:  # else torch takes a gradient in the parameter's own dtype alone
-            member.local.grad_dtype = member.parameter.grad_dtype = gradient_dtype
-        member.module.register_parameter(member.name, member.parameter)
-    return Bucket(members, shard_N, gathered, fsdp.gradients, gradient_dtype, host, quantised)
+    return Bucket(
+        members=members,
+        shard_N=shard_N,
+        dtype=gathered,
+        gradients=fsdp.gradients,
+        gradient_dtype=gradient_dtype,
+        host=host,
+        quantised=quantised,
+    )
 
 
 # ---- values -------------------------------------------------------------------------------------

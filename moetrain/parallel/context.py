@@ -123,8 +123,7 @@ class _Parts(TokenParts):
             before = max(1, window - 1) if is_near and window else None
             starts = self.starts(tokens)
             masks = tuple(context.mask.part(i, i + n, shape, before) for i in starts)
-        own = {"rotation": (cos, sin), "is_pad_BS": is_pad, "whole": shape, "parts": masks}
-        return context._replace(**own)
+        return context._replace(rotation=(cos, sin), is_pad_BS=is_pad, whole=shape, parts=masks)
 
     def part_of_rows(self, x_BS: torch.Tensor) -> torch.Tensor:
         return self.part(x_BS.flatten(0, 1))[None]
@@ -143,13 +142,13 @@ class _Parts(TokenParts):
     def over_heads(
         self,
         mixed: Callable[..., torch.Tensor],
-        given: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor],
         context: Context,
     ) -> torch.Tensor:
         """Call ``mixed`` with all tokens, and the weights, of this rank's part of the heads."""
         own = [w.unflatten(0, (self.ranks, -1))[self.rank] for w in weights]
-        return self.collected(mixed(self.spread(given), own, context))
+        return self.collected(mixed(self.spread(inputs), own, context))
 
 
 class _Ulysses:
@@ -158,19 +157,29 @@ class _Ulysses:
     def __init__(self, core: Core, parts: _Parts) -> None:
         self.core, self.parts = core, parts
 
-    def __call__(self, *given: Any, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
-        q, k, v, context, *scale = given
+    def __call__(
+        self,
+        q_BSHd: torch.Tensor,
+        k_BSGd: torch.Tensor,
+        v_BSGv: torch.Tensor,
+        context: Context,
+        scale: float | None = None,
+        *,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert context.whole is not None  # rows were cut
         ranks, rank = self.parts.ranks, self.parts.rank
-        copies = max(1, ranks // k.shape[2])
-        heads = [q, *(x.repeat_interleave(copies, 2) for x in (k, v))]
+        # Ranks that outnumber key and value heads have copies of them.
+        copies = max(1, ranks // k_BSGd.shape[2])
+        heads = [q_BSHd, *(x.repeat_interleave(copies, 2) for x in (k_BSGd, v_BSGv))]
         spread = self.parts.spread([x[0].flatten(1) for x in heads])
         q, k, v = (
             part.reshape(*context.whole, -1, x.shape[3])
             for part, x in zip(spread, heads, strict=True)
         )
-        how = {} if sinks_H is None else {"sinks_H": sinks_H.view(ranks, -1)[rank]}
-        y_Tc = self.core(q, k, v, context, *scale, **how).flatten(2).flatten(0, 1)
+        if sinks_H is not None:
+            sinks_H = sinks_H.view(ranks, -1)[rank]
+        y_Tc = self.core(q, k, v, context, scale, sinks_H=sinks_H).flatten(2).flatten(0, 1)
         return self.parts.collected(y_Tc).unflatten(1, (-1, v.shape[3]))[None]
 
 
@@ -180,10 +189,18 @@ class _Gathered:
     def __init__(self, core: Core, parts: _Parts) -> None:
         self.core, self.parts = core, parts
 
-    def __call__(self, *given: Any, **how: torch.Tensor) -> torch.Tensor:
-        q, k, v, context, *scale = given
-        before, keys = context.parts[0].before, (k, v)
-        if k.shape[1] == q.shape[1]:  # else they were made of all tokens' latents
+    def __call__(
+        self,
+        q_BSHd: torch.Tensor,
+        k_BSGd: torch.Tensor,
+        v_BSGv: torch.Tensor,
+        context: Context,
+        scale: float | None = None,
+        *,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        before, keys = context.parts[0].before, (k_BSGd, v_BSGv)
+        if k_BSGd.shape[1] == q_BSHd.shape[1]:  # else they were made of all tokens' latents
             own = torch.cat([x.flatten(2) for x in keys], 2)
             arrived = self.parts.gather(own) if before is None else self._near(own, before)
             widths = [x.shape[2] * x.shape[3] for x in keys]
@@ -195,10 +212,10 @@ class _Gathered:
         own_keys = [keys] * count
         if before is not None:
             own_keys = zip(*(x.chunk(count, 1) for x in keys), strict=True)
-        pieces = zip(q.chunk(count, 1), own_keys, context.parts, strict=True)
+        pieces = zip(q_BSHd.chunk(count, 1), own_keys, context.parts, strict=True)
         found = [
-            self.core(piece, *seen, context._replace(mask=mask), *scale, **how)
-            for piece, seen, mask in pieces
+            self.core(queries, k, v, context._replace(mask=mask), scale, sinks_H=sinks_H)
+            for queries, (k, v), mask in pieces
         ]
         return torch.cat(found, 1)
 
@@ -244,9 +261,15 @@ class _Vocabulary(Vocabulary):
         return self.parts.sum(torch.where(local_N[:, None] >= 0, mine_NL, 0))
 
     def token_losses(
-        self, h_TD: torch.Tensor, w_VD: torch.Tensor, targets_T: torch.Tensor, **how: float
+        self,
+        h_TD: torch.Tensor,
+        w_VD: torch.Tensor,
+        targets_T: torch.Tensor,
+        *,
+        temperature: float = 1.0,
     ) -> TokenLosses:
-        found = self.inner.token_losses(h_TD, w_VD, self.parts.part(targets_T), **how)
+        own_N = self.parts.part(targets_T)
+        found = self.inner.token_losses(h_TD, w_VD, own_N, temperature=temperature)
         return TokenLosses(*self._gathered(found))
 
     def loss_sum(

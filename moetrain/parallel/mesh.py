@@ -91,14 +91,14 @@ class ParallelDims:
         cls, degrees: ParallelSection, world_size: int, arch: Architecture, per_machine: int = 0
     ) -> Self:
         """Make the dims that train ``arch``, inferring degrees of -1; ConfigError: none fit."""
-        given = {name: getattr(degrees, name) for name in (*_DENSE_AXES, "ep")}
+        wanted = {name: getattr(degrees, name) for name in (*_DENSE_AXES, "ep")}
         near, of_stage = degrees.cp * degrees.tp, world_size // degrees.pp
         if degrees.dp_replicate == -1:
             size = near * degrees.dp_shard if degrees.dp_shard > 0 else per_machine
-            given["dp_replicate"] = max(1, of_stage // (size or world_size))
+            wanted["dp_replicate"] = max(1, of_stage // (size or world_size))
         if degrees.dp_shard == -1:
-            given["dp_shard"] = max(1, of_stage // (near * given["dp_replicate"]))
-        dims = cls(world_size, per_machine=per_machine, **given)
+            wanted["dp_shard"] = max(1, of_stage // (near * wanted["dp_replicate"]))
+        dims = cls(world_size, per_machine=per_machine, **wanted)
         dims.check_model(arch)
         return replace(dims, cp_method=dims._context_method(degrees.cp_method, arch))
 
@@ -180,30 +180,43 @@ class ParallelDims:
         return "all_gather" if problem or wanted == "all_gather" else "ulysses"
 
 
+class ExpertHops(NamedTuple):
+    """The groups that tokens cross on their way to experts where ``ep`` spans several machines."""
+
+    across: dist.ProcessGroup
+    """One expert parallel rank of each machine: those in this rank's place on theirs."""
+    inside: dist.ProcessGroup
+    """The expert parallel ranks of this machine."""
+
+
 @dataclass(frozen=True)
 class Meshes:
-    """One rank's view of the world: meshes for placements, groups for who shares which rows."""
+    """One rank's view of the world: meshes for placements, groups for collectives."""
 
     dims: ParallelDims
+    """The degrees that the meshes were built from."""
     dense: DeviceMesh
     """Every rank: (pp, dp_replicate, dp_shard, cp, tp)."""
     split_parameters: DeviceMesh
     """This stage's ranks: (dp_replicate, tp, fsdp); fsdp is dp_shard x cp, and cuts last."""
     shared_parameters: DeviceMesh
-    """The same, where tensor parallel ranks use one value: (dp_replicate, one, fsdp), with their
-    ranks in fsdp. Each sees other tokens or heads, and FSDP's reduction adds up their gradients."""
+    """This stage's ranks, for parameters of which every tensor parallel rank uses the whole:
+    (dp_replicate, one, fsdp), where fsdp is dp_shard x cp x tp. Tensor parallel ranks see other
+    tokens or heads, and FSDP's reduction adds up their gradients."""
     expert_parameters: DeviceMesh
     """This stage's ranks: (dp_replicate, ep, efsdp)."""
     data: dist.ProcessGroup
-    """Ranks with different rows: dp_replicate x dp_shard; this rank takes part ``data.rank()``."""
+    """Ranks with different batch rows: dp_replicate x dp_shard. This rank takes part
+    ``data.rank()`` of a global batch."""
     tokens: dist.ProcessGroup
-    """Ranks with different tokens, of other rows or of the same: every rank of this stage."""
+    """Ranks with different tokens, of the same batch rows or of others: every rank of this
+    stage."""
     everyone: dist.ProcessGroup
-    """The world."""
-    expert_hops: tuple[dist.ProcessGroup, dist.ProcessGroup]
-    """Expert parallel ranks in this one's place on each machine, and those on its own."""
+    """Every rank of the world."""
+    expert_hops: ExpertHops
+    """The expert parallel ranks that tokens travel over, machine by machine."""
     communicators: tuple[dist.ProcessGroup, ...]
-    """Each distinct group above and the world's, once."""
+    """Every distinct group above, and the world's, once each."""
 
     @property
     def sharding(self) -> frozenset[tuple[int, int]]:
@@ -234,18 +247,21 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     shared_ranks = dense_ranks.flatten(2).unsqueeze(2)  # pp, dp_replicate, one, fsdp
     efsdp_ranks = expert_ranks.transpose(2, 3)  # pp, dp_replicate, ep, efsdp
     placed_ranks = expert_ranks.unflatten(3, (dims.machines(dims.ep), -1))
+    data_ranks = dense_ranks.movedim((1, 2), (3, 4)).flatten(3)  # pp, cp, tp, dp
+    # All ranks make these groups in one order, that of the arguments.
     return Meshes(
-        dims,
-        groups.mesh(dense_ranks, *_DENSE_AXES),
-        groups.mesh(fsdp_ranks, "dp_replicate", "tp", "fsdp"),
-        groups.mesh(shared_ranks, "dp_replicate", "one", "fsdp"),
-        groups.mesh(efsdp_ranks, "dp_replicate", "ep", "efsdp"),
-        # The ranks that differ in dp_replicate and dp_shard alone, flattened to one axis.
-        groups.group(dense_ranks.movedim((1, 2), (3, 4)).flatten(3), 3),
-        groups.group(dense_ranks.flatten(1), 1),
-        groups.group(dense_ranks.flatten(), 0),
-        (groups.group(placed_ranks, 3), groups.group(placed_ranks, 4)),
-        tuple(groups.made.values()),
+        dims=dims,
+        dense=groups.mesh(dense_ranks, *_DENSE_AXES),
+        split_parameters=groups.mesh(fsdp_ranks, "dp_replicate", "tp", "fsdp"),
+        shared_parameters=groups.mesh(shared_ranks, "dp_replicate", "one", "fsdp"),
+        expert_parameters=groups.mesh(efsdp_ranks, "dp_replicate", "ep", "efsdp"),
+        data=groups.group(data_ranks, 3),
+        tokens=groups.group(dense_ranks.flatten(1), 1),
+        everyone=groups.group(dense_ranks.flatten(), 0),
+        expert_hops=ExpertHops(
+            across=groups.group(placed_ranks, 3), inside=groups.group(placed_ranks, 4)
+        ),
+        communicators=tuple(groups.made.values()),
     )
 
 
@@ -416,6 +432,12 @@ class Layout:
     def gathered_shape(self) -> torch.Size:
         return torch.Size(part.stop - part.start for part in self.gathered_box)
 
+    def piece_of(self, flat_N: torch.Tensor, start: int) -> torch.Tensor:
+        """Return the view of ``flat_N``, or of each row of [S, N], that is this rank's piece if the
+        piece begins at element ``start``."""
+        shape = self.local_shape
+        return flat_N.narrow(-1, start, shape.numel()).view(flat_N.shape[:-1] + shape)
+
     @property
     def is_gathered(self) -> bool:
         """Whether using it takes other ranks' parts, be they empty."""
@@ -434,8 +456,14 @@ class Layout:
         if spec is not None:  # a tenth of the time below, which every gradient would take
             return DTensor(local, spec, requires_grad=False)
         stride = torch.empty(self.shape, device="meta").stride()
-        place = self.mesh, self.placements
-        made = DTensor.from_local(local, *place, run_check=False, shape=self.shape, stride=stride)
+        made = DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=stride,
+        )
         self._specs[local.dtype] = made._spec
         return made
 

@@ -122,13 +122,15 @@ class _Exchange(torch.autograd.Function):
     rank's part of the rows, or gives every rank the sum; each is its own backward."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: torch.Tensor, kind: str, ranks: int, group: str):
-        ctx.how = _BACKWARD[kind], ranks, group
+    def forward(ctx: Any, x_TD: torch.Tensor, kind: str, ranks: int, group: str) -> torch.Tensor:
+        ctx.backward_kind, ctx.ranks, ctx.group = _BACKWARD[kind], ranks, group
         return _exchange(x_TD, kind, ranks, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor):
-        return _exchange(gradients[0].contiguous(), *ctx.how), None, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (d_y_TD,) = gradients
+        d_x_TD = _exchange(d_y_TD.contiguous(), ctx.backward_kind, ctx.ranks, ctx.group)
+        return d_x_TD, None, None, None  # kind, ranks and group have no gradients
 
 
 def _exchange(x_TD: torch.Tensor, kind: str, ranks: int, group: str) -> torch.Tensor:
@@ -165,9 +167,16 @@ class ShardedVocabulary(Vocabulary):
         self.vocab_size, self.group, self.tokens = vocab_size, group, TokenParts(group)
         self.rows = chunk_of(vocab_size, group.size(), group.rank())
         self.most_rows = math.ceil(vocab_size / group.size())
-        place = group.size(), self.rows.start, self.most_rows
-        meet = self._join, partial(dist.all_reduce, group=group)
-        self.shard = VocabularyShard(*place, *meet, backend, softcap, chunk_elements)
+        self.shard = VocabularyShard(
+            ranks=group.size(),
+            first=self.rows.start,
+            most_rows=self.most_rows,
+            join=self._join,
+            add_up=partial(dist.all_reduce, group=group),
+            backend=backend,
+            softcap=softcap,
+            chunk_elements=chunk_elements,
+        )
         self.token_losses = self.shard.token_losses  # pyright: ignore
         self.loss_sum = self.shard.loss_sum  # pyright: ignore
 

@@ -193,7 +193,17 @@ def join_world(config: Config, arch: Architecture) -> World:
     if size > 1:
         meshes.warm_up(device)
     rendezvous = processes.Rendezvous(_get_default_store(), rank, size)
-    return World(rank, gpu, size, device, dims, meshes, owns_group, rendezvous, store)
+    return World(
+        rank=rank,
+        local_rank=gpu,
+        size=size,
+        device=device,
+        dims=dims,
+        meshes=meshes,
+        owns_group=owns_group,
+        rendezvous=rendezvous,
+        store=store,
+    )
 
 
 def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:

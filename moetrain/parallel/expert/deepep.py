@@ -34,7 +34,10 @@ from moetrain.kernels.experts.deepep import connect, load_deep_ep
 from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher, Received
+from moetrain.parallel.expert.replicas import Replicas
+from moetrain.parallel.mesh import ExpertHops
 from moetrain.parallel.processes import machine
+from moetrain.runtime.backend import Backend
 
 _ops: Any = torch.ops.moetrain
 _RANKS = (2, 4, 8)  # what the kernels within a machine are built for
@@ -85,9 +88,11 @@ class DeepEP(ExpertParallelDispatcher):
         *,
         num_sms: Literal["auto"] | int = "auto",
         static: StaticSizes | None = None,
-        **how: Any,
+        backend: Backend = "auto",
+        precision: Precision = "bf16",
+        replicas: Replicas | None = None,
     ) -> None:
-        super().__init__(num_experts, group, **how)
+        super().__init__(num_experts, group, backend, precision, replicas)
         self.num_sms = _AUTO_NUM_SMS[self.num_ranks] if num_sms == "auto" else num_sms
         self.static = static
         if torch.cuda.is_available():
@@ -123,15 +128,28 @@ class DeepEP(ExpertParallelDispatcher):
         if self.static is not None and x_TD.shape[0] > max_tokens:
             problem = f"was given {x_TD.shape[0]} tokens; moe.dispatch_mode 'static' was planned"
             raise ValueError(f"deepep: {problem} for {max_tokens} a rank")
-        room = None if self.static is None else self.num_ranks * max_tokens
-        given = [x.contiguous() for x in (x_TD, ids_TK, weights_TK)]
-        how = self.group_name, self.num_sms, self.precision, room, rows, None
-        sent = _ops.deepep_dispatch(*given, self._send_counts(ids_TK), *how)
-        x_SD, ids_SK, weights_SK, rows_R0, *handle = sent
-        is_static = self.static is not None
-        return Received(x_SD, ids_SK, weights_SK, rows_R0.shape[0], tuple(handle), is_static)
+        x_SD, ids_SK, weights_SK, rows_R0, *handle = _ops.deepep_dispatch(
+            x_TD.contiguous(),
+            ids_TK.contiguous(),
+            weights_TK.contiguous(),
+            send=self.send_counts(ids_TK),
+            group=self.group_name,
+            num_sms=self.num_sms,
+            precision=self.precision,
+            worst_tokens=None if self.static is None else self.num_ranks * max_tokens,
+            worst_rows=rows,
+            came_WM=None,
+        )
+        return Received(
+            x_SD=x_SD,
+            ids_SK=ids_SK,
+            weights_SK=weights_SK,
+            num_rows=rows_R0.shape[0],
+            handle=tuple(handle),
+            may_drop=self.static is not None,
+        )
 
-    def _send_counts(self, ids_TK: torch.Tensor) -> list[torch.Tensor]:
+    def send_counts(self, ids_TK: torch.Tensor) -> list[torch.Tensor]:
         """Count the tokens for each rank and the slots of each expert (int32), and tell whether a
         token goes to a rank. Compiled, it takes a seventh of the time that the package takes."""
         rank_TK = ids_TK // self.num_local_experts  # rounds down: -1 stays -1
@@ -144,8 +162,13 @@ class DeepEP(ExpertParallelDispatcher):
         return [is_sent_TW.sum(0, dtype=torch.int32), slots_E, is_sent_TW]
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        how = self.group_name, self.num_sms, self.precision
-        (y_TD,) = _ops.deepep_combine([y_SD.contiguous()], list(ctx), *how)
+        (y_TD,) = _ops.deepep_combine(
+            [y_SD.contiguous()],
+            list(ctx),
+            group=self.group_name,
+            num_sms=self.num_sms,
+            precision=self.precision,
+        )
         return y_TD
 
 
@@ -159,42 +182,104 @@ class DeepEPInside(AllToAll):
     """
 
     def __init__(
-        self, near: DeepEP, num_experts: int, group: dist.ProcessGroup, **how: Any
+        self,
+        near: DeepEP,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        *,
+        hops: ExpertHops | None,
+        backend: Backend = "auto",
+        precision: Precision = "bf16",
+        replicas: Replicas | None = None,
     ) -> None:
-        super().__init__(num_experts, group, **how)
+        super().__init__(num_experts, group, backend, precision, replicas, hops)
         self._near, self.num_sms = near, near.num_sms
 
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
         sizes, handle, (_, came_GM) = self._plan(ids_TK // self.num_local_experts)
-        across, near = self.hops[0], self._near
-        given = [x.detach() for x in (x_TD, self._routing(ids_TK, weights_TK))]
-        how = sizes[2], False, across.group_name, 0, self.precision, self.backend
-        x_AD, routing_AC = _ops.exchange_rows(given, handle[6:], *how)
+        assert self.hops is not None  # there are several machines, with several ranks each
+        across, near = self.hops.across, self._near
+        x_AD, routing_AC = _ops.exchange_rows(
+            [x_TD.detach(), self._routing(ids_TK, weights_TK).detach()],
+            handle[6:],
+            num_rows=sizes[2],
+            is_back=False,
+            ways=across.group_name,
+            num_sms=0,
+            precision=self.precision,
+            backend=self.backend,
+        )
         weights_AK, ids_AK = (x.contiguous() for x in routing_AC.chunk(2, dim=1))
         ids_AK = self._local(ids_AK, across.rank(), near.num_experts)
-        how = near.group_name, self.num_sms, self.precision, *sizes[:2], came_GM
-        sent = x_AD, ids_AK, weights_AK, near._send_counts(ids_AK)
-        x_SD, ids_SK, weights_SK, _, *known = _ops.deepep_dispatch(*sent, *how)
+        x_SD, ids_SK, weights_SK, _, *known = _ops.deepep_dispatch(
+            x_AD,
+            ids_AK,
+            weights_AK,
+            send=near.send_counts(ids_AK),
+            group=near.group_name,
+            num_sms=self.num_sms,
+            precision=self.precision,
+            worst_tokens=sizes[0],
+            worst_rows=sizes[1],
+            came_WM=came_GM,
+        )
         handle += known
-        rows = x_TD, weights_TK.float(), x_SD, weights_SK
-        x_SD, weights_SK = _Arrived.apply(*rows, self._ways, *handle)
-        return Received(x_SD, ids_SK, weights_SK, sizes[1], tuple(handle))
+        x_SD, weights_SK = _Arrived.apply(
+            x_TD,
+            weights_TK.float(),
+            x_SD,
+            weights_SK,
+            self._ways,
+            self.num_sms,
+            self.precision,
+            self.backend,
+            *handle,
+        )
+        return Received(x_SD, ids_SK, weights_SK, num_rows=sizes[1], handle=tuple(handle))
 
 
 class _Arrived(torch.autograd.Function):
-    """What arrived by DeepEP, whose gradients go straight home."""
+    """Makes ``x_SD`` and ``weights_SK``, which arrived by DeepEP, depend on what was sent.
+
+    Their gradients travel home in one hop, over the group of all ranks.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_TD, weights_TK, x_SD, weights_SK, ways, *handle):
+    def forward(
+        ctx: Any,
+        x_TD: torch.Tensor,
+        weights_TK: torch.Tensor,
+        x_SD: torch.Tensor,
+        weights_SK: torch.Tensor,
+        ways: str,
+        num_sms: int,
+        precision: str,
+        backend: str,
+        *handle: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(*handle)
         ctx.num_rows, ctx.ways = x_TD.shape[0], ways
+        ctx.num_sms, ctx.precision, ctx.backend = num_sms, precision, backend
         return x_SD.view_as(x_SD), weights_SK.view_as(weights_SK)
 
     @staticmethod
-    def backward(ctx: Any, *d_arrived):
-        handle, d_rows = [*ctx.saved_tensors], [d.contiguous() for d in d_arrived]
-        d_x_TD, d_weights_TK = _ops.exchange_rows(d_rows, handle, ctx.num_rows, True, *ctx.ways)
-        return d_x_TD, d_weights_TK, *[None] * (3 + len(handle))
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        d_x_SD, d_weights_SK = gradients
+        d_x_TD, d_weights_TK = _ops.exchange_rows(
+            [d_x_SD.contiguous(), d_weights_SK.contiguous()],
+            [*ctx.saved_tensors],
+            num_rows=ctx.num_rows,
+            is_back=True,
+            ways=ctx.ways,
+            num_sms=ctx.num_sms,
+            precision=ctx.precision,
+            backend=ctx.backend,
+        )
+        no_gradients = dict.fromkeys(
+            ("x_SD", "weights_SK", "ways", "num_sms", "precision", "backend"), None
+        )
+        d_handle = [None] * len(ctx.saved_tensors)
+        return d_x_TD, d_weights_TK, *no_gradients.values(), *d_handle
 
 
 def why_not(
@@ -210,9 +295,16 @@ def why_not(
 
     ``inside`` are the ranks of this one's machine, if the settings speak of several.
     """
-    near, how = inside or group, (device, dtype)
-    machines = group.size() // near.size()
-    reason = _why_not_here(arch, near.size(), *how, precision, spare, machines)
+    near = inside or group
+    reason = why_not_here(
+        arch,
+        near.size(),
+        device,
+        dtype,
+        precision=precision,
+        spare=spare,
+        machines=group.size() // near.size(),
+    )
     mine = machine(), dist.get_process_group_ranks(near), reason
     ranks = [mine] * group.size()
     dist.all_gather_object(ranks, mine, group=group)
@@ -223,7 +315,7 @@ def why_not(
     return next((reason for *_, reason in ranks if reason), None)
 
 
-def _why_not_here(
+def why_not_here(
     arch: Architecture,
     ranks: int,
     device: torch.device,

@@ -43,7 +43,7 @@ from moetrain.kernels.quant.e4m3 import E4M3, Quantised
 from moetrain.kernels.quant.recipes import RECIPES, Recipe
 from moetrain.models.moe import Dispatched, Dispatcher, Experts
 from moetrain.parallel.expert.replicas import Replicas
-from moetrain.parallel.mesh import resolve_group
+from moetrain.parallel.mesh import ExpertHops, resolve_group
 from moetrain.parallel.waits import waiting
 from moetrain.runtime.annotate import annotate
 from moetrain.runtime.backend import Backend, worth_saving
@@ -117,8 +117,14 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
         dropped = None
         if arrived.may_drop:
             dropped = (local.counts_E.sum(dtype=torch.int32) - arrived.num_rows).clamp(min=0)
-        tokens = arrived.x_SD, arrived.weights_SK
-        return Dispatched(*tokens, local, arrived.handle, topk_ids_TK.numel(), dropped)
+        return Dispatched(
+            x_SD=arrived.x_SD,
+            weights_SK=arrived.weights_SK,
+            indices=local,
+            ctx=arrived.handle,
+            typical_rows=topk_ids_TK.numel(),
+            dropped=dropped,
+        )
 
     def through(
         self, experts: Experts, x_TD: torch.Tensor, routed: Routed
@@ -167,31 +173,40 @@ class AllToAll(ExpertParallelDispatcher):
         num_experts: int,
         group: dist.ProcessGroup,
         backend: Backend = "auto",
-        hops: Sequence[dist.ProcessGroup] = (),
-        **how: Any,
+        precision: Precision = "bf16",
+        replicas: Replicas | None = None,
+        hops: ExpertHops | None = None,
     ) -> None:
-        super().__init__(num_experts, group, backend, **how)
-        self.hops = [*hops] if all(hop.size() > 1 for hop in hops) else []
+        super().__init__(num_experts, group, backend, precision, replicas)
+        self.hops = None if hops is None or min(hop.size() for hop in hops) == 1 else hops
         self.num_sms = 0  # no kernels of DeepEP
 
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
         rank_TK = ids_TK // self.num_local_experts  # rounds down: -1 stays -1
         sizes, handle, hop = self._plan(rank_TK)
         if self.hops:  # sort what arrives by the places here that it is passed on to
-            over, places = self.hops[0], self.hops[1].size()
-            how = sizes[2], False, over.group_name, 0, "bf16", self.backend
-            (rank_AK,) = _exchange_rows([rank_TK], handle[6:], *how)
-            place_AK = self._local(rank_AK, over.rank(), places)
+            across, places = self.hops.across, self.hops.inside.size()
+            (rank_AK,) = _exchange_rows(
+                [rank_TK],
+                handle[6:],
+                num_rows=sizes[2],
+                is_back=False,
+                ways=across.group_name,
+                num_sms=0,
+                precision="bf16",
+                backend=self.backend,
+            )
+            place_AK = self._local(rank_AK, across.rank(), places)
             handle += [*self._route(place_AK, places, sizes[3])[0], *hop]
         rows = [x_TD, self._routing(ids_TK, weights_TK)]
-        x_SD, routing_SC = self._exchange(rows, handle, sizes[0], False)
+        x_SD, routing_SC = self._exchange(rows, handle, sizes[0], is_back=False)
         weights_SK, ids_SK = routing_SC.chunk(2, dim=1)
         local_SK = self._local(ids_SK, self.rank, self.num_local_experts)
         return Received(x_SD, local_SK, weights_SK, sizes[1], tuple(handle))
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
         home = permutation.ExpertIndices(*ctx[:4])
-        (y_TD,) = self._exchange([y_SD], ctx, home.slot_row_TK.shape[0], True)
+        (y_TD,) = self._exchange([y_SD], ctx, home.slot_row_TK.shape[0], is_back=True)
         return y_TD
 
     @staticmethod
@@ -213,7 +228,7 @@ class AllToAll(ExpertParallelDispatcher):
         """
         home, slots_W = self._route(rank_TK, self.num_ranks)
         counts, once = [home.counts_E[None], slots_W[None]], None
-        machines, places = [hop.size() for hop in self.hops] or (1, self.num_ranks)
+        machines, places = [hop.size() for hop in self.hops or ()] or (1, self.num_ranks)
         place = self.rank % places
         if self.hops:
             once, _ = self._route(rank_TK // places, machines)
@@ -243,13 +258,29 @@ class AllToAll(ExpertParallelDispatcher):
         slots_P = (place_TK[..., None] == every_place_P).sum((0, 1), dtype=torch.int32)
         return permutation.expert_indices(first_TK, places, self.backend, num_rows=room), slots_P
 
-    def _exchange(self, rows: Sequence[torch.Tensor], handle: Sequence[torch.Tensor], *how: Any):
-        return _exchange_rows(rows, list(handle), *how, *self._ways)
+    def _exchange(
+        self,
+        rows: Sequence[torch.Tensor],
+        handle: Sequence[torch.Tensor],
+        num_rows: int,
+        *,
+        is_back: bool,
+    ) -> list[torch.Tensor]:
+        return _exchange_rows(
+            rows,
+            list(handle),
+            num_rows=num_rows,
+            is_back=is_back,
+            ways=self._ways,
+            num_sms=self.num_sms,
+            precision=self.precision,
+            backend=self.backend,
+        )
 
     @property
-    def _ways(self) -> tuple[str, int, str, str]:
-        ways = " ".join((self.group_name, *(hop.group_name for hop in self.hops)))
-        return ways, self.num_sms, self.precision, self.backend
+    def _ways(self) -> str:
+        """The ``ways`` of the op: names of the group of all ranks and of the hops' groups."""
+        return " ".join((self.group_name, *(hop.group_name for hop in self.hops or ())))
 
 
 @torch.library.custom_op("moetrain::exchange_counts", mutates_args=())
@@ -327,19 +358,31 @@ def _exchange_rows(
 
 @_exchange_rows.register_fake
 def _(rows, handle, num_rows, is_back, ways, num_sms, precision, backend):
-    return [given.new_empty(num_rows, *given.shape[1:]) for given in rows]
+    return [x.new_empty(num_rows, *x.shape[1:]) for x in rows]
 
 
 def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    rows, handle, _, ctx.is_back, *ctx.how = inputs
+    rows, handle, _, ctx.is_back, ctx.ways, ctx.num_sms, ctx.precision, ctx.backend = inputs
     ctx.save_for_backward(*handle)
     ctx.num_rows = rows[0].shape[0]
 
 
-def _differentiate_exchange(ctx: Any, d_outputs: list[torch.Tensor]):
-    handle, d_outputs = list(ctx.saved_tensors), [d.contiguous() for d in d_outputs]
-    d_rows = _exchange_rows(d_outputs, handle, ctx.num_rows, not ctx.is_back, *ctx.how)
-    return d_rows, [None] * len(handle), *[None] * 6
+def _differentiate_exchange(ctx: Any, d_outputs: list[torch.Tensor]) -> tuple[Any, ...]:
+    d_rows = _exchange_rows(
+        [d.contiguous() for d in d_outputs],
+        list(ctx.saved_tensors),
+        num_rows=ctx.num_rows,
+        is_back=not ctx.is_back,
+        ways=ctx.ways,
+        num_sms=ctx.num_sms,
+        precision=ctx.precision,
+        backend=ctx.backend,
+    )
+    d_handle = [None] * len(ctx.saved_tensors)
+    no_gradients = dict.fromkeys(
+        ("num_rows", "is_back", "ways", "num_sms", "precision", "backend"), None
+    )
+    return d_rows, d_handle, *no_gradients.values()
 
 
 _exchange_rows.register_autograd(_differentiate_exchange, setup_context=_save_exchange)
@@ -358,12 +401,13 @@ def _travel(
     With one machine results have ``room`` or more rows, which are unspecified past those received.
     """
     sent, received = ([sum(x) for x in each.tolist()] for each in (sent_GM, received_GM))
-    arriving, leaving, how = sum(received), sum(sent), {"group": resolve_group(group)}
-    outputs = [given.new_empty(max(arriving, room), *given.shape[1:]) for given in rows]
-    pairs = [(x[:arriving], y[:leaving]) for x, y in zip(outputs, rows, strict=True)]
-    with annotate("exchange_rows", *(given for _, given in pairs)):
+    arriving, leaving, ranks = sum(received), sum(sent), resolve_group(group)
+    outputs = [x.new_empty(max(arriving, room), *x.shape[1:]) for x in rows]
+    leaves = [x[:leaving] for x in rows]
+    with annotate("exchange_rows", *leaves):
         works: list[Any] = [
-            all_to_all_single(*pair, received, sent, async_op=True, **how) for pair in pairs
+            all_to_all_single(x[:arriving], y, received, sent, group=ranks, async_op=True)
+            for x, y in zip(outputs, leaves, strict=True)
         ]
         with waiting(rows[0].device):
             for work in works:

@@ -155,15 +155,14 @@ class Replicas:
         ``rows``: of each matrix, the experts here [L, M] and the copies [N, M].
         """
         memory, stream = self._shared([copies for _, copies in rows]), self._streams.push
-        places = [(copies_WN, self.rank, *found, self.backend) for found in self._places]
         with self._streams.behind(stream), annotate("expert_copies"):
             memory.wait(transport.FREE)
-            for own_and_copies, place in zip(rows, places, strict=True):
-                write(*own_and_copies, *place)
+            for (own, copies), (parts, addresses) in zip(rows, self._places, strict=True):
+                write(own, copies, copies_WN, self.rank, parts, addresses, self.backend)
             memory.arrive(transport.WRITTEN)
             memory.wait(transport.WRITTEN)
-            for own_and_copies, place in zip(rows, places, strict=True):
-                read(*own_and_copies, *place)
+            for (own, copies), (parts, addresses) in zip(rows, self._places, strict=True):
+                read(own, copies, copies_WN, self.rank, parts, addresses, self.backend)
             memory.arrive(transport.FREE)
         if stream is not None:
             # Whoever drops one before it has waited must not let others have its memory.
@@ -194,12 +193,12 @@ def _assign(
     least: int,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    ranks, how = resolve_group(group), cast("Backend", backend)
-    indices = expert_indices(ids_TK, num_experts, how)
+    ranks, kernels = resolve_group(group), cast("Backend", backend)
+    indices = expert_indices(ids_TK, num_experts, kernels)
     counts_WE, work = all_gather_start(indices.counts_E, ranks)
     work.wait()
-    plan = plan_replicas(counts_WE, spare, ranks.rank(), least, how)
-    return place_ids(ids_TK, indices, plan, ranks.rank(), how), plan.experts_WN
+    plan = plan_replicas(counts_WE, spare, ranks.rank(), least, kernels)
+    return place_ids(ids_TK, indices, plan, ranks.rank(), kernels), plan.experts_WN
 
 
 @_assign.register_fake

@@ -92,10 +92,9 @@ class Member:
         return torch.Size(self.layout.gathered_shape).numel() + self.spare_numel
 
     def piece_of(self, flat_N: torch.Tensor) -> torch.Tensor:
-        """Cut out of ``flat_N``, as long as the bucket's shard, or each row of [S, N], the part at
-        this member's place."""
-        shape = self.layout.local_shape
-        return flat_N.narrow(-1, self.start, shape.numel()).view(flat_N.shape[:-1] + shape)
+        """Return the view of ``flat_N``, as long as the bucket's shard, or of each row of [S, N],
+        that is this member's."""
+        return self.layout.piece_of(flat_N, self.start)
 
     def read(self) -> torch.Tensor:
         """Give this rank's piece as values: :attr:`local`, or a copy."""

@@ -277,7 +277,14 @@ class Peers:
                 out_WN[me].copy_(parts[me], non_blocking=True)
         return streams.end(streams.pull, streams.own)
 
-    def reduce(self, chunks_WN: torch.Tensor, **into: Any) -> Wait:
+    def reduce(
+        self,
+        chunks_WN: torch.Tensor,
+        *,
+        out_N: torch.Tensor,
+        accumulate: bool,
+        squares_B: torch.Tensor | None,
+    ) -> Wait:
         """Begin a :func:`reduce_scatter_start`; all ranks begin theirs in the same order."""
         memory, push = self._memory, self.streams.push
         assert memory is not None  # opened
@@ -292,7 +299,14 @@ class Peers:
                 memory.arrive(WRITTEN)
                 memory.wait(WRITTEN)
             inbox_WN = inboxes[me].view(ranks, numel)
-            sum_chunks(inbox_WN, own_N=chunks_WN[me], own=me, **into)
+            sum_chunks(
+                inbox_WN,
+                own_N=chunks_WN[me],
+                own=me,
+                out_N=out_N,
+                accumulate=accumulate,
+                squares_B=squares_B,
+            )
             memory.arrive(FREE)
         return self.streams.end(push, kept=chunks_WN)
 
@@ -329,10 +343,10 @@ def why_apart(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Say why ranks of ``group`` do not reach one another's memory; None if they do. Collective."""
     devices = [(machine(), device.index)] * group.size()
     dist.all_gather_object(devices, devices[0], group=group)
-    return _why_not(devices)
+    return why_unreachable(devices)
 
 
-def _why_not(devices: Sequence[tuple[str, int | None]]) -> str | None:
+def why_unreachable(devices: Sequence[tuple[str, int | None]]) -> str | None:
     """Say why ranks do not reach one another's memory, by each one's machine and the number of its
     GPU there; None if they do."""
     hosts, gpus = zip(*devices, strict=True)
