@@ -45,6 +45,7 @@ NOT_KERNELS = {
     "moetrain.kernels.experts.copied_mlp",
     "moetrain.kernels.experts.deepep",
     "moetrain.kernels.experts.few_tokens",
+    "moetrain.kernels.experts.frame",
     "moetrain.kernels.experts.grouped",
     "moetrain.kernels.experts.replicas",
     "moetrain.kernels.experts.routed",

@@ -202,12 +202,14 @@ def _product(
             rows, stages = 64, 4
     ends = [sum(sizes[: i + 1]) // columns for i in range(len(sizes))]
     ends += [ends[-1]] * (_MOST_WEIGHTS - len(ends))
-    given = [*weights, *[weights[0]] * (_MOST_WEIGHTS - len(weights))]
+    # The kernel takes three of each, of which it reads the first NUMBER.
+    padded_weights = [*weights, *[weights[0]] * (_MOST_WEIGHTS - len(weights))]
+    padded_biases = [*biases, *[None] * _MOST_WEIGHTS][:_MOST_WEIGHTS]
     if R:
         _linears_kernel[(ends[-1], triton.cdiv(R, rows))](
             TensorDescriptor.from_tensor(x_RD, [rows, depth]),
-            *(TensorDescriptor.from_tensor(w, [columns, depth]) for w in given),
-            *[*biases, *[None] * _MOST_WEIGHTS][:_MOST_WEIGHTS],
+            *(TensorDescriptor.from_tensor(w, [columns, depth]) for w in padded_weights),
+            *padded_biases,
             out_RN, R, out_RN.shape[1], D, ends[0], ends[1],
             NUMBER=len(weights), BR=rows, BN=columns, BD=depth, WIDEN=INTERPRETED, num_warps=4,
             num_stages=stages,
@@ -407,9 +409,9 @@ def low_rank_products(
     if len(weights) > 3 or any(
         a.shape[-1:] != x_TD.shape[1:] or a.dtype != x_TD.dtype for a in weights
     ):
-        given = {f"a{i}": a for i, a in enumerate(weights)}
+        named = {f"a{i}": a for i, a in enumerate(weights)}
         takes = "up to three [r, D] in x's dtype"
-        raise refusal("low_rank_products", takes, x=x_TD, **given)
+        raise refusal("low_rank_products", takes, x=x_TD, **named)
     if weights and weights[0].dim() == 3:
         parts = [x_TD.unflatten(0, (a.shape[0], -1)) for a in weights]
         products = [_OfTenants.apply(None, x, a, 1.0) for x, a in zip(parts, weights, strict=True)]

@@ -5,9 +5,9 @@ from functools import partial
 import torch
 
 from moetrain.kernels.experts.clamped_mlp import (
-    _clamped_expert_mlp,
-    _clamped_expert_mlp_backward,
     clamped_expert_mlp,
+    clamped_expert_mlp_backward_op,
+    clamped_expert_mlp_op,
 )
 from moetrain.kernels.experts.clamped_swiglu import (
     _clamped_swiglu,
@@ -99,7 +99,7 @@ _BIASED = KernelSpec(
         "b_down_ED",
     ),
     select_grads={"weights_TK": chosen},
-    ops=(_clamped_expert_mlp, _clamped_expert_mlp_backward),
+    ops=(clamped_expert_mlp_op, clamped_expert_mlp_backward_op),
     bad_inputs=_BAD_INPUTS,
 )
 
@@ -150,7 +150,7 @@ SPECS = (
         cost=lambda case: cost_of(case, 2.0),
         differentiable=("x_TD", "weights_TK", *(f"adapter_{i}" for i in range(4))),
         select_grads={"weights_TK": chosen},
-        ops=(_clamped_expert_mlp, _clamped_expert_mlp_backward),
+        ops=(clamped_expert_mlp_op, clamped_expert_mlp_backward_op),
         bad_inputs=_BAD_INPUTS
         | {r"adapters \[E, r, D\]": lambda x: x | {"adapter_0": x["adapter_0"][:, 1:]}},
     ),

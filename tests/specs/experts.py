@@ -6,18 +6,18 @@ from functools import partial
 import torch
 
 from moetrain.kernels.experts.mlp import (
-    _adapted_expert_mlp,
-    _adapted_expert_mlp_backward,
-    _expert_mlp,
-    _expert_mlp_backward,
     adapted_expert_mlp,
+    adapted_expert_mlp_backward_op,
+    adapted_expert_mlp_op,
     expert_mlp,
+    expert_mlp_backward_op,
+    expert_mlp_op,
     tenant_offsets,
 )
 from moetrain.kernels.experts.mlp_fp8 import (
-    _expert_mlp_fp8,
-    _expert_mlp_fp8_backward,
     expert_mlp_fp8,
+    expert_mlp_fp8_backward_op,
+    expert_mlp_fp8_op,
     swiglu_backward_quantised,
     swiglu_quantised,
 )
@@ -113,7 +113,7 @@ _MLP_SPECS = (
         cost=lambda case: cost_of(case, 2.0),
         differentiable=("x_TD", "weights_TK", "w_gate_up_E2FD", "w_down_EDF"),
         select_grads={"weights_TK": chosen},
-        ops=(_expert_mlp, _expert_mlp_backward),
+        ops=(expert_mlp_op, expert_mlp_backward_op),
         bad_inputs=BAD_INPUTS,
     ),
 )
@@ -154,7 +154,7 @@ _MLP_FP8_SPECS = (
         cost=lambda case: cost_of(case, 1.0),
         differentiable=("x_TD", "weights_TK", "w_gate_up_E2FD", "w_down_EDF"),
         select_grads={"weights_TK": chosen},
-        ops=(_expert_mlp_fp8, _expert_mlp_fp8_backward),
+        ops=(expert_mlp_fp8_op, expert_mlp_fp8_backward_op),
         bad_inputs=BAD_INPUTS
         | {
             "takes multiples of 16 and 16": lambda x: (
@@ -228,7 +228,7 @@ _MLP_LORA_SPECS = (
         cost=_mlp_lora_cost,
         differentiable=("x_TD", "weights_TK", *_ADAPTERS),
         select_grads={"weights_TK": chosen},
-        ops=(_adapted_expert_mlp, _adapted_expert_mlp_backward, tenant_offsets),
+        ops=(adapted_expert_mlp_op, adapted_expert_mlp_backward_op, tenant_offsets),
         bad_inputs=BAD_INPUTS
         | {
             "in S equal parts": lambda x: (

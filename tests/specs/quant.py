@@ -382,7 +382,11 @@ def _blocks_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -
     w_ENM = normal(generator, case["E"], case["N"], case["M"])
     w_ENM *= torch.logspace(-9, 9, case["N"], device=w_ENM.device)[:, None]
     w_ENM[-1, -1] = 0.0
-    return {"w_ENM": w_ENM.to(dtype), "kind": case["kind"], "transposed": case.get("transposed", False)}
+    return {
+        "w_ENM": w_ENM.to(dtype),
+        "kind": case["kind"],
+        "transposed": case.get("transposed", False),
+    }
 
 
 def _product_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:

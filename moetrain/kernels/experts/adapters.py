@@ -26,6 +26,8 @@ Legend: R rows, E experts, G = E * S groups, N width, r rank.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false
 
+from typing import NamedTuple
+
 import torch
 
 from moetrain.kernels.experts.products import grouped_mm
@@ -89,13 +91,13 @@ def narrow(
     """
     rows, width = x_RN.shape
     rank = m.shape[-2]
-    sizes = _sizes(m, offsets_G)
+    layout = _groups_of(m, offsets_G)
     low_Rr = x_RN.new_empty(rows, rank)
     block = _rank_block(rank)
-    grid = (triton.cdiv(rows, _NARROW["BR"]) + sizes[0], triton.cdiv(rank, block))
+    grid = (triton.cdiv(rows, _NARROW["BR"]) + layout.groups, triton.cdiv(rank, block))
     _narrow_kernel[grid](
-        x_RN, m, low_Rr, offsets_G, scale, *sizes, width, rank,
-        triton.next_power_of_2(sizes[0]), BK=block, WIDEN=INTERPRETED, **_NARROW,
+        x_RN, m, low_Rr, offsets_G, scale, *layout, width, rank,
+        triton.next_power_of_2(layout.groups), BK=block, WIDEN=INTERPRETED, **_NARROW,
     )  # fmt: skip
     return low_Rr
 
@@ -110,12 +112,12 @@ def add_wide(
     """Add ``scale * low[r] @ m[group of r]`` to ``y`` [R, N]; ``m`` is as in :func:`narrow`."""
     rows, width = y_RN.shape
     rank = m.shape[-2]
-    sizes = _sizes(m, offsets_G)
-    tiles = triton.cdiv(rows, _WIDE["BR"]) + sizes[0]
+    layout = _groups_of(m, offsets_G)
+    tiles = triton.cdiv(rows, _WIDE["BR"]) + layout.groups
     grid = (tiles, triton.cdiv(width, _WIDE["BN"]))
     _wide_kernel[grid](
-        y_RN, m, low_Rr, offsets_G, scale, *sizes, width, rank,
-        triton.next_power_of_2(sizes[0]), BK=_rank_block(rank), WIDEN=INTERPRETED, **_WIDE,
+        y_RN, m, low_Rr, offsets_G, scale, *layout, width, rank,
+        triton.next_power_of_2(layout.groups), BK=_rank_block(rank), WIDEN=INTERPRETED, **_WIDE,
     )  # fmt: skip
 
 
@@ -132,10 +134,10 @@ def narrow_grad(
     """
     rank, width = m.shape[-2:]
     d_m = torch.empty_like(m)
-    sizes, block = _sizes(d_m, offsets_G), _rank_block(rank)
-    grid = (sizes[0], triton.cdiv(width, _GRADIENT["BN"]), triton.cdiv(rank, block))
+    layout, block = _groups_of(d_m, offsets_G), _rank_block(rank)
+    grid = (layout.groups, triton.cdiv(width, _GRADIENT["BN"]), triton.cdiv(rank, block))
     _gradient_kernel[grid](
-        x_RN, d_m, low_Rr, offsets_G, scale, *sizes, width, rank,
+        x_RN, d_m, low_Rr, offsets_G, scale, *layout, width, rank,
         BK=block, WIDEN=INTERPRETED, **_GRADIENT,
     )  # fmt: skip
     return d_m
@@ -145,11 +147,28 @@ def _rank_block(rank: int) -> int:
     return min(_WIDEST_RANK, max(16, triton.next_power_of_2(rank)))
 
 
-def _sizes(m: torch.Tensor, offsets_G: torch.Tensor) -> tuple[int, ...]:
-    """The numbers of groups and tenants, and the strides of tenant, expert, rank and width."""
-    tenants = m.shape[0] if m.dim() == 4 else 1
-    strides = m.stride() if m.dim() == 4 else (0, *m.stride())
-    return (offsets_G.shape[0], tenants, *strides)
+class _Groups(NamedTuple):
+    """The groups of rows, and where a group's matrix lies; arguments of each kernel, in order."""
+
+    groups: int
+    """G, the number of groups."""
+    tenants: int
+    """S, the number of tenants; 1 where the matrices are not stacked."""
+    m_tenant: int
+    """The stride from a tenant's matrices to the next one's; 0 for one tenant."""
+    m_expert: int
+    """The stride from an expert's matrix to the next one's."""
+    m_rank: int
+    """The stride of a matrix along its rank."""
+    m_column: int
+    """The stride of a matrix along its width."""
+
+
+def _groups_of(m: torch.Tensor, offsets_G: torch.Tensor) -> _Groups:
+    groups = offsets_G.shape[0]
+    if m.dim() == 4:
+        return _Groups(groups, m.shape[0], *m.stride())
+    return _Groups(groups, 1, 0, *m.stride())
 
 
 @triton.jit

@@ -24,14 +24,16 @@ their first F columns and up in the rest.
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
+from typing import Any
+
 import torch
 
 from moetrain.kernels.experts.products import grouped_weight_grad
 from moetrain.runtime.backend import (
     Backend,
+    gradients,
     refusal,
     require_contiguous,
-    save_inputs,
     tl,
     triton,
     use_fast,
@@ -61,8 +63,14 @@ def clamped_swiglu(
     fits = both % 2 == 0 and weights_R.shape == (rows,)
     if not fits or bias_E2F.shape != (*offsets_E.shape, both):
         takes = "[R, 2F], gate's columns, then up's, [R], and [E, 2F] for E offsets"
-        given = {"gate_up": gate_up_R2F, "weights": weights_R, "bias": bias_E2F}
-        raise refusal("clamped_swiglu", takes, **given, offsets=offsets_E)
+        raise refusal(
+            "clamped_swiglu",
+            takes,
+            gate_up=gate_up_R2F,
+            weights=weights_R,
+            bias=bias_E2F,
+            offsets=offsets_E,
+        )
     if not use_fast(backend, gate_up_R2F):
         wide = torch.promote_types(gate_up_R2F.dtype, torch.float32)
         gate_up_R2F, dtype = gate_up_R2F.to(wide), gate_up_R2F.dtype
@@ -124,8 +132,9 @@ def _clamped_swiglu_backward(
     limit: float,
     alpha: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    inputs = (gate_up_R2F, weights_R, bias_E2F, offsets_E, limit, alpha)
-    d_gate_up_R2F, d_weights_R = clamped_swiglu_gradients(dy_RF, *inputs)
+    d_gate_up_R2F, d_weights_R = clamped_swiglu_gradients(
+        dy_RF, gate_up_R2F, weights_R, bias_E2F, offsets_E, limit, alpha
+    )
     return d_gate_up_R2F, d_weights_R, sum_by_expert(d_gate_up_R2F, None, offsets_E)
 
 
@@ -147,12 +156,12 @@ def clamped_swiglu_gradients(
     """Return ``d_gate_up`` and ``d_weights`` within an op; ``y_RF`` receives the forward."""
     rows, width = dy_RF.shape
     experts = offsets_E.shape[0]
-    grads = torch.empty_like(gate_up_R2F), torch.empty_like(weights_R)
+    d_gate_up_R2F, d_weights_R = torch.empty_like(gate_up_R2F), torch.empty_like(weights_R)
     _backward_kernel[(rows,)](
-        dy_RF, gate_up_R2F, weights_R, bias_E2F, offsets_E, *grads, y_RF, width, experts,
-        limit, alpha, triton.next_power_of_2(experts), _COLS, num_warps=_WARPS,
+        dy_RF, gate_up_R2F, weights_R, bias_E2F, offsets_E, d_gate_up_R2F, d_weights_R, y_RF,
+        width, experts, limit, alpha, triton.next_power_of_2(experts), _COLS, num_warps=_WARPS,
     )  # fmt: skip
-    return grads
+    return d_gate_up_R2F, d_weights_R
 
 
 def sum_by_expert(
@@ -174,15 +183,22 @@ def sum_by_expert(
     return sums_EN8.sum(-1, dtype=torch.float32).to(x_RN.dtype)
 
 
-def _differentiate(ctx, dy_RF: torch.Tensor):
-    how = ctx.limit, ctx.alpha
-    grads = _clamped_swiglu_backward(dy_RF.contiguous(), *ctx.saved_tensors, *how)
-    return *grads, None, None, None
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    gate_up_R2F, weights_R, bias_E2F, offsets_E, ctx.limit, ctx.alpha = inputs
+    ctx.save_for_backward(gate_up_R2F, weights_R, bias_E2F, offsets_E)
 
 
-def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.limit, ctx.alpha = inputs
-    save_inputs(ctx, tuple(tensors), output)
+def _differentiate(ctx: Any, dy_RF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    gate_up_R2F, weights_R, bias_E2F, offsets_E = ctx.saved_tensors
+    d_gate_up_R2F, d_weights_R, d_bias_E2F = _clamped_swiglu_backward(
+        dy_RF.contiguous(), gate_up_R2F, weights_R, bias_E2F, offsets_E, ctx.limit, ctx.alpha
+    )
+    return gradients(
+        _clamped_swiglu,
+        gate_up_R2F=d_gate_up_R2F,
+        weights_R=d_weights_R,
+        bias_E2F=d_bias_E2F,
+    )
 
 
 _clamped_swiglu.register_autograd(_differentiate, setup_context=_save)

@@ -7,42 +7,43 @@ they are fetched again, where it is recomputed). The backward returns one gradie
 experts, to which the gradients of the copies on all devices were added.
 
 The products take one tensor with L + N experts. Where memory for N more lies behind the experts
-(``room``), copies are laid there, which moves N experts in place of L + N. No tensor shows that
-memory and nothing else reads it, so the ops change none of their inputs.
+(``room``), copies are laid there, which moves N experts in place of L + N. That memory is the op's
+workspace: no tensor shows it and nothing else reads it, so the ops change none of their inputs.
 
-What travels between devices goes through a :class:`Courier`, which ops find by the name of the
-process group, as collectives find theirs. It holds streams and memory, and nothing of a call.
+Devices exchange experts through a :class:`Courier`. Ops find it by the name of its process group,
+as collectives find theirs. It holds streams and memory, and nothing of a call.
 
-The reference fetches and multiplies by a copy of all matrices.
+The reference fetches copies and multiplies by a new tensor of all matrices.
 
-Legend: T tokens, K experts a token, R rows, L experts here, N copies, W devices, D model width, F
-expert width.
+Legend: T tokens, K experts a token, R rows, L experts here, N copies, E = L + N, W devices, D model
+width, F expert width.
 """
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from moetrain.config.compute import Precision
 from moetrain.kernels.experts.mlp import (
-    _expert_mlp,
-    _expert_mlp_backward,
     expert_mlp,
+    expert_mlp_backward_op,
+    expert_mlp_op,
+    gradient_shapes,
 )
 from moetrain.kernels.experts.mlp_fp8 import (
-    _expert_mlp_fp8,
-    _expert_mlp_fp8_backward,
     expert_mlp_fp8,
+    expert_mlp_fp8_backward_op,
+    expert_mlp_fp8_op,
 )
 from moetrain.kernels.experts.permutation import ExpertIndices
 from moetrain.kernels.experts.replicas import copy_used
-from moetrain.runtime.backend import Backend, use_fast, worth_saving
+from moetrain.runtime.backend import Backend, gradients, use_fast, worth_saving
 
 
 class Courier(Protocol):
-    """Moves experts between the devices of a process group, all of which call it alike."""
+    """Moves experts between the devices of a process group, which all call it in one order."""
 
     rank: int
 
@@ -52,19 +53,57 @@ class Courier(Protocol):
         copies: Sequence[torch.Tensor],
         copies_WN: torch.Tensor,
     ) -> None:
-        """Begin to write to ``copies`` the experts ``copies_WN`` (-1: none) of every device's
-        places, which are rows of the devices' ``experts``."""
+        """Begin to write this device's ``copies``: rows of the devices' ``experts``.
+
+        ``copies_WN`` has the expert in each place of every device, -1: none.
+        """
 
     def wait(self) -> None:
         """Let the current stream wait for everything that was begun."""
 
     def give_back(self, gradients: Sequence[torch.Tensor], copies_WN: torch.Tensor) -> None:
-        """Begin to add the last N rows of ``gradients``, on every device, to those of the experts,
-        and wait for it unless whoever reads gradients does."""
+        """Begin to add the last N rows of ``gradients``, on every device, to the experts' rows.
+
+        It waits for that, unless the reader of the gradients does.
+        """
 
 
 COURIERS: weakref.WeakValueDictionary[str, Courier] = weakref.WeakValueDictionary()
 """The couriers by the name of their process group."""
+
+
+class _Matrices(NamedTuple):
+    """The two matrices of this device's experts, and of the copies that it has."""
+
+    w_gate_up_L2FD: torch.Tensor
+    """The experts' first matrix; [L, F, D] without a gate."""
+    w_down_LDF: torch.Tensor
+    """The experts' second matrix."""
+    copies_gate_up_N2FD: torch.Tensor
+    """The copies' first matrix."""
+    copies_down_NDF: torch.Tensor
+    """The copies' second matrix."""
+    copies_WN: torch.Tensor
+    """int32, the expert in each place of every device; -1: none."""
+
+    def joined(self, rank: int, room: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both matrices with the copies behind the experts, [E, ...].
+
+        With ``room`` they are the experts' memory and the N experts' memory behind it.
+        """
+        gate_up = self.w_gate_up_L2FD, self.copies_gate_up_N2FD
+        down = self.w_down_LDF, self.copies_down_NDF
+        if not room:
+            return torch.cat(gate_up), torch.cat(down)
+        return self._beside(*gate_up, rank), self._beside(*down, rank)
+
+    def _beside(self, experts: torch.Tensor, copies: torch.Tensor, rank: int) -> torch.Tensor:
+        shape = (len(experts) + len(copies), *experts.shape[1:])
+        # torch raises if that is more memory than there is, as behind a copy that a compiler made.
+        joined = experts.detach().as_strided(shape, experts.stride(), experts.storage_offset())
+        room_NM = joined[len(experts) :].data.flatten(1)
+        copy_used(room_NM, copies.flatten(1), self.copies_WN, rank, "triton")
+        return joined
 
 
 def copied_expert_mlp(
@@ -90,19 +129,35 @@ def copied_expert_mlp(
         copies: what :func:`start_copies` returned for them; empty where the reference computes.
         copies_WN: int32, the expert in each place of every device; -1: none.
         group: the name of the process group of the devices.
-        room: whether memory for N more experts lies right behind both matrices, which no tensor
-            shows.
+        room: True: memory for N more experts, which no tensor shows, lies right behind both
+            matrices.
     """
+    gate_up, down = experts
     if not use_fast(backend, x_TD):
-        gate_up, down = _fetch(*experts, copies_WN, group)
-        given = (x_TD, weights_TK, indices, gate_up, down, backend)
+        gate_up, down = _fetch(gate_up, down, copies_WN, group)
         if precision == "bf16":
-            return expert_mlp(*given, activation=activation)
-        return expert_mlp_fp8(*given, precision)
-    tensors = x_TD, weights_TK, indices.slot_row_TK, indices.offsets_E, *experts, *copies
-    tensors = (*(x.contiguous() for x in tensors), copies_WN)
-    how = group, precision, activation, room, indices.row_slot_R.shape[0]
-    return _expert_mlp_copied(*tensors, *how)[0]
+            return expert_mlp(
+                x_TD, weights_TK, indices, gate_up, down, backend, activation=activation
+            )
+        return expert_mlp_fp8(x_TD, weights_TK, indices, gate_up, down, backend, precision)
+    copies_gate_up, copies_down = copies
+    y_TD, _ = expert_mlp_copied_op(
+        x_TD.contiguous(),
+        weights_TK.contiguous(),
+        indices.slot_row_TK.contiguous(),
+        indices.offsets_E.contiguous(),
+        gate_up.contiguous(),
+        down.contiguous(),
+        copies_gate_up.contiguous(),
+        copies_down.contiguous(),
+        copies_WN,
+        group,
+        precision,
+        activation,
+        room,
+        indices.row_slot_R.shape[0],
+    )
+    return y_TD
 
 
 # One op for both matrices: two that do not depend on each other could be ordered differently by the
@@ -122,38 +177,31 @@ def start_copies(
     places that are returned, so that no compiler begins to fetch after they were sent.
     """
     experts = (w_gate_up_L2FD, w_down_LDF)
-    copies = [w.new_empty(copies_WN.shape[1], *w.shape[1:]) for w in experts]
+    copies_gate_up, copies_down = copies = _empty_copies(w_gate_up_L2FD, w_down_LDF, copies_WN)
     COURIERS[group].start_fetch(experts, copies, copies_WN)
-    return copies[0], copies[1], places_TK.clone()
+    return copies_gate_up, copies_down, places_TK.clone()
 
 
 @start_copies.register_fake
-def _(w_gate_up, w_down, places_TK, copies_WN, group):
+def _(w_gate_up_L2FD, w_down_LDF, places_TK, copies_WN, group):
+    copies_gate_up, copies_down = _empty_copies(w_gate_up_L2FD, w_down_LDF, copies_WN)
+    places_TK = torch.empty_like(places_TK, memory_format=torch.contiguous_format)
+    return copies_gate_up, copies_down, places_TK
+
+
+def _empty_copies(
+    w_gate_up_L2FD: torch.Tensor, w_down_LDF: torch.Tensor, copies_WN: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tensors for this device's copies of both matrices, [N, ...]."""
     spare = copies_WN.shape[1]
-    copies = (w.new_empty(spare, *w.shape[1:]) for w in (w_gate_up, w_down))
-    return *copies, torch.empty_like(places_TK, memory_format=torch.contiguous_format)
-
-
-def _whole(
-    experts: torch.Tensor,
-    copies: torch.Tensor,
-    copies_WN: torch.Tensor,
-    courier: Courier,
-    room: bool,
-) -> torch.Tensor:
-    """Return experts with the copies behind them, [L + N, ...]."""
-    if not room:
-        return torch.cat((experts, copies))
-    shape = (len(experts) + len(copies), *experts.shape[1:])
-    # torch raises if that is more memory than there is, as behind a copy that a compiler made.
-    whole = experts.detach().as_strided(shape, experts.stride(), experts.storage_offset())
-    place = whole[len(experts) :].data.flatten(1)
-    copy_used(place, copies.flatten(1), copies_WN, courier.rank, "triton")
-    return whole
+    return (
+        w_gate_up_L2FD.new_empty(spare, *w_gate_up_L2FD.shape[1:]),
+        w_down_LDF.new_empty(spare, *w_down_LDF.shape[1:]),
+    )
 
 
 @torch.library.custom_op("moetrain::expert_mlp_copied", mutates_args=())
-def _expert_mlp_copied(
+def expert_mlp_copied_op(
     x_TD: torch.Tensor,
     weights_TK: torch.Tensor,
     slot_row_TK: torch.Tensor,
@@ -169,19 +217,28 @@ def _expert_mlp_copied(
     room: bool,
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of the op of ``precision`` for experts and copies."""
+    """Return the results of the op of ``precision`` for experts and copies."""
     courier = COURIERS[group]
     courier.wait()
-    pairs = (w_gate_up_L2FD, copies_gate_up_N2FD), (w_down_LDF, copies_down_NDF)
-    matrices = (_whole(*pair, copies_WN, courier, room) for pair in pairs)
-    given = (x_TD, weights_TK, slot_row_TK, offsets_E, *matrices)
+    gate_up, down = _Matrices(
+        w_gate_up_L2FD, w_down_LDF, copies_gate_up_N2FD, copies_down_NDF, copies_WN
+    ).joined(courier.rank, room)
+    tokens = x_TD, weights_TK, slot_row_TK, offsets_E
     if precision == "bf16":
-        return _expert_mlp(*given, activation, num_rows)
-    return _expert_mlp_fp8(*given, precision, num_rows)
+        return expert_mlp_op(*tokens, gate_up, down, activation, num_rows)
+    return expert_mlp_fp8_op(*tokens, gate_up, down, precision, num_rows)
+
+
+@expert_mlp_copied_op.register_fake
+def _(
+    x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_L2FD, w_down_LDF, copies_gate_up_N2FD,
+    copies_down_NDF, copies_WN, group, precision, activation, room, num_rows,
+):  # fmt: skip
+    return torch.empty_like(x_TD), x_TD.new_empty(num_rows, w_gate_up_L2FD.shape[1])
 
 
 @torch.library.custom_op("moetrain::expert_mlp_copied_backward", mutates_args=())
-def _expert_mlp_copied_backward(
+def expert_mlp_copied_backward_op(
     dy_TD: torch.Tensor,
     x_TD: torch.Tensor,
     weights_TK: torch.Tensor,
@@ -199,57 +256,69 @@ def _expert_mlp_copied_backward(
     room: bool,
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of x, weights and the experts here, as :func:`_expert_mlp_backward` has them.
+    """Return the gradients of x, weights and the experts here (empty, unless ``is_trained``).
 
     Where the courier is late, those of the experts are complete once it was waited for.
     """
     courier = COURIERS[group]
-    pairs = (w_gate_up_L2FD, copies_gate_up_N2FD), (w_down_LDF, copies_down_NDF)
-    matrices = (_whole(*pair, copies_WN, courier, room) for pair in pairs)
-    given = (dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, *matrices, a_R2F)
+    gate_up, down = _Matrices(
+        w_gate_up_L2FD, w_down_LDF, copies_gate_up_N2FD, copies_down_NDF, copies_WN
+    ).joined(courier.rank, room)
+    tokens = x_TD, weights_TK, slot_row_TK, offsets_E
     if precision == "bf16":
-        found = _expert_mlp_backward(*given, activation, is_trained)
+        d_x_TD, d_weights_TK, d_gate_up, d_down = expert_mlp_backward_op(
+            dy_TD, *tokens, gate_up, down, a_R2F, activation, is_trained
+        )
     else:
-        found = _expert_mlp_fp8_backward(*given, precision, is_trained)
-    dx_TD, d_weights_TK, d_gate_up, d_down = found
-    if not is_trained:
-        return found
-    courier.give_back((d_gate_up, d_down), copies_WN)
-    local = len(w_down_LDF)
-    return dx_TD, d_weights_TK, d_gate_up[:local], d_down[:local]
+        d_x_TD, d_weights_TK, d_gate_up, d_down = expert_mlp_fp8_backward_op(
+            dy_TD, *tokens, gate_up, down, a_R2F, precision, is_trained
+        )
+    if is_trained:
+        courier.give_back((d_gate_up, d_down), copies_WN)
+        local = len(w_down_LDF)
+        d_gate_up, d_down = d_gate_up[:local], d_down[:local]
+    return d_x_TD, d_weights_TK, d_gate_up, d_down
 
 
-@_expert_mlp_copied.register_fake
-def _(x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up, w_down, c_gate_up, c_down, *how):
-    return torch.empty_like(x_TD), x_TD.new_empty(how[-1], w_gate_up.shape[1])
+@expert_mlp_copied_backward_op.register_fake
+def _(
+    dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_L2FD, w_down_LDF,
+    copies_gate_up_N2FD, copies_down_NDF, copies_WN, a_R2F, group, precision, activation, room,
+    is_trained,
+):  # fmt: skip
+    return gradient_shapes(x_TD, weights_TK, w_gate_up_L2FD, w_down_LDF, is_trained)
 
 
-@_expert_mlp_copied_backward.register_fake
-def _(dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up, w_down, *how):
-    matrices = (torch.empty_like(w) if how[-1] else w.new_empty(0) for w in (w_gate_up, w_down))
-    return torch.empty_like(x_TD), torch.empty_like(weights_TK), *matrices
-
-
-def _save_products(
-    ctx: Any,
-    inputs: tuple[Any, ...],
-    output: tuple[torch.Tensor, ...],
-) -> None:
-    ctx.how = inputs[9:-1]
-    ctx.save_for_backward(*inputs[:9], output[1])
+def _save_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *tensors, ctx.group, ctx.precision, ctx.activation, ctx.room, _ = inputs
+    _, a_R2F = output
+    ctx.save_for_backward(*tensors, a_R2F)
     ctx.set_materialize_grads(False)  # the second result has no gradient
 
 
-def _differentiate_products(ctx: Any, dy_TD: torch.Tensor | None, _: object):
+def _differentiate_mlp(ctx: Any, dy_TD: torch.Tensor | None, _: None) -> tuple[Any, ...]:
     if dy_TD is None:
-        return (None,) * 14
-    is_trained = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
-    given = (dy_TD.contiguous(), *ctx.saved_tensors, *ctx.how, is_trained)
-    dx_TD, d_weights_TK, *matrices = _expert_mlp_copied_backward(*given)
-    return dx_TD, d_weights_TK, None, None, *(matrices if is_trained else (None,) * 2), *[None] * 8
+        return gradients(expert_mlp_copied_op)
+    is_trained = any(ctx.needs_input_grad[4:6])
+    d_x_TD, d_weights_TK, d_gate_up, d_down = expert_mlp_copied_backward_op(
+        dy_TD.contiguous(),
+        *ctx.saved_tensors,
+        ctx.group,
+        ctx.precision,
+        ctx.activation,
+        ctx.room,
+        is_trained,
+    )
+    return gradients(
+        expert_mlp_copied_op,
+        x_TD=d_x_TD,
+        weights_TK=d_weights_TK,
+        w_gate_up_L2FD=d_gate_up if is_trained else None,
+        w_down_LDF=d_down if is_trained else None,
+    )
 
 
-_expert_mlp_copied.register_autograd(_differentiate_products, setup_context=_save_products)
+expert_mlp_copied_op.register_autograd(_differentiate_mlp, setup_context=_save_mlp)
 
 
 @torch.library.custom_op("moetrain::fetch_copies", mutates_args=())
@@ -259,20 +328,23 @@ def _fetch(
     copies_WN: torch.Tensor,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both matrices with the copies behind the experts, [L + N, ...]."""
+    """Return both matrices with the copies behind the experts, [E, ...]."""
     experts, spare = (w_gate_up_L2FD, w_down_LDF), copies_WN.shape[1]
     copies = [w.new_zeros(spare, *w.shape[1:]) for w in experts]
     courier = COURIERS[group]
     courier.start_fetch([w.contiguous() for w in experts], copies, copies_WN)
     courier.wait()
-    gate_up, down = (torch.cat(pair) for pair in zip(experts, copies, strict=True))
-    return gate_up, down
+    copies_gate_up, copies_down = copies
+    return torch.cat((w_gate_up_L2FD, copies_gate_up)), torch.cat((w_down_LDF, copies_down))
 
 
 @_fetch.register_fake
-def _(w_gate_up, w_down, copies_WN, group):
+def _(w_gate_up_L2FD, w_down_LDF, copies_WN, group):
     spare = copies_WN.shape[1]
-    return tuple(w.new_empty(len(w) + spare, *w.shape[1:]) for w in (w_gate_up, w_down))
+    gate_up, down = (
+        w.new_empty(len(w) + spare, *w.shape[1:]) for w in (w_gate_up_L2FD, w_down_LDF)
+    )
+    return gate_up, down
 
 
 @torch.library.custom_op("moetrain::give_back_gradients", mutates_args=())
@@ -284,32 +356,33 @@ def _give_back(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of the first L rows of both, with those of copies on all devices."""
     dense = torch.contiguous_format
-    gradients = (d_gate_up_E2FD.clone(memory_format=dense), d_down_EDF.clone(memory_format=dense))
-    COURIERS[group].give_back(gradients, copies_WN)
-    gate_up, down = (x[: len(x) - copies_WN.shape[1]] for x in gradients)
-    return gate_up, down
+    d_gate_up, d_down = (x.clone(memory_format=dense) for x in (d_gate_up_E2FD, d_down_EDF))
+    COURIERS[group].give_back((d_gate_up, d_down), copies_WN)
+    local = len(d_down) - copies_WN.shape[1]
+    return d_gate_up[:local], d_down[:local]
 
 
 @_give_back.register_fake
-def _(first, second, copies_WN, group):
-    spare = copies_WN.shape[1]
-    return tuple(x.new_empty(len(x) - spare, *x.shape[1:]) for x in (first, second))
+def _(d_gate_up_E2FD, d_down_EDF, copies_WN, group):
+    local = len(d_down_EDF) - copies_WN.shape[1]
+    d_gate_up, d_down = (x.new_empty(local, *x.shape[1:]) for x in (d_gate_up_E2FD, d_down_EDF))
+    return d_gate_up, d_down
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-    ctx.save_for_backward(inputs[2])
-    ctx.group = inputs[3]
+def _save_fetch(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+    _, _, copies_WN, ctx.group = inputs
+    ctx.save_for_backward(copies_WN)
 
 
-def _differentiate(
-    ctx: Any,
-    d_first: torch.Tensor,
-    d_second: torch.Tensor,
-):
-    return *_give_back(d_first, d_second, *ctx.saved_tensors, ctx.group), None, None
+def _differentiate_fetch(
+    ctx: Any, d_gate_up: torch.Tensor, d_down: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    (copies_WN,) = ctx.saved_tensors
+    d_gate_up, d_down = _give_back(d_gate_up, d_down, copies_WN, ctx.group)
+    return gradients(_fetch, w_gate_up_L2FD=d_gate_up, w_down_LDF=d_down)
 
 
-_fetch.register_autograd(_differentiate, setup_context=_save)
+_fetch.register_autograd(_differentiate_fetch, setup_context=_save_fetch)
 
 # A device without tokens must still call: the compiler drops ops whose results are empty or unused.
 _OPS = [

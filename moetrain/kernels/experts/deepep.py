@@ -36,7 +36,7 @@ from moetrain.kernels.experts.permutation import transpose_blocks
 from moetrain.kernels.quant.e4m3 import Quantised
 from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.runtime.annotate import annotate
-from moetrain.runtime.backend import worth_saving
+from moetrain.runtime.backend import gradients, worth_saving
 
 _INSTALL = "pip install tokenspeed-deepep==1.2.1.post20251110"
 _LIBRARIES = ("nvshmem/lib/libnvshmem_host.so.*", "nccl/lib/libnccl.so.*")
@@ -69,10 +69,15 @@ class _Connection(NamedTuple):
     """A buffer that a group's ranks map into each other, and how kernels over it are launched."""
 
     group: Any
+    """The process group."""
     buffer: Any
+    """The ``deep_ep.Buffer``."""
     ids_dtype: torch.dtype
+    """The dtype in which the package takes ids of experts."""
     dispatch_config: Any
+    """The ``deep_ep.Config`` of dispatch."""
     combine_config: Any
+    """The ``deep_ep.Config`` of combine."""
 
 
 _CONNECTIONS: dict[tuple[str, int, int], _Connection] = {}
@@ -86,17 +91,26 @@ def connect(group: Any, hidden_size: int, num_sms: int) -> None:
     package = load_deep_ep()
     ranks = group.size()
     if ranks in _SEND_TOKENS:
-        configs = [package.Config(num_sms, n, _RECEIVE_TOKENS) for n in _SEND_TOKENS[ranks]]
+        dispatch_config, combine_config = (
+            package.Config(num_sms, n, _RECEIVE_TOKENS) for n in _SEND_TOKENS[ranks]
+        )
     else:
         # The package makes configurations for the number of SMs that is set on the class.
         package.Buffer.set_num_sms(num_sms)
-        configs = [package.Buffer.get_dispatch_config(ranks)]
-        configs += [package.Buffer.get_combine_config(ranks)]
+        dispatch_config = package.Buffer.get_dispatch_config(ranks)
+        combine_config = package.Buffer.get_combine_config(ranks)
     width = hidden_size * torch.bfloat16.itemsize
+    configs = dispatch_config, combine_config
     size = max(config.get_nvl_buffer_size_hint(width, ranks) for config in configs)
     # Destroyed by us or not at all: the destructor waits for ranks that may have died.
     buffer = package.Buffer(group, size, num_rdma_bytes=0, explicitly_destroy=True)
-    _CONNECTIONS[key] = _Connection(group, buffer, package.topk_idx_t, *configs)
+    _CONNECTIONS[key] = _Connection(
+        group=group,
+        buffer=buffer,
+        ids_dtype=package.topk_idx_t,
+        dispatch_config=dispatch_config,
+        combine_config=combine_config,
+    )
 
 
 def disconnect() -> None:
@@ -189,7 +203,9 @@ def _widened(
 
 
 @_dispatch.register_fake
-def _(x_TD, ids_TK, weights_TK, send, group, num_sms, precision, worst_tokens, worst_rows, *_):
+def _(
+    x_TD, ids_TK, weights_TK, send, group, num_sms, precision, worst_tokens, worst_rows, came_WM
+):  # fmt: skip
     (tokens, width), top_k, ranks = x_TD.shape, ids_TK.shape[1], send[0].shape[0]
     integers, channels = partial(x_TD.new_empty, dtype=torch.int32), num_sms // 2
     received, rows = worst_tokens, worst_rows
@@ -224,8 +240,13 @@ def _combine(
     handle = (*others, send_head_TW.clone())
     x_SD, *weights = sent
     with annotate("deepep sum", x_SD), _connection(group, x_SD.shape[1], num_sms) as found:
-        how = {"topk_weights": weights[0] if weights else None, "config": found.combine_config}
-        return list(found.buffer.combine(x_SD, handle, **how)[: len(sent)])
+        sums = found.buffer.combine(
+            x_SD,
+            handle,
+            topk_weights=weights[0] if weights else None,
+            config=found.combine_config,
+        )
+        return list(sums[: len(sent)])
 
 
 @_combine.register_fake
@@ -251,7 +272,7 @@ def _combine_backward(
 
 
 @_combine_backward.register_fake
-def _(d_y_TD, handle, *_):
+def _(d_y_TD, handle, group, num_sms, precision, came_WM=None):
     return d_y_TD.new_empty(handle[3].shape[0], d_y_TD.shape[1])
 
 
@@ -260,9 +281,10 @@ def _save_dispatch(
     inputs: tuple[Any, ...],
     output: tuple[torch.Tensor, ...],
 ) -> None:
-    ctx.save_for_backward(*output[4:])
-    _, ids_TK, _, _, ctx.group, ctx.num_sms, *_ = inputs
-    ctx.top_k = ids_TK.shape[1]
+    _, ids_TK, _, send, ctx.group, ctx.num_sms, *_ = inputs
+    _, _, _, _, *handle = output
+    ctx.save_for_backward(*handle)
+    ctx.top_k, ctx.num_sent = ids_TK.shape[1], len(send)
     ctx.set_materialize_grads(False)  # eight of the results are integers
 
 
@@ -275,9 +297,14 @@ def _differentiate_dispatch(
 ):
     if d_weights_SK is None:
         d_weights_SK = d_x_SD.new_zeros(d_x_SD.shape[0], ctx.top_k, dtype=torch.float32)
-    gradients, handle = [d_x_SD.contiguous(), d_weights_SK.contiguous()], list(ctx.saved_tensors)
-    d_x_TD, d_weights_TK = _combine(gradients, handle, ctx.group, ctx.num_sms, "bf16")
-    return d_x_TD, None, d_weights_TK, [None] * 3, *[None] * 6
+    d_x_TD, d_weights_TK = _combine(
+        [d_x_SD.contiguous(), d_weights_SK.contiguous()],
+        list(ctx.saved_tensors),
+        ctx.group,
+        ctx.num_sms,
+        "bf16",
+    )
+    return gradients(_dispatch, x_TD=d_x_TD, weights_TK=d_weights_TK, send=[None] * ctx.num_sent)
 
 
 def _save_combine(
@@ -285,15 +312,15 @@ def _save_combine(
     inputs: tuple[Any, ...],
     output: list[torch.Tensor],
 ) -> None:
-    _, handle, *ctx.how = inputs
+    _, handle, ctx.group, ctx.num_sms, ctx.precision = inputs
     ctx.save_for_backward(*handle)
 
 
-def _differentiate_combine(ctx: Any, gradients: list[torch.Tensor]):
-    (d_y_TD,) = gradients
+def _differentiate_combine(ctx: Any, d_sums: list[torch.Tensor]) -> tuple[Any, ...]:
+    (d_y_TD,) = d_sums
     handle = list(ctx.saved_tensors)
-    d_y_SD = _combine_backward(d_y_TD.contiguous(), handle, *ctx.how)
-    return [d_y_SD], [None] * len(handle), None, None, None
+    d_y_SD = _combine_backward(d_y_TD.contiguous(), handle, ctx.group, ctx.num_sms, ctx.precision)
+    return gradients(_combine, sent=[d_y_SD], handle=[None] * len(handle))
 
 
 _dispatch.register_autograd(_differentiate_dispatch, setup_context=_save_dispatch)

@@ -202,10 +202,12 @@ def _launch(
     if None in descriptors:  # no rows
         return
     counter = offsets_E.new_zeros(1)
-    sizes = (offsets_E.shape[0], height, width, depth)
     programs = torch.cuda.get_device_properties(offsets_E.device).multi_processor_count
-    inputs = (*descriptors, offsets_E, weights_R, counter)
-    _grouped_kernel[(programs,)](*inputs, *sizes, mode, is_gated, num_warps=4)
+    a, b, out, h = descriptors
+    _grouped_kernel[(programs,)](
+        a, b, out, h, offsets_E, weights_R, counter, offsets_E.shape[0],
+        M=height, N=width, K=depth, MODE=mode, GATED=is_gated, num_warps=4,
+    )  # fmt: skip
 
 
 def _descriptor(x: torch.Tensor, rows: Any, columns: Any, *, moves: bool = False) -> Any:

@@ -53,29 +53,11 @@ import torch
 from torch.library import CustomOpDef
 
 from moetrain.kernels import small_m
-from moetrain.kernels.experts import grouped
-from moetrain.kernels.experts.adapters import (
-    adapted_product,
-    adapted_product_backward,
-    narrow_grad,
-)
-from moetrain.kernels.experts.permutation import (
-    ExpertIndices,
-    permute,
-    rows_of,
-    sum_rows,
-    unpermute,
-)
-from moetrain.kernels.experts.products import grouped_mm, grouped_weight_grad
-from moetrain.kernels.experts.relu2 import relu2, relu2_gradients
-from moetrain.kernels.experts.swiglu import swiglu, swiglu_gradients
+from moetrain.kernels.experts import frame
+from moetrain.kernels.experts.frame import Activation, Adapter, Gated, Projection, SquaredRelu
+from moetrain.kernels.experts.permutation import ExpertIndices, permute, unpermute
 from moetrain.kernels.quant.groups import QuantisedMatrices
-from moetrain.runtime.backend import (
-    Backend,
-    refusal,
-    use_fast,
-    worth_saving,
-)
+from moetrain.runtime.backend import Backend, gradients, refusal, use_fast, worth_saving
 
 
 def expert_mlp(
@@ -100,26 +82,43 @@ def expert_mlp(
         typical_rows: the usual number of rows, where ``indices`` have room for more.
         activation: of the gate, where there is one.
     """
-    given = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
-    check_experts("expert_mlp", *given, needs_gate=False)
-    weights, is_fast = (w_gate_up_E2FD, w_down_EDF), use_fast(backend, x_TD)
+    check_experts(
+        "expert_mlp", x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF, needs_gate=False
+    )
+    is_fast = use_fast(backend, x_TD)
     rows = indices.row_slot_R.shape[0]
     typical = rows if typical_rows is None else typical_rows
     is_swiglu = activation == "silu" and w_gate_up_E2FD.shape[1] != w_down_EDF.shape[2]
     if is_fast and is_swiglu and small_m.runs_experts(x_TD, w_down_EDF, typical):
         x_RD, weights_R = permute(x_TD.contiguous(), weights_TK, indices, backend)
-        y_RD = small_m.expert_mlp(x_RD, indices.offsets_E, *weights, weights_R, typical)
+        y_RD = small_m.expert_mlp(
+            x_RD, indices.offsets_E, w_gate_up_E2FD, w_down_EDF, weights_R, typical
+        )
         return unpermute(y_RD, indices, backend)
-    first, second = (w.dequantise() if isinstance(w, QuantisedMatrices) else w for w in weights)
+    w_gate_up, w_down = (
+        w.dequantise() if isinstance(w, QuantisedMatrices) else w
+        for w in (w_gate_up_E2FD, w_down_EDF)
+    )
     if not is_fast:
-        x_RD, weights_R = permute(x_TD, weights_TK, indices, "reference")
-        a_R2F = grouped_mm(x_RD, first.transpose(1, 2), indices.offsets_E)
-        h_RF = _activated(a_R2F, weights_R, second, activation, "reference")
-        y_RD = grouped_mm(h_RF, second.transpose(1, 2), indices.offsets_E)
-        return unpermute(y_RD, indices, "reference")
-    weights = (first, second)
-    tensors = (x_TD, weights_TK, indices.slot_row_TK, indices.offsets_E, *weights)
-    return _expert_mlp(*(x.contiguous() for x in tensors), activation, rows)[0]
+        return frame.reference(
+            x_TD,
+            weights_TK,
+            indices,
+            Projection(w_gate_up),
+            Projection(w_down),
+            _activation(activation, w_gate_up, w_down),
+        )
+    y_TD, _ = expert_mlp_op(
+        x_TD.contiguous(),
+        weights_TK.contiguous(),
+        indices.slot_row_TK.contiguous(),
+        indices.offsets_E.contiguous(),
+        w_gate_up.contiguous(),
+        w_down.contiguous(),
+        activation,
+        rows,
+    )
+    return y_TD
 
 
 def check_experts(
@@ -145,34 +144,14 @@ def check_experts(
         raise refusal(kernel, takes, x=x_TD, weights=weights_TK, slot_row=slot_row_TK)
 
 
-def _activated(
-    a_R2F: torch.Tensor,
-    weights_R: torch.Tensor,
-    w_down_EDF: torch.Tensor,
-    activation: str,
-    backend: Backend,
-) -> torch.Tensor:
-    """Return ``h_RF`` of pre-activations with a gate, or [R, F] without."""
-    if a_R2F.shape[1] == w_down_EDF.shape[2]:
-        return relu2(a_R2F, weights_R, backend)
-    return swiglu(a_R2F, weights_R, backend, activation)
-
-
-def _activation_gradients(
-    dh_RF: torch.Tensor,
-    a_R2F: torch.Tensor,
-    weights_R: torch.Tensor,
-    h_RF: torch.Tensor,
-    activation: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``da_R2F`` and ``d_weights_R``; ``h_RF`` receives :func:`_activated`."""
-    if a_R2F.shape == dh_RF.shape:
-        return relu2_gradients(dh_RF, a_R2F, weights_R, h_RF)
-    return swiglu_gradients(dh_RF, a_R2F, weights_R, activation, h_RF)
+def _activation(name: str, w_gate_up: torch.Tensor, w_down: torch.Tensor) -> Activation:
+    """Return the activation called ``name``, or squared ReLU between matrices without a gate."""
+    has_gate = w_gate_up.shape[1] != w_down.shape[2]
+    return Gated(name) if has_gate else SquaredRelu()
 
 
 @torch.library.custom_op("moetrain::expert_mlp", mutates_args=())
-def _expert_mlp(
+def expert_mlp_op(
     x_TD: torch.Tensor,
     weights_TK: torch.Tensor,
     slot_row_TK: torch.Tensor,
@@ -183,22 +162,25 @@ def _expert_mlp(
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``y_TD``, and ``a_R2F`` for the backward."""
-    x_RD, weights_R = rows_of(x_TD, weights_TK, slot_row_TK, num_rows)
-    has_gate = w_gate_up_E2FD.shape[1] != w_down_EDF.shape[2]
-    if has_gate and activation == "silu" and grouped.takes_gated(x_RD, w_gate_up_E2FD):
-        a_R2F, h_RF = grouped.gated(x_RD, w_gate_up_E2FD, offsets_E, weights_R)
-    else:
-        a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), offsets_E)
-        h_RF = _activated(a_R2F, weights_R, w_down_EDF, activation, "triton")
-    y_RD = grouped_mm(h_RF, w_down_EDF.transpose(1, 2), offsets_E)
-    del x_RD, h_RF
-    y_TD = torch.empty_like(x_TD)
-    sum_rows(y_RD, slot_row_TK, y_TD)
-    return y_TD, a_R2F
+    y_TD, saved = frame.forward(
+        frame.Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),
+        num_rows,
+        Projection(w_gate_up_E2FD),
+        Projection(w_down_EDF),
+        _activation(activation, w_gate_up_E2FD, w_down_EDF),
+    )
+    return y_TD, saved.a_RA
+
+
+@expert_mlp_op.register_fake
+def _(
+    x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_E2FD, w_down_EDF, activation, num_rows
+):  # fmt: skip
+    return torch.empty_like(x_TD), x_TD.new_empty(num_rows, w_gate_up_E2FD.shape[1])
 
 
 @torch.library.custom_op("moetrain::expert_mlp_backward", mutates_args=())
-def _expert_mlp_backward(
+def expert_mlp_backward_op(
     dy_TD: torch.Tensor,
     x_TD: torch.Tensor,
     weights_TK: torch.Tensor,
@@ -211,80 +193,75 @@ def _expert_mlp_backward(
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of x, weights, w_gate_up and w_down (both empty, unless ``is_trained``)."""
-    dy_RD, weights_R = rows_of(dy_TD, weights_TK, slot_row_TK, a_R2F.shape[0])
-    dh_RF = grouped_mm(dy_RD, w_down_EDF, offsets_E)
-    h_RF = torch.empty_like(dh_RF)
-    da_R2F, d_weights_R = _activation_gradients(dh_RF, a_R2F, weights_R, h_RF, activation)
-    d_down = grouped_weight_grad(dy_RD, h_RF, offsets_E) if is_trained else dy_TD.new_empty(0)
-    del dy_RD, dh_RF, h_RF  # before the products below, where memory peaks
-    dx_RD = grouped_mm(da_R2F, w_gate_up_E2FD, offsets_E)
-    dx_TD = torch.empty_like(x_TD)
-    d_weights_TK = torch.empty_like(weights_TK)
-    sum_rows(dx_RD, slot_row_TK, dx_TD, d_weights_R, d_weights_TK)
-    if not is_trained:
-        return dx_TD, d_weights_TK, dy_TD.new_empty(0), d_down
-    # In the memory of dx_RD: dx_TD has its sums.
-    x_RD, _ = rows_of(x_TD, None, slot_row_TK, len(dx_RD), dx_RD)
-    return dx_TD, d_weights_TK, grouped_weight_grad(da_R2F, x_RD, offsets_E), d_down
+    none = dy_TD.new_empty(0)
+    found = frame.backward(
+        dy_TD,
+        frame.Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),
+        Projection(w_gate_up_E2FD),
+        Projection(w_down_EDF),
+        _activation(activation, w_gate_up_E2FD, w_down_EDF),
+        frame.Saved(a_R2F, none, none),
+        is_trained,
+    )
+    if found.first.w is None or found.second.w is None:
+        return found.x_TD, found.weights_TK, none, dy_TD.new_empty(0)
+    return found.x_TD, found.weights_TK, found.first.w, found.second.w
+
+
+@expert_mlp_backward_op.register_fake
+def _(
+    dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_E2FD, w_down_EDF, a_R2F, activation,
+    is_trained,
+):  # fmt: skip
+    return gradient_shapes(x_TD, weights_TK, w_gate_up_E2FD, w_down_EDF, is_trained)
+
+
+def gradient_shapes(
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    is_trained: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tensors of the shapes that a backward of these inputs returns."""
+    d_gate_up, d_down = (
+        torch.empty_like(w) if is_trained else w.new_empty(0) for w in (w_gate_up_E2FD, w_down_EDF)
+    )
+    return torch.empty_like(x_TD), torch.empty_like(weights_TK), d_gate_up, d_down
 
 
 def register_experts(forward: CustomOpDef, backward: CustomOpDef) -> None:
-    """Register shapes and gradient of a pair of ops with the arguments of :func:`_expert_mlp`'s.
+    """Register the gradient of an op with the inputs of :func:`expert_mlp_op`.
 
-    The activation may be left out of both.
+    In place of the activation both ops may take another string.
     """
 
-    def differentiate(
-        ctx: Any,
-        dy_TD: torch.Tensor | None,
-        _: object,
-    ) -> tuple[Any, ...]:
-        others = (None,) * (len(ctx.how) + 1)
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        *tensors, ctx.setting, _ = inputs
+        _, a_R2F = output
+        ctx.save_for_backward(*tensors, a_R2F)
+        ctx.set_materialize_grads(False)  # no zeros of a's size: it has no gradient
+
+    def differentiate(ctx: Any, dy_TD: torch.Tensor | None, _: None) -> tuple[Any, ...]:
         if dy_TD is None:
-            return (None,) * 6 + others
-        is_trained = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
+            return gradients(forward)
+        is_trained = any(ctx.needs_input_grad[4:6])
         # The kernel copies rows, which an expanded gradient (stride 0, as a sum's) does not have.
-        dx_TD, d_weights_TK, *matrices = backward(
-            dy_TD.contiguous(), *ctx.saved_tensors, *ctx.how, is_trained
+        d_x_TD, d_weights_TK, d_gate_up, d_down = backward(
+            dy_TD.contiguous(), *ctx.saved_tensors, ctx.setting, is_trained
         )
-        matrices = matrices if is_trained else (None, None)
-        return dx_TD, d_weights_TK, None, None, *matrices, *others
+        return gradients(
+            forward,
+            x_TD=d_x_TD,
+            weights_TK=d_weights_TK,
+            w_gate_up_E2FD=d_gate_up if is_trained else None,
+            w_down_EDF=d_down if is_trained else None,
+        )
 
-    forward.register_fake(_shapes)
-    backward.register_fake(_backward_shapes)
-    forward.register_autograd(differentiate, setup_context=_save)
-
-
-def _shapes(x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_E2FD, w_down_EDF, *how):
-    return torch.empty_like(x_TD), x_TD.new_empty(how[-1], w_gate_up_E2FD.shape[1])
-
-
-def _backward_shapes(
-    dy_TD,
-    x_TD,
-    weights_TK,
-    slot_row_TK,
-    offsets_E,
-    w_gate_up,
-    w_down,
-    a_R2F,
-    *how,
-):
-    matrices = (torch.empty_like(w) if how[-1] else w.new_empty(0) for w in (w_gate_up, w_down))
-    return torch.empty_like(x_TD), torch.empty_like(weights_TK), *matrices
+    forward.register_autograd(differentiate, setup_context=save)
 
 
-def _save(
-    ctx: Any,
-    inputs: tuple[Any, ...],
-    output: tuple[torch.Tensor, ...],
-) -> None:
-    ctx.how = inputs[6:-1]
-    ctx.save_for_backward(*inputs[:6], output[1])
-    ctx.set_materialize_grads(False)  # no zeros of a's size: it has no gradient
-
-
-register_experts(_expert_mlp, _expert_mlp_backward)
+register_experts(expert_mlp_op, expert_mlp_backward_op)
 worth_saving("experts", torch.ops.moetrain.expert_mlp.default)
 
 
@@ -310,60 +287,81 @@ def adapted_expert_mlp(
         a_gate_up_ErD, b_gate_up_E2Fr, a_down_ErF, b_down_EDr: or [S, E, ...] each, of S tenants.
         scale: multiplies the adapters' results.
     """
-    given = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
-    check_experts("adapted_expert_mlp", *given, needs_gate=False)
-    experts, dim, width = w_down_EDF.shape
-    rank = a_gate_up_ErD.shape[-2]
+    check_experts(
+        "adapted_expert_mlp",
+        x_TD,
+        weights_TK,
+        indices,
+        w_gate_up_E2FD,
+        w_down_EDF,
+        needs_gate=False,
+    )
+    _check_adapters(
+        x_TD,
+        w_gate_up_E2FD,
+        w_down_EDF,
+        a_gate_up=a_gate_up_ErD,
+        b_gate_up=b_gate_up_E2Fr,
+        a_down=a_down_ErF,
+        b_down=b_down_EDr,
+    )
     offsets_E = offsets_G = indices.offsets_E
-    adapters = {
-        "a_gate_up": a_gate_up_ErD,
-        "b_gate_up": b_gate_up_E2Fr,
-        "a_down": a_down_ErF,
-        "b_down": b_down_EDr,
-    }
-    stacked = (experts,)
     if a_gate_up_ErD.dim() == 4:
         tenants = a_gate_up_ErD.shape[0]
+        slots = weights_TK.numel() // tenants
+        offsets_G = tenant_offsets(offsets_E, indices.row_slot_R, tenants, slots)
+    if not use_fast(backend, x_TD):
+        return frame.reference(
+            x_TD,
+            weights_TK,
+            indices,
+            Projection(
+                w_gate_up_E2FD, adapter=Adapter(a_gate_up_ErD, b_gate_up_E2Fr, scale, offsets_G)
+            ),
+            Projection(w_down_EDF, adapter=Adapter(a_down_ErF, b_down_EDr, scale, offsets_G)),
+            _activation(activation, w_gate_up_E2FD, w_down_EDF),
+        )
+    y_TD, *_ = adapted_expert_mlp_op(
+        x_TD.contiguous(),
+        weights_TK.contiguous(),
+        indices.slot_row_TK.contiguous(),
+        offsets_E.contiguous(),
+        offsets_G.contiguous(),
+        w_gate_up_E2FD.contiguous(),
+        w_down_EDF.contiguous(),
+        a_gate_up_ErD,
+        b_gate_up_E2Fr,
+        a_down_ErF,
+        b_down_EDr,
+        scale,
+        activation,
+        indices.row_slot_R.shape[0],
+    )
+    return y_TD
+
+
+def _check_adapters(
+    x_TD: torch.Tensor,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    **adapters: torch.Tensor,
+) -> None:
+    """Raise ValueError for adapters, in the order of their op's, that do not fit the matrices."""
+    experts, dim, width = w_down_EDF.shape
+    a_gate_up = adapters["a_gate_up"]
+    rank = a_gate_up.shape[-2]
+    stacked = (experts,)
+    if a_gate_up.dim() == 4:
+        tenants = a_gate_up.shape[0]
         stacked = tenants, experts
         if x_TD.shape[0] % tenants:
             takes = "[T, D] in S equal parts where adapters are [S, E, ...]"
-            raise refusal("adapted_expert_mlp", takes, x=x_TD, a_gate_up=a_gate_up_ErD)
-        offsets_G = tenant_offsets(
-            offsets_E, indices.row_slot_R, tenants, weights_TK.numel() // tenants
-        )
+            raise refusal("adapted_expert_mlp", takes, x=x_TD, a_gate_up=a_gate_up)
     wanted = (rank, dim), (w_gate_up_E2FD.shape[1], rank), (rank, width), (dim, rank)
     for x, shape in zip(adapters.values(), wanted, strict=True):
         if x.shape != (*stacked, *shape) or x.dtype != x_TD.dtype:
             takes = "[E, r, D], [E, 2F, r], [E, r, F] and [E, D, r] in x's dtype"
-            given = {"x": x_TD, "w_down": w_down_EDF} | adapters
-            raise refusal("adapted_expert_mlp", takes, **given)
-    if use_fast(backend, x_TD):
-        routing = (weights_TK, indices.slot_row_TK, offsets_E, offsets_G)
-        tensors = (x_TD, *routing, w_gate_up_E2FD, w_down_EDF)
-        how = scale, activation, indices.row_slot_R.shape[0]
-        tensors = (*(x.contiguous() for x in tensors), *adapters.values())
-        return _adapted_expert_mlp(*tensors, *how)[0]
-    if len(stacked) > 1:
-        adapters = {name: x.transpose(0, 1).flatten(0, 1) for name, x in adapters.items()}
-
-    def product(
-        x: torch.Tensor,
-        w: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-    ) -> torch.Tensor:
-        low = grouped_mm(x, a.transpose(1, 2), offsets_G)
-        wide = grouped_mm(x, w.detach().transpose(1, 2), offsets_E)
-        return wide + scale * grouped_mm(low, b.transpose(1, 2), offsets_G)
-
-    x_RD, weights_R = permute(x_TD, weights_TK, indices, "reference")
-    up, down = (
-        (adapters["a_gate_up"], adapters["b_gate_up"]),
-        (adapters["a_down"], adapters["b_down"]),
-    )
-    a_R2F = product(x_RD, w_gate_up_E2FD, *up)
-    h_RF = _activated(a_R2F, weights_R, w_down_EDF, activation, "reference")
-    return unpermute(product(h_RF, w_down_EDF, *down), indices, "reference")
+            raise refusal("adapted_expert_mlp", takes, x=x_TD, w_down=w_down_EDF, **adapters)
 
 
 @torch.library.custom_op("moetrain::tenant_offsets", mutates_args=())
@@ -392,7 +390,7 @@ def _(offsets_E, row_slot_R, tenants, slots):
 
 
 @torch.library.custom_op("moetrain::adapted_expert_mlp", mutates_args=())
-def _adapted_expert_mlp(
+def adapted_expert_mlp_op(
     x_TD: torch.Tensor,
     weights_TK: torch.Tensor,
     slot_row_TK: torch.Tensor,
@@ -409,27 +407,28 @@ def _adapted_expert_mlp(
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``y_TD``, and ``a_R2F``, ``u_Rr`` and ``v_Rr`` for the backward."""
-    x_RD, weights_R = rows_of(x_TD, weights_TK, slot_row_TK, num_rows)
-    how = scale, offsets_E, offsets_G
-    a_R2F, u_Rr = adapted_product(x_RD, w_gate_up_E2FD, a_gate_up, b_gate_up, *how)
-    del x_RD
-    h_RF = _activated(a_R2F, weights_R, w_down_EDF, activation, "triton")
-    y_RD, v_Rr = adapted_product(h_RF, w_down_EDF, a_down, b_down, *how)
-    y_TD = torch.empty_like(x_TD)
-    sum_rows(y_RD, slot_row_TK, y_TD)
-    return y_TD, a_R2F, u_Rr, v_Rr
+    y_TD, saved = frame.forward(
+        frame.Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),
+        num_rows,
+        Projection(w_gate_up_E2FD, adapter=Adapter(a_gate_up, b_gate_up, scale, offsets_G)),
+        Projection(w_down_EDF, adapter=Adapter(a_down, b_down, scale, offsets_G)),
+        _activation(activation, w_gate_up_E2FD, w_down_EDF),
+    )
+    return y_TD, saved.a_RA, saved.u_Rr, saved.v_Rr
 
 
-@_adapted_expert_mlp.register_fake
-def _(x_TD, weights, slot_row, offsets, groups, w_gate_up, w_down, a_gate_up, b, a, d, *how):
-    rows = how[-1]
-    rank = a_gate_up.shape[-2]
-    a_R2F = x_TD.new_empty(rows, w_gate_up.shape[1])
-    return torch.empty_like(x_TD), a_R2F, x_TD.new_empty(rows, rank), x_TD.new_empty(rows, rank)
+@adapted_expert_mlp_op.register_fake
+def _(
+    x_TD, weights_TK, slot_row_TK, offsets_E, offsets_G, w_gate_up_E2FD, w_down_EDF, a_gate_up,
+    b_gate_up, a_down, b_down, scale, activation, num_rows,
+):  # fmt: skip
+    a_R2F = x_TD.new_empty(num_rows, w_gate_up_E2FD.shape[1])
+    u_Rr, v_Rr = (x_TD.new_empty(num_rows, a_gate_up.shape[-2]) for _ in range(2))
+    return torch.empty_like(x_TD), a_R2F, u_Rr, v_Rr
 
 
 @torch.library.custom_op("moetrain::adapted_expert_mlp_backward", mutates_args=())
-def _adapted_expert_mlp_backward(
+def adapted_expert_mlp_backward_op(
     dy_TD: torch.Tensor,
     x_TD: torch.Tensor,
     weights_TK: torch.Tensor,
@@ -448,29 +447,27 @@ def _adapted_expert_mlp_backward(
     scale: float,
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    dy_RD, weights_R = rows_of(dy_TD, weights_TK, slot_row_TK, a_R2F.shape[0])
-    how = scale, offsets_E, offsets_G
-    dh_RF, dv_Rr = adapted_product_backward(dy_RD, w_down_EDF, a_down, b_down, *how)
-    h_RF = torch.empty_like(dh_RF)
-    da_R2F, d_weights_R = _activation_gradients(dh_RF, a_R2F, weights_R, h_RF, activation)
-    del dh_RF  # before the products below, where memory peaks
-    d_a_down = narrow_grad(dv_Rr, h_RF, a_down, offsets_G)
-    d_b_down = narrow_grad(v_Rr, dy_RD, b_down.mT, offsets_G, scale).mT
-    del h_RF, dy_RD
-    dx_RD, du_Rr = adapted_product_backward(da_R2F, w_gate_up_E2FD, a_gate_up, b_gate_up, *how)
-    d_b_gate_up = narrow_grad(u_Rr, da_R2F, b_gate_up.mT, offsets_G, scale).mT
-    dx_TD = torch.empty_like(x_TD)
-    d_weights_TK = torch.empty_like(weights_TK)
-    sum_rows(dx_RD, slot_row_TK, dx_TD, d_weights_R, d_weights_TK)
-    # In the memory of dx_RD: dx_TD has its sums.
-    x_RD, _ = rows_of(x_TD, None, slot_row_TK, len(dx_RD), dx_RD)
-    d_a_gate_up = narrow_grad(du_Rr, x_RD, a_gate_up, offsets_G)
-    return dx_TD, d_weights_TK, d_a_gate_up, d_b_gate_up, d_a_down, d_b_down
+    """The gradients of x, weights, a_gate_up, b_gate_up, a_down and b_down."""
+    found = frame.backward(
+        dy_TD,
+        frame.Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),
+        Projection(w_gate_up_E2FD, adapter=Adapter(a_gate_up, b_gate_up, scale, offsets_G)),
+        Projection(w_down_EDF, adapter=Adapter(a_down, b_down, scale, offsets_G)),
+        _activation(activation, w_gate_up_E2FD, w_down_EDF),
+        frame.Saved(a_R2F, u_Rr, v_Rr),
+        is_trained=False,
+    )
+    first, second = found.first.of_adapter(), found.second.of_adapter()
+    return found.x_TD, found.weights_TK, *first, *second
 
 
-@_adapted_expert_mlp_backward.register_fake
-def _(dy, x_TD, weights_TK, slot_row, offsets, groups, w1, w2, a1, b1, a2, b2, *others):
-    return tuple(torch.empty_like(x) for x in (x_TD, weights_TK, a1, b1, a2, b2))
+@adapted_expert_mlp_backward_op.register_fake
+def _(
+    dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, offsets_G, w_gate_up_E2FD, w_down_EDF,
+    a_gate_up, b_gate_up, a_down, b_down, a_R2F, u_Rr, v_Rr, scale, activation,
+):  # fmt: skip
+    differentiated = (x_TD, weights_TK, a_gate_up, b_gate_up, a_down, b_down)
+    return tuple(torch.empty_like(x) for x in differentiated)
 
 
 def _save_adapted(
@@ -478,23 +475,30 @@ def _save_adapted(
     inputs: tuple[Any, ...],
     output: tuple[torch.Tensor, ...],
 ) -> None:
-    *tensors, scale, activation, _ = inputs
-    ctx.how = scale, activation
-    ctx.save_for_backward(*tensors, *output[1:])
+    *tensors, ctx.scale, ctx.activation, _ = inputs
+    _, a_R2F, u_Rr, v_Rr = output
+    ctx.save_for_backward(*tensors, a_R2F, u_Rr, v_Rr)
     ctx.set_materialize_grads(False)  # no zeros for outputs that have no gradient
 
 
-def _differentiate_adapted(
-    ctx: Any,
-    dy_TD: torch.Tensor | None,
-    *_: torch.Tensor | None,
-) -> tuple[Any, ...]:
+def _differentiate_adapted(ctx: Any, dy_TD: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
     if dy_TD is None:
-        return (None,) * 14
-    found = _adapted_expert_mlp_backward(dy_TD.contiguous(), *ctx.saved_tensors, *ctx.how)
-    dx_TD, d_weights_TK, *d_adapters = found
-    return dx_TD, d_weights_TK, None, None, None, None, None, *d_adapters, None, None, None
+        return gradients(adapted_expert_mlp_op)
+    d_x_TD, d_weights_TK, d_a_gate_up, d_b_gate_up, d_a_down, d_b_down = (
+        adapted_expert_mlp_backward_op(
+            dy_TD.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.activation
+        )
+    )
+    return gradients(
+        adapted_expert_mlp_op,
+        x_TD=d_x_TD,
+        weights_TK=d_weights_TK,
+        a_gate_up=d_a_gate_up,
+        b_gate_up=d_b_gate_up,
+        a_down=d_a_down,
+        b_down=d_b_down,
+    )
 
 
-_adapted_expert_mlp.register_autograd(_differentiate_adapted, setup_context=_save_adapted)
+adapted_expert_mlp_op.register_autograd(_differentiate_adapted, setup_context=_save_adapted)
 worth_saving("experts", torch.ops.moetrain.adapted_expert_mlp.default)

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moetrain.config.compute import Precision
-from moetrain.kernels.experts.mlp import check_experts, register_experts
+from moetrain.kernels.experts.mlp import check_experts, gradient_shapes, register_experts
 from moetrain.kernels.experts.permutation import (
     ExpertIndices,
     permute,
@@ -83,18 +83,24 @@ def expert_mlp_fp8(
 
     D is a multiple of 16, and F of what the precision's recipe says.
     """
-    inputs = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
-    check_experts("expert_mlp_fp8", *inputs)
+    check_experts("expert_mlp_fp8", x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
     _, dim, width = w_down_EDF.shape
     multiple = RECIPES[precision].multiple
     if dim % MULTIPLE or width % multiple:
         takes = f"multiples of {MULTIPLE} and {multiple}"
         raise refusal("expert_mlp_fp8", takes, widths=(dim, width))
     if use_fast(backend, x_TD):
-        tensors = (x_TD, weights_TK, indices.slot_row_TK, indices.offsets_E)
-        matrices = (w_gate_up_E2FD, w_down_EDF)
-        contiguous = (x.contiguous() for x in (*tensors, *matrices))
-        return _expert_mlp_fp8(*contiguous, precision, indices.row_slot_R.shape[0])[0]
+        y_TD, _ = expert_mlp_fp8_op(
+            x_TD.contiguous(),
+            weights_TK.contiguous(),
+            indices.slot_row_TK.contiguous(),
+            indices.offsets_E.contiguous(),
+            w_gate_up_E2FD.contiguous(),
+            w_down_EDF.contiguous(),
+            precision,
+            indices.row_slot_R.shape[0],
+        )
+        return y_TD
     rounded_TD = _Rounded.apply(x_TD, precision, True, False)
     x_RD, weights_R = permute(rounded_TD, weights_TK, indices, "reference")
     a_R2F = _GroupedProduct.apply(x_RD, w_gate_up_E2FD, indices.offsets_E, precision)
@@ -138,7 +144,7 @@ class _GroupedProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.recipe = recipe = RECIPES[precision]
         ctx.save_for_backward(x_RM, w_ENM, offsets_E)
-        x, w = (f(x, "reference") for f, x in ((recipe.rows, x_RM), (recipe.weights, w_ENM)))
+        x, w = recipe.rows(x_RM, "reference"), recipe.weights(w_ENM, "reference")
         return grouped_mm(x.to(x_RM.dtype), w.to(x_RM.dtype).transpose(1, 2), offsets_E)
 
     @staticmethod
@@ -150,16 +156,21 @@ class _GroupedProduct(torch.autograd.Function):
         grad_x = grouped_mm(g.to(g_RN.dtype), w.transpose(1, 2), offsets_E)
         if recipe.quantises_weight_grads:
             columns = place_columns(offsets_E, len(x_RM), "reference")
-            rows = (g, recipe.rows(x_RM, "reference"))
-            pair = (transpose_rows(x, columns, None, "reference") for x in rows)
-            grad_w = scaled_weight_grad(*pair, columns, g_RN.dtype, "reference")
+            x = recipe.rows(x_RM, "reference")
+            grad_w = scaled_weight_grad(
+                transpose_rows(g, columns, None, "reference"),
+                transpose_rows(x, columns, None, "reference"),
+                columns,
+                g_RN.dtype,
+                "reference",
+            )
         else:
             grad_w = grouped_weight_grad(g_RN.contiguous(), x_RM, offsets_E)
         return grad_x, grad_w, None, None
 
 
 @torch.library.custom_op("moetrain::expert_mlp_fp8", mutates_args=())
-def _expert_mlp_fp8(
+def expert_mlp_fp8_op(
     x_TD: torch.Tensor,
     weights_TK: torch.Tensor,
     slot_row_TK: torch.Tensor,
@@ -183,8 +194,15 @@ def _expert_mlp_fp8(
     return y_TD, a_R2F
 
 
+@expert_mlp_fp8_op.register_fake
+def _(
+    x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_E2FD, w_down_EDF, precision, num_rows
+):  # fmt: skip
+    return torch.empty_like(x_TD), x_TD.new_empty(num_rows, w_gate_up_E2FD.shape[1])
+
+
 @torch.library.custom_op("moetrain::expert_mlp_fp8_backward", mutates_args=())
-def _expert_mlp_fp8_backward(
+def expert_mlp_fp8_backward_op(
     dy_TD: torch.Tensor,
     x_TD: torch.Tensor,
     weights_TK: torch.Tensor,
@@ -201,7 +219,6 @@ def _expert_mlp_fp8_backward(
     num_rows, dtype, recipe = a_R2F.shape[0], dy_TD.dtype, RECIPES[precision]
     narrow, wide = (is_trained and recipe.quantises_weight_grads is x for x in (True, False))
     columns = place_columns(offsets_E, num_rows, "triton") if narrow else None
-    how = {"tiled": recipe.tiled, "wide": wide}
     dy = quantise_to_rows(
         dy_TD,
         weights_TK,
@@ -216,12 +233,12 @@ def _expert_mlp_fp8_backward(
     dy, token_R, weights_R = dy.tokens if narrow else dy.dequantised_RD, dy.token_R, dy.weights_R
     del down
     da, h, d_weights_R, da_R2F = swiglu_backward_quantised(
-        dh_RF, a_R2F, weights_R, **how, narrow=narrow
+        dh_RF, a_R2F, weights_R, tiled=recipe.tiled, wide=wide, narrow=narrow
     )
     del dh_RF
     d_down = dy_TD.new_empty(0)
     if is_trained:
-        d_down = _weight_grad(dy, h, offsets_E, columns, (token_R, None), dtype)
+        d_down = _weight_grad(dy, h, offsets_E, columns, dtype, a_tokens=token_R)
     del dy, h
     gate_up = recipe.weights(w_gate_up_E2FD, "triton", transposed=True)
     dx_RD = scaled_grouped_mm(da, gate_up, offsets_E, dtype)
@@ -242,7 +259,7 @@ def _expert_mlp_fp8_backward(
             with_rows=False,
             with_dequantised=wide,
         ).dequantised_RD
-    d_gate_up = _weight_grad(da, x, offsets_E, columns, (None, token_R), dtype)
+    d_gate_up = _weight_grad(da, x, offsets_E, columns, dtype, g_tokens=token_R)
     return dx_TD, d_weights_TK, d_gate_up, d_down
 
 
@@ -251,17 +268,32 @@ def _weight_grad(
     g: torch.Tensor | Quantised,
     offsets_E: torch.Tensor,
     columns: Columns | None,
-    tokens: tuple[torch.Tensor | None, torch.Tensor | None],
     dtype: torch.dtype,
+    *,
+    a_tokens: torch.Tensor | None = None,
+    g_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply rows or, with ``columns``, codes: of rows, or of ``tokens`` where they are given."""
+    """Multiply rows or, with ``columns``, codes: of rows, or of tokens that the rows are of."""
     if columns is None:
         return grouped_weight_grad(a, g, offsets_E)
-    pair = (transpose_rows(x, columns, t, "triton") for x, t in zip((a, g), tokens, strict=True))
-    return scaled_weight_grad(*pair, columns, dtype, "triton")
+    return scaled_weight_grad(
+        transpose_rows(a, columns, a_tokens, "triton"),
+        transpose_rows(g, columns, g_tokens, "triton"),
+        columns,
+        dtype,
+        "triton",
+    )
 
 
-register_experts(_expert_mlp_fp8, _expert_mlp_fp8_backward)
+@expert_mlp_fp8_backward_op.register_fake
+def _(
+    dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_E2FD, w_down_EDF, a_R2F, precision,
+    is_trained,
+):  # fmt: skip
+    return gradient_shapes(x_TD, weights_TK, w_gate_up_E2FD, w_down_EDF, is_trained)
+
+
+register_experts(expert_mlp_fp8_op, expert_mlp_fp8_backward_op)
 worth_saving("experts", torch.ops.moetrain.expert_mlp_fp8.default)
 
 
@@ -399,9 +431,9 @@ def _quantised_backward_kernel(
         tl.store(d_gate_up + gate_at, d_gate, mask)
         tl.store(d_gate_up + gate_at + width, d_up, mask)
     if y_scales is not None:  # as in the forward
-        given = _rounded(silu * up * w, gate_up)
-        scale, inverse = scale_of(tl.max(tl.abs(given), axis=1))
-        tl.store(y + row * width + col, to_e4m3(given * inverse[:, None], BY_HAND), mask)
+        value = _rounded(silu * up * w, gate_up)
+        scale, inverse = scale_of(tl.max(tl.abs(value), axis=1))
+        tl.store(y + row * width + col, to_e4m3(value * inverse[:, None], BY_HAND), mask)
         tl.store(y_scales + part * num_rows + row, scale, has_scale)
     elif y is not None:
         tl.store(y + row * width + col, silu * up * w, mask)

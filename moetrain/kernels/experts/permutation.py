@@ -31,13 +31,14 @@ for), D width.
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 from moetrain.runtime.backend import (
     Backend,
+    gradients,
     refusal,
     require_contiguous,
     tl,
@@ -119,12 +120,13 @@ def _expert_indices(
     tiles = max(2, triton.cdiv(triton.cdiv(slots, _TILE), _MAX_PROGRAMS))
     programs = max(1, triton.cdiv(slots, tiles * _TILE))
     counts = ids_TK.new_empty(programs, num_experts, dtype=torch.int32)
-    sizes = (slots, num_experts, tiles, _TILE, width)
-    _count_kernel[(programs,)](ids_TK, counts, *sizes, num_warps=_WARPS)
-    count_rows = max(1, _COUNT_ELEMENTS // width)
-    _rank_kernel[(programs,)](
-        ids_TK, counts, *outputs, programs, num_rows, *sizes, count_rows, num_warps=_WARPS
+    _count_kernel[(programs,)](
+        ids_TK, counts, slots, num_experts, tiles, TILE=_TILE, EXPERTS=width, num_warps=_WARPS
     )
+    _rank_kernel[(programs,)](
+        ids_TK, counts, *outputs, programs, num_rows, slots, num_experts, tiles,
+        TILE=_TILE, EXPERTS=width, COUNT_ROWS=max(1, _COUNT_ELEMENTS // width), num_warps=_WARPS,
+    )  # fmt: skip
     return outputs
 
 
@@ -294,31 +296,37 @@ def _unpermute_fake(x_RD, weights_R, slot_row_TK):
     return x_TD, x_RD.new_empty(0) if weights_R is None else weights_R.new_empty(slot_row_TK.shape)
 
 
-def _save_permuted(ctx, inputs, output) -> None:
+def _save_permuted(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
     _, weights_TK, slot_row_TK, _ = inputs
     ctx.save_for_backward(slot_row_TK)
     ctx.has_weights = weights_TK is not None
 
 
-def _save_summed(ctx, inputs, output) -> None:
+def _save_summed(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
     x_RD, weights_R, slot_row_TK = inputs
     ctx.save_for_backward(slot_row_TK)
     ctx.has_weights = weights_R is not None
     ctx.num_rows = x_RD.shape[0]
 
 
-def _differentiate_permute(ctx, d_x_RD: torch.Tensor, d_weights_R: torch.Tensor):
+def _differentiate_permute(
+    ctx: Any, d_x_RD: torch.Tensor, d_weights_R: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
     (slot_row_TK,) = ctx.saved_tensors
-    given = d_weights_R.contiguous() if ctx.has_weights else None
-    d_x_TD, d_weights_TK = _unpermute(d_x_RD.contiguous(), given, slot_row_TK)
-    return d_x_TD, d_weights_TK if ctx.has_weights else None, None, None
+    d_weights_R = d_weights_R.contiguous() if ctx.has_weights else None
+    d_x_TD, d_weights_TK = _unpermute(d_x_RD.contiguous(), d_weights_R, slot_row_TK)
+    d_weights_TK = d_weights_TK if ctx.has_weights else None
+    return gradients(_permute, x_TD=d_x_TD, weights_TK=d_weights_TK)
 
 
-def _differentiate_unpermute(ctx, d_x_TD: torch.Tensor, d_weights_TK: torch.Tensor):
+def _differentiate_unpermute(
+    ctx: Any, d_x_TD: torch.Tensor, d_weights_TK: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
     (slot_row_TK,) = ctx.saved_tensors
-    given = d_weights_TK.contiguous() if ctx.has_weights else None
-    d_x_RD, d_weights_R = _permute(d_x_TD.contiguous(), given, slot_row_TK, ctx.num_rows)
-    return d_x_RD, d_weights_R if ctx.has_weights else None, None
+    d_weights_TK = d_weights_TK.contiguous() if ctx.has_weights else None
+    d_x_RD, d_weights_R = _permute(d_x_TD.contiguous(), d_weights_TK, slot_row_TK, ctx.num_rows)
+    d_weights_R = d_weights_R if ctx.has_weights else None
+    return gradients(_unpermute, x_RD=d_x_RD, weights_R=d_weights_R)
 
 
 _permute.register_autograd(_differentiate_permute, setup_context=_save_permuted)

@@ -24,6 +24,7 @@ from moetrain.kernels import small_m
 from moetrain.kernels.experts import grouped
 from moetrain.runtime.backend import (
     Backend,
+    gradients,
     refusal,
     save_inputs,
     use_fast,
@@ -128,15 +129,18 @@ def grouped_weight_grad(
     return _grouped_mm(a_RM.t(), g_RN, offs=offsets_E)
 
 
-def _backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+def _differentiate_mm(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     a_RM, b_EMN, offsets_E = ctx.saved_tensors
+    _, is_trained, _ = ctx.needs_input_grad
     g_RN = g_RN.contiguous()  # a gradient may come expanded, which the product rejects
-    grad_a = _opaque_mm(g_RN, b_EMN.transpose(1, 2), offsets_E)
-    is_trained = ctx.needs_input_grad[1]
-    return grad_a, _opaque_outer(a_RM, g_RN, offsets_E) if is_trained else None, None
+    return gradients(
+        _opaque_mm,
+        a_RM=_opaque_mm(g_RN, b_EMN.transpose(1, 2), offsets_E),
+        b_EMN=_opaque_outer(a_RM, g_RN, offsets_E) if is_trained else None,
+    )
 
 
-torch.library.register_autograd("moetrain::grouped_mm", _backward, setup_context=save_inputs)
+_opaque_mm.register_autograd(_differentiate_mm, setup_context=save_inputs)
 worth_saving("experts", torch.ops.moetrain.grouped_mm.default, torch.ops.aten._grouped_mm.default)
 
 

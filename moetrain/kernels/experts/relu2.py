@@ -14,6 +14,8 @@ Legend: R rows, F expert width.
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
+from typing import Any
+
 import torch
 
 from moetrain.runtime.backend import (
@@ -91,14 +93,16 @@ def relu2_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``d_a`` and ``d_weights`` within an op; ``y_RF`` receives :func:`relu2`."""
     rows, width = dy_RF.shape
-    grads = torch.empty_like(a_RF), torch.empty_like(weights_R)
-    inputs = dy_RF, a_RF, weights_R
-    _backward_kernel[(rows,)](*inputs, *grads, y_RF, width, _COLS, num_warps=_WARPS)
-    return grads
+    d_a_RF, d_weights_R = torch.empty_like(a_RF), torch.empty_like(weights_R)
+    _backward_kernel[(rows,)](
+        dy_RF, a_RF, weights_R, d_a_RF, d_weights_R, y_RF, width, COLS=_COLS, num_warps=_WARPS
+    )
+    return d_a_RF, d_weights_R
 
 
-def _differentiate(ctx, dy_RF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _relu2_backward(dy_RF.contiguous(), *ctx.saved_tensors)
+def _differentiate(ctx: Any, dy_RF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    a_RF, weights_R = ctx.saved_tensors
+    return _relu2_backward(dy_RF.contiguous(), a_RF, weights_R)
 
 
 _relu2.register_autograd(_differentiate, setup_context=save_inputs)

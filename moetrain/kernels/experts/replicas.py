@@ -50,7 +50,7 @@ _PLAN_WARPS = 4
 _BLOCK, _COPY_WARPS, _PARTS = 8192, 8, 32  # numbers a program moves at once, parts of an expert
 
 
-class _ReplicaPlan(NamedTuple):
+class ReplicaPlan(NamedTuple):
     """A plan as one rank sees it, int32 on the counts' device; no plan makes the host wait."""
 
     experts_WN: torch.Tensor
@@ -71,7 +71,7 @@ def plan_replicas(
     rank: int,
     least: int = 1,
     backend: Backend = "auto",
-) -> _ReplicaPlan:
+) -> ReplicaPlan:
     """Plan where copies go, as ``rank`` sees it.
 
     Args:
@@ -84,12 +84,18 @@ def plan_replicas(
         raise refusal("plan_replicas", "int32 [W, E], E a multiple of W", counts=counts_WE)
     if not use_fast(backend, counts_WE):
         return _plan_reference(counts_WE, spare, rank, least)
-    kinds = [(ranks, spare), *[(ranks, experts)] * 3, (experts,)]
-    plan = _ReplicaPlan(*(counts_WE.new_empty(shape) for shape in kinds))
-    sizes = (ranks, experts, triton.next_power_of_2(ranks), triton.next_power_of_2(experts))
-    _plan_kernel[(1,)](
-        counts_WE.contiguous(), *plan, spare, rank, max(1, least), *sizes, num_warps=_PLAN_WARPS
+    plan = ReplicaPlan(
+        experts_WN=counts_WE.new_empty(ranks, spare),
+        rows_WE=counts_WE.new_empty(ranks, experts),
+        places_WE=counts_WE.new_empty(ranks, experts),
+        bounds_WE=counts_WE.new_empty(ranks, experts),
+        stay_E=counts_WE.new_empty(experts),
     )
+    _plan_kernel[(1,)](
+        counts_WE.contiguous(), *plan, spare, rank, max(1, least), ranks, experts,
+        RANKS=triton.next_power_of_2(ranks), EXPERTS=triton.next_power_of_2(experts),
+        num_warps=_PLAN_WARPS,
+    )  # fmt: skip
     return plan
 
 
@@ -98,7 +104,7 @@ def _plan_reference(
     spare: int,
     rank: int,
     least: int,
-) -> _ReplicaPlan:
+) -> ReplicaPlan:
     ranks, experts = counts_WE.shape
     local = experts // ranks
     counts_E = counts_WE.sum(0).tolist()
@@ -128,12 +134,12 @@ def _plan_reference(
     stay_WE = torch.minimum(counts_WE, rows_WE)
     before_E = (counts_WE - stay_WE)[:rank].sum(0)
     bounds_WE = (rows_WE - stay_WE).cumsum(0) - before_E + stay_WE[rank]
-    return _ReplicaPlan(
-        counts_WE.new_tensor(experts_WN).view(ranks, spare),
-        rows_WE,
-        counts_WE.new_tensor(places),
-        bounds_WE.int(),
-        stay_WE[rank].clone(),
+    return ReplicaPlan(
+        experts_WN=counts_WE.new_tensor(experts_WN).view(ranks, spare),
+        rows_WE=rows_WE,
+        places_WE=counts_WE.new_tensor(places),
+        bounds_WE=bounds_WE.int(),
+        stay_E=stay_WE[rank].clone(),
     )
 
 
@@ -192,7 +198,7 @@ def _plan_kernel(
 def place_ids(
     ids_TK: torch.Tensor,
     indices: ExpertIndices,
-    plan: _ReplicaPlan,
+    plan: ReplicaPlan,
     rank: int,
     backend: Backend = "auto",
 ) -> torch.Tensor:
@@ -237,56 +243,51 @@ def _place_kernel(
 # ---- copying ------------------------------------------------------------------------------------
 
 
-# Each of these takes, of one matrix: this rank's experts [L, M], the rows of its copies [N, M], the
-# experts [W, N] in all ranks' places, its rank, every rank's shared memory [N, M], and where that
-# begins (int64 [W] on the device).
+class Exchange(NamedTuple):
+    """One matrix of the experts, of which copies or their gradients go through shared memory."""
+
+    experts_LM: torch.Tensor
+    """This rank's experts, or their gradients, a row each."""
+    copies_NM: torch.Tensor
+    """The copies in this rank's places, or their gradients."""
+    experts_WN: torch.Tensor
+    """int32, the expert in each place of every rank; -1: none."""
+    rank: int
+    """This rank."""
+    parts: Sequence[torch.Tensor]
+    """Every rank's shared memory, [N, M]."""
+    addresses_W: torch.Tensor
+    """int64 on the device, where every rank's shared memory begins."""
+    backend: Backend
+    """How the copying is done."""
 
 
-def _send(
-    own_LM: torch.Tensor,
-    _: torch.Tensor,
-    experts_WN: torch.Tensor,
-    rank: int,
-    parts: Sequence[torch.Tensor],
-    addresses_W: torch.Tensor,
-    backend: Backend,
-) -> None:
+def send_experts(exchange: Exchange) -> None:
     """Write this rank's experts to the memory of the ranks that want them."""
+    own_LM, experts_WN, rank = exchange.experts_LM, exchange.experts_WN, exchange.rank
     (ranks, spare), (local, numel) = experts_WN.shape, own_LM.shape
-    if use_fast(backend, own_LM):
+    if use_fast(exchange.backend, own_LM):
         _send_kernel[(ranks * spare, _PARTS)](
-            own_LM, experts_WN, addresses_W, rank * local, local, numel, spare,
+            own_LM, experts_WN, exchange.addresses_W, rank * local, local, numel, spare,
             _PARTS, _BLOCK, num_warps=_COPY_WARPS,
         )  # fmt: skip
         return
     for r, copies in enumerate(experts_WN.tolist()):
         for n, e in enumerate(copies):
             if e // local == rank:
-                parts[r][n].copy_(own_LM[e % local])
+                exchange.parts[r][n].copy_(own_LM[e % local])
 
 
-def _take(
-    _: torch.Tensor,
-    copies_NM: torch.Tensor,
-    experts_WN: torch.Tensor,
-    rank: int,
-    parts: Sequence[torch.Tensor],
-    addresses_W: torch.Tensor,
-    backend: Backend,
-) -> None:
-    copy_used(copies_NM, parts[rank], experts_WN, rank, backend)
+def take_copies(exchange: Exchange) -> None:
+    """Read this rank's copies from its memory, when all ranks have sent."""
+    own_part_NM = exchange.parts[exchange.rank]
+    copy_used(exchange.copies_NM, own_part_NM, exchange.experts_WN, exchange.rank, exchange.backend)
 
 
-def _show(
-    _: torch.Tensor,
-    copies_NM: torch.Tensor,
-    experts_WN: torch.Tensor,
-    rank: int,
-    parts: Sequence[torch.Tensor],
-    addresses_W: torch.Tensor,
-    backend: Backend,
-) -> None:
-    copy_used(parts[rank], copies_NM, experts_WN, rank, backend)
+def show_gradients(exchange: Exchange) -> None:
+    """Write the gradients of this rank's copies to its memory."""
+    own_part_NM = exchange.parts[exchange.rank]
+    copy_used(own_part_NM, exchange.copies_NM, exchange.experts_WN, exchange.rank, exchange.backend)
 
 
 def copy_used(
@@ -332,20 +333,13 @@ def _send_kernel(
             tl.store(base + at, tl.load(source + at, at < numel), at < numel)
 
 
-def _add(
-    gradients_LM: torch.Tensor,
-    _: torch.Tensor,
-    experts_WN: torch.Tensor,
-    rank: int,
-    parts: Sequence[torch.Tensor],
-    addresses_W: torch.Tensor,
-    backend: Backend,
-) -> None:
+def add_gradients(exchange: Exchange) -> None:
     """Add to this rank's gradients what the memory of all ranks holds for its experts."""
+    gradients_LM, experts_WN, rank = exchange.experts_LM, exchange.experts_WN, exchange.rank
     (ranks, spare), (local, numel) = experts_WN.shape, gradients_LM.shape
-    if use_fast(backend, gradients_LM):
+    if use_fast(exchange.backend, gradients_LM):
         _add_kernel[(local, _PARTS)](
-            gradients_LM, experts_WN, addresses_W, rank * local, numel, spare,
+            gradients_LM, experts_WN, exchange.addresses_W, rank * local, numel, spare,
             ranks * spare, _PARTS, _BLOCK, num_warps=_COPY_WARPS,
         )  # fmt: skip
         return
@@ -356,7 +350,7 @@ def _add(
             if e // local == rank:
                 total = sums.get(e % local)
                 total = gradients_LM[e % local].to(wide) if total is None else total
-                sums[e % local] = total + parts[r][n].to(wide)
+                sums[e % local] = total + exchange.parts[r][n].to(wide)
     for e, total in sums.items():
         gradients_LM[e] = total.to(gradients_LM.dtype)
 
@@ -382,9 +376,3 @@ def _add_kernel(
                     theirs += (i % spare).to(tl.int64) * numel
                     total += tl.load(theirs + at, at < numel, other=0.0).to(tl.float32)
             tl.store(own + at, total, at < numel)
-
-
-FETCH = (_send, _take)
-"""What writes to the shared memory, and what reads it when all ranks have written: of copies."""
-GIVE_BACK = (_show, _add)
-"""The same of copies' gradients."""

@@ -84,5 +84,5 @@ def rerouted(
     """
     scores_TE = logits_TE.sigmoid() if score == "sigmoid" else logits_TE.softmax(-1)
     ids_TK = ids_TK.clamp(min=0).long()
-    chosen = weighted(scores_TE, ids_TK, is_pad_T, normalize, scale, min_sum)
-    return Routed(*chosen, *routed[3:])
+    ids_TK, weights_TK, counts_E = weighted(scores_TE, ids_TK, is_pad_T, normalize, scale, min_sum)
+    return routed._replace(ids_TK=ids_TK, weights_TK=weights_TK, counts_E=counts_E)

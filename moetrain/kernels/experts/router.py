@@ -27,6 +27,7 @@ import torch
 from moetrain.kernels.experts.routed import Routed, weighted
 from moetrain.runtime.backend import (
     Backend,
+    gradients,
     refusal,
     tl,
     triton,
@@ -76,8 +77,13 @@ def router_topk(
         raise refusal("router_topk", "'softmax' or 'sigmoid'", score=repr(score))
     if num_groups < 1 or experts % num_groups or not 1 <= topk_groups <= num_groups:
         takes = "groups that divide the experts, and 1 to all of them"
-        given = {"num_groups": num_groups, "topk_groups": topk_groups, "experts": experts}
-        raise refusal("router_topk", takes, **given)
+        raise refusal(
+            "router_topk",
+            takes,
+            num_groups=num_groups,
+            topk_groups=topk_groups,
+            experts=experts,
+        )
     reachable = experts // num_groups * topk_groups
     if not 1 <= k <= reachable:
         raise refusal("router_topk", f"1 to {reachable}, the experts of the chosen groups", k=k)
@@ -85,13 +91,31 @@ def router_topk(
         raise refusal("router_topk", "one number an expert", logits=logits_TE, bias=bias_E)
     if is_pad_T is not None and (is_pad_T.dtype != torch.bool or is_pad_T.shape != (tokens,)):
         raise refusal("router_topk", "bool, one a token", logits=logits_TE, is_pad=is_pad_T)
-    groups = num_groups, topk_groups, best_of_group
-    how = (bias_E, is_pad_T, k, score == "sigmoid", normalize, *groups, scale, min_sum)
-    if not use_fast(backend, logits_TE):
-        return _reference(logits_TE, *how)
-    _check_fast(logits_TE, k, bias_E)
-    weights_TK, prob_sum_E, z_sum, entropy_sum, ids_TK, counts_E = _router_topk(logits_TE, *how)
-    return Routed(ids_TK, weights_TK, counts_E, prob_sum_E, z_sum, entropy_sum)
+    is_fast = use_fast(backend, logits_TE)
+    if is_fast:
+        _check_fast(logits_TE, k, bias_E)
+    route = _router_topk if is_fast else _reference
+    weights_TK, prob_sum_E, z_sum, entropy_sum, ids_TK, counts_E = route(
+        logits_TE,
+        bias_E,
+        is_pad_T,
+        k,
+        sigmoid=score == "sigmoid",
+        normalize=normalize,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        best_of_group=best_of_group,
+        scale=scale,
+        min_sum=min_sum,
+    )
+    return Routed(
+        ids_TK=ids_TK,
+        weights_TK=weights_TK,
+        counts_E=counts_E,
+        prob_sum_E=prob_sum_E,
+        z_sum=z_sum,
+        entropy_sum=entropy_sum,
+    )
 
 
 def _check_fast(
@@ -108,6 +132,10 @@ def _check_fast(
         raise refusal("router_topk", "contiguous float32", bias=bias_E)
 
 
+# weights, prob_sum, z_sum, entropy_sum, ids, counts
+_Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 def _reference(
     logits_TE: torch.Tensor,
     bias_E: torch.Tensor | None,
@@ -120,7 +148,7 @@ def _reference(
     best_of_group: bool,
     scale: float,
     min_sum: float,
-) -> Routed:
+) -> _Outputs:
     log_probs_TE = logits_TE.log_softmax(-1)
     probs_TE = log_probs_TE.exp()
     scores_TE = logits_TE.sigmoid() if sigmoid else probs_TE
@@ -134,21 +162,15 @@ def _reference(
         choice_TE = choice_TGM.masked_fill(dropped_TG[..., None], float("-inf")).flatten(1)
     # A stable sort, since torch.topk leaves the order of ties open.
     ids_TK = choice_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    chosen = weighted(scores_TE, ids_TK, is_pad_T, normalize, scale, min_sum)
+    ids_TK, weights_TK, counts_E = weighted(scores_TE, ids_TK, is_pad_T, normalize, scale, min_sum)
     counted_T = logits_TE.new_ones(logits_TE.shape[0])
     if is_pad_T is not None:
         counted_T = counted_T.masked_fill(is_pad_T, 0)
     entropy_T = -(probs_TE * log_probs_TE).detach().sum(-1)
-    return Routed(
-        *chosen,
-        prob_sum_E=(probs_TE * counted_T[:, None]).sum(0),
-        z_sum=(logits_TE.logsumexp(-1).square() * counted_T).sum(),
-        entropy_sum=(entropy_T * counted_T).sum(),
-    )
-
-
-# weights, prob_sum, z_sum, entropy_sum, ids, counts
-_Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    prob_sum_E = (probs_TE * counted_T[:, None]).sum(0)
+    z_sum = (logits_TE.logsumexp(-1).square() * counted_T).sum()
+    entropy_sum = (entropy_T * counted_T).sum()
+    return weights_TK, prob_sum_E, z_sum, entropy_sum, ids_TK, counts_E
 
 
 @torch.library.custom_op("moetrain::router_topk", mutates_args=())
@@ -237,29 +259,51 @@ def _empty_outputs(logits_TE: torch.Tensor, k: int) -> _Outputs:
 
 
 @_router_topk.register_fake
-def _(logits_TE, bias_E, is_pad_T, k, *_):
+def _(
+    logits_TE, bias_E, is_pad_T, k, sigmoid, normalize, num_groups, topk_groups, best_of_group,
+    scale, min_sum,
+):  # fmt: skip
     return _empty_outputs(logits_TE, k)
 
 
 @_router_topk_backward.register_fake
-def _(logits_TE, ids_TK, grad_weights, grad_prob_sum, grad_z_sum, sigmoid, normalize, scale, low):
+def _(
+    logits_TE, ids_TK, grad_weights_TK, grad_prob_sum_E, grad_z_sum, sigmoid, normalize, scale,
+    min_sum,
+):  # fmt: skip
     return logits_TE.new_empty(logits_TE.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    logits_TE, _, _, _, sigmoid, normalize, _, _, _, scale, min_sum = inputs
-    ctx.how = sigmoid, normalize, scale, min_sum
+    logits_TE, _, _, _, ctx.sigmoid, ctx.normalize, _, _, _, ctx.scale, ctx.min_sum = inputs
     _, _, _, entropy_sum, ids_TK, counts_E = output
     ctx.mark_non_differentiable(ids_TK, counts_E, entropy_sum)
     ctx.save_for_backward(logits_TE, ids_TK)
 
 
-def _backward(ctx: Any, grad_weights, grad_prob_sum, grad_z_sum, *_):
-    grads = grad_weights, grad_prob_sum, grad_z_sum
-    return _router_topk_backward(*ctx.saved_tensors, *grads, *ctx.how), *[None] * 10
+def _differentiate(
+    ctx: Any,
+    grad_weights_TK: torch.Tensor,
+    grad_prob_sum_E: torch.Tensor,
+    grad_z_sum: torch.Tensor,
+    *_: None,
+) -> tuple[torch.Tensor | None, ...]:
+    logits_TE, ids_TK = ctx.saved_tensors
+    grad_logits_TE = _router_topk_backward(
+        logits_TE,
+        ids_TK,
+        grad_weights_TK,
+        grad_prob_sum_E,
+        grad_z_sum,
+        sigmoid=ctx.sigmoid,
+        normalize=ctx.normalize,
+        scale=ctx.scale,
+        min_sum=ctx.min_sum,
+    )
+    return gradients(_router_topk, logits_TE=grad_logits_TE)
 
 
-_router_topk.register_autograd(_backward, setup_context=_save)
+_router_topk.register_autograd(_differentiate, setup_context=_save)
 # The sort is what chooses in the reference.
 worth_saving("routing", torch.ops.moetrain.router_topk.default, torch.ops.aten.sort.stable)
 

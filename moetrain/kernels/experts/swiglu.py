@@ -18,11 +18,14 @@ Legend: R rows, F expert width. ``gate_up`` holds gate in its first F columns an
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
 from moetrain.runtime.backend import (
     Backend,
+    gradients,
     refusal,
     require_contiguous,
     tl,
@@ -82,8 +85,10 @@ def _swiglu(
     width = gate_up_R2F.shape[1] // 2
     y_RF = gate_up_R2F.new_empty(rows, width)
     grid = (rows, triton.cdiv(width, _COLS))
-    inputs = gate_up_R2F, weights_R
-    _forward_kernel[grid](*inputs, y_RF, width, _COLS, activation == "gelu", num_warps=_WARPS)
+    is_gelu = activation == "gelu"
+    _forward_kernel[grid](
+        gate_up_R2F, weights_R, y_RF, width, COLS=_COLS, GELU=is_gelu, num_warps=_WARPS
+    )
     return y_RF
 
 
@@ -120,20 +125,25 @@ def swiglu_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``d_gate_up`` and ``d_weights`` within an op; ``y_RF`` receives :func:`swiglu`."""
     rows, width = dy_RF.shape
-    grads = torch.empty_like(gate_up_R2F), torch.empty_like(weights_R)
-    inputs = dy_RF, gate_up_R2F, weights_R
-    how = (width, _COLS, activation == "gelu")
-    _backward_kernel[(rows,)](*inputs, *grads, y_RF, *how, num_warps=_WARPS)
-    return grads
+    d_gate_up_R2F, d_weights_R = torch.empty_like(gate_up_R2F), torch.empty_like(weights_R)
+    _backward_kernel[(rows,)](
+        dy_RF, gate_up_R2F, weights_R, d_gate_up_R2F, d_weights_R, y_RF, width,
+        COLS=_COLS, GELU=activation == "gelu", num_warps=_WARPS,
+    )  # fmt: skip
+    return d_gate_up_R2F, d_weights_R
 
 
-def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.activation = inputs
-    ctx.save_for_backward(*tensors)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    gate_up_R2F, weights_R, ctx.activation = inputs
+    ctx.save_for_backward(gate_up_R2F, weights_R)
 
 
-def _differentiate(ctx, dy_RF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-    return *_swiglu_backward(dy_RF.contiguous(), *ctx.saved_tensors, ctx.activation), None
+def _differentiate(ctx: Any, dy_RF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    gate_up_R2F, weights_R = ctx.saved_tensors
+    d_gate_up_R2F, d_weights_R = _swiglu_backward(
+        dy_RF.contiguous(), gate_up_R2F, weights_R, ctx.activation
+    )
+    return gradients(_swiglu, gate_up_R2F=d_gate_up_R2F, weights_R=d_weights_R)
 
 
 _swiglu.register_autograd(_differentiate, setup_context=_save)

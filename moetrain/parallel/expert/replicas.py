@@ -26,7 +26,15 @@ import torch.distributed as dist
 from moetrain.config import ConfigError
 from moetrain.kernels.experts.copied_mlp import COURIERS, copied_expert_mlp, start_copies
 from moetrain.kernels.experts.permutation import expert_indices
-from moetrain.kernels.experts.replicas import FETCH, GIVE_BACK, place_ids, plan_replicas
+from moetrain.kernels.experts.replicas import (
+    Exchange,
+    add_gradients,
+    place_ids,
+    plan_replicas,
+    send_experts,
+    show_gradients,
+    take_copies,
+)
 from moetrain.models.moe import Dispatched, Experts
 from moetrain.parallel.fsdp import transport
 from moetrain.parallel.mesh import all_gather_start, resolve_group
@@ -130,7 +138,7 @@ class Replicas:
     ) -> None:
         """Begin to write to ``copies`` the experts ``copies_WN`` of this rank's places."""
         rows = [(w.flatten(1), c.flatten(1)) for w, c in zip(experts, copies, strict=True)]
-        self._through_memory(rows, copies_WN, *FETCH)
+        self._through_memory(rows, copies_WN, write=send_experts, read=take_copies)
 
     def wait(self) -> None:
         """Let the current stream wait for all copies and gradients that are on their way."""
@@ -139,7 +147,7 @@ class Replicas:
     def give_back(self, gradients: Sequence[torch.Tensor], copies_WN: torch.Tensor) -> None:
         """Begin to add gradients of copies, the last N rows on every rank, to those of experts."""
         rows = [g.flatten(1).tensor_split([-self.spare]) for g in gradients]
-        self._through_memory(rows, copies_WN, *GIVE_BACK)
+        self._through_memory(rows, copies_WN, write=show_gradients, read=add_gradients)
         if not self.is_late:
             self.wait()
 
@@ -147,22 +155,35 @@ class Replicas:
         self,
         rows: Sequence[Sequence[torch.Tensor]],
         copies_WN: torch.Tensor,
-        write: Callable[..., None],
-        read: Callable[..., None],
+        *,
+        write: Callable[[Exchange], None],
+        read: Callable[[Exchange], None],
     ) -> None:
         """Begin ``write`` for every matrix, and then, when all ranks have come as far, ``read``.
 
         ``rows``: of each matrix, the experts here [L, M] and the copies [N, M].
         """
         memory, stream = self._shared([copies for _, copies in rows]), self._streams.push
+        exchanges = [
+            Exchange(
+                experts_LM=own_LM,
+                copies_NM=copies_NM,
+                experts_WN=copies_WN,
+                rank=self.rank,
+                parts=parts,
+                addresses_W=addresses_W,
+                backend=self.backend,
+            )
+            for (own_LM, copies_NM), (parts, addresses_W) in zip(rows, self._places, strict=True)
+        ]
         with self._streams.behind(stream), annotate("expert_copies"):
             memory.wait(transport.FREE)
-            for (own, copies), (parts, addresses) in zip(rows, self._places, strict=True):
-                write(own, copies, copies_WN, self.rank, parts, addresses, self.backend)
+            for exchange in exchanges:
+                write(exchange)
             memory.arrive(transport.WRITTEN)
             memory.wait(transport.WRITTEN)
-            for (own, copies), (parts, addresses) in zip(rows, self._places, strict=True):
-                read(own, copies, copies_WN, self.rank, parts, addresses, self.backend)
+            for exchange in exchanges:
+                read(exchange)
             memory.arrive(transport.FREE)
         if stream is not None:
             # Whoever drops one before it has waited must not let others have its memory.
