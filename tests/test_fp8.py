@@ -30,8 +30,8 @@ from moetrain.kernels.quant.e4m3 import LARGEST_E4M3, quantise_columns, quantise
 from moetrain.kernels.quant.products import linears_fp8
 from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.kernels.quant.transposed import place_columns, transpose_rows
+from moetrain.kernels.vocabulary.fp8_gradients import gradient_step
 from moetrain.kernels.vocabulary.linear_cross_entropy import linear_cross_entropy_sum
-from moetrain.kernels.vocabulary.narrow_gradients import step_of
 from moetrain.models.transformer import Inputs, Transformer
 from moetrain.parallel.expert import dispatch
 from moetrain.parallel.expert.deepep import DeepEP
@@ -217,7 +217,7 @@ def make_head(tokens=64, dim=64, vocabulary=512, device="cpu"):
 def test_gradients_of_the_head_are_near_those_in_fp64(backend):
     h_TD, w_VD, targets_T, weights_T = given = make_head()
     plain = linear_cross_entropy_sum(*given, backend=backend)
-    narrow = linear_cross_entropy_sum(*given, backend=backend, narrow_grads=True)
+    narrow = linear_cross_entropy_sum(*given, backend=backend, fp8_grads=True)
     for a, b in zip(plain, narrow, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
         assert torch.equal(a, b) or backend == "reference"
@@ -253,7 +253,7 @@ def test_what_is_added_back_to_a_frequent_token_is_not_lost(device):
     for narrow in (False, True):
         w = w_VD.detach().clone().requires_grad_()
         given = (h_TD, w, targets_T, weights_T)
-        loss = linear_cross_entropy_sum(*given, backend="triton", narrow_grads=narrow)
+        loss = linear_cross_entropy_sum(*given, backend="triton", fp8_grads=narrow)
         wide = [x.detach().double().requires_grad_() for x in (h_TD, w)]
         exact = linear_cross_entropy_sum(*wide, targets_T, weights_T, backend="reference")
         want = torch.autograd.grad(exact.total, wide[1])[0]
@@ -265,10 +265,10 @@ def test_what_is_added_back_to_a_frequent_token_is_not_lost(device):
 
 def test_the_step_of_logits_gradients_is_the_least_power_of_two():
     for largest, step in ((1.0, 2.0**-15), (57344 * 2.0**-20, 2.0**-20), (57345.0, 2.0)):
-        assert step_of(torch.tensor([-largest, 0.5 * largest]), 1.0) == step
-        assert step_of(torch.tensor([largest]), 0.25) == step / 4
-    assert step_of(torch.zeros(3), 1.0).isfinite()
-    assert step_of(torch.zeros(0), 1.0).isfinite()
+        assert gradient_step(torch.tensor([-largest, 0.5 * largest]), 1.0) == step
+        assert gradient_step(torch.tensor([largest]), 0.25) == step / 4
+    assert gradient_step(torch.zeros(3), 1.0).isfinite()
+    assert gradient_step(torch.zeros(0), 1.0).isfinite()
 
 
 @pytest.mark.gpu
@@ -282,7 +282,7 @@ def test_what_is_small_adds_up_beside_the_target():
         w_VD[:, 1] = 1.0
         w_VD[:40, 0] = 1.48
     h_TD, w_VD = (x.detach().bfloat16().requires_grad_() for x in (h_TD, w_VD))
-    total = linear_cross_entropy_sum(h_TD, w_VD, targets_T, weights_T, narrow_grads=True).total
+    total = linear_cross_entropy_sum(h_TD, w_VD, targets_T, weights_T, fp8_grads=True).total
     wide = [x.detach().double().requires_grad_() for x in (h_TD, w_VD)]
     exact = linear_cross_entropy_sum(*wide, targets_T, weights_T, backend="reference").total
     found, want = torch.autograd.grad(total, h_TD)[0], torch.autograd.grad(exact, wide[0])[0]

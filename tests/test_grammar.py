@@ -17,7 +17,7 @@ from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.generate.engine import Generator
 from moetrain.generate.request import Request, RequestError, SamplingParams
 from moetrain.http.tool_calls import call_grammar, parse_tools
-from moetrain.kernels.vocabulary.gumbel import _gumbel, noise_keys, stream_of
+from moetrain.kernels.vocabulary.gumbel import gumbel_noise, noise_keys, stream_of
 from moetrain.serve.server import CompletionServer
 
 SCHEMA = {
@@ -126,7 +126,7 @@ def pick(generator, prompt, chosen, after, temperature, seed):
     top = generator.generate([Request("p", (*prompt, *chosen), params)])[0][0].top_logprobs[0]
     stream = torch.tensor([stream_of(params.seed, 0)])
     keys = noise_keys(stream, torch.tensor([len(prompt) + len(chosen)]))
-    noise = _gumbel(keys, 257)[0] if temperature else torch.zeros(257)
+    noise = gumbel_noise(keys, 257)[0] if temperature else torch.zeros(257)
     return max(after, key=lambda t: top[t] + noise[t].item())
 
 

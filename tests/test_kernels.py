@@ -53,7 +53,7 @@ NOT_KERNELS = {
     "moetrain.kernels.linear_attention.reads",
     "moetrain.kernels.linear_attention.step",
     "moetrain.kernels.vocabulary.gumbel",
-    "moetrain.kernels.vocabulary.narrow_gradients",
+    "moetrain.kernels.vocabulary.fp8_gradients",
     "moetrain.kernels.vocabulary.chunk",
     "moetrain.kernels.vocabulary.shard",
     "moetrain.kernels.optim.rounding",

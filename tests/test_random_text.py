@@ -24,7 +24,7 @@ from test_text_stream import NAMES, WholeText, load, random_tokens
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.generate.engine import Generator
 from moetrain.generate.request import Request, SamplingParams, TextStream
-from moetrain.kernels.vocabulary.gumbel import _gumbel, noise_keys, stream_of
+from moetrain.kernels.vocabulary.gumbel import gumbel_noise, noise_keys, stream_of
 from moetrain.models.transformer import Transformer
 from moetrain.serve.server import CompletionServer
 
@@ -253,7 +253,7 @@ def test_grammars_leave_the_tokens_that_a_match_may_go_on_with(kind):
             keys = noise_keys(
                 torch.tensor([stream_of(params.seed, 0)]), torch.tensor([len(prompt) + place])
             )
-            noise = _gumbel(keys, 257)[0].double()
+            noise = gumbel_noise(keys, 257)[0].double()
             score = {t: torch.tensor(p).log().item() + noise[t].item() for t, p in chances.items()}
             assert token == max(score, key=score.__getitem__), (place, allowed, chances, *what)
             assert found.logprobs[place] == pytest.approx(logits[token], abs=1e-4), what

@@ -28,7 +28,7 @@ from moetrain.generate.request import (
     end_ids,
 )
 from moetrain.generate.sampling import kept_tokens, sample_filtered
-from moetrain.kernels.vocabulary.gumbel import _gumbel, noise_keys, stream_of
+from moetrain.kernels.vocabulary.gumbel import gumbel_noise, noise_keys, stream_of
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
@@ -578,8 +578,8 @@ def test_noise_depends_on_what_it_is_for_alone():
     params = [SamplingParams(seed=seed) for seed in (5, 6, 5 + 2**32)]
     streams = torch.tensor([*(stream_of(p.seed, 0) for p in params), stream_of(params[0].seed, 1)])
     keys = torch.cat([noise_keys(streams, torch.full((4,), position)) for position in (3, 4)])
-    noise = _gumbel(keys, 1000)
-    assert torch.equal(_gumbel(keys[:1], 100)[0], noise[0, :100])
+    noise = gumbel_noise(keys, 1000)
+    assert torch.equal(gumbel_noise(keys[:1], 100)[0], noise[0, :100])
     correlations = torch.corrcoef(noise) - torch.eye(len(noise))
     assert correlations.abs().max() < 0.15
     assert noise.isfinite().all()

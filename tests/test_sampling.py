@@ -8,13 +8,13 @@ from moetrain.generate.sampling import kept_tokens, sample_filtered
 from moetrain.kernels.vocabulary.chunk import sample_tokens
 from moetrain.kernels.vocabulary.gumbel import (
     MASK,
-    _exponential_of,
-    _noise_of,
-    _tl_exponential,
-    _tl_noise,
+    exponential_of,
     gumbel_argmax,
     mix,
     noise_keys,
+    noise_of,
+    tl_exponential,
+    tl_noise,
 )
 from moetrain.runtime.backend import INTERPRETED, tl, triton
 
@@ -33,13 +33,13 @@ HIGHEST = [(10754, 138), (38825, 20), (74792, 292)]
 def _noise_kernel(words_ptr, exponential_ptr, noise_ptr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(words_ptr + at).to(tl.uint32)
-    tl.store(exponential_ptr + at, _tl_exponential(bits))
-    tl.store(noise_ptr + at, _tl_noise(bits))
+    tl.store(exponential_ptr + at, tl_exponential(bits))
+    tl.store(noise_ptr + at, tl_noise(bits))
 
 
 def on_both_paths(words, exact):
     """-log u of ``words`` on the one path; both give its noise and that of ``exact``."""
-    exponential, noise = _exponential_of(words), _noise_of(words)
+    exponential, noise = exponential_of(words), noise_of(words)
     torch.testing.assert_close(exponential.double(), exact, rtol=2e-5, atol=0)
     torch.testing.assert_close(noise.double(), -exact.log(), rtol=0, atol=2e-5)
     fast_exponential, fast_noise = torch.empty_like(noise), torch.empty_like(noise)

@@ -54,7 +54,7 @@ class Vocabulary:
     ) -> None:
         self.backend: Backend = backend
         self.softcap = softcap
-        self.narrow_grads = precision == "fp8_gradients"
+        self.fp8_grads = precision == "fp8_gradients"
 
     def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         """Look up rows of ``w_VD``: [B, S, D], or this device's part of the B * S tokens."""
@@ -105,7 +105,7 @@ class Vocabulary:
         weights_T: torch.Tensor,
     ) -> SummedLoss:
         """Sum the weighted losses; over several devices, return this one's share of the sum."""
-        how = {"softcap": self.softcap, "backend": self.backend, "narrow_grads": self.narrow_grads}
+        how = {"softcap": self.softcap, "backend": self.backend, "fp8_grads": self.fp8_grads}
         return linear_cross_entropy_sum(h_TD, w_VD.to(h_TD.dtype), targets_T, weights_T, **how)
 
 

@@ -89,7 +89,7 @@ LINEAR_CROSS_ENTROPY_SUM = replace(
 
 
 def _narrow_sum(backend: Backend, **inputs) -> SummedLoss:
-    return linear_cross_entropy_sum(**inputs, backend=backend, narrow_grads=True)
+    return linear_cross_entropy_sum(**inputs, backend=backend, fp8_grads=True)
 
 
 SPECS = (

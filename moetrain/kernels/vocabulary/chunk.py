@@ -1,19 +1,20 @@
 """A chunk of tokens against (a part of) the vocabulary: parts of the loss, and sampling.
 
-Each chunk of a loss takes two calls. ``_chunk_stats`` multiplies h by w^T and gives each token's
+A chunk of a loss takes two calls. ``_chunk_stats`` multiplies h by w^T and gives each token's
 (lse, target logit, mean) of logits = scale * h @ w^T, with p = exp(logits - lse) and mean =
-sum(p * logits); it can also leave exp(logit - largest logit of the row's tile), which
-``_chunk_logit_grads`` turns, in place, into the gradient of the logits.
+sum(p * logits). It can also store exp(logit - largest logit of the row's tile), which
+``_chunk_logit_grads`` replaces, in place, by the gradient of the logits.
 
 Each exponential is stored in bf16, rounded relative to itself, where rounding a logit of 20 can
-move its p by 6%; maxima and sums are fp32.
+move its p by 6 %; maxima and sums are fp32.
 
 With a softcap c > 0 (Gemma, arXiv 2408.00118) the product z = h @ w^T is replaced by
 ``c * tanh(z / c)``, and the gradient of z is that of the logits times 1 - tanh(z / c)^2.
 
-A vocabulary split over ranks fits between the two calls: a target outside [0, V) has no logit here,
-and two shards a and b join by lse = logaddexp(lse_a, lse_b), target logit = the sum of both, mean =
-sum of exp(lse_i - lse) * mean_i. The second call then takes the joined lse and mean.
+A vocabulary that is split over ranks is joined between the two calls: a target outside [0, V) has
+no logit here, and two shards a and b join by lse = logaddexp(lse_a, lse_b), target logit = the sum
+of both, mean = sum of exp(lse_i - lse) * mean_i. The second call then takes the joined lse and
+mean.
 
 :func:`sample_tokens` draws the next token in the same product, by the Gumbel-max trick::
 
@@ -25,13 +26,14 @@ Worked example, one token, V=3 in tiles of 2, logits [0, ln 2, ln 3]: the tiles'
 [ln 2, ln 3], their exponentials [1/2, 1] and [1], their sums [3/2, 1]; so lse = ln(2 * 3/2 + 3 * 1)
 = ln 6, and p = [1/2, 1, 1] * [2, 2, 3] / 6 = [1/6, 1/3, 1/2].
 
-Legend: C tokens of the chunk, D model width, V vocabulary, N vocabulary tiles (of sampling: rows).
+Legend: T tokens, C tokens of the chunk, D model width, V vocabulary, N vocabulary tiles (in
+sampling: rows).
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -47,15 +49,20 @@ from moetrain.runtime.backend import (
     use_fast,
 )
 
-_ALIGNMENT_BYTES = 16  # of the rows that tensor descriptors (Hopper's bulk copies) read and write
-# Logits of a chunk: 4096 tokens of a 151,936 vocabulary, 1.24 GB in bf16.
+_ALIGNMENT_BYTES = 16
+"""Alignment of rows that tensor descriptors (Hopper's bulk copies) read and write."""
 CHUNK_ELEMENTS = 4096 * 151_936
+"""Logits of a chunk: 4096 tokens of a vocabulary of 151,936, 1.24 GB in bf16."""
 
 
 class _VocabTile(NamedTuple):
+    """Launch settings of the product."""
+
     tokens: int
     columns: int
+    """Rows of w, which are columns of the logits."""
     depth: int
+    """Columns of h and w that are multiplied at a time."""
     num_warps: int
     num_stages: int
 
@@ -67,14 +74,14 @@ _TILES = {
     # For tests: a small tile, which compiles fast.
     torch.float32: _VocabTile(64, 64, 32, num_warps=4, num_stages=2),
 }
-# For sampling, where rows are few: 0.2 ms for 64, 0.45 for 256. A row's tile is as wide as above,
-# and each of its warps has whole rows, so that a row's sums are added up in the same order.
+# For sampling, where rows are few: 0.2 ms for 64, 0.45 for 256. Tiles have as many columns as
+# above, and a warp has whole rows, so that a row's sums are added up in the same order.
 _SAMPLING_TILES = {
     torch.bfloat16: _VocabTile(64, 128, 64, num_warps=4, num_stages=4),
     torch.float32: _TILES[torch.float32],
 }
-_STATS_TOKENS, _STATS_TILES = 8, 256  # what a program of the stats kernel reads at once
-_GRAD_TILES = 16  # tiles of one row that a program of the gradient kernel turns
+_STATS_TOKENS, _STATS_TILES = 8, 256  # that a program of the stats kernel reads at a time
+_GRAD_TILES = 16  # tiles of one row that a program of the gradient kernel takes
 # Inside the kernels logits are in units of ln 2: the hardware's exponential is that of base 2.
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -85,18 +92,19 @@ class ChunkStats(NamedTuple):
 
     lse_C: torch.Tensor
     target_logit_C: torch.Tensor
-    """Zero where the target is not in the vocabulary held."""
+    """Zero where the target is outside that vocabulary."""
     mean_C: torch.Tensor
+    """The mean of the logits under p."""
 
     @classmethod
     def empty(cls, h_TD: torch.Tensor) -> "ChunkStats":
-        """Return room for those of all tokens, of which the target's logit is zero."""
+        """Return tensors for all tokens, without values except the target logits' zeros."""
         lse_T = h_TD.new_empty(h_TD.shape[0], dtype=torch.float32)
         return cls(lse_T, torch.zeros_like(lse_T), torch.empty_like(lse_T))
 
 
 class LossGrads(NamedTuple):
-    """Upstream gradients of each token's results, fp32; None stands for zeros."""
+    """Upstream gradients of each token's results, fp32; None: zeros."""
 
     loss_C: torch.Tensor
     lse_C: torch.Tensor | None = None
@@ -112,25 +120,40 @@ def _check_fast(h_TD: torch.Tensor, w_VD: torch.Tensor) -> None:
         raise refusal("the loss's fast path", takes, h=h_TD, w=w_VD)
 
 
+class _Draws(NamedTuple):
+    """The tensors of sampling."""
+
+    keys_C: torch.Tensor
+    inverse_temperatures_C: torch.Tensor
+    scales_C: torch.Tensor
+    score_NC: torch.Tensor
+    """Written: the largest score of each tile."""
+    token_NC: torch.Tensor
+    """Written: the token that has it."""
+    logit_NC: torch.Tensor
+    """Written: the logit of that token."""
+
+
 def _chunk_stats(
     h_CD: torch.Tensor,
     w_VD: torch.Tensor,
     tile: _VocabTile,
     stats: ChunkStats,
     scale: float = 1.0,
+    *,
     targets_C: torch.Tensor | None = None,
     exps_CV: torch.Tensor | None = None,
-    draws: Sequence[torch.Tensor | None] = (None,) * 6,
+    draws: _Draws | None = None,
     known: int | None = None,
     softcap: float = 0.0,
 ) -> torch.Tensor:
     """Fill ``stats`` and, unless None, ``exps_CV``; return tiles' largest logits / ln 2, [N, C].
 
-    ``stats.target_logit_C`` starts as zeros. ``draws`` are what sampling reads and writes.
+    ``stats.target_logit_C`` must be zeros. With ``draws`` there are no targets, and a token is
+    drawn from each tile among the first ``known`` of the vocabulary.
     """
     C, D = h_CD.shape
     V = w_VD.shape[0]
-    known = V if known is None else known
     N = triton.cdiv(V, tile.columns)
     largest_NC, total_NC, weighted_NC = h_CD.new_empty((3, N, C), dtype=torch.float32)
     store = exps_CV is not None
@@ -138,15 +161,42 @@ def _chunk_stats(
         TensorDescriptor.from_tensor(h_CD, [tile.tokens, tile.depth]),
         TensorDescriptor.from_tensor(w_VD, [tile.columns, tile.depth]),
         TensorDescriptor.from_tensor(exps_CV, [tile.tokens, tile.columns]) if store else None,
-        targets_C, largest_NC, total_NC, weighted_NC,
-        None if targets_C is None else stats.target_logit_C, *draws, C, V, known, D, scale,
-        BC=tile.tokens, BV=tile.columns, BD=tile.depth, STORE=store, WIDEN=INTERPRETED, CAP=softcap,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+        targets_C,
+        largest_NC,
+        total_NC,
+        weighted_NC,
+        None if targets_C is None else stats.target_logit_C,
+        None if draws is None else draws.keys_C,
+        None if draws is None else draws.inverse_temperatures_C,
+        None if draws is None else draws.scales_C,
+        None if draws is None else draws.score_NC,
+        None if draws is None else draws.token_NC,
+        None if draws is None else draws.logit_NC,
+        C,
+        V,
+        V if known is None else known,
+        D,
+        scale,
+        BC=tile.tokens,
+        BV=tile.columns,
+        BD=tile.depth,
+        STORE=store,
+        IN_FP32=INTERPRETED,
+        CAP=softcap,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
     _stats_kernel[(triton.cdiv(C, _STATS_TOKENS),)](
-        largest_NC, total_NC, weighted_NC, stats.lse_C, stats.mean_C, C, N,
-        BN=_STATS_TILES, BC=_STATS_TOKENS,
-    )  # fmt: skip
+        largest_NC,
+        total_NC,
+        weighted_NC,
+        stats.lse_C,
+        stats.mean_C,
+        C,
+        N,
+        BN=_STATS_TILES,
+        BC=_STATS_TOKENS,
+    )
     return largest_NC
 
 
@@ -159,26 +209,37 @@ def _chunk_logit_grads(
     scale: float,
     softcap: float,
 ) -> None:
-    """Turn ``exps_CV`` into the gradient in ``h @ w^T``.
+    """Replace ``exps_CV`` by the gradient in ``h @ w^T``.
 
-    The function differentiated is the sum of
+    It is the gradient of the sum of
     ``grads.loss * loss + grads.lse * lse + grads.mean * mean``.
     """
-    (C, V), tile_columns = exps_CV.shape, _TILES[exps_CV.dtype].columns
+    C, V = exps_CV.shape
+    tile_columns = _TILES[exps_CV.dtype].columns
     _logit_grad_kernel[(C, triton.cdiv(V, tile_columns * _GRAD_TILES))](
-        exps_CV, largest_NC, targets_C, stats.lse_C, stats.mean_C, stats.target_logit_C, *grads,
-        C, V, exps_CV.stride(0), scale, BV=tile_columns, BN=_GRAD_TILES, CAP=softcap,
-    )  # fmt: skip
+        exps_CV,
+        largest_NC,
+        targets_C,
+        stats.lse_C,
+        stats.mean_C,
+        stats.target_logit_C,
+        grads.loss_C,
+        grads.lse_C,
+        grads.mean_C,
+        C,
+        V,
+        exps_CV.stride(0),
+        scale,
+        BV=tile_columns,
+        BN=_GRAD_TILES,
+        CAP=softcap,
+    )
 
 
-def _chunks(
-    h_TD: torch.Tensor,
-    columns: int,
-    chunk_elements: int,
-) -> list[slice]:
-    """Cut the tokens into equal runs of whole tiles, of some ``chunk_elements`` logits at most.
+def _chunks(h_TD: torch.Tensor, columns: int, chunk_elements: int) -> list[slice]:
+    """Cut the tokens into equal chunks of whole tiles, each of about ``chunk_elements`` logits.
 
-    Each token counts for ``columns`` logits.
+    A token has ``columns`` logits.
     """
     T = h_TD.shape[0]
     multiple = _TILES[h_TD.dtype].tokens
@@ -195,23 +256,23 @@ def token_stats(
     chunk_elements: int = CHUNK_ELEMENTS,
     softcap: float = 0.0,
 ) -> ChunkStats:
-    """Compute the statistics of all tokens over the vocabulary in ``w``: a fast path, not an op."""
+    """Return the statistics of all tokens over the vocabulary in ``w``; a fast path, not an op."""
     _check_fast(h_TD, w_VD)
     stats = ChunkStats.empty(h_TD)
     for c in _chunks(h_TD, w_VD.shape[0], chunk_elements):
         stats_C = ChunkStats(*(x[c] for x in stats))
-        inputs = (h_TD[c], w_VD, _TILES[h_TD.dtype])
-        _chunk_stats(*inputs, stats_C, scale, targets_T[c], softcap=softcap)
+        tile = _TILES[h_TD.dtype]
+        _chunk_stats(h_TD[c], w_VD, tile, stats_C, scale, targets_C=targets_T[c], softcap=softcap)
     return stats
 
 
 class _Exponentials(NamedTuple):
-    """2^x of a chunk of tokens, and what they are made of."""
+    """The exponentials of a chunk of tokens."""
 
     tokens: slice
     stats: ChunkStats
     exps_CV: torch.Tensor
-    """Of logits less the largest of their row's tile; the next chunk takes its memory."""
+    """exp(logit - largest logit of the row's tile); the next chunk overwrites it."""
     largest_NC: torch.Tensor
     """Tiles' largest logits / ln 2."""
     tile: int
@@ -233,8 +294,10 @@ def exponentials(
 ) -> Iterator[_Exponentials]:
     """Walk the tokens in chunks, and fill ``stats``, which is ``ChunkStats.empty``.
 
-    Rows of the exponentials begin at multiples of 16 bytes and of ``multiple`` numbers. The other
-    arguments are those of :func:`loss_gradients`.
+    Args:
+        multiple: rows of the exponentials begin at multiples of so many elements, and of 16 bytes.
+
+    The other arguments are those of :func:`loss_gradients`.
     """
     _check_fast(h_TD, w_VD)
     V = w_VD.shape[0]
@@ -246,8 +309,16 @@ def exponentials(
     for c in chunks:
         exps_CV = buffer_CV[: c.stop - c.start]
         stats_C = ChunkStats(*(x[c] for x in stats))
-        inputs = (h_TD[c], w_VD, tile, stats_C, scale, targets_T[c])
-        largest_NC = _chunk_stats(*inputs, exps_CV=exps_CV, softcap=softcap)
+        largest_NC = _chunk_stats(
+            h_TD[c],
+            w_VD,
+            tile,
+            stats_C,
+            scale,
+            targets_C=targets_T[c],
+            exps_CV=exps_CV,
+            softcap=softcap,
+        )
         join(stats_C)
         yield _Exponentials(c, stats_C, exps_CV, largest_NC, tile.columns)
 
@@ -265,25 +336,39 @@ def loss_gradients(
     is_trained: bool = True,
     softcap: float = 0.0,
 ) -> tuple[ChunkStats, torch.Tensor, torch.Tensor]:
-    """Compute all tokens' statistics and the gradients of h and w: a fast path, not an op.
+    """Return all tokens' statistics and the gradients of h and w; a fast path, not an op.
 
-    The gradient of w is empty, unless ``is_trained``. Where ranks share the vocabulary, ``join``
-    turns a chunk's statistics over ``w``'s part into those over the whole, in place; h's gradient
-    is then that of ``w``'s part. All ranks must cut alike, by the same ``columns`` (the most rows
-    that any rank holds; None: ``w``'s own).
+    Args:
+        grads: the upstream gradients.
+        chunk_elements: about so many logits exist at once.
+        join: where ranks share the vocabulary, replaces a chunk's statistics over ``w``'s part by
+            those over the whole, in place. The gradient of h is then the part from ``w``'s part.
+        columns: all ranks must cut the same chunks, by the most rows that any rank holds; None:
+            ``w``'s own.
+        is_trained: False: the gradient of w is empty.
     """
     stats = ChunkStats.empty(h_TD)
     grad_h_TD = torch.empty_like(h_TD)
     grad_w_VD = w_VD.new_empty(0)
     if is_trained:
         grad_w_VD = torch.empty_like(w_VD) if len(h_TD) else torch.zeros_like(w_VD)
-    given = (h_TD, w_VD, targets_T, stats, scale, chunk_elements, join, columns)
-    for c, stats_C, chunk_CV, largest_NC, _ in exponentials(*given, softcap=softcap):
-        grads_C = LossGrads(*(None if g is None else g[c] for g in grads))
-        _chunk_logit_grads(chunk_CV, largest_NC, targets_T[c], stats_C, grads_C, scale, softcap)
-        torch.mm(chunk_CV, w_VD, out=grad_h_TD[c])
+    chunks = exponentials(
+        h_TD, w_VD, targets_T, stats, scale, chunk_elements, join, columns, softcap=softcap
+    )
+    for chunk in chunks:
+        c = chunk.tokens
+        grads_C = LossGrads(
+            loss_C=grads.loss_C[c],
+            lse_C=None if grads.lse_C is None else grads.lse_C[c],
+            mean_C=None if grads.mean_C is None else grads.mean_C[c],
+        )
+        d_logits_CV = chunk.exps_CV
+        _chunk_logit_grads(
+            d_logits_CV, chunk.largest_NC, targets_T[c], chunk.stats, grads_C, scale, softcap
+        )
+        torch.mm(d_logits_CV, w_VD, out=grad_h_TD[c])
         if is_trained:  # for the first chunk beta is 0: the buffer is uninitialised
-            grad_w_VD.addmm_(chunk_CV.T, h_TD[c], beta=min(c.start, 1))
+            grad_w_VD.addmm_(d_logits_CV.T, h_TD[c], beta=min(c.start, 1))
     return stats, grad_h_TD, grad_w_VD
 
 
@@ -294,15 +379,16 @@ def _product_kernel(
     keys_ptr, inverse_ptr, scale_ptr, score_ptr, chosen_ptr, chosen_logit_ptr,
     C, V, known, D, scale,
     BC: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
-    STORE: tl.constexpr, WIDEN: tl.constexpr, CAP: tl.constexpr,
+    STORE: tl.constexpr, IN_FP32: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of logits = scale / ln 2 * h @ w^T, whose products are capped by CAP if that is > 0.
-    With x = logit - the largest of its row here:
+    """Compute one tile of logits = scale / ln 2 * h @ w^T; CAP > 0 caps the products.
 
-    2^x [C, V] if STORE, sum(2^x) and sum(2^x * x) [N, C], and the target's logit (in nats) if the
-    target is here; with keys, instead of a target's, that of the token with the largest score
-    (:func:`sample_tokens`), which token that is, and its score, all [N, C]; then
-    every row has a scale of its own.
+    With x = logit - the largest of its row here, it writes 2^x [C, V] if STORE, sum(2^x) and
+    sum(2^x * x) [N, C], and the target's logit (in nats) if the target is here.
+
+    With keys (:func:`sample_tokens`) each row has a scale of its own. In place of a target's logit
+    it then writes the largest score, the token that has it, and that token's logit, all [N, C].
+
     Programs that share columns of w follow one another, so w is read once.
     """
     token_tiles = tl.cdiv(C, BC)
@@ -312,7 +398,7 @@ def _product_kernel(
     for k in range(0, D, BD):
         h = h_desc.load([first_row, k])
         w = w_desc.load([tile * BV, k])
-        if WIDEN:  # Triton's interpreter would multiply bf16 as integers
+        if IN_FP32:  # Triton's interpreter would multiply bf16 as integers
             h, w = h.to(tl.float32), w.to(tl.float32)
         products = tl.dot(h, w.T, products, input_precision="ieee")
     if CAP > 0:
@@ -324,7 +410,7 @@ def _product_kernel(
         products = tl.where((col < V)[None, :], products, -1e30)
     in_chunk = row < C
     if keys_ptr is None:
-        scale = tl.full((), scale, tl.float32) * _LOG2_E  # the interpreter has it in fp64
+        scale = tl.full((), scale, tl.float32) * _LOG2_E  # in the interpreter it is fp64
         largest = tl.max(products, axis=1) * scale
         x = products * scale - largest[:, None]
     else:
@@ -343,7 +429,7 @@ def _product_kernel(
         noise = tl_gumbel(tl.load(keys_ptr + row, mask=in_chunk, other=0)[:, None], col[None, :])
         # An inverse temperature of 0 stands for the likeliest token.
         score = tl.where(inverse > 0, products * inverse + noise, products)
-        # Nothing is above NaN, nor below: of a row of them the first is chosen, as a token that is.
+        # NaN scores count as -inf, so that even a row of NaN chooses a token of the vocabulary.
         score = tl.where((col < known)[None, :] & (score == score), score, float("-inf"))
         best = tl.argmax(score, axis=1)
         tl.store(score_ptr + tile_row, tl.max(score, axis=1), mask=in_chunk)
@@ -363,7 +449,7 @@ def _stats_kernel(
     largest_ptr, total_ptr, weighted_ptr, lse_ptr, mean_ptr, C, N,
     BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """lse and mean of BC tokens' logits from their N tiles' sums, one running maximum a token."""
+    """Compute lse and mean of BC tokens from their N tiles' sums, with running maxima."""
     row = tl.program_id(0) * BC + tl.arange(0, BC)
     largest = tl.full((BC,), float("-inf"), tl.float32)
     total = tl.zeros((BC,), tl.float32)
@@ -394,7 +480,7 @@ def _logit_grad_kernel(
     grad_loss_ptr, grad_lse_ptr, grad_mean_ptr,
     C, V, row_stride, scale, BV: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """In place, BN tiles of one row: 2^x to the gradient of loss, lse and mean."""
+    """Replace 2^x by the gradient of the logits, in place, for BN tiles of one row."""
     row = tl.program_id(0)
     tile = tl.program_id(1) * BN + tl.arange(0, BN)
     col = tile[:, None] * BV + tl.arange(0, BV)[None, :]
@@ -423,13 +509,13 @@ def _logit_grad_kernel(
 
 @triton.jit
 def _tl_logits(exps, largest):
-    """Logits of tiles whose exponentials these are; where 2^x vanished 0, for p vanished too."""
+    """Return the logits of these exponentials; 0 where 2^x is 0, since p is 0 there."""
     return tl.where(exps > 0, (tl.log2(exps) + largest[:, None]) * _LN_2, 0.0)
 
 
 @triton.jit
 def _tl_tanh(x):
-    """tanh of fp32; near 0 by its series, since 1 - 2 / (e^2x + 1) would cancel there."""
+    """Return tanh of fp32; near 0 by its series, where 1 - 2 / (e^2x + 1) would cancel."""
     square = x * x
     small = x * (1.0 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
     return tl.where(square < 0.01, small, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
@@ -452,14 +538,15 @@ def sample_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample each row's token (int64) and return its log-probability (fp32), without gradient.
 
-    It has the bits of a loss on the same device, at a temperature of 1 / the row's scale.
+    The log-probability has the bits of a loss on the same device, at a temperature of 1 / the row's
+    scale.
 
     Args:
         keys_N: int32, any bits; they determine the noise.
-        inverse_temperatures_N: fp32; 0 stands for temperature 0, the likeliest token.
+        inverse_temperatures_N: fp32; 0: temperature 0, the likeliest token.
         scales_N: fp32, above 0: 1 / the temperature of the log-probability.
         known: tokens from this id on are never chosen.
-        softcap: caps logits before all else, see :func:`soft_capped`.
+        softcap: caps logits first, see :func:`soft_capped`.
     """
     if not use_fast(backend, h_ND):
         logits_NV = soft_capped((h_ND @ w_VD.T).float(), softcap)
@@ -475,13 +562,19 @@ def sample_tokens(
     stats = ChunkStats(*h_ND.new_empty((3, C), dtype=torch.float32))
     logprob_C = torch.empty_like(stats.lse_C)
     if C:
-        rows = (keys_N, inverse_temperatures_N, scales_N)
-        draws = (*rows, score_NC, token_NC, logit_NC)
+        draws = _Draws(keys_N, inverse_temperatures_N, scales_N, score_NC, token_NC, logit_NC)
         _chunk_stats(h_ND, w_VD, tile, stats, draws=draws, known=known, softcap=softcap)
         _best_kernel[(C,)](
-            score_NC, token_NC, logit_NC, stats.lse_C, chosen_C, logprob_C, C, N,
+            score_NC,
+            token_NC,
+            logit_NC,
+            stats.lse_C,
+            chosen_C,
+            logprob_C,
+            C,
+            N,
             BLOCK=triton.next_power_of_2(N),
-        )  # fmt: skip
+        )
     return chosen_C, logprob_C
 
 
@@ -489,7 +582,7 @@ def sample_tokens(
 def _best_kernel(
     score_ptr, token_ptr, logit_ptr, lse_ptr, chosen_ptr, logprob_ptr, C, N, BLOCK: tl.constexpr
 ):
-    """Take the tile with the largest score of a token's N tiles (the first of equals)."""
+    """Choose the tile with the largest score of a row's N tiles (the first of equals)."""
     row, tile = tl.program_id(0), tl.arange(0, BLOCK)
     score = tl.load(score_ptr + tile * C + row, mask=tile < N, other=float("-inf"))
     best = tl.argmax(score, axis=0)

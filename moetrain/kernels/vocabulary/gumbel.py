@@ -1,7 +1,7 @@
-"""Gumbel noise that is a hash of a key and the token id, for sampling by its largest score.
+"""Gumbel noise, hashed from a key and the token id, to sample the token of the largest score.
 
 It is ``-log(-log u)`` with u in (0, 1), and lies between -2.82 and 22.9, so that a score of -inf
-stays -inf. Triton's functions have the bits of torch's, but for the last of a logarithm.
+stays -inf. Triton's functions have the bits of torch's, except the last bit of a logarithm.
 
 Legend: N rows.
 """
@@ -17,25 +17,23 @@ from moetrain.runtime.backend import Backend, tl, triton, use_fast
 
 MASK = 2**32 - 1
 SALT = 0x9E3779B9
-"""Added to what is hashed, so that a zero is not hashed to zero."""
+"""Added before hashing, so that zero is not hashed to zero."""
 _SALT = tl.constexpr(SALT)
 _Words = TypeVar("_Words", int, torch.Tensor)
 
 
 def gumbel_argmax(
-    logits_NV: torch.Tensor,
-    keys_N: torch.Tensor,
-    inverse_temperatures_N: torch.Tensor,
+    logits_NV: torch.Tensor, keys_N: torch.Tensor, inverse_temperatures_N: torch.Tensor
 ) -> torch.Tensor:
     """Sample each row's token from its logits; arguments as in :func:`sample_tokens`."""
     inverse_N1 = inverse_temperatures_N[:, None]
-    noise_NV = _gumbel(keys_N, logits_NV.shape[1])
+    noise_NV = gumbel_noise(keys_N, logits_NV.shape[1])
     scores_NV = torch.where(inverse_N1 > 0, logits_NV * inverse_N1 + noise_NV, logits_NV)
     return scores_NV.argmax(-1)
 
 
 def stream_of(seed: int, completion: int) -> int:
-    """Hash what all noise of a completion depends on to a signed 32-bit number."""
+    """Return the stream of a completion's noise: a hash, as a signed 32-bit integer."""
     stream = 0
     for word in (seed & MASK, seed >> 32, completion):
         stream = mix(stream ^ mix((word + SALT) & MASK))
@@ -43,19 +41,23 @@ def stream_of(seed: int, completion: int) -> int:
 
 
 def noise_keys(
-    streams_N: torch.Tensor,
-    positions_N: torch.Tensor,
-    backend: Backend = "auto",
+    streams_N: torch.Tensor, positions_N: torch.Tensor, backend: Backend = "auto"
 ) -> torch.Tensor:
     """Return the key, int32, of the noise at each position of a stream; both are integers."""
     if not use_fast(backend, streams_N):
         salted_N = (positions_N.long() + SALT) & MASK
         return mix((streams_N.long() & MASK) ^ mix(salted_N)).int()
-    number, strides = streams_N.shape[0], (streams_N.stride(0), positions_N.stride(0))
-    keys_N = streams_N.new_empty(number, dtype=torch.int32)
-    if number:
-        _keys_kernel[(triton.cdiv(number, 128),)](
-            streams_N, positions_N, keys_N, number, *strides, BLOCK=128
+    rows = streams_N.shape[0]
+    keys_N = streams_N.new_empty(rows, dtype=torch.int32)
+    if rows:
+        _keys_kernel[(triton.cdiv(rows, 128),)](
+            streams_N,
+            positions_N,
+            keys_N,
+            rows,
+            streams_N.stride(0),
+            positions_N.stride(0),
+            BLOCK=128,
         )
     return keys_N
 
@@ -78,27 +80,27 @@ def _keys_kernel(
     tl.store(keys_ptr + row, key.to(tl.int32, bitcast=True), mask=mask)
 
 
-def _gumbel(keys_N: torch.Tensor, vocabulary: int) -> torch.Tensor:
+def gumbel_noise(keys_N: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """Return the noise [N, V] in fp32."""
     keys_N1 = (keys_N.long() & MASK)[:, None]
     ids_V = torch.arange(vocabulary, device=keys_N.device) * 0x9E3779B1
-    return _noise_of(mix(mix(keys_N1 ^ (ids_V & MASK)) ^ keys_N1))
+    return noise_of(mix(mix(keys_N1 ^ (ids_V & MASK)) ^ keys_N1))
 
 
-def _noise_of(bits: torch.Tensor) -> torch.Tensor:
+def noise_of(bits: torch.Tensor) -> torch.Tensor:
     """Return the noise, in fp32, of 32 random bits (int64, not negative)."""
-    return -_exponential_of(bits).log()
+    return -exponential_of(bits).log()
 
 
-def _exponential_of(bits: torch.Tensor) -> torch.Tensor:
-    """Map 32 random bits to -log u, in fp32, where u is spread evenly over (0, 1).
+def exponential_of(bits: torch.Tensor) -> torch.Tensor:
+    """Map 32 random bits to -log u, in fp32, with u uniform over (0, 1).
 
-    u is the middle of one of 2^23 equal parts: it has 24 binary digits, as many as fp32 keeps. Of
+    u is the middle of one of 2^23 equal parts: it has 24 binary digits, as many as fp32 keeps. With
     2^24 parts fp32 would round the last middle to 1, and its noise would be infinite.
 
-    The uppermost 2^8 parts are divided by the nine bits that are left, as a token with a share of
-    1e-8 needs a u above the last of 2^23 middles: it would be chosen a third as often as it should
-    be. There ``1 - u`` stands for ``-log u``, which is larger by 1.5e-5 of itself at most.
+    The uppermost 2^8 parts are divided further by the other nine bits: a token of probability 1e-8
+    needs a u above the last of 2^23 middles, and would be chosen a third as often as it should be.
+    There ``1 - u`` replaces ``-log u``, which is larger by at most 1.5e-5 of itself.
     """
     from_above = MASK - bits
     middle = ((bits >> 9).float() + 0.5) / 2**23
@@ -106,7 +108,7 @@ def _exponential_of(bits: torch.Tensor) -> torch.Tensor:
 
 
 def mix(x: _Words) -> _Words:
-    """Apply MurmurHash3's finalizer to 32-bit numbers in int64; products are cut to 32 bits."""
+    """Apply MurmurHash3's finalizer to 32-bit integers in int64; products are cut to 32 bits."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B & MASK
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & MASK
     return x ^ (x >> 16)
@@ -114,19 +116,19 @@ def mix(x: _Words) -> _Words:
 
 @triton.jit
 def tl_gumbel(key, token):
-    """:func:`_gumbel` of a uint32 ``key`` and ``token``."""
+    """Return :func:`gumbel_noise` for a uint32 ``key`` and ``token``."""
     key = key.to(tl.uint32)
-    return _tl_noise(_tl_mix(_tl_mix(key ^ (token.to(tl.uint32) * 0x9E3779B1)) ^ key))
+    return tl_noise(_tl_mix(_tl_mix(key ^ (token.to(tl.uint32) * 0x9E3779B1)) ^ key))
 
 
 @triton.jit
-def _tl_noise(bits):
-    return -tl.log(_tl_exponential(bits))
+def tl_noise(bits):
+    return -tl.log(tl_exponential(bits))
 
 
 @triton.jit
-def _tl_exponential(bits):
-    """:func:`_exponential_of` of uint32."""
+def tl_exponential(bits):
+    """Return :func:`exponential_of` for uint32."""
     from_above = ~bits
     middle = ((bits >> 9).to(tl.float32) + 0.5) * (1 / 2**23)
     near_one = (from_above.to(tl.float32) + 0.5) * (1 / 2**32)
@@ -135,7 +137,7 @@ def _tl_exponential(bits):
 
 @triton.jit
 def _tl_mix(x):
-    """:func:`mix` of uint32."""
+    """Return :func:`mix` for uint32."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)

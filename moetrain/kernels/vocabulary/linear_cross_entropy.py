@@ -6,18 +6,19 @@
     d loss / d logits = p - onehot      d lse / d logits = p
     d entropy / d logits = -p * (logits - mean)
 
-``cap`` leaves numbers as they are, or is ``z -> softcap * tanh(z / softcap)``, whose derivative is
+``cap`` is the identity, or ``z -> softcap * tanh(z / softcap)``, whose derivative is
 ``1 - (cap(z) / softcap)^2``.
 
 Worked example, V=2, temperature 1: logits [0, ln 3] and target 1 give lse = ln 4, p = [1/4, 3/4],
 loss = ln(4/3), and the gradient of the loss in the logits is [1/4, -1/4].
 
-:func:`linear_cross_entropy` learns a token's upstream gradients in the backward, which therefore
-multiplies h by w again: four matrix products. :func:`linear_cross_entropy_sum` gives one weighted
-sum, so the forward makes the gradients of h and w: three. Both walk the tokens in chunks; the
-gradient of w is rounded once a chunk. Left out: a gradient of the weights, and label smoothing.
-With ``narrow_grads`` the sum's two products of gradients are in 8 bits
-(:mod:`moetrain.kernels.vocabulary.narrow_gradients`), and the loss is what it is without.
+:func:`linear_cross_entropy` gets the tokens' upstream gradients only in the backward, and
+multiplies h by w again there: four matrix products. :func:`linear_cross_entropy_sum` returns one
+weighted sum, so the forward already makes the gradients of h and w: three. Both walk the tokens in
+chunks; the gradient of w is rounded once a chunk. With ``fp8_grads`` the sum's two products of
+gradients are in fp8 (:mod:`moetrain.kernels.vocabulary.fp8_gradients`), and the loss is the same.
+
+Left out on purpose: a gradient of the weights, and label smoothing.
 
 Legend: T tokens, D model width, V vocabulary, C tokens of a chunk, N vocabulary tiles.
 """
@@ -38,18 +39,12 @@ from moetrain.kernels.vocabulary.chunk import (
     soft_capped,
     token_stats,
 )
-from moetrain.kernels.vocabulary.narrow_gradients import (
-    narrow_gradients,
-    narrow_products,
-    step_of,
+from moetrain.kernels.vocabulary.fp8_gradients import (
+    fp8_gradients,
+    fp8_products_reference,
+    gradient_step,
 )
-from moetrain.runtime.backend import (
-    Backend,
-    refusal,
-    tl,
-    triton,
-    use_fast,
-)
+from moetrain.runtime.backend import Backend, gradients, refusal, tl, triton, use_fast
 
 _SCALE_BLOCK = 4096
 
@@ -71,6 +66,7 @@ class SummedLoss(NamedTuple):
     total: torch.Tensor
     """The sum over tokens of weight * loss, an fp32 scalar; differentiable."""
     loss_T: torch.Tensor
+    """As in :class:`TokenLosses`, like the next two."""
     lse_T: torch.Tensor
     entropy_T: torch.Tensor
 
@@ -86,20 +82,20 @@ def linear_cross_entropy(
     chunk_elements: int = CHUNK_ELEMENTS,
     backend: Backend = "auto",
 ) -> TokenLosses:
-    """Compute the losses of ``targets_T`` (int64) under ``softmax(h @ w^T / temperature)``.
-
-    Targets are in ``[0, V)`` or the ignored index; others are not noticed.
+    """Return the losses of ``targets_T`` (int64) under ``softmax(h @ w^T / temperature)``.
 
     Args:
-        h_TD: bf16 or fp32, as ``w_VD``; both differentiable.
+        h_TD, w_VD: both bf16 or both fp32, differentiable.
+        targets_T: in ``[0, V)``, or ``ignore_index``; not checked.
         softcap: caps the products, before the temperature; 0: they are not capped.
-        chunk_elements: the logits held at once.
+        chunk_elements: about so many logits exist at once.
     """
     _check(h_TD, w_VD, targets_T, temperature, softcap)
     valid_T = targets_T != ignore_index
     if use_fast(backend, h_TD):
-        how = (1 / temperature, chunk_elements, softcap)
-        loss_T, lse_T, mean_T = _token_losses(h_TD, w_VD, targets_T, *how)
+        loss_T, lse_T, mean_T = _token_losses(
+            h_TD, w_VD, targets_T, 1 / temperature, chunk_elements, softcap
+        )
         entropy_T = lse_T - mean_T
     else:
         wide = torch.promote_types(h_TD.dtype, torch.float32)
@@ -110,7 +106,11 @@ def linear_cross_entropy(
         target_T = torch.where(valid_T, targets_T, 0)
         loss_T = -log_probs_TV.gather(1, target_T[:, None])[:, 0]
         entropy_T = -(log_probs_TV.exp() * log_probs_TV).sum(-1)
-    return TokenLosses(*(torch.where(valid_T, x, 0) for x in (loss_T, lse_T, entropy_T)))
+    return TokenLosses(
+        loss_T=torch.where(valid_T, loss_T, 0),
+        lse_T=torch.where(valid_T, lse_T, 0),
+        entropy_T=torch.where(valid_T, entropy_T, 0),
+    )
 
 
 def linear_cross_entropy_sum(
@@ -124,29 +124,36 @@ def linear_cross_entropy_sum(
     softcap: float = 0.0,
     chunk_elements: int = CHUNK_ELEMENTS,
     backend: Backend = "auto",
-    narrow_grads: bool = False,
+    fp8_grads: bool = False,
 ) -> SummedLoss:
-    """Compute ``sum(weights * loss)`` over tokens, cheaper than :func:`linear_cross_entropy`.
+    """Return ``sum(weights * loss)`` over tokens, cheaper than :func:`linear_cross_entropy`.
 
     Args:
         weights_T: fp32, no gradient; None: ones. A factor known beforehand (1 / number of tokens)
-            belongs here: one applied to the result rounds the gradients a second time.
-        narrow_grads: multiply gradients in 8 bits; D is a multiple of 16 then.
+            belongs here: applied to the result it would round the gradients a second time.
+        fp8_grads: multiply gradients in fp8; D is then a multiple of 16.
 
     The other arguments are those of :func:`linear_cross_entropy`.
     """
     if weights_T is not None and weights_T.shape != targets_T.shape:
-        given = {"targets": targets_T, "weights": weights_T}
-        raise refusal("linear_cross_entropy_sum", "one weight a token", **given)
-    if narrow_grads and h_TD.shape[1] % MULTIPLE:
+        takes = "one weight a token"
+        raise refusal("linear_cross_entropy_sum", takes, targets=targets_T, weights=weights_T)
+    if fp8_grads and h_TD.shape[1] % MULTIPLE:
         takes = f"a multiple of {MULTIPLE} as the width, for gradients in 8 bits"
         raise refusal("linear_cross_entropy_sum", takes, h=h_TD)
     has_grad = torch.is_grad_enabled() and (h_TD.requires_grad or w_VD.requires_grad)
     is_fast = use_fast(backend, h_TD)
-    if not has_grad or not (is_fast or narrow_grads):
-        how = {"ignore_index": ignore_index, "temperature": temperature, "softcap": softcap}
-        how["backend"] = backend
-        losses = linear_cross_entropy(h_TD, w_VD, targets_T, chunk_elements=chunk_elements, **how)
+    if not has_grad or not (is_fast or fp8_grads):
+        losses = linear_cross_entropy(
+            h_TD,
+            w_VD,
+            targets_T,
+            ignore_index=ignore_index,
+            temperature=temperature,
+            softcap=softcap,
+            chunk_elements=chunk_elements,
+            backend=backend,
+        )
         weighted_T = losses.loss_T if weights_T is None else weights_T.detach() * losses.loss_T
         return SummedLoss(weighted_T.sum(), *(x.detach() for x in losses))
     _check(h_TD, w_VD, targets_T, temperature, softcap)
@@ -154,18 +161,33 @@ def linear_cross_entropy_sum(
         weights_T = torch.ones_like(targets_T, dtype=torch.float32)
     valid_T = targets_T != ignore_index
     weights_T = torch.where(valid_T, weights_T.detach().float(), 0)
-    given = (h_TD, w_VD, targets_T, weights_T, 1 / temperature)
+    scale = 1 / temperature
     if is_fast:
-        how = (chunk_elements, softcap, narrow_grads, w_VD.requires_grad)
-        total, loss_T, lse_T, mean_T, _, _ = _summed_loss(*given, *how)
+        total, loss_T, lse_T, mean_T, _, _ = _summed_loss(
+            h_TD,
+            w_VD,
+            targets_T,
+            weights_T,
+            scale,
+            chunk_elements,
+            softcap,
+            fp8_grads,
+            w_VD.requires_grad,
+        )
     else:
-        total, loss_T, lse_T, mean_T = _NarrowSum.apply(*given, softcap)
-    tokens = (torch.where(valid_T, x, 0) for x in (loss_T, lse_T, lse_T - mean_T))
-    return SummedLoss(total, *tokens)
+        total, loss_T, lse_T, mean_T = _Fp8Sum.apply(
+            h_TD, w_VD, targets_T, weights_T, scale, softcap
+        )
+    return SummedLoss(
+        total,
+        loss_T=torch.where(valid_T, loss_T, 0),
+        lse_T=torch.where(valid_T, lse_T, 0),
+        entropy_T=torch.where(valid_T, lse_T - mean_T, 0),
+    )
 
 
-class _NarrowSum(torch.autograd.Function):
-    """The reference of the sum with gradients in 8 bits, which, as the op, it makes beforehand."""
+class _Fp8Sum(torch.autograd.Function):
+    """The reference of the sum with gradients in fp8; like the op, its forward makes them."""
 
     @staticmethod
     def forward(
@@ -178,30 +200,26 @@ class _NarrowSum(torch.autograd.Function):
         softcap: float,
     ) -> tuple[torch.Tensor, ...]:
         stats, logits_TV = token_stats_reference(h_TD, w_VD, targets_T, scale, softcap)
-        grads = LossGrads(weights_T)
-        given = (stats, logits_TV, targets_T, grads, scale, softcap)
-        d_logits_TV = _logit_gradients_reference(*given)
-        step = step_of(weights_T, scale)
-        ctx.save_for_backward(*narrow_products(h_TD, w_VD, targets_T, d_logits_TV, step))
+        d_logits_TV = _logit_gradients_reference(
+            stats, logits_TV, targets_T, LossGrads(weights_T), scale, softcap
+        )
+        step = gradient_step(weights_T, scale)
+        ctx.save_for_backward(*fp8_products_reference(h_TD, w_VD, targets_T, d_logits_TV, step))
         loss_T = stats.lse_C - stats.target_logit_C
-        tokens = (loss_T, stats.lse_C, stats.mean_C)
-        ctx.mark_non_differentiable(*tokens)
-        return (weights_T * loss_T).sum(), *tokens
+        ctx.mark_non_differentiable(loss_T, stats.lse_C, stats.mean_C)
+        return (weights_T * loss_T).sum(), loss_T, stats.lse_C, stats.mean_C
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_h_TD, d_w_VD = ((x * grads[0]).to(x.dtype) for x in ctx.saved_tensors)
+        grad_total, *_ = grads
+        d_h_TD, d_w_VD = ((x * grad_total).to(x.dtype) for x in ctx.saved_tensors)
         return d_h_TD, d_w_VD, None, None, None, None
 
 
 def token_stats_reference(
-    h_TD: torch.Tensor,
-    w_VD: torch.Tensor,
-    targets_T: torch.Tensor,
-    scale: float,
-    softcap: float,
+    h_TD: torch.Tensor, w_VD: torch.Tensor, targets_T: torch.Tensor, scale: float, softcap: float
 ) -> tuple[ChunkStats, torch.Tensor]:
-    """Compute ``chunk.token_stats`` in plain torch, and give the logits, in fp32."""
+    """Return ``chunk.token_stats`` in plain torch, and the logits, in fp32."""
     wide = torch.promote_types(h_TD.dtype, torch.float32)
     logits_TV = soft_capped((h_TD @ w_VD.T).to(wide), softcap) * scale
     lse_T = logits_TV.logsumexp(-1)
@@ -222,11 +240,11 @@ def loss_gradients_reference(
     is_trained: bool = True,
     softcap: float = 0.0,
 ) -> tuple[ChunkStats, torch.Tensor, torch.Tensor | None]:
-    """Compute ``chunk.loss_gradients`` in plain torch; None: w is not trained."""
+    """Return ``chunk.loss_gradients`` in plain torch; the gradient of an untrained w is None."""
     stats, logits_TV = token_stats_reference(h_TD, w_VD, targets_T, scale, softcap)
     join(stats)
-    given = (stats, logits_TV, targets_T, grads, scale, softcap)
-    d_logits_TV = _logit_gradients_reference(*given).to(h_TD.dtype)
+    d_logits_TV = _logit_gradients_reference(stats, logits_TV, targets_T, grads, scale, softcap)
+    d_logits_TV = d_logits_TV.to(h_TD.dtype)
     return stats, d_logits_TV @ w_VD, d_logits_TV.T @ h_TD if is_trained else None
 
 
@@ -238,13 +256,13 @@ def _logit_gradients_reference(
     scale: float,
     softcap: float,
 ) -> torch.Tensor:
-    """Return the gradient in ``h @ w^T`` of the sum over ``grads``, unrounded."""
-    loss_T, lse_T, mean_T = (0 if g is None else g[:, None] for g in grads)
+    """Return the unrounded gradient in ``h @ w^T`` for the upstream gradients ``grads``."""
+    loss_T1, lse_T1, mean_T1 = (0 if g is None else g[:, None] for g in grads)
     p_TV = (logits_TV - stats.lse_C[:, None]).exp()
     slope_TV = 1 + logits_TV - stats.mean_C[:, None]
     is_target_TV = torch.arange(logits_TV.shape[1], device=p_TV.device) == targets_T[:, None]
-    d_logits_TV = p_TV * (loss_T + lse_T + slope_TV * mean_T)
-    d_logits_TV = d_logits_TV - torch.where(is_target_TV, loss_T, 0)
+    d_logits_TV = p_TV * (loss_T1 + lse_T1 + slope_TV * mean_T1)
+    d_logits_TV = d_logits_TV - torch.where(is_target_TV, loss_T1, 0)
     if softcap:
         d_logits_TV = d_logits_TV * (1 - (logits_TV / (scale * softcap)).square())
     return scale * d_logits_TV
@@ -257,8 +275,8 @@ def _check(
     temperature: float,
     softcap: float,
 ) -> None:
-    are_rows = h_TD.dim() == w_VD.dim() == 2 and h_TD.shape[1] == w_VD.shape[1]
-    if not are_rows or targets_T.shape != h_TD.shape[:1] or targets_T.dtype != torch.int64:
+    fits = h_TD.dim() == w_VD.dim() == 2 and h_TD.shape[1] == w_VD.shape[1]
+    if not fits or targets_T.shape != h_TD.shape[:1] or targets_T.dtype != torch.int64:
         takes = "[T, D], [V, D] and int64 [T]"
         raise refusal("linear_cross_entropy", takes, h=h_TD, w=w_VD, targets=targets_T)
     if temperature <= 0:
@@ -283,6 +301,7 @@ def _token_losses(
     chunk_elements: int,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (loss, lse, mean) of each token."""
     stats = token_stats(h_TD, w_VD, targets_T, scale, chunk_elements, softcap)
     return stats.lse_C - stats.target_logit_C, stats.lse_C, stats.mean_C
 
@@ -300,9 +319,19 @@ def _token_losses_backward(
     softcap: float,
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    grads = LossGrads(*(g.contiguous() for g in (grad_loss_T, grad_lse_T, grad_mean_T)))
-    how = {"is_trained": is_trained, "softcap": softcap}
-    return loss_gradients(h_TD, w_VD, targets_T, grads, scale, chunk_elements, **how)[1:]
+    """Return the gradients of h and w."""
+    grads = LossGrads(grad_loss_T.contiguous(), grad_lse_T.contiguous(), grad_mean_T.contiguous())
+    _, grad_h_TD, grad_w_VD = loss_gradients(
+        h_TD,
+        w_VD,
+        targets_T,
+        grads,
+        scale,
+        chunk_elements,
+        is_trained=is_trained,
+        softcap=softcap,
+    )
+    return grad_h_TD, grad_w_VD
 
 
 @torch.library.custom_op("moetrain::linear_cross_entropy_sum", mutates_args=())
@@ -317,15 +346,30 @@ def _summed_loss(
     narrow_grads: bool,
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(total, loss, lse, mean) and the gradients of total in h and w."""
+    """Return (total, loss, lse, mean) and the gradients of total in h and w."""
     weights_T = weights_T.contiguous()
-    how = {"is_trained": is_trained, "softcap": softcap}
-    given = (h_TD, w_VD, targets_T)
     if narrow_grads:
-        found = narrow_gradients(*given, weights_T, scale, chunk_elements // 2, **how)
+        stats, grad_h_TD, grad_w_VD = fp8_gradients(
+            h_TD,
+            w_VD,
+            targets_T,
+            weights_T,
+            scale,
+            chunk_elements // 2,
+            is_trained=is_trained,
+            softcap=softcap,
+        )
     else:
-        found = loss_gradients(*given, LossGrads(weights_T), scale, chunk_elements, **how)
-    stats, grad_h_TD, grad_w_VD = found
+        stats, grad_h_TD, grad_w_VD = loss_gradients(
+            h_TD,
+            w_VD,
+            targets_T,
+            LossGrads(weights_T),
+            scale,
+            chunk_elements,
+            is_trained=is_trained,
+            softcap=softcap,
+        )
     loss_T = stats.lse_C - stats.target_logit_C
     total = (weights_T * loss_T).sum()
     return total, loss_T, stats.lse_C, stats.mean_C, grad_h_TD, grad_w_VD
@@ -335,68 +379,99 @@ def _summed_loss(
 def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Return ``x * factor`` for an fp32 scalar, which torch would first round to x's dtype."""
     out = torch.empty_like(x)
-    if x.numel():
-        grid = (triton.cdiv(x.numel(), _SCALE_BLOCK),)
-        _scale_kernel[grid](x, factor, out, x.numel(), BLOCK=_SCALE_BLOCK)
+    if size := x.numel():
+        _scale_kernel[(triton.cdiv(size, _SCALE_BLOCK),)](x, factor, out, size, BLOCK=_SCALE_BLOCK)
     return out
 
 
 @scaled.register_fake
-def _(x, factor):
+def _(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
 @_token_losses.register_fake
-def _(h_TD, w_VD, targets_T, scale, chunk_elements, softcap):
+def _(
+    h_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    scale: float,
+    chunk_elements: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     loss_T = h_TD.new_empty(h_TD.shape[0], dtype=torch.float32)
     return loss_T, torch.empty_like(loss_T), torch.empty_like(loss_T)
 
 
 @_token_losses_backward.register_fake
-def _(h_TD, w_VD, *rest):
-    return torch.empty_like(h_TD), torch.empty_like(w_VD) if rest[-1] else w_VD.new_empty(0)
+def _(
+    h_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    grad_loss_T: torch.Tensor,
+    grad_lse_T: torch.Tensor,
+    grad_mean_T: torch.Tensor,
+    scale: float,
+    chunk_elements: int,
+    softcap: float,
+    is_trained: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(h_TD), torch.empty_like(w_VD) if is_trained else w_VD.new_empty(0)
 
 
 @_summed_loss.register_fake
-def _(h_TD, w_VD, targets_T, weights_T, scale, chunk_elements, softcap, narrow_grads, is_trained):
-    tokens = (torch.empty_like(weights_T) for _ in range(3))
+def _(
+    h_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    weights_T: torch.Tensor,
+    scale: float,
+    chunk_elements: int,
+    softcap: float,
+    narrow_grads: bool,
+    is_trained: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    loss_T, lse_T, mean_T = (torch.empty_like(weights_T) for _ in range(3))
     grad_w_VD = torch.empty_like(w_VD) if is_trained else w_VD.new_empty(0)
-    return weights_T.new_empty(()), *tokens, torch.empty_like(h_TD), grad_w_VD
+    return weights_T.new_empty(()), loss_T, lse_T, mean_T, torch.empty_like(h_TD), grad_w_VD
 
 
-def _save_tokens(
-    ctx: Any,
-    inputs: tuple[Any, ...],
-    output: tuple[torch.Tensor, ...],
-) -> None:
-    h_TD, w_VD, targets_T, *ctx.how = inputs
+def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    h_TD, w_VD, targets_T, ctx.scale, ctx.chunk_elements, ctx.softcap = inputs
     ctx.save_for_backward(h_TD, w_VD, targets_T)
 
 
-def _tokens_backward(ctx: Any, *grads: torch.Tensor):
+def _tokens_backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    h_TD, w_VD, targets_T = ctx.saved_tensors
+    grad_loss_T, grad_lse_T, grad_mean_T = grads
     is_trained = ctx.needs_input_grad[1]
-    how = (*ctx.how, is_trained)
-    grad_h_TD, grad_w_VD = _token_losses_backward(*ctx.saved_tensors, *grads, *how)
-    return grad_h_TD, grad_w_VD if is_trained else None, None, None, None, None
+    grad_h_TD, grad_w_VD = _token_losses_backward(
+        h_TD,
+        w_VD,
+        targets_T,
+        grad_loss_T,
+        grad_lse_T,
+        grad_mean_T,
+        ctx.scale,
+        ctx.chunk_elements,
+        ctx.softcap,
+        is_trained,
+    )
+    return gradients(_token_losses, h_TD=grad_h_TD, w_VD=grad_w_VD if is_trained else None)
 
 
-def _save_sum(
-    ctx: Any,
-    inputs: tuple[Any, ...],
-    output: tuple[torch.Tensor, ...],
-) -> None:
-    _, *rest = output
-    ctx.mark_non_differentiable(*rest)
+def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    _, loss_T, lse_T, mean_T, grad_h_TD, grad_w_VD = output
+    ctx.mark_non_differentiable(loss_T, lse_T, mean_T, grad_h_TD, grad_w_VD)
     ctx.set_materialize_grads(False)  # no zeros of w's size for outputs that have no gradient
-    ctx.save_for_backward(*output[-2:])
+    ctx.save_for_backward(grad_h_TD, grad_w_VD)
 
 
-def _sum_backward(ctx: Any, grad_total: torch.Tensor | None, *_):
+def _sum_backward(ctx: Any, grad_total: torch.Tensor | None, *_: object) -> tuple[Any, ...]:
     if grad_total is None:
-        return (None,) * 9
+        return gradients(_summed_loss)
     grad_h_TD, grad_w_VD = ctx.saved_tensors
     d_w_VD = scaled(grad_w_VD, grad_total) if ctx.needs_input_grad[1] else None
-    return scaled(grad_h_TD, grad_total), d_w_VD, *[None] * 7
+    return gradients(_summed_loss, h_TD=scaled(grad_h_TD, grad_total), w_VD=d_w_VD)
 
 
 _token_losses.register_autograd(_tokens_backward, setup_context=_save_tokens)

@@ -1,13 +1,14 @@
-"""Losses of tokens over a vocabulary of which every rank holds a part.
+"""Losses of tokens over a vocabulary that is split over ranks.
 
     loss = lse - target logit        lse = log sum over ranks of exp(lse of a rank's part)
 
-A rank computes three numbers a token of its part, in chunks
-(:mod:`moetrain.kernels.vocabulary.chunk`), and ``join`` makes the whole vocabulary's of them.
-No rank ever has a token's logits over all of it. Losses are the same on every rank; gradients of
-hidden states are those that come from a rank's part, and add up over the ranks.
+A rank computes three statistics a token over its part, in chunks
+(:mod:`moetrain.kernels.vocabulary.chunk`), and ``join`` turns them into those over the whole
+vocabulary. No rank ever has a token's logits over all of it. Losses are the same on every rank.
+Gradients of hidden states are the parts from a rank's part of the vocabulary; the caller adds them
+up over the ranks.
 
-How ranks reach one another is the caller's: this file knows it as two functions.
+Communication is the caller's too: two functions of :class:`VocabularyShard`.
 
 Legend: T tokens, D model width, L rows of the vocabulary matrix here, C tokens of a chunk.
 """
@@ -40,21 +41,22 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """One rank's part of a vocabulary, and how it is joined to the others."""
+    """One rank's part of a vocabulary, and the communication with the others."""
 
     ranks: int
+    """Number of parts."""
     first: int
     """The token of this part's first row."""
     most_rows: int
-    """Rows of the largest part. A chunk joins by a collective, so every rank cuts as that must."""
+    """Rows of the largest part. Joining a chunk is collective, so all ranks cut chunks by it."""
     join: Callable[[ChunkStats], None]
-    """Turns the stats of this part into the whole vocabulary's, in place. Collective."""
-    add_up: Callable[[torch.Tensor], object]
-    """Adds a tensor up over the ranks, in place. Collective."""
+    """Turns statistics over this part into those over all parts, in place. Collective."""
+    all_reduce: Callable[[torch.Tensor], object]
+    """Sums a tensor over the ranks, in place. Collective."""
     backend: Backend = "auto"
     softcap: float = 0.0
     chunk_elements: int = CHUNK_ELEMENTS
-    """About so many logits exist at once, the same number on every rank."""
+    """About so many logits exist at once; the same on every rank."""
 
     def token_losses(
         self,
@@ -63,9 +65,11 @@ class VocabularyShard:
         targets_T: torch.Tensor,
         temperature: float = 1.0,
     ) -> TokenLosses:
-        """Give loss, lse and entropy of every token, the same on every rank."""
-        given = h_TD, w_LD.to(h_TD.dtype), targets_T - self.first
-        return self._of_tokens(targets_T, *_TokenLosses.apply(*given, self, 1 / temperature))
+        """Return loss, lse and entropy of every token, the same on every rank."""
+        loss_T, lse_T, mean_T = _TokenLosses.apply(
+            h_TD, w_LD.to(h_TD.dtype), targets_T - self.first, self, 1 / temperature
+        )
+        return _valid_losses(targets_T, loss_T, lse_T, mean_T)
 
     def loss_sum(
         self,
@@ -74,39 +78,25 @@ class VocabularyShard:
         targets_T: torch.Tensor,
         weights_T: torch.Tensor,
     ) -> SummedLoss:
-        """Give this rank's share of the weighted sum of losses: 1/W of it."""
+        """Return this rank's share of the weighted sum of losses: one part in :attr:`ranks`."""
         has_grad = torch.is_grad_enabled() and (h_TD.requires_grad or w_LD.requires_grad)
         if not has_grad or not use_fast(self.backend, h_TD):
             losses = self.token_losses(h_TD, w_LD, targets_T)
             total = (weights_T * losses.loss_T).sum() / self.ranks
             return SummedLoss(total, *(x.detach() for x in losses))
-        # As the kernel's own: gradients are made in the forward, which saves a matrix product.
+        # The forward makes the gradients, which saves a matrix product.
         weights_T = torch.where(targets_T != _IGNORED, weights_T, 0)
-        given = h_TD, w_LD.to(h_TD.dtype), targets_T - self.first
-        total, *results = _SummedLoss.apply(*given, weights_T, self)
-        return SummedLoss(total, *self._of_tokens(targets_T, *results))
-
-    def _of_tokens(
-        self,
-        targets_T: torch.Tensor,
-        loss_T: torch.Tensor,
-        lse_T: torch.Tensor,
-        mean_T: torch.Tensor,
-    ) -> TokenLosses:
-        valid_T = targets_T != _IGNORED
-        return TokenLosses(*(torch.where(valid_T, x, 0) for x in (loss_T, lse_T, lse_T - mean_T)))
+        total, loss_T, lse_T, mean_T = _SummedLoss.apply(
+            h_TD, w_LD.to(h_TD.dtype), targets_T - self.first, weights_T, self
+        )
+        return SummedLoss(total, *_valid_losses(targets_T, loss_T, lse_T, mean_T))
 
     def stats(
-        self,
-        h_TD: torch.Tensor,
-        w_LD: torch.Tensor,
-        targets_T: torch.Tensor,
-        scale: float,
+        self, h_TD: torch.Tensor, w_LD: torch.Tensor, targets_T: torch.Tensor, scale: float
     ) -> ChunkStats:
-        """Give every token's statistics over the whole vocabulary. Collective."""
+        """Return every token's statistics over the whole vocabulary. Collective."""
         if use_fast(self.backend, h_TD):
-            how = (scale, self.chunk_elements, self.softcap)
-            stats = token_stats(h_TD, w_LD, targets_T, *how)
+            stats = token_stats(h_TD, w_LD, targets_T, scale, self.chunk_elements, self.softcap)
         else:
             stats, _ = token_stats_reference(h_TD, w_LD, targets_T, scale, self.softcap)
         self.join(stats)
@@ -121,18 +111,49 @@ class VocabularyShard:
         scale: float,
         is_trained: bool,
     ) -> tuple[ChunkStats, torch.Tensor, torch.Tensor | None]:
-        """Give :meth:`stats`, the part of h's gradient that comes from this vocabulary, and w's
-        gradient (None or [0] where it is not trained)."""
-        how = {"join": self.join, "is_trained": is_trained, "softcap": self.softcap}
+        """Return :meth:`stats` and this part's gradients of h and w. Collective.
+
+        The gradient of a w that is not trained is None or [0].
+        """
         if use_fast(self.backend, h_TD):
-            how["columns"] = self.most_rows
-            chunk = self.chunk_elements
-            return loss_gradients(h_TD, w_LD, targets_T, grads, scale, chunk, **how)
-        return loss_gradients_reference(h_TD, w_LD, targets_T, grads, scale, **how)
+            return loss_gradients(
+                h_TD,
+                w_LD,
+                targets_T,
+                grads,
+                scale,
+                self.chunk_elements,
+                join=self.join,
+                columns=self.most_rows,
+                is_trained=is_trained,
+                softcap=self.softcap,
+            )
+        return loss_gradients_reference(
+            h_TD,
+            w_LD,
+            targets_T,
+            grads,
+            scale,
+            join=self.join,
+            is_trained=is_trained,
+            softcap=self.softcap,
+        )
+
+
+def _valid_losses(
+    targets_T: torch.Tensor, loss_T: torch.Tensor, lse_T: torch.Tensor, mean_T: torch.Tensor
+) -> TokenLosses:
+    """Return the results, zero where there is no target."""
+    valid_T = targets_T != _IGNORED
+    return TokenLosses(
+        loss_T=torch.where(valid_T, loss_T, 0),
+        lse_T=torch.where(valid_T, lse_T, 0),
+        entropy_T=torch.where(valid_T, lse_T - mean_T, 0),
+    )
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Gives (loss, lse, mean) of every token; the backward computes the logits again."""
+    """Returns (loss, lse, mean) of every token; the backward computes the logits again."""
 
     @staticmethod
     def forward(
@@ -149,17 +170,18 @@ class _TokenLosses(torch.autograd.Function):
         return stats.lse_C - stats.target_logit_C, stats.lse_C, stats.mean_C
 
     @staticmethod
-    def backward(ctx: Any, *d_results: torch.Tensor):
+    def backward(ctx: Any, *d_results: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_results_3T = torch.stack(d_results)
-        ctx.shard.add_up(d_results_3T)
+        ctx.shard.all_reduce(d_results_3T)
         grads = LossGrads(*d_results_3T.unbind())
         is_trained = ctx.needs_input_grad[1]
-        _, *found = ctx.shard.gradients(*ctx.saved_tensors, grads, ctx.scale, is_trained)
-        return found[0], found[1] if is_trained else None, None, None, None
+        h_TD, w_LD, targets_T = ctx.saved_tensors
+        _, d_h_TD, d_w_LD = ctx.shard.gradients(h_TD, w_LD, targets_T, grads, ctx.scale, is_trained)
+        return d_h_TD, d_w_LD if is_trained else None, None, None, None
 
 
 class _SummedLoss(torch.autograd.Function):
-    """Gives this rank's share of the weighted sum, and (loss, lse, mean) without gradients."""
+    """Returns this rank's share of the weighted sum, and (loss, lse, mean) without gradients."""
 
     @staticmethod
     def forward(
@@ -173,17 +195,18 @@ class _SummedLoss(torch.autograd.Function):
         ctx.shard = shard
         grads = LossGrads(weights_T.float().contiguous())
         is_trained = ctx.needs_input_grad[1]
-        stats, *d_inputs = shard.gradients(h_TD, w_LD, targets_T, grads, 1.0, is_trained)
-        ctx.save_for_backward(*d_inputs)
+        stats, d_h_TD, d_w_LD = shard.gradients(h_TD, w_LD, targets_T, grads, 1.0, is_trained)
+        ctx.save_for_backward(d_h_TD, d_w_LD)
         loss_T = stats.lse_C - stats.target_logit_C
         ctx.mark_non_differentiable(loss_T, stats.lse_C, stats.mean_C)
         total = (weights_T * loss_T).sum() / shard.ranks
         return total, loss_T, stats.lse_C, stats.mean_C
 
     @staticmethod
-    def backward(ctx: Any, *d_results: torch.Tensor):
-        factor = d_results[0].clone()
-        ctx.shard.add_up(factor)
+    def backward(ctx: Any, *d_results: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        d_total, *_ = d_results
+        factor = d_total.clone()
+        ctx.shard.all_reduce(factor)
         factor /= ctx.shard.ranks
         d_h_TD, d_w_LD = ctx.saved_tensors
         d_w_LD = scaled(d_w_LD, factor) if ctx.needs_input_grad[1] else None
