@@ -1,1 +1,1 @@
-"""Formulas of losses: balancing, policies, preferences, advantages."""
+"""Formulas of losses: router balancing, policies, preferences, advantages."""

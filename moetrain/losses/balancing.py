@@ -1,4 +1,4 @@
-"""What routers count of a batch, and the losses that balance them.
+"""Routing statistics of a batch, and the losses that balance routers.
 
 Legend: E experts, L MoE layers.
 """
@@ -10,7 +10,10 @@ import torch
 
 
 class RouterStats(NamedTuple):
-    """Sums over one layer's tokens, which :class:`~moetrain.kernels.experts.routed.Routed` has."""
+    """Sums over one layer's tokens, from :class:`~moetrain.kernels.experts.routed.Routed`.
+
+    The first four are a layer's part of the fields of :class:`RoutingStats`.
+    """
 
     counts_E: torch.Tensor
     prob_sum_E: torch.Tensor
@@ -26,7 +29,7 @@ class RouterStats(NamedTuple):
 
     @classmethod
     def of_packed(cls, row_N: torch.Tensor) -> "RouterStats":
-        """Invert :meth:`packed`, in fp32, of a row that may be wider."""
+        """Invert :meth:`packed`, in fp32; the row may be of a wider dtype."""
         num_experts = len(row_N) // 2 - 1
         counts_E, prob_sum_E, z_sum, entropy_sum = row_N.split([num_experts, num_experts, 1, 1])
         counts_E = counts_E.detach().to(torch.int32)
@@ -45,28 +48,36 @@ class RoutingStats(NamedTuple):
     entropy_sum_L: torch.Tensor
     """fp32, no gradient: sum over tokens of the routing entropy in nats."""
     num_tokens: torch.Tensor
-    """int64 (0-d): tokens that each layer routed, without pads."""
+    """int64 (0-d): tokens that each layer routed, without padding."""
     dropped: torch.Tensor | None = None
-    """int32: rows dropped in all layers; if there are any, no statistic can be trusted."""
+    """int32: rows dropped in all layers; if it is not 0, the other statistics are wrong."""
 
     @classmethod
     def of_layers(cls, layers: Sequence[RouterStats], top_k: int) -> "RoutingStats | None":
         """Stack the layers of one batch whose tokens have ``top_k`` experts; None: no layers."""
         if not layers:
             return None
-        *sums, dropped = zip(*layers, strict=True)
-        counts_LE, prob_sum_LE, z_sum_L, entropy_sum_L = (torch.stack(one) for one in sums)
-        lost = [x for x in dropped if x is not None]
-        all_lost = torch.stack(lost).sum() if lost else None
-        num_tokens = counts_LE[0].sum() // top_k
-        return cls(counts_LE, prob_sum_LE, z_sum_L, entropy_sum_L, num_tokens, all_lost)
+        counts_LE = torch.stack([layer.counts_E for layer in layers])
+        return cls(
+            counts_LE=counts_LE,
+            prob_sum_LE=torch.stack([layer.prob_sum_E for layer in layers]),
+            z_sum_L=torch.stack([layer.z_sum for layer in layers]),
+            entropy_sum_L=torch.stack([layer.entropy_sum for layer in layers]),
+            num_tokens=counts_LE[0].sum() // top_k,
+            dropped=_sum_of([layer.dropped for layer in layers]),
+        )
 
     @classmethod
     def together(cls, several: "Sequence[RoutingStats]") -> "RoutingStats":
-        """Add up several micro-batches, at least one; some may have no ``dropped``."""
-        parts = zip(cls._fields, zip(*several, strict=True), strict=True)
-        given = {name: [x for x in part if x is not None] for name, part in parts}
-        return cls(**{name: torch.stack(part).sum(0) for name, part in given.items() if part})
+        """Return the sums over several micro-batches, at least one."""
+        return cls(
+            counts_LE=torch.stack([one.counts_LE for one in several]).sum(0),
+            prob_sum_LE=torch.stack([one.prob_sum_LE for one in several]).sum(0),
+            z_sum_L=torch.stack([one.z_sum_L for one in several]).sum(0),
+            entropy_sum_L=torch.stack([one.entropy_sum_L for one in several]).sum(0),
+            num_tokens=torch.stack([one.num_tokens for one in several]).sum(0),
+            dropped=_sum_of([one.dropped for one in several]),
+        )
 
     def packed(self) -> torch.Tensor:
         """Return each layer's row [L, 2E + 2] of :meth:`RouterStats.packed`, fp64."""
@@ -74,8 +85,14 @@ class RoutingStats(NamedTuple):
         return torch.cat([self.counts_LE.double(), self.prob_sum_LE, sums_L2], 1)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RoutingStats":
-        """Apply ``function`` to every sum: a sum over ranks, say."""
+        """Apply ``function`` to every sum, for example a sum over ranks."""
         return RoutingStats(**{k: function(x) for k, x in self._asdict().items() if x is not None})
+
+
+def _sum_of(values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the sum of scalars that are not None; None if all are."""
+    found = [x for x in values if x is not None]
+    return torch.stack(found).sum() if found else None
 
 
 def load_balancing_loss(
@@ -85,19 +102,18 @@ def load_balancing_loss(
     *,
     pooled: bool = False,
 ) -> torch.Tensor:
-    """Compute the auxiliary loss ``E * sum_e f_e * P_e`` of L layers (arXiv 2101.03961, eq. 4-6).
+    """Return the auxiliary loss ``E * sum_e f_e * P_e`` of L layers (arXiv 2101.03961, eq. 4-6).
 
     ``f_e`` is the share of the tokens that chose the expert, ``P_e`` its mean probability. Each
     layer has its own, and the loss is the layers' mean (Megatron adds them up: its coefficient
-    times L is ours). With ``pooled``, as Hugging Face has it, both are those of all layers taken
-    together: one layer may be unbalanced as long as others make up for it. A uniform router gives
-    K either way.
+    times L is ours). With ``pooled``, as in Hugging Face, both are means over all layers: one layer
+    may be unbalanced if others make up for it. A uniform router gives K either way.
 
     Args:
         counts_LE: choices of each expert over the *whole* batch.
-        prob_sum_LE: probabilities summed over any part of it. The loss is linear in them, so the
-            losses of the parts add up to the loss of the batch.
-        num_tokens: tokens a layer of the whole batch.
+        prob_sum_LE: probabilities summed over any part of the batch. The loss is linear in them, so
+            the losses of the parts add up to the loss of the batch.
+        num_tokens: tokens of the whole batch, in each layer.
     """
     share_LE = counts_LE / num_tokens
     mean_prob_LE = prob_sum_LE / num_tokens
@@ -107,8 +123,9 @@ def load_balancing_loss(
 
 
 def router_z_loss(z_sum_L: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
-    """Average ``logsumexp(router logits)^2`` over tokens and layers (arXiv 2202.08906, eq. 5).
+    """Return the mean of ``logsumexp(router logits)^2`` over tokens and layers.
 
-    Like :func:`load_balancing_loss`, parts of a batch add up when ``num_tokens`` is the whole's.
+    This is eq. 5 of arXiv 2202.08906. The losses of a batch's parts add up if ``num_tokens`` is the
+    whole batch's, as for :func:`load_balancing_loss`.
     """
     return z_sum_L.mean() / num_tokens

@@ -1,8 +1,8 @@
-"""Losses of answers to prompts, by what a policy's log-probabilities are from its reference's.
+"""Losses of answers to prompts, from log-probabilities of the policy and of its reference.
 
 DPO and IPO compare the two answers of a pair. KTO takes single answers that are desirable or not,
-and compares each with the policy's divergence from the reference; a pair is one of each. SimPO and
-ORPO compare the answers of a pair without a reference, whose log-probabilities count as 0.
+and compares each with the policy's divergence from the reference; a pair gives one of each. SimPO
+and ORPO compare the answers of a pair without a reference, whose log-probabilities count as 0.
 
 Legend: P rows, G segments of a pair (2), N segments of all rows, T tokens, S tokens of a row.
 """
@@ -15,14 +15,14 @@ import torch.nn.functional as F
 
 
 class Segments(NamedTuple):
-    """What is known of each segment, a prompt with an answer; all [N]."""
+    """Prompts with an answer each; all fields are [N]."""
 
     ratio: torch.Tensor
     """Log-probability of the answer, policy minus reference, in nats, summed over its tokens."""
     num_tokens: torch.Tensor
     """fp32: tokens of the answer; 0 where nothing is learned."""
     row: torch.Tensor
-    """int64: the row that the segment lies in."""
+    """int64: the row that holds the segment."""
     label: torch.Tensor
     """int64, for KTO: 1 for a desirable answer, -1 for an undesirable one, 0 for another prompt's
     answer, which only measures the divergence, and where nothing is learned. 0 for others."""
@@ -35,9 +35,13 @@ class Segments(NamedTuple):
         cu_seqlens: torch.Tensor,
         label_PS: torch.Tensor | None = None,
     ) -> Self:
-        """Add up ``ratio_T``, policy minus reference, over the targets (0 or more) of segments.
+        """Sum each segment's log-ratios over its targets.
 
-        ``label_PS``: the label of each token's segment; None: segments have none.
+        Args:
+            ratio_T: policy minus reference.
+            targets_PS: 0 or more where a token is a target.
+            cu_seqlens: the segments' ends, from 0.
+            label_PS: the label of each token's segment; None: segments have none.
         """
         starts_N = cu_seqlens[:-1].long()
         index_T = torch.arange(len(ratio_T), device=ratio_T.device)
@@ -53,31 +57,35 @@ class Segments(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of a pair's answers, in nats; all [P]."""
+    """Log-probabilities of pairs' answers, in nats; all fields are [P].
+
+    They are the policy's minus the reference's, summed over an answer's tokens.
+    """
 
     chosen: torch.Tensor
-    """Of the policy minus those of the reference, summed over the answer's tokens."""
     rejected: torch.Tensor
     num_chosen: torch.Tensor
-    """Tokens of the answer, at least 1."""
+    """Tokens of the chosen answer, at least 1."""
     num_rejected: torch.Tensor
+    """Tokens of the rejected answer, at least 1."""
 
     @classmethod
     def of_pairs(cls, segments: Segments) -> Self:
         """Take the first segment of each row as chosen and the second as rejected."""
         chosen, rejected = segments.ratio.view(-1, 2).unbind(1)
-        return cls(chosen, rejected, *segments.num_tokens.view(-1, 2).clamp(min=1).unbind(1))
+        num_chosen, num_rejected = segments.num_tokens.view(-1, 2).clamp(min=1).unbind(1)
+        return cls(chosen, rejected, num_chosen, num_rejected)
 
     @property
     def means(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``chosen`` and ``rejected`` a token, so that long answers do not count for more."""
+        """``chosen`` and ``rejected`` per token, so that long answers do not weigh more."""
         return self.chosen / self.num_chosen, self.rejected / self.num_rejected
 
 
 def reward_losses(
     chosen_P: torch.Tensor, rejected_P: torch.Tensor, margin_P: torch.Tensor | float = 0.0
 ) -> torch.Tensor:
-    """Return each pair's loss [P], -log sigmoid(chosen - rejected - margin), of answers' rewards.
+    """Return each pair's loss [P] from its rewards: -log sigmoid(chosen - rejected - margin).
 
     It is Bradley-Terry's likelihood of the choice (arXiv 2203.02155, eq. 1), with a margin as in
     Llama 2 (arXiv 2307.09288, eq. 2).
@@ -86,11 +94,11 @@ def reward_losses(
 
 
 def divergence_sums(segments: Segments) -> dict[str, torch.Tensor]:
-    """Return two sums over segments, whose quotient estimates the divergence from the reference.
+    """Return the sums over segments from which :func:`divergence` is estimated.
 
     Segments with label 0 hold a prompt with another prompt's answer. ``ratio`` is the sum of these
     answers' log-ratios of policy and reference, ``answers`` is their number; both are 0-d and
-    without gradient. :func:`divergence` takes them summed over a whole batch.
+    without gradient.
     """
     is_other_N = (segments.label == 0) & (segments.num_tokens > 0)
     ratio_N = torch.where(is_other_N, segments.ratio.detach(), 0.0)
@@ -129,7 +137,7 @@ def _orpo(scores: Scores, beta: float, gamma: float) -> torch.Tensor:
 
 
 def _log1mexp(x: torch.Tensor) -> torch.Tensor:
-    """Return log(1 - exp(x)) for x at most 0; of x near 0, where p rounds to 1, as for -1e-6."""
+    """Return log(1 - exp(x)) for x at most 0; above -1e-6, where p rounds to 1, for -1e-6."""
     x = x.clamp(max=-1e-6)
     return torch.where(x > -0.6931, (-torch.expm1(x)).log(), torch.log1p(-x.exp()))
 
@@ -140,9 +148,10 @@ LOSSES: dict[str, Callable[[Scores, float, float], torch.Tensor]] = {
     "simpo": _simpo,  # arXiv 2405.14734, eq. 6
     "orpo": _orpo,  # arXiv 2403.07691, eq. 6 and 7; beta is its lambda
 }
-"""Each pair's loss [P] of its scores, ``beta`` and, for SimPO, the margin ``gamma``."""
+"""Each pair's loss [P] from its scores, ``beta`` and, for SimPO, the margin ``gamma``."""
 
 KINDS = (*LOSSES, "kto")
+"""All losses of preferences."""
 WITHOUT_REFERENCE = ("simpo", "orpo")
 """Kinds whose scores are the policy's alone."""
 
