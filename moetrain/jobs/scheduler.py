@@ -33,7 +33,7 @@ from moetrain.config.sources import RunFailed, shortened
 from moetrain.jobs.api import JOB_ID, OptimStep, Pass, Refused
 from moetrain.jobs.session import JobSession
 from moetrain.jobs.store import PASSES, DamagedJob, Job, SaveFolder, check_base
-from moetrain.runtime.memory import LateNumbers
+from moetrain.runtime.memory import LateValues
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.session import resolve_run
 
@@ -70,7 +70,7 @@ class Service(AbstractContextManager["Service"]):
             self._lock = threading.Condition()
             self._company, self._pass_seconds, self._until = set[Job](), 0.0, math.inf
             """Jobs of the last pass, how long that took to begin, and until when the next waits."""
-            self._begun: list[tuple[LateNumbers, Future[None]]] = []
+            self._begun: list[tuple[LateValues, Future[None]]] = []
             """Unfinished turns, in order, each with a mark that is ready when they are computed."""
             self.jobs = {job.id: job for job in self._read_jobs()}
             """Who was served last, or came last, is last."""
@@ -446,7 +446,7 @@ class Service(AbstractContextManager["Service"]):
             finished.result()
             self._begun = later
 
-    def _finish(self, before: list[Future[None]], mark: LateNumbers, served: _Answers) -> None:
+    def _finish(self, before: list[Future[None]], mark: LateValues, served: _Answers) -> None:
         """Wait for the device, write answers of all jobs at once, and tell clients when theirs is
         there; raises what the turn ``before`` failed with, of which no answer is left out."""
         for one in before:

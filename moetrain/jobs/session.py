@@ -43,7 +43,7 @@ from moetrain.jobs import api
 from moetrain.jobs.shared import JobState, SharedEngine
 from moetrain.jobs.store import Job, SaveFolder
 from moetrain.models.architecture import Architecture
-from moetrain.runtime.memory import LateNumbers
+from moetrain.runtime.memory import LateValues
 from moetrain.train.preferences import score
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.samples import DealtSamples, Sample
@@ -267,11 +267,11 @@ class JobSession:
         if (held := self._held.pop(job, None)) is not None:
             self.engine.drop(held)
 
-    def mark(self) -> LateNumbers:
+    def mark(self) -> LateValues:
         """Return a number that the device computes behind all that it was given before."""
-        return LateNumbers(torch.ones(1, device=self.world.device).sum())
+        return LateValues(torch.ones(1, device=self.world.device).sum())
 
-    def probe(self, mark: LateNumbers | None = None) -> None:
+    def probe(self, mark: LateValues | None = None) -> None:
         """Wait for the device until it is at ``mark``; RunFailed: it has failed, as in a kernel."""
         try:
             (mark or self.mark()).read()
@@ -376,7 +376,7 @@ class JobSession:
         loss.seen.clear()
         for job, request in zip(jobs, requests, strict=True):
             job.tokens += learns * sum(len(datum.tokens) for datum in request.data)
-        late = [*map(LateNumbers, [*scored, torch.stack([*totals.terms.values()])])]
+        late = [*map(LateValues, [*scored, torch.stack([*totals.terms.values()])])]
 
         def results() -> list[dict[str, Any]]:
             *logprobs_BS, losses = (numbers.read() for numbers in late)

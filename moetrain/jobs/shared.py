@@ -27,7 +27,7 @@ from moetrain.models.rules import ADAPTER
 from moetrain.parallel.apply import draw_values
 from moetrain.parallel.fsdp.bucket import Bucket
 from moetrain.parallel.world import World
-from moetrain.runtime.memory import LateNumbers
+from moetrain.runtime.memory import LateValues
 from moetrain.train.engine import Engine
 from moetrain.train.passes import Totals
 
@@ -186,7 +186,7 @@ class SharedEngine(Engine):
             outcomes += self.step(asked.learning_rate)
             if len(jobs) > 1:
                 self.leave(job)
-        late = LateNumbers(torch.stack([x.double() for x in outcomes]))
+        late = LateValues(torch.stack([x.double() for x in outcomes]))
 
         def results() -> list[dict[str, Any]]:
             metrics, found = [], iter(late.read().tolist())

@@ -37,7 +37,7 @@ from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.parallel.pipeline.stages import Stages, check_like
 from moetrain.runtime.arena import Arena
-from moetrain.runtime.memory import LateNumbers
+from moetrain.runtime.memory import LateValues
 
 
 class BlockTable(NamedTuple):
@@ -225,14 +225,14 @@ class AdamW(torch.optim.Optimizer):
 
     def _start_on_host(self, rates_S: torch.Tensor, lr: float) -> None:
         """Start the updates of offloaded buckets, whose gradients must be on their way."""
-        late_rates = LateNumbers(rates_S)
+        late_rates = LateValues(rates_S)
         for bucket in self._offloaded:
             assert bucket.host is not None
             assert bucket.host.has_gradient
             bucket.host.update = self._thread.submit(self._update_on_host, bucket, late_rates, lr)
 
     @torch.no_grad()
-    def _update_on_host(self, bucket: Bucket, late_rates: LateNumbers, lr: float) -> None:
+    def _update_on_host(self, bucket: Bucket, late_rates: LateValues, lr: float) -> None:
         host = bucket.host
         assert host is not None
         # Once the rates are here, the device no longer uses the old weights.

@@ -1,1 +1,1 @@
-"""Runs steps: CUDA graphs, memory, kernels compiled ahead, names in traces, choice of backends."""
+"""What steps run on: CUDA graphs, memory, compilation ahead, names in traces, backends."""

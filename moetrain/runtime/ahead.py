@@ -1,13 +1,13 @@
 """Triton kernels compiled before their first launch, several at once.
 
 A process that launches thirty kernels for the first time compiles them one after the other, some
-half a second each. A fake step, on tensors without memory, tells which there will be, and threads
-compile them while the model is being built; the processes of a machine share the work. A kernel
-that is missed is compiled at its launch. Left out on purpose: kernels of libraries.
+half a second each. A fake step, on tensors without memory, finds the launches, and threads compile
+them while the model is being built; the processes of a machine share the work. A kernel that is
+missed is compiled at its launch. Left out on purpose: kernels of libraries.
 
-Kernels that torch's compiler writes are compiled by its own processes, which take seconds to start:
-:func:`compiler_started` does so while something else waits. What it has made of a block it finds on
-the disk when the run is started again: :func:`cache_compiled_blocks`.
+torch's compiler compiles its own kernels in processes that take seconds to start:
+:func:`compiler_started` starts them while something else waits. What it has compiled it finds on
+disk when the run is started again: :func:`cache_compiled_blocks`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,14 @@ from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moetrain.runtime.backend import (
-    INTERPRETED,
-    KNOBS,
-    TensorDescriptor,
-    triton,
-)
+from moetrain.runtime.backend import INTERPRETED, KNOBS, TensorDescriptor, triton
 
 _logger = logging.getLogger("moetrain")
 
 _THREADS = 16
-"""Threads of each process, which mostly wait."""
+"""Threads of each process; they mostly wait."""
 
-_COMPILER = (  # with the modules that it imports at its first use
+_COMPILER = (  # and the modules that it imports at its first use
     "torch._dynamo.backends.inductor",
     "torch._functorch.partitioners",
     "networkx",
@@ -54,12 +49,12 @@ _LIBRARY_OPS = (
     "moetrain::grouped_mm",
     "moetrain::grouped_outer",
 )
-"""Ops that call a library, which would write to tensors without memory. Fake steps run the forward
-of packed attention as ``exact`` alone, a kernel of ours."""
+"""Ops whose libraries would write to tensors without memory. Fake steps run the forward of packed
+attention only as ``exact``, which is a Triton kernel."""
 
 _IN_GRAPHS = ("torch.nn.attention._backend_from_string", "torch.nn.attention._sdpa_kernel")
-"""Functions that blocks call and that the compiler's cache does not know to depend on their
-arguments alone: the choice among the kernels of torch's attention."""
+"""Functions that blocks call, and that depend only on their arguments, which the compiler's cache
+does not know: the choice among the kernels of torch's attention."""
 
 _Launch = tuple[tuple[Any, ...], dict[str, Any]]
 """A kernel's arguments and launch settings; tensors are Triton's MockTensor."""
@@ -82,17 +77,14 @@ def launches_of(fake_step: Callable[[], object]) -> _Launches:
 
 
 def compile_ahead(
-    launches: _Launches,
-    device: torch.device,
-    rank: int = 0,
-    size: int = 1,
+    launches: _Launches, device: torch.device, rank: int = 0, size: int = 1
 ) -> list[Future[None]]:
-    """Begin to compile ``launches`` for ``device`` in threads; failures are logged.
+    """Start to compile ``launches`` for ``device`` in threads; failures are logged.
 
-    This is process ``rank`` of ``size`` on the machine; its share comes first. What the others have
-    not put into Triton's cache by then, it compiles too.
+    This is process ``rank`` of ``size`` on the machine. It compiles its share first, then what the
+    others have not yet put into Triton's cache.
     """
-    # If it is unset, torch's compiler later sets it to a folder of this process's own.
+    # If it is unset, torch's compiler later sets it to a folder of this process alone.
     os.environ.setdefault("TRITON_CACHE_DIR", KNOBS.cache.dir)
     pool = ThreadPoolExecutor(_THREADS, "compile", torch.cuda.set_device, (device,))
     items = list(launches.items())
@@ -104,20 +96,16 @@ def compile_ahead(
 
 
 def _hash_triton() -> None:
-    """Compute what every kernel's key begins with, a hash of all of Triton's files.
+    """Compute the hash of all of Triton's files, with which every kernel's key begins.
 
-    Triton remembers it, but every thread that asked for it meanwhile would read them all, and so
+    Triton caches it. But threads that need it at the same time would each read all files, and so
     would the first launch: 0.7 s of a start.
     """
-    with suppress(AttributeError):  # it is no public function
+    with suppress(AttributeError):  # it is not a public function
         triton.runtime.cache.triton_key()
 
 
-def _compile(
-    kernel: Any,
-    launches: list[_Launch],
-    after: Sequence[Future[None]] = (),
-) -> None:
+def _compile(kernel: Any, launches: list[_Launch], after: Sequence[Future[None]] = ()) -> None:
     wait(after)
     try:
         for args, settings in launches:
@@ -130,7 +118,7 @@ def _compile(
 
 @contextmanager
 def _caught(found: _Launches) -> Iterator[None]:
-    """Collect launches on tensors without memory in ``found`` instead of running them."""
+    """Add launches on tensors without memory to ``found`` instead of running them."""
     kinds: Any = triton.runtime.jit.KernelInterface
     original = kinds.__getitem__
 
@@ -163,7 +151,7 @@ def _without_tensor(value: Any) -> Any:
 
 
 class _Opened(TorchDispatchMode):
-    """Runs the bodies of the kernels' ops, where torch would only compute their shapes."""
+    """Runs the bodies of the kernels' ops, where torch would only run their fakes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,13 +161,7 @@ class _Opened(TorchDispatchMode):
             if op._init_fn.__module__.startswith("moetrain.kernels.") and name not in _LIBRARY_OPS
         }
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = kwargs or {}
         implementation = self.implementations.get(func)
         if implementation is None:
@@ -204,7 +186,7 @@ def _start_compiler(device: torch.device) -> None:
         for name in _COMPILER:
             import_module(name)
         import_module("torch._inductor.async_compile").maybe_warm_pool()
-    except Exception as error:  # noqa: BLE001 - it costs seconds alone
+    except Exception as error:  # noqa: BLE001 - it only costs seconds later
         _logger.warning("the compiler will start at its first use: %s", error)
 
 
@@ -214,12 +196,12 @@ def can_compile_ahead(device: torch.device) -> bool:
 
 
 def cache_compiled_blocks() -> None:
-    """Let torch's compiler find the forwards and backwards of blocks in its cache on the disk.
+    """Let torch's compiler find the forwards and backwards of blocks in its cache on disk.
 
-    A hit saves what follows Dynamo's trace, a second for a model. By default blocks with functions
-    that have their own backward are not looked up. The cache's key holds the traced graph, in which
-    our ops are but names, so the source of this package, which has their backwards, becomes a part
-    of it.
+    A hit saves what follows Dynamo's trace, a second for a model. By default blocks that contain
+    custom autograd functions are not looked up. The cache's key holds the traced graph, in which
+    our ops are only names. So a hash of this package's source, which has their backwards, becomes a
+    part of the key.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
@@ -233,15 +215,15 @@ def cache_compiled_blocks() -> None:
 
 
 def prepare_compiler() -> None:
-    """Change the process's compiler settings as graphs that contain dispatch need them."""
+    """Change the process's compiler settings for graphs that contain dispatch."""
     from torch._dynamo import config as dynamo_config  # a second to import
 
-    # Sizes that the compiler does not know come from ops of ours. Asserting in the graph that they
-    # are not negative tells nothing, and torch 2.11 fails on what selective recomputation makes of
-    # it: "Unsupported inductor graph input type".
+    # Sizes that the compiler does not know come from our ops. Asserting in the graph that they are
+    # not negative is useless, and with selective recomputation torch 2.11 fails on the assertions:
+    # "Unsupported inductor graph input type".
     dynamo_config.do_not_emit_runtime_asserts = True
-    # Of all models of a process, whose blocks share the code: a sweep in a notebook builds many.
-    # With torch's own limit of 8 the ninth shape of a block ends the process's training.
+    # The limit counts all models of a process, whose blocks share code: a sweep in a notebook has
+    # many. With torch's own limit of 8, training would fail at the ninth shape of a block.
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 64)
 
 

@@ -1,8 +1,9 @@
-"""Names in profiler traces, which say which part of a step an event belongs to.
+"""Names of a step's parts in profiler traces.
 
-While a profiler is on, stretches of the host's time have names, and everything launched meanwhile
-is shown under them; else a name costs one check, a microsecond. Compiled blocks have no names
-inside, since their graphs would break; the ops there (``moetrain::expert_mlp``) have their own.
+While a profiler is on, parts of the host's time have names, and everything launched meanwhile is
+shown under them. Otherwise a name costs one check, a microsecond. Compiled blocks have no names
+inside, since these would break their graphs; the ops there (``moetrain::expert_mlp``) have their
+own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def _is_traced() -> bool:
 
 
 def annotate(name: str, *moved: torch.Tensor) -> AbstractContextManager[Any]:
-    """Label everything inside with ``name`` in profiler traces, and with the MiB of ``moved``."""
+    """Label everything inside by ``name``, and by the MiB of ``moved``, in profiler traces."""
     if not _is_traced():
         return nullcontext()
     size = f", {sum(x.nbytes for x in moved) / 2**20:.1f} MiB" if moved else ""
@@ -33,7 +34,7 @@ def annotate(name: str, *moved: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 def annotated(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorate a function: label each call with ``name`` in profiler traces."""
+    """Decorate a function so that each call is labelled ``name`` in profiler traces."""
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(function)
@@ -47,18 +48,20 @@ def annotated(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 
 def annotate_backward(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Return ``x``; the backward from its gradient on is labelled ``name`` in profiler traces.
+    """Return ``x``, and label the backward from its gradient on ``name`` in profiler traces.
 
     The label lasts until the backward reaches the next name, or ends.
     """
-    needs = isinstance(x, torch.Tensor) and x.requires_grad  # generation has two summands
-    return _Named.apply(x, name) if needs and _is_traced() else x
+    # In generation ``x`` may be a pair of summands.
+    has_backward = isinstance(x, torch.Tensor) and x.requires_grad
+    return _Named.apply(x, name) if has_backward and _is_traced() else x
 
 
 class _Named(torch.autograd.Function):
-    """An identity whose backward ends one range and begins another, in the thread of a backward."""
+    """The identity; its backward ends one range and begins another, in the backward's thread."""
 
     _open: record_function | None = None
+    """The range that is under way."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:

@@ -1,11 +1,12 @@
-"""State that goes to pinned memory on the host, and comes back.
+"""A rank's long-lived state, which can be offloaded to pinned host memory and reloaded.
 
-An :class:`Arena` holds one kind of a rank's long-lived state. While it is offloaded its memory is
-free for others; afterwards every tensor in it is the one that it was: the same object, over the
-same storage, with the same values and on a GPU at the same address, so that an optimizer, views,
-graphs and compiled code need not know. For that memory is put behind reserved addresses and taken
-away (:mod:`moetrain.runtime.memory`). Where a device cannot do so, and where memory is to come and
-go by itself (``fixed=False``), the storage is emptied and filled again, and may then lie elsewhere.
+An :class:`Arena` holds one kind of state. While it is offloaded its memory is free for other uses.
+After a reload every tensor is what it was: the same object, over the same storage, with the same
+values and on a GPU at the same address, so that an optimizer, views, graphs and compiled code need
+not know. For that, memory is mapped behind reserved addresses and unmapped
+(:mod:`moetrain.runtime.memory`). Where a device cannot do so, and where memory is to be freed with
+its last use (``fixed=False``), the storage is emptied and filled again, and may then have another
+address.
 
 Left out on purpose: offloading parts of an arena, and memory that other processes may open.
 """
@@ -19,9 +20,9 @@ import torch
 from moetrain.runtime.memory import AddressRange, HostMemory, can_map
 
 _ALIGNMENT = 256
-"""Bytes: what CUDA's own allocations begin at, and more than any kernel asks for."""
+"""Alignment in bytes of CUDA's own allocations; no kernel needs more."""
 _GROWTH = 32 << 20
-"""Bytes: what memory behind a range grows by at least. Much less is copied below link speed."""
+"""Bytes that are mapped at a time at least. Much smaller pieces are copied below link speed."""
 
 
 def aligned(size: int) -> int:
@@ -30,11 +31,11 @@ def aligned(size: int) -> int:
 
 
 class OffloadedError(RuntimeError):
-    """State was asked for while it is in host memory."""
+    """State was used while it was offloaded."""
 
 
 class _Resized:
-    """One tensor's memory in torch's allocator."""
+    """A tensor in torch's allocator."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -47,14 +48,9 @@ class _Resized:
 
 
 class _Mapped:
-    """Memory behind a part of a range."""
+    """Memory mapped behind a part of a range."""
 
-    def __init__(
-        self,
-        addresses: AddressRange,
-        start: int,
-        size: int,
-    ) -> None:
+    def __init__(self, addresses: AddressRange, start: int, size: int) -> None:
         self.addresses, self.start, self.size = addresses, start, size
         self.restore()
         self.memory = addresses.tensor(start, size)
@@ -69,29 +65,30 @@ class _Mapped:
 class Arena:
     """The state called ``name`` (a plural) on one device.
 
-    With ``fixed`` memory stays for as long as the arena, on a GPU at its address. Without, it goes
-    with the last use of the tensor that :meth:`empty` gave.
+    With ``fixed`` memory is kept as long as the arena, on a GPU at its address. Without, it is
+    freed with the last use of the tensor that :meth:`empty` returned.
     """
 
     def __init__(self, name: str, device: torch.device, *, fixed: bool = True) -> None:
         self.name, self.device, self.fixed = name, device, fixed
         self.is_offloaded = False
         self._pieces: list[_Resized | _Mapped] = []
+        """Fixed memory."""
         self._loose: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         """Tensors that are not fixed."""
-        self._numbers = count()
+        self._keys = count()
         self._offloaded: list[tuple[_Resized | _Mapped, torch.Tensor]] = []
-        """Each offloaded piece and its bytes in host memory; no bytes where it has no values."""
+        """Each offloaded piece and its bytes in host memory; no bytes where values are not kept."""
         self._addresses: AddressRange | None = None
         self._taken = self._backed = 0
-        """Bytes of the range that are tensors', and that have memory."""
+        """Bytes of the range that tensors take, and that have memory."""
         remedy = "offload less, or use a machine with more memory"
         self._host = HostMemory(device, f"offloading {name}", remedy)
         self._arrived: Any = None
-        """The end of copies that the current stream has not waited for."""
+        """The event after the last reload's copies, until a stream waits for it."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Make a flat tensor of any values. Raises :class:`OffloadedError`."""
+        """Return a new flat tensor without values. Raises :class:`OffloadedError`."""
         size = numel * dtype.itemsize
         if not self.fixed:
             return self.loose(numel, dtype)
@@ -111,14 +108,14 @@ class Arena:
         return self._addresses.tensor(start, aligned(size))[:size].view(dtype)
 
     def loose(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Make a tensor as :meth:`empty` does in an arena that is not fixed."""
+        """Return a new tensor as :meth:`empty` does in an arena that is not fixed."""
         self.need()
         block = torch.empty(numel, dtype=dtype, device=self.device)
-        self._loose[next(self._numbers)] = block
+        self._loose[next(self._keys)] = block
         return block
 
     def need(self) -> None:
-        """Let device work from here on find the values; OffloadedError: they are in host memory."""
+        """Let the device's work from here on use the values. Raises :class:`OffloadedError`."""
         if self.is_offloaded:
             raise OffloadedError(f"{self.name} are offloaded: call Engine.reload() first")
         arrived, self._arrived = self._arrived, None
@@ -127,11 +124,12 @@ class Arena:
 
     @torch.no_grad()
     def offload(self, stream: torch.cuda.Stream | None, *, keep: bool = True) -> None:
-        """Copy everything to host memory, over ``stream``, and free the device's as copies end.
+        """Copy everything to host memory, over ``stream``, and free each piece once it is copied.
 
-        Without ``keep`` the values are not worth copying, and any will be there afterwards.
+        Without ``keep`` nothing is copied, and values are undefined after the reload.
 
-        Raises RunFailed: the system does not give as much pinned memory.
+        Raises:
+            RunFailed: the system does not have as much pinned memory.
         """
         self.need()
         pieces = [*self._pieces, *map(_Resized, self._loose.values())]
@@ -155,11 +153,12 @@ class Arena:
     def reload(self, stream: torch.cuda.Stream | None) -> None:
         """Invert :meth:`offload`; copies are under way until :meth:`need`.
 
-        Raises torch.OutOfMemoryError: others have too much of the device's memory.
+        Raises:
+            torch.OutOfMemoryError: others have too much of the device's memory.
         """
         if not self.is_offloaded:
             return
-        if stream is not None:  # memory that comes may be in use by what was queued before
+        if stream is not None:  # new memory may be in use by kernels that were queued before
             stream.wait_stream(torch.cuda.current_stream(self.device))
         for piece, part in self._offloaded:
             piece.restore()  # while the one before is copied

@@ -1,18 +1,19 @@
 """The base of all kernels: Triton where it exists, the choice of an implementation, saved ops.
 
 Every kernel takes ``backend``: ``reference`` (plain torch, any device and floating dtype, float64
-too), ``triton`` (or fails), or ``auto`` (the fast path on CUDA, plain torch elsewhere). The choice
-is made here once, by the rule the user reads, so that no kernel falls back in silence.
+too), ``triton`` (an error where it cannot run), or ``auto`` (the fast path on CUDA, plain torch
+elsewhere). :func:`use_fast` makes the choice for all of them, so that no kernel falls back in
+silence.
 
-Triton has wheels for Linux alone. Elsewhere ``triton``, ``tl``, ``TensorDescriptor`` and Gluon's
-names (``gluon``, ``gl``, ``hopper``, ``HopperDescriptor``) are placeholders that let the kernel
-files be imported, and every kernel runs as its reference. Import them from here and never from
-triton itself. Kernel files switch off the type checks that Triton's launch settings, unrolled
-ranges and constant conditions fail.
+Triton has wheels only for Linux. Elsewhere ``triton``, ``tl``, ``TensorDescriptor`` and Gluon's
+names (``gluon``, ``gl``, ``hopper``, ``HopperDescriptor``) are placeholders with which the kernel
+files can be imported, and every kernel runs as its reference. Import them from here and never from
+triton itself. Kernel files switch off the type checks that fail on Triton's launch settings,
+unrolled ranges and constant conditions.
 
 ``activation.save`` names groups of ops whose results selective recomputation keeps. An op joins a
 group where it is defined (:func:`worth_saving`), so that recomputation
-(:mod:`moetrain.models.transformer`) knows the ops of kernels and of ``parallel`` without naming
+(:mod:`moetrain.runtime.recompute`) knows the ops of kernels and of ``parallel`` without naming
 them.
 """
 
@@ -94,7 +95,7 @@ _OPS: dict[str, set[str]] = {name: set() for name in (*get_args(SavedName), "rou
 def use_fast(backend: Backend, tensor: torch.Tensor) -> bool:
     """Return True if a kernel called with ``tensor`` takes its fast path under ``backend``.
 
-    CPU tensors take it in Triton's interpreter alone (TRITON_INTERPRET=1 before the first import).
+    CPU tensors take it only in Triton's interpreter (TRITON_INTERPRET=1 before the first import).
 
     Raises:
         ValueError: ``backend="triton"`` with a CPU tensor outside Triton's interpreter.
@@ -107,12 +108,12 @@ def use_fast(backend: Backend, tensor: torch.Tensor) -> bool:
     return backend == "triton" or (backend == "auto" and tensor.is_cuda)
 
 
-def refusal(kernel: str, takes: str, **given: object) -> ValueError:
-    """Return the error of a ``kernel`` that was ``given`` arguments, by name, and ``takes`` others.
+def refusal(kernel: str, takes: str, **arguments: object) -> ValueError:
+    """Return the error for a ``kernel`` that ``takes`` other arguments than these.
 
-    It says a tensor's dtype and shape, and its strides unless it is contiguous.
+    Of a tensor it says dtype and shape, and strides unless it is contiguous.
     """
-    words = ", ".join(f"{name} {_described(value)}" for name, value in given.items())
+    words = ", ".join(f"{name} {_described(value)}" for name, value in arguments.items())
     return ValueError(f"{kernel}: was given {words}; it takes {takes}")
 
 
@@ -133,8 +134,8 @@ def require_contiguous(kernel: str, **tensors: torch.Tensor) -> None:
 def launch(op: Any, written: Sequence[torch.Tensor], *arguments: Any) -> None:
     """Run ``op``, a custom op without a gradient that returns nothing and writes to ``written``.
 
-    Where nothing watches ops, neither a compiler nor a dispatch mode, its body is called without
-    torch's dispatcher, in which a host spends 40 us and more.
+    Unless a compiler or a dispatch mode is active, its body is called without torch's dispatcher,
+    in which the host spends 40 us and more.
     """
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         op(*arguments)
@@ -167,8 +168,8 @@ def gradients(op: Any, **by_name: Any) -> tuple[Any, ...]:
 def worth_saving(name: SavedName | Literal["routing"], *ops: Any) -> None:
     """Add ``ops`` to the group ``name``, whose results selective recomputation keeps if asked to.
 
-    Those of ``routing`` are always kept. Each op is ``torch.ops.namespace.name.overload`` or a
-    higher-order op; all its results are kept. A group may be empty.
+    The group ``routing`` is always kept. Each op is ``torch.ops.namespace.name.overload`` or a
+    higher-order op; all its results are kept.
     """
     _OPS[name].update(op.name() for op in ops)
 
@@ -178,5 +179,5 @@ def saved_ops(names: Iterable[SavedName]) -> frozenset[str]:
     return frozenset(_OPS["routing"]).union(*(_OPS[name] for name in names))
 
 
-# Torch's own dense products, which no file here wraps.
+# Torch's own dense products, which no module here wraps.
 worth_saving("linear", torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

@@ -1,27 +1,18 @@
-"""Memory besides torch's allocators: pinned on the host, and by CUDA's driver on the device.
+"""Memory besides torch's allocators: pinned on the host, and from CUDA's driver on the device.
 
-The driver's functions are called through ctypes, since torch has them inside its allocator alone,
+The driver's functions are called through ctypes, since torch uses them only inside its allocator,
 or not at all:
 
-    AddressRange        addresses that stay, behind which memory is put and taken away again
+    AddressRange        addresses that stay, behind which memory is mapped and unmapped
     DeviceBytes         counts memory that did not come from torch's allocator
-    on_words            streams write and wait for words of memory, which takes no SM
+    on_words            stream memory operations: signal and wait without occupying an SM
 """
 
 import ctypes
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from ctypes import (
-    POINTER,
-    byref,
-    c_int,
-    c_size_t,
-    c_ubyte,
-    c_uint,
-    c_uint64,
-    c_void_p,
-)
+from ctypes import POINTER, byref, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any, ClassVar
 
@@ -33,36 +24,34 @@ from moetrain.config.sources import RunFailed
 
 
 class HostMemory:
-    """Bytes of host memory (:attr:`bytes`, uint8, of any content), pinned if ``device`` is a GPU.
+    """Host memory (:attr:`bytes`, uint8, of any content), pinned if ``device`` is a GPU.
 
-    They are kept until the object goes: pinning takes far longer than a copy.
+    It is kept as long as the object: pinning takes far longer than a copy.
+
+    Args:
+        wanted_by: who takes the memory, for the error.
+        remedy: what to do about it, for the error.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        wanted_by: str,
-        remedy: str,
-    ) -> None:
-        # The words are for the message where pinned memory is lacking.
+    def __init__(self, device: torch.device, wanted_by: str, remedy: str) -> None:
         self.device, self.wanted_by, self.remedy = device, wanted_by, remedy
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self._unpin: Callable[[], object] = lambda: None
 
     def reserve(self, size: int) -> torch.Tensor:
-        """Give :attr:`bytes`, at least ``size``; where that is more than before, new ones.
+        """Return :attr:`bytes`, of at least ``size``; new memory if that is more than before.
 
         Raises:
-            RunFailed: the system does not give as much pinned memory.
+            RunFailed: the system does not have as much pinned memory.
         """
         if size <= self.bytes.numel():
             return self.bytes
         self._unpin()
-        self.bytes = torch.empty(0, dtype=torch.uint8)  # before there is more
+        self.bytes = torch.empty(0, dtype=torch.uint8)  # freed before more is allocated
         memory = torch.empty(size, dtype=torch.uint8)
         if self.device.type == "cuda":
-            # Not torch's own pinned memory, which comes in powers of two.
-            memory.zero_()  # in all threads; pinning would touch every page in one
+            # Not torch's own pinned memory, whose sizes are rounded up to powers of two.
+            memory.zero_()  # by all threads; pinning would touch every page in one thread
             address = memory.data_ptr()
             code = _cudart().cudaHostRegister(address, size, 0)
             if int(code) != 0:
@@ -76,34 +65,34 @@ class HostMemory:
         return memory
 
 
-class LateNumbers:
-    """Numbers that the device is still computing; reading waits for them and nothing later."""
+class LateValues:
+    """Values that the device is still computing; reading waits for them and for nothing later."""
 
-    def __init__(self, numbers: torch.Tensor) -> None:
-        on_cuda = numbers.device.type == "cuda"
-        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_cuda)
-        self._host.copy_(numbers, non_blocking=True)
+    def __init__(self, values: torch.Tensor) -> None:
+        on_cuda = values.device.type == "cuda"
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_cuda)
+        self._host.copy_(values, non_blocking=True)
         self._copied = torch.cuda.Event() if on_cuda else None
         if self._copied is not None:
             self._copied.record()
 
     @property
     def is_ready(self) -> bool:
-        """Whether :meth:`read` returns, or raises, at once."""
+        """True if :meth:`read` returns, or raises, at once."""
         try:
             return self._copied is None or self._copied.query()
-        except RuntimeError:  # the device has failed, which reading tells
+        except RuntimeError:  # the device has failed, and reading raises
             return True
 
     def read(self) -> torch.Tensor:
-        """Return the numbers, on the host; RuntimeError: the device has failed."""
+        """Return the values, on the host. Raises RuntimeError if the device has failed."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._host
 
 
 def _cudart() -> Any:
-    return torch.cuda.cudart()  # None, says its type, where there is no CUDA
+    return torch.cuda.cudart()  # typed as None where there is no CUDA
 
 
 # ---- CUDA's driver ------------------------------------------------------------------------------
@@ -186,84 +175,85 @@ def _call_driver(name: str, *arguments: Any) -> None:
 
 @cache
 def can_map(device: torch.device) -> bool:
-    """Tell whether ``device`` has virtual memory management; some virtual GPUs have not."""
+    """Return True if ``device`` has virtual memory management; some virtual GPUs do not."""
     if device.type != "cuda":
         return False
     torch.cuda.init()
     found = c_int()
-    _call_driver("cuDeviceGetAttribute", byref(found), _HAS_VIRTUAL_MEMORY, _number(device))
+    _call_driver("cuDeviceGetAttribute", byref(found), _HAS_VIRTUAL_MEMORY, _index(device))
     return bool(found.value)
 
 
-def _number(device: torch.device) -> int:
+def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 class DeviceBytes:
-    """Counts memory that did not come from torch's allocator, by device number.
+    """Counts memory that did not come from torch's allocator, by device index.
 
-    It is as global as that allocator, which does not count what the driver gives to others.
+    It is as global as that allocator, whose own counts do not include it.
     """
 
     _now: ClassVar[Counter[int]] = Counter()
     _peaks: ClassVar[Counter[int]] = Counter()
-    """The most that both counted together until :attr:`_now` last changed."""
+    """The largest sum of both counts until :attr:`_now` last changed."""
 
     @classmethod
     def peak(cls, device: torch.device) -> int:
-        """Give the most memory that torch's allocator and all others had on ``device``."""
-        number = _number(device)
-        return max(cls._peaks[number], torch.cuda.max_memory_allocated(number) + cls._now[number])
+        """Return the most bytes that torch's allocator and all others had on ``device``."""
+        index = _index(device)
+        return max(cls._peaks[index], torch.cuda.max_memory_allocated(index) + cls._now[index])
 
     @classmethod
     def forget_peak(cls, device: torch.device) -> None:
-        """Start :meth:`peak` anew."""
-        cls._peaks[_number(device)] = 0
+        """Reset :meth:`peak`."""
+        cls._peaks[_index(device)] = 0
         torch.cuda.reset_peak_memory_stats(device)
 
     @classmethod
     def add(cls, device: torch.device, num_bytes: int) -> None:
-        """Count memory got from the driver; negative: given back. Starts torch's peak anew."""
-        number = _number(device)
-        cls._peaks[number] = cls.peak(device)
-        torch.cuda.reset_peak_memory_stats(number)
-        cls._now[number] += num_bytes
+        """Count memory taken from the driver, or given back if negative. Resets torch's peak."""
+        index = _index(device)
+        cls._peaks[index] = cls.peak(device)
+        torch.cuda.reset_peak_memory_stats(index)
+        cls._now[index] += num_bytes
 
 
 class AddressRange:
-    """As many addresses of ``device`` as it has memory, without memory behind them at first.
+    """As many addresses of ``device`` as it has memory; memory is mapped behind them on demand.
 
-    Sizes and places are multiples of :attr:`granularity`. The addresses and the memory are freed
+    Sizes and starts are multiples of :attr:`granularity`. The addresses and the memory are freed
     with the last tensor.
     """
 
     def __init__(self, device: torch.device) -> None:
-        number = _number(device)
-        self.device = device = torch.device("cuda", number)
+        index = _index(device)
+        self.device = device = torch.device("cuda", index)
         torch.empty(1, device=device)  # the driver's functions take a device that is in use
-        location = _Location(_ON_DEVICE, number)
+        location = _Location(_ON_DEVICE, index)
         self._kind = _Allocation(_PINNED, 0, location)
         self._access = _Access(location, _READ_AND_WRITE)
         granularity = c_size_t()
         _call_driver("cuMemGetAllocationGranularity", byref(granularity), byref(self._kind), 0)
         self.granularity = granularity.value
-        size = torch.cuda.get_device_properties(number).total_memory
+        size = torch.cuda.get_device_properties(index).total_memory
         self.size = -(-size // self.granularity) * self.granularity
         base = c_uint64()
         _call_driver("cuMemAddressReserve", byref(base), self.size, 0, 0, 0)
         self.base = base.value
         self._backed: dict[int, int] = {}
-        """The sizes of parts with memory, by their places."""
-        gone = weakref.finalize(self, _give_up, device, self.base, self.size, self._backed)
-        gone.atexit = False  # the driver sees to it
+        """The sizes of parts with memory, by their starts."""
+        release = weakref.finalize(self, _release, device, self.base, self.size, self._backed)
+        release.atexit = False  # the driver frees it
 
     def back(self, start: int, size: int) -> None:
-        """Put memory, of any content, behind ``size`` bytes from ``start``, unless it is there.
+        """Map memory, of any content, behind ``size`` bytes from ``start``, unless it is mapped.
 
         Raises:
-            torch.OutOfMemoryError: there is too little, even without what torch's allocator keeps.
+            torch.OutOfMemoryError: there is too little, even after torch's allocator has freed its
+                cache.
         """
-        if start in self._backed:  # a reload that failed came this far
+        if start in self._backed:  # mapped by a reload that failed later
             return
         handle = c_uint64()
         address = self.base + start
@@ -275,24 +265,24 @@ class AddressRange:
         try:
             _call_driver("cuMemMap", address, size, 0, handle, 0)
         finally:
-            _call_driver("cuMemRelease", handle)  # what is mapped stays until it is no longer
+            _call_driver("cuMemRelease", handle)  # mapped memory stays until it is unmapped
         self._backed[start] = size
         DeviceBytes.add(self.device, size)
         _call_driver("cuMemSetAccess", address, size, byref(self._access), 1)
 
     def free(self, start: int) -> None:
-        """Invert :meth:`back` for the same ``start``; nothing on the device may still use it."""
+        """Unmap what :meth:`back` mapped at ``start``; nothing on the device may still use it."""
         size = self._backed.pop(start)
         _call_driver("cuMemUnmap", self.base + start, size)
         DeviceBytes.add(self.device, -size)
 
     def tensor(self, start: int, size: int) -> torch.Tensor:
-        """Give the bytes there as uint8; they must have memory now."""
+        """Return these bytes as uint8; they must have memory now."""
         return torch.as_tensor(_Span(self, start, size), device=self.device)
 
 
 class _Span:
-    """Bytes of a range by the interface torch reads; the tensor keeps it, and so the range."""
+    """Bytes of a range, as torch reads them. The tensor keeps the span, and so the range, alive."""
 
     def __init__(self, owner: AddressRange, start: int, size: int) -> None:
         self.owner = owner
@@ -305,12 +295,7 @@ class _Span:
         }
 
 
-def _give_up(
-    device: torch.device,
-    base: int,
-    size: int,
-    backed: dict[int, int],
-) -> None:
+def _release(device: torch.device, base: int, size: int, backed: dict[int, int]) -> None:
     torch.cuda.synchronize(device)
     for start, length in backed.items():
         _call_driver("cuMemUnmap", base + start, length)
@@ -327,15 +312,17 @@ _OPERATIONS = {"wait": _WAIT, "write": _WRITE}
 
 
 def on_words(operations: Sequence[tuple[str, torch.Tensor, int]]) -> Callable[[], None]:
-    """Return a call that lets the current stream do ``operations``, one after another.
+    """Return a call that enqueues ``operations`` on the current stream, in this order.
 
-    Each is ``wait`` or ``write``, the word, and a value.
+    A word is an int32 tensor of one element. ``write`` sets a word, here or in a peer's memory, to
+    the value once every GPU sees all work before it. ``wait`` waits until a word of this device is
+    at least the value. The call raises RuntimeError if the driver refuses. CUDA graphs may capture
+    it.
 
-    A stream writes a value to a word (int32 of one element, here or in a peer's memory) once every
-    GPU sees all work before it, and waits until a word of this device is at least a value. The call
-    raises RuntimeError if the driver refuses. CUDA graphs may hold it.
+    Args:
+        operations: (``wait`` or ``write``, word, value) of each.
     """
-    # A flag of 0 to wait (CU_STREAM_WAIT_VALUE_GEQ): the difference, as int32, is 0 or more.
+    # Waits have the flag 0 (CU_STREAM_WAIT_VALUE_GEQ): the difference, as int32, is 0 or more.
     each = [
         _OnWord(_OPERATIONS[name], word.data_ptr(), value & 0xFFFFFFFF, 0, 0, 0)
         for name, word, value in operations

@@ -1,4 +1,4 @@
-"""Blocks that run again in the backward, whole or but for the ops whose results are kept.
+"""Blocks that run again in the backward, except for the ops whose results are kept.
 
 Legend: B batch, S sequence, D model width.
 """
@@ -21,13 +21,17 @@ from moetrain.runtime.backend import saved_ops
 
 
 def recomputed(block: nn.Module, x_BSD: torch.Tensor, context: Any, *, draws: bool) -> Any:
-    """Run the block; the backward runs it again, with the parameters that it holds now."""
-    run = _held(block, block)
+    """Run the block; the backward runs it again, with the parameters that it has now.
+
+    Args:
+        draws: the block draws random numbers, which must be the same again.
+    """
+    run = _with_current_parameters(block, block)
     return checkpoint(run, x_BSD, context, use_reentrant=False, preserve_rng_state=draws)
 
 
-# Routing is always kept: a choice made twice may come out differently, because compiled code that
-# is fused otherwise rounds otherwise, and rows that were sent must fit their indices.
+# Routing is always kept. A choice that is made again may come out differently, since code that is
+# fused otherwise rounds otherwise, and rows that were sent must fit their indices.
 def _policy(ops: frozenset[str], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op.name() in ops else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -37,15 +41,18 @@ def _contexts(names: Sequence[SavedName]) -> Any:
 
 
 def forward_keeping(names: Sequence[SavedName], draws: bool) -> Callable[..., Any]:
-    """Make a forward for all blocks that recomputes everything but the ops of ``names``."""
+    """Return a forward for all blocks that recomputes everything but the ops of ``names``.
+
+    ``draws`` is as in :func:`recomputed`.
+    """
     contexts = partial(_contexts, names)
-    # The compiler's cache must tell this from other choices of names.
+    # By it the compiler's cache distinguishes choices of names.
     contexts.cache_hash = repr(sorted(saved_ops(names)))  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(block: nn.Module, *inputs: Any) -> Any:
         run = partial(type(block).forward, block)
-        if not torch.compiler.is_compiling():  # there parameters are inputs of the graph
-            run = _held(block, run)
+        if not torch.compiler.is_compiling():  # in a graph parameters are inputs
+            run = _with_current_parameters(block, run)
         return checkpoint(
             run, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=contexts
         )
@@ -53,12 +60,12 @@ def forward_keeping(names: Sequence[SavedName], draws: bool) -> Callable[..., An
     return forward
 
 
-def _held(block: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``run`` find the parameters that ``block`` holds now, which sharding takes away."""
+def _with_current_parameters(block: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``run`` over the parameters that ``block`` has now, before they are resharded."""
     now = dict(block.named_parameters())
 
-    def run_held(*inputs: Any) -> Any:
-        with _reparametrize_module(block, {**now}):  # which writes into what it is given
+    def run_with_them(*inputs: Any) -> Any:
+        with _reparametrize_module(block, {**now}):  # a copy, since it is written to
             return run(*inputs)
 
-    return run_held
+    return run_with_them

@@ -24,7 +24,7 @@ from moetrain.parallel.pipeline.executor import Finish, Pipeline
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import World
 from moetrain.runtime.annotate import annotated
-from moetrain.runtime.memory import LateNumbers
+from moetrain.runtime.memory import LateValues
 from moetrain.train.objectives import MicroBatch, Objective, Outputs, batch_sums_of
 
 _B = TypeVar("_B", bound=MicroBatch)
@@ -122,7 +122,7 @@ class Pass(Generic[_B]):
     routings: list[RoutingStats] = field(default_factory=list)
     lost: torch.Tensor | None = None
     """How many rows of all ranks found no room; None: no row can be dropped."""
-    dropped: LateNumbers | None = None
+    dropped: LateValues | None = None
     """The same, on the host."""
     load_LE: torch.Tensor | None = None
     """``Outputs.load_LE`` of all micro-batches; None: each is balanced by its own."""
@@ -213,7 +213,7 @@ class Pass(Generic[_B]):
             if dropped and len(self.routings) == self.num_batches:
                 # Before the last backward, which then runs while this is read.
                 self.lost = runner.world.sum(torch.stack(dropped).sum())
-                self.dropped = LateNumbers(self.lost) if self.reads_dropped else None
+                self.dropped = LateValues(self.lost) if self.reads_dropped else None
         return total
 
     def backward(self, total: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from moetrain.config.sources import RunFailed
 from moetrain.parallel.world import World
-from moetrain.runtime.memory import LateNumbers
+from moetrain.runtime.memory import LateValues
 
 _SAVE = 1 << 32
 """Added to the sum of all ranks' stop signals where the main rank asks for a checkpoint."""
@@ -52,7 +52,7 @@ class StopRequests:
         self._steps = 0
         # Steps skipped in a row, steps skipped in all, and the sum of ranks' requests.
         self._counts = torch.zeros(3, dtype=torch.int64, device=world.device)
-        self._late = LateNumbers(self._counts)
+        self._late = LateValues(self._counts)
 
     def end(self, reason: str, *, everywhere: bool) -> None:
         """Ask to end the run, at most two steps later; the first ``reason`` is kept.
@@ -76,7 +76,7 @@ class StopRequests:
         self._steps += 1
         in_row = torch.where(skipped, self._counts[0] + 1, 0)
         self._counts = torch.stack([in_row, self._counts[1] + skipped, requests.long()])
-        self._late = LateNumbers(self._counts)
+        self._late = LateValues(self._counts)
 
     def check(self, *, is_over: bool = False) -> None:
         """Raise :class:`BadSteps` if the limit was reached by the steps counted so far, or if the
