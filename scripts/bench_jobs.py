@@ -35,7 +35,7 @@ import torch
 from bench_train import device_name
 
 from moetrain.config import Config, Recipes
-from moetrain.jobs.api import ClientLoss, OptimStep, Pass
+from moetrain.jobs.api import ClientLoss, ForwardBackward, JobsObjective, OptimStep
 from moetrain.jobs.scheduler import Service
 from moetrain.train.session import garbage_collector_off
 
@@ -109,9 +109,9 @@ class Bench:
 
             setattr(owner, method, call)
 
-        timed(self.session, "_pass", "passes")
+        timed(self.session, "queue_pass", "passes")
         timed(self.session.engine, "update", "updates")
-        timed(self.service, "_settle", "waits")
+        timed(self.service, "drain", "waits")
         timed(self.service, "turn", "turns")
 
     def device_ms(self, jobs: list[str], steps: int) -> str:
@@ -139,11 +139,11 @@ class Bench:
     def by_engine(self) -> None:
         """A step without the service."""
         session = self.session
-        request = Pass.model_validate(self.body)
-        batches = session._dealt([datum.sample(0) for datum in request.data]).batches
-        loss = ClientLoss.of("cross_entropy", {})
-        session.engine.forward_backward(batches, loss).total.item()  # waits, as a job does
-        session._queued("optim_step", [session.now], [OptimStep.model_validate(STEP)])[0]()
+        request = ForwardBackward.model_validate(self.body)
+        batches = session.deal([datum.sample(0) for datum in request.data]).batches
+        objective = JobsObjective([ClientLoss.of("cross_entropy", {})])
+        session.engine.forward_backward(batches, objective).total.item()  # waits, as a job does
+        session.queue_updates([session.now], [OptimStep.model_validate(STEP)])[0]()
 
     def by_jobs(self, jobs: list[str]) -> None:
         """A step of every job, request by request in turn."""

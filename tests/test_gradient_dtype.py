@@ -226,16 +226,16 @@ def test_gradients_that_are_put_aside_come_back_as_they_are():
     one = engine_of("one", [NARROW, "lora.rank=8", "moe.bias_update_rate=0"])
     engine = SharedEngine(one.config, one.arch, one.world)
     job, other = JobState(), JobState()
-    engine.enter(job)
+    engine.activate(job)
     learn(engine)
     before = gradients_of(engine)
-    engine.leave(job)
-    engine.copy_out(job)
+    engine.deactivate(job)
+    engine.move_to_host(job)
     assert engine.is_between_steps
     kept = [x_N for name, x_N in job.tensors.items() if name.endswith(".gradient_N")]
     assert {x_N.dtype for x_N in kept} == {torch.bfloat16}
-    engine.enter(other)
+    engine.activate(other)
     learn(engine, 1)
-    engine.leave(other)
-    engine.enter(job)
+    engine.deactivate(other)
+    engine.activate(job)
     assert all(map(torch.equal, gradients_of(engine), before))

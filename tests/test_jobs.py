@@ -16,9 +16,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from moetrain.config import Config, ConfigError, Recipes
 from moetrain.config.sources import RunFailed
 from moetrain.generate.engine import Generator
-from moetrain.jobs import session as session_module
 from moetrain.jobs import shared, store
-from moetrain.jobs.api import ClientLoss, Refused
+from moetrain.jobs.api import ClientLoss, ForwardBackward, JobsObjective, Refused
 from moetrain.jobs.scheduler import Service
 from moetrain.optim.adamw import AdamW
 from moetrain.parallel import apply
@@ -147,7 +146,7 @@ def answer_to(service, name, kind, body, number=None):
     """The answer to a request, without the job's id, which differs from run to run."""
     job, body = target_of(name, kind, body)
     future = service.answer(job, service.submit(job, kind, body, number))
-    while not future.done() or service._begun:
+    while not future.done() or service.unfinished:
         service.turn()
     return json.loads(json.dumps(future.result()).replace(name.partition(":")[0], "SESSION"))
 
@@ -257,13 +256,13 @@ def test_jobs_with_room_on_the_device_are_never_copied(tmp_path, monkeypatch, dt
                 ask("forward_backward", texts(text_of(turn)))
                 ask("forward", texts(text_of(turn)))
         places = {b.shard_N.data_ptr() for b in engine.fsdp.buckets if b.is_trained}
-        held = service.session._held.values()
+        held = service.session.held.values()
         assert len(held) == 2
         assert not places & {x.data_ptr() for one in held for x in one.tensors.values()}
         assert not copied
         asks[3]("forward", texts([1, 2]))
         assert copied
-        assert service.session._held[names[0]].place == "host"  # it was served least recently
+        assert service.session.held[names[0]].place == "host"  # it was served least recently
         copied.clear()
         for ask in asks[1:3]:
             ask("optim_step", rate(1e-2))
@@ -275,7 +274,7 @@ def test_jobs_with_room_on_the_device_are_never_copied(tmp_path, monkeypatch, dt
         service.delete(names[2])
         new(service, 4)
         service.turn()
-        assert len(engine._free) == 1
+        assert len(engine.free) == 1
     with Service(config_of(tmp_path, *words)) as service:
         again = [asker(service, name)("forward", texts([3, 4, 5])) for name in names[:2]]
     assert again == found[:2]
@@ -334,9 +333,10 @@ def test_a_job_is_an_engine_of_its_own(tmp_path):
         if kind == "optim_step":
             engine.step(body["adam_params"]["learning_rate"])
             continue
-        request = session_module.api.Pass.model_validate(body)
+        request = ForwardBackward.model_validate(body)
         batches = pack([datum.sample(0) for datum in request.data], 64, 1)
-        totals = engine.forward_backward(batches, ClientLoss.of("cross_entropy", {}))
+        objective = JobsObjective([ClientLoss.of("cross_entropy", {})])
+        totals = engine.forward_backward(batches, objective)
         losses.append(totals.total.item())
     assert losses == [r["loss"] for r in course.results if "loss" in r][:-1]
     engine.save_peft(tmp_path / "by hand")
@@ -357,7 +357,7 @@ def test_a_service_that_is_gone_at_any_point_has_lost_nothing(tmp_path, words):
             courses.setdefault(seed, Course(seed, ask)).ask = ask
         live = [seed for seed in live if courses[seed].go_on()]
         # Gone, without a word: only its claim ends, which the kernel would see to.
-        service._stack.close()
+        service.release()
     for seed, course in courses.items():
         assert (course.results, adapter_of(tmp_path / "all", names[seed])) == expected[seed]
 
@@ -387,7 +387,7 @@ def test_requests_are_done_once_each_before_whatever_write_a_service_dies(
                 pass
             is_over = True
         if opened:
-            opened.pop()._stack.close()
+            opened.pop().release()
         length += 1
     assert 15 < length < 200
     assert (course.results, adapter_of(tmp_path, name)) == alone(seed)
@@ -441,7 +441,7 @@ def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded,
     monkeypatch.setattr(Engine, "forward_backward", count)
     with Service(config_of(tmp_path / "all", *words)) as service:
         names = [new(service, number) for number in range(4)]
-        aside, held = tmp_path / "all" / "aside", service.session._held
+        aside, held = tmp_path / "all" / "aside", service.session.held
         for requests in zip(*map(of, range(4)), strict=True):
             asked = zip(names, requests, strict=True)
             together.append([asker(service, name)(*request) for name, request in asked])
@@ -461,9 +461,9 @@ def test_what_a_killed_service_had_aside_is_of_no_use_to_the_next(tmp_path):
     names = [new(service, seed) for seed in range(3)]
     for name in names:
         asker(service, name)("forward_backward", {"data": data})
-    assert service.session._held[names[0]].place == "file"
+    assert service.session.held[names[0]].place == "file"
     (tmp_path / "aside" / "of-a-kill-while-it-was-written").touch()
-    service._stack.close()
+    service.release()
     with Service(config_of(tmp_path, *words)) as service:
         assert not (tmp_path / "aside").exists()
         steps = [asker(service, name)("optim_step", rate(1e-2)) for name in names]
@@ -479,7 +479,7 @@ def test_a_disk_that_takes_nothing_aside_ends_the_service(tmp_path):
     (tmp_path / "aside" / f"{names[0]}-0.safetensors").mkdir()
     with pytest.raises(RunFailed, match=r"cannot be put aside.*raise jobs\.max_loaded"):
         asker(service, names[2])("forward_backward", texts([1, 2, 3]))
-    service._stack.close()
+    service.release()
 
 
 def test_a_request_is_done_once_however_often_it_is_sent(tmp_path):
@@ -601,7 +601,7 @@ def test_a_job_that_failed_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "forward_backward", lambda *_: 1 / 0)
         assert "error" in answer_to(service, name, *learn)
-    service._stack.close()  # and again after a restart
+    service.release()  # and again after a restart
     with Service(config_of(tmp_path / "b")) as service:
         ask = asker(service, name)
         assert "no forward_backward" in answer_to(service, name, *step)["error"]

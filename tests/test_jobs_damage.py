@@ -68,7 +68,7 @@ def left(tmp_path_factory):
     for name in NAMES.values():  # which no turn of another job serves
         service.submit(name, *STEP)
         (folder / "jobs" / name / "answers" / ".DS_Store").touch()  # hidden files are nobody's
-    service._stack.close()  # as the kernel ends a claim
+    service.release()  # as the kernel ends a claim
     whole = shutil.copytree(folder, tmp_path_factory.mktemp("whole") / "out")
     with Service(config_of(whole)) as service:
         expected = {seed: finish(service, name) for seed, name in NAMES.items()}
@@ -338,7 +338,7 @@ def test_a_job_of_which_nobody_was_told_is_none(tmp_path, monkeypatch):
             service.create(NAMES[BAD], BAD)
         service.jobs.clear()
     assert (tmp_path / "jobs" / NAMES[BAD]).exists()
-    service._stack.close()
+    service.release()
     (tmp_path / "jobs" / NAMES[BAD] / "job.json").unlink(missing_ok=True)
     with Service(config_of(tmp_path)) as service:
         assert service.jobs == {}
@@ -350,7 +350,7 @@ def test_a_job_is_saved_by_time(tmp_path, monkeypatch):
         name = new(service)
         root = tmp_path / "jobs" / name / "checkpoints"
         asker(service, name)(*learn(1))
-        service.jobs[name].saved_time -= 61
+        service.session.now.saved_time -= 61
         asker(service, name)(*learn(1))  # in the middle of a step there is none
         assert not list(root.glob("*"))
         for request in (STEP, LOOK):

@@ -30,7 +30,7 @@ from tinker.proto import tinker_public_pb2 as wire
 from moetrain.jobs import store
 from moetrain.jobs.api import KINDS, MOST_TEXTS, Refused
 from moetrain.jobs.scheduler import Service
-from moetrain.jobs.server import _pass
+from moetrain.jobs.server import body_of_pass
 
 LEARN = ("forward_backward", texts(text_of(5)))
 STEP, LOOK = ("optim_step", rate(1e-2)), ("forward", texts(text_of(6)))
@@ -86,7 +86,7 @@ def test_samples_are_the_same_together_and_after_a_restart(tmp_path):
         for key in order:
             service.submit(name, "asample", target_of(name, "asample", bodies[key])[1], int(key))
         if part:
-            service._stack.close()  # as the kernel ends a claim
+            service.release()  # as the kernel ends a claim
             service = Service(config_of(tmp_path / str(part)))
         else:
             assert service.turn()
@@ -182,7 +182,7 @@ def test_what_was_loaded_need_not_be_there_any_more(tmp_path):
     for request in (LEARN, STEP, save, LEARN, STEP, load, LEARN, STEP, save):
         ask(*request)
     expected = ask(*LOOK)
-    service._stack.close()  # as the kernel ends a claim
+    service.release()  # as the kernel ends a claim
     with Service(config_of(tmp_path)) as service:
         assert asker(service, name)(*LOOK) == expected
 
@@ -235,7 +235,7 @@ def test_a_message_of_nothing_takes_little_memory():
     message = wire.ForwardBackwardRequest()
     for _ in range(MOST_TEXTS + 9):
         message.data.add()
-    assert len(_pass(message)["data"]) == MOST_TEXTS + 1  # which is then refused
+    assert len(body_of_pass(message)["data"]) == MOST_TEXTS + 1  # which is then refused
 
 
 def test_nothing_of_a_job_is_left_in_the_cache(service):
@@ -307,16 +307,16 @@ def test_who_has_ended_is_not_brought_back(tmp_path, monkeypatch):
     name = new(service)
     for _ in range(10):
         asker(service, name)(*LEARN)
-    service._stack.close()  # as the kernel ends a claim
+    service.release()  # as the kernel ends a claim
     with Service(config_of(tmp_path)) as service:
         waiting = service.answer(name, service.submit(name, *STEP))
         again, served = service.session.serve, []
 
-        def end(number, waits):
+        def end(number, *asked):
             served.append(number)
             if number == 3:
                 service.end(name)
-            return again(number, waits)
+            return again(number, *asked)
 
         monkeypatch.setattr(service.session, "serve", end)
         assert service.turn()
@@ -371,7 +371,7 @@ def test_finish_leaves_nothing_wherever_the_service_is_killed(tmp_path, monkeypa
             is_told = True
             service.turn()
             is_over = True
-        service._stack.close()
+        service.release()
         deaths.append(is_told)
         with Service(config_of(folder)) as service:
             if not is_told:  # then its client asks again
@@ -446,7 +446,7 @@ def test_a_start_with_other_settings_costs_no_job(tmp_path):
     service = Service(config_of(tmp_path / "b"))
     name = new(service)
     asker(service, name)(*long)
-    service._stack.close()  # as the kernel ends a claim
+    service.release()  # as the kernel ends a claim
     with Service(config_of(tmp_path / "b", "data.seq_len=32")) as service:
         waiting = service.answer(name, service.submit(name, *STEP))
         service.turn()
@@ -533,7 +533,7 @@ def test_any_order_of_anything_is_each_jobs_own(tmp_path, seed):
         if draw.random() < 0.5:
             service.close()
         else:
-            service._stack.close()
+            service.release()
     for one in seeds:
         for mine, its in zip(found[one], alone[one], strict=True):
             assert mine == its

@@ -15,14 +15,14 @@ from moetrain.jobs import run as run_module
 from moetrain.jobs import session as session_module
 from moetrain.jobs.run import JobRun
 from moetrain.jobs.scheduler import Service
-from moetrain.jobs.session import JobSession
+from moetrain.jobs.session import Forget, JobSession
 
 
 def test_garbage_is_collected_once_a_minute(monkeypatch):
     now, collected = [1000.0], []
     monkeypatch.setattr(session_module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(gc, "collect", lambda: collected.append(now[0]))
-    session = SimpleNamespace(_tidied=now[0])
+    session = SimpleNamespace(tidied_time=now[0])
     for seconds in range(0, 130, 10):
         now[0] = 1000.0 + seconds
         JobSession.tidy(session)
@@ -53,20 +53,19 @@ def test_the_process_serves_with_the_collector_off_and_tidies_itself(tmp_path, m
 
 def test_other_ranks_follow_with_the_collector_off_and_tidy_themselves(tmp_path, monkeypatch):
     seen = []
-    commands = iter(['["fine"]', '["bad"]', "null"])
-
-    def serve(method):
-        seen.append((method, gc.isenabled()))
-        if method == "bad":
-            raise ZeroDivisionError
+    commands = iter([Forget(job="fine").model_dump_json(), Forget(job="bad").model_dump_json(), ""])
 
     class Follower:
-        fine, bad = (SimpleNamespace(__wrapped__=name) for name in ("fine", "bad"))
         world = SimpleNamespace(broadcast=lambda _: next(commands), leave=lambda: None)
         follow = JobSession.follow
 
         def __init__(self, *_):
-            self.run_here, self.tidy = serve, lambda: seen.append("tidy")
+            self.agree, self.tidy = lambda work: work(), lambda: seen.append("tidy")
+
+        def perform(self, command):
+            seen.append((command.job, gc.isenabled()))
+            if command.job == "bad":
+                raise ZeroDivisionError
 
     monkeypatch.setattr(run_module, "launched_place", lambda: SimpleNamespace(rank=1))
     for module in (run_module, session_module):

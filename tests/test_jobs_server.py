@@ -26,7 +26,7 @@ from tinker.proto.response_conv import deserialize_proto_response
 from moetrain.cli.train import run_jobs as run
 from moetrain.config import ConfigError
 from moetrain.jobs.run import JobRun
-from moetrain.jobs.server import _pass
+from moetrain.jobs.server import body_of_pass
 
 JOBS, SEEDS = 30, 15
 CANCELLED = (3, 10, 18, 27)
@@ -418,10 +418,10 @@ def test_a_loss_has_its_settings_from_older_sdks_too():
     body["loss_fn_config"] = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}
     message = wire.ForwardBackwardRequest.FromString(message_of(body, "name", 1))
     message.loss_fn_config["clip_low_threshold"] = 0.25
-    assert _pass(message)["loss_fn_config"] == body["loss_fn_config"]
+    assert body_of_pass(message)["loss_fn_config"] == body["loss_fn_config"]
     message.ClearField("loss_fn_config_v2")
     expected = body["loss_fn_config"] | {"clip_low_threshold": 0.25}
-    assert _pass(message)["loss_fn_config"] == expected
+    assert body_of_pass(message)["loss_fn_config"] == expected
 
 
 def test_a_refused_request_takes_its_number(served):

@@ -32,7 +32,7 @@ from moetrain.generate.request import JsonBody
 from moetrain.http.access import Access
 from moetrain.http.protocol import _INSTEAD, Responses, _Asked
 from moetrain.jobs import server as jobs_server
-from moetrain.jobs.api import _CLIPS, KINDS, Pass, _Datum, _JobBody, _Unserved
+from moetrain.jobs.api import CLIP_THRESHOLDS, KINDS, Datum, Forward, JobBody, Pass, Unserved
 from moetrain.jobs.scheduler import Service
 from moetrain.jobs.server import JobRoutes
 from moetrain.models.hf.load import load_hf
@@ -174,8 +174,8 @@ def put(body, way, value):
     return {**body, key: put(body.get(key), rest, value)}
 
 
-KEYS = {"loss_fn_inputs": [*_Datum.model_fields, "x"]}
-KEYS |= {key: [*_CLIPS, "beta", "x"] for key in ("loss_fn_config", "loss_fn_config_v2")}
+KEYS = {"loss_fn_inputs": [*Datum.model_fields, "x"]}
+KEYS |= {key: [*CLIP_THRESHOLDS, "beta", "x"] for key in ("loss_fn_config", "loss_fn_config_v2")}
 NUMBERS = [0, 1, -1, 3, 2**31 - 1, -(2**31)]
 BYTES = [b"", b"\0", b"\0" * 4, b"\xff" * 8, np.float32([np.nan, np.inf, -3e38]).tobytes()]
 BYTES += [
@@ -516,7 +516,7 @@ def test_every_model_of_a_request_is_somewhere_asked_for():
     while left:
         known.add(left[-1])
         left += left.pop().__subclasses__()
-    assert known - reached == {JsonBody, _JobBody, _Asked, _Unserved}
+    assert known - reached == {JsonBody, JobBody, _Asked, Pass, Forward, Unserved}
     parsed = set(re.findall(r"_parsed\W+types\.(\w+)", inspect.getsource(jobs_server)))
     assert parsed == {one.__name__ for one in models if not issubclass(one, JsonBody)}
     message = {way for way, _ in fields_of(Pass)}

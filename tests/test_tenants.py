@@ -56,7 +56,7 @@ class Passes:
         self.tenants, self.shapes, forward_backward = [], set(), engine.forward_backward
 
         def count(batches, loss):
-            self.tenants.append(1 + len(loss.others))
+            self.tenants.append(len(loss.losses))
             self.shapes |= {batch.tokens_BS.shape for batch in batches}
             return forward_backward(batches, loss)
 
@@ -113,8 +113,8 @@ def test_other_shapes_than_alone_differ_by_rounding(tmp_path):
             names, passes = [new(service, seed) for seed in range(5)], Passes(service)
             serve_all(service, names, requests)
             assert passes.tenants == ([5] if tenants == 5 else [1] * 5)
-            service.session._leave()
-            held = [service.session._held[name].tensors for name in names]
+            service.session.deactivate()
+            held = [service.session.held[name].tensors for name in names]
             keys = [key for key in held[0] if key.endswith("gradient_N")]
             found.append([[tensors[key] for key in keys] for tensors in held])
     assert keys
@@ -179,9 +179,9 @@ def test_a_shared_pass_costs_nobody_what_another_has_wrong(tmp_path, fails, pass
             if number == 5 and fails == "request":
                 file = sorted((service.find(bad).folder / "requests").iterdir())[-1]
                 file.write_text("{")
-                service.find(bad).ahead.clear()  # as after a restart: it is read from the disk
+                service.find(bad).pending.clear()  # as after a restart: it is read from the disk
             if number == 5 and fails == "pass":
-                engine.together = lambda jobs: engine.__dict__.pop("together") and 1 / 0
+                engine.batched = lambda jobs: engine.__dict__.pop("batched") and 1 / 0
             if number == 0 and fails == "weights":
                 service.submit(bad, "optim_step", rate(1e6))
             counted.tenants.clear()

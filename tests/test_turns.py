@@ -27,7 +27,7 @@ class Slow:
 
     def __init__(self, service, turns=20):
         self.log, self.turns, session = [], turns, service.session
-        marks, settle, turn = [], service._settle, service.turn
+        marks, drain, turn = [], service.drain, service.turn
 
         def compute(*late):
             for one in [one for one in late if not one.is_ready]:
@@ -38,10 +38,10 @@ class Slow:
             marks.append(_Mark())
             return marks[-1]
 
-        def settle_slowly(most=0):
-            unfinished = service._begun[: max(0, len(service._begun) - most)]
-            compute(*(late for late, _ in unfinished))
-            settle(most)
+        def drain_slowly(most=0):
+            unfinished = service.unfinished[: max(0, len(service.unfinished) - most)]
+            compute(*(turn.mark for turn in unfinished))
+            drain(most)
 
         def look_and_turn():
             for late in marks:
@@ -62,8 +62,8 @@ class Slow:
                 late.computed.set()
 
         self.die = die
-        session.mark, service._settle, service.turn = mark, settle_slowly, look_and_turn
-        session.serve, session.serve_together = map(begun, (session.serve, session.serve_together))
+        session.mark, service.drain, service.turn = mark, drain_slowly, look_and_turn
+        session.serve, session.serve_batch = map(begun, (session.serve, session.serve_batch))
 
     def told(self, future):
         future.add_done_callback(lambda _: self.log.append("told"))
@@ -183,8 +183,8 @@ def test_a_pass_waits_a_little_for_those_that_shared_the_one_before(
     with Service(config_of(tmp_path, *TENANTS, SELDOM)) as service:
         names, passes = [new(service, seed) for seed in range(3)], Passes(service)
         answers_of(service, [(name, LEARN) for name in names])
-        assert 0 < service._pass_seconds < 60
-        service._pass_seconds = patience
+        assert 0 < service.pass_seconds < 60
+        service.pass_seconds = patience
         first = submit_all(service, [(name, LEARN) for name in names[:2]])
         for _ in range(4):
             assert service.turn() or first[1].done()
@@ -200,12 +200,12 @@ def test_jobs_on_the_device_share_turns_as_they_lie(tmp_path):
         *names, other, last = [new(service, seed) for seed in range(5)]
         answers_of(service, [(name, LEARN) for name in names])
         answers_of(service, [(other, LEARN)])
-        session, sat = service.session, []
-        sit = session.sit
-        session.sit = lambda *who: (sat.append(who[0]), sit(*who))[1]
+        session, activated = service.session, []
+        activate = session.activate
+        session.activate = lambda *who: (activated.append(who[0]), activate(*who))[1]
         found = answers_of(service, [(x, r) for r in (STEP, LEARN) for x in names])
         assert all("result" in answer for answer in found)
-        assert not sat
+        assert not activated
         answers_of(service, [(last, LEARN)])
         assert [name for name in [*names, other] if not session.resident(name)] == [other]
 
@@ -251,7 +251,7 @@ def test_answers_are_written_while_the_next_turns_are_begun(tmp_path, monkeypatc
         device.log.clear()
         futures = submit_all(service, [(name, x) for x in (LEARN, STEP, LEARN, STEP)])
         assert service.turn()
-        service._begun[0][0].computed.set()
+        service.unfinished[0].mark.computed.set()
         assert service.turn()
         assert device.log == ["begun"] * 2
         assert not futures[0].done()
@@ -278,7 +278,7 @@ def test_a_request_that_none_follows_is_answered_when_it_is_computed(tmp_path):
             assert 2 < turns < 9
             assert "result" in future.result(0)
         serve(service)
-        assert not service._begun
+        assert not service.unfinished
 
 
 def results_of(folder, *words, lives=None, seeds=range(3)):
@@ -303,7 +303,7 @@ def results_of(folder, *words, lives=None, seeds=range(3)):
         if done:
             service.close()
         device.die()
-        service._stack.close()
+        service.release()
     found = [more[name, number].result(0) for number in range(9) for name in names]
     with Service(config_of(folder, *words)) as service:
         kept = [service.answer(name, n).result(0) for n in range(9) for name in names]
@@ -341,14 +341,14 @@ def test_what_is_submitted_ahead_has_the_bits_of_one_request_at_a_time(
 
 def checked_saves(session):
     """The jobs that are saved from now on, each when all that it has seen has an answer."""
-    write, saved = session._write, []
+    write, saved = session.write, []
 
     def check(folder, *kinds):
         assert len([*(session.now.folder / "answers").iterdir()]) == session.now.seen
         saved.append(session.now.folder.name)
         write(folder, *kinds)
 
-    session._write = check
+    session.write = check
     return saved
 
 

@@ -5,6 +5,7 @@ import gc
 import threading
 import weakref
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -29,18 +30,17 @@ from moetrain.jobs.store import Job
 def failing(service, error):
     """Let the results of passes over :data:`BAD` raise ``error``, when the device is done."""
     session = service.session
-    queue = session._pass
+    queue = session.queue_pass
 
-    def fail(jobs, requests, learns):
-        def results():
+    def fail(jobs, requests):
+        def result(late):
             if any(49 in datum.tokens[:1] for r in requests for datum in r.data):
                 raise error
             return late()
 
-        late = queue(jobs, requests, learns)
-        return results
+        return [partial(result, late) for late in queue(jobs, requests)]
 
-    session._pass = fail
+    session.queue_pass = fail
 
 
 BAD = ("forward_backward", texts([49, 49, 49]))
@@ -88,8 +88,8 @@ def test_turns_behind_one_that_failed_are_not_answered(tmp_path, monkeypatch):
         futures = submit_all(service, [(name, STEP), (name, LEARN), (name, STEP)])
         assert service.turn()
         assert service.turn()
-        for mark, _ in service._begun:
-            mark.computed.set()
+        for turn in service.unfinished:
+            turn.mark.computed.set()
         with pytest.raises(OSError, match="No space"):
             serve(service)
     assert failed == [1]
@@ -128,6 +128,7 @@ def test_a_damaged_request_leaves_answers_to_those_before_it(tmp_path):
         answers_of(service, [(name, LEARN)])
         futures = submit_all(service, [(name, STEP), (name, LEARN), (name, STEP)])
         (service.find(name).folder / "requests/00000003.json").write_bytes(b"{}")
+        del service.find(name).pending[3]  # as after a restart: it is read from the disk
         serve(service)
         assert all("result" in future.result(0) for future in futures[:2])
         assert "damaged" in futures[2].result(0)["error"]
@@ -180,7 +181,7 @@ def test_a_sampler_for_which_the_disk_has_no_room_costs_its_run_nothing(tmp_path
     with suppress(OSError), Service(config_of(tmp_path, *words)) as service:
         name = new(service)
         answers_of(service, [(name, LEARN), (name, STEP)])
-        monkeypatch.setattr(Job, "begin", full)
+        monkeypatch.setattr(Job, "create", full)
         save = ("save_weights_for_sampler", {"sampling_session_seq_id": 0})
         submit_all(service, [(name, save)])
         with pytest.raises(OSError, match="No space"):
@@ -222,7 +223,7 @@ def test_an_error_that_is_no_text_is_answered(tmp_path):
         def fail(*_):
             raise ValueError("of \ud800")
 
-        service.session._pass = fail
+        service.session.queue_pass = fail
         (answer,) = answers_of(service, [(name, LEARN)])
         assert answer["error"] == "of ?"
     with Service(config_of(tmp_path, *RESIDENT)) as service:

@@ -1,9 +1,9 @@
-"""The requests that a client may send to its job: bodies of JSON, checked before they are queued.
+"""The requests that a client may send to its job: JSON bodies, checked before they are queued.
 
-They are those of the ``tinker`` SDK (0.38), without the ids of model and request; :class:`Pass` is
-what the SDK sends as a protobuf message. A request that is taken up can be served: the model has
-its token ids, its rows fit, its numbers are finite. Otherwise one line says what is wrong
-(:class:`Refused`).
+They are those of the ``tinker`` SDK (0.38), without the ids of model and request. The SDK sends a
+:class:`Pass` as a protobuf message. :meth:`Limits.parse` turns a body into one of
+:data:`JobRequest`, once. An accepted request can be served: the model has its token ids, its texts
+fit in rows, its numbers are finite. Otherwise :class:`Refused` says in one line what is wrong.
 
 Legend: B rows, S tokens of a row.
 """
@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -27,23 +27,26 @@ from moetrain.train.objectives import Outputs, Sizes, Term, token_losses
 from moetrain.train.samples import RolloutBatch, Sample
 
 JOB_ID = re.compile(r"([0-9a-f]{32}):(train|sample):(0|[1-9][0-9]{0,8})")
-"""Session (a random number), kind and number of a job; the SDK makes ids of training runs so."""
+"""An id: the session (a random number), the kind and the number of the job. The SDK makes ids of
+training runs in this form."""
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
-"""Pattern of a save's name, which names a folder and leads nowhere else."""
+"""Pattern of a save's name, which is also the name of its folder."""
 _SOURCE = re.compile(rf"tinker://({JOB_ID.pattern})/(weights|sampler_weights)/({_NAME})")
 _FP32_LARGEST = float(np.finfo(np.float32).max)
 MOST_TEXTS = 65_536
-"""Texts of one request: each takes some hundred times the bytes of a short one's JSON."""
+"""Largest number of texts in one request. A short text that is parsed takes some hundred times the
+bytes of its JSON."""
 
-_CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+CLIP_THRESHOLDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+"""Bounds of the ratio by the names of loss_fn_config, with their defaults."""
 _LOSSES: Mapping[str, tuple[str, Mapping[str, float]]] = {
     "cross_entropy": ("reinforce", {}),
     "importance_sampling": ("clip", {}),
-    "ppo": ("clip", _CLIPS),
-    "cispo": ("cispo", _CLIPS),
+    "ppo": ("clip", CLIP_THRESHOLDS),
+    "cispo": ("cispo", CLIP_THRESHOLDS),
     "dro": ("reinforce", {"beta": 0.05}),
 }
-"""The formula of each loss, and its settings with their defaults."""
+"""For each loss its formula in :mod:`moetrain.losses.policy`, and its settings with defaults."""
 
 _Ints = Annotated[list[int], Field(fail_fast=True)]
 _Floats = Annotated[list[float], Field(fail_fast=True)]
@@ -53,7 +56,7 @@ class Refused(ValueError):
     """A request is refused; the message is one line for the client."""
 
     def __init__(self, problem: str, status: int = 400) -> None:
-        """``status`` is HTTP's: 404 where there is no such job, 429 where there is much to do."""
+        """``status`` is the HTTP status: 404 for an unknown job, 429 if too many requests wait."""
         super().__init__(problem)
         self.status = status
 
@@ -62,25 +65,20 @@ class Refused(ValueError):
 class ClientLoss:
     """A loss that clients name, as the ``tinker`` SDK defines it: a sum over all positions.
 
-    The formulas are :mod:`moetrain.losses.policy`'s, where a target's weight (cross-entropy)
-    or advantage (the others) is A. There are no denominators and no auxiliary losses: chunks of a
-    batch add up to it. Log-probabilities of targets that it has seen are collected on the way.
+    The formulas are those of :mod:`moetrain.losses.policy`, where A is a target's weight (in
+    cross-entropy) or its advantage (in the others).
     """
 
     formula: str
     low: float = 0.0
+    """Lower bound of the ratio."""
     high: float = math.inf
     beta: float = 0.0
-    """Coefficient of the k2 estimate of the KL from what sampled the targets."""
-    others: tuple[Self, ...] = ()
-    """Losses of further jobs; the rows are in equal parts, of which each has one, in order."""
-    seen: list[torch.Tensor] = field(default_factory=list, compare=False)
-    """Log-probabilities [B, S] of the batches since it was emptied."""
-    balances = False
+    """Coefficient of the k2 estimate of the KL from the policy that sampled the targets."""
 
     @classmethod
     def of(cls, name: str, config: Mapping[str, float]) -> Self:
-        """Raise ValueError for a loss, or a setting of it, that there is not."""
+        """Return the loss ``name``; raises ValueError for an unknown loss or setting."""
         if name not in _LOSSES:
             raise ValueError(f"loss_fn {shortened(name)} is not one of {', '.join(_LOSSES)}")
         formula, known = _LOSSES[name]
@@ -88,10 +86,30 @@ class ClientLoss:
             has = f"has {', '.join(known)}" if known else "has none"
             raise ValueError(f"loss_fn_config: {shortened(odd[0])} is unknown; loss {name!r} {has}")
         values = {**known, **config}
-        low, high, beta = map(values.get, (*_CLIPS, "beta"), (0.0, math.inf, 0.0))
-        if not 0 <= low <= high or beta < 0:
+        loss = cls(
+            formula,
+            low=values.get("clip_low_threshold", 0.0),
+            high=values.get("clip_high_threshold", math.inf),
+            beta=values.get("beta", 0.0),
+        )
+        if not 0 <= loss.low <= loss.high or loss.beta < 0:
             raise ValueError(f"loss_fn_config: {shortened(values)} is out of range for {name!r}")
-        return cls(formula, low, high, beta)
+        return loss
+
+
+@dataclass(frozen=True)
+class JobsObjective:
+    """The objective of a pass that jobs share: each has an equal part of the rows, in order.
+
+    There are no denominators and no auxiliary losses, so the chunks of a client's batch add up to
+    the whole batch's loss.
+    """
+
+    losses: Sequence[ClientLoss]
+    """The loss of each job."""
+    logprobs: list[torch.Tensor] = field(default_factory=list, compare=False)
+    """Log-probabilities of the targets, [B, S] for each batch since the list was emptied."""
+    balances = False
 
     def sizes(self, batches: Sequence[RolloutBatch]) -> dict[str, int]:
         return {"targets": sum(int((b.targets_BS != IGNORE_INDEX).sum()) for b in batches)}
@@ -99,18 +117,28 @@ class ClientLoss:
     def terms(
         self, model: Transformer, outputs: Outputs, batch: RolloutBatch, sizes: Sizes
     ) -> dict[str, Term]:
+        """Return the sum of each job's losses, ``loss.0`` and so on."""
         losses = token_losses(model, outputs.hidden_BSD, batch)
         logprob_BS = -losses.loss_T.view_as(batch.targets_BS)
-        self.seen.append(logprob_BS.detach())
-        losses = (self, *self.others)
+        self.logprobs.append(logprob_BS.detach())
+        num_jobs, terms = len(self.losses), dict[str, Term]()
         is_target_BS = batch.targets_BS != IGNORE_INDEX
-        given = logprob_BS, batch.logprobs_BS, batch.advantages_BS, is_target_BS
-        parts = zip(losses, *(x_BS.chunk(len(losses)) for x_BS in given), strict=True)
-        totals = [
-            policy_total(loss.formula, (loss.low, loss.high), loss.beta, *part)
-            for loss, *part in parts
-        ]
-        return {f"loss.{i}": Term(total * outputs.share) for i, total in enumerate(totals)}
+        tensors = (logprob_BS, batch.logprobs_BS, batch.advantages_BS, is_target_BS)
+        parts = zip(*(x_BS.chunk(num_jobs) for x_BS in tensors), strict=True)
+        for i, (loss, (logprob, old, advantage, is_target)) in enumerate(
+            zip(self.losses, parts, strict=True)
+        ):
+            total = policy_total(
+                loss.formula,
+                logprob=logprob,
+                old=old,
+                advantage=advantage,
+                is_target=is_target,
+                bounds=(loss.low, loss.high),
+                beta=loss.beta,
+            )
+            terms[f"loss.{i}"] = Term(total * outputs.share)
+        return terms
 
 
 @dataclass(frozen=True)
@@ -119,24 +147,25 @@ class Limits:
 
     vocab_size: int
     longest_row: int
-    """Tokens of one training sample."""
+    """Most tokens of one training sample."""
     longest_text: int
-    """Tokens of one generated sample, prompt and completion."""
+    """Most tokens of a prompt with its completion."""
     max_completions: int
+    """Most completions of one answer."""
     max_logprobs: int
-    """Log-probabilities of likeliest tokens in one answer."""
+    """Most log-probabilities of likeliest tokens in one answer."""
     end_ids: tuple[int, ...] = ()
-    """Tokens that end a text where a request names none; without a tokenizer there are none."""
+    """Tokens that end a text unless a request names others; empty without a tokenizer."""
 
     def check_tokens(self, name: str, tokens: Sequence[int]) -> None:
-        """Raise ValueError unless the model has all ``tokens``, at least one."""
+        """Raise ValueError if there are no ``tokens``, or the model lacks one of them."""
         if not tokens:
             raise ValueError(f"{name} has no tokens; send one or more")
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             raise ValueError(f"{name}: its tokens are not all of 0 to {self.vocab_size - 1}")
 
-    def parse(self, kind: str, body: object) -> "_JobBody":
-        """Parse and check the JSON value ``body`` of a request ``kind``; raises Refused."""
+    def parse(self, kind: str, body: object) -> "JobRequest":
+        """Return the request that the JSON value ``body`` is; Refused: it cannot be served."""
         try:
             request = KINDS[kind].model_validate(body)
             request.check(self)
@@ -145,24 +174,31 @@ class Limits:
         return request
 
 
-class _JobBody(JsonBody):
+class JobBody(JsonBody):
+    """The body of a request to a job."""
+
+    route: ClassVar[str]
+    """The SDK's name of the request; paths and files use it."""
+    changes_state: ClassVar = False
+    """True: the request changes the job's state, and is served again if the state was lost."""
+
     def check(self, limits: Limits) -> None:
         """Raise ValueError if the request can never be served."""
 
 
-class _Datum(JsonBody):
-    """One text to train on, or to score: a target, and numbers, for every token of its input."""
+class Datum(JsonBody):
+    """A text to train on or to score. Every list has one value for each token of the input."""
 
     tokens: _Ints
     target_tokens: _Ints
     weights: _Floats | None = None
-    """What each target counts in cross-entropy; None: 1."""
+    """Weight of each target in cross-entropy; None: 1."""
     logprobs: _Floats | None = None
-    """Log-probability of each target when it was sampled."""
+    """Log-probability of each target when it was sampled, nats."""
     advantages: _Floats | None = None
 
     def check(self, name: str, limits: Limits, loss: str) -> None:
-        """Raise ValueError if no row holds the text, or ``loss`` needs other numbers."""
+        """Raise ValueError if the text fits in no row, or its values are not those of ``loss``."""
         limits.check_tokens(name, self.tokens)
         limits.check_tokens(f"{name}.target_tokens", self.target_tokens)
         if len(self.tokens) > limits.longest_row:
@@ -201,10 +237,10 @@ class _Datum(JsonBody):
         )
 
 
-class Pass(_JobBody):
-    """A request for a forward pass over texts: a loss, and every target's log-probability."""
+class Pass(JobBody):
+    """A request for a pass over texts. The answer has the loss and each target's logprob."""
 
-    data: list[_Datum] = Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)
+    data: list[Datum] = Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)
     loss_fn: str = "cross_entropy"
     loss_fn_config: dict[str, float] = Field(default={}, max_length=8)
 
@@ -219,6 +255,19 @@ class Pass(_JobBody):
         return lengths_N.max() <= length and best_fit(lengths_N, length).max() < rows
 
 
+class Forward(Pass):
+    """A request for a forward pass."""
+
+    route: ClassVar = "forward"
+
+
+class ForwardBackward(Pass):
+    """A request for a forward and a backward pass, whose gradients are added to the step's."""
+
+    route: ClassVar = "forward_backward"
+    changes_state: ClassVar = True
+
+
 class _AdamParams(JsonBody):
     learning_rate: float = Field(default=1e-4, ge=0, le=1e6)
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -229,8 +278,11 @@ class _AdamParams(JsonBody):
     """0: gradients are not clipped."""
 
 
-class OptimStep(_JobBody):
+class OptimStep(JobBody):
     """A request to update the adapter with the step's gradients."""
+
+    route: ClassVar = "optim_step"
+    changes_state: ClassVar = True
 
     adam_params: _AdamParams
 
@@ -248,15 +300,17 @@ class _SamplingParams(JsonBody):
     max_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=64)] | _Ints | None = None
-    """None: the model's own end; an empty list: none."""
+    """Texts or token ids that end a completion; None: :attr:`Limits.end_ids`."""
     temperature: float = 1.0
     top_k: int = Field(default=-1, ge=-1)
-    """-1, as 0: all tokens."""
+    """-1 and 0: all tokens."""
     top_p: float = 1.0
 
 
-class Sampling(_JobBody):
+class Sampling(JobBody):
     """A request to continue a prompt."""
+
+    route: ClassVar = "asample"
 
     prompt: _ModelInput
     sampling_params: _SamplingParams
@@ -273,7 +327,7 @@ class Sampling(_JobBody):
         return [token for chunk in self.prompt.chunks for token in chunk.tokens]
 
     def params(self, seed: int, limits: Limits) -> SamplingParams:
-        """Return what the generator is asked; ``seed`` is used if none was given."""
+        """Return the generator's parameters; ``seed`` is used if the request has none."""
         asked = self.sampling_params
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
         ids = limits.end_ids if stop is None else [x for x in stop if isinstance(x, int)]
@@ -321,7 +375,7 @@ class Sampling(_JobBody):
             )
 
     def answer(self, completion: Completion) -> dict[str, Any]:
-        """Describe one of its samples, the first with what was asked of the prompt."""
+        """Return the JSON of a finished sample. The first one has the prompt's logprobs too."""
         row: dict[str, Any] = {
             "tokens": completion.tokens,
             "logprobs": finite(completion.logprobs),
@@ -337,70 +391,89 @@ class Sampling(_JobBody):
         return row
 
 
-class Save(_JobBody):
-    """A request to keep the job's state, or its adapter in PEFT's format, under a name."""
+class Save(JobBody):
+    """A request to keep the job's state under a name."""
+
+    route: ClassVar = "save_weights"
 
     path: str | None = Field(default=None, pattern=f"^{_NAME}$")
     overwrite: bool = False
     ttl_seconds: int | None = Field(default=None, ge=3600, le=315_360_000)
-    """Seconds after which the save is removed; None: it stays."""
+    """Seconds after which the save is removed; None: never."""
 
     def check(self, limits: Limits) -> None:
         if self.path is None:
             raise ValueError("path is missing; give the save a name")
 
 
+class SavePeft(Save):
+    """A request to keep the adapter under a name, in PEFT's format."""
+
+    route: ClassVar = "save_weights_external"
+
+
 class SaveForSampler(Save):
     """A request to keep the adapter, under a name or for one new sampler alone."""
 
+    route: ClassVar = "save_weights_for_sampler"
+
     kind: Literal["snapshot"] = "snapshot"
     sampling_session_seq_id: int | None = Field(default=None, ge=0, lt=10**8)
+    """Number of the new sampler in the job's session."""
 
     def check(self, limits: Limits) -> None:
         if (self.path is None) == (self.sampling_session_seq_id is None):
             raise ValueError("it takes path or sampling_session_seq_id, and not both")
 
 
-class Load(_JobBody):
-    """A request to go on from a save, of any job whose path the client knows."""
+class Load(JobBody):
+    """A request to go on from a save of any job, if the client knows the save's path."""
+
+    route: ClassVar = "load_weights"
+    changes_state: ClassVar = True
 
     path: str
     optimizer: bool
-    """Whether the moments are loaded too; otherwise they are zero."""
+    """True: the moments are loaded too. False: they begin at zero."""
 
     def check(self, limits: Limits) -> None:
         if "/weights/" not in source_of(self.path) and self.optimizer:
             raise ValueError("path: sampler_weights have no optimizer state; load weights")
 
 
-class _Unserved(_JobBody):
-    """A request that was refused, in its place among the job's requests."""
+class Unserved(JobBody):
+    """A refused request, in its place among the job's requests."""
+
+    route: ClassVar = "unserved"
 
     problem: str
 
 
+JobRequest = (
+    Forward
+    | ForwardBackward
+    | OptimStep
+    | Sampling
+    | Save
+    | SavePeft
+    | SaveForSampler
+    | Load
+    | Unserved
+)
+
+KINDS: Mapping[str, type[JobRequest]] = {kind.route: kind for kind in get_args(JobRequest)}
+"""The types of requests by the SDK's names."""
+
+
 def finite(values: Sequence[float]) -> Sequence[float | None]:
-    """Put None where JSON has no number."""
+    """Replace NaN and infinities, which JSON does not have, by None."""
     if math.isfinite(sum(values)):
         return values
     return [x if math.isfinite(x) else None for x in values]
 
 
 def source_of(path: str) -> str:
-    """Return where a save's ``path`` leads under the folder of jobs; Refused: it is none."""
+    """Return a save's ``path`` relative to the folder of jobs; Refused: it is no save's path."""
     if _SOURCE.fullmatch(path) is None:
         raise Refused(f"path: {shortened(path)} is not tinker://RUN/weights/NAME of this service")
     return path.removeprefix("tinker://")
-
-
-KINDS: Mapping[str, type[_JobBody]] = {
-    "forward_backward": Pass,
-    "forward": Pass,
-    "optim_step": OptimStep,
-    "asample": Sampling,
-    "save_weights": Save,
-    "save_weights_for_sampler": SaveForSampler,
-    "save_weights_external": Save,
-    "load_weights": Load,
-    "unserved": _Unserved,
-}

@@ -1,7 +1,7 @@
 """``python -m moetrain.jobs``: the service as a process, behind HTTP.
 
-Exit codes are those of :mod:`moetrain.train`. A signal stops it in order: jobs in memory are saved,
-and waiting clients are told.
+Exit codes are those of :mod:`moetrain.train`. On a signal it saves the jobs in memory and answers
+the clients that wait.
 """
 
 import json
@@ -21,11 +21,11 @@ from moetrain.train.estimates.plan import plan_memory
 from moetrain.train.session import garbage_collector_off, resolve_run, stop_signals
 
 _IDLE_SECONDS = 0.1
-"""Between looks at stop signals, while no request waits."""
+"""Time between two looks at stop signals, while no request waits."""
 
 
 class JobRun:
-    """One run of the service as a process. ``JobRun(config).fit()`` is all there is to call."""
+    """A run of the service as a process: ``JobRun(config).fit()``."""
 
     def __init__(self, config: Config) -> None:
         """Check ``config``; raises ConfigError for settings that the service cannot have."""
@@ -35,7 +35,7 @@ class JobRun:
 
     @classmethod
     def plan(cls, config: Config, arch: Architecture) -> str:
-        """Refuse what the service would refuse, and describe the memory that it takes."""
+        """Return a description of the memory that it takes; ConfigError as the service."""
         return plan_memory(cls(config).config, arch)
 
     def fit(self) -> None:
@@ -47,8 +47,8 @@ class JobRun:
             SystemExit: SIGTERM (143) or Ctrl-C (130) came; everything was saved.
         """
         place = launched_place()
-        if place is not None and place.rank > 0:  # it runs what the main one runs
-            with stop_signals() as stop:  # the main one says when to stop
+        if place is not None and place.rank > 0:  # performs the main rank's commands
+            with stop_signals() as stop:  # the main rank says when to stop
                 session = JobSession(*resolve_run(self.config))
                 with garbage_collector_off():
                     session.follow()
@@ -80,7 +80,7 @@ class JobRun:
     def serving(cls, service: Service) -> Iterator[None]:
         """Serve HTTP at ``jobs.port`` inside, in a thread of its own."""
         access = cls.access_of(service.config)
-        from moetrain.jobs.server import JobRoutes  # which needs an extra
+        from moetrain.jobs.server import JobRoutes  # needs the extra "jobs"
 
         server, listener = JobRoutes(service).listen(access)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -90,14 +90,20 @@ class JobRun:
             print(f"serving jobs at http://{access.host}:{port}", flush=True)
             yield
         finally:
-            service.tell_stopped()
+            service.refuse_waiting()
             server.should_exit = True
             thread.join()
 
     @staticmethod
     def access_of(config: Config) -> Access:
-        """Return the address of the server, and who may use it."""
+        """Return the address and the authentication of the server."""
         jobs = config.jobs
-        own_file = Path(config.output_dir) / "token"
-        given = jobs.host, jobs.port, jobs.auth, jobs.token_file, own_file, "jobs."
-        return Access(*given, ("starlette", "uvicorn", "tinker"))
+        return Access(
+            jobs.host,
+            jobs.port,
+            jobs.auth,
+            jobs.token_file,
+            own_file=Path(config.output_dir) / "token",
+            section="jobs.",
+            packages=("starlette", "uvicorn", "tinker"),
+        )

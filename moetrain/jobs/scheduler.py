@@ -3,16 +3,17 @@
     service.create(id, seed)    service.submit(id, kind, body)    ... from any thread
     while service.turn(): ...                                     one thread
 
-Training runs and samplers are jobs alike. Jobs with something to do take turns: one request each,
-or all that wait at a sampler, which are generated together, or small ones of several jobs. A turn
-is begun, when all is queued for the device, and finished, when answers are on the disk and clients
-are told, which a thread of its own does, in order. Passes and updates are begun before turns before
-them are finished, so that the device computes meanwhile; all else when nothing is unfinished.
+Jobs with waiting requests take turns, training runs and samplers alike. A turn serves one request,
+or all that wait at a sampler, which are generated together, or small requests of several jobs, a
+*batch*. A turn is begun when all of its work is queued for the device, and finished when its
+answers are on the disk and sent. A thread of its own finishes turns, in order. A pass or an update
+is begun before the turns before it are finished, so that the device does not wait for the host. Any
+other request is begun when no turn is unfinished.
 
-A request is on the disk before its sender is told so, an answer before its client is, and before
-a checkpoint has seen its request: after a crash the next process goes on from the newest checkpoint
-of each job and computes again what that has not seen. An error within a request, or a damaged file,
-costs its own job alone. A write that fails ends the service.
+A request is on the disk before its sender knows that it was accepted. An answer is on the disk
+before its client gets it, and before a checkpoint has seen its request. So after a crash the next
+process goes on from the newest checkpoint of each job and serves later requests again. An error
+within a request, or a damaged file, costs its own job alone. A write that fails ends the service.
 """
 
 import math
@@ -26,38 +27,64 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from os.path import dirname
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moetrain.config import Config, logger
 from moetrain.config.sources import RunFailed, shortened
-from moetrain.jobs.api import JOB_ID, OptimStep, Pass, Refused
+from moetrain.jobs.api import (
+    JOB_ID,
+    KINDS,
+    Forward,
+    ForwardBackward,
+    JobRequest,
+    OptimStep,
+    Pass,
+    Refused,
+    SaveForSampler,
+)
 from moetrain.jobs.session import JobSession
-from moetrain.jobs.store import PASSES, DamagedJob, Job, SaveFolder, check_base
+from moetrain.jobs.store import SAMPLERS, DamagedJob, Job, Sampler, SaveFolder, check_base
 from moetrain.runtime.memory import LateValues
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.session import resolve_run
 
 _REMOVED = ".removed"
-_CHANGES = ("forward_backward", "optim_step", "load_weights")
-"""Kinds of requests that change the job's state, and so are served again where that was lost."""
-_Answers = Mapping[Job, list[dict[str, Any]]]
-"""To the next requests of each job, with callables for what waits for the device."""
-_UNFINISHED = 2
-"""Turns that are left unfinished: a pass, and its update, which hides no work of the host."""
+"""Beginning of the names of folders that are being removed."""
+_LateAnswer = Callable[[], dict[str, Any]]
+"""Waits for the device, and returns the answer: its ``result``, or its ``error``."""
+_Answers = Mapping[Job, Sequence[_LateAnswer]]
+"""Answers to the next requests of each job."""
+_MOST_UNFINISHED = 2
+"""Turns that may stay unfinished: a pass and its update, which alone hides no work of the host."""
 _POLL_SECONDS = 5e-4
-"""Between looks whether the device has computed a turn, while nothing can be begun."""
+"""Time between two looks whether the device has computed a turn, while no turn can be begun."""
 _LONGEST_WAIT = 0.5
-"""Seconds that a pass waits at most, on a device with nothing to do, for jobs of the last one."""
+"""Most seconds that a pass waits, on an idle device, for the jobs of the last batch."""
+
+
+class Turn(NamedTuple):
+    """A turn that is begun."""
+
+    mark: LateValues
+    """Ready when the device has computed the turn."""
+    finished: Future[None]
+    """Done when its answers are on the disk and sent, or with the error of that."""
 
 
 class Service(AbstractContextManager["Service"]):
-    """A session and the jobs that take turns at it."""
+    """A session and the jobs that take turns at it.
+
+    Attributes:
+        jobs: by id, the least recently served first.
+        unfinished: turns that are begun and not finished, in order.
+        pass_seconds: time that beginning the last pass took, if several jobs shared it.
+    """
 
     STOPPED = "the service was stopped; ask again when it runs"
     """The error of requests that had no answer when it ended."""
 
     def __init__(self, config: Config) -> None:
-        """Load the model, and the folder's jobs; ConfigError if those are of another model."""
+        """Load the model, and the folder's jobs; ConfigError: they depend on another model."""
         self.folder = Path(config.output_dir)
         folder = RunFolder(self.folder)
         folder.check_usable()
@@ -68,21 +95,21 @@ class Service(AbstractContextManager["Service"]):
             self.config = self.session.config
             check_base(self.folder, self.session.base)
             self._lock = threading.Condition()
-            self._company, self._pass_seconds, self._until = set[Job](), 0.0, math.inf
-            """Jobs of the last pass, how long that took to begin, and until when the next waits."""
-            self._begun: list[tuple[LateValues, Future[None]]] = []
-            """Unfinished turns, in order, each with a mark that is ready when they are computed."""
+            self._last_batch, self.pass_seconds = set[Job](), 0.0
+            self._wait_until = math.inf
+            """Time until which the next pass waits for jobs of the last batch."""
+            self.unfinished: list[Turn] = []
             self.jobs = {job.id: job for job in self._read_jobs()}
-            """Who was served last, or came last, is last."""
             self._writers = stack.enter_context(ThreadPoolExecutor())
             self._finisher = stack.enter_context(ThreadPoolExecutor(1))
             self._stack = stack.pop_all()
         self.is_stopping: Callable[[], bool] = lambda: False
-        """Called while text is generated: whether the service is to stop."""
+        """Called while text is generated. True: the service is to stop."""
         self._is_stopped = False
         self._removals: list[tuple[Job, Future[None]]] = []
-        self._remains: list[SaveFolder] = []
-        """Folders of saves that were removed."""
+        """Jobs to remove, and futures that are done when they are gone."""
+        self._removed_saves: list[SaveFolder] = []
+        """Folders of removed saves, to be cleared."""
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -90,21 +117,25 @@ class Service(AbstractContextManager["Service"]):
     def close(self) -> None:
         """Save all jobs in memory, and release the folder."""
         try:
-            self.tell_stopped()
+            self.refuse_waiting()
             self._remove()
-            self._settle()
+            self.drain()
             for job in [job for job in self.jobs.values() if job.begun != job.done]:
                 self.session.forget(job.id)  # a checkpoint must not have seen what has no answer
-            self.session.put_all_away()
+            self.session.evict_all()
         finally:
-            self._stack.close()
+            self.release()
 
-    def tell_stopped(self) -> None:
-        """Tell all clients that wait, and from now on those that ask, that the service stops."""
+    def release(self) -> None:
+        """End the threads and release the folder, without saving."""
+        self._stack.close()
+
+    def refuse_waiting(self) -> None:
+        """Answer all clients that wait, and from now on those that ask, that the service stops."""
         with self._lock:
             self._is_stopped = True
             for job in self.jobs.values():
-                job.tell_waiting(self.STOPPED)
+                job.fail_waiting(self.STOPPED)
 
     def _read_jobs(self) -> list[Job]:
         root = self.folder / "jobs"
@@ -116,34 +147,36 @@ class Service(AbstractContextManager["Service"]):
             elif Job(folder).is_removed:  # a service was killed before it was gone
                 job = Job(folder)
                 with suppress(DamagedJob):
-                    job.look()
-                self._clear_away(job)
-            elif JOB_ID.fullmatch(folder.name) and folder.is_dir() and Job(folder).has_begun:
+                    job.load()
+                self._remove_files(job)
+            elif JOB_ID.fullmatch(folder.name) and folder.is_dir() and Job(folder).has_files:
                 found.append(Job(folder))
                 found[-1].clear_removed_saves()
                 try:
-                    found[-1].look()
+                    found[-1].load()
                 except DamagedJob as error:
                     self._set_aside(found[-1], str(error))
         return found
 
     def _set_aside(self, job: Job, error: str) -> None:
         """Stop serving ``job``, and leave its folder as it is."""
-        self._settle()  # its turns before this one are as good as others'
+        self.drain()  # its turns before this one are as good as others'
         self.session.forget(job.id)
         with self._lock:  # not written down: the next start may find it put right
             job.status = "failed"
             job.error = error
-            job.tell_waiting(error)
+            job.fail_waiting(error)
         logger.warning("job %s is set aside, with its folder as it is: %s", job.label, error)
 
     # ---- for clients, from any thread ----------------------------------------------------------
 
     def create(self, name: str, seed: int | None = 0, source: str | None = None) -> Job:
-        """Make a new job; to ask again for ``name``, an id, is safe. ``seed`` None: of the name.
+        """Make a new job with the id ``name``, or return the job if it was made so before.
 
-        ``source``: the save that a sampler has, or that the first request of a run is to load, as
-        a path under the folder of jobs; None: the weights that all jobs begin with.
+        Args:
+            seed: None: it follows from ``name``.
+            source: the save that a sampler has, or that the first request of a run is to load, as
+                a path under the folder of jobs; None: the weights that all jobs begin with.
 
         Raises:
             Refused: ``name``, ``seed`` or ``source`` is not valid, the job has another or is being
@@ -159,17 +192,18 @@ class Service(AbstractContextManager["Service"]):
         with self._lock:
             job, most = self.jobs.get(name), self.config.jobs.max_jobs
             if job is None:
-                if source is not None:  # its step too: a save may give way to another of its name
+                if source is not None:  # its step too: a save may be replaced by one of its name
                     source = str(SaveFolder(root / source).checkpoint().relative_to(root))
                 job = Job(root / name, seed, source=source)
                 if job.is_sampler:
                     self._make_room(job.session)
                 if sum(job.status != "finished" for job in self.jobs.values()) >= most:
-                    problem = f"there are {most} jobs, as many as jobs.max_jobs; delete some"
-                    raise Refused(problem, 429)
-                if any(job.id == name for job, _ in self._removals):  # whose folder is still there
+                    raise Refused(
+                        f"there are {most} jobs, as many as jobs.max_jobs; delete some", 429
+                    )
+                if any(job.id == name for job, _ in self._removals):  # its folder is still there
                     raise Refused("the job of this id is being deleted; ask again when it is", 429)
-                job.begin()
+                job.create()
                 self.jobs[name] = job
             elif job.seed not in (None, seed) or source not in (None, dirname(job.source or "")):
                 raise Refused(f"this job has seed {job.seed}, or another source")
@@ -184,9 +218,9 @@ class Service(AbstractContextManager["Service"]):
             self.delete(idle[0].id)
 
     def finish(self, session: str) -> list[Future[None]]:
-        """End the jobs of a session; runs that have saves keep them.
+        """End the jobs of a session. Runs that have saves keep them; other jobs are removed.
 
-        Returns futures that are done when the others are gone (:meth:`delete`).
+        Returns futures that are done when these are gone (:meth:`delete`).
         """
         with self._lock:
             mine = [job for job in self.jobs.values() if job.session == session]
@@ -196,12 +230,12 @@ class Service(AbstractContextManager["Service"]):
             return [self.delete(job.id) for job in mine if not job.saves]  # samplers have none
 
     def end(self, name: str) -> None:
-        """Drop a job's waiting requests, and take up no more. OSError: it goes on."""
+        """Drop a job's waiting requests, and accept no more. OSError: the job goes on."""
         with self._lock:
             job = self.find(name)
             if job.status == "open":
-                job.note("finished")
-                job.tell_waiting("finished")
+                job.set_status("finished")
+                job.fail_waiting("finished")
 
     def folder_of(self, name: str, save: str) -> Path:
         """Return the folder of a save; Refused: there is none."""
@@ -210,50 +244,53 @@ class Service(AbstractContextManager["Service"]):
         return self.find(name).folder / save
 
     def remove_save(self, name: str, save: str) -> None:
-        """Remove a save, and with the last one a run that is finished; Refused: there is none."""
+        """Remove a save; Refused: there is none. A finished run goes with its last save."""
         with self._lock:
             folder, job = SaveFolder(self.folder_of(name, save)), self.find(name)
             if job.status == "finished" and set(job.saves) == {save}:
                 self.delete(name)  # first: without it a kill would leave a run of no use
             else:
-                folder.forget()  # and the rest goes between turns: one may write another there
-                self._remains.append(folder)
+                folder.unmark()  # its files go between turns: a turn may write a new save there
+                self._removed_saves.append(folder)
                 self._lock.notify()
 
     def find(self, name: str) -> Job:
-        """Return a job. This and all below raise Refused where there is none."""
+        """Return a job. This method and those below raise Refused if there is none."""
         if (job := self.jobs.get(name)) is None:
             raise Refused("there is no such thing", 404)
         return job
 
     def submit(self, name: str, kind: str, body: object, number: int | None = None) -> int:
-        """Take up a request and return its number. It is on the disk when this returns.
-
-        ``number``: what the client calls it, so that it can be sent again; None: the next. It is a
-        place in a run's order, and anything to a sampler.
-
-        Raises Refused: it is not taken up.
-        """
+        """Parse and :meth:`accept` a request; Refused: it cannot be served."""
         job = self.find(name)  # raises Refused before the body is parsed
         if job.is_sampler is not (kind == "asample"):
             raise Refused(f"{shortened(kind)} is no request to this kind of job")
-        request = self.session.limits.parse(kind, body)
-        text = request.model_dump_json()
-        ahead = None
-        if isinstance(request, Pass | OptimStep):
-            is_small = isinstance(request, OptimStep) or request.fits(*self.session.engine.part)
-            ahead = kind if is_small else name, request
+        return self.accept(name, self.session.limits.parse(kind, body), number)
+
+    def accept(self, name: str, request: JobRequest, number: int | None = None) -> int:
+        """Accept a request to a job and return its number. It is on the disk then.
+
+        ``number``: the client's number of the request, so that it can be sent again; None: the
+        next. It is the place in a run's order; a sampler takes any number.
+
+        Raises Refused: the request is not accepted.
+        """
+        job, engine = self.find(name), self.session.engine
+        is_small = isinstance(request, OptimStep)
+        if isinstance(request, Pass):
+            is_small = request.fits(engine.part_rows, engine.part_seq_len)
         with job.adding:  # clients of other jobs do not wait for its disk
             job.check_open()
-            taken = job.add(kind, text, number, most=self.config.jobs.max_queued, ahead=ahead)
+            most = self.config.jobs.max_queued
+            accepted = job.accept(request, number, is_small=is_small, max_queued=most)
         with self._lock:
             self._lock.notify()
-        return taken
+        return accepted
 
     def answer(self, name: str, number: int) -> Future[dict[str, Any]]:
         """Return a future of a request's ``result`` or ``error``.
 
-        Refused: there was no such request, or it was too long ago.
+        Refused: there was no such request, or its answer is no longer kept.
         """
         with self._lock:
             job = self.find(name)
@@ -278,7 +315,7 @@ class Service(AbstractContextManager["Service"]):
     def delete(self, name: str) -> Future[None]:
         """Remove a job and its files; the future is done when they are gone.
 
-        What the disk knows when this returns is enough for the next service to remove them.
+        When this returns, the disk has a mark by which the next service would remove them.
         """
         with self._lock:
             job = self.find(name)
@@ -287,7 +324,7 @@ class Service(AbstractContextManager["Service"]):
                 self.end(name)
             except OSError:  # a full disk must not keep anybody from making room
                 job.status = "finished"
-                job.tell_waiting("finished")
+                job.fail_waiting("finished")
             del self.jobs[name]
             future: Future[None] = Future()
             future.set_running_or_notify_cancel()  # a client that leaves cannot stop it
@@ -298,126 +335,168 @@ class Service(AbstractContextManager["Service"]):
     # ---- the worker's thread -------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Begin what is next, a request or small ones of several jobs together, and wait for turns
-        that are too many. False: there is nothing to do.
+        """Begin the next turn, and wait for those before it that may not stay unfinished.
 
-        RunFailed, OSError: device or disk failed, in this turn or one before it.
+        Returns False if there is nothing to do. RunFailed, OSError: device or disk failed, in this
+        turn or one before it.
         """
         self._remove()
+        # 1. Choose the jobs.
         with self._lock:
             waiting = [job for job in self.jobs.values() if job.has_work]
-            has_more = bool(waiting or self._begun)
-            kind, jobs = self._next(waiting)
-            if has_more and not jobs and not (self._begun and self._begun[0][1].done()):
+            has_more = bool(waiting or self.unfinished)
+            kind, jobs = self._choose(waiting)
+            if (
+                has_more
+                and not jobs
+                and not (self.unfinished and self.unfinished[0].finished.done())
+            ):
                 self._lock.wait(_POLL_SECONDS)
-            if kind in PASSES:
-                self._company, self._until = set(jobs), math.inf
+            if kind is not None and issubclass(kind, Pass):
+                self._last_batch, self._wait_until = set(jobs), math.inf
             for job in jobs:
                 self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
+        # 2. Passes and updates of resident jobs are begun ahead; others wait for unfinished turns.
         session = self.session
-        asked = {job: job.ahead.pop(job.begun, None) for job in jobs}
-        is_ahead = all(x is not None and session.resident(job.id) for job, x in asked.items())
+        is_ahead = all(self._goes_ahead(job) for job in jobs)
         if not is_ahead:
-            self._settle()
-        if len(jobs) > 1 and not all(map(self._is_here, jobs)):
-            jobs = [job for job in jobs if self._bring(job)]
-        if kind == "optim_step" and len(jobs) > 1:
+            self.drain()
+        if len(jobs) > 1 and not all(map(self._is_ready, jobs)):
+            jobs = [job for job in jobs if self._activate(job)]
+        if kind is OptimStep and len(jobs) > 1:
             jobs = [job for job in jobs if session.has_gradient(job.id)]
+        # 3. Begin the turn, and let the other thread finish it.
         if len(jobs) > 1:
-            served = self._serve_together(kind, {job: asked[job] for job in jobs})
+            served = self._serve_batch(jobs)
         else:
-            served = {job: self._serve(job) for job in jobs if self._bring(job)}
+            served = {job: self._serve(job) for job in jobs if self._activate(job)}
         if served:
             for job, answers in served.items():
+                for number in range(job.begun, job.begun + len(answers)):
+                    job.pending.pop(number, None)
                 job.begun += len(answers)
-            mark, before = session.mark(), [future for _, future in self._begun[-1:]]
-            self._begun.append((mark, self._finisher.submit(self._finish, before, mark, served)))
-        self._settle(_UNFINISHED if is_ahead else 0)
-        if not self._begun and (now := self.jobs.get(session.now.id or "")) is not None:
+            mark, before = session.mark(), self.unfinished[-1:]
+            finished = self._finisher.submit(self._finish, before, mark, served)
+            self.unfinished.append(Turn(mark, finished))
+        # 4. Wait for turns before it, and save the active job if none is unfinished.
+        self.drain(_MOST_UNFINISHED if is_ahead else 0)
+        if not self.unfinished and (now := self.jobs.get(session.now.id or "")) is not None:
             self._save_if_due(now)
         return has_more
 
-    def _next(self, waiting: Sequence[Job]) -> tuple[str, list[Job]]:
-        """Choose who shares the next turn, and the word that their requests have in common.
+    def _batch_key(self, job: Job) -> object:
+        """Return the key of the turns that the job's next request may share: its type, or the job.
 
-        Updates that follow a pass come first: then jobs a request apart share a pass again. A pass
-        waits for those of the last one while the device is at work, and as beginning that took.
+        An update shares a turn only if it follows a pass.
         """
-        words = {job: job.next_word for job in waiting}
+        pending = job.pending.get(job.begun)
+        if pending is None or not pending.is_small:
+            return job
+        if isinstance(pending.request, OptimStep) and not job.follows_pass:
+            return job
+        return type(pending.request)
+
+    def _goes_ahead(self, job: Job) -> bool:
+        """Return whether the job's turn may be begun while others are unfinished."""
+        pending = job.pending.get(job.begun)
+        is_queued = pending is not None and isinstance(pending.request, Pass | OptimStep)
+        return is_queued and self.session.resident(job.id) is not None
+
+    def _choose(self, waiting: Sequence[Job]) -> tuple[type[JobRequest] | None, list[Job]]:
+        """Choose the jobs of the next turn; returns the type of the requests that they share.
+
+        Updates that follow a pass come first, so that jobs that are a request apart share a pass
+        again. A pass waits for the jobs of the last one while the device is at work, and after that
+        for as long as beginning the last one took.
+        """
+        keys = {job: self._batch_key(job) for job in waiting}
         most = self.config.jobs.max_tenants
-        for word in sorted(dict.fromkeys(words.values()), key=lambda word: word != "optim_step"):
-            jobs = [job for job in waiting if words[job] == word][:most]
-            missed = {job for job in self._company if job.status == "open"} - words.keys()
-            if word in PASSES and missed and len(jobs) < most:
-                if self._begun and not self._begun[-1][0].is_ready:
+        for key in sorted(dict.fromkeys(keys.values()), key=lambda key: key is not OptimStep):
+            jobs = [job for job in waiting if keys[job] == key][:most]
+            kind = key if key in (Forward, ForwardBackward, OptimStep) else None
+            missed = {job for job in self._last_batch if job.status == "open"} - keys.keys()
+            if kind in (Forward, ForwardBackward) and missed and len(jobs) < most:
+                if self.unfinished and not self.unfinished[-1].mark.is_ready:
                     continue
                 now = time.monotonic()
-                self._until = min(self._until, now + min(self._pass_seconds, _LONGEST_WAIT))
-                if now < self._until:
+                longest = min(self.pass_seconds, _LONGEST_WAIT)
+                self._wait_until = min(self._wait_until, now + longest)
+                if now < self._wait_until:
                     continue
-            return word, jobs
-        return "", []
+            return kind, jobs  # pyright: ignore[reportReturnType]
+        return None, []
 
-    def _bring(self, job: Job) -> bool:
-        """Let the session have ``job`` as its answers left it; False: it is not to be served."""
+    def _activate(self, job: Job) -> bool:
+        """Make ``job`` active, in the state that its answers left; False: it cannot be served."""
         assert job.seed is not None  # else it was set aside
+        session = self.session
         try:
-            self.session.sit(job.id, job.seed, str(job.folder), job.source)
-            while not job.is_sampler and self.session.now.seen < job.done:  # in no checkpoint
-                if self._is_given_up(job):
+            session.activate(job.id, job.seed, job.folder, job.source)
+            while not job.is_sampler and session.now.seen < job.done:  # in no checkpoint
+                if self._is_cancelled(job):
                     return False
-                number = self.session.now.seen
+                number = session.now.seen
                 answer = job.answer_of(number)
-                if "result" in answer and answer["kind"] in _CHANGES:
-                    self.session.serve(number, True)
+                if "result" in answer and KINDS[answer["kind"]].changes_state:
+                    session.serve(number, job.request(number, session.limits), True)
                 else:
-                    self.session.pass_over(number, "error" in answer and not answer["refused"])
+                    session.skip(number, "error" in answer and not answer["refused"])
         except (RunFailed, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
-            self.session.probe()
+            session.wait_for_device()
             self._set_aside(job, f"it could not be brought back: {_line_of(error)}")
             return False
-        self._save_if_due(job)  # of a client that always has a further request
+        self._save_if_due(job)  # a client may always have a further request
         return True
 
-    def _serve_together(self, kind: str, jobs: Mapping[Job, Any]) -> _Answers:
-        """Serve a small request each; if that fails none, and each has a turn of its own."""
+    def _serve_batch(self, jobs: Sequence[Job]) -> _Answers:
+        """Serve the next request of each of ``jobs`` in one turn.
+
+        If that fails it serves none, and each request gets a turn of its own.
+        """
+        requests = [job.pending[job.begun].request for job in jobs]
         try:
-            asked = {job.id: (job.begun, request) for job, (_, request) in jobs.items()}
             started = time.monotonic()
-            results = self.session.serve_together(kind, asked)
-            if kind in PASSES:
-                self._pass_seconds = time.monotonic() - started
-        except Exception as error:  # whose it is, their own turns show
+            results = self.session.serve_batch(
+                {
+                    job.id: (job.begun, request)
+                    for job, request in zip(jobs, requests, strict=True)
+                    if isinstance(request, Forward | ForwardBackward | OptimStep)
+                }
+            )
+            if isinstance(requests[0], Pass):
+                self.pass_seconds = time.monotonic() - started
+        except Exception as error:  # their own turns show whose it is
             for job in jobs:
+                job.pending.pop(job.begun)  # what is read from the disk is served alone
                 self.session.forget(job.id)
             if isinstance(error, RunFailed | OSError):
                 raise
             logger.warning("%d jobs shared a turn that failed: %s", len(jobs), _line_of(error))
-            self.session.probe()
+            self.session.wait_for_device()
             return {}
-        return {job: [{"result": result}] for job, result in zip(jobs, results, strict=True)}
+        return {job: [_answer_with(late)] for job, late in zip(jobs, results, strict=True)}
 
-    def _serve(self, job: Job) -> list[dict[str, Any]]:
-        """Return answers to the next requests of ``job``; none: it was given up or set aside."""
+    def _serve(self, job: Job) -> Sequence[_LateAnswer]:
+        """Serve the next requests of ``job``; no answers: it was cancelled or set aside."""
         number, session = job.begun, self.session
-        session.is_given_up = partial(self._is_given_up, job)
+        session.is_cancelled = partial(self._is_cancelled, job)
         try:
             if job.is_sampler:
-                results = session.sample(number, job.accepted - number)
-            else:
-                results = [result := session.serve(number)]
-                if not callable(result) and (new := result.pop("sampler", None)) is not None:
-                    try:
-                        self.create(**new)
-                    except Refused:  # nobody has its weights
-                        shutil.rmtree(self.folder / "jobs" / new["source"], ignore_errors=True)
-                        raise
-            if results is None:  # they were given up
-                session.forget(job.id)
-                return []
-            return [{"result": result} for result in results]
+                limits = session.limits
+                end = min(job.accepted, number + limits.max_completions)
+                asked = [job.request(i, limits) for i in range(number, end)]
+                results = session.generate(number, asked)
+                if results is None:
+                    session.forget(job.id)
+                    return []
+                return [_constant({"result": result}) for result in results]
+            stored = job.request(number, session.limits)
+            late = session.serve(number, stored)
+            if isinstance(request := stored.request, SaveForSampler):
+                self._create_sampler(job, request)
+            return [_answer_with(late)]
         except DamagedJob as error:
             self._set_aside(job, str(error))
             return []
@@ -426,39 +505,52 @@ class Service(AbstractContextManager["Service"]):
             raise
         except Refused as error:
             answers = [{"error": _line_of(error), "refused": True}]
-            session.pass_over(number, False)
+            session.skip(number, False)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             failed = {"error": _line_of(error), "refused": False}
             answers = [failed] * (job.accepted - number if job.is_sampler else 1)
             session.forget(job.id)
             logger.warning("job %s, request %d: %s", job.label, number, failed["error"])
-        session.probe()
-        return answers
+        session.wait_for_device()
+        return [_constant(answer) for answer in answers]
 
-    def _settle(self, most: int = 0) -> None:
-        """Wait until ``most`` turns at most are unfinished; raises what one of them failed with.
+    def _create_sampler(self, job: Job, request: SaveForSampler) -> None:
+        """Make the sampler for which ``job`` has saved its weights, unless they have a name."""
+        if (number := request.sampling_session_seq_id) is None:
+            return
+        assert job.seed is not None
+        sampler = Sampler.of_run(job.id, job.seed, number)
+        try:
+            self.create(sampler.id, sampler.seed, sampler.source)
+        except Refused:  # no sampler has its weights
+            shutil.rmtree(self.folder / "jobs" / sampler.source, ignore_errors=True)
+            raise
 
-        With none left states have seen nothing without an answer, and may be saved.
+    def drain(self, most: int = 0) -> None:
+        """Wait until at most ``most`` turns are unfinished; raises the error of one of them.
+
+        With none left, states have seen no request without an answer, and may be saved.
         """
-        while self._begun and (len(self._begun) > most or self._begun[0][1].done()):
-            (_, finished), *later = self._begun
-            self._begun = []  # if this fails: states have seen what has no answer
-            finished.result()
-            self._begun = later
+        while self.unfinished and (
+            len(self.unfinished) > most or self.unfinished[0].finished.done()
+        ):
+            first, *later = self.unfinished
+            self.unfinished = []  # if this fails: states have seen what has no answer
+            first.finished.result()
+            self.unfinished = later
 
-    def _finish(self, before: list[Future[None]], mark: LateValues, served: _Answers) -> None:
-        """Wait for the device, write answers of all jobs at once, and tell clients when theirs is
-        there; raises what the turn ``before`` failed with, of which no answer is left out."""
-        for one in before:
-            one.result()
-        self.session.probe(mark)
-        served = {
-            job: [{k: x() if callable(x) else x for k, x in answer.items()} for answer in answers]
-            for job, answers in served.items()
-        }
+    def _finish(self, before: Sequence[Turn], mark: LateValues, served: _Answers) -> None:
+        """Wait for the device, write the answers of all jobs at once, and send them.
+
+        Raises the error of the turn ``before``: no answer may be left out.
+        """
+        for turn in before:
+            turn.finished.result()
+        self.session.wait_for_device(mark)
+        answers = {job: [late() for late in lates] for job, lates in served.items()}
 
         def write(job: Job) -> None:
-            for number, answer in enumerate(served[job], job.done):
+            for number, answer in enumerate(answers[job], job.done):
                 job.answer(number, answer)
                 with self._lock:
                     future = job.waiting.pop(number, None)
@@ -468,56 +560,63 @@ class Service(AbstractContextManager["Service"]):
                 with job.adding, self._lock:
                     job.prune(job.done)
 
-        writing = [self._writers.submit(write, job) for job in served]
-        for one in wait(writing).done:  # whatever fails: whose answer is on the disk, is told
+        writing = [self._writers.submit(write, job) for job in answers]
+        for one in wait(writing).done:  # whatever fails, answers that are on the disk are sent
             one.result()
 
-    def _is_here(self, job: Job) -> bool:
-        """Whether the device has the state that the requests begun have left, to be saved later."""
-        if (state := self.session.resident(job.id)) is None or state.seen != job.begun:
-            return False
-        return not job.is_due(state.seen - state.saved, self.config)
+    def _is_ready(self, job: Job) -> bool:
+        """Return whether the job's state on the device is up to date, and not due to be saved."""
+        state = self.session.resident(job.id)
+        return state is not None and state.seen == job.begun and not state.is_due(self.config)
 
     def _save_if_due(self, job: Job) -> None:
         now, engine = self.session.now, self.session.engine
-        is_due = now.id == job.id and job.is_due(now.seen - now.saved, self.config)
-        if is_due and engine.is_between_steps:
-            self._settle()
-            seen, job.saved_time = self.session.save(), time.monotonic()
+        if now.id == job.id and now.is_due(self.config) and engine.is_between_steps:
+            self.drain()
+            seen = self.session.save()
             with job.adding, self._lock:
                 job.prune(seen)
 
-    def _is_given_up(self, job: Job) -> bool:
+    def _is_cancelled(self, job: Job) -> bool:
         return job.status != "open" or self.is_stopping()
 
     def wait(self, seconds: float) -> None:
         """Return when a request or a removal waits, or after ``seconds``."""
         with self._lock:
-            is_idle = not (self._removals or self._remains or self._begun)
+            is_idle = not (self._removals or self._removed_saves or self.unfinished)
             if is_idle and not any(job.has_work for job in self.jobs.values()):
                 self._lock.wait(seconds)
 
     def _remove(self) -> None:
-        while self._remains:
-            self._remains.pop().clear()
+        """Remove the files of removed saves and of deleted jobs."""
+        while self._removed_saves:
+            self._removed_saves.pop().clear()
         while self._removals:
-            self._settle()
+            self.drain()
             job, future = self._removals[0]
             self.session.forget(job.id)
-            self._clear_away(job)
+            self._remove_files(job)
             with self._lock:  # only now may another job take its name
                 del self._removals[0]
             future.set_result(None)
 
-    def _clear_away(self, job: Job) -> None:
+    def _remove_files(self, job: Job) -> None:
         """Remove the files of a job that is marked; the mark goes with the last ones."""
         root, source = job.folder.parent, job.source or ""
-        if job.is_sampler and f"/{JobSession.SAMPLERS}/" in source:  # which is its alone
+        if job.is_sampler and f"/{SAMPLERS}/" in source:  # a save for this sampler alone
             shutil.rmtree((root / source).parent, ignore_errors=True)
         gone = root / f"{_REMOVED}-{job.id}"
         with job.adding:
             job.folder.rename(gone)
         shutil.rmtree(gone)
+
+
+def _answer_with(late: Callable[[], dict[str, Any]]) -> _LateAnswer:
+    return lambda: {"result": late()}
+
+
+def _constant(answer: dict[str, Any]) -> _LateAnswer:
+    return lambda: answer
 
 
 def _line_of(error: Exception) -> str:

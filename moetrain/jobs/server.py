@@ -1,12 +1,12 @@
 """The service as an HTTP server that speaks the protocol of the ``tinker`` SDK (0.38).
 
-:class:`JobRoutes` has the routes. What a training run or a sampler is asked is taken up, numbered
-by the client (``seq_id``), and answered with the id of a future; ``retrieve_future`` waits for it.
-A request that is refused takes its number all the same: its future says why. Passes over texts
-come as protobuf messages, and their results and samples leave as such; all else is JSON.
+:class:`JobRoutes` has the routes. A request to a training run or a sampler is accepted under the
+client's number for it (``seq_id``) and answered with the id of a future; ``retrieve_future`` waits
+for the result. A refused request takes its number all the same, and its future says why. Passes
+over texts come as protobuf messages, and their results and samples leave as such. All else is JSON.
 
-Whoever knows the id of a session may use its jobs, and no route lists ids. A sampler's ids are its
-session's. :mod:`moetrain.http.access` authenticates clients.
+A client that knows the id of a session may use its jobs, and no route lists ids. The ids of
+samplers follow from their session's. :mod:`moetrain.http.access` authenticates clients.
 """
 
 import asyncio
@@ -33,30 +33,30 @@ from tinker.proto import tinker_public_pb2 as wire
 
 from moetrain.config.sources import shortened
 from moetrain.http.json_server import JsonServer
-from moetrain.jobs.api import JOB_ID, MOST_TEXTS, Refused, source_of
+from moetrain.jobs.api import JOB_ID, MOST_TEXTS, Refused, Unserved, source_of
 from moetrain.jobs.scheduler import Service
 
 _PROTOBUF = "application/x-protobuf"
 _WAIT_SECONDS = 20.0
-"""Time that a future is waited for, less than the 45 that the SDK waits for an answer."""
+"""Time that a request waits for a future: less than the 45 s that the SDK waits for an answer."""
 _CHUNK_BYTES = 5_000_000
-"""Largest part of a batch that the SDK sends at once, by its own estimate."""
+"""Largest part of a batch that the SDK sends at once, in bytes by its own estimate."""
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 _FUTURE = re.compile(rf"({JOB_ID.pattern}):(new|[0-9]{{1,8}})")
 _DTYPES = {wire.DTYPE_FLOAT32: "<f4", wire.DTYPE_INT64: "<i8", wire.DTYPE_INT32: "<i4"}
 _MOST_KEYS = 64
-"""Keys of an object in a request that the SDK's own types parse, which complain of each."""
-_OF_JOBS = ("base_model", "model_id", "model_seq_id", "optimizer_config", "sampling_session_id")
-_OF_JOBS += ("seq_id", "session_id", "type", "user_metadata")
-"""Keys of a request that say whose it is; the others are what is asked."""
+"""Most keys of an object that the SDK's own types parse: their error names each unknown key."""
+_ADDRESS = ("base_model", "model_id", "model_seq_id", "optimizer_config", "sampling_session_id")
+_ADDRESS += ("seq_id", "session_id", "type", "user_metadata")
+"""Keys of a body that say which job it is for; the others make the request."""
 _T = TypeVar("_T", bound=BaseModel)
 
 
 class JobRoutes(JsonServer):
     """The HTTP application of a service.
 
-    Most routes are functions that run in another thread. Those of POST take the body; all take the
-    names in the path, and return the answer's JSON, nothing, or futures that end with nothing.
+    Most routes are functions that run in another thread. They take the names in the path, and for
+    POST the body before them. They return the JSON of the answer, or None, or futures to wait for.
     """
 
     @staticmethod
@@ -115,7 +115,7 @@ class JobRoutes(JsonServer):
             answer = await self.read(request, partial(work, **names), **wanted)
         else:
             answer = await asyncio.to_thread(work, **names)
-        if isinstance(answer, Future):  # of a removal, which a long turn may hold up
+        if isinstance(answer, Future):  # a removal, which may have to wait for a long turn
             answer = [answer]
         if isinstance(answer, list):
             await asyncio.gather(*map(asyncio.wrap_future, answer))
@@ -146,12 +146,13 @@ class JobRoutes(JsonServer):
     def load_weights(self, body: Any) -> Any:
         if not isinstance(body, dict) or "session_id" not in body:
             return self.ask("load_weights", body)
+        # The first request of a new run.
         new = _parsed(types.LoadWeightsRequest, body)
         self._check_base(new.base_model, new.optimizer_config)
         name = f"{new.session_id}:train:{new.model_seq_id}"
-        self.service.session.limits.parse("load_weights", _asked(body))  # before there is a run
+        request = self.service.session.limits.parse("load_weights", _request_of(body))
         self.service.create(name, None, source_of(new.path))
-        number = self.service.submit(name, "load_weights", _asked(body), 0)
+        number = self.service.accept(name, request, 0)
         return {"request_id": f"{name}:{number}"}
 
     def create_sampler(self, body: Any) -> Any:
@@ -167,8 +168,8 @@ class JobRoutes(JsonServer):
     # ---- requests and futures ------------------------------------------------------------------
 
     def ask(self, kind: str, body: Any) -> Any:
-        asked = _asked(body)
-        return self._numbered(kind, body.get("model_id"), body.get("seq_id"), lambda: asked)
+        asked = _request_of(body)
+        return self._accept(kind, body.get("model_id"), body.get("seq_id"), lambda: asked)
 
     def forward_backward(self, data: bytes) -> Any:
         try:
@@ -176,12 +177,12 @@ class JobRoutes(JsonServer):
         except DecodeError as error:
             raise Refused(f"the body is no such message: {error}") from None
         kind = "forward" if message.forward_only else "forward_backward"
-        return self._numbered(kind, message.model_id, message.seq_id, lambda: _pass(message))
+        return self._accept(kind, message.model_id, message.seq_id, lambda: body_of_pass(message))
 
-    def _numbered(self, kind: str, name: Any, seq: Any, body: Callable[[], object]) -> Any:
-        """Take up a request to a training run, or that it was refused."""
+    def _accept(self, kind: str, name: Any, seq: Any, body: Callable[[], object]) -> Any:
+        """Accept a request to a training run, or in its place the fact that it was refused."""
         job = self.service.find(str(name))
-        first = int(job.source is None)  # of a run that begins with a load, that is 0
+        first = int(job.source is None)  # number 0 is the load with which a run began
         if type(seq) is not int or not first <= seq < 10**8:
             raise Refused(f"seq_id {shortened(seq)} is not a number from {first}")
         try:
@@ -189,11 +190,12 @@ class JobRoutes(JsonServer):
         except Refused as error:
             if error.status != 400:
                 raise
-            self.service.submit(job.id, "unserved", {"problem": str(error)}, seq - first)
+            self.service.accept(job.id, Unserved(problem=str(error)), seq - first)
         return {"request_id": f"{job.id}:{seq - first}"}
 
     def sample(self, body: Any) -> Any:
-        asked, name, seq = _asked(body), str(body.get("sampling_session_id")), body.get("seq_id")
+        asked = _request_of(body)
+        name, seq = str(body.get("sampling_session_id")), body.get("seq_id")
         if type(seq) is not int or not 0 <= seq < 2**63:
             raise Refused(f"seq_id {shortened(seq)} is not a number")
         number = self.service.submit(name, "asample", asked, seq)
@@ -201,7 +203,7 @@ class JobRoutes(JsonServer):
         return {"request_id": f"{name}:{number}", "sample_sequence_ids": ids}
 
     async def retrieve(self, request: HTTPRequest) -> Response:
-        """Answer with a future's result, or after some seconds that it takes longer."""
+        """Answer with a future's result, or after some seconds that the client may try again."""
         asked = await self.read(request, partial(_parsed, types.FutureRetrieveRequest))
         if (found := _FUTURE.fullmatch(asked.request_id)) is None:
             raise Refused("there is no such thing", 404)
@@ -289,18 +291,19 @@ def _parsed(kind: type[_T], body: Any) -> _T:
     return kind.model_validate(body, strict=True)
 
 
-def _asked(body: Any) -> dict[str, Any]:
+def _request_of(body: Any) -> dict[str, Any]:
+    """Return ``body`` without the keys that say which job it is for."""
     if not isinstance(body, dict):
         raise Refused("the body is not an object")
-    return {key: value for key, value in body.items() if key not in _OF_JOBS}
+    return {key: value for key, value in body.items() if key not in _ADDRESS}
 
 
-def _pass(message: Any) -> dict[str, Any]:
-    """Return a message's pass over texts as :class:`moetrain.jobs.api.Pass` has it; or Refused."""
-    given, config = message.loss_fn_config_v2, {**message.loss_fn_config}  # which older SDKs send
-    if any(one.WhichOneof("value") == "text" for one in given.values()):
+def body_of_pass(message: Any) -> dict[str, Any]:
+    """Return a message's pass as the body of a :class:`moetrain.jobs.api.Pass`; raises Refused."""
+    values, config = message.loss_fn_config_v2, {**message.loss_fn_config}  # the latter: older SDKs
+    if any(one.WhichOneof("value") == "text" for one in values.values()):
         raise Refused("loss_fn_config has a text, and no loss here takes one")
-    config |= {key: one.number for key, one in given.items()}
+    config |= {key: one.number for key, one in values.items()}
     data = []
     for i, datum in enumerate(islice(message.data, MOST_TEXTS + 1)):
         chunks = [chunk.encoded_text.tokens for chunk in datum.model_input]
@@ -315,6 +318,7 @@ def _pass(message: Any) -> dict[str, Any]:
 
 
 def _numbers(tensor: Any) -> list[Any]:
+    """Return the values of a tensor of one dimension; ValueError: it has another form."""
     if tensor.WhichOneof("encoding") == "sparse_csr" or len(tensor.shape) > 1:
         raise ValueError("a tensor has two dimensions, and each position takes one number")
     if tensor.dtype not in _DTYPES:
@@ -323,7 +327,8 @@ def _numbers(tensor: Any) -> list[Any]:
 
 
 def _floats(values: list[float | None]) -> bytes:
-    return np.array(values, np.float64).astype("<f4").tobytes()  # None: NaN
+    """Return fp32 bytes of ``values``, with NaN for None."""
+    return np.array(values, np.float64).astype("<f4").tobytes()
 
 
 def _pass_message(result: dict[str, Any]) -> bytes:

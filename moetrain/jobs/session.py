@@ -1,33 +1,32 @@
-"""An engine and a generator that serve one job at a time.
+"""An engine and a generator that serve one job at a time, or several in one pass.
 
-A job's state is copied into the very tensors that the engine was built with, and out of them when
-it is another job's turn (:mod:`moetrain.jobs.shared`). So one optimizer, one set of compiled blocks
-and one generator serve all jobs, over one copy of the base model, which the generator shares.
-Random numbers follow from a job's seed and the request's number, so a result depends on no other
-job.
+A job's state lies in memory of its own, and the engine's tensors point at the active job's
+(:mod:`moetrain.jobs.shared`). So one optimizer, one set of compiled blocks and one generator serve
+all jobs, over one copy of the base model, which the generator shares. Random numbers follow from a
+job's seed and the request's number, so a result depends on no other job.
 
-Of several ranks only the main one has jobs, their files and the HTTP server. Before it runs a
-method that is decorated :func:`_together`, it broadcasts the name and the arguments, as JSON, to
-the others, which wait in :meth:`JobSession.follow`. Then all report how it went: what has failed on
-one rank has failed. Anything large lies in files, which all ranks see.
+Only the main rank has jobs, their files and the HTTP server. What all ranks do is a
+:data:`Command`. The main rank broadcasts it as JSON, and the others wait for it in
+:meth:`JobSession.follow`. Then all ranks report whether they have failed: a command that fails on
+one rank fails on all. Requests may be large, so the other ranks read them from their files.
 
 Left out on purpose: the order of jobs (:mod:`moetrain.jobs.scheduler`); a rank that fails in the
-middle of a collective, for which the others wait until that gives up, as in any run.
+middle of a collective. The others wait for it until the collective gives up, as in any run.
 """
 
 import gc
-import json
 import re
 import shutil
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, partial, wraps
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
+from pydantic import BaseModel, Field, TypeAdapter
 
 from moetrain.checkpoint.read import list_checkpoints, open_checkpoint, step_of
 from moetrain.checkpoint.save import SavePlan
@@ -41,7 +40,7 @@ from moetrain.generate.request import Request, end_ids
 from moetrain.generate.weights import WeightUpdate, replica
 from moetrain.jobs import api
 from moetrain.jobs.shared import JobState, SharedEngine
-from moetrain.jobs.store import Job, SaveFolder
+from moetrain.jobs.store import SAMPLERS, Job, Sampler, SaveFolder, StoredRequest, read_request
 from moetrain.models.architecture import Architecture
 from moetrain.runtime.memory import LateValues
 from moetrain.train.preferences import score
@@ -51,25 +50,80 @@ from moetrain.train.session import Session
 from moetrain.train.state import Snapshots
 
 _LOGPROB_BYTES = 32
-"""JSON bytes of one likeliest token and its log-probability in an answer."""
+"""Bytes of JSON of one likeliest token and its log-probability in an answer."""
 _ROW_MULTIPLE = 64
-"""Row lengths are multiples of it where nothing is compiled for one: pads are computed too."""
+"""Row lengths are multiples of this unless blocks are compiled. Pads are computed too, so rows are
+as short as the samples allow."""
 _GARBAGE_SECONDS = 60.0
-_M = TypeVar("_M", bound=Callable[..., Any])
 _R = TypeVar("_R")
 
+Result = dict[str, Any]
+"""The JSON of a request's result."""
+LateResult = Callable[[], Result]
+"""Waits for the device, and returns the result."""
 
-def _together(method: _M) -> _M:
-    """Decorate a method that the main rank calls, with JSON arguments, and every rank runs."""
 
-    @wraps(method)
-    def call(session: "JobSession", *args: Any) -> Any:
-        if session.is_told or session.world.size == 1:
-            return method(session, *args)
-        session.world.broadcast(json.dumps([call.__name__, *args]))
-        return session.run_here(method, *args)
+# ---- commands ------------------------------------------------------------------------------------
 
-    return call  # pyright: ignore[reportReturnType]
+
+class Activate(BaseModel):
+    """Make a job active: as held, else from its newest checkpoint, else from its seed."""
+
+    type: Literal["activate"] = "activate"
+    job: str
+    seed: int
+    folder: Path
+    source: str | None
+    """Path of a sampler's checkpoint, under the folder of jobs; None: the base model."""
+
+
+class Serve(BaseModel):
+    """Serve a request of the active job."""
+
+    type: Literal["serve"] = "serve"
+    number: int
+    waits: bool
+
+
+class Generate(BaseModel):
+    """Serve requests of the active sampler together."""
+
+    type: Literal["generate"] = "generate"
+    first: int
+    """Number of the first request."""
+    count: int
+
+
+class Skip(BaseModel):
+    """Count a request as seen without serving it."""
+
+    type: Literal["skip"] = "skip"
+    number: int
+    forgets_step: bool
+    """True: the gradients of the unfinished step are dropped."""
+
+
+class SaveJob(BaseModel):
+    """Write a checkpoint of the active job."""
+
+    type: Literal["save"] = "save"
+
+
+class Forget(BaseModel):
+    """Drop the state of a job."""
+
+    type: Literal["forget"] = "forget"
+    job: str
+
+
+class EvictAll(BaseModel):
+    """Save all jobs that are between two steps, and drop the states of all."""
+
+    type: Literal["evict_all"] = "evict_all"
+
+
+Command = Activate | Serve | Generate | Skip | SaveJob | Forget | EvictAll
+_COMMANDS = TypeAdapter[Command](Annotated[Command, Field(discriminator="type")])
 
 
 class JobSession:
@@ -77,13 +131,11 @@ class JobSession:
 
     Attributes:
         limits: the largest requests that can be served.
-        now: the job whose state is loaded, and how far it has come.
+        now: the state of the active job.
+        held: states of the jobs that were active before, the least recently active first.
+        base: what the jobs of the folder depend on, as JSON.
+        trains: for each part of the model, as the SDK names them, whether it has adapters.
     """
-
-    SAMPLERS = "samplers"
-    """Folder of a run with weights that belong to one sampler each."""
-    is_told = False
-    """Whether every rank runs the method that is running now."""
 
     def __init__(self, config: Config, arch: Architecture) -> None:
         """Build everything; ConfigError for settings that do not fit the model or the device."""
@@ -91,43 +143,47 @@ class JobSession:
         self.world = start.world
         config = self.config = start.config
         RunFolder(Path(config.output_dir)).check_shared(self.world)
-        self.is_given_up: Callable[[], bool] = lambda: False
-        """Called on the main rank while text is generated: whether to cancel the request."""
+        self.is_cancelled: Callable[[], bool] = lambda: False
+        """Called on the main rank while text is generated. True: the request is cancelled."""
         self.engine = SharedEngine(config, arch, self.world)
         self.snapshots = Snapshots(self.engine)
         model, experts = replica(self.engine)
-        pages, most = Pages.number_for(config), config.rl.max_sequences
         heads, self.leaders = sharing_heads(self.world, experts)
-        sizes: dict[str, Any] = {"num_pages": pages, "max_sequences": most}
-        named = config.is_set("data.tokenizer")
-        tokenizer = load_tokenizer(config.data.tokenizer) if named else None
-        self.generator = Generator(model, tokenizer, **sizes, experts=experts, heads=heads)
+        has_tokenizer = config.is_set("data.tokenizer")
+        tokenizer = load_tokenizer(config.data.tokenizer) if has_tokenizer else None
+        self.generator = Generator(
+            model,
+            tokenizer,
+            num_pages=Pages.number_for(config),
+            max_sequences=config.rl.max_sequences,
+            experts=experts,
+            heads=heads,
+        )
         self.update_weights = WeightUpdate(self.engine, self.generator)
         self.limits = api.Limits(
-            arch.vocab_size,
-            config.data.seq_len,
-            self.generator.longest,
-            config.jobs.max_completions,
-            (config.jobs.max_request_mib << 20) // _LOGPROB_BYTES,
-            () if tokenizer is None else end_ids(self.engine.model, tokenizer),
+            vocab_size=arch.vocab_size,
+            longest_row=config.data.seq_len,
+            longest_text=self.generator.longest,
+            max_completions=config.jobs.max_completions,
+            max_logprobs=(config.jobs.max_request_mib << 20) // _LOGPROB_BYTES,
+            end_ids=() if tokenizer is None else end_ids(self.engine.model, tokenizer),
         )
-        self._max_resident = self.engine.most_resident(start.room)
-        self._held: dict[str, JobState] = {}
-        """The states of jobs that were served last, the latest at the end."""
+        self._max_resident = self.engine.max_resident(start.room)
+        self.held: dict[str, JobState] = {}
         self._aside = Path(config.output_dir) / "aside"
         """Folder for jobs that are in the middle of a step and have no room in memory."""
         if self.world.is_main:  # files of a killed process are of no use
             shutil.rmtree(self._aside, ignore_errors=True)
         self.world.barrier()
         self.base = {
-            # Without what reward models have, of which there are no jobs.
+            # Without the fields of reward models, which jobs do not train.
             "architecture": arch.model_dump(mode="json", exclude={"num_labels", "pad_token_id"}),
             "frozen": self.engine.fingerprint,  # collective: now, when every rank is here
             "lora": config.lora.model_dump(mode="json", exclude={"save", "layout"}),
             "moments": config.optim.state_dtype,
         }
-        """What the folder's jobs depend on."""
-        self.now, self._tidied = JobState(), time.monotonic()
+        self.now = JobState()
+        self.tidied_time = time.monotonic()
         adapted = "\n".join(self.engine.stages.trained)
         parts = {"unembed": "head", "mlp": "moe|mlp|expert", "attn": "attn"}
         self.trains = {part: bool(re.search(words, adapted)) for part, words in parts.items()}
@@ -135,37 +191,33 @@ class JobSession:
     # ---- several ranks -------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Run the methods that the main rank calls, until it calls :meth:`dismiss`."""
-        while command := json.loads(self.world.broadcast("")):
-            name, *args = command
-            try:
-                self.run_here(getattr(JobSession, name).__wrapped__, *args)
-            except Exception as error:  # noqa: BLE001 - the main rank was told, and decides
-                del error
+        """Perform the main rank's commands until it calls :meth:`dismiss`."""
+        while text := self.world.broadcast(""):
+            with suppress(Exception):  # the main rank knows of it, and decides
+                self.agree(partial(self.perform, _COMMANDS.validate_json(text)))
             self.tidy()
-
-    def tidy(self) -> None:
-        """Collect Python's garbage, once a minute: to look through all that compiling has made
-        takes 0.4 s."""
-        if time.monotonic() > self._tidied + _GARBAGE_SECONDS:
-            gc.collect()
-            self._tidied = time.monotonic()
 
     def dismiss(self) -> None:
         """Let the other ranks return from :meth:`follow`. Called on the main rank, at the end."""
         if self.world.size > 1:
-            self.world.broadcast("null")
+            self.world.broadcast("")
 
-    def run_here(self, method: Callable[..., _R], *args: Any) -> _R:
-        """Run a method that every rank runs now; what fails on one rank fails on all."""
-        before, self.is_told = self.is_told, True
+    def tidy(self) -> None:
+        """Collect Python's garbage, once a minute.
+
+        A collection looks at all that compiling has made, which takes 0.4 s.
+        """
+        if time.monotonic() > self.tidied_time + _GARBAGE_SECONDS:
+            gc.collect()
+            self.tidied_time = time.monotonic()
+
+    def agree(self, work: Callable[[], _R]) -> _R:
+        """Return ``work()``, which all ranks do now. If it fails on one rank it fails on all."""
         result, failed = None, list[Exception]()
         try:
-            result = method(self, *args)
+            result = work()
         except Exception as failure:  # noqa: BLE001 - raised below, when all ranks know of it
             failed.append(failure)
-        finally:
-            self.is_told = before
         others = self.world.any("".join(f"{type(error).__name__}: {error}" for error in failed))
         if failed:
             raise failed.pop()  # with a name here it would hold itself, and what the pass has made
@@ -173,128 +225,176 @@ class JobSession:
             raise RuntimeError(f"on another rank, {others}")
         return result  # pyright: ignore[reportReturnType]
 
-    # ---- who sits here -------------------------------------------------------------------------
+    def _run(self, command: Command, requests: Sequence[StoredRequest] = ()) -> Any:
+        """Perform ``command`` on all ranks. Called on the main rank, which has its ``requests``."""
+        if self.world.size == 1:
+            return self.perform(command, requests)
+        self.world.broadcast(command.model_dump_json())
+        return self.agree(partial(self.perform, command, requests))
+
+    def perform(self, command: Command, requests: Sequence[StoredRequest] = ()) -> Any:
+        """Do this rank's part of ``command``; its ``requests`` are read from files if missing."""
+        match command:
+            case Activate():
+                return self._activate(command)
+            case Serve(number=number):
+                request = requests[0] if requests else self._read(number)
+                return self._serve(number, request.request, command.waits)
+            case Generate(first=first, count=count):
+                return self._generate(requests or [self._read(first + i) for i in range(count)])
+            case Skip():
+                if command.forgets_step:
+                    self.engine.forget()
+                self.now.seen = command.number + 1
+            case SaveJob():
+                return self._save()
+            case Forget():
+                self._forget(command.job)
+            case EvictAll():
+                self.deactivate()
+                for job in list(self.held):
+                    self._evict(job)
+
+    def _read(self, number: int) -> StoredRequest:
+        return read_request(self.now.folder, number, self.limits)
+
+    # ---- the active job ------------------------------------------------------------------------
 
     def resident(self, job: str) -> JobState | None:
-        """Return the state of ``job``, if it is on the device."""
-        state = self.now if self.now.id == job else self._held.get(job)
+        """Return the state of ``job`` if it is on the device."""
+        state = self.now if self.now.id == job else self.held.get(job)
         return state if state is not None and state.place == "device" else None
 
     def has_gradient(self, job: str) -> bool:
-        """Whether ``job``, which is resident, is in the middle of a step."""
+        """Return whether ``job``, which is resident, is in the middle of a step."""
         is_now = self.now.id == job
-        return not self.engine.is_between_steps if is_now else bool(self._held[job].since_step)
+        return not self.engine.is_between_steps if is_now else bool(self.held[job].since_step)
 
-    @_together
-    def sit(self, job: str, seed: int, folder: str, source: str | None = None) -> None:
-        """Load the state of ``job``: as held, else from its newest checkpoint, else from its seed.
+    def activate(self, job: str, seed: int, folder: Path, source: str | None = None) -> None:
+        """Perform :class:`Activate`.
 
-        A sampler's comes from ``source``, a checkpoint's path under the folder of jobs, if any.
-
-        ConfigError: its checkpoints are damaged; RunFailed: there is no room for the job before it.
+        ConfigError: the job's checkpoints are damaged; RunFailed: there is no room for the job
+        that was active before.
         """
-        if self.now.id == job:
+        self._run(Activate(job=job, seed=seed, folder=folder, source=source))
+
+    def _activate(self, command: Activate) -> None:
+        if self.now.id == command.job:
             return
-        held = self._held.pop(job, None)
-        self._leave()
+        held = self.held.pop(command.job, None)
+        self.deactivate()
         if held is not None:
-            self.engine.enter(held)
+            self.engine.activate(held)
             self.now = held
             return
-        now = self.now = JobState(None, seed, Path(folder))  # nobody's, if that fails
-        self.engine.enter(now)
+        now = self.now = JobState(None, command.seed, command.folder)  # without id: it may fail
+        self.engine.activate(now)
         if Job(now.folder).is_sampler:
             now.kinds = ("model",)
+            source = command.source
             found = None if source is None else open_checkpoint(now.folder.parent / source)
         else:
-            saved = RunFolder(now.folder, self.world)
-            found = saved.open("auto", self.engine.arch, self.world)
+            run_folder = RunFolder(now.folder, self.world)
+            found = run_folder.open("auto", self.engine.arch, self.world)
         if found is not None:
             self.engine.restore(now, found, now.kinds)
         else:
-            self.engine.begin(seed)
-        now.saved, now.id = now.seen, job
+            self.engine.initialise(command.seed)
+        now.saved, now.id = now.seen, command.job
 
-    def _leave(self, more: int = 1) -> None:
-        """Leave the current job, and hold its state on the device, if there is room for so many
-        more jobs, or in host memory."""
-        left, self.now = self.now, JobState()
-        if left.id is None:
-            self.engine.drop(left)
+    def deactivate(self, num_coming: int = 1) -> None:
+        """Make no job active, and hold the state of the one that was.
+
+        States stay on the device if it has room for ``num_coming`` more jobs beside them. Else the
+        least recently active ones move to host memory, and from there to the disk.
+        """
+        last, self.now = self.now, JobState()
+        if last.id is None:
+            self.engine.drop(last)
         else:
-            self.engine.leave(left)
-            self._held[left.id] = left
-        resident = [held for held in self._held.values() if held.place == "device"]
+            self.engine.deactivate(last)
+            self.held[last.id] = last
+        # 1. From the device to host memory.
+        resident = [held for held in self.held.values() if held.place == "device"]
         try:
-            for held in resident[: max(0, len(resident) + more - self._max_resident)]:
-                self.engine.copy_out(held)
+            for held in resident[: max(0, len(resident) + num_coming - self._max_resident)]:
+                self.engine.move_to_host(held)
         except RuntimeError as error:
-            problem = f"there is no host memory for a job between its turns ({error})"
-            raise RunFailed(f"{problem}; lower jobs.max_loaded") from None
-        loaded = [job for job, held in self._held.items() if held.place == "host"]
+            raise RunFailed(
+                f"there is no host memory for a job between its turns ({error}); "
+                "lower jobs.max_loaded"
+            ) from None
+        # 2. From there into checkpoints, or, in the middle of a step, into files of this process.
+        loaded = [job for job, held in self.held.items() if held.place == "host"]
         for job in loaded[: -self.config.jobs.max_loaded]:
-            if not self._held[job].since_step:
-                self._put_away(job)
+            if not self.held[job].since_step:
+                self._evict(job)
                 continue
             self._aside.mkdir(exist_ok=True)
             file = self._aside / f"{job}-{self.world.rank}.safetensors"
-            if problem := self.world.any(self._held[job].put_down(file)):
+            if problem := self.world.any(self.held[job].move_to_file(file)):
                 raise RunFailed(f"a job cannot be put aside, {problem}; raise jobs.max_loaded")
 
-    def _put_away(self, job: str) -> None:
-        """Save ``job``, a run that is not in the middle of a step, and hold it no longer."""
-        held = self._held.pop(job)
+    def _evict(self, job: str) -> None:
+        """Save ``job`` unless it is in the middle of a step or a sampler, and drop its state."""
+        held = self.held.pop(job)
         if not held.since_step and held.saved != held.seen and held.kinds == self.engine.GROUPS:
-            self.engine.enter(held)
+            self.engine.activate(held)
             self.now = held
-            self.save()
+            self._save()
             self.now = JobState()
         self.engine.drop(held)
 
-    @_together
-    def put_all_away(self) -> None:
-        """Save all jobs, except those in the middle of a step, and hold none."""
-        self._leave()
-        for job in list(self._held):
-            self._put_away(job)
+    def evict_all(self) -> None:
+        """Perform :class:`EvictAll`."""
+        self._run(EvictAll())
 
-    @_together
     def forget(self, job: str) -> None:
-        """Drop the state of ``job``: it has ended, or the state may be inconsistent."""
+        """Perform :class:`Forget`: ``job`` has ended, or its state may be inconsistent."""
+        self._run(Forget(job=job))
+
+    def _forget(self, job: str) -> None:
         if self.now.id == job:
             self.engine.forget()
-            self._held[job], self.now = self.now, JobState()
-        if (held := self._held.pop(job, None)) is not None:
+            self.held[job], self.now = self.now, JobState()
+        if (held := self.held.pop(job, None)) is not None:
             self.engine.drop(held)
 
     def mark(self) -> LateValues:
-        """Return a number that the device computes behind all that it was given before."""
+        """Return a number that the device computes after all that it was given before."""
         return LateValues(torch.ones(1, device=self.world.device).sum())
 
-    def probe(self, mark: LateValues | None = None) -> None:
-        """Wait for the device until it is at ``mark``; RunFailed: it has failed, as in a kernel."""
+    def wait_for_device(self, mark: LateValues | None = None) -> None:
+        """Wait until the device has computed ``mark``, by default a new one.
+
+        RunFailed: the device has failed, as in a kernel.
+        """
         try:
             (mark or self.mark()).read()
         except RuntimeError as error:
-            problem = f"the device has failed ({error}); nothing is lost: start the service again"
-            raise RunFailed(problem) from None
+            raise RunFailed(
+                f"the device has failed ({error}); nothing is lost: start the service again"
+            ) from None
 
     # ---- saving --------------------------------------------------------------------------------
 
-    @_together
     def save(self) -> int:
-        """Write a checkpoint of the current job, between two steps; raises RunFailed.
+        """Write a checkpoint of the active job, which is between two steps; raises RunFailed.
 
         Returns how many requests every checkpoint of the job has seen.
         """
+        return self._run(SaveJob())
+
+    def _save(self) -> int:
         assert self.engine.is_between_steps
         folder = RunFolder(self.now.folder).checkpoints
-        self._write(folder)
-        self.now.saved = self.now.seen
+        self.write(folder)
+        self.now.note_saved()
         kept = list_checkpoints(folder)
         return (step_of(kept[0]) or 0) if len(kept) == self.config.checkpoint.keep else 0
 
-    def _write(self, root: Path, kinds: Sequence[str] = SharedEngine.GROUPS) -> None:
+    def write(self, root: Path, kinds: Sequence[str] = SharedEngine.GROUPS) -> None:
+        """Write a checkpoint of the active job's groups ``kinds`` under ``root``."""
         now, settings = self.now, self.config.checkpoint
         progress = {"steps": now.steps, "tokens": now.tokens, "sample_index": 0}
         plan = SavePlan(
@@ -305,146 +405,185 @@ class JobSession:
 
     # ---- requests ------------------------------------------------------------------------------
 
-    @_together
-    def serve(self, number: int, waits: bool = False) -> Any:
-        """Serve request ``number`` of the current job; return the result, or what waits for it,
-        unless this ``waits`` or there are several ranks.
+    def serve(self, number: int, request: StoredRequest, waits: bool = False) -> LateResult:
+        """Serve ``request``, the active job's of this number, and return its late result.
+
+        The device has computed the result already if this ``waits`` or there are several ranks.
 
         Raises:
             Refused: the job's state does not allow it, and is unchanged.
-            DamagedJob: the request's file is damaged.
             Exception: any other; call :meth:`forget` then.
         """
-        entry = Job.request_in(self.now.folder, number)
-        kind, request = entry["kind"], self.limits.parse(entry["kind"], entry["body"])
-        torch.manual_seed(zlib.crc32(f"{self.now.seed}.{number}".encode()))  # dropout's
-        if isinstance(request, api.Pass | api.OptimStep):
-            (result,) = self._queued(kind, [self.now], [request])
-        else:
-            result = getattr(self, f"_{kind}")(request)
+        return self._run(Serve(number=number, waits=waits), [request])
+
+    def _serve(self, number: int, request: api.JobRequest, waits: bool) -> LateResult:
+        torch.manual_seed(zlib.crc32(f"{self.now.seed}.{number}".encode()))  # of dropout
+        late = self._queue(request)
         self.now.seen = number + 1
-        return result() if callable(result) and (waits or self.world.size > 1) else result
+        if waits or self.world.size > 1:
+            result = late()
+            return lambda: result
+        return late
 
-    @_together
-    def pass_over(self, number: int, forgets_step: bool) -> None:
-        if forgets_step:
-            self.engine.forget()
-        self.now.seen = number + 1
+    def _queue(self, request: api.JobRequest) -> LateResult:
+        """Queue the work of a request to a training run on the device."""
+        match request:
+            case api.Forward() | api.ForwardBackward():
+                (late,) = self.queue_pass([self.now], [request])
+                return late
+            case api.OptimStep():
+                (late,) = self.queue_updates([self.now], [request])
+                return late
+            case api.SaveForSampler():
+                result = self._save_for_sampler(request)
+            case api.SavePeft():
+                result = self._keep(request, "external_weights", self.engine.save_peft)
+            case api.Save():
+                if not self.engine.is_between_steps:
+                    raise api.Refused(
+                        "a step is not over: its gradients are part of no save; step first"
+                    )
+                result = self._keep(request, "weights", self.write)
+            case api.Load():
+                result = self._load(request)
+            case api.Unserved():
+                raise api.Refused(request.problem)
+            case api.Sampling():
+                raise AssertionError("a training run has no such request")
+        return lambda: result
 
-    def _unserved(self, request: Any) -> dict[str, Any]:
-        raise api.Refused(request.problem)
+    def skip(self, number: int, forgets_step: bool) -> None:
+        """Perform :class:`Skip`."""
+        self._run(Skip(number=number, forgets_step=forgets_step))
 
-    def serve_together(self, kind: str, asked: Mapping[str, tuple[int, Any]]) -> list[Any]:
-        """Serve a small request each, with its number, of several jobs, which are resident, in one
-        pass or by one update each. Returns what waits for each result."""
-        self._leave(more=0)
-        self._held |= {job: self._held.pop(job) for job in asked}
-        jobs = [self._held[job] for job in asked]
-        requests = [request for _, request in asked.values()]
+    def serve_batch(
+        self, asked: Mapping[str, tuple[int, api.Forward | api.ForwardBackward | api.OptimStep]]
+    ) -> list[LateResult]:
+        """Serve a small request of each of several jobs in one pass, or by one update each.
+
+        ``asked``: the number and the request of each job, by id. The jobs are resident, and their
+        requests are of one type. Only for one rank.
+        """
+        self.deactivate(num_coming=0)
+        self.held |= {job: self.held.pop(job) for job in asked}
+        jobs = [self.held[job] for job in asked]
         for job, (number, _) in zip(jobs, asked.values(), strict=True):
             job.seen = number + 1
-        if kind == "optim_step":
-            return self._queued(kind, jobs, requests)
-        if self.config.compile.is_on:  # for one shape: further parts are empty
+        updates = [request for _, request in asked.values() if isinstance(request, api.OptimStep)]
+        if updates:
+            return self.queue_updates(jobs, updates)
+        passes = [request for _, request in asked.values() if isinstance(request, api.Pass)]
+        if self.config.compile.is_on:  # compiled for one shape: further parts are empty
             missing = self.config.jobs.max_tenants - len(jobs)
             jobs += [JobState(tensors={**jobs[0].tensors}) for _ in range(missing)]
-            requests += [requests[0].model_copy(update={"data": []})] * missing
-        with self.engine.together(jobs):
-            return self._queued(kind, jobs, requests)[: len(asked)]
+            passes += [passes[0].model_copy(update={"data": []})] * missing
+        with self.engine.batched(jobs):
+            return self.queue_pass(jobs, passes)[: len(asked)]
 
-    def _queued(self, kind: str, jobs: Sequence[JobState], requests: Sequence[Any]) -> list[Any]:
-        """Queue a pass or the updates of ``jobs``; return what waits for each result."""
-        if kind == "optim_step":
-            late = cache(self.engine.update(jobs, requests))
-        else:
-            late = cache(self._pass(jobs, requests, kind == "forward_backward"))
-        return [lambda i=i: late()[i] for i in range(len(jobs))]
+    def queue_updates(
+        self, jobs: Sequence[JobState], requests: Sequence[api.OptimStep]
+    ) -> list[LateResult]:
+        """Queue an update of each job, and return their late results."""
+        return _late_results(self.engine.update(jobs, requests), len(jobs))
 
-    def _pass(
-        self, jobs: Sequence[JobState], requests: Sequence[api.Pass], learns: bool
-    ) -> Callable[[], list[dict[str, Any]]]:
-        loss, *others = (api.ClientLoss.of(r.loss_fn, r.loss_fn_config) for r in requests)
-        loss = replace(loss, others=tuple(others))
+    def queue_pass(
+        self, jobs: Sequence[JobState], requests: Sequence[api.Pass]
+    ) -> list[LateResult]:
+        """Queue one pass over the texts of all ``requests``, and return their late results."""
+        engine = self.engine
+        # 1. The texts as rows, and the losses of the jobs.
         samples = [datum.sample(i) for i, request in enumerate(requests) for datum in request.data]
-        dealt = self._dealt(samples, len(requests))
-        shows = (engine := self.engine).runner.pipeline is None  # other stages pass the loss by
-        scored = [] if shows else score(engine, dealt.batches)
+        dealt = self.deal(samples, len(requests))
+        losses = [api.ClientLoss.of(r.loss_fn, r.loss_fn_config) for r in requests]
+        objective = api.JobsObjective(tuple(losses))
+        # 2. The pass. Only a pipeline's last stage computes the loss, so that a pipeline's
+        #    log-probabilities come from a pass of their own.
+        has_logprobs = engine.runner.pipeline is None
+        logprobs_BS = [] if has_logprobs else score(engine, dealt.batches)
+        learns = isinstance(requests[0], api.ForwardBackward)
         run = engine.forward_backward if learns else engine.forward
-        totals = self.run_here(lambda _: run(dealt.batches, loss))  # ranks go on together
-        if shows:  # the last ones: a pass may have been run again
-            scored = [x_BS.float() for x_BS in loss.seen[-len(dealt.batches) :]]
-        loss.seen.clear()
+        totals = self.agree(lambda: run(dealt.batches, objective))  # ranks go on together
+        if has_logprobs:  # the last ones: a pass may have been run again
+            logprobs_BS = [x_BS.float() for x_BS in objective.logprobs[-len(dealt.batches) :]]
+        objective.logprobs.clear()
         for job, request in zip(jobs, requests, strict=True):
             job.tokens += learns * sum(len(datum.tokens) for datum in request.data)
-        late = [*map(LateValues, [*scored, torch.stack([*totals.terms.values()])])]
+        # 3. Results, when the device has computed them.
+        late_logprobs = [LateValues(x_BS) for x_BS in logprobs_BS]
+        late_losses = LateValues(torch.stack([*totals.terms.values()]))
 
-        def results() -> list[dict[str, Any]]:
-            *logprobs_BS, losses = (numbers.read() for numbers in late)
-            found = iter(dealt.by_sample(logprobs_BS, lambda x: api.finite(x[1:].tolist())))
-            rows = zip(requests, api.finite(losses.tolist()), strict=True)
-            return [{"logprobs": [next(found) for _ in r.data], "loss": x} for r, x in rows]
+        def results() -> list[Result]:
+            read = [late.read() for late in late_logprobs]
+            found = iter(dealt.by_sample(read, lambda x: api.finite(x[1:].tolist())))
+            values = api.finite(late_losses.read().tolist())
+            return [
+                {"logprobs": [next(found) for _ in request.data], "loss": loss}
+                for request, loss in zip(requests, values, strict=True)
+            ]
 
-        return results
+        return _late_results(results, len(requests))
 
-    def _dealt(self, samples: Sequence[Sample], parts: int = 1) -> DealtSamples:
-        """Pack this rank's share of ``samples`` into rows that are no longer than they must be."""
-        length, rows = self.config.data.seq_len, self.config.train.micro_batch_size
-        most = max(len(sample.tokens) for sample in samples) - 1
-        if parts > 1:
-            rows, length = self.engine.part
-            most = max(sum(len(s.targets) for s in samples if s.group == i) for i in range(parts))
+    def deal(self, samples: Sequence[Sample], num_parts: int = 1) -> DealtSamples:
+        """Pack this rank's share of ``samples`` into rows that are as short as possible.
+
+        ``num_parts``: jobs that share the pass; a sample's group is its job.
+        """
+        seq_len, rows = self.config.data.seq_len, self.config.train.micro_batch_size
+        longest = max(len(sample.tokens) for sample in samples) - 1
+        if num_parts > 1:
+            rows, seq_len = self.engine.part_rows, self.engine.part_seq_len
+            tokens_of_jobs = [0] * num_parts
+            for sample in samples:
+                tokens_of_jobs[sample.group] += len(sample.targets)
+            longest = max(tokens_of_jobs)
         if not self.config.compile.is_on:
-            length = min(length, -(-most // _ROW_MULTIPLE) * _ROW_MULTIPLE)
+            seq_len = min(seq_len, -(-longest // _ROW_MULTIPLE) * _ROW_MULTIPLE)
             rows = min(rows, -(-len(samples) // self.world.dims.data_ranks))
         return DealtSamples(
             self.engine,
             samples,
             order=range(len(samples)),
-            seq_len=length,
+            seq_len=seq_len,
             micro_batch_size=rows,
-            num_parts=parts,
+            num_parts=num_parts,
         )
 
-    @_together
-    def sample(self, first: int, count: int) -> list[dict[str, Any]] | None:
-        """Serve requests of a sampler together, ``first`` and up to ``count`` in all.
+    # ---- sampling ------------------------------------------------------------------------------
 
-        None: :attr:`is_given_up` said so.
+    def generate(self, first: int, requests: Sequence[StoredRequest]) -> list[Result] | None:
+        """Serve ``requests`` of the active sampler together, or as many as one answer may hold.
+
+        ``first``: number of the first one. None: :attr:`is_cancelled` returned True.
         """
-        self.update_weights()  # empties the cache, so that nothing depends on the job before
-        generator, limits = self.generator, self.limits
+        return self._run(Generate(first=first, count=len(requests)), requests)
+
+    def _generate(self, stored: Sequence[StoredRequest]) -> list[Result] | None:
+        # 1. The sampler's weights; no cache or NaN of another job stays.
+        self.update_weights()  # empties the cache
+        generator = self.generator
         generator.wipe()  # diverged weights of a job before may have left NaN there
         generator.version = self.now.steps
-        asked, requests, total, logprobs = list[api.Sampling](), [], 0, 0
-        for number in range(first, first + count):
-            entry = Job.request_in(self.now.folder, number)
-            body = limits.parse("asample", entry["body"])
-            assert isinstance(body, api.Sampling)
-            seed = zlib.crc32(f"{self.now.seed}.{entry.get('key', number)}".encode())
-            params = body.params(seed, limits)
-            total += params.n
-            logprobs += params.n * params.max_tokens * params.logprobs
-            if asked and (total > limits.max_completions or logprobs > limits.max_logprobs):
-                break
-            asked.append(body)
-            requests.append(Request(str(number - first), tuple(body.tokens), params))
-        done: dict[tuple[int, int], dict[str, Any]] = {}
-        leaders, rank = self.leaders, self.world.rank
+        # 2. This rank's share of the requests.
+        asked, requests = self._admitted(stored)
+        rank, leaders = self.world.rank, self.leaders
         mine = requests[leaders.index(rank) :: len(leaders)] if rank in leaders else []
+        # 3. Generation, until all ranks are done: others may need this rank's experts.
+        done: dict[tuple[int, int], Result] = {}
         try:
             generator.submit(*mine)
-            while generator.goes_on(generator.is_busy):  # others may need this rank's experts
+            while generator.goes_on(generator.is_busy):
                 for c in generator.step():
                     if c.finish_reason is not None:
                         i = int(c.request_id)
                         done[i, c.index] = asked[i].answer(c)
-                if self.is_given_up():
-                    for one in mine:
-                        generator.abort(one.id)
+                if self.is_cancelled():
+                    for request in mine:
+                        generator.abort(request.id)
         finally:
-            for one in mine:
-                generator.abort(one.id)
-        parts = self.world.gather({} if self.is_given_up() else done)
+            for request in mine:
+                generator.abort(request.id)
+        # 4. Results of all ranks.
+        parts = self.world.gather({} if self.is_cancelled() else done)
         found = {key: c for part in parts for key, c in part.items()}
         if len(found) < sum(one.num_samples for one in asked):
             return None
@@ -456,44 +595,66 @@ class JobSession:
             for i, one in enumerate(asked)
         ]
 
-    def _save_weights(self, request: api.Save) -> dict[str, Any]:
-        if not self.engine.is_between_steps:
-            raise api.Refused("a step is not over: its gradients are part of no save; step first")
-        return self._keep(request, "weights", self._write)
+    def _admitted(
+        self, stored: Sequence[StoredRequest]
+    ) -> tuple[list[api.Sampling], list[Request]]:
+        """Return the first of ``stored``, as many as one answer may hold, and the generator's."""
+        limits, asked, requests = self.limits, list[api.Sampling](), list[Request]()
+        completions = logprobs = 0
+        for key, body in stored:
+            assert isinstance(body, api.Sampling)
+            params = body.params(zlib.crc32(f"{self.now.seed}.{key}".encode()), limits)
+            completions += params.n
+            logprobs += params.n * params.max_tokens * params.logprobs
+            is_full = completions > limits.max_completions or logprobs > limits.max_logprobs
+            if asked and is_full:
+                break
+            requests.append(Request(str(len(asked)), tuple(body.tokens), params))
+            asked.append(body)
+        return asked, requests
 
-    def _save_weights_for_sampler(self, request: api.SaveForSampler) -> dict[str, Any]:
-        write = partial(self._write, kinds=("model",))
+    # ---- saves ---------------------------------------------------------------------------------
+
+    def _save_for_sampler(self, request: api.SaveForSampler) -> Result:
+        write = partial(self.write, kinds=("model",))
         if request.path is not None:
             return self._keep(request, "sampler_weights", write)
-        number = str(request.sampling_session_seq_id)
-        self._keep(request.model_copy(update={"path": number}), self.SAMPLERS, write)
-        name = f"{str(self.now.id).partition(':')[0]}:sample:{number}"
-        seed = zlib.crc32(f"{self.now.seed}.{number}".encode())
-        new = {"name": name, "seed": seed, "source": f"{self.now.id}/{self.SAMPLERS}/{number}"}
-        return {"sampling_session_id": name, "sampler": new}
+        number = request.sampling_session_seq_id
+        assert number is not None  # it has one of the two
+        self._keep(request.model_copy(update={"path": str(number)}), SAMPLERS, write)
+        sampler = Sampler.of_run(str(self.now.id), self.now.seed, number)
+        return {"sampling_session_id": sampler.id}
 
-    def _save_weights_external(self, request: api.Save) -> dict[str, Any]:
-        return self._keep(request, "external_weights", self.engine.save_peft)
+    def _keep(self, request: api.Save, kind: str, write: Callable[[Path], None]) -> Result:
+        """Let ``write`` save the active job in the folder of a save; return the save's path."""
+        seen, is_main = self.now.seen, self.world.is_main
+        folder = SaveFolder(self.now.folder / kind / str(request.path))
+        max_saves = 2**31 if kind == SAMPLERS else self.config.jobs.max_saves
 
-    def _keep(self, request: api.Save, kind: str, write: Callable[[Path], None]) -> dict[str, Any]:
-        """Let ``write`` save the current job in the folder of a save; returns the save's path."""
-        folder, seen = SaveFolder(self.now.folder / kind / str(request.path)), self.now.seen
-        most = 2**31 if kind == self.SAMPLERS else self.config.jobs.max_saves
-        is_main, room = self.world.is_main, partial(folder.make_room, seen, request.overwrite, most)
-        problem = self.run_here(lambda _: room() if is_main else "")  # may be damaged
-        if problem := self.world.broadcast(problem):
+        def make_room() -> str:
+            """Return why there is no room; raises DamagedJob."""
+            return folder.make_room(seen, request.overwrite, max_saves) if is_main else ""
+
+        if problem := self.world.broadcast(self.agree(make_room)):
             raise api.Refused(problem)
         write(folder.path)
         if is_main:
             folder.write(seen, request.ttl_seconds)
         return {"path": f"tinker://{self.now.id}/{kind}/{request.path}"}
 
-    def _load_weights(self, request: api.Load) -> dict[str, Any]:
+    def _load(self, request: api.Load) -> Result:
         engine, path = self.engine, self.now.folder.parent / api.source_of(request.path)
-        found = self.run_here(lambda _: open_checkpoint(SaveFolder(path).checkpoint()))
+        found = self.agree(lambda: open_checkpoint(SaveFolder(path).checkpoint()))
         engine.forget()
         engine.restore(self.now, found, engine.GROUPS if request.optimizer else ("model",))
         if not request.optimizer:
             engine.optimizer.begin()
             self.now.steps = 0
+        self.now.has_loaded = True
         return {"path": request.path, "model_id": self.now.id}
+
+
+def _late_results(results: Callable[[], list[Result]], number: int) -> list[LateResult]:
+    """Return a function for each of ``results()``, which is called once at most."""
+    once = cache(results)
+    return [lambda i=i: once()[i] for i in range(number)]

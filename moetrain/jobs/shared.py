@@ -1,11 +1,12 @@
-"""One engine that many jobs share: it goes to where a job's state lies, which copies nothing.
+"""One engine that many jobs share. It points at the active job's state, which copies nothing.
 
-Between two steps a job's state is what a checkpoint holds. In the middle of one it has gradients
-besides, which fit this layout alone and are of no use to another process. States that have no room
-on the device are copied to host memory, and back.
+Between two steps a job's state is what a checkpoint holds. In the middle of a step it has gradients
+besides, which fit this layout alone and are of no use to another process. States for which the
+device has no room are moved to host memory, and back.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -34,10 +35,10 @@ from moetrain.train.passes import Totals
 
 @dataclass
 class JobState:
-    """How far a job has come and, between its turns, its tensors."""
+    """The state of a job in this process, and the progress that it stands for."""
 
     id: str | None = None
-    """None: nobody's."""
+    """None: no job's."""
     seed: int = 0
     folder: Path = field(default_factory=Path)
     seen: int = 0
@@ -48,19 +49,36 @@ class JobState:
     """Tokens that were learned from."""
     saved: int = 0
     """Requests that the newest checkpoint has seen; 0: there is none."""
+    saved_time: float = field(default_factory=time.monotonic)
+    """When the state was last saved or restored, in seconds of :func:`time.monotonic`."""
+    has_loaded: bool = False
+    """True: a save was loaded since the last checkpoint. It may be gone when the request is served
+    again, so the state is saved soon."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     place: Literal["device", "host", "file"] = "host"
-    """Where the tensors are: on the device the engine takes them as they are, and a file that is
-    mapped into memory is read when they are."""
+    """Where the tensors are. The engine uses those on the device as they are. Those in a file are
+    mapped into memory and read when they are used."""
     views: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """On the device: tensors of the engine, and what each of them is for this job."""
+    """Pairs of a tensor of the engine and this job's tensor for it, on the device."""
     since_step: list[Totals] = field(default_factory=list)
-    """Sums of the forward_backwards of an unfinished step."""
+    """Sums of the forward_backwards of an unfinished step. The engine has them while the job is
+    active."""
     kinds: Sequence[str] = Engine.GROUPS
-    """Groups of the engine's state that are its own; a sampler has no moments."""
+    """Groups of the engine's state that belong to the job; a sampler has no moments."""
 
-    def put_down(self, file: Path) -> str:
-        """Move the tensors to ``file``, whose name goes at once; return what is wrong, or ""."""
+    def note_saved(self) -> None:
+        """Note that a checkpoint has this state."""
+        self.saved, self.saved_time, self.has_loaded = self.seen, time.monotonic(), False
+
+    def is_due(self, config: Config) -> bool:
+        """Return whether to save the state, by the requests or the time since the last save."""
+        new, minutes = self.seen - self.saved, config.checkpoint.minutes
+        by_time = 0 < 60 * minutes <= time.monotonic() - self.saved_time
+        by_number = new >= config.jobs.save_interval
+        return new > 0 and (self.has_loaded or by_time or by_number)
+
+    def move_to_file(self, file: Path) -> str:
+        """Move the tensors to ``file``, which loses its name at once; return an error or ""."""
         try:
             save_file({name: x.contiguous() for name, x in self.tensors.items()}, file)
             self.tensors, self.place = load_file(file), "file"
@@ -71,7 +89,7 @@ class JobState:
 
 
 def check_settings(config: Config) -> None:
-    """Raise ConfigError for settings that no service of jobs can have."""
+    """Raise ConfigError for settings that a service of jobs cannot have."""
     if not config.lora.rank:
         raise ConfigError("lora.rank", "0, but jobs train adapters beside one model; set it")
     if config.lora.use_dora:
@@ -87,59 +105,68 @@ def check_settings(config: Config) -> None:
 
 
 class SharedEngine(Engine):
-    """An engine whose trained values are one job's at a time, in the same tensors, whose memory is
-    the job's.
+    """An engine whose trained tensors are the active job's: they point at its memory.
 
     Attributes:
-        part: rows that each job has of a pass that several share, and their length.
+        part_rows: rows that each job has in a pass that several share.
+        part_seq_len: tokens of such a row.
     """
 
     def __init__(self, config: Config, arch: Architecture, world: World) -> None:
-        """Raises ConfigError as :class:`Engine` and :func:`check_settings`, or if jobs cannot share
-        a pass as is wanted."""
+        """Build the engine.
+
+        Raises ConfigError as :class:`Engine` and :func:`check_settings` do, or if jobs cannot share
+        a pass although ``jobs.max_tenants`` is above 1.
+        """
         check_settings(config)
         super().__init__(config, arch, world)
         self._check_tenants()
         tenants, size = config.jobs.max_tenants, config.train.micro_batch_size
-        rows = max(1, size // tenants)
-        self.part = rows, size * config.data.seq_len // (tenants * rows)
+        self.part_rows = max(1, size // tenants)
+        self.part_seq_len = size * config.data.seq_len // (tenants * self.part_rows)
         self.fsdp.shows_gradients = config.log.find_nan
         for arena in (self.fsdp.gradients, self.optimizer.arena):
-            arena.fixed = False  # their memory comes and goes with jobs
+            arena.fixed = False  # each job brings memory of its own
         self.optimizer.begin()
-        # All jobs begin with the adapter of lora.path, if any; else each job draws its own.
+        # All jobs begin with the adapter of lora.path if it is set; else each job draws its own.
         self._is_drawn = config.lora.path is None
         self._first = {
             name: _to_host(part.tensor)
             for name, part in self.state()["model"].items()
             if not (self._is_drawn and name.endswith(ADAPTER))
         }
-        """The values that every job begins with, without what is drawn."""
+        """The values that every job begins with, except those that are drawn."""
         model = [*(bucket.shard_N for bucket in self.fsdp.trained), *self.model.buffers()]
         views: list[torch.Tensor] = []
         for member in (member for bucket in self.fsdp.trained for member in bucket.members):
             views += [member.local, member.parameter._local_tensor]  # pyright: ignore
             views += self.optimizer.state[member.local].values()
         self._views: dict[str, list[tuple[torch.Tensor, int]]] = {}
-        """By name, tensors that lie in one piece of memory, the whole first, and where there."""
+        """For each piece of memory of a job, the engine's tensors in it and their offsets, in
+        elements; the tensor of the whole piece is first."""
         for group, wholes in zip(self.GROUPS, (model, self.optimizer.memory), strict=True):
             for i, whole in enumerate(wholes):
                 first, size = whole.data_ptr(), whole.element_size()
                 starts = [(x, (x.data_ptr() - first) // size) for x in views if x is not whole]
                 within = [(x, start) for x, start in starts if 0 <= start < whole.numel()]
                 self._views[f"{group}.{i}"] = [(whole, 0), *within]
-        self._free = [{name: views[0][0].detach() for name, views in self._views.items()}]
-        """Memory on the device for the tensors of a job."""
+        self.free = [{name: views[0][0].detach() for name, views in self._views.items()}]
+        """Memory on the device for the tensors of further jobs."""
 
     @property
     def is_between_steps(self) -> bool:
+        """True: the active job has no gradients."""
         return not self.since_step
 
     @torch.no_grad()
-    def enter(self, job: JobState) -> None:
-        """Take the state of ``job``, where it lies on the device, or copied there."""
+    def activate(self, job: JobState) -> None:
+        """Make ``job`` active: point the engine's tensors at its state.
+
+        A state that is not on the device is copied there.
+        """
+        # 1. Memory on the device, and the job's values in it.
         if job.place != "device":
-            mine = self._free.pop() if self._free else {}
+            mine = self.free.pop() if self.free else {}
             missing = {name: views[0][0] for name, views in self._views.items()} | job.tensors
             for name in missing.keys() - mine:
                 mine[name] = torch.empty_like(missing[name], device=self.world.device)
@@ -151,6 +178,7 @@ class SharedEngine(Engine):
                 for name, views in self._views.items()
                 for view, start in views
             ]
+        # 2. The engine's tensors point there.
         for view, there in job.views:
             view.data = there
         for i, bucket in enumerate(self.fsdp.trained):
@@ -158,8 +186,8 @@ class SharedEngine(Engine):
             _take_gradient(bucket, job, i)
         self.since_step, job.since_step = job.since_step, []
 
-    def leave(self, job: JobState) -> None:
-        """Leave the state of ``job``, in whatever step it is, where it lies."""
+    def deactivate(self, job: JobState) -> None:
+        """Give ``job`` the gradients and sums of its step back; its state stays where it is."""
         job.since_step, self.since_step = self.since_step, []
         for i, bucket in enumerate(self.fsdp.trained):
             _keep_gradient(bucket, job, i)
@@ -167,15 +195,15 @@ class SharedEngine(Engine):
     def update(
         self, jobs: Sequence[JobState], requests: Sequence[OptimStep]
     ) -> Callable[[], list[dict[str, Any]]]:
-        """Update each of ``jobs``, all of which are left, or the current one.
+        """Queue an update of each of ``jobs``: the active one, or several that are not active.
 
-        Returns what waits for the device, once, counts the steps, and returns the results. Raises
-        Refused: a job has no gradient.
+        Returns a function, to be called once, that waits for the device, counts the steps and
+        returns the results. Raises Refused: a job has no gradient.
         """
         outcomes, optimizer = [], self.optimizer
         for job, asked in zip(jobs, (request.adam_params for request in requests), strict=True):
             if len(jobs) > 1:
-                self.enter(job)
+                self.activate(job)
             if self.is_between_steps:
                 raise Refused("there was no forward_backward since the last step")
             numbers = asked.model_dump(include={"beta1", "beta2", "eps"})
@@ -185,7 +213,7 @@ class SharedEngine(Engine):
             optimizer.config = optimizer.config.model_copy(update=change)
             outcomes += self.step(asked.learning_rate)
             if len(jobs) > 1:
-                self.leave(job)
+                self.deactivate(job)
         late = LateValues(torch.stack([x.double() for x in outcomes]))
 
         def results() -> list[dict[str, Any]]:
@@ -198,9 +226,12 @@ class SharedEngine(Engine):
         return results
 
     @contextmanager
-    def together(self, jobs: Sequence[JobState]) -> Iterator[None]:
-        """Let the pass inside be that of all ``jobs``, which are resident, and left: the terms of
-        its loss, and equal parts of its rows, belong to one each, in order."""
+    def batched(self, jobs: Sequence[JobState]) -> Iterator[None]:
+        """Let ``jobs`` share the pass inside.
+
+        They are on the device and not active. Each has one term of the loss and an equal part of
+        the rows, in order.
+        """
         for i, bucket in enumerate(self.fsdp.trained):
             bucket.tenants = [replace(bucket, shard_N=job.tensors[f"model.{i}"]) for job in jobs]
             for job, tenant in zip(jobs, bucket.tenants, strict=True):
@@ -218,8 +249,11 @@ class SharedEngine(Engine):
             for bucket in self.fsdp.trained:
                 bucket.tenants = ()
 
-    def most_resident(self, room: float) -> int:
-        """Return how many jobs may be resident, where the run leaves ``room`` bytes. Collective."""
+    def max_resident(self, room: float) -> int:
+        """Return how many jobs may be on the device at once. Collective.
+
+        ``room``: bytes of the device that the run leaves free.
+        """
         jobs = self.config.jobs
         if jobs.max_resident != "auto":
             if jobs.max_resident < jobs.max_tenants:
@@ -240,14 +274,14 @@ class SharedEngine(Engine):
             raise ConfigError("jobs.max_tenants", problem)
 
     def drop(self, job: JobState) -> None:
-        """Forget the tensors of ``job``."""
+        """Free the tensors of ``job``."""
         if job.place == "device":
-            self._free.append({name: job.tensors[name] for name in self._views})
+            self.free.append({name: job.tensors[name] for name in self._views})
         job.tensors, job.place, job.views = {}, "host", []
 
     @torch.no_grad()
-    def begin(self, seed: int) -> None:
-        """Take the state of a job that has not begun."""
+    def initialise(self, seed: int) -> None:
+        """Give the active job the state of a new one."""
         for name, part in self.state()["model"].items():
             if name in self._first:
                 part.tensor.copy_(self._first[name])
@@ -256,13 +290,14 @@ class SharedEngine(Engine):
         self.optimizer.begin()
 
     def restore(self, job: JobState, found: Checkpoint, groups: Sequence[str]) -> None:
+        """Load ``groups`` of the checkpoint ``found`` into ``job``, which is active."""
         for group in groups:  # one at a time: each takes host memory
             self.load_state({group: found.group(group)})
         state = found.state
         job.seen, job.steps, job.tokens = state["step"], state["steps"], state["tokens"]
 
-    def copy_out(self, job: JobState) -> None:
-        """Copy the tensors of ``job`` to host memory; RuntimeError: there is no room."""
+    def move_to_host(self, job: JobState) -> None:
+        """Move the tensors of ``job`` to host memory; RuntimeError: there is no room."""
         kinds = (*job.kinds, "step")
         mine = {name: x for name, x in job.tensors.items() if name.partition(".")[0] in kinds}
         copies = {name: _to_host(x) for name, x in mine.items()}
@@ -273,12 +308,14 @@ class SharedEngine(Engine):
 
 
 def _take_gradient(bucket: Bucket, job: JobState, i: int) -> None:
+    """Give ``bucket``, the i-th that is trained, the job's gradient, if there is one."""
     for name in ("gradient_N", "squares_B"):
         setattr(bucket, name, job.tensors.pop(f"step.{i}.{name}", None))
     bucket.has_gradient = bucket.gradient_N is not None
 
 
 def _keep_gradient(bucket: Bucket, job: JobState, i: int) -> None:
+    """Keep the gradient of ``bucket`` among the job's tensors."""
     for name in ("gradient_N", "squares_B") if bucket.has_gradient else ():
         job.tensors[f"step.{i}.{name}"] = getattr(bucket, name)
 

@@ -1,17 +1,17 @@
-"""Jobs on the disk: each file is there whole or not at all, and damage is found and named.
+"""Jobs on the disk. Each file is there whole or not at all, and damage is found and named.
 
-    jobs/<id>/job.json                 seed, source, and whether it is open or finished
-              requests/00000007.json   from when it was taken up until a checkpoint has seen it
-              answers/00000007.json    the newest, for clients that ask again
+    jobs/<id>/job.json                 seed, source, and whether the job is open or finished
+              requests/00000007.json   kept until a checkpoint has seen it
+              answers/00000007.json    the newest answers, for clients that ask again
               checkpoints/step-...     the state after so many requests (:mod:`moetrain.checkpoint`)
               weights/<name>/          the same under a name, with a save.json that makes it a save
               sampler_weights/<name>/  the adapter alone; samplers/<number>/ for one sampler
               external_weights/<name>/ the adapter in PEFT's format
 
-Anything else in requests/ and answers/, except hidden files, is damage, and so is a missing file.
-JSON files end with a checksum. A request's number is its place in the job's order, from 0; sent
-again under its number, it gets the first one's answer. Requests to a sampler come in any order:
-each has a key, under which it can be sent again. A sampler has no checkpoints.
+Any other file in requests/ and answers/, except hidden ones, is damage, and so is a missing file.
+JSON files end with a checksum. A request's number is its place in the job's order, from 0. If a
+request is sent again under its number, the first one's answer is its answer. Requests to a sampler
+come in any order: each has a key under which it can be sent again. A sampler has no checkpoints.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ import re
 import shutil
 import threading
 import time
+import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -33,34 +34,38 @@ from typing import Any, Literal, NamedTuple, get_args
 from pydantic_core import to_json
 
 from moetrain.checkpoint.read import holds_seal, list_checkpoints, sealed, step_of
-from moetrain.config import Config, ConfigError
+from moetrain.config import ConfigError
 from moetrain.config.files import fsync, remove_temporaries, write_durably
 from moetrain.config.sources import shortened
-from moetrain.jobs.api import KINDS, Refused
+from moetrain.jobs.api import KINDS, JobRequest, Limits, Pass, Refused
 from moetrain.train.run_folder import RunFolder
 
 _KEPT_ANSWERS, _KEPT_SAMPLES = 100, 4096
-"""Answers that are kept of each job: a client that asks for older ones has lost its place."""
+"""Answers that are kept of each run, and of each sampler. No client that keeps its place asks for
+older ones."""
 _Status = Literal["open", "finished", "failed"]
 _JOB, _SAVE, _MARK = "job.json", "save.json", ".to-be-removed"
 _REQUESTS = "requests"
 _ANSWERS = "answers"
-PASSES = ("forward", "forward_backward")
-"""Kinds of requests that go through the model."""
+SAMPLERS = "samplers"
+"""Folder of a run with weights that belong to one sampler each."""
 _SAVES = ("weights", "sampler_weights", "external_weights")
-"""Kinds of saves, as paths have them."""
+"""Folders of a run's other saves, as their paths have them."""
 _NAME = re.compile(r"([0-9]{8,})\.json")
 
 
 class DamagedJob(Refused):
-    """A file of a job is not what was written; the message names it, and is for the client."""
+    """A file of a job is not what was written. The message names it and is for the client."""
 
     def __init__(self, name: str, why: object) -> None:
         super().__init__(f"{name} is damaged: {' '.join(str(why).split())}")
 
 
 def check_base(folder: Path, mine: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the jobs in ``folder`` have another base; a new folder gets ``mine``."""
+    """Raise ConfigError if the jobs in ``folder`` depend on another base than ``mine``.
+
+    A new folder gets ``mine``.
+    """
     path = folder / "base.json"
     if not path.exists():
         _write_durably(path, mine)
@@ -82,14 +87,14 @@ def check_base(folder: Path, mine: Mapping[str, Any]) -> None:
 
 def _write_durably(path: Path, value: Mapping[str, Any], body: str | None = None) -> None:
     """Write ``value`` (not empty) and the JSON ``body`` to the disk; OSError: nothing changed."""
-    text = to_json(value).decode()  # several times as fast as json, for which others wait
+    text = to_json(value).decode()  # several times as fast as json, and other threads wait for it
     if body is not None:
         text = f'{text[:-1]}, "body": {body}}}'
     write_durably(path, sealed(text))
 
 
 def _load(folder: Path, name: str, **fields: type | tuple[type, ...]) -> dict[str, Any]:
-    """Read what :func:`_write_durably` wrote, with ``fields`` of these types; or DamagedJob."""
+    """Read what :func:`_write_durably` wrote, with ``fields`` of these types; raises DamagedJob."""
     try:
         data = (folder / name).read_bytes()
         if holds_seal(data) is False:
@@ -116,13 +121,16 @@ class SaveFolder(NamedTuple):
     path: Path
 
     def write(self, seen: int, ttl: int | None) -> None:
-        """Make what is in the folder a save of a job that has seen so many requests."""
+        """Make the folder a save of a job that has ``seen`` so many requests.
+
+        ``ttl``: seconds until it expires; None: never.
+        """
         now = time.time()
         expires = None if ttl is None else now + ttl
         _write_durably(self.path / _SAVE, {"seen": seen, "time": now, "expires": expires})
 
     def read(self) -> dict[str, Any] | None:
-        """Read what :meth:`write` wrote; None: there is no such save, or not any longer."""
+        """Read what :meth:`write` wrote; None: there is no save, or it has expired."""
         try:
             known = _load(self.path, _SAVE, seen=int, time=float, expires=(float, NoneType))
         except DamagedJob:
@@ -131,8 +139,8 @@ class SaveFolder(NamedTuple):
             return None  # or it was removed just now
         return None if (known["expires"] or math.inf) < time.time() else known
 
-    def forget(self) -> None:
-        """Make it no save; what is in the folder stays."""
+    def unmark(self) -> None:
+        """Let the folder be no save any more; its files stay."""
         (self.path / _SAVE).unlink()
 
     def clear(self) -> None:
@@ -141,28 +149,29 @@ class SaveFolder(NamedTuple):
             shutil.rmtree(self.path, ignore_errors=True)
 
     def checkpoint(self) -> Path:
-        """Return the save's checkpoint; Refused: there is no such save, or not any longer."""
+        """Return the save's checkpoint; Refused: there is no save, or it has expired."""
         try:
             found = list_checkpoints(self.path) if self.read() is not None else []
-        except DamagedJob as error:  # another job's, which costs this one nothing
+        except DamagedJob as error:  # it may be another job's, which costs this one nothing
             raise Refused(str(error)) from None
         if not found:
             raise Refused(f"there is no save {'/'.join(self.path.parts[-3:])}", 404)
         return found[-1]
 
-    def make_room(self, seen: int, overwrite: bool, most: int) -> str:
-        """Clear the folder for a save of a job that has seen so many requests; returns why not.
+    def make_room(self, seen: int, overwrite: bool, max_saves: int) -> str:
+        """Clear the folder for a save of a job that has ``seen`` so many requests.
 
-        Saves beside it whose time is over are removed, and ``most`` may be left.
+        Expired saves beside it are removed. Returns "", or why there is no room: a save has this
+        name, or ``max_saves`` others are left.
         """
         others = [path for path in self.path.parent.glob("[!.]*") if path != self.path]
         for path in others:
             SaveFolder(path).clear()  # what is left counts
         known, left, name = self.read(), sum(path.exists() for path in others), self.path.name
-        # One of this very request: it was saved, and its answer was not.
+        # A save of this very request is overwritten: its answer was not written.
         if known is not None and known["seen"] != seen and not overwrite:
             return f"there is a save {name!r} already; choose another name, or overwrite it"
-        if left >= most:
+        if left >= max_saves:
             return f"this job has {left} saves, as many as jobs.max_saves"
         shutil.rmtree(self.path, ignore_errors=True)
         return ""
@@ -172,33 +181,73 @@ def _file(kind: str, number: int) -> str:
     return f"{kind}/{number:08d}.json"
 
 
+class Sampler(NamedTuple):
+    """A sampler of weights that a run has saved for it alone."""
+
+    id: str
+    seed: int
+    source: str
+    """Path of its save, under the folder of jobs."""
+
+    @classmethod
+    def of_run(cls, run: str, seed: int, number: int) -> "Sampler":
+        """Return sampler ``number`` of the session of ``run``, a job with this ``seed``."""
+        session = run.partition(":")[0]
+        own_seed = zlib.crc32(f"{seed}.{number}".encode())
+        return cls(f"{session}:sample:{number}", own_seed, f"{run}/{SAMPLERS}/{number}")
+
+
+class PendingRequest(NamedTuple):
+    """A request that this process has accepted and not begun."""
+
+    request: JobRequest
+    is_small: bool
+    """True: it may share a turn with small requests of its type, of other jobs."""
+
+
+class StoredRequest(NamedTuple):
+    """A request of a job."""
+
+    key: str
+    """The key of a sampler's request, which its random numbers follow from; else the number."""
+    request: JobRequest
+
+
+def read_request(folder: Path, number: int, limits: Limits) -> StoredRequest:
+    """Read a request of the job in ``folder``; raises DamagedJob."""
+    entry = _load(folder, _file(_REQUESTS, number), kind=str, body=dict)
+    request = limits.parse(entry["kind"], entry["body"])
+    return StoredRequest(str(entry.get("key", number)), request)
+
+
 @dataclass(eq=False)
 class Job:
-    """One job: its files, its state, and the clients that wait for it."""
+    """A job's log of requests and answers, on the disk, and the clients that wait for it.
+
+    The log counts requests that were accepted, begun and done. How far the job's state has come is
+    in :class:`~moetrain.jobs.shared.JobState`.
+    """
 
     folder: Path
     seed: int | None = None
     """None: its job.json is damaged."""
     status: _Status = "open"
     error: str | None = None
-    """Why it has failed, which is not written down: the next start may find it put right."""
+    """Why it has failed. This is not written down: the next start may find it put right."""
     source: str | None = None
-    """What it began with: a save's checkpoint, under the folder of jobs; None: its seed."""
+    """The checkpoint of the save that the job began with, as a path under the folder of jobs; None:
+    it began from its seed."""
     accepted: int = 0
-    """Requests that there are."""
-    done: int = 0
-    """Requests that have an answer."""
+    """Number of requests."""
     begun: int = 0
-    """Requests that were served, of which the latest need not have an answer yet."""
+    """Number of requests that were served. The latest ones need not have an answer yet."""
+    done: int = 0
+    """Number of requests that have an answer."""
     waiting: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
     """Answers that clients wait for."""
-    ahead: dict[int, tuple[str, Any]] = field(default_factory=dict)
-    """Requests that may be begun before a turn before them is finished, each behind a word that it
-    has in common with those that may share its turn."""
+    pending: dict[int, PendingRequest] = field(default_factory=dict)
     adding: threading.Lock = field(default_factory=threading.Lock)
-    """Who has it writes the next request, or moves the folder."""
-    saved_time: float = field(default_factory=time.monotonic)
-    """When it was last saved, or found."""
+    """Held by the thread that writes the next request, or moves the folder."""
     _entries: dict[int, dict[str, str]] = field(default_factory=dict)
     """Kind, digest and key of requests, which their answers repeat."""
     _numbers_of: dict[str, int] = field(default_factory=dict)
@@ -206,7 +255,7 @@ class Job:
 
     @property
     def id(self) -> str:
-        """The secret by which clients know it."""
+        """The secret by which clients know the job."""
         return self.folder.name
 
     @property
@@ -224,59 +273,55 @@ class Job:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits to be served."""
+        """True: a request waits to be served."""
         return self.status == "open" and self.begun < self.accepted
 
     @property
-    def next_word(self) -> str:
-        """What the next request has in common with those that share its turn; else the job's id."""
-        word, _ = self.ahead.get(self.begun, (self.id, None))
-        before = self._entries.get(self.begun - 1, {}).get("kind")
-        return word if word != "optim_step" or before in PASSES else self.id
+    def follows_pass(self) -> bool:
+        """True: the request before the next one was a pass."""
+        kind = self._entries.get(self.begun - 1, {}).get("kind")
+        return kind is not None and issubclass(KINDS[kind], Pass)
 
     @property
     def saves(self) -> dict[str, dict[str, Any]]:
-        """The saves of a run by kind and name, ``weights/NAME``, the oldest first."""
+        """The saves of a run by folder and name, as ``weights/NAME``, the oldest first."""
         paths = [path for kind in _SAVES for path in self.folder.glob(f"{kind}/*")]
         read = {f"{x.parent.name}/{x.name}": SaveFolder(x).read() for x in paths}
         found = {name: save for name, save in read.items() if save is not None}
         return dict(sorted(found.items(), key=lambda item: item[1]["time"]))
 
     @property
-    def has_begun(self) -> bool:
-        """Whether it has a file; else a service died before it told anybody of the job."""
+    def has_files(self) -> bool:
+        """False: a service died before any client knew of the job."""
         errors: list[OSError] = []
         walk = os.walk(self.folder, onerror=errors.append)
         is_there = any(not name.startswith(".") for _, _, names in walk for name in names)
-        return is_there or bool(errors)  # of which look will say what is wrong
-
-    @staticmethod
-    def request_in(folder: Path, number: int) -> dict[str, Any]:
-        """Return ``kind`` and ``body`` of a request of the job in ``folder``; or DamagedJob."""
-        return _load(folder, _file(_REQUESTS, number), kind=str, body=dict)
+        return is_there or bool(errors)  # load will say what is wrong
 
     def mark_removed(self) -> None:
-        """Let the disk know that the job is to be removed. Raises OSError."""
+        """Mark the job on the disk as to be removed. Raises OSError."""
         (self.folder / _MARK).touch()
         fsync(self.folder)
 
     @property
     def is_removed(self) -> bool:
-        return os.path.exists(self.folder / _MARK)  # not if it may not be looked at
+        """True: :meth:`mark_removed` was called, perhaps by a service before this one."""
+        return os.path.exists(self.folder / _MARK)  # False if the folder cannot be read
 
     def clear_removed_saves(self) -> None:
-        """Remove what a killed service has left of saves that are none any more."""
+        """Remove the folders that a killed service has left of saves that it was removing."""
         for kind in _SAVES:
             for path in (self.folder / kind).glob("[!.]*"):
-                with suppress(DamagedJob, OSError):  # whom it concerns is told
+                with suppress(DamagedJob, OSError):  # an error for the one who loads it
                     SaveFolder(path).clear()
 
-    def begin(self) -> None:
+    def create(self) -> None:
+        """Create the files of a new job."""
         self._count(0)
-        self.note("open")
+        self.set_status("open")
 
-    def look(self) -> None:
-        """Read from the disk how the job was left; DamagedJob: a file is not as it should be."""
+    def load(self) -> None:
+        """Read the job from its files; DamagedJob: one of them is not as it should be."""
         try:
             known = _load(self.folder, _JOB, seed=int, status=str, source=(str, NoneType))
             if len(known) != 3 or known["status"] not in get_args(_Status)[:2]:
@@ -288,7 +333,7 @@ class Job:
             self._count(seen)
             if self.is_sampler:
                 kept = self._numbers(_REQUESTS) | self._numbers(_ANSWERS)
-                self._numbers_of = {self.known(number)["key"]: number for number in kept}
+                self._numbers_of = {self.entry(number)["key"]: number for number in kept}
         except OSError as error:
             name = Path(os.fsdecode(error.filename or "")).name
             raise DamagedJob(f"its folder ({name})", error.strerror) from None
@@ -296,9 +341,10 @@ class Job:
             raise DamagedJob("its log", f"a checkpoint has seen {seen} requests of {self.done}")
 
     def _count(self, seen: int) -> None:
-        """Count requests and answers on the disk, of which the newest checkpoint has seen so many.
+        """Count requests and answers on the disk.
 
-        DamagedJob, OSError: a file is not as it should be, missing, or one too many.
+        ``seen``: how many requests the newest checkpoint has seen. DamagedJob, OSError: a file is
+        not as it should be, missing, or one too many.
         """
         for folder in (self.folder, *(self.folder / x for x in (_REQUESTS, _ANSWERS))):
             folder.mkdir(exist_ok=True)
@@ -312,7 +358,7 @@ class Job:
         requests, answers = self._numbers(_REQUESTS), self._numbers(_ANSWERS)
         done = 1 + max(answers, default=-1)
         accepted = max(done, 1 + max(requests, default=-1))
-        # Requests that every checkpoint has seen may be gone; later ones are needed to go on.
+        # Requests that every checkpoint has seen may be gone. Later ones are needed to go on.
         first, oldest = (done, done - len(answers)) if self.is_sampler else (seen, seen)
         wanted = (_REQUESTS, requests, first, accepted), (_ANSWERS, answers, oldest, done)
         for kind, known, start, end in wanted:
@@ -321,8 +367,8 @@ class Job:
         self.accepted = accepted
         self.done = self.begun = done
 
-    def note(self, status: _Status) -> None:
-        """Write the new status to disk, then adopt it. Raises OSError, and changes nothing then."""
+    def set_status(self, status: _Status) -> None:
+        """Write the new status to disk, then adopt it. OSError: nothing has changed."""
         known = {"seed": self.seed, "status": status, "source": self.source}
         _write_durably(self.folder / _JOB, known)
         self.status = status
@@ -332,46 +378,55 @@ class Job:
         if self.status != "open":
             raise Refused(f"this job is {self.status}" + (f": {self.error}" * bool(self.error)))
 
-    def tell_waiting(self, error: str) -> None:
+    def fail_waiting(self, error: str) -> None:
+        """Answer all clients that wait with ``error``."""
         for future in self.waiting.values():
             future.set_result({"error": error})
         self.waiting.clear()
 
     # ---- requests and answers ------------------------------------------------------------------
 
-    def add(self, kind: str, body: str, number: int | None, *, most: int, ahead: Any) -> int:
-        """Take up a request, its ``body`` as JSON, and return its number.
+    def accept(
+        self, request: JobRequest, number: int | None, *, is_small: bool, max_queued: int
+    ) -> int:
+        """Write ``request`` to the disk and return its number.
 
-        ``number``: what its client calls it, which is a sampler's key; None: the next. ``ahead``:
-        what :attr:`ahead` has of it.
+        ``number``: the client's number of the request, which is a sampler's key; None: the next.
+        Nothing is done if the same request was accepted under this number before.
 
-        Raises Refused: another request has ``number``, or ones before it have not come; as many as
-        ``most`` wait already.
+        Raises Refused: another request has ``number``, or those before it have not come, or
+        ``max_queued`` requests wait already.
         """
         number = key = self.accepted if number is None else number
+        kind, body = request.route, request.model_dump_json()
         entry = {"kind": kind, "digest": hashlib.sha256(f"{kind} {body}".encode()).hexdigest()}
         if self.is_sampler:
             entry["key"] = str(key)
             number = self._numbers_of.get(str(key), self.accepted)
         if number < self.accepted:
-            if self.known(number)["digest"] != entry["digest"]:
+            if self.entry(number)["digest"] != entry["digest"]:
                 raise Refused(f"number {key} was another request; the next is {self.accepted}")
             return number
         if number > self.accepted:
             raise Refused(f"number {number} is ahead of the next, {self.accepted}")
-        if self.accepted - self.done >= most:
-            raise Refused(f"{most} requests of this job wait already (jobs.max_queued)", 429)
+        if self.accepted - self.done >= max_queued:
+            raise Refused(f"{max_queued} requests of this job wait already (jobs.max_queued)", 429)
         _write_durably(self.folder / _file(_REQUESTS, self.accepted), entry, body)
         self._entries[self.accepted] = entry
         if self.is_sampler:
             self._numbers_of[str(key)] = self.accepted
-        if ahead is not None:
-            self.ahead[self.accepted] = ahead
+        self.pending[self.accepted] = PendingRequest(request, is_small)
         self.accepted += 1
         return self.accepted - 1
 
-    def known(self, number: int) -> dict[str, str]:
-        """Return kind, digest and a sampler's key of a request."""
+    def request(self, number: int, limits: Limits) -> StoredRequest:
+        """Return a request: as it was accepted, else from its file. Raises DamagedJob."""
+        if (pending := self.pending.get(number)) is None:
+            return read_request(self.folder, number, limits)
+        return StoredRequest(self.entry(number).get("key", str(number)), pending.request)
+
+    def entry(self, number: int) -> dict[str, str]:
+        """Return kind, digest and, of a sampler's request, key."""
         if number not in self._entries:
             is_kept = (self.folder / _file(_REQUESTS, number)).exists()
             entry = self._read(_REQUESTS, number) if is_kept else self.answer_of(number)
@@ -380,16 +435,16 @@ class Job:
         return self._entries[number]
 
     def answer(self, number: int, answer: Mapping[str, Any]) -> None:
-        """Keep the ``result`` or the ``error`` of the request that was served last."""
+        """Write the ``result`` or ``error`` of request ``number``, the first without an answer."""
         assert number == self.done
         path = self.folder / _file(_ANSWERS, number)
-        _write_durably(path, {**self.known(number), **answer})
+        _write_durably(path, {**self.entry(number), **answer})
         self.done += 1
 
     def answer_of(self, number: int) -> dict[str, Any]:
         """Return the answer to request ``number``, which is done, with its kind and digest.
 
-        Refused: it was too long ago; DamagedJob, which is one too: its file is damaged.
+        Refused: it is no longer kept; DamagedJob: its file is damaged.
         """
         if not os.path.lexists(self.folder / _file(_ANSWERS, number)):
             kept = self._kept
@@ -407,15 +462,8 @@ class Job:
             raise DamagedJob(name, "it is not what this version of moetrain writes")
         return entry
 
-    def is_due(self, new: int, config: Config) -> bool:
-        """Whether to save it, with so many ``new`` requests that no checkpoint has seen."""
-        by_time = 0 < 60 * config.checkpoint.minutes <= time.monotonic() - self.saved_time
-        # What was loaded need not be there any more when requests are served again.
-        has_loaded = new > 0 and self.known(self.begun - 1)["kind"] == "load_weights"
-        return has_loaded or (new > 0 and (by_time or new >= config.jobs.save_interval))
-
     def prune(self, seen: int) -> None:
-        """Remove files that are not needed once every checkpoint has seen so many requests."""
+        """Remove files that are not needed once every checkpoint has ``seen`` so many requests."""
         oldest = self.done - self._kept
         for number in [n for n in [*self._entries] if n < seen]:  # others may come meanwhile
             del self._entries[number]
