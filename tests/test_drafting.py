@@ -416,9 +416,17 @@ def test_the_last_right_chunks_are_found():
     chosen = torch.tensor([5, 6, 7, 8, 1, 2, 3])
     ends = torch.tensor([4, 5, 6, 9, 0, 3, 8])
     depths = torch.tensor([0, 1, 2, 3, 0, 1, 0])
-    chunks = Chunks(slice(None), ends, depths, depths, depths, depths, chosen)
+    chunks = Chunks(
+        last_N=slice(None),
+        end_token_N=ends,
+        positions_N=depths,
+        num_drafts_N=depths,
+        next_N=depths,
+        limits_N=depths,
+        chosen_N=chosen,
+    )
     assert chunks.last_right(3).int().tolist() == [0, 0, 1, 0, 1, 0, 1]
-    right_again = chunks._replace(ends_N=torch.tensor([4, 9, 6, 7, 0, 1, 8]))
+    right_again = chunks._replace(end_token_N=torch.tensor([4, 9, 6, 7, 0, 1, 8]))
     assert right_again.last_right(3).int().tolist() == [1, 0, 0, 0, 0, 1, 1]
     none = torch.zeros(0, dtype=torch.int64)
     assert Chunks(slice(None), *[none] * 6).last_right(2).tolist() == []
@@ -464,15 +472,15 @@ def looked_up(tokens, number):
 
 
 def test_a_text_is_looked_up_in_itself():
-    assert Lookup().ahead([5, 6, 7, 8, 5, 6], 3) == [7, 8, 5]
-    assert Lookup().ahead([5, 6, 5, 6], 5) == [5, 6, 5, 6, 5]
-    assert Lookup().ahead([5, 6, 1, 5, 6, 2, 5, 6], 1) == [2]
+    assert Lookup().draft([5, 6, 7, 8, 5, 6], 3) == [7, 8, 5]
+    assert Lookup().draft([5, 6, 5, 6], 5) == [5, 6, 5, 6, 5]
+    assert Lookup().draft([5, 6, 1, 5, 6, 2, 5, 6], 1) == [2]
     rng, found = random.Random(0), 0
     for _ in range(50):
         lookup, tokens = Lookup(), []
         while len(tokens) < 60:
             tokens += [rng.randrange(3) for _ in range(rng.choice([1, 1, 2, 7]))]
-            assert lookup.ahead(tokens, 3) == looked_up(tokens, 3)
+            assert lookup.draft(tokens, 3) == looked_up(tokens, 3)
             found += bool(looked_up(tokens, 3))
     assert found > 500
 
@@ -508,7 +516,8 @@ def test_the_text_so_far_drafts_for_any_model(case, name):
 
 def test_a_model_without_a_block_is_refused():
     with pytest.raises(
-        ConfigError, match=r"^draft: 2, but .* without blocks .*; load it with .* 'ngram'"
+        ConfigError,
+        match=r"^draft: 2, but .* without multi-token prediction blocks; load it with .* 'ngram'",
     ):
         Generator(Transformer(architecture_of("glm4_moe", **SIZES)), draft=2)
     with pytest.raises(ValueError, match="draft -1 is negative"):

@@ -1,28 +1,27 @@
-"""Drafting: an MTP block, or the text so far, guesses tokens that the model then
-checks all at once.
+"""Drafting: an MTP block, or the text so far, proposes tokens that the model checks all at once.
 
-A step of generation reads a sequence's last token and the K that were drafted behind it, and the
-model chooses a token after each. Its noise depends on the position alone, so what it chooses after
-right tokens is what it would have chosen without drafts: a drafted token is right if it is the
-token that was chosen in its place. So drafts change the number of steps and nothing else (of
-speculative decoding, arXiv 2211.17192, the case in which both models draw with the same noise).
+A step reads the last token of a sequence and the K draft tokens after it, and the model chooses a
+token after each. A draft token is right if it equals the token that the model has chosen in its
+place. The noise of a choice depends on its position alone. So after right draft tokens the model
+chooses what it would have chosen without them, and drafts change the number of steps and nothing
+else. This is speculative decoding (arXiv 2211.17192) in the case that both models draw with the
+same noise.
 
-Worked example, K = 2, with a at place 7 and drafts x and y::
+Worked example, K = 2, with token a at position 7 and the draft x, y::
 
-    place       7        8        9           x is right, and y is not, as z was chosen there:
-    reads       a        x        y           x and z are new tokens, and c counts for nothing
+    position    7        8        9           x is right. y is wrong, because z was chosen there.
+    reads       a        x        y           New tokens are x and z. The choice c has no effect.
     chosen      x        z        c
-    block       h_7, x   h_8, z   h_9, c      its result at 8 gives the draft of place 10, d
-    again                         h'_8, d     and its result that of place 11
+    block       h_7, x   h_8, z   h_9, c      Its output at 8 gives d, the draft of position 10,
+    again                         h'_8, d     and its second run the draft of position 11.
 
-A text's own drafts (:class:`Lookup`) need no block, and are looked up on the host.
+:class:`Lookup` drafts from the text so far. It runs on the host and needs no block.
 
-The block (:mod:`moetrain.models.parts.multi_token`; a model's first, if it has several) has
-pages of its own. It reads every token's hidden state with the token after it, so its keys and
-values of place 9 are written again when the model has read z.
+The block is the model's first MTP block (:mod:`moetrain.models.parts.multi_token`) and has pages of
+its own. It reads the hidden state of every token together with the token after it. So its keys and
+values of position 9 are written again when the model has read z.
 
-Legend: T tokens of a step, N chunks of it (of a prompt, or one token or draft), D model width,
-K drafts.
+Legend: T tokens of a step, N chunks of a step, D model width, K draft tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +34,7 @@ from moetrain.kernels.linear_attention.gated_delta import CHUNK
 from moetrain.kernels.vocabulary.chunk import sample_tokens
 
 DraftBy = Literal["block", "ngram"]
-"""What guesses: the model's MTP block, or the text so far."""
+"""Source of drafts: the model's MTP block, or the text so far."""
 
 
 def check_drafting(model: Any, draft: int, by: DraftBy) -> None:
@@ -54,74 +53,83 @@ def check_drafting(model: Any, draft: int, by: DraftBy) -> None:
 
 
 class Lookup:
-    """Drafts by a text itself: it goes on as it did where its last tokens stood before.
+    """Drafts from the text so far: after its last tokens it goes on as it did the last time.
 
-    Worked example: behind ``a b c d a b``, ``a b`` stood before, so drafts are c, d, a, ... The
-    longest of :data:`_LENGTHS` that is found counts, at its latest place. (Prompt lookup decoding,
-    Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding.)
+    Worked example: ``a b c d a b`` ends with ``a b``, which occurred before. The draft is what came
+    after it: c, d, a, ... The longest of :data:`_LENGTHS` that is found counts, at its latest
+    occurrence. (Prompt lookup decoding, Saxena 2023,
+    https://github.com/apoorvumang/prompt-lookup-decoding.)
     """
 
     def __init__(self) -> None:
-        self._behind: dict[tuple[int, ...], int] = {}
-        """Where the text went on behind tokens, the last time that it did."""
-        self._known = 0
+        self._continuations: dict[tuple[int, ...], int] = {}
+        """The position after the latest occurrence of each n-gram."""
+        self._num_indexed = 0
 
-    def ahead(self, tokens: Sequence[int], number: int) -> list[int]:
-        """Return ``number`` tokens that may follow ``tokens``, or none; they only ever grow."""
-        for place in range(self._known, len(tokens)):
+    def draft(self, tokens: Sequence[int], number: int) -> list[int]:
+        """Return a draft of ``number`` tokens after ``tokens``, or an empty one.
+
+        ``tokens`` must begin with those of the call before.
+        """
+        for position in range(self._num_indexed, len(tokens)):
             for length in _LENGTHS:
-                if length <= place:
-                    self._behind[tuple(tokens[place - length : place])] = place
-        self._known = len(tokens)
+                if length <= position:
+                    self._continuations[tuple(tokens[position - length : position])] = position
+        self._num_indexed = len(tokens)
         for length in _LENGTHS:
-            place = self._behind.get(tuple(tokens[-length:]))
-            if place is not None:
-                period = len(tokens) - place  # behind the end it repeats itself
-                return [tokens[place + i % period] for i in range(number)]
+            position = self._continuations.get(tuple(tokens[-length:]))
+            if position is not None:
+                period = len(tokens) - position  # past the end of the text, repeat
+                return [tokens[position + i % period] for i in range(number)]
         return []
 
 
 _LENGTHS = (4, 3, 2)
+"""Lengths of the n-grams that are looked up, the longest first."""
 
 
-def most_drafts(place: int, left: int, carries_state: bool) -> int:
-    """Return how many drafts a step may read behind the token at ``place``.
+def most_drafts(position: int, left: int, carries_state: bool) -> int:
+    """Return the number of draft tokens that a step may read after the token at ``position``.
 
-    A state is carried on where a chunk is full, and could not be brought back: with drafts a step
-    ends before that.
+    A layer with a state updates it when a chunk of :data:`CHUNK` tokens is full, and cannot take
+    that back if a draft token is wrong. So a step with drafts ends before the chunk does.
 
     Args:
-        left: how many tokens are still to be generated.
+        left: number of tokens that are still to be generated.
     """
     most = left - 1
     if carries_state:
-        most = min(most, CHUNK - 2 - place % CHUNK)
+        most = min(most, CHUNK - 2 - position % CHUNK)
     return max(0, most)
 
 
 class Chunks(NamedTuple):
-    """The chunks that a step reads, those of a sequence behind each other."""
+    """The chunks that a step reads. The chunks of a sequence follow each other."""
 
     last_N: torch.Tensor | slice
-    """Where each ends among the T tokens."""
-    ends_N: torch.Tensor
-    """The last token of each."""
-    places_N: torch.Tensor
-    """Its place in its sequence; below 0: the chunk is empty."""
-    depths_N: torch.Tensor
-    """How many of the sequence's tokens up to it are drafts."""
+    """Index of each chunk's last token among the T tokens."""
+    end_token_N: torch.Tensor
+    """The last token of each chunk."""
+    positions_N: torch.Tensor
+    """Its position in its sequence; below 0: the chunk is empty."""
+    num_drafts_N: torch.Tensor
+    """Number of draft tokens of the sequence up to it."""
     next_N: torch.Tensor
-    """The token behind it; -1: the sequence ends there."""
+    """The known token after it; -1: there is none."""
     limits_N: torch.Tensor
-    """How many places of the sequence have pages."""
+    """Number of tokens that the sequence's pages hold."""
     chosen_N: torch.Tensor
     """int64: the token that the model has chosen after it."""
 
     def last_right(self, most: int) -> torch.Tensor:
-        """Return whether each is its sequence's last right one, bool [N]; ``most`` are drafts."""
-        is_first_N = self.depths_N == 0
-        is_right_N = is_first_N | (self.ends_N == self.chosen_N.roll(1))
-        for _ in range(most - 1):  # those behind a wrong one are wrong
+        """Return which chunks are the last right ones of their sequences, bool [N].
+
+        ``most``: number of draft tokens of a sequence at most.
+        """
+        # A draft token is right if it was chosen after the chunk before, and that one is right.
+        is_first_N = self.num_drafts_N == 0
+        is_right_N = is_first_N | (self.end_token_N == self.chosen_N.roll(1))
+        for _ in range(most - 1):
             is_right_N = is_right_N & (is_first_N | is_right_N.roll(1))
         return is_right_N & ~(is_right_N & ~is_first_N).roll(-1)
 
@@ -131,21 +139,24 @@ def draft_tokens(
     hidden_TD: torch.Tensor,
     tokens_T: torch.Tensor,
     chunks: Chunks,
+    *,
     number: int,
     known: int,
     rows: Any,
     lay_out: Callable[[torch.Tensor, torch.Tensor], Any],
 ) -> torch.Tensor:
-    """Return the likeliest tokens by the block of a ``Transformer``, int64 [K, N], K = ``number``.
+    """Return a draft after each chunk by the MTP block of ``model``, int64 [K, N], K = ``number``.
 
-    Those of chunks that are not the last right one of a sequence mean nothing.
+    It consists of the block's likeliest tokens. The drafts of chunks that are not the last right
+    one of their sequence mean nothing.
 
     Args:
-        hidden_TD: the model's hidden states after the final norm, of ``tokens_T``.
-        known: tokens from this id on are never drafted.
+        model: a ``Transformer`` with an MTP block.
+        hidden_TD: the model's hidden states of ``tokens_T``, after the final norm.
+        known: token ids from this one on are never drafted.
         rows: the ``Rows`` in which the model has read the tokens.
-        lay_out: returns the ``Rows`` of one token a chunk, by their places [N], and whether each
-            is left out.
+        lay_out: returns the ``Rows`` of one token a chunk, given their positions [N] and which of
+            them are left out.
     """
     arch, found = model.arch, []
     block = arch.num_layers
@@ -158,9 +169,9 @@ def draft_tokens(
     next_T[chunks.last_N] = next_N
     for ahead in range(number):
         if ahead:
-            places_N = chunks.places_N + ahead
-            is_out_N = ~is_last_N | (places_N >= chunks.limits_N)
-            rows = lay_out(places_N.masked_fill(is_out_N, 0), is_out_N)
+            positions_N = chunks.positions_N + ahead
+            is_out_N = ~is_last_N | (positions_N >= chunks.limits_N)
+            rows = lay_out(positions_N.masked_fill(is_out_N, 0), is_out_N)
         embedded_TD = model.embed(next_T, model.vocabulary).to(hidden_TD.dtype)
         pair_TP = torch.cat((embedded_TD, hidden_TD), dim=-1)
         context = rows.contexts[kind]

@@ -1,14 +1,14 @@
-"""The generator: a model that serves requests, a step at a time.
+"""The generator: a model that serves requests step by step.
 
     generator = Generator(model)
     completions = generator.generate([Request("a", (1, 2, 3))])    # or a step at a time:
     generator.submit(request); generator.step(); ...
 
-It runs the trainer's own model, with attention over a paged cache (:mod:`moetrain.generate.pages`)
-as its core, and log-probabilities by the function that the loss is made of. On Hopper in bf16 they
-have the bits of training with ``kernels.attention = "exact"``; elsewhere (a CPU, other GPUs), where
-projections have biases or layers carry states, they agree to rounding. Not there yet: tensor
-parallelism.
+It runs the trainer's own model, with attention over a paged cache (:mod:`moetrain.generate.pages`),
+and computes log-probabilities with the function that the loss uses. On Hopper in bf16 they equal
+those of training with ``kernels.attention = "exact"`` bit for bit. On other devices, and where
+projections have biases or layers carry states, they agree to rounding. There is no tensor
+parallelism yet.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,7 +38,8 @@ from moetrain.generate.request import (
     TextStream,
     end_ids,
 )
-from moetrain.generate.scheduler import Chunk, Running, Scheduler
+from moetrain.generate.scheduler import Chunk, Running, Scheduled, Scheduler
+from moetrain.generate.slots import Choice, unpack_choices
 from moetrain.generate.steps import Step, Steps
 from moetrain.kernels.attention.batch_invariant import BLOCK
 from moetrain.kernels.experts.products import width_multiple
@@ -49,15 +50,12 @@ from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.peft import attach_peft
 from moetrain.models.transformer import Transformer
 
-_Chosen = tuple[int, float, list[float], dict[int, float]]
-"""A token, its log-probability, drafts of the tokens behind it, and the likeliest tokens."""
-
 
 class Generator:
-    """A model, its cache, and the requests that it is serving.
+    """A model, its cache, and the requests that it serves.
 
     Attributes:
-        version: how often the weights have been updated.
+        version: number of updates of the weights so far.
     """
 
     def __init__(
@@ -75,20 +73,21 @@ class Generator:
         draft_by: DraftBy = "block",
         grammar_limits: GrammarLimits | None = None,
     ) -> None:
-        """Take over ``model``, on one device and with weights; it serves only generation then.
+        """Take over ``model``, which from then on serves only generation.
 
         Args:
-            tokenizer: needed for stop texts. Token ids that it does not have are never chosen.
-            num_pages, page_size: the cache has num_pages * page_size tokens of all running
-                sequences; None: most of the device's free memory, on a CPU 16,384 tokens.
-            max_sequences: sequences that run at once, each with a slot of states; others wait.
-            max_tokens: tokens that one step reads; longer prompts are read in chunks.
+            model: on one device, with weights.
+            tokenizer: needed for stop texts and grammars. Token ids that it does not have are never
+                chosen.
+            num_pages, page_size: the cache holds num_pages * page_size tokens of all running
+                sequences together; None: most of the device's free memory, on a CPU 16,384 tokens.
+            max_sequences: most sequences that run at once. Others wait.
+            max_tokens: most tokens that one step reads. Longer prompts are read in chunks.
             experts: the ranks that share the experts of ``model``; None: this rank has all.
-            heads: those that share the cache, and so serve the same requests: the first one's.
-            draft: tokens that are guessed at once; on all ranks as many, and 0 where they share
-                heads.
-            draft_by: what guesses: its MTP block, or ngram, where the text's last
-                tokens stood before.
+            heads: the ranks that share the cache by heads, and so serve the same requests. The
+                first of them takes the requests.
+            draft: number of tokens in a draft, the same on all ranks; 0 if ranks share heads.
+            draft_by: source of drafts. block: the model's MTP block; ngram: the text so far.
             grammar_limits: limits on the requests' grammars; None: the defaults.
 
         Raises:
@@ -116,29 +115,38 @@ class Generator:
         self.pages = Pages(num_pages, page_size)
         known = model.arch.vocab_size if tokenizer is None else tokenizer.vocab_size
         known = min(known, model.arch.vocab_size)
-        own = draft, draft_by == "block"
-        self.steps = Steps(model, self.pages, known, experts, max_sequences, heads, *own)
-        shares = not model.carries_state
-        self.scheduler = Scheduler(self.pages, max_sequences, max_tokens, shares=shares)
+        self.steps = Steps(
+            model=model,
+            pages=self.pages,
+            known=known,
+            experts=experts,
+            max_sequences=max_sequences,
+            heads=heads,
+            draft=draft,
+            has_block=draft_by == "block",
+        )
+        self.scheduler = Scheduler(
+            self.pages, max_sequences, max_tokens, shares=not model.carries_state
+        )
         ends = () if tokenizer is None else end_ids(model, tokenizer)
         self.grammars = Grammars(tokenizer, ends, known, grammar_limits or GrammarLimits())
         self.version = 0
         self.is_asleep = False
         self._asleep: list[tuple[torch.UntypedStorage, int]] = []
-        """Storages of parameters whose memory was freed, and their bytes."""
+        """Storages of parameters whose memory was freed, with their sizes in bytes."""
         self.borrowed: set[str] = set()
         """Names of parameters that share memory with the trainer's frozen ones."""
         self._live: dict[str, list[Running]] = {}
-        """The completions of every request that is not finished, by its id."""
+        """The sequences of every unfinished request, by its id."""
 
     def warm_up(self) -> None:
-        """Compile kernels and capture graphs now (on CUDA), so that the first steps do not wait."""
+        """Compile kernels and capture graphs now (on CUDA), so that the first steps are fast."""
         self.steps.warm_up(self.scheduler.max_sequences * (1 + self.steps.draft))
 
     # ---- requests ------------------------------------------------------------------------------
 
     def submit(self, *requests: Request) -> None:
-        """Add ``requests`` to the next steps, or add none and raise RequestError.
+        """Queue ``requests``, or queue none of them and raise RequestError.
 
         The call waits until their grammars are compiled. A caller that must not wait uses
         :meth:`compile` first.
@@ -200,7 +208,7 @@ class Generator:
         return kind(request.id, str(error))
 
     def abort(self, request_id: str) -> list[Completion]:
-        """End a request now and return its completions so far; none if it is not being served."""
+        """End a request now. Return its completions so far; none if it is not being served."""
         sequences = self._live.get(request_id, [])
         for sequence in sequences:
             if sequence.completion.finish_reason is None:
@@ -210,19 +218,21 @@ class Generator:
 
     @property
     def is_busy(self) -> bool:
+        """True while requests run or wait."""
         return bool(self._live)
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
-        """Run the model once, and return the completions that have grown, by ``num_new`` tokens.
+        """Run the model once. Return the completions that have grown, each by ``num_new`` tokens.
 
         Collective over the ranks that share experts or heads.
         """
         if self.is_asleep:
             raise RuntimeError("the generator sleeps; call wake() first")
-        # Sequences that read one token come first.
-        planned = sorted(self.scheduler.plan(), key=lambda part: part[1] > 1)
+        # 1. Plan: sequences that read one token come first.
+        planned = sorted(self.scheduler.plan(), key=lambda part: part.num_tokens > 1)
         chunks = [chunk for sequence, number in planned for chunk in sequence.chunks(number)]
+        # 2. Read.
         wants_routes = any(sequence.params.routes for sequence, _ in planned)
         step = self.steps.run(chunks, routes=wants_routes)
         if step is None:
@@ -233,51 +243,61 @@ class Generator:
         routes: Sequence[torch.Tensor] = ()
         if wants_routes and step.routes:
             routes_TLK = torch.stack(step.routes, 1).cpu()
-            routes = routes_TLK.split([number for *_, number in chunks])
-        chosen, grown, first = self._chosen(chunks, step), [], 0
-        self._tell_grammars([sequence for sequence, _ in planned], chosen)
+            routes = routes_TLK.split([chunk.num_tokens for chunk in chunks])
+        # 3. Choose the next tokens, and let grammars follow them.
+        choices = self._choose(chunks, step)
+        self._advance_grammars(planned, choices)
+        # 4. Extend the sequences that were read to their end.
+        grown, first = [], 0
         for sequence, _ in planned:
             own = slice(first, first + 1 + len(sequence.drafts))
             own_routes = routes[own] if sequence.params.routes else ()
             sequence.routes += own_routes[:1]
             if sequence.num_unread == 0:
-                self._extend(sequence, chosen[own], own_routes)
+                self._extend(sequence, choices[own], own_routes)
                 grown.append(sequence.completion)
             first = own.stop
         return grown
 
-    def _chosen(self, chunks: Sequence[Chunk], step: Step) -> list[_Chosen]:
-        """Return what is chosen after each chunk; nothing if all prompts go on."""
-        due = [i for i, (sequence, *_) in enumerate(chunks) if sequence.num_unread == 0]
+    def _choose(self, chunks: Sequence[Chunk], step: Step) -> list[Choice]:
+        """Return the choice after each chunk; an empty list if no sequence was read to its end."""
+        due = [i for i, chunk in enumerate(chunks) if chunk.sequence.num_unread == 0]
         if not due:
             return []
         # The host waits here, once a step: the next step reads these tokens.
-        chosen = [(int(t), p, ahead, {}) for t, p, *ahead in step.chosen_RN.T.cpu().tolist()]
-        params = {i: chunks[i][0].params for i in due}
+        choices = unpack_choices(step.choices_RN)
+        params = {i: chunks[i].sequence.params for i in due}
+        # Filters, grammars and likeliest tokens need all logits.
         special = [i for i, own in params.items() if own.has_filters or own.logprobs]
-        if special:
-            some = [chunks[i] for i in special]
-            bound = any(sequence.matcher is not None for sequence, *_ in some)
+        if not special:
+            return choices
+        some = [chunks[i] for i in special]
+        allowed_NV = None
+        if any(chunk.sequence.matcher is not None for chunk in some):
             texts = [
-                (sequence.matcher, sequence.drafts[: max(0, start + number - len(sequence.tokens))])
-                for sequence, start, number in some
+                (chunk.sequence.matcher, chunk.sequence.drafts[: chunk.num_drafts])
+                for chunk in some
             ]
-            allowed_NV = self.grammars.allowed(texts) if bound else None
-            found = self.steps.consider(some, step.hidden_ND[special], allowed_NV)
-            for i, (token, logprob, top) in zip(special, found, strict=True):
-                plain, plain_logprob, ahead, _ = chosen[i]
-                if not params[i].has_filters:  # then the step's own choice stands
-                    token, logprob = plain, plain_logprob
-                chosen[i] = token, logprob, ahead if token == plain else [], top
-        return chosen
+            allowed_NV = self.grammars.allowed(texts)
+        found = self.steps.choose_from_logits(some, step.hidden_ND[special], allowed_NV)
+        for i, choice in zip(special, found, strict=True):
+            plain = choices[i]
+            if not params[i].has_filters:  # then the step's own choice stands
+                choices[i] = plain._replace(likeliest=choice.likeliest)
+            elif choice.token == plain.token:  # then its draft stands
+                choices[i] = choice._replace(drafts=plain.drafts)
+            else:
+                choices[i] = choice
+        return choices
 
-    def _tell_grammars(self, sequences: Sequence[Running], chosen: Sequence[_Chosen]) -> None:
-        """Append the chosen tokens, with right drafts, to the texts that follow grammars."""
+    def _advance_grammars(self, planned: Sequence[Scheduled], choices: Sequence[Choice]) -> None:
+        """Append the chosen tokens, as far as drafts were right, to texts that follow grammars."""
         added: dict[Matcher, list[int]] = {}
         first = 0
-        for sequence in sequences:
+        for sequence, _ in planned:
             if sequence.matcher is not None and sequence.num_unread == 0:
-                tokens = [token for token, *_ in chosen[first : first + 1 + len(sequence.drafts)]]
+                own = choices[first : first + 1 + len(sequence.drafts)]
+                tokens = [choice.token for choice in own]
                 pairs = zip(tokens, sequence.drafts, strict=False)
                 right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
                 added[sequence.matcher] = tokens[: right + 1]
@@ -286,61 +306,62 @@ class Generator:
             self.grammars.take(added)
 
     def _extend(
-        self, sequence: Running, chosen: Sequence[_Chosen], routes: Sequence[torch.Tensor]
+        self, sequence: Running, choices: Sequence[Choice], routes: Sequence[torch.Tensor]
     ) -> None:
-        """Append the token after what ``sequence`` knew, and those after its right drafts."""
+        """Append the choices after the last known token and after the right draft tokens."""
         completion, params, drafts = sequence.completion, sequence.params, sequence.drafts
         completion.num_new = 0
         if not completion.tokens:
             self._report_scores(sequence)
-        for i, (token, logprob, ahead, top) in enumerate(chosen):
-            if i:  # behind a draft
+        for i, choice in enumerate(choices):
+            if i:  # after a draft token, which must be right
                 if completion.finish_reason is not None or sequence.tokens[-1] != drafts[i - 1]:
                     break
                 self.scheduler.mark_read(sequence, 1)
                 sequence.routes += routes[i : i + 1]
-            sequence.tokens.append(token)
-            completion.tokens.append(token)
-            completion.logprobs.append(logprob)
-            completion.top_logprobs += [top] if params.logprobs else []
+            sequence.tokens.append(choice.token)
+            completion.tokens.append(choice.token)
+            completion.logprobs.append(choice.logprob)
+            completion.top_logprobs += [choice.likeliest] if params.logprobs else []
             completion.versions.append(self.version)
             if (text := sequence.text_so_far) is not None:
-                text.push(token)
+                text.push(choice.token)
             has_stop_text = text is not None and text.is_stopped
             completion.finish_reason = params.finish_reason(
                 completion.tokens, has_stop_text=has_stop_text
             )
             if sequence.matcher is not None and sequence.matcher.end == i + 1:
                 completion.finish_reason = "abort" if sequence.matcher.has_failed else "stop"
-            completion.num_new, sequence.drafts = i + 1, [*map(int, ahead)]
+            completion.num_new, sequence.drafts = i + 1, choice.drafts
         if self.steps.draft and not self.steps.has_block:
-            sequence.drafts = sequence.lookup.ahead(sequence.tokens, self.steps.draft)
+            sequence.drafts = sequence.lookup.draft(sequence.tokens, self.steps.draft)
         completion.num_drafted += len(drafts)
         completion.num_right += completion.num_new - 1
-        place, left = len(sequence.tokens) - 1, params.max_tokens - len(completion.tokens)
-        del sequence.drafts[most_drafts(place, left, self.model.carries_state) :]
+        position, left = len(sequence.tokens) - 1, params.max_tokens - len(completion.tokens)
+        del sequence.drafts[most_drafts(position, left, self.model.carries_state) :]
         if completion.finish_reason is not None:
             self._finish(sequence)
 
     def _score_prompts(self, chunks: Sequence[Chunk], read_TD: torch.Tensor) -> None:
-        """Append the scores of the prompts' tokens that those just read come before."""
+        """Score the prompt tokens that the tokens of ``chunks`` predict, where asked for."""
         first = 0
-        for sequence, start, number in chunks:
-            after = sequence.request.tokens[start + 1 :][:number]
+        for chunk in chunks:
+            sequence = chunk.sequence
+            after = sequence.request.tokens[chunk.start + 1 :][: chunk.num_tokens]
             most = sequence.params.prompt_logprobs
             if after and most is not None:
                 read_ND = read_TD[first : first + len(after)]
                 sequence.prompt_scores += self.steps.score(read_ND, after, most)
-            first += number
+            first += chunk.num_tokens
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Serve ``requests`` beside those under way, and yield each completion as it goes on."""
+        """Serve ``requests``, and yield a completion of any request whenever it has grown."""
         self.submit(*requests)
         while self.goes_on(self.is_busy):
             yield from self.step()
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """Return the finished completions of every request; others under way go on meanwhile."""
+        """Return the finished completions of every request. Other requests are served meanwhile."""
         if self.is_asleep:
             raise RuntimeError("the generator is asleep: generate() would never end")
         self.submit(*requests)
@@ -351,15 +372,18 @@ class Generator:
         return [[sequence.completion for sequence in sequences] for sequences in mine]
 
     def goes_on(self, is_busy: bool) -> bool:
-        """Whether this rank, or one that it takes steps with, needs another step."""
-        is_busy = self.steps.told(is_busy)
+        """Return True if another step is needed: ``is_busy``, here or on a rank that takes part.
+
+        Collective over the ranks that share experts or heads.
+        """
+        is_busy = self.steps.from_leader(is_busy)
         if self.experts is None:
             return is_busy
         return self.experts.agree(0, is_busy, self.model.embed.weight.device)[1]
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that can be served, prompt and completion."""
+        """Number of tokens of the longest sequence that can be served, with its prompt."""
         return min(self.model.arch.max_positions, self.pages.num_tokens)
 
     def _check(self, request: Request) -> None:
@@ -383,26 +407,27 @@ class Generator:
     # ---- weights and memory --------------------------------------------------------------------
 
     def weights_changed(self, *, keeps_cache: bool = False) -> None:
-        """Empty the cache and count a new version, after weights were changed in place.
+        """Clear the cache and count a new version, after weights were changed in place.
 
-        Completions under way go on with them. Their tokens are read again unless ``keeps_cache``.
+        Unfinished completions go on with the new weights. All their tokens are read again, unless
+        ``keeps_cache``.
         """
         self.scheduler.start_over(keeps_cache)
         self.version += 1
 
     def wipe(self) -> None:
-        """Fill the cache with zeros, while nothing is served.
+        """Fill the cache with zeros. There must be no unfinished requests.
 
-        NaN that diverged weights left in a page stays NaN when it is multiplied by a weight of 0.
+        A NaN that diverged weights have left in a page would stay NaN even with attention weight 0.
         """
         assert not self.is_busy
         for cache in self.steps.caches:
             cache.wipe()
 
     def sleep(self, *, weights: bool = False) -> None:
-        """Free the cache's memory, and that of the generator's own ``weights``, which are lost.
+        """Free the memory of the cache; with ``weights`` also that of the generator's own weights.
 
-        Completions under way go on after :meth:`wake`.
+        The weights are lost. Unfinished completions go on after :meth:`wake`.
         """
         self.scheduler.start_over()
         if weights:
@@ -416,13 +441,14 @@ class Generator:
         self.is_asleep = True
 
     def wake(self) -> None:
-        """Allocate freed parameters again; they need new values before the next step."""
+        """Allocate freed parameters again. They need new values before the next step."""
         for storage, num_bytes in self._asleep:
             storage.resize_(num_bytes)
         self._asleep.clear()
         self.is_asleep = False
 
     def _finish(self, sequence: Running) -> None:
+        """Remove a sequence whose completion has a ``finish_reason``."""
         completion = sequence.completion
         if sequence.params.routes:
             completion.routes = torch.cat(sequence.routes) if sequence.routes else None
@@ -436,10 +462,10 @@ class Generator:
 
     @staticmethod
     def _report_scores(sequence: Running) -> None:
-        """Put the scores of the prompt, which was read last, into the completion."""
-        completion = sequence.completion
-        completion.prompt_logprobs = [logprob for logprob, _ in sequence.prompt_scores]
-        completion.prompt_top_logprobs = [top for _, top in sequence.prompt_scores]
+        """Copy the scores of the prompt, from its latest reading, into the completion."""
+        completion, scores = sequence.completion, sequence.prompt_scores
+        completion.prompt_logprobs = [score.logprob for score in scores]
+        completion.prompt_top_logprobs = [score.likeliest for score in scores]
 
 
 def _check_widths(path: str, arch: Architecture, dtype: torch.dtype) -> None:

@@ -82,9 +82,9 @@ class HeadParallel:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.leads = group, group.rank() == 0
 
-    def told(self, given: Any) -> Any:
-        """Return what the first rank gives. Collective; the host waits for its message."""
-        found = [given]
+    def from_leader(self, own: Any) -> Any:
+        """Return the first rank's value of ``own``. Collective; the host waits for the message."""
+        found = [own]
         dist.broadcast_object_list(found, group=self.group, group_src=0)
         return found[0]
 

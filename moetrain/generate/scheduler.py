@@ -56,9 +56,8 @@ class Running:
         self.routes: list[torch.Tensor] = []
         """Experts of the tokens that were read, [tokens, MoE layers, K] a chunk; empty unless the
         request asks for them."""
-        self.prompt_scores: list[tuple[float, dict[int, float]]] = []
-        """The log-probability of each prompt token but the first, and the likeliest tokens in its
-        place; empty unless the request asks for them."""
+        self.prompt_scores: list[TokenScore] = []
+        """Scores of each prompt token but the first; empty unless the request asks for them."""
 
     @property
     def num_unread(self) -> int:
@@ -96,10 +95,32 @@ class Chunk(NamedTuple):
         return max(0, self.end - len(self.sequence.tokens))
 
     @property
+    def last_token(self) -> int:
+        """The last token of the chunk."""
+        known = self.sequence.tokens
+        last = self.end - 1 - len(known)  # below 0: a known token, counted from the end
+        return known[last] if last < 0 else self.sequence.drafts[last]
+
+    @property
+    def next_token(self) -> int:
+        """The known token after the chunk; -1: there is none yet."""
+        known = self.sequence.tokens
+        return known[self.end] if self.end < len(known) else -1
+
+    @property
     def tokens(self) -> list[int]:
         """The tokens of the chunk."""
         known = self.sequence.tokens
         return known[self.start : self.end] or [self.sequence.drafts[self.start - len(known)]]
+
+
+class TokenScore(NamedTuple):
+    """How likely the model finds a token of a prompt."""
+
+    logprob: float
+    """Log-probability at temperature 1, nats."""
+    likeliest: dict[int, float]
+    """The likeliest tokens in its place, with their log-probabilities; empty: not asked for."""
 
 
 class Scheduled(NamedTuple):

@@ -1,23 +1,23 @@
-"""Runs the model over pages: a step reads tokens of some sequences and samples each one's next.
+"""Runs the model over pages: a step reads tokens of some sequences and chooses each one's next.
 
-A step reads chunks of prompts, one token of each sequence that is continued, and drafts behind it
-(:mod:`moetrain.generate.drafting`), each as a chunk of one token. When all chunks have one
-token (most steps, once prompts are read), shapes are fixed: on CUDA such a step is a graph,
-captured at the first use of its size, with the tokens in lanes, some of which may be empty. One row
-of numbers describes a chunk or a lane. Other steps run eagerly.
+A step reads chunks of prompts, one token of each sequence that is being continued, and the draft
+behind it (:mod:`moetrain.generate.drafting`), each draft token as a chunk of its own. If all chunks
+have one token, as in most steps once prompts are read, shapes are fixed. On CUDA such a step is a
+graph. It is captured when its size is first used, and some of its slots may be empty
+(:mod:`moetrain.generate.slots`). Other steps run eagerly.
 
-The noise is a hash of seed, completion, position and token id, and of nothing else, so that neither
-the batch, nor preemption, nor earlier requests change a request's tokens. With several ranks
-(:mod:`moetrain.generate.ranks`) all take a step of the same form.
+The noise of a choice is a hash of seed, completion, position and token id, and of nothing else. So
+neither the batch, nor preemption, nor earlier requests change a request's tokens. If several ranks
+generate together (:mod:`moetrain.generate.ranks`), all take a step of the same form.
 
-Legend: T tokens of a step, N chunks, L lanes, M pages of a sequence at most, C = 9 + M numbers of a
-lane, D model width, K experts a token, V vocabulary.
+Legend: T tokens of a step, N chunks, B slots, C columns of a slot, M pages of a sequence at most, D
+model width, K experts of a token, V vocabulary.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,8 @@ from moetrain.generate.pages import PagedAttention, Pages
 from moetrain.generate.ranks import ExpertParallel, HeadParallel, SplitAttention
 from moetrain.generate.request import Request
 from moetrain.generate.sampling import sample_filtered
-from moetrain.generate.scheduler import Chunk, Running
+from moetrain.generate.scheduler import Chunk, Running, TokenScore
+from moetrain.generate.slots import Choice, HostSlots, Slots, empty_slots, pack_choices
 from moetrain.kernels.attention.paged import PagedRows
 from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.vocabulary.chunk import sample_tokens
@@ -43,59 +44,86 @@ from moetrain.models.layers import Context
 from moetrain.models.moe import Router
 from moetrain.models.transformer import Rows, Transformer
 
+# Numbers of slots for which a step is captured.
 _SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 32))
-_TOKEN, _POSITION, _STREAM, _INVERSE, _SCALE, _SLOT, _DEPTH, _NEXT, _LIMIT, _PAGES = range(10)
-"""Columns of a lane, or of a chunk's last token: how many drafts there are up to it, the token
-behind it or -1, and how many tokens its sequence has pages for."""
-
-_ROWS = 128
+_SCORED = 128
+"""Number of prompt tokens whose logits exist at once."""
 
 
 class Step(NamedTuple):
-    """The result of one step; on the device, and valid until the next."""
+    """The result of one step. It is on the device, and valid until the next step."""
 
     read_TD: torch.Tensor
     """Hidden states of every token that was read, after the final norm."""
     hidden_ND: torch.Tensor
     """Those of each chunk's last token."""
-    chosen_RN: torch.Tensor
-    """fp64: the next token of each, its log-probability, and drafts of the tokens behind that if
-    the chunk is the last right one of its sequence. Filters have not been applied."""
+    choices_RN: torch.Tensor
+    """The choice after each chunk, without filters
+    (:func:`~moetrain.generate.slots.unpack_choices`). It has a draft if the chunk is the last right
+    one of its sequence."""
     routes: list[torch.Tensor]
     """The experts of every token [T, K], one tensor a MoE layer; empty if not asked for."""
 
     def first(self, number: int) -> Step:
-        """Return what concerns the first ``number`` lanes; the others are empty."""
-        routes = [ids_TK[:number] for ids_TK in self.routes]
+        """Return the results of the first ``number`` slots. The others are empty."""
         hidden_ND = self.hidden_ND[:number]
-        return Step(hidden_ND, hidden_ND, self.chosen_RN[:, :number], routes)
+        return Step(
+            read_TD=hidden_ND,
+            hidden_ND=hidden_ND,
+            choices_RN=self.choices_RN[:, :number],
+            routes=[ids_TK[:number] for ids_TK in self.routes],
+        )
 
 
 class _CapturedStep(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    lanes_LC: torch.Tensor
+    slots_BC: torch.Tensor
+    """The graph's fixed input."""
     step: Step
+
+
+class _MixedStep(NamedTuple):
+    """A step of any shape, in host memory."""
+
+    tokens_T: np.ndarray
+    positions_T: np.ndarray
+    cache_slots_T: np.ndarray
+    """The slot of each token's key and value, counted over all pages."""
+    ends_N: np.ndarray
+    """The chunks' ends among the T tokens, from 0."""
+    starts_N: np.ndarray
+    """Position of each chunk's first token."""
+    slots_NC: np.ndarray
+    num_single: int
+    """Number of chunks with one token, which come first."""
+    read: list[tuple[int, int, int]]
+    """Each sequence's state slot, tokens read before, and tokens read now."""
 
 
 @dataclass(eq=False)
 class Steps:
-    """Runs ``model`` with paged attention in place of its own."""
+    """Runs the steps of ``model``, whose attention reads and writes ``pages``."""
 
     model: Transformer
     pages: Pages
     known: int
+    """Token ids from this one on are never chosen."""
     experts: ExpertParallel | None
+    """The ranks that share the model's experts; None: this rank has all of them."""
     max_sequences: int
     heads: HeadParallel | None
+    """The ranks that share the cache by heads; None: this rank has all heads."""
     draft: int
+    """Length of a draft; 0: there are no drafts."""
     has_block: bool
-    """Whether the model's MTP block drafts."""
+    """True: the model's MTP block drafts. False: drafts come from the text so far."""
 
     def __post_init__(self) -> None:
         model, pages, heads = self.model, self.pages, self.heads
-        self.told: Any = heads.told if heads else lambda given: given
-        most = min(model.arch.max_positions, pages.num_tokens)
-        self._pages_per_sequence = -(-most // pages.page_size)
+        self.from_leader: Callable[[Any], Any] = heads.from_leader if heads else lambda own: own
+        """Returns the value of the first rank of ``heads``."""
+        longest = min(model.arch.max_positions, pages.num_tokens)
+        self._max_pages = -(-longest // pages.page_size)
         if self.device.type == "cuda" and model.kernels.backend == "reference":
             raise ValueError("kernels.backend 'reference' has no generation on CUDA; use auto")
         self.caches: list[Any] = []
@@ -127,23 +155,28 @@ class Steps:
             setattr(block, "defers", True)  # noqa: B010
         self._routers = [m for m in model.modules() if isinstance(m, Router)]
         self._graphs: dict[int, _CapturedStep] = {}
-        self._lanes_LC = torch.zeros(0, _PAGES + self._pages_per_sequence, dtype=torch.int32)
+        self._host_slots = HostSlots(
+            pages.page_size, self._max_pages, pinned=self.device.type == "cuda"
+        )
 
     def begin(self, request: Request, index: int) -> Running:
+        """Return a new sequence for completion ``index`` of ``request``."""
         stream = stream_of(request.params.seed, index)
-        return Running(request, index, self._pages_per_sequence, stream)
+        return Running(request, index, self._max_pages, stream)
 
     @property
     def device(self) -> torch.device:
+        """The device of the model and the cache."""
         return self.model.embed.weight.device
 
     @property
     def has_graphs(self) -> bool:
-        """Whether steps can be captured: the experts' product of fp32 asks the device for sizes."""
+        """True if steps can be captured. The experts' product in fp32 waits for the device."""
         weight = self.model.embed.weight
         return self.heads is None and weight.is_cuda and weight.dtype == torch.bfloat16
 
     def free(self) -> None:
+        """Free the memory of the cache, and the graphs, which hold its addresses."""
         self._graphs.clear()
         for cache in self.caches:
             cache.free()
@@ -153,67 +186,86 @@ class Steps:
 
     @torch.no_grad()
     def warm_up(self, most: int) -> None:
-        """Capture the graphs for up to ``most`` lanes. Collective over ranks of experts."""
+        """Capture the graphs for up to ``most`` slots. Collective over ranks of experts."""
         if self.has_graphs and (self.experts is None or self.experts.can_fix_sizes):
-            for size in reversed(_SIZES[: bisect_left(_SIZES, most) + 1]):  # later ones fit into it
+            # The largest first: the memory of the others fits into it.
+            for size in reversed(_SIZES[: bisect_left(_SIZES, most) + 1]):
                 if size not in self._graphs:
                     self._capture(size)
 
     @torch.no_grad()
-    def run(self, planned: Sequence[Chunk], *, routes: bool) -> Step | None:
-        """Take a step, collectively; None: no rank that shares experts had anything to read."""
-        size, is_mixed = self.told((len(planned), any(number > 1 for *_, number in planned)))
+    def run(self, chunks: Sequence[Chunk], *, routes: bool) -> Step | None:
+        """Take a step; return None if no rank that shares experts has anything to read.
+
+        Collective over the ranks that share experts or heads.
+        """
+        is_mixed = any(chunk.num_tokens > 1 for chunk in chunks)
+        size, is_mixed = self.from_leader((len(chunks), is_mixed))
         if self.experts is not None:
             size, is_mixed = self.experts.agree(size, is_mixed, self.device)
         if size == 0:
             return None
         if is_mixed:
-            return self._read_chunks(planned, routes)
+            return self._read_chunks(chunks, routes)
         if not self.has_graphs or size > _SIZES[-1]:
-            lanes_LC = self.told(self._fill(planned, len(planned)))
-            return self._decode(lanes_LC.to(self.device), routes)
+            slots_BC = self.from_leader(self._host_slots.fill(chunks, len(chunks)))
+            return self._decode(slots_BC.to(self.device), routes)
         size = _SIZES[bisect_left(_SIZES, size)]
         if self.experts is not None and not self.experts.can_fix_sizes:
-            step = self._decode(self._fill(planned, size).to(self.device), routes)
-            return step.first(len(planned))
+            step = self._decode(self._host_slots.fill(chunks, size).to(self.device), routes)
+            return step.first(len(chunks))
         graph = self._graphs.get(size) or self._capture(size)
-        graph.lanes_LC.copy_(self._fill(planned, size))  # synchronous: the next step overwrites it
+        # A synchronous copy, because the next step overwrites the slots in host memory.
+        graph.slots_BC.copy_(self._host_slots.fill(chunks, size))
         graph.graph.replay()
-        return graph.step.first(len(planned))
+        return graph.step.first(len(chunks))
 
     # ---- steps of any shape --------------------------------------------------------------------
 
-    def _read_chunks(self, planned: Sequence[Chunk], routes: bool) -> Step:
-        tokens: list[int] = []
-        positions, slots = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
-        seen: dict[int, tuple[int, int, int]] = {}
-        ends, size = [0], self.pages.page_size
-        for chunk in planned:
-            sequence, start, number = chunk
-            tokens += chunk.tokens
-            positions.append(np.arange(start, start + number))
-            slots.append(sequence.page_table[positions[-1] // size] * size + positions[-1] % size)
-            ends.append(ends[-1] + number)
-            first = seen.get(sequence.state_slot, (sequence.state_slot, start))[1]
-            seen[sequence.state_slot] = (sequence.state_slot, first, start + number - first)
-        integers = [
-            np.array(tokens, np.int64),
-            np.concatenate(positions),
-            np.concatenate(slots).astype(np.int32),
-            np.array(ends, np.int32),
-            np.array([start for _, start, _ in planned], np.int32),
-            self._fill(planned, len(planned)).numpy(),
-        ]
-        num_single = sum(number == 1 for *_, number in planned)
-        integers, num_single, read_now = self.told((integers, num_single, [*seen.values()]))
-        tokens_T, positions_T, slots_T, ends_N, seen_N, chunks_NC = (
-            torch.from_numpy(x).to(self.device) for x in integers
+    def _read_chunks(self, chunks: Sequence[Chunk], routes: bool) -> Step:
+        step: _MixedStep = self.from_leader(self._mixed_step(chunks))
+        tokens_T, positions_T, cache_slots_T, ends_N, starts_N, slots_NC = (
+            torch.from_numpy(x).to(self.device)
+            for x in (
+                step.tokens_T,
+                step.positions_T,
+                step.cache_slots_T,
+                step.ends_N,
+                step.starts_N,
+                step.slots_NC,
+            )
         )
-        rows = PagedRows(slots_T, ends_N, seen_N, chunks_NC[:, _PAGES:], num_single)
-        reads = Reads.of(read_now, self.device) if self.model.carries_state else None
+        slots = Slots(slots_NC)
+        rows = PagedRows(cache_slots_T, ends_N, starts_N, slots.pages_BM, step.num_single)
+        reads = Reads.of(step.read, self.device) if self.model.carries_state else None
         read = self._lay_out(positions_T, rows, None, reads)
-        last_N = ends_N[1:].long() - 1
-        return self._read(tokens_T, read, last_N, chunks_NC, routes)
+        return self._read(tokens_T, read, ends_N[1:].long() - 1, slots, routes)
+
+    def _mixed_step(self, chunks: Sequence[Chunk]) -> _MixedStep:
+        tokens: list[int] = []
+        positions, cache_slots = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
+        read: dict[int, tuple[int, int, int]] = {}
+        ends, size = [0], self.pages.page_size
+        for chunk in chunks:
+            own, table = np.arange(chunk.start, chunk.end), chunk.sequence.page_table
+            tokens += chunk.tokens
+            positions.append(own)
+            cache_slots.append(table[own // size] * size + own % size)
+            ends.append(ends[-1] + chunk.num_tokens)
+            # A sequence's chunks follow each other, so together they are one range of positions.
+            slot = chunk.sequence.state_slot
+            first = read.get(slot, (slot, chunk.start))[1]
+            read[slot] = (slot, first, chunk.end - first)
+        return _MixedStep(
+            tokens_T=np.array(tokens, np.int64),
+            positions_T=np.concatenate(positions),
+            cache_slots_T=np.concatenate(cache_slots).astype(np.int32),
+            ends_N=np.array(ends, np.int32),
+            starts_N=np.array([chunk.start for chunk in chunks], np.int32),
+            slots_NC=self._host_slots.fill(chunks, len(chunks)).numpy(),
+            num_single=sum(chunk.num_tokens == 1 for chunk in chunks),
+            read=[*read.values()],
+        )
 
     def _lay_out(
         self,
@@ -230,51 +282,75 @@ class Steps:
 
     def _lay_out_singles(
         self,
-        positions_L: torch.Tensor,
-        is_empty_L: torch.Tensor,
-        pages_LM: torch.Tensor,
+        positions_B: torch.Tensor,
+        is_empty_B: torch.Tensor,
+        pages_BM: torch.Tensor,
         reads: Reads | None = None,
     ) -> Rows:
-        """Lay out one token a lane; empty ones are at position 0."""
-        page_L = pages_LM.gather(1, (positions_L // self.pages.page_size).long()[:, None])[:, 0]
-        slots_L = page_L * self.pages.page_size + positions_L % self.pages.page_size
-        slots_L = torch.where(is_empty_L, -1, slots_L)
-        lanes = positions_L.shape[0]
-        ends = torch.arange(lanes + 1, dtype=torch.int32, device=positions_L.device)
-        rows = PagedRows(slots_L, ends, positions_L.contiguous(), pages_LM, lanes)
-        return self._lay_out(positions_L.long(), rows, is_empty_L, reads)
+        """Lay out one token a slot. Empty slots are at position 0."""
+        page_B = pages_BM.gather(1, (positions_B // self.pages.page_size).long()[:, None])[:, 0]
+        cache_slots_B = page_B * self.pages.page_size + positions_B % self.pages.page_size
+        cache_slots_B = torch.where(is_empty_B, -1, cache_slots_B)
+        number = positions_B.shape[0]
+        ends = torch.arange(number + 1, dtype=torch.int32, device=positions_B.device)
+        rows = PagedRows(cache_slots_B, ends, positions_B.contiguous(), pages_BM, number)
+        return self._lay_out(positions_B.long(), rows, is_empty_B, reads)
 
     def _read(
         self,
         tokens_T: torch.Tensor,
         read: Rows,
         last_N: torch.Tensor | slice,
-        chunks_NC: torch.Tensor,
+        slots: Slots,
         routes: bool,
     ) -> Step:
         """Read tokens, of which ``last_N`` end chunks, and choose the next token of each chunk."""
         model, softcap = self.model, self.model.arch.logit_softcap
-        with self._noted(routes) as experts:
+        # 1. Read the tokens.
+        with self._record_routes(routes) as experts:
             x_BSD, _ = model.run(model.embed_tokens(tokens_T[None]), read)
             read_TD = model.head(x_BSD, read)[0]
-        last_tokens_N, positions_N, streams_N = chunks_NC[:, :_INVERSE].unbind(1)
-        inverse_N, scales_N = chunks_NC[:, _INVERSE:_SLOT].T.contiguous().view(torch.float32)
-        keys_N, hidden_ND = noise_keys(streams_N, positions_N + 1), read_TD[last_N]
-        words = keys_N, inverse_N, scales_N, self.known, model.kernels.backend, softcap
-        tokens_N, logprobs_N = sample_tokens(hidden_ND, model.head_weight, *words)
-        chosen_RN = torch.stack((tokens_N.double(), logprobs_N.double()))
+        # 2. Choose a token after each chunk, with the noise of its position.
+        inverse_N, scales_N = slots.floats()
+        keys_N, hidden_ND = noise_keys(slots["stream"], slots["position"] + 1), read_TD[last_N]
+        chosen_N, logprobs_N = sample_tokens(
+            hidden_ND,
+            model.head_weight,
+            keys_N,
+            inverse_N,
+            scales_N,
+            self.known,
+            model.kernels.backend,
+            softcap,
+        )
+        choices_RN = pack_choices(chosen_N, logprobs_N)
+        # 3. Draft the tokens after the choices.
         if self.draft and self.has_block:
-            depths_N, next_N, limits_N = chunks_NC[:, _DEPTH:_PAGES].unbind(1)
-            places = last_tokens_N, positions_N, depths_N, next_N, limits_N
-            chunks = Chunks(last_N, *places, tokens_N)
-            lay_out = partial(self._lay_out_singles, pages_LM=chunks_NC[:, _PAGES:])
-            how = self.draft, self.known, read, lay_out
-            drafts_KN = draft_tokens(model, read_TD, tokens_T, chunks, *how)
-            chosen_RN = torch.cat((chosen_RN, drafts_KN.double()))
-        return Step(read_TD, hidden_ND, chosen_RN, experts)
+            chunks = Chunks(
+                last_N=last_N,
+                end_token_N=slots["token"],
+                positions_N=slots["position"],
+                num_drafts_N=slots["num_drafts"],
+                next_N=slots["next_token"],
+                limits_N=slots["limit"],
+                chosen_N=chosen_N,
+            )
+            drafts_KN = draft_tokens(
+                model,
+                read_TD,
+                tokens_T,
+                chunks,
+                number=self.draft,
+                known=self.known,
+                rows=read,
+                lay_out=partial(self._lay_out_singles, pages_BM=slots.pages_BM),
+            )
+            choices_RN = torch.cat((choices_RN, drafts_KN.double()))
+        return Step(read_TD, hidden_ND, choices_RN, experts)
 
     @contextmanager
-    def _noted(self, wanted: bool) -> Iterator[list[torch.Tensor]]:
+    def _record_routes(self, wanted: bool) -> Iterator[list[torch.Tensor]]:
+        """Record what the routers choose inside, in the order of layers, if ``wanted``."""
         chosen: list[torch.Tensor] = []
         hooks = [
             router.register_forward_hook(lambda module, args, routed: chosen.append(routed.ids_TK))
@@ -288,93 +364,71 @@ class Steps:
 
     # ---- one token of each chunk ---------------------------------------------------------------
 
-    def _fill(self, planned: Sequence[Chunk], size: int) -> torch.Tensor:
-        """Write the ends of ``planned`` to [size, C] in host memory; lanes behind are empty."""
-        if self._lanes_LC.shape[0] < size:
-            shape = (size, self._lanes_LC.shape[1])
-            pinned = self.device.type == "cuda"
-            self._lanes_LC = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
-        rows, used = self._lanes_LC.numpy(), len(planned)
-        numbers, how = [], []
-        for row, (sequence, start, number) in zip(rows, planned, strict=False):
-            end, tokens = start + number, sequence.tokens
-            depth, after = max(0, end - len(tokens)), tokens[end : end + 1] or (-1,)
-            token = sequence.drafts[depth - 1] if depth else tokens[end - 1]
-            numbers += token, end - 1, sequence.stream
-            numbers += sequence.state_slot, depth, *after, len(sequence.pages)
-            how += sequence.inverse_temperature, sequence.logprob_scale
-            row[_PAGES:] = sequence.page_table
-        numbers_U7 = np.array(numbers, np.int32).reshape(used, 7)
-        rows[:used, _TOKEN:_INVERSE] = numbers_U7[:, :3]
-        rows[:used, _INVERSE:_SLOT] = np.array(how, np.float32).view(np.int32).reshape(used, 2)
-        rows[:used, _SLOT:_PAGES] = numbers_U7[:, 3:]
-        rows[:used, _LIMIT] *= self.pages.page_size
-        rows[used:size] = 0
-        rows[used:size, _POSITION] = -1
-        return self._lanes_LC[:size]
-
-    def _decode(self, lanes_LC: torch.Tensor, routes: bool) -> Step:
-        """Read one token a lane. Shapes do not depend on the content of ``lanes_LC``."""
-        tokens_L, positions_L = lanes_LC[:, :_STREAM].unbind(1)
-        is_empty_L, positions_L = positions_L < 0, positions_L.clamp(min=0)
+    def _decode(self, slots_BC: torch.Tensor, routes: bool) -> Step:
+        """Read one token a slot. Shapes do not depend on the content of ``slots_BC``."""
+        slots = Slots(slots_BC)
+        tokens_B, positions_B = slots["token"], slots["position"]
+        is_empty_B, positions_B = positions_B < 0, positions_B.clamp(min=0)
         reads = None
-        if self.model.carries_state:  # those of empty lanes go to slot 0
-            reads = Reads.of_singles(lanes_LC[:, _SLOT], positions_L, lanes_LC[:, _DEPTH])
-        read = self._lay_out_singles(positions_L, is_empty_L, lanes_LC[:, _PAGES:], reads)
-        return self._read(tokens_L.long(), read, slice(None), lanes_LC, routes)
+        if self.model.carries_state:  # empty slots write their states to state slot 0
+            reads = Reads.of_singles(slots["state_slot"], positions_B, slots["num_drafts"])
+        read = self._lay_out_singles(positions_B, is_empty_B, slots.pages_BM, reads)
+        return self._read(tokens_B.long(), read, slice(None), slots, routes)
 
     def _capture(self, size: int) -> _CapturedStep:
-        """Capture the graph of ``size`` lanes. Collective: the warm-up sends tokens as steps do."""
-        shape = (size, _PAGES + self._pages_per_sequence)
-        lanes_LC = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        lanes_LC[:, _POSITION] = -1
+        """Capture the graph of ``size`` slots.
+
+        Collective over ranks of experts: the warm-up dispatches tokens as every step does.
+        """
+        slots_BC = empty_slots(size, self._max_pages).to(self.device)
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         fixed = nullcontext if self.experts is None else partial(self.experts.fixed_sizes, size)
+        # The first run compiles kernels and allocates the cache.
         with torch.cuda.stream(stream), fixed():
-            self._decode(lanes_LC, True)  # compiles kernels, makes the cache
+            self._decode(slots_BC, True)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool), fixed():
-            step = self._decode(lanes_LC, True)
-        self._graphs[size] = _CapturedStep(graph, lanes_LC, step)
+            step = self._decode(slots_BC, True)
+        self._graphs[size] = _CapturedStep(graph, slots_BC, step)
         return self._graphs[size]
 
-    # ---- tokens of prompts, and tokens chosen from all logits ----------------------------------
+    # ---- scores of prompts, and tokens that are chosen from all logits -------------------------
 
     def score(
-        self, hidden_ND: torch.Tensor, tokens: Sequence[int], most: int
-    ) -> list[tuple[float, dict[int, float]]]:
-        """Return each token's log-probability behind ``hidden_ND``, and ``most`` likeliest there.
-
-        For these the logits of 128 rows exist at once.
-        """
+        self, hidden_ND: torch.Tensor, tokens: Sequence[int], num_likeliest: int
+    ) -> list[TokenScore]:
+        """Return the scores of ``tokens``, each predicted by one row of ``hidden_ND``."""
         model, tokens_N = self.model, torch.tensor(tokens, device=self.device)
         losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, tokens_N)
-        tops: list[dict[int, float]] = [] if most else [{}] * len(tokens)
-        parts = hidden_ND.split(_ROWS), losses.lse_T.split(_ROWS)
-        for part_ND, lse_N in zip(*parts, strict=True) if most else ():
+        likeliest: list[dict[int, float]] = [] if num_likeliest else [{}] * len(tokens)
+        parts = hidden_ND.split(_SCORED), losses.lse_T.split(_SCORED)
+        for part_ND, lse_N in zip(*parts, strict=True) if num_likeliest else ():
             logits_NV = model.vocabulary.logits(part_ND[None], model.head_weight)[0]
-            top = logits_NV[:, : self.known].float().topk(min(most, self.known))
+            top = logits_NV[:, : self.known].float().topk(min(num_likeliest, self.known))
             values = (top.values - lse_N[:, None]).tolist()
-            tops += map(dict, map(zip, top.indices.tolist(), values))
-        return list(zip((-losses.loss_T).tolist(), tops, strict=True))
+            likeliest += map(dict, map(zip, top.indices.tolist(), values))
+        return list(map(TokenScore, (-losses.loss_T).tolist(), likeliest))
 
-    def consider(
-        self, planned: Sequence[Chunk], hidden_ND: torch.Tensor, allowed_NV: np.ndarray | None
-    ) -> list[tuple[int, float, dict[int, float]]]:
-        """Choose from all logits: token, log-probability and likeliest tokens of each chunk.
+    def choose_from_logits(
+        self, chunks: Sequence[Chunk], hidden_ND: torch.Tensor, allowed_NV: np.ndarray | None
+    ) -> list[Choice]:
+        """Choose the token after each chunk by its filters, and list the likeliest tokens there.
 
-        ``allowed_NV``: what grammars allow; None: there are none.
+        Args:
+            hidden_ND: the hidden state of each chunk's last token.
+            allowed_NV: the tokens that grammars allow, bool; None: there are no grammars.
         """
-        sequences, model = [sequence for sequence, *_ in planned], self.model
+        sequences, model = [chunk.sequence for chunk in chunks], self.model
         params = [sequence.params for sequence in sequences]
         logits_NV = model.vocabulary.logits(hidden_ND[None], model.head_weight)[0].float()
         device, known = logits_NV.device, self.known
+        # 1. Choose, with the noise that the step itself would use.
         keys_N = noise_keys(
             torch.tensor([sequence.stream for sequence in sequences], device=device),
-            torch.tensor([start + number for _, start, number in planned], device=device),
+            torch.tensor([chunk.end for chunk in chunks], device=device),
         )
         own_NV = logits_NV[:, :known]
         if allowed_NV is not None:
@@ -382,16 +436,20 @@ class Steps:
         inverses = [sequence.inverse_temperature for sequence in sequences]
         chosen_N = sample_filtered(own_NV, keys_N, inverses, params)
         losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, chosen_N)
+        # 2. Rank all tokens. The sort is stable: which of two equals topk takes depends on its k,
+        #    which is the batch's.
         most = min(max(p.logprobs for p in params), known)
-        # A stable sort: which of two equals topk takes depends on its k, which is the batch's.
         scales_N = torch.tensor([sequence.logprob_scale for sequence in sequences], device=device)
         scaled_NV = logits_NV * scales_N[:, None]
         logprobs_NV = scaled_NV.log_softmax(-1)[:, :known]
         top = logprobs_NV.sort(dim=-1, descending=True, stable=True)
         ids, values = top.indices[:, :most].tolist(), top.values[:, :most].tolist()
-        tokens, logprobs = chosen_N.tolist(), (-losses.loss_T).tolist()
         likeliest = [
             dict(list(zip(*pair, strict=True))[: p.logprobs])
             for p, *pair in zip(params, ids, values, strict=True)
         ]
-        return list(zip(tokens, logprobs, likeliest, strict=True))
+        tokens, logprobs = chosen_N.tolist(), (-losses.loss_T).tolist()
+        return [
+            Choice(token=token, logprob=logprob, drafts=[], likeliest=own)
+            for token, logprob, own in zip(tokens, logprobs, likeliest, strict=True)
+        ]
