@@ -75,6 +75,34 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(tmp_path
     assert (process.returncode, errors) == (130, b"")
 
 
+LATE = {  # the module in whose import Ctrl-C comes, once a command has read its options
+    "generate": ["PATH", "--prompt", "a"],
+    "serve": ["PATH", "--port", "0"],
+    "score": ["PATH", "RECORDS"],
+    "train": [],
+    "rl": [],
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_ctrl_c_while_a_command_imports_late_is_not_lost(tmp_path, name):
+    late = """if True:
+        import time
+        print("importing", flush=True)
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:  # as C code that tries an import does
+            print("going on", flush=True)"""
+    (tmp_path / "torch.py").write_text(late)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    pipe, command = subprocess.PIPE, [sys.executable, "-m", f"moetrain.{name}", *LATE[name]]
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environ) as process:
+        assert process.stdout.readline() == b"importing\n"
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=30)
+    assert (process.returncode, said, errors) == (130, b"", b"")
+
+
 def test_ctrl_c_in_a_rank_is_not_lost_where_python_drops_exceptions(tmp_path):
     slow = """if True:
         import time

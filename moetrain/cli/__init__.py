@@ -3,6 +3,9 @@
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -20,6 +23,23 @@ def interrupt_by_exception() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again, which every command handles."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Let Ctrl-C end this process with 130 inside, where a command imports modules late.
+
+    An import may also lose KeyboardInterrupt in C code that tries another import and goes on
+    without it. Then the command would not stop at all.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is threading.main_thread():  # no other may set a handler
+        interrupt_quietly()
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is not before:
+            signal.signal(signal.SIGINT, before)
 
 
 def _end(number: int, frame: Any) -> None:

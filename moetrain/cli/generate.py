@@ -7,6 +7,7 @@ written to standard output as it is made. Exit codes: 0, or 2 and one line that 
 import sys
 from collections.abc import Sequence
 
+from moetrain.cli import quiet_imports
 from moetrain.cli.main import Parser, command
 from moetrain.config import ConfigError
 
@@ -33,9 +34,10 @@ def main(argv: Sequence[str] | None) -> None:
         add(f"--{name}", type=type(default), default=default, help=meaning)
     args = parser.parse_args(argv)
     # A second of imports, which --help and a misspelt option need not wait for.
-    from moetrain.generate import request
-    from moetrain.generate.engine import Generator, load_model
-    from moetrain.generate.pages import Pages
+    with quiet_imports():
+        from moetrain.generate import request
+        from moetrain.generate.engine import Generator, load_model
+        from moetrain.generate.pages import Pages
 
     block = args.draft if args.draft_by == "block" else 0
     model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter, block)

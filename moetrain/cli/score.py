@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from moetrain.cli import quiet_imports
 from moetrain.cli.main import Parser, command
 from moetrain.config import ConfigError
 
@@ -30,8 +31,9 @@ def main(argv: Sequence[str] | None) -> None:
     add("--max_tokens", type=int, default=16384, help="tokens of one pass; default 16384")
     args = parser.parse_args(argv)
     # Seconds of imports, which --help and a misspelt option need not wait for.
-    from moetrain.data.messages import BadLineError
-    from moetrain.generate.scoring import RewardModel
+    with quiet_imports():
+        from moetrain.data.messages import BadLineError
+        from moetrain.generate.scoring import RewardModel
 
     raws = _records(args.records)
     model = RewardModel(args.path, device=args.device, dtype=args.dtype, max_tokens=args.max_tokens)

@@ -9,6 +9,7 @@ wrong.
 import argparse
 from collections.abc import Sequence
 
+from moetrain.cli import quiet_imports
 from moetrain.cli.main import Parser, command
 from moetrain.config import ConfigError
 from moetrain.config.environment import user_cache_dir
@@ -63,10 +64,11 @@ def main(argv: Sequence[str] | None) -> None:
     own_file = user_cache_dir() / "serve.token"
     access = Access(args.host, args.port, args.auth, args.token_file, own_file)
     access.check()
-    from moetrain.generate.engine import Generator, load_model
-    from moetrain.generate.grammars import GrammarLimits
-    from moetrain.generate.pages import Pages
-    from moetrain.serve.server import CompletionServer
+    with quiet_imports():
+        from moetrain.generate.engine import Generator, load_model
+        from moetrain.generate.grammars import GrammarLimits
+        from moetrain.generate.pages import Pages
+        from moetrain.serve.server import CompletionServer
 
     block = args.draft if args.draft_by == "block" else 0
     model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter, block)

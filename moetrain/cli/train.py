@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from moetrain.cli import interrupt_by_exception, launch
+from moetrain.cli import interrupt_by_exception, launch, quiet_imports
 from moetrain.cli.main import error_line, reader_may_leave, version
 from moetrain.config import Config, ConfigError, Recipes, logger
 from moetrain.config.environment import LaunchedPlace, launched_place, let_idle_threads_sleep
@@ -59,13 +59,15 @@ class _Program(NamedTuple):
 
 
 def _train(config: Config) -> None:
-    from moetrain.train.loop import Trainer
-
+    samples = config.train.sample_tokens and config.train.objective != "reward"
     callbacks: list[Any] = []
-    if config.train.sample_tokens and config.train.objective != "reward":
-        from moetrain.generate.weights import Sampled
+    with quiet_imports():
+        from moetrain.train.loop import Trainer
 
-        callbacks.append(Sampled())
+        if samples:
+            from moetrain.generate.weights import Sampled
+
+            callbacks.append(Sampled())
     Trainer(config, callbacks=callbacks).fit()
 
 
@@ -76,7 +78,8 @@ def _plan_train(config: Config, arch: Any) -> str:
 
 
 def _rl(config: Config) -> None:
-    from moetrain.rl.loop import RlTrainer
+    with quiet_imports():
+        from moetrain.rl.loop import RlTrainer
 
     RlTrainer(config).fit()
 
@@ -88,7 +91,8 @@ def _plan_rl(config: Config, arch: Any) -> str:
 
 
 def _serve_jobs(config: Config) -> None:
-    from moetrain.jobs.run import JobRun
+    with quiet_imports():
+        from moetrain.jobs.run import JobRun
 
     JobRun(config).fit()
 
@@ -248,7 +252,8 @@ def _plan(config: Config, program: _Program, *, shows: bool) -> None:
 def _launch(config: Config, words: Sequence[str], program: _Program) -> int:
     """Be the only rank, or start ``launch.nproc`` of them; returns the exit code."""
     # These import torch, which --help or a misspelt setting need not wait for.
-    from moetrain.parallel.processes import num_processes
+    with quiet_imports():
+        from moetrain.parallel.processes import num_processes
 
     nproc = num_processes(config)
     max_restarts = config.launch.max_restarts

@@ -1,10 +1,13 @@
 """Ranks that generate together: they share the experts of a model, or the cache by heads.
 
-Ranks of :class:`ExpertParallel` have requests of their own. Of :class:`HeadParallel` the first rank
-has the requests and plans every step; the others are told what to read. Attention, and the memory
-of what was read, are of a rank's own key/value heads; all else is computed on every rank. Heads
-know nothing of each other, so the bits are those of one rank. Layers whose key/value heads the
-ranks do not divide, and states, are whole on every rank. Left out on purpose: graphs of these.
+With :class:`ExpertParallel` every rank has requests of its own.
+
+With :class:`HeadParallel` the first rank has the requests. It plans every step, and sends the plan
+to the others. Each rank computes attention for its own key/value heads and keeps only their keys
+and values. Everything else is computed on every rank. Heads do not depend on each other, so the
+result has the bits of a single rank. Every rank computes all heads of a layer if their number is
+not a multiple of the number of ranks, and keeps all states. Left out on purpose: CUDA graphs of
+such steps.
 """
 
 from contextlib import AbstractContextManager
@@ -25,10 +28,10 @@ from moetrain.runtime.backend import Backend
 
 
 class ExpertParallel:
-    """This rank's part of the experts of a generator's model; it has everything else for itself.
+    """This rank's part of the experts of a generator's model. It has all other weights.
 
-    Tokens travel to their experts as in training, so every rank takes every step, even with nothing
-    to read.
+    Tokens are dispatched to their experts as in training, so every rank takes part in every step,
+    even if it has no tokens to read.
     """
 
     def __init__(
@@ -38,9 +41,9 @@ class ExpertParallel:
         backend: Backend,
         dispatcher: ExpertParallelDispatcher | None = None,
     ) -> None:
-        """Keep only this rank's experts of ``model``, which has all of them (on meta, say).
+        """Remove other ranks' experts from ``model``, which has all of them, for example on meta.
 
-        Without ``dispatcher`` an all-to-all sends tokens to the ranks of ``group``.
+        Without ``dispatcher`` tokens are dispatched by an all-to-all over ``group``.
         """
         self.group = group
         self.top_k = model.arch.num_experts_per_token
@@ -58,18 +61,21 @@ class ExpertParallel:
 
     @property
     def can_fix_sizes(self) -> bool:
-        """Whether :meth:`fixed_sizes` can be called; otherwise no step can be captured."""
+        """True if :meth:`fixed_sizes` can be called. Otherwise steps cannot be captured."""
         return isinstance(self._dispatcher, DeepEP)
 
     def fixed_sizes(self, most: int) -> AbstractContextManager[None]:
-        """Fix all sizes inside; every rank reads ``most`` tokens, which may all go to one."""
+        """Fix all sizes inside. Every rank reads ``most`` tokens, which may all go to one rank."""
         dispatcher = self._dispatcher
         assert isinstance(dispatcher, DeepEP)  # can_fix_sizes
         per_token = min(self.top_k, dispatcher.num_local_experts)
         return dispatcher.sized(StaticSizes(most, dispatcher.num_ranks * most * per_token))
 
     def agree(self, size: int, flag: bool, device: torch.device) -> tuple[int, bool]:
-        """Return all ranks' largest size, and whether any flag is set. Collective; waits."""
+        """Return the largest ``size`` and the disjunction of ``flag`` over all ranks.
+
+        Collective; the host waits for it.
+        """
         numbers = torch.tensor([size, int(flag)], device=device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
         size, is_any = numbers.tolist()
@@ -77,7 +83,11 @@ class ExpertParallel:
 
 
 class HeadParallel:
-    """The ranks of ``group``, which have the same model and take every step together."""
+    """The ranks that share the cache by heads. All have the same model and take the same steps.
+
+    Attributes:
+        leads: True on the first rank, which has the requests.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.leads = group, group.rank() == 0
@@ -92,17 +102,23 @@ class HeadParallel:
 def sharing_heads(
     world: World, experts: ExpertParallel | None
 ) -> tuple[HeadParallel | None, list[int]]:
-    """Return the ranks of ``parallel.cp``, if several, and all that have requests. Collective."""
+    """Return the ranks that share heads with this one, and the list of all ranks with requests.
+
+    The ranks of ``parallel.cp`` share heads; None: there is only one. Collective.
+    """
     cp = world.meshes.dense.get_group("cp")
     heads = HeadParallel(cp) if cp.size() > 1 else None
-    if heads and experts:  # which may be shared with other groups' ranks
+    if heads and experts:  # the groups of experts and of heads may overlap, so all ranks agree
         experts.group = world.meshes.everyone
     leads = world.gather(heads is None or heads.leads)
     return heads, [rank for rank, is_one in enumerate(leads) if is_one]
 
 
 class SplitAttention(PagedAttention):
-    """Takes all heads and returns those of all; its pages are of this rank's. Collective."""
+    """Attention of one layer whose pages hold this rank's heads. Collective.
+
+    Its arguments and its result have all heads.
+    """
 
     rotate: Any = None  # it takes all heads' keys
 

@@ -1,13 +1,13 @@
-"""Scores texts by a reward model, on one device: the use of what ``train.objective reward`` trains.
+"""Scores texts by a reward model, such as ``train.objective reward`` trains, on one device.
 
     model = RewardModel("outputs/MODEL-pairs/hf")
     model.score([{"prompt": "Is 7 prime?", "completion": " Yes."}])     # [1.73]
 
-Records are read as training reads them, so that a text has the tokens that its kind had there.
+Records are read as in training, so that a text has the same tokens as there.
 
-Left out on purpose: models that are spread over several devices.
+Left out on purpose: models that need several devices.
 
-Legend: N texts of a pass, T their tokens together.
+Legend: N texts of a pass, T tokens of all of them.
 """
 
 import os
@@ -32,7 +32,7 @@ from moetrain.models.transformer import Inputs
 from moetrain.train.reward import last_places
 
 _NOT_SCORED = ("label", "kto_tag", "weight")
-"""Fields of records that say how much is learned of an answer, which changes no score."""
+"""Fields of records that change how much is learned of an answer, but not its score."""
 
 _MERGED = (
     "give the folder that their run writes with checkpoint.save_hf yes, OUTPUT_DIR/hf, which has "
@@ -45,8 +45,8 @@ class RewardModel:
     """A reward model with its tokenizer.
 
     Attributes:
-        model: the weights, whose ``arch.pad_token_id`` is no text's last token.
-        tokenizer: the checkpoint's own.
+        model: the model. No text ends with its ``arch.pad_token_id``.
+        tokenizer: the tokenizer of the checkpoint.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class RewardModel:
 
         Args:
             path: a folder (``output_dir/hf`` of a run, or the run's folder) or a hub id.
-            device: as torch names it; auto: cuda if there is a GPU.
+            device: a device of torch; auto: cuda if there is a GPU.
             dtype: dtype of weights and arithmetic; auto: bfloat16 on CUDA, float32 on a CPU. Scores
                 are fp32.
-            max_tokens: tokens that go through the model in one pass, if no text has more.
+            max_tokens: most tokens of one pass, unless a single text has more.
 
         Raises ConfigError: the checkpoint does not load, has no tokenizer, or is no reward model.
         """
@@ -82,15 +82,14 @@ class RewardModel:
         self._reader = RecordReader(template=ChatTemplate.of(self.tokenizer), train_on="last")
 
     def encode(self, record: Mapping[str, Any]) -> list[int]:
-        """Return the tokens of a record, as training on it would read them.
+        """Return the tokens of ``record``, the same as in training.
 
-        ``record`` has ``prompt`` and ``completion``, each a text or a list of messages, or another
-        form of docs/data.md with an answer at its end: ``messages``, ``conversations``,
-        ``instruction`` and ``output``, or a whole ``text``.
+        A record has ``prompt`` and ``completion``, each a text or a list of messages. Or it has
+        another form of docs/data.md that ends with an answer: ``messages``, ``conversations``,
+        ``instruction`` and ``output``, or a whole ``text``. A blank ``completion`` is an answer
+        that ends at once.
 
-        A blank ``completion`` is a text or a turn that ends at once.
-
-        Raises BadLineError: it has no such form, or is longer than the model takes.
+        Raises BadLineError: the record has no such form, or is too long for the model.
         """
         kept = {key: value for key, value in record.items() if key not in _NOT_SCORED}
         if "chosen" in kept:
@@ -111,12 +110,12 @@ class RewardModel:
         return ids_T.astype(np.int64).tolist()
 
     def score(self, records: Sequence[Mapping[str, Any]]) -> list[float]:
-        """Return the reward of each record; raises as :meth:`encode`."""
+        """Return the reward of each record. Raises BadLineError, as :meth:`encode` does."""
         return self.score_tokens([self.encode(record) for record in records])
 
     @torch.no_grad()
     def score_tokens(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """Return the reward of each of ``texts``, lists of one token id or more."""
+        """Return the reward of each text, given as a non-empty list of token ids."""
         found: list[float] = []
         with self._on_device():
             for some in self._passes(texts):
@@ -124,10 +123,11 @@ class RewardModel:
         return found
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        # Another thread than the main one begins on the first GPU.
+        # The current device is per thread, and a new thread starts on the first GPU.
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _passes(self, texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+        """Divide ``texts`` into batches of at most ``max_tokens`` tokens."""
         some: list[Sequence[int]] = []
         for ids in texts:
             if some and sum(map(len, some)) + len(ids) > self.max_tokens:
@@ -138,7 +138,7 @@ class RewardModel:
             yield some
 
     def _scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """Return the scores of texts that lie in one row."""
+        """Return the scores of texts, which are packed into one row."""
         device = self.device
         lengths = torch.tensor([0, *map(len, texts)])
         tokens_1T = torch.tensor([[i for ids in texts for i in ids]], device=device)
@@ -152,7 +152,7 @@ class RewardModel:
 
 
 def _device_of(given: str | torch.device) -> torch.device:
-    """Return the device that ``given`` names; ConfigError: it is none, or not there."""
+    """Return the device that ``given`` names. ConfigError: it is unknown, or not there."""
     count = torch.cuda.device_count()
     if given == "auto":
         return torch.device("cuda" if count else "cpu")
@@ -167,7 +167,7 @@ def _device_of(given: str | torch.device) -> torch.device:
 
 
 def _with_blank_answer(record: dict[str, Any]) -> dict[str, Any]:
-    """Return ``record`` in a form that may end with a blank answer, which nothing learns."""
+    """Return ``record`` in a form in which a blank answer is allowed, which training skips."""
     prompt, answer = record.get("prompt"), record.get("completion")
     if not isinstance(answer, str) or answer.strip():
         return record

@@ -1,11 +1,12 @@
-"""A generator beside a trainer: builds its model, and brings the trainer's weights into it.
+"""A generator beside a trainer: builds its model, and copies the trainer's weights into it.
 
-Every rank serves requests with all weights except other ranks' experts. With efsdp 1 experts are
-cast where they lie. Every other FSDP unit is one all-gather, in the dtype that the trainer computes
-in, over all ranks that shard it, for FSDP or for tensor parallelism. No weight goes through fp32 or
-the host, and parameters keep their addresses, which graphs hold. Where the generator stores experts
-in codes, each rank quantises its own, and codes travel. Pipeline ranks then broadcast what
-each has gathered for its own stages: ranks at the same place of their stages have the same experts.
+Every rank generates with all weights except the experts of other ranks. With efsdp 1 experts are
+cast where they are. Every other FSDP unit travels in one all-gather, in the dtype in which the
+trainer computes, over all ranks that shard it for FSDP or tensor parallelism. No weight goes
+through fp32 or the host, and parameters keep their addresses, which CUDA graphs hold. If the
+generator stores quantised experts, each rank quantises its own, and they travel quantised. Pipeline
+ranks then broadcast what each has gathered for its own stages. Ranks at the same place of their
+stages have the same experts.
 
 Worked example, a unit of a [4, 2] (colwise) and b [2] (shared), dp_shard 2 and tp 2; ranks 0 and 1
 are one tensor parallel group, 2 and 3 the other::
@@ -52,9 +53,9 @@ from moetrain.train.engine import Engine
 
 
 def blank(config: Config, arch: Architecture, dtype: torch.dtype) -> Transformer:
-    """Build a generator's model on meta, as it computes: in ``dtype``, but for a few parameters.
+    """Build a generator's model on meta, in the dtypes in which it computes.
 
-    Experts are stored in ``rl.generator_dtype``.
+    That is ``dtype``, except for a few parameters, and ``rl.generator_dtype`` for experts.
     """
     model, rules = plan_model(config, arch, dtype)
     for name, parameter in model.requires_grad_(False).named_parameters():
@@ -68,11 +69,13 @@ def blank(config: Config, arch: Architecture, dtype: torch.dtype) -> Transformer
 
 
 def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
-    """Build a generator's model on this rank, without values, and its part of the experts.
+    """Build a generator's model on this rank, and its :class:`ExpertParallel`. Collective.
 
     Frozen parameters that the engine holds whole, in the right dtype, are the engine's own tensors.
-    The rest takes :func:`_replica_bytes`, and no more at any time. None: this rank has all experts,
-    as with ``rl.placement`` apart. Collective.
+    All other parameters are zeros. They take :func:`_replica_bytes`, also while they are made.
+
+    Instead of an ExpertParallel there is None if this rank has all experts, as it does with
+    ``rl.placement`` apart.
     """
     config, world = engine.config, engine.world
     assert engine.model.compute_dtype is not None  # place_model has set it
@@ -80,10 +83,12 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
     if world.dims.ep > 1 and not config.rl.apart:
         dispatcher = dispatcher_of(engine.model)
         if isinstance(dispatcher, DeepEP):
-            # How many tokens a step reads, training cannot know.
+            # Training's sizes do not bound the tokens of a generator's step.
             dispatcher = dispatcher.counted()
         elif config.kernels.precision != "bf16" or config.moe.redundant_experts:
-            dispatcher = None  # training's narrows tokens, or sends them to copies
+            dispatcher = (
+                None  # training's quantises tokens, or dispatches them to redundant experts
+            )
         group = world.meshes.expert_parameters.get_group("ep")
         experts = ExpertParallel(model, group, config.kernels.backend, dispatcher)
     for name, planned in list(model.named_parameters()):
@@ -99,6 +104,7 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
 
 
 def _replica_bytes(engine: Engine) -> int:
+    """Return the bytes of the parameters that :func:`replica` allocates on a rank."""
     assert engine.model.compute_dtype is not None  # place_model has set it
     model, total = blank(engine.config, engine.arch, engine.model.compute_dtype), 0
     for name, planned in model.named_parameters():
@@ -109,7 +115,7 @@ def _replica_bytes(engine: Engine) -> int:
 
 
 def _frozen_here(engine: Engine, name: str) -> torch.Tensor | None:
-    """Return the engine's own parameter if it is frozen, of a replica's dtype and shape."""
+    """Return the engine's own parameter if it is frozen, whole and has a replica's dtype."""
     member, rule = engine.fsdp.members.get(name), engine.stages.rules[name]
     if member is None or rule.trainable or rule.generated is not None:
         return None
@@ -122,8 +128,10 @@ class WeightUpdate:
     """Copies an engine's weights into a generator's model each time it is called."""
 
     def __init__(self, engine: Engine, generator: Generator) -> None:
-        """
-        ``generator``: its model is a :func:`replica`, or has all experts, in any dtype.
+        """Match the parameters of both models.
+
+        Args:
+            generator: its model is a :func:`replica`, or has all experts, in any dtype.
 
         Raises ValueError: the models have different parameters.
         """
@@ -134,7 +142,7 @@ class WeightUpdate:
             raise ValueError(f"WeightUpdate: models of other parameters: {sorted(odd)[:3]}")
         names = {id(member): name for name, member in engine.fsdp.members.items()}
         self._here: list[_Pair] = []
-        """Parameters that this rank holds whole, and that the generator has a copy of."""
+        """Parameters that are copied on this rank, without communication."""
         self._gathers: list[_Gather] = []
         for unit in engine.fsdp.units:
             pairs = [_Pair(m, targets[names[id(m)]].detach()) for m in unit.members]
@@ -167,7 +175,7 @@ class WeightUpdate:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Update the weights; requests under way go on with the new ones. Collective."""
+        """Update the weights. Unfinished requests go on with the new ones. Collective."""
         self.engine.fsdp.settle()
         for pair in self._here:
             pair.target.copy_(pair.local())
@@ -175,7 +183,7 @@ class WeightUpdate:
         for gather, before in zip((*gathers, None), (None, *gathers), strict=True):
             if gather is not None:
                 gather.start()
-            if before is not None:  # it travelled while this one was packed
+            if before is not None:  # it was in flight while this one was packed
                 before.finish()
         buffers = dict(self.engine.model.named_buffers())
         for name, buffer in self.generator.model.named_buffers():
@@ -192,12 +200,14 @@ class WeightUpdate:
 
 @dataclass
 class _Pair:
+    """A parameter of the engine, and the generator's parameter that it is copied to."""
+
     member: Member
     target: torch.Tensor
 
     @property
     def is_one(self) -> bool:
-        """Whether the two are the same tensor, as :func:`replica` makes them where it can."""
+        """True if both are the same tensor, which :func:`replica` shares where it can."""
         return self.target.data_ptr() == self.member.local.data_ptr() and self.target.numel() > 0
 
     @property
@@ -208,7 +218,7 @@ class _Pair:
         return torch.Size((len(self.target), *self.member.layout.shape[1:]))
 
     def local(self) -> torch.Tensor:
-        """Return this rank's piece as values, or in codes where the target has some."""
+        """Return this rank's part of the parameter, quantised if the target is."""
         values, format = self.member.read().detach(), self.member.rule.generated
         if format is None:
             return values
@@ -217,7 +227,7 @@ class _Pair:
         return bytes_EB
 
     def places(self, ranks: Sequence[int]) -> list[Box]:
-        """Return the slice of the target that each of ``ranks`` has."""
+        """Return the slice of the target that each of ``ranks`` holds."""
         layout = self.member.layout
         offset = 0 if self.shape == layout.shape else layout.gathered_box[0].start
         boxes = [layout.box_of(rank) for rank in ranks]
@@ -227,18 +237,20 @@ class _Pair:
 
 
 class _Gather:
-    """Parameters that travel in one all-gather, as bytes, since they may differ in dtype.
+    """Parameters that travel in one all-gather, as bytes, because their dtypes may differ.
 
-    A single one whose pieces lie in rank order is gathered into its place. Otherwise every piece
-    has a slot, as large as the largest rank's, and is copied out of it.
+    A single parameter whose parts are consecutive in rank order is gathered in place. Otherwise
+    every part has a range of the message, as long as that of the rank with the largest part, and is
+    copied out of it.
     """
 
     def __init__(self, pairs: Sequence[_Pair], group: dist.ProcessGroup) -> None:
         self.pairs, self.group = pairs, group
         ranks = dist.get_process_group_ranks(group)
         self._copies: list[tuple[torch.Tensor, int, int]] = []
-        """A part of a target, the rank that sends it, and its first byte in that rank's message."""
+        """Part of a target, the rank that sends it, and its first byte in that rank's message."""
         self._starts: list[int] = []
+        """First byte of each parameter in a message."""
         size, self._is_direct = 0, False
         for pair in pairs:
             places = pair.places(ranks)
@@ -253,9 +265,10 @@ class _Gather:
         self._work: dist.Work | None = None
 
     def start(self) -> None:
+        """Pack this rank's parts and start the all-gather."""
         if self._is_direct:
             (pair,) = self.pairs
-            # As bytes here too: gloo does not know every dtype.
+            # Sent as bytes, too: gloo does not know every dtype.
             self._sent_N = pair.local().to(pair.target).view(-1)
             self._received_WN = pair.target.view(self.group.size(), -1)
         else:
@@ -263,21 +276,23 @@ class _Gather:
             self._received_WN = self._sent_N.new_empty(self.group.size(), self.size)
             for pair, start in zip(self.pairs, self._starts, strict=True):
                 local = pair.local()
-                _slot(self._sent_N, start, local.shape, pair.target.dtype).copy_(local)
+                _part(self._sent_N, start, local.shape, pair.target.dtype).copy_(local)
         bytes_N, bytes_WN = (x.view(torch.uint8) for x in (self._sent_N, self._received_WN))
         _, self._work = all_gather_start(bytes_N, self.group, bytes_WN)
 
     def finish(self) -> None:
+        """Wait for the all-gather and copy the parts to the targets."""
         assert self._work is not None  # started
         self._work.wait()
         if not self._is_direct:
             for part, rank, start in self._copies:
-                part.copy_(_slot(self._received_WN[rank], start, part.shape, part.dtype))
+                part.copy_(_part(self._received_WN[rank], start, part.shape, part.dtype))
         self._sent_N = self._received_WN = self._sent_N.new_empty(0)
         self._work = None
 
 
-def _slot(bytes_N: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def _part(bytes_N: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return the part of a message that begins at byte ``start``, a view."""
     stop = start + shape.numel() * dtype.itemsize
     return bytes_N[start:stop].view(dtype).view(shape)
 
@@ -292,19 +307,20 @@ def _are_chunks(target: torch.Tensor, places: Sequence[Box]) -> bool:
 
 # ---- the sample at the end of a training run -----------------------------------------------------
 
-_PROMPT_TOKENS = 16  # the start of a held-out row, as the prompt
+_PROMPT_TOKENS = 16  # of the start of a held-out row
 _TEMPERATURE = 0.7
 _SPARE = 3 * 2**30
-"""Bytes on a GPU beside the generator's weights: a sequence's cache, and two units in transit."""
+"""Bytes on a GPU for one sequence's cache, and for two units in flight during the update."""
 
 
 class Sampled(Callback):
-    """Continues ``train.sample_prompt``, or the start of a held-out row, into ``sample.txt``.
+    """Writes a sample to ``sample.txt`` at the end of a training run.
 
-    A row that begins with a question, of which nothing is learned, is continued behind it: the
-    sample is then an answer, and its text has the special tokens of the chat template.
+    The sample continues ``train.sample_prompt``, or the start of a held-out row. If the row begins
+    with a question, which is not learned, the sample is an answer to it, and its text has the
+    special tokens of the chat template.
 
-    If that cannot be done at the end of a run, the log says why: the run itself has succeeded.
+    If there can be no sample, the log says why. The run itself has succeeded.
     """
 
     def on_end(self, run: RunView, error: BaseException | None) -> None:
@@ -338,7 +354,7 @@ class Sampled(Callback):
 
 
 def _prompt(data: Data, text: str | None) -> tuple[list[int], bool]:
-    """Return the tokens to continue, and whether the sample is an answer to a question in them."""
+    """Return the tokens to continue, and True if they are a question that is to be answered."""
     if text is not None:
         return data.tokenizer.encode_prompt(text), False
     row = (data.eval or data.train).row(0)
@@ -354,13 +370,12 @@ def generator_of(
     num_pages: int | None = None,
     max_sequences: int = 64,
 ) -> Generator:
-    """Build a generator for the model of ``engine``; :class:`WeightUpdate` brings its weights.
+    """Build a generator for the model of ``engine``. Collective.
 
-    Collective.
+    Its weights come with :class:`WeightUpdate`. ``num_pages`` and ``max_sequences`` are those of
+    :class:`Generator`.
 
-    ``num_pages`` and ``max_sequences`` are :class:`Generator`'s.
-
-    Raises ValueError: a device has no room for it, or the model cannot generate; on every rank.
+    Raises ValueError on every rank: a device has no room for it, or the model cannot generate.
     """
     engine.fsdp.release()
     needed, device = _replica_bytes(engine) + _SPARE, engine.world.device
@@ -374,12 +389,11 @@ def generator_of(
 
 
 def _continue(ids: list[int], generator: Generator, config: Config, is_answer: bool) -> bool:
-    """Add up to ``train.sample_tokens`` to ``ids``, none behind the end token.
+    """Append up to ``train.sample_tokens`` tokens to ``ids``. Return False for infinite logits.
 
-    ``is_answer``: the end token, with which an answer was learned to end, is added too.
-
-    The model sees ``data.seq_len`` tokens at most: when they are full, it goes on from their last
-    half. Every rank makes the same requests; returns False if logits are not finite. Collective.
+    It stops at an end token, which is appended only to an answer (``is_answer``). The model sees
+    ``data.seq_len`` tokens at most. When there are more, it continues from the last half of them.
+    Every rank makes the same requests. Collective.
     """
     train, tokenizer = config.train, generator.tokenizer
     assert tokenizer is not None

@@ -1,6 +1,6 @@
 """An HTTP server that speaks OpenAI's protocol: completions and chats, whole or as streams.
 
-Who hangs up is generated for no further (:class:`~moetrain.serve.serving.Serving`).
+Generation for a client stops when it disconnects (:class:`~moetrain.serve.serving.Serving`).
 """
 
 from __future__ import annotations
@@ -40,24 +40,29 @@ from moetrain.http.protocol import Chat, Completions, Responses
 from moetrain.serve.serving import Serving, ServingClosedError
 
 _MOST_LOGPROBS = 1 << 20
-"""Log-probabilities in one reply, of tokens and alternatives, some hundred bytes each."""
+"""Most log-probabilities in one reply, of tokens and alternatives; each takes some 100 bytes."""
 _NOT_FINITE = "the model's probabilities are not finite numbers: its weights are damaged"
 
 
 class CompletionServer(OpenAIServer):
-    """The HTTP server of a generator that has a tokenizer."""
+    """The HTTP server of a generator, which must have a tokenizer."""
 
     BODIES: ClassVar[dict[str, type[Completions | Chat]]] = {
         "/v1/completions": Completions,
         "/v1/chat/completions": Chat,
         "/v1/responses": Responses,
     }
-    """The routes that generate, and what may be asked there."""
+    """The routes that generate, and the class of requests of each."""
 
     def __init__(
         self, generator: Generator, name: str, *, max_queue: int = 1024, max_request_mib: int = 4
     ) -> None:
-        """Serve ``max_queue`` completions at once, which run or wait; more are status 429."""
+        """Prepare to serve ``generator`` as the model ``name``.
+
+        Args:
+            max_queue: completions that may run or wait. Requests for more get status 429.
+            max_request_mib: size of the largest body, in MiB.
+        """
         assert generator.tokenizer is not None
         self.tokenizer: Tokenizer = generator.tokenizer
         self.generator = generator
@@ -66,7 +71,7 @@ class CompletionServer(OpenAIServer):
         self.stop_ids = end_ids(generator.model, self.tokenizer)
         self.chat_stops = chat_stops(self.tokenizer)
         self.sampling = sampling_defaults(generator.model)
-        """The checkpoint's own parameters, for requests without them."""
+        """The checkpoint's recommended parameters, for requests that leave them out."""
         if self.sampling:
             logger.info("requests are sampled with generation_config.json's %s", self.sampling)
         routes = [Route("/v1/models", self.models), Route("/v1/models/{model:path}", self.models)]
@@ -76,12 +81,13 @@ class CompletionServer(OpenAIServer):
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """Abort what is being served when the server ends."""
+        """Run the generator inside, and abort all requests at the end."""
         self.serving = Serving(self.generator)
         yield
         await self.serving.close()
 
     async def models(self, request: HTTPRequest) -> Response:
+        """Answer ``/v1/models``, and ``/v1/models/NAME``."""
         wanted = request.path_params.get("model")
         if wanted not in (None, self.name):
             raise HTTPException(404, f"no model {shortened(wanted)} is here; ask for {self.name!r}")
@@ -89,15 +95,16 @@ class CompletionServer(OpenAIServer):
         return self.reply(self.described(self.name, wanted, max_model_len=most))
 
     async def answer(self, kind: type[Completions | Chat], request: HTTPRequest) -> Response:
+        """Answer a request of class ``kind``."""
         answer = await self.read(request, partial(self.parsed, kind, partial(_Served, self)))
         return await answer.sent(request)
 
 
 class _Served(Answer):
-    """A request whose prompts a generator serves in parallel."""
+    """The answer to one request, whose prompts the generator serves in one batch."""
 
     def __init__(self, server: CompletionServer, asked: Completions | Chat) -> None:
-        """Check the request; raises ValueError if a prompt or a parameter is impossible."""
+        """Check the request. Raises ValueError: a prompt or a parameter is impossible."""
         self.server = server
         prompts = asked.prompts(server.tokenizer)
         longest, most = max(map(len, prompts)), server.generator.longest
@@ -109,7 +116,7 @@ class _Served(Answer):
             raise ValueError(f"response_format, guided_* and tool_choice: {problem}")
         kind, text = grammars[0] if grammars else (None, None)
         self.is_empty = wanted == 0
-        """True: the request is for what the prompt has; the one token that is chosen is dropped."""
+        """True: the request asks only about its prompt. One token is chosen, and dropped."""
         default = min(SamplingParams.max_tokens, most - longest)
         ends = server.chat_stops if isinstance(asked, Chat) and not asked.ignore_eos else ()
         scored = asked.prompt_logprobs, asked.likeliest if asked.echo else None
@@ -146,7 +153,7 @@ class _Served(Answer):
             TextStream(server.tokenizer, *stops, skip_special_tokens=skips) for _ in range(count)
         ]
         self._unechoed = set(range(count)) if asked.echo else set[int]()
-        """The choices whose prompt is still to come."""
+        """Numbers of the choices whose prompt is still to be echoed."""
         super().__init__(server, asked, server.name, texts, read)
         self.drafts = server.generator.steps.draft > 0
 

@@ -1,4 +1,4 @@
-"""A generator for one event loop: its steps run on a thread, and tokens arrive as they come."""
+"""Runs a generator for an event loop: its steps run on a thread, and tokens arrive as they come."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -14,29 +14,34 @@ _T = TypeVar("_T")
 
 
 class ServingClosedError(RuntimeError):
-    """The server stops, so that nothing is generated any more."""
+    """The server is stopping, so nothing more is generated."""
 
 
 class _Listener(asyncio.Queue[Update | Exception]):
+    """The updates of one call of :meth:`Serving.stream`, or the error that ends it."""
+
     num_open = 0
-    """Completions that are not finished."""
+    """Number of completions that are not finished."""
 
 
 class Serving:
-    """Serves one event loop's requests with ``generator``, which nothing else may use meanwhile."""
+    """Serves the requests of one event loop with ``generator``. Nothing else may use it meanwhile.
+
+    All calls of the generator run on a single thread.
+    """
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
         self._thread = ThreadPoolExecutor(1, "generator")
         self._streams: list[_Listener] = []
         self._listeners: dict[str, _Listener] = {}
-        """By the ids of requests that the generator has taken up."""
+        """The listener of each request that was submitted, by the request's id."""
         self._driver: asyncio.Task[None] | None = None
         self._is_closed = False
 
     @property
     def num_open(self) -> int:
-        """Completions that run or wait, whether or not their tokens were read."""
+        """Number of unfinished completions, in any state."""
         return sum(listener.num_open for listener in self._streams)
 
     async def stream(self, *requests: Request) -> AsyncGenerator[Update, None]:
@@ -44,8 +49,8 @@ class Serving:
 
         Raises:
             BusyError: too many grammars are in use now.
-            RequestError: one can never be served, or another of its id is being served.
-            ServingClosedError: :meth:`close` came first.
+            RequestError: a request can never be served, or its id is being served already.
+            ServingClosedError: :meth:`close` was called.
         """
         if self._is_closed:
             raise ServingClosedError("generation was closed")
@@ -73,12 +78,12 @@ class Serving:
                 if self._listeners.get(request.id) is listener:
                     del self._listeners[request.id]
             if left and submitted is not None and not self._is_closed:
-                # Not awaited: a task that is being cancelled must not await.
+                # Do not wait for it: this task may be in cancellation, and must not await then.
                 self._thread.submit(self._abort, requests, submitted)
 
     @asynccontextmanager
     async def _compiled(self, requests: Sequence[Request]) -> AsyncIterator[None]:
-        """Compile the grammars of ``requests`` and hold them inside. Raises RequestError."""
+        """Compile the grammars of ``requests`` and keep them inside. Raises RequestError."""
         firsts = {r.params.grammar: r for r in reversed(requests) if r.params.grammar is not None}
         held: list[Compiled] = []
         try:
@@ -103,7 +108,7 @@ class Serving:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     async def close(self) -> None:
-        """Abort all requests, which raises an error in their listeners, and end the thread."""
+        """Abort all requests, whose streams raise ServingClosedError, and end the thread."""
         self._is_closed = True
         if self._driver is not None:
             self._driver.cancel()
@@ -113,16 +118,17 @@ class Serving:
         self._thread.shutdown()
 
     def _abort(self, requests: Sequence[Request], submitted: Future[None]) -> None:
-        """End ``requests`` if ``submitted`` took them up. Runs on the generator's thread."""
+        """Abort ``requests`` unless submitting them failed. Runs on the generator's thread."""
         if not submitted.cancelled() and submitted.exception() is None:
             for request in requests:
                 self.generator.abort(request.id)
 
     async def _drive(self) -> None:
+        """Take steps while there are requests, and give each listener its updates."""
         try:
             while self._listeners:
                 updates = await self.call(self._step)
-                if not updates:  # it reads a long prompt
+                if not updates:  # the step read part of a long prompt
                     await asyncio.sleep(0.001)
                 for update in updates:
                     if listener := self._listeners.get(update.completion.request_id):
@@ -134,10 +140,15 @@ class Serving:
                 listener.put_nowait(error)
 
     def _step(self) -> list[Update]:
-        updates = []
-        for c in self.generator.step():
-            for i in range(-c.num_new, 0):
-                top = c.top_logprobs[i] if c.top_logprobs else {}
-                reason = c.finish_reason if i == -1 else None
-                updates.append(Update(c, c.tokens[i], c.logprobs[i], top, reason))
-        return updates
+        """Take a step and return its new tokens. Runs on the generator's thread."""
+        return [
+            Update(
+                completion=completion,
+                token=completion.tokens[i],
+                logprob=completion.logprobs[i],
+                top_logprobs=completion.top_logprobs[i] if completion.top_logprobs else {},
+                finish_reason=completion.finish_reason if i == -1 else None,
+            )
+            for completion in self.generator.step()
+            for i in range(-completion.num_new, 0)
+        ]
