@@ -6,7 +6,8 @@
     torchrun --nproc-per-node 4 scripts/bench_generate.py ...      (expert parallel over all ranks)
 
 With ``--path`` a checkpoint in bf16 continues its own text greedily, without drafts and with one to
-N of them, and tells how many were right; nothing else is timed. Random weights guess nothing right.
+N draft tokens, and prints how many were right; nothing else is timed. Of drafts by random weights
+none is right.
 
 Otherwise weights are random, in bf16; batch sizes are a rank's. A decoding step is timed from the
 host, with all that a step takes: it plans, runs, waits for the tokens and keeps them; the median of
@@ -57,7 +58,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="default: the preset's")
     parser.add_argument("--batches", default="64,256")
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--draft", type=int, default=0, help="guess so many tokens at once")
+    parser.add_argument("--draft", type=int, default=0, help="length of drafts")
     parser.add_argument("--path", help="a checkpoint to time with and without drafts")
     parser.add_argument("--peer", help="a shell command to run afterwards on the same device")
     parser.add_argument("--results", type=Path)

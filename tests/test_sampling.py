@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from moetrain.cli.generate import main
 from moetrain.generate.request import SamplingParams
-from moetrain.generate.sampling import kept_tokens, sample_filtered
+from moetrain.generate.sampling import FILTER_NAMES, Filters, kept_tokens, sample_filtered
+from moetrain.http.protocol import Chat, Completions
 from moetrain.kernels.vocabulary.chunk import sample_tokens
 from moetrain.kernels.vocabulary.gumbel import (
     MASK,
@@ -105,6 +107,17 @@ def test_the_highest_word_chooses_no_token_that_the_softmax_would_not(place):
         0,
         0,
     ]
+
+
+def test_every_filter_is_a_parameter_of_http_clients_and_an_option(capsys):
+    assert set(FILTER_NAMES) <= Completions.model_fields.keys() & Chat.model_fields.keys()
+    for kind in (Completions, Chat):
+        defaults = {name: kind.model_fields[name].default for name in FILTER_NAMES}
+        assert Filters(**defaults).is_neutral
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert [name for name in FILTER_NAMES if f"--{name} " not in said] == []
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

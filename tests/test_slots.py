@@ -66,7 +66,7 @@ def test_slots_are_empty_where_an_earlier_step_had_chunks():
 def test_a_slot_is_a_row_of_int32(max_pages):
     dtype = slot_dtype(max_pages)
     assert dtype.itemsize == 4 * (9 + max_pages)
-    assert {dtype.fields[name][0].base.itemsize for name in dtype.names} == {4}
+    assert {dtype[i].base.itemsize for i in range(len(dtype))} == {4}
     assert dtype["pages"].base == np.int32
 
 

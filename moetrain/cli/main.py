@@ -127,9 +127,11 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--adapter", help="folder of a LoRA adapter in PEFT's format")
         self.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
         self.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
-        meaning = "tokens that are guessed and then checked at once; same text, sooner"
+        meaning = "length of drafts, whose tokens are checked at once; the text is the same, sooner"
         self.add_argument("--draft", type=int, choices=range(9), default=0, help=meaning)
-        meaning = "what guesses: the model's block of multi-token prediction, or the text so far"
+        meaning = (
+            "source of drafts: the model's block of multi-token prediction, or the text so far"
+        )
         self.add_argument("--draft_by", choices=["block", "ngram"], default="block", help=meaning)
 
     def error(self, message: str) -> NoReturn:

@@ -205,7 +205,7 @@ class Grammars:
                 problem = f"the server has compiled other grammars for {_LONGEST_WAIT} s"
                 raise TooManyGrammarsError(f"grammar: {problem}; ask again later")
             connection = self._fork(compiled)
-            problem = self._told(connection, compiled.grammar)
+            problem = self._send_grammar(connection, compiled.grammar)
             if problem:
                 raise ValueError(f"grammar: {problem}")
             with self._lock:
@@ -218,7 +218,7 @@ class Grammars:
                 compiled.connection.close()
             raise
 
-    def _told(self, connection: Connection, grammar: tuple[str, str]) -> str:
+    def _send_grammar(self, connection: Connection, grammar: tuple[str, str]) -> str:
         """Send ``grammar`` to its process. Return the problem, empty if it was compiled."""
         seconds, mib = self.limits.seconds, self.limits.mib
         try:
@@ -272,17 +272,17 @@ class Grammars:
             )
         finish = weakref.finalize(self, _finish, process, ours)
         ours.settimeout(_STARTED)  # seconds
-        told = b""
+        message = b""  # an error, or nothing, and a zero byte
         with suppress(TimeoutError):
-            while not told.endswith(b"\0") and (part := ours.recv(4096)):
-                told += part
-        if not told.endswith(b"\0"):
+            while not message.endswith(b"\0") and (part := ours.recv(4096)):
+                message += part
+        if not message.endswith(b"\0"):
             finish()
             raise RuntimeError("the process that compiles grammars did not start; see its errors")
-        if told != b"\0":
+        if message != b"\0":
             finish()
             problem = "llguidance cannot read this model's tokenizer"
-            raise ValueError(f"grammar: {problem}: {told[:-1].decode()[:300]}")
+            raise ValueError(f"grammar: {problem}: {message[:-1].decode()[:300]}")
         self._forking = process, ours
 
     # ---- texts, on the generator's thread ------------------------------------------------------

@@ -1,8 +1,8 @@
 """Sampling filters: which tokens may be chosen, and the choice among them.
 
 Each filter is a field of :class:`Filters` and a function of its name that says which tokens it
-keeps. A new filter needs both, and nothing else in this package: requests, the step's code and the
-recommended values of a checkpoint find it by its name (CONTRIBUTING.md has the recipe).
+keeps. A new filter needs both, and nothing else in this package: requests, steps and the values
+that a checkpoint recommends use it by its name. CONTRIBUTING.md has the recipe.
 
 Requests without filters never come here: the fused kernel samples their tokens from all logits
 (:func:`~moetrain.kernels.vocabulary.chunk.sample_tokens`), by the same noise.

@@ -1,10 +1,10 @@
-"""Who may use the HTTP servers (``serve`` and ``jobs``), as settings say.
+"""Access to the HTTP servers (``serve`` and ``jobs``): address, token, and the host of requests.
 
-Without a token a request to a loopback address must name such an address as its host: a page in a
-local browser can make a name of its own resolve to this machine (DNS rebinding), and would then
-have the server's origin.
+Without a token, a request to a loopback address must name a loopback address as its host. Otherwise
+a page in a local browser could let its own name resolve to this machine (DNS rebinding), and would
+then have the server's origin.
 
-Left out on purpose: TLS, which belongs to a proxy before the server.
+Left out on purpose: TLS, which is the task of a proxy before the server.
 """
 
 import hmac
@@ -32,7 +32,7 @@ def _close_listeners() -> None:
         listener.close()
 
 
-# A forked child that outlives a killed server would keep the port from the next one.
+# A forked child may outlive a killed server, and would then keep its port.
 os.register_at_fork(after_in_child=_close_listeners)
 
 
@@ -41,18 +41,20 @@ class Access:
     """The address of a server and its authentication, as settings give them."""
 
     idle_seconds: ClassVar = 60.0
-    """Time that a client may keep the server waiting, for a request or while reading an answer."""
+    """Time that a client may keep the server waiting, with a request or while reading an answer."""
 
     host: str
     port: int
     auth: Literal["auto", "token", "none"]
-    """token: clients must send the token; none: everybody is served; auto: none where :attr:`host`
+    """token: clients must send the token; none: every client is served; auto: none if :attr:`host`
     is a loopback address, else token."""
     token_file: str | None
-    """The file that holds the token; None: :attr:`own_file`, which is made if it is missing."""
+    """File with the token; None: :attr:`own_file`, which is written if it is missing."""
     own_file: Path
     section: str = ""
+    """Section of the settings, with its dot; empty for options of a command."""
     packages: tuple[str, ...] = ("starlette", "uvicorn")
+    """Packages that the server needs."""
 
     def check(self) -> None:
         """Raise ConfigError for contradictory settings, or packages that are not installed."""
@@ -72,11 +74,11 @@ class Access:
 
     @property
     def is_open(self) -> bool:
-        """Whether everybody who can connect is served."""
+        """True if every client that can connect is served."""
         return self.auth == "none" or (self.auth == "auto" and _is_loopback(self.host))
 
     def token(self) -> str | None:
-        """Return the token that clients must send, if any; ConfigError if its file holds none."""
+        """Return the token that clients must send, if any. ConfigError: its file holds none."""
         if self.is_open:
             return None
         path = Path(self.token_file or self.own_file)
@@ -95,7 +97,10 @@ class Access:
         return token
 
     def refusal(self, headers: Mapping[bytes, bytes], token: str | None) -> tuple[int, str] | None:
-        """Return status and problem of a request by :meth:`token`'s result; None: it is served."""
+        """Return status and problem of a request that is refused; None: it is served.
+
+        ``token``: the result of :meth:`token`.
+        """
         if token is not None:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             given = given if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
@@ -113,7 +118,7 @@ class Access:
         return 403, f"{problem}; use that, or start the server with {self.section}auth token"
 
     def listen(self) -> socket.socket:
-        """Listen at the address; ConfigError if it is invalid or taken."""
+        """Return a socket that listens at the address. ConfigError: it is invalid or taken."""
         try:
             family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
         except (OSError, UnicodeError) as error:
@@ -133,7 +138,7 @@ class Access:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether ``host`` is an address of this machine alone, without asking a name server."""
+    """Return True if ``host`` is a loopback address. No name server is asked."""
     if host == "localhost":
         return True
     try:
@@ -143,6 +148,6 @@ def _is_loopback(host: str) -> bool:
 
 
 def _write_secret(path: Path) -> None:
-    path.touch(0o600, exist_ok=False)  # before there is anything in it
-    # Its beginning is what the tinker SDK knows an API key by.
+    path.touch(0o600, exist_ok=False)  # protected before the token is in it
+    # The tinker SDK recognises API keys by this prefix.
     path.write_text(f"tml-{secrets.token_urlsafe(32)}\n", "utf-8")

@@ -1,4 +1,4 @@
-"""Replies in OpenAI's protocol, made of tokens as they come: whole, or as server-sent events."""
+"""Replies in OpenAI's protocol, built from tokens as they arrive: whole, or server-sent events."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from moetrain.http.json_server import JsonServer
 from moetrain.http.protocol import Chat, Completions
 
 ChoiceUpdate = tuple[int, Update]
-"""One token of one choice: the choice's number, and the update."""
+"""One token of one choice: the number of the choice, and the update."""
 _ERRORS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-"""OpenAI's types of errors by status; others are invalid_request_error or server_error."""
+"""OpenAI's error types by status. Others are invalid_request_error or server_error."""
 
 
 class OpenAIServer(JsonServer):
@@ -33,13 +33,13 @@ class OpenAIServer(JsonServer):
 
     @staticmethod
     def described(name: str, wanted: str | None, **more: Any) -> dict[str, Any]:
-        """Return the model ``name`` if it is ``wanted`` alone; None: a list of it."""
+        """Return the description of the model ``name``; in a list if ``wanted`` is None."""
         entry = {"id": name, "object": "model", "created": 0, "owned_by": "moetrain", **more}
         return {"object": "list", "data": [entry]} if wanted is None else entry
 
 
 class _Events(StreamingResponse):
-    """Server-sent events, whose updates are closed however the response ends."""
+    """A response of server-sent events. It closes ``updates`` however it ends."""
 
     def __init__(
         self, events: AsyncGenerator[str, None], updates: AsyncGenerator[ChoiceUpdate, None]
@@ -55,12 +55,12 @@ class _Events(StreamingResponse):
 
 
 class Answer(ABC):
-    """The reply to one request, whole or as a stream, made of tokens as they come."""
+    """The reply to one request, whole or as a stream, built from tokens as they arrive."""
 
     drafts = False
-    """Whether the reply says how many drafts were right."""
+    """True: the reply says how many draft tokens were right."""
     is_empty = False
-    """Whether the reply has no token of its own."""
+    """True: the reply has no tokens of its own."""
 
     def __init__(
         self,
@@ -70,24 +70,31 @@ class Answer(ABC):
         texts: Sequence[TextStream],
         num_read: int,
     ) -> None:
-        """``name``: the model's; ``texts``: one for each choice; ``num_read``: prompts' tokens."""
+        """Store the arguments.
+
+        Args:
+            name: name of the model.
+            texts: one stream for each choice.
+            num_read: number of tokens of all prompts.
+        """
         self.http, self.asked, self.texts = server, asked, texts
         self._name, self._num_read = name, num_read
 
     @abstractmethod
     def updates(self) -> AsyncGenerator[ChoiceUpdate, None]:
-        """Yield each token of each choice as it comes; HTTPException: there is no reply."""
+        """Yield each token of each choice as it arrives. HTTPException: there is no reply."""
 
     async def sent(self, request: HTTPRequest) -> Response:
-        """Return the response to ``request``: a stream begins with the first token."""
+        """Return the response to ``request``. A stream starts when its first token arrives."""
         updates = self.updates()
         if not self.asked.stream:
             return await self.http.unless_gone(request, self.whole(updates))
-        # The first update, or the error, comes before the status is sent.
+        # Wait for the first update, because an error before it still decides the status.
         first = await self.http.unless_gone(request, anext(updates))
         return _Events(self.events(first, updates), updates)
 
     async def whole(self, updates: AsyncGenerator[ChoiceUpdate, None]) -> Response:
+        """Return the whole reply, once all updates have arrived."""
         return await asyncio.to_thread(self._whole, [item async for item in updates])
 
     def _whole(self, items: Sequence[ChoiceUpdate]) -> Response:
@@ -95,16 +102,16 @@ class Answer(ABC):
         for number, update in items:
             updates[number].append(update)
         choices = []
-        for i, of in enumerate(updates):
-            text = self.texts[i].push(*(update.token for update in of), is_last=True)
-            choices.append(self._choice(i, text, of))
-        reply = self._reply(choices, [of[-1] for of in updates])
+        for i, own in enumerate(updates):
+            text = self.texts[i].push(*(update.token for update in own), is_last=True)
+            choices.append(self._choice(i, text, own))
+        reply = self._reply(choices, [own[-1] for own in updates])
         return self.http.reply(self.asked.whole(reply))
 
     async def events(
         self, first: ChoiceUpdate, updates: AsyncGenerator[ChoiceUpdate, None]
     ) -> AsyncGenerator[str, None]:
-        """Yield the reply token by token as server-sent events; an error is the last one."""
+        """Yield the reply token by token as server-sent events. An error is the last event."""
         write, held, ends = self.asked.writer(), [""] * len(self.texts), list[Update]()
         item: ChoiceUpdate | None = first
         try:
@@ -122,7 +129,7 @@ class Answer(ABC):
             yield self.http.stream_error(error.status_code, error.detail)
 
     def _reply(self, choices: list[dict[str, Any]], ends: Sequence[Update]) -> dict[str, Any]:
-        """Return a reply, or a part of one, after the last updates of the choices that ended."""
+        """Return a reply, or a part of one. ``ends``: last updates of the choices that ended."""
         whole = [update.completion for update in ends]
         if len(whole) < len(self.texts):
             return self.asked.reply(self._name, choices, None)
@@ -136,6 +143,7 @@ class Answer(ABC):
         return reply
 
     def _choice(self, number: int, text: str, updates: list[Update]) -> dict[str, Any]:
+        """Return choice ``number`` of a reply, or of a part of one, with its new ``text``."""
         choice = {"index": number, "token_ids": [update.token for update in updates]}
         choice |= self.asked.said(text, updates[-1].finish_reason)
         if self.asked.likeliest is not None:

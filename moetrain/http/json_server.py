@@ -1,12 +1,13 @@
-"""JSON over HTTP for both servers: bounded bodies, strict JSON, errors as JSON, no slow clients.
+"""JSON over HTTP for all servers: bounded bodies, strict JSON, errors as JSON, no slow clients.
 
-A client that keeps the server waiting, for a request or while it reads an answer, is closed after a
-minute, or earlier if there are too many connections and it was waited for longest: each takes a
-file of the process. Starlette's and uvicorn's own means answer in plain text, count each body by
-itself, and close no slow client. :mod:`moetrain.http.access` says who is served at all.
+A client may keep the server waiting for a minute, with a request or while it reads an answer. Then
+its connection is closed. If there are too many connections, which each take a file descriptor, the
+one that the server has waited for longest is closed earlier. Starlette and uvicorn by themselves
+answer in plain text, limit each body but not their sum, and close no slow client.
+:mod:`moetrain.http.access` decides which clients are served at all.
 
-A server that stops gives the requests that it has begun some seconds. Those that are not answered
-by then, and those that come meanwhile, get status 503; a stream ends with an error event.
+A server that stops gives the requests that it has begun some seconds. Requests that are not
+answered by then, and new ones, get status 503. A stream ends with an error event.
 """
 
 import asyncio
@@ -36,39 +37,41 @@ from moetrain.generate.request import JsonBody
 from moetrain.http.access import Access
 
 _SMALL_BYTES = 64 << 10
-"""Bodies up to this size are read whatever else arrives: uvicorn buffers as much of each anyway."""
+"""Bodies up to this size are always read, because uvicorn buffers as much of each anyway."""
 _LARGEST_TOGETHER = 8
+"""Number of bodies of the largest size whose bytes may arrive at once."""
 _SLOWEST = 16 << 10
-"""Bytes, sent or read, that earn a client another second: slower clients are closed."""
+"""Bytes a second, sent or read, below which a client is too slow."""
 _RESUMED = 48 << 10
-"""Bytes that were read when asyncio lets a writer go on: above 64 KiB it waits for a quarter."""
+"""Bytes that a client has read when asyncio resumes a writer: it pauses above 64 KiB, and resumes
+below a quarter of that."""
 
 _GRACE_SECONDS = 2.0
-"""Time that a server that stops gives the requests that it has begun."""
+"""Time for requests that are not answered yet when the server stops."""
 _LAST_WORDS_SECONDS = 0.5
-"""Time after that for clients to read that the server stops."""
+"""Time after that for clients to read the error."""
 _RETRY_AFTER = {429: "1", 503: "5"}
-"""Seconds after which a client is told to ask again, by status. A start takes some seconds."""
+"""Seconds after which a client should try again, by status. A restart takes some seconds."""
 
 _JSON = "application/json"
 _CHARSETS = {"utf-8", "utf8", "us-ascii", "ascii"}
-"""Names of encodings that are UTF-8 or a part of it."""
+"""Names of UTF-8, and of encodings that are a subset of it."""
 
 _T = TypeVar("_T")
 _A = TypeVar("_A", bound=JsonBody)
 
 
 class JsonServer:
-    """An HTTP server of JSON: every error is :meth:`error_body`, and bodies take bounded memory.
+    """An HTTP server of JSON. Every error is :meth:`error_body`, and bodies take bounded memory.
 
     Attributes:
-        app: the ASGI application; it does not authenticate clients.
+        app: the ASGI application, which does not authenticate clients.
     """
 
     FAILED = "the server failed at this; its log says why"
     STOPPED = "the server stops; ask again when it runs"
     connections = 1024
-    """Connections at once at most; fewer where half of the process's file limit is less."""
+    """Most connections at once; half of the process's limit of open files, if that is less."""
 
     def __init__(
         self,
@@ -78,20 +81,24 @@ class JsonServer:
         refusals: Mapping[type[Exception], Callable[[Any], tuple[int, str]]] | None = None,
         lifespan: Lifespan[Starlette] | None = None,
     ) -> None:
-        """
+        """Build the application.
+
         Args:
-            most_mib: size of one body, which ``setting`` gives.
-            refusals: status and problem of exceptions by their class. Any that is neither here nor
-                below is status 500, and is logged.
+            routes: routes beside ``/health``.
+            most_mib: size of the largest body, in MiB.
+            setting: name of the setting that gives ``most_mib``.
+            refusals: status and problem of exceptions, by their class. An exception that is neither
+                here nor below gets status 500 and is logged.
+            lifespan: what Starlette runs from start to end of the server.
         """
         self.most_mib, self.setting = most_mib, setting
         self.arriving = 0
-        """Bytes of bodies that are being received or parsed."""
+        """Bytes of all bodies that are being received or parsed."""
         self.is_stopping = False
         """True: the server is stopping and accepts no new requests."""
         self._turn = asyncio.Lock()
         self._open = set[asyncio.Task[Any]]()
-        """Tasks of requests that are not answered yet."""
+        """Tasks of the requests that are not answered yet."""
         meanings: dict[type[Exception], Callable[[Any], tuple[int, str]]] = {
             HTTPException: lambda error: (error.status_code, error.detail),
             ValidationError: lambda error: (400, JsonBody.complaint(error)),
@@ -117,7 +124,10 @@ class JsonServer:
     def reply(
         value: object, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> Response:
-        """Answer with ``value`` as JSON in ASCII: texts may hold surrogates, which UTF-8 cannot."""
+        """Return a response with ``value`` as JSON.
+
+        It is in ASCII, because texts may contain surrogates, which UTF-8 cannot encode.
+        """
         data = json.dumps(value, allow_nan=False, separators=(",", ":"))
         return Response(data, status, headers, media_type="application/json")
 
@@ -135,11 +145,15 @@ class JsonServer:
         return self.reply({"status": "ok"})
 
     async def read(self, request: Request, parse: Callable[[Any], _T], wanted: str = _JSON) -> _T:
-        """Parse the body of ``request``, of type ``wanted``, with ``parse``, in another thread.
+        """Return ``parse`` of the body of ``request``, called on another thread.
+
+        Args:
+            wanted: content type of the body. If it is JSON, ``parse`` gets the parsed value, else
+                bytes.
 
         Raises:
-            HTTPException: the body has another type or encoding, is too large or no JSON.
-            ClientDisconnect: the client hung up.
+            HTTPException: the body has another type or encoding, is too large, or is no JSON.
+            ClientDisconnect: the client disconnected.
         """
         # Browsers let any page post other types to a local server without a preflight request.
         kind, *parameters = request.headers.get("content-type", "").lower().split(";")
@@ -163,7 +177,7 @@ class JsonServer:
                 if len(data) > _SMALL_BYTES and self.arriving > _LARGEST_TOGETHER * most:
                     problem = "too many large bodies arrive at once; send it again later"
                     raise HTTPException(429, problem)
-            # Parsed values take many times the memory of their JSON.
+            # Parsed values take many times the memory of their JSON, so one large body at a time.
             async with self._turn if len(data) > _SMALL_BYTES else nullcontext():
                 made = _parsed if wanted == _JSON else bytes
                 return await asyncio.to_thread(lambda: parse(made(bytes(data))))
@@ -172,7 +186,10 @@ class JsonServer:
 
     @staticmethod
     def parsed(kind: type[_A], then: Callable[[_A], _T], body: object) -> _T:
-        """Return what ``then`` makes of a request; HTTPException: it is refused."""
+        """Check ``body`` as a request of class ``kind`` and return ``then`` of it.
+
+        Raises HTTPException: the request is refused.
+        """
         if isinstance(body, dict):  # null counts as left out
             body = {key: value for key, value in body.items() if value is not None}
         try:
@@ -184,7 +201,7 @@ class JsonServer:
 
     @staticmethod
     async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
-        """Await ``work``, or cancel it and raise ClientDisconnect when the client hangs up."""
+        """Await ``work``. If the client disconnects, cancel it and raise ClientDisconnect."""
 
         async def wait_for_end() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -202,7 +219,10 @@ class JsonServer:
             await asyncio.gather(task, gone, return_exceptions=True)
 
     def listen(self, access: Access) -> tuple[uvicorn.Server, socket.socket]:
-        """Return a server for whom ``access`` allows, and its socket; or raise ConfigError."""
+        """Return a server for the clients that ``access`` allows, and the socket it listens on.
+
+        Raises ConfigError: the address or the token file is wrong.
+        """
         token = access.token()
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         is_limited = files != resource.RLIM_INFINITY
@@ -224,21 +244,21 @@ class JsonServer:
             log_level="error",
             ws="none",
             http=_bounded(self.error_body, most),
-            backlog=most // 4,  # asyncio accepts as many before anything else happens
-            # By then all have been told, and what is left is cancelled.
+            backlog=most // 4,  # asyncio accepts that many at once, before it does anything else
+            # By then every client has its error, and uvicorn may cancel what is left.
             timeout_graceful_shutdown=math.ceil(_GRACE_SECONDS + _LAST_WORDS_SECONDS) + 1,
         )
         return _StoppingServer(config, self), access.listen()
 
     async def _unless_stopped(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request; if the server stops before its answer is whole, end that with an error.
+        """Serve a request. If the server stops before the answer is whole, end it with an error.
 
-        Nothing but :meth:`cut_off` and uvicorn, which stops too, cancels the task of a request.
+        The task of a request is cancelled only by :meth:`cut_off`, and by uvicorn when it stops.
         """
         sent = list[Message]()
         """The start of the answer, and the last part of its body."""
 
-        async def noted(message: Message) -> None:
+        async def record_and_send(message: Message) -> None:
             sent[1:] = [message]
             await send(message)
 
@@ -246,10 +266,10 @@ class JsonServer:
         assert task is not None
         self._open.add(task)
         try:
-            await self.app(scope, receive, noted)
+            await self.app(scope, receive, record_and_send)
         except asyncio.CancelledError:
             task.uncancel()
-            with suppress(asyncio.CancelledError):  # a client that does not read: its end has come
+            with suppress(asyncio.CancelledError):  # a client that does not read is cancelled again
                 if not sent:
                     await self._error(503, self.STOPPED)(scope, receive, send)
                 elif len(sent) > 1 and not sent[1].get("more_body", False):
@@ -257,26 +277,27 @@ class JsonServer:
                 elif _is_events(sent[0]):
                     data = self.stream_error(503, self.STOPPED).encode()
                     await send({"type": "http.response.body", "body": data, "more_body": False})
-                else:  # half a file: the end of the connection says so
+                else:  # part of a file: closing the connection tells the client
                     while (await receive())["type"] != "http.disconnect":
                         pass
         finally:
             self._open.discard(task)
 
     def cut_off(self) -> None:
-        """End the requests that are not answered yet."""
+        """Cancel the requests that are not answered yet."""
         for task in self._open:
             task.cancel()
 
 
 class _StoppingServer(uvicorn.Server):
-    """A server that tells its clients when it stops."""
+    """A uvicorn server that answers its clients with errors when it stops."""
 
     def __init__(self, config: uvicorn.Config, served: JsonServer) -> None:
         super().__init__(config)
         self._served = served
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop as uvicorn does, after the time for answers and errors."""
         self._served.is_stopping = True
         loop = asyncio.get_running_loop()
         later = [
@@ -300,14 +321,14 @@ def _is_events(start: Message) -> bool:
 
 
 def _is_reset(transport: asyncio.Transport) -> bool:
-    """Say whether the peer has refused what it was sent; asyncio looks no more after an EOF."""
+    """Return True if the peer has reset the connection. After an EOF asyncio does not notice."""
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), 0)  # errors are always reported
     return bool(poll.poll(0))
 
 
 def _parsed(data: bytes) -> Any:
-    """Parse strict JSON (RFC 8259); no data is an empty object. Raises HTTPException."""
+    """Parse strict JSON (RFC 8259). Empty data is an empty object. Raises HTTPException."""
     try:
         return json.loads(data.decode() or "{}", parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -319,13 +340,15 @@ def _refuse_constant(name: str) -> None:
 
 
 def _bounded(error_body: Callable[[int, str], object], most: int) -> type[asyncio.Protocol]:
-    """Return a protocol class for at most ``most`` connections that closes slow clients."""
+    """Return a protocol class for at most ``most`` connections, which closes slow clients."""
 
     class Bounded(H11Protocol):
         waited = 0.0
-        """Seconds that the client has kept the server waiting, less those that it earned."""
-        moved = left = 0
-        """Bytes that were sent or read since the last look, and that were still to be read then."""
+        """Seconds that the client has kept the server waiting, less those that its bytes earned."""
+        moved = 0
+        """Bytes that the client has sent or read since the last check."""
+        left = 0
+        """Bytes that the client had still to read at the last check."""
         is_half_closed = False
         """True: the client closed its sending side. It may still wait for an answer."""
 
@@ -357,13 +380,13 @@ def _bounded(error_body: Callable[[int, str], object], most: int) -> type[asynci
                 self._end()
 
         def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-            """Say whether the connection stays open, for what is still to be answered."""
+            """Return True if the connection stays open for an answer."""
             self.is_half_closed = True
             if self._is_between() or self._is_in_request():
                 self._end()
                 return False
-            # A client that has closed its socket looks the same until it is sent something. This
-            # is what may be sent before an answer; clients that wait for one pass over it.
+            # A client that has closed its whole socket looks the same until something is sent to
+            # it. HTTP allows this line before an answer, and clients that wait for one skip it.
             if not self.cycle.response_started and self.scope["http_version"] == "1.1":
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             return True
@@ -378,9 +401,11 @@ def _bounded(error_body: Callable[[int, str], object], most: int) -> type[asynci
             self._refuse(400, "the request is no HTTP/1.1")
 
         def _watch(self) -> None:
+            """Check the client after a sixtieth of the time that it may keep the server waiting."""
             self.timer = self.loop.call_later(Access.idle_seconds / 60, self._look)
 
         def _look(self) -> None:
+            """Close the connection of a client that was waited for too long."""
             if self.is_half_closed and _is_reset(self.transport):
                 self.transport.abort()
                 return
@@ -401,10 +426,12 @@ def _bounded(error_body: Callable[[int, str], object], most: int) -> type[asynci
                 self.transport.abort()
 
         def _is_between(self) -> bool:
+            """Return True if there is no request, or the last one is answered."""
             cycle = self.cycle
             return cycle is None or (cycle.response_complete and not cycle.more_body)
 
         def _is_in_request(self) -> bool:
+            """Return True if part of a request has arrived, and the rest of it is missing."""
             if self._is_between():
                 return bool(self.conn.trailing_data[0])
             return self.cycle.more_body and not self.cycle.response_started

@@ -1,7 +1,7 @@
-"""OpenAI's protocol: what clients may ask for, completions and chats, and the form of replies.
+"""OpenAI's protocol: the requests for completions, chats and responses, and the form of replies.
 
-Beyond the protocol, every choice has its ``token_ids``. With tools a stream has a choice's text at
-its end, where calls are known.
+As an extension every choice has its ``token_ids``. A stream of a chat with tools sends the text of
+a choice at its end, because only then the calls in it are known.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from moetrain.http.tool_calls import call_grammar, parse_tools
 
 _MOST_COMPLETIONS = 128
 _MOST_LIKELIEST = 20
-"""Likeliest tokens beside a chosen one, as OpenAI limits them for chats."""
+"""Most of the likeliest tokens to report for each chosen one: OpenAI's limit for chats."""
 _MOST_STOPS, _LONGEST_STOP = 16, 128
-"""Number of stop texts, and characters of one: each token is checked against all of them."""
+"""Most stop texts, and most characters of one. Each new token is checked against all of them."""
 _MOST_TURNS = 4096
-"""Turns of a chat: templates may take time that grows with their square."""
+"""Most turns of a chat. A template may take time that is quadratic in their number."""
 _LEAST_LOGPROB = -9999.0
-"""The protocol's value for a token that is never chosen."""
+"""The protocol's log-probability of a token that is never chosen."""
 _INSTEAD = {"messages": "input", "response_format": "text, with a format"}
 _INSTEAD |= {"n": "a request for each answer"}
 _INSTEAD |= dict.fromkeys(("logprobs", "top_logprobs"), "a chat, whose tokens have them")
@@ -47,7 +47,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_k": (-1,),
     "truncation": ("disabled",),
 }
-"""Values with which clients send parameters that they do not use, as OpenAI and vLLM name them."""
+"""Parameters of OpenAI and vLLM that clients send although they do not use them, with the values
+that change nothing."""
 _Token = Annotated[int, Field(ge=0)]
 _Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 _Stops = Annotated[list[_Stop], BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
@@ -56,42 +57,44 @@ _Stops = Annotated[list[_Stop], BeforeValidator(lambda x: [x] if isinstance(x, s
 class _Format(JsonBody):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """``schema``, and others that only describe it."""
+    """Has ``schema``, and keys that only describe it."""
 
 
 class _Asked(JsonBody):
-    """The fields that completions and chats share. SamplingParams says what numbers may be."""
+    """The fields that completions and chats share. SamplingParams checks the bounds of numbers."""
 
     kind: ClassVar[str]
-    """The ``object`` of a reply, to which that of a part adds ``kind_of_parts``."""
+    """The ``object`` of a whole reply."""
     kind_of_parts: ClassVar = ""
+    """What the ``object`` of a part of a stream has after ``kind``."""
     counts: ClassVar = ("prompt_tokens", "completion_tokens")
+    """The names of the two counts of ``usage``."""
 
     model: str = ""
-    """Ignored: the server has one model."""
+    """Has no effect: the server has one model."""
     user: str = ""
     safety_identifier: str = ""
     prompt_cache_key: str = ""
     service_tier: str = ""
-    """These four change nothing."""
+    """These four have no effect."""
     max_tokens: PositiveInt | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    """None: a new one for each request."""
+    """None: a random one for each request."""
     n: int = Field(default=1, le=_MOST_COMPLETIONS)
     stop: _Stops = Field([], max_length=_MOST_STOPS, fail_fast=True)
     stop_token_ids: list[_Token] = Field([], max_length=_MOST_STOPS, fail_fast=True)
-    """Tokens that end a completion besides those that end a text, as vLLM has it."""
+    """Tokens that end a completion besides those that end a text (as in vLLM)."""
     ignore_eos: bool = False
-    """Go on behind a token that ends a text, as vLLM has it."""
+    """True: continue after a token that ends a text (as in vLLM)."""
     skip_special_tokens: bool = True
-    """False: special tokens are part of the text, as vLLM has it."""
+    """False: special tokens are part of the text (as in vLLM)."""
     stream: bool = False
     stream_options: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Ignored: a stream's last part has the usage."""
+    """Has no effect: the last part of a stream always has the usage."""
     response_format: _Format = _Format(type="text")
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -101,7 +104,7 @@ class _Asked(JsonBody):
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, body: Any) -> Any:
-        """Leave out what changes nothing: null, and parameters with a value of :data:`_NEUTRAL`."""
+        """Remove what has no effect: null, and parameters with a value of :data:`_NEUTRAL`."""
         if not isinstance(body, dict):
             return body
         body = {key: value for key, value in body.items() if value is not None}
@@ -115,7 +118,7 @@ class _Asked(JsonBody):
         return body
 
     def grammars(self, tokenizer: Tokenizer) -> list[tuple[Any, Any]]:
-        """Return the grammars that are asked for, by kind, of which a text can follow one."""
+        """Return kind and text of each grammar that is asked for. A text can follow only one."""
         form, schema = self.response_format, self.response_format.json_schema.get("schema")
         schemas = {"text": None, "json_object": {"type": "object"}, "json_schema": schema}
         if form.type == "json_schema" and schema is None:
@@ -131,22 +134,22 @@ class _Asked(JsonBody):
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """The field that limits the tokens of a completion, and its value; None: the default."""
+        """Name and value of the field that limits a completion's tokens; None: the default."""
         names = ("max_output_tokens", "max_completion_tokens", "max_tokens")
         given = ((name, getattr(self, name, None)) for name in names)
         return next((pair for pair in given if pair[1] is not None), ("max_tokens", None))
 
     @cached_property
     def head(self) -> dict[str, Any]:
-        """What all parts of the reply begin with."""
+        """The fields that every part of the reply begins with."""
         return {"id": f"{self.kind}-{uuid.uuid4().hex}", "created": int(time.time())}
 
     def reply(
         self, model: str, choices: list[dict[str, Any]], tokens: tuple[int, int] | None
     ) -> dict[str, Any]:
-        """Return a reply, or a part of one if it is a stream.
+        """Return a reply, or a part of it if it is a stream.
 
-        ``tokens``: how many were read and written; None: a part before the last.
+        ``tokens``: number of tokens read and generated; None: this is not the last part.
         """
         kind = self.kind + self.kind_of_parts * self.stream
         reply = {**self.head, "object": kind, "model": model, "choices": choices}
@@ -156,27 +159,29 @@ class _Asked(JsonBody):
         return reply
 
     def whole(self, reply: dict[str, Any]) -> dict[str, Any]:
-        """Return a whole reply in the protocol's form."""
+        """Return a whole reply in the form of its protocol."""
         return reply
 
     def writer(self) -> Callable[[dict[str, Any]], str]:
-        """Return what makes server-sent events of each part of a reply, one after the other."""
+        """Return a function that turns the parts of a reply, in order, into server-sent events."""
         end = {True: "data: [DONE]\n\n", False: ""}
         return lambda part: f"data: {json.dumps(part, allow_nan=False)}\n\n{end['usage' in part]}"
 
 
 class Completions(_Asked):
+    """A request to continue texts."""
+
     kind: ClassVar = "text_completion"
 
     prompt: Any
-    """A text or token ids, or a list of either."""
+    """A text or a list of token ids, or a list of either."""
     max_tokens: NonNegativeInt | None = None
     echo: bool = False
-    """Begin the text, and the log-probabilities if there are any, with the prompt's."""
+    """True: the text begins with the prompt, and the log-probabilities with those of the prompt."""
     logprobs: int | None = Field(default=None, ge=0, le=_MOST_LIKELIEST)
     prompt_logprobs: int | None = Field(default=None, ge=0)
-    """How many likeliest tokens go with each token of a prompt, as vLLM has it; None: no list.
-    A stream's last part has them."""
+    """Number of the likeliest tokens to report for each token of the prompt (as in vLLM); None:
+    report nothing about the prompt. They are in the last part of a stream."""
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> Completions:
@@ -186,11 +191,11 @@ class Completions(_Asked):
 
     @property
     def likeliest(self) -> int | None:
-        """How many likeliest tokens go with each token's log-probability; None: there are none."""
+        """Number of the likeliest tokens to report with log-probabilities; None: report neither."""
         return self.logprobs
 
     def prompts(self, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-        """Return the tokens of every prompt; raises ValueError."""
+        """Return the tokens of every prompt. Raises ValueError: it is no prompt."""
         prompt = self.prompt
         if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
             prompt = [prompt]
@@ -207,12 +212,15 @@ class Completions(_Asked):
             raise ValueError(f"prompt: {error}") from None
 
     def said(self, text: str, reason: str | None) -> dict[str, Any]:
-        """Return a choice's text, of a stream a part, and why it ended (None: it goes on)."""
+        """Return the fields for ``text`` and the finish ``reason`` of a choice, or of its part."""
         return {"text": text, "finish_reason": reason}
 
     @staticmethod
     def scored(prompt: Sequence[int], done: Completion) -> list[dict[int, dict[str, float]] | None]:
-        """Return each token of ``prompt``, by id, with the likeliest there; None: the first."""
+        """Return ``prompt_logprobs``: each token and the likeliest ones in its place, by id.
+
+        The first token has None.
+        """
         found = zip(prompt[1:], done.prompt_logprobs, done.prompt_top_logprobs, strict=True)
         each = ({**top, token: logprob}.items() for token, logprob, top in found)
         return [None, *({t: {"logprob": max(p, _LEAST_LOGPROB)} for t, p in x} for x in each)]
@@ -221,7 +229,10 @@ class Completions(_Asked):
     def logprobs_of_prompt(
         prompt: Sequence[int], done: Completion, name: Callable[[int], str]
     ) -> dict[str, Any]:
-        """Return log-probabilities of the tokens of a prompt, of which the first has none."""
+        """Return ``logprobs`` of a prompt's tokens. The first token has None.
+
+        ``name`` gives a token's text.
+        """
         return {
             "tokens": [name(token) for token in prompt],
             "token_logprobs": [None, *(max(p, _LEAST_LOGPROB) for p in done.prompt_logprobs)],
@@ -229,7 +240,7 @@ class Completions(_Asked):
         }
 
     def logprobs_of(self, updates: list[Update], name: Callable[[int], str]) -> dict[str, Any]:
-        """Return a choice's log-probabilities; ``name`` gives a token's text."""
+        """Return ``logprobs`` of a choice. ``name`` gives a token's text."""
         return {
             "tokens": [name(update.token) for update in updates],
             "token_logprobs": [update.logprob for update in updates],
@@ -238,9 +249,10 @@ class Completions(_Asked):
 
 
 def _by_name(top: Mapping[int, float], name: Callable[[int], str]) -> dict[str, float]:
-    """Return log-probabilities by the tokens' texts; of tokens with one text that of the likeliest.
+    """Return log-probabilities by the texts of tokens.
 
-    Parts of characters have one text, that of U+FFFD.
+    If several tokens have the same text, the likeliest counts. All parts of characters have the
+    text U+FFFD.
     """
     ascending = sorted(top.items(), key=lambda pair: pair[1])
     return {name(token): max(p, _LEAST_LOGPROB) for token, p in ascending}
@@ -256,21 +268,21 @@ class Chat(_Asked):
     kind_of_parts: ClassVar = ".chunk"
 
     messages: list[Any] = Field(max_length=_MOST_TURNS)
-    """Objects, as :func:`~moetrain.data.messages.read_messages` reads them."""
+    """The turns, as :func:`~moetrain.data.messages.read_messages` reads them."""
     tools: Any = None
     tool_choice: Any = None
     documents: Any = None
     chat_template_kwargs: Any = None
     add_generation_prompt: bool = True
-    """Whether the template opens the assistant's turn, as vLLM has it."""
+    """True: the template opens the assistant's turn (as in vLLM)."""
     continue_final_message: bool = False
-    """Go on with the last message, which is the assistant's, as vLLM has it."""
+    """True: continue the last message, which must be the assistant's (as in vLLM)."""
     reasoning_effort: str | None = None
-    """This, the tools, the documents and the variables go to the template, which defines them."""
+    """This, ``tools``, ``documents`` and ``chat_template_kwargs`` are variables of the template."""
     parallel_tool_calls: bool = True
     store: bool = False
     metadata: Any = None
-    """These three change nothing."""
+    """These three have no effect."""
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=_MOST_LIKELIEST)
@@ -311,7 +323,7 @@ class Chat(_Asked):
 
     @property
     def record(self) -> dict[str, Any]:
-        """The template's variables beside the messages."""
+        """The template's variables besides the messages."""
         tools = None if self.tool_choice == "none" else self.tools
         variables = self.chat_template_kwargs
         if self.reasoning_effort is not None and isinstance(variables, dict | None):
@@ -320,7 +332,7 @@ class Chat(_Asked):
 
     @cached_property
     def schemas(self) -> dict[str, Any]:
-        """The parameters of each tool that may be called."""
+        """The JSON schema of the parameters of each tool that may be called, by its name."""
         tools = ChatTemplate.variables_of(self.record)["tools"] or ()
         functions = [f for tool in tools if isinstance(f := tool.get("function"), dict)]
         named = [f for f in functions if isinstance(f.get("name"), str)]
@@ -335,7 +347,7 @@ class Chat(_Asked):
         for i, (name, arguments) in enumerate(calls):
             function = {"name": name, "arguments": arguments}
             call: dict[str, Any] = {"index": i} if self.stream else {}
-            # The same when an agent that was resumed is told again.
+            # The id is the same when a resumed agent gets this answer again.
             call |= {"id": f"call_{len(self.messages)}_{i}", "type": "function"}
             message["tool_calls"].append({**call, "function": function})
         return {"delta" if self.stream else "message": message, "finish_reason": reason}
@@ -352,10 +364,10 @@ class Chat(_Asked):
 
 
 class Responses(Chat):
-    """A request of ``/v1/responses``, which becomes a chat's before it is checked.
+    """A request of ``/v1/responses``. It is turned into a chat's before it is checked.
 
-    So what is generated, recorded and refused is the same. Left out on purpose: responses that are
-    kept, tools that a server runs, and items of reasoning, since thoughts are part of the text.
+    So it generates, records and refuses the same as a chat. Left out on purpose: stored responses,
+    tools that run on the server, and items of reasoning, since thoughts are part of the text.
     """
 
     kind: ClassVar = "response"
@@ -439,7 +451,7 @@ class Responses(Chat):
             events = ""
             if is_first:
                 events = event("created", response=whole | {"output": [], "status": "in_progress"})
-            # With tools it is known at the end which items there are.
+            # With tools the items are known only at the end.
             for i, item in enumerate(whole["output"] if is_last or not self.schemas else ()):
                 at = {"item_id": item["id"], "output_index": i}
                 kind, key, holder = "function_call_arguments", "arguments", item
@@ -465,7 +477,7 @@ def _is_ids(value: object) -> bool:
 
 
 def _turns_of(items: list[Any]) -> list[Any]:
-    """Return a chat's messages: calls are part of the assistant's turn before them, if any."""
+    """Return the messages of a chat. Calls become part of the assistant's turn before them."""
     turns: list[dict[str, Any]] = []
     for item in items:
         match item:
@@ -488,15 +500,15 @@ def _turns_of(items: list[Any]) -> list[Any]:
 
 
 def _joined(content: Any) -> Any:
-    """Join parts of text, whose types templates do not know."""
+    """Join the texts of ``content``, because templates do not know the types of its parts."""
     try:
         return "".join(part["text"] for part in content)
-    except (LookupError, TypeError):  # a chat reads or refuses it
+    except (LookupError, TypeError):  # the chat reads or refuses it
         return content
 
 
 def _tool(tool: Any) -> dict[str, Any]:
-    """Return a chat's tool, whose keys templates write in this order."""
+    """Return a tool in the form of a chat. Templates write its keys in the order given here."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise ValueError(f"tools: {shortened(tool)} is not of type function; leave it out")
     names = ("name", "description", "parameters", "strict", *sorted(tool.keys() - {"type"}))

@@ -1,8 +1,7 @@
-"""Tool calls in what models write, by the formats of the families that are served.
+"""Tool calls in generated text, in the formats of several model families.
 
-:func:`parse_tools` finds them in a text, and :func:`call_grammar` makes a model write one. Text
-is read as tokenizers decode it, without special tokens: marks that are special tokens (those of
-GPT-OSS) cannot be found.
+:func:`parse_tools` finds calls in a text, and :func:`call_grammar` makes a model write one. Texts
+have no special tokens, so calls whose marks are special tokens (those of GPT-OSS) are not found.
 """
 
 import json
@@ -14,9 +13,10 @@ from urllib.parse import unquote
 from moetrain.config.sources import shortened
 
 _BEGIN, _SEP, _END = (f"<.tool.{mark}.>" for mark in ("call.begin", "sep", "call.end"))
-"""Of DeepSeek, with U+FF5C and U+2581 between."""
+"""Marks of DeepSeek. The dots stand for U+FF5C and U+2581."""
 _IN = rf"(?:(?!<tool_call>|<invoke |{_BEGIN}).)*?"
-"""Of a call, not across the next: a text of marks alone would take time with its square."""
+"""Text inside a call. It does not reach into the next call, because a text that consists of marks
+would then take quadratic time."""
 _FORMATS = {
     # Hermes, Qwen
     rf"<tool_call>\s*(?P<json>\{{{_IN}\}})\s*</tool_call>": "",
@@ -36,17 +36,23 @@ _FORMATS = {
     # Llama, Mistral: JSON and nothing else
     r"\A\s*(?P<json>\[?\{.*\}\]?)\s*\Z": "",
 }
-"""Patterns of calls, and of an argument where they are not JSON."""
+"""Patterns of calls, each with the pattern of one argument; empty: the arguments are JSON."""
 _MOST_REFERENCES = 100
-"""So many references are followed one after the other; they may lead to each other."""
+"""Number of references that are followed in a chain, which may be a cycle."""
 _AROUND = re.compile("<.tool.calls.(?:begin|end).>|</?minimax:tool_call>")
 
 
 def parse_tools(text: str, schemas: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-    """Take calls of the tools in ``schemas``, of their parameters by name, out of ``text``.
+    """Remove the calls of tools from ``text``.
 
-    Returns what is left, and each call's name and arguments, the text of a JSON object. A call of
-    another tool, or one that cannot be read, stays text.
+    A call of an unknown tool, or one that cannot be read, stays in the text.
+
+    Args:
+        schemas: the JSON schema of each tool's parameters, by the tool's name.
+
+    Returns:
+        The rest of the text, and the name and arguments of each call. Arguments are the text of a
+        JSON object.
     """
     calls: list[tuple[str, str]] = []
     for pattern, pair in _FORMATS.items() if schemas else ():
@@ -68,7 +74,11 @@ def _read(
     pair: str,
     schemas: Mapping[str, Any],
 ) -> list[tuple[str, str]]:
-    """Return the calls of one match; raises what a match that is none makes Python raise."""
+    """Return the calls of one match of a pattern of :data:`_FORMATS`.
+
+    ``pair``: the pattern of an argument. If the match is no call, it raises one of the exceptions
+    that :func:`parse_tools` catches.
+    """
     name = parts.get("name", "").strip()
     if pair:
         root = schemas[name]
@@ -88,7 +98,7 @@ def _read(
 
 
 def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what ``schema`` refers to within ``root``; itself, unless it has such a ``$ref``."""
+    """Return the schema that ``schema`` refers to within ``root``, or ``schema`` itself."""
     for _ in range(_MOST_REFERENCES):
         place = schema.get("$ref")
         if not isinstance(place, str) or not re.match("#(/|$)", place):
@@ -100,7 +110,7 @@ def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return an argument that is written without quotes, by its type."""
+    """Return the value of an argument that is written without quotes, according to its type."""
     try:
         return text if schema.get("type") == "string" else json.loads(text)
     except ValueError:
@@ -108,16 +118,16 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 _VALUES = {"const", "enum", "default", "examples"}
-"""Keywords of a JSON schema with values in them."""
+"""Keywords of a JSON schema that contain values, not schemas."""
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-"""Keywords with schemas by name in them."""
+"""Keywords that contain schemas by name."""
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Return a JSON schema whose references within itself hold at ``place`` of another schema.
+    """Return ``schema`` with its internal references adjusted to its new place in another schema.
 
-    ``place`` is a JSON pointer such as ``#/$defs/0``. The schema's own address (``$id``) is left
-    out, since references would start from it.
+    ``place`` is a JSON pointer such as ``#/$defs/0``. The schema's own address (``$id``) is
+    removed, because references would be relative to it.
     """
     if isinstance(schema, list):
         return [_moved(part, place) for part in schema]
@@ -135,10 +145,15 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 def call_grammar(tools: Any, choice: Any, template: str) -> str:
-    """Return the grammar of one call of the tool that ``choice`` names, or of any (required).
+    """Return the grammar of one call of the tool that ``choice`` names; required: of any tool.
 
-    It is Lark in llguidance's dialect. Raises ValueError: ``template``, the model's, writes no such
-    calls, or there is no such tool.
+    The grammar is Lark in llguidance's dialect.
+
+    Args:
+        tools: the tools of the request.
+        template: the model's chat template.
+
+    Raises ValueError: the template does not write such calls, or there is no such tool.
     """
     if "<tool_call>" not in template or any(x in template for x in ("<function=", "<arg_key>")):
         problem = "this model's template writes no calls as JSON between <tool_call> tags"
@@ -151,8 +166,8 @@ def call_grammar(tools: Any, choice: Any, template: str) -> str:
         problem = f"{shortened(choice)} is neither auto, none, required nor names one of tools"
         raise ValueError(f"tool_choice: {problem}") from None
     closed = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
-    # Parameters refer to their own definitions from their own root. Each becomes a definition of
-    # the whole, and its references start there.
+    # References in parameters start at the root of the parameters. So each tool's parameters become
+    # a definition of the whole schema, and their references start at that definition.
     whole: dict[str, Any] = {"anyOf": [], "$defs": {}}
     for i, (name, parameters) in enumerate(zip(names, given, strict=True)):
         place = f"#/$defs/{i}"
