@@ -10,11 +10,11 @@ import torch
 from moetrain.kernels.attention.attention import (
     AttentionMask,
     attention_packed,
-    packed_backward_op,
-    packed_op,
+    attention_packed_backward_op,
+    attention_packed_op,
 )
-from moetrain.kernels.attention.peaks import _raise_peaks, raise_peaks
-from moetrain.kernels.attention.sinks import _attention_with_sinks, attention_packed_with_sinks
+from moetrain.kernels.attention.peaks import raise_peaks, raise_peaks_op
+from moetrain.kernels.attention.sinks import attention_packed_with_sinks, attention_with_sinks_op
 from moetrain.runtime.backend import Backend
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
@@ -90,7 +90,7 @@ ATTENTION_PACKED = KernelSpec(
     cpu_dtypes=(torch.float32,),
     cost=_cost,
     differentiable=("q_THd", "k_TGd", "v_TGv"),
-    ops=(packed_op, packed_backward_op),
+    ops=(attention_packed_op, attention_packed_backward_op),
     bad_inputs={
         r"H a multiple of G": lambda x: x | {"q_THd": x["q_THd"][:, :3]},
         r"\[T, G, v\]": lambda x: x | {"v_TGv": x["v_TGv"][:, :1]},
@@ -127,7 +127,7 @@ ATTENTION_WITH_SINKS = replace(
     # A sink's gradient is a sum of either sign over all tokens, of results rounded to bf16.
     tolerance={torch.float32: 2e-6, torch.bfloat16: 2e-2},
     differentiable=("q_THd", "k_TGd", "v_TGv", "sinks_H"),
-    ops=(_attention_with_sinks,),
+    ops=(attention_with_sinks_op,),
     bad_inputs={
         r"takes \[T, H, d\] and \[H\]": lambda x: x | {"sinks_H": x["sinks_H"][1:]},
         "window 0": lambda x: x | {"window": 0},
@@ -178,7 +178,7 @@ SCORE_PEAKS = KernelSpec(
     ),
     tolerance={torch.float32: 1e-6, torch.bfloat16: 1e-6},  # products of bf16 are exact in fp32
     cost=_peaks_cost,
-    ops=(_raise_peaks,),
+    ops=(raise_peaks_op,),
     bad_inputs={
         r"takes \[H\], \[B, S, H, d\]": lambda x: x | {"peaks_H": x["peaks_H"][1:]},
         "queries and keys in one dtype": lambda x: x | {"k_BSGd": x["k_BSGd"].double()},

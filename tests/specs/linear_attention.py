@@ -8,19 +8,19 @@ import torch
 
 from moetrain.kernels.linear_attention.convolution import (
     Convolution,
-    _convolution,
+    convolution_op,
     convolution_step,
     convolved,
 )
 from moetrain.kernels.linear_attention.gated_delta import (
     CHUNK,
     Documents,
-    _gated_delta,
-    _gated_delta_gradients,
     gated_delta,
+    gated_delta_gradients_op,
+    gated_delta_op,
 )
 from moetrain.kernels.linear_attention.reads import Reads
-from moetrain.kernels.linear_attention.ssd import _ssd, _ssd_gradients, ssd
+from moetrain.kernels.linear_attention.ssd import ssd, ssd_gradients_op, ssd_op
 from moetrain.kernels.linear_attention.step import StateCache, gated_delta_step, ssd_step
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
@@ -183,7 +183,7 @@ _DELTA_SPECS = (
         tolerance={torch.float32: 5e-6, torch.bfloat16: 2e-2},
         cost=_cost,
         differentiable=("q_TQK", "k_TQK", "v_THV", "g_TH", "beta_TH"),
-        ops=(_gated_delta, _gated_delta_gradients),
+        ops=(gated_delta_op, gated_delta_gradients_op),
         bad_inputs={
             "Q divides H": lambda i: i | {"q_TQK": i["q_TQK"][..., :32]},
             "widths of 64, 128": lambda i: (
@@ -239,7 +239,7 @@ _DELTA_SPECS = (
         tolerance={torch.float32: 3e-6, torch.bfloat16: 1e-2},
         cost=_packed_cost,
         differentiable=("x_TC", "filters_C1J", "bias_C"),
-        ops=(_convolution,),
+        ops=(convolution_op,),
         bad_inputs={"multiple of the width": lambda i: i | {"width": 7}},
     ),
     KernelSpec(
@@ -313,7 +313,7 @@ _SSD_SPECS = (
         tolerance={torch.float32: 5e-6, torch.bfloat16: 2e-2},
         cost=_ssd_cost,
         differentiable=("q_TQK", "k_TQK", "u_THV", "g_TH"),
-        ops=(_ssd, _ssd_gradients),
+        ops=(ssd_op, ssd_gradients_op),
         bad_inputs={
             "Q divides H": lambda i: i | {"q_TQK": i["q_TQK"][..., :32]},
             "widths of 64, 128": lambda i: (

@@ -7,12 +7,12 @@ import torch
 
 from moetrain.kernels.vocabulary.linear_cross_entropy import (
     SummedLoss,
-    _summed_loss,
-    _token_losses,
-    _token_losses_backward,
     linear_cross_entropy,
     linear_cross_entropy_sum,
     scaled,
+    summed_loss_op,
+    token_losses_backward_op,
+    token_losses_op,
 )
 from moetrain.runtime.backend import Backend
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
@@ -63,7 +63,7 @@ LINEAR_CROSS_ENTROPY = KernelSpec(
     tolerance={torch.float32: 5e-6, torch.bfloat16: 1e-2},
     cost=_cost,
     differentiable=("h_TD", "w_VD"),
-    ops=(_token_losses, _token_losses_backward),
+    ops=(token_losses_op, token_losses_backward_op),
     bad_inputs={
         r"takes \[T, D\], \[V, D\]": lambda i: i | {"w_VD": i["w_VD"].T},
         r"targets torch.int32 .* int64 \[T\]": lambda i: i | {"targets_T": i["targets_T"].int()},
@@ -82,7 +82,7 @@ LINEAR_CROSS_ENTROPY_SUM = replace(
     reference=lambda **inputs: linear_cross_entropy_sum(**inputs, backend="reference"),
     make_inputs=_make_sum_inputs,
     benches=(Bench(_BENCH_CASE, {"total_ms": 50.0, "extra_gib": 1.86}),),
-    ops=(_summed_loss, scaled),
+    ops=(summed_loss_op, scaled),
     bad_inputs=LINEAR_CROSS_ENTROPY.bad_inputs
     | {"one weight a token": lambda i: i | {"weights_T": i["weights_T"][1:]}},
 )

@@ -7,14 +7,14 @@ import torch
 
 from moetrain.kernels.norm import elementwise
 from moetrain.kernels.norm.rms_norm import (
-    _add_rms_norm,
-    _norm_gradients,
-    _rms_norm,
     add_rms_norm,
+    add_rms_norm_op,
     fusible_rms_norm,
+    norm_gradients_op,
     rms_norm,
+    rms_norm_op,
 )
-from moetrain.kernels.norm.rotary import _rotary, _rotary_gradients, rotary
+from moetrain.kernels.norm.rotary import rotary, rotary_gradients_op, rotary_op
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
 
@@ -73,7 +73,8 @@ def _elementwise(name: str, op: Any) -> KernelSpec:
 
 
 _ELEMENTWISE_SPECS = tuple(
-    _elementwise(name, getattr(elementwise, f"_{name}")) for name in ("sigmoid", "softplus", "exp")
+    _elementwise(name, getattr(elementwise, f"{name}_op"))
+    for name in ("sigmoid", "softplus", "exp")
 )
 _RMS_NORM_SPECS = (
     KernelSpec(
@@ -86,7 +87,7 @@ _RMS_NORM_SPECS = (
         tolerance=_TOLERANCE,
         cost=_rms_norm_cost(2),
         differentiable=("x", "weight_D"),
-        ops=(_rms_norm, _norm_gradients),
+        ops=(rms_norm_op, norm_gradients_op),
         bad_inputs=_BAD_WEIGHTS,
     ),
     KernelSpec(
@@ -99,7 +100,7 @@ _RMS_NORM_SPECS = (
         tolerance=_TOLERANCE,
         cost=_rms_norm_cost(2),
         differentiable=("x", "weight_D"),
-        ops=(_norm_gradients,),
+        ops=(norm_gradients_op,),
         bad_inputs=_BAD_WEIGHTS,
     ),
     KernelSpec(
@@ -112,7 +113,7 @@ _RMS_NORM_SPECS = (
         tolerance=_TOLERANCE,
         cost=_rms_norm_cost(4),
         differentiable=("x", "y", "weight_D"),
-        ops=(_add_rms_norm, _norm_gradients),
+        ops=(add_rms_norm_op, norm_gradients_op),
         bad_inputs=_BAD_WEIGHTS
         | {
             "of one shape": lambda i: i | {"y": i["y"][1:]},
@@ -180,8 +181,8 @@ def _spec(name: str, fusible: bool, targets: dict[str, float], *ops: Any) -> Ker
 
 
 _ROTARY_SPECS = (
-    _spec("rotary", False, {"forward_fraction": 0.7}, _rotary, _rotary_gradients),
-    _spec("fusible_rotary", True, {}, _rotary_gradients),  # a compiler's forward
+    _spec("rotary", False, {"forward_fraction": 0.7}, rotary_op, rotary_gradients_op),
+    _spec("fusible_rotary", True, {}, rotary_gradients_op),  # a compiler's forward
 )
 
 SPECS = (*_ELEMENTWISE_SPECS, *_RMS_NORM_SPECS, *_ROTARY_SPECS)

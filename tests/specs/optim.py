@@ -8,23 +8,23 @@ from torch.nn import functional as F
 
 from moetrain.kernels.optim.adamw import (
     Settings,
-    _adamw,
     adamw,
+    adamw_op,
 )
-from moetrain.kernels.optim.adamw_float8 import _adamw_float8, adamw_float8
+from moetrain.kernels.optim.adamw_float8 import adamw_float8, adamw_float8_op
 from moetrain.kernels.optim.muon import (
-    _muon_momentum,
-    _muon_update,
     muon_momentum,
+    muon_momentum_op,
     muon_update,
+    muon_update_op,
 )
 from moetrain.kernels.optim.reduction import (
-    _sum_chunks,
     num_blocks,
     sum_chunks,
+    sum_chunks_op,
 )
 from moetrain.kernels.optim.rounding import BLOCK
-from moetrain.kernels.optim.symmetric import _symmetric_product, symmetric_product
+from moetrain.kernels.optim.symmetric import symmetric_product, symmetric_product_op
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
 
@@ -85,7 +85,7 @@ _ADAMW_SPECS = (
         # Moments are rounded to bf16 there, and so is the copy.
         tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},
         cost=_adamw_cost,
-        ops=(_adamw,),
+        ops=(adamw_op,),
         bad_inputs={
             "given grad torch.float64": lambda i: i | {"grad_N": i["grad_N"].double()},
             "given avg_sq torch.bfloat16": lambda i: i | {"avg_sq_N": i["avg_sq_N"].bfloat16()},
@@ -200,7 +200,7 @@ _FLOAT8_SPECS = (
         # Steps between codes are a sixteenth to an eighth of a number.
         tolerance={torch.float32: 0.05, torch.bfloat16: 0.05},
         cost=_float8_cost,
-        ops=(_adamw_float8,),
+        ops=(adamw_float8_op,),
         bad_inputs={
             "given grad torch.float64": lambda i: i | {"grad": i["grad"].double()},
             "given avg torch.float32": lambda i: i | {"avg": i["avg"].float()},
@@ -284,7 +284,7 @@ _MUON_SPECS = (
         benches=(),  # timed in place, by scripts/bench_optimizer.py
         tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},  # momenta are rounded
         cost=_momentum_cost,
-        ops=(_muon_momentum,),
+        ops=(muon_momentum_op,),
         bad_inputs={
             "given grad torch.float64": lambda i: i | {"grad_N": i["grad_N"].double()},
             "given momentum torch.float16": lambda i: i | {"momentum_N": i["momentum_N"].half()},
@@ -303,7 +303,7 @@ _MUON_SPECS = (
         # A rounding; Triton's interpreter even cuts off.
         tolerance={torch.float32: 8e-3, torch.bfloat16: 8e-3},
         cost=_momentum_cost,
-        ops=(_muon_momentum,),
+        ops=(muon_momentum_op,),
         bad_inputs={"given grad torch.float16": lambda i: i | {"grad_N": i["grad_N"].half()}},
     ),
     KernelSpec(
@@ -321,7 +321,7 @@ _MUON_SPECS = (
         benches=(),  # timed in place, by scripts/bench_optimizer.py
         tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},  # the copy is rounded
         cost=_update_cost,
-        ops=(_muon_update,),
+        ops=(muon_update_op,),
         bad_inputs={
             "given update torch.float64": lambda i: i | {"update_N": i["update_N"].double()},
             r"takes uint8 \[3\] with 3000 elements": lambda i: i | {"decays_B": i["decays_B"][:2]},
@@ -430,7 +430,7 @@ _SYMMETRIC_SPEC = KernelSpec(
     # A rounding; Triton's interpreter even cuts off.
     tolerance={torch.float32: 1e-6, torch.bfloat16: 8e-3},
     cost=_symmetric_cost,
-    ops=(_symmetric_product,),
+    ops=(symmetric_product_op,),
     bad_inputs={
         r"takes \[B, R, C\]": lambda i: i | {"x_BRC": i["x_BRC"][0]},
         "added torch.float64": lambda i: i | {"added_BRR": i["added_BRR"].double()},
@@ -465,7 +465,7 @@ _REDUCTION_SPECS = (
         benches=tuple(Bench({"R": r, "N": _BENCH_SIZE}, _TARGET) for r in (2, 4, 8)),
         tolerance={torch.float32: 1e-6, torch.bfloat16: 1e-6},
         cost=_reduction_cost,
-        ops=(_sum_chunks,),
+        ops=(sum_chunks_op,),
         bad_inputs={
             r"takes a contiguous \[R, N\]": lambda i: i | {"chunks_RN": i["chunks_RN"][:, ::2]},
             "with out_N alone": lambda i: i | {"accumulate": True},
@@ -490,7 +490,7 @@ _REDUCTION_SPECS = (
         # A rounding, of squares twice that; Triton's interpreter even cuts off.
         tolerance={torch.float32: 8e-3, torch.bfloat16: 8e-3},
         cost=_reduction_cost,
-        ops=(_sum_chunks,),
+        ops=(sum_chunks_op,),
         bad_inputs={
             "of float32 or bfloat16": lambda i: i | {"out_N": i["out_N"].half()},
         },

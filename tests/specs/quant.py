@@ -8,24 +8,24 @@ from moetrain.kernels.quant.blocks import QuantisedBlocks, blocks_mm, quantise_b
 from moetrain.kernels.quant.e4m3 import (
     E4M3,
     Quantised,
-    _dequantise,
-    _quantise_rows,
+    dequantise_op,
     quantise_columns,
     quantise_rows,
+    quantise_rows_op,
     quantise_to_rows,
 )
 from moetrain.kernels.quant.groups import (
     QUANT_FORMATS,
     Groups,
     QuantFormat,
-    _dequantise_groups,
     dequantise_groups,
+    dequantise_groups_op,
     quantise_groups,
 )
 from moetrain.kernels.quant.products import (
-    _linears_fp8,
-    _linears_fp8_backward,
     linears_fp8,
+    linears_fp8_backward_op,
+    linears_fp8_op,
 )
 from moetrain.kernels.quant.transposed import (
     Transposed,
@@ -109,7 +109,7 @@ _ROWS_SPECS = (
         ),
         tolerance=_EXACT,
         cost=lambda case: (Cost(bytes=3 * case["R"] * case["M"]), Cost()),
-        ops=(_quantise_rows,),
+        ops=(quantise_rows_op,),
         bad_inputs={"takes a contiguous": lambda i: {"x_XM": i["x_XM"].T}},
     ),
     KernelSpec(
@@ -142,7 +142,7 @@ _ROWS_SPECS = (
         benches=(Bench({"R": 4 * 16384, "M": 2048}, {"forward_fraction": 0.7}),),
         tolerance=_EXACT,
         cost=lambda case: (Cost(bytes=3 * case["R"] * case["M"]), Cost()),
-        ops=(_dequantise,),
+        ops=(dequantise_op,),
         bad_inputs={
             r"scales torch.float32 \(36,\)": lambda i: (
                 i | {"self": Quantised(i["self"][0], i["self"][1][1:])}
@@ -344,7 +344,7 @@ def _groups_spec(form: QuantFormat) -> KernelSpec:
             Cost(bytes=case["W"] * case["U"] * n * (2 + form.bytes_per_element)),
             Cost(),
         ),
-        ops=(_dequantise_groups,),
+        ops=(dequantise_groups_op,),
         bad_inputs=bad_inputs,
     )
 
@@ -481,7 +481,7 @@ _LINEAR_FP8_SPECS = (
         cpu_dtypes=(torch.float32,),
         cost=_cost,
         differentiable=("x_TD", *_NAMES),
-        ops=(_linears_fp8, _linears_fp8_backward),
+        ops=(linears_fp8_op, linears_fp8_backward_op),
         bad_inputs={
             "in x's dtype": lambda x: x | {"w0_ND": x["w0_ND"].half()},
             "multiples of 16": lambda x: x | {"w0_ND": x["w0_ND"][1:]},

@@ -308,7 +308,7 @@ def attention_packed(
             return packed_forward_reference(q_THd, k_TGd, v_TGv, documents, window, scale)[0]
     if q_THd.is_cuda or backend == "cudnn":
         require_cudnn(q_THd, v_TGv)
-    return packed_op(
+    return attention_packed_op(
         q_THd.contiguous(),
         k_TGd.contiguous(),
         v_TGv.contiguous(),
@@ -477,7 +477,7 @@ def compiled_flex() -> Callable[..., torch.Tensor]:
 
 
 @torch.library.custom_op("moetrain::attention_packed", mutates_args=())
-def packed_op(
+def attention_packed_op(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
     v_TGv: torch.Tensor,
@@ -509,7 +509,7 @@ def packed_op(
     )
 
 
-@packed_op.register_fake
+@attention_packed_op.register_fake
 def fake_packed(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
@@ -529,7 +529,7 @@ def fake_packed(
 
 
 @torch.library.custom_op("moetrain::attention_packed_backward", mutates_args=())
-def packed_backward_op(
+def attention_packed_backward_op(
     do_THv: torch.Tensor,
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
@@ -566,7 +566,7 @@ def packed_backward_op(
     )
 
 
-@packed_backward_op.register_fake
+@attention_packed_backward_op.register_fake
 def _(
     do_THv: torch.Tensor,
     q_THd: torch.Tensor,
@@ -592,7 +592,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 def _differentiate(ctx: Any, do_THv: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
     q_THd, k_TGd, v_TGv, o_THv, lse_HT, cu_seqlens, cu_seqlens_k = ctx.saved_tensors
-    dq_THd, dk_TGd, dv_TGv = packed_backward_op(
+    dq_THd, dk_TGd, dv_TGv = attention_packed_backward_op(
         do_THv.contiguous(),
         q_THd,
         k_TGd,
@@ -606,8 +606,8 @@ def _differentiate(ctx: Any, do_THv: torch.Tensor, _: torch.Tensor) -> tuple[Any
         ctx.scale,
         torch.are_deterministic_algorithms_enabled(),
     )
-    return gradients(packed_op, q_THd=dq_THd, k_TGd=dk_TGd, v_TGv=dv_TGv)
+    return gradients(attention_packed_op, q_THd=dq_THd, k_TGd=dk_TGd, v_TGv=dv_TGv)
 
 
-packed_op.register_autograd(_differentiate, setup_context=_save)
+attention_packed_op.register_autograd(_differentiate, setup_context=_save)
 worth_saving("attention", torch.ops.moetrain.attention_packed.default)

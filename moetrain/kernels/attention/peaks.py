@@ -64,7 +64,7 @@ def raise_peaks(
     cu_seqlens = mask.cu_seqlens
     if cu_seqlens is None and mask.dense_BSS is None:  # each row is one document
         cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=q_BSHd.device) * seq_len
-    _raise_peaks(
+    raise_peaks_op(
         peaks_H,
         q_BSHd.detach(),
         k_BSGd.detach(),
@@ -78,7 +78,7 @@ def raise_peaks(
 
 
 @torch.library.custom_op("moetrain::raise_peaks", mutates_args=("peaks_H",))
-def _raise_peaks(
+def raise_peaks_op(
     peaks_H: torch.Tensor,
     q_BSHd: torch.Tensor,
     k_BSGd: torch.Tensor,
@@ -122,7 +122,7 @@ def _raise_peaks(
         )
 
 
-@_raise_peaks.register_fake
+@raise_peaks_op.register_fake
 def _(
     peaks_H: torch.Tensor,
     q_BSHd: torch.Tensor,

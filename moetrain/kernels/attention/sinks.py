@@ -25,12 +25,12 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from moetrain.kernels.attention import batch_invariant
 from moetrain.kernels.attention.attention import (
     AttentionMask,
+    attention_packed_backward_op,
+    attention_packed_op,
     check_packed,
     compiled_flex,
     fake_packed,
-    packed_backward_op,
     packed_forward_reference,
-    packed_op,
     read_documents,
     require_cudnn,
     score_scale,
@@ -135,7 +135,7 @@ def attention_packed_with_sinks(
             return (o_THv * _share(lse_HT, sinks_H)).to(o_THv.dtype)
     if q_THd.is_cuda or backend == "cudnn":
         require_cudnn(q_THd, v_TGv)
-    return _attention_with_sinks(
+    return attention_with_sinks_op(
         q_THd.contiguous(),
         k_TGd.contiguous(),
         v_TGv.contiguous(),
@@ -155,7 +155,7 @@ def _share(lse_HT: torch.Tensor, sinks_H: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("moetrain::attention_with_sinks", mutates_args=())
-def _attention_with_sinks(
+def attention_with_sinks_op(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
     v_TGv: torch.Tensor,
@@ -179,7 +179,7 @@ def _attention_with_sinks(
             sinks_H=sinks_H,
             cu_seqlens_k=cu_seqlens_k,
         )
-    o_THv, plain_lse_HT = packed_op(
+    o_THv, plain_lse_HT = attention_packed_op(
         q_THd,
         k_TGd,
         v_TGv,
@@ -194,7 +194,7 @@ def _attention_with_sinks(
     return o_THv.mul_(_share(plain_lse_HT, sinks_H)), lse_HT  # in fp32, rounded in place
 
 
-@_attention_with_sinks.register_fake
+@attention_with_sinks_op.register_fake
 def _(
     q_THd: torch.Tensor,
     k_TGd: torch.Tensor,
@@ -228,7 +228,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 def _differentiate(ctx: Any, do_THv: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
     q_THd, k_TGd, v_TGv, sinks_H, cu_seqlens, cu_seqlens_k, o_THv, lse_HT = ctx.saved_tensors
-    dq_THd, dk_TGd, dv_TGv = packed_backward_op(
+    dq_THd, dk_TGd, dv_TGv = attention_packed_backward_op(
         do_THv.contiguous(),
         q_THd,
         k_TGd,
@@ -247,9 +247,9 @@ def _differentiate(ctx: Any, do_THv: torch.Tensor, _: torch.Tensor) -> tuple[Any
     p_HT = (sinks_H.to(lse_HT.dtype)[:, None] - lse_HT).exp()
     d_sinks_H = -(p_HT * delta_HT).sum(1).to(sinks_H.dtype)
     return gradients(
-        _attention_with_sinks, q_THd=dq_THd, k_TGd=dk_TGd, v_TGv=dv_TGv, sinks_H=d_sinks_H
+        attention_with_sinks_op, q_THd=dq_THd, k_TGd=dk_TGd, v_TGv=dv_TGv, sinks_H=d_sinks_H
     )
 
 
-_attention_with_sinks.register_autograd(_differentiate, setup_context=_save)
+attention_with_sinks_op.register_autograd(_differentiate, setup_context=_save)
 worth_saving("attention", torch.ops.moetrain.attention_with_sinks.default)

@@ -69,7 +69,7 @@ def convolved(
             raise refusal("convolution", takes, x=one.x_TC, width=one.width)
     if not fusible:
         return [
-            _convolution(
+            convolution_op(
                 one.x_TC.contiguous(),
                 one.filters_C1J,
                 one.width,
@@ -112,7 +112,7 @@ def _sums(inputs_TC: Sequence[torch.Tensor], one: Convolution) -> torch.Tensor:
 
 
 @torch.library.custom_op("moetrain::convolution", mutates_args=())
-def _convolution(
+def convolution_op(
     x_TC: torch.Tensor,
     filters_C1J: torch.Tensor,
     width: int,
@@ -127,7 +127,7 @@ def _convolution(
     return _by_kernel(one, x_TC[:, None], place_T, place_T, torch.zeros_like(place_T))
 
 
-@_convolution.register_fake
+@convolution_op.register_fake
 def _(
     x_TC: torch.Tensor,
     filters_C1J: torch.Tensor,
@@ -176,11 +176,11 @@ def _differentiate(ctx: Any, dy_Thd: torch.Tensor) -> tuple[Any, ...]:
     d_filters_C1J = torch.stack(d_filters_JC[::-1], 1)[:, None].to(filters_C1J.dtype)
     d_bias_C = None if bias_C is None else ds_TC.sum(0).to(bias_C.dtype)
     return gradients(
-        _convolution, x_TC=dx_TC.to(x_TC.dtype), filters_C1J=d_filters_C1J, bias_C=d_bias_C
+        convolution_op, x_TC=dx_TC.to(x_TC.dtype), filters_C1J=d_filters_C1J, bias_C=d_bias_C
     )
 
 
-_convolution.register_autograd(_differentiate, setup_context=_save)
+convolution_op.register_autograd(_differentiate, setup_context=_save)
 
 
 def _heads(y_TC: torch.Tensor, one: Convolution) -> torch.Tensor:

@@ -167,7 +167,7 @@ def gated_delta(
     _check(inputs)
     if not use_fast(backend, v_THV):
         return chunked(*inputs, documents, scale)
-    return _gated_delta(*_fast_inputs(inputs), *documents, scale)[0]
+    return gated_delta_op(*_fast_inputs(inputs), *documents, scale)[0]
 
 
 def continued(
@@ -337,7 +337,7 @@ class _Forward(NamedTuple):
 
 
 @torch.library.custom_op("moetrain::gated_delta", mutates_args=())
-def _gated_delta(
+def gated_delta_op(
     q_TQK: torch.Tensor,
     k_TQK: torch.Tensor,
     v_THV: torch.Tensor,
@@ -399,7 +399,7 @@ def _launch_forward(
     return _Forward(out_THV, inverse_CHII, sums_TH)
 
 
-@_gated_delta.register_fake
+@gated_delta_op.register_fake
 def _(
     q_TQK: torch.Tensor,
     k_TQK: torch.Tensor,
@@ -459,7 +459,7 @@ def _states(
 
 
 @torch.library.custom_op("moetrain::gated_delta_gradients", mutates_args=())
-def _gated_delta_gradients(
+def gated_delta_gradients_op(
     do_THV: torch.Tensor,
     q_TQK: torch.Tensor,
     k_TQK: torch.Tensor,
@@ -577,7 +577,7 @@ def _gated_delta_gradients(
     return dq_THK, dk_THK, dv_THV, dg_TH, dbeta_TH
 
 
-@_gated_delta_gradients.register_fake
+@gated_delta_gradients_op.register_fake
 def _(
     do_THV: torch.Tensor,
     q_TQK: torch.Tensor,
@@ -611,14 +611,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 def _differentiate(ctx: Any, do_THV: torch.Tensor | None, *_: object) -> tuple[Any, ...]:
     if do_THV is None:
-        return gradients(_gated_delta)
+        return gradients(gated_delta_op)
     # All inputs but the scale, then the forward's results: the gradients' op has that order too.
-    dq_TQK, dk_TQK, dv_THV, dg_TH, dbeta_TH = _gated_delta_gradients(
+    dq_TQK, dk_TQK, dv_THV, dg_TH, dbeta_TH = gated_delta_gradients_op(
         do_THV, *ctx.saved_tensors, ctx.scale
     )
     return gradients(
-        _gated_delta, q_TQK=dq_TQK, k_TQK=dk_TQK, v_THV=dv_THV, g_TH=dg_TH, beta_TH=dbeta_TH
+        gated_delta_op, q_TQK=dq_TQK, k_TQK=dk_TQK, v_THV=dv_THV, g_TH=dg_TH, beta_TH=dbeta_TH
     )
 
 
-_gated_delta.register_autograd(_differentiate, setup_context=_save)
+gated_delta_op.register_autograd(_differentiate, setup_context=_save)

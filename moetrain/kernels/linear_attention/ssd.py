@@ -80,7 +80,7 @@ def ssd(
     """
     if not _is_fast(q_TQK, k_TQK, u_THV, g_TH, backend):
         return chunked(q_TQK, k_TQK, u_THV, g_TH, None, documents, 1.0)
-    return _ssd(q_TQK, k_TQK, u_THV, g_TH.float(), *documents)[0]
+    return ssd_op(q_TQK, k_TQK, u_THV, g_TH.float(), *documents)[0]
 
 
 def ssd_continued(
@@ -141,7 +141,7 @@ class _Forward(NamedTuple):
 
 
 @torch.library.custom_op("moetrain::ssd", mutates_args=())
-def _ssd(
+def ssd_op(
     q_TQK: torch.Tensor,
     k_TQK: torch.Tensor,
     u_THV: torch.Tensor,
@@ -201,7 +201,7 @@ def _launch_forward(
     return _Forward(out_THV, sums_TH)
 
 
-@_ssd.register_fake
+@ssd_op.register_fake
 def _(
     q_TQK: torch.Tensor,
     k_TQK: torch.Tensor,
@@ -255,7 +255,7 @@ def _states(
 
 
 @torch.library.custom_op("moetrain::ssd_gradients", mutates_args=())
-def _ssd_gradients(
+def ssd_gradients_op(
     do_THV: torch.Tensor,
     q_TQK: torch.Tensor,
     k_TQK: torch.Tensor,
@@ -368,7 +368,7 @@ def _ssd_gradients(
     return dq_THK, dk_THK, du_THV, dg_TH
 
 
-@_ssd_gradients.register_fake
+@ssd_gradients_op.register_fake
 def _(
     do_THV: torch.Tensor,
     q_TQK: torch.Tensor,
@@ -397,13 +397,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 def _differentiate(ctx: Any, do_THV: torch.Tensor | None, *_: object) -> tuple[Any, ...]:
     if do_THV is None:
-        return gradients(_ssd)
+        return gradients(ssd_op)
     # All inputs, then the sums: the gradients' op has that order too.
-    dq_TQK, dk_TQK, du_THV, dg_TH = _ssd_gradients(do_THV, *ctx.saved_tensors)
-    return gradients(_ssd, q_TQK=dq_TQK, k_TQK=dk_TQK, u_THV=du_THV, g_TH=dg_TH)
+    dq_TQK, dk_TQK, du_THV, dg_TH = ssd_gradients_op(do_THV, *ctx.saved_tensors)
+    return gradients(ssd_op, q_TQK=dq_TQK, k_TQK=dk_TQK, u_THV=du_THV, g_TH=dg_TH)
 
 
-_ssd.register_autograd(_differentiate, setup_context=_save)
+ssd_op.register_autograd(_differentiate, setup_context=_save)
 
 
 @triton.jit

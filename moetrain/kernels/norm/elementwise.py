@@ -16,33 +16,33 @@ from moetrain.runtime.backend import refusal
 def sigmoid(x: torch.Tensor, *, fusible: bool) -> torch.Tensor:
     """Return ``1 / (1 + exp(-x))`` in ``x``'s dtype."""
     _check("sigmoid", x)
-    return x.sigmoid() if fusible else _sigmoid(x)
+    return x.sigmoid() if fusible else sigmoid_op(x)
 
 
 @torch.library.custom_op("moetrain::sigmoid", mutates_args=())
-def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+def sigmoid_op(x: torch.Tensor) -> torch.Tensor:
     return x.sigmoid()
 
 
 def softplus(x: torch.Tensor, *, fusible: bool) -> torch.Tensor:
     """Return ``log(1 + exp(x))`` in ``x``'s dtype."""
     _check("softplus", x)
-    return F.softplus(x) if fusible else _softplus(x)
+    return F.softplus(x) if fusible else softplus_op(x)
 
 
 @torch.library.custom_op("moetrain::softplus", mutates_args=())
-def _softplus(x: torch.Tensor) -> torch.Tensor:
+def softplus_op(x: torch.Tensor) -> torch.Tensor:
     return F.softplus(x)
 
 
 def exp(x: torch.Tensor, *, fusible: bool) -> torch.Tensor:
     """Return ``exp(x)`` in ``x``'s dtype."""
     _check("exp", x)
-    return x.exp() if fusible else _exp(x)
+    return x.exp() if fusible else exp_op(x)
 
 
 @torch.library.custom_op("moetrain::exp", mutates_args=())
-def _exp(x: torch.Tensor) -> torch.Tensor:
+def exp_op(x: torch.Tensor) -> torch.Tensor:
     return x.exp()
 
 
@@ -78,8 +78,8 @@ def _exp_gradient(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
     return dy * y
 
 
-for _op in (_sigmoid, _softplus, _exp):
+for _op in (sigmoid_op, softplus_op, exp_op):
     _op.register_fake(_empty_like)
-_sigmoid.register_autograd(_sigmoid_gradient, setup_context=_save_output)
-_softplus.register_autograd(_softplus_gradient, setup_context=_save_input)
-_exp.register_autograd(_exp_gradient, setup_context=_save_output)
+sigmoid_op.register_autograd(_sigmoid_gradient, setup_context=_save_output)
+softplus_op.register_autograd(_softplus_gradient, setup_context=_save_input)
+exp_op.register_autograd(_exp_gradient, setup_context=_save_output)

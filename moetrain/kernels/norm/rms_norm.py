@@ -48,7 +48,7 @@ def rms_norm(
     """
     _check("rms_norm", x, x, weight_D)
     if use_fast(backend, x):
-        return _rms_norm(x.contiguous(), weight_D, eps, late)
+        return rms_norm_op(x.contiguous(), weight_D, eps, late)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if late:
@@ -70,7 +70,7 @@ def add_rms_norm(
     """Return ``s = x + y``, of one shape and dtype, and :func:`rms_norm` of ``s``."""
     _check("add_rms_norm", x, y, weight_D)
     if use_fast(backend, x):
-        return _add_rms_norm(x.contiguous(), y.contiguous(), weight_D, eps, late)
+        return add_rms_norm_op(x.contiguous(), y.contiguous(), weight_D, eps, late)
     s = x + y
     return s, rms_norm(s, weight_D, eps, "reference", late=late)
 
@@ -101,14 +101,14 @@ def _check(kernel: str, x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor
 
 
 @torch.library.custom_op("moetrain::rms_norm", mutates_args=())
-def _rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool) -> torch.Tensor:
+def rms_norm_op(x: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool) -> torch.Tensor:
     out = torch.empty_like(x)
     _launch(x, None, weight_D, None, out, eps, late)
     return out
 
 
 @torch.library.custom_op("moetrain::add_rms_norm", mutates_args=())
-def _add_rms_norm(
+def add_rms_norm_op(
     x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     s = torch.empty_like(x)
@@ -117,12 +117,12 @@ def _add_rms_norm(
     return s, out
 
 
-@_rms_norm.register_fake
+@rms_norm_op.register_fake
 def _(x: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-@_add_rms_norm.register_fake
+@add_rms_norm_op.register_fake
 def _(
     x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,7 +190,7 @@ def _gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of ``x``, with ``ds`` from its other uses, and of ``weight``."""
     ds = None if ds is None else ds.contiguous()
-    return _norm_gradients(dy.contiguous(), x.contiguous(), weight_D, eps, late, ds)
+    return norm_gradients_op(dy.contiguous(), x.contiguous(), weight_D, eps, late, ds)
 
 
 _PROGRAMS = 528
@@ -198,7 +198,7 @@ _PROGRAMS = 528
 
 
 @torch.library.custom_op("moetrain::norm_gradients", mutates_args=())
-def _norm_gradients(
+def norm_gradients_op(
     dy: torch.Tensor,
     x: torch.Tensor,
     weight_D: torch.Tensor,
@@ -230,7 +230,7 @@ def _norm_gradients(
     return dx, dw_PD.sum(0).to(weight_D.dtype)
 
 
-@_norm_gradients.register_fake
+@norm_gradients_op.register_fake
 def _(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -297,7 +297,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 def _differentiate(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     x, weight_D = ctx.saved_tensors
     dx, dw_D = _gradients(dy, x, weight_D, ctx.eps, ctx.late)
-    return gradients(_rms_norm, x=dx, weight_D=dw_D)
+    return gradients(rms_norm_op, x=dx, weight_D=dw_D)
 
 
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -309,8 +309,8 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, tor
 def _differentiate_sum(ctx: Any, ds: torch.Tensor, dy: torch.Tensor) -> tuple[Any, ...]:
     s, weight_D = ctx.saved_tensors
     d_sum, dw_D = _gradients(dy, s, weight_D, ctx.eps, ctx.late, ds)
-    return gradients(_add_rms_norm, x=d_sum, y=d_sum, weight_D=dw_D)
+    return gradients(add_rms_norm_op, x=d_sum, y=d_sum, weight_D=dw_D)
 
 
-_rms_norm.register_autograd(_differentiate, setup_context=_save)
-_add_rms_norm.register_autograd(_differentiate_sum, setup_context=_save_sum)
+rms_norm_op.register_autograd(_differentiate, setup_context=_save)
+add_rms_norm_op.register_autograd(_differentiate_sum, setup_context=_save_sum)

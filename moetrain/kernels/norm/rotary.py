@@ -61,7 +61,7 @@ def rotary(
     if fusible:
         y_NSHd = _FusibleRotary.apply(x_THd, cos_Sp, sin_Sp, weight_d, eps, interleaved)
         return y_NSHd.flatten(0, 1)
-    return _rotary(x_THd, cos_Sp, sin_Sp, weight_d, eps, interleaved)
+    return rotary_op(x_THd, cos_Sp, sin_Sp, weight_d, eps, interleaved)
 
 
 def _check(
@@ -104,7 +104,7 @@ def _rotated(
 
 
 @torch.library.custom_op("moetrain::rotary", mutates_args=())
-def _rotary(
+def rotary_op(
     x_THd: torch.Tensor,
     cos_Sp: torch.Tensor,
     sin_Sp: torch.Tensor,
@@ -137,7 +137,7 @@ def _rotary(
     return out_THd
 
 
-@_rotary.register_fake
+@rotary_op.register_fake
 def _(
     x_THd: torch.Tensor,
     cos_Sp: torch.Tensor,
@@ -323,7 +323,7 @@ _PROGRAMS = 1056
 
 
 @torch.library.custom_op("moetrain::rotary_gradients", mutates_args=())
-def _rotary_gradients(
+def rotary_gradients_op(
     dy_THd: torch.Tensor,
     cos_Sp: torch.Tensor,
     sin_Sp: torch.Tensor,
@@ -367,7 +367,7 @@ def _rotary_gradients(
     return dx_THd, dw_Pd.sum(0)
 
 
-@_rotary_gradients.register_fake
+@rotary_gradients_op.register_fake
 def _(
     dy_THd: torch.Tensor,
     cos_Sp: torch.Tensor,
@@ -443,7 +443,7 @@ def _input_gradients(ctx: Any, dy_THd: torch.Tensor) -> tuple[torch.Tensor, torc
     """Return the gradients of ``x`` and of the weight."""
     cos_Sp, sin_Sp, *normed = ctx.saved_tensors
     x_THd, weight_d = normed if ctx.has_weight else (None, None)
-    dx_THd, dw_d = _rotary_gradients(
+    dx_THd, dw_d = rotary_gradients_op(
         dy_THd, cos_Sp, sin_Sp, x_THd, weight_d, ctx.eps, ctx.interleaved
     )
     return dx_THd, None if weight_d is None else dw_d.to(weight_d.dtype)
@@ -451,10 +451,10 @@ def _input_gradients(ctx: Any, dy_THd: torch.Tensor) -> tuple[torch.Tensor, torc
 
 def _differentiate(ctx: Any, dy_THd: torch.Tensor) -> tuple[Any, ...]:
     dx_THd, dw_d = _input_gradients(ctx, dy_THd)
-    return gradients(_rotary, x_THd=dx_THd, weight_d=dw_d)
+    return gradients(rotary_op, x_THd=dx_THd, weight_d=dw_d)
 
 
-_rotary.register_autograd(_differentiate, setup_context=_save)
+rotary_op.register_autograd(_differentiate, setup_context=_save)
 
 
 class _FusibleRotary(torch.autograd.Function):

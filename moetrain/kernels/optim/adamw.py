@@ -137,7 +137,7 @@ def adamw(
         # In torch 2.11 an argument that an op writes must be a tensor.
         out_N = param_N.new_empty(0) if out_N is None else out_N
         tensors = (param_N, grad_N, avg_N, avg_sq_N, rates_S, decays_B, origins_B)
-        launch(_adamw, (param_N, avg_N, avg_sq_N, out_N), *tensors, out_N, *settings)
+        launch(adamw_op, (param_N, avg_N, avg_sq_N, out_N), *tensors, out_N, *settings)
         return
     rates = Rates.unpack(rates_S)
     beta1, beta2 = settings.beta1, settings.beta2
@@ -240,7 +240,7 @@ def _check(
 
 
 @torch.library.custom_op("moetrain::adamw", mutates_args=("param_N", "avg_N", "avg_sq_N", "out_N"))
-def _adamw(
+def adamw_op(
     param_N: torch.Tensor,
     grad_N: torch.Tensor,
     avg_N: torch.Tensor,
@@ -279,7 +279,7 @@ def _adamw(
     )
 
 
-@_adamw.register_fake
+@adamw_op.register_fake
 def _(
     param_N: torch.Tensor,
     grad_N: torch.Tensor,

@@ -250,7 +250,7 @@ def adamw_float8(
     if use_fast(backend, param):
         # In torch 2.11 an argument that an op writes must be a tensor.
         out = param.new_empty(0) if out is None else out
-        _adamw_float8(param_RC, grad_RC, *moments, rates_S, places_2, out, decays, *settings)
+        adamw_float8_op(param_RC, grad_RC, *moments, rates_S, places_2, out, decays, *settings)
         return
     rates = Rates.unpack(rates_S)
     beta1, beta2 = settings.beta1, settings.beta2
@@ -333,7 +333,7 @@ _WRITTEN = ("param_RC", "avg", "avg_scales_RG", "avg_sq", "avg_sq_scales_RG", "o
 
 
 @torch.library.custom_op("moetrain::adamw_float8", mutates_args=_WRITTEN)
-def _adamw_float8(
+def adamw_float8_op(
     param_RC: torch.Tensor,
     grad_RC: torch.Tensor,
     avg: torch.Tensor,
@@ -379,7 +379,7 @@ def _adamw_float8(
     )
 
 
-@_adamw_float8.register_fake
+@adamw_float8_op.register_fake
 def _(
     param_RC: torch.Tensor,
     grad_RC: torch.Tensor,

@@ -374,7 +374,7 @@ def muon_momentum(
         takes = f"int64 [{blocks}] with a momentum in bf16, and with that alone"
         raise refusal("muon_momentum", takes, momentum=momentum_N.dtype, origins=origins_B)
     if use_fast(backend, grad_N):
-        _muon_momentum(grad_N, momentum_N, rates_S, origins_B, momentum, 1 - momentum, seed)
+        muon_momentum_op(grad_N, momentum_N, rates_S, origins_B, momentum, 1 - momentum, seed)
         return
     rates = Rates.unpack(rates_S)
     wide = torch.promote_types(grad_N.dtype, torch.float32)
@@ -420,7 +420,7 @@ def muon_update(
     if use_fast(backend, param_N):
         # In torch 2.11 an argument that an op writes must be a tensor.
         out_N = param_N.new_empty(0) if out_N is None else out_N
-        _muon_update(param_N, out_N, update_N, rates_S, decays_B)
+        muon_update_op(param_N, out_N, update_N, rates_S, decays_B)
         return
     rates = Rates.unpack(rates_S)
     decays_N = (rates.decay * decays_B).repeat_interleave(BLOCK)[: param_N.numel()]
@@ -444,7 +444,7 @@ def _check(
 
 
 @torch.library.custom_op("moetrain::muon_momentum", mutates_args=("grad_N", "momentum_N"))
-def _muon_momentum(
+def muon_momentum_op(
     grad_N: torch.Tensor,
     momentum_N: torch.Tensor,
     rates_S: torch.Tensor,
@@ -468,7 +468,7 @@ def _muon_momentum(
         )
 
 
-@_muon_momentum.register_fake
+@muon_momentum_op.register_fake
 def _(
     grad_N: torch.Tensor,
     momentum_N: torch.Tensor,
@@ -482,7 +482,7 @@ def _(
 
 
 @torch.library.custom_op("moetrain::muon_update", mutates_args=("param_N", "out_N"))
-def _muon_update(
+def muon_update_op(
     param_N: torch.Tensor,
     out_N: torch.Tensor,
     update_N: torch.Tensor,
@@ -503,7 +503,7 @@ def _muon_update(
         )
 
 
-@_muon_update.register_fake
+@muon_update_op.register_fake
 def _(
     param_N: torch.Tensor,
     out_N: torch.Tensor,

@@ -73,7 +73,9 @@ def sum_chunks(
         # In torch 2.11 an argument that an op writes must be a tensor.
         none = out_N.new_empty(0, dtype=torch.float32)
         squares_B = none if squares_B is None else squares_B
-        launch(_sum_chunks, (out_N, squares_B), out_N, chunks_RN, accumulate, squares_B, own_N, own)
+        launch(
+            sum_chunks_op, (out_N, squares_B), out_N, chunks_RN, accumulate, squares_B, own_N, own
+        )
         return out_N
     wide = torch.promote_types(chunks_RN.dtype, torch.float32)
     sum_N = torch.zeros(chunks_RN.shape[1], dtype=wide, device=chunks_RN.device)
@@ -92,7 +94,7 @@ def num_blocks(size: int) -> int:
 
 
 @torch.library.custom_op("moetrain::sum_chunks", mutates_args=("out_N", "squares_B"))
-def _sum_chunks(
+def sum_chunks_op(
     out_N: torch.Tensor,
     chunks_RN: torch.Tensor,
     accumulate: bool,
@@ -116,7 +118,7 @@ def _sum_chunks(
     )
 
 
-@_sum_chunks.register_fake
+@sum_chunks_op.register_fake
 def _(
     out_N: torch.Tensor,
     chunks_RN: torch.Tensor,

@@ -79,11 +79,11 @@ def symmetric_product(
     if x_BRC.dtype not in _DTYPES or 0 in sizes or rows > _MOST_ROWS:
         takes = f"bf16, fp16 or fp32 that is not empty, of at most {_MOST_ROWS} rows"
         raise refusal("symmetric_product", takes, x=x_BRC)
-    return _symmetric_product(x_BRC, added_BRR, alpha, beta)
+    return symmetric_product_op(x_BRC, added_BRR, alpha, beta)
 
 
 @torch.library.custom_op("moetrain::symmetric_product", mutates_args=())
-def _symmetric_product(
+def symmetric_product_op(
     x_BRC: torch.Tensor,
     added_BRR: torch.Tensor | None,
     alpha: float,
@@ -116,7 +116,7 @@ def _symmetric_product(
     return out_BRR
 
 
-@_symmetric_product.register_fake
+@symmetric_product_op.register_fake
 def _(
     x_BRC: torch.Tensor, added_BRR: torch.Tensor | None, alpha: float, beta: float
 ) -> torch.Tensor:

@@ -94,7 +94,7 @@ class Quantised(NamedTuple):
             return self.values.to(dtype) * self.scales[..., None].to(dtype)
         # As bytes: opcheck computes with an op's inputs, and torch does not compute in e4m3.
         values = self.values.contiguous().view(torch.uint8)
-        return _dequantise(values, self.scales.contiguous(), dtype)
+        return dequantise_op(values, self.scales.contiguous(), dtype)
 
 
 def quantise_rows(
@@ -103,7 +103,7 @@ def quantise_rows(
     """Quantise ``x`` [..., M] (contiguous) with a scale a row, or, ``tiled``, a tile."""
     if use_fast(backend, x_XM):
         require_contiguous("quantise_rows", x=x_XM)
-        values, scales = _quantise_rows(x_XM.flatten(0, -2), tiled)
+        values, scales = quantise_rows_op(x_XM.flatten(0, -2), tiled)
         return Quantised(values.view_as(x_XM), scales.view(*scales.shape[:-1], *x_XM.shape[:-1]))
     if tiled:
         width = x_XM.shape[-1]
@@ -207,7 +207,7 @@ def quantise_to_rows(
 
 
 @torch.library.custom_op("moetrain::quantise_rows", mutates_args=())
-def _quantise_rows(x_RM: torch.Tensor, tiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows_op(x_RM: torch.Tensor, tiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
     rows, width = x_RM.shape
     made = Quantised.empty(x_RM, rows, width, tiled)
     if rows:
@@ -232,7 +232,7 @@ def _quantise_rows(x_RM: torch.Tensor, tiled: bool) -> tuple[torch.Tensor, torch
     return made.values, made.scales
 
 
-@_quantise_rows.register_fake
+@quantise_rows_op.register_fake
 def _(x_RM: torch.Tensor, tiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
     rows, width = x_RM.shape
     made = Quantised.empty(x_RM, rows, width, tiled)
@@ -240,7 +240,7 @@ def _(x_RM: torch.Tensor, tiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.library.custom_op("moetrain::dequantise", mutates_args=())
-def _dequantise(bytes_RM: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantise_op(bytes_RM: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     rows, width = bytes_RM.shape
     x_RM = torch.empty_like(bytes_RM, dtype=dtype)
     if rows:
@@ -250,7 +250,7 @@ def _dequantise(bytes_RM: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
     return x_RM
 
 
-@_dequantise.register_fake
+@dequantise_op.register_fake
 def _(bytes_RM: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(bytes_RM, dtype=dtype)
 

@@ -343,7 +343,7 @@ def dequantise_groups(
     _check(format, groups, out_N, start, numel)
     if use_fast(backend, out_N):
         if out_N.numel():
-            _dequantise_groups(
+            dequantise_groups_op(
                 *groups,
                 table,
                 out_N,
@@ -404,7 +404,7 @@ def _check(
 
 
 @torch.library.custom_op("moetrain::widen_groups", mutates_args=("out_N",))
-def _dequantise_groups(
+def dequantise_groups_op(
     codes_WB: torch.Tensor,
     scales_WG: torch.Tensor,
     shared_WS: torch.Tensor | None,
@@ -438,7 +438,7 @@ def _dequantise_groups(
     )
 
 
-@_dequantise_groups.register_fake
+@dequantise_groups_op.register_fake
 def _(
     codes_WB: torch.Tensor,
     scales_WG: torch.Tensor,

@@ -33,8 +33,8 @@ from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.runtime.backend import (
     INTERPRETED,
     Backend,
+    gradients,
     refusal,
-    save_inputs,
     use_fast,
     worth_saving,
 )
@@ -102,7 +102,7 @@ def linears_fp8(
         takes = f"[N, D] in x's dtype, both multiples of {MULTIPLE}"
         raise refusal("linears_fp8", takes, x=x_TD, **was_given)
     if use_fast(backend, x_TD):
-        y_TN = _linears_fp8(x_TD.contiguous(), list(weights), precision)
+        y_TN = linears_fp8_op(x_TD.contiguous(), list(weights), precision)
     else:
         y_TN = _DenseProduct.apply(x_TD, _stacked(weights, precision), precision)
     parts = y_TN.split([_padded_rows(w, precision) for w in weights], dim=1)
@@ -132,7 +132,7 @@ class _DenseProduct(torch.autograd.Function):
 
 
 @torch.library.custom_op("moetrain::linears_fp8", mutates_args=())
-def _linears_fp8(
+def linears_fp8_op(
     x_TD: torch.Tensor, weights: Sequence[torch.Tensor], precision: str
 ) -> torch.Tensor:
     recipe = RECIPES[precision]
@@ -177,13 +177,13 @@ def _stacked(weights: Sequence[torch.Tensor], precision: str) -> torch.Tensor:
     return padded[0] if len(weights) == 1 else torch.cat(padded)
 
 
-@_linears_fp8.register_fake
+@linears_fp8_op.register_fake
 def _(x_TD: torch.Tensor, weights: Sequence[torch.Tensor], precision: str) -> torch.Tensor:
     return x_TD.new_empty(x_TD.shape[0], sum(_padded_rows(w, precision) for w in weights))
 
 
 @torch.library.custom_op("moetrain::linears_fp8_backward", mutates_args=())
-def _linears_fp8_backward(
+def linears_fp8_backward_op(
     dy_TN: torch.Tensor,
     x_TD: torch.Tensor,
     w_ND: torch.Tensor,
@@ -196,7 +196,7 @@ def _linears_fp8_backward(
     return dx_TD, dy_TN.t() @ x_TD if is_trained else dy_TN.new_empty(0)
 
 
-@_linears_fp8_backward.register_fake
+@linears_fp8_backward_op.register_fake
 def _(
     dy_TN: torch.Tensor, x_TD: torch.Tensor, w_ND: torch.Tensor, precision: str, is_trained: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,20 +204,23 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    *tensors, ctx.precision = inputs
-    save_inputs(ctx, tuple(tensors), output)
+    x_TD, weights, ctx.precision = inputs
+    ctx.save_for_backward(x_TD, *weights)
 
 
 def _differentiate(ctx: Any, dy_TN: torch.Tensor) -> tuple[Any, ...]:
     x_TD, *weights = ctx.saved_tensors
     is_trained = any(ctx.needs_input_grad[1])
     w_ND = _stacked(weights, ctx.precision)  # made again, not kept since the forward
-    dx_TD, dw_ND = _linears_fp8_backward(dy_TN.contiguous(), x_TD, w_ND, ctx.precision, is_trained)
-    if not is_trained:
-        return dx_TD, [None] * len(weights), None
-    parts = dw_ND.split([_padded_rows(w, ctx.precision) for w in weights])
-    return dx_TD, [dw[: len(w)] for dw, w in zip(parts, weights, strict=True)], None
+    dx_TD, dw_ND = linears_fp8_backward_op(
+        dy_TN.contiguous(), x_TD, w_ND, ctx.precision, is_trained
+    )
+    d_weights: list[torch.Tensor | None] = [None] * len(weights)
+    if is_trained:
+        parts = dw_ND.split([_padded_rows(w, ctx.precision) for w in weights])
+        d_weights = [dw[: len(w)] for dw, w in zip(parts, weights, strict=True)]
+    return gradients(linears_fp8_op, x_TD=dx_TD, weights=d_weights)
 
 
-_linears_fp8.register_autograd(_differentiate, setup_context=_save)
+linears_fp8_op.register_autograd(_differentiate, setup_context=_save)
 worth_saving("linear", torch.ops.moetrain.linears_fp8.default)

@@ -93,7 +93,7 @@ def linear_cross_entropy(
     _check(h_TD, w_VD, targets_T, temperature, softcap)
     valid_T = targets_T != ignore_index
     if use_fast(backend, h_TD):
-        loss_T, lse_T, mean_T = _token_losses(
+        loss_T, lse_T, mean_T = token_losses_op(
             h_TD, w_VD, targets_T, 1 / temperature, chunk_elements, softcap
         )
         entropy_T = lse_T - mean_T
@@ -163,7 +163,7 @@ def linear_cross_entropy_sum(
     weights_T = torch.where(valid_T, weights_T.detach().float(), 0)
     scale = 1 / temperature
     if is_fast:
-        total, loss_T, lse_T, mean_T, _, _ = _summed_loss(
+        total, loss_T, lse_T, mean_T, _, _ = summed_loss_op(
             h_TD,
             w_VD,
             targets_T,
@@ -293,7 +293,7 @@ def _scale_kernel(x_ptr, factor_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 
 @torch.library.custom_op("moetrain::linear_cross_entropy", mutates_args=())
-def _token_losses(
+def token_losses_op(
     h_TD: torch.Tensor,
     w_VD: torch.Tensor,
     targets_T: torch.Tensor,
@@ -307,7 +307,7 @@ def _token_losses(
 
 
 @torch.library.custom_op("moetrain::linear_cross_entropy_backward", mutates_args=())
-def _token_losses_backward(
+def token_losses_backward_op(
     h_TD: torch.Tensor,
     w_VD: torch.Tensor,
     targets_T: torch.Tensor,
@@ -335,7 +335,7 @@ def _token_losses_backward(
 
 
 @torch.library.custom_op("moetrain::linear_cross_entropy_sum", mutates_args=())
-def _summed_loss(
+def summed_loss_op(
     h_TD: torch.Tensor,
     w_VD: torch.Tensor,
     targets_T: torch.Tensor,
@@ -389,7 +389,7 @@ def _(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-@_token_losses.register_fake
+@token_losses_op.register_fake
 def _(
     h_TD: torch.Tensor,
     w_VD: torch.Tensor,
@@ -402,7 +402,7 @@ def _(
     return loss_T, torch.empty_like(loss_T), torch.empty_like(loss_T)
 
 
-@_token_losses_backward.register_fake
+@token_losses_backward_op.register_fake
 def _(
     h_TD: torch.Tensor,
     w_VD: torch.Tensor,
@@ -418,7 +418,7 @@ def _(
     return torch.empty_like(h_TD), torch.empty_like(w_VD) if is_trained else w_VD.new_empty(0)
 
 
-@_summed_loss.register_fake
+@summed_loss_op.register_fake
 def _(
     h_TD: torch.Tensor,
     w_VD: torch.Tensor,
@@ -444,7 +444,7 @@ def _tokens_backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
     h_TD, w_VD, targets_T = ctx.saved_tensors
     grad_loss_T, grad_lse_T, grad_mean_T = grads
     is_trained = ctx.needs_input_grad[1]
-    grad_h_TD, grad_w_VD = _token_losses_backward(
+    grad_h_TD, grad_w_VD = token_losses_backward_op(
         h_TD,
         w_VD,
         targets_T,
@@ -456,7 +456,7 @@ def _tokens_backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         ctx.softcap,
         is_trained,
     )
-    return gradients(_token_losses, h_TD=grad_h_TD, w_VD=grad_w_VD if is_trained else None)
+    return gradients(token_losses_op, h_TD=grad_h_TD, w_VD=grad_w_VD if is_trained else None)
 
 
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -468,11 +468,11 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...
 
 def _sum_backward(ctx: Any, grad_total: torch.Tensor | None, *_: object) -> tuple[Any, ...]:
     if grad_total is None:
-        return gradients(_summed_loss)
+        return gradients(summed_loss_op)
     grad_h_TD, grad_w_VD = ctx.saved_tensors
     d_w_VD = scaled(grad_w_VD, grad_total) if ctx.needs_input_grad[1] else None
-    return gradients(_summed_loss, h_TD=scaled(grad_h_TD, grad_total), w_VD=d_w_VD)
+    return gradients(summed_loss_op, h_TD=scaled(grad_h_TD, grad_total), w_VD=d_w_VD)
 
 
-_token_losses.register_autograd(_tokens_backward, setup_context=_save_tokens)
-_summed_loss.register_autograd(_sum_backward, setup_context=_save_sum)
+token_losses_op.register_autograd(_tokens_backward, setup_context=_save_tokens)
+summed_loss_op.register_autograd(_sum_backward, setup_context=_save_sum)
