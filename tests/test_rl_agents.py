@@ -206,11 +206,11 @@ def test_a_resumed_agent_hears_what_it_heard(asks_again, stream):
     for task in range(2):
         first.start(task, task, 2, seed=0)
     while first.generated < 40:
-        first._hear()
+        first._receive_answers()
         for completion in first.generator.step():
             first.generated += 1
-            first._follow(completion)
-    begun = first.under_way()
+            first._on_completion(completion)
+    begun = first.unfinished()
     assert sum(len(t.actions) for t in begun) >= 3
     asked[0] = asks_again
     for t in begun:

@@ -65,7 +65,7 @@ def be_rank(rank, world, port, words, silence):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    apart._SILENCE_SECONDS, apart._IN_VAIN = silence, 3
+    apart._SILENCE_SECONDS, apart._MAX_IN_VAIN = silence, 3
     os._exit(run_rl(words))
 
 
@@ -315,12 +315,12 @@ def come(address, key, rank):
     return link
 
 
-def say(link, groups=(), are_all=False, running=0, **figures):
-    link.send((list(groups), are_all, running, figures))
+def report(link, groups=(), are_all=False, running=0, **figures):
+    link.send(apart.Report(list(groups), are_all, running, figures))
 
 
-def hear(link):
-    """The next answer; weights are taken."""
+def orders_of(link):
+    """The next orders; weights are received."""
     assert link.poll(10)
     answer = link.recv()
     if answer[0]:
@@ -353,29 +353,29 @@ def test_what_a_dead_generator_had_begins_again_with_all_weights(fleet):
     with fleet.updating(5):
         pass
     for link in (one, two):
-        say(link)
-        assert hear(link)[:2] == (["weight", "bias"], 5)
+        report(link)
+        assert orders_of(link)[:2] == (["weight", "bias"], 5)
     for group in range(2):
         fleet.start(group, task=3, size=2, seed=0)
     for link in (one, two):
-        say(link, running=1)
-        assert hear(link)[3] == []  # groups may lack some yet
+        report(link, running=1)
+        assert orders_of(link)[3] == []  # groups may lack some yet
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(fleet.finish, range(2))
-        say(one)
-        assert [(t.group, t.member) for t in hear(one)[3]] == [(0, 0), (0, 1)]
-        say(two)
-        assert [t.group for t in hear(two)[3]] == [1, 1]
+        report(one)
+        assert [(t.group, t.member) for t in orders_of(one)[3]] == [(0, 0), (0, 1)]
+        report(two)
+        assert [t.group for t in orders_of(two)[3]] == [1, 1]
         one.close()
-        say(two, [over(1)])
-        assert [t.group for t in hear(two)[3]] == [0, 0]
-        say(two, [over(0, 1.0)])
+        report(two, [over(1)])
+        assert [t.group for t in orders_of(two)[3]] == [0, 0]
+        report(two, [over(0, 1.0)])
         assert [[t.reward for t in group] for group in found.result(10)] == [[1, 1], [0, 0]]
     assert fleet.figures()["trajectories_restarted"] == 2
     assert fleet.figures()["generators_lost"] == 1
     three = come(address, key, 1)
-    say(three)
-    assert hear(three)[0] == ["weight", "bias"]
+    report(three)
+    assert orders_of(three)[0] == ["weight", "bias"]
 
 
 def test_places_are_filled_by_what_still_runs(fleet, monkeypatch):
@@ -386,15 +386,15 @@ def test_places_are_filled_by_what_still_runs(fleet, monkeypatch):
     monkeypatch.setattr(fleet, "settings", fleet.settings.model_copy(update={"max_sequences": 8}))
     with fleet.updating(0):
         pass
-    say(one)
-    hear(one)
+    report(one)
+    orders_of(one)
     for group in range(20):
         fleet.start(group, task=3, size=4, seed=0)
     fleet.finish(())
     groups = []
     for running in (0, 16, 12, 12, 13):
-        say(one, running=running)
-        groups.append([t.group for t in hear(one)[3]][::4])
+        report(one, running=running)
+        groups.append([t.group for t in orders_of(one)[3]][::4])
     # Eight places, one that waits for the next, and less than a group.
     assert groups == [[0, 1, 2, 3], [], [4], [5], []]
 
@@ -406,19 +406,19 @@ def test_nothing_begins_with_weights_from_before(fleet):
     with fleet.updating(0):
         pass
     for link in (one, two):
-        say(link)
-        hear(link)
+        report(link)
+        orders_of(link)
     with fleet.updating(1):
         fleet.start(0, task=3, size=2, seed=0)
         fleet.finish(())
-        say(one, running=1)
-        names, _, _, begun, _ = hear(one)
+        report(one, running=1)
+        names, _, _, begun, _ = orders_of(one)
         assert names == begun == []
-        say(one)
+        report(one)
     fleet.finish(())
-    names, version, _, begun, _ = hear(one)
+    names, version, _, begun, _ = orders_of(one)
     assert (names, version) == (["weight"], 1)  # bias is frozen, and it has that
-    say(two)
+    report(two)
     assert two.poll(10)
     two.recv()
     two.close()
@@ -433,10 +433,10 @@ def test_an_error_of_the_learners_own_loses_that_generator_alone(fleet, monkeypa
     one, two = (come(address, key, rank) for rank in (1, 2))
     with fleet.updating(0):
         pass
-    say(one)
-    hear(one)
-    monkeypatch.setattr(apart._Wire, "carry", Mock(side_effect=torch.OutOfMemoryError("no room")))
-    say(two)
+    report(one)
+    orders_of(one)
+    monkeypatch.setattr(apart._Wire, "copy", Mock(side_effect=torch.OutOfMemoryError("no room")))
+    report(two)
     assert two.poll(10)
     two.recv()
     two.send(None)

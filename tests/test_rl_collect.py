@@ -277,7 +277,7 @@ def test_what_is_under_way_goes_on_from_a_checkpoint_with_the_same_bits(kind):
     for group in range(4):
         collector.start(group, group, 3, seed=5)
     collector.finish([0])
-    rows, tensors = Trajectory.to_state(collector.under_way())
+    rows, tensors = Trajectory.to_state(collector.unfinished())
     assert any(len(row["actions"]) > 0 or row["length"] > 3 for row in rows)
     assert {row["group"] for row in rows} == {1, 2, 3}
     other = collector_of(Environment(2), max_tokens=40, max_sequences=3)

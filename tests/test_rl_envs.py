@@ -14,10 +14,10 @@ from toy_environments import CALCULATOR, YES_NO_MAYBE, evaluate
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
-from moetrain.rl.collect import _Calls, _Failed
+from moetrain.rl.calls import Calls, Failed
 from moetrain.rl.envs import Turn
-from moetrain.rl.envs.shipped import _GENERATED, _load_function, open_environment
-from moetrain.rl.setup import _Tasks, _Window
+from moetrain.rl.envs.shipped import GENERATED, load_function, open_environment
+from moetrain.rl.setup import PromptWindow, Tasks
 
 TOKENIZER = ByteTokenizer()
 
@@ -35,7 +35,7 @@ def ids(text, ends=True):
     return [*text.encode(), *[TOKENIZER.eos_id] * ends]
 
 
-@pytest.mark.parametrize("name", [*_GENERATED, YES_NO_MAYBE, CALCULATOR])
+@pytest.mark.parametrize("name", [*GENERATED, YES_NO_MAYBE, CALCULATOR])
 def test_what_is_shown_is_what_the_environment_says_and_rewards(name):
     environment = opened(name)
     rewards = []
@@ -237,7 +237,7 @@ def test_classes_of_a_users_file_can_be_pickled(name, tmp_path):
         "class Score:\n"
         "    value: float = 0.5\n"
     )
-    made = _load_function(f"{file}:Score", "rl.reward", "shipped")()
+    made = load_function(f"{file}:Score", "rl.reward", "shipped")()
     assert pickle.loads(pickle.dumps(made)) == made
 
 
@@ -363,7 +363,7 @@ def test_calls_that_fail_do_not_touch_the_others():
     async def cancelled():
         raise asyncio.CancelledError
 
-    calls = _Calls(limit=0.4)
+    calls = Calls(limit=0.4)
     calls.start("now", lambda: 1)
     calls.start("raises", lambda: 1 / 0)
     calls.start("ends", ends)
@@ -380,7 +380,7 @@ def test_calls_that_fail_do_not_touch_the_others():
     )
     assert {key: found[key].reason for key in reasons} == reasons
     assert "ZeroDivisionError" in found["raises"].detail
-    assert found["hangs"] == _Failed("timeout", "no answer within rl.step_timeout")
+    assert found["hangs"] == Failed("timeout", "no answer within rl.step_timeout")
     calls.start("again", later, 3)  # beside what was cancelled or hangs
     assert calls.all_finished() == {"again": 3}
 
@@ -397,7 +397,7 @@ def test_plain_calls_are_waited_for_and_others_are_not():
         time.sleep(0.1)
         return "slow"
 
-    calls = _Calls(limit=60)
+    calls = Calls(limit=60)
     calls.start("b", waits)
     calls.start("a", slow)
     assert calls.finished() == [("a", "slow")]
@@ -407,7 +407,7 @@ def test_plain_calls_are_waited_for_and_others_are_not():
 
 
 def test_slow_calls_are_made_together():
-    calls = _Calls(limit=60)
+    calls = Calls(limit=60)
     started = time.monotonic()
     for i in range(300):
         calls.start(i, time.sleep, 0.2)
@@ -419,37 +419,37 @@ def test_slow_calls_are_made_together():
 
 
 def test_the_window_of_its_docstring():
-    window = _Window(ahead=4)
+    window = PromptWindow(ahead=4)
     assert window.advance(4) == (range(8), range(4))
     assert window.advance(4) == (range(8, 12), range(4, 8))
     assert window.advance(2) == (range(12, 14), range(8, 10))  # groups to replace some
     assert window.advance(4) == (range(14, 18), range(10, 14))
-    assert _Window(ahead=0).advance(3) == (range(3), range(3))
+    assert PromptWindow(ahead=0).advance(3) == (range(3), range(3))
 
 
 def test_tasks_are_held_out_or_trained_each_once_an_epoch():
-    tasks = _Tasks(10, 3, seed=1)
+    tasks = Tasks(10, 3, seed=1)
     held_out = [tasks.held_out(i) for i in range(3)]
     first, second = ([tasks.trained(e * 7 + i) for i in range(7)] for e in range(2))
     assert sorted(held_out + first) == sorted(held_out + second) == list(range(10))
     assert first != second
-    assert held_out == [_Tasks(10, 3, seed=2).held_out(i) for i in range(3)]
-    assert first == [_Tasks(10, 3, seed=1).trained(i) for i in range(7)]
-    endless = _Tasks(None, 3, seed=1)
+    assert held_out == [Tasks(10, 3, seed=2).held_out(i) for i in range(3)]
+    assert first == [Tasks(10, 3, seed=1).trained(i) for i in range(7)]
+    endless = Tasks(None, 3, seed=1)
     assert [endless.held_out(2), endless.trained(0), endless.trained(9)] == [2, 3, 12]
     with pytest.raises(ConfigError, match=r"rl.eval_tasks: 10 of 10"):
-        _Tasks(10, 10, seed=0)
+        Tasks(10, 10, seed=0)
 
 
 def test_quick_calls_are_not_late_behind_others():
-    calls = _Calls(limit=0.5)
+    calls = Calls(limit=0.5)
     for i in range(300):
         calls.start(i, time.sleep, 0.003)
     assert [result for _, result in calls.finished()] == [None] * 300
 
 
 def test_quick_calls_share_a_thread():
-    calls = _Calls(limit=60)
+    calls = Calls(limit=60)
     before = threading.active_count()
     for _ in range(3):
         for i in range(500):

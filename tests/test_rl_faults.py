@@ -12,15 +12,15 @@ from test_rl_run import fitted, lines_of, words_of
 
 from moetrain.cli.train import run_rl as run
 from moetrain.config.sources import RunFailed
-from moetrain.rl.collect import _LARGEST_REWARD, _not_a_reward
+from moetrain.rl.collect import LARGEST_REWARD, reward_problem
 from moetrain.rl.envs import Demonstration
 from moetrain.rl.loop import _HOPELESS_STEPS, _failed_alike
 from moetrain.rl.trajectories import Trajectory
 
 GONE = """
-from moetrain.rl.envs.shipped import _Sort
+from moetrain.rl.envs.shipped import Sort
 
-class Gone(_Sort):
+class Gone(Sort):
     left = 16 * 2 + 5  # attempts of two steps, and some of the third
 
     def score(self, problem, answer):
@@ -56,9 +56,9 @@ def test_a_run_whose_environment_is_gone_ends(tmp_path, capsys):
 
 
 LARGE = """
-from moetrain.rl.envs.shipped import _Sort
+from moetrain.rl.envs.shipped import Sort
 
-class Large(_Sort):
+class Large(Sort):
     def score(self, problem, answer):
         size = sum(map(ord, answer)) % 8
         return 1e39 if size == 0 else (-1) ** size * 1e12
@@ -77,9 +77,9 @@ def test_no_reward_that_is_taken_makes_a_step_that_is_skipped(tmp_path):
 
 
 def test_rewards_of_all_turns_are_bounded_together():
-    assert _not_a_reward(-_LARGEST_REWARD) is None
-    assert _not_a_reward(-1.0, _LARGEST_REWARD) is None
-    assert "at most 1e+12" in _not_a_reward(1.0, _LARGEST_REWARD)
+    assert reward_problem(-LARGEST_REWARD) is None
+    assert reward_problem(-1.0, LARGEST_REWARD) is None
+    assert "at most 1e+12" in reward_problem(1.0, LARGEST_REWARD)
 
 
 def ended(*faults):

@@ -5,6 +5,7 @@ The references walk samples and tokens one by one and know nothing of rows, mask
 
 from itertools import product
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,7 +14,12 @@ from test_rl_rows import make_samples
 
 from moetrain.config.rl import RlSection
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.losses.policy import LOG_RATIO_LIMIT, kl_estimate, kl_of_likeliest
+from moetrain.losses.policy import (
+    LOG_RATIO_LIMIT,
+    POLICY_LOSSES,
+    kl_estimate,
+    kl_of_likeliest,
+)
 from moetrain.models.layers import Vocabulary
 from moetrain.rl.losses import PolicyObjective, corrected
 from moetrain.train.objectives import Outputs
@@ -438,3 +444,9 @@ def test_a_kl_needs_something_to_be_near_to():
     samples, hiddens, head, *_ = make_case()
     with pytest.raises(ValueError, match=r"rl\.kl_coef is 0\.1, and a batch has no reference_BS"):
         totals_of(PolicyObjective(RlSection(kl_coef=0.1)), pack(samples, 13, 2), hiddens, head)
+
+
+def test_each_choice_of_the_setting_is_a_loss():
+    choices = get_args(RlSection.model_fields["policy"].annotation)
+    assert choices == tuple(POLICY_LOSSES)
+    assert all(RlSection(policy=name).clip_range for name in choices)

@@ -125,9 +125,9 @@ def test_two_gpus_that_share_experts_learn_the_best_word(tmp_path):
 DEADLY = """
 import os, signal
 from pathlib import Path
-from moetrain.rl.envs.shipped import _Sort
+from moetrain.rl.envs.shipped import Sort
 
-class Deadly(_Sort):
+class Deadly(Sort):
     scored = 0
 
     def score(self, problem, answer):

@@ -18,7 +18,7 @@ from moetrain.cli.train import main
 from moetrain.cli.train import run_rl as run
 from moetrain.config import Config, ConfigError, Recipes
 from moetrain.config.rl import RlSection
-from moetrain.rl.learn import _Teacher
+from moetrain.rl.learn import LoadedTeacher
 from moetrain.rl.loop import _PARTS, RlTrainer
 from moetrain.rl.losses import PolicyObjective, corrected
 from moetrain.train.loop import Trainer
@@ -291,9 +291,9 @@ def test_experts_that_generation_chose_are_trained(tmp_path):
 
 FAULTY = """
 import time
-from moetrain.rl.envs.shipped import _Sort
+from moetrain.rl.envs.shipped import Sort
 
-class Faulty(_Sort):
+class Faulty(Sort):
     def score(self, problem, answer):
         kind = int(problem.prompt[0]) % 5
         if kind == 0:
@@ -448,7 +448,7 @@ def judged_by_itself(folder, layouts):
         values |= {"data.seq_len": 16, "train.global_batch_size": 4, "train.device": "cpu"}
         engine = make_engine(*(f"{k}={v}" for k, v in values.items()), base=(), micro=2)
         config, batches = engine.config, pack(make_samples(5, 13, 9), 16, 2, min_batches=2)
-        likely = _Teacher(config, str(folder), engine)
+        likely = LoadedTeacher(config, str(folder), engine)
         likeliest, likely.settings = likely.judged(batches), RlSection()
         layers, experts = len(engine.arch.moe_layer_indices), engine.arch.num_experts_per_token
         shape = (*batches[0].tokens_BS.shape, layers, experts)

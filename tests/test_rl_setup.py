@@ -23,13 +23,13 @@ from moetrain.train.estimates.memory import GIB, RankSizes
 
 BAD_ENVIRONMENTS = """
 from pathlib import Path
-from moetrain.rl.envs.shipped import _Sort
+from moetrain.rl.envs.shipped import Sort
 
-class Raises(_Sort):
+class Raises(Sort):
     def __init__(self, prompts):
         Path("/nothing/at/all").read_text()
 
-class Endless(_Sort):
+class Endless(Sort):
     num_tasks = 0
 
 class Other:
@@ -316,9 +316,9 @@ def test_a_moved_folder_goes_on_edited_code_too_and_edited_prompts_do_not(tmp_pa
 
 
 COUNTED = """
-from moetrain.rl.envs.shipped import _Sort
+from moetrain.rl.envs.shipped import Sort
 
-class Counted(_Sort):
+class Counted(Sort):
     num_tasks = 30
 """
 

@@ -24,7 +24,7 @@ from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
 from moetrain.rl import learn
-from moetrain.rl.learn import ServedTeacher, _Teacher
+from moetrain.rl.learn import LoadedTeacher, ServedTeacher
 from moetrain.rl.loop import RlTrainer
 from moetrain.rl.losses import PolicyObjective
 from moetrain.rl.setup import Setup
@@ -73,7 +73,7 @@ def judged(student, teacher, top_k, layout=()):
     batches = pack(samples, 16, 2, min_batches=4)
     asked = ServedTeacher(config, engine.world)
     if not config.rl.is_teacher_served:
-        asked = _Teacher(config, str(teacher), engine)
+        asked = LoadedTeacher(config, str(teacher), engine)
     found = asked.judged(batches)
     terms = engine.forward(found, PolicyObjective(config.rl)).terms
     return found, {name: term.item() for name, term in terms.items()}

@@ -4,7 +4,7 @@ import random
 from itertools import permutations
 
 from moetrain.rl.envs import Demonstration, Problem, SolvedEnvironment, Turn
-from moetrain.rl.envs.shipped import _MOST_DIGITS, _Arithmetic, _check_whole
+from moetrain.rl.envs.shipped import MAX_DIGITS, Arithmetic, check_whole
 
 YES_NO_MAYBE, CALCULATOR = f"{__file__}:YesNoMaybe", f"{__file__}:Calculator"
 _WORTH = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
@@ -33,14 +33,14 @@ def evaluate(text: str) -> int:
         product = 1
         for factor in term.split("*"):
             digits = factor.removeprefix("-")
-            if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MOST_DIGITS):
+            if not (digits.isascii() and digits.isdecimal() and len(digits) <= MAX_DIGITS):
                 raise ValueError(f"{text!r} is no sum or product of whole numbers")
             product *= int(factor)
         total += product
     return total
 
 
-class Calculator(_Arithmetic):
+class Calculator(Arithmetic):
     """A tool over several turns: sums too long to do in one's head, and a calculator to ask.
 
         prompt          347*28+912=
@@ -53,7 +53,7 @@ class Calculator(_Arithmetic):
 
     def __init__(self, prompts, digits=3, terms=3, calls=2):
         super().__init__(prompts, digits, terms)
-        _check_whole(calls=calls)
+        check_whole(calls=calls)
         self.calls = calls
 
     def reply(self, question):

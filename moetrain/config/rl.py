@@ -188,7 +188,7 @@ class RlSection(Section):
     @property
     def clip_range(self) -> tuple[float, float]:
         """The smallest and the largest ratio, for dppo signed divergence, that is not clipped."""
-        low, high = _CLIP_RANGES[self.policy]
+        low, high = _CLIP_RANGES.get(self.policy, _CLIP_RANGES["clip"])
         low = low if self.clip_low is None else self.clip_low
         middle = 0 if self.policy.startswith("dppo") else 1
         return middle - low, middle + (high if self.clip_high is None else self.clip_high)

@@ -1,6 +1,7 @@
 """Losses of a policy from its tokens' log-probabilities, and the ratios that correct them.
 
-For each token, with log-probability lp, advantage A, and the ratio r = exp(lp - old), clipped to
+A loss is a function of :class:`PolicyTokens`, and an entry of :data:`POLICY_LOSSES`. For each
+token, with log-probability lp, advantage A, and the ratio r = exp(lp - old), clipped to
 [low, high]:
 
     clip       -min(r A, clip(r) A)     PPO and GRPO, arXiv 1707.06347, 2402.03300; separate low and
@@ -38,7 +39,8 @@ sequences (Liu et al., "When speed kills stability", 2025).
 Legend: tensors without a suffix have any shape; T tokens, K of the likeliest tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -77,79 +79,115 @@ def ratios(
     return clamped(log_ratios).exp()
 
 
-def _binary_kl(now: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Return KL(m || p) of the token against all others, with the sign of p - m."""
-    eps = torch.finfo(now.dtype).eps
-    others, others_old = (-torch.expm1(x).clamp(max=-eps) for x in (now, old))
-    kl = old.exp() * (old - now) + others_old * (others_old / others).log()
-    return torch.sign(now - old) * kl
+# ---- losses of the policy ------------------------------------------------------------------------
 
 
-_DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "dppo_tv": lambda now, old: now.exp() - old.exp(),
-    "dppo_kl": _binary_kl,
-}
-"""Signed divergences of a token against all others, from its log-probabilities; above 0 where the
-token became more likely."""
+@dataclass(frozen=True)
+class PolicyTokens:
+    """Tokens whose loss is computed, tensors of one shape."""
+
+    logprob: torch.Tensor
+    """Log-probabilities, differentiable."""
+    old: torch.Tensor
+    """Those that the ratio compares with; maybe ``logprob`` as a constant."""
+    advantage: torch.Tensor
+    low: float
+    """Bounds of the ratio or, for dppo, of the divergence."""
+    high: float
+    dual_clip: float | None = None
+    """Largest ratio that counts with a negative advantage; None: no bound."""
+    mean_over_sample: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Returns, at each token, the mean over the trained tokens of its sample."""
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        """The logarithm of the ratio, differentiable."""
+        return clamped(self.logprob - self.old)
 
 
 class PolicyLoss(NamedTuple):
-    """Each token's loss."""
+    """A loss of tokens, and statistics of it."""
 
     loss: torch.Tensor
-    """Differentiable."""
+    """Each token's loss, differentiable."""
     ratio: torch.Tensor
-    """r."""
     is_clipped: torch.Tensor
-    """bool: clipping has changed the gradient."""
+    """bool: clipping has changed the token's gradient."""
 
 
-def policy_loss(
-    kind: str,
-    logprob: torch.Tensor,
-    old: torch.Tensor,
-    log_ratio: torch.Tensor,
-    advantage: torch.Tensor,
-    bounds: tuple[float, float],
-    dual_clip: float | None,
-) -> PolicyLoss:
-    """Return each token's loss.
+def _clipped(tokens: PolicyTokens, log_ratio: torch.Tensor) -> PolicyLoss:
+    """Return the clipped loss of the ratio exp(``log_ratio``)."""
+    ratio, advantage = log_ratio.exp(), tokens.advantage
+    is_clipped = _is_outside(ratio, tokens)
+    gain = torch.minimum(ratio * advantage, ratio.clamp(tokens.low, tokens.high) * advantage)
+    if tokens.dual_clip is not None:
+        is_past = (advantage < 0) & (ratio > tokens.dual_clip)
+        gain = torch.where(is_past, tokens.dual_clip * advantage, gain)
+        is_clipped = is_clipped | is_past
+    return PolicyLoss(-gain, ratio, is_clipped)
 
-    Args:
-        kind: clip, gspo, cispo, dppo_tv, dppo_kl or reinforce.
-        logprob: lp, differentiable.
-        old: the log-probabilities to compare with.
-        log_ratio: the logarithm of r; differentiable, unless old is lp itself.
-        advantage: A.
-        bounds: low and high, of the ratio; for dppo of the signed divergence.
-        dual_clip: c; None: there is none.
-    """
-    low, high = bounds
-    if kind == "reinforce":
-        ratio = log_ratio.detach().exp()
-        is_clipped = torch.zeros_like(ratio, dtype=torch.bool)
-        return PolicyLoss(-advantage * logprob, ratio, is_clipped)
-    if kind == "cispo":
-        ratio = log_ratio.detach().exp()
-        weight = ratio.clamp(low, high)
-        return PolicyLoss(-weight * advantage * logprob, ratio, is_clipped=weight != ratio)
-    ratio = log_ratio.exp()
-    signed_divergence = _DIVERGENCES.get(kind)
-    # The change of the policy that the bounds apply to. Clipped is a token whose advantage would
-    # move it further past a bound.
-    change = ratio if signed_divergence is None else signed_divergence(logprob.detach(), old)
-    is_clipped = torch.where(advantage > 0, change > high, (change < low) & (advantage < 0))
-    # The objective is what the policy maximises: the loss is its negative.
-    if signed_divergence is None:
-        objective = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    else:
-        objective = torch.where(is_clipped, 0, ratio * advantage)
-    if dual_clip is not None:
-        is_past_dual = (advantage < 0) & (ratio > dual_clip)
-        objective = torch.where(is_past_dual, dual_clip * advantage, objective)
-        is_clipped = is_clipped | is_past_dual
-    return PolicyLoss(-objective, ratio, is_clipped)
 
+def _is_outside(shift: torch.Tensor, tokens: PolicyTokens) -> torch.Tensor:
+    """Return whether ``shift`` is out of bounds on the side to which the advantage moves it."""
+    advantage = tokens.advantage
+    is_below = (shift < tokens.low) & (advantage < 0)
+    return torch.where(advantage > 0, shift > tokens.high, is_below)
+
+
+def _clip(tokens: PolicyTokens) -> PolicyLoss:
+    return _clipped(tokens, tokens.log_ratio)
+
+
+def _gspo(tokens: PolicyTokens) -> PolicyLoss:
+    assert tokens.mean_over_sample is not None  # for losses of whole samples
+    mean = tokens.mean_over_sample(tokens.log_ratio.detach())
+    # Straight-through: the value of the mean, the gradient of the token's own logprob.
+    return _clipped(tokens, mean + tokens.logprob - tokens.logprob.detach())
+
+
+def _cispo(tokens: PolicyTokens) -> PolicyLoss:
+    ratio = tokens.log_ratio.detach().exp()
+    weight = ratio.clamp(tokens.low, tokens.high)
+    return PolicyLoss(-weight * tokens.advantage * tokens.logprob, ratio, weight != ratio)
+
+
+def _dppo(tokens: PolicyTokens, divergence: torch.Tensor) -> PolicyLoss:
+    """Return the loss that leaves out tokens whose signed ``divergence`` is out of bounds."""
+    ratio = tokens.log_ratio.exp()
+    is_clipped = _is_outside(divergence, tokens)
+    return PolicyLoss(-torch.where(is_clipped, 0, ratio * tokens.advantage), ratio, is_clipped)
+
+
+def _dppo_tv(tokens: PolicyTokens) -> PolicyLoss:
+    return _dppo(tokens, tokens.logprob.detach().exp() - tokens.old.exp())
+
+
+def _dppo_kl(tokens: PolicyTokens) -> PolicyLoss:
+    now, old = tokens.logprob.detach(), tokens.old
+    eps = torch.finfo(now.dtype).eps
+    others, others_old = (-torch.expm1(x).clamp(max=-eps) for x in (now, old))
+    kl = old.exp() * (old - now) + others_old * (others_old / others).log()
+    return _dppo(tokens, torch.sign(now - old) * kl)
+
+
+def _reinforce(tokens: PolicyTokens) -> PolicyLoss:
+    ratio = tokens.log_ratio.detach().exp()
+    is_clipped = torch.zeros_like(ratio, dtype=torch.bool)
+    return PolicyLoss(-tokens.advantage * tokens.logprob, ratio, is_clipped)
+
+
+POLICY_LOSSES: Mapping[str, Callable[[PolicyTokens], PolicyLoss]] = {
+    "clip": _clip,
+    "gspo": _gspo,
+    "cispo": _cispo,
+    "dppo_tv": _dppo_tv,
+    "dppo_kl": _dppo_kl,
+    "reinforce": _reinforce,
+}
+"""The losses by the names of the setting ``rl.policy``."""
+
+
+# ---- divergences ---------------------------------------------------------------------------------
 
 _KL_ESTIMATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "k1": lambda d: d,
@@ -184,17 +222,11 @@ def policy_total(
         beta: coefficient of the k2 estimate of the KL from old.
         is_target: bool: the tokens that are summed.
 
-    The other arguments are those of :func:`policy_loss`.
+    The other arguments are those of :class:`PolicyTokens`, with ``bounds`` of low and high.
     """
-    loss = policy_loss(
-        kind,
-        logprob,
-        old,
-        log_ratio=clamped(logprob - old),
-        advantage=advantage.to(logprob.dtype),
-        bounds=bounds,
-        dual_clip=None,
-    ).loss
+    low, high = bounds
+    tokens = PolicyTokens(logprob, old, advantage.to(logprob.dtype), low, high)
+    loss = POLICY_LOSSES[kind](tokens).loss
     if beta:
         loss = loss + beta * kl_estimate("k2", logprob, old)
     return torch.where(is_target, loss, 0).sum()

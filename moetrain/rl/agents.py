@@ -1,16 +1,18 @@
-"""Episodes that are run by an agent, a program for OpenAI's client that is not changed for it.
+"""Episodes that an agent runs: any program that talks to OpenAI's client.
 
     rl.env = "agent:FILE.py:run"
     def run(task, base_url) -> float: ...        # plain or async; returns the reward
 
 Each episode runs the function in a thread, with a ``base_url`` of its own at a server in this
-process. A request there is the environment's words, and its answer the policy's turn: so what is
-trained is what was generated, token by token, and nothing is tokenised again. Messages that go on
-from the last answer add to its tokens the text that the chat template puts behind it; any others,
-of an agent that rewrites its history or of several in one, begin a new segment.
+process. A request there is the environment's turn, and its answer is the policy's. So the tokens
+that are trained are those that were generated, and nothing is tokenised again. If the messages of a
+request go on from the last answer, the text that the chat template puts behind it is added to its
+tokens. Other messages begin a new segment: those of an agent that rewrites its history, or of
+several agents in one.
 
-``temperature``, ``top_p`` and ``seed`` of a request have no effect, since the run samples. A stream
-brings a turn token by token; whose client goes away is generated to its end, and trained.
+``temperature``, ``top_p`` and ``seed`` of a request have no effect, since the run's settings decide
+how to sample. A stream sends a turn token by token. If its client goes away, the turn is generated
+to its end all the same, and trained.
 """
 
 import asyncio
@@ -41,13 +43,13 @@ from moetrain.rl.envs import Environment, Episode, Prompts, Turn
 
 _NOT_IN_EPISODES = ("stop_token_ids", "ignore_eos", "skip_special_tokens")
 _NOT_IN_EPISODES += ("add_generation_prompt", "continue_final_message")
-"""Fields of a chat that would change what is sampled, which the run alone decides."""
+"""Fields of a chat that would change what is sampled. Only the run's settings may."""
 _GUIDED = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 _OVER = "no episode is at this address, or it is over"
 
 
 class _AgentChat(Chat):
-    """What an agent may ask."""
+    """A chat that an agent may ask for."""
 
     tool_choice: Literal["auto", "none"] = "auto"
 
@@ -64,11 +66,11 @@ class _AgentChat(Chat):
 
 
 class _AgentResponses(_AgentChat, Responses):
-    """The same in the form of responses."""
+    """A request of ``/v1/responses`` that an agent may send."""
 
 
 class _AgentAnswer(Answer):
-    """A request of an agent, which the policy's next turn answers."""
+    """A request of an agent, and its answer: the policy's next turn."""
 
     def __init__(self, episode: "_AgentEpisode", body: _AgentChat) -> None:
         """Raises ValueError: the chat template refuses the messages."""
@@ -79,9 +81,10 @@ class _AgentAnswer(Answer):
         self.episode, self.body = episode, body
         self.turn = Completion(episode.name, 0)
         self.news: asyncio.Queue[Update | Exception] = asyncio.Queue()
+        """Tokens of the turn that were not sent yet, or an error."""
 
-    def hear(self, tokens: Sequence[int], reason: str | None = None) -> None:
-        """Take more tokens of the turn; ``reason``: why it ends with them."""
+    def on_tokens(self, tokens: Sequence[int], reason: str | None = None) -> None:
+        """Send the client more tokens of the turn; ``reason``: why the turn ends with them."""
         self.turn.tokens += tokens
         for i, token in enumerate(tokens, 1):
             end = reason if i == len(tokens) else None
@@ -105,9 +108,9 @@ class _AgentAnswer(Answer):
 
 
 class AgentEnvironment(OpenAIServer, Environment):
-    """Tasks of an agent: the lines of a file, or numbers; and the server of all its episodes."""
+    """Tasks of an agent, the lines of a file or numbers, and the server of all its episodes."""
 
-    connections = 1 << 16  # an agent's wait for its turn: all of them at once
+    connections = 1 << 16  # agents keep theirs open while they wait for their turns
 
     def __init__(
         self, prompts: Prompts, run: Callable[[Any, str], Any], lines: Sequence[Any] | None
@@ -121,9 +124,10 @@ class AgentEnvironment(OpenAIServer, Environment):
         self.prompts, self.run, self.lines = prompts, run, lines
         self.num_tasks = None if lines is None else len(lines)
         self.episodes: dict[str, _AgentEpisode] = {}
+        """Episodes that run now, by name."""
         self.loop, self._starting = asyncio.new_event_loop(), threading.Lock()
         self.address: str | None = None
-        """Of the server, which is started with the first episode."""
+        """The server's address; None: it is started with the first episode."""
         kinds = {"chat/completions": _AgentChat, "responses": _AgentResponses}
         routes = [
             Route(f"/{{name}}/v1/{path}", partial(self.answer, kind), methods=["POST"])
@@ -135,7 +139,9 @@ class AgentEnvironment(OpenAIServer, Environment):
     def episode(self, task: int) -> Episode:
         with self._starting:
             if self.address is None:
-                access = Access("127.0.0.1", 0, "auto", None, Path(os.devnull))
+                access = Access(
+                    "127.0.0.1", port=0, auth="auto", token_file=None, own_file=Path(os.devnull)
+                )
                 server, listener = self.listen(access)
                 self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
                 serve = partial(self.loop.run_until_complete, server.serve([listener]))
@@ -143,7 +149,7 @@ class AgentEnvironment(OpenAIServer, Environment):
         return _AgentEpisode(self, task if self.lines is None else copy.deepcopy(self.lines[task]))
 
     async def models(self, request: Request) -> Response:
-        """List the policy, or describe it by any name, since it answers to all."""
+        """List the policy as a model, or describe it. It has any name that is asked for."""
         wanted = request.path_params.get("model")
         return self.reply(self.described(wanted or "policy", wanted))
 
@@ -156,17 +162,21 @@ class AgentEnvironment(OpenAIServer, Environment):
 
 
 class _AgentEpisode(Episode):
-    """One run of the agent. Methods with an underscore run on the environment's event loop."""
+    """One run of the agent.
+
+    Methods with an underscore run on the environment's event loop, or in a thread for it.
+    """
 
     def __init__(self, environment: AgentEnvironment, task: Any) -> None:
         self.environment, self.task, self.name = environment, task, uuid4().hex
         self.events: asyncio.Queue[Any] = asyncio.Queue()
-        """Requests, and at last what the agent returns or raises."""
+        """Requests, and at the end the agent's result or error."""
         self.waiting: set[_AgentAnswer] = set()
-        """Requests whose client has not gone."""
+        """Requests with a client that still waits."""
         self.asked: _AgentAnswer | None = None
+        """The last request."""
         self.history: list[Any] = []
-        """The last request's messages, and its answer."""
+        """Its messages and its answer."""
 
     async def reset(self) -> Turn:
         self.environment.episodes[self.name] = self
@@ -180,6 +190,7 @@ class _AgentEpisode(Episode):
         self.environment.loop.call_soon_threadsafe(self._close)
 
     async def on_loop(self, work: Any) -> Turn:
+        """Run ``work`` on the environment's event loop; the episode is closed if it is over."""
         is_done = True
         try:
             future = asyncio.run_coroutine_threadsafe(work, self.environment.loop)
@@ -191,7 +202,7 @@ class _AgentEpisode(Episode):
                 self.close()
 
     def work(self) -> None:
-        """Run the agent. Its own errors are an event, whatever they are."""
+        """Run the agent. Its result, or any error, becomes an event."""
         try:
             result = self.environment.run(self.task, f"{self.environment.address}/{self.name}/v1")
             if inspect.isawaitable(result):
@@ -210,12 +221,13 @@ class _AgentEpisode(Episode):
     async def _step(self, action: Sequence[int]) -> Turn:
         asked = self.asked
         assert asked is not None
-        said, reason = await asyncio.to_thread(self._said, asked.body, action)
+        said, reason = await asyncio.to_thread(self._message, asked.body, action)
         self.history = [*asked.body.messages, said["delta" if asked.body.stream else "message"]]
-        asked.hear(action[len(asked.turn.tokens) :], reason)
+        asked.on_tokens(action[len(asked.turn.tokens) :], reason)
         return await self._turn(action[-1])
 
-    def _said(self, body: _AgentChat, action: Sequence[int]) -> tuple[dict[str, Any], str]:
+    def _message(self, body: _AgentChat, action: Sequence[int]) -> tuple[dict[str, Any], str]:
+        """Return the reply's choice with the policy's turn as a message, and why the turn ended."""
         tokenizer = self.environment.prompts.tokenizer
         is_ended = self._is_end(action[-1])
         is_ended |= any(stop in tokenizer.decode(action) for stop in body.stop)
@@ -224,11 +236,15 @@ class _AgentEpisode(Episode):
         return body.said(text, reason), reason
 
     def _is_end(self, token: int | None) -> bool:
+        """Return whether ``token`` ends a turn: the end of a text, or a special token."""
         tokenizer = self.environment.prompts.tokenizer
         return token is not None and (token == tokenizer.eos_id or not tokenizer.decode([token]))
 
     async def _turn(self, last: int | None = None) -> Turn:
-        """Wait for the next request whose client waits too, or for the agent's result."""
+        """Wait for the next request with a client that waits, or for the agent's result.
+
+        ``last``: the last token of the policy's turn before; None: there was none.
+        """
         event = await self.events.get()
         while isinstance(event, _AgentAnswer) and event not in self.waiting:
             event = await self.events.get()
@@ -238,16 +254,20 @@ class _AgentEpisode(Episode):
             return Turn(reward=event, done=True)
         added = await asyncio.to_thread(self._added, event, last)
         self.asked, body = event, event.body
-        tokens = event.prompt if added is None else added
-        heard: Any = partial(self.environment.loop.call_soon_threadsafe, event.hear)
-        limits = body.limit[1], tuple(body.stop), heard if body.stream else None
-        return Turn(tokens, 0.0, False, added is None, *limits)
+        send: Any = partial(self.environment.loop.call_soon_threadsafe, event.on_tokens)
+        return Turn(
+            event.prompt if added is None else added,
+            new_segment=added is None,
+            max_tokens=body.limit[1],
+            stop=tuple(body.stop),
+            on_tokens=send if body.stream else None,
+        )
 
     def _added(self, asked: _AgentAnswer, last: int | None) -> tuple[int, ...] | None:
-        """Return what ``asked`` adds to the last answer's tokens; None: it does not go on there.
+        """Return the tokens that ``asked`` adds to the last answer; None: it does not go on there.
 
-        ``last``: of these tokens. If it ends a turn, the template's mark does not come again; else
-        (a limit, a stop text) it comes here.
+        ``last``: the last answer's last token. If that ends a turn, the template's end mark is not
+        added again. Else (after a limit or a stop text) it is added here.
         """
         before, said, now = self.asked, self.history, asked.body.messages
         if before is None or len(now) <= len(said) or before.body.record != asked.body.record:
@@ -256,7 +276,7 @@ class _AgentEpisode(Episode):
             return None
         prompts, turns = self.environment.prompts, asked.body.messages
         template = ChatTemplate.of(prompts.tokenizer)
-        with suppress(BadLineError):  # what the template cannot go on from
+        with suppress(BadLineError):  # messages that the template refuses
             variables = ChatTemplate.variables_of(asked.body.record)
             text, _ = template.documents(
                 turns[: len(said)], variables, "last", adds_ends=False, strict=False
@@ -271,7 +291,7 @@ class _AgentEpisode(Episode):
 
 
 def _key(message: Mapping[str, Any]) -> Any:
-    """Return what makes a message the one that was answered, whatever else clients add to it."""
+    """Return the fields that identify a message, whatever else clients add to it."""
     content, calls = message.get("content") or "", message.get("tool_calls") or ()
     if isinstance(content, list):
         content = "".join(part if isinstance(part, str) else part["text"] for part in content)

@@ -1,22 +1,19 @@
 """Ranks that only generate, beside those that train (``rl.placement`` apart).
 
-    rank of a launcher   supervises a process: starts another where that dies or hangs
+    rank of a launcher   supervises a process, and starts another if it dies or hangs
       its process        a :class:`Generator` and a Collector, on a socket to the main learner
     main learner         :class:`Fleet`, a Collector whose trajectories run in those processes
 
-No collective has learners and generators in it: one would hang with a dead peer. A socket ends with
-the process, whatever ended that. On it a generator speaks first, and each is silent until the other
-has spoken; a generator that is busy is answered at once, and steps meanwhile. Groups that a dead
-generator had begin again in another; seeds go with a group's number, so they get the same tokens.
-
-    generator   groups that are over, or all; whether they are all; trajectories not over; figures
-    learner     parameters that follow; their version; stop ids; trajectories to begin; whether it
-                is to send all groups next
+No collective includes both learners and generators: it would hang with a dead peer. A socket ends
+with the process, however that ended. On it a generator sends the first :class:`Report`, and the
+learner answers each with :class:`Orders`. A busy generator is answered at once, and takes steps
+meanwhile. The groups of a dead generator begin again in another. Seeds follow from a group's
+number, so they get the same tokens.
 
 Weights go from the main learner's copy, as they were at an update, straight into a generator's
-parameters between two of its steps, while learners train: on CPUs over the socket, on GPUs by NCCL
-in a group of two (:class:`_Wire`; copy engines would take its place). Left out on purpose: a
-generator on several ranks; generators that send weights on.
+parameters between two of its steps, while learners train. They travel over the socket on CPUs, and
+by NCCL in a group of two on GPUs (:class:`_Wire`; copy engines would take its place). Left out on
+purpose: a generator on several ranks; generators that send weights on.
 """
 
 import gc
@@ -31,13 +28,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError, connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from moetrain.config import Config, logger
 from moetrain.config.environment import LaunchedPlace, launched_place
+from moetrain.config.rl import RlSection
 from moetrain.config.sources import RunFailed
 from moetrain.generate.engine import Generator
 from moetrain.generate.weights import blank
@@ -45,44 +43,76 @@ from moetrain.models.transformer import Transformer, compute_dtype
 from moetrain.parallel.processes import find_ranks
 from moetrain.parallel.world import World, claim_device
 from moetrain.rl.collect import Collector
+from moetrain.rl.envs import Environment
 from moetrain.rl.setup import Setup
 from moetrain.rl.trajectories import Trajectory
 from moetrain.train.session import resolve_run
 
 _BEAT_SECONDS = 1.0
-"""Seconds between a generator's signs of life, which a thread of it gives."""
+"""Seconds between two heartbeats of a generator, which a thread of it sends."""
 _SILENCE_SECONDS = 8.0
-"""Seconds without one after which it hangs: it is stopped, or a call keeps the interpreter."""
+"""Seconds without a heartbeat after which a generator hangs: its process is stopped, or a call
+holds the interpreter."""
 _STEP_SECONDS = 600.0
-"""The most between two of its steps, beside ``rl.step_timeout``; then something hangs."""
+"""Most seconds between two steps of a generator, beside ``rl.step_timeout``. Then it hangs."""
 _PAUSE = 0.01
-"""Seconds before a busy generator that has nothing to say speaks again."""
+"""Seconds after which a busy generator without news reports again."""
 _SPARE = 1 / 8
-"""The share of a generator's places that is free before others begin, and that waits there until
-then. Steps that read prompts are no graphs, and were half of all where each end was a beginning."""
-_STILLBORN = 3
-"""Generators of a rank in a row that died before they served, to end the run."""
-_IN_VAIN = 10
-"""Generators in a row that died before any group was over, to end the run: one kills them."""
+"""Share of a generator's slots that must be free before it begins further trajectories. As many
+wait there until then. Steps that read prompts are no graphs, and they were half of all steps when
+each end of a trajectory began another."""
+_MAX_STILLBORN = 3
+"""Generators of a rank that may die in a row before they serve; then the run ends."""
+_MAX_IN_VAIN = 10
+"""Generators that may die in a row before any group is over; then the run ends, since some group
+kills them."""
 _KEY = "generators"
-"""The main learner's address and secret in the run's store."""
+"""Key of the main learner's address and secret in the run's store."""
 _GONE = (OSError, EOFError, AuthenticationError, dist.DistError)
-"""What the death of a peer raises."""
+"""Errors that the death of a peer raises."""
+
+
+class Report(NamedTuple):
+    """What a generator sends the main learner."""
+
+    groups: list[list[Trajectory]]
+    """Groups that are over since the last report, or all."""
+    are_all: bool
+    """True: ``groups`` are all, as :attr:`Orders.wants_all` asked."""
+    num_running: int
+    """Trajectories that are not over."""
+    figures: Any
+    """What the generator did since the last report, to be added up."""
+
+
+class Orders(NamedTuple):
+    """The main learner's answer to a report."""
+
+    names: list[str]
+    """Parameters and buffers that follow."""
+    version: int | None
+    """The version of the weights."""
+    stop_ids: tuple[int, ...]
+    begun: list[Trajectory]
+    """Trajectories to begin."""
+    wants_all: bool
+    """True: the next report is to have all groups."""
 
 
 def _over(groups: dict[int, list[Trajectory]]) -> set[int]:
+    """Return the numbers of the groups whose trajectories are all over."""
     return {number for number, group in groups.items() if all(t.is_over for t in group)}
 
 
 class _Wire:
-    """A connection that also carries values of the main learner's model into a generator's."""
+    """A connection, which also copies values of the main learner's model into a generator's."""
 
     index: int | None = None
-    """The generator's rank; None: this is its end."""
+    """The generator's rank; None: this is the generator's end."""
     version: int | None = None
-    """Of the weights that the generator has."""
-    reports = False
-    """Whether it is to send all groups."""
+    """Version of the weights that the generator has."""
+    owes_all = False
+    """True: the generator is to report all groups."""
 
     def __init__(self, link: connection.Connection, store: dist.Store, model: Transformer) -> None:
         """``store``: where both ends meet for NCCL."""
@@ -90,41 +120,43 @@ class _Wire:
         self._group: Any = None
         self.values = dict((*model.named_parameters(), *model.named_buffers()))
         self.groups: dict[int, int] = {}
-        """Those that the generator has, and how many trajectories each is."""
-        self.running = 0  # trajectories that it has or is given, and that are not over
+        """Groups that the generator has, and the number of trajectories of each."""
+        self.num_running = 0
+        """Trajectories that the generator has or is given, and that are not over."""
         self.begun: list[Trajectory] = []
-        """What it was not yet told to begin."""
+        """Trajectories that are not sent yet."""
 
     def is_gone(self) -> bool:
-        """Whether the other end was closed, which may have left something to read."""
+        """Return whether the other end was closed. There may still be something to read."""
         poll = select.poll()
         poll.register(self.link, select.POLLRDHUP)
         return bool(poll.poll(0))
 
-    def carry(self, names: Iterable[str]) -> None:
+    def copy(self, names: Iterable[str]) -> None:
+        """Send the values of ``names``, or receive them at the generator's end."""
         tensors = [self.values[name].detach() for name in names]
         parts = [t.view(-1).view(torch.uint8) for t in tensors if t.numel()]
         if parts[0].is_cuda:
-            return self._by_nccl(parts)
-        go = self.link.recv_bytes_into if self.index is None else self.link.send_bytes
+            return self._copy_by_nccl(parts)
+        transfer = self.link.recv_bytes_into if self.index is None else self.link.send_bytes
         for part in parts:
-            go(part.numpy().data)
+            transfer(part.numpy().data)
 
-    def _by_nccl(self, parts: Sequence[torch.Tensor]) -> None:
+    def _copy_by_nccl(self, parts: Sequence[torch.Tensor]) -> None:
         device = parts[0].device
         rank = int(self.index is None)
         torch.cuda.set_device(device)  # the current device is each thread's own
         if self._group is None:
             options = dist.ProcessGroupNCCL.Options()
             self._group = dist.ProcessGroupNCCL(self._store, rank, 2, options)
-        if self.index is None:  # what still reads the old values
+        if self.index is None:  # a step may still read the old values
             torch.cuda.synchronize(device)
-        go = self._group.recv if self.index is None else self._group.send
+        transfer = self._group.recv if self.index is None else self._group.send
         with torch.cuda.stream(torch.cuda.Stream(device)):  # else training would wait as well
-            works = [go([part], 1 - rank, 0) for part in parts]
+            works = [transfer([part], 1 - rank, 0) for part in parts]
         while not all(work.is_completed() for work in works):
             time.sleep(0.001)
-            if self.is_gone():  # which NCCL does not notice
+            if self.is_gone():  # NCCL does not notice
                 self._group.abort()
                 raise EOFError
 
@@ -133,27 +165,39 @@ class _Wire:
 
 
 class Fleet(Collector):
-    """A collector whose trajectories run in generators' processes, and go on between its calls.
+    """A collector with trajectories in the generators' processes, which go on between its calls.
 
-    Only the main learner's has any. A thread for each generator answers it, all under one lock.
+    Only the main learner's collector has any. It has a thread for each generator, which answers
+    its reports. One lock protects all.
     """
 
-    def __init__(self, *args: Any, world: World, config: Config, **sizes: Any) -> None:
-        """The generator that is given has the weights to send, and generates nothing."""
-        super().__init__(*args, **sizes)
+    def __init__(
+        self,
+        generator: Generator,
+        environment: Environment,
+        settings: RlSection,
+        *,
+        stop_ids: tuple[int, ...],
+        longest: int,
+        world: World,
+        config: Config,
+    ) -> None:
+        """``generator`` has the weights to send; it generates nothing."""
+        super().__init__(generator, environment, settings, stop_ids, longest)
         self._device = world.device
         self._limit = config.launch.join_timeout
         self._expects = self.settings.generators if world.is_main else 0
-        """Generators to wait for at first."""
+        """Generators to wait for before the first weights are sent."""
         self._changed = threading.Condition()
         self._new: list[Trajectory] = []
-        """What no thread knows of, since a group may lack some yet."""
+        """Trajectories that no thread knows of, since their groups may be incomplete."""
         self._peers: list[_Wire] = []
         self._version: int | None = None
-        """The weights to generate with; None: they are being written."""
+        """Version of the weights to generate with; None: they are being written."""
         self._counts: dict[str, float] = {"generators_lost": 0, "trajectories_restarted": 0}
         self._in_vain = 0
-        self._sums: Any = Counter()  # generators' figures
+        self._sums: Any = Counter()
+        """The generators' figures, added up."""
         self._since = time.perf_counter()
         if world.is_main:
             key = secrets.token_bytes(32)
@@ -162,9 +206,10 @@ class Fleet(Collector):
             assert store is not None  # where there are generators
             host = place.address.rpartition(":")[0]
             listens_at = host if host in ("127.0.0.1", "localhost") else ""
-            door = connection.Listener((listens_at, 0), backlog=64)
-            store.set(_KEY, f"{host} {door.address[1]} {key.hex()}")
-            threading.Thread(target=self._welcome, args=(door, store, key), daemon=True).start()
+            listener = connection.Listener((listens_at, 0), backlog=64)
+            store.set(_KEY, f"{host} {listener.address[1]} {key.hex()}")
+            args = listener, store, key
+            threading.Thread(target=self._listen, args=args, daemon=True).start()
 
     def resume(self, trajectory: Trajectory) -> None:
         self._new.append(trajectory)
@@ -182,18 +227,18 @@ class Fleet(Collector):
         self.seconds["generate"] = time.perf_counter() - self._since
         return found
 
-    def under_way(self) -> list[Trajectory]:
+    def unfinished(self) -> list[Trajectory]:
         self.finish(())
         with self._changed:
             for peer in self._peers:
-                peer.reports = True
+                peer.owes_all = True
             self._changed.notify_all()
-            self._await(lambda: not any(peer.reports for peer in self._peers))
+            self._await(lambda: not any(peer.owes_all for peer in self._peers))
             return [t for group in self.groups.values() for t in group]
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
-        """Wait until the last weights have left, and send those that are written inside."""
+        """Wait until the last weights are sent, then send those that are written inside."""
         with self._changed:
             self._await(lambda: len(self._peers) >= self._expects)
             self._await(lambda: all(peer.version == self._version for peer in self._peers))
@@ -206,7 +251,7 @@ class Fleet(Collector):
             self._hand_out()
 
     def figures(self) -> dict[str, float]:
-        """Return counts, and means over generators of what they did since the last call."""
+        """Return counts, and means over generators of their figures since the last call."""
         number = self.settings.generators
         with self._changed:
             sums, self._sums, self._since = self._sums, Counter(), time.perf_counter()
@@ -216,8 +261,8 @@ class Fleet(Collector):
     def _await(self, condition: Callable[[], bool]) -> None:
         """Wait, with the lock released, until ``condition``; RunFailed: no generator comes."""
         while not condition():
-            if self._in_vain >= _IN_VAIN:
-                problem = f"{_IN_VAIN} generators in a row died, and nothing was over between"
+            if self._in_vain >= _MAX_IN_VAIN:
+                problem = f"{_MAX_IN_VAIN} generators in a row died, and nothing was over between"
                 raise RunFailed(problem)
             if not self._changed.wait_for(lambda: self._peers, self._limit):
                 problem = f"no generator came within {self._limit:g} s (launch.join_timeout)"
@@ -225,34 +270,36 @@ class Fleet(Collector):
             self._changed.wait(1.0)
 
     def _hand_out(self) -> None:
-        """Give groups that nobody has to the generators that have least, and wake all threads.
+        """Give each group that no generator has to the least busy one, and wake all threads.
 
-        Where generation runs ahead, nobody gets more than it soon begins. Else all are given at
-        once, in one order, so that reruns are the same.
+        If generation runs ahead (``rl.max_staleness``), no generator gets more than it soon begins.
+        Else all groups are given at once, in one order, so that reruns are the same.
         """
         self._changed.notify_all()
         if self._version is None or not self._peers:
             return
         rl = self.settings
-        given = _over(self.groups).union(*(peer.groups for peer in self._peers))
+        taken = _over(self.groups).union(*(peer.groups for peer in self._peers))
         most = rl.group_size + (1 + _SPARE) * rl.max_sequences if rl.max_staleness else math.inf
-        # Numbers of an evaluation, which is waited for, are below 0.
-        for group in sorted(self.groups.keys() - given, key=lambda n: (n >= 0, abs(n))):
-            peer = min(self._peers, key=lambda peer: (peer.running, peer.index))
-            if peer.running >= most:
+        # Groups below 0 are an evaluation's, which the loop waits for: they come first.
+        for group in sorted(self.groups.keys() - taken, key=lambda n: (n >= 0, abs(n))):
+            peer = min(self._peers, key=lambda peer: (peer.num_running, peer.index))
+            if peer.num_running >= most:
                 break
             peer.groups[group] = number = len(self.groups[group])
             peer.begun += self.groups[group]
-            peer.running += number
+            peer.num_running += number
 
     # ---- threads ---------------------------------------------------------------------------------
 
-    def _welcome(self, door: connection.Listener, *how: Any) -> None:
+    def _listen(self, listener: connection.Listener, store: dist.Store, key: bytes) -> None:
+        """Start a thread for each generator that connects."""
         while True:
-            link = door.accept()
-            threading.Thread(target=self._attend, args=(link, *how), daemon=True).start()
+            args = listener.accept(), store, key
+            threading.Thread(target=self._attend, args=args, daemon=True).start()
 
     def _attend(self, link: connection.Connection, store: dist.Store, key: bytes) -> None:
+        """Answer a generator until it is gone; then its groups are given to others."""
         peer = None
         try:
             with suppress(*_GONE):
@@ -265,15 +312,15 @@ class Fleet(Collector):
                     self._peers.append(peer)
                     self._hand_out()
                 while True:
-                    answer = self._answer(peer, *link.recv())
-                    link.send(answer)
-                    if answer[0]:
+                    orders = self._orders(peer, link.recv())
+                    link.send(orders)
+                    if orders.names:
                         link.recv()  # it is between two steps
-                        peer.carry(answer[0])
+                        peer.copy(orders.names)
                         with self._changed:
-                            peer.version = answer[1]
+                            peer.version = orders.version
                             self._changed.notify_all()
-        finally:  # an error of this side as well: nobody waits for such a generator
+        finally:  # after an error of this side too: nobody waits for such a generator
             with self._changed:
                 if peer in self._peers:
                     self._peers.remove(peer)
@@ -286,28 +333,27 @@ class Fleet(Collector):
                     self._expects = 0
                     self._hand_out()
 
-    def _answer(
-        self, peer: _Wire, groups: list[Any], are_all: bool, running: int, figures: Any
-    ) -> tuple[Any, ...]:
+    def _orders(self, peer: _Wire, report: Report) -> Orders:
+        """Take a generator's report, and return its orders when there are any or it is busy."""
         with self._changed:
-            peer.running = running + len(peer.begun)
-            self._sums.update(figures)
-            self.groups |= {group[0].group: group for group in groups}
+            peer.num_running = report.num_running + len(peer.begun)
+            self._sums.update(report.figures)
+            self.groups |= {group[0].group: group for group in report.groups}
             for number in peer.groups.keys() & _over(self.groups):
                 del peer.groups[number]
                 self._in_vain = 0
-            peer.reports = peer.reports and not are_all
+            peer.owes_all = peer.owes_all and not report.are_all
             self._hand_out()
             while True:
                 begun: list[Trajectory] = []
                 names: list[str] = []
-                if self._version is not None:  # nothing begins with weights from before
+                if self._version is not None:  # no trajectory begins with weights from before
                     begun, peer.begun = peer.begun, begun
                     has = () if peer.version is None else self.generator.borrowed
                     if peer.version != self._version:
                         names = [name for name in peer.values if name not in has]
-                if running or begun or names or peer.reports or peer.is_gone():
-                    return names, self._version, self.stop_ids, begun, peer.reports
+                if report.num_running or begun or names or peer.owes_all or peer.is_gone():
+                    return Orders(names, self._version, self.stop_ids, begun, peer.owes_all)
                 self._changed.wait(1.0)
 
 
@@ -315,20 +361,20 @@ class Fleet(Collector):
 
 
 def generate_if_apart(config: Config) -> None:
-    """Return where this process is to train; else generate until the main learner's process ends.
+    """Return if this rank is to train; else generate until the main learner's process ends.
 
-    Raises SystemExit: it has ended, or this rank's generators die before they serve; or whatever
-    building one raises.
+    Raises SystemExit: it has ended, or this rank's generators die before they serve. Also raises
+    the errors of building a generator.
     """
     place = launched_place()
     if place is None or not 0 < place.world_size - config.rl.apart <= place.rank:
         return
-    for thread in threading.enumerate():  # a fork takes none along, and locks as they are
+    for thread in threading.enumerate():  # a fork has no other threads, and their locks as they are
         if type(thread) is threading.Thread:
             thread.join(_STEP_SECONDS)
     find_ranks(place, config.launch.join_timeout)  # a generator may die before it does
     stillborn = 0
-    while stillborn < _STILLBORN:
+    while stillborn < _MAX_STILLBORN:
         reading, writing = os.pipe()
         if (child := os.fork()) == 0:
             os.close(reading)
@@ -356,7 +402,10 @@ def _leave_stopping_to_learners() -> None:
 
 
 class _Serving:
-    """The process of a generator."""
+    """The process of a generator.
+
+    A thread of it sends heartbeats to the supervisor through ``pipe``.
+    """
 
     def __init__(self, config: Config, place: LaunchedPlace, pipe: int) -> None:
         self.config, self.place, self._pipe = config, place, pipe
@@ -366,28 +415,33 @@ class _Serving:
 
     def _beat(self) -> None:
         while time.monotonic() - self._stepped < _STEP_SECONDS + self.config.rl.step_timeout:
-            if self._wire is not None and self._wire.is_gone():  # whatever the other thread does
+            if self._wire is not None and self._wire.is_gone():  # the other thread may hang
                 os._exit(0)
             try:
                 os.write(self._pipe, b"." if self._wire is None else b"s")
-            except OSError:  # whoever supervises is gone
+            except OSError:  # the supervisor is gone
                 os._exit(1)
             time.sleep(_BEAT_SECONDS)
 
     def run(self) -> None:
         """Build a generator and serve."""
-        gc.enable()  # off while a command starts
+        gc.enable()  # it is off while a command starts
         config, arch = resolve_run(self.config)
         device = claim_device(config, self.place.local_rank)
         setup = Setup(config, arch, device.type)
         model = blank(config, arch, compute_dtype(config, device)).to_empty(device=device)
-        places = config.rl.max_sequences
-        how: Any = {"num_pages": setup.num_pages, "max_sequences": places}
-        how["max_tokens"] = max(2048, 32 * places)  # an update may have all of them read again
-        generator = Generator(model, setup.tokenizer, **how)
-        generator.scheduler.batch = max(1, int(_SPARE * places))
-        parts = generator, setup.environment, config.rl
-        collector = Collector(*parts, stop_ids=(), longest=config.data.seq_len)
+        slots = config.rl.max_sequences
+        generator = Generator(
+            model,
+            setup.tokenizer,
+            num_pages=setup.num_pages,
+            max_sequences=slots,
+            max_tokens=max(2048, 32 * slots),  # after an update all may be read again
+        )
+        generator.scheduler.batch = max(1, int(_SPARE * slots))
+        collector = Collector(
+            generator, setup.environment, config.rl, stop_ids=(), longest=config.data.seq_len
+        )
         try:
             store = find_ranks(self.place, _SILENCE_SECONDS, again=True)
             host, port, key = store.get(_KEY).decode().split()
@@ -403,34 +457,39 @@ class _Serving:
                 raise
 
     def _serve(self, wire: _Wire, collector: Collector) -> None:
+        """Generate, report and follow orders, until the main learner is gone."""
         generator, groups = collector.generator, []
         figures: Any = generator.scheduler.figures
-        spoke, waits, are_all = 0.0, False, False
+        reported, waits, are_all = 0.0, False, False
         while True:
             now = time.monotonic()
             running = sum(not t.is_over for group in collector.groups.values() for t in group)
             self._stepped = now if running else math.inf
-            if not waits and (groups or are_all or not running or now - spoke > _PAUSE):
-                wire.link.send((groups, are_all, running, figures))
-                groups, spoke, waits = [], now, True
+            # 1. Report news, or from time to time that there are none.
+            if not waits and (groups or are_all or not running or now - reported > _PAUSE):
+                wire.link.send(Report(groups, are_all, running, figures))
+                groups, reported, waits = [], now, True
                 figures.clear()
+            # 2. Follow the orders that answer it.
             if waits and (not running or wire.link.poll()):
-                names, version, collector.stop_ids, begun, are_all = wire.link.recv()
-                waits = False
+                orders: Orders = wire.link.recv()
+                collector.stop_ids, are_all, waits = orders.stop_ids, orders.wants_all, False
                 figures["seconds/generator_idle"] += (not running) * (time.monotonic() - now)
-                if names:
+                if orders.names:
                     wire.link.send(None)
-                    wire.carry(names)
+                    wire.copy(orders.names)
                     generator.weights_changed(keeps_cache=self.config.rl.keep_cache)
-                    generator.version = version
-                for trajectory in begun:
+                    assert orders.version is not None  # it comes with weights
+                    generator.version = orders.version
+                for trajectory in orders.begun:
                     collector.resume(trajectory)
+            # 3. Take a step.
             if collector.groups:
                 before, now = figures["generator/mixed_steps"], time.monotonic()
-                collector.go_on()
+                collector.step()
                 is_mixed = figures["generator/mixed_steps"] > before
                 figures["seconds/generator_mixed"] += is_mixed * (time.monotonic() - now)
             groups += collector.finish(_over(collector.groups))
             if are_all:
-                collector.under_way()
+                collector.unfinished()
                 groups += collector.groups.values()

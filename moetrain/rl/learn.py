@@ -1,6 +1,6 @@
-"""Updates of a step: samples are dealt to ranks, packed into rows, scored and learned.
+"""The updates of a step: samples are dealt to ranks, packed into rows, scored and learned.
 
-Every denominator is the global batch's, so the split among ranks does not change the result.
+Every denominator is that of the global batch, so the split among ranks does not change the result.
 """
 
 import json
@@ -35,9 +35,9 @@ from moetrain.train.preferences import score
 from moetrain.train.samples import DealtSamples, RolloutBatch, Sample
 
 _AT_ONCE = 32
-"""Micro-batches of a rank for which it asks at once."""
+"""Micro-batches about which a rank asks a served teacher at once."""
 _BUSY = (None, 429, 502, 503)
-"""Statuses of servers that are not there, begin, or have too much to do."""
+"""HTTP statuses of a server that is starting or busy; None: there is no answer."""
 _TEXT = "The quick brown fox: 0123456789 {}\n"
 
 
@@ -45,11 +45,11 @@ class Learned(NamedTuple):
     """The result of one step's updates."""
 
     skipped: torch.Tensor
-    """0-d bool, on the device: whether an update was skipped."""
+    """0-d bool, on the device: True if an update was skipped."""
     routing: RoutingStats | None
-    """This rank's routing; None: there is no MoE layer, or nothing was learned."""
+    """This rank's routing statistics; None: there is no MoE layer, or nothing was learned."""
     row: dict[str, float]
-    """Figures for the metrics."""
+    """Metrics by name."""
 
 
 class Learner:
@@ -60,18 +60,19 @@ class Learner:
         own = PolicyObjective(config.rl)
         self.policy = Pretraining.of(config, engine.arch, own=own, is_rl=True)
         self.reference: dict[str, torch.Tensor] = {}
-        """This rank's part of the weights that the policy is kept near to, in host memory."""
-        self.teacher = None
+        """This rank's part of the reference policy's weights, in host memory."""
+        self.teacher: ServedTeacher | LoadedTeacher | None = None
         if config.rl.is_teacher_served:
             self.teacher = ServedTeacher(config, self.world)
         elif config.rl.teacher is not None:
-            self.teacher = _Teacher(config, config.rl.teacher, engine)
+            self.teacher = LoadedTeacher(config, config.rl.teacher, engine)
         self.compared = self.differing = 0
-        """Tokens of all ranks that the trainer scored with the very weights that generated them,
-        and those of them whose log-probability differs from generation's by a bit or more."""
+        """``compared``: number of tokens of all ranks that the trainer scored with the very weights
+        that generated them. ``differing``: those among them whose log-probability is not
+        generation's, bit for bit."""
 
     def deal(self, samples: Sequence[Sample]) -> DealtSamples:
-        """Give every rank a like share of long and of short samples. Collective."""
+        """Deal ``samples`` so that all ranks get similar numbers of long ones. Collective."""
         longest_first = sorted(range(len(samples)), key=lambda i: -len(samples[i].tokens))
         return DealtSamples(
             self.engine,
@@ -84,7 +85,7 @@ class Learner:
     def update(
         self, batches: Sequence[RolloutBatch], objective: Objective[RolloutBatch], lr: float
     ) -> Learned:
-        """Make one update by ``objective``, whose terms become the metrics."""
+        """Make one update by ``objective``; its terms become the metrics."""
         totals = self.engine.forward_backward(batches, objective)
         outcome = self.engine.step(lr)
         # The host waits here, once an update, for the figures that are logged.
@@ -93,25 +94,31 @@ class Learner:
         return Learned(outcome.skipped, totals.routing, row)
 
     def learn(self, samples: Sequence[Sample], version: int, lr: float) -> Learned:
-        """Make the policy's updates on all ranks' ``samples``; the weights are ``version``."""
+        """Make the policy's updates on ``samples``, those of all ranks.
+
+        ``version``: that of the weights before.
+        """
         settings = self.config.rl
+        # 1. Rows: each update has a part of the groups.
         numbers = sorted({sample.group for sample in samples})
         updates = [
             self.deal([sample for sample in samples if sample.group in some]).batches
             for some in np.array_split(numbers, settings.updates_per_rollout)
             if len(some)
         ]
+        # 2. What the loss needs beside generation's log-probabilities.
         batches, row = self._scored([batch for update in updates for batch in update], version)
         if settings.kl_coef:
             pairs = zip(batches, self._at_reference(batches), strict=True)
             batches = [batch._replace(reference_BS=found_BS) for batch, found_BS in pairs]
         if self.teacher is not None:
             batches = self.teacher.judged(batches)
-        rest = iter(batches)
-        parts = [list(islice(rest, len(update))) for update in updates]
+        # 3. The updates, and the means of their metrics.
+        remaining = iter(batches)
+        parts = [list(islice(remaining, len(update))) for update in updates]
         done = [self.update(part, self.policy, lr) for part in parts]
         rows = [learned.row for learned in done]
-        # An update's own mismatch holds what updates have moved, in this step or before.
+        # An update's own mismatch also contains what earlier updates have moved.
         names = [name for name in rows[0] if name != "mismatch"]
         row |= {name: sum(r[name] for r in rows) / len(rows) for name in names}
         routings = [learned.routing for learned in done if learned.routing is not None]
@@ -124,13 +131,16 @@ class Learner:
     def _scored(
         self, batches: list[RolloutBatch], version: int
     ) -> tuple[list[RolloutBatch], dict[str, float]]:
-        """Add the trainer's log-probabilities where the loss needs others than generation's.
+        """Add the trainer's log-probabilities if the loss needs others than generation's.
 
-        Also returns how far the two are apart on tokens that these very weights have chosen, and,
-        of those that are scored, on tokens of each older version. Where all tokens of every rank's
-        first batch have the same bits in training and in generation, and no batch has a token of
-        earlier weights, the others have them too, and are not scored; unless generation's weights
-        are in other codes (``rl.generator_dtype``), or older ones read too (``rl.keep_cache``).
+        Also returns metrics of the mismatch: of tokens that these very weights have chosen, and of
+        scored tokens of each older version.
+
+        Only the first batch of each rank is always scored. If its tokens have the same bits in
+        training and generation on all ranks, and no batch has a token of earlier weights, then the
+        other batches have the same bits too. They are scored all the same if generation's weights
+        are quantised otherwise (``rl.generator_dtype``), or tokens may have read a cache of older
+        weights (``rl.keep_cache``).
         """
         settings = self.config.rl
         first = score(self.engine, batches[:1], settings.temperature)
@@ -155,9 +165,10 @@ class Learner:
     def _compare(
         self, batches: Sequence[RolloutBatch], scored: Sequence[torch.Tensor], version: int
     ) -> torch.Tensor:
-        """Return k3 summed over tokens, how many differ, and how many there are.
+        """Compare the log-probabilities ``scored`` [B, S] with those of generation.
 
-        One row for each age, in versions, up to ``rl.max_staleness``: float64 [ages, 3].
+        Returns fp64 [ages, 3], a row for each age of tokens up to ``rl.max_staleness`` versions:
+        the sum of k3, the number of tokens that differ, and the number of tokens.
         """
         sums = torch.zeros(self.config.rl.max_staleness + 1, 3, dtype=torch.float64)
         for batch, logprobs_BS in zip(batches, scored, strict=True):
@@ -172,7 +183,7 @@ class Learner:
     # ---- the reference -------------------------------------------------------------------------
 
     def kl_sums(self, samples: Sequence[Sample]) -> list[float]:
-        """Estimate each sample's KL from the reference over its actions. Collective."""
+        """Return each sample's KL from the reference, summed over its actions. Collective."""
         dealt = self.deal(samples)
         kls = []
         for batch, found_BS in zip(dealt.batches, self._at_reference(dealt.batches), strict=True):
@@ -181,9 +192,11 @@ class Learner:
         return dealt.by_sample(kls, lambda kl: kl.sum().item())
 
     def keep_reference(self) -> None:
+        """Let the present weights be the reference."""
         self.reference = _copied(self._values())
 
     def _at_reference(self, batches: Sequence[RolloutBatch]) -> list[torch.Tensor]:
+        """Return log-probabilities [B, S] under the reference. It takes the policy's memory."""
         values = self._values()
         now = _copied(values)
         self.engine.before_change()
@@ -194,6 +207,7 @@ class Learner:
             _copy(now, values)
 
     def reference_state(self) -> dict[str, TensorSlice]:
+        """Return this rank's part of the reference, for a checkpoint."""
         parts = self.engine.state()["model"]
         return {k: part._replace(tensor=self.reference[k]) for k, part in parts.items()}
 
@@ -203,35 +217,36 @@ class Learner:
         self.reference = {name: state[name][part.box] for name, part in parts.items()}
 
     def _values(self) -> dict[str, torch.Tensor]:
-        """Return this rank's part of everything that changes and makes the model's output."""
+        """Return this rank's part of all that training changes in the model."""
         self.engine.fsdp.settle()
         members = self.engine.fsdp.members.items()
         trained = {name: member.local for name, member in members if member.rule.trainable}
         return trained | dict(self.engine.model.named_buffers())
 
 
-class _Teacher:
-    """A model beside the policy's, on the same ranks and in their layout, whose weights stay."""
+class LoadedTeacher:
+    """A frozen model beside the policy's, on the same ranks and in the same layout."""
 
     def __init__(self, config: Config, path: str, policy: Engine) -> None:
+        """Load the model at ``path``."""
         arch, other, self.settings = teacher_of(path), Config(), config.rl
         with torch.device("meta"):
             weights = Transformer(arch).named_parameters()
-        # Frozen, matrices have neither gradients nor moments; each block keeps a norm to train.
+        # Frozen matrices have neither gradients nor moments. Each block keeps a norm to train.
         matrices = tuple(name for name, weight in weights if weight.ndim > 1)
         own = {"model": ModelSection(path=path), "lora": other.lora, "optim": other.optim}
         own["parallel"] = config.parallel.model_copy(update={"reshard_after_forward": True})
         own["train"] = config.train.model_copy(update={"freeze": matrices, "mtp_weight": 0.0})
-        # What a user set is meant for the policy.
+        # The user's settings are meant for the policy.
         settings = config.model_copy(update=own).proposed()
         self.engine = Engine(settings, arch, policy.world)
         self.tokens = min(arch.vocab_size, policy.arch.vocab_size)
 
     def judged(self, batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
-        """Add what the teacher thinks of every target. Collective."""
+        """Add the teacher's log-probabilities for every target. Collective."""
         engine, temperature = self.engine, self.settings.temperature
         number = self.settings.teacher_top_k
-        own = [batch._replace(routes_BSLK=None) for batch in batches]  # they name policy's experts
+        own = [batch._replace(routes_BSLK=None) for batch in batches]  # routes are the policy's
 
         def finish(hidden_BSD: torch.Tensor, _: object, batch: RolloutBatch) -> torch.Tensor:
             lse_T = token_losses(engine.model, hidden_BSD, batch, temperature).lse_T
@@ -252,30 +267,29 @@ class _Teacher:
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """Makes a redirection an error: it would send the token to wherever the server says."""
+    """Makes a redirection an error, since it would send the token to another server."""
 
     def redirect_request(self, *args: object, **more: object) -> None:
         return None
 
 
 class ServedTeacher:
-    """The server at ``rl.teacher``, asked over HTTP what it thinks of given tokens.
+    """The server at ``rl.teacher``, which gives log-probabilities of tokens over HTTP.
 
-    It is asked as vLLM is, ``/v1/completions`` with ``prompt_logprobs``, sample by sample. Of ranks
-    that have the same rows one asks, and all have its answer. JSON keeps every bit of the numbers.
+    It is asked as vLLM is, at ``/v1/completions`` with ``prompt_logprobs``, sample by sample. One
+    of the ranks that have the same rows asks, and all get its answer. JSON keeps all bits.
 
-    Left out on purpose: probabilities at another temperature than 1, which such servers do not
-    have.
+    Left out on purpose: probabilities at a temperature other than 1. Such servers have none.
     """
 
     def __init__(self, config: Config, world: World | None = None) -> None:
-        """``world``: whose ranks all call :meth:`judged`."""
+        """``world``: its ranks all call :meth:`judged`; None: only :meth:`check` is called."""
         self.world, self.settings, self.seq_len = world, config.rl, config.data.seq_len
         self.number, self.patience, self.model = config.rl.teacher_top_k, 0.0, ""
         self._open = build_opener(ProxyHandler({}), _NoRedirects()).open
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raise ConfigError if it cannot judge a row of ``tokenizer``'s tokens."""
+        """Raise ConfigError if the server cannot judge a row of ``tokenizer``'s tokens."""
         ids = tokenizer.encode_batch([_TEXT])[0].ids.tolist()
         row = [*(ids * self.seq_len)[: self.seq_len], tokenizer.vocab_size - 1]
         read, judged = self._scores(_TEXT, 0), self._scores(row, self.number)
@@ -293,11 +307,14 @@ class ServedTeacher:
         raise self._error(problem)
 
     def judged(self, batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
-        """Add what the teacher thinks of every target. Collective; RunFailed: it is gone."""
+        """Add the teacher's log-probabilities for every target. Collective.
+
+        RunFailed: the server does not answer any more.
+        """
         world, found = self.world, None
-        assert world is not None  # given where there are batches
+        assert world is not None
         first = world.gather(world.data_rank).index(world.data_rank)
-        self.patience = self.settings.step_timeout  # it may be started again
+        self.patience = self.settings.step_timeout  # the server may be started again
         if world.rank == first:
             try:
                 with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -312,7 +329,10 @@ class ServedTeacher:
         return [b._replace(**{name: x}) for b, x in zip(batches, parts[first], strict=True)]
 
     def _values(self, batch: RolloutBatch) -> torch.Tensor:
-        """Return fp32 [B, S] or [B, S, 2, K]; 0 where nothing is predicted."""
+        """Return fp32 log-probabilities [B, S], or ids and log-probabilities [B, S, 2, K].
+
+        Positions that predict nothing have 0.
+        """
         tokens_T, targets_T = batch.tokens_BS.flatten(), batch.targets_BS.flatten()
         values = torch.zeros(len(tokens_T), *((2, self.number) if self.number else ()))
         for _, start, length in batch.spans:
@@ -325,7 +345,10 @@ class ServedTeacher:
         return values.unflatten(0, batch.tokens_BS.shape)
 
     def _scores(self, prompt: str | list[int], number: int) -> list[dict[int, float]]:
-        """Return log-probabilities of each token but the first, and of the ``number`` likeliest."""
+        """Return log-probabilities by token id, for each position of ``prompt`` but the first.
+
+        They are those of the token itself and of the ``number`` likeliest.
+        """
         try:
             self.model = self.model or self._ask("models")["data"][0]["id"]
             asked = {"model": self.model, "prompt": prompt, "prompt_logprobs": number}
@@ -337,7 +360,10 @@ class ServedTeacher:
             raise self._error(problem) from None
 
     def _ask(self, path: str, body: object = None) -> Any:
-        """Return the answer; ConfigError: there is none, for ``patience`` seconds if it is busy."""
+        """Return the answer's JSON; ConfigError: none comes, or the server refuses.
+
+        A busy server is asked again for ``patience`` seconds.
+        """
         url = str(self.settings.teacher).rstrip("/").removesuffix("/v1")
         headers, file = {"Content-Type": "application/json"}, user_cache_dir() / "serve.token"
         try:
@@ -370,6 +396,7 @@ class ServedTeacher:
 
 
 def _copied(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of ``values`` in host memory."""
     return {name: value.to("cpu", copy=True) for name, value in values.items()}
 
 

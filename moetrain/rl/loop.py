@@ -442,7 +442,7 @@ class RlTrainer(Run):
 
     def progress(self) -> Progress:
         """Return which prompts are begun, the trajectories under way, and the reference."""
-        parts = self.world.gather(self.collector.under_way())
+        parts = self.world.gather(self.collector.unfinished())
         rows, tensors = Trajectory.to_state(t for part in parts for t in part)
         state = {"sample_index": self.window.taken, "begun": self.window.begun}
         state |= {"under_way": rows, "tasks": self.setup.identity}

@@ -2,30 +2,32 @@
 
 A trajectory that failed, or was cut off where that counts as failing, is left out before anything
 is averaged, and does not affect the others. Rewards become advantages
-(:mod:`moetrain.losses.advantages`) within groups; one that teaches nothing is not trained at
-all, and so is in no denominator either. Means over the batch are over what is trained.
+(:mod:`moetrain.losses.advantages`) within groups. A group that teaches nothing is not trained at
+all, and so is in no denominator either. Means over the batch are over the trained trajectories.
 
-The loss of a trained token (:mod:`moetrain.losses.policy`; ``ratio`` says which old it
-compares with: current, the log-probability itself as a constant; proximal, the trainer's before the
-update, arXiv 2110.00641; rollout, generation's) counts times the importance weight, a constant,
-without the tokens that a mask leaves out (:func:`corrected`). Beside it stand, with their
-coefficients, an estimate of the KL from the reference, minus the entropy, and the KL from the
-teacher over its k likeliest tokens (on-policy distillation, arXiv 2306.13649). With
-``teacher_top_k`` 0 that is in the advantages: A - ``teacher_coef`` (old - teacher), old being
-generation's. Tokens become a loss by weights that depend on nothing but the global batch:
+The loss of a trained token (:mod:`moetrain.losses.policy`) is multiplied by its importance weight,
+a constant. Tokens that a mask leaves out have none (:func:`corrected`). The setting ``ratio`` says
+which old log-probability the loss compares with: current, the log-probability itself as a constant;
+proximal, the trainer's before the update (arXiv 2110.00641); rollout, generation's. Further terms,
+each with its coefficient, are an estimate of the KL from the reference, minus the entropy, and the
+KL from the teacher over its k likeliest tokens (on-policy distillation, arXiv 2306.13649). With
+``teacher_top_k`` 0 the teacher is in the advantages instead: A - ``teacher_coef`` (old - teacher),
+where old is generation's log-probability. Tokens become a loss by weights that depend on the global
+batch alone:
 
     token      1 / trained tokens                               DAPO
     sequence   1 / (trained tokens of the sample * samples)     GRPO
     fixed      1 / (max_tokens * samples)                       Dr. GRPO, arXiv 2503.20783
 
-where a sample counts if a token of it is trained. So no split into micro-batches, rows or ranks
+where a sample counts if one of its tokens is trained. So no split into micro-batches, rows or ranks
 changes the result.
 
 The log-probability and entropy of every target come from the logits h @ w^T / temperature as
 logits[target] - lse and lse - sum(p * logits), over vocabulary chunks and vocabulary shards.
 
 Left out on purpose: log-probabilities among the tokens that a top-k or top-p filter left. They need
-the logits of every kept token again; where filters are on, the whole distribution's are trained.
+the logits of every kept token again. With filters the log-probabilities of the whole distribution
+are trained.
 Legend: B rows, S tokens of a row, T tokens, D model width, V vocabulary.
 """
 
@@ -41,7 +43,7 @@ import torch
 from moetrain.config.rl import RlSection
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.losses.advantages import batch_advantages, group_advantages, spread
-from moetrain.losses.policy import clamped, kl_estimate, kl_of_likeliest, policy_loss, ratios
+from moetrain.losses.policy import POLICY_LOSSES, PolicyTokens, kl_estimate, kl_of_likeliest, ratios
 from moetrain.models.transformer import Transformer
 from moetrain.rl.trajectories import Trajectory
 from moetrain.train.objectives import Outputs, Sizes, Term, token_losses
@@ -56,20 +58,22 @@ class _Advantages(NamedTuple):
     values: list[float | None]
     """None: the trajectory is not trained."""
     left_out: Counter[str]
-    """Trajectories that are not trained, by reason: a fault, ``overlong``, ``not_finite``
-    (rewards), ``no_variance`` (all of the group's rewards are equal), ``alone`` in its group."""
+    """Number of trajectories that are not trained, by reason: a fault, ``overlong``,
+    ``not_finite`` (the reward), ``no_variance`` (all rewards of the group are equal), or ``alone``
+    (in its group)."""
     spread: float
-    """Standard deviation of the advantages that are trained; 0 where there is only one."""
+    """Standard deviation of the trained advantages; 0 if there is only one."""
 
 
 def advantages(
     trajectories: Sequence[Trajectory], settings: RlSection, kls: Sequence[float] | None = None
 ) -> _Advantages:
-    """Compute the advantage of every trajectory of the *global* batch, all ranks' together.
+    """Compute the advantage of every trajectory of the *global* batch, those of all ranks.
 
-    ``kls``: the KL estimate of each, summed over its tokens, which ``rl.kl_coef`` times is taken
-    off its reward; None: nothing is.
+    ``kls``: the KL estimate of each, summed over its tokens. The reward is lessened by
+    ``rl.kl_coef`` times that; None: it is not.
     """
+    # 1. Rewards, and the trajectories that have none.
     values = np.array([t.reward for t in trajectories], dtype=np.float64)
     if kls is not None:
         values -= settings.kl_coef * np.array(kls)
@@ -82,15 +86,17 @@ def advantages(
             reasons[i] = "overlong"
         elif t.fault is None:
             groups.setdefault(t.group, []).append(i)
+    # 2. Advantages within groups.
     for members in groups.values():
         found = group_advantages(settings.advantage, values[members])
-        if found is None and settings.teacher is None:  # which teaches where rewards do not
+        if found is None and settings.teacher is None:  # a teacher teaches without rewards too
             for i in members:
                 reasons[i] = "alone" if len(members) == 1 else "no_variance"
         values[members] = 0.0 if found is None else found
     for i, t in enumerate(trajectories):
         if settings.overlong == "mask" and t.is_overlong and reasons[i] is None:
             reasons[i] = "overlong"
+    # 3. Advantages over the batch.
     trained = np.flatnonzero([reason is None for reason in reasons])
     values[trained] = batch_advantages(settings.advantage, values[trained])
     return _Advantages(
@@ -108,11 +114,14 @@ def corrected(
 ) -> list[RolloutBatch]:
     """Add the trainer's log-probabilities and importance weights to ``batches``, and mask tokens.
 
-    Where generation has not the trainer's bits, samples come from another policy than the one that
-    is trained. A weight, the ratio ``importance`` of the trainer's to generation's probabilities,
-    bounded from above, corrects for it. A mask leaves out tokens whose ratio ``mask`` lies outside
-    ``mask_range``: they lose their targets, and so leave every denominator, before any micro-batch
-    runs. ``proximal`` are each batch's of :func:`moetrain.train.preferences.score`.
+    If generation's probabilities differ from the trainer's, samples come from another policy than
+    the one that is trained. The importance weight corrects for that: the ratio ``rl.importance_of``
+    of the trainer's to generation's probabilities, bounded from above. The mask leaves out tokens
+    whose ratio ``rl.mask`` lies outside ``mask_range``. They lose their targets, and so are in no
+    denominator.
+
+    ``proximal``: each batch's log-probabilities [B, S] under the trainer's weights
+    (:func:`moetrain.train.preferences.score`).
     """
     low, high = settings.mask_range
     found = []
@@ -121,11 +130,11 @@ def corrected(
         has_target_BS = batch.targets_BS != IGNORE_INDEX
         apart_BS = torch.where(has_target_BS, proximal_BS - batch.logprobs_BS, 0)
         numbers_BS = batch.sums_over_samples(has_target_BS.to(apart_BS.dtype))
-        how = apart_BS, numbers_BS, batch.sums_over_samples
-        of_mask_BS = ratios(settings.mask, *how)
-        is_kept_BS = (of_mask_BS >= low) & (of_mask_BS <= high)
+        sums = batch.sums_over_samples
+        mask_ratios_BS = ratios(settings.mask, apart_BS, numbers_BS, sums)
+        is_kept_BS = (mask_ratios_BS >= low) & (mask_ratios_BS <= high)
         if settings.importance_of != "none":
-            weights_BS = ratios(settings.importance_of, *how)
+            weights_BS = ratios(settings.importance_of, apart_BS, numbers_BS, sums)
             weights_BS = weights_BS.clamp(max=settings.importance_high)
             batch = batch._replace(weights_BS=torch.where(is_kept_BS, weights_BS, 0))
         targets_BS = torch.where(is_kept_BS, batch.targets_BS, IGNORE_INDEX)
@@ -138,16 +147,17 @@ def corrected(
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The loss that ``Engine.forward_backward`` minimises, but for the routers' auxiliary losses,
-    which :class:`moetrain.train.objectives.Pretraining` adds.
+    """The policy's loss for ``Engine.forward_backward``.
 
-    Terms with a coefficient: ``policy``, ``kl_penalty`` (with ``rl.kl_coef``, in the loss),
+    :class:`moetrain.train.objectives.Pretraining` adds the routers' auxiliary losses.
+
+    Terms of the loss: ``policy``, ``kl_penalty`` (with ``rl.kl_coef``, in the loss),
     ``entropy_bonus`` (with ``rl.entropy_coef``) and ``teacher_kl`` (with ``rl.teacher_top_k``).
-    Statistics, terms of coefficient 0 that are means over the global batch's trained tokens:
-    ``entropy``, ``ratio``, ``ratio_square``, ``clip_share``, ``moved`` (k3 of the policy from what
-    the ratio divides by), ``mismatch`` (k3 of the trainer's probabilities from the rollout's),
-    ``kl`` (k3 from the reference), ``teacher_kl`` (k1 of the rollout from the teacher) and
-    ``weight`` (importance), where the batches have them.
+    Statistics are terms of coefficient 0, means over the global batch's trained tokens:
+    ``entropy``, ``ratio``, ``ratio_square``, ``clip_share``, ``moved`` (k3 of the policy from the
+    old log-probabilities), ``mismatch`` (k3 of the trainer's probabilities from the rollout's),
+    and, if the batches have them, ``kl`` (k3 from the reference), ``teacher_kl`` (k1 of the rollout
+    from the teacher) and ``weight`` (importance).
     """
 
     settings: RlSection
@@ -162,35 +172,43 @@ class PolicyObjective:
     def terms(
         self, model: Transformer, outputs: Outputs, batch: RolloutBatch, sizes: Sizes
     ) -> dict[str, Term]:
-        """Compute a batch's terms; ValueError if it lacks a ``reference_BS`` that they need."""
+        """Return a batch's terms; ValueError: it lacks a ``reference_BS`` that they need."""
         settings = self.settings
         losses = token_losses(model, outputs.hidden_BSD, batch, settings.temperature)
         logprob, entropy = (x.view_as(batch.targets_BS) for x in (-losses.loss_T, losses.entropy_T))
+        trained = (batch.targets_BS != IGNORE_INDEX).to(logprob.dtype)
+        num_trained = batch.sums_over_samples(trained).clamp(min=1)
         old = {
             "current": logprob.detach(),
             "proximal": batch.logprobs_BS if batch.proximal_BS is None else batch.proximal_BS,
             "rollout": batch.logprobs_BS,
         }[settings.ratio]
-        trained = (batch.targets_BS != IGNORE_INDEX).to(logprob.dtype)
-        num_trained = batch.sums_over_samples(trained).clamp(min=1)
-        log_ratio = clamped(logprob - old)
-        if settings.policy == "gspo":
-            mean = batch.sums_over_samples(trained * log_ratio.detach()) / num_trained
-            # The second part is 0, and brings the gradient.
-            log_ratio = mean + logprob - logprob.detach()
+
+        # 1. Each token's loss of the policy.
         advantage = batch.advantages_BS.to(logprob.dtype)
         if batch.teacher_BS is not None:
             apart = kl_estimate("k1", batch.logprobs_BS, batch.teacher_BS)
             advantage = advantage - settings.teacher_coef * apart
-        given = logprob, old, log_ratio, advantage, settings.clip_range, settings.dual_clip
-        loss, ratio, is_clipped = policy_loss(settings.policy, *given)
-        parts = {
+        low, high = settings.clip_range
+        tokens = PolicyTokens(
+            logprob,
+            old,
+            advantage,
+            low,
+            high,
+            dual_clip=settings.dual_clip,
+            mean_over_sample=lambda x: batch.sums_over_samples(trained * x) / num_trained,
+        )
+        policy = POLICY_LOSSES[settings.policy](tokens)
+
+        # 2. The loss: sums over tokens by their shares.
+        denominators = {
             "token": sizes["targets"],
             "sequence": num_trained * sizes["samples"],
             "fixed": settings.max_tokens * sizes["samples"],
         }
-        shares = trained / parts[settings.aggregation]
-        weighted = loss if batch.weights_BS is None else batch.weights_BS * loss
+        shares = trained / denominators[settings.aggregation]
+        weighted = policy.loss if batch.weights_BS is None else batch.weights_BS * policy.loss
         terms = {"policy": Term((shares * weighted).sum())}
         if settings.kl_coef and settings.kl_in == "loss":
             if batch.reference_BS is None:
@@ -202,17 +220,21 @@ class PolicyObjective:
             terms["entropy_bonus"] = Term((shares * entropy).sum(), -settings.entropy_coef)
         if batch.teacher_BS2K is not None:
             ids_TK, teacher_TK = batch.teacher_BS2K.flatten(0, 1).unbind(1)
-            how = outputs.hidden_BSD.flatten(0, 1), model.head_weight, ids_TK.long()
-            logits_TK = model.vocabulary.logits_of(*how) / settings.temperature
-            kl = kl_of_likeliest(logits_TK, losses.lse_T, teacher_TK, trained.flatten() > 0)
+            hidden_TD = outputs.hidden_BSD.flatten(0, 1)
+            logits_TK = model.vocabulary.logits_of(hidden_TD, model.head_weight, ids_TK.long())
+            kl = kl_of_likeliest(
+                logits_TK / settings.temperature, losses.lse_T, teacher_TK, trained.flatten() > 0
+            )
             value = (shares * kl.view_as(logprob)).sum()
             terms["teacher_kl"] = Term(value, settings.teacher_coef)
+
+        # 3. Statistics.
         now, trainer = logprob.detach(), batch.proximal_BS
         seen = {
             "entropy": entropy,
-            "ratio": ratio,
-            "ratio_square": ratio.square(),
-            "clip_share": is_clipped,
+            "ratio": policy.ratio,
+            "ratio_square": policy.ratio.square(),
+            "clip_share": policy.is_clipped,
             "moved": kl_estimate("k3", old, now),
             "mismatch": kl_estimate("k3", batch.logprobs_BS, now if trainer is None else trainer),
         }

@@ -1,11 +1,11 @@
 """What a run of reinforcement learning needs before there is a model: its tasks and its sizes.
 
-All errors in settings, files and the environment show here, so that a dry run and the process that
-starts the ranks refuse what a run would.
+All errors in settings, files and the environment are raised here. So a dry run, and the process
+that starts the ranks, refuse what a run would refuse.
 
 Training data is identified by content: a folder of prompts and functions may move between a run and
-its resumption, while edited prompts are refused. Edited code may be what mends an environment: the
-run goes on with it and says so. Of a user's file its own bytes are compared, not what it imports.
+its resumption, but edited prompts are refused. Edited code may repair an environment, so the run
+goes on with it and logs that. The bytes of a user's file are compared, not those of its imports.
 """
 
 import hashlib
@@ -35,16 +35,16 @@ from moetrain.train.estimates.memory import teacher_of
 from moetrain.train.estimates.plan import plan_memory
 
 _CODE = re.compile(r"^[0-9a-f]{64}:")
-"""The digest that stands for a file of Python in an identity."""
+"""Pattern of the digest that stands for a Python file in an identity."""
 
 
 class Setup:
-    """All that a run is given.
+    """The tasks and sizes of a run.
 
     Attributes:
         num_groups: prompts of a step.
         num_pages: pages of one rank's key/value cache.
-        identity: what the run is trained on, by the name of the setting that says so.
+        identity: identifies what the run is trained on, for each setting that decides it.
     """
 
     def __init__(self, config: Config, arch: Architecture, device_type: str) -> None:
@@ -61,7 +61,7 @@ class Setup:
             raise ConfigError("kernels.precision", f"{problem}; unset it")
         self.config, rl = config, config.rl
         self.total_steps, self.num_groups = _steps_and_groups(config)
-        self.window = _Window(rl.max_staleness * self.num_groups)
+        self.window = PromptWindow(rl.max_staleness * self.num_groups)
         self.num_pages = Pages.number_for(config)
         data = config.data
         self.tokenizer = tokenizer = load_tokenizer(
@@ -83,14 +83,14 @@ class Setup:
             problem = f"{rl.supervised_steps}, but rl.env {rl.env!r} shows nothing"
             remedy = "set 0, or give the environment a method demonstrate"
             raise ConfigError("rl.supervised_steps", f"{problem}; {remedy}")
-        self.tasks = _Tasks(environment.num_tasks, rl.eval_tasks, config.train.seed)
+        self.tasks = Tasks(environment.num_tasks, rl.eval_tasks, config.train.seed)
         number, held_out = environment.num_tasks, str(rl.eval_tasks)
         self.identity = {
             "rl.env": _function(rl.env),
             "rl.env_args": str(rl.env_args),
             "rl.prompts": "None" if rl.prompts is None else _digest(rl.prompts),
             "rl.reward": _function(str(rl.reward)),
-            # Held-out tasks are drawn from so many.
+            # Held-out tasks are drawn from all tasks, so their number counts.
             "rl.eval_tasks": held_out if number is None else f"{held_out} of {number}",
             "data.tokenizer": tokenizer.fingerprint,
             "data.chat_template": str(tokenizer.given_template),
@@ -99,19 +99,22 @@ class Setup:
 
     @classmethod
     def plan(cls, config: Config, arch: Architecture) -> str:
-        """Raise ConfigError as a run would, and describe the memory that it takes."""
+        """Return a description of the memory that a run takes; raises ConfigError as the run."""
         cls(config, arch, planned_machine(config).device.type)
         return plan_memory(config, arch, generates=True)
 
     @property
     def digest(self) -> str:
-        """A digest of what the run is trained on, but for the code of it."""
+        """Digest of :attr:`identity` without the code of a user's files."""
         tasks = _without_code(self.identity)
         tasks = {x: y for x, y in tasks.items() if y != "None" or "chat_template" not in x}
         return hashlib.sha256(json.dumps(tasks).encode()).hexdigest()
 
     def edited_since(self, found: Checkpoint) -> list[str]:
-        """Return settings whose code was edited since ``found``; ConfigError: other data."""
+        """Return the settings whose code was edited since the checkpoint ``found``.
+
+        ConfigError: the checkpoint was trained on other data.
+        """
         before = self.identity | found.state.get("tasks", {})
         then, now = _without_code(before), _without_code(self.identity)
         for name, was in then.items():
@@ -130,6 +133,7 @@ class Setup:
 
 
 def _steps_and_groups(config: Config) -> tuple[int, int]:
+    """Return the steps of the run and the groups of a step; ConfigError: sizes do not fit."""
     train, rl = config.train, config.rl
     if train.steps is None:
         problem = f"{train.epochs}, but reinforcement learning counts steps"
@@ -150,6 +154,7 @@ def _steps_and_groups(config: Config) -> tuple[int, int]:
 
 
 def _function(name: str) -> str:
+    """Return ``name`` with the digest of the file in place of its path, if it names a file."""
     file, _, key = name.removeprefix("agent:").rpartition(":")
     return f"{_digest(file)}:{key}" if os.path.isfile(os.path.expanduser(file)) else name
 
@@ -166,13 +171,13 @@ def _without_code(identity: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass
-class _Window:
-    """A sliding window over the run's sequence of prompts: which are begun, and which are due.
+class PromptWindow:
+    """A sliding window over the run's sequence of prompts: those that are begun, and those due.
 
-    A step takes the next prompts and waits for exactly those; with ``rl.max_staleness`` s, the
-    prompts of s steps more are begun by then, and go on over the updates between. So a trajectory
-    is at most s updates old when it is trained, and the prompts of a step do not depend on
-    anybody's speed.
+    A step takes the next prompts and waits for exactly those. With ``rl.max_staleness`` s, the
+    prompts of s more steps are begun by then, and go on during the updates between. So a trajectory
+    is at most s updates old when it is trained, and the prompts of a step do not depend on the
+    speed of any rank.
 
         s = 1, 4 prompts a step     begun before step 0 trains: 0 to 7    taken: 0 to 3
                                                         step 1: 8 to 11          4 to 7
@@ -180,8 +185,10 @@ class _Window:
     Each of W ranks generates every W-th prompt, whatever share of the data it trains.
     """
 
-    ahead: int  # prompts that are begun before their step
+    ahead: int
+    """Prompts that are begun before their step."""
     taken: int = 0
+    """Prompts that were due so far."""
     begun: int = 0
 
     def advance(self, number: int) -> tuple[range, range]:
@@ -192,29 +199,33 @@ class _Window:
         return new, due
 
 
-class _Tasks:
-    """An environment's tasks, split into held-out ones and those that are trained.
+class Tasks:
+    """An environment's tasks, split into held-out tasks and trained ones.
 
     Finite tasks are shuffled once, always in the same way, so that neither part is the start of a
-    sorted file; the trained ones come in another order at each epoch.
+    sorted file. The trained ones come in another order at each epoch.
     """
 
     def __init__(self, num_tasks: int | None, num_held_out: int, seed: int) -> None:
-        """``num_tasks`` None: without end. ConfigError: no task would be left to train."""
+        """``num_tasks`` None: tasks have no end. ConfigError: none would be left to train."""
         if num_tasks is not None and num_held_out >= num_tasks:
             problem = f"{num_held_out} of {num_tasks} tasks leave none to train; lower it"
             raise ConfigError("rl.eval_tasks", problem)
         self.num_held_out, self.seed = num_held_out, seed
-        self._dealt = None if num_tasks is None else np.random.default_rng(0).permutation(num_tasks)
+        self._shuffled = None
+        if num_tasks is not None:
+            self._shuffled = np.random.default_rng(0).permutation(num_tasks)
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
     def held_out(self, index: int) -> int:
-        return index if self._dealt is None else int(self._dealt[index])
+        """Return the number of a held-out task."""
+        return index if self._shuffled is None else int(self._shuffled[index])
 
     def trained(self, prompt: int) -> int:
-        if self._dealt is None:
+        """Return the number of the task of the run's ``prompt``."""
+        if self._shuffled is None:
             return self.num_held_out + prompt
-        trained = self._dealt[self.num_held_out :]
+        trained = self._shuffled[self.num_held_out :]
         epoch, index = divmod(prompt, len(trained))
         if epoch != self._epoch:
             generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))

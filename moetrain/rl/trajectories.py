@@ -36,25 +36,26 @@ class Trajectory:
     temperature: float
     reward: float = 0.0
     answers: int = 0
-    """How often the environment has answered, the prompt included."""
+    """Number of the environment's answers, of which the first is the prompt."""
     actions: list[tuple[int, int]] = field(default_factory=list)
     """Start and stop of each of the policy's turns in ``tokens``."""
     is_over: bool = False
     is_overlong: bool = False
-    """Cut off at ``rl.max_tokens``, ``rl.max_turns`` or the end of a row."""
+    """True: it was cut off at ``rl.max_tokens``, ``rl.max_turns`` or the end of a row."""
     fault: str | None = None
-    """Why it failed, in a word to count by; None: it did not fail."""
+    """The reason why it failed, a word to count by; None: it did not fail."""
     detail: str = ""
-    """The same in a line."""
+    """The reason in a line."""
     tokens: list[int] = field(default_factory=list)
     is_action: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    """Where in ``tokens`` each segment but the first begins; it is read without those before."""
+    """Where in ``tokens`` each segment but the first begins. The policy reads a segment without the
+    segments before it."""
     routes: np.ndarray | None = None
-    """int32 [tokens read up to the last turn, MoE layers, K], of all but each segment's last token;
-    None: not asked for."""
+    """int32 [tokens, MoE layers, K]: the experts of the tokens that were read up to the last turn,
+    without each segment's last token; None: not asked for."""
 
     def extend(
         self,
@@ -62,7 +63,7 @@ class Trajectory:
         logprobs: Sequence[float] | None = None,
         versions: Sequence[int] | None = None,
     ) -> None:
-        """Append the policy's tokens or, without ``logprobs``, the environment's."""
+        """Append tokens of the policy or, without ``logprobs``, of the environment."""
         self.tokens += tokens
         self.is_action += [logprobs is not None] * len(tokens)
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
@@ -70,7 +71,7 @@ class Trajectory:
 
     @property
     def num_written(self) -> int:
-        """Tokens that the policy has chosen."""
+        """Number of tokens that the policy has chosen."""
         return sum(self.is_action)
 
     @property
@@ -80,35 +81,42 @@ class Trajectory:
 
     @property
     def turn_start(self) -> int:
-        """Where the policy's last turn starts: behind the environment's last tokens.
-
-        They may be before the turn before.
+        """Where the policy's last turn starts: after the environment's last tokens, or, if it gave
+        none, after the turn before.
         """
         start = len(self.tokens) - self.is_action[::-1].index(False)
         return max([start, *(stop for _, stop in self.actions)])
 
     def keep_routes(self, routes: np.ndarray | None) -> None:
-        """Take the experts of the last segment's tokens."""
+        """Append the experts of the last segment's tokens."""
         if self.routes is not None and routes is not None and self.starts:
             routes = np.concatenate([self.routes[: self.start - len(self.starts)], routes])
         self.routes = routes
 
     def samples(self, advantage: float) -> list[Sample]:
-        """Return one sample for each segment, all with this advantage."""
+        """Return a sample for each segment, all with this ``advantage``."""
         found, ends = [], [*self.starts, len(self.tokens)]
         for i, (start, stop) in enumerate(zip([0, *self.starts], ends, strict=True)):
             parts = (self.tokens, self.is_action, self.logprobs, self.versions)
             tokens, acts, logprobs, versions = (part[start:stop] for part in parts)
             routes = None if self.routes is None else self.routes[start - i : stop - i - 1]
-            known = self.group, logprobs, versions, routes
-            found.append(Sample(tokens, acts, advantage, *known))
+            sample = Sample(
+                tokens,
+                acts,
+                advantage,
+                self.group,
+                logprobs=logprobs,
+                versions=versions,
+                routes=routes,
+            )
+            found.append(sample)
         return found
 
     @staticmethod
     def to_state(
         trajectories: "Iterable[Trajectory]",
     ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-        """Return fields as JSON, and per-token values of all as tensors, for a checkpoint."""
+        """Return fields as JSON, and values of tokens as tensors, for a checkpoint."""
         rows: list[dict[str, Any]]
         rows = [asdict(t) | {"length": len(t.tokens)} for t in trajectories]
         tensors = {

@@ -4,12 +4,12 @@
     episode.reset()              -> the prompt
     episode.step(action)         -> what the policy reads next, a reward, and whether that is all
 
-Tokens go in and come out; :class:`TextEnvironment` turns them into text for tasks that are text.
-Each call may be plain or ``async``, and has a time limit. Plain ones are meant for what answers at
-once; asynchronous ones run beside generation, on one event loop for all, and must not block it
-(:mod:`moetrain.rl.collect`).
+Tokens go in and come out. :class:`TextEnvironment` turns them into text for tasks that are text.
+Each method may be plain or ``async``, and each call has a time limit. Plain methods should answer
+at once. Asynchronous ones run beside generation, on one event loop for all, which they must not
+block (:mod:`moetrain.rl.calls`).
 
-Ours are in :mod:`moetrain.rl.envs.shipped`.
+The environments that moetrain brings along are in :mod:`moetrain.rl.envs.shipped`.
 """
 
 from abc import ABC, abstractmethod
@@ -28,34 +28,34 @@ class Turn(NamedTuple):
     tokens: tuple[int, ...] = ()
     """What the policy reads before it acts; ``reset`` returns at least one token."""
     reward: float = 0.0
-    """Reward of the action before; a trajectory's rewards are added up. Finite."""
+    """Reward of the action before, a finite number. A trajectory's rewards are added up."""
     done: bool = False
-    """Whether the episode ends here; ``tokens`` are then of no use."""
+    """True: the episode ends here, and ``tokens`` are ignored."""
     new_segment: bool = False
-    """Whether ``tokens`` are a whole prompt, and the policy no longer sees what came before."""
+    """True: ``tokens`` are a whole prompt, and the policy no longer sees the tokens before them."""
     max_tokens: int | None = None
     """Most tokens of the policy's next turn; None: as many as the trajectory has room for."""
     stop: tuple[str, ...] = ()
     """Texts that end the policy's next turn."""
-    heard: Callable[[Sequence[int]], object] | None = None
-    """Called with the tokens of the policy's next turn as they come, but for the last ones, which
-    only ``step`` brings; on the event loop, which it must not block."""
+    on_tokens: Callable[[Sequence[int]], object] | None = None
+    """Called with new tokens of the policy's next turn as they come. Only ``step`` gets the last
+    ones. It runs on the event loop, which it must not block."""
 
 
 class Demonstration(NamedTuple):
-    """A whole trajectory as it should be."""
+    """A whole trajectory, to be imitated."""
 
     tokens: tuple[int, ...]
     mask: tuple[bool, ...]
-    """For each token, whether the policy is to choose it; the environment says the others."""
+    """For each token, True if the policy is to choose it. The environment says the others."""
 
 
 class Episode(Protocol):
     """One attempt at a task.
 
-    After a checkpoint the same actions are given to a new episode of the same task: it must answer
-    as it did, or go on from there in another way. Its method ``close``, if any, is called in a
-    thread where the trajectory ends before the episode does.
+    After a restart a new episode of the same task gets the same actions again, and must answer
+    with the same tokens. If the episode has a method ``close``, it is called in a thread when the
+    trajectory ends before the episode does.
     """
 
     def reset(self) -> Turn | Awaitable[Turn]:
@@ -63,19 +63,19 @@ class Episode(Protocol):
         ...
 
     def step(self, action: Sequence[int]) -> Turn | Awaitable[Turn]:
-        """Answer the policy's next tokens: as many as it may write, or up to a stop."""
+        """Answer the policy's next turn: all tokens that it may write, or those up to a stop."""
         ...
 
 
 class Environment(Protocol):
-    """Tasks by number: the same task at every call, on every rank.
+    """Tasks by number. A number is the same task at every call, on every rank.
 
-    For ``rl.supervised_steps`` it also has ``demonstrate(task)``, which returns a
+    For ``rl.supervised_steps`` it also has a method ``demonstrate(task)``, which returns a
     :class:`Demonstration`.
     """
 
     num_tasks: int | None
-    """Tasks are 0 to ``num_tasks - 1``; None: there is no end."""
+    """Tasks are 0 to ``num_tasks - 1``; None: they have no end."""
 
     def episode(self, task: int) -> Episode:
         """Begin a new attempt at ``task``."""
@@ -83,61 +83,63 @@ class Environment(Protocol):
 
 
 class Problem(NamedTuple):
-    """A question, and all that is needed to score its answers."""
+    """A question, with all that is needed to score its answers."""
 
     prompt: str | list[Any]
-    """Text to be continued; or a conversation (``[{"role": ..., "content": ...}, ...]``)."""
+    """Text to be continued, or a conversation (``[{"role": ..., "content": ...}, ...]``)."""
     answer: str = ""
-    """A right answer, where one is known."""
+    """A right answer, if one is known."""
     facts: Any = None
-    """Whatever ``score`` needs besides."""
+    """Anything else that ``score`` needs."""
     record: Mapping[str, Any] = MappingProxyType({})
-    """``tools``, ``documents`` and ``chat_template_kwargs`` for the chat template, if any."""
+    """Variables of the chat template: ``tools``, ``documents``, ``chat_template_kwargs``."""
 
 
 class Prompts:
-    """Turns text into tokens: as it is, or as a user's turn by the tokenizer's chat template."""
+    """Turns prompts into tokens, and tokens into text."""
 
     def __init__(
         self, tokenizer: Tokenizer, chat: bool, *, skip_special_tokens: bool = True
     ) -> None:
+        """Without ``chat`` a text is encoded as it is; with it, as a user's turn of a chat."""
         self.tokenizer, self.chat = tokenizer, chat
         self.skip_special_tokens = skip_special_tokens
 
     def encode(
         self, prompt: str | list[Any], record: Mapping[str, Any] = MappingProxyType({})
     ) -> tuple[int, ...]:
-        """Return the tokens that an answer to ``prompt`` continues; ConfigError: there are none."""
+        """Return the tokens of ``prompt``, which an answer continues; ConfigError: it has none."""
         if (messages := self._messages(prompt)) is None:
             return tuple(self.tokenizer.encode_prompt(str(prompt)))
         return chat_ids(self.tokenizer, messages, record, strict=True)
 
     def check(self, prompt: str | list[Any], record: Mapping[str, Any]) -> None:
-        """Raise BadLineError if the chat template writes ``prompt`` and does not show all of it."""
+        """Raise BadLineError if the chat template leaves out a part of ``prompt``."""
         if (messages := self._messages(prompt)) is not None:
             template = ChatTemplate.of(self.tokenizer)
             template.check_prompt(messages, template.variables_of(record))
 
     def _messages(self, prompt: str | list[Any]) -> list[Any] | None:
-        """Return the conversation that ``prompt`` is; None: it is a text to be continued."""
+        """Return ``prompt`` as a conversation; None: it is a text to be continued."""
         if isinstance(prompt, list):
             return prompt
         return [{"role": "user", "content": prompt}] if self.chat else None
 
     def decode(self, action: Sequence[int]) -> str:
-        """Return the text of what the policy wrote, as ``rl.skip_special_tokens`` says."""
+        """Return the text of the policy's tokens, as ``rl.skip_special_tokens`` says."""
         return self.tokenizer.decode(action, skip_special_tokens=self.skip_special_tokens)
 
     def text(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of ``text``, without any that begin or end a prompt."""
         return tuple(self.tokenizer.encode_batch([text])[0].ids.tolist())
 
     def ended(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of ``text`` as a whole turn of the policy's, with the end token."""
+        """Return the tokens of ``text`` as a whole turn of the policy, with the end token."""
         return (*self.text(text), self.tokenizer.eos_id)
 
 
 class TextEnvironment(Environment, ABC):
-    """An :class:`Environment` of problems in text: one answer each, scored once."""
+    """An :class:`Environment` of problems in text. Each gets one answer, which is scored."""
 
     num_tasks: int | None = None
 
@@ -150,13 +152,15 @@ class TextEnvironment(Environment, ABC):
 
     @abstractmethod
     def score(self, problem: Problem, answer: str) -> float | Awaitable[float]:
-        """Return the reward of ``answer``: by custom 1 for a right one."""
+        """Return the reward of ``answer``; by convention that of a right answer is 1."""
 
     def episode(self, task: int) -> Episode:
         return _OneAnswer(self, self.problem(task))
 
 
 class _OneAnswer(Episode):
+    """An episode of one question and one answer."""
+
     def __init__(self, environment: TextEnvironment, problem: Problem) -> None:
         self._environment, self._problem = environment, problem
 
@@ -175,7 +179,7 @@ async def _later(score: Awaitable[float]) -> Turn:
 
 
 class SolvedEnvironment(TextEnvironment):
-    """A :class:`TextEnvironment` whose problems have a known answer, which can be demonstrated."""
+    """A :class:`TextEnvironment` whose problems have a known answer to demonstrate."""
 
     def demonstrate(self, task: int) -> Demonstration:
         problem = self.problem(task)

@@ -1,13 +1,13 @@
-"""The environments that ``rl.env`` names: made up as they are asked for, from a file, or a user's.
+"""The environments that ``rl.env`` names: generated problems, prompts of a file, a user's class.
 
-Each problem that is made up comes from a random generator that its number seeds, so a number always
+A random generator that is seeded by a problem's number generates the problem, so a number always
 means the same problem.
 
-``jsonl`` reads prompts from a file, and has answers scored by a function, of the user or of ours. A
-line holds ``prompt`` (text, or a conversation) or ``messages`` (a conversation), and whatever the
-reward function needs: ``answer``, for ours. The chat template, by which a conversation is written
-and with ``rl.chat`` also a text, gets the line's ``tools``, ``documents`` and
-``chat_template_kwargs``.
+``jsonl`` reads prompts from a file, and scores answers by a function of the user or one of
+:data:`REWARDS`. A line holds ``prompt`` (text, or a conversation) or ``messages`` (a conversation),
+and anything that the reward function needs (``answer``, for the functions here). The chat template
+gets the line's ``tools``, ``documents`` and ``chat_template_kwargs``. It writes conversations, and
+with ``rl.chat`` also texts.
 
     def reward(line: dict, answer: str) -> float: ...        # in file.py; async def goes as well
     rl.reward = "file.py:reward"
@@ -37,26 +37,27 @@ from moetrain.data.messages import BadLineError, read_messages
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rl.envs import Environment, Problem, Prompts, SolvedEnvironment, TextEnvironment
 
-_MOST_DIGITS, _MOST_TERMS = 20, 200
-"""Digits of a number in a sum, and its terms: Python writes no product of more such numbers."""
+MAX_DIGITS, MAX_TERMS = 20, 200
+"""Most digits of a number, and most terms. Python refuses to write larger products as text."""
 _GYM_SIZE = 2**31 - 1
-"""Problems of a task of reasoning-gym, which are made when asked for: more than a run reads."""
+"""Number of problems of a task of reasoning-gym. They are generated on demand, so this is more than
+any run reads."""
 
 _OBJECT = """write one such as '{"most": 6}'"""
 
 _VARIABLES = ("tools", "documents", "chat_template_kwargs")
-"""What a line gives the chat template beside its messages."""
+"""Fields of a line that the chat template gets beside its messages."""
 
 
-class _Sort(SolvedEnvironment):
-    """Put ``least`` to ``most`` different digits in order.
+class Sort(SolvedEnvironment):
+    """The task to put ``least`` to ``most`` different digits in order.
 
-    A wrong answer scores half the share of digits that are right before the first wrong one.
+    The reward of a wrong answer is half the share of digits before the first wrong one.
     """
 
     def __init__(self, prompts: Prompts, least: int = 4, most: int = 8) -> None:
         super().__init__(prompts)
-        _check_whole(least=least, most=most)
+        check_whole(least=least, most=most)
         if not 1 <= least <= most <= 10:
             problem = (
                 f"least {least}, most {most}: there are 10 digits; let 1 <= least <= most <= 10"
@@ -77,15 +78,15 @@ class _Sort(SolvedEnvironment):
         return 0.5 * len(list(same)) / len(right)
 
 
-class _Arithmetic(SolvedEnvironment):
-    """``terms`` numbers of up to ``digits`` digits, added, subtracted or multiplied."""
+class Arithmetic(SolvedEnvironment):
+    """The task to compute a term of ``terms`` numbers of up to ``digits`` digits."""
 
     def __init__(
         self, prompts: Prompts, digits: int = 2, terms: int = 2, operations: str = "+-*"
     ) -> None:
         super().__init__(prompts)
-        _check_whole(digits=digits, terms=terms)
-        for name, value, most in (("digits", digits, _MOST_DIGITS), ("terms", terms, _MOST_TERMS)):
+        check_whole(digits=digits, terms=terms)
+        for name, value, most in (("digits", digits, MAX_DIGITS), ("terms", terms, MAX_TERMS)):
             if not 1 <= value <= most:
                 raise ConfigError("rl.env_args", f"{name} {value}: give 1 to {most}")
         if not operations or set(operations) - set("+-*"):
@@ -105,7 +106,7 @@ class _Arithmetic(SolvedEnvironment):
 
 
 class _ReasoningGym(SolvedEnvironment):
-    """A task of reasoning-gym (https://github.com/open-thought/reasoning-gym), by its settings."""
+    """The task ``name`` of reasoning-gym (https://github.com/open-thought/reasoning-gym)."""
 
     def __init__(self, prompts: Prompts, name: str, **settings: Any) -> None:
         super().__init__(prompts)
@@ -126,15 +127,18 @@ class _ReasoningGym(SolvedEnvironment):
 
 
 def _import_extra(module: str, field: str, value: str) -> Any:
-    """Import a package of the extra ``rl``, which takes a second."""
+    """Import a package of the extra ``rl``; ConfigError: it is not installed.
+
+    Here rather than at the top, since that takes a second.
+    """
     if importlib.util.find_spec(module) is None:
         problem = f"{value!r} needs {module.replace('_', '-')}, which is not installed"
         raise ConfigError(field, f"{problem}; pip install 'moetrain[rl]'")
     return importlib.import_module(module)
 
 
-def _check_whole(**values: object) -> None:
-    # JSON has other numbers too.
+def check_whole(**values: object) -> None:
+    """Raise ConfigError unless all ``values`` are integers; JSON has other numbers too."""
     for name, value in values.items():
         if type(value) is not int:
             raise ConfigError("rl.env_args", f"{name} {value!r} is no whole number; give one")
@@ -146,7 +150,7 @@ _Reward = Callable[[dict[str, Any], str], "float | Awaitable[float]"]
 
 
 class Jsonl(TextEnvironment):
-    """The lines of ``path`` as problems, scored by the function that ``reward`` names."""
+    """The lines of the file ``path`` as problems, scored by the function that ``reward`` names."""
 
     def __init__(self, prompts: Prompts, path: str, reward: str) -> None:
         super().__init__(prompts)
@@ -159,7 +163,7 @@ class Jsonl(TextEnvironment):
                 problem = f"`{given}` beside a `prompt` that no chat template writes"
                 remedy = "set rl.chat yes, or give `messages`"
                 raise ConfigError("rl.prompts", f"{path!r} line {number}: {problem}; {remedy}")
-            if reward in {*_SHIPPED} - {"zero"} and line.get("answer") is None:
+            if reward in {*REWARDS} - {"zero"} and line.get("answer") is None:
                 problem = f"{path!r} line {number}: no answer, which {reward} needs"
                 remedy = "give it as `answer`, or another rl.reward"
                 raise ConfigError("rl.prompts", f"{problem}; {remedy}")
@@ -185,9 +189,10 @@ class Jsonl(TextEnvironment):
 
 
 def _find_reward(name: str) -> _Reward:
-    if name in _SHIPPED:
-        return _SHIPPED[name]()
-    reward = _load_function(name, "rl.reward", ", ".join(_SHIPPED))
+    """Return the reward function ``name``; ConfigError: there is none, or it takes no answer."""
+    if name in REWARDS:
+        return REWARDS[name]()
+    reward = load_function(name, "rl.reward", ", ".join(REWARDS))
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # a function in C may have no signature
@@ -205,29 +210,32 @@ def _exact(line: dict[str, Any], answer: str) -> float:
 
 
 def _math() -> _Reward:
-    """Score with math-verify, which understands LaTeX and different ways to write a number."""
+    """Return a function that compares answers by math-verify.
+
+    It understands LaTeX, and different ways to write a number.
+    """
     math_verify = _import_extra("math_verify", "rl.reward", "math")
     parse, verify = math_verify.parse, math_verify.verify
 
     def score(line: dict[str, Any], answer: str) -> float:
-        # Its own time limits take signals, which only the main thread has; the call has ours.
+        # Its own time limits use signals, which only the main thread gets. The call has a limit.
         gold = parse(str(line["answer"]), parsing_timeout=None)
         return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
 
     return score
 
 
-_SHIPPED: dict[str, Callable[[], _Reward]] = {
+REWARDS: dict[str, Callable[[], _Reward]] = {
     "exact": lambda: _exact,
     "math": _math,
     "zero": lambda: lambda line, answer: 0.0,
 }
 
 
-def _load_function(name: str, field: str, others: str) -> Callable[..., Any]:
-    """Import the function or class ``file.py:name``, which runs the file.
+def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
+    """Return the function or class ``name``, which is FILE.py:NAME. This runs the file.
 
-    ConfigError: there is none; the line names ``field`` and the ``others`` that it may be.
+    ConfigError: there is none. The error names ``field``, and ``others``, its other values.
     """
     file, _, key = name.rpartition(":")
     path = Path(os.path.expanduser(file))
@@ -253,6 +261,7 @@ def _load_function(name: str, field: str, others: str) -> Callable[..., Any]:
 
 
 def _read_lines(path: str) -> list[dict[str, Any]]:
+    """Return the records of ``rl.prompts``, each with a prompt; ConfigError: one has none."""
     lines, file = [], Path(os.path.expanduser(path))
     files = Files("rl.prompts", path, [file])
     with files.reading(file):
@@ -278,32 +287,33 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
 
 # ---- by name ------------------------------------------------------------------------------------
 
-_GENERATED: dict[str, Callable[..., Environment]] = {"sort": _Sort, "arithmetic": _Arithmetic}
-"""Environments that need no files, by the name that ``rl.env`` gives them."""
-_NOT_OWN = {*_GENERATED, "reasoning-gym", "agent"}
-"""Beginnings of ``rl.env`` whose rewards do not read the special tokens of an answer."""
+GENERATED: dict[str, Callable[..., Environment]] = {"sort": Sort, "arithmetic": Arithmetic}
+"""Environments that need no files, by their names in ``rl.env``."""
+_NOT_OWN = {*GENERATED, "reasoning-gym", "agent"}
+"""Values of ``rl.env``, up to a colon, whose rewards ignore the special tokens of an answer."""
 
 
 def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
-    """Make the environment that ``rl.env`` names, with ``rl.env_args``; ConfigError: it cannot."""
-    name, given, skips = settings.env, settings.env_args, settings.skip_special_tokens
+    """Make the environment that ``rl.env`` names with ``rl.env_args``; raises ConfigError."""
+    name, args_text = settings.env, settings.env_args
+    skips = settings.skip_special_tokens
     prompts = Prompts(tokenizer, settings.chat, skip_special_tokens=skips)
     try:
-        args = {} if given is None else json.loads(given)
+        args = {} if args_text is None else json.loads(args_text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            "rl.env_args", f"{shortened(given)} is not JSON: {error}; {_OBJECT}"
+            "rl.env_args", f"{shortened(args_text)} is not JSON: {error}; {_OBJECT}"
         ) from None
     if not isinstance(args, dict):
-        raise ConfigError("rl.env_args", f"{shortened(given)} is no JSON object; {_OBJECT}")
+        raise ConfigError("rl.env_args", f"{shortened(args_text)} is no JSON object; {_OBJECT}")
     gym, _, task = name.partition(":")
     is_own = ":" in str(settings.reward) if name == "jsonl" else gym not in _NOT_OWN
     if not (skips or is_own):
         problem = "no, but only a reward or an environment of your own can read special tokens"
         raise ConfigError("rl.skip_special_tokens", f"{problem}; set yes, or give one")
     try:
-        if name in _GENERATED:
-            environment = _GENERATED[name](prompts, **args)
+        if name in GENERATED:
+            environment = GENERATED[name](prompts, **args)
         elif name == "jsonl":
             for key in ("prompts", "reward"):
                 if getattr(settings, key) is None:
@@ -312,7 +322,7 @@ def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
         elif gym == "reasoning-gym" and task:
             environment = _ReasoningGym(prompts, task, **args)
         elif gym == "agent" and task:
-            run = _load_function(task, "rl.env", "an agent")
+            run = load_function(task, "rl.env", "an agent")
             lines = None if settings.prompts is None else _read_lines(settings.prompts)
             _import_extra("uvicorn", "rl.env", name)
             _import_extra("starlette", "rl.env", name)
@@ -320,10 +330,10 @@ def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
 
             environment = AgentEnvironment(prompts, run, lines, **args)
         else:
-            others = f"{', '.join(_GENERATED)}, jsonl, reasoning-gym:TASK, agent:FILE.py:NAME"
-            environment = _load_function(name, "rl.env", others)(prompts, **args)
+            others = f"{', '.join(GENERATED)}, jsonl, reasoning-gym:TASK, agent:FILE.py:NAME"
+            environment = load_function(name, "rl.env", others)(prompts, **args)
     except TypeError as error:  # an argument that it does not have, or of another type
-        raise ConfigError("rl.env_args", f"{given!r}: {error}") from error
+        raise ConfigError("rl.env_args", f"{args_text!r}: {error}") from error
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:  # a user's environment, whatever it raises
