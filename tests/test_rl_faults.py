@@ -14,7 +14,7 @@ from moetrain.cli.train import run_rl as run
 from moetrain.config.sources import RunFailed
 from moetrain.rl.collect import LARGEST_REWARD, reward_problem
 from moetrain.rl.envs import Demonstration
-from moetrain.rl.loop import _HOPELESS_STEPS, _failed_alike
+from moetrain.rl.loop import HOPELESS_STEPS, failed_alike
 from moetrain.rl.trajectories import Trajectory
 
 GONE = """
@@ -42,7 +42,7 @@ def test_a_run_whose_environment_is_gone_ends(tmp_path, capsys):
     assert ": ConnectionError: the sandbox is gone; saved to " in error
     rows = [row for row in lines_of(out) if "reward" in row]
     faults = [row.get("left_out/raised", 0) for row in rows]
-    assert len(rows) == 2 + 1 + _HOPELESS_STEPS - 1  # the last of them was not logged any more
+    assert len(rows) == 2 + 1 + HOPELESS_STEPS - 1  # the last of them was not logged any more
     assert faults[:2] == [0, 0]
     assert 0 < faults[2] < 16  # which cost nothing but themselves
     assert faults[3:] == [16] * 2
@@ -87,16 +87,16 @@ def ended(*faults):
 
 
 def test_hopeless_is_what_fails_alike_step_after_step():
-    failed = deque(maxlen=_HOPELESS_STEPS)
+    failed = deque(maxlen=HOPELESS_STEPS)
     steps = [("raised", "raised"), ("raised", "raised"), ("raised", None), ("timeout",) * 2]
     steps += [("raised", "timeout"), ("raised",) * 2, ("raised",) * 2, ("timeout",) * 2]
-    steps = [(None, None)] * _HOPELESS_STEPS + steps + [("timeout",)] * (_HOPELESS_STEPS - 2)
+    steps = [(None, None)] * HOPELESS_STEPS + steps + [("timeout",)] * (HOPELESS_STEPS - 2)
     for step in steps:
-        failed.append(_failed_alike(ended(*step)))
-        assert _failed_alike(failed) is None or len(failed) < _HOPELESS_STEPS
-    failed.append(_failed_alike(ended("timeout", "timeout")))
-    assert len(failed) == _HOPELESS_STEPS
-    assert _failed_alike(failed).detail == "timeout!"
+        failed.append(failed_alike(ended(*step)))
+        assert failed_alike(failed) is None or len(failed) < HOPELESS_STEPS
+    failed.append(failed_alike(ended("timeout", "timeout")))
+    assert len(failed) == HOPELESS_STEPS
+    assert failed_alike(failed).detail == "timeout!"
 
 
 async def later():

@@ -19,7 +19,7 @@ from moetrain.cli.train import run_rl as run
 from moetrain.config import Config, ConfigError, Recipes
 from moetrain.config.rl import RlSection
 from moetrain.rl.learn import LoadedTeacher
-from moetrain.rl.loop import _PARTS, RlTrainer
+from moetrain.rl.loop import PARTS, RlTrainer
 from moetrain.rl.losses import PolicyObjective, corrected
 from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
@@ -131,7 +131,7 @@ def test_what_a_run_writes(even, tmp_path, capsys):
         assert row["generated_tokens_per_second"] > 0
         for name in ("clip_share", "advantage_spread", "length", "overlong", "useful_groups"):
             assert name in row
-        parts = [row[f"seconds/{part}"] for part in _PARTS]
+        parts = [row[f"seconds/{part}"] for part in PARTS]
         assert all(seconds >= 0 for seconds in parts)
         assert sum(parts) == pytest.approx(row["step_seconds"])
         assert row["seconds/generate"] > row["seconds/offload"]
@@ -146,8 +146,8 @@ def test_what_a_run_writes(even, tmp_path, capsys):
     said = capsys.readouterr().out
     assert len(re.findall(r"(?m)^  time [0-9.]+ s: .*generate .*%\)", said)) == 2
     table = said[said.index("time of 4 steps: ") :].splitlines()
-    assert [line.split()[0] for line in table[1 : len(_PARTS) + 1]] == list(_PARTS)
-    shares = [float(line.split()[-1].rstrip("%")) for line in table[1 : len(_PARTS) + 1]]
+    assert [line.split()[0] for line in table[1 : len(PARTS) + 1]] == list(PARTS)
+    shares = [float(line.split()[-1].rstrip("%")) for line in table[1 : len(PARTS) + 1]]
     assert sum(shares) == pytest.approx(100, abs=0.5)
     assert re.match(r"tokens/s per device: generation [0-9,]+, training [0-9,]+", table[-2])
     compared, differing = re.findall(r"[0-9,]+\b", table[-1].split(":")[1])
@@ -271,7 +271,7 @@ def test_experts_that_generation_chose_are_trained(tmp_path):
     for _ in range(2):
         trainer.train_step()
     trainer.sync_weights()
-    groups = trainer._next_groups(trainer.setup.num_groups)
+    groups = trainer.next_groups(trainer.setup.num_groups)
     samples = [sample for t in groups for sample in t.samples(1.0)]
     for sample in samples:
         assert sample.routes.shape == (len(sample.tokens) - 1, 2, 2)

@@ -47,13 +47,13 @@ def config_of(service, folder, loss, **more):
 @pytest.fixture
 def taken(monkeypatch):
     """The trajectories of each step of our loop."""
-    found, next_groups = [], RlTrainer._next_groups
+    found, next_groups = [], RlTrainer.next_groups
 
     def kept(trainer, number):
         found.append(next_groups(trainer, number))
         return found[-1]
 
-    monkeypatch.setattr(RlTrainer, "_next_groups", kept)
+    monkeypatch.setattr(RlTrainer, "next_groups", kept)
     return found
 
 

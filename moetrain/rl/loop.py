@@ -1,13 +1,13 @@
-"""The loop of reinforcement learning: generate, reward, learn, by turns or on ranks apart.
+"""The loop of reinforcement learning: generate, reward, learn.
 
     step:  weights into the generator, in place -> trajectories of the next prompts -> advantages
            -> packed rows -> the trainer's own log-probabilities -> one update or several
 
 The first ``rl.supervised_steps`` learn demonstrations instead. Every rank generates for its own
-prompts; all ranks know the trajectories, so that groups, rows and what is left out do not depend on
-the mesh. A checkpoint also holds trajectories under way: a resumed run has the same bits. With
-``rl.placement`` apart other ranks generate (:mod:`moetrain.rl.apart`), and these wait for what is
-due.
+prompts. All ranks know all trajectories, so groups, rows and what is left out do not depend on the
+mesh. A checkpoint also holds unfinished trajectories, so a resumed run has the same bits. With
+``rl.placement`` apart other ranks generate (:mod:`moetrain.rl.apart`), and the ranks here wait for
+the trajectories that are due.
 """
 
 import time
@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
-from typing import Any
 
 import torch
 
@@ -44,26 +43,28 @@ from moetrain.train.samples import Sample
 from moetrain.train.session import Session, prepare
 
 _EVAL_SEED = 0
-"""Constant, like the held-out tasks, so that evaluations compare within a run and between runs."""
-_HOPELESS_STEPS = 3
-"""Steps in a row in which all trajectories fail for one reason, to end the run: time enough to
-restart a service that answers for an environment."""
-_SHOWN = 8
-"""Completions of an evaluation that are written."""
-_PARTS = ("generate", "rewards", "train", "weights", "offload", "evaluate", "other")
-"""generate: trajectories, and waiting for other ranks'; rewards: waiting for environments while
-nothing is left to generate; train: scoring and updates; weights: the trainer's into the generator;
-offload: moments, and the generator's memory, going and coming back; other: checkpoints, reports."""
+"""Seed of evaluations. It is constant, like the held-out tasks, so that evaluations compare within
+a run and between runs."""
+HOPELESS_STEPS = 3
+"""Steps in a row after which the run ends, if all of their trajectories failed for one reason. That
+is time enough to restart a service that an environment asks."""
+_NUM_SHOWN = 8
+"""Completions of an evaluation that are written to a file."""
+PARTS = ("generate", "rewards", "train", "weights", "offload", "evaluate", "other")
+"""Parts of the time. generate: trajectories, and waiting for those of other ranks; rewards: waiting
+for environments while there is nothing to generate; train: scoring and updates; weights: copying
+them into the generator; offload: moving moments, and the generator's memory, off and onto the
+device; other: checkpoints and reports."""
 
 
 class _TimeSplit:
-    """Seconds of the loop by part. Parts may nest, and each second counts for the innermost."""
+    """Seconds of the loop by part. Parts may nest: each second counts for the innermost one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.total: dict[str, float] = dict.fromkeys(_PARTS, 0.0)
+        self.total: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._taken = dict(self.total)
-        """What :meth:`take` has returned, all together."""
+        """Totals when :meth:`take` was last called."""
         self._part = "other"
         self._started = time.perf_counter()
 
@@ -71,11 +72,11 @@ class _TimeSplit:
     def part(self, name: str) -> Iterator[None]:
         """Count the time inside as ``name``. Waits for the device at both ends."""
         around = self._part
-        self._go_on_as(name)
+        self._switch_to(name)
         yield
-        self._go_on_as(around)
+        self._switch_to(around)
 
-    def _go_on_as(self, name: str) -> None:
+    def _switch_to(self, name: str) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
@@ -84,22 +85,22 @@ class _TimeSplit:
 
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call."""
-        self._go_on_as(self._part)
+        self._switch_to(self._part)
         taken = {name: seconds - self._taken[name] for name, seconds in self.total.items()}
         self._taken = dict(self.total)
         return taken
 
 
-def _failed_alike(trajectories: Sequence[Trajectory | None]) -> Trajectory | None:
-    """Return the last of ``trajectories`` if all of them failed for one reason."""
+def failed_alike(trajectories: Sequence[Trajectory | None]) -> Trajectory | None:
+    """Return the last of ``trajectories`` if all of them failed for one reason, else None."""
     faults = {None if t is None else t.fault for t in trajectories}
     return trajectories[-1] if len(faults) == 1 and None not in faults else None
 
 
 def _figures(trajectories: Sequence[Trajectory], prefix: str = "") -> dict[str, float]:
-    """Return means over ``trajectories``, at least one; failed ones count with a reward of 0.
+    """Return metrics of ``trajectories``, at least one. A failed one has a reward of 0.
 
-    ``solved`` is the share with the full reward of 1.
+    ``solved`` is the share with a reward of 1 or more.
     """
     number = len(trajectories)
     rewards = [0.0 if t.fault else t.reward for t in trajectories]
@@ -146,24 +147,45 @@ class RlTrainer(Run):
             self.learner = Learner(config, self.engine)
             self.supervised = Pretraining.of(config, arch, is_rl=True)
             model, experts = replica(self.engine)
-            sizes: Any = {"num_pages": setup.num_pages, "max_sequences": rl.max_sequences}
+            num_pages, max_sequences = setup.num_pages, rl.max_sequences
             heads, self.leaders = sharing_heads(self.world, experts)
-            if rl.apart:  # here is only the copy of the weights that is sent
-                sizes, self.leaders = dict.fromkeys(sizes, 1), [0]
-            self.generator = Generator(model, self.tokenizer, **sizes, experts=experts, heads=heads)
+            if rl.apart:  # the generator here only has the copy of the weights that is sent
+                num_pages, max_sequences, self.leaders = 1, 1, [0]
+            self.generator = Generator(
+                model,
+                self.tokenizer,
+                num_pages=num_pages,
+                max_sequences=max_sequences,
+                experts=experts,
+                heads=heads,
+            )
             self.update_weights = WeightUpdate(self.engine, self.generator)
-            ends, longest = end_ids(self.engine.model, self.tokenizer), config.data.seq_len
-            parts = self.generator, setup.environment, rl
-            own = {"stop_ids": ends, "longest": longest}
-            self.fleet = Fleet(*parts, **own, world=self.world, config=config) if rl.apart else None
-            self.collector = self.fleet or Collector(*parts, **own)
+            stop_ids = end_ids(self.engine.model, self.tokenizer)
+            self.fleet = None
+            if rl.apart:
+                self.fleet = Fleet(
+                    self.generator,
+                    setup.environment,
+                    rl,
+                    stop_ids=stop_ids,
+                    longest=config.data.seq_len,
+                    world=self.world,
+                    config=config,
+                )
+            self.collector = self.fleet or Collector(
+                self.generator,
+                setup.environment,
+                rl,
+                stop_ids=stop_ids,
+                longest=config.data.seq_len,
+            )
             self.weights_at = -1
-            """The step whose weights the generator holds."""
+            """The step whose weights the generator has; -1: it has none."""
             self.lr = 0.0
             self.time = _TimeSplit(self.device)
             self.generated = self.trained = 0
             """Tokens of all ranks since the run began or was resumed."""
-            self.failed: deque[Trajectory | None] = deque(maxlen=_HOPELESS_STEPS)
+            self.failed: deque[Trajectory | None] = deque(maxlen=HOPELESS_STEPS)
             """One trajectory per recent step, if all of the step failed for one reason, or None."""
             self.rollout_row: dict[str, float] = {}
             """Metrics of the step's trajectories; empty while demonstrations are learned."""
@@ -200,7 +222,7 @@ class RlTrainer(Run):
 
     def train_step(self) -> Learned:
         rl, optim = self.config.rl, self.config.optim
-        self.clock.stop()  # it counts training alone
+        self.clock.stop()  # it counts the time of training alone
         if self.step < rl.supervised_steps:
             peak = optim.lr if rl.supervised_lr is None else rl.supervised_lr
             warm = optim.model_copy(update={"lr": peak, "schedule": "constant"})
@@ -217,13 +239,13 @@ class RlTrainer(Run):
             self.lr = learning_rate(done, self.total_steps - rl.supervised_steps, optim)
             learned = self._reinforce()
         self.step += 1
-        last = _failed_alike(self.failed) if len(self.failed) == _HOPELESS_STEPS else None
+        last = failed_alike(self.failed) if len(self.failed) == HOPELESS_STEPS else None
         if last is not None:
             checkpoint = self.config.checkpoint
             saves = checkpoint.interval or checkpoint.minutes or checkpoint.at_end
             saved = f"; saved to {self.save()}" if saves else ""
             raise RunFailed(
-                f"rl.env {shortened(rl.env)}: every trajectory of {_HOPELESS_STEPS} steps in a row "
+                f"rl.env {shortened(rl.env)}: every trajectory of {HOPELESS_STEPS} steps in a row "
                 f"failed ({last.fault}), and nothing was learned; of task {last.task}: "
                 f"{last.detail[:400]}{saved}"
             )
@@ -281,14 +303,14 @@ class RlTrainer(Run):
     # ---- trajectories --------------------------------------------------------------------------
 
     def roll_out(self) -> list[Sample]:
-        """Return the samples of the trajectories that are due, of all ranks, in one order."""
+        """Return the samples of the trajectories that are due, those of all ranks, in one order."""
         rl, first = self.config.rl, self.window.taken
         self.collector.reset_counts()
         found: list[Trajectory] = []
         useful: set[int] = set()
         again = rl.resample
         while True:
-            found += self._next_groups(self.setup.num_groups - len(useful))
+            found += self.next_groups(self.setup.num_groups - len(useful))
             worth = advantages(found, rl, self._kls(found))
             pairs = zip(found, worth.values, strict=True)
             trained = [(t, value) for t, value in pairs if value is not None]
@@ -296,7 +318,7 @@ class RlTrainer(Run):
             if len(useful) >= self.setup.num_groups or not again:
                 break
             again -= 1
-        self.failed.append(_failed_alike(found))
+        self.failed.append(failed_alike(found))
         seconds = self.collector.seconds
         self.time.total["generate"] -= seconds["environment"]
         self.time.total["rewards"] += seconds["environment"]
@@ -317,7 +339,8 @@ class RlTrainer(Run):
         }
         return [sample for t, value in trained for sample in t.samples(value)]
 
-    def _next_groups(self, number: int) -> list[Trajectory]:
+    def next_groups(self, number: int) -> list[Trajectory]:
+        """Begin the next prompts, and return the trajectories of the ``number`` that are due."""
         begun, due = self.window.advance(number)
         size, seed = self.config.rl.group_size, self.config.train.seed
         for prompt in self._mine(begun):
@@ -325,7 +348,10 @@ class RlTrainer(Run):
         return self._all_of(self._mine(due))
 
     def _kls(self, trajectories: Sequence[Trajectory]) -> list[float] | None:
-        """Estimate each one's KL from the reference, 0 if it failed, where the reward has it."""
+        """Return each trajectory's KL from the reference; None: the reward does not contain it.
+
+        A failed trajectory has 0.
+        """
         if not (self.config.rl.kl_coef and self.config.rl.kl_in == "reward"):
             return None
         with self.time.part("train"):
@@ -334,6 +360,7 @@ class RlTrainer(Run):
         return [sum((next(kls) for _ in part), 0.0) for part in parts]
 
     def _mine(self, numbers: Iterable[int]) -> list[int]:
+        """Return those of ``numbers`` of prompts for which this rank generates."""
         return [n for n in numbers if self.leaders[n % len(self.leaders)] == self.world.rank]
 
     def _all_of(self, mine: Sequence[int]) -> list[Trajectory]:
@@ -352,17 +379,17 @@ class RlTrainer(Run):
         self.sync_weights()
         with self.time.part("evaluate"):
             mine = self._mine(range(rl.eval_tasks))
-            for index in mine:  # groups below 0, which no training prompt has
+            for index in mine:  # groups below 0, which training does not use
                 task = self.tasks.held_out(index)
                 self.collector.start(-1 - index, task, 1, _EVAL_SEED, rl.eval_temperature)
             found = self._all_of([-1 - index for index in mine])[::-1]
             self.evaluated_at = self.step
             self.report(_figures(found, "eval_"))
             if self.world.is_main:
-                self._write_completions(found[:_SHOWN])
+                self._write_completions(found[:_NUM_SHOWN])
 
     def _write_completions(self, trajectories: Iterable[Trajectory]) -> None:
-        """Write them as text, with the policy's own words in double brackets."""
+        """Write ``trajectories`` as text, with the policy's turns in double brackets."""
         parts = []
         for t in trajectories:
             said = []
@@ -423,7 +450,7 @@ class RlTrainer(Run):
 
     @contextmanager
     def _learning(self, samples: Sequence[Sample]) -> Iterator[None]:
-        """Run the clock, with the generator asleep if it must be, while ``samples`` are trained."""
+        """Count time and tokens while ``samples`` are trained; the generator sleeps if it must."""
         if self.session.sleep != "never" and not self.generator.is_asleep:
             with self.time.part("offload"):
                 self.generator.sleep(weights=self.session.sleep == "all")
