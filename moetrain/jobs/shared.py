@@ -56,8 +56,8 @@ class JobState:
     again, so the state is saved soon."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     place: Literal["device", "host", "file"] = "host"
-    """Where the tensors are. The engine uses those on the device as they are. Those in a file are
-    mapped into memory and read when they are used."""
+    """The place of the tensors. The engine uses those on the device as they are. Those in a file
+    are mapped into memory and read when they are used."""
     views: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Pairs of a tensor of the engine and this job's tensor for it, on the device."""
     since_step: list[Totals] = field(default_factory=list)
@@ -95,8 +95,8 @@ def check_settings(config: Config) -> None:
     if config.lora.use_dora:
         raise ConfigError("lora.use_dora", "yes, but jobs train plain adapters; set no")
     for name in ("modules_to_save", "trainable_tokens"):
-        if given := getattr(config.lora, name):
-            problem = f"{','.join(given)!r}, but jobs train adapters alone; unset it"
+        if values := getattr(config.lora, name):
+            problem = f"{','.join(values)!r}, but jobs train adapters alone; unset it"
             problem += " and data.new_tokens" * bool(config.data.new_tokens)  # which needs it
             raise ConfigError(f"lora.{name}", problem)
     if share := config.optim.offload_fraction:

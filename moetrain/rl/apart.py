@@ -73,7 +73,7 @@ _GONE = (OSError, EOFError, AuthenticationError, dist.DistError)
 
 
 class Report(NamedTuple):
-    """What a generator sends the main learner."""
+    """A generator's message to the main learner."""
 
     groups: list[list[Trajectory]]
     """Groups that are over since the last report, or all."""
@@ -82,7 +82,7 @@ class Report(NamedTuple):
     num_running: int
     """Trajectories that are not over."""
     figures: Any
-    """What the generator did since the last report, to be added up."""
+    """Counts and seconds of the generator since the last report, to be added up."""
 
 
 class Orders(NamedTuple):
@@ -122,7 +122,7 @@ class _Wire:
         self.groups: dict[int, int] = {}
         """Groups that the generator has, and the number of trajectories of each."""
         self.num_running = 0
-        """Trajectories that the generator has or is given, and that are not over."""
+        """Trajectories that are not over: the generator's, and those of its next orders."""
         self.begun: list[Trajectory] = []
         """Trajectories that are not sent yet."""
 

@@ -1,4 +1,4 @@
-"""What a run of reinforcement learning needs before there is a model: its tasks and its sizes.
+"""The tasks and the sizes of a run of reinforcement learning, which it needs before its model.
 
 All errors in settings, files and the environment are raised here. So a dry run, and the process
 that starts the ranks, refuse what a run would refuse.

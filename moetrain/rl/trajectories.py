@@ -51,8 +51,8 @@ class Trajectory:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    """Where in ``tokens`` each segment but the first begins. The policy reads a segment without the
-    segments before it."""
+    """Index in ``tokens`` at which each segment but the first begins. The policy reads a segment
+    without the segments before it."""
     routes: np.ndarray | None = None
     """int32 [tokens, MoE layers, K]: the experts of the tokens that were read up to the last turn,
     without each segment's last token; None: not asked for."""
@@ -76,13 +76,14 @@ class Trajectory:
 
     @property
     def start(self) -> int:
-        """Where the last segment begins."""
+        """Index in ``tokens`` at which the last segment begins."""
         return self.starts[-1] if self.starts else 0
 
     @property
     def turn_start(self) -> int:
-        """Where the policy's last turn starts: after the environment's last tokens, or, if it gave
-        none, after the turn before.
+        """Index in ``tokens`` at which the policy's last turn starts.
+
+        It is after the environment's last tokens or, if it gave none, after the turn before.
         """
         start = len(self.tokens) - self.is_action[::-1].index(False)
         return max([start, *(stop for _, stop in self.actions)])

@@ -82,7 +82,7 @@ class Sample:
 
 
 class Span(NamedTuple):
-    """Where a batch holds a sample, among its B * S positions."""
+    """The place of a sample in a batch, among its B * S positions."""
 
     sample: int
     """Index of the sample among those that were packed."""

@@ -26,7 +26,7 @@ class Turn(NamedTuple):
     """An environment's answer."""
 
     tokens: tuple[int, ...] = ()
-    """What the policy reads before it acts; ``reset`` returns at least one token."""
+    """Tokens that the policy reads before it acts; ``reset`` returns at least one."""
     reward: float = 0.0
     """Reward of the action before, a finite number. A trajectory's rewards are added up."""
     done: bool = False

@@ -158,9 +158,9 @@ class Jsonl(TextEnvironment):
         self.num_tasks = len(self.lines)
         self.reward = _find_reward(reward)
         for number, line in enumerate(self.lines, 1):
-            given = next((key for key in _VARIABLES if line.get(key)), None)
-            if given and isinstance(line.get("prompt"), str) and not prompts.chat:
-                problem = f"`{given}` beside a `prompt` that no chat template writes"
+            variable = next((key for key in _VARIABLES if line.get(key)), None)
+            if variable and isinstance(line.get("prompt"), str) and not prompts.chat:
+                problem = f"`{variable}` beside a `prompt` that no chat template writes"
                 remedy = "set rl.chat yes, or give `messages`"
                 raise ConfigError("rl.prompts", f"{path!r} line {number}: {problem}; {remedy}")
             if reward in {*REWARDS} - {"zero"} and line.get("answer") is None:
