@@ -16,9 +16,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from moetrain.config import Config, ConfigError, Recipes
 from moetrain.config.sources import RunFailed
 from moetrain.generate.engine import Generator
-from moetrain.jobs import shared, store
+from moetrain.jobs import store
 from moetrain.jobs.api import ClientLoss, ForwardBackward, JobsObjective, Refused
 from moetrain.jobs.scheduler import Service
+from moetrain.jobs.shared import SharedEngine
 from moetrain.optim.adamw import AdamW
 from moetrain.parallel import apply
 from moetrain.parallel.world import join_world
@@ -239,16 +240,25 @@ def test_nothing_is_built_twice(tmp_path, monkeypatch):
     assert built == {"AdamW": 1, "Engine": 1, "Generator": 1}
 
 
+def copies_to_host(monkeypatch):
+    """The jobs whose states are moved to host memory from now on, by id."""
+    moved, move_to_host = [], SharedEngine.move_to_host
+
+    def note(engine, job):
+        moved.append(job.id)
+        move_to_host(engine, job)
+
+    monkeypatch.setattr(SharedEngine, "move_to_host", note)
+    return moved
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_jobs_with_room_on_the_device_are_never_copied(tmp_path, monkeypatch, dtype):
     """Nor a job that is there beside one that is not; what all had is saved at the end."""
-    copied = []
-    to_host = shared._to_host
-    monkeypatch.setattr(shared, "_to_host", lambda x: copied.append(x) or to_host(x))
+    copied = copies_to_host(monkeypatch)
     words = [f"train.dtype={dtype}"]
     with Service(config_of(tmp_path, "jobs.max_resident=3", *words)) as service:
         engine = service.session.engine
-        copied.clear()
         names = [new(service, seed) for seed in range(4)]
         asks = [asker(service, name) for name in names]
         for turn in range(3):
@@ -500,7 +510,7 @@ def test_a_request_is_done_once_however_often_it_is_sent(tmp_path):
 
 
 def test_what_every_checkpoint_has_seen_is_forgotten(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "_KEPT_ANSWERS", 4)
+    monkeypatch.setattr(store, "KEPT_ANSWERS", 4)
     with Service(config_of(tmp_path)) as service:
         name = new(service)
         ask = asker(service, name)

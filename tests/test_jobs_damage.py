@@ -323,7 +323,7 @@ def test_an_answer_that_cannot_be_written_is_in_no_checkpoint(left, tmp_path, mo
         def full(*_, **__):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        patch.setattr(store, "_write_durably", full)
+        patch.setattr(store, "write_durably", full)
         with pytest.raises(OSError, match="No space"):
             service.turn()
     with Service(config_of(folder)) as service:

@@ -204,14 +204,14 @@ def test_a_save_that_its_owner_removes_meanwhile_is_none(service, tmp_path, monk
     ask("save_weights", {"path": "a"})
     for file in (".DS_Store", "notes"):  # nor are files of others its end, or the service's
         (tmp_path / "jobs" / name / "weights" / file).touch()
-    load = store._load
+    load = store.read_sealed
 
     def remove_first(folder, file, **fields):
         if folder.name == "a":
             (folder / file).unlink(missing_ok=True)
         return load(folder, file, **fields)
 
-    monkeypatch.setattr(store, "_load", remove_first)
+    monkeypatch.setattr(store, "read_sealed", remove_first)
     ask("save_weights", {"path": "b"})
     assert service.find(name).status == "open"
     assert list(service.find(name).saves) == ["weights/b"]
@@ -399,7 +399,7 @@ def test_a_finished_run_goes_with_its_last_save_wherever_the_service_is_killed(
         with dying(monkeypatch, length):
             service.remove_save(name, "weights/last")
             service.turn()
-        service._removals.clear()  # nothing is done of it at the end
+        service.removals.clear()  # nothing is done of it at the end
     with Service(config_of(tmp_path)) as service:
         if name in service.jobs:
             assert [*service.jobs[name].saves] == ["weights/last"]
@@ -415,7 +415,7 @@ def test_a_full_disk_refuses_and_changes_nothing(service, tmp_path, monkeypatch)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_write_durably", full)
+        patch.setattr(store, "write_durably", full)
         with pytest.raises(OSError, match="No space"):
             service.create(other)
         with pytest.raises(OSError, match="No space"):
@@ -427,7 +427,7 @@ def test_a_full_disk_refuses_and_changes_nothing(service, tmp_path, monkeypatch)
     assert "result" in waiting.result(0)
     waiting = service.answer(name, service.submit(name, *LEARN))
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_write_durably", full)
+        patch.setattr(store, "write_durably", full)
         gone = service.delete(name)
         assert waiting.result(0) == {"error": "finished"}
         service.turn()

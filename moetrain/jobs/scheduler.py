@@ -58,7 +58,7 @@ _MOST_UNFINISHED = 2
 """Turns that may stay unfinished: a pass and its update, which alone hides no work of the host."""
 _POLL_SECONDS = 5e-4
 """Time between two looks whether the device has computed a turn, while no turn can be begun."""
-_LONGEST_WAIT = 0.5
+LONGEST_WAIT = 0.5
 """Most seconds that a pass waits, on an idle device, for the jobs of the last batch."""
 
 
@@ -106,7 +106,7 @@ class Service(AbstractContextManager["Service"]):
         self.is_stopping: Callable[[], bool] = lambda: False
         """Called while text is generated. True: the service is to stop."""
         self._is_stopped = False
-        self._removals: list[tuple[Job, Future[None]]] = []
+        self.removals: list[tuple[Job, Future[None]]] = []
         """Jobs to remove, and futures that are done when they are gone."""
         self._removed_saves: list[SaveFolder] = []
         """Folders of removed saves, to be cleared."""
@@ -201,7 +201,7 @@ class Service(AbstractContextManager["Service"]):
                     raise Refused(
                         f"there are {most} jobs, as many as jobs.max_jobs; delete some", 429
                     )
-                if any(job.id == name for job, _ in self._removals):  # its folder is still there
+                if any(job.id == name for job, _ in self.removals):  # its folder is still there
                     raise Refused("the job of this id is being deleted; ask again when it is", 429)
                 job.create()
                 self.jobs[name] = job
@@ -328,7 +328,7 @@ class Service(AbstractContextManager["Service"]):
             del self.jobs[name]
             future: Future[None] = Future()
             future.set_running_or_notify_cancel()  # a client that leaves cannot stop it
-            self._removals.append((job, future))
+            self.removals.append((job, future))
             self._lock.notify()
             return future
 
@@ -419,7 +419,7 @@ class Service(AbstractContextManager["Service"]):
                 if self.unfinished and not self.unfinished[-1].mark.is_ready:
                     continue
                 now = time.monotonic()
-                longest = min(self.pass_seconds, _LONGEST_WAIT)
+                longest = min(self.pass_seconds, LONGEST_WAIT)
                 self._wait_until = min(self._wait_until, now + longest)
                 if now < self._wait_until:
                     continue
@@ -583,7 +583,7 @@ class Service(AbstractContextManager["Service"]):
     def wait(self, seconds: float) -> None:
         """Return when a request or a removal waits, or after ``seconds``."""
         with self._lock:
-            is_idle = not (self._removals or self._removed_saves or self.unfinished)
+            is_idle = not (self.removals or self._removed_saves or self.unfinished)
             if is_idle and not any(job.has_work for job in self.jobs.values()):
                 self._lock.wait(seconds)
 
@@ -591,13 +591,13 @@ class Service(AbstractContextManager["Service"]):
         """Remove the files of removed saves and of deleted jobs."""
         while self._removed_saves:
             self._removed_saves.pop().clear()
-        while self._removals:
+        while self.removals:
             self.drain()
-            job, future = self._removals[0]
+            job, future = self.removals[0]
             self.session.forget(job.id)
             self._remove_files(job)
             with self._lock:  # only now may another job take its name
-                del self._removals[0]
+                del self.removals[0]
             future.set_result(None)
 
     def _remove_files(self, job: Job) -> None:

@@ -40,7 +40,7 @@ from moetrain.config.sources import shortened
 from moetrain.jobs.api import KINDS, JobRequest, Limits, Pass, Refused
 from moetrain.train.run_folder import RunFolder
 
-_KEPT_ANSWERS, _KEPT_SAMPLES = 100, 4096
+KEPT_ANSWERS, KEPT_SAMPLES = 100, 4096
 """Answers that are kept of each run, and of each sampler. No client that keeps its place asks for
 older ones."""
 _Status = Literal["open", "finished", "failed"]
@@ -68,9 +68,9 @@ def check_base(folder: Path, mine: Mapping[str, Any]) -> None:
     """
     path = folder / "base.json"
     if not path.exists():
-        _write_durably(path, mine)
+        write_sealed(path, mine)
     try:
-        theirs = _load(folder, path.name)
+        theirs = read_sealed(folder, path.name)
     except DamagedJob as error:
         raise ConfigError(
             "output_dir",
@@ -85,7 +85,7 @@ def check_base(folder: Path, mine: Mapping[str, Any]) -> None:
             raise ConfigError("output_dir", f"{problem}; {remedy}")
 
 
-def _write_durably(path: Path, value: Mapping[str, Any], body: str | None = None) -> None:
+def write_sealed(path: Path, value: Mapping[str, Any], body: str | None = None) -> None:
     """Write ``value`` (not empty) and the JSON ``body`` to the disk; OSError: nothing changed."""
     text = to_json(value).decode()  # several times as fast as json, and other threads wait for it
     if body is not None:
@@ -93,8 +93,8 @@ def _write_durably(path: Path, value: Mapping[str, Any], body: str | None = None
     write_durably(path, sealed(text))
 
 
-def _load(folder: Path, name: str, **fields: type | tuple[type, ...]) -> dict[str, Any]:
-    """Read what :func:`_write_durably` wrote, with ``fields`` of these types; raises DamagedJob."""
+def read_sealed(folder: Path, name: str, **fields: type | tuple[type, ...]) -> dict[str, Any]:
+    """Read what :func:`write_sealed` wrote, with ``fields`` of these types; raises DamagedJob."""
     try:
         data = (folder / name).read_bytes()
         if holds_seal(data) is False:
@@ -127,12 +127,12 @@ class SaveFolder(NamedTuple):
         """
         now = time.time()
         expires = None if ttl is None else now + ttl
-        _write_durably(self.path / _SAVE, {"seen": seen, "time": now, "expires": expires})
+        write_sealed(self.path / _SAVE, {"seen": seen, "time": now, "expires": expires})
 
     def read(self) -> dict[str, Any] | None:
         """Read what :meth:`write` wrote; None: there is no save, or it has expired."""
         try:
-            known = _load(self.path, _SAVE, seen=int, time=float, expires=(float, NoneType))
+            known = read_sealed(self.path, _SAVE, seen=int, time=float, expires=(float, NoneType))
         except DamagedJob:
             if (self.path / _SAVE).exists():
                 raise
@@ -215,7 +215,7 @@ class StoredRequest(NamedTuple):
 
 def read_request(folder: Path, number: int, limits: Limits) -> StoredRequest:
     """Read a request of the job in ``folder``; raises DamagedJob."""
-    entry = _load(folder, _file(_REQUESTS, number), kind=str, body=dict)
+    entry = read_sealed(folder, _file(_REQUESTS, number), kind=str, body=dict)
     request = limits.parse(entry["kind"], entry["body"])
     return StoredRequest(str(entry.get("key", number)), request)
 
@@ -323,7 +323,7 @@ class Job:
     def load(self) -> None:
         """Read the job from its files; DamagedJob: one of them is not as it should be."""
         try:
-            known = _load(self.folder, _JOB, seed=int, status=str, source=(str, NoneType))
+            known = read_sealed(self.folder, _JOB, seed=int, status=str, source=(str, NoneType))
             if len(known) != 3 or known["status"] not in get_args(_Status)[:2]:
                 raise DamagedJob(_JOB, "it is not what this version of moetrain writes")
             self.seed, self.status, self.source = known["seed"], known["status"], known["source"]
@@ -370,7 +370,7 @@ class Job:
     def set_status(self, status: _Status) -> None:
         """Write the new status to disk, then adopt it. OSError: nothing has changed."""
         known = {"seed": self.seed, "status": status, "source": self.source}
-        _write_durably(self.folder / _JOB, known)
+        write_sealed(self.folder / _JOB, known)
         self.status = status
 
     def check_open(self) -> None:
@@ -411,7 +411,7 @@ class Job:
             raise Refused(f"number {number} is ahead of the next, {self.accepted}")
         if self.accepted - self.done >= max_queued:
             raise Refused(f"{max_queued} requests of this job wait already (jobs.max_queued)", 429)
-        _write_durably(self.folder / _file(_REQUESTS, self.accepted), entry, body)
+        write_sealed(self.folder / _file(_REQUESTS, self.accepted), entry, body)
         self._entries[self.accepted] = entry
         if self.is_sampler:
             self._numbers_of[str(key)] = self.accepted
@@ -438,7 +438,7 @@ class Job:
         """Write the ``result`` or ``error`` of request ``number``, the first without an answer."""
         assert number == self.done
         path = self.folder / _file(_ANSWERS, number)
-        _write_durably(path, {**self.entry(number), **answer})
+        write_sealed(path, {**self.entry(number), **answer})
         self.done += 1
 
     def answer_of(self, number: int) -> dict[str, Any]:
@@ -456,7 +456,7 @@ class Job:
     def _read(self, kind: str, number: int) -> dict[str, Any]:
         name = _file(kind, number)
         more = {"key": str} if self.is_sampler else {}
-        entry = _load(self.folder, name, kind=str, digest=str, **more)
+        entry = read_sealed(self.folder, name, kind=str, digest=str, **more)
         outcome = {"body"} if kind == _REQUESTS else {"result", "error"}
         if entry["kind"] not in KINDS or not outcome & set(entry):
             raise DamagedJob(name, "it is not what this version of moetrain writes")
@@ -476,7 +476,7 @@ class Job:
 
     @property
     def _kept(self) -> int:
-        return _KEPT_SAMPLES if self.is_sampler else _KEPT_ANSWERS
+        return KEPT_SAMPLES if self.is_sampler else KEPT_ANSWERS
 
     def _numbers(self, kind: str) -> set[int]:
         names = map(_NAME.fullmatch, os.listdir(self.folder / kind))
