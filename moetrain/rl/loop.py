@@ -221,6 +221,10 @@ class RlTrainer(Run):
         return self.result()
 
     def train_step(self) -> Learned:
+        """Take one step: imitate demonstrations, or generate and reinforce.
+
+        RunFailed: all trajectories of :data:`HOPELESS_STEPS` steps failed for one reason.
+        """
         rl, optim = self.config.rl, self.config.optim
         self.clock.stop()  # it counts the time of training alone
         if self.step < rl.supervised_steps:
@@ -252,12 +256,16 @@ class RlTrainer(Run):
         return learned
 
     def _imitate(self) -> Learned:
+        """Learn demonstrations of the next tasks."""
         size = self.config.train.global_batch_size
         numbers = range(self.step * size, (self.step + 1) * size)
         with self.time.part("rewards"):
             tasks = [self.tasks.trained(number) for number in numbers]
             shown = self.collector.demonstrations(tasks)
-        samples = [Sample(*pair, 0.0, i) for i, pair in zip(numbers, shown, strict=True)]
+        samples = [
+            Sample(demonstration.tokens, demonstration.mask, advantage=0.0, group=number)
+            for number, demonstration in zip(numbers, shown, strict=True)
+        ]
         if (longest := max(len(s.tokens) for s in samples)) > self.config.data.seq_len:
             problem = f"{self.config.data.seq_len} is less than a demonstration of {longest} tokens"
             raise ConfigError("data.seq_len", f"{problem}; raise it, or make the task smaller")
@@ -268,6 +276,7 @@ class RlTrainer(Run):
         return learned
 
     def _reinforce(self) -> Learned:
+        """Generate the trajectories that are due, and learn from them."""
         with self.time.part("offload"):
             if self.config.rl.offload:  # only weights stay
                 self.engine.offload("gradients", "moments", "workspaces")
@@ -308,6 +317,7 @@ class RlTrainer(Run):
         self.collector.reset_counts()
         found: list[Trajectory] = []
         useful: set[int] = set()
+        # 1. Trajectories, until enough groups teach something.
         again = rl.resample
         while True:
             found += self.next_groups(self.setup.num_groups - len(useful))
@@ -318,6 +328,7 @@ class RlTrainer(Run):
             if len(useful) >= self.setup.num_groups or not again:
                 break
             again -= 1
+        # 2. Metrics.
         self.failed.append(failed_alike(found))
         seconds = self.collector.seconds
         self.time.total["generate"] -= seconds["environment"]
