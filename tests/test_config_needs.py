@@ -5,9 +5,8 @@ import json
 import pytest
 from distributed import spawn
 
-from moetrain import config as config_module
 from moetrain.cli.train import main
-from moetrain.config import _NEEDS, Config, ConfigError, Fact, _unmet
+from moetrain.config import Config, ConfigError, Fact, needs
 from moetrain.config.sources import leaves
 from moetrain.parallel.world import join_world
 from moetrain.train.engine import Engine
@@ -62,40 +61,46 @@ def names_of(need):
 
 
 def test_every_name_in_the_table_is_a_setting_or_a_fact():
-    for need in _NEEDS:
+    for need in needs.NEEDS:
         assert names_of(need), need.settings
         assert need.settings.endswith(".*") or names_of(need) == sorted_as_settings(need)
-        assert all(other in DEFAULTS or other in list(Fact) for other in need.of), need.of
+        assert all(other in DEFAULTS or other in list(Fact) for other in need.requires), (
+            need.requires
+        )
 
 
 def sorted_as_settings(need):
     return sorted(need.settings.split(), key=list(DEFAULTS).index)
 
 
-NEEDS_OF_ONE = [(need, name) for need in _NEEDS for name in names_of(need)]
+NEEDS_OF_ONE = [(need, name) for need in needs.NEEDS for name in names_of(need)]
 
 
 @pytest.mark.parametrize(
-    ("need", "name"), NEEDS_OF_ONE, ids=[f"{name}-{'-'.join(x.of)}" for x, name in NEEDS_OF_ONE]
+    ("need", "name"),
+    NEEDS_OF_ONE,
+    ids=[f"{name}-{'-'.join(x.requires)}" for x, name in NEEDS_OF_ONE],
 )
 def test_a_setting_that_lacks_what_it_needs_is_named_with_it(need, name, monkeypatch):
-    monkeypatch.setattr(config_module, "_NEEDS", (need,))
+    monkeypatch.setattr(needs, "NEEDS", (need,))
     value = next(x for x in PROBES if x in need.when and x != DEFAULTS[name])
-    there = {other: None for other in need.of if other in list(Fact)}
+    there = {other: None for other in need.requires if other in list(Fact)}
     lacking = dict.fromkeys(there, "the reason")
-    wrong = {k: next(x for x in PROBES if x not in v) for k, v in need.of.items() if k in DEFAULTS}
+    wrong = {
+        k: next(x for x in PROBES if x not in v) for k, v in need.requires.items() if k in DEFAULTS
+    }
     values = DEFAULTS | wrong | {name: value}
-    ((found, why, _),) = _unmet(values, DEFAULTS, lacking)
+    ((found, why, _),) = needs.unmet(values, DEFAULTS, lacking)
     assert found == name
     assert all(other in why for other in wrong)
     assert ("the reason" in why) == bool(there)
-    assert not list(_unmet(values | {name: DEFAULTS[name]}, DEFAULTS, lacking))
+    assert not list(needs.unmet(values | {name: DEFAULTS[name]}, DEFAULTS, lacking))
     if there:
-        assert not list(_unmet(values, DEFAULTS, there))
-        assert not list(_unmet(values, DEFAULTS, {}))  # not known yet
+        assert not list(needs.unmet(values, DEFAULTS, there))
+        assert not list(needs.unmet(values, DEFAULTS, {}))  # not known yet
     for other in wrong:  # one of several suffices
-        fit = next(x for x in PROBES if x in need.of[other])
-        assert not list(_unmet(values | {other: fit}, DEFAULTS, lacking))
+        fit = next(x for x in PROBES if x in need.requires[other])
+        assert not list(needs.unmet(values | {other: fit}, DEFAULTS, lacking))
 
 
 GIVEN = [
@@ -126,8 +131,8 @@ GIVEN = [
     ),
     (
         "--lora.rank 8 --moe.bias_update_rate 0.01",
-        "moe.bias_update_rate: 0.01 contradicts lora.rank 8, whose files have no place for "
-        "the bias that it moves; set it to 0",
+        "moe.bias_update_rate: 0.01 contradicts lora.rank 8 (adapters' files have no place "
+        "for the bias that it moves); set it to 0",
     ),
     ("--kernels.attention exact --dry_run", "kernels.attention: 'exact', but this run is on a CPU"),
     ("--kernels.attention exact", "kernels.attention: 'exact', but this run is on a CPU; unset it"),

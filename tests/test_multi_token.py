@@ -461,8 +461,8 @@ def test_depths_follow_each_other():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["parallel.pp=2"], "train.mtp_weight: 0.3 contradicts parallel.pp 2; unset it, or set"),
-        (["lora.rank=8"], "train.mtp_weight: 0.3 contradicts lora.rank 8; unset it, or set"),
+        (["parallel.pp=2"], "train.mtp_weight: 0.3 contradicts parallel.pp 2 (the last stage has"),
+        (["lora.rank=8"], "train.mtp_weight: 0.3 contradicts lora.rank 8 (PEFT's models have no"),
         (["train.objective=dpo", "data.source=records", "data.path=x.jsonl"], "train.mtp_weight"),
         (["model.path=", "model.preset=debug"], "this qwen3_moe model has no multi-token"),
         (

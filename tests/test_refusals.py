@@ -95,13 +95,13 @@ def can_be(values):
 
 def lacking(need, name):
     """Values with which ``name`` has no effect, by the row of the table; None: no file has them."""
-    others = [other for other in need.of if other in DEFAULTS]
+    others = [other for other in need.requires if other in DEFAULTS]
     wrong = {}
     for other in others:
-        fits = [x for x in PROBES if x not in need.of[other] and can_be({other: x})]
+        fits = [x for x in PROBES if x not in need.requires[other] and can_be({other: x})]
         if not fits:
             return None
-        wrong[other] = DEFAULTS[other] if DEFAULTS[other] not in need.of[other] else fits[0]
+        wrong[other] = DEFAULTS[other] if DEFAULTS[other] not in need.requires[other] else fits[0]
     values = (x for x in PROBES if x in need.when and x != DEFAULTS[name])
     return next((wrong | {name: x} for x in values if can_be(wrong | {name: x})), None)
 
@@ -114,12 +114,14 @@ def as_words(values):
 
 
 @pytest.mark.parametrize(
-    ("need", "name"), NEEDS_OF_ONE, ids=[f"{name}-{'-'.join(x.of)}" for x, name in NEEDS_OF_ONE]
+    ("need", "name"),
+    NEEDS_OF_ONE,
+    ids=[f"{name}-{'-'.join(x.requires)}" for x, name in NEEDS_OF_ONE],
 )
 def test_an_engine_refuses_a_setting_without_effect_as_the_command_does(
     need, name, tmp_path, capsys
 ):
-    facts = [other for other in need.of if other in list(Fact)]
+    facts = [other for other in need.requires if other in list(Fact)]
     if Fact.DEEPEP in facts:
         pytest.skip("whether DeepEP can run shows as the dispatcher is made")
     values = lacking(need, name)

@@ -25,7 +25,8 @@ from moetrain.cli.checkpoint import _COMMANDS as checkpoint_commands
 from moetrain.cli.checkpoint import main as export
 from moetrain.cli.main import _COMMANDS
 from moetrain.cli.train import _JOBS, _RL, _TRAIN
-from moetrain.config import Config, ConfigError, Fact, _unmet
+from moetrain.config import Config, ConfigError, Fact
+from moetrain.config.needs import unmet
 from moetrain.config.sources import Reader, leaves
 from moetrain.data.chat import _CHATML as CHATML
 from moetrain.data.chat import ChatTemplate
@@ -907,15 +908,15 @@ _SETTING = re.compile(rf"\b(?:{'|'.join(SECTIONS)})\.[a-z_0-9]+")
 def complaints(values: dict[str, Any]) -> dict[tuple[str, ...], str]:
     """Return the advice of each complaint about ``values`` by the settings that it names."""
     config = Config().filled(values, "a test")
-    found = _unmet(dict(leaves(config.model_dump())), DEFAULTS, {})
+    found = unmet(dict(leaves(config.model_dump())), DEFAULTS, {})
     return {(name, *_SETTING.findall(why)): advice for name, why, advice in found}
 
 
-OF_SETTINGS = [(need, name) for need, name in NEEDS_OF_ONE if not {*need.of} & {*Fact}]
+OF_SETTINGS = [(need, name) for need, name in NEEDS_OF_ONE if not {*need.requires} & {*Fact}]
 
 
 @pytest.mark.parametrize(
-    ("need", "name"), OF_SETTINGS, ids=[f"{name}-{'-'.join(x.of)}" for x, name in OF_SETTINGS]
+    ("need", "name"), OF_SETTINGS, ids=[f"{name}-{'-'.join(x.requires)}" for x, name in OF_SETTINGS]
 )
 def test_what_the_error_of_a_need_advises_works(need, name):
     """Following it ends this complaint, and makes no other."""
@@ -923,19 +924,19 @@ def test_what_the_error_of_a_need_advises_works(need, name):
     beside |= {
         k: v for start, of in BESIDE.items() if name.startswith(start) for k, v in of.items()
     }
-    values = {k: v for k, v in beside.items() if k not in need.of}
-    for other, fitting in need.of.items():
+    values = {k: v for k, v in beside.items() if k not in need.requires}
+    for other, fitting in need.requires.items():
         refused = [x for x in possible(other) if x not in fitting]
         values[other] = DEFAULTS[other] if DEFAULTS[other] in refused else refused[0]
     for value in (x for x in possible(name) if x in need.when and x != DEFAULTS[name]):
         before = complaints(values | {name: value})
-        advice = before[name, *need.of]
+        advice = before[name, *need.requires]
         followed = [*ways(name, advice, values)]
         assert len(followed) > advice.count(" or ") - advice.count("use 2 or more")
         for way in followed:
             way = {k: read(k, v) if isinstance(v, str) else v for k, v in way.items()}
             after = complaints(values | {name: value} | way)
-            assert (name, *need.of) not in after, f"{advice}: {way}"
+            assert (name, *need.requires) not in after, f"{advice}: {way}"
             assert after.keys() <= before.keys(), f"{advice}: {way}"
 
 

@@ -211,7 +211,7 @@ def choose_dispatcher(
     if spare := moe.redundant_experts:
         replicas = Replicas(arch.num_experts, spare, group, device, kernels.backend)
     if reason is not None:
-        config = config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {reason}"})
+        config = config.fitted({Fact.DEEPEP: f"DeepEP cannot run: {reason}"})
         logger.info("tokens reach other ranks by all-to-all: %s", reason)
         dispatcher = AllToAll(
             arch.num_experts,

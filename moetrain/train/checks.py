@@ -55,7 +55,7 @@ def check_model(config: Config, arch: Architecture) -> Config:
     """
     # A recipe may be made for another model, and what a user sets is meant for this one.
     absent = None if arch.num_experts else f"{arch.family} has no experts"
-    config = config.fitting().fitting({Fact.EXPERTS: absent})
+    config = config.fitted().fitted({Fact.EXPERTS: absent})
     if arch.mtp_layers > 1 and config.parallel.tp > 1:
         problem = f"not with {arch.mtp_layers} multi-token prediction blocks; use 1, or unset"
         raise ConfigError("parallel.tp", f"{config.parallel.tp}, {problem} train.mtp_weight")
@@ -129,7 +129,7 @@ def check_device(config: Config, arch: Architecture, device: torch.device) -> Co
     dtype = compute_dtype(config, device)
     no_cuda = None if device.type == "cuda" else "this run is on a CPU"
     dry_run = "this is a run, which takes the machine as it is"
-    config = config.fitting({Fact.CUDA: no_cuda, Fact.DRY_RUN: dry_run})
+    config = config.fitted({Fact.CUDA: no_cuda, Fact.DRY_RUN: dry_run})
     if config.kernels.attention == "flex" and device.type == "cpu":
         raise ConfigError("kernels.attention", "'flex' has no backward on a CPU; use auto or sdpa")
     wants_documents = config.optim.muon_qk_clip > 0 and config.kernels.attention == "auto"

@@ -102,7 +102,7 @@ class Session:
             wanted = pays and sleep is None and peak.surely_fits(capacity / 2)
             wanted = self.world.broadcast("yes" if wanted else "no") == "yes"  # cards may differ
             config = config.filled({"compile.cuda_graphs": wanted}, "recipe auto")  # may be unmet
-            config = config.fitting({Fact.CUDA: None if device.type == "cuda" else "no GPU"})
+            config = config.fitted({Fact.CUDA: None if device.type == "cuda" else "no GPU"})
         kernels = config.kernels
         # Where generation's weights are others, bits differ in any case.
         has_same = config.rl.generator_dtype in ("auto", config.lora.base_dtype)
@@ -200,7 +200,7 @@ def resolve_run(
         is_planned = (config.launch.gpus or config.launch.gpu) is not None
         on_gpu = device == "auto" and (is_planned or torch.cuda.is_available())
         found = {"compile.enabled": device == "cuda" or on_gpu}
-        config = config.filled(found, "auto, by the device").fitting()
+        config = config.filled(found, "auto, by the device").fitted()
     return check_model(config, arch), arch
 
 

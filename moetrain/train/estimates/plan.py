@@ -63,7 +63,7 @@ class MemoryPlan(NamedTuple):
         """
         machine = planned_machine(config)
         kind = machine.device.type
-        config = config.fitting({Fact.CUDA: None if kind == "cuda" else "this run is on a CPU"})
+        config = config.fitted({Fact.CUDA: None if kind == "cuda" else "this run is on a CPU"})
         check_rows(config, arch, machine.device)
         # The estimate counts what ranks on GPUs need of one another.
         return cls(config.filled({"train.device": kind}, "the plan"), arch, machine, generates)
@@ -85,7 +85,7 @@ class MemoryPlan(NamedTuple):
         try:
             config = self.config.filled(change, "the plan")
             config.check()
-            plan = self.of(config.fitting(), self.arch, generates=self.generates)
+            plan = self.of(config.fitted(), self.arch, generates=self.generates)
             plan_world(plan.config, plan.arch, plan.machine.processes)
         except ConfigError:
             return None
