@@ -29,7 +29,8 @@ def save_tensors(root, step, groups, state=None, **plan):
         g: {name: TensorSlice.all_of(x) for name, x in named.items()} for g, named in groups.items()
     }
     saver = Saver(alone())
-    saver.start(SavePlan(root, step, **{"keep": 2, **plan}), parts, state or state_of(step))
+    made = SavePlan(root=root, step=step, **{"keep": 2, **plan})
+    saver.start(made, parts, state or state_of(step))
     saved = saver.wait()
     assert saved is not None
     return saved.path

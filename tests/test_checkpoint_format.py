@@ -88,7 +88,8 @@ def test_any_box_is_read_from_any_pieces(seed, small_chunks, tmp_path, monkeypat
         if rank:
             friends.folder = json.dumps({"value": str(new)})
         saver = Saver(friends)
-        saver.start(SavePlan(tmp_path, 1, 2), {"model": ranks[rank], "none": {}}, state_of(1))
+        plan = SavePlan(root=tmp_path, step=1, keep=2)
+        saver.start(plan, {"model": ranks[rank], "none": {}}, state_of(1))
         saver.wait()
     found = open_checkpoint(tmp_path / "step-00000001")
     assert [*found.contents.groups] == ["model", "none"]
@@ -166,7 +167,7 @@ def test_another_version_is_one_line_that_names_the_way_out(tmp_path):
 def test_a_tensor_that_no_rank_has_whole_is_not_saved(tmp_path):
     part = TensorSlice(torch.zeros(3), [6], (slice(0, 3),))
     saver = Saver(alone())
-    saver.start(SavePlan(tmp_path, 1, 2), {"model": {"x": part}}, state_of(1))
+    saver.start(SavePlan(root=tmp_path, step=1, keep=2), {"model": {"x": part}}, state_of(1))
     with pytest.raises(ValueError, match="nobody has all of"):
         saver.wait()
     assert list(tmp_path.iterdir()) == []

@@ -68,12 +68,19 @@ class Folders:
     def __init__(
         self,
         root: Path,
+        *,
         rank: int = 0,
         gather: Callable[[Any], list[Any]] = lambda mine: [mine],
         copies: int = 0,
     ) -> None:
-        """``gather`` gives every rank the objects of all; ``copies``: how many machines have each
-        file of ranks, 0: all share ``root``."""
+        """Find out which ranks share a folder. Collective.
+
+        Args:
+            root: where the checkpoints lie on this machine.
+            rank: this process among all of the run.
+            gather: gives every rank the objects of all.
+            copies: how many machines have each file of ranks; 0: all share ``root``.
+        """
         self.root = root
         """Where the checkpoints lie on this machine."""
         self.rank, self.gather, self._copies = rank, gather, copies
@@ -195,11 +202,21 @@ class Folders:
 class Memory(Folders):
     """A run's folders in the machines' memory."""
 
-    def __init__(self, settings: CheckpointSection, output_dir: Path, *who: Any) -> None:
-        """``who``: rank and gather of :class:`Folders`."""
+    def __init__(
+        self,
+        settings: CheckpointSection,
+        output_dir: Path,
+        *,
+        rank: int = 0,
+        gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+    ) -> None:
+        """Choose the folder of the run that writes to ``output_dir``.
+
+        ``rank`` and ``gather`` are as in :class:`Folders`.
+        """
         name = hashlib.sha256(os.path.realpath(output_dir).encode()).hexdigest()[:16]
         self._base = Path(settings.memory) / f"moetrain-{name}"
-        super().__init__(self._base, *who, copies=settings.replicas)
+        super().__init__(self._base, rank=rank, gather=gather, copies=settings.replicas)
 
     def open(self, run: str, since: int | None = None) -> None:
         """Use the checkpoints of ``run``, none later than step ``since``; remove all others."""

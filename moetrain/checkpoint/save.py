@@ -22,7 +22,7 @@ import struct
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -97,15 +97,15 @@ class Store:
                 self._files.rm(path, recursive=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SavePlan:
     """Where a save writes, and which checkpoints remain after it."""
 
     root: Path
+    """The folder of the checkpoints."""
     step: int
     keep: int
     """How many of the newest intact checkpoints are kept."""
-    _: KW_ONLY
     keep_every: int = 0
     """Checkpoints of steps that are multiples of this are kept for good; 0: none are."""
     failed: bool = False

@@ -196,7 +196,7 @@ def _export_hf(words: argparse.Namespace) -> int:
 def _import_hf(words: argparse.Namespace) -> int:
     folder = resolve(words.path)
     arch = architecture_from_hf(read_json(folder / CONFIG))
-    plan = SavePlan(words.other, 0, keep=1)
+    plan = SavePlan(root=words.other, step=0, keep=1)
     state = {
         **dict.fromkeys(("step", "tokens", "sample_index"), 0),
         "architecture": arch.model_dump(mode="json"),

@@ -63,8 +63,9 @@ def main(argv: Sequence[str] | None) -> None:
         name, _, problem = request.JsonBody.complaint(error).partition(": ")
         raise ConfigError(name, problem) from None
     pages = -(-min(len(ids) + params.max_tokens, model.arch.max_positions) // Pages.SIZE)
-    how = {"draft": args.draft, "draft_by": args.draft_by}
-    generator = Generator(model, tokenizer, num_pages=pages, **how)
+    generator = Generator(
+        model, tokenizer, num_pages=pages, draft=args.draft, draft_by=args.draft_by
+    )
     text = request.TextStream(tokenizer, params.stop, params.stop_ids)
     completion = request.Completion("prompt", 0)
     try:

@@ -292,8 +292,8 @@ def _check_once(name: str, values: Mapping[str, str | None], text: str, where: s
         raise ConfigError(name, f"given twice {where}, {both}; leave one out")
 
 
-def _given(layers: _Layers) -> dict[str, Any]:
-    """Return what the last layer that has a setting says of it."""
+def _flat(layers: _Layers) -> dict[str, Any]:
+    """Return the settings of all layers, by dotted name; later layers win."""
     return {name: value for values in layers.values() for name, value in values.items()}
 
 
@@ -301,17 +301,17 @@ def _recipe_under(layers: _Layers, source: object, recipes: Recipes) -> tuple[st
     """Return the recipe to put under ``layers``, or None, and a line that says which it is."""
     if _is_recipe(source):
         return None, f"  recipe {source}"
-    given = _given(layers)
+    values = _flat(layers)
     recipe, why = recipes.of_path, "model.path is set"
-    if given.get("model.path") is None:
+    if values.get("model.path") is None:
         if source is not None:
             return None, ""
         recipe, why = recipes.default, "neither one nor model.path is named"
     elif recipes.of_path == recipes.of_chats:
         why += " and none is named"
     else:
-        path, kind = given.get("data.path"), given.get("data.source")
-        kind = kind or (path and source_by_suffix(path)) or (given.get("data.mix") and "records")
+        path, kind = values.get("data.path"), values.get("data.source")
+        kind = kind or (path and source_by_suffix(path)) or (values.get("data.mix") and "records")
         recipe = recipes.of_chats if kind in ("records", "jsonl") else recipes.of_path
         why += f", the data is {kind} and none is named"
     return recipe, f"  recipe {recipe}, as {why}"
@@ -319,11 +319,11 @@ def _recipe_under(layers: _Layers, source: object, recipes: Recipes) -> tuple[st
 
 def _source_of_path(layers: _Layers) -> _Layers:
     """Set ``data.source`` if a user gives only ``data.path`` to a recipe that reads no files."""
-    given = _given(layers)
-    users = _given({k: x for k, x in layers.items() if not k.startswith(Reader.PROPOSED)})
+    values = _flat(layers)
+    users = _flat({k: x for k, x in layers.items() if not k.startswith(Reader.PROPOSED)})
     if users.get("data.mix") is not None and "data.source" not in users:
         return {"as data.mix is set": {"data.source": "records"}}
-    path, reads_files = given.get("data.path"), given.get("data.source") in {*_OF_SUFFIX.values()}
+    path, reads_files = values.get("data.path"), values.get("data.source") in {*_OF_SUFFIX.values()}
     if path is None or reads_files or "data.path" not in users or "data.source" in users:
         return {}
     return {"end of data.path": {"data.source": source_by_suffix(path)}}
@@ -377,17 +377,17 @@ def _holds_texts_alone(folder: str) -> bool:
 
 def _merged(layers: _Layers) -> tuple[dict[str, Any], dict[str, str]]:
     """Merge layers, weakest first; returns the values, and where each comes from."""
-    values = _given(layers)
+    values = _flat(layers)
     origins = {name: origin for origin, values in layers.items() for name in values}
     is_users = {name: not origin.startswith(Reader.PROPOSED) for name, origin in origins.items()}
     for pair in _ALTERNATIVES:
-        given = [name for name in pair if values.get(name) is not None]
-        if len(given) == 2 and is_users[given[0]] == is_users[given[1]]:
-            one, other = (f"{shortened(values[name])} ({origins[name]})" for name in given)
-            problem = f"{one} contradicts {given[1]} {other}; set one of them"
-            raise ConfigError(given[0], problem)
-        if given:
-            kept = max(given, key=lambda name: is_users[name])
+        set_names = [name for name in pair if values.get(name) is not None]
+        if len(set_names) == 2 and is_users[set_names[0]] == is_users[set_names[1]]:
+            one, other = (f"{shortened(values[name])} ({origins[name]})" for name in set_names)
+            problem = f"{one} contradicts {set_names[1]} {other}; set one of them"
+            raise ConfigError(set_names[0], problem)
+        if set_names:
+            kept = max(set_names, key=lambda name: is_users[name])
             dropped = pair[1 - pair.index(kept)]
             values[dropped], origins[dropped] = None, f"as {kept} is set"
     return values, origins

@@ -108,8 +108,8 @@ def check_rows(config: Config, arch: Architecture, device: torch.device) -> None
     multiple = width_multiple(dtype)
     is_fast = config.kernels.backend != "reference"
     if (odd := arch.odd_width(multiple, is_fast=is_fast)) is not None:
-        (name, width), given = odd, str(dtype).removeprefix("torch.")
-        problem = f"is not a multiple of {multiple}, as a GPU's kernels need in {given}"
+        (name, width), dtype_name = odd, str(dtype).removeprefix("torch.")
+        problem = f"is not a multiple of {multiple}, as a GPU's kernels need in {dtype_name}"
         field, remedy = f"model.{name}", "set train.device cpu"
         if config.model.path is not None:
             field, problem = "model.path", f"its {name} is {width}, which {problem}"

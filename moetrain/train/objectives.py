@@ -231,8 +231,7 @@ class Pretraining:
         if routing is not None and load_LE is not None:
             # There may be pads alone.
             some = (load_LE[0].sum() // model.arch.num_experts_per_token).clamp(min=1)
-            given = load_LE, routing.prob_sum_LE, some
-            balance = load_balancing_loss(*given, pooled=self.is_pooled)
+            balance = load_balancing_loss(load_LE, routing.prob_sum_LE, some, pooled=self.is_pooled)
             # This is the loss of a part of the global batch, weighted by its share of the tokens.
             terms["load_balancing"] = Term(some / num_tokens * balance, self.load_balancing)
         if routing is not None and self.router_z > 0:

@@ -62,15 +62,15 @@ class RunFolder:
         self._stored = math.inf
         """The step that was fetched from the store last; only older ones are of use now."""
         copies = 0 if settings.shared else settings.replicas
-        who: Any = (world.rank, world.gather) if world else ()
-        self.disk = Folders(self.checkpoints, *who, copies=copies)
+        ranks: Any = {"rank": world.rank, "gather": world.gather} if world else {}
+        self.disk = Folders(self.checkpoints, copies=copies, **ranks)
         """Who has the checkpoints: the main rank for all, or a rank of each machine for its own."""
         self.own = self.disk if copies else None
         """The machines' own folders; None: all share this one."""
         self.memory: Memory | None = None
         """The run's folders in the machines' memory; None: it uses none."""
         if world and settings.memory_interval:
-            self.memory = Memory(settings, path, *who)
+            self.memory = Memory(settings, path, **ranks)
             world.endings.append(self.memory.remove)
 
     def check_usable(self) -> None:
@@ -123,18 +123,27 @@ class RunFolder:
         if self.disk.keeps:
             # The oldest goes when the newest is complete, and new ones take the place of these.
             there = _bytes_of_checkpoints(self.checkpoints) * (checkpoint.resume != "never")
-            sizes = there, min(saves, keep + 1 + milestones), saved * self.disk.share
             exports = checkpoint.save_hf and self.disk.rank == 0  # into the main rank's folder
-            export = arch.num_params() * _EXPORT_BYTES * exports
             less = "checkpoint.keep, checkpoint.interval, checkpoint.minutes, checkpoint.at_end"
-            remedy = f"choose another, or write less ({less})"
-            _check_free("output_dir", self.path, *sizes, export, remedy)
+            _check_free(
+                "output_dir",
+                self.path,
+                there=there,
+                copies=min(saves, keep + 1 + milestones),
+                one=saved * self.disk.share,
+                export=arch.num_params() * _EXPORT_BYTES * exports,
+                remedy=f"choose another, or write less ({less})",
+            )
         if self.memory is not None and self.memory.keeps:
-            one, there = saved * self.memory.share, _bytes_of_checkpoints(self.memory.root)
-            copies = 3 if steps is None else min(3, steps // checkpoint.memory_interval)
-            remedy = "enlarge it (mount -o remount,size=), or set checkpoint.memory_interval 0"
-            where = "checkpoint.memory", Path(checkpoint.memory)
-            _check_free(*where, there, copies, one, 0.0, remedy)
+            _check_free(
+                "checkpoint.memory",
+                Path(checkpoint.memory),
+                there=_bytes_of_checkpoints(self.memory.root),
+                copies=3 if steps is None else min(3, steps // checkpoint.memory_interval),
+                one=saved * self.memory.share,
+                export=0.0,
+                remedy="enlarge it (mount -o remount,size=), or set checkpoint.memory_interval 0",
+            )
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -437,10 +446,24 @@ def _bytes_of_checkpoints(root: Path) -> int:
 
 
 def _check_free(
-    setting: str, folder: Path, there: int, copies: int, one: float, export: float, remedy: str
+    setting: str,
+    folder: Path,
+    *,
+    there: int,
+    copies: int,
+    one: float,
+    export: float,
+    remedy: str,
 ) -> None:
-    """Raise ConfigError unless ``folder`` has room for copies of ``one`` byte count and an export,
-    in place of the bytes that are ``there``."""
+    """Raise ConfigError unless ``folder`` has room for checkpoints and an export.
+
+    Args:
+        setting: names the folder.
+        there: bytes of checkpoints in the folder, whose place the new ones take.
+        copies: how many checkpoints there will be, of ``one`` bytes each.
+        export: bytes of the export.
+        remedy: the end of the message.
+    """
     folders = (folder, *Path(os.path.abspath(folder)).parents)
     total, _, free = shutil.disk_usage(next(path for path in folders if path.exists()))
     need = copies * one + export

@@ -139,8 +139,8 @@ def prepare(config: Config, *, needs_text: bool = True) -> tuple[Config, Archite
 def _check_data_lies_apart(config: Config) -> None:
     """Raise ConfigError unless training data, evaluation data and output folder lie apart."""
     data = config.data
-    given = {"path": data.path, "eval_path": data.eval_path}
-    folders = {name: os.path.realpath(path) for name, path in given.items() if path is not None}
+    paths = {"path": data.path, "eval_path": data.eval_path}
+    folders = {name: os.path.realpath(path) for name, path in paths.items() if path is not None}
     if len(folders) > len(set(folders.values())):
         raise ConfigError(
             "data.eval_path",
@@ -154,7 +154,7 @@ def _check_data_lies_apart(config: Config) -> None:
                 continue  # where data is not looked for
             raise ConfigError(
                 "output_dir",
-                f"{shortened(config.output_dir)} lies in data.{name} {given[name]!r}: the next run "
+                f"{shortened(config.output_dir)} lies in data.{name} {paths[name]!r}: the next run "
                 "would read what this one writes as data; choose one outside",
             )
 

@@ -23,8 +23,9 @@ from moetrain.config import Config, ConfigError, logger
 from moetrain.config.sources import leaves, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
+from moetrain.models.hf.files import TokenizerFiles
 from moetrain.models.hf.peft import save_peft
-from moetrain.models.hf.save import Export
+from moetrain.models.hf.save import Export, ExportDtype
 from moetrain.models.parts.lora import Adapter
 from moetrain.models.rules import ADAPTER, ADAPTERS, MAGNITUDE
 from moetrain.models.transformer import Transformer
@@ -208,7 +209,7 @@ class ModelState:
         """
         family, merged = FAMILIES[self.arch.family], merged or hf
         source = self.model.source
-        how = self.arch, None if source is None else source.weight_map
+        weight_map = None if source is None else source.weight_map
         for name, entry in self.stages.table.items():
             is_left_out = hf and entry.rule is None and not family.holds(name)
             if is_left_out or (merged and name.endswith(ADAPTERS)):
@@ -217,7 +218,7 @@ class ModelState:
             if merged and (halves := self._adapter(name)) is not None:
                 whole = halves.merged(whole.float())
             if hf:
-                for piece in family.pieces({name: whole.shape}, *how):
+                for piece in family.pieces({name: whole.shape}, self.arch, weight_map):
                     yield piece.hf_name, whole[piece.place]
             else:
                 yield name, whole
@@ -266,16 +267,34 @@ class ModelState:
             base = self.config.model.path
             save_peft(folder, self.arch, self.config.lora, adapters, base, wholes)
 
-    def save_hf(self, folder: Path, **how: Any) -> None:
-        """Write the model, adapters merged, as :func:`moetrain.save_hf` does; all ranks write, or
-        the main one where machines share no folder."""
+    def save_hf(
+        self,
+        folder: Path,
+        *,
+        dtype: ExportDtype = "auto",
+        tokenizer: TokenizerFiles | None = None,
+        max_shard_bytes: int = Export.SHARD_BYTES,
+    ) -> None:
+        """Write the model, adapters merged, as :func:`moetrain.save_hf` does.
+
+        All ranks write, or the main one alone where machines share no folder. Raises ConfigError:
+        a weight does not fit ``dtype``.
+        """
         with torch.device("meta"):
             whole = Transformer(self.arch)
         whole.source, world = self.model.source, self.world
         self.fsdp.settle()
         writers = world.size if self.config.checkpoint.shared else 1
-        ranks: Any = {"rank": world.rank, "ranks": writers, "wait": world.barrier}
-        export = Export(whole, folder, **how, **ranks)
+        export = Export(
+            whole,
+            folder,
+            dtype=dtype,
+            tokenizer=tokenizer,
+            max_shard_bytes=max_shard_bytes,
+            rank=world.rank,
+            ranks=writers,
+            wait=world.barrier,
+        )
         here = {name: member.read for name, member in self.fsdp.members.items()}
         if problem := world.any(export.misfit(here)):
             raise ConfigError("checkpoint.hf_dtype", problem)

@@ -31,7 +31,7 @@ from moetrain.models.hf.config import exported_config
 from moetrain.models.hf.load import check_checkpoint
 from moetrain.models.transformer import Transformer
 
-_ExportDtype = Literal["auto", "bfloat16", "float16", "float32"]
+ExportDtype = Literal["auto", "bfloat16", "float16", "float32"]
 _METADATA = {"format": "pt"}
 """``transformers`` refuses files that do not say which framework wrote them."""
 _File = Path | str | Mapping[str, Any]
@@ -64,7 +64,7 @@ class Export:
         model: Transformer,
         folder: str | os.PathLike[str],
         *,
-        dtype: _ExportDtype = "auto",
+        dtype: ExportDtype = "auto",
         tokenizer: hf_files.TokenizerFiles | None = None,
         max_shard_bytes: int = SHARD_BYTES,
         rank: int = 0,
@@ -244,7 +244,7 @@ def save_hf(
     model: Transformer,
     folder: str | os.PathLike[str],
     *,
-    dtype: _ExportDtype = "auto",
+    dtype: ExportDtype = "auto",
     tokenizer: hf_files.TokenizerFiles | None = None,
     max_shard_bytes: int = Export.SHARD_BYTES,
 ) -> None:

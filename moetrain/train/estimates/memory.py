@@ -214,8 +214,15 @@ class RankSizes:
         self.arch = arch
         self.dims = dims
         tokens = config.train.micro_batch_size * config.data.seq_len // dims.cp
-        how = (dims.tp, dims.ep, dtype.itemsize, config.compile.is_on)
-        self.share = Workload(tokens, *how, dims.cp, dims.cp_method == "all_gather")
+        self.share = Workload(
+            tokens=tokens,
+            tp=dims.tp,
+            ep=dims.ep,
+            width=dtype.itemsize,
+            is_compiled=config.compile.is_on,
+            cp=dims.cp,
+            gathers_keys=dims.cp_method == "all_gather",
+        )
         self.residual_bytes = self.share.own_tokens * arch.hidden_size * dtype.itemsize
         """Bytes of a micro-batch's residual stream."""
         layers = arch.layers()
@@ -371,9 +378,12 @@ class RankSizes:
         if self.orthogonal:  # by then there are all gradients
             late = {"gradients": self._gradients(self._updated), "activations": 0.0}
             weights = (w for layer in self.layers for part in layer for w in part.weights.values())
-            sizes = self.orthogonal, max(math.prod(weight.shape[-2:]) for weight in weights)
-            is_dealt = not self.is_alone
-            late["working_set"] = orthogonalising_bytes(*sizes, self.share.width, is_dealt=is_dealt)
+            late["working_set"] = orthogonalising_bytes(
+                self.orthogonal,
+                largest=max(math.prod(weight.shape[-2:]) for weight in weights),
+                width=self.share.width,
+                is_dealt=not self.is_alone,
+            )
             moments.append(replace(moments[1], **late))
         if sleep is not None:  # between updates, where buckets stay unless they are offloaded
             if self.config.rl.offload:

@@ -129,10 +129,12 @@ class _Clock:
         seconds += self.travel(2 * FP32 * numbers, self.dims.dp_replicate, self.dims.world_size)
         if not self.rank.orthogonal:
             return seconds
-        how = optim.muon_iterations
         weights = ((n, w) for part, n in self.parts for w in part.weights.values())
         found = ((n, w.shape, w.rule.stacked) for n, w in weights if w.rule.is_matrix)
-        flops = sum(n * newton_schulz_flops(shape, how, stacked) for n, shape, stacked in found)
+        flops = sum(
+            n * newton_schulz_flops(shape, optim.muon_iterations, stacked)
+            for n, shape, stacked in found
+        )
         seconds += self.rank.share_trained * flops / ranks / (_EXPERTS * self.flops)
         # Matrices that are cut travel to where they are whole, and back.
         return seconds + self.travel(2 * self.share.width * self.others / ranks, ranks, ranks)
