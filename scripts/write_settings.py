@@ -8,17 +8,14 @@ Run it after a change to a setting's name, default or docstring; a test fails un
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from moetrain.config import Config
-from moetrain.config.sections import MixEntry
+from moetrain.config.help import as_typed, values_in_words
 from moetrain.config.sources import recipe_names
 
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
@@ -34,7 +31,6 @@ defaults below, a recipe or TOML file, the environment and the command line. The
 [recipes]({recipes}) set other values than these defaults: {names}.
 
 """
-_TYPES = {bool: "yes or no", int: "a whole number", float: "a number", str: "text"}
 
 
 def render() -> str:
@@ -58,35 +54,10 @@ def _table(rows: list[str]) -> list[str]:
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    default = "unset" if field.default is None else f"`{_written(field.default)}`"
-    return f"| `{name}` | {_kind(field.annotation)} | {default} | {_plain(field.description)} |\n"
-
-
-def _written(value: Any) -> str:
-    """``value`` as a person types it on the command line."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, tuple):
-        return ",".join(map(str, value)) or "(none)"
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _kind(annotation: Any) -> str:
-    """The values that a setting takes, in words."""
-    if get_origin(annotation) is Annotated:  # a number with bounds
-        return _kind(get_args(annotation)[0])
-    if annotation in _TYPES:
-        return _TYPES[annotation]
-    if get_origin(annotation) is Literal:
-        return ", ".join(f"`{value}`" for value in get_args(annotation))
-    if get_origin(annotation) is tuple:
-        inner = get_args(annotation)[0]
-        if inner is MixEntry:
-            return "tables"
-        numbers = inner is int
-        return "whole numbers with commas between" if numbers else "words with commas between"
-    kinds = [_kind(part) for part in get_args(annotation) if part is not NoneType]
-    return " or ".join(kinds)
+    values = values_in_words(field.annotation, quote="`")
+    default = as_typed(field.default)
+    default = default if field.default is None else f"`{default}`"
+    return f"| `{name}` | {values} | {default} | {_plain(field.description)} |\n"
 
 
 def _plain(text: str | None) -> str:

@@ -29,7 +29,7 @@ def test_commands_are_called_by_name(monkeypatch, capsys):
 def test_an_unknown_name_is_one_line(capsys):
     assert main(["trian"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: command: 'trian' is none; use train, ")
+    assert line.startswith("error: unknown command 'trian'; choose from train, ")
 
 
 def test_ctrl_c_at_the_exit_ends_a_command_without_a_traceback():

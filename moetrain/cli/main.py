@@ -2,9 +2,9 @@
 
 ``moetrain train`` is ``python -m moetrain.train``, and so are the others.
 
-``train``, ``rl`` and ``jobs`` take settings (:mod:`moetrain.cli.train`), the other commands options
-of their own (:class:`Parser`). In both, whatever is wrong raises :class:`ConfigError`, whose one
-line goes to standard error, and the exit code is 2.
+``train``, ``rl`` and ``jobs`` take settings (:mod:`moetrain.cli.train`). The other commands take
+options of their own (:class:`Parser`). A wrong setting or option raises :class:`ConfigError`: its
+one line goes to standard error, and the exit code is 2.
 """
 
 import argparse
@@ -31,10 +31,19 @@ _COMMANDS = {
     "generate": ("moetrain.cli.generate:main", "continue a text with a checkpoint"),
     "score": ("moetrain.cli.score:main", "score answers by a reward model"),
     "serve": ("moetrain.cli.serve:main", "serve a checkpoint over HTTP in OpenAI's protocol"),
-    "checkpoint": ("moetrain.cli.checkpoint:main", "inspect, verify, convert or compare"),
-    "data": ("moetrain.cli.data:main", "show what would be trained on"),
-    "launch": ("moetrain.cli.machines:main", "write the job of several machines: slurm, k8s, sky"),
-    "plan": ("moetrain.cli.plan:main", "list layouts that fit, and how fast they would be"),
+    "checkpoint": (
+        "moetrain.cli.checkpoint:main",
+        "inspect, verify, convert, compare checkpoints",
+    ),
+    "data": ("moetrain.cli.data:main", "show the rows that training would use"),
+    "launch": (
+        "moetrain.cli.machines:main",
+        "write a job for several machines: slurm, k8s, sky",
+    ),
+    "plan": (
+        "moetrain.cli.plan:main",
+        "list layouts that fit in memory, with their speed",
+    ),
 }
 """Each command's ``MODULE:FUNCTION``, imported when it is called, and what it does."""
 
@@ -43,7 +52,7 @@ _COMMANDS = {
 
 
 def version() -> str:
-    """Return ``moetrain 0.2.0``, say; ``moetrain`` for a checkout that is not installed."""
+    """Return name and version; the name alone if the package is not installed."""
     try:
         return f"moetrain {metadata.version('moetrain')}"
     except metadata.PackageNotFoundError:
@@ -56,9 +65,10 @@ def error_line(text: str) -> str:
 
 
 def command(work: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
-    """Make ``work(argv)`` a command, which returns its exit code; a ConfigError is one line, and 2.
+    """Make a command of ``work(argv)``; it returns the exit code.
 
-    ``argv`` is a command line; None, or not given: the process's own.
+    A ConfigError prints one line and gives exit code 2. ``argv`` is a command line; None, or not
+    given: the process's own.
     """
 
     @wraps(work)
@@ -68,7 +78,7 @@ def command(work: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
             interrupt_by_exception()
             with reader_may_leave():
                 return work(argv) or 0
-            return 0  # whoever reads standard output has left
+            return 0  # standard output was closed early
         except ConfigError as error:
             print(error_line(f"error: {error}"), file=sys.stderr)
             return 2
@@ -80,7 +90,7 @@ def command(work: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """End in silence a command that prints once nobody reads it any more (``--help | head``)."""
+    """Exit quietly when standard output is closed early (``--help | head``)."""
     try:
         try:
             yield
@@ -91,10 +101,10 @@ def reader_may_leave() -> Iterator[None]:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with ``code`` after all that is due at an exit.
+    """Run what is registered for the exit, then end the process with ``code`` at once.
 
-    Python would go on to take a million objects apart, which takes most of a second. Ctrl-C here
-    ends the process at once with 130, without the traceback that each function due would print.
+    Python would go on to free a million objects, which takes most of a second. Ctrl-C here ends the
+    process at once with 130; otherwise each exit function would print a traceback.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as nohup and `&` have it
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
@@ -103,13 +113,13 @@ def leave(code: int) -> NoReturn:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except OSError:  # whoever reads has left: Python knows how to say so
+    except OSError:  # standard output was closed early; Python reports that
         sys.exit(code)
     os._exit(code)
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of ``python -m moetrain.NAME``; what is wrong with them raises ConfigError."""
+    """The options of ``python -m moetrain.NAME``; a wrong option raises ConfigError."""
 
     def __init__(self, name: str, description: str | None) -> None:
         super().__init__(
@@ -127,11 +137,9 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--adapter", help="folder of a LoRA adapter in PEFT's format")
         self.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
         self.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
-        meaning = "length of drafts, whose tokens are checked at once; the text is the same, sooner"
+        meaning = "speculative decoding: tokens drafted per step (the text does not change)"
         self.add_argument("--draft", type=int, choices=range(9), default=0, help=meaning)
-        meaning = (
-            "source of drafts: the model's block of multi-token prediction, or the text so far"
-        )
+        meaning = "what drafts: the model's multi-token prediction block, or n-grams of the text"
         self.add_argument("--draft_by", choices=["block", "ngram"], default="block", help=meaning)
 
     def error(self, message: str) -> NoReturn:
@@ -148,7 +156,7 @@ def main(argv: Sequence[str] | None) -> int | None:
         case "version" | "--version":
             print(version())
         case "" | "help" | "--help" | "-h":
-            print("usage: moetrain COMMAND ...; moetrain COMMAND --help says what it takes\n")
+            print("usage: moetrain COMMAND ...; moetrain COMMAND --help lists its options\n")
             for name, (_, meaning) in _COMMANDS.items():
                 print(f"  {name:12}{meaning}")
             print("  version     print the version")
@@ -158,8 +166,9 @@ def main(argv: Sequence[str] | None) -> int | None:
             interrupt_by_exception()
             return run(words)
         case _:
-            problem = f"{name!r} is none; use {', '.join(_COMMANDS)} or version"
-            raise ConfigError("command", problem)
+            problem = f"unknown command {name!r}; choose from {', '.join(_COMMANDS)}, version"
+            print(error_line(f"error: {problem}"), file=sys.stderr)
+            return 2
     return None
 
 

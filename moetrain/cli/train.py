@@ -28,6 +28,7 @@ from moetrain.cli import interrupt_by_exception, launch, quiet_imports
 from moetrain.cli.main import error_line, reader_may_leave, version
 from moetrain.config import Config, ConfigError, Recipes, logger
 from moetrain.config.environment import LaunchedPlace, launched_place, let_idle_threads_sleep
+from moetrain.config.help import as_typed, values_in_words
 from moetrain.config.rl import RlSection
 from moetrain.config.sections import CheckpointSection
 from moetrain.config.sources import RunFailed, Unused, recipe_names
@@ -229,11 +230,9 @@ def _help(program: _Program) -> str:
 
 
 def _help_entry(name: str, field: FieldInfo) -> list[str]:
-    kind = field.annotation
-    kind = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+    kind = values_in_words(field.annotation)
     meaning = " ".join((field.description or "").split())
-    default = "unset" if field.default is None else json.dumps(field.default)
-    head = f"  --{name} ({kind}, default: {default})"
+    head = f"  --{name} ({kind}; default: {as_typed(field.default)})"
     return [head, textwrap.fill(meaning, 96, initial_indent=" " * 6, subsequent_indent=" " * 6)]
 
 

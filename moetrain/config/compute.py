@@ -54,10 +54,11 @@ class ParallelSection(Section):
     cp: PositiveInt = 1
     """Context parallel ranks, which share the tokens of the same rows."""
     cp_method: Literal["auto", "ulysses", "all_gather"] = "auto"
-    """What they do in attention. ulysses: share its heads instead of tokens, so that cp * tp
-    divides the query heads, and the key and value heads are a multiple of cp * tp or a divisor of
-    it; all_gather: keep the queries of their tokens, and gather the keys and values of all; auto:
-    ulysses where heads allow it. Layers with a state always share heads, which cp * tp divides."""
+    """How context parallel ranks share attention. ulysses: they share its heads instead of tokens,
+    so cp * tp must divide the query heads, and the key and value heads must be a multiple of cp *
+    tp or a divisor of it; all_gather: each keeps the queries of its tokens and gathers all keys and
+    values; auto: ulysses where the heads allow it. Layers with a recurrent state always share
+    heads, whose number cp * tp must divide."""
     reshard_after_forward: Annotated[
         bool | int,
         checked(
@@ -69,15 +70,15 @@ class ParallelSection(Section):
     do so. The last blocks keep theirs, because their backward comes first. With activation.policy
     full: all do, or N."""
     reduce_at: Literal["each", "last"] = "each"
-    """When accumulated gradients travel. each: those of every micro-batch, while its backward runs;
-    last: once a step, after the rank that made them has added them up in fp32, at 4 bytes for every
-    parameter that it gathers."""
+    """When gradients are reduced over ranks. each: after every micro-batch, while its backward
+    runs; last: once a step, after each rank has added up its own in fp32, which takes 4 bytes for
+    every parameter that it gathers."""
     fsdp_transport: Literal["auto", "nccl", "copy"] = "auto"
-    """How FSDP's parameters and gradients travel, with the same bits. nccl: by torch's
-    collectives (gloo on CPUs); copy: by copy engines within one machine, which leaves all SMs
-    to computation, for 2 more bytes a number that a rank holds, and a bucket of gradients;
-    auto: copy between GPUs that reach one another's memory. Parameters that
-    optim.offload_fraction keeps on the host always use collectives."""
+    """How FSDP's parameters and gradients travel, with the same bits. nccl: by torch's collectives
+    (gloo on CPUs); copy: by copy engines within one machine, which leaves all SMs to computation,
+    for 2 more bytes for each element that a rank holds, and a bucket of gradients; auto: copy
+    between GPUs that reach one another's memory. Parameters that optim.offload_fraction keeps on
+    the host always use collectives."""
 
 
 class OptimSection(Section):
@@ -120,19 +121,19 @@ class OptimSection(Section):
     """Gradients are clipped to this global 2-norm."""
     state_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
     """Dtype of AdamW's two moments and of Muon's momentum. bfloat16 takes half the bytes and rounds
-    stochastically (by train.seed), as float8 does: codes of 8 bits with a scale for every 32, for
-    AdamW alone. A run keeps the dtype it began with."""
+    stochastically (by train.seed). So does float8, for AdamW alone: values of 8 bits with a scale
+    for every 32. A run keeps the dtype it began with."""
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which ranks keep trained matrices. With bfloat16 (and state_dtype float8) no master
-    is fp32: updates are rounded stochastically. A run keeps the dtype it began with."""
+    """Dtype in which ranks keep trained matrices. With bfloat16 (and state_dtype float8) there is
+    no fp32 master copy: updates are rounded stochastically. A run keeps the dtype it began with."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the gradients that a rank keeps until the step. bfloat16 takes 2 bytes a parameter
     instead of 4; sums are made in fp32 and rounded to nearest. With many micro-batches small
     gradients are lost beside the sum, unless parallel.reduce_at is last."""
     offload_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of the trained parameters, in bytes, whose fp32 weights and moments live in host
-    memory, where the CPU updates them while the device goes on. Of these the device holds the 2
-    bytes a parameter that it computes with, the host 16: weight, moments and gradient."""
+    memory, where the CPU updates them while the device goes on. For each of them the device holds
+    the 2 bytes that it computes with, and the host 16: weight, moments and gradient."""
 
     def warmup(self, total_steps: int) -> int:
         """Return the steps of linear warmup in a run of ``total_steps``."""
@@ -163,10 +164,10 @@ class MoeSection(Section):
     twice that share is rare. A step that overflows runs again in mode exact. None can overflow with
     the value of parallel.ep."""
     redundant_experts: int = Field(default=0, ge=0)
-    """Places that each rank has for copies of other ranks' experts. In every layer the busiest
+    """Slots that each rank has for copies of other ranks' experts. In every layer the busiest
     experts are copied to idle ranks for as long as it computes, so that ranks compute equally many
     rows; gradients go back, and nothing but the order of sums changes. Four ranks of 32 experts
-    each, the busiest with 2.4 times the mean, need 4 (simulated). A place takes up to twice an
+    each, the busiest with 2.4 times the mean, need 4 (simulated). A slot takes up to twice an
     expert's memory in every layer."""
     force_balanced: bool = False
     """Ignore the router's choice and send every expert equally many tokens, for benchmarks."""
@@ -207,14 +208,14 @@ class KernelsSection(Section):
     has cudnn's backward, and the compiler does not fuse norms, rotations and SwiGLU."""
     precision: Precision = "bf16"
     """Precision of matrix products. bf16: the compute dtype. fp8: routed experts and dense
-    projections multiply e4m3 numbers with a scale for each row, in the forward and for the
-    gradients of their inputs, and all else keeps the compute dtype. fp8_gradients: so do the
-    gradients of experts' weights, in e4m3, and those of the head of next-token losses, in e5m2.
-    fp8_blocks: as fp8, with DeepSeek-V3's scales, one for each 128 numbers of a row and each 128 x
-    128 of a weight, and with the gradients of experts' weights in e4m3; fp8_blocks_ue8m0: the same
-    with powers of two as weights' scales, as DeepSeek-V3.1. All but bf16 take a Hopper GPU (a CPU
-    computes the same numbers, slowly) and widths that are multiples of 16 (for experts in
-    blocks, of 128); generation computes in bf16."""
+    projections multiply e4m3 values with a scale for each row, in the forward and for the gradients
+    of their inputs; all else keeps the compute dtype. fp8_gradients: so do the gradients of
+    experts' weights, in e4m3, and those of the head of next-token losses, in e5m2. fp8_blocks: as
+    fp8, with DeepSeek-V3's scales, one for each 128 elements of a row and each 128 x 128 of a
+    weight, and with the gradients of experts' weights in e4m3; fp8_blocks_ue8m0: the same with
+    powers of two as weights' scales, as DeepSeek-V3.1. All but bf16 take a Hopper GPU (a CPU
+    computes the same values, slowly) and widths that are multiples of 16 (for experts in blocks, of
+    128); generation computes in bf16."""
 
     @property
     def batch_invariant(self) -> bool:

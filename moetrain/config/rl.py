@@ -59,7 +59,7 @@ class RlSection(Section):
     trainer. token: one for each token; sequence: their product over a sample; auto: token, or none
     with rl.ratio rollout, whose ratio contains them."""
     importance_high: float = Field(default=2.0, gt=0)
-    """Weights above it count as that."""
+    """Upper bound of the importance weights: larger ones are clipped to it."""
     mask: Literal["none", "token", "sequence", "geometric"] = "none"
     """Ratio of proximal to rollout probability by which tokens are left out, neither trained nor
     counted. token: a token's own; sequence, geometric: the product and the geometric mean over a
@@ -151,10 +151,10 @@ class RlSection(Section):
     tokens again with the new weights (in-flight updates, arXiv 2509.19128). rl.importance and
     rl.mask correct for what was read with older ones."""
     generator_dtype: Literal["auto", "float8", "mxfp4", "nf4"] = "auto"
-    """How generation stores its copy of routed experts' matrices. float8, mxfp4, nf4: in codes of 8
-    or 4 bits with scales, quantised anew at every update, which takes a half or a quarter of the
-    memory; its log-probabilities then differ from the trainer's, for which rl.importance and
-    rl.mask correct. auto: in the dtype it computes in."""
+    """How generation stores its copy of routed experts' matrices. float8, mxfp4, nf4: quantised to
+    8 or 4 bits with scales at every update, which takes a half or a quarter of the memory. Its
+    log-probabilities then differ from the trainer's; rl.importance and rl.mask correct for that.
+    auto: in the dtype it computes in."""
     resample: NonNegativeInt = 0
     """Rounds in which groups whose rewards are all equal, which teach nothing, are replaced by new
     prompts (dynamic sampling, arXiv 2503.14476)."""
@@ -237,8 +237,8 @@ class JobsSection(Section):
     """Saves of one kind of a training run, and samplers of a session, where the idlest gives way
     to another."""
     max_tenants: PositiveInt = 1
-    """Jobs of which one small request each, forward or forward_backward, goes through the model in
-    one pass. A request is small if it fits in such a part of a micro-batch."""
+    """Jobs that may share one forward or forward_backward pass, with one small request each. A
+    request is small if it fits in its equal part of a micro-batch."""
     max_resident: PositiveInt | Literal["auto"] = "auto"
     """Jobs that stay on the device between their turns; to change between them copies nothing.
     auto: as many as it has room for beside a step; on a CPU jobs.max_tenants, the least."""

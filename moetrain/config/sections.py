@@ -102,9 +102,9 @@ class ModelSection(Section):
     path: str | None = None
     """Hugging Face checkpoint to start from, a local folder or a hub id, instead of a preset."""
     vocab_size: int | None = _SIZE
-    """Vocabulary size; unset: the preset's, or the checkpoint's with rows for data.new_tokens. More
-    than a checkpoint has gives its embedding and head further rows, which begin as the mean of its
-    own."""
+    """Vocabulary size; unset: the preset's, or the checkpoint's with rows for data.new_tokens. With
+    more than a checkpoint has, its embedding and head get further rows, which begin as the mean of
+    the others."""
     hidden_size: int | None = _SIZE
     """Model width; unset: the preset's."""
     num_layers: int | None = Field(default=None, gt=0, le=10_000)
@@ -127,9 +127,9 @@ class ModelSection(Section):
     """Longest row; unset: the model's own. More than the model is made for needs model.rope, unless
     it has no rotary embeddings (Nemotron-3)."""
     rope: Literal["yarn", "linear"] | None = None
-    """How rotary embeddings reach model.max_positions: yarn (arXiv 2309.00071) or linear (arXiv
-    2306.15595), by the factor that this takes. Exports say so. Unset: as the model has them. A
-    model whose layers have none, or different ones (Gemma-4), takes neither."""
+    """How rotary embeddings are stretched to model.max_positions: yarn (arXiv 2309.00071) or linear
+    (arXiv 2306.15595), by the factor that this takes. Exports say so. Unset: as the model has them.
+    A model whose layers have none, or different ones (Gemma-4), takes neither."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the normal distribution that random weights are drawn from."""
 
@@ -176,8 +176,8 @@ class DataSection(Section):
     source: Literal["stdlib", "text", "records", "jsonl", "synthetic"] = "stdlib"
     """Kind of data. stdlib: the source code of Python's standard library; text: a text file, or a
     folder of them; records: files of records (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow), a
-    data set that was saved or that a hub has; jsonl: another name for records; synthetic: random
-    tokens. Unset, the end of data.path decides."""
+    saved data set, or one on a hub; jsonl: another name for records; synthetic: random tokens.
+    Unset, the end of data.path decides."""
     path: MaybePath = None
     """File, folder or pattern (data/*.parquet) to read, or a hub's OWNER/NAME of records."""
     mix: tuple[MixEntry, ...] | None = None
@@ -194,20 +194,21 @@ class DataSection(Section):
     `rejected`; completion: `prompt` and `completion`; alpaca: `instruction` and `output`; text:
     data.text_field. auto: by the fields of each record."""
     train_on: Literal["all", "completion", "last"] = "all"
-    """Turns of the assistant that are learned: all; completion: those behind the user's last turn;
-    last: the last one. Of a prompt and its completion only the completion is ever learned."""
+    """Turns of the assistant that are learned. all: all of them; completion: those after the user's
+    last turn; last: the last one. Of records with a prompt and a completion, only the completion is
+    learned in any case."""
     eval_path: MaybePath = None
     """File or folder to evaluate on; unset: data.eval_fraction of the documents is held out."""
     eval_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Share of the documents that is held out for evaluation, chosen by a hash of their names or
-    text; of too few documents the last tokens, as large a share."""
+    text. With too few documents, the last tokens are held out instead, in the same share."""
     text_field: str = "text"
     """Field of a record that holds its text, if it is no conversation."""
     chat_template: MaybePath = None
     """Jinja file that formats `messages`; unset: the tokenizer's own template, else ChatML."""
     chat_template_kwargs: str | None = None
-    """Further variables of the chat template for all conversations, as a JSON object such as
-    {"enable_thinking": false}; those of a record come before them."""
+    """More variables of the chat template, for all conversations, as a JSON object such as
+    {"enable_thinking": false}. A record's own variables take precedence."""
     tokenizer: GivenPath = "byte"
     """The tokenizer: byte (no file), a tokenizer.json, a folder that holds one, or a hub id. Unset
     with model.path: that checkpoint's own."""
@@ -227,15 +228,16 @@ class DataSection(Section):
     else stream."""
     overlong: Literal["cut", "drop", "error"] = "cut"
     """Conversations that are longer than a row. cut: they lose their end; drop: they are left out;
-    error: they end the run. The log says how many. Preference pairs are left out, or end it."""
+    error: they end the run. The log says how many. Preference pairs cannot be cut: they are left
+    out, or end the run."""
     bad_records: Literal["error", "skip"] = "error"
     """Records that are not JSON, too large, of no known form, or that the chat template refuses.
     error: the first one ends the run; skip: they are left out, and the log has their number, and
     the first one of each kind."""
     streaming: Literal["auto", "yes", "no"] = "auto"
-    """Whether training begins while later blocks of the data are tokenised. The number of rows in a
-    pass over a stream is estimated from its first block. auto: for files over 64 MiB, of which no
-    part is limited."""
+    """Begin to train while later blocks of the data are tokenised. The number of rows in a pass
+    over a stream is estimated from its first block. auto: for files over 64 MiB, of which no part
+    is limited."""
     workers: NonNegativeInt | None = None
     """Processes of each rank that tokenise a stream ahead; unset: a core each, up to 8."""
     cache_dir: MaybePath = None
@@ -304,8 +306,8 @@ class TrainSection(Section):
     keeps rewards around 0 (TRL's center_rewards_coefficient; 0.01 is usual); 0: none."""
     beta: float = Field(default=0.1, gt=0)
     """Weight of the log-ratio of model and reference in dpo, ipo and kto: the larger, the closer
-    the model stays to the reference. Of the mean log-probabilities in simpo, where 2 to 10 is
-    usual, and of the odds ratio beside the chosen answer's loss in orpo."""
+    the model stays to the reference. In simpo it is the weight of the mean log-probabilities (2 to
+    10 is usual), in orpo that of the odds ratio beside the chosen answer's loss."""
     simpo_gamma: float = Field(default=0.5, ge=0)
     """Margin by which the rewards of the two answers are to differ in simpo."""
     desirable_weight: float = Field(default=1.0, gt=0)
@@ -334,10 +336,11 @@ class TrainSection(Section):
     They are stored in the compute dtype, without gradients or moments. The selection bias of a
     frozen router does not move either (moe.bias_update_rate)."""
     max_bad_steps: PositiveInt = 5
-    """A step whose loss or gradient norm is not finite is skipped. So many in a row end the run."""
+    """A step whose loss or gradient norm is not finite is skipped. This many in a row end the
+    run."""
     compare_replicas: NonNegativeInt = 0
-    """Steps between comparisons of the bits of weights that several ranks hold; a difference, which
-    is a machine's fault, ends the run and names the rank. 0: none."""
+    """Steps between checks that ranks with the same weights hold the same bits. A difference is a
+    machine's fault: it ends the run and names the rank. 0: no checks."""
     gc_interval: PositiveInt = 50
     """Steps between runs of Python's garbage collector, which never runs in between."""
     eval_interval: NonNegativeInt = 100
@@ -346,8 +349,8 @@ class TrainSection(Section):
     """Held-out rows that an evaluation uses, the same ones at each, whatever train.seed and the
     layout are; all, if there are fewer."""
     patience: NonNegativeInt = 0
-    """End the run after so many evaluations in a row that are no better than the best before them,
-    by held-out loss (of reinforcement learning, by held-out reward); 0: never."""
+    """End the run after this many evaluations in a row that do not improve the best held-out loss
+    (in reinforcement learning, the best held-out reward); 0: never."""
     sample_tokens: NonNegativeInt = 200
     """Tokens that the trained model generates at the end of the run, as a sample; 0: no sample. A
     program of your own gets the sample from the callback ``moetrain.generate.weights.Sampled``."""
@@ -407,17 +410,18 @@ class LoraSection(Section):
     within 1 / sqrt(inputs); gaussian: normally, with standard deviation 1 / rank."""
     base_dtype: Literal["auto", "float8", "mxfp4", "nf4"] = "auto"
     """How blocks' frozen matrices are stored. auto: in train.dtype; float8 (MXFP8), mxfp4 and nf4
-    (QLoRA's): as codes of 8, 4 and 4 bits with scales, in 0.52, 0.27 and 0.26 of bf16's memory,
-    which are converted whenever a block runs."""
+    (QLoRA's): quantised to 8, 4 and 4 bits with scales, which takes 0.52, 0.27 and 0.26 of bf16's
+    memory. They are dequantised whenever a block runs."""
     offload_experts: bool = False
-    """Keep the codes of frozen routed experts in host memory, pinned if there is a GPU. While one
-    block runs, in forward and backward, those of the next one are copied to the device."""
+    """Keep quantised frozen routed experts in host memory, pinned if there is a GPU. While one
+    block runs, in forward and backward, the experts of the next one are copied to the device."""
     modules_to_save: tuple[Literal["embed_tokens", "lm_head"], ...] = ()
     """Modules that are trained whole beside the adapters, and saved with them: embed_tokens,
     lm_head, or both, separated by commas. Tied embeddings are embed_tokens."""
     trainable_tokens: tuple[str, ...] = ()
     """Tokens whose rows of embedding and head are trained beside the adapters, by id or text,
-    separated by commas (151669,<|tool|>). All other rows stay. Files have these rows alone."""
+    separated by commas (151669,<|tool|>). All other rows stay as they are. The adapter's files hold
+    only these rows."""
     path: MaybePath = None
     """Folder of adapters in PEFT's format to start from; rank, targets, modules_to_save and
     trainable_tokens must be the same."""
@@ -445,14 +449,14 @@ class CheckpointSection(Section):
     """Steps between checkpoints; 0: only by time (checkpoint.minutes), at the end and when the run
     is stopped."""
     minutes: float = Field(default=30, ge=0)
-    """Save when so many minutes have passed since the last checkpoint, so that a power cut loses no
-    more; 0: never by time."""
+    """Save when this many minutes have passed since the last checkpoint, so that a power cut loses
+    no more; 0: never by time."""
     at_end: bool = True
     """Write a checkpoint at the end of the run."""
     keep: PositiveInt = 2
     """Checkpoints that are kept; older ones are removed."""
     keep_every: NonNegativeInt = 0
-    """Keep checkpoints at multiples of so many steps for good, besides the newest; 0: none."""
+    """Keep checkpoints at multiples of this many steps for good, besides the newest; 0: none."""
     best: bool = False
     """Save at an evaluation that is the best so far, and keep that checkpoint besides the newest;
     checkpoints/best is a link to it."""
@@ -468,8 +472,8 @@ class CheckpointSection(Section):
     """Machines, at most all, that hold each file of a checkpoint in memory or in an output_dir of
     their own. 2: one may be lost."""
     shared: bool = True
-    """Whether all machines share output_dir. no: it is a folder of each machine's own, with its
-    part of each checkpoint; metrics and exports are written on the first machine."""
+    """All machines share output_dir. no: each machine has a folder of its own, with its part of
+    each checkpoint; metrics and exports are written on the first machine."""
     store: str | None = None
     """URL in an object store (s3://, gs:// or another that fsspec knows) to which checkpoints are
     copied. checkpoint.resume auto fetches the newest one if output_dir has none as new."""
@@ -503,14 +507,14 @@ class LogSection(Section):
     tensorboard: bool = True
     """Write TensorBoard files to output_dir/tensorboard."""
     reporters: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Where logged values go besides: wandb (Weights & Biases, offline with WANDB_MODE=offline)."""
+    """Programs that logged values are also sent to: wandb (Weights & Biases, offline with
+    WANDB_MODE=offline) or tensorboard."""
     project: str = "moetrain"
-    """Name of the project in which log.reporters have the run, whose own name is that of the output
-    folder."""
+    """Name of the project for log.reporters. The run's own name is that of the output folder."""
     progress: bool = True
     """Draw a progress bar when standard output is a terminal."""
     profile: NonNegativeInt = 0
-    """Steps to profile, the only slower ones; 0: none. Each rank writes a trace (for
+    """Steps to profile; 0: none. Only these are slower. Each rank writes a trace (for
     ui.perfetto.dev) and on CUDA a history of memory (for pytorch.org/memory_viz) to
     output_dir/profile."""
     profile_after: PositiveInt = 4
