@@ -1,7 +1,7 @@
-"""Checkpoints of which each machine has a part: in its memory, or in an ``output_dir`` of its own.
+"""Checkpoints in parts: each machine keeps one part, in its memory or in its own ``output_dir``.
 
-A machine's folder holds what its own ranks have written, and with ``checkpoint.replicas`` what
-those of other machines have, so that a machine that is lost takes nothing with it::
+A machine's folder holds the files of its own ranks and, with ``checkpoint.replicas``, copies of
+other machines' files. A machine can then be lost without losing the checkpoint::
 
     output_dir/checkpoints/step-00000007/                          with checkpoint.shared no
     /dev/shm/moetrain-<hash of output_dir>/<id of the run>/step-00000007/
@@ -47,22 +47,22 @@ class _Move(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What a machine has of a checkpoint."""
+    """The files of a checkpoint that one machine has."""
 
     seal: str = ""
     """Checksum of the manifest; empty: the machine has none, or a damaged one."""
     sizes: Mapping[str, int] = {}
-    """Of all files of the checkpoint, on whichever machine; the manifest's comes last."""
+    """Bytes of every file of the checkpoint, on whichever machine; the manifest is last."""
     here: Collection[str] = ()
-    """Names of the files that are on this one."""
+    """Names of the files that are on this machine."""
     problem: str = ""
-    """What is damaged here."""
+    """The damage found here, or an empty text."""
 
 
 class Folders:
-    """The machines' folders of checkpoints, and how files come from one to another.
+    """The machines' folders of checkpoints; copies files between them.
 
-    All ranks make it, and call :meth:`newest` and :meth:`fetch` together.
+    Construction, :meth:`newest` and :meth:`fetch` are collective.
     """
 
     def __init__(
@@ -89,14 +89,15 @@ class Folders:
         self._machines = sorted(set(self._keepers))
         self.keeper = self._keepers[rank]
         self.keeps = rank == self.keeper
-        """Whether this rank makes, completes and removes its machine's checkpoints."""
+        """True: this rank makes, completes and removes its machine's checkpoints."""
         self._group: Any = None
         if len(self._machines) > 1:
             self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
     @property
     def share(self) -> float:
-        """Which share of each checkpoint lies on this machine, where ranks write alike."""
+        """The share of each checkpoint that lies on this machine, if all ranks write equally
+        much."""
         return min(1.0, max(1, self._copies) / len(self._machines))
 
     # ---- what the machines have together -------------------------------------------------------
@@ -123,7 +124,7 @@ class Folders:
         return None, problems
 
     def _held(self, path: Path) -> _Held:
-        """Return what this rank's machine has of a checkpoint, if it is this rank that says so."""
+        """Return the files of a checkpoint that this machine has; one rank a machine answers."""
         if not (self.keeps and path.exists()):
             return _Held()
         try:
@@ -219,7 +220,7 @@ class Memory(Folders):
         super().__init__(self._base, rank=rank, gather=gather, copies=settings.replicas)
 
     def open(self, run: str, since: int | None = None) -> None:
-        """Use the checkpoints of ``run``, none later than step ``since``; remove all others."""
+        """Use the checkpoints of ``run`` up to step ``since``; remove all others."""
         self.root = self._base / run
         if not self.keeps:
             return
@@ -233,7 +234,7 @@ class Memory(Folders):
                 shutil.rmtree(path)
 
     def remove(self, step: int | None = None) -> None:
-        """Remove what this machine has of the run, or of one step."""
+        """Remove this machine's files of the run, or of one step."""
         if self.keeps:
             gone = self._base if step is None else self.root / read.checkpoint_name(step)
             shutil.rmtree(gone, ignore_errors=True)

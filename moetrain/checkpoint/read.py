@@ -1,9 +1,9 @@
 """The files of a checkpoint, and reading them on any layout.
 
-Each rank writes pieces of tensors into safetensors files of its own. ``manifest.json`` says for
-every tensor in which files its pieces lie, and holds a CRC-32 of every 4 MiB of them, of every
-file's header and of itself. So a reader takes only the bytes that it needs, and knows that they are
-what was written. The manifest is one line::
+Each rank writes pieces of tensors into its own safetensors files. ``manifest.json`` names for every
+tensor the files that hold its pieces. It has a CRC-32 of every 4 MiB of the pieces, of every file's
+header and of itself. A reader thus takes only the bytes that it needs, and knows that they are the
+bytes that were written. The manifest is one line::
 
     {"format": 2,
      "files": {"model-00000-00.safetensors": [size, length of header, its CRC], "state.json": ...},
@@ -13,12 +13,12 @@ what was written. The manifest is one line::
 
 Beside a complete ``step-N``, a folder of checkpoints may hold these names:
 
-    failed-step-N       what a failed run left, which is read only where it is named
-    .step-N.replaced    step N, for the instant in which another save of that step takes its place
+    failed-step-N       the state of a failed run; it is read only if a user names it
+    .step-N.replaced    step N, for the moment in which another save of that step replaces it
     .step-N.<other>     a checkpoint that is being written or removed, or that a killed process left
 
-The checksums find accidents, not intent: whoever can write the files can write the manifest. Left
-out on purpose: models and ranks, and which checkpoint a run resumes
+The checksums detect accidents, not attacks: who can write the files can write the manifest too.
+Left out on purpose: models and ranks, and the choice of the checkpoint that a run resumes
 (:mod:`moetrain.train.run_folder`).
 """
 
@@ -47,15 +47,15 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
 CHUNK = 4 << 20
-"""Bytes under one checksum: few to read in vain where a piece is cut, and many for a disk."""
+"""Bytes under one checksum: few, so that a cut piece reads little in vain, and many for a disk."""
 _CRC_DIGITS = 8
 MAX_BYTES = 1 << 30
-"""The largest size of a manifest or ``state.json`` in bytes, that of a 200 TiB checkpoint."""
+"""The largest size of a manifest or ``state.json`` in bytes: that of a 200 TiB checkpoint."""
 _SEAL = re.compile(rb', "crc32": "([0-9a-f]{8})"}\n')
 _SEAL_BYTES = len(', "crc32": "89abcdef"}\n')
 _NAME = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
 _READERS = 8
-"""Threads of a rank that read and check: they fill a disk's queue, and a core checks 2 GiB/s."""
+"""Threads of a rank that read and check. They fill a disk's queue; a core checks 2 GiB/s."""
 _POOL = ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-read")
 
 
@@ -107,7 +107,7 @@ class FilePiece(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many numbers the piece has."""
+        """The number of elements of the piece."""
         return math.prod(b - a for a, b in zip(self.starts, self.stops, strict=True))
 
 
@@ -132,17 +132,17 @@ class ManifestEntry:
 
 
 class FileSum(NamedTuple):
-    """What the manifest says of a file as such."""
+    """Size and checksum of a file, as the manifest has them."""
 
     size: int
     head: int
-    """How many bytes at the beginning ``crc`` is the checksum of."""
+    """Bytes at the beginning of the file that ``crc`` covers."""
     crc: str
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What lies in some files of a checkpoint: one rank's report, or the whole manifest."""
+    """The contents of some files of a checkpoint: one rank's report, or the whole manifest."""
 
     files: dict[_Name, FileSum]
     groups: dict[str, dict[str, ManifestEntry]]
@@ -252,7 +252,8 @@ class StoredTensor:
         return whole
 
     def _copy(self, piece: FilePiece, wanted: list[tuple[int, int]], out: torch.Tensor) -> int:
-        """Copy what ``piece`` has of ``wanted`` into ``out``; return how many numbers that is."""
+        """Copy the part of ``wanted`` that ``piece`` has into ``out``; return its number of
+        elements."""
         mine = list(zip(piece.starts, piece.stops, strict=True))
         both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(mine, wanted, strict=True)]
         if any(start >= stop for start, stop in both):

@@ -1,13 +1,13 @@
-"""Saving: every rank writes its slices in a thread, and rank 0 names the whole at the end.
+"""Saving: every rank writes its slices in a thread; at the end rank 0 gives the folder its name.
 
     rank 0   makes .step-N.<pid>   writes its files   awaits all reports: manifest, rename
     others   wait for it           write theirs       report, wait for the outcome
 
-Ranks talk through their store, on the host, so no collective is in the way of a step that runs
-meanwhile. A save that fails on one rank fails on all with one message and leaves nothing behind;
-complete checkpoints stay as they were. Where machines have folders of their own
-(:mod:`moetrain.checkpoint.memory`), one rank of each makes a folder there, ranks send one another
-copies, and all folders get the same manifest.
+Ranks communicate through their store, on the host, so no collective delays a step that runs
+meanwhile. A save that fails on one rank fails on all ranks with one message. It leaves nothing
+behind, and complete checkpoints stay as they were. If machines have their own folders
+(:mod:`moetrain.checkpoint.memory`), one rank of each machine makes a folder there, ranks send one
+another copies, and all folders get the same manifest.
 
 :class:`Saver` writes tensors that do not change meanwhile. :class:`Staging` copies a rank's state
 to host memory while the next step already runs, so that the saver can write the copies.
@@ -41,8 +41,8 @@ from moetrain.runtime.arena import aligned
 from moetrain.runtime.memory import HostMemory
 
 FILE_BYTES = 2 << 30
-"""Most bytes of tensors in a file, unless one tensor alone has more. That makes enough files for
-several to be written at once, and few enough for file systems that are slow with many files."""
+"""Most bytes of tensors in a file, unless one tensor alone has more. Enough files then result to
+write several at once, and few enough for file systems that are slow with many files."""
 WRITERS = 4
 """Files that a rank writes at once: a checksum takes as long as a write to the page cache."""
 
@@ -52,14 +52,14 @@ _Groups = Mapping[str, Mapping[str, TensorSlice]]
 
 
 class Store:
-    """The folder of checkpoints at a URL, of an object store or of what else fsspec knows.
+    """A folder of checkpoints at a URL: an object store, or another file system of fsspec.
 
-    Each rank copies what it has written to the disk, and the manifest follows when all is there. A
-    checkpoint without one is not looked at, and what is removed loses it first. A run that has lost
-    its disk fetches the newest. Left out on purpose: fetching only what a rank reads; runs without
-    a disk.
+    Each rank copies the files that it has written to the disk; the manifest is copied last. A
+    checkpoint without a manifest is ignored, and a removal deletes the manifest first. A run that
+    has lost its disk fetches the newest checkpoint. Left out on purpose: fetching only the bytes
+    that a rank reads, and runs without a disk.
 
-    Methods raise OSError: the place cannot be reached, or refuses.
+    Methods raise OSError: the store cannot be reached, or refuses.
     """
 
     def __init__(self, url: str) -> None:
@@ -70,7 +70,8 @@ class Store:
             raise ConfigError("checkpoint.store", f"{url!r}: {error}") from None
 
     def steps(self, before: int | None = None) -> list[int]:
-        """Return the steps of its complete checkpoints, all or those before one, in order."""
+        """Return the steps of its complete checkpoints in order, all or those before step
+        ``before``."""
         self._files.invalidate_cache()
         found = self._files.glob(f"{self._root}/step-*/{read.MANIFEST}")
         steps = sorted(read.step_of(Path(path).parent) or 0 for path in found)
@@ -99,13 +100,13 @@ class Store:
 
 @dataclass(frozen=True, kw_only=True)
 class SavePlan:
-    """Where a save writes, and which checkpoints remain after it."""
+    """The target of a save, and the checkpoints that remain after it."""
 
     root: Path
     """The folder of the checkpoints."""
     step: int
     keep: int
-    """How many of the newest intact checkpoints are kept."""
+    """The number of newest intact checkpoints that are kept."""
     keep_every: int = 0
     """Checkpoints of steps that are multiples of this are kept for good; 0: none are."""
     failed: bool = False
@@ -114,9 +115,9 @@ class SavePlan:
     keeps: int | None = None
     """The checkpoint of this step is kept too, as the best one; None: there is none."""
     folders: Folders | None = None
-    """The machines' own folders, of which ``root`` is this one's; None: all share it."""
+    """The machines' own folders; ``root`` is this machine's. None: all machines share ``root``."""
     store: Store | None = None
-    """Where a copy goes, unless the run has failed; None: nowhere."""
+    """The object store that gets a copy, unless the run has failed; None: no copy."""
 
     @property
     def path(self) -> Path:
@@ -134,7 +135,7 @@ class SavePlan:
         return [intact[step] for step in intact.keys() - self.kept([*intact])]
 
     def kept(self, steps: Sequence[int]) -> set[int]:
-        """Select of ``steps``, in order, those whose checkpoints are kept."""
+        """Return the ``steps`` (ascending) whose checkpoints are kept."""
         kept = {*steps[-self.keep :], self.keeps}
         return {n for n in steps if n in kept or (self.keep_every and n % self.keep_every == 0)}
 
@@ -156,7 +157,7 @@ class Saved(NamedTuple):
 
 
 class Saver:
-    """Writes checkpoints of a rank in the background, one at a time; all ranks call it alike."""
+    """Writes a rank's checkpoints in the background, one at a time. Collective."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         """``rendezvous`` with the other ranks, for this saver alone."""
@@ -181,7 +182,7 @@ class Saver:
             ready: a function that the thread calls first; it returns when the tensors have their
                 values.
         """
-        assert self.under_way is None  # whoever starts has waited
+        assert self.under_way is None  # the caller has waited for the last save
         self.under_way = self._thread.submit(self._save, plan, groups, state, ready)
 
     def finished(self) -> Saved | None:
@@ -229,7 +230,7 @@ class Saver:
 
     def _copy_to(self, store: Store, plan: SavePlan) -> None:
         is_main, path = self._rank == 0, plan.path
-        # Of this step there may be one, complete, whose files are now replaced.
+        # A complete checkpoint of this step may be there already: its files are replaced.
         self._do(lambda: store.remove_but({*store.steps()} - {plan.step}), plan, is_main)
         self._do(lambda: store.put(path, f"*-{self._rank:05d}-*"), plan)
         last = read.STATE, read.MANIFEST
@@ -237,12 +238,12 @@ class Saver:
         self._do(lambda: store.remove_but(plan.kept(store.steps(plan.step + 1))), plan, is_main)
 
     def _do(self, act: Callable[[], object], plan: SavePlan, is_mine: bool = True) -> None:
-        """Let each rank, or those whose work it is, ``act``; RunFailed on all if one fails."""
+        """Run ``act`` on the ranks with ``is_mine``; raise RunFailed on all ranks if one fails."""
         reports = self._rendezvous.gather(_attempt(lambda: str(act()) if is_mine else ""))
         self._tell_all(lambda: str(len(_values(reports))), plan)
 
     def _tell_all(self, act: Callable[[], str], plan: SavePlan) -> str:
-        """Return on every rank what the main rank's ``act`` returns; RunFailed if that fails."""
+        """Run ``act`` on the main rank and return its result on all ranks; RunFailed: it failed."""
         outcome = _attempt(act) if self._rank == 0 else ""
         answer = json.loads(self._rendezvous.broadcast(outcome))
         if "error" in answer:
@@ -271,7 +272,7 @@ class Saver:
 
 
 def _attempt(act: Callable[[], Any]) -> str:
-    """Return as JSON what ``act`` returns, or the OSError that it raises."""
+    """Return the result of ``act``, or the OSError that it raises, as JSON."""
     try:
         return json.dumps({"value": act()})
     except OSError as error:
@@ -279,7 +280,7 @@ def _attempt(act: Callable[[], Any]) -> str:
 
 
 def _written_here(parts: Mapping[str, TensorSlice]) -> dict[str, TensorSlice]:
-    """Select the slices that this rank writes: its share of copies, and nothing that is empty."""
+    """Select the slices that this rank writes: its share of replicated ones, and no empty ones."""
     return {n: part for n, part in parts.items() if part.tensor.numel() and part.is_written_here(n)}
 
 
@@ -301,7 +302,8 @@ def _joined(reports: Sequence[str]) -> read.Contents:
 
 
 def _values(reports: Sequence[str]) -> list[Any]:
-    """Return what all ranks' :func:`_attempt` returned; OSError: the first that failed."""
+    """Return the results of all ranks' :func:`_attempt`; OSError: one failed, the first is
+    raised."""
     answers = [json.loads(report) for report in reports]
     for rank, answer in enumerate(answers):
         if "error" in answer:
@@ -324,7 +326,8 @@ class Staging:
         self._copied: Any = None
 
     def copy(self, groups: _Groups) -> tuple[_Groups, Callable[[], object]]:
-        """Copy what this rank writes of ``groups``, as it is at this point of the device's work.
+        """Copy the slices of ``groups`` that this rank writes, with their values at this point of
+        the device's work.
 
         Returns:
             The copies, valid until the next call, and a function that waits until they are made.
