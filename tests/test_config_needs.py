@@ -147,12 +147,12 @@ GIVEN = [
     ),
     (
         "--optim.name muon --optim.muon_qk_clip 100 --kernels.attention flex",
-        "optim.muon_qk_clip: 100.0 contradicts kernels.attention 'flex'; unset it, or use "
-        "another kernels.attention",
+        "optim.muon_qk_clip: 100.0 contradicts kernels.attention 'flex' (its masks do not "
+        "show document boundaries); unset it, or use another kernels.attention",
     ),
     (
         "--optim.name muon --lora.rank 8",
-        "optim.name: 'muon' contradicts lora.rank 8; use adamw",
+        "optim.name: 'muon' contradicts lora.rank 8 (Muon is not for adapters); use adamw",
     ),
     (
         "--optim.name muon --optim.state_dtype float8",
@@ -160,7 +160,7 @@ GIVEN = [
     ),
     (
         "--optim.name muon --optim.offload_fraction 0.5",
-        "optim.offload_fraction: 0.5 contradicts optim.name 'muon'; unset it, or set optim.name a",
+        "optim.offload_fraction: 0.5 contradicts optim.name 'muon' (Muon needs whole ",
     ),
     ("--optim.lr 1 --train.seed 1 --optim.lr 2", "optim.lr: given twice on the command line, as"),
     ("--train.seed 1 train.seed=1", "train.seed: given twice on the command line, as '1' and '1'"),

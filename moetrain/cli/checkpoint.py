@@ -4,9 +4,9 @@
     verify PATH         read every byte; exit code 1 if one differs from what was written
     export-hf PATH OUT  write a Hugging Face checkpoint, as checkpoint.save_hf does
     import-hf PATH OUT  write a checkpoint of step 0 into OUT from a Hugging Face folder
-    upcycle PATH OUT    write a mixture of experts that computes what the dense model PATH does,
-                        both Hugging Face folders
-    diff PATH OTHER     print which tensors differ, and by how much; exit code 1 if any does
+    upcycle PATH OUT    write a mixture of experts that computes the same as the dense model PATH;
+                        both are Hugging Face folders
+    diff PATH OTHER     print the tensors that differ, and by how much; exit code 1 if any does
 
 PATH is a step-... folder, or the output_dir of a run, which means its newest checkpoint. export-hf
 and upcycle hold one parameter and two files in host memory, the others one file. Other exit codes:
@@ -218,7 +218,7 @@ def _import_hf(words: argparse.Namespace) -> int:
 
 
 def _parameters(folder: Path, arch: Architecture) -> Iterator[dict[str, TensorSlice]]:
-    """Yield the tensors of a Hugging Face checkpoint, those of one of our files at a time."""
+    """Yield the tensors of a Hugging Face checkpoint, one file of ours at a time."""
     source = check_checkpoint(folder, arch)
     with torch.device("meta"):
         model = Transformer(arch)
@@ -236,7 +236,7 @@ def _parameters(folder: Path, arch: Architecture) -> Iterator[dict[str, TensorSl
 
 
 def _filled(parts: Callable[..., Any], whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return ``whole``, parameters by name, with the values that the ``parts`` of files hold."""
+    """Copy the values in the files' ``parts`` into ``whole``, parameters by name; return it."""
     for name, place, part in parts(whole):
         whole[name][place].copy_(part[...])
     return whole

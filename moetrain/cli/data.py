@@ -1,8 +1,8 @@
-"""``moetrain data PATH``: shows what would be trained on, before anything is trained.
+"""``moetrain data PATH``: show the rows of a training run before it starts.
 
-The same code as a run's reads, renders, tokenises and packs the data; what it learns to make is
-green here, and what it learns to avoid is red. Left out on purpose: statistics over all of a large
-source; they are of its first rows.
+The data is read, rendered, tokenised and packed by a run's own code. Text that the run learns to
+write is green, text that it learns to avoid is red. Left out on purpose: statistics over all of a
+large source; they cover its first rows.
 """
 
 import logging
@@ -78,7 +78,7 @@ def _describe(console: Console, config: Config, data: Data, rows: Sequence[Row])
 
 
 def _documents(row: Row) -> tuple[np.ndarray, np.ndarray]:
-    """Return where the documents in ``row`` start and where they end, without pads."""
+    """Return the starts and ends of the documents in ``row``, without padding."""
     ends = np.cumsum(row.lengths)
     starts = ends - row.lengths
     if row.is_pad_S is not None:
@@ -99,8 +99,8 @@ def _sides(row: Row) -> list[str]:
 def _coloured(data: Data, row: Row, sides: Sequence[str]) -> Text:
     """Return the text of ``row`` with its special tokens, and a bar between documents.
 
-    What is learned is green, what is learned to be avoided red, and the rest dim. The name of an
-    answer in a preference stands before its document.
+    Learned text is green, text to avoid is red, and the rest is dim. In preferences, an answer's
+    name stands before its document.
     """
     learned_S = np.append(False, row.targets_S[:-1] != IGNORE_INDEX)
     text = Text()

@@ -18,7 +18,7 @@ _SAMPLING = {
     "min_p": (0.0, "share of the largest"),
     "seed": (0, None),
 }
-"""Options that SamplingParams has under the same names: default and meaning."""
+"""Options with the same names as in SamplingParams: default and meaning."""
 
 
 @command

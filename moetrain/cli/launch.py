@@ -2,7 +2,8 @@
 
 :func:`start_ranks` uses the process layer of torch's elastic launcher and gives ranks the variables
 that torchrun would. The rest of that launcher gives a stopped run 30 seconds, however large its
-checkpoint is, and after a failure as long to the other ranks, which hang in a collective. Here:
+checkpoint is. After a failure it waits as long for the other ranks, which hang in a collective.
+Here:
 
     all ranks succeed        0
     SIGTERM, Ctrl-C          is sent to every rank; they write a checkpoint: 143, 130
@@ -34,9 +35,9 @@ _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
 """Time after a failure in which other ranks can report what they know, before they are killed."""
 _STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
-"""Exit codes of ranks that stopped when they were asked to; they may take their time."""
+"""Exit codes of ranks that stopped on request; the others then have all the time they need."""
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-"""Signals that torch's start_processes handles, and SIGUSR1, with which batch systems warn."""
+"""Signals that torch's start_processes handles, and SIGUSR1, the warning of batch systems."""
 _FAILED = 1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -101,7 +102,7 @@ def _run_ranks(command: Sequence[str], nproc: int, restarts: int, max_restarts: 
 
 
 def _failure_mark(error_file: str) -> Path:
-    """Return the file that exists once a rank's failure was reported."""
+    """Return the file that exists after a rank's failure was reported."""
     return Path(error_file).parent.parent / "failed"
 
 
@@ -151,7 +152,7 @@ def _exit_code(pid: int) -> int | None:
 
 
 def is_first_to_fail(error_file: str, *, waits: bool) -> bool:
-    """Return whether no rank of this machine reported a failure before; others fail because of it.
+    """Return True on the first rank of this machine that fails; later ranks fail because of it.
 
     ``error_file`` is this rank's own, from TORCHELASTIC_ERROR_FILE. With ``waits`` the death of
     another rank, which may be the cause, is reported first.

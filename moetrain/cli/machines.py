@@ -1,8 +1,8 @@
 """``moetrain launch slurm|k8s|sky RECIPE --nodes N``: write the job of a run on several machines.
 
-The file, made from ``templates/``, is a script for Slurm's sbatch, a JobSet of Kubernetes or a task
-of SkyPilot. These start the ranks, by srun or torchrun, and start them again after a failure; the
-run then resumes from its newest checkpoint. Nothing is submitted.
+The file is made from ``templates/``: a script for Slurm's sbatch, a JobSet of Kubernetes or a task
+of SkyPilot. They start the ranks by srun or torchrun, and again after a failure; the run then
+resumes from its newest checkpoint. Nothing is submitted.
 """
 
 import json
@@ -28,9 +28,10 @@ _WAYS = {
     "k8s": ("jobset.yaml", "kubectl apply -f", {"sbatch"}),
     "sky": ("sky.yaml", "sky jobs launch", {"sbatch"}),
 }
-"""Template, also the file's ending; the command that takes the file; options of other ways."""
+"""By kind of job: the template, which is the file's ending too; the command that submits the file;
+options that belong to other kinds."""
 _FOLDER = "/shared"
-"""Where a container has the volume that all machines see; a run's paths are relative to it."""
+"""Mount point of the shared volume in a container; a run's paths are relative to it."""
 _OPTIONS = {
     "nodes": (r"[1-9]\d{,4}", None, "machines"),
     "gpus": (r"[1-9]\d?", "8", "GPUs of each machine"),
@@ -43,7 +44,7 @@ _OPTIONS = {
     "image": (r"\S+", None, "k8s, sky: container image that has moetrain"),
     "volume": ("[a-z0-9][-.a-z0-9]*", None, f"k8s, sky: volume of all machines, seen as {_FOLDER}"),
 }
-"""What each option may be, its default (None: it must be given) and its meaning."""
+"""Each option's values, its default (None: it must be given) and its meaning."""
 
 
 @command

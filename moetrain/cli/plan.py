@@ -1,10 +1,9 @@
 """``moetrain plan MODEL --gpus N``: which layouts fit, how fast they would be, and the command.
 
-Meshes, micro-batches, recomputation, precisions and dtypes of states are tried on GPUs that need
-not be here, by the estimates of memory (:mod:`moetrain.train.estimates.memory`) and of time
-(:mod:`moetrain.train.estimates.speed`). What a user sets stays as it is; what a recipe proposes is
-free. Left out on purpose: settings that trade host memory for device memory, which the dry run
-proposes.
+Tries meshes, micro-batches, recomputation, precisions and dtypes of states by the estimates of
+memory (:mod:`moetrain.train.estimates.memory`) and of time (:mod:`moetrain.train.estimates.speed`).
+The GPUs need not be here. Settings of the user are kept; a recipe's may change. Left out on
+purpose: settings that trade host memory for device memory, which the dry run proposes.
 """
 
 import math
@@ -28,9 +27,9 @@ _MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 10, 12, 16)
 _MOST_STAGES = 16
 """Pipeline ranks that are tried."""
 _LONG_ROW = 16_384
-"""Tokens of rows that context parallel ranks may share; shorter ones leave other layouts."""
+"""Shortest rows, in tokens, for which context parallel ranks are tried."""
 _ROUNDS = 4
-"""Micro-batches of a step for each pipeline rank, where no batch is given."""
+"""Micro-batches of a step for each pipeline rank, if no batch size is given."""
 
 _COLUMNS = {
     **{name: f"parallel.{name}" for name in ("dp_replicate", "cp", "tp", "ep", "pp")},
@@ -38,7 +37,7 @@ _COLUMNS = {
     **{"reshard": "parallel.reshard_after_forward", "states": "optim.state_dtype"},
     "precision": "kernels.precision",
 }
-"""Settings of a layout that are listed, by what their column is called."""
+"""Settings of a layout that are listed, by the title of their column."""
 
 _Change = dict[str, Any]
 
@@ -84,7 +83,7 @@ def main(argv: Sequence[str] | None) -> None:
 
 
 def _show(model: str, gpus: int, gpu: GpuName, top: int, words: Sequence[str]) -> None:
-    """Print the ``top`` layouts on so many GPUs, and the command of the best one."""
+    """Print the ``top`` layouts on ``gpus`` GPUs, and the command of the best one."""
     source, own = _source(model, words)
     config = Config.load(source, [*own, *words, f"launch.gpus={max(gpus, 1)}", f"launch.gpu={gpu}"])
     per_machine = _per_machine(config)
@@ -154,7 +153,7 @@ def _source(model: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _layouts(config: Config, gpus: int, gpu: GpuName) -> Iterator[_Layout]:
-    """Yield the fastest layout that fits of each mesh, dtype of states and precision."""
+    """Yield, for each mesh, dtype of states and precision, the fastest layout that fits."""
     from moetrain.train.checks import check_widths
     from moetrain.train.estimates.plan import MemoryPlan
     from moetrain.train.session import resolve_run
@@ -218,7 +217,7 @@ def _estimated(plan: "MemoryPlan", change: _Change, gpu: GpuName) -> _Layout:
 def _meshes(config: Config, gpus: int) -> Iterator[_Change]:
     """Yield degrees of parallelism that multiply to ``gpus``, and dtypes of states.
 
-    Tensor and expert parallel ranks together lie on one machine, and so do those that share tokens.
+    Tensor and expert parallel ranks lie on one machine, and so do context parallel ranks.
     """
     degrees = [n for n in range(1, gpus + 1) if gpus % n == 0]
     per_machine = _per_machine(config)
@@ -252,7 +251,7 @@ def _meshes(config: Config, gpus: int) -> Iterator[_Change]:
 
 
 def _recomputations(config: Config, gpus: int) -> Iterator[_Change]:
-    """Yield what to keep for the backward, the cheapest first."""
+    """Yield the choices of activations to keep for the backward, the fastest first."""
     for policy, reshard in product(("none", "selective", "full"), (False, True)[: min(gpus, 2)]):
         change = {"activation.policy": policy, "parallel.reshard_after_forward": reshard}
         if all(attrgetter(n)(config) == x for n, x in change.items() if config.is_users(n)):

@@ -2,9 +2,9 @@
 
 PATH is a Hugging Face folder of a reward model (such as ``output_dir/hf`` of a run with
 train.objective reward) or a hub id. RECORDS is a file or folder of records, or a data set, each
-with `prompt` and `completion`, or `messages` that end with an answer. Each is written to standard
-output as a line of JSON, with its `score` beside its own fields. Exit codes: 0, or 2 and one line
-that says what is wrong.
+with `prompt` and `completion`, or `messages` that end with an answer. Each record is written to
+standard output as a line of JSON, with its `score` beside its own fields. Exit codes: 0, or 2 and
+one line that says what is wrong.
 """
 
 import json

@@ -35,7 +35,7 @@ from moetrain.config.sources import RunFailed, Unused, recipe_names
 
 
 class _Program(NamedTuple):
-    """A command that takes settings, and what differs between one and another."""
+    """A command that takes settings, with all that differs between these commands."""
 
     name: str
     """The command is ``python -m moetrain.NAME``."""
@@ -112,9 +112,9 @@ _NO_DATA = (
     *("train.desirable_weight", "train.undesirable_weight", "train.simpo_gamma"),
     "train.reward_centering",
 )
-"""Settings that commands have no use for whose data comes from environments or clients."""
+"""Settings without use in commands whose data comes from environments or clients."""
 _JOBS_OF_RL = ("max_sequences", "cache_tokens")
-"""Settings of ``rl`` that jobs use too: those of generation."""
+"""Settings of ``rl`` that jobs use too, for generation."""
 
 _TRAIN = _Program("train", _train, _plan_train, Recipes.TRAIN, foreign=("rl.", "jobs."))
 _RL = _Program(
@@ -165,14 +165,14 @@ def main(argv: Sequence[str] | None = None, program: _Program = _TRAIN) -> int:
     words = [word for word in words if word != "--dry_run"]
     is_source = bool(words) and not words[0].startswith("--") and "=" not in words[0]
     place = None
-    # Imports make much that stays, and a sixth of one would go into looking through it; steps look
-    # after their own garbage.
+    # No garbage collection while importing: it takes a sixth of the start. The loop over steps
+    # collects by itself.
     gc.disable()
     try:
         place = launched_place()
         if place is None:
-            # In a rank Python could lose an exception in what an import calls, and the others,
-            # which end, would be waited for without end.
+            # Not in a rank: Python may lose an exception that is raised during an import, and the
+            # launcher would wait for this rank forever.
             interrupt_by_exception()
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
         if place is None or place.rank == 0:
@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None, program: _Program = _TRAIN) -> int:
             raise
         text = "".join(traceback.format_exception(error)).rstrip()
         return _end(place, 1, text, may_follow=True)
-    except KeyboardInterrupt:  # while loading, or a second: in a run the first stops it in order
+    except KeyboardInterrupt:  # while loading, or the second Ctrl-C of a run
         return _end(place, 130, "interrupted")
     finally:
         gc.enable()
@@ -288,16 +288,17 @@ def _fit(config: Config, program: _Program, place: LaunchedPlace | None) -> int:
     return 0
 
 
-# The disk is full, broken, gone or read-only, or standard output has no reader any more.
+# The disk is full, broken, gone or read-only, or standard output was closed.
 _DISK_ERRORS = {"ENOSPC", "EDQUOT", "EFBIG", "EIO", "EROFS", "ESTALE", "EACCES", "EPERM", "EPIPE"}
-# safetensors has an error of its own, whose text alone holds the number.
+# safetensors has an error of its own; only its text has the number.
 _OS_ERROR = re.compile(r"os error (\d+)|code: (\d+)")
 
 
 def _why_no_disk(error: Exception, folder: str) -> str | None:
-    """Say what went wrong with the disk, and where; None: the error is of another kind.
+    """Describe a disk's error and name the file; None: the error is of another kind.
 
-    Every error of a file in the output folder counts: moving it under a run causes many kinds.
+    Every error of a file in the output folder counts, since moving the folder during a run causes
+    many kinds.
     """
     name = getattr(error, "filename", None)  # a descriptor's is a number
     file = os.fsdecode(name) if isinstance(name, (str, bytes)) else ""
@@ -312,7 +313,7 @@ def _why_no_disk(error: Exception, folder: str) -> str | None:
 
 @contextmanager
 def _disk_errors_of_threads_unprinted(folder: str) -> Iterator[None]:
-    """Hide disk errors of threads: the run meets those of TensorBoard's thread again itself."""
+    """Hide disk errors of threads; the run itself meets those of TensorBoard's thread again."""
     before = threading.excepthook
 
     def report(failure: threading.ExceptHookArgs) -> None:
@@ -328,8 +329,11 @@ def _disk_errors_of_threads_unprinted(folder: str) -> Iterator[None]:
 
 
 def _end(place: LaunchedPlace | None, code: int, reason: str, *, may_follow: bool = False) -> int:
-    """Print once why a run, or another rank (``may_follow``), failed; return ``code`` or exit."""
-    # Without one of torch's launchers (under srun) ranks share no folder, and every one reports.
+    """Print the failure once per job, then exit with ``code``; return it if no launcher waits.
+
+    With ``may_follow`` the failure may be the consequence of another rank's, which is then printed.
+    """
+    # Without one of torch's launchers (under srun) ranks share no folder, so every rank reports.
     error_file = None if place is None else place.error_file
     if not error_file or launch.is_first_to_fail(error_file, waits=may_follow):
         print(reason, file=sys.stderr)
@@ -337,5 +341,5 @@ def _end(place: LaunchedPlace | None, code: int, reason: str, *, may_follow: boo
         return code
     sys.stdout.flush()
     sys.stderr.flush()
-    # Ending in the usual way closes communicators, which can wait for ranks that do not come.
+    # A usual exit closes communicators, which can wait forever for ranks that have ended.
     os._exit(code)

@@ -1,13 +1,14 @@
-"""The settings of a run: all sections, where their values come from, which contradict each other.
+"""The settings of a run: all sections, and the one object that holds them.
 
 A :class:`Config` is built from four sources, weakest first: defaults, a recipe or TOML file,
 environment variables (``MOETRAIN_PARALLEL__EP=8``) and the command line (``--parallel.ep 8``).
-Unknown keys are errors, and so are two settings that contradict each other, and one that differs
-from its default but would have no effect: nothing a user set is overridden in silence.
+Unknown keys are errors. So are two settings that contradict each other, and a setting that differs
+from its default but would have no effect (:mod:`moetrain.config.needs`): nothing that a user set is
+overridden in silence.
 
-Left out on purpose: anything that needs a device, a process group or files beyond the TOML file.
-Those checks live where the thing is built (:mod:`moetrain.train.session`) and raise
-:class:`ConfigError` too.
+Left out on purpose: checks that need a device, a process group or files beyond the TOML file. They
+are made where the thing is built (:mod:`moetrain.train.session`), and raise :class:`ConfigError`
+too.
 """
 
 import json
@@ -132,12 +133,12 @@ class Config(Section):
         return config.filled({"output_dir": f"outputs/{_name_of_run(config)}"}, "model and data")
 
     def is_set(self, name: str) -> bool:
-        """Return whether any source has set ``name``; else its value is the default."""
+        """Return True if any source has set ``name``; otherwise its value is the default."""
         section, _, key = name.rpartition(".")
         return key in (getattr(self, section) if section else self).model_fields_set
 
     def is_users(self, name: str) -> bool:
-        """Return whether a user has set ``name``, and not only a recipe proposed it."""
+        """Return True if a user has set ``name``; a recipe's proposal does not count."""
         return not self._origins.get(name, Reader.PROPOSED).startswith(Reader.PROPOSED)
 
     def filled(self, values: Mapping[str, Any], origin: str) -> Self:

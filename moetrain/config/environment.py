@@ -1,8 +1,8 @@
-"""What surrounds a process: others started with it, kinds of GPUs, caches, compilers, threads.
+"""The surroundings of a process: its launcher, kinds of GPUs, caches, compilers, threads.
 
-None of this is a setting; variables that are (``MOETRAIN_*``) are read in
-:mod:`moetrain.config.sources`. Left out on purpose: which share of a GPU's rates our kernels reach
-(:mod:`moetrain.train.estimates.speed`).
+None of this is a setting; settings in the environment (``MOETRAIN_*``) are read in
+:mod:`moetrain.config.sources`. Left out on purpose: the share of a GPU's rates that our kernels
+reach (:mod:`moetrain.train.estimates.speed`).
 """
 
 import os
@@ -21,7 +21,7 @@ class Gpu(NamedTuple):
     """Memory and rates of a kind of GPU, by its vendor's datasheet unless said otherwise."""
 
     memory_gib: float
-    """Memory that torch sees (``total_memory``), which is less than the name promises."""
+    """Memory that torch reports (``total_memory``), less than the name promises."""
     peak_flops: float
     """Dense bf16 FLOP/s."""
     memory_rate: float
@@ -29,7 +29,7 @@ class Gpu(NamedTuple):
     link_rate: float
     """Bytes/s to other GPUs of the machine, in one direction."""
     has_fp8: bool = True
-    """Whether products in fp8 run on it."""
+    """True: matrix products in fp8 run on it."""
 
 
 GpuName = Literal["a100", "l40s", "h100", "h800", "h200", "b200"]
@@ -42,13 +42,13 @@ GPUS: dict[GpuName, Gpu] = {
     "l40s": Gpu(44.3, 362e12, 0.86e12, 32e9, has_fp8=False),  # over PCIe 4.0 x16
 }
 GPUS_OF_MACHINE = 8
-"""GPUs that reach one another by links; others are beyond the network."""
+"""GPUs of a machine, which fast links connect; others are reached over the network."""
 NETWORK_RATE = 50e9
 """Bytes/s between machines of each GPU, in one direction: an adapter of 400 Gbit/s for each."""
 
 
 class LaunchedPlace(NamedTuple):
-    """A process's place among those that were started together."""
+    """The ranks of a process among the processes of its job."""
 
     rank: int
     local_rank: int
@@ -62,20 +62,20 @@ class LaunchedPlace(NamedTuple):
     on_machine: int | None
     """Processes on this machine; None: the launcher does not say."""
     store_is_served: bool = False
-    """Whether the launcher serves the store at ``address``; else rank 0 does."""
+    """True: the launcher serves the store at ``address``. False: rank 0 does."""
     restarts: int = 0
-    """How often the launcher has restarted the ranks."""
+    """Restarts of the ranks by the launcher so far."""
     max_restarts: int = 0
-    """How often it will restart them at most."""
+    """Most restarts that the launcher will make."""
 
 
 _SLURM_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoing connections
 
 
 def launched_place(variables: Mapping[str, str] = os.environ) -> LaunchedPlace | None:
-    """Return this process's place among those that torchrun, srun or moetrain started, or None.
+    """Return this process's ranks, if torchrun, srun or moetrain started it, or None.
 
-    Raises ConfigError: one of the launcher's variables is missing or no number.
+    Raises ConfigError: one of the launcher's variables is missing, or is not a number.
     """
     if "RANK" in variables and "WORLD_SIZE" in variables:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -156,11 +156,11 @@ def user_cache_dir() -> Path:
 
 
 def let_idle_threads_sleep() -> None:
-    """Make OpenMP's idle threads sleep: at once if the machine is busy, else after microseconds.
+    """Make idle OpenMP threads sleep: at once if the machine is busy, else after microseconds.
 
-    Call it before torch is imported, which reads these variables; those that are set stay as they
-    are. By default idle threads spin for a millisecond and keep cores from whoever has work: beside
-    four busy processes a step of the debug recipe then takes 3.0 s, and 1.9 with threads asleep.
+    Call it before torch is imported, which reads these variables. Variables that are set already
+    stay as they are. By default idle threads spin for a millisecond and occupy cores: beside four
+    busy processes a step of the debug recipe then takes 3.0 s, and 1.9 s with sleeping threads.
     """
     if os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -1,7 +1,7 @@
-"""Files that appear whole or not at all, and files of strangers that are read without waiting.
+"""Writes files that appear whole or not at all, and reads others' files without blocking.
 
-It lies in the lowest package, because models, checkpoints, metrics and jobs all have such files,
-and none of these packages may import another's helpers.
+The module lies in the lowest package because models, checkpoints, metrics and jobs all need it, and
+none of them may import another's helpers.
 """
 
 import errno
@@ -17,7 +17,7 @@ _TEMPORARY = re.compile(r"\.[\w.-]+\.\d+\.tmp")
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, then rename it to ``path``.
 
-    Whatever the process dies of, ``path`` holds the old content or the new.
+    However the process dies, ``path`` holds the old content or the new.
 
     Raises OSError: the file cannot be written; ``path`` is unchanged.
     """
@@ -33,7 +33,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def write_durably(path: Path, data: bytes | memoryview) -> None:
     """Write ``data`` as :func:`write_atomically`, and force it and its name to the disk.
 
-    In few calls of the system: after each, a thread may wait for its turn again.
+    It makes few system calls, since a thread may have to wait for the interpreter after each.
     """
 
     def put(temporary: Path) -> None:

@@ -1,4 +1,4 @@
-"""Locks on files: one process holds one until it ends, however it ends.
+"""Locks on files: a process holds one until it ends, however it ends.
 
 The lock is ``flock(2)`` on a file that names its holder. Such a lock belongs to an open file, which
 ``fork(2)`` shares with the child: a child that outlives a killed process would hold the lock on.
@@ -29,7 +29,7 @@ _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.
 _POLL_SECONDS = 0.1
 """Time between two attempts to get a lock that another holds."""
 _MOST_ATTEMPTS = 10
-"""Attempts after which a file that others keep replacing counts as held."""
+"""Attempts after which a lock counts as held if other processes keep replacing its file."""
 
 _mutex = threading.RLock()
 """Held during each attempt: the threads of a process share its ``fcntl`` locks. A fork waits for
@@ -38,11 +38,11 @@ _held: set["_HeldLock"] = set()
 
 
 class LockHeldError(Exception):
-    """Another process, or another part of this one, holds the lock; the text says which."""
+    """Another process, or another part of this one, holds the lock; the message names it."""
 
 
 class _CrowdedError(LockHeldError):
-    """Others take the lock at this moment; one of them may still fail."""
+    """Another process takes the lock at this moment, and may still fail to."""
 
 
 class _HeldLock:
@@ -157,7 +157,7 @@ def _attempt(path: Path) -> _HeldLock:
 
 
 def _replace(path: Path) -> _HeldLock:
-    """Put a file that this process has locked in the place of ``path``."""
+    """Replace ``path`` by a file that this process has locked."""
     start, end = f".{path.name}.", ".tmp"
     for name in os.listdir(path.parent):
         if name.startswith(start) and name.endswith(end):  # of one that was killed right here
@@ -186,11 +186,11 @@ class _Holder:
     """The process that a lock's file names."""
 
     def __init__(self, process: int, host: str, place: str, started: str) -> None:
-        """
+        """Describe a process.
+
         Args:
-            place: the boot of the machine and the namespace in which the process has its number;
-                "": unknown.
-            started: when the process was started, in the kernel's ticks since the boot.
+            place: the boot of the machine and the namespace of the process number; "": unknown.
+            started: the start of the process, in the kernel's ticks since the boot.
         """
         self.process, self.host, self.place, self.started = process, host, place, started
 
@@ -201,7 +201,7 @@ class _Holder:
 
     @classmethod
     def read(cls, descriptor: int) -> "_Holder":
-        """Return what :meth:`record` wrote; what is missing or damaged is unknown."""
+        """Parse the text of :meth:`record`; missing or damaged fields are unknown."""
         words = os.pread(descriptor, 1000, 0).decode(errors="replace").split()
         known = len(words) > 3 and words[0] == "process" and words[1].isdecimal()
         if not known:
@@ -218,7 +218,7 @@ class _Holder:
         return f"process {self.process} on {self.host}" if self.process else "just started"
 
     def has_ended(self) -> bool:
-        """Say whether the process is known to have ended, whatever has its number now."""
+        """Return True if the process has surely ended, even if its number is in use again."""
         if not self.place or self.place != _place():
             return False  # of another machine or container, or of before a boot
         started = _start_of(self.process)
@@ -254,7 +254,7 @@ def _start_of(process: int) -> str | None:
 
 
 def _is_dead(process: int) -> bool:
-    """Say whether all threads of a process have ended, and only its parent has not seen it."""
+    """Return True for a zombie: all threads have ended, and the parent has not reaped it."""
     try:
         threads = list(Path(f"/proc/{process}/task").iterdir())
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Where settings come from: recipes and TOML files, the environment, the command line.
+"""The sources of settings: recipes and TOML files, the environment, the command line.
 
 Each source becomes a layer of values by dotted name. :class:`Reader` reads the layers of a run,
 puts a recipe under them if the user named none, and merges them. Unknown names are errors here,
-where the message can name the source; what a value may be is the sections' own.
+where the message can name the source. The sections say which values are valid.
 """
 
 import difflib
@@ -37,26 +37,26 @@ class RunFailed(RuntimeError):
 
 
 class Recipes(Enum):
-    """The recipes that a command starts from where none is named."""
+    """The recipes that a command starts from if the user names none."""
 
     TRAIN = "debug", "continue", "sft"
     RL = "rl-sort", "rl", "rl"
     JOBS = "jobs-debug", "jobs", "jobs"
 
     def __init__(self, default: str, of_path: str, of_chats: str) -> None:
-        """Take the recipes without ``model.path``, with it, and with it and data of records."""
+        """Name the recipes for no ``model.path``, for one, and for one with data of records."""
         self.default = default
         self.of_path = of_path
         self.of_chats = of_chats
 
 
 class Unused(NamedTuple):
-    """Settings that a command has no use for."""
+    """Settings that a command does not use."""
 
     command: str
     """The command is ``python -m moetrain.COMMAND``."""
     beginnings: tuple[str, ...]
-    """How the dotted names of the settings begin."""
+    """Beginnings of the dotted names of these settings."""
     recipe: str
     """The command's own recipe."""
 
@@ -98,8 +98,8 @@ def _is_recipe(source: object) -> bool:
 
 
 _Layers = Mapping[str, Mapping[str, Any]]
-"""Settings of each source, weakest first: their origin, in words for people, and by dotted name
-their values."""
+"""Layers of settings, weakest first: by the origin of each layer in words, its values by dotted
+name."""
 
 # One of two alternatives is set: the user's replaces a recipe's or a default.
 _ALTERNATIVES = (
@@ -394,7 +394,7 @@ def _merged(layers: _Layers) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _remedy(message: str) -> str:
-    """Rewrite pydantic's sentence on what the input should be as what to give instead."""
+    """Rewrite pydantic's "Input should be ..." as an advice."""
     message = message.removeprefix("Value error, ").partition(", unable to")[0]
     message = re.sub(r"Input should be (?=greater|less)", "give a number ", message)
     message = message.replace("a valid boolean", "yes or no (in TOML true or false)")
@@ -425,7 +425,7 @@ _NEAR = 0.75  # a misspelling; at difflib's own 0.6 unrelated names are near one
 
 
 def redacted(text: str) -> str:
-    """Return ``text`` with ``***`` for user and password, and for keys and signatures, in URLs."""
+    """Replace user, password, keys and signatures in URLs of ``text`` by ``***``."""
     return _PARAMETER.sub(r"\1***", _USER.sub("***", text)) if "://" in text else text
 
 
