@@ -1,4 +1,4 @@
-"""Callbacks: functions of your own that a run calls as it goes along, and that may end it.
+"""Callbacks: your own functions, which a run calls as it goes along, and which may end it.
 
     class LowEnough(Callback):
         def on_evaluate(self, run, row):
@@ -43,7 +43,7 @@ Row = Mapping[str, float | None]
 
 
 class RunView(Protocol):
-    """What callbacks may use of a run; :class:`moetrain.train.run.Run` has all of it."""
+    """The part of a run that callbacks may use; :class:`moetrain.train.run.Run` has all of it."""
 
     config: Config
     world: World
@@ -55,7 +55,7 @@ class RunView(Protocol):
     clock: Throughput
     """Measures steps; a callback that takes long stops it meanwhile."""
     moe_layers: list[int]
-    """Indices of the layers with experts."""
+    """Indices of the MoE layers."""
     expert_counts_LE: torch.Tensor | None
     """Tokens that chose each expert in the last logged step, of all ranks; None: no experts."""
 
@@ -145,13 +145,13 @@ class Callbacks(list[Callback]):
             callback.on_checkpoint(run, path)
 
     def state(self) -> dict[str, Any]:
-        """Gather the callbacks' states by class, as checkpoints keep them."""
+        """Return the callbacks' states by class, for a checkpoint."""
         states = {name: callback.state() for name, callback in self._named()}
         kept = {name: state for name, state in states.items() if state}
         return {"callbacks": kept} if kept else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Let the callbacks go on from a :meth:`state`."""
+        """Load a :meth:`state` into the callbacks."""
         kept = state.get("callbacks", {})
         for name, callback in self._named():
             if name in kept:
@@ -166,18 +166,19 @@ class Callbacks(list[Callback]):
 
 
 class Result(NamedTuple):
-    """What a run has come to; the same on every rank."""
+    """The result of a run; the same on every rank."""
 
     step: int
     """The last step."""
     reason: str
-    """Why it ended: its length in words, or what the callback said that ended it."""
+    """The reason of its end: the setting of its length, or the words of the callback that ended
+    it."""
     loss: float | None
-    """Of the last logged step; None: not finite, or no step was taken."""
+    """Loss of the last logged step; None: not finite, or no step was taken."""
     best_step: int | None
-    """The step of the best evaluation; None: there was none behind a step."""
+    """The step of the best evaluation; None: there was no evaluation after a step."""
     best_value: float | None
-    """The lowest ``eval_loss``, or of reinforcement learning the highest ``eval_reward``."""
+    """The lowest ``eval_loss``; in reinforcement learning, the highest ``eval_reward``."""
     best: Path | None
     """The checkpoint of that step, with ``checkpoint.best``."""
     checkpoint: Path | None
@@ -189,8 +190,8 @@ class Result(NamedTuple):
 class Best(Callback):
     """Remembers the best evaluation: the lowest ``eval_loss``, or the highest ``eval_reward``.
 
-    It keeps its checkpoint (``checkpoint.best``), to which the link ``checkpoints/best`` points,
-    and ends a run that no longer improves (``train.patience``).
+    It keeps the checkpoint of that step (``checkpoint.best``; the link ``checkpoints/best`` points
+    to it), and ends a run that no longer improves (``train.patience``).
     """
 
     def __init__(self) -> None:
@@ -257,7 +258,7 @@ class Profile(Callback):
         self._done = 0
         """Steps that this process has done."""
         self._first: int | None = None
-        """The first step that is kept; None: none is yet, 0: they are written."""
+        """The first step of the trace; None: tracing has not begun, 0: the trace is written."""
         self._on = ExitStack()
         self._profiler: torch.profiler.profile
 
@@ -376,7 +377,7 @@ class _WandB(Callback):
 
 
 _REPORTERS: dict[str, type[Callback]] = {"tensorboard": _TensorBoard, "wandb": _WandB}
-"""By the name in ``log.reporters``, which is the library's."""
+"""By the name in ``log.reporters``, which is also the library's."""
 
 
 def reporters_of(log: LogSection) -> list[Callback]:

@@ -20,7 +20,7 @@ from moetrain.train.state import ModelState, Snapshots
 
 
 class Progress(NamedTuple):
-    """What a checkpoint holds besides the state of the model."""
+    """The part of a checkpoint besides the state of the model."""
 
     state: dict[str, Any]
     """JSON for ``state.json``, such as ``sample_index``."""
@@ -73,7 +73,7 @@ class Checkpointer:
 
     def due(self, step: int, *, asked: bool) -> Literal["disk", "memory"] | None:
         """Return where a checkpoint of ``step`` is due; ``asked``: one was asked for."""
-        # What was asked for before the last checkpoint has come with that.
+        # A request from before the last checkpoint is fulfilled by it.
         by_time = asked and self.saved_at < step - 1
         if by_time or _is_multiple(step, self.settings.interval):
             return "disk"

@@ -4,11 +4,10 @@
     check_run(config, arch, dims, device)     all of it, on a rank of a run
 
 The commands check as they start, before anything slow, and :class:`moetrain.train.engine.Engine`
-checks as it is built. So a program that builds an engine by itself gets the same line that the
-command prints.
+checks as it is built. A program that builds its own engine thus gets the same line as the command.
 
-Left out on purpose: whether a run fits into memory, which :mod:`moetrain.train.session` estimates,
-and what can be found only by trying, such as whether DeepEP runs here.
+Left out on purpose: memory, which :mod:`moetrain.train.session` estimates, and questions that only
+a trial answers, such as whether DeepEP runs here.
 """
 
 import torch
@@ -53,7 +52,7 @@ def check_model(config: Config, arch: Architecture) -> Config:
     Raises ConfigError: a setting that a user gave has no effect or contradicts another one, or
     ``arch`` cannot be trained with the settings.
     """
-    # A recipe may be made for another model, and what a user sets is meant for this one.
+    # A recipe may be made for another model; a user's settings are meant for this one.
     absent = None if arch.num_experts else f"{arch.family} has no experts"
     config = config.fitted().fitted({Fact.EXPERTS: absent})
     if arch.mtp_layers > 1 and config.parallel.tp > 1:

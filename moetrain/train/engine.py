@@ -3,11 +3,11 @@
     totals = engine.forward_backward(batches, objective)    # as often as a step has batches for
     norm, skipped = engine.step(lr)
 
-Data, folders, learning-rate schedules and when to do what are a loop's business, such as
-:mod:`moetrain.train.loop`'s; weights and moments are held by :class:`ModelState`. Inside a step
-nothing here waits for the device, with three exceptions: dispatch without fixed sizes waits for its
-counts, the number of rows that found no room in buffers of fixed sizes is read while the last
-backward runs, and ``log.find_nan`` reads whether the step was skipped.
+Data, folders, schedules and the order of actions are a loop's business
+(:mod:`moetrain.train.loop`). :class:`ModelState` holds weights and moments. Inside a step nothing
+here waits for the device, with three exceptions: dispatch without fixed sizes waits for its counts;
+with fixed sizes the count of dropped rows is read while the last backward runs; and
+``log.find_nan`` reads whether the step was skipped.
 
 Every method is collective: all ranks call them in the same order, with as many micro-batches each.
 """
@@ -38,7 +38,7 @@ _B = TypeVar("_B", bound=MicroBatch)
 
 
 class StepOutcome(NamedTuple):
-    """The numbers of an update (0-d, on the device)."""
+    """The results of an update (0-d, on the device)."""
 
     grad_norm: torch.Tensor
     """2-norm of the whole gradient before clipping, fp32."""
@@ -94,9 +94,9 @@ class Engine(ModelState):
     # ---- training ------------------------------------------------------------------------------
 
     def forward_backward(self, batches: Sequence[_B], objective: Objective[_B]) -> Totals:
-        """Add this rank's gradients of ``objective`` over ``batches`` to those of the step.
+        """Add this rank's gradients of ``objective`` over ``batches`` to the gradients of the step.
 
-        If it fails, the gradients of the whole step are forgotten, those of earlier calls too.
+        If it fails, all gradients of the step are forgotten, also those of earlier calls.
         """
         self._need("weights", "gradients")
         if self.nan_finder is not None:
@@ -113,7 +113,7 @@ class Engine(ModelState):
         return self.since_step[-1]
 
     def learn_now(self, batches: Sequence[_B], objective: Objective[_B]) -> Totals:
-        """Compute the gradients of a pass of a step that is over, without a graph."""
+        """Compute a pass of the last step again, without a CUDA graph."""
         sizes = self._sum_sizes(objective.sizes(batches))
         return self.passes.run_now(batches, objective, sizes, is_first=True)
 
@@ -173,7 +173,7 @@ class Engine(ModelState):
         rate = self.config.moe.bias_update_rate
         if routings and rate:
             counts_LE = self.world.sum(RoutingStats.together(routings).counts_LE)
-            # Rows one by one: the device would have to wait for a list of their numbers.
+            # One row at a time: indexing by a list of rows would make the device wait.
             layers = enumerate(self.arch.moe_layer_indices)
             counts = [counts_LE[row] for row, i in layers if i in self.stages.blocks]
             update_router_bias(self.model, counts, rate * ~skipped)
@@ -181,7 +181,7 @@ class Engine(ModelState):
 
     def offload(self, *what: StateKind) -> None:
         super().offload(*what)
-        if self.graphs is not None:  # memory comes back elsewhere
+        if self.graphs is not None:  # reloaded memory has other addresses
             self.graphs.clear()
 
     def _sum_sizes(self, counted: Mapping[str, int]) -> dict[str, torch.Tensor]:
@@ -194,9 +194,11 @@ class Engine(ModelState):
     def collect(
         self, batches: Sequence[_B], finish: Finish[_B], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Return what ``finish`` returns for each of ``batches``, on every rank, on the CPU.
+        """Return the results of ``finish`` for each of ``batches``, on every rank, on the CPU.
 
-        ``shapes``: those of the results, which are fp32.
+        Args:
+            finish: takes hidden states, routing and batch, and returns an fp32 tensor.
+            shapes: the shape of each result.
         """
         found: list[torch.Tensor] = []
 

@@ -1,13 +1,13 @@
 """Silent faults: numbers that are not finite, and ranks that compute wrong bits.
 
-A step that is not finite changes no weight. So (``log.find_nan``) its micro-batches can go through
-the same weights once more, now without the compiler, while hooks look at what each module gives and
-at the gradients that come back to it. The first tensor in time that is not finite is the source, or
-follows from it: the source lies behind the tensor before it. Left out on purpose: tensors within a
-module, such as those of a kernel.
+A step that is not finite changes no weight. With ``log.find_nan`` its micro-batches therefore run
+through the same weights once more, without the compiler, while hooks check each module's results
+and their gradients. The first tensor in time that is not finite is the source, or follows from it:
+the source then lies between the last finite tensor and this one. Left out on purpose: tensors
+within a module, such as a kernel's.
 
-Ranks that hold the same weights update them by the same sums, and so must have the same bits
-(``train.compare_replicas``): a difference is a fault of a machine.
+Ranks with the same weights update them by the same sums, and so must have the same bits
+(``train.compare_replicas``). A difference is a fault of a machine.
 """
 
 from collections import Counter
@@ -29,8 +29,8 @@ from moetrain.parallel.world import World
 from moetrain.train.objectives import Objective
 
 _Note = tuple[tuple[int, float], str, torch.Tensor]
-"""What is noted, and whether it is finite. First, an order in which numbers go from one rank of a
-pipeline to another: in forwards to later blocks, in backwards to earlier ones."""
+"""(order, name, 0-d bool: it is finite) of a tensor. The order is that of the data flow over
+pipeline ranks: in forwards to later blocks, in backwards to earlier ones."""
 
 
 class NanFinder:
@@ -46,7 +46,7 @@ class NanFinder:
         self.passes: list[tuple[Sequence[Any], Objective[Any], torch.Tensor]] = []
 
     def note(self, batches: Sequence[Any], objective: Objective[Any]) -> None:
-        """Keep what a pass that begins now is made of."""
+        """Remember a pass that begins now."""
         self.passes.append((batches, objective, torch.get_rng_state()))
 
     def clear(self) -> None:
@@ -73,7 +73,7 @@ class NanFinder:
 def first_not_finite(
     model: Transformer, fsdp: FSDP, world: World, learn: Callable[[], None]
 ) -> str | None:
-    """Return in words which tensor is the first that is not finite, and on which rank.
+    """Describe the first tensor that is not finite, and name its rank.
 
     Collective. Waits for the device. The words are the same on every rank; None: all is finite.
 
@@ -140,7 +140,8 @@ def _is_finite(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _watched(model: Transformer, notes: list[_Note]) -> Iterator[None]:
-    """Note of every module's results and of their gradients whether they are finite, in time."""
+    """Note for each module's results and their gradients, in order of time, whether they are
+    finite."""
 
     def note(place: tuple[int, float], what: str, x: torch.Tensor) -> None:
         notes.append((place, what, _is_finite(x)))

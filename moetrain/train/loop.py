@@ -35,7 +35,7 @@ from moetrain.train.stops import GivenUp
 
 
 class StepResult(NamedTuple):
-    """The numbers of one optimizer step, still on the device (0-d unless said otherwise)."""
+    """The results of one optimizer step, still on the device (0-d unless said otherwise)."""
 
     terms: dict[str, torch.Tensor]
     """The objective's terms over the global batch, without their coefficients, by name."""
@@ -51,13 +51,12 @@ class StepResult(NamedTuple):
 
 
 class _HeldOut(NamedTuple):
-    """What was measured on held-out rows."""
+    """The measurement on one set of held-out rows."""
 
     terms: dict[str, float]
-    """The objective's terms by name; nan where nothing was counted."""
+    """The objective's terms by name; nan: nothing was counted."""
     is_some: bool
-    """True: some row has something of the first thing that the objective counts, such as a
-    target."""
+    """True: the first denominator of the objective, such as the count of targets, is above 0."""
 
 
 class Trainer(Run):
@@ -79,9 +78,9 @@ class Trainer(Run):
             data: a sequence or an iterable of rows (:mod:`moetrain.data.given`), read by every
                 rank; None: what ``config.data`` describes.
             eval_data: a sequence of rows to evaluate on, or several by name; with ``data`` alone.
-            objective: what is minimised beside the routers' losses, and measured in evaluations
-                (:mod:`moetrain.train.objectives`); None: what ``train.objective`` says.
-            callbacks: what to call as the run goes along (:mod:`moetrain.train.callbacks`).
+            objective: is minimised beside the routers' losses, and measured in evaluations
+                (:mod:`moetrain.train.objectives`); None: the one that ``train.objective`` names.
+            callbacks: are called as the run goes along (:mod:`moetrain.train.callbacks`).
 
         Raises ConfigError: a setting or the data is wrong, or the run cannot be made of it here.
         """
@@ -97,7 +96,7 @@ class Trainer(Run):
             """True: the ids that are trained on are the tokenizer's."""
             pairs = pair_datasets(self.data)
             self.own_objective = chosen_objective(config, pairs, objective)
-            """What is minimised and measured, without the routers' losses."""
+            """The objective that is minimised and measured, without the routers' losses."""
             self.objective = Pretraining.of(config, arch, own=self.own_objective)
             if pairs and getattr(self.own_objective, "needs_reference", True):
                 callbacks = [*callbacks, Reference(pairs)]
@@ -194,8 +193,9 @@ class Trainer(Run):
     def give_up_if_stopped(self) -> None:
         """Raise GivenUp between two micro-batches once a stop signal has come.
 
-        Only a single process does so: several would have to agree between all micro-batches where
-        to stop, so they stop at the end of the step. So does a stream, which cannot go back.
+        Only a single process does so. Several ranks would have to agree where to stop between all
+        micro-batches, so they stop at the end of the step. A stream cannot go back, so it ends the
+        step too.
         """
         if self.stops.signals and self.world.size == 1 and len(self.data.train):
             raise GivenUp
@@ -205,9 +205,9 @@ class Trainer(Run):
     def evaluate(self) -> None:
         """Log the mean of the objective over ``train.eval_rows`` held-out rows.
 
-        Of several sets of rows (a mixture's sources, or sets with names) each has a line, and
-        ``eval_loss`` is their mean, by shares of the rows that are trained on. A set without a
-        target is left out of it, which is said once.
+        If there are several sets of rows (a mixture's sources, or sets with names), each has its
+        own value, and ``eval_loss`` is their mean, weighted by shares of the training rows. A set
+        without a target is left out, which is logged once.
         """
         rows = self.data.eval
         if rows is None or self.evaluated_at == self.step:
@@ -290,8 +290,8 @@ def _build_data(config: Config, vocab_size: int, world: World) -> Data:
 
 
 def _named(terms: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return an objective's terms as they are logged: the first is the loss."""
+    """Return an objective's terms by the names in the log: the first is ``loss``."""
     first, *others = terms
-    # Those of the routers are logged for the whole global batch, whatever the objective balances.
+    # routing_losses logs the routers' terms, for the whole global batch.
     named = {"loss": first} | {k: k for k in others if k not in ("load_balancing", "router_z")}
     return {name: terms[key].item() for name, key in named.items()}

@@ -1,8 +1,8 @@
 """Reports of a run: terminal lines or a progress bar, and metrics.jsonl.
 
-The numbers of a logged step are one flat mapping of names to floats, from which each output takes
-what it shows. ``None`` is a value that is not known (MFU on a CPU) or not finite. Stores of other
-programs are :mod:`moetrain.train.callbacks`.
+The values of a logged step are one flat mapping of names to floats; each output shows some of them.
+``None`` is a value that is not known (MFU on a CPU) or not finite. Reporters to other programs are
+in :mod:`moetrain.train.callbacks`.
 """
 
 import json
@@ -28,10 +28,10 @@ from moetrain.runtime.memory import DeviceBytes
 
 _LAYER_GROUPS = 4  # MoE health is logged for this many groups of neighbouring layers
 _UNHEALTHY_LOGS = 20
-"""Logged steps in a row in which a layer's routing must be unhealthy before the user is told: the
-first steps of a run are uneven, and so is a single small batch. As many a rank must be slow."""
+"""Logged steps in a row in which a layer's routing must be unhealthy, or a rank slow, before the
+user is told. The first steps of a run are uneven, and so is a single small batch."""
 _SLOW = 1.1
-"""Times the others' mean that a slow rank takes for a step."""
+"""A rank is slow if its step takes this many times the others' mean."""
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -43,7 +43,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class Throughput:
-    """A clock of training alone, and its tokens; evaluation and checkpoints stop it."""
+    """Measures seconds and tokens of training alone; evaluation and checkpoints stop the clock."""
 
     def __init__(self, flops_per_token: float, device: torch.device) -> None:
         self.flops_per_token = flops_per_token
@@ -69,7 +69,7 @@ class Throughput:
     def mark(self, part: str) -> None:
         """End the ``part`` of a step that began with the last mark; an empty name is no part.
 
-        On CUDA that is an event on the device's own time, which :meth:`take` reads: nothing waits.
+        On CUDA the mark is an event, which :meth:`take` reads later: nothing waits.
         """
         self._marks.append((part, now(self.device)))
 
@@ -87,7 +87,7 @@ class Throughput:
         self._steps += 1
 
     def take(self) -> dict[str, float | None]:
-        """Return the rates and the parts' seconds a step since the last call, per device."""
+        """Return rates per device and seconds a step of each part, since the last call."""
         seconds = max(self._seconds, 1e-9)
         rate = self._tokens / seconds
         flops = rate * self.flops_per_token
@@ -106,7 +106,7 @@ class Throughput:
         return row
 
     def _parts(self) -> dict[str, float]:
-        """Add up the seconds of each part, and of what is in none; empty: there are no parts."""
+        """Add up the seconds of each part, and the rest as ``other``; empty: there are no parts."""
         found: dict[str, float] = {}
         for (_, begin), (part, end) in pairwise(self._marks):
             if part:
@@ -189,14 +189,15 @@ def _describe(row: Mapping[str, float | None]) -> str:
 
 
 class RankWatch:
-    """Compares ranks' times, and says which one the others wait for in many logged steps."""
+    """Compares ranks' times, and names a rank that the others wait for in many logged steps."""
 
     def __init__(self, gather: Callable[[float], list[float]], say: Callable[[str], None]) -> None:
         self._gather, self._say = gather, say
         self._slowest, self._in_row = -1, 0
 
     def row(self, seconds: float) -> dict[str, float]:
-        """Return how long of a step of ``seconds`` ranks do not wait, by name. Collective."""
+        """Return the part of a step of ``seconds`` in which ranks do not wait, by name.
+        Collective."""
         own_R = self._gather(seconds * (1 - share_waited()))
         if len(own_R) == 1:
             return {}
@@ -214,7 +215,7 @@ class RankWatch:
 
 
 class RoutingWatch:
-    """Measures how evenly tokens are routed, and says what stays uneven, once in a run.
+    """Measures how evenly tokens are routed, and reports what stays uneven, once in a run.
 
     An expert is dead if no token of :data:`_UNHEALTHY_LOGS` logged steps in a row chose it. It
     takes most tokens if more than half of them choose it, and more than twice its share.
@@ -248,7 +249,7 @@ class RoutingWatch:
         return row
 
     def update(self, routing: RoutingStats) -> list[str]:
-        """Look at a logged step of a global batch; return new lines. Waits for the device."""
+        """Take the routing of a logged step; return the lines to print. Waits for the device."""
         counts_LE, tokens = routing.counts_LE.cpu(), int(routing.num_tokens)
         crowded_LE = (counts_LE > tokens / 2) & (counts_LE > 2 * counts_LE.float().mean())
         found = []

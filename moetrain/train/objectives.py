@@ -27,7 +27,7 @@ from moetrain.models.transformer import Inputs, Transformer
 
 
 class MicroBatch(Protocol):
-    """Rows that go through the model at once; objectives may use further fields of their own."""
+    """Rows that go through the model at once; objectives may use further fields."""
 
     @property
     def inputs(self) -> Inputs: ...
@@ -58,13 +58,13 @@ class Outputs(NamedTuple):
     """int32: (token, slot) pairs that chose each expert, in the part of a global batch that is
     balanced together; None: the model has no MoE layer, or the objective does not balance."""
     share: float = 1.0
-    """Factor of terms that are made of token losses or of few tokens' logits: 1 / the context and
-    tensor parallel ranks, each of which has all of them. ``vocabulary.loss_sum`` contains this
-    factor already."""
+    """Factor of terms that are made of token losses or of few tokens' logits: 1 / the number of
+    context and tensor parallel ranks, since each of these ranks has all of them.
+    ``vocabulary.loss_sum`` contains this factor already."""
     multi_token: Sequence[torch.Tensor] = ()
     """Hidden states of the MTP blocks, by depth (:mod:`moetrain.models.parts.multi_token`)."""
     batch_sums: Mapping[str, torch.Tensor] = MappingProxyType({})
-    """Sums over all micro-batches of all ranks of what :func:`batch_sums_of` returns, 0-d fp64."""
+    """The sums of :func:`batch_sums_of` over all micro-batches of all ranks, 0-d fp64."""
 
 
 class Term(NamedTuple):
@@ -85,7 +85,7 @@ class Objective(Protocol[_B_contra]):
 
     @property
     def balances(self) -> bool:
-        """Whether a term needs ``Outputs.load_LE``, which has to travel between ranks."""
+        """True: a term needs ``Outputs.load_LE``, which is summed over ranks."""
         ...
 
     def sizes(self, batches: Sequence[_B_contra]) -> dict[str, int]:
@@ -148,7 +148,7 @@ def token_losses(
 
 
 class RouterLoss(NamedTuple):
-    """The weight of the routers' load-balancing loss, and the words for what decides it."""
+    """The weight of the routers' load-balancing loss, and its origin in words."""
 
     coefficient: float
     origin: str
@@ -184,7 +184,7 @@ class Pretraining:
     load_balancing: float
     router_z: float
     is_pooled: bool
-    """Whether all layers are balanced together: see :func:`load_balancing_loss`."""
+    """True: all layers are balanced together (:func:`load_balancing_loss`)."""
     own: Objective[Any]
     mtp_weight: float = 0.0
     mtp_layers: int = 0

@@ -34,11 +34,12 @@ class Totals(NamedTuple):
     """Sums over the micro-batches of one call, on the device."""
 
     total: torch.Tensor
-    """What was minimised: 0-d fp64, of all ranks."""
+    """The value that was minimised, summed over ranks: 0-d fp64."""
     terms: dict[str, torch.Tensor]
-    """Its terms without their coefficients, by name: each 0-d fp64, of all ranks."""
+    """Its terms without their coefficients, by name, summed over ranks: 0-d fp64 each."""
     routing: RoutingStats | None
-    """This rank's; ``routing.map(world.sum)`` are those of all. None: no MoE layer."""
+    """This rank's statistics. ``routing.map(world.sum)`` sums them over ranks. None: no MoE
+    layer."""
 
 
 class ModelRunner:
@@ -121,7 +122,7 @@ class Pass(Generic[_B]):
     """Total and terms of each micro-batch."""
     routings: list[RoutingStats] = field(default_factory=list)
     lost: torch.Tensor | None = None
-    """How many rows of all ranks found no room; None: no row can be dropped."""
+    """The number of dropped rows of all ranks; None: no row can be dropped."""
     dropped: LateValues | None = None
     """The same, on the host."""
     load_LE: torch.Tensor | None = None
@@ -146,7 +147,7 @@ class Pass(Generic[_B]):
         return self
 
     def _look_ahead(self, batches: Sequence[_B]) -> None:
-        """Count what losses need of the whole global batch, if they need anything.
+        """Count what the losses need to know of the whole global batch before they begin.
 
         This is one more forward of every micro-batch, without gradients. A single micro-batch a
         rank needs none: :meth:`finish` sums over ranks what it finds.

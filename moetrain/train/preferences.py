@@ -1,4 +1,4 @@
-"""Learning from preferences: of pairs of answers, and in KTO of single answers too.
+"""Learning from preferences: from pairs of answers, and in KTO from single answers too.
 
 A pair, or a single answer with its label, is one row
 (:class:`~moetrain.data.packing.PairDataset`). For KTO a further segment has the prompt with the
@@ -49,7 +49,8 @@ from moetrain.train.reward import Reward
 
 _DAMAGED = (ValueError, KeyError, TypeError, EOFError, BadZipFile, zlib.error, struct.error)
 _DAMAGED += (RuntimeError, OverflowError, SyntaxError)
-"""What numpy and zipfile raise for a damaged file; it may seem encrypted or of a later version."""
+"""Errors of numpy and zipfile for a damaged file, which may seem encrypted or of a later
+version."""
 _AGAIN = "give what the run began with, or set never to begin again"
 
 
@@ -58,24 +59,24 @@ class Preference:
     """The mean loss of the pairs, or of KTO's answers; margins and accuracy are logged.
 
     A margin is the mean reward of chosen or desirable answers minus that of the others. A row is
-    accurate if its chosen answer has more reward than its rejected one; one with a single answer,
-    if the reward of this has the sign of its label.
+    accurate if its chosen answer has more reward than its rejected one. A row with a single answer
+    is accurate if the reward has the sign of the label.
     """
 
     kind: str = "dpo"
     """One of :data:`~moetrain.losses.preference.KINDS`."""
     beta: float = 0.1
-    """How much a reward, ``beta`` times the log-ratio of policy and reference, weighs."""
+    """Factor of the log-ratio of policy and reference in a reward."""
     balances: bool = False
     desirable_weight: float = 1.0
     """Factor of the loss of KTO's desirable answers."""
     undesirable_weight: float = 1.0
     simpo_gamma: float = 0.5
-    """By how much the rewards of SimPO's answers are to differ."""
+    """The margin that SimPO wants between the rewards of the two answers."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the rows need the reference's log-probabilities; else those are 0."""
+        """True: the rows need the reference's log-probabilities. Otherwise these are 0."""
         return self.kind not in WITHOUT_REFERENCE
 
     def sizes(self, batches: Sequence[Batch]) -> dict[str, int]:
@@ -135,7 +136,7 @@ class Preference:
             desirable_weight=self.desirable_weight,
             undesirable_weight=self.undesirable_weight,
         )
-        # Of an undesirable answer the reward is wanted to be negative.
+        # An undesirable answer should have a negative reward.
         signed_N = self.beta * label_N * segments.ratio.detach()
         margin_P = signed_N.new_zeros(len(batch.targets_BS)).index_add(0, segments.row, signed_N)
         means = (
@@ -160,13 +161,14 @@ def _log_ratios(model: Transformer, outputs: objectives.Outputs, batch: Batch) -
 
 
 class Reference(Callback):
-    """Computes the reference's log-probabilities before the first step, or reads them again."""
+    """Computes the reference's log-probabilities before the first step; a resumed run reads
+    them."""
 
     def __init__(self, datasets: Sequence[PairDataset]) -> None:
         self._datasets = datasets
 
     def on_start(self, run: RunView) -> None:
-        """Fill in the rows' references; ConfigError if a resumed run's folder has none."""
+        """Fill in the rows' references; ConfigError: the folder of a resumed run has none."""
         file, identity = run.folder / "reference.npz", [x.identity for x in self._datasets]
         if run.step == 0:
             pairs = sum(map(len, self._datasets))
@@ -203,8 +205,8 @@ def score(
 ) -> list[torch.Tensor]:
     """Return the log-probability of each batch's targets under the engine's weights, fp32 [B, S].
 
-    They are those of softmax(h @ head^T / temperature), on the CPU; 0 where there is no target.
-    ``Engine.forward_backward`` computes the same numbers, and the same bits where blocks are not
+    They are log softmax(h @ head^T / temperature) at the targets, on the CPU; 0: no target.
+    ``Engine.forward_backward`` computes the same values, and the same bits if blocks are not
     compiled (the graph of a forward alone may round elsewhere). Collective; waits for the device.
     """
 
@@ -248,7 +250,7 @@ def pair_datasets(data: Data) -> list[PairDataset]:
 def chosen_objective(
     config: Config, pairs: Sequence[PairDataset], given: objectives.Objective[Any] | None
 ) -> objectives.Objective[Any]:
-    """Return what is learned besides routers' losses; ConfigError if that is not one thing."""
+    """Return the objective without routers' losses; ConfigError: data and settings name several."""
     name = config.train.objective
     if given is not None:
         if config.is_set("train.objective"):

@@ -1,4 +1,4 @@
-"""What a run says as it goes along, on the terminal and in metrics.jsonl."""
+"""The lines of a run, on the terminal and in metrics.jsonl."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a run has around its steps: folder, reports, checkpoints, callbacks, requests to stop.
+"""The objects around a run's steps: folder, reports, checkpoints, callbacks, requests to stop.
 
 :class:`moetrain.train.loop.Trainer` and :class:`moetrain.rl.loop.RlTrainer` are such runs. Each has
 its own loop, in its ``fit``. Here are only the objects that a loop uses and what it does with them;

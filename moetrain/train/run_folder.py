@@ -1,12 +1,12 @@
-"""A run's output folder: whether a run can use it, who writes to it, which checkpoint it resumes.
+"""A run's output folder: it is checked, claimed by one run, and searched for a checkpoint.
 
 The checkpoints of a folder are one branch of training, the higher step the newer; ``auto`` resumes
 the newest intact one. Whatever would break that (steps after the resumed one, or another run's
 checkpoints) is moved to ``earlier-1``, ``earlier-2``, ... and never deleted.
 
-With ``checkpoint.shared no`` each machine has an output folder of its own: a part of each
-checkpoint, or all of it, lies in each, and only the main rank's has metrics and exports. One rank
-of each machine does there what the main rank does in a folder that all share.
+With ``checkpoint.shared no`` each machine has its own output folder, with a part of each checkpoint
+or all of it. Only the main rank's folder has metrics and exports. One rank of each machine does the
+work of the main rank there.
 """
 
 import json
@@ -35,18 +35,18 @@ from moetrain.models.architecture import Architecture
 from moetrain.parallel.world import World
 
 _RUN, _LOCK, _MARK = ".run", ".lock", ".rank-{}"
-"""Files of a folder: which names the run that has begun there; whose lock a run holds; which a rank
-writes to show that its machine has the folder."""
+"""Files of a folder: the name of the run that has begun there, the file whose lock a run holds, and
+the file by which a rank shows that its machine sees the folder."""
 _RUN_NAME = re.compile(rb"[0-9a-f]*\n?")
-"""What the file that names the run holds; empty if a run was killed while it wrote that."""
+"""Content of the file with the run's name; empty if a run was killed while it wrote the file."""
 _VISIBLE_SECONDS = 60.0
-"""Time within which a rank must see what another wrote; NFS caches a folder no longer than that
+"""Time within which a rank must see another rank's file; NFS caches a folder no longer than that
 (acdirmax in nfs(5))."""
 _EXPORT_BYTES = 4
 """Bytes of a parameter in fp32."""
 _FILES = ("metrics.jsonl", "config.json", "sample.txt")
 _FOLDERS = ("checkpoints", "tensorboard", "wandb", "hf", "adapter", "completions", "profile")
-"""What a run writes."""
+"""Folders that a run writes."""
 
 
 class RunFolder:
@@ -55,16 +55,18 @@ class RunFolder:
     def __init__(
         self, path: Path, world: World | None = None, settings: CheckpointSection | None = None
     ) -> None:
-        """All ranks of a ``world`` make it together; without one, this process has it alone."""
+        """Collective over the ranks of ``world``; without one, this process uses the folder
+        alone."""
         self.settings = settings = settings or CheckpointSection()
         self.path, self.checkpoints = path, path / "checkpoints"
         self.store = Store(settings.store) if settings.store else None
         self._stored = math.inf
-        """The step that was fetched from the store last; only older ones are of use now."""
+        """The step that was fetched from the store last; from then on only older ones are
+        fetched."""
         copies = 0 if settings.shared else settings.replicas
         ranks: Any = {"rank": world.rank, "gather": world.gather} if world else {}
         self.disk = Folders(self.checkpoints, copies=copies, **ranks)
-        """Who has the checkpoints: the main rank for all, or a rank of each machine for its own."""
+        """The folders of checkpoints: one, kept by the main rank, or one a machine."""
         self.own = self.disk if copies else None
         """The machines' own folders; None: all share this one."""
         self.memory: Memory | None = None
@@ -109,8 +111,8 @@ class RunFolder:
             raise error(f"cannot be written to: {failure.strerror}") from None
 
     def check_room(self, config: Config, arch: Architecture, saved: float) -> None:
-        """Raise ConfigError, with what needs how much, unless there is room for what the run will
-        write, whose checkpoints have ``saved`` bytes each."""
+        """Raise ConfigError unless there is room for the run's checkpoints of ``saved`` bytes each,
+        and for its export. The message says how much each needs."""
         checkpoint, steps = config.checkpoint, config.train.steps
         keep, best = checkpoint.keep, checkpoint.best
         saves, milestones = checkpoint.at_end + (1 + keep) * best, int(best)
@@ -121,7 +123,7 @@ class RunFolder:
         if checkpoint.keep_every and steps is not None:
             milestones += steps // checkpoint.keep_every
         if self.disk.keeps:
-            # The oldest goes when the newest is complete, and new ones take the place of these.
+            # The oldest is removed when the newest is complete; new ones replace those here.
             there = _bytes_of_checkpoints(self.checkpoints) * (checkpoint.resume != "never")
             exports = checkpoint.save_hf and self.disk.rank == 0  # into the main rank's folder
             less = "checkpoint.keep, checkpoint.interval, checkpoint.minutes, checkpoint.at_end"
@@ -147,7 +149,7 @@ class RunFolder:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Keep every other run out while inside; the folder is made if it is missing.
+        """Keep every other run out while inside; create the folder if it is missing.
 
         Leftovers of killed saves are removed first. The claim is a lock of the rank that looks
         after the folder, and ends with its process (:mod:`moetrain.config.locks`). A folder made
@@ -189,7 +191,7 @@ class RunFolder:
                 raise
 
     def check_shared(self, world: World, remedy: str = "") -> None:
-        """Check that every rank can write to this very folder, which one rank has made.
+        """Check that all ranks see the same folder, and can write to it.
 
         Every rank must be able to read a small file that the main rank, or one of its machine,
         writes, and to write one; all are removed again. Collective: all ranks return, or all raise
@@ -229,12 +231,13 @@ class RunFolder:
             )
 
     def open_memory(self, world: World, since: int | None = None) -> None:
-        """Keep in memory what is of the run whose checkpoints are here, up to step ``since``."""
+        """Open the run's checkpoints in memory, up to step ``since``; others are removed."""
         if self.memory is not None:
             self.memory.open(world.any(self._run()), since)
 
     def _run(self) -> str:
-        """Return the name of the run that has begun here, if this rank looks after the folder.
+        """Return the name of the run that has begun here; an empty text if another rank keeps the
+        folder.
 
         Raises ConfigError: the file that holds it is damaged.
         """
@@ -244,7 +247,7 @@ class RunFolder:
         return name
 
     def _read_run(self) -> tuple[str, str]:
-        """Return the name of :meth:`_run`, and what is wrong with its file, if anything."""
+        """Return the name of :meth:`_run`, and the problem with its file, or an empty text."""
         mark = self.path / _RUN
         if not self.disk.keeps or not mark.exists():
             return "", ""
@@ -320,8 +323,8 @@ class RunFolder:
     def open(
         self, resume: str, arch: Architecture, world: World, before: int | None = None
     ) -> read.Checkpoint | None:
-        """Open what :meth:`find` finds, or with auto what lies in memory or in the store if that
-        is newer; ConfigError also for another model's. Collective."""
+        """Open the checkpoint that :meth:`find` finds, or with auto a newer one in memory or in the
+        store. Collective. Raises ConfigError also for another model's checkpoint."""
         kept, least = None, 0
         if self.memory is not None and resume == "auto":
             kept, problems = self.memory.newest()
@@ -362,7 +365,7 @@ class RunFolder:
         return self.open(self.resume_now(self.settings.resume, world), arch, world, before)
 
     def resume_now(self, resume: str, world: World) -> str:
-        """Return what ``checkpoint.resume`` means to ranks that a launcher may have started again.
+        """Return ``checkpoint.resume`` as it applies to ranks that a launcher may have restarted.
 
         It is ``auto`` once the first run has come to :meth:`set_aside` and has saved something;
         before that, the run begins where it first did. Collective.
@@ -387,7 +390,8 @@ class RunFolder:
         return "auto" if place and runs and any(saved for _, _, saved, _ in found) else resume
 
     def set_aside(self, resumed: Path | None, step: int, world: World) -> None:
-        """Move aside what a run from checkpoint ``resumed`` at ``step`` does not continue.
+        """Move aside the files that a run from checkpoint ``resumed`` at ``step`` does not
+        continue.
 
         A run that starts anew (None), or from a checkpoint elsewhere, moves an earlier run's
         checkpoints and metrics. Any other moves the checkpoints after ``step``, with a copy of the
@@ -399,7 +403,7 @@ class RunFolder:
         )
         if self.disk.keeps and not is_continued:
             (folder / _RUN).unlink(missing_ok=True)
-        # No machine has a new name before all have lost the old one.
+        # All machines lose the old name before one gets a new one.
         run = world.any(self._run()) or world.broadcast(secrets.token_hex(8))
         if not self.disk.keeps:
             return
@@ -436,7 +440,7 @@ def _is_of_a_run(file: Path) -> bool:
 
 
 def _bytes_of_checkpoints(root: Path) -> int:
-    """Add up checkpoints' files, some of which another run may be removing at the same time."""
+    """Add up the bytes of checkpoints' files, while another run may be removing some."""
     total = 0
     for path, _, names in os.walk(root):  # which passes over a folder that is gone
         for name in names if os.path.basename(path).startswith("step-") else ():

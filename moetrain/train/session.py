@@ -1,13 +1,13 @@
-"""Start-up: from settings as a user gave them to processes that have met and know they can run.
+"""Start-up: resolves a user's settings, joins the processes, and checks that they can run.
 
     prepare(config)         the model, and every setting that it or the device decides
     Session(config, arch)   joins the processes, and checks device, compilers and memory
 
-Training, reinforcement learning and the job service all begin this way; each then builds its
-engine on ``session.world``. Every check comes before anything slow and raises one line. What a
-process sets for the time of its steps is here too: its signals, and its garbage collector.
+Training, reinforcement learning and the job service all begin this way; each then builds its engine
+on ``session.world``. Every check comes before anything slow and raises one line. Signals and
+garbage collection during the steps are here too.
 
-Left out on purpose: what settings, model, layout and device cannot be together
+Left out on purpose: contradictions between settings, model, layout and device
 (:mod:`moetrain.train.checks`), which an engine checks too.
 """
 
@@ -45,22 +45,21 @@ from moetrain.train.run_folder import RunFolder
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a run to save and stop."""
 _WORK_FOR_GRAPHS = 2e12
-"""FLOPs of a micro-batch in a layer, less than which a host launches more slowly than GPUs compute:
-5 ms at 400 TFLOP/s. Hosts took 5.9 ms for a dense layer, 8.3 for experts (docs/benchmarks.md)."""
+"""FLOPs of a micro-batch in a layer below which the host is slower to launch than the GPU to
+compute: 5 ms at 400 TFLOP/s. Hosts took 5.9 ms for a dense layer, 8.3 for experts
+(docs/benchmarks.md)."""
 _LONGEST_DEFAULT_ROW = 4096
-"""Default of data.seq_len for models that take more: memory grows with the row, and most documents
-are shorter."""
+"""Upper bound of the default of data.seq_len: memory grows with the row, and most documents are
+shorter."""
 
 
 class Session:
-    """The processes of a run, joined, and checked to be able to run it. Collective.
+    """The joined processes of a run, after all checks. Collective.
 
-    Attributes:
-        config: the settings, with ``kernels.attention`` resolved where the run generates.
-        world: this process among all.
-        sleep: what of generation's memory is freed while weights are updated, or None.
-        room: bytes of this device that the run surely leaves to others.
-        saved: bytes of a checkpoint.
+    Attributes: config: the settings, with ``kernels.attention`` resolved where the run generates.
+    world: this process among all. sleep: the part of generation's memory that is freed while
+    weights are updated, or None. room: bytes of this device that the run surely leaves to others.
+    saved: bytes of a checkpoint.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Session:
             raise ConfigError("compile.cuda_graphs", "true, and this run generates; set no")
         ranks = RankSizes.of_ranks(config, arch, self.world.dims, dtype)
         if sleep == "auto":
-            # All ranks sleep alike: graphs that are captured anew send tokens to other ranks.
+            # All ranks sleep alike, since capturing graphs anew sends tokens to other ranks.
             mine = RankSizes.least_sleep(ranks, capacity)
             sleep = cast("SleepName", self.world.broadcast(mine))
         self.sleep = sleep
@@ -104,7 +103,7 @@ class Session:
             config = config.filled({"compile.cuda_graphs": wanted}, "recipe auto")  # may be unmet
             config = config.fitted({Fact.CUDA: None if device.type == "cuda" else "no GPU"})
         kernels = config.kernels
-        # Where generation's weights are others, bits differ in any case.
+        # If generation has other weights, bits differ in any case.
         has_same = config.rl.generator_dtype in ("auto", config.lora.base_dtype)
         generates = sleep is not None and has_same
         runs = cudnn_attention.runs(device, dtype, arch.widest_head())
@@ -162,7 +161,8 @@ def _check_data_lies_apart(config: Config) -> None:
 def resolve_run(
     config: Config, *, needs_weights: bool = True, needs_text: bool = True
 ) -> tuple[Config, Architecture]:
-    """Return ``config`` with settings that its model decides, unless a source did, and the model.
+    """Return ``config`` with the settings that its model decides and no source has set, and the
+    model.
 
     With ``model.path``, unset: ``data.tokenizer`` is the checkpoint's own, and ``data.seq_len``
     what the model takes, up to 4096. ``model.vocab_size``, unset, is what ``data.new_tokens`` need,
@@ -178,7 +178,7 @@ def resolve_run(
         found = _set_by_checkpoint(config, config.model.path, arch, needs_text)
         config = config.filled(found, "model.path")
     data = config.data
-    # Loaded once, and only where a setting needs it: a large one takes a second.
+    # Loaded once, and only if a setting needs it: a large tokenizer takes a second.
     tokenizer = cache(partial(load_tokenizer, data.tokenizer, new_tokens=data.new_tokens))
     if data.new_tokens and config.model.vocab_size is None:
         tokens = tokenizer().vocab_size
@@ -231,8 +231,8 @@ def _token_ids(config: Config, arch: Architecture, tokenizer: Callable[[], Token
 
 
 def _check_new_rows(config: Config, arch: Architecture, tokenizer: Callable[[], Tokenizer]) -> None:
-    """Raise ConfigError if ``lora.trainable_tokens`` leave out tokens whose rows are new, and warn
-    if ``lora.modules_to_save`` do: such rows stay as they begin, all alike."""
+    """Raise ConfigError if ``lora.trainable_tokens`` leave out new tokens, whose rows would all
+    stay alike; warn if ``lora.modules_to_save`` do."""
     model, data, lora = config.model, config.data, config.lora
     if not (
         lora.rank and config.is_set("data.tokenizer") and (data.new_tokens or model.vocab_size)
@@ -309,7 +309,8 @@ def stop_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def garbage_collector_off() -> Iterator[None]:
-    """Leave garbage collection to the loop, and never scan objects that were made before it."""
+    """Disable automatic garbage collection while inside, and exclude objects made before from
+    it."""
     gc.collect()
     gc.freeze()
     gc.disable()

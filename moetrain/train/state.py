@@ -3,8 +3,8 @@
 :class:`ModelState` builds them, reads and loads them in parts or whole, exports them, and moves
 them to host memory and back; :class:`Snapshots` saves and restores them with a run's progress.
 Ranks hold parts of tensors, and files hold pieces, each of which says where in the whole it lies. A
-checkpoint can thus be resumed on any mesh, where each rank reads only its own part. How weights are
-trained is :mod:`moetrain.train.engine`'s business.
+checkpoint can thus be resumed on any mesh, where each rank reads only its own part. Training is
+:mod:`moetrain.train.engine`'s business.
 """
 
 import hashlib
@@ -47,10 +47,9 @@ class ModelState:
 
     Every method is collective: all ranks call them in the same order.
 
-    Attributes:
-        model, fsdp, stages, optimizer: the model, how it is spread, and what updates it.
-        before_change: called before weights or moments change; whoever copies them in the
-            background sets it.
+    Attributes: model, fsdp, stages, optimizer: the model, its sharding, its pipeline stages, its
+    optimizer. before_change: called before weights or moments change. A copy in the background sets
+    it.
     """
 
     GROUPS: ClassVar = ("model", "optim")
@@ -76,7 +75,8 @@ class ModelState:
     def work(self) -> AbstractContextManager[None]:
         """Allow calls of :attr:`model` while inside; its parameters must not change there.
 
-        Each method enters it by itself; around several it saves gathering parameters anew.
+        Each method enters this context by itself. Around several calls it saves gathers of
+        parameters.
         """
         return self.fsdp.work()
 
@@ -116,7 +116,7 @@ class ModelState:
         return {"model": model, "optim": self.optimizer.parts(self.stages)}
 
     def state_bytes(self) -> int:
-        """Return the bytes of a copy of what this rank saves; allocates moments."""
+        """Return the bytes of a copy of this rank's :meth:`state`; allocates moments."""
         is_new = not self.optimizer.state
         if is_new:
             self.optimizer.begin()
@@ -450,7 +450,8 @@ class Snapshots(Saver):
             raise ConfigError("checkpoint.resume", problem) from None
 
     def _check_same_frozen(self, found: Checkpoint) -> None:
-        """Raise ConfigError unless frozen weights, which are not in ``found``, are as they were."""
+        """Raise ConfigError unless the frozen weights, which ``found`` does not hold, are the
+        same."""
         engine = self.engine
         if found.state.get("frozen", "") == engine.fingerprint:
             return

@@ -1,4 +1,4 @@
-"""When a run ends or saves by request: signals, callbacks, the clock, bad steps, hanging ranks.
+"""Requests to end or to save a run: signals, callbacks, the clock, bad steps, hanging ranks.
 
 :class:`StopRequests` collects what this process is asked for and agrees on it with the other ranks
 at every step. :class:`Watchdog` ends a process whose step takes too long.

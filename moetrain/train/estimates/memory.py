@@ -136,20 +136,20 @@ def teacher_of(path: str) -> Architecture:
 def _parameters(
     config: Config, arch: Architecture, dtype: torch.dtype
 ) -> tuple[dict[str, int], dict[str, Rule]]:
-    """Return how many numbers every parameter has, and its rule, by name."""
+    """Return the number of elements of every parameter, and its rule, by name."""
     model, rules = plan_model(config, arch, dtype)
     return {name: parameter.numel() for name, parameter in model.named_parameters()}, rules
 
 
 class _Block(NamedTuple):
     numbers: float
-    """How many parameters it computes with."""
+    """Number of parameters that it computes with."""
     unsharded: float
     """Bytes of these, beside the weights that are kept anyway."""
     saved: float
-    """What is kept for the backward (``activation.policy``)."""
+    """Bytes kept for the backward (``activation.policy``)."""
     backward: float
-    """What its backward needs beside that."""
+    """Bytes that its backward needs beside these."""
     copies: float
     """What places for copies of experts take."""
 
@@ -227,9 +227,10 @@ class RankSizes:
         """Bytes of a micro-batch's residual stream."""
         layers = arch.layers()
         self.layers: Counter[_Layer] = Counter(layers[i] for i in plan.blocks_of(rank))
-        """How many of this rank's blocks have the same parts."""
+        """Number of this rank's blocks with the same parts."""
         self.turns = resharded_blocks(config, dims.world_size, self.layers.total())
-        """How many of them take turns in a region or two for their unsharded parameters."""
+        """Number of blocks whose unsharded parameters share one or two buffers (double
+        buffering)."""
         self.num_stages = len(plan.stages_of(rank))
         self._passes = in_flight / self.num_stages
         """Micro-batches whose activations these blocks hold at once."""
@@ -257,9 +258,9 @@ class RankSizes:
         # Of what the host updates, the device has the compute values alone.
         self._hosted = config.optim.offload_fraction * self.trained / dims.sharding_ranks
         self._updated = self.trained / dims.sharding_ranks - self._hosted
-        """How many parameters this rank's device updates, with gradients and moments."""
+        """Number of parameters that this rank's device updates, with gradients and moments."""
         self.orthogonal = sum(n for n, rule in owned if rule.is_orthogonal) / dims.sharding_ranks
-        """How many of them Muon updates."""
+        """Number of these that Muon updates."""
         self._share_updated = self.share_trained * (1 - config.optim.offload_fraction)
         ep = 1 if config.rl.apart else dims.ep  # the copy that is sent has all experts
         self._generator = sum(
@@ -287,7 +288,7 @@ class RankSizes:
         self._frees = frees_memory(config, dims.world_size)
         self._is_accumulating = config.train.micro_batches(dims.data_ranks) > 1
         self._allocates_late = self._frees and not self._is_accumulating
-        """Whether gradients are allocated at their first use."""
+        """True: gradients are allocated at their first use."""
         self._unlike_kept = 1.0
         """Share of the parameters whose compute value is not the tensor that this rank keeps."""
         if self.is_alone:
@@ -297,7 +298,7 @@ class RankSizes:
         experts = [rule for rule in rules.values() if rule.style == "expert"]
         is_used_so = all(rule.storage == dtype and not rule.quant_format for rule in experts)
         self._experts_stay = dims.efsdp == 1 and is_used_so and not self.is_alone
-        """Whether experts are used as this rank keeps them, where others are gathered."""
+        """True: experts are used as this rank keeps them, while other parameters are gathered."""
         self._blocks = {layer: self._block(layer) for layer in self.layers}
         self._peers += max(block.copies for block in self._blocks.values())
 

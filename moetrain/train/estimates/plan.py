@@ -1,4 +1,5 @@
-"""Memory of devices and hosts: what ``--dry_run`` says of a run, and what a run is refused for.
+"""Memory of devices and hosts: the report of ``--dry_run``, and the refusal of runs that do not
+fit.
 
 :func:`plan_memory` plans for devices that need not be here. Where a run does not fit, settings are
 tried in the order of what they cost, each by the same estimate, until one does; only those are
@@ -52,7 +53,7 @@ class MemoryPlan(NamedTuple):
     arch: Architecture
     machine: Machine
     generates: bool
-    """Whether the run generates beside training (reinforcement learning)."""
+    """True: the run generates beside training (reinforcement learning)."""
 
     @classmethod
     def of(cls, config: Config, arch: Architecture, *, generates: bool) -> Self:
@@ -289,7 +290,7 @@ def _room_here(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")
 
 
 def _left(mine: Path, root: Path) -> Iterator[float]:
-    """What each control group of this process leaves it: its own, and those around it."""
+    """Memory that each control group of this process leaves: its own group, and those around it."""
     for line in mine.read_text().splitlines() if mine.exists() else ():
         if not line.startswith("0::"):  # of the first version of control groups, of 2008
             continue

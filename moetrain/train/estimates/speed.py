@@ -29,23 +29,23 @@ from moetrain.train.estimates.memory import RankSizes
 # Shares of peak_flops (bf16) that products reach in whole steps of a hot H200.
 _EXPERTS, _ATTENTION, _PROJECTIONS, _HEAD = (x / 989 for x in (482, 431, 665, 669))
 _FASTER = {"bf16": 1.0, "fp8": 1.2, "fp8_gradients": 1.3, "fp8_blocks": 1.1}
-"""How much faster a precision makes products of blocks, quantisation included: 12 and 24 layers on
-two and four H200s. fp8_gradients makes the head so too."""
+"""Speed-up of a block's products by a precision, quantisation included: 12 and 24 layers on two and
+four H200s. fp8_gradients speeds up the head as much."""
 _MEMORY = 4.26 / 4.8
 """Share of memory_rate: a copy."""
 _LINK = 0.6
 """Share of link_rate: 273 GB/s in dispatch, 274 in reductions, of 450."""
 _PASSES = 33
-"""How often norms, rotations, residuals and indices of a part read or write a residual stream, in
-forward and backward together: 63 ms for 24 layers of 40,960 tokens of 4 KiB."""
+"""Reads and writes of a residual stream by the norms, rotations, residuals and indices of a part,
+in forward and backward together: 63 ms for 24 layers of 40,960 tokens of 4 KiB."""
 _IDLE, _WAITING = 19 / 1131, 14 / 1131
 """Shares of a step: nothing is computed, and the slowest of several GPUs is waited for."""
 _IMBALANCE = 0.1
-"""What the fullest expert parallel rank has beyond the mean, for each doubling of ranks."""
+"""Excess of the fullest expert parallel rank over the mean, for each doubling of ranks."""
 _FORWARD, _ATTENTION_FORWARD = 1 / 3, 468 / 608 / 3
 """The forward's share of both passes: by FLOPs, and as cuDNN's kernels run."""
 _ADAPTING = 30e-3 / 24
-"""How long a block with adapters, of two parts, waits for the host: 24 layers
+"""Seconds that a block with adapters, of two parts, waits for the host: 24 layers
 (docs/log/quantisation.md, 407cd65)."""
 
 
