@@ -52,6 +52,14 @@ class Data(NamedTuple):
     """Of a mixture, the held-out rows of each source, and its share of the rows trained on."""
 
 
+_ROWS_OF_PREFERENCES = {
+    **dict.fromkeys(("dpo", "ipo", "simpo", "orpo"), "pairs"),
+    "kto": "answers",
+    "reward": "ranked",
+}
+"""By ``train.objective``, the rows of those that learn from preferences; others learn from text."""
+
+
 def build_data(config: Config, vocab_size: int) -> Data:
     """Open the rows that ``config.data`` describes, and tokenise them if no earlier run did.
 
@@ -62,8 +70,8 @@ def build_data(config: Config, vocab_size: int) -> Data:
     """
     data = config.data
     data.check()
-    if config.train.objective != "next_token":
-        kind = {"kto": "answers", "reward": "ranked"}.get(config.train.objective, "pairs")
+    kind = _ROWS_OF_PREFERENCES.get(config.train.objective)
+    if kind is not None:
         # References of all rows are computed before the first step, so there are no streams.
         data = data.model_copy(update={"packing": kind, "streaming": "no"})
     tokenizer = load_tokenizer(data.tokenizer, vocab_size, data.new_tokens)
