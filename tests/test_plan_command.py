@@ -146,7 +146,10 @@ def test_a_folder_or_a_hubs_cache_with_nothing_but_a_config(capsys, tmp_path, mo
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("nothing --gpus 1", r"^error: model: 'nothing' is no folder, no hub id and none of debug"),
+        (
+            "nothing --gpus 1",
+            r"^error: model: 'nothing' is neither a folder, a hub id nor a preset .debug",
+        ),
         ("no/such --gpus 1", r"^error: model\.path: .*no folder with config\.json, and none in"),
         ("debug --gpus 0", r"^error: gpus: 0: give 1 to 8, or whole machines of 8"),
         ("debug --gpus 12", r"^error: gpus: 12: give 1 to 8"),

@@ -315,7 +315,7 @@ ROWS = {
     "kept checkpoints": Row(
         {"a.txt": TEXT},
         {**OF_TEXT, "checkpoint.interval": 4, "checkpoint.keep_every": 6},
-        "checkpoint.keep_every: 6 is no multiple of checkpoint.interval 4: .*; make it one",
+        "checkpoint.keep_every: 6 is not a multiple of checkpoint.interval 4: .*; make it one",
         [{"checkpoint.keep_every": 8}],
     ),
     "profiled steps": Row(

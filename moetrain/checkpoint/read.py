@@ -87,7 +87,7 @@ def crc_of(data: bytes | memoryview) -> str:
 def _plain(name: str) -> str:
     """Return ``name`` if it is a plain file name, which leads to no other folder."""
     if not name or name.startswith(".") or os.path.basename(name) != name:
-        raise ValueError(f"{name!r:.100} is no file of a checkpoint")
+        raise ValueError(f"{name!r:.100} is not the name of a checkpoint file")
     return name
 
 
@@ -395,7 +395,7 @@ def _without_manifest(folder: Path) -> ConfigError:
         if isinstance(state, dict):  # format 1 names none
             _check_version(state.get("format", 1), folder)
     if has_weights or step_of(folder) is not None:
-        return DamagedCheckpoint(folder / MANIFEST, "there is none")
+        return DamagedCheckpoint(folder / MANIFEST, "the file is missing")
     problem = f"it has no {MANIFEST}" if folder.is_dir() else "there is no such folder"
     return ConfigError(
         "checkpoint.resume",

@@ -70,7 +70,7 @@ def _describe(console: Console, config: Config, data: Data, rows: Sequence[Row])
     table.add_row("learned", f"{learned:,} ({learned / max(1, tokens):.1%})")
     table.add_row("cut at a row's end", f"{cut:,}")
     console.print(table)
-    console.print("tokens of a document, and how many have so many")
+    console.print("documents by their number of tokens")
     counts, edges = np.histogram(lengths, bins=min(12, max(1, int(lengths.max()))))
     for count, low, high in zip(counts, edges, edges[1:], strict=False):
         bar = "█" * round(_BAR * count / counts.max())

@@ -106,7 +106,7 @@ def _show(model: str, gpus: int, gpu: GpuName, top: int, words: Sequence[str]) -
     machines = math.ceil(gpus / per_machine)
     if machines > 1:
         rate = f"{8 * NETWORK_RATE / 1e9:.0f} Gbit/s a GPU"
-        print(f"{machines} machines: by arithmetic, with {rate} between them; none was measured.")
+        print(f"{machines} machines: estimated with {rate} between them, not measured.")
     print("best:", _command(config, source, [*own, *words], found[0].change, gpus))
 
 
@@ -147,7 +147,8 @@ def _source(model: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
         return None, ["--model.preset", model]
     if not Path(model).expanduser().is_dir() and model.count("/") != 1:
         names = ", ".join(sorted(PRESETS))
-        raise ConfigError("model", f"{model!r} is no folder, no hub id and none of {names}")
+        problem = f"{model!r} is neither a folder, a hub id nor a preset ({names})"
+        raise ConfigError("model", problem)
     has_data = any(word.lstrip("-").startswith(("data.source", "data.path")) for word in words)
     return None, ["--model.path", model, *["--data.source", "synthetic"] * (not has_data)]
 

@@ -491,8 +491,8 @@ class CheckpointSection(Section):
         if self.keep_every and (not self.interval or self.keep_every % self.interval):
             raise ConfigError(
                 "checkpoint.keep_every",
-                f"{self.keep_every} is no multiple of checkpoint.interval {self.interval}: nothing "
-                "is saved then; make it one",
+                f"{self.keep_every} is not a multiple of checkpoint.interval {self.interval}: "
+                "no checkpoint would be kept for good; make it one",
             )
 
 

@@ -260,7 +260,7 @@ def chosen_objective(
     if name == "next_token":
         return objectives.CrossEntropy()
     if not pairs:
-        problem = f"{name!r}, but the rows that were given are no preferences"
+        problem = f"{name!r}, but the rows that were given are not preferences"
         raise ConfigError("train.objective", f"{problem}; leave it out")
     if name == "reward":
         return Reward(config.train.reward_centering)

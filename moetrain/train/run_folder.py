@@ -103,7 +103,7 @@ class RunFolder:
                 if (folder / name).is_dir():
                     raise error(f"cannot be used: its {name} is a folder")
             if not _is_of_a_run(folder / "config.json"):
-                raise error("cannot be used: its config.json is no run's, and would be replaced")
+                raise error("cannot be used: its config.json is not a run's, and would be replaced")
             for name in _FOLDERS:
                 if os.path.lexists(folder / name) and not (folder / name).is_dir():
                     raise error(f"cannot be used: its {name} is not a folder")
@@ -257,7 +257,7 @@ class RunFolder:
             return "", f"{str(mark)!r} cannot be read: {error.strerror}"
         if not _RUN_NAME.fullmatch(data):
             remedy = "remove it, and the run goes on from the newest checkpoint on the disk"
-            problem = f"{str(mark)!r} holds {shortened(data)}, which is no run's name"
+            problem = f"{str(mark)!r} holds {shortened(data)}, which is not the name of a run"
             return "", f"{problem}: it is damaged; {remedy}"
         return data.decode().strip(), ""
 
@@ -385,7 +385,7 @@ class RunFolder:
             raise ConfigError(
                 "output_dir",
                 f"{str(self.path)!r} is of one run on {' and of another on '.join(runs.values())}; "
-                "move that which is not to go on, or choose another",
+                "move one of them away, or choose another",
             )
         return "auto" if place and runs and any(saved for _, _, saved, _ in found) else resume
 

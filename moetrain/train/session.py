@@ -143,8 +143,8 @@ def _check_data_lies_apart(config: Config) -> None:
     if len(folders) > len(set(folders.values())):
         raise ConfigError(
             "data.eval_path",
-            f"{data.eval_path!r} is data.path itself: what is trained on tells nothing when it is "
-            "evaluated; name other data, or leave it out, and data.eval_fraction is held out",
+            f"{data.eval_path!r} is data.path itself: training data tells nothing in an "
+            "evaluation; name other data, or leave it out, and data.eval_fraction is held out",
         )
     output = Path(os.path.realpath(config.output_dir))
     for name, folder in folders.items():
