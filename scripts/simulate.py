@@ -43,7 +43,7 @@ from simulated_ranks import SLOWED, Links, Mesh, PartWork, Step, Work
 from streams import Simulation
 
 from moetrain.cli.main import command
-from moetrain.cli.plan import _ROUNDS, _source
+from moetrain.cli.plan import ROUNDS, source_of
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import GIB, GPUS, GPUS_OF_MACHINE, NETWORK_RATE, GpuName
 from moetrain.models.architecture import FP32
@@ -55,13 +55,13 @@ from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.parallel.processes import planned_machine
 from moetrain.parallel.world import plan_world
 from moetrain.train.estimates.memory import RankSizes
-from moetrain.train.estimates.speed import _IDLE, _LINK, _WAITING, _Clock
+from moetrain.train.estimates.speed import IDLE, LINK, WAITING, StepClock
 from moetrain.train.session import resolve_run
 
 
 def work_of(rank: RankSizes, plan: StagePlan, number: int, gpu: GpuName) -> Work:
     """Ask ``speed.py`` for the times of pipeline rank ``number``."""
-    clock, share, layers = _Clock(rank, GPUS[gpu]), rank.share, rank.arch.layers()
+    clock, share, layers = StepClock(rank, GPUS[gpu]), rank.share, rank.arch.layers()
     whole, dims = clock.experts + clock.others, rank.dims
     moved = [seconds / whole for seconds in clock.weights_moved()]
     blocks, gathered = {}, {}
@@ -169,13 +169,13 @@ def simulate(
     dims = plan_world(config, arch, machine.processes)
     ranks = RankSizes.of_ranks(config, arch, dims, compute_dtype(config, machine.device))
     plan, number = StagePlan(config, arch), config.train.micro_batches(dims.data_ranks)
-    clock = _Clock(ranks[0], GPUS[gpu])
+    clock = StepClock(ranks[0], GPUS[gpu])
     links = links or Links(clock.link, NETWORK_RATE)
     works = [work_of(rank, plan, p, gpu) for p, rank in enumerate(ranks)]
     schedule = plan.schedule(number) if dims.pp > 1 else Schedule.make("1f1b", 1, 1, number)
     step = Step(works, schedule, plan.ranges, Mesh(dims), links, slow or {})
     # What is measured beside all of this: nothing is computed, or the slowest GPU waited for.
-    seconds = step.run() / (1 - _IDLE - _WAITING * (dims.world_size > 1))
+    seconds = step.run() / (1 - IDLE - WAITING * (dims.world_size > 1))
     rate = config.train.global_batch_size * config.data.seq_len / seconds / dims.world_size
     flops = arch.flops_per_token(config.data.seq_len, is_frozen=config.lora.rank > 0)
     peaks = [rank.peak(None) for rank in ranks]
@@ -193,7 +193,7 @@ def simulate(
 
 def configured(given: argparse.Namespace, words: Sequence[str], gpus: int) -> Config:
     """Settings for so many GPUs, with a mesh and a batch that go with them where none is given."""
-    source, own = _source(given.recipe, words)
+    source, own = source_of(given.recipe, words)
     planned = [f"launch.gpus={gpus}", f"launch.gpu={given.gpu}"]
     planned.append(f"launch.gpus_per_machine={given.machine}")
     config = Config.load(source, [*own, *words, *planned])
@@ -202,7 +202,7 @@ def configured(given: argparse.Namespace, words: Sequence[str], gpus: int) -> Co
     if p.dp_shard > 0 and not config.is_users("parallel.dp_replicate") and replicas:
         change["parallel.dp_replicate"] = replicas
     if not config.is_users("train.global_batch_size"):
-        number = given.micro_batches or (_ROUNDS * p.pp if p.pp > 1 else 1)
+        number = given.micro_batches or (ROUNDS * p.pp if p.pp > 1 else 1)
         ranks = max(1, gpus // (p.pp * p.cp * p.tp))
         change["train.micro_batch_size"] = given.rows
         change["train.global_batch_size"] = given.rows * number * ranks
@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None) -> None:
             raise ConfigError("gpus", f"{gpus} are not whole machines of {given.machine}")
         config = configured(given, words, gpus)
         kind = GPUS[given.gpu]
-        inside = kind.link_rate * _LINK
+        inside = kind.link_rate * LINK
         links = Links(
             inside,
             1e9 * given.across,

@@ -278,9 +278,9 @@ def test_no_compiler(tmp_path, capsys):
 def test_no_compiler_beside_a_gpu(monkeypatch):
     import torch
 
-    from moetrain.train.checks import _check_compilers
+    from moetrain.train.checks import check_compilers
 
     monkeypatch.setenv("CC", "no-such-compiler")
     config = Config.load("debug", ["compile.enabled=no"], environ={})
     with pytest.raises(ConfigError, match=r"kernels\.backend: Triton needs a C compiler"):
-        _check_compilers(config, torch.device("cuda"))
+        check_compilers(config, torch.device("cuda"))

@@ -37,7 +37,7 @@ from moetrain.train import run_folder
 from moetrain.train.callbacks import Callback
 from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
-from moetrain.train.run_folder import _RUN
+from moetrain.train.run_folder import RUN_FILE
 from moetrain.train.session import resolve_run
 
 QUIET = ["train.sample_tokens=0", "checkpoint.interval=1"]
@@ -248,7 +248,7 @@ def test_a_run_killed_before_its_first_save_begins_again_where_it_did(tiny, tmp_
     first = tmp_path / "first"
     Trainer(tiny(*QUIET, "train.steps=2", f"output_dir={first}")).fit()
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / _RUN).touch()  # all that was left
+    (tmp_path / "out" / RUN_FILE).touch()  # all that was left
     place = LaunchedPlace(0, 0, 1, "host:1", None, None, True, restarts=1, max_restarts=3)
     monkeypatch.setattr("moetrain.train.run_folder.launched_place", lambda: place)
     named = first / "checkpoints" / "step-00000002"

@@ -28,7 +28,7 @@ from toy_environments import YES_NO_MAYBE
 
 from moetrain.cli import checkpoint, generate, machines, plan, serve
 from moetrain.cli.main import main as named
-from moetrain.cli.train import _JOBS, _RL, _TRAIN, main
+from moetrain.cli.train import JOBS, RL, TRAIN, main
 from moetrain.config import Config, Recipes
 from moetrain.models.decoders import DenseDecoder
 from moetrain.models.families import PRESETS
@@ -43,7 +43,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LOG = sorted((ROOT / "docs" / "log").glob("*.md"))
 PROSE = [*PAGES, *LOG, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-PROGRAMS = {f"moetrain.{program.name}": program for program in (_TRAIN, _RL, _JOBS)}
+PROGRAMS = {f"moetrain.{program.name}": program for program in (TRAIN, RL, JOBS)}
 OTHERS = {"bash", "cd", "git", "pip", "ruff", "pyright", "tensorboard", "uv", ".ci/run"}
 """Commands of others, of which nothing but the extras that pip installs is checked."""
 

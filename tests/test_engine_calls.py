@@ -14,7 +14,7 @@ from distributed import spawn
 from test_engine import make_batches, make_engine, objective_of, weights_of
 
 from moetrain.runtime.arena import OffloadedError
-from moetrain.train.state import _OFFLOADED
+from moetrain.train.state import OFFLOADED
 
 MICRO = 2
 LR = 1e-3
@@ -134,7 +134,7 @@ def play(words, moves, seed):
     for _ in range(24):
         call = partial(getattr(player, calls.choice(CALLS)), calls.randrange(100))
         if moves and leaves.random() < 0.6:
-            player.engine.offload(*leaves.sample(_OFFLOADED, leaves.randrange(len(_OFFLOADED) + 1)))
+            player.engine.offload(*leaves.sample(OFFLOADED, leaves.randrange(len(OFFLOADED) + 1)))
             if leaves.random() < 0.3:
                 player.engine.reload()
         try:

@@ -15,7 +15,7 @@ from moetrain.cli.train import main
 from moetrain.parallel.world import join_world, plan_world
 from moetrain.train.estimates import plan
 from moetrain.train.estimates.memory import GIB, RankSizes
-from moetrain.train.estimates.plan import _Room, _room_here, check_host
+from moetrain.train.estimates.plan import Room, check_host, room_here
 from moetrain.train.session import resolve_run
 
 KIB = 1024
@@ -63,7 +63,7 @@ def machine(folder, groups, mine, *, available=24 * GIB):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
-    return _room_here(proc, root)
+    return room_here(proc, root)
 
 
 STAT = f"anon {5 * GIB}\ninactive_file {GIB}\nactive_file {GIB}"
@@ -78,7 +78,7 @@ def test_room_of_control_groups(tmp_path):
         "job/step/memory.current": 10 * GIB,
     }
     found = machine(tmp_path / "a", inner, "0::/job/step\n")
-    assert found == _Room(24 * GIB, (64 - 10 + 2) * GIB)
+    assert found == Room(24 * GIB, (64 - 10 + 2) * GIB)
     # A container's own group is its root, and called by a name that is not there.
     own = {f"memory.{name}": text for name, text in (("max", 8 * GIB), ("current", 9 * GIB))}
     assert machine(tmp_path / "b", own, "0::/kubepods/pod7\n").allowed == 0
@@ -87,12 +87,12 @@ def test_room_of_control_groups(tmp_path):
 def test_no_group_has_a_limit(tmp_path):
     mine = "9:name=systemd:/\n4:cpu,memory:/run\n0::/\n"
     outside = machine(tmp_path, {"memory.max": "max", "memory.current": 3 * GIB}, mine)
-    assert outside == _Room(24 * GIB, math.inf)
+    assert outside == Room(24 * GIB, math.inf)
     assert outside.most == 24 * GIB
 
 
 def test_this_machine_has_room():
-    here = _room_here()
+    here = room_here()
     assert GIB / 4 < here.available < 2**50
     assert here.allowed > 0
 
@@ -104,7 +104,7 @@ DEBUG = ["train.device=cpu", "train.steps=1", "optim.offload_fraction=1", "log.t
 
 
 def with_room(monkeypatch, available, allowed=math.inf):
-    monkeypatch.setattr(plan, "_room_here", lambda: _Room(available, allowed))
+    monkeypatch.setattr(plan, "room_here", lambda: Room(available, allowed))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_limit_that_allows_it_leaves_a_warning(monkeypatch, tmp_path, caplog):
 
 
 def test_who_asks_for_nothing_is_not_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(plan, "_room_here", None)
+    monkeypatch.setattr(plan, "room_here", None)
     Trainer(Config.load("debug", ["train.device=cpu", "train.steps=1", f"output_dir={tmp_path}"]))
 
 
@@ -150,7 +150,7 @@ def test_a_dry_run_says_it(capsys, monkeypatch):
 
 
 def problem_with_room(room):
-    plan._room_here = lambda: _Room(room, math.inf)
+    plan.room_here = lambda: Room(room, math.inf)
     config, arch = resolve_run(Config.load("debug", [*DEBUG, "train.global_batch_size=32"]))
     try:
         world = join_world(config, arch)

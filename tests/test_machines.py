@@ -24,7 +24,7 @@ import yaml
 from command_lines import settled
 from test_new_user import LAUNCHERS, by_slurm, free_port, losses, run_together
 
-from moetrain.cli.machines import _shell, _yaml, main
+from moetrain.cli.machines import main, shell_word, yaml_word
 
 CONTAINER = ["--image", "registry/moetrain:1", "--volume", "runs"]
 OWN = {"slurm": [], "k8s": CONTAINER, "sky": CONTAINER}
@@ -287,9 +287,9 @@ def test_any_text_comes_through_bash_and_yaml():
     pieces = [*HOSTILE, *"\r\x00\x7f\x85\xa0\ufeff\ufffe,[]{}:-?&*!|>%@0", "''", "\\n", "$(", "é"]
     texts = ["".join(drawn.choices(pieces, k=drawn.randrange(12))) for _ in range(500)]
     texts.append(HOSTILE)
-    assert [yaml.safe_load(f"- {_yaml(text)}  # x") for text in texts] == [[x] for x in texts]
+    assert [yaml.safe_load(f"- {yaml_word(text)}  # x") for text in texts] == [[x] for x in texts]
     words = [text.replace("\x00", "") for text in texts]  # which no word can hold
-    script = "printf '%s\\0' " + " ".join(map(_shell, words))
+    script = "printf '%s\\0' " + " ".join(map(shell_word, words))
     assert "\n" not in script
     block = yaml.safe_load(f"run: |\n  {script}\n")["run"]  # as in a task
     assert block == script + "\n"

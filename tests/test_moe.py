@@ -22,7 +22,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Context
 from moetrain.models.moe import Dispatcher, MoE, RoutedExperts, Router, update_router_bias
 from moetrain.models.transformer import Inputs, Transformer
-from moetrain.train.metrics import _UNHEALTHY_LOGS, RoutingWatch
+from moetrain.train.metrics import UNHEALTHY_LOGS, RoutingWatch
 
 ARCH = make_architecture(
     family="qwen3_moe",
@@ -423,11 +423,11 @@ def test_unhealthy_routing_is_said_once_and_only_if_it_lasts():
     even = torch.full((2, 4), 20)
     ill = torch.tensor([[20, 20, 20, 20], [40, 40, 0, 0]])
     watch = RoutingWatch([3, 4])
-    said = [watch.update(routing_of(ill, 40)) for _ in range(_UNHEALTHY_LOGS - 1)]
+    said = [watch.update(routing_of(ill, 40)) for _ in range(UNHEALTHY_LOGS - 1)]
     said += [watch.update(routing_of(even, 40))]  # it recovers
-    assert said == [[]] * _UNHEALTHY_LOGS
-    said = [watch.update(routing_of(ill, 40)) for _ in range(_UNHEALTHY_LOGS)]
-    assert said[:-1] == [[]] * (_UNHEALTHY_LOGS - 1)
+    assert said == [[]] * UNHEALTHY_LOGS
+    said = [watch.update(routing_of(ill, 40)) for _ in range(UNHEALTHY_LOGS)]
+    assert said[:-1] == [[]] * (UNHEALTHY_LOGS - 1)
     (dead,) = said[-1]  # 40 tokens are twice an expert's share, and no more
     assert "2 of 8 experts got no token" in dead
     assert "layers 4" in dead
@@ -435,7 +435,7 @@ def test_unhealthy_routing_is_said_once_and_only_if_it_lasts():
     assert watch.update(routing_of(ill, 40)) == []
     watch, crowded = RoutingWatch([0]), torch.tensor([[33, 3, 2, 2]])
     texts = [
-        text for _ in range(_UNHEALTHY_LOGS + 9) for text in watch.update(routing_of(crowded, 40))
+        text for _ in range(UNHEALTHY_LOGS + 9) for text in watch.update(routing_of(crowded, 40))
     ]
     assert len(texts) == 1
     assert "1 of 4 experts took most" in texts[0]

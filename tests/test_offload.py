@@ -31,7 +31,7 @@ from moetrain.parallel.fsdp.storage import HostShard
 from moetrain.parallel.world import plan_world
 from moetrain.runtime.arena import Arena, OffloadedError
 from moetrain.train.session import resolve_run
-from moetrain.train.state import _OFFLOADED
+from moetrain.train.state import OFFLOADED
 
 MICRO = 4
 LORA = ["lora.rank=8", "moe.bias_update_rate=0"]
@@ -87,7 +87,7 @@ def steps_with(engine, steps, cycle, lr=1e-2):
 def disturb(what, engine, where):
     before = identity_of(engine)
     engine.offload(*what)
-    if where == "between" and "gradients" in (what or _OFFLOADED):
+    if where == "between" and "gradients" in (what or OFFLOADED):
         with pytest.raises(OffloadedError, match="are offloaded"):
             engine.step(1e-2)
     engine.reload()

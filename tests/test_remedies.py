@@ -21,10 +21,11 @@ import torch
 from pydantic import BaseModel
 from test_config_needs import NEEDS_OF_ONE
 
-from moetrain.cli.checkpoint import _COMMANDS as checkpoint_commands
+from moetrain.cli.checkpoint import COMMANDS as checkpoint_commands
 from moetrain.cli.checkpoint import main as export
-from moetrain.cli.main import _COMMANDS
-from moetrain.cli.train import _JOBS, _RL, _TRAIN
+from moetrain.cli.main import COMMANDS
+from moetrain.cli.train import JOBS, TRAIN
+from moetrain.cli.train import RL as REINFORCE
 from moetrain.config import Config, ConfigError, Fact
 from moetrain.config.needs import unmet
 from moetrain.config.sources import Reader, leaves
@@ -1922,22 +1923,22 @@ _NAMED = re.compile(rf"(?<![\w.'/`])({'|'.join(sorted(SECTIONS))})\.([a-z_]+[a-z
 
 
 UNUSED = [
-    *((_RL, f"train.objective {x}", "") for x in ("dpo", "reward", "kto")),
-    (_RL, "train.beta 0.2", ""),
-    (_RL, 'data.mix [{"path":"a.jsonl"}]', ""),
-    (_RL, "data.train_on last", ""),
-    (_RL, "data.bad_records skip", ""),
-    (_JOBS, "train.objective dpo", ""),
-    (_JOBS, "data.chat_template a.jinja", ""),
-    (_JOBS, "data.streaming yes", ""),
-    (_TRAIN, "rl.kl k1", ""),
+    *((REINFORCE, f"train.objective {x}", "") for x in ("dpo", "reward", "kto")),
+    (REINFORCE, "train.beta 0.2", ""),
+    (REINFORCE, 'data.mix [{"path":"a.jsonl"}]', ""),
+    (REINFORCE, "data.train_on last", ""),
+    (REINFORCE, "data.bad_records skip", ""),
+    (JOBS, "train.objective dpo", ""),
+    (JOBS, "data.chat_template a.jinja", ""),
+    (JOBS, "data.streaming yes", ""),
+    (TRAIN, "rl.kl k1", ""),
     (
-        _RL,
+        REINFORCE,
         'data.chat_template_kwargs {"a":1}',
         "contradicts rl.chat False and rl.env 'sort'; unset it, or set rl.chat yes, or use another "
         "rl.env",
     ),
-    (_TRAIN, "data.chat_template a.jinja", "unset it, or set data.source records or jsonl"),
+    (TRAIN, "data.chat_template a.jinja", "unset it, or set data.source records or jsonl"),
 ]
 
 
@@ -2003,7 +2004,7 @@ def test_every_command_that_a_message_names_is_one():
     for place, text in texts().items():
         for name, rest in re.findall(r"python -m moetrain\.(\w+) ?([\w-]*)", text):
             named += 1
-            is_one = rest in checkpoint_commands if name == "checkpoint" else name in _COMMANDS
+            is_one = rest in checkpoint_commands if name == "checkpoint" else name in COMMANDS
             wrong += [f"{place}: {name} {rest}"] * (not is_one)
     assert wrong == []
     assert named >= 4

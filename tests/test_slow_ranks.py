@@ -13,9 +13,9 @@ from moetrain.config import Config
 from moetrain.parallel import waits
 from moetrain.train import metrics
 from moetrain.train.loop import Trainer
-from moetrain.train.metrics import _UNHEALTHY_LOGS, RankWatch, read_metrics
+from moetrain.train.metrics import UNHEALTHY_LOGS, RankWatch, read_metrics
 
-STEPS = _UNHEALTHY_LOGS + 4
+STEPS = UNHEALTHY_LOGS + 4
 SECONDS = 0.1
 
 
@@ -25,7 +25,7 @@ def run_with(slow, where, words):
     said = []
     trainer.rank_watch._say = said.append
     if slow >= 0:  # a busy machine makes others slow now and then
-        metrics._UNHEALTHY_LOGS = 5
+        metrics.UNHEALTHY_LOGS = 5
     if dist.get_rank() == slow:
         if where == "step":
             step = trainer.engine.step
@@ -66,17 +66,17 @@ def test_who_is_slow_only_now_and_then_is_not_named():
     said, own = [], []
     watch = RankWatch(lambda _: own, said.append)
     for seconds, times in (
-        ((1.0, 2.0, 1.0), _UNHEALTHY_LOGS - 1),
+        ((1.0, 2.0, 1.0), UNHEALTHY_LOGS - 1),
         ((2.0, 1.0, 1.0), 1),
-        ((1.0, 2.0, 1.0), _UNHEALTHY_LOGS - 1),
-        ((1.0, 1.05, 1.0), 3 * _UNHEALTHY_LOGS),
+        ((1.0, 2.0, 1.0), UNHEALTHY_LOGS - 1),
+        ((1.0, 1.05, 1.0), 3 * UNHEALTHY_LOGS),
     ):
         own[:] = seconds
         for _ in range(times):
             watch.row(1.0)
     assert not said
     own[:] = [1.0, 3.0, 1.0]
-    rows = [watch.row(1.0) for _ in range(3 * _UNHEALTHY_LOGS)]
+    rows = [watch.row(1.0) for _ in range(3 * UNHEALTHY_LOGS)]
     assert rows[0] == {"own_seconds": 5 / 3, "own_seconds_max": 3.0, "slowest_rank": 1}
     (text,) = said
     assert "rank 1 is slow" in text

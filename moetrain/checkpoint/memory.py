@@ -82,7 +82,7 @@ class Folders:
             copies: how many machines have each file of ranks; 0: all share ``root``.
         """
         self.root = root
-        """Where the checkpoints lie on this machine."""
+        """The folder of the checkpoints on this machine."""
         self.rank, self.gather, self._copies = rank, gather, copies
         places = gather(f"{machine()} {os.path.realpath(root)}" if copies else "")
         self._keepers = [places.index(place) for place in places]  # by rank, its machine's first

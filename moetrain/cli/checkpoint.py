@@ -46,7 +46,7 @@ from moetrain.parallel.mesh import TensorSlice
 @command
 def main(argv: Sequence[str] | None) -> int:
     parser = Parser("checkpoint", __doc__)
-    parser.add_argument("command", choices=list(_COMMANDS))
+    parser.add_argument("command", choices=list(COMMANDS))
     parser.add_argument("path", metavar="PATH", type=Path)
     parser.add_argument("other", metavar="OUT", type=Path, nargs="?", help="OTHER for diff")
     parser.add_argument("--tensors", action="store_true", help="inspect: list every tensor")
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None) -> int:
         takes = "a second path" if words.other is None else "one path"
         raise ConfigError("checkpoint", f"{words.command} takes {takes}")
     try:
-        return _COMMANDS[words.command](words)
+        return COMMANDS[words.command](words)
     except read.DamagedCheckpoint as error:
         print(f"damaged: {error.problem}", file=sys.stderr)
         return 1
@@ -269,4 +269,4 @@ def _upcycle(words: argparse.Namespace) -> int:
 
 
 _ALL = (_inspect, _verify, _export_hf, _import_hf, _upcycle, _diff)
-_COMMANDS = {work.__name__.strip("_").replace("_", "-"): work for work in _ALL}
+COMMANDS = {work.__name__.strip("_").replace("_", "-"): work for work in _ALL}

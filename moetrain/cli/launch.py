@@ -65,7 +65,7 @@ def _run_ranks(command: Sequence[str], nproc: int, restarts: int, max_restarts: 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # Served from here, so that no rank has to find a port that stays free until it is used.
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-    # What torch takes by default is every core, for each of the ranks.
+    # By default torch uses every core in each of the ranks.
     threads = min(torch.get_num_threads(), (os.cpu_count() or 1) // nproc)
     shared = {
         "MASTER_ADDR": _HOST,
@@ -131,8 +131,8 @@ def _watch(pids: Sequence[int], before: Mapping[signal.Signals, Any], failed_mar
         time.sleep(_POLL_SECONDS)
     for rank, code in enumerate(codes):
         if code is not None and code < 0 and -code not in forwarded:
-            how = f"signal {-code} ({signal.strsignal(-code)})"
-            print(f"failed: rank {rank} was killed by {how}", file=sys.stderr)
+            cause = f"signal {-code} ({signal.strsignal(-code)})"
+            print(f"failed: rank {rank} was killed by {cause}", file=sys.stderr)
     # A rank that a stop signal killed before it could handle it has stopped as well.
     ended = [128 - code if -code in forwarded else code for code in codes if code is not None]
     failed = [code for code in ended if code not in (0, *_STOPPED)]

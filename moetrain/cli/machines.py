@@ -18,7 +18,7 @@ from pathlib import Path, PurePath
 from jinja2 import StrictUndefined, Template
 
 from moetrain.cli.main import Parser, command
-from moetrain.cli.train import _TRAIN
+from moetrain.cli.train import TRAIN
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import GPUS
 from moetrain.config.sources import recipe_names
@@ -49,21 +49,21 @@ _OPTIONS = {
 
 @command
 def main(argv: Sequence[str] | None) -> None:
-    given, words = _parse(sys.argv[1:] if argv is None else argv)
-    template, submit, _ = _WAYS[given.way]
-    print(_estimate(given, words), file=sys.stderr)
+    options, words = _parse(sys.argv[1:] if argv is None else argv)
+    template, submit, _ = _WAYS[options.way]
+    print(_estimate(options, words), file=sys.stderr)
     source = (Path(__file__).parent / "templates" / template).read_text("utf-8")
-    is_file = given.recipe not in recipe_names()
-    facts = {"words": words, "folder": _FOLDER, "python": sys.executable, "shell": _shell}
-    facts |= {"settings": Path(given.recipe).read_text("utf-8-sig") if is_file else None}
+    is_file = options.recipe not in recipe_names()
+    facts = {"words": words, "folder": _FOLDER, "python": sys.executable, "shell": shell_word}
+    facts |= {"settings": Path(options.recipe).read_text("utf-8-sig") if is_file else None}
     written = Template(source, undefined=StrictUndefined, trim_blocks=True)
-    text = written.render(vars(given) | facts, yaml=_yaml) + "\n"
-    if given.dry_run:
+    text = written.render(vars(options) | facts, yaml=yaml_word) + "\n"
+    if options.dry_run:
         print(text, end="")
         return
-    path = Path(given.file or f"{given.name}.{template}")
+    path = Path(options.file or f"{options.name}.{template}")
     try:
-        with path.open("w" if given.overwrite else "x", encoding="utf-8") as file:
+        with path.open("w" if options.overwrite else "x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         problem = f"{str(path)!r}: {error.strerror}; give another by --file"
@@ -84,21 +84,21 @@ def _parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     for name, (_, default, meaning) in mine.items():
         meaning += f" (default {default})" * bool(default)
         parser.add_argument(f"--{name}", default=default, required=default is None, help=meaning)
-    given, words = parser.parse_known_args(argv)
+    options, words = parser.parse_known_args(argv)
     for name, (form, _, meaning) in mine.items():
-        if re.fullmatch(form, getattr(given, name)) is None:
-            raise ConfigError(name, f"{getattr(given, name)!r} cannot be: {meaning} (as {form})")
-    return given, words
+        if re.fullmatch(form, getattr(options, name)) is None:
+            raise ConfigError(name, f"{getattr(options, name)!r} cannot be: {meaning} (as {form})")
+    return options, words
 
 
-def _estimate(given: Namespace, words: Sequence[str]) -> str:
+def _estimate(options: Namespace, words: Sequence[str]) -> str:
     """Check the settings, name the job, and describe the memory that the run takes."""
     # Imports torch, which --help need not wait for.
     from moetrain.train.estimates.plan import plan_memory
     from moetrain.train.session import resolve_run
 
-    in_container = given.way != "slurm"
-    config = _TRAIN.load(given.recipe, words)
+    in_container = options.way != "slurm"
+    config = TRAIN.load(options.recipe, words)
     for name in ("launch.nproc", "launch.max_restarts", "checkpoint.resume"):
         if (value := attrgetter(name)(config)) not in ("auto", attrgetter(name)(Config())):
             problem = "the job starts the ranks, and again by --restarts, to resume their work"
@@ -111,16 +111,16 @@ def _estimate(given: Namespace, words: Sequence[str]) -> str:
         problem = f"machines share {_FOLDER} alone; give a path below it, or a relative one"
         raise ConfigError("output_dir", f"{config.output_dir!r}: {problem}")
     own = re.sub(r"[^a-z0-9]+", "-", folder.name.lower())
-    given.name = given.name or f"moetrain-{own}"[:40].rstrip("-")
-    gpus = f"--launch.gpus={int(given.nodes) * int(given.gpus)}", f"--launch.gpu={given.gpu}"
+    options.name = options.name or f"moetrain-{own}"[:40].rstrip("-")
+    gpus = f"--launch.gpus={int(options.nodes) * int(options.gpus)}", f"--launch.gpu={options.gpu}"
     if not config.is_set("launch.gpus_per_machine"):
-        gpus += (f"--launch.gpus_per_machine={given.gpus}",)
+        gpus += (f"--launch.gpus_per_machine={options.gpus}",)
     # Weights may lie where only the job's containers see them.
-    planned = Config.load(given.recipe, [*words, *gpus], once=True)
+    planned = Config.load(options.recipe, [*words, *gpus], once=True)
     return plan_memory(*resolve_run(planned, needs_weights=not in_container))
 
 
-def _shell(word: str) -> str:
+def shell_word(word: str) -> str:
     """Quote ``word`` for bash, on one line whatever is in it."""
     if word.isprintable():
         return shlex.quote(word)
@@ -130,6 +130,6 @@ def _shell(word: str) -> str:
     return "$'" + "".join(parts) + "'"
 
 
-def _yaml(text: str) -> str:
+def yaml_word(text: str) -> str:
     quoted = json.dumps(text, ensure_ascii=False)
     return re.sub(r"[^ -~]", lambda match: f"\\U{ord(match[0]):08x}", quoted)

@@ -24,7 +24,7 @@ from moetrain.cli import interrupt_by_exception, interrupt_quietly
 from moetrain.config import ConfigError
 from moetrain.config.environment import let_idle_threads_sleep
 
-_COMMANDS = {
+COMMANDS = {
     "train": ("moetrain.cli.train:main", "pretrain or fine-tune a model"),
     "rl": ("moetrain.cli.train:run_rl", "train a model by reinforcement learning"),
     "jobs": ("moetrain.cli.train:run_jobs", "serve training jobs over HTTP"),
@@ -157,16 +157,16 @@ def main(argv: Sequence[str] | None) -> int | None:
             print(version())
         case "" | "help" | "--help" | "-h":
             print("usage: moetrain COMMAND ...; moetrain COMMAND --help lists its options\n")
-            for name, (_, meaning) in _COMMANDS.items():
+            for name, (_, meaning) in COMMANDS.items():
                 print(f"  {name:12}{meaning}")
             print("  version     print the version")
-        case _ if name in _COMMANDS:
+        case _ if name in COMMANDS:
             interrupt_quietly()
-            run = resolve_name(_COMMANDS[name][0])
+            run = resolve_name(COMMANDS[name][0])
             interrupt_by_exception()
             return run(words)
         case _:
-            problem = f"unknown command {name!r}; choose from {', '.join(_COMMANDS)}, version"
+            problem = f"unknown command {name!r}; choose from {', '.join(COMMANDS)}, version"
             print(error_line(f"error: {problem}"), file=sys.stderr)
             return 2
     return None

@@ -28,7 +28,7 @@ _MOST_STAGES = 16
 """Pipeline ranks that are tried."""
 _LONG_ROW = 16_384
 """Shortest rows, in tokens, for which context parallel ranks are tried."""
-_ROUNDS = 4
+ROUNDS = 4
 """Micro-batches of a step for each pipeline rank, if no batch size is given."""
 
 _COLUMNS = {
@@ -73,18 +73,18 @@ def main(argv: Sequence[str] | None) -> None:
         type=int,
         nargs="+",
         required=True,
-        help="how many; several are planned one by one",
+        help="number of GPUs; several numbers are planned one by one",
     )
-    parser.add_argument("--gpu", choices=get_args(GpuName), default="h200", help="their kind")
-    parser.add_argument("--top", type=int, default=10, help="how many layouts to list")
-    given, words = parser.parse_known_args(argv)
-    for gpus in given.gpus:
-        _show(given.model, gpus, given.gpu, given.top, words)
+    parser.add_argument("--gpu", choices=get_args(GpuName), default="h200", help="kind of GPU")
+    parser.add_argument("--top", type=int, default=10, help="number of layouts to list")
+    options, words = parser.parse_known_args(argv)
+    for gpus in options.gpus:
+        _show(options.model, gpus, options.gpu, options.top, words)
 
 
 def _show(model: str, gpus: int, gpu: GpuName, top: int, words: Sequence[str]) -> None:
     """Print the ``top`` layouts on ``gpus`` GPUs, and the command of the best one."""
-    source, own = _source(model, words)
+    source, own = source_of(model, words)
     config = Config.load(source, [*own, *words, f"launch.gpus={max(gpus, 1)}", f"launch.gpu={gpu}"])
     per_machine = _per_machine(config)
     if gpus < 1 or (gpus > per_machine and gpus % per_machine):
@@ -111,8 +111,8 @@ def _show(model: str, gpus: int, gpu: GpuName, top: int, words: Sequence[str]) -
 
 
 def _per_machine(config: Config) -> int:
-    given = config.launch.gpus_per_machine
-    return GPUS_OF_MACHINE if given == "auto" else given
+    number = config.launch.gpus_per_machine
+    return GPUS_OF_MACHINE if number == "auto" else number
 
 
 def _command(
@@ -137,7 +137,7 @@ def _command(
     return shlex.join([*start, *named, *words, *chosen])
 
 
-def _source(model: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
+def source_of(model: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the recipe to start from, and the settings that name the model."""
     from moetrain.models.families import PRESETS
 
@@ -192,7 +192,7 @@ def _fastest(plan: "MemoryPlan", change: _Change, gpu: GpuName) -> tuple[_Layout
         if not plan.config.is_users("train.global_batch_size"):
             pp, *shared = (change[f"parallel.{x}"] for x in ("pp", "cp", "tp"))
             batch = micro_batch * (plan.machine.processes // (pp * math.prod(shared)))
-            whole["train.global_batch_size"] = batch * (_ROUNDS * pp if pp > 1 else 1)
+            whole["train.global_batch_size"] = batch * (ROUNDS * pp if pp > 1 else 1)
         if (tried := plan.changed(whole)) is None:
             continue
         found = _estimated(tried, whole, gpu)

@@ -34,7 +34,7 @@ from moetrain.config.sections import CheckpointSection
 from moetrain.config.sources import RunFailed, Unused, recipe_names
 
 
-class _Program(NamedTuple):
+class Program(NamedTuple):
     """A command that takes settings, with all that differs between these commands."""
 
     name: str
@@ -116,15 +116,15 @@ _NO_DATA = (
 _JOBS_OF_RL = ("max_sequences", "cache_tokens")
 """Settings of ``rl`` that jobs use too, for generation."""
 
-_TRAIN = _Program("train", _train, _plan_train, Recipes.TRAIN, foreign=("rl.", "jobs."))
-_RL = _Program(
+TRAIN = Program("train", _train, _plan_train, Recipes.TRAIN, foreign=("rl.", "jobs."))
+RL = Program(
     "rl",
     _rl,
     _plan_rl,
     Recipes.RL,
     foreign=(*_NO_DATA, "train.eval_rows", "train.sample", "jobs."),
 )
-_JOBS = _Program(
+JOBS = Program(
     "jobs",
     _serve_jobs,
     _plan_jobs,
@@ -150,7 +150,7 @@ _JOBS = _Program(
 )
 
 
-def main(argv: Sequence[str] | None = None, program: _Program = _TRAIN) -> int:
+def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
     """Run ``program`` by the words ``argv`` (default: the process's own); return its exit code.
 
     A process that a launcher started as one of several does not return from an error: it exits.
@@ -198,11 +198,11 @@ def main(argv: Sequence[str] | None = None, program: _Program = _TRAIN) -> int:
         gc.enable()
 
 
-run_rl = partial(main, program=_RL)
-run_jobs = partial(main, program=_JOBS)
+run_rl = partial(main, program=RL)
+run_jobs = partial(main, program=JOBS)
 
 
-def _help(program: _Program) -> str:
+def _help(program: Program) -> str:
     """Describe usage, recipes, and every setting with its type, default and docstring."""
     recipes = program.recipes
     with_path = recipes.of_path
@@ -236,7 +236,7 @@ def _help_entry(name: str, field: FieldInfo) -> list[str]:
     return [head, textwrap.fill(meaning, 96, initial_indent=" " * 6, subsequent_indent=" " * 6)]
 
 
-def _plan(config: Config, program: _Program, *, shows: bool) -> None:
+def _plan(config: Config, program: Program, *, shows: bool) -> None:
     """Print the resolved config as JSON, and the memory it takes to standard error."""
     from moetrain.train.session import resolve_run  # imports torch, as all below
 
@@ -248,7 +248,7 @@ def _plan(config: Config, program: _Program, *, shows: bool) -> None:
         print(estimate, file=sys.stderr)
 
 
-def _launch(config: Config, words: Sequence[str], program: _Program) -> int:
+def _launch(config: Config, words: Sequence[str], program: Program) -> int:
     """Be the only rank, or start ``launch.nproc`` of them; returns the exit code."""
     # These import torch, which --help or a misspelt setting need not wait for.
     with quiet_imports():
@@ -273,7 +273,7 @@ def _launch(config: Config, words: Sequence[str], program: _Program) -> int:
     return launch.start_ranks(command, nproc, max_restarts)
 
 
-def _fit(config: Config, program: _Program, place: LaunchedPlace | None) -> int:
+def _fit(config: Config, program: Program, place: LaunchedPlace | None) -> int:
     from safetensors import SafetensorError
 
     try:

@@ -149,11 +149,11 @@ def check_device(config: Config, arch: Architecture, device: torch.device) -> Co
             problem = f"takes train.dtype bfloat16, and this run computes in {dtype}"
         if problem is not None:
             raise ConfigError("kernels.precision", f"{precision!r} {problem}; use bf16")
-    _check_compilers(config, device)
+    check_compilers(config, device)
     return config
 
 
-def _check_compilers(config: Config, device: torch.device) -> None:
+def check_compilers(config: Config, device: torch.device) -> None:
     if device.type == "cuda":
         uses = "compile.enabled" if config.compile.is_on else "kernels.backend"
         triton = config.compile.is_on or config.kernels.backend != "reference"

@@ -146,10 +146,10 @@ def _watched(model: Transformer, notes: list[_Note]) -> Iterator[None]:
     def note(place: tuple[int, float], what: str, x: torch.Tensor) -> None:
         notes.append((place, what, _is_finite(x)))
 
-    def look(name: str, module: Any, args: Any, given: Any) -> None:
+    def look(name: str, module: Any, args: Any, results: Any) -> None:
         numbers = [float(part) for part in name.split(".") if part.isdigit()]
         block = numbers[0] if numbers else -1 if name == "embed" else torch.inf
-        for x in tree_leaves(given):
+        for x in tree_leaves(results):
             if isinstance(x, torch.Tensor) and x.is_floating_point():
                 note((1, block), what := f"what {name} gives", x)
                 if x.requires_grad:

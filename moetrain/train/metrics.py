@@ -27,7 +27,7 @@ from moetrain.parallel.waits import elapsed, noted, now, share_waited
 from moetrain.runtime.memory import DeviceBytes
 
 _LAYER_GROUPS = 4  # MoE health is logged for this many groups of neighbouring layers
-_UNHEALTHY_LOGS = 20
+UNHEALTHY_LOGS = 20
 """Logged steps in a row in which a layer's routing must be unhealthy, or a rank slow, before the
 user is told. The first steps of a run are uneven, and so is a single small batch."""
 _SLOW = 1.1
@@ -205,10 +205,10 @@ class RankWatch:
         slowest, others = own_R.index(longest), (sum(own_R) - longest) / (len(own_R) - 1)
         in_row = self._in_row if slowest == self._slowest else 0
         self._slowest, self._in_row = slowest, (in_row + 1) * (longest > _SLOW * others)
-        if self._in_row == _UNHEALTHY_LOGS:
+        if self._in_row == UNHEALTHY_LOGS:
             self._say(
                 f"rank {slowest} is slow: beside its waits its steps take {longest:.3f} s, where "
-                f"others take {others:.3f} s, in {_UNHEALTHY_LOGS} logged steps in a row"
+                f"others take {others:.3f} s, in {UNHEALTHY_LOGS} logged steps in a row"
             )
         mean = sum(own_R) / len(own_R)
         return {"own_seconds": mean, "own_seconds_max": longest, "slowest_rank": slowest}
@@ -217,7 +217,7 @@ class RankWatch:
 class RoutingWatch:
     """Measures how evenly tokens are routed, and reports what stays uneven, once in a run.
 
-    An expert is dead if no token of :data:`_UNHEALTHY_LOGS` logged steps in a row chose it. It
+    An expert is dead if no token of :data:`UNHEALTHY_LOGS` logged steps in a row chose it. It
     takes most tokens if more than half of them choose it, and more than twice its share.
     """
 
@@ -259,14 +259,14 @@ class RoutingWatch:
         ):
             # Logged steps in a row, for each expert.
             self._seen[state] = (self._seen.get(state, 0) + is_so_LE.int()) * is_so_LE
-            lasting_LE = self._seen[state] >= _UNHEALTHY_LOGS
+            lasting_LE = self._seen[state] >= UNHEALTHY_LOGS
             if state in self._said or not lasting_LE.any():
                 continue
             self._said.add(state)
             layers = [n for n, any_E in zip(self.layers, lasting_LE.any(1), strict=True) if any_E]
             found.append(
                 f"routing is uneven: {int(lasting_LE.sum())} of {lasting_LE.numel()} experts "
-                f"{state} in {_UNHEALTHY_LOGS} logged steps in a row (layers "
+                f"{state} in {UNHEALTHY_LOGS} logged steps in a row (layers "
                 f"{', '.join(map(str, layers[:8]))}{', ...' if len(layers) > 8 else ''}); raise "
                 "moe.aux_loss_coef with moe.aux_loss_layers each, or set moe.bias_update_rate"
             )

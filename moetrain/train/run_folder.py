@@ -34,7 +34,7 @@ from moetrain.config.sources import RunFailed, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.world import World
 
-_RUN, _LOCK, _MARK = ".run", ".lock", ".rank-{}"
+RUN_FILE, _LOCK, _MARK = ".run", ".lock", ".rank-{}"
 """Files of a folder: the name of the run that has begun there, the file whose lock a run holds, and
 the file by which a rank shows that its machine sees the folder."""
 _RUN_NAME = re.compile(rb"[0-9a-f]*\n?")
@@ -248,7 +248,7 @@ class RunFolder:
 
     def _read_run(self) -> tuple[str, str]:
         """Return the name of :meth:`_run`, and the problem with its file, or an empty text."""
-        mark = self.path / _RUN
+        mark = self.path / RUN_FILE
         if not self.disk.keeps or not mark.exists():
             return "", ""
         try:
@@ -375,7 +375,7 @@ class RunFolder:
         place = launched_place()
         restarts = world.gather(place.restarts if place else 0)[0]
         if place and not restarts and resume != "auto" and self.disk.keeps:
-            (self.path / _RUN).unlink(missing_ok=True)
+            (self.path / RUN_FILE).unlink(missing_ok=True)
         saved = any(read.list_checkpoints(x.root) for x in (self.disk, self.memory) if x)
         found = world.gather((*self._read_run(), saved, socket.gethostname()))
         if problems := [problem for _, problem, *_ in found if problem]:
@@ -402,13 +402,13 @@ class RunFolder:
             self.is_in_memory(resumed) or resumed.resolve().parent == root.resolve()
         )
         if self.disk.keeps and not is_continued:
-            (folder / _RUN).unlink(missing_ok=True)
+            (folder / RUN_FILE).unlink(missing_ok=True)
         # All machines lose the old name before one gets a new one.
         run = world.any(self._run()) or world.broadcast(secrets.token_hex(8))
         if not self.disk.keeps:
             return
         if self._run() != run:
-            (folder / _RUN).write_text(run)
+            (folder / RUN_FILE).write_text(run)
         since = step if is_continued else -1
         if going := [x for x in read.list_checkpoints(root) if (read.step_of(x) or 0) > since]:
             names = (folder / f"earlier-{number}" for number in count(1))

@@ -39,7 +39,7 @@ from moetrain.parallel.pipeline.stages import Stages, check_like
 from moetrain.parallel.world import World
 
 StateKind = Literal["weights", "gradients", "moments", "workspaces"]
-_OFFLOADED: tuple[StateKind, ...] = get_args(StateKind)
+OFFLOADED: tuple[StateKind, ...] = get_args(StateKind)
 
 
 class ModelState:
@@ -62,11 +62,18 @@ class ModelState:
         self.stages = Stages(config, arch, world.meshes, world.device)
         self.model, self.fsdp, config = place_model(config, arch, world, self.stages)
         self.config = config
-        how = (self.fsdp, config.optim, config.train.seed)
-        ranks = (world.meshes.shared_parameters.get_group(2), world.meshes.everyone)
         self.clip = self._watched() if config.optim.muon_qk_clip else None
-        is_adamw = config.optim.name == "adamw"
-        self.optimizer = AdamW(*how) if is_adamw else Muon(*how, *ranks, self.clip)
+        if config.optim.name == "adamw":
+            self.optimizer = AdamW(self.fsdp, config.optim, config.train.seed)
+        else:
+            self.optimizer = Muon(
+                self.fsdp,
+                config.optim,
+                config.train.seed,
+                group=world.meshes.shared_parameters.get_group(2),
+                everyone=world.meshes.everyone,
+                clip=self.clip,
+            )
         arenas = (self.fsdp.weights, self.fsdp.gradients, self.optimizer.arena)
         self._arenas = {arena.name: arena for arena in arenas}
         self._link = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
@@ -317,13 +324,13 @@ class ModelState:
             RuntimeError: called within :meth:`work`.
             RunFailed: the system does not provide enough pinned memory.
         """
-        if odd := set(what) - set(_OFFLOADED):
-            raise ValueError(f"Engine.offload: {sorted(odd)} are none of {', '.join(_OFFLOADED)}")
+        if odd := set(what) - set(OFFLOADED):
+            raise ValueError(f"Engine.offload: {sorted(odd)} are none of {', '.join(OFFLOADED)}")
         self.fsdp.check_idle()
         if not self.fsdp.weights.is_offloaded:  # else there was no step since
             self.fsdp.settle()
         self.before_change()
-        what = what or _OFFLOADED
+        what = what or OFFLOADED
         if "workspaces" in what:
             self.fsdp.release()
         for name, arena in self._arenas.items():

@@ -151,7 +151,7 @@ class _Block(NamedTuple):
     backward: float
     """Bytes that its backward needs beside these."""
     copies: float
-    """What places for copies of experts take."""
+    """Bytes of the slots for copies of experts."""
 
 
 class RankSizes:
@@ -165,7 +165,7 @@ class RankSizes:
         cls, config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
     ) -> list[Self]:
         """Size every pipeline rank; ``dtype`` is the one that is computed in."""
-        # What decides on its parameters alone, so that many plans of one run count them once.
+        # Parameters depend on these settings alone, so many plans of one run count them once.
         train = TrainSection(freeze=config.train.freeze)
         sections = {"kernels": config.kernels, "moe": config.moe, "lora": config.lora}
         sections["rl"] = RlSection(generator_dtype=config.rl.generator_dtype)
@@ -255,7 +255,7 @@ class RankSizes:
         self.trained = sum(n for n, rule in owned if rule.trainable)
         self.share_trained = self.trained / sum(mine.values())
         """Share of its parameters that is trained, taken to be the same in every part."""
-        # Of what the host updates, the device has the compute values alone.
+        # The device has only the compute values of parameters that the host updates.
         self._hosted = config.optim.offload_fraction * self.trained / dims.sharding_ranks
         self._updated = self.trained / dims.sharding_ranks - self._hosted
         """Number of parameters that this rank's device updates, with gradients and moments."""
@@ -342,7 +342,7 @@ class RankSizes:
         saved = sum(made) if activation.policy == "none" else self.residual_bytes
         is_kept = activation.policy == "selective" and "experts" in activation.save
         saved += copies * (activation.policy == "none" or is_kept)
-        # What each part recomputes, and gradients that are wider than the residual stream.
+        # The tensors that each part recomputes, and gradients wider than the residual stream.
         working = [part.working_set(share) for part in layer]
         backward = sum(made) - saved + sum(working)
         if activation.policy == "selective":

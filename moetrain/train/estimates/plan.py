@@ -143,7 +143,7 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
     if takes:
         lines.append(
             f"host memory of {dims.world_size} processes, estimated: {_described(takes)}; "
-            f"this machine has {_room_here().most / GIB:.1f} GiB"
+            f"this machine has {room_here().most / GIB:.1f} GiB"
         )
     return "\n".join(lines)
 
@@ -228,7 +228,7 @@ def _more_gpus(plan: MemoryPlan) -> Iterator[_Change]:
 # ---- host memory ---------------------------------------------------------------------------------
 
 
-class _Room(NamedTuple):
+class Room(NamedTuple):
     """Host memory that processes may still take on this machine."""
 
     available: float
@@ -252,8 +252,8 @@ def check_host(ranks: Sequence[RankSizes], world: World) -> None:
     if not any(of_stages):
         return
     mine = of_stages[world.rank // (world.size // world.dims.pp)]
-    by_host: dict[str, list[tuple[_Takes, _Room]]] = {}
-    for name, takes, room in world.gather((socket.gethostname(), mine, _room_here())):
+    by_host: dict[str, list[tuple[_Takes, Room]]] = {}
+    for name, takes, room in world.gather((socket.gethostname(), mine, room_here())):
         by_host.setdefault(name, []).append((takes, room))
     for name, found in by_host.items():
         takes, room = sum((takes for takes, _ in found), Counter()), found[0][1]
@@ -281,12 +281,12 @@ def _described(takes: _Takes) -> str:
     return f"{sum(takes.values()) / GIB:.1f} GiB: {parts}"
 
 
-def _room_here(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> _Room:
+def room_here(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> Room:
     """Return the memory that Linux's ``proc`` and ``groups`` say is left, or all there is."""
     available = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if (table := _table(proc / "meminfo")) and "MemAvailable:" in table:
         available = table["MemAvailable:"] * 1024.0
-    return _Room(available, min(_left(proc / "self" / "cgroup", groups), default=math.inf))
+    return Room(available, min(_left(proc / "self" / "cgroup", groups), default=math.inf))
 
 
 def _left(mine: Path, root: Path) -> Iterator[float]:

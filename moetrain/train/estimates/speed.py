@@ -33,12 +33,12 @@ _FASTER = {"bf16": 1.0, "fp8": 1.2, "fp8_gradients": 1.3, "fp8_blocks": 1.1}
 four H200s. fp8_gradients speeds up the head as much."""
 _MEMORY = 4.26 / 4.8
 """Share of memory_rate: a copy."""
-_LINK = 0.6
+LINK = 0.6
 """Share of link_rate: 273 GB/s in dispatch, 274 in reductions, of 450."""
 _PASSES = 33
 """Reads and writes of a residual stream by the norms, rotations, residuals and indices of a part,
 in forward and backward together: 63 ms for 24 layers of 40,960 tokens of 4 KiB."""
-_IDLE, _WAITING = 19 / 1131, 14 / 1131
+IDLE, WAITING = 19 / 1131, 14 / 1131
 """Shares of a step: nothing is computed, and the slowest of several GPUs is waited for."""
 _IMBALANCE = 0.1
 """Excess of the fullest expert parallel rank over the mean, for each doubling of ranks."""
@@ -58,7 +58,7 @@ def step_seconds(ranks: Sequence[RankSizes], gpu: GpuName) -> float:
     }.items():
         if value or value is False:
             raise ConfigError(name, f"{value}: its time is not estimated; leave it out")
-    clocks = [_Clock(rank, GPUS[gpu]) for rank in ranks]
+    clocks = [StepClock(rank, GPUS[gpu]) for rank in ranks]
     number = config.train.micro_batches(dims.data_ranks)
     busy = number * clocks[0].micro_batch()
     if dims.pp > 1:
@@ -68,18 +68,18 @@ def step_seconds(ranks: Sequence[RankSizes], gpu: GpuName) -> float:
         border = clocks[0].travel(2.0 * ranks[0].residual_bytes, 2, dims.world_size)
         timeline = plan.schedule(number).simulate(lambda x: x.unit_time * units[x.stage], border)
         busy = timeline.makespan
-    waiting = _WAITING * (dims.world_size > 1)
-    return (busy + max(clock.update() for clock in clocks)) / (1 - _IDLE - waiting)
+    waiting = WAITING * (dims.world_size > 1)
+    return (busy + max(clock.update() for clock in clocks)) / (1 - IDLE - waiting)
 
 
-class _Clock:
+class StepClock:
     """One pipeline rank's times on a kind of GPU."""
 
     def __init__(self, rank: RankSizes, gpu: Gpu) -> None:
         self.rank = rank
         self.share = rank.share
         self.config, self.dims = rank.config, rank.dims
-        self.memory, self.link = _MEMORY * gpu.memory_rate, _LINK * gpu.link_rate
+        self.memory, self.link = _MEMORY * gpu.memory_rate, LINK * gpu.link_rate
         self.flops = gpu.peak_flops
         self.number = self.config.train.micro_batches(self.dims.data_ranks)
         self.gradient = getattr(torch, self.config.optim.gradient_dtype).itemsize
