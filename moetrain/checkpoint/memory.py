@@ -137,7 +137,8 @@ class Folders:
         return _Held(read.crc_of(data), sizes, {name for name in sizes if (path / name).exists()})
 
     def _find(self, parts: Sequence[_Held]) -> str:
-        """Note which files machines lack; return why they do not have all of them together."""
+        """Note the files that machines lack; return the reason if all machines together lack
+        some."""
         known = {part.seal: part.sizes for part in parts if part.seal}
         if len(known) > 1:
             return "machines have different ones"

@@ -156,7 +156,7 @@ class Contents:
         """Invert :meth:`to_json`; raises KeyError, TypeError or ValueError for anything else."""
         try:
             return _CONTENTS.validate_python(value)
-        except ValidationError as error:  # which has several lines
+        except ValidationError as error:  # its own text has several lines
             raise ValueError(error.errors()[0]["msg"]) from None
 
     def add(self, other: Self) -> None:
@@ -391,7 +391,7 @@ def _without_manifest(folder: Path) -> ConfigError:
         try:
             state = json.loads(read_regular(folder / STATE, MAX_BYTES))
         except (OSError, ValueError, RecursionError):
-            state = None  # damaged, whatever wrote it
+            state = None  # damaged, no matter who wrote it
         if isinstance(state, dict):  # format 1 names none
             _check_version(state.get("format", 1), folder)
     if has_weights or step_of(folder) is not None:

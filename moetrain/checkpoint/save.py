@@ -421,7 +421,7 @@ def _host_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def _write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write all of ``data``, which one ``os.write`` need not do."""
+    """Write all of ``data``; one ``os.write`` may write less."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
@@ -470,7 +470,7 @@ def commit(new: Path, final: Path, contents: read.Contents, state: Mapping[str, 
     try:
         if final.exists():  # this very step was saved before
             shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)  # which counts as this step while there is no other
+            final.rename(replaced)  # it counts as this step until the new one has its name
         new.rename(final)
         fsync(final.parent)
     finally:

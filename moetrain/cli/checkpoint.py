@@ -154,7 +154,7 @@ def _diff(words: argparse.Namespace) -> int:
 
 
 def _check_out(out: Path, source: Path) -> None:
-    """Raise ConfigError for a folder OUT whose files an export would spoil."""
+    """Raise ConfigError for a folder OUT if an export would overwrite its files."""
     if out.resolve().is_relative_to(source.resolve()):
         raise ConfigError("checkpoint", f"OUT {str(out)!r} is in the checkpoint itself")
     if read.list_checkpoints(out.resolve() / "checkpoints"):  # it could not be resumed afterwards

@@ -55,7 +55,7 @@ def _describe(console: Console, config: Config, data: Data, rows: Sequence[Row])
     documents = [_documents(row) for row in rows]
     lengths = np.concatenate([ends - starts for starts, ends in documents])
     tokens = int(lengths.sum())
-    cut = sum(  # which do not end with the end of a text
+    cut = sum(  # their documents do not end with the end of a text
         int((row.tokens_S[ends - 1] != data.tokenizer.eos_id).sum())
         for row, (_, ends) in zip(rows, documents, strict=True)
     )

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None) -> None:
     for name, (default, meaning) in _SAMPLING.items():
         add(f"--{name}", type=type(default), default=default, help=meaning)
     args = parser.parse_args(argv)
-    # A second of imports, which --help and a misspelt option need not wait for.
+    # Imported here: a second that would delay --help and errors in options.
     with quiet_imports():
         from moetrain.generate import request
         from moetrain.generate.engine import Generator, load_model

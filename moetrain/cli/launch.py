@@ -57,7 +57,7 @@ def start_ranks(command: Sequence[str], nproc: int, max_restarts: int = 0) -> in
 
 
 def _run_ranks(command: Sequence[str], nproc: int, restarts: int, max_restarts: int) -> int:
-    # Ranks need none of this, nor does --help.
+    # Imported here: neither ranks nor --help need it.
     import torch
     from torch.distributed import TCPStore
     from torch.distributed.elastic import multiprocessing
@@ -92,7 +92,7 @@ def _run_ranks(command: Sequence[str], nproc: int, restarts: int, max_restarts: 
                 mark = _failure_mark(ranks.error_files[0])
                 return _watch(list(ranks.pids().values()), handlers, mark)
             finally:
-                ranks.close(signal.SIGKILL)  # and whatever they started
+                ranks.close(signal.SIGKILL)  # and their own children
         except multiprocessing.SignalException as stop:  # before _watch took the signals over
             print("interrupted", file=sys.stderr)
             return 128 + stop.sigval

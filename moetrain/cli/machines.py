@@ -93,7 +93,7 @@ def _parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 def _estimate(options: Namespace, words: Sequence[str]) -> str:
     """Check the settings, name the job, and describe the memory that the run takes."""
-    # Imports torch, which --help need not wait for.
+    # Imported here: torch would delay --help.
     from moetrain.train.estimates.plan import plan_memory
     from moetrain.train.session import resolve_run
 
@@ -121,7 +121,7 @@ def _estimate(options: Namespace, words: Sequence[str]) -> str:
 
 
 def shell_word(word: str) -> str:
-    """Quote ``word`` for bash, on one line whatever is in it."""
+    """Quote ``word`` for bash, always on one line."""
     if word.isprintable():
         return shlex.quote(word)
     # All but printable ASCII, the quote and the backslash.

@@ -1,4 +1,4 @@
-"""``moetrain plan MODEL --gpus N``: which layouts fit, how fast they would be, and the command.
+"""``moetrain plan MODEL --gpus N``: list the layouts that fit, with their speed and command.
 
 Tries meshes, micro-batches, recomputation, precisions and dtypes of states by the estimates of
 memory (:mod:`moetrain.train.estimates.memory`) and of time (:mod:`moetrain.train.estimates.speed`).
@@ -20,7 +20,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.config.environment import GIB, GPUS, GPUS_OF_MACHINE, NETWORK_RATE, GpuName
 from moetrain.config.sources import recipe_names
 
-if TYPE_CHECKING:  # which imports torch, and --help need not wait for it
+if TYPE_CHECKING:  # imported later: torch would delay --help
     from moetrain.train.estimates.plan import MemoryPlan
 
 _MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 10, 12, 16)

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None) -> None:
     add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     add("--max_tokens", type=int, default=16384, help="tokens of one pass; default 16384")
     args = parser.parse_args(argv)
-    # Seconds of imports, which --help and a misspelt option need not wait for.
+    # Imported here: seconds that would delay --help and errors in options.
     with quiet_imports():
         from moetrain.data.messages import BadLineError
         from moetrain.generate.scoring import RewardModel

@@ -56,7 +56,7 @@ class Program(NamedTuple):
         return config
 
 
-# Each imports torch, which --help or a misspelt setting need not wait for.
+# Each imports torch late, so that --help or a misspelt setting does not wait for it.
 
 
 def _train(config: Config) -> None:
@@ -238,7 +238,7 @@ def _help_entry(name: str, field: FieldInfo) -> list[str]:
 
 def _plan(config: Config, program: Program, *, shows: bool) -> None:
     """Print the resolved config as JSON, and the memory it takes to standard error."""
-    from moetrain.train.session import resolve_run  # imports torch, as all below
+    from moetrain.train.session import resolve_run  # imported here: torch would delay --help
 
     config, arch = resolve_run(config)
     estimate = program.plan(config, arch)
@@ -249,8 +249,8 @@ def _plan(config: Config, program: Program, *, shows: bool) -> None:
 
 
 def _launch(config: Config, words: Sequence[str], program: Program) -> int:
-    """Be the only rank, or start ``launch.nproc`` of them; returns the exit code."""
-    # These import torch, which --help or a misspelt setting need not wait for.
+    """Run as the only rank, or start ``launch.nproc`` ranks; returns the exit code."""
+    # Imported here: torch would delay --help and errors in settings.
     with quiet_imports():
         from moetrain.parallel.processes import num_processes
 

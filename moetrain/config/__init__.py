@@ -142,7 +142,7 @@ class Config(Section):
         return not self._origins.get(name, Reader.PROPOSED).startswith(Reader.PROPOSED)
 
     def filled(self, values: Mapping[str, Any], origin: str) -> Self:
-        """Return a copy with ``values``, by dotted name, whose origin is ``origin``."""
+        """Return a copy with ``values``, by dotted name, from the source ``origin``."""
         mine = dict(leaves(self.model_dump(exclude_unset=True)))
         filled = Reader(type(self)).build({**mine, **values})
         filled._origins = self._origins | dict.fromkeys(values, origin)
@@ -150,7 +150,7 @@ class Config(Section):
         return filled
 
     def proposed(self) -> Self:
-        """Return a copy whose settings count as a recipe's, which :meth:`fitted` may drop."""
+        """Return a copy with settings that count as a recipe's; :meth:`fitted` may drop them."""
         copy = self.model_copy()
         copy._origins = {}
         return copy

@@ -55,7 +55,7 @@ class _HeldLock:
     def release(self) -> None:
         with _mutex:
             _held.discard(self)
-            if self.descriptor is not None:  # else this is a forked child, which has no lock
+            if self.descriptor is not None:  # otherwise this is a forked child, without the lock
                 os.close(self.descriptor)
                 self.descriptor = None
 
@@ -64,7 +64,7 @@ def _forget_in_child() -> None:
     for held in _held:
         if held.descriptor is not None:
             with suppress(OSError):
-                os.close(held.descriptor)  # and never LOCK_UN, which would be the parent's too
+                os.close(held.descriptor)  # never LOCK_UN: it would unlock the parent's too
             held.descriptor = None
     _held.clear()
     _mutex.release()
@@ -226,7 +226,7 @@ class _Holder:
             os.kill(self.process, 0)
         except ProcessLookupError:
             return True
-        except PermissionError:  # another user's, which /proc may hide
+        except PermissionError:  # /proc may hide another user's process
             return started not in (None, self.started)
         return started not in (None, self.started) or _is_dead(self.process)
 

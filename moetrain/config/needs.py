@@ -315,7 +315,7 @@ NEEDS: tuple[Need, ...] = (
         why="graphs do not support copies of experts",
     ),
     Need("moe.static_capacity", requires={"moe.dispatch_mode": {"static"}}),
-    # An unset coefficient is the model's own, which counts as one.
+    # An unset coefficient is the model's own, and satisfies the need.
     Need("moe.aux_loss_scope", requires={"moe.aux_loss_coef": _SOME}),
     Need("moe.bias_update_rate", requires={"moe.force_balanced": {False}}),
     # Base and adapters, without the bias, would choose other experts than the model.
@@ -326,7 +326,7 @@ NEEDS: tuple[Need, ...] = (
         why="adapters' files have no place for the bias that it moves",
         remedy="set it to 0",
     ),
-    # exact promises the bits of generation, which are a kernel's.
+    # exact promises the bits of generation, and only a kernel has them.
     Need("kernels.attention", requires={Fact.CUDA: _HELD}, when={"exact"}),
     Need(
         "kernels.precision",

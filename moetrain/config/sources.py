@@ -364,7 +364,7 @@ def source_by_suffix(path: object, field: str = "data.path") -> str:
 
 
 def _holds_texts_alone(folder: str) -> bool:
-    """Return whether ``folder`` has visible files, and all of them end in .txt."""
+    """Return True if ``folder`` has visible files, and all of them end in .txt."""
     number = 0
     for _, subfolders, names in os.walk(folder):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
@@ -441,7 +441,7 @@ def shortened(value: Any) -> str:
 
 
 def _cut(text: str, longest: int = 200) -> str:
-    text = redacted(text)  # before half a URL is left, which nothing would recognise
+    text = redacted(text)  # first, since half a URL would not be recognised
     return text if len(text) <= longest else f"{text[: longest - 40]}...{text[-20:]}"
 
 

@@ -113,7 +113,8 @@ class Callbacks(list[Callback]):
 
     @contextmanager
     def running(self, run: RunView) -> Iterator[None]:
-        """Start the callbacks; at the end, whatever raises, end in reverse those that started."""
+        """Start the callbacks; at the end, also after an error, end the started ones in reverse
+        order."""
         with ExitStack() as started:
             for callback in self:
                 callback.on_start(run)
@@ -322,7 +323,7 @@ class Profile(Callback):
 
 
 class _TensorBoard(Callback):
-    """Event files in ``output_dir/tensorboard``, without those after the step it goes on from."""
+    """Event files in ``output_dir/tensorboard``, without events after the step of resumption."""
 
     _board: Any = None
 
@@ -346,7 +347,7 @@ class _TensorBoard(Callback):
 
 
 class _WandB(Callback):
-    """A run of Weights & Biases, whose files lie in ``output_dir/wandb``."""
+    """A run of Weights & Biases, with its files in ``output_dir/wandb``."""
 
     identifier: str | None = None
 

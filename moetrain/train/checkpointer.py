@@ -142,7 +142,7 @@ class Checkpointer:
         except RunFailed as failure:
             return str(failure)
         if self.folder.memory is not None:
-            self.folder.memory.remove()  # its steps are those that led there
+            self.folder.memory.remove()  # its checkpoints lead to the same failure
         good = list_checkpoints(saved.parent)[-1:]
         return (
             f"its weights, which may have blown up, are in {saved}, which only checkpoint.resume "

@@ -51,13 +51,13 @@ class Throughput:
         self.peak: float | None = None
         """Dense bf16 FLOP/s of the device; None: a CPU or an unknown GPU."""
         if device.type == "cuda":
-            name = torch.cuda.get_device_name(device)  # such as NVIDIA H200
+            name = torch.cuda.get_device_name(device)  # e.g. "NVIDIA H200"
             peaks = (gpu.peak_flops for kind, gpu in GPUS.items() if kind.upper() in name)
             self.peak = next(peaks, None)
         self._started: float | None = None
         self._seconds, self._tokens, self._steps = 0.0, 0, 0
         self.blocked = 0.0
-        """Seconds in which a checkpoint held training up."""
+        """Seconds for which checkpoints have blocked training."""
         self._marks: list[tuple[str, Any]] = []
 
     def start(self) -> None:
@@ -222,7 +222,7 @@ class RoutingWatch:
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
-        """Watch the MoE layers, whose indices in the model are ``layers``."""
+        """Watch the MoE layers; ``layers`` are their indices in the model."""
         self.layers = layers
         self._seen: dict[str, torch.Tensor] = {}
         self._said: set[str] = set()

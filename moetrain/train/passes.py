@@ -98,7 +98,7 @@ class ModelRunner:
             del total  # and its graph, before the next forward
 
     def exact_sizes(self) -> AbstractContextManager[None]:
-        """Drop no row while inside, whatever the routing."""
+        """Drop no row while inside, however uneven the routing is."""
         return nullcontext() if self.static is None else self.static.sized(None)
 
 
@@ -212,7 +212,7 @@ class Pass(Generic[_B]):
             self.routings.append(routing.map(torch.Tensor.detach))
             dropped = [r.dropped for r in self.routings if r.dropped is not None]
             if dropped and len(self.routings) == self.num_batches:
-                # Before the last backward, which then runs while this is read.
+                # Read before the last backward, so that both run at the same time.
                 self.lost = runner.world.sum(torch.stack(dropped).sum())
                 self.dropped = LateValues(self.lost) if self.reads_dropped else None
         return total
@@ -224,7 +224,7 @@ class Pass(Generic[_B]):
     def totals(self) -> Totals:
         sums, routing = None, None
         if self.values:
-            # In fp64, which counts exactly; a few numbers cost nothing.
+            # fp64 counts exactly, and costs nothing for a few values.
             sums = self.runner.world.sum(torch.stack(self.values).double().sum(0))
             routing = RoutingStats.together(self.routings) if self.routings else None
         if (pipeline := self.runner.pipeline) is not None:

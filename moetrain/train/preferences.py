@@ -239,7 +239,7 @@ def _fill(dataset: PairDataset, run: RunView) -> None:
 
 
 def pair_datasets(data: Data) -> list[PairDataset]:
-    """Return the rows of preferences of ``data``, those that are trained on first."""
+    """Return the rows of preferences of ``data``, the training rows first."""
     train = [data.train]
     if isinstance(data.train, Mixture):
         train = [part.rows for part in data.train.parts.values() if isinstance(part, Shuffled)]

@@ -254,7 +254,7 @@ class Run:
             dtype=self.config.checkpoint.hf_dtype,
             tokenizer=None if tokenizer is None else tokenizer.export(chat_template),
         )
-        self.world.barrier()  # not in a collective, which gives up after a while
+        self.world.barrier()  # not in a collective, since that times out
 
     def result(self) -> Result:
         """Return what the run has come to."""

@@ -335,7 +335,7 @@ class RunFolder:
             here, _ = self.disk.newest(before)
             newest = max(least - 1, -1 if here is None else read.step_of(here) or 0)
             fetched = self._fetch(self.store, resume, newest) if world.is_main else ""
-            fetched = world.broadcast(fetched)  # which waits as long as that takes
+            fetched = world.broadcast(fetched)  # the broadcast waits for the fetch
             if fetched and before is not None:
                 before = max(before, int(fetched) + 1)
         path = self.find(resume, before, least)
@@ -442,7 +442,7 @@ def _is_of_a_run(file: Path) -> bool:
 def _bytes_of_checkpoints(root: Path) -> int:
     """Add up the bytes of checkpoints' files, while another run may be removing some."""
     total = 0
-    for path, _, names in os.walk(root):  # which passes over a folder that is gone
+    for path, _, names in os.walk(root):  # os.walk skips a folder that is gone
         for name in names if os.path.basename(path).startswith("step-") else ():
             with suppress(FileNotFoundError):
                 total += os.lstat(os.path.join(path, name)).st_size

@@ -266,7 +266,7 @@ def _set_by_checkpoint(
     values: dict[str, Any] = {}
     if not config.is_set("data.seq_len"):
         values["data.seq_len"] = min(arch.max_positions, _LONGEST_DEFAULT_ROW)
-    # The synthetic source needs none: it only shows samples in it, of which there are none.
+    # The synthetic source needs no tokenizer: it has no text to sample.
     if not config.is_set("data.tokenizer") and config.data.source != "synthetic":
         folder = Path(path).expanduser() if needs_text else resolve(path)
         if folder.is_dir():

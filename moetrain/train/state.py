@@ -342,7 +342,7 @@ class ModelState:
 
     def reload(self) -> None:
         """Bring back what is offloaded; torch.OutOfMemoryError: call again once there is room."""
-        for arena in self._arenas.values():  # in the order in which a step needs them
+        for arena in self._arenas.values():  # in the order of their use in a step
             arena.reload(self._link)
 
     def _need(self, *what: StateKind) -> None:
@@ -365,7 +365,7 @@ class Snapshots(Saver):
         if self.settings.asynchronous:
             self.staging = Staging(engine.world.device)
             engine.before_change = self.staging.hold_changes
-            # Reserving takes time, which nothing waits for yet.
+            # Reserve now: it takes time, and nothing waits for it yet.
             saves = self.settings.interval or self.settings.minutes
             if saves or self.settings.memory_interval:
                 self.staging.memory.reserve(engine.state_bytes())

@@ -83,11 +83,11 @@ class MemoryEstimate:
         return sum(vars(self).values())
 
     def surely_fits(self, capacity: float) -> bool:
-        """Return whether ``capacity`` bytes are enough, whatever the estimate's error."""
+        """Return True if ``capacity`` bytes are enough even with the estimate's error."""
         return self.total * (1 + self.MARGIN) <= capacity
 
     def may_fit(self, capacity: float) -> bool:
-        """Return whether ``capacity`` bytes may be enough."""
+        """Return True if ``capacity`` bytes may be enough, given the estimate's error."""
         return self.total * (1 - self.MARGIN) <= capacity
 
     def check(self, config: Config, capacity: float) -> None:
@@ -233,11 +233,11 @@ class RankSizes:
         buffering)."""
         self.num_stages = len(plan.stages_of(rank))
         self._passes = in_flight / self.num_stages
-        """Micro-batches whose activations these blocks hold at once."""
+        """Micro-batches for which these blocks hold activations at once."""
         is_first, self.is_last = (plan.rank_of_stage[end] == rank for end in (0, -1))
         both = is_first + self.is_last
         self.matrices = min(both, 1) if arch.tie_embeddings else both
-        if arch.num_labels:  # whose head is a row
+        if arch.num_labels:  # a reward model: the head is one row
             self.matrices = int(is_first)
         """Vocabulary matrices here: embedding and head, or one if they are tied."""
         self.vocabulary_numbers = arch.vocab_size * arch.hidden_size / dims.tp
@@ -363,7 +363,7 @@ class RankSizes:
 
         ``sleep``: memory of generation that is freed during updates; None: nothing generates.
         """
-        masters = self._hosted * (FP32 - self.share.width)  # which lie on the host
+        masters = self._hosted * (FP32 - self.share.width)  # they lie on the host
         weights = self._stored / self.dims.sharding_ranks - masters - self._hosted_codes
         kept = MemoryEstimate(weights, moments=self.moment_bytes(), peers=self._peers)
         rl = self.config.rl

@@ -149,7 +149,8 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
 
 
 def _describe_machines(dims: ParallelDims, machine: Machine) -> str:
-    """Say which groups stay on a machine, which do not, and how fast links are taken to be."""
+    """Describe the groups that stay on a machine, those that do not, and the assumed speed of
+    links."""
     spans = {"tp": dims.tp, "cp": dims.token_ranks, "ep": dims.ep}
     spans |= {"dp_shard": dims.sharding_ranks, "pp": dims.world_size}
     spans["dp_replicate"] = dims.world_size // dims.pp

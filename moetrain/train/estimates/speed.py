@@ -110,7 +110,7 @@ class StepClock:
         return max(computing, self._gathers_and_reductions()) + exposed
 
     def head(self) -> float:
-        """Estimate the head and the loss, whose forward makes its gradients too."""
+        """Estimate the head and the loss; the forward of the loss makes its gradients too."""
         is_narrow = self.config.kernels.precision == "fp8_gradients"
         rate = _HEAD * (_FASTER["fp8_gradients"] if is_narrow else 1.0) * self.flops
         products = self.rank.is_last * self.share.tokens * self.rank.vocabulary_numbers
