@@ -41,7 +41,7 @@ from moetrain.runtime.memory import LateValues
 
 
 class BlockTable(NamedTuple):
-    """What the kernels must know of each block of ``BLOCK`` elements of a bucket."""
+    """Properties of each block of ``BLOCK`` elements of a bucket, for the kernels."""
 
     decays_B: torch.Tensor
     """uint8: 1 if the block's parameter has weight decay."""

@@ -1,1 +1,1 @@
-"""What steps run on: CUDA graphs, memory, compilation ahead, names in traces, backends."""
+"""Services to steps: CUDA graphs, memory, compilation ahead, names in traces, backends."""

@@ -46,7 +46,7 @@ def document_bucket(documents: int) -> int:
 
 
 class Marked(Protocol):
-    """What Python code of a step changes beside tensors."""
+    """Keeps the state, beside tensors, that a step's Python code changes."""
 
     marks: Any
     """A hashable record of it. Setting a record restores that state."""
@@ -56,7 +56,7 @@ class Captured(NamedTuple):
     """A captured call."""
 
     objects: list[Any]
-    """What its key names by id; kept, so that the ids stay theirs."""
+    """The objects that its key names by id. They are kept so that no others get their ids."""
     inputs: list[torch.Tensor]
     """The tensors that the graph reads."""
     replay: Callable[[], Any]

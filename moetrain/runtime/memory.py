@@ -220,7 +220,7 @@ class DeviceBytes:
 
 
 class AddressRange:
-    """As many addresses of ``device`` as it has memory; memory is mapped behind them on demand.
+    """A range of as many addresses as ``device`` has memory, which is mapped on demand.
 
     Sizes and starts are multiples of :attr:`granularity`. The addresses and the memory are freed
     with the last tensor.

@@ -168,7 +168,7 @@ class TokenElements(NamedTuple):
 
 
 class _GraphSizes(NamedTuple):
-    """What a cuDNN graph is built for."""
+    """The sizes that a cuDNN graph is built for."""
 
     device: torch.device
     dtype: torch.dtype

@@ -37,7 +37,7 @@ from moetrain.runtime.backend import Backend, launch, refusal, tl, triton, use_f
 
 
 class Rates(NamedTuple):
-    """What an update reads of its step: 0-d tensors, in the order in which kernels read them."""
+    """The rates of one step: 0-d tensors, in the order in which kernels read them."""
 
     clip: torch.Tensor
     """Factor of the gradients."""

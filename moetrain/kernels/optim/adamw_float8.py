@@ -182,7 +182,7 @@ class Float8Moments:
         groups = scales.shape[1]
         places = torch.tensor([first + SCALED * (row * groups + group), SCALED * groups])
         self.places_2 = places.to(self.tensors["exp_avg"].device)
-        """As :func:`adamw_float8` takes them."""
+        """The argument of :func:`adamw_float8`."""
 
     @classmethod
     def of_whole(cls, shape: Sequence[int], empty: Callable[..., torch.Tensor]) -> Self:

@@ -248,7 +248,7 @@ class Matrices:
             limit: elements that a rank orthogonalises at a time, unless a matrix has more.
         """
         self._shapes = [(shape.rows // shape.stacked, shape.columns) for shape in shapes]
-        """Of each parameter's matrices."""
+        """(R, C) of each parameter's matrices."""
         self._exchange, self._limit = exchange, limit
         first = [None if len(boxes) == 1 else box for box in boxes[0]]
         self._whole = [i for i, box in enumerate(first) if box is None]

@@ -27,7 +27,7 @@ from moetrain.runtime.backend import Backend
 
 
 class Recipe(NamedTuple):
-    """How the operands of products are quantised."""
+    """The quantisation of products' operands."""
 
     blocks: Scales | None = None
     """The scales of weights' blocks; rows then have a scale a tile. None: weights have a scale a

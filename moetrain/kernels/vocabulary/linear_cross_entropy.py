@@ -66,7 +66,7 @@ class SummedLoss(NamedTuple):
     total: torch.Tensor
     """The sum over tokens of weight * loss, an fp32 scalar; differentiable."""
     loss_T: torch.Tensor
-    """As in :class:`TokenLosses`, like the next two."""
+    """The fields of :class:`TokenLosses`, from here on."""
     lse_T: torch.Tensor
     entropy_T: torch.Tensor
 
