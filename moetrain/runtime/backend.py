@@ -19,6 +19,7 @@ them.
 
 import itertools
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -158,11 +159,16 @@ def gradients(op: Any, **by_name: Any) -> tuple[Any, ...]:
     Raises:
         TypeError: ``op`` has no input of such a name.
     """
-    names = [argument.name for argument in op._opoverload._schema.arguments]
+    names = _input_names(op)
     unknown = by_name.keys() - set(names)
     if unknown:
         raise TypeError(f"{op._qualname} has no inputs {sorted(unknown)}; it has {names}")
     return tuple(by_name.get(name) for name in names)
+
+
+@cache
+def _input_names(op: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in op._opoverload._schema.arguments)
 
 
 def worth_saving(name: SavedName | Literal["routing"], *ops: Any) -> None:
