@@ -25,7 +25,7 @@ class Segments(NamedTuple):
     """int64: the row that holds the segment."""
     label: torch.Tensor
     """int64, for KTO: 1 for a desirable answer, -1 for an undesirable one, 0 for another prompt's
-    answer, which only measures the divergence, and where nothing is learned. 0 for others."""
+    answer (it only measures the divergence), and where nothing is learned. 0 for other losses."""
 
     @classmethod
     def of(
@@ -131,7 +131,7 @@ def _simpo(scores: Scores, beta: float, gamma: float) -> torch.Tensor:
 
 def _orpo(scores: Scores, beta: float, gamma: float) -> torch.Tensor:
     chosen, rejected = scores.means
-    # log(p / (1 - p)) of the mean log-probabilities log p, which are below 0.
+    # log(p / (1 - p)) of the mean log-probabilities log p < 0.
     odds = chosen - rejected - (_log1mexp(chosen) - _log1mexp(rejected))
     return -chosen - beta * F.logsigmoid(odds)
 

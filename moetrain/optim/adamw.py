@@ -10,13 +10,13 @@ views of them, parameter by parameter.
 
 Offloaded masters (``optim.offload_fraction``) are updated by the CPU, by torch's fused AdamW on all
 threads, while the device continues. A thread waits for the clip factor and the gradients, updates
-the buckets in the order in which the next forward gathers them, and copies the weights to the
-device. Training waits, if it must, where a bucket is gathered: the device's own updates and the
-forward of the blocks before hide the rest. For that, the first gather after an update starts after
-the block before it, whether the update is done or not: every rank must start collectives in the
-same order, and hosts are not equally fast. The cost: an update that was done early leaves one
-gather a step uncovered. To gather before the block would leave the device without work for as long
-as a late update takes.
+the buckets in the order of the next forward's gathers, and copies the weights to the device.
+Training waits, if it must, where a bucket is gathered: the device's own updates and the forward of
+the blocks before hide the rest. For that, the first gather after an update starts after the block
+before it, whether the update is done or not: every rank must start collectives in the same order,
+and hosts are not equally fast. The cost: an update that was done early leaves one gather a step
+uncovered. To gather before the block would leave the device without work for as long as a late
+update takes.
 """
 
 import zlib
@@ -46,14 +46,14 @@ class BlockTable(NamedTuple):
     decays_B: torch.Tensor
     """uint8: 1 if the block's parameter has weight decay."""
     origins_B: torch.Tensor | None
-    """int64: the index of the block's first element among those of all parameters, from which its
-    random bits are drawn; None where moments are not rounded by them."""
+    """int64: the index of the block's first element among those of all parameters. It decides the
+    random bits. None: moments are not rounded by random bits."""
 
 
 class AdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) for this rank's shards of what ``fsdp`` trains.
 
-    Moments in bf16 and float8 are rounded by random bits, which depend on the seed, the step, and
+    Moments in bf16 and float8 are rounded by random bits. These depend on the seed, the step, and
     an element's index in the whole parameter. So copies on several ranks stay equal, and a resumed
     run has the same bits, on another mesh too, with one exception: in bf16, where tensor parallel
     ranks cut a weight by columns, or a shard begins at no multiple of four elements.
@@ -66,7 +66,7 @@ class AdamW(torch.optim.Optimizer):
         self.fsdp, self.config = fsdp, config
         self.is_float8 = config.state_dtype == "float8"
         self.dtype: torch.dtype = getattr(torch, config.state_dtype, torch.uint8)
-        """Dtype of the moments' tensors; uint8 for float8, whose values and scales are bytes."""
+        """Dtype of the moments' tensors; uint8 for float8, since values and scales are bytes."""
         self.settings = Settings(config.beta1, config.beta2, config.eps, seed)
         self.steps = torch.zeros((), device=fsdp.device)
         """Number of updates that were not skipped; the ``step`` of every parameter."""
@@ -165,7 +165,7 @@ class AdamW(torch.optim.Optimizer):
         self.steps += ~skipped
         (group,) = self.param_groups
         rates_S = self.settings.rates(
-            # At least 1: rates of a skipped first step, which nobody reads, would be infinite.
+            # At least 1: else the rates of a skipped first step, though unused, would be infinite.
             steps=self.steps.clamp(min=1),
             clip=clip,
             skipped=skipped,

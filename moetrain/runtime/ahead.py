@@ -50,11 +50,11 @@ _LIBRARY_OPS = (
     "moetrain::grouped_outer",
 )
 """Ops whose libraries would write to tensors without memory. Fake steps run the forward of packed
-attention only as ``exact``, which is a Triton kernel."""
+attention only as ``exact``, a Triton kernel."""
 
 _IN_GRAPHS = ("torch.nn.attention._backend_from_string", "torch.nn.attention._sdpa_kernel")
-"""Functions that blocks call, and that depend only on their arguments, which the compiler's cache
-does not know: the choice among the kernels of torch's attention."""
+"""Functions of torch's attention that blocks call: they choose among kernels. They depend only on
+their arguments; the compiler's cache does not know that."""
 
 _Launch = tuple[tuple[Any, ...], dict[str, Any]]
 """A kernel's arguments and launch settings; tensors are Triton's MockTensor."""
@@ -96,7 +96,7 @@ def compile_ahead(
 
 
 def _hash_triton() -> None:
-    """Compute the hash of all of Triton's files, with which every kernel's key begins.
+    """Compute the hash of all of Triton's files, the first part of every kernel's key.
 
     Triton caches it. But threads that need it at the same time would each read all files, and so
     would the first launch: 0.7 s of a start.

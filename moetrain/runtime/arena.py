@@ -1,4 +1,4 @@
-"""A rank's long-lived state, which can be offloaded to pinned host memory and reloaded.
+"""A rank's long-lived state, offloaded to pinned host memory and reloaded.
 
 An :class:`Arena` holds one kind of state. While it is offloaded its memory is free for other uses.
 After a reload every tensor is what it was: the same object, over the same storage, with the same

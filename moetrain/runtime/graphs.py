@@ -6,7 +6,7 @@ launches the same kernels with the same arguments, so it gives the same bits.
 
 A graph knows memory by its address. So tensors that outlive a step must stay where they are, inputs
 are copied to fixed tensors, and results are copied out of the memory that all graphs share. A
-replay runs no Python: ``marks``, which record what the captured Python code did, are set again.
+replay runs no Python. So it restores ``marks``, the record of what the captured Python code did.
 
 All ranks must capture, and replay, in the same steps, since a collective inside a graph waits for
 the other ranks' graphs. So before each step they agree on the host on how many documents
@@ -101,7 +101,7 @@ class Graphs:
         leaves, spec = pytree.tree_flatten(inputs)
         key = (*map(id, objects), self.marked.marks, repr(spec), *map(_shape, leaves))
         known = self._kept.get(key)
-        # First call: run it, which compiles, and allocates what stays.
+        # First call: run it. That compiles, and allocates what stays.
         if known is None:
             if len(self._kept) >= _MAX_KEYS:
                 self.clear()

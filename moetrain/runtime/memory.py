@@ -3,7 +3,7 @@
 The driver's functions are called through ctypes, since torch uses them only inside its allocator,
 or not at all:
 
-    AddressRange        addresses that stay, behind which memory is mapped and unmapped
+    AddressRange        addresses that stay, while memory behind them is mapped and unmapped
     DeviceBytes         counts memory that did not come from torch's allocator
     on_words            stream memory operations: signal and wait without occupying an SM
 """
@@ -220,7 +220,7 @@ class DeviceBytes:
 
 
 class AddressRange:
-    """A range of as many addresses as ``device`` has memory, which is mapped on demand.
+    """A range of as many addresses as ``device`` has memory; memory is mapped on demand.
 
     Sizes and starts are multiples of :attr:`granularity`. The addresses and the memory are freed
     with the last tensor.

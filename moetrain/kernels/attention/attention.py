@@ -293,7 +293,7 @@ def attention_packed(
         scale: the factor of scores; None: ``d**-0.5``.
         backend: auto is cuDNN on CUDA and the plain formulas on a CPU; exact has
             :mod:`moetrain.kernels.attention.batch_invariant`'s forward instead.
-        check: check the contents of ``cu_seqlens`` first, which waits for a GPU. Without it wrong
+        check: check the contents of ``cu_seqlens`` first; that waits for a GPU. Without it wrong
             documents read and write memory outside the tensors.
         cu_seqlens_k: [N + 1] int32, the documents' ends among the given keys. Keys before the first
             and after the last entry belong to no document. A document has at least as many keys as

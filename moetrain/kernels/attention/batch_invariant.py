@@ -121,8 +121,7 @@ def paged_attention(
         scale: the factor of scores; None: ``d**-0.5``.
         one_token: every sequence reads one token, so that T is N.
         sinks_H: as in :func:`forward`.
-        arrived: T * G zeros, int32, which :func:`split_attention` uses as counters; None: it is
-            not used.
+        arrived: T * G zeros, int32, counters for :func:`split_attention`; None: it is not used.
     """
     if one_token and arrived is not None and splits_keys(q_THd, keys_PZGd):
         return split_attention(

@@ -1,8 +1,8 @@
 """cuDNN's ragged attention; no other module uses ``nvidia-cudnn-frontend``.
 
-cuDNN takes packed documents as a batch of padded ones, ``[N, heads, length bound, d]``, whose
-element offsets in memory are given by a device tensor (a "ragged offset"), so nothing is copied and
-nothing waits for the device. A cuDNN graph is built for one set of sizes, and building takes
+cuDNN takes packed documents as a batch of padded ones, ``[N, heads, length bound, d]``. A device
+tensor (a "ragged offset") gives their element offsets in memory, so nothing is copied and nothing
+waits for the device. A cuDNN graph is built for one set of sizes, and building takes
 0.04 s. So the number of documents and the length bound are rounded up, and graphs are cached.
 
 Queries may be the last tokens of documents that have more keys: masks are then aligned to the

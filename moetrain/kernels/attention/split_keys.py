@@ -38,7 +38,7 @@ _LOG2_E = 1.4426950408889634
 _SINK_SCALE = tl.constexpr(_LOG2_E)
 _NEVER = tl.constexpr(float("-inf"))
 _PROGRAMS = 2
-"""Programs on each multiprocessor, all of which must run at the same time."""
+"""Programs on each multiprocessor; all programs must run at the same time."""
 _WIDEST = 512
 """Widest key; two programs then take 164 of a multiprocessor's 227 KiB of shared memory."""
 _ROOM = 166 << 10
@@ -87,7 +87,7 @@ def split_attention(
 ) -> torch.Tensor:
     """Return ``o_THv``, the result of :func:`paged_attention` with ``one_token``.
 
-    ``arrived`` holds T * G zeros, int32: counters, which are not zero afterwards.
+    ``arrived`` holds T * G zeros, int32: counters. They are not zero afterwards.
     """
     (tokens, heads, width), (_, page_size, kv_heads, v_width) = q_THd.shape, values_PZGv.shape
     padded, v_padded = (max(16, triton.next_power_of_2(n)) for n in (width, v_width))

@@ -332,9 +332,9 @@ def rotary_gradients_op(
     eps: float,
     interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of ``x`` and of the weight, which is empty without one.
+    """Return the gradients of ``x`` and of the weight.
 
-    Without a weight ``x`` may be None.
+    Without a weight its gradient is empty, and ``x`` may be None.
     """
     T, H, d = dy_THd.shape
     heads = min(_HEADS, triton.next_power_of_2(H))

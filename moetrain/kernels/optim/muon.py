@@ -11,7 +11,7 @@ https://kellerjordan.github.io/posts/muon):
 (a, b, c) take every singular value s in (0, 1] to a s + b s^3 + c s^5, and after five times to
 between about 0.7 and 1.2: they were chosen to raise small ones fast, by 3.4 each time, not to reach
 1. The factor of the last line and the decay are those of Moonlight (arXiv 2502.16982): with a scale
-of 0.2 an update's root mean square is that of AdamW's, whose learning rates carry over.
+of 0.2 an update's root mean square is that of AdamW's, so AdamW's learning rates carry over.
 
 Worked example: u = [[3, 0], [0, 4]] has |u| = 5, so X = diag(0.6, 0.8) and, after one iteration,
 diag(0.6 a + 0.6^3 b + 0.6^5 c, ...) = diag(1.193, 0.977).
@@ -77,7 +77,7 @@ def newton_schulz(
     """Orthogonalise each of B matrices; the result has the dtype of ``x_BRC``.
 
     Args:
-        x_BRC: fp32 or bf16, in which products are computed, with sums in fp32.
+        x_BRC: fp32 or bf16; products are computed in this dtype, with sums in fp32.
         iterations: the number of Newton-Schulz iterations.
         eps: added to each Frobenius norm; a matrix of zeros gives zeros.
         symmetric_from: length of the shorter side from which only half of a symmetric product is
@@ -120,7 +120,7 @@ def newton_schulz_reference(x_RC: torch.Tensor, iterations: int, eps: float) -> 
 
 
 def _matrix_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which matrices are orthogonalised, and in which they travel for it."""
+    """Return the dtype in which matrices are sent and orthogonalised."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
@@ -198,7 +198,7 @@ that go to and come from each rank; both tensors are in rank order."""
 
 
 class MatrixShape(NamedTuple):
-    """The last two dims of a parameter, which are K matrices one above the other."""
+    """The last two dims of a parameter: K matrices, one above the other."""
 
     rows: int
     """Rows of all K matrices together."""

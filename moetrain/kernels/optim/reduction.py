@@ -9,7 +9,7 @@ sums, block by block, so that the norm of a gradient takes no pass of its own.
 The result may be stored in bf16 (``optim.gradient_dtype``), rounded once, to nearest. Worked
 example: chunks [[1], [2^-9]], out [2^-8] in bf16, accumulating: 1 + 3 * 2^-9, stored as 1 + 2^-7.
 
-Left out on purpose: the collective, which is in ``parallel``, and gradients, since it runs inside a
+Left out on purpose: the collective (it is in ``parallel``), and gradients, since it runs inside a
 backward.
 
 Legend: R chunks (ranks), N elements a chunk, B blocks of 1024 elements.

@@ -52,7 +52,7 @@ def random_bits_reference(
     c3 = torch.zeros_like(groups)
     k0, k1 = seed & mask, (seed >> 32) & mask
     for _ in range(10):
-        # Products wrap in int64, which leaves the bits of unsigned ones.
+        # Products wrap in int64; their lower 64 bits are those of unsigned products.
         product0 = c0 * 0xD2511F53
         product2 = c2 * 0xCD9E8D57
         c0, c2 = ((product2 >> 32) & mask) ^ c1 ^ k0, ((product0 >> 32) & mask) ^ c3 ^ k1

@@ -1,4 +1,4 @@
-"""Products of matrices with their own transposes, of which half is computed, for Muon.
+"""Half of the product of a matrix with its own transpose, and the other half by symmetry.
 
     S = alpha X X^T + beta A          A symmetric, or none
 

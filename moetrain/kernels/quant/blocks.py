@@ -19,7 +19,7 @@ together are less than half a step of e4m3, at least 2^-5, so the values are the
 scale, if the largest element was exact in bf16.
 
 :func:`blocks_mm` multiplies rows in tiles of 128 by such blocks. Tensor cores make its partial sums
-over 128 products, which are then scaled and added up in fp32, as in section 3.3.2.
+over 128 products; these are then scaled and added up in fp32, as in section 3.3.2.
 
 Left out on purpose: products on a CPU (:mod:`moetrain.kernels.quant.products`).
 
@@ -234,7 +234,7 @@ def _blocks_kernel(
         tl.store(at + tl.program_id(1) * across + tl.program_id(0), scale)
 
 
-@triton.jit(do_not_specialize=["R"])  # which changes from call to call
+@triton.jit(do_not_specialize=["R"])  # it changes with every call
 def _product_kernel(
     a_desc,
     b_desc,

@@ -289,7 +289,7 @@ def to_e4m3(x, BY_HAND: tl.constexpr):
     return x.to(tl.float8e4nv)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])  # which change from call to call
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])  # they change with every call
 def _rows_kernel(
     x,
     slot_row,

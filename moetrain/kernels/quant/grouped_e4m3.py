@@ -2,8 +2,8 @@
 
 Tiles, roles of a program's warps, ring and barriers are those of
 :mod:`moetrain.kernels.experts.grouped`; only what the two multiplying warpgroups do is different. A
-piece of the ring holds 128 bytes, which are moved as 64 elements of bf16 and multiplied as 128 of
-e4m3.
+piece of the ring holds 128 bytes: 64 elements of bf16 where they are moved, 128 of e4m3 where they
+are multiplied.
 
     rows    out[r, n] = a_scale[r] * b_scale[g, n] * sum over k of a[r, k] b[g, n, k]
     blocks  out[r, n] = sum over pieces p of a_scale[p, r] * b_scale[g, n / 128, p] * s(p)
@@ -163,7 +163,7 @@ def _multiply(
                     left = gl.zeros([_HALF, _PIECE], gl.float32, PIECE_LAYOUT)
                     right = gl.zeros([_HALF, _PIECE], gl.float32, PIECE_LAYOUT)
                     for step in range(steps):
-                        # Loaded before the wait, which hides their latency.
+                        # Loaded before the wait, to hide the latency.
                         own = gl.load(a_at + r, is_row, 0.0)
                         a_at += num_rows
                         of_left = gl.load(b_at + step)

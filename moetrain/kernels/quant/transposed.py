@@ -248,7 +248,7 @@ def _place_kernel(ends, offsets, rows, groups, E, ROOM: tl.constexpr, GROUPS: tl
     tl.store(groups + p, group)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # which changes from call to call
+@triton.jit(do_not_specialize=["num_rows"])  # it changes with every call
 def _group_scale_kernel(
     scales,
     tokens,

@@ -372,7 +372,7 @@ def loss_gradients(
     return stats, grad_h_TD, grad_w_VD
 
 
-@triton.jit(do_not_specialize=["C", "known"])  # which changes from call to call
+@triton.jit(do_not_specialize=["C", "known"])  # it changes with every call
 def _product_kernel(
     h_desc, w_desc, exps_desc, targets_ptr,
     largest_ptr, total_ptr, weighted_ptr, target_logit_ptr,
@@ -444,7 +444,7 @@ def _product_kernel(
             tl.store(target_logit_ptr + row, (target_x + largest) * _LN_2, mask=has_target)
 
 
-@triton.jit(do_not_specialize=["C"])  # which changes from call to call
+@triton.jit(do_not_specialize=["C"])  # it changes with every call
 def _stats_kernel(
     largest_ptr, total_ptr, weighted_ptr, lse_ptr, mean_ptr, C, N,
     BN: tl.constexpr, BC: tl.constexpr,
@@ -578,7 +578,7 @@ def sample_tokens(
     return chosen_C, logprob_C
 
 
-@triton.jit(do_not_specialize=["C"])  # which changes from call to call
+@triton.jit(do_not_specialize=["C"])  # it changes with every call
 def _best_kernel(
     score_ptr, token_ptr, logit_ptr, lse_ptr, chosen_ptr, logprob_ptr, C, N, BLOCK: tl.constexpr
 ):

@@ -215,7 +215,7 @@ def _rounded_to_e5m2(x):
     return rounded, (rounded.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) >> 8) & 255
 
 
-@triton.jit(do_not_specialize=["C", "first_word"])  # which change from call to call
+@triton.jit(do_not_specialize=["C", "first_word"])  # they change with every call
 def _quantise_kernel(
     exps_ptr,
     largest_ptr,
@@ -300,7 +300,7 @@ def _missing_kernel(
     tl.store(out_ptr + row * D + d, total, d < D)
 
 
-@triton.jit(do_not_specialize=["T"])  # which changes from call to call
+@triton.jit(do_not_specialize=["T"])  # it changes with every call
 def _missing_rows_kernel(
     targets_ptr,
     order_ptr,

@@ -61,7 +61,7 @@ class TokenLosses(NamedTuple):
 
 
 class SummedLoss(NamedTuple):
-    """A differentiable sum, and the results of each token, which have no gradient."""
+    """A differentiable sum, and the results of each token without gradients."""
 
     total: torch.Tensor
     """The sum over tokens of weight * loss, an fp32 scalar; differentiable."""
