@@ -84,18 +84,20 @@ def ratios(
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """Tokens whose loss is computed, tensors of one shape."""
+    """Tokens whose loss is computed; all tensors have one shape."""
 
     logprob: torch.Tensor
-    """Log-probabilities, differentiable."""
+    """lp: log-probabilities, differentiable."""
     old: torch.Tensor
-    """Those that the ratio compares with; maybe ``logprob`` as a constant."""
+    """The log-probabilities that the ratio compares with; may be ``logprob`` as a constant."""
     advantage: torch.Tensor
+    """A."""
     low: float
-    """Bounds of the ratio or, for dppo, of the divergence."""
+    """Lower bound of the ratio or, for dppo, of the signed divergence."""
     high: float
+    """Upper bound of the same."""
     dual_clip: float | None = None
-    """Largest ratio that counts with a negative advantage; None: no bound."""
+    """c: the largest ratio that counts with a negative advantage; None: no bound."""
     mean_over_sample: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Returns, at each token, the mean over the trained tokens of its sample."""
 
@@ -111,6 +113,7 @@ class PolicyLoss(NamedTuple):
     loss: torch.Tensor
     """Each token's loss, differentiable."""
     ratio: torch.Tensor
+    """Each token's r."""
     is_clipped: torch.Tensor
     """bool: clipping has changed the token's gradient."""
 
@@ -119,19 +122,24 @@ def _clipped(tokens: PolicyTokens, log_ratio: torch.Tensor) -> PolicyLoss:
     """Return the clipped loss of the ratio exp(``log_ratio``)."""
     ratio, advantage = log_ratio.exp(), tokens.advantage
     is_clipped = _is_outside(ratio, tokens)
-    gain = torch.minimum(ratio * advantage, ratio.clamp(tokens.low, tokens.high) * advantage)
+    # The objective is maximised: the loss is its negative.
+    objective = torch.minimum(ratio * advantage, ratio.clamp(tokens.low, tokens.high) * advantage)
     if tokens.dual_clip is not None:
-        is_past = (advantage < 0) & (ratio > tokens.dual_clip)
-        gain = torch.where(is_past, tokens.dual_clip * advantage, gain)
-        is_clipped = is_clipped | is_past
-    return PolicyLoss(-gain, ratio, is_clipped)
+        is_past_dual = (advantage < 0) & (ratio > tokens.dual_clip)
+        objective = torch.where(is_past_dual, tokens.dual_clip * advantage, objective)
+        is_clipped = is_clipped | is_past_dual
+    return PolicyLoss(-objective, ratio, is_clipped)
 
 
-def _is_outside(shift: torch.Tensor, tokens: PolicyTokens) -> torch.Tensor:
-    """Return whether ``shift`` is out of bounds on the side to which the advantage moves it."""
+def _is_outside(change: torch.Tensor, tokens: PolicyTokens) -> torch.Tensor:
+    """Return where ``change`` is past the bound towards which the advantage moves it.
+
+    ``change`` is the policy's, by the measure that the bounds are of: the ratio, or dppo's signed
+    divergence.
+    """
     advantage = tokens.advantage
-    is_below = (shift < tokens.low) & (advantage < 0)
-    return torch.where(advantage > 0, shift > tokens.high, is_below)
+    is_below = (change < tokens.low) & (advantage < 0)
+    return torch.where(advantage > 0, change > tokens.high, is_below)
 
 
 def _clip(tokens: PolicyTokens) -> PolicyLoss:
