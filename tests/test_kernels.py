@@ -4,6 +4,8 @@ The specs hold the sizes and tolerances; nothing here knows a kernel. On a CPU t
 Triton's interpreter (tests/conftest.py); the tests marked ``gpu`` walk the same specs compiled.
 """
 
+import importlib
+import inspect
 import os
 import pkgutil
 import re
@@ -25,6 +27,7 @@ from specs.spec import (
     rerun_differences,
     with_grad,
 )
+from torch._library.custom_ops import OPDEFS
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -263,6 +266,18 @@ def test_every_kernel_file_has_a_spec():
     assert files > NOT_KERNELS
     assert files - NOT_KERNELS == {op._init_fn.__module__ for spec in SPECS for op in spec.ops}
     assert len({spec.name for spec in SPECS}) == len(SPECS)
+
+
+def test_fakes_have_the_parameters_of_their_ops():
+    for module in pkgutil.walk_packages(moetrain.kernels.__path__, "moetrain.kernels."):
+        importlib.import_module(module.name)
+    for name, op in OPDEFS.items():
+        if not op._init_fn.__module__.startswith("moetrain.kernels."):
+            continue
+        ours, fakes = (
+            list(inspect.signature(f).parameters) for f in (op._init_fn, op._abstract_fn)
+        )
+        assert ours == fakes, name
 
 
 def test_every_custom_op_is_in_a_spec():
