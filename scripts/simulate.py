@@ -69,9 +69,9 @@ def work_of(rank: RankSizes, plan: StagePlan, number: int, gpu: GpuName) -> Work
         parts, sizes = [], defaultdict(float)
         for part in layers[i]:
             axis = "efsdp" if part.style == "routed" else "fsdp"
-            sizes[axis] += share.width * part.numbers(share)
+            sizes[axis] += share.width * part.matrix_elements(share)
             passes = zip(clock.part(part), moved, strict=True)
-            forward, backward = (x + each * part.numbers(share) for x, each in passes)
+            forward, backward = (x + each * part.matrix_elements(share) for x, each in passes)
             share_once = 1.0
             if part.style == "routed":
                 machines, chosen = dims.machines(dims.ep), getattr(part, "num_experts_per_token", 1)

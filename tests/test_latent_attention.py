@@ -82,7 +82,7 @@ def test_pages_hold_keys_and_values_of_their_own_widths(family, tmp_path):
     for cache, (part, _) in zip(generator.steps.caches, model.arch.layers(), strict=True):
         assert cache.keys_PZGd.shape == (6, 4, 4, 16)
         assert cache.values_PZGv.shape == (6, 4, 4, 14)
-        held += 6 * 4 * part.cached_numbers()
+        held += 6 * 4 * part.cached_elements()
     caches = generator.steps.caches
     assert held == sum(c.keys_PZGd.numel() + c.values_PZGv.numel() for c in caches)
 

@@ -103,7 +103,7 @@ def answers_of(generator, requests):
     ]
     sizes, heads = cache_bytes(generator), generator.steps.heads
     parts = [part for parts in generator.model.arch.layers() for part in parts]
-    estimates = [part.cached_numbers(heads.group.size() if heads else 1) for part in parts]
+    estimates = [part.cached_elements(heads.group.size() if heads else 1) for part in parts]
     width = generator.pages.num_tokens * generator.model.embed.weight.element_size()
     assert sizes == [width * numbers for numbers in estimates if numbers]
     return found, generator.scheduler.figures["generator/read_again"], sizes

@@ -21,7 +21,7 @@ import torch
 from moetrain.config import Config, ConfigError
 from moetrain.kernels.attention.paged import PagedRows, attend_over_pages
 from moetrain.kernels.norm.rotary import rotate_into_pages
-from moetrain.models.layers import Context
+from moetrain.models.layers import Context, RMSNorm
 from moetrain.models.transformer import Transformer
 
 _CPU_TOKENS = 16_384
@@ -90,7 +90,7 @@ class Pages:
         free = torch.cuda.mem_get_info(weight.device)[0]
         parts = [part for layer in model.arch.layers() for part in layer]
         states = sum(part.state_bytes(weight.element_size()) for part in parts)
-        numbers = sum(part.cached_numbers(ranks) for part in parts)
+        numbers = sum(part.cached_elements(ranks) for part in parts)
         room = int(_MEMORY_SHARE * free - (max_sequences + 1) * states)
         fitting = room // (max(1, numbers) * weight.element_size() * page_size)
         if fitting < 1:
@@ -197,6 +197,8 @@ class Pages:
 class PagedAttention:
     """The attention core of one layer over its pages; a step is one row of sequences, [1, T]."""
 
+    rotates = True
+
     num_pages: int
     page_size: int
     window: int | None
@@ -237,10 +239,35 @@ class PagedAttention:
             )
         return self.keys_PZGd, self.values_PZGv
 
-    def rotate(self, qkv: Any, context: Any, *how: Any) -> tuple[torch.Tensor, Any]:
-        """Rotate queries and keys, and store keys and values: queries, and :meth:`__call__`'s
-        context. ``how`` are the norms, and whether pairs are interleaved."""
-        (q, k, v), rows = (x_BSHd[0] for x_BSHd in qkv), context.mask
-        where: Any = self._cache(k, v), rows.slots_T, *(x.flatten(0, 2) for x in context.rotation)
-        q_THd, arrived = rotate_into_pages(q, k, v, *where, *how)
+    def rotate(
+        self,
+        q_BSHd: torch.Tensor,
+        k_BSGd: torch.Tensor,
+        v_BSGv: torch.Tensor,
+        context: Context,
+        *,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+        interleaved: bool,
+    ) -> tuple[torch.Tensor, Context]:
+        """Rotate queries and keys, and store keys and values.
+
+        Returns the queries, and :meth:`__call__`'s context.
+        """
+        rows = context.mask
+        assert isinstance(rows, PagedRows)  # as generation lays out
+        k_TGd, v_TGv = k_BSGd[0], v_BSGv[0]
+        cos_Tp, sin_Tp = (x.flatten(0, 2) for x in context.rotation)
+        q_THd, arrived = rotate_into_pages(
+            q_BSHd[0],
+            k_TGd,
+            v_TGv,
+            self._cache(k_TGd, v_TGv),
+            rows.slots_T,
+            cos_Tp,
+            sin_Tp,
+            q_norm,
+            k_norm,
+            interleaved,
+        )
         return q_THd[None], context._replace(mask=rows._replace(arrived=arrived))

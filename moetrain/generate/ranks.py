@@ -120,7 +120,7 @@ class SplitAttention(PagedAttention):
     Its arguments and its result have all heads.
     """
 
-    rotate: Any = None  # it takes all heads' keys
+    rotates = False  # it takes all heads' keys
 
     def __init__(self, group: dist.ProcessGroup, *sizes: Any) -> None:
         super().__init__(*sizes)

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from moetrain.config import ConfigError
 from moetrain.generate.drafting import Chunks, draft_tokens
 from moetrain.generate.pages import PagedAttention, Pages
 from moetrain.generate.ranks import ExpertParallel, HeadParallel, SplitAttention
@@ -38,8 +37,7 @@ from moetrain.kernels.attention.paged import PagedRows
 from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.vocabulary.chunk import sample_tokens
 from moetrain.kernels.vocabulary.gumbel import noise_keys, stream_of
-from moetrain.models.architecture import AttentionPart
-from moetrain.models.attention import masked_attention
+from moetrain.models.generation import Caches
 from moetrain.models.layers import Context
 from moetrain.models.moe import Router
 from moetrain.models.transformer import Rows, Transformer
@@ -126,33 +124,15 @@ class Steps:
         self._max_pages = -(-longest // pages.page_size)
         if self.device.type == "cuda" and model.kernels.backend == "reference":
             raise ValueError("kernels.backend 'reference' has no generation on CUDA; use auto")
-        self.caches: list[Any] = []
-        """What each layer keeps of the sequences; ``free`` frees its memory, ``wipe`` zeroes it."""
-        layers = model.arch.layers()[: model.arch.num_layers + (self.draft > 0 and self.has_block)]
-        parts = ((i, part) for i, parts in enumerate(layers) for part in parts)
-        for i, part in parts:
-            if not isinstance(part, AttentionPart):
-                continue
-            mixer: Any = model.get_submodule(f"layers.{i}.{part.name}")
-            core = getattr(mixer, "core", None)
-            if core is masked_attention or isinstance(core, PagedAttention):
-                kind = PagedAttention if heads is None else partial(SplitAttention, heads.group)
-                mixer.core = kind(pages.num_pages, pages.page_size, part.window)
-                mixer.rotate = mixer.core.rotate
-                self.caches.append(mixer.core)
-            elif hasattr(mixer, "keep_states"):
-                self.caches.append(mixer.keep_states(self.max_sequences + 1, self.draft))
-            else:
-                problem = "has layers that have no cache here, so it cannot generate"
-                problem = f"{model.arch.family} {problem}; other programs can serve its export"
-                raise ConfigError("model", problem)
-        for module in model.modules():
-            if hasattr(module, "precision"):  # with few rows, reading weights takes the time
-                setattr(module, "precision", "bf16")  # noqa: B010
-            if hasattr(module, "batch_invariant") and self.device.type == "cuda":
-                setattr(module, "batch_invariant", True)  # noqa: B010
-        for block in model.layers[: model.arch.num_layers]:
-            setattr(block, "defers", True)  # noqa: B010
+        kind = PagedAttention if heads is None else partial(SplitAttention, heads.group)
+        caches = Caches(
+            make_attention=partial(kind, pages.num_pages, pages.page_size),
+            slots=self.max_sequences + 1,
+            drafts=self.draft,
+        )
+        with_mtp = self.draft > 0 and self.has_block
+        self.caches = model.for_generation(caches, with_mtp=with_mtp)
+        """What each layer keeps of the sequences."""
         self._routers = [m for m in model.modules() if isinstance(m, Router)]
         self._graphs: dict[int, _CapturedStep] = {}
         self._host_slots = HostSlots(

@@ -140,7 +140,7 @@ class Part(ABC):
         return sum(math.prod(weight.shape) for weight in self._matrices())
 
     # Memory.
-    def numbers(self, share: Workload) -> float:
+    def matrix_elements(self, share: Workload) -> float:
         """Count the numbers of its matrices on one rank, unsharded over FSDP ranks."""
         ranks = {"colwise": share.tp, "rowwise": share.tp, "expert": share.ep}
         return sum(math.prod(w.shape) / ranks.get(w.rule.style, 1) for w in self._matrices())
@@ -162,7 +162,7 @@ class Part(ABC):
         """Return the bytes of gradients wider than the residual stream while the backward runs."""
         return 0.0
 
-    def cached_numbers(self, ranks: int = 1) -> int:
+    def cached_elements(self, ranks: int = 1) -> int:
         """Count the numbers that one of ``ranks`` that generate the same caches for every token."""
         return 0
 

@@ -1,14 +1,14 @@
 """Grouped-query attention; the function that mixes queries, keys and values is injected.
 
-Legend: B batch, S sequence, D model width, H query heads, G key/value heads, d head width.
+Legend: B batch, S sequence, T = B * S tokens, D model width, H query heads, G key/value heads,
+d head width, v width of a value, p pairs of elements that rotate.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
-from torch import nn
 
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
@@ -17,9 +17,9 @@ from moetrain.kernels.attention.sinks import attention_with_sinks
 from moetrain.kernels.norm.elementwise import sigmoid
 from moetrain.kernels.norm.rotary import rotary
 from moetrain.models.architecture import FP32, AttentionPart, QKNormed, Weight, Workload, linear
-from moetrain.models.layers import Context, Linear, RMSNorm, WideNorm, linears
+from moetrain.models.generation import AttentionCache, Caches
+from moetrain.models.layers import Context, KernelModule, Linear, RMSNorm, WideNorm, linears
 from moetrain.models.rules import COLWISE, NORM, ROWWISE, WIDE_NORM, ZERO_NORM
-from moetrain.runtime.backend import Backend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,39 +34,42 @@ class GroupedQueryAttention(AttentionPart):
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
-    """Whether queries and keys are normalised."""
+    """True: queries and keys are normalised."""
     qk_norm_of: QKNormed = "head"
     partial_rotary_factor: float = 1.0
     rope_interleaved: bool = False
     output_gate: bool = False
-    """Whether each head's result is multiplied by a sigmoid of the token; ``wq`` then has, head by
-    head, the rows of the query and those of its gate."""
+    """True: each head's result is multiplied by a sigmoid of a projection of the token. For each
+    head ``wq`` has the rows of the query, then those of its gate."""
     zero_centred_norms: bool = False
     late_norms: bool = False
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            others = f"num_kv_heads {self.num_kv_heads}"
-            raise ValueError(f"num_heads {self.num_heads} is not a multiple of {others}")
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
         width = self.head_dim * self.partial_rotary_factor
         if abs(width - self.rotary_dim) > 1e-6 or self.rotary_dim % 2:
-            problem = f"partial_rotary_factor {self.partial_rotary_factor} of head_dim"
-            raise ValueError(f"{problem} {self.head_dim} is {width:g}, which is not an even number")
+            raise ValueError(
+                f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim}"
+                f" is {width:g}, which is not an even number"
+            )
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> "Attention":
         return Attention(self, kernels)
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Width of all query heads together, and of all key heads."""
+        """Widths of all query heads together, and of all key heads."""
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
     @property
     def query_width(self) -> int:
-        """Width of ``wq``'s result: that of all query heads, and of their gates."""
+        """Width of ``wq``'s result: all query heads, and their gates."""
         return self.widths[0] * (2 if self.output_gate else 1)
 
     @property
@@ -85,11 +88,12 @@ class GroupedQueryAttention(AttentionPart):
             found |= linear(name, out_dim, dim, COLWISE, bias=self.qkv_bias)
         found |= linear("wo", dim, q_dim, ROWWISE, bias=self.out_bias)
         if self.qk_norm:
-            is_wide = self.qk_norm_of == "width"
+            rule = ZERO_NORM if self.zero_centred_norms else NORM
             for name, width in zip(("q_norm", "k_norm"), (q_dim, kv_dim), strict=True):
-                rule = ZERO_NORM if self.zero_centred_norms else NORM
-                norm = ((width,), WIDE_NORM) if is_wide else ((self.head_dim,), rule)
-                found[f"{name}.weight"] = Weight(*norm)
+                if self.qk_norm_of == "width":
+                    found[f"{name}.weight"] = Weight((width,), WIDE_NORM)
+                else:
+                    found[f"{name}.weight"] = Weight((self.head_dim,), rule)
         return found
 
     def products_per_token(self, seq_len: int) -> float:
@@ -101,17 +105,17 @@ class GroupedQueryAttention(AttentionPart):
     def activations(self, share: Workload) -> float:
         """Return the bytes of queries, keys, values, the result and its log-sum-exp.
 
-        They are of all tokens and this rank's heads. With q/k norms, the results of the products
+        They count all tokens and this rank's heads. With q/k norms, the results of the products
         are kept beside the inputs of attention.
         """
         w = share.width
-        numbers = sum(self.widths)
-        values = 2 * w * numbers  # the result and the values; queries and keys, as taken
+        elements = sum(self.widths)
+        values = 2 * w * elements  # the result and the values; queries and keys, as taken
         if self.qk_norm:
-            values += (w if share.is_compiled else FP32 + w) * numbers
+            values += (w if share.is_compiled else FP32 + w) * elements
         if self.output_gate:  # the gates, and the gated result
             values += 2 * w * self.widths[0]
-        others = share.key_tokens - share.tokens  # of other ranks, with keys and values here
+        others = share.key_tokens - share.tokens  # tokens of other ranks whose keys are here
         others = min(others, 2 * self.window) if self.window else others
         gathered = 2 * w * self.widths[1] * others
         return (share.tokens * (values + FP32 * self.num_heads) + gathered) / share.tp
@@ -121,10 +125,11 @@ class GroupedQueryAttention(AttentionPart):
         copies = max(1.0, share.cp * share.tp / self.num_kv_heads)
         spread = 2 * q_dim + 2 * kv_dim * copies
         all_of_one = share.tokens * max(1, share.cp - 1)
-        seen = min(1.0, 2 * (self.window or all_of_one) / share.tokens)  # two pieces see windows
+        # A rank has two pieces of a row, each of which sees a window before it.
+        seen = min(1.0, 2 * (self.window or all_of_one) / share.tokens)
         return share.received(spread / share.tp, 2 * kv_dim * seen / share.tp)
 
-    def cached_numbers(self, ranks: int = 1) -> int:
+    def cached_elements(self, ranks: int = 1) -> int:
         return 2 * self.widths[1] // (1 if self.num_kv_heads % ranks else ranks)
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
@@ -136,12 +141,31 @@ class GroupedQueryAttention(AttentionPart):
         }
 
 
-Core = Callable[..., torch.Tensor]
-"""Mixes tokens: takes rotated queries [B, S, H, d] and keys [B, S, G, d], values, the context and,
-where there are some, the heads' sinks [H]; returns one value a query head, [B, S, H, d]. Under
-tensor parallelism H counts this rank's heads alone, and under context parallelism S counts its
-tokens. It is called inside the compiled block, and is the seam of context parallelism, key/value
-caches and other scores."""
+class Core(Protocol):
+    """Mixes tokens. It is the seam of context parallelism, key/value caches and other scores, and
+    is called inside the compiled block."""
+
+    def __call__(
+        self,
+        q_BSHd: torch.Tensor,
+        k_BSGd: torch.Tensor,
+        v_BSGv: torch.Tensor,
+        context: Context,
+        scale: float | None = None,
+        *,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return one value a query head, [B, S, H, v].
+
+        Under tensor parallelism H counts this rank's heads alone, and under context parallelism S
+        counts its tokens.
+
+        Args:
+            q_BSHd, k_BSGd: rotated queries and keys.
+            scale: the factor of the scores; None: d^-1/2.
+            sinks_H: the heads' sinks; None: there are none.
+        """
+        ...
 
 
 def masked_attention(
@@ -153,17 +177,50 @@ def masked_attention(
     *,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend over whole rows: softmax over what the mask lets a token see, and over a sink."""
+    """Attend over whole rows: softmax over the keys that the mask shows, and over a sink."""
     if sinks_H is not None:
         return attention_with_sinks(q_BSHd, k_BSGd, v_BSGv, context.mask, sinks_H, scale)
     return attention(q_BSHd, k_BSGd, v_BSGv, context.mask, scale)
 
 
-class Attention(nn.Module):
-    """The module of :class:`GroupedQueryAttention`, with rotary positions if heads rotate.
+class CoreAttention(KernelModule):
+    """The base of attention modules.
 
-    ``core`` is a plain attribute; generation replaces it by attention over pages.
+    ``core`` is a plain attribute: context parallelism and QK-clip wrap it, and generation replaces
+    it by attention over a cache.
     """
+
+    def __init__(self, kernels: KernelsSection, core: Core = masked_attention) -> None:
+        super().__init__()
+        self.use_kernels(kernels)
+        self.core = core
+        self.cache: AttentionCache | None = None
+        """The keys and values of generation; None: this module trains."""
+
+    def for_generation(self, caches: Caches, window: int | None) -> AttentionCache | None:
+        """Attend over a cache from now on, and return it; None: a core of the family's own cannot
+        be replaced."""
+        if self.cache is None and self.core is not masked_attention:
+            return None
+        self.core = self.cache = caches.make_attention(window)
+        return self.cache
+
+
+def _qk_norm(sizes: GroupedQueryAttention, width: int, kernels: KernelsSection) -> RMSNorm:
+    """Make the norm of queries or keys, which all heads together have in ``width`` elements."""
+    if sizes.qk_norm_of == "width":
+        return WideNorm(width, sizes.norm_eps, kernels, late=sizes.late_norms)
+    return RMSNorm(
+        sizes.head_dim,
+        sizes.norm_eps,
+        kernels,
+        zero_centred=sizes.zero_centred_norms,
+        late=sizes.late_norms,
+    )
+
+
+class Attention(CoreAttention):
+    """The module of :class:`GroupedQueryAttention`, with rotary positions if heads rotate."""
 
     def __init__(
         self,
@@ -171,10 +228,7 @@ class Attention(nn.Module):
         kernels: KernelsSection,
         core: Core = masked_attention,
     ) -> None:
-        super().__init__()
-        self.core, self.batch_invariant = core, kernels.batch_invariant
-        self.rotate: Any = None  # generation's, which rotates and keeps keys at once
-        self.backend: Backend = kernels.backend
+        super().__init__(kernels, core)
         self.head_dim, self.interleaved = sizes.head_dim, sizes.rope_interleaved
         self.norm_of, self.output_gate = sizes.qk_norm_of, sizes.output_gate
         self.rotates = sizes.rotary_dim > 0
@@ -185,12 +239,8 @@ class Attention(nn.Module):
         self.wo = Linear(q_dim, dim, kernels, bias=sizes.out_bias)
         self.q_norm = self.k_norm = None
         if sizes.qk_norm:
-            kind, eps = WideNorm if sizes.qk_norm_of == "width" else RMSNorm, sizes.norm_eps
-            q_dim, kv_dim = sizes.widths if kind is WideNorm else [sizes.head_dim] * 2
-            how = {} if kind is WideNorm else {"zero_centred": sizes.zero_centred_norms}
-            how["late"] = sizes.late_norms
-            self.q_norm = kind(q_dim, eps, kernels, **how)
-            self.k_norm = kind(kv_dim, eps, kernels, **how)
+            self.q_norm = _qk_norm(sizes, q_dim, kernels)
+            self.k_norm = _qk_norm(sizes, kv_dim, kernels)
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> torch.Tensor:
         """Mix tokens; returns [B, S, D] in ``x_BSD``'s dtype."""
@@ -200,26 +250,39 @@ class Attention(nn.Module):
             both = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
             q, gate = (half.flatten(-2) for half in both)
         q_BSHd, k_BSGd, v_BSGd = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        norm = self.q_norm
+        norm, cache = self.q_norm, self.cache
+        # The kernel that stores into a cache rotates too, and knows one order of norm and rotation.
         is_plain = norm is None or (self.norm_of == "head" and not norm.late)
-        if self.rotate is not None and q.is_cuda and self.rotates and is_plain:
-            how = norm, self.k_norm, self.interleaved
-            q_BSHd, context = self.rotate((q_BSHd, k_BSGd, v_BSGd), context, *how)
+        if cache is not None and cache.rotates and q.is_cuda and self.rotates and is_plain:
+            q_BSHd, context = cache.rotate(
+                q_BSHd,
+                k_BSGd,
+                v_BSGd,
+                context,
+                q_norm=norm,
+                k_norm=self.k_norm,
+                interleaved=self.interleaved,
+            )
         else:
-            q_BSHd = self._turn(q, self.q_norm, context)
-            k_BSGd = self._turn(k, self.k_norm, context)
+            q_BSHd = self._rotated(q, self.q_norm, context)
+            k_BSGd = self._rotated(k, self.k_norm, context)
         y = self.mix(q_BSHd, k_BSGd, v_BSGd, context).flatten(-2)
         if gate is not None:
             y = y * sigmoid(gate, fusible=not self.batch_invariant)
         return self.wo(y)
 
-    def mix(self, *qkv_and_context: Any) -> torch.Tensor:
+    def mix(
+        self,
+        q_BSHd: torch.Tensor,
+        k_BSGd: torch.Tensor,
+        v_BSGd: torch.Tensor,
+        context: Context,
+    ) -> torch.Tensor:
         """Call :attr:`core`."""
-        return self.core(*qkv_and_context)
+        return self.core(q_BSHd, k_BSGd, v_BSGd, context)
 
-    def _turn(self, x: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
-        """Normalise queries or keys ``x`` [B, S, H * d] where there is a norm, and rotate them by
-        their positions: [B, S, H, d]."""
+    def _rotated(self, x: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
+        """Normalise queries or keys ``x`` [B, S, H * d] and rotate them: [B, S, H, d]."""
         if norm is not None and self.norm_of == "width":
             x, norm = norm(x), None
         weight, eps = None, 0.0
@@ -228,13 +291,21 @@ class Attention(nn.Module):
             y_THd = x_THd if norm is None else norm(x_THd)
             return y_THd.unflatten(0, x.shape[:2])
         if norm is not None and self.norm_of == "head":
-            if norm.late:  # the op's own norm rounds before the weight
+            if norm.late:  # the op's own norm rounds before it multiplies by the weight
                 x_THd = norm(x_THd)
             else:
                 weight, eps = norm.weight, norm.eps
         cos_Sp, sin_Sp = (angles.flatten(0, 2) for angles in context.rotation)
-        how = {"interleaved": self.interleaved, "fusible": not self.batch_invariant}
-        y_THd = rotary(x_THd, cos_Sp, sin_Sp, weight, eps, self.backend, **how)
+        y_THd = rotary(
+            x_THd,
+            cos_Sp,
+            sin_Sp,
+            weight,
+            eps,
+            self.backend,
+            interleaved=self.interleaved,
+            fusible=not self.batch_invariant,
+        )
         if norm is not None and self.norm_of == "rotated":
             y_THd = norm(y_THd)
         return y_THd.unflatten(0, x.shape[:2])

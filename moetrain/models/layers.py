@@ -1,12 +1,13 @@
-"""The dense parts of a decoder: norm, linear, embedding, vocabulary and MLP.
+"""The dense parts of a decoder: norm, linear, vocabulary and MLP.
 
-They exist in our own form for one reason: parameters stay in their master dtype, and each module
+They are not torch's modules for one reason: parameters stay in their master dtype, and each module
 casts its weight to the activations' dtype where it uses it. ``self.weight`` is read once per
-forward, so whoever stores it differently (sharded, say) has a single place to hand out the tensor.
+forward, so code that stores it differently (sharded, say) supplies it in a single place.
 
-Left out on purpose: dropout, and initial values (:mod:`moetrain.models.rules` has all of them).
+Left out on purpose: dropout, and initial values (all are in :mod:`moetrain.models.rules`).
 
-Legend: B batch, S sequence, T tokens, D model width, V vocabulary, F MLP width, d head width.
+Legend: B batch, S sequence, T tokens, D model width, V vocabulary, F MLP width, L labels, N and K
+selected tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,12 +42,11 @@ from moetrain.runtime.backend import Backend
 
 
 class Vocabulary:
-    """Uses the vocabulary matrix ``w_VD`` (the embedding's, or the head's), which is here whole.
+    """Computes with the vocabulary matrix ``w_VD``: the embedding's, or the head's.
 
-    It is the seam through which a model keeps its single-device code where its matrix is spread
-    over devices: a subclass then takes this one's place. Hidden states go in as
-    ``Transformer.backbone`` returns them. Arguments and results are those of
-    :mod:`moetrain.kernels.vocabulary.linear_cross_entropy`.
+    Here the matrix is whole. Where it is spread over devices, a subclass takes this one's place,
+    and the model stays single-device code. Hidden states are those of ``Transformer.backbone``.
+    Arguments and results are those of :mod:`moetrain.kernels.vocabulary.linear_cross_entropy`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Vocabulary:
         self.fp8_grads = precision == "fp8_gradients"
 
     def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
-        """Look up rows of ``w_VD``: [B, S, D], or this device's part of the B * S tokens."""
+        """Look up the tokens' rows of ``w_VD``: [B, S, D], or for this device's tokens alone."""
         return F.embedding(tokens_BS, w_VD)
 
     def logits(self, h_BSD: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Vocabulary:
     def logits_of(
         self, h_TD: torch.Tensor, w_VD: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the logits of a few tokens, [K] of all rows or [T, K] of each: [T, K], fp32."""
+        """Compute the fp32 logits [T, K] of a few tokens: the same [K] everywhere, or [T, K]."""
         w = F.embedding(tokens, w_VD).to(h_TD.dtype)
         logits_TK = h_TD @ w.T if tokens.ndim == 1 else (w @ h_TD[..., None])[..., 0]
         wide = torch.promote_types(h_TD.dtype, torch.float32)
@@ -76,10 +76,10 @@ class Vocabulary:
     def scores(
         self, h_TD: torch.Tensor, w_LD: torch.Tensor, places_N: torch.Tensor
     ) -> torch.Tensor:
-        """Compute ``h @ w^T`` of the tokens ``places_N`` (int64) of all T: [N, L], at least fp32.
+        """Compute ``h @ w^T`` at the indices ``places_N`` (int64) of T: [N, L], at least fp32.
 
-        ``w_LD`` is the whole head of a reward model. Over several devices all have the same result,
-        so a loss that each makes of it is to be divided by their number.
+        ``w_LD`` is the whole head of a reward model. All devices have the same result, so a loss
+        that each computes from it must be divided by their number.
         """
         wide = torch.promote_types(h_TD.dtype, torch.float32)
         return F.linear(h_TD[places_N].to(wide), w_LD.to(wide))
@@ -93,9 +93,14 @@ class Vocabulary:
         temperature: float = 1.0,
     ) -> TokenLosses:
         """Compute each token's loss (its target's negative log-probability), lse and entropy."""
-        how = {"softcap": self.softcap, "backend": self.backend}
-        w_VD = w_VD.to(h_TD.dtype)
-        return linear_cross_entropy(h_TD, w_VD, targets_T, temperature=temperature, **how)
+        return linear_cross_entropy(
+            h_TD,
+            w_VD.to(h_TD.dtype),
+            targets_T,
+            temperature=temperature,
+            softcap=self.softcap,
+            backend=self.backend,
+        )
 
     def loss_sum(
         self,
@@ -104,23 +109,48 @@ class Vocabulary:
         targets_T: torch.Tensor,
         weights_T: torch.Tensor,
     ) -> SummedLoss:
-        """Sum the weighted losses; over several devices, return this one's share of the sum."""
-        how = {"softcap": self.softcap, "backend": self.backend, "fp8_grads": self.fp8_grads}
-        return linear_cross_entropy_sum(h_TD, w_VD.to(h_TD.dtype), targets_T, weights_T, **how)
+        """Sum the weighted losses; over several devices, return this device's share of the sum."""
+        return linear_cross_entropy_sum(
+            h_TD,
+            w_VD.to(h_TD.dtype),
+            targets_T,
+            weights_T,
+            softcap=self.softcap,
+            backend=self.backend,
+            fp8_grads=self.fp8_grads,
+        )
 
 
 _KERNELS = KernelsSection()
 
 
-class RMSNorm(nn.Module):
+class KernelModule(nn.Module):
+    """A module that computes as the settings ``kernels`` say, and otherwise in generation."""
+
+    backend: Backend
+    precision: Precision
+    batch_invariant: bool
+    """True: operations run as ops that the compiler fuses with nothing, and whose bits do not
+    depend on the other tokens of the batch."""
+
+    def use_kernels(self, kernels: KernelsSection) -> None:
+        """Compute as ``kernels`` says."""
+        self.backend = kernels.backend
+        self.precision = kernels.precision
+        self.batch_invariant = kernels.batch_invariant
+
+    def use_generation_kernels(self, *, batch_invariant: bool) -> None:
+        """Compute as generation does: in bf16, since reading the weights takes most of its time."""
+        self.precision = "bf16"
+        self.batch_invariant = self.batch_invariant or batch_invariant
+
+
+class RMSNorm(KernelModule):
     """Computes ``x / rms(x) * weight`` over the last dim (arXiv 1910.07467), in fp32.
 
-    The result is rounded to ``x``'s dtype before the weight is applied, as Hugging Face does; with
-    ``late``, behind it. With ``zero_centred`` the weight is what is added to 1, and rounding is
-    late.
-
-    ``batch_invariant`` (here and elsewhere a plain attribute, which generation sets) runs it as an
-    op, which the compiler fuses with nothing, so that its bits are the same in every graph.
+    The quotient is rounded to ``x``'s dtype before it is multiplied by the weight, as Hugging Face
+    does. With ``late`` the product is rounded instead. With ``zero_centred`` the factor is 1 + the
+    weight, and rounding is late.
     """
 
     def __init__(
@@ -135,41 +165,41 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.dim = dim
         self.eps = eps
-        self.batch_invariant = kernels.batch_invariant
+        self.use_kernels(kernels)
         self.zero_centred, self.late = zero_centred, late or zero_centred
-        self.backend: Backend = kernels.backend
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.beside(x)[1]
+        return self.with_stream(x)[1]
 
-    def beside(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_stream(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``x`` for the residual stream, and its norm.
 
-        Using this ``x`` adds the stream's gradient where the norm's is computed.
+        The gradient of the returned ``x`` is added in the kernel that computes the norm's gradient.
         """
-        how = self._how()
+        weight = self._factor()
         if self.batch_invariant:
-            return x, rms_norm(x, *how, late=self.late)
-        return fusible_rms_norm(x, *how, late=self.late)
+            return x, rms_norm(x, weight, self.eps, self.backend, late=self.late)
+        return fusible_rms_norm(x, weight, self.eps, self.backend, late=self.late)
 
-    def of_sum(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_sum(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``x + y`` for the residual stream, and its norm."""
         if self.batch_invariant:
-            return add_rms_norm(x, y, *self._how(), late=self.late)
-        return self.beside(x + y)
+            return add_rms_norm(x, y, self._factor(), self.eps, self.backend, late=self.late)
+        return self.with_stream(x + y)
 
-    def _how(self) -> tuple[torch.Tensor, float, Backend]:
-        weight = self.weight
-        if self.zero_centred:
-            weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
-        return weight, self.eps, self.backend
+    def _factor(self) -> torch.Tensor:
+        """Return what the quotient is multiplied by."""
+        if not self.zero_centred:
+            return self.weight
+        return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
 
 
 class WideNorm(RMSNorm):
-    """An :class:`RMSNorm` of which ``x`` and the weight may be a part, with other devices' beside.
+    """An :class:`RMSNorm` whose ``x`` and weight may be split over devices.
 
-    ``sum_squares`` is a plain attribute: tensor parallelism replaces it where the squares [..., 1]
-    here are a part of the sum; None: they are all.
+    ``sum_squares`` is a plain attribute: tensor parallelism sets it where they are split. It adds
+    up the devices' sums of squares [..., 1]. None: ``x`` is whole.
     """
 
     sum_squares: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -184,7 +214,7 @@ class WideNorm(RMSNorm):
         return (normed * self.weight.to(normed.dtype)).to(x.dtype)
 
 
-class Linear(Adaptable):
+class Linear(KernelModule, Adaptable):
     """Computes ``x @ weight^T + bias``; ``weight`` is [out, in]."""
 
     can_drop = can_scale = True
@@ -198,9 +228,7 @@ class Linear(Adaptable):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        self.backend: Backend = kernels.backend
-        self.precision: Precision = kernels.precision
-        self.batch_invariant = kernels.batch_invariant
+        self.use_kernels(kernels)
         self.weight = nn.Parameter(torch.empty(out_dim, in_dim))
         self.bias = nn.Parameter(torch.empty(out_dim)) if bias else None
 
@@ -209,7 +237,8 @@ class Linear(Adaptable):
 
 
 def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor, ...]":
-    """Apply each of ``modules``, which have equal settings, to ``x`` [..., in]: [..., out] each."""
+    """Apply each of ``modules`` to ``x`` [..., in]; their settings are equal. Returns [..., out]
+    each."""
     x_TD = x.flatten(0, -2)
     leading = x.shape[:-1]
     weights = [module.weight.to(x.dtype) for module in modules]
@@ -228,6 +257,7 @@ def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor
 def _adapted(
     x_TD: torch.Tensor, made: "Sequence[torch.Tensor]", modules: "Sequence[Linear]"
 ) -> "Sequence[torch.Tensor]":
+    """Add the results of the modules' adapters to ``made``, the modules' own results."""
     found = {i: m.adapter("weight", x_TD.dtype) for i, m in enumerate(modules)}
     adapters = {i: adapter for i, adapter in found.items() if adapter is not None}
     if not adapters:
@@ -252,33 +282,37 @@ def _adapted(
 
 
 class Context(NamedTuple):
-    """What a block gets beside the residual stream; blocks of one kind share it."""
+    """A block's inputs beside the residual stream; blocks of one kind share it."""
 
     rotation: tuple[torch.Tensor, torch.Tensor]
-    """What :class:`~moetrain.models.rope_scaling.RotaryEmbedding` returns."""
+    """Cosine and sine of the positions' angles, fp32 [B or 1, S, 1, d/2]."""
     mask: AttentionMask
+    """The mask of attention; in generation a
+    :class:`~moetrain.kernels.attention.paged.PagedRows`."""
     cu_seqlens: torch.Tensor | None = None
     """int32 [documents + 1]: 0, then the documents' ends over the B * S tokens; None: every row is
     one document, or the ends are not known."""
     is_pad_BS: torch.Tensor | None = None
-    """bool: tokens that only fill up a row; None: there are none."""
+    """bool: padding tokens; None: there are none."""
     routes_BSK: torch.Tensor | None = None
     """int32: the experts of this layer to use again (-1: the router chooses); None: the router
     chooses for all tokens."""
     documents: Documents | Reads | None = None
-    """The documents over the B * S tokens, and below each token's place in its own, [B * S]; None
-    where no layer carries a state from token to token. In generation what a step reads."""
+    """The documents over the B * S tokens; in generation what a step reads. None: no layer carries
+    a state from token to token."""
     place_T: torch.Tensor | None = None
+    """Each token's place in its document; None where ``documents`` is, and in generation."""
     whole: tuple[int, int] | None = None
-    """B and S of the rows that ``mask`` is for, where this device has a part of their tokens; all
-    else is of its own, as [1, N]. None: it has all."""
+    """B and S of the whole rows, which ``mask`` is for, under context parallelism. All other fields
+    are then of this device's tokens, as [1, N]. None: this device has all tokens."""
     parts: tuple[AttentionMask, ...] = ()
-    """Masks of equal parts of its tokens over the keys of all, where its attention is so."""
+    """Masks of equal parts of this device's queries over the keys of all tokens, where context
+    parallelism gathers keys; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwiGLU(Part):
-    """Describes a gated feed-forward layer (arXiv 2002.05202)."""
+    """Describes a gated feed-forward layer, SwiGLU (arXiv 2002.05202)."""
 
     divided: ClassVar[Mapping[str, str]] = {"intermediate_size": "tp"}
 
@@ -310,17 +344,16 @@ class SwiGLU(Part):
         return share.tokens * self.intermediate_size * share.width / share.tp
 
 
-class DenseMLP(nn.Module):
+class DenseMLP(KernelModule):
     """The module of :class:`SwiGLU`: ``w_down(silu(w_gate x) * w_up x)``."""
 
     activation: ClassVar[Callable[..., torch.Tensor]] = staticmethod(F.silu)
     gated: ClassVar[Callable[..., torch.Tensor]] = staticmethod(swiglu)
-    """The same of gates and what they multiply, side by side, as one op."""
+    """SwiGLU as one op, for gate and up projection side by side."""
 
     def __init__(self, sizes: SwiGLU, kernels: KernelsSection) -> None:
         super().__init__()
-        self.batch_invariant = kernels.batch_invariant
-        self.backend: Backend = kernels.backend
+        self.use_kernels(kernels)
         dim = sizes.hidden_size
         width = sizes.intermediate_size
         bias = sizes.mlp_bias

@@ -2,9 +2,9 @@
 
     y_t = sum over the K chosen experts e of  w_te * expert_e(x_t)  [+ g_t * shared experts(x_t)]
 
-The layer is single-device math. Where tokens travel to experts on other devices, a subclass of
-:class:`Dispatcher` does it. A layer returns its routing statistics instead of counting into
-buffers, since recomputation would count twice.
+The layer is single-device math. A subclass of :class:`Dispatcher` sends tokens to experts on other
+devices. A layer returns its routing statistics instead of counting into buffers, since
+recomputation would count twice.
 
 Legend: B batch, S sequence, T = B * S tokens, D model width, F expert width, E experts,
 K experts a token, S tokens for the experts here, R routed rows, L MoE layers.
@@ -12,13 +12,13 @@ K experts a token, S tokens for the experts here, R routed rows, L MoE layers.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
 from moetrain.config import ConfigError, KernelsSection, MoeSection
-from moetrain.config.compute import Precision, SavedName
+from moetrain.config.compute import SavedName
 from moetrain.kernels.experts.few_tokens import few_tokens_counters, few_tokens_mlp, fits_few_tokens
 from moetrain.kernels.experts.mlp import adapted_expert_mlp, expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
@@ -32,21 +32,21 @@ from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.kernels.small_m import is_few
 from moetrain.losses.balancing import RouterStats
 from moetrain.models.architecture import FP32, Part, RouterScore, Weight, Workload
-from moetrain.models.layers import Context, Linear, SwiGLU
+from moetrain.models.layers import Context, KernelModule, Linear, SwiGLU
 from moetrain.models.parts.lora import Adaptable
 from moetrain.models.rules import EXPERT, PartStyle, Rule
 from moetrain.runtime.backend import Backend
 
 _SHARED = Rule("replicate")
-"""Of shared experts, which every tensor parallel rank has whole, for its own tokens."""
+"""The rule of shared experts: replicated over tensor parallel ranks, applied to a rank's tokens."""
 _ROUTER = replace(_SHARED, decay=False, gather=torch.float32)
-_GATE = replace(_SHARED, gather=torch.float32)  # a single row, which no product in fp8 takes
+_GATE = replace(_SHARED, gather=torch.float32)  # a single row, too narrow for products in fp8
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedExperts(Part):
-    """Describes SwiGLU experts, of which a router chooses some for each token, and others beside
-    them that every token uses."""
+    """Describes an MoE layer of SwiGLU experts: a router chooses some for each token, and every
+    token also uses the shared ones."""
 
     name: ClassVar[str] = "moe"
     style: ClassVar[PartStyle] = "routed"
@@ -85,7 +85,7 @@ class RoutedExperts(Part):
 
     @property
     def shared(self) -> Part | None:
-        """The experts that every token uses, as one layer; None: there are none."""
+        """The shared experts, as one dense layer; None: there are none."""
         width = self.shared_intermediate_size
         return SwiGLU(hidden_size=self.hidden_size, intermediate_size=width) if width else None
 
@@ -98,7 +98,7 @@ class RoutedExperts(Part):
         dim = self.hidden_size
         width = self.moe_intermediate_size
         found = {
-            # Computed in fp32 whatever the dtype.
+            # The router computes in fp32, whatever the compute dtype is.
             "router.weight": Weight((e, dim), _ROUTER),
             "experts.w_gate_up": Weight((e, 2 * width, dim), replace(EXPERT, stacked=2)),
             "experts.w_down": Weight((e, dim, width), EXPERT),
@@ -118,16 +118,15 @@ class RoutedExperts(Part):
         return self.num_active_params()
 
     def activations(self, share: Workload) -> float:
-        """Return the bytes of the received tokens, the rows' pre-activations, the routing, and what
-        shared experts keep."""
+        """Return the bytes of received tokens, pre-activations, routing and shared experts."""
         kept = self.saved(share)["experts"] + self._received(share)
-        if self.router_fp32 and not share.is_compiled:  # its input, else cast again
+        if self.router_fp32 and not share.is_compiled:  # the router's input in fp32
             kept += share.own_tokens * self.hidden_size * FP32
         return kept if self.shared is None else kept + self.shared.activations(_own(share))
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
         pre = self.num_experts_per_token * share.width * 2 * self.moe_intermediate_size
-        # Of a token's logits, ids, weights and indices.
+        # A token's logits, ids, weights and indices.
         routing = FP32 * (self.num_experts + 5 * self.num_experts_per_token)
         return {
             "experts": share.own_tokens * (pre + routing),
@@ -136,15 +135,15 @@ class RoutedExperts(Part):
         }
 
     def working_set(self, share: Workload) -> float:
-        # A row's gradient; in the expert those of both products and the activation, and the latter.
+        # A row's gradient, those of both products and of the activation, and the activation.
         row = share.width * (self.hidden_size + 4 * self.moe_intermediate_size)
         rows = share.own_tokens * self.num_experts_per_token * row
-        # Shared experts' gradients are made before or after those of the rows.
+        # Shared experts' gradients are computed before or after those of the rows.
         shared = 0.0 if self.shared is None else self.shared.working_set(_own(share))
         return max(rows + 2 * self._received(share), shared)
 
     def _received(self, share: Workload) -> float:
-        """Return the bytes of tokens that reach this rank, if all experts are equally likely.
+        """Return the bytes of the tokens sent to this rank, if all experts are equally likely.
 
         A token counts once, however many of its experts are here.
         """
@@ -155,15 +154,15 @@ class RoutedExperts(Part):
 
 
 def _own(share: Workload) -> Workload:
-    """Return the share of a layer that is whole on every rank, for the tokens of its own."""
+    """Return the workload of a layer that every rank has whole and applies to its own tokens."""
     return replace(share, tokens=share.own_tokens, tp=1)
 
 
 class Dispatched(NamedTuple):
-    """The tokens for the experts of this device."""
+    """The tokens sent to the experts of this device."""
 
     x_SD: torch.Tensor
-    """Each token once, in its own dtype, whichever of the experts here it is for."""
+    """Each token once, however many of the experts here it uses, in its own dtype."""
     weights_SK: torch.Tensor
     """fp32 routing weights; unspecified where a slot has no expert here. They travel with the
     token, because the experts apply them before their down projection (combining is then a plain
@@ -171,22 +170,30 @@ class Dispatched(NamedTuple):
     indices: ExpertIndices
     """Maps the tokens' slots to rows of the local experts."""
     ctx: tuple[torch.Tensor, ...]
-    """What ``combine`` needs; opaque to all others."""
+    """The input of ``combine``; opaque to all others."""
     typical_rows: int
-    """Rows under balanced routing; a number that the host knows."""
+    """R under balanced routing, known to the host."""
     dropped: torch.Tensor | None = None
-    """int32: rows for which there was no room; None: there is room for all."""
+    """int32: the number of rows for which there was no room; None: there is room for all."""
+
+
+class MoEOutput(NamedTuple):
+    """The result of an MoE layer's experts."""
+
+    y_TD: torch.Tensor
+    """The weighted sum of each token's experts."""
+    dropped: torch.Tensor | None
+    """As in :class:`Dispatched`."""
 
 
 class Dispatcher:
-    """Sends tokens to their experts and back; this class is for a device that has all experts.
+    """Sends tokens to their experts and back; this class serves a device that has all experts.
 
     No per-call state lives on a dispatcher: the context is an immutable tuple of tensors, so calls
     re-enter safely under recomputation, pipelining and overlap.
     """
 
     def __init__(self, num_experts: int, backend: Backend = "auto") -> None:
-        """Make a dispatcher for a device that has ``num_experts``."""
         self.num_experts = num_experts
         self.backend: Backend = backend
 
@@ -195,33 +202,36 @@ class Dispatcher:
     ) -> Dispatched:
         """Send tokens to their experts, by int32 global ids (-1: none); return those sent here."""
         indices = expert_indices(topk_ids_TK, self.num_experts, self.backend)
-        return Dispatched(x_TD, topk_weights_TK, indices, (), topk_ids_TK.numel())
+        return Dispatched(
+            x_SD=x_TD,
+            weights_SK=topk_weights_TK,
+            indices=indices,
+            ctx=(),
+            typical_rows=topk_ids_TK.numel(),
+        )
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return ``y_TD``, the sum of each token's results, in the order that ``dispatch`` took."""
+        """Return ``y_TD``, the sum of each token's results, in the order of ``dispatch``."""
         return y_SD
 
-    def through(
-        self, experts: "Experts", x_TD: torch.Tensor, routed: Routed
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the sum of each token's experts, of which those here are given, and ``dropped`` of
-        :class:`Dispatched`."""
+    def through(self, experts: "Experts", x_TD: torch.Tensor, routed: Routed) -> MoEOutput:
+        """Dispatch the tokens, run ``experts`` (the local ones), and combine."""
         sent = self.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
         y_SD = experts(sent.x_SD, sent.weights_SK, sent.indices, sent.typical_rows)
-        return self.combine(y_SD, sent.ctx), sent.dropped
+        return MoEOutput(self.combine(y_SD, sent.ctx), sent.dropped)
 
 
 class Router(Adaptable):
     """Chooses K experts for each token by fp32 logits, whatever the activations' dtype.
 
     ``bias`` (fp32 buffer [E], with ``selection_bias`` or ``moe.bias_update_rate`` > 0) is added to
-    the scores for the choice alone; :func:`update_router_bias` moves it between steps. It is fp32
-    whatever the model is cast to.
+    the scores for the choice alone; :func:`update_router_bias` moves it between steps. It stays
+    fp32 when the model is cast.
     """
 
     bias: torch.Tensor | None
     is_frozen = False
-    """True: the weight is not trained, and the bias stays where it is."""
+    """True: neither the weight nor the bias is trained."""
 
     def __init__(self, sizes: RoutedExperts, moe: MoeSection, backend: Backend) -> None:
         super().__init__()
@@ -248,32 +258,39 @@ class Router(Adaptable):
     ) -> Routed:
         """Route ``x_TD`` (any float dtype); pads get no expert and count nowhere.
 
-        ``ids_TK`` are experts to use whatever the scores; -1: the router chooses.
+        ``ids_TK``: experts to use whatever the scores are; -1: the router chooses.
         """
         sizes, logits_TE = self.sizes, self.logits(x_TD)
-        how: dict[str, Any] = {
-            "score": sizes.router_score,
-            "normalize": sizes.norm_topk_prob,
-            "is_pad_T": is_pad_T,
-            "scale": sizes.routed_scaling_factor,
-            "min_sum": sizes.router_min_sum,
-        }
         routed = router_topk(
             logits_TE,
             self.top_k,
+            score=sizes.router_score,
+            normalize=sizes.norm_topk_prob,
             bias_E=self.bias,
+            is_pad_T=is_pad_T,
             num_groups=sizes.num_expert_groups,
             topk_groups=sizes.topk_expert_groups,
             best_of_group=sizes.best_of_group,
+            scale=sizes.routed_scaling_factor,
+            min_sum=sizes.router_min_sum,
             backend=self.backend,
-            **how,
         )
-        if self.is_balanced:  # the router has run, so that its cost is in what is measured
-            return rerouted(routed, logits_TE, balanced_ids(logits_TE, self.top_k), **how)
-        if ids_TK is None:
+        if self.is_balanced:  # the router runs first, so that measurements include its cost
+            ids_TK = balanced_ids(logits_TE, self.top_k)
+        elif ids_TK is not None:
+            ids_TK = torch.where(ids_TK >= 0, ids_TK, routed.ids_TK)
+        else:
             return routed
-        ids_TK = torch.where(ids_TK >= 0, ids_TK, routed.ids_TK)
-        return rerouted(routed, logits_TE, ids_TK, **how)
+        return rerouted(
+            routed,
+            logits_TE,
+            ids_TK,
+            score=sizes.router_score,
+            normalize=sizes.norm_topk_prob,
+            is_pad_T=is_pad_T,
+            scale=sizes.routed_scaling_factor,
+            min_sum=sizes.router_min_sum,
+        )
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Compute ``logits_TE`` in fp32."""
@@ -282,26 +299,27 @@ class Router(Adaptable):
         return router_logits(x_TD, weight_ED, self.backend, wide=self.sizes.router_fp32)
 
 
-class Experts(Adaptable):
-    """All experts' SwiGLU weights, stacked; the gate's F rows lie before the up projection's."""
+class Experts(KernelModule, Adaptable):
+    """All experts' SwiGLU weights, stacked; the gate's F rows come before the up projection's."""
 
     weights = ("w_gate_up", "w_down")
     activation: ClassVar[str] = "silu"
     quant_format: QuantFormat | None = None
-    """How the matrices are stored, uint8 [E, bytes] each; None: as they are."""
+    """The format in which the matrices are stored, uint8 [E, bytes] each; None: unquantised."""
     room: int = 0
-    """Experts for which there is memory right behind each matrix, which no tensor shows."""
+    """The number of further experts for which each matrix has memory right after its end, outside
+    of any tensor."""
 
     def __init__(self, sizes: RoutedExperts, kernels: KernelsSection) -> None:
         super().__init__()
         num_experts, dim, width = sizes.num_experts, sizes.hidden_size, sizes.moe_intermediate_size
-        self.backend: Backend = kernels.backend
-        self.precision: Precision = kernels.precision
+        self.use_kernels(kernels)
         if self.precision in RECIPES and width % (multiple := RECIPES[self.precision].multiple):
-            problem = (
-                f"{self.precision!r} takes experts of a width that is a multiple of {multiple}"
+            raise ConfigError(
+                "kernels.precision",
+                f"{self.precision!r} takes experts of a width that is a multiple of {multiple}, and"
+                f" theirs is {width}; use bf16",
             )
-            raise ConfigError("kernels.precision", f"{problem}, and theirs is {width}; use bf16")
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, dim))
         self.w_down = nn.Parameter(torch.empty(num_experts, dim, width))
         self.counters: torch.Tensor | None = None
@@ -317,14 +335,14 @@ class Experts(Adaptable):
             self.register_parameter(name, nn.Parameter(bytes_EB, requires_grad=False))
 
     def stored(self, name: str, dtype: torch.dtype) -> torch.Tensor | QuantisedMatrices:
-        """Return the matrices called ``name``, to be multiplied in ``dtype``."""
+        """Return the matrices ``name`` as they are stored, for products in ``dtype``."""
         weight = getattr(self, name)
         if self.quant_format is None:
             return weight.to(dtype)
         return QuantisedMatrices(self.quant_format, weight, self._shapes[name], dtype)
 
     def matrices(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return those matrices [E, out, in]."""
+        """Return the matrices ``name``, dequantised: [E, out, in] in ``dtype``."""
         stored = self.stored(name, dtype)
         return stored.dequantise() if isinstance(stored, QuantisedMatrices) else stored
 
@@ -335,21 +353,48 @@ class Experts(Adaptable):
         indices: ExpertIndices,
         typical_rows: int | None = None,
     ) -> torch.Tensor:
-        """Return ``y_SD``, the weighted sum of each token's experts here."""
-        (first, second), dtype, backend = self.weights, x_SD.dtype, self.backend
+        """Return ``y_SD``, the weighted sum of each token's local experts."""
+        (first, second), dtype = self.weights, x_SD.dtype
         up, down = self.adapter(first, dtype), self.adapter(second, dtype)
-        if self.precision == "bf16" and (up is None or down is None):
-            stored = self.stored(first, dtype), self.stored(second, dtype)
-            given = (x_SD, weights_SK, indices, *stored, backend)
-            return expert_mlp(*given, typical_rows=typical_rows, activation=self.activation)
-        weights = self.matrices(first, dtype), self.matrices(second, dtype)
-        if up is None or down is None:
-            return expert_mlp_fp8(x_SD, weights_SK, indices, *weights, backend, self.precision)
-        given = (x_SD, weights_SK, indices, *weights, up.a, up.b, down.a, down.b, up.scale)
-        return adapted_expert_mlp(*given, backend, activation=self.activation)
+        if up is not None and down is not None:
+            return adapted_expert_mlp(
+                x_SD,
+                weights_SK,
+                indices,
+                self.matrices(first, dtype),
+                self.matrices(second, dtype),
+                a_gate_up_ErD=up.a,
+                b_gate_up_E2Fr=up.b,
+                a_down_ErF=down.a,
+                b_down_EDr=down.b,
+                scale=up.scale,
+                backend=self.backend,
+                activation=self.activation,
+            )
+        if self.precision != "bf16":
+            return expert_mlp_fp8(
+                x_SD,
+                weights_SK,
+                indices,
+                self.matrices(first, dtype),
+                self.matrices(second, dtype),
+                backend=self.backend,
+                precision=self.precision,
+            )
+        return expert_mlp(
+            x_SD,
+            weights_SK,
+            indices,
+            self.stored(first, dtype),
+            self.stored(second, dtype),
+            backend=self.backend,
+            typical_rows=typical_rows,
+            activation=self.activation,
+        )
 
     def of_few(self, x_TD: torch.Tensor, routed: Routed) -> torch.Tensor | None:
-        """Return the sum of each token's experts, which are all here; None: not so few tokens."""
+        """Return the sum of each token's experts by the kernel for few tokens, where all experts
+        are local; None: this kernel does not take these tokens or experts."""
         is_plain = type(self) is Experts and self.precision == "bf16" and self.quant_format is None
         if not (is_few(x_TD) and is_plain):
             return None
@@ -369,6 +414,7 @@ class MoE(nn.Module):
     """
 
     kinds: ClassVar[tuple[type[Router], type[Experts]]] = (Router, Experts)
+    """The classes of its router and its experts."""
 
     def __init__(self, sizes: RoutedExperts, moe: MoeSection, kernels: KernelsSection) -> None:
         super().__init__()
@@ -382,8 +428,10 @@ class MoE(nn.Module):
         self.dispatcher = Dispatcher(sizes.num_experts, kernels.backend)
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, RouterStats]:
-        """Return ``y_BSD`` in ``x_BSD``'s dtype, and the routing statistics. Pads use no expert but
-        the shared ones."""
+        """Return ``y_BSD`` in ``x_BSD``'s dtype, and the routing statistics.
+
+        Pads use the shared experts alone.
+        """
         x_TD = x_BSD.flatten(0, 1)
         is_pad_BS = context.is_pad_BS
         routes_BSK = context.routes_BSK
@@ -393,14 +441,13 @@ class MoE(nn.Module):
             None if routes_BSK is None else routes_BSK.reshape(-1, routes_BSK.shape[-1]),
         )
         y_TD, dropped = self.results(x_TD, routed, context)
-        sums = (routed.counts_E, routed.prob_sum_E, routed.z_sum, routed.entropy_sum)
-        return y_TD.view_as(x_BSD), RouterStats(*sums, dropped)
+        stats = RouterStats(
+            routed.counts_E, routed.prob_sum_E, routed.z_sum, routed.entropy_sum, dropped
+        )
+        return y_TD.view_as(x_BSD), stats
 
-    def results(
-        self, x_TD: torch.Tensor, routed: Routed, context: Context
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the sum of each token's experts and the shared ones, and ``dropped`` of
-        :class:`Dispatched`."""
+    def results(self, x_TD: torch.Tensor, routed: Routed, context: Context) -> MoEOutput:
+        """Return the sum of each token's experts and the shared ones."""
         y_TD, dropped = self.through_experts(x_TD, routed)
         if self.shared_experts is not None:
             shared_TD, _ = self.shared_experts(x_TD, context)
@@ -408,15 +455,13 @@ class MoE(nn.Module):
                 fusible = not self.shared_expert_gate.batch_invariant
                 shared_TD = sigmoid(self.shared_expert_gate(x_TD), fusible=fusible) * shared_TD
             y_TD = y_TD + shared_TD
-        return y_TD, dropped
+        return MoEOutput(y_TD, dropped)
 
-    def through_experts(
-        self, x_TD: torch.Tensor, routed: Routed
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the sum of each token's experts, and ``dropped`` of :class:`Dispatched`."""
+    def through_experts(self, x_TD: torch.Tensor, routed: Routed) -> MoEOutput:
+        """Return the weighted sum of each token's routed experts."""
         few_TD = self.experts.of_few(x_TD, routed) if type(self.dispatcher) is Dispatcher else None
         if few_TD is not None:
-            return few_TD, None
+            return MoEOutput(few_TD, dropped=None)
         return self.dispatcher.through(self.experts, x_TD, routed)
 
 
@@ -426,9 +471,9 @@ def update_router_bias(
 ) -> None:
     """Raise the selection bias of underused experts and lower the others', by ``rate``.
 
-    Auxiliary-loss-free balancing (arXiv 2408.15664). ``counts_LE`` are the choices over the whole
-    batch, in the order of ``model``'s MoE layers, which have such a bias. A frozen router's bias
-    stays as it is: it would choose other experts.
+    Auxiliary-loss-free balancing (arXiv 2408.15664). ``counts_LE`` counts the choices over the
+    whole batch, for ``model``'s MoE layers in order. A frozen router's bias stays as it is, since
+    moving it would change the choice of experts.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     for router, counts_E in zip(routers, counts_LE, strict=True):

@@ -1,12 +1,14 @@
 """The decoder that every family shares, in stages: prepare, embed, run (a range of blocks), head.
 
-A block is made of the parts that the family's architecture names for its layer. What all blocks
-need (rotary angles, attention masks) is computed once per forward, in ``prepare``, so that each
-block is one compiled graph that the next one reuses, a pipeline stage is a range of blocks, and
-generation brings masks of its own.
+The family's architecture names the parts of each block. ``prepare`` computes what all blocks need
+(rotary angles, attention masks) once per forward. So all blocks of a kind share one compiled graph,
+a pipeline stage is a range of blocks, and generation brings its own masks.
 
 Left out on purpose: the loss (it never needs all logits at once), text generation, and everything
-about devices. Legend: B batch, S sequence, D model width, V vocabulary.
+about devices.
+
+Legend: B batch, S sequence, D model width, V vocabulary, N selected tokens, L labels or MoE layers,
+K experts a token.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +26,12 @@ from moetrain.config import ActivationSection, Config, ConfigError, KernelsSecti
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.linear_attention.gated_delta import Documents, documents_of
 from moetrain.losses.balancing import RouterStats, RoutingStats
-from moetrain.models.architecture import Architecture, LayerKind
+from moetrain.models.architecture import Architecture, AttentionPart, LayerKind
 from moetrain.models.families import FAMILIES
 from moetrain.models.family import Piece
+from moetrain.models.generation import Caches, CachingMixer, LayerCache
 from moetrain.models.hf.files import HFSource
-from moetrain.models.layers import Context, Linear, RMSNorm, Vocabulary
+from moetrain.models.layers import Context, KernelModule, Linear, RMSNorm, Vocabulary
 from moetrain.models.parts.lora import add_adapters
 from moetrain.models.parts.multi_token import run_multi_token
 from moetrain.models.rope_scaling import RotaryEmbedding
@@ -37,37 +40,52 @@ from moetrain.runtime.ahead import cache_compiled_blocks, prepare_compiler
 from moetrain.runtime.annotate import annotate, annotate_backward
 from moetrain.runtime.recompute import forward_keeping, recomputed
 
+Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""The residual stream [B, S, D], or two summands of it (:attr:`Block.defers`)."""
+
 _KERNELS = KernelsSection()
 _MOE = MoeSection()
 
 
-class Block(nn.Module):
-    """Attention, then a feed-forward layer, with norms before or after them, each added to the
-    residual stream; or one of the two.
+def _norm(arch: Architecture, kernels: KernelsSection) -> RMSNorm:
+    """Make a norm of the model's width, as the family has it."""
+    return RMSNorm(
+        arch.hidden_size,
+        arch.norm_eps,
+        kernels,
+        zero_centred=arch.zero_centred_norms,
+        late=arch.late_norms,
+    )
 
-    The modules of its parts are attributes of the parts' names: ``attn``, and ``mlp`` or ``moe``.
+
+class Block(nn.Module):
+    """A transformer block: attention, then a feed-forward layer, or one of the two.
+
+    A part has a norm before it, after it, or both, and its result is added to the residual stream.
+    The modules of the parts are attributes of the parts' names: ``attn``, and ``mlp`` or ``moe``.
     """
 
     scalar: nn.Parameter | None
     defers = False
-    """Whether the result is two summands, which the next norm adds up. Generation sets it."""
+    """True: the block returns its residual stream and its last part's result as two tensors, which
+    the next norm adds up in the same kernel. Generation sets it."""
 
     def __init__(
         self, arch: Architecture, layer: int, kernels: KernelsSection, moe: MoeSection
     ) -> None:
         super().__init__()
         parts = arch.layers()[layer]
-        how = {"zero_centred": arch.zero_centred_norms, "late": arch.late_norms}
         self.parts = tuple((part.norm, part.name, part.after) for part in parts if part.norms)
         for part in parts:
             for name in part.norms:
-                self.add_module(name, RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how))
+                self.add_module(name, _norm(arch, kernels))
             self.add_module(part.name, part.build(kernels, moe))
         one = nn.Parameter(torch.empty(1), requires_grad=False) if arch.layer_scalars else None
         self.register_parameter("scalar", one)
 
-    def forward(self, x_BSD: Any, context: Context) -> tuple[Any, RouterStats | None]:
+    def forward(self, x_BSD: Stream, context: Context) -> tuple[Stream, RouterStats | None]:
         """Return the residual stream after this block, and its routing (None: not MoE)."""
+        # y_BSD is the last part's result. The next norm adds it to the stream x_BSD, in one kernel.
         y_BSD = stats = None
         if isinstance(x_BSD, tuple):
             x_BSD, y_BSD = x_BSD
@@ -75,9 +93,10 @@ class Block(nn.Module):
             norm: RMSNorm | None = getattr(self, before) if before else None
             if norm is None:
                 x_BSD = normed_BSD = x_BSD if y_BSD is None else x_BSD + y_BSD
+            elif y_BSD is None:
+                x_BSD, normed_BSD = norm.with_stream(x_BSD)
             else:
-                sums = norm.beside(x_BSD) if y_BSD is None else norm.of_sum(x_BSD, y_BSD)
-                x_BSD, normed_BSD = sums
+                x_BSD, normed_BSD = norm.with_sum(x_BSD, y_BSD)
             y_BSD = getattr(self, part)(normed_BSD, context)
             if isinstance(y_BSD, tuple):
                 y_BSD, stats = y_BSD
@@ -104,7 +123,7 @@ class MultiTokenBlock(Block):
 
 
 class _Embedding(nn.Module):
-    """Looks up rows of ``weight`` [V, D] through a ``Vocabulary``, in the parameter's dtype."""
+    """The embedding: looks up rows of ``weight`` [V, D], in the parameter's dtype."""
 
     def __init__(self, vocab_size: int, dim: int) -> None:
         super().__init__()
@@ -141,25 +160,31 @@ class Rows(NamedTuple):
     """What blocks need to know of the rows of one forward pass."""
 
     batch: int
+    """B of the hidden states after the final norm."""
     seq_len: int
-    """The shape of the hidden states that come out."""
+    """S of the hidden states after the final norm."""
     contexts: dict[LayerKind, Context]
     """The context of blocks of each kind."""
     routes_BSLK: torch.Tensor | None = None
     """As in :class:`Inputs`."""
     own: Callable[[torch.Tensor], torch.Tensor] = lambda x_BS: x_BS
-    """Keeps what concerns this device's tokens of [B, S, ...]."""
+    """Selects this device's tokens from [B, S, ...]."""
 
 
 class Sharding:
-    """The seam between a model and its sharding; this one has all parameters whole."""
+    """The seam between a model and its sharding; this one has all parameters whole.
+
+    :class:`moetrain.parallel.fsdp.fsdp.FSDP` takes its place.
+    """
 
     def unsharded(self, block: nn.Module) -> AbstractContextManager[None]:
-        """Give ``block`` its parameters whole while inside."""
+        """Give ``block`` its whole parameters inside the context."""
         return nullcontext()
 
-    def reopen(self, block: nn.Module, outputs: Any) -> Any:
-        """Return ``outputs`` of ``block``, whose backward begins with unsharding it again."""
+    def reopen(
+        self, block: nn.Module, outputs: tuple[Stream, RouterStats | None]
+    ) -> tuple[Stream, RouterStats | None]:
+        """Return ``outputs`` of ``block``; their backward first unshards the block again."""
         return outputs
 
     def open(self, module: nn.Module) -> None:
@@ -176,12 +201,12 @@ class Transformer(nn.Module):
     Attributes:
         compute_dtype: dtype of the activations; None: the embedding's own.
         call_block: calls a block with its inputs; recomputation replaces it.
-        sharding: unshards parameters where they are used.
+        sharding: unshards parameters where they are used; FSDP replaces it.
         source: the rest of the checkpoint that the weights came from; None: there was none.
         vocabulary: uses the embedding's and the head's matrices; tensor and context parallelism
             replace it.
-        cut_rows: keeps what concerns this device's tokens; context parallelism replaces it, and
-            says by ``cuts_queries`` that attention is over all keys for these tokens alone.
+        cut_rows: selects this device's tokens; context parallelism replaces it.
+        cuts_queries: True: ``cut_rows`` cuts the queries alone, and attention has all keys.
     """
 
     def __init__(
@@ -190,8 +215,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.arch = arch
         self.kernels = kernels
-        kinds = [Block] * arch.num_layers + [MultiTokenBlock] * arch.mtp_layers
-        blocks = [kind(arch, i, kernels, moe) for i, kind in enumerate(kinds)]
+        classes = [Block] * arch.num_layers + [MultiTokenBlock] * arch.mtp_layers
+        blocks = [make(arch, i, kernels, moe) for i, make in enumerate(classes)]
         self.compute_dtype: torch.dtype | None = None
         self.call_block: Callable[..., Any] = nn.Module.__call__
         self.sharding = Sharding()
@@ -209,15 +234,14 @@ class Transformer(nn.Module):
         rotations = dict.fromkeys(kind.rotation for kind in self.kinds)
         self.ropes = {rotation: RotaryEmbedding(rotation) for rotation in rotations}
         self.layers = nn.ModuleList(blocks)
-        how = {"zero_centred": arch.zero_centred_norms, "late": arch.late_norms}
-        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels, **how)
+        self.norm = _norm(arch, kernels)
         has_own = not arch.tie_embeddings and not arch.num_labels
         self.lm_head = Linear(arch.hidden_size, arch.vocab_size) if has_own else None
         self.score = Linear(arch.hidden_size, arch.num_labels) if arch.num_labels else None
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """The vocabulary matrix [V, D], tied or not; of a reward model its head [L, D]."""
+        """The head's matrix [V, D], tied or not; in a reward model [L, D]."""
         return (self.score or self.lm_head or self.embed).weight
 
     def forward(
@@ -230,9 +254,9 @@ class Transformer(nn.Module):
         """
         hidden_BSD, _ = self.backbone(Inputs(tokens_BS, positions_BS))
         if self.score is not None:
-            places_N = torch.arange(tokens_BS.numel(), device=tokens_BS.device)
+            every_token_N = torch.arange(tokens_BS.numel(), device=tokens_BS.device)
             hidden_TD = hidden_BSD.flatten(0, 1)
-            scores_N1 = self.vocabulary.scores(hidden_TD, self.head_weight, places_N)
+            scores_N1 = self.vocabulary.scores(hidden_TD, self.head_weight, every_token_N)
             return scores_N1.view(*tokens_BS.shape, -1)
         logits = self.vocabulary.logits(hidden_BSD, self.head_weight)
         return logits.reshape(*tokens_BS.shape, -1)
@@ -259,16 +283,51 @@ class Transformer(nn.Module):
             layer_stats += more
         return hidden_BSD, self.routing(layer_stats)
 
+    def for_generation(self, caches: Caches, *, with_mtp: bool = False) -> list[LayerCache]:
+        """Put the model into its generation form, in place, for good.
+
+        It then reads tokens of a step through :meth:`run` with a generator's own :class:`Rows`. On
+        a GPU its bits do not depend on the batch.
+
+        Args:
+            with_mtp: the first MTP block has a cache too, since it drafts.
+
+        Returns:
+            The layers' caches, in order.
+
+        Raises ConfigError: a layer has no generation form.
+        """
+        found: list[LayerCache] = []
+        count = self.arch.num_layers + with_mtp
+        for block, parts in zip(self.layers[:count], self.arch.layers()[:count], strict=True):
+            for part in parts:
+                if not isinstance(part, AttentionPart):
+                    continue
+                mixer = block.get_submodule(part.name)
+                cache = None
+                if isinstance(mixer, CachingMixer):
+                    cache = mixer.for_generation(caches, part.window)
+                if cache is None:
+                    raise ConfigError(
+                        "model",
+                        f"{self.arch.family} has layers that have no cache here, so it cannot"
+                        " generate; other programs can serve its export",
+                    )
+                found.append(cache)
+        for module in self.modules():
+            if isinstance(module, KernelModule):
+                module.use_generation_kernels(batch_invariant=self.embed.weight.is_cuda)
+        for block in self.layers[: self.arch.num_layers]:
+            assert isinstance(block, Block)
+            block.defers = True
+        return found
+
     def prepare(self, inputs: Inputs) -> Rows:
         """Compute what every block needs to know of the rows; no parameters are touched."""
-        tokens_BS, positions_BS, cu_seqlens = (
-            inputs.tokens_BS,
-            inputs.positions_BS,
-            inputs.cu_seqlens,
-        )
+        tokens_BS = inputs.tokens_BS
+        positions_BS = inputs.positions_BS
+        cu_seqlens = None if positions_BS is None else inputs.cu_seqlens
         batch, seq_len = tokens_BS.shape
-        if positions_BS is None:
-            cu_seqlens = None
         masks = {
             window: AttentionMask.of(
                 positions_BS,
@@ -285,19 +344,30 @@ class Transformer(nn.Module):
             )
             for window in dict.fromkeys(kind.window for kind in self.kinds)
         }
-        own: tuple[Documents | None, torch.Tensor | None] = (None, None)
+        documents: Documents | None = None
+        place_T: torch.Tensor | None = None
         if self.carries_state:
-            own = documents_of(positions_BS, cu_seqlens, (batch, seq_len), tokens_BS.device)
+            shape = (batch, seq_len)
+            documents, place_T = documents_of(positions_BS, cu_seqlens, shape, tokens_BS.device)
         if positions_BS is None:
             positions_BS = torch.arange(seq_len, device=tokens_BS.device)[None]
         contexts = {
-            kind: Context(angles, masks[kind.window], cu_seqlens, inputs.is_pad_BS, None, *own)
+            kind: Context(
+                rotation=angles,
+                mask=masks[kind.window],
+                cu_seqlens=cu_seqlens,
+                is_pad_BS=inputs.is_pad_BS,
+                documents=documents,
+                place_T=place_T,
+            )
             for kind, angles in self.rotate(positions_BS).items()
         }
         return self.cut_rows(Rows(batch, seq_len, contexts, inputs.routes_BSLK))
 
-    def rotate(self, positions_BS: torch.Tensor) -> dict[LayerKind, Any]:
-        """Return what :class:`RotaryEmbedding` gives for blocks of each kind."""
+    def rotate(
+        self, positions_BS: torch.Tensor
+    ) -> dict[LayerKind, tuple[torch.Tensor, torch.Tensor]]:
+        """Return the cosine and sine of the positions' angles, for blocks of each kind."""
         angles = {rotation: rope(positions_BS) for rotation, rope in self.ropes.items()}
         return {kind: angles[kind.rotation] for kind in self.kinds}
 
@@ -309,11 +379,11 @@ class Transformer(nn.Module):
         if not self.arch.scaled_embeddings:
             return x_BSD
         scale = torch.tensor(self.arch.hidden_size**0.5, dtype=x_BSD.dtype, device="cpu")
-        return x_BSD * scale.item()  # which is rounded first, as in Hugging Face's
+        return x_BSD * scale.item()  # the factor is rounded first, as in Hugging Face's
 
     def run(
-        self, x_BSD: torch.Tensor, rows: Rows, start: int = 0, stop: int | None = None
-    ) -> tuple[torch.Tensor, list[RouterStats]]:
+        self, x_BSD: Stream, rows: Rows, start: int = 0, stop: int | None = None
+    ) -> tuple[Stream, list[RouterStats]]:
         """Run blocks ``start:stop``; return the residual stream and MoE layers' statistics."""
         layer_stats: list[RouterStats] = []
         for i in range(start, self.arch.num_layers if stop is None else stop):
@@ -327,9 +397,9 @@ class Transformer(nn.Module):
         return x_BSD, layer_stats
 
     def through(
-        self, i: int, x_BSD: torch.Tensor, context: Context
-    ) -> tuple[torch.Tensor, RouterStats | None]:
-        """Call block ``i``, unsharded."""
+        self, i: int, x_BSD: Stream, context: Context
+    ) -> tuple[Stream, RouterStats | None]:
+        """Call block ``i`` with its parameters unsharded."""
         block = self.layers[i]
         with annotate(f"layer {i} forward"):
             with self.sharding.unsharded(block):
@@ -337,14 +407,14 @@ class Transformer(nn.Module):
             x_BSD, stats = self.sharding.reopen(block, outputs)
         return annotate_backward(x_BSD, f"layer {i} backward"), stats
 
-    def head(self, x_BSD: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def head(self, x_BSD: Stream, rows: Rows) -> torch.Tensor:
         """Apply the final norm: [B, S, D], for ``vocabulary`` with :attr:`head_weight`."""
         self.sharding.open(self.norm)
-        y_BSD = self.norm.of_sum(*x_BSD)[1] if isinstance(x_BSD, tuple) else self.norm(x_BSD)
+        y_BSD = self.norm.with_sum(*x_BSD)[1] if isinstance(x_BSD, tuple) else self.norm(x_BSD)
         return y_BSD.view(rows.batch, rows.seq_len, y_BSD.shape[-1])
 
     def pieces(self) -> list[Piece]:
-        """List the tensors of Hugging Face's files that hold the model, and where each lies."""
+        """List the tensors of Hugging Face's files that hold the model, and their places in it."""
         family = FAMILIES[self.arch.family]
         shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
         shapes |= {name: x.shape for name, x in self.named_buffers() if family.holds(name)}
@@ -357,23 +427,23 @@ class Transformer(nn.Module):
         rules = self.arch.plan().rules(self)
         for name, parameter in self.named_parameters():
             rules[name].draw(parameter, name, parameter.shape, std, seed)
-        for buffer in self.buffers():  # only router biases: see Router
+        for buffer in self.buffers():  # only routers' biases are buffers
             buffer.zero_()
 
     def set_recomputation(self, activation: ActivationSection) -> None:
         """Choose what blocks keep for their backward; call it before :func:`compile_blocks`.
 
-        With the policy ``none`` that is every tensor that a gradient needs, with ``full`` the
-        block's inputs: the backward runs the whole block again. ``selective`` also keeps the
-        routing and the results of the ops in the groups ``activation.save``
+        The policy ``none`` keeps every tensor that a gradient needs. ``full`` keeps the block's
+        inputs, and the backward runs the whole block again. ``selective`` also keeps the routing
+        and the results of the ops in the groups ``activation.save``
         (:mod:`moetrain.runtime.backend`).
 
-        Selective recomputation lies inside the block's forward, where ``full`` lies around it. So
-        it is compiled too, and the compiler cuts the joint graph by it. Two ops cannot be kept and
-        run again: FlexAttention in eager mode on a GPU, which is compiled by itself and so hides
-        its op, and the ``reference`` attention, whose products are ordinary ones.
+        Selective recomputation is inside the block's forward, while ``full`` is around it. So it is
+        compiled with the block, and the compiler cuts the joint graph there. It cannot keep the
+        results of two kinds of attention: FlexAttention in eager mode on a GPU, which is compiled
+        by itself and hides its op, and the ``reference`` one, which consists of ordinary products.
         """
-        # Then the same numbers are to be drawn again.
+        # With dropout, the recomputation must draw the same random numbers.
         draws = any(getattr(module, "lora_dropout", 0) for module in self.modules())
         if activation.policy == "full":
             self.call_block = partial(recomputed, draws=draws)
@@ -383,7 +453,7 @@ class Transformer(nn.Module):
                 block.forward = MethodType(forward, block)
 
     def routing(self, layer_stats: Sequence[RouterStats]) -> RoutingStats | None:
-        """Stack the statistics of all MoE layers; None: there are none."""
+        """Stack the statistics of all MoE layers; None: the model has none."""
         return RoutingStats.of_layers(layer_stats, self.arch.num_experts_per_token)
 
 
@@ -413,7 +483,7 @@ def plan_model(
 
 
 def _check_adapters(model: Transformer, layout: str) -> None:
-    """Raise ConfigError for an adapter that PEFT's files have no place for."""
+    """Raise ConfigError for an adapter that PEFT's files cannot hold."""
     weights = [name for name, _ in model.named_parameters() if name.endswith(ADAPTER[0])]
     weights = [name.removesuffix(ADAPTER[0]) for name in weights]
     family = FAMILIES[model.arch.family]
@@ -438,9 +508,9 @@ def compile_blocks(model: Transformer, backend: str | Callable[..., Callable] = 
     prepare_compiler()
     if backend == "inductor":
         cache_compiled_blocks()
-    how: dict[str, Any] = {"fullgraph": True, "backend": backend}
+    options: dict[str, bool] | None = None
     if model.kernels.batch_invariant and backend == "inductor":
-        # Fused operations then round where they would alone, as generation runs them.
-        how["options"] = {"emulate_precision_casts": True}
+        # Fused operations then round as single ones do, which is how generation runs them.
+        options = {"emulate_precision_casts": True}
     for block in model.layers:
-        block.compile(**how)
+        block.compile(fullgraph=True, backend=backend, options=options)

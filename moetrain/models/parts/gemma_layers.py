@@ -15,7 +15,7 @@ Legend: B batch, S sequence, T tokens, D model width, E experts, K experts a tok
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from moetrain.kernels.norm.rms_norm import fusible_rms_norm, rms_norm
 from moetrain.models.architecture import FP32, Weight, Workload
 from moetrain.models.attention import Attention, GroupedQueryAttention
 from moetrain.models.layers import Context, RMSNorm, linears
-from moetrain.models.moe import MoE, RoutedExperts, Router
+from moetrain.models.moe import MoE, MoEOutput, RoutedExperts, Router
 from moetrain.models.parts.geglu import GeGLU, GeGLUExperts
 from moetrain.models.rules import NORM
 from moetrain.runtime.backend import Backend
@@ -85,13 +85,19 @@ class _GemmaAttention(Attention):
             v_BSGd = rms_norm(v_BSGd, one_d, self.eps, self.backend, late=True)
         else:
             _, v_BSGd = fusible_rms_norm(v_BSGd, one_d, self.eps, self.backend, late=True)
-        q_BSHd = self._turn(q, self.q_norm, context)
-        k_BSGd = self._turn(k, self.k_norm, context)
+        q_BSHd = self._rotated(q, self.q_norm, context)
+        k_BSGd = self._rotated(k, self.k_norm, context)
         return self.wo(self.mix(q_BSHd, k_BSGd, v_BSGd, context).flatten(-2))
 
-    def mix(self, *qkv_and_context: Any) -> torch.Tensor:
+    def mix(
+        self,
+        q_BSHd: torch.Tensor,
+        k_BSGd: torch.Tensor,
+        v_BSGd: torch.Tensor,
+        context: Context,
+    ) -> torch.Tensor:
         """Call the core without a scale."""
-        return self.core(*qkv_and_context, 1.0)
+        return self.core(q_BSHd, k_BSGd, v_BSGd, context, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,15 +196,10 @@ class _GemmaMoE(MoE):
             norm = RMSNorm(sizes.hidden_size, sizes.norm_eps, kernels, late=True)
             self.add_module(name, norm)
 
-    def results(
-        self,
-        x_TD: torch.Tensor,
-        routed: Routed,
-        context: Context,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the sum of both layers' normalised results, and ``dropped``."""
+    def results(self, x_TD: torch.Tensor, routed: Routed, context: Context) -> MoEOutput:
+        """Return the sum of both layers' normalised results."""
         dense_norm, dense_out_norm, norm, out_norm = (getattr(self, name) for name in _NORMS)
         assert self.shared_experts is not None  # GemmaExperts has them
         dense_TD, _ = self.shared_experts(dense_norm(x_TD), context)
         y_TD, dropped = self.through_experts(norm(x_TD), routed)
-        return dense_out_norm(dense_TD) + out_norm(y_TD), dropped
+        return MoEOutput(dense_out_norm(dense_TD) + out_norm(y_TD), dropped)

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
@@ -32,11 +31,10 @@ from moetrain.models.architecture import (
     Workload,
     linear,
 )
-from moetrain.models.attention import masked_attention
+from moetrain.models.attention import CoreAttention
 from moetrain.models.layers import Context, Linear, RMSNorm, linears
 from moetrain.models.rope_scaling import RopeScaling
 from moetrain.models.rules import COLWISE, NORM, ROWWISE, Rule
-from moetrain.runtime.backend import Backend
 
 _NORM_EPS = 1e-6
 """Of the latents' norms, whatever the model's other norms have."""
@@ -157,7 +155,7 @@ class LatentAttention(AttentionPart):
         width = self.num_heads * (2 * self.head_dim + self.v_head_dim)
         return share.tokens * share.width * width / share.tp
 
-    def cached_numbers(self, ranks: int = 1) -> int:
+    def cached_elements(self, ranks: int = 1) -> int:
         heads = self.num_heads // (1 if self.num_heads % ranks else ranks)
         return heads * (self.head_dim + self.v_head_dim)
 
@@ -171,19 +169,17 @@ class LatentAttention(AttentionPart):
         }
 
 
-class _MultiHeadLatent(nn.Module):
+class _MultiHeadLatent(CoreAttention):
     """The module of :class:`LatentAttention`.
 
-    ``core`` is a plain attribute; generation replaces it by attention over pages. So is
-    ``gather_latents``, which gives all tokens' latents and rotated keys where those here are of a
-    part of them; keys and values are then those of all tokens.
+    ``gather_latents`` is a plain attribute: context parallelism sets it. It returns the latents and
+    rotated keys of all tokens where this device has a part of them; keys and values are then those
+    of all tokens.
     """
 
     def __init__(self, sizes: LatentAttention, kernels: KernelsSection) -> None:
-        super().__init__()
-        self.core, self.batch_invariant = masked_attention, kernels.batch_invariant
+        super().__init__(kernels)
         self.gather_latents: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self.backend: Backend = kernels.backend
         self.scale, self.interleaved = sizes.scale, sizes.rope_interleaved
         self.nope = sizes.qk_nope_head_dim
         self.rope = sizes.qk_rope_head_dim
@@ -212,26 +208,32 @@ class _MultiHeadLatent(nn.Module):
         q, latents = linears(x_BSD, (first, self.wkv_a))
         if self.wq_b is not None:
             q = self.wq_b(self.q_a_norm(q))
-        latent_BSc, turning_BSr = latents.split((self.latent, self.rope), dim=-1)
+        latent_BSc, rotating_BSr = latents.split((self.latent, self.rope), dim=-1)
         latent_BSc = self.kv_a_norm(latent_BSc)
-        turned_BSr = self._turn(turning_BSr[:, :, None], context)[:, :, 0]
+        rotated_BSr = self._rotated(rotating_BSr[:, :, None], context)[:, :, 0]
         if self.gather_latents is not None:
-            whole = self.gather_latents(torch.cat((latent_BSc, turned_BSr), dim=-1))
-            latent_BSc, turned_BSr = whole.split((self.latent, self.rope), dim=-1)
+            whole = self.gather_latents(torch.cat((latent_BSc, rotated_BSr), dim=-1))
+            latent_BSc, rotated_BSr = whole.split((self.latent, self.rope), dim=-1)
         kv = self.wkv_b(latent_BSc)
         q_BSHd = q.unflatten(-1, (-1, self.nope + self.rope))
-        q_nope, q_turning = q_BSHd.split((self.nope, self.rope), dim=-1)
-        q_BSHd = torch.cat((q_nope, self._turn(q_turning, context)), dim=-1)
+        q_nope, q_rotating = q_BSHd.split((self.nope, self.rope), dim=-1)
+        q_BSHd = torch.cat((q_nope, self._rotated(q_rotating, context)), dim=-1)
         kv_BSHn = kv.unflatten(-1, (-1, self.nope + self.v_width))
         k_nope, v_BSHv = kv_BSHn.split((self.nope, self.v_width), dim=-1)
-        k_turned = turned_BSr[:, :, None].expand(*k_nope.shape[:-1], -1)
-        k_BSHd = torch.cat((k_nope, k_turned), dim=-1)
+        k_rotated = rotated_BSr[:, :, None].expand(*k_nope.shape[:-1], -1)
+        k_BSHd = torch.cat((k_nope, k_rotated), dim=-1)
         y_BSHv = self.core(q_BSHd, k_BSHd, v_BSHv.contiguous(), context, self.scale)
         return self.wo(y_BSHv.flatten(-2))
 
-    def _turn(self, x_BSHr: torch.Tensor, context: Context) -> torch.Tensor:
+    def _rotated(self, x_BSHr: torch.Tensor, context: Context) -> torch.Tensor:
         """Rotate heads by their tokens' positions."""
         cos_Sp, sin_Sp = (angles.flatten(0, 2) for angles in context.rotation)
-        how = {"interleaved": self.interleaved, "fusible": not self.batch_invariant}
-        y_THr = rotary(x_BSHr.flatten(0, 1), cos_Sp, sin_Sp, None, 0.0, self.backend, **how)
+        y_THr = rotary(
+            x_BSHr.flatten(0, 1),
+            cos_Sp,
+            sin_Sp,
+            backend=self.backend,
+            interleaved=self.interleaved,
+            fusible=not self.batch_invariant,
+        )
         return y_THr.unflatten(0, x_BSHr.shape[:2])

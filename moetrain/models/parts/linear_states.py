@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from moetrain.config import KernelsSection
 from moetrain.kernels.linear_attention.convolution import (
@@ -23,7 +22,8 @@ from moetrain.kernels.linear_attention.convolution import (
 from moetrain.kernels.linear_attention.gated_delta import Documents
 from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.linear_attention.step import StateCache
-from moetrain.models.layers import Context
+from moetrain.models.generation import Caches
+from moetrain.models.layers import Context, KernelModule
 from moetrain.models.rules import Rule
 from moetrain.runtime.backend import Backend
 
@@ -99,23 +99,24 @@ def _all_heads(mixed: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
     return mixed(*given)
 
 
-class LinearMixer(nn.Module):
+class LinearMixer(KernelModule):
     """The base of modules that carry a state from token to token."""
 
     def __init__(self, kernels: KernelsSection) -> None:
         super().__init__()
-        self.backend: Backend = kernels.backend
-        self.batch_invariant = kernels.batch_invariant
+        self.use_kernels(kernels)
         self.over_heads: Heads = _all_heads
         self.states: LinearStates | None = None
-        """Of generation, whose contexts then have :class:`Reads` for documents."""
+        """The states of generation, whose contexts have :class:`Reads` for documents; None: this
+        module trains."""
 
-    def keep_states(self, slots: int, drafts: int = 0) -> LinearStates:
-        """Serve generation from now on, of ``slots`` - 1 sequences at once; returns the slots.
+    def for_generation(self, caches: Caches, window: int | None) -> LinearStates:
+        """Keep the states of ``caches.slots`` - 1 sequences at once from now on.
 
-        Steps may read ``drafts`` tokens more of a sequence that do not stay, in its open chunk.
+        Steps may read ``caches.drafts`` tokens more of a sequence that do not stay, in its open
+        chunk.
         """
-        self.states = LinearStates(slots, drafts)
+        self.states = LinearStates(caches.slots, caches.drafts)
         return self.states
 
     def convolved(self, given: Mapping[str, Convolution], context: Context) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ Legend: H query heads.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.models.architecture import Weight
 from moetrain.models.attention import Attention, GroupedQueryAttention
+from moetrain.models.layers import Context
 from moetrain.models.rules import Rule
 
 _SINKS = Rule("colwise", decay=False, gather=torch.float32)
@@ -41,6 +42,12 @@ class _AttentionWithSinks(Attention):
         super().__init__(sizes, kernels)
         self.sinks = nn.Parameter(torch.empty(sizes.num_heads))
 
-    def mix(self, *qkv_and_context: Any) -> torch.Tensor:
+    def mix(
+        self,
+        q_BSHd: torch.Tensor,
+        k_BSGd: torch.Tensor,
+        v_BSGd: torch.Tensor,
+        context: Context,
+    ) -> torch.Tensor:
         """Call the core with the sinks [H]."""
-        return self.core(*qkv_and_context, sinks_H=self.sinks)
+        return self.core(q_BSHd, k_BSGd, v_BSGd, context, sinks_H=self.sinks)

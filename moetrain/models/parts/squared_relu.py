@@ -20,13 +20,12 @@ import torch
 from torch import nn
 
 from moetrain.config import ConfigError, KernelsSection, MoeSection
-from moetrain.config.compute import Precision, SavedName
+from moetrain.config.compute import SavedName
 from moetrain.kernels.experts.routed import Routed
 from moetrain.models.architecture import Part, Weight, Workload, linear
 from moetrain.models.layers import Context, Linear
-from moetrain.models.moe import Experts, MoE, RoutedExperts, Router
+from moetrain.models.moe import Experts, MoE, MoEOutput, RoutedExperts, Router
 from moetrain.models.rules import COLWISE, EXPERT, ROWWISE, Rule
-from moetrain.runtime.backend import Backend
 
 _LATENT = Rule("replicate")
 """Of the projections, which every tensor parallel rank has whole, for its own tokens."""
@@ -150,8 +149,7 @@ class _UngatedExperts(Experts):
 
     def __init__(self, sizes: SquaredReLUExperts, kernels: KernelsSection) -> None:
         nn.Module.__init__(self)
-        self.backend: Backend = kernels.backend
-        self.precision: Precision = kernels.precision
+        self.use_kernels(kernels)
         experts = sizes.num_experts
         width = sizes.moe_intermediate_size
         row = sizes.row_size
@@ -176,12 +174,8 @@ class _SquaredReLUMoE(MoE):
         self.to_latent = Linear(dim, latent, kernels) if latent else None
         self.from_latent = Linear(latent, dim, kernels) if latent else None
 
-    def through_experts(
-        self,
-        x_TD: torch.Tensor,
-        routed: Routed,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def through_experts(self, x_TD: torch.Tensor, routed: Routed) -> MoEOutput:
         if self.to_latent is None or self.from_latent is None:
             return super().through_experts(x_TD, routed)
         y_TL, dropped = super().through_experts(self.to_latent(x_TD), routed)
-        return self.from_latent(y_TL), dropped
+        return MoEOutput(self.from_latent(y_TL), dropped)

@@ -41,7 +41,7 @@ from moetrain.kernels.experts import permutation
 from moetrain.kernels.experts.routed import Routed
 from moetrain.kernels.quant.e4m3 import E4M3, Quantised
 from moetrain.kernels.quant.recipes import RECIPES, Recipe
-from moetrain.models.moe import Dispatched, Dispatcher, Experts
+from moetrain.models.moe import Dispatched, Dispatcher, Experts, MoEOutput
 from moetrain.parallel.expert.replicas import Replicas
 from moetrain.parallel.mesh import ExpertHops, resolve_group
 from moetrain.parallel.waits import waiting
@@ -126,16 +126,14 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
             dropped=dropped,
         )
 
-    def through(
-        self, experts: Experts, x_TD: torch.Tensor, routed: Routed
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def through(self, experts: Experts, x_TD: torch.Tensor, routed: Routed) -> MoEOutput:
         if self.replicas is None:
             return super().through(experts, x_TD, routed)
         places_TK, copies_WN = self.replicas.assign(routed.ids_TK)
         places_TK, copies = self.replicas.start(experts, x_TD, places_TK, copies_WN)
         sent = self.dispatch(x_TD, places_TK, routed.weights_TK)
         y_SD = self.replicas.compute(experts, sent, copies, copies_WN)
-        return self.combine(y_SD, sent.ctx), sent.dropped
+        return MoEOutput(self.combine(y_SD, sent.ctx), sent.dropped)
 
 
 class AllToAll(ExpertParallelDispatcher):

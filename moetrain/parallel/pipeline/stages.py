@@ -158,7 +158,7 @@ class StagePlan:
         found = {}
         for parts in set(arch.layers()):
             products = sum(part.products_per_token(config.data.seq_len) for part in parts)
-            found[parts] = seconds(products, sum(part.numbers(share) for part in parts))
+            found[parts] = seconds(products, sum(part.matrix_elements(share) for part in parts))
         matrix = (arch.num_labels or arch.vocab_size) * arch.hidden_size
         return [*(found[parts] for parts in arch.layers()), seconds(matrix, matrix / share.tp)]
 

@@ -327,7 +327,7 @@ class RankSizes:
 
     def _block(self, layer: _Layer) -> _Block:
         share, activation, width = self.share, self.config.activation, self.share.width
-        numbers = sum(part.numbers(share) for part in layer)
+        numbers = sum(part.matrix_elements(share) for part in layer)
         is_narrow = self.config.lora.base_dtype != "auto"
         weights = [w for part in layer for w in part.weights.values()]
         experts = sum(math.prod(w.shape) for w in weights if w.rule.style == "expert")
@@ -504,7 +504,7 @@ class RankSizes:
         tokens = rl.cache_tokens or rl.max_sequences * self.config.data.seq_len
         width, parts = self.share.width, [part for layer in self.arch.layers() for part in layer]
         states = (rl.max_sequences + 1) * sum(part.state_bytes(width) for part in parts)
-        return width * tokens * sum(part.cached_numbers(cp) for part in parts) + states
+        return width * tokens * sum(part.cached_elements(cp) for part in parts) + states
 
 
 def _copied_bytes(
