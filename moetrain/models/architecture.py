@@ -1,10 +1,10 @@
-"""The shape of a model, and of what its layers are made.
+"""The sizes of a model, and the parts that its layers are made of.
 
 One flat, frozen :class:`Architecture` holds every number that decides a model's parameters and its
-arithmetic. A family's subclass of it names a :class:`Part` for each sub-layer, which answers for
-all that others would have to know its sizes for. What a whole model has and costs is the sum of
-what its parts say, which tests compare with built models. Each kind of part lies beside the module
-that it builds.
+arithmetic. A family's subclass of it names a :class:`Part` for each sub-layer. A part builds its
+module and states its parameters and costs, so no other code needs its sizes. The parameters and
+costs of a model are the sums over its parts, and tests compare them with built models. Each kind of
+part is defined beside the module that it builds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moetrain.models.rope_scaling import RopeScaling, Rotation
 from moetrain.models.rules import COLWISE, NORM, SCORE, ZERO_NORM, PartStyle, Rule, ShardingPlan
 
 FP32 = 4
-"""Bytes of an fp32 number."""
+"""Bytes of an fp32 element."""
 
 
 class Weight(NamedTuple):
@@ -42,7 +42,8 @@ def linear(
 ) -> dict[str, Weight]:
     """Return the parameters of a :class:`~moetrain.models.layers.Linear` called ``name``.
 
-    Where its matrix is ``ROWWISE``, ranks' results are added up, so each uses its share of a bias.
+    Where its matrix is ``ROWWISE``, results are added up over ranks, so each adds its share of a
+    bias.
     """
     found = {f"{name}.weight": Weight((out_dim, in_dim), rule)}
     if bias:
@@ -53,40 +54,50 @@ def linear(
 
 @dataclass(frozen=True)
 class Workload:
-    """What one rank computes of a micro-batch, and how."""
+    """One rank's part of a micro-batch, and how the rank computes it."""
 
     tokens: int
-    """T, the tokens of the rows here, which tensor parallel ranks have in common."""
+    """T, the tokens of its rows; tensor parallel ranks share them."""
     tp: int
+    """Degree of tensor parallelism."""
     ep: int
+    """Degree of expert parallelism."""
     width: int
-    """Bytes of a number in the compute dtype."""
+    """Bytes of an element in the compute dtype."""
     is_compiled: bool
+    """True: blocks are compiled."""
     cp: int = 1
+    """Degree of context parallelism."""
     gathers_keys: bool = False
-    """Whether its attention has the keys and values of all context parallel ranks' tokens."""
+    """True: attention has the keys and values of all context parallel ranks' tokens."""
 
     @property
     def own_tokens(self) -> int:
-        """N, the tokens that this rank has for itself."""
+        """N, the tokens that this tensor parallel rank processes alone."""
         return self.tokens // self.tp
 
     @property
     def key_tokens(self) -> int:
-        """The tokens whose keys and values attention has here."""
+        """The number of tokens whose keys and values attention has here."""
         return self.tokens * (self.cp if self.gathers_keys else 1)
 
     def received(self, spread: float, gathered: float) -> dict[str, float]:
-        """Return the bytes that a context parallel rank receives in a forward, by the values of
-        ``parallel.cp_method``: of so many numbers of each token, which are spread over the ranks,
-        or which all of them get."""
+        """Return the bytes that a context parallel rank receives in a forward.
+
+        Args:
+            spread: elements of each token that Ulysses spreads over the ranks.
+            gathered: elements of each token that gathering keys sends to all ranks.
+
+        Returns:
+            The bytes for each value of ``parallel.cp_method``.
+        """
         each, others = self.tokens * self.width, self.cp - 1
         return {"ulysses": each * spread * others / self.cp, "all_gather": each * gathered * others}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part(ABC):
-    """Describes one sub-layer: what it is made of and what it costs (in bytes).
+    """Describes one sub-layer: its sizes, its parameters and its costs.
 
     Equal parts build equal modules. A field has the name of the architecture's field that it is
     read from. Impossible sizes raise a ValueError that names them.
@@ -97,11 +108,11 @@ class Part(ABC):
     norm: ClassVar[str] = "mlp_norm"
     """Name of the block's attribute that holds the norm before it; empty: it has none."""
     after: ClassVar[str] = ""
-    """Name of the one that holds the norm of its result, as above. A block calls the parts that
-    have one of the two."""
+    """Name of the block's attribute that holds the norm after it; empty: it has none. A block calls
+    the parts that have one of the two norms."""
     style: ClassVar[PartStyle] = "all"
     aligned: ClassVar[tuple[str, ...]] = ()
-    """Fields that products on a GPU need to be multiples of 16 bytes in the compute dtype."""
+    """Fields that must be multiples of 16 bytes in the compute dtype for products on a GPU."""
     divided: ClassVar[Mapping[str, str]] = {}
     """Fields that the degree of a mesh axis (``tp`` or ``ep``) must divide."""
 
@@ -109,14 +120,14 @@ class Part(ABC):
 
     @property
     def norms(self) -> list[str]:
-        """Names of the block's norms before and after it."""
+        """The names of the block's norms before and after it."""
         return [name for name in (self.norm, self.after) if name]
 
     @classmethod
-    def of(cls, arch: object, **others: Any) -> Self:
-        """Make the part from the fields of ``arch``; ``others`` are given here instead."""
-        names = [field.name for field in fields(cls) if field.name not in others]
-        return cls(**{name: getattr(arch, name) for name in names}, **others)
+    def of(cls, arch: object, **overrides: Any) -> Self:
+        """Make the part from the fields of ``arch``, except for those in ``overrides``."""
+        names = [field.name for field in fields(cls) if field.name not in overrides]
+        return cls(**{name: getattr(arch, name) for name in names}, **overrides)
 
     @abstractmethod
     def build(self, kernels: KernelsSection, moe: MoeSection) -> nn.Module:
@@ -125,10 +136,11 @@ class Part(ABC):
     @property
     @abstractmethod
     def weights(self) -> Mapping[str, Weight]:
-        """Every parameter of the module, by its name in it."""
+        """Every parameter of the module, by its name in the module."""
 
     # Arithmetic.
     def num_params(self) -> int:
+        """Count the parameters."""
         return sum(math.prod(weight.shape) for weight in self.weights.values())
 
     def num_active_params(self) -> int:
@@ -141,33 +153,36 @@ class Part(ABC):
 
     # Memory.
     def matrix_elements(self, share: Workload) -> float:
-        """Count the numbers of its matrices on one rank, unsharded over FSDP ranks."""
+        """Count the elements of its matrices on one rank, unsharded over FSDP ranks."""
         ranks = {"colwise": share.tp, "rowwise": share.tp, "expert": share.ep}
         return sum(math.prod(w.shape) / ranks.get(w.rule.style, 1) for w in self._matrices())
 
     def activations(self, share: Workload) -> float:
         """Return the bytes kept for the backward, beside the input, if nothing is recomputed.
 
-        By default these are the results of all matrix products; a part that keeps something else
-        overrides this.
+        By default these are the results of all matrix products.
         """
-        numbers = sum(weight.shape[0] for weight in self._matrices())
-        return share.tokens * share.width * numbers / share.tp
+        elements = sum(weight.shape[0] for weight in self._matrices())
+        return share.tokens * share.width * elements / share.tp
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
-        """Return how many of these bytes each name of ``activation.save`` keeps."""
+        """Return the part of these bytes that each name of ``activation.save`` keeps."""
         return {}
 
     def working_set(self, share: Workload) -> float:
-        """Return the bytes of gradients wider than the residual stream while the backward runs."""
+        """Return the bytes of the backward's gradients that are wider than the residual stream."""
         return 0.0
 
     def cached_elements(self, ranks: int = 1) -> int:
-        """Count the numbers that one of ``ranks`` that generate the same caches for every token."""
+        """Count the elements that generation caches for a token, on one of ``ranks`` that share the
+        cache."""
         return 0
 
     def state_bytes(self, width: int) -> float:
-        """Return the bytes that generation keeps for a sequence, for numbers of ``width`` bytes."""
+        """Return the bytes of the state that generation keeps for a sequence.
+
+        ``width``: bytes of an element in the compute dtype.
+        """
         return 0.0
 
     def _matrices(self) -> Iterator[Weight]:
@@ -182,30 +197,30 @@ class AttentionPart(Part):
     norm = "attn_norm"
 
     carries_state: ClassVar[bool] = False
-    """Whether it carries a state from token to token, and so needs ``Context.documents``."""
+    """True: it carries a state from token to token, and so needs ``Context.documents``."""
     needs_lse: ClassVar[bool] = False
-    """Whether its mask's backend must have the log-sum-exp."""
+    """True: its mask's backend must compute the log-sum-exp."""
 
     window: int | None = None
-    """How many tokens a token sees, itself included; None: all before it."""
+    """The number of tokens that a token sees, itself included; None: all before it."""
 
     @property
     def rotary_dim(self) -> int:
-        """How many numbers of a head rotate with the position; 0: none."""
+        """The number of a head's elements that rotate with the position."""
         return 0
 
     @property
     def widest_head(self) -> int:
-        """The most numbers of a head that its mask's backend must take."""
+        """The largest head width that its mask's backend must support."""
         return 0
 
     def exchanged(self, share: Workload) -> dict[str, float]:
-        """Return :meth:`Workload.received` of what it exchanges to see whole documents."""
+        """Return :meth:`Workload.received` for what ranks exchange to see whole documents."""
         return share.received(0, 0)
 
 
-# Far above what anybody builds, and low enough that counting and building on meta stay quick: a
-# damaged config.json is to be refused, not to be computed with.
+# Far above real models, and low enough that counting and building on meta stay quick: a damaged
+# config.json is refused at once.
 _MAX_LAYERS, _MAX_EXPERTS, _MAX_SIZE, _MAX_PARAMS = 10_000, 2**16, 2**31 - 1, 10**15
 
 _Size = Annotated[int, Field(gt=0, le=_MAX_SIZE)]
@@ -215,20 +230,22 @@ _NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 QKNormed = Literal["head", "width", "rotated"]
-"""What a norm of queries and keys takes together: ``head``: each head, before it is rotated;
-``width``: all heads, before; ``rotated``: each head, after."""
+"""The elements that a norm of queries and keys takes together. ``head``: each head, before it is
+rotated; ``width``: all heads, before; ``rotated``: each head, after."""
 RouterScore = Literal["softmax", "sigmoid"]
 
 
 class LayerKind(NamedTuple):
-    """What blocks have in common that share masks and rotary angles."""
+    """A kind of blocks: those that share masks and rotary angles."""
 
     window: int | None
+    """As :attr:`AttentionPart.window`."""
     rotation: Rotation
+    """The rotary embeddings."""
 
 
 class Architecture(BaseModel):
-    """Sizes and switches of one decoder-only transformer.
+    """The sizes and switches of one decoder-only transformer.
 
     Each family has a subclass of its own (``Family.architecture``), which names the kinds of its
     parts and may add fields. Fields that no part of a family reads keep their defaults.
@@ -255,24 +272,25 @@ class Architecture(BaseModel):
     rope_theta: _Positive = 10000.0
     rope: RopeScaling = RopeScaling()
     partial_rotary_factor: float = Field(default=1.0, ge=0, le=1)
-    """The part of a head, from its first number on, that rotates with the position; 0: none."""
+    """The share of a head's elements, from the first on, that rotate with the position."""
     rope_interleaved: bool = False
-    """Whether neighbours rotate together, instead of numbers half the rotating width apart."""
+    """True: neighbouring elements rotate together, instead of those half the rotating width
+    apart."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_of: QKNormed = "head"
     output_gate: bool = False
-    """Whether attention's results are multiplied by a sigmoid of the token."""
+    """True: attention's results are multiplied by a sigmoid of a projection of the token."""
     zero_centred_norms: bool = False
-    """Whether norms' weights are what is added to 1."""
+    """True: norms multiply by 1 + their weights."""
     late_norms: bool = False
-    """Whether norms multiply by their weights before they round, as zero-centred ones always do."""
+    """True: norms multiply by their weights before they round, as zero-centred ones always do."""
     layer_scalars: bool = False
-    """Whether a block's result is multiplied by a number of its own, which is not trained."""
+    """True: each block has a scalar that its result is multiplied by, and that is not trained."""
     scaled_embeddings: bool = False
-    """Whether the embedding's rows are multiplied by the root of ``hidden_size``."""
+    """True: the embedding's rows are multiplied by the root of ``hidden_size``."""
     logit_softcap: _NonNegative = 0.0
     """The bound ``c`` of logits ``c * tanh(logits / c)``; 0: there is none."""
     sliding_windows: tuple[_Size | None, ...] = ()
@@ -282,47 +300,49 @@ class Architecture(BaseModel):
     num_experts_per_token: _Count = 0
     moe_intermediate_size: _Count = 0
     moe_layers: tuple[bool, ...] = ()
-    """Whether each layer is MoE; empty: all are if there are experts."""
+    """True for each MoE layer; empty: all layers are MoE if there are experts."""
     linear_layers: tuple[bool, ...] = ()
-    """Whether each layer has linear attention in place of attention; empty: none has."""
+    """True for each layer with linear attention; empty: no layer has it."""
     linear_num_key_heads: _Count = 0
     linear_num_value_heads: _Count = 0
     linear_key_head_dim: _Count = 0
     linear_value_head_dim: _Count = 0
     linear_conv_kernel_dim: _Count = 0
     norm_topk_prob: bool = True
-    """Whether the chosen experts' weights are renormalised to sum to one."""
+    """True: the chosen experts' weights are renormalised to sum to one."""
     router_score: RouterScore = "softmax"
+    """The function that turns logits into scores."""
     router_min_sum: _NonNegative = 0.0
-    """What renormalisation divides by at least."""
+    """The least sum of weights that renormalisation divides by."""
     router_fp32: bool = False
-    """Whether the router's weight is used in fp32, instead of rounded to the compute dtype."""
+    """True: the router's weight is used in fp32; False: rounded to the compute dtype first."""
     selection_bias: bool = False
-    """Whether checkpoints hold a bias of each expert that steers the choice alone."""
+    """True: checkpoints hold a bias of each expert that is added to scores for the choice alone."""
     num_expert_groups: _Size = 1
+    """The number of equal groups of consecutive experts."""
     topk_expert_groups: _Size = 1
-    """How many of the equal groups of consecutive experts a token may choose from."""
+    """The number of groups from which a token chooses its experts."""
     best_of_group: bool = False
-    """Whether a group is as good as its best expert, instead of its two best."""
+    """True: the score of a group is that of its best expert; False: the sum of its two best."""
     routed_scaling_factor: _Positive = 1.0
-    """What the chosen experts' weights are multiplied by."""
+    """The factor on the chosen experts' weights."""
     shared_intermediate_size: _Count = 0
-    """Width of the experts together that every token uses; 0: there are none."""
+    """Width of all shared experts together; 0: there are none."""
     shared_gate: bool = False
-    """Whether the shared experts' result is multiplied by a sigmoid of the token."""
+    """True: the shared experts' result is multiplied by a sigmoid of a projection of the token."""
     router_aux_loss_coef: _NonNegative = 0.0
     """The weight of the load-balancing loss."""
     output_router_logits: bool = Field(default=False, exclude=True)
-    """Whether the config.json asks for that loss in training, as ``transformers`` reads it. It is
-    not dumped: checkpoints and jobs are of the same model whatever it says."""
+    """True: the config.json asks for that loss in training, as ``transformers`` reads it. It is not
+    dumped, since it does not change the model."""
     mtp_layers: _Count = 0
-    """MTP blocks (:mod:`moetrain.models.parts.multi_token`) behind the others."""
-    # None where an older checkpoint does not name them, which says the same.
+    """The number of MTP blocks (:mod:`moetrain.models.parts.multi_token`)."""
+    # The next two are None where an older checkpoint does not name them.
     num_labels: Literal[1] | None = None
     """1: a reward model, whose head has one row and scores a text by its last token; None: a
     language model."""
     pad_token_id: int | None = Field(default=None, ge=0, le=_MAX_SIZE)
-    """The token of a reward model that is no text's last one; None: every token may be."""
+    """The token of a reward model that never counts as a text's last one; None: there is none."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Architecture:
@@ -334,40 +354,44 @@ class Architecture(BaseModel):
         if self.num_labels and (self.tie_embeddings or self.mtp_layers):
             problem = "a reward model's head is not the embedding's, and predicts no tokens"
             raise ValueError(f"num_labels {self.num_labels}: {problem}")
-        if self.num_params() > _MAX_PARAMS:  # which also asks each part whether it can be
+        if self.num_params() > _MAX_PARAMS:  # making the parts also checks their sizes
             raise ValueError(f"these sizes make a model of {self.num_params():.1e} parameters")
         return self
 
     def scoring(self, pad_token_id: int | None) -> Self:
-        """Return the reward model of the same blocks; its texts' last token is no ``pad_token_id``.
+        """Return the reward model of the same blocks; a reward model returns itself.
 
-        A reward model is returned as it is.
+        ``pad_token_id``: as the field.
         """
         if self.num_labels:
             return self
-        own = {"num_labels": 1, "pad_token_id": pad_token_id}
-        return type(self).model_validate(
-            {**dict(self), **own, "tie_embeddings": False, "mtp_layers": 0}
-        )
+        changes = {
+            "num_labels": 1,
+            "pad_token_id": pad_token_id,
+            "tie_embeddings": False,
+            "mtp_layers": 0,
+        }
+        return type(self).model_validate({**dict(self), **changes})
 
     def attention(self, layer: int) -> AttentionPart:
-        """Return the part of block ``layer``, counted from 0, that mixes tokens."""
+        """Return the attention part of block ``layer``, counted from 0."""
         window = self.sliding_windows[layer] if self.sliding_windows else None
         return self.kinds[0].of(self, window=window)
 
     def feed_forward(self, layer: int) -> Part:
-        """Return the other part of block ``layer``."""
+        """Return the feed-forward part of block ``layer``."""
         return self.kinds[1].of(self)
 
     def block(self, layer: int) -> tuple[Part, ...]:
-        """Return the parts of block ``layer``; in some families it is one of them alone."""
+        """Return the parts of block ``layer``; in some families a block has one part."""
         return self.attention(layer), self.feed_forward(layer)
 
     def multi_token_layers(self) -> tuple[tuple[Part, ...], ...]:
-        """Return the parts of MTP blocks, which some families can have."""
+        """Return the parts of each MTP block; most families have no such blocks."""
         return ()
 
     def layers(self) -> list[tuple[Part, ...]]:
+        """Return the parts of every block, MTP blocks last."""
         return list(_layers_of(self))  # pyright: ignore[reportArgumentType] - it is frozen
 
     def parts(self) -> list[Part]:
@@ -375,23 +399,26 @@ class Architecture(BaseModel):
         return list(dict.fromkeys(self._every_part()))
 
     def odd_width(self, multiple: int, *, is_fast: bool = True) -> tuple[str, int] | None:
-        """Return the name and value of a width that is no multiple of ``multiple``, as products on
-        a GPU need it; None: there is none. ``is_fast``: the loss takes its fast path, too."""
+        """Return the name and value of a width that is no multiple of ``multiple``.
+
+        Only widths that products on a GPU need so are looked at, with ``is_fast`` also those of the
+        loss's fast path. None: all are multiples.
+        """
         widths = {"hidden_size": self.hidden_size} if is_fast else {}
         widths |= {name: getattr(part, name) for part in self.parts() for name in part.aligned}
         return next(((k, width) for k, width in widths.items() if width % multiple), None)
 
     def attentions(self) -> list[AttentionPart]:
-        """Return those of :meth:`parts` that mix tokens."""
+        """Return the attention parts among :meth:`parts`."""
         return [part for part in self.parts() if isinstance(part, AttentionPart)]
 
     def plan(self) -> ShardingPlan:
-        """Collect the rules and styles of all parts, and add those that every decoder has."""
+        """Collect the rules and styles of all parts, and those that every decoder has."""
         norm = ZERO_NORM if self.zero_centred_norms else NORM
         rules = {"embed.weight": replace(COLWISE, decay=False), "norm.weight": norm}
         styles: dict[str, PartStyle] = {"embed": "vocabulary", "norm": "gather"}
         if self.num_labels:
-            # In fp32, so that close rewards differ: bf16 has three digits.
+            # fp32 tells close rewards apart: bf16 has three digits.
             rules[SCORE] = Rule("replicate", gather=torch.float32)
             styles["score"] = "vocabulary"
         elif not self.tie_embeddings:
@@ -413,39 +440,41 @@ class Architecture(BaseModel):
         return next((mixer.window for mixer in mixers), None)
 
     def rotation(self, layer: int) -> Rotation:
-        """Return the rotary embeddings of block ``layer``: by default those of all."""
+        """Return the rotary embeddings of block ``layer``; by default all blocks share them."""
         dim = max((mixer.rotary_dim for mixer in self.attentions()), default=0)
         return Rotation(dim, self.rope_theta, self.rope, self.max_positions)
 
     def widest_head(self, *windows: int | None) -> int:
-        """Return the most numbers of a head that attention takes in ``windows``; none: in any."""
+        """Return the largest head width of attention with one of ``windows``; none given: of any
+        attention."""
         kept = [mixer for mixer in self.attentions() if not windows or mixer.window in windows]
         return max((mixer.widest_head for mixer in kept), default=0)
 
     @property
     def has_rotary(self) -> bool:
-        """Return whether the heads of some layer rotate with the position."""
+        """True: the heads of some layer rotate with the position."""
         return any(mixer.rotary_dim > 0 for mixer in self.attentions())
 
     @property
     def sent_size(self) -> int:
-        """How many numbers of a token are sent to its experts."""
+        """The number of elements of a token that are sent to its experts."""
         return self.hidden_size
 
     @property
     def reach(self) -> int:
-        """Positions that scaled rotary embeddings reach, where ``max_positions`` says less."""
+        """The number of positions that the model supports: ``max_positions``, or more where scaled
+        rotary embeddings reach further."""
         original = self.rope.original_max_positions or 0
         return max(self.max_positions, int(self.rope.factor * original))
 
     @property
     def moe_layer_indices(self) -> list[int]:
-        """Indices of the blocks that route tokens to experts."""
+        """The indices of the MoE blocks."""
         layers = enumerate(self.layers())
         return [i for i, parts in layers if any(part.style == "routed" for part in parts)]
 
     def num_params(self) -> int:
-        """Count the parameters of the built model (tied embeddings once)."""
+        """Count the parameters of the model, tied embeddings once."""
         return self._frame() + sum(part.num_params() for part in self._every_part())
 
     def num_active_params(self) -> int:
@@ -458,7 +487,7 @@ class Architecture(BaseModel):
         Forward plus backward (3 x forward), 2 FLOPs a multiply-add, matrix products only: no
         recomputation, norms, embedding lookups or biases. Causal attention counts the average
         number of keys a query sees, ``seq_len / 2`` (less with a window). ``is_frozen`` leaves out
-        the gradients of weights, and also the adapters that are trained instead.
+        the gradients of weights, and adapters are never counted.
         """
         products = sum(part.products_per_token(seq_len) for part in self._every_part())
         rows = self.num_labels or self.vocab_size
@@ -479,5 +508,5 @@ class Architecture(BaseModel):
 
 @lru_cache(maxsize=8)
 def _layers_of(arch: Architecture) -> tuple[tuple[Part, ...], ...]:
-    """Make the parts once: plans ask for them hundreds of times."""
+    """Make the parts once, since plans ask for them hundreds of times."""
     return *(arch.block(i) for i in range(arch.num_layers)), *arch.multi_token_layers()

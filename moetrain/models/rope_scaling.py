@@ -2,7 +2,7 @@
 
     angle = position * frequency_p,    frequency_p = theta^(-2 p / d), scaled by the variant
 
-Legend: d numbers of a head that rotate, in d / 2 pairs p.
+Legend: B batch, S sequence, d elements of a head that rotate, in d / 2 pairs p.
 """
 
 import math
@@ -21,16 +21,16 @@ _NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class RopeScaling(BaseModel):
     """A variant of rotary embeddings, with Hugging Face's names and meanings.
 
-    ``linear``: positions divided by ``factor`` (arXiv 2306.15595). ``yarn``: arXiv 2309.00071.
-    ``llama3``: frequency-dependent scaling of Llama 3.1. ``dynamic``: a base that ``alpha``
-    stretches, the same for every length, as HunYuan has it. ``proportional``: all but the ``share``
-    of pairs that turn fastest stand still, as in Gemma-4.
+    ``linear``: positions are divided by ``factor`` (arXiv 2306.15595). ``yarn``: arXiv 2309.00071.
+    ``llama3``: frequency-dependent scaling of Llama 3.1. ``dynamic``: ``alpha`` stretches the base,
+    by the same for every length, as in HunYuan. ``proportional``: only the ``share`` of pairs with
+    the highest frequencies rotates, as in Gemma-4.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     ORIGINAL: ClassVar = "original_max_position_embeddings"
-    """The key of files that has ``original_max_positions``, the one field of another name."""
+    """The files' key of ``original_max_positions``; all other fields have the same name there."""
     _FIELDS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "default": (),
         "linear": ("factor",),
@@ -46,7 +46,7 @@ class RopeScaling(BaseModel):
         "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
         "dynamic": ("alpha", "factor"),
     }
-    """The fields that files have of each kind."""
+    """The fields that files have for each kind."""
     _REQUIRED: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "linear": ("factor",),
         "yarn": ("factor",),
@@ -85,7 +85,7 @@ class RopeScaling(BaseModel):
     def of_hf(cls, rope: Mapping[str, Any], original: Any) -> "RopeScaling":
         """Read the object in which files describe rope; ``original``: positions before scaling.
 
-        Raises ValueError: a kind that is not supported, a field is missing, or a value is wrong.
+        Raises ValueError: the kind is not supported, a field is missing, or a value is wrong.
         """
         kind = rope.get("rope_type", rope.get("type", "default"))
         if not isinstance(kind, str) or kind not in cls._FIELDS:
@@ -116,7 +116,7 @@ class RopeScaling(BaseModel):
     ) -> tuple[torch.Tensor, float]:
         """Compute each pair's radians per token (fp32 [dim / 2], CPU), and a factor on cos and sin.
 
-        ``max_positions`` counts where ``original_max_positions`` is not set.
+        ``max_positions`` is used where ``original_max_positions`` is not set.
         """
         exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
         if self.kind == "dynamic":  # "NTK-aware": the slowest pair is slowed down by alpha
@@ -149,7 +149,7 @@ class RopeScaling(BaseModel):
     ) -> torch.Tensor:
         """Blend linearly over the pairs, from kept to divided by ``factor`` (arXiv 2309.00071)."""
 
-        def pair_of(turns: float) -> float:  # the (real-valued) pair that turns so often
+        def pair_of(turns: float) -> float:  # the (real-valued) pair with so many turns
             return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
         low = pair_of(self.beta_fast)
@@ -159,7 +159,7 @@ class RopeScaling(BaseModel):
             high = math.ceil(high)
         low = max(low, 0)
         high = min(high, dim - 1)
-        width = high - low or 0.001  # a step is a very steep ramp
+        width = high - low or 0.001  # a very steep ramp in place of a step
         ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / width
         keep = 1 - ramp.clamp(0, 1)
         return inv_freq / self.factor * (1 - keep) + inv_freq * keep
@@ -177,28 +177,30 @@ class Rotation(NamedTuple):
     """The rotary embeddings of a layer."""
 
     dim: int
-    """How many numbers of a head rotate."""
+    """The number of a head's elements that rotate."""
     theta: float
     scaling: RopeScaling
     max_positions: int
 
 
 class RotaryEmbedding(nn.Module):
-    """Computes rotary angles (arXiv 2104.09864) by the frequencies of its scaling."""
+    """Computes rotary angles (arXiv 2104.09864) from positions."""
 
     def __init__(self, rotation: Rotation) -> None:
         super().__init__()
-        # Neither a parameter nor a buffer: it follows from the architecture alone, so it must
-        # outlive a meta-device init and must not be rounded by ``model.to(bfloat16)``.
-        dim, theta, scaling, max_positions = rotation
-        self.inv_freq, self.scale = scaling.frequencies(theta, dim, max_positions)
+        # The frequencies are neither a parameter nor a buffer. They follow from the architecture
+        # alone, so they have values on the meta device too, and ``model.to(bfloat16)`` must not
+        # round them.
+        self.inv_freq, self.scale = rotation.scaling.frequencies(
+            rotation.theta, rotation.dim, rotation.max_positions
+        )
         self._copies: dict[torch.device, torch.Tensor] = {}
 
     def forward(self, positions_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine of the positions' angles, fp32 [B or 1, S, 1, d/2]."""
         device = positions_BS.device
         if device not in self._copies:
-            # non_blocking: a copy from pageable memory would otherwise wait for the device.
+            # Without non_blocking, a copy from pageable memory waits for the device.
             self._copies[device] = self.inv_freq.to(device, non_blocking=True)
         angles = (positions_BS[..., None].float() * self._copies[device])[:, :, None]
         return angles.cos() * self.scale, angles.sin() * self.scale

@@ -1,8 +1,9 @@
 """The plan of a model: the rule of each parameter and the style of each part, as tables.
 
-All that differs from parameter to parameter is said in its :class:`Rule` and nowhere else. Parts
-name the rules of their own parameters (:mod:`moetrain.models.architecture`). Adapters need no
-patterns: how they are cut follows from the weights that they adapt.
+A parameter's :class:`Rule` holds everything that differs from parameter to parameter: how it is
+sharded, initialised, decayed and stored. Parts name the rules of their own parameters
+(:mod:`moetrain.models.architecture`). The rules of adapters follow from the weights that they
+adapt.
 """
 
 import math
@@ -19,61 +20,65 @@ from moetrain.config import Config, ConfigError
 from moetrain.kernels.quant.groups import QUANT_FORMATS, QuantFormat
 
 ParameterStyle = Literal["replicate", "partial", "colwise", "rowwise", "expert"]
-"""How a parameter lies on tensor parallel (``expert``: expert parallel) ranks; on top of that FSDP
-splits every parameter's first dim.
+"""The layout of a parameter over tensor parallel (``expert``: expert parallel) ranks. FSDP splits
+every parameter's first dim on top of that.
 
     replicate  one value on every rank
-    partial    the same, for a bias whose results are added up over ranks: each uses its share
+    partial    one value on every rank, a bias of results that are added up: each adds its share
     colwise    rows (output features) are split
     rowwise    columns (input features) are split
     expert     experts are split
 """
 _Init = Literal["normal", "ones", "zeros", "kaiming", "gaussian"]
 PartStyle = Literal["own", "all", "routed", "gather", "vocabulary"]
-"""What a part does where ranks share tokens.
+"""The way a part computes where tensor parallel ranks share tokens.
 
     own        computes on this rank's tokens
     all        computes on all tokens with its part of the weights; results are added up
-    routed     computes on this rank's tokens, and sends them to their experts
+    routed     computes on this rank's tokens and sends them to their experts
     gather     computes on this rank's tokens; all ranks' results are gathered
-    vocabulary goes through ``Transformer.vocabulary``
+    vocabulary computes through ``Transformer.vocabulary``
 """
 
-_BLOCK_NUMBERS = 2**24
+_BLOCK_ELEMENTS = 2**24
+"""The elements that one random seed draws, about."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one parameter is cut, initialised, decayed, stored and gathered."""
+    """How one parameter is sharded, initialised, decayed, stored and gathered."""
 
     style: ParameterStyle
+    """The layout over tensor or expert parallel ranks."""
     init: _Init | Callable[[torch.Tensor, torch.Generator], torch.Tensor] = "normal"
-    """normal: N(0, ``model.init_std``^2). kaiming and gaussian are for an adapter's first matrix
-    [..., rank, in], by ``lora.init``. A function fills some rows, for one family's parameters."""
+    """The initial values. normal: N(0, ``model.init_std``^2). kaiming and gaussian are for an
+    adapter's first matrix [..., rank, in], by ``lora.init``. A function fills a block of rows, for
+    one family's parameters."""
     decay: bool = True
-    """Whether weight decay applies."""
+    """True: weight decay applies."""
     gather: torch.dtype | None = None
     """The dtype in which it is gathered and used; None: the compute dtype."""
     storage: torch.dtype = torch.float32
-    """The dtype of a rank's shard; one that is trained is fp32, or bf16."""
+    """The dtype of a rank's shard; a trained one is fp32 or bf16."""
     trainable: bool = True
+    """False: it is frozen."""
     quant_format: QuantFormat | None = None
-    """How codes and scales of a rank's shard are stored, to be read in ``storage``; None: it is
-    stored as it is."""
-    is_hosted: bool = False
-    """Whether these lie in host memory, and are copied to the device wherever they are used."""
+    """The format of a quantised shard, which is dequantised to ``storage``; None: it is not
+    quantised."""
+    is_offloaded: bool = False
+    """True: a quantised shard lies in host memory, and is copied to the device at each use."""
     generated: QuantFormat | None = None
-    """How codes and scales of the copy that generation has are stored; None: as it is used."""
+    """The format of generation's quantised copy; None: generation uses the compute dtype."""
     stacked: int = 1
-    """How many matrices of a product lie one above the other in its rows."""
+    """The number of matrices that are stacked in its rows, as gate and up projection are."""
     rows: tuple[int, ...] | None = None
-    """The rows that are trained, while the others stay as they are; None: all of them."""
+    """The rows that are trained, while the others are frozen; None: all of them."""
     is_orthogonal: bool = False
-    """Whether Muon updates it, each matrix by itself; else AdamW does."""
+    """True: Muon updates it, each matrix by itself; False: AdamW does."""
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the parameter is the matrix of a product in the compute dtype."""
+        """True: the parameter is the matrix of a product in the compute dtype."""
         return self.init == "normal" and self.decay and self.gather is None
 
     def draw(
@@ -87,20 +92,26 @@ class Rule:
     ) -> None:
         """Fill ``out`` with initial values of the parameter ``name``, or of its part in ``box``.
 
-        Numbers are seeded by ``seed`` and the name, so no value depends on other parameters or on
-        how this one, of ``shape``, is cut. They are drawn in blocks of rows, each with a seed of
-        its own: a rank draws the blocks that it holds some rows of, and never the whole.
+        Values are drawn in blocks of rows, each with a seed of its own that is made of ``seed``,
+        the name and the block. So no value depends on other parameters, or on how this one is
+        sharded, and a rank draws only the blocks that it holds rows of.
+
+        Args:
+            out: all of the parameter, or its part in ``box``.
+            shape: the shape of the whole parameter.
+            std: the standard deviation for ``init`` "normal".
+            box: slices of the dims of the whole parameter; empty: all of it.
         """
         if self.init in ("ones", "zeros"):
             out.fill_(1.0 if self.init == "ones" else 0.0)
             return
-        per_block = max(1, _BLOCK_NUMBERS // max(1, math.prod(shape[1:])))
+        per_block = max(1, _BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
         first = box[0].start if box else 0
         stop = first + out.shape[0] if out.numel() else first
         for start in range(first - first % per_block, stop, per_block):
             size = min(per_block, shape[0] - start)
             generator = torch.Generator(out.device)
-            # One hash of all: the CPU's generator keeps 32 bits of a seed.
+            # One hash of all three, since the CPU's generator keeps 32 bits of a seed.
             block = f".{start // per_block}" if start else ""
             generator.manual_seed(zlib.crc32(f"{seed}.{name}{block}".encode()))
             values = torch.empty(size, *shape[1:], device=out.device)
@@ -122,9 +133,9 @@ ROWWISE = Rule("rowwise")
 EXPERT = Rule("expert")
 NORM = Rule("replicate", init="ones", decay=False)
 ZERO_NORM = replace(NORM, init="zeros")
-"""Of a norm whose weight is what is added to 1."""
+"""The rule of a norm that multiplies by 1 + its weight."""
 WIDE_NORM = Rule("colwise", init="ones", decay=False)
-"""Of a norm over numbers that tensor parallel ranks divide."""
+"""The rule of a norm over elements that tensor parallel ranks divide."""
 
 SCORE = "score.weight"
 """The parameter that is a reward model's head."""
@@ -133,12 +144,12 @@ ADAPTER = ("_lora_a", "_lora_b")
 MAGNITUDE = "_lora_magnitude"
 """Suffix of the lengths of a matrix's rows [out], which ``lora.use_dora`` trains."""
 ADAPTERS = (*ADAPTER, MAGNITUDE)
-"""Suffixes of all that adapters have."""
+"""Suffixes of all parameters of adapters."""
 _ADAPTER_STYLES: Mapping[ParameterStyle, tuple[ParameterStyle, ParameterStyle]] = {
     "replicate": ("replicate", "replicate"),
-    # Every rank has all inputs, and its part of the outputs.
+    # Every rank has all inputs and its part of the outputs.
     "colwise": ("replicate", "colwise"),
-    # Every rank has its part of the inputs, and of what is added up.
+    # Every rank has its part of the inputs, and results are added up.
     "rowwise": ("rowwise", "replicate"),
     "expert": ("expert", "expert"),
 }
@@ -149,16 +160,17 @@ SAVED_MODULES = {"embed_tokens": "embed.weight", "lm_head": "lm_head.weight"}
 
 
 class ShardingPlan(NamedTuple):
-    """The rule of every parameter and the style of every part in or beside blocks, by name."""
+    """The rule of every parameter and the style of every part, by name."""
 
     parameters: Mapping[str, Rule]
     """The rules of the model's own parameters, without adapters."""
     styles: dict[str, PartStyle]
+    """The styles of parts, norms, the embedding and the head."""
 
     def rules(self, model: nn.Module) -> dict[str, Rule]:
         """Return the rule of every parameter of ``model``, by name.
 
-        Raises ValueError: the parts that made the plan have not the parameters of ``model``.
+        Raises ValueError: the parameters of ``model`` are not those of the plan.
         """
         names = [name for name, _ in model.named_parameters()]
         own = {name for name in names if not name.endswith(ADAPTERS)}
@@ -167,14 +179,18 @@ class ShardingPlan(NamedTuple):
         return {n: self.parameters.get(n) or _adapter_rule(self.parameters, n) for n in names}
 
     def rules_of_run(self, model: nn.Module, config: Config, dtype: torch.dtype) -> dict[str, Rule]:
-        """Return :meth:`rules` as a run of ``config`` trains them; ``dtype``: the compute dtype.
+        """Return :meth:`rules` with the changes that the settings of a run make.
 
         A frozen parameter is stored in the dtype in which it is used, unless its rule says
         otherwise.
 
+        Args:
+            dtype: the compute dtype.
+
         Raises:
-            ConfigError: a pattern of ``train.freeze`` matches nothing, or what is to be trained, or
-                nothing is left to train; ``lora.modules_to_save`` names what the model has not.
+            ConfigError: a pattern of ``train.freeze`` matches nothing, or a parameter that other
+                settings train, or leaves nothing to train; ``lora.modules_to_save`` names a module
+                that the model does not have.
         """
         rules = self.rules(model)
         tokens = config.lora.token_ids or None
@@ -188,17 +204,17 @@ class ShardingPlan(NamedTuple):
             if name in frozen and rule.trainable:
                 rule = replace(rule, trainable=False, storage=rule.gather or dtype)
             if name in saved and tokens is not None:
-                rule = replace(rule, rows=tokens, decay=False)  # which would move the others
-            # Norms and biases are left out because they are small, and routers, embedding and head
-            # because their rounding costs most (QLoRA leaves them too).
+                rule = replace(rule, rows=tokens, decay=False)  # decay would move the other rows
+            # Quantised are matrices of blocks. Norms and biases are small, and rounding routers,
+            # embedding and head costs most (QLoRA leaves them too).
             is_hidden = name.startswith("layers.") and rule.is_matrix
             if is_hidden and not rule.trainable:
-                hosted = config.lora.offload_experts and rule.style == "expert"
                 quant_format = QUANT_FORMATS.get(config.lora.base_dtype)
-                rule = replace(rule, quant_format=quant_format, is_hosted=hosted)
+                is_offloaded = config.lora.offload_experts and rule.style == "expert"
+                rule = replace(rule, quant_format=quant_format, is_offloaded=is_offloaded)
             if is_hidden and rule.style == "expert":
                 rule = replace(rule, generated=QUANT_FORMATS.get(config.rl.generator_dtype))
-            # Norms, biases and adapters are small.
+            # Norms, biases and adapters are small, so they stay in fp32.
             is_large = rule.init == "normal" and rule.gather is None
             if config.optim.weight_dtype == "bfloat16" and rule.trainable and is_large:
                 rule = replace(rule, storage=torch.bfloat16)
@@ -209,7 +225,8 @@ class ShardingPlan(NamedTuple):
 
 
 def _adapter_rule(rules: Mapping[str, Rule], name: str) -> Rule:
-    if name.endswith(MAGNITUDE):  # its values follow from those of the matrix, and divide like ones
+    """Return the rule of an adapter's parameter, by that of the weight that it adapts."""
+    if name.endswith(MAGNITUDE):  # its initial values are computed from the matrix
         return Rule("replicate", init="zeros", decay=False, gather=torch.float32)
     half = next(i for i, suffix in enumerate(ADAPTER) if name.endswith(suffix))
     adapted = rules[name.removesuffix(ADAPTER[half])]
@@ -226,8 +243,11 @@ def _saved(rules: Mapping[str, Rule], modules: Sequence[str]) -> set[str]:
 
 
 def _frozen(rules: Mapping[str, Rule], freeze: Sequence[str], saved: set[str]) -> set[str]:
-    """Return the names that ``freeze`` matches and, if there are adapters, all but theirs,
-    ``saved``, and a reward model's head, which no checkpoint of its base has."""
+    """Return the names of frozen parameters.
+
+    These are the names that ``freeze`` matches. If there are adapters, all others are frozen too,
+    except ``saved`` and a reward model's head, which the checkpoint of its base does not have.
+    """
     has_adapters = any(name.endswith(ADAPTERS) for name in rules)
     frozen = {name for name in rules if has_adapters and not name.endswith(ADAPTERS)} - saved
     frozen.discard(SCORE)

@@ -396,9 +396,7 @@ class Transformer(nn.Module):
                 layer_stats.append(stats)
         return x_BSD, layer_stats
 
-    def through(
-        self, i: int, x_BSD: Stream, context: Context
-    ) -> tuple[Stream, RouterStats | None]:
+    def through(self, i: int, x_BSD: Stream, context: Context) -> tuple[Stream, RouterStats | None]:
         """Call block ``i`` with its parameters unsharded."""
         block = self.layers[i]
         with annotate(f"layer {i} forward"):

@@ -348,7 +348,7 @@ def _shard_model(
     wanted = config.optim.offload_fraction * sum(_places(group)[-1] for group in trained)
     hosted = _chosen([_places(group)[-1] for group in movable], wanted)
     on_host, link = {id(movable[i]) for i in hosted}, Link(fsdp.device)
-    on_host |= {id(group) for unit in found for group in unit if group[0].rule.is_hosted}
+    on_host |= {id(group) for unit in found for group in unit if group[0].rule.is_offloaded}
     blocks, members = set(model.layers), dict[str, Member]()
     for modules, unit in zip(units, found, strict=True):
         buckets = [_make_bucket(g, fsdp, config, link if id(g) in on_host else None) for g in unit]

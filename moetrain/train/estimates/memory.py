@@ -274,7 +274,7 @@ class RankSizes:
             rule, layer = rules[name], name.split(".")[1]
             if rule.generated is not None and not config.rl.apart:
                 widened[layer] += numel // ep * dtype.itemsize
-            if rule.quant_format is not None and rule.is_hosted and name in mine:
+            if rule.quant_format is not None and rule.is_offloaded and name in mine:
                 codes[layer] += rule.quant_format.num_bytes(numel // dims.sharding_ranks)
         self._widened = max(widened.values(), default=0)
         """Bytes of a layer's experts that generation widens, where it stores them in codes."""

@@ -86,7 +86,9 @@ class StepClock:
         self.times = 4 + 2 * rank.share_trained
         """FLOPs for each multiply-add of a forward, in it and in its backward."""
         self.parts = [(part, n) for layer, n in rank.layers.items() for part in layer]
-        sizes = [(part.style == "routed", n * part.matrix_elements(self.share)) for part, n in self.parts]
+        sizes = [
+            (part.style == "routed", n * part.matrix_elements(self.share)) for part, n in self.parts
+        ]
         self.experts = sum(size for is_routed, size in sizes if is_routed)
         """Parameters that a rank computes with: experts'; :attr:`others`: all others."""
         self.others = sum(size for is_routed, size in sizes if not is_routed)
