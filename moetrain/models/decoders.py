@@ -1,7 +1,7 @@
-"""The usual decoders, of which most families are variants, with their names in files.
+"""The usual decoders and their weight maps; most families are variants of them.
 
-Tensors have the names of Llama's and Mixtral's files, experts one by one. A family completes or
-replaces entries of these maps and defaults.
+Tensors have the names of Llama's and Mixtral's files, with one tensor for each expert. A family
+completes or replaces entries of these maps and defaults.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,22 +25,26 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
 }
-"""Entries of ``Family.defaults``, which a family completes and overrides."""
+"""Entries of ``Family.defaults``; a family completes and overrides them."""
 
 
 @dataclass(frozen=True)
 class StackExperts:
-    """Stacks experts' matrices to ``[E, ...]``, each the concatenation of ``theirs`` by rows.
+    """Stacks experts' matrices to ``[E, ...]``; an expert's are ``theirs``, concatenated by rows.
 
     For E = 2 and theirs = (gate, up), both [F, D], the parameter ``[2, 2F, D]`` is
-    ``[[gate_0; up_0], [gate_1; up_1]]``: ``up_1`` lies at ``[1, F:2F]``.
+    ``[[gate_0; up_0], [gate_1; up_1]]``: ``up_1`` is at ``[1, F:2F]``.
     """
 
     ours: str
+    """Name of the stacked parameter, with ``{layer}``."""
     theirs: tuple[str, ...]
+    """Names of an expert's tensors in files, with ``{layer}`` and ``{expert}``."""
 
-    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
-        """Return the ``E * len(theirs)`` file tensors of ``parameter``, or none, as ``Rename``."""
+    def pieces(
+        self, parameter: str, shape: Sequence[int], arch: Architecture | None
+    ) -> list[Piece]:
+        """Return the ``E * len(theirs)`` pieces of ``parameter``; none if it is another."""
         fields = match(self.ours, parameter)
         if fields is None:
             return []
@@ -74,9 +78,12 @@ def moe_block(
 ) -> WeightMap:
     """Map the router and experts of layers whose file tensors lie under ``block``.
 
-    ``gate``, ``up`` and ``down`` are the file's names for an expert's three matrices. ``router``,
-    ``bias`` and ``shared`` are those of the router's weight, its selection bias, which has
-    ``bias_place`` in ours, and the module of shared experts; None: the files have none.
+    Args:
+        gate, up, down: the file's names of an expert's three matrices.
+        router: the file's name of the router's weight.
+        bias: the file's name of the selection bias; None: the files have none.
+        bias_place: the place of the file's bias in ours.
+        shared: the file's name of the shared experts' module; None: the files have none.
     """
     prefix = f"model.layers.{{layer}}.{block}"
     expert = f"{prefix}.experts.{{expert}}"
@@ -117,13 +124,14 @@ DENSE: tuple[Rename, ...] = (
 
 
 class DenseDecoder(Architecture):
-    """Grouped-query attention, then SwiGLU, in every layer."""
+    """The dense decoder: grouped-query attention, then SwiGLU, in every layer."""
 
     kinds = (GroupedQueryAttention, SwiGLU)
 
 
 class MoEDecoder(Architecture):
-    """Grouped-query attention, then routed experts; SwiGLU where ``moe_layers`` says so."""
+    """The MoE decoder: grouped-query attention, then routed experts, or SwiGLU in layers that
+    ``moe_layers`` leaves dense."""
 
     kinds = (GroupedQueryAttention, RoutedExperts, SwiGLU)
 

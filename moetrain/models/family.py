@@ -1,11 +1,10 @@
-"""How a model family describes itself, in one file of its own: a :class:`Family`.
+"""The description of a model family, a :class:`Family`; each has one file of its own.
 
-A weight map is a sequence of operations, and an operation answers one question: of which file
-tensors is this parameter made, and where does each of them lie in it? Loading copies every tensor
-to its place and saving reads every place, so the two cannot drift apart. The file side is the
-published format, with one tensor per expert. A map names every parameter that its family can have,
-and only those that the model at hand has are looked up. The router's selection bias is a buffer,
-which a map names if the family's files hold it.
+A weight map is a sequence of operations. An operation lists the file tensors that a parameter
+consists of, and the place of each in it. Loading copies every tensor to its place and saving reads
+every place, so the two cannot drift apart. The file side is the published format. A map names every
+parameter that its family can have, and only those that the model at hand has are looked up. The
+router's selection bias is a buffer; a map names it if the family's files hold it.
 """
 
 from __future__ import annotations
@@ -22,30 +21,33 @@ from moetrain.models.architecture import Architecture
 
 
 class Piece(NamedTuple):
-    """A file tensor, or a part of one, and where it lies: ``parameter[place]`` is that."""
+    """A file tensor, or a part of one, and its place in a parameter."""
 
     hf_name: str
+    """Name of the file tensor."""
     parameter: str
+    """Name of the parameter."""
     place: tuple[int | slice | None, ...]
+    """The index of the piece: it is ``parameter[place]``."""
     within: tuple[int | slice, ...] = ()
-    """The part of the file tensor, by slices with ends; empty: all of it. Pieces of one tensor lie
-    next to each other in :meth:`Family.pieces`."""
+    """The part of the file tensor, by slices with ends; empty: all of it. Pieces of one tensor are
+    neighbours in :meth:`Family.pieces`."""
     is_transposed: bool = False
-    """Whether the file tensor's last two dims are swapped before."""
+    """True: the file tensor's last two dims are swapped before ``within`` applies."""
     is_copy: bool = False
-    """Whether the file tensor repeats another one, and so is written and not read."""
+    """True: the file tensor repeats another one, so it is written and not read."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether the file tensor is the parameter's, as it is."""
+        """True: the piece is a whole file tensor, not transposed."""
         return not self.within and not self.is_transposed
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the part of the file's whole ``tensor``, as a view."""
+        """Return the piece of the whole file ``tensor``, as a view."""
         return (tensor.mT if self.is_transposed else tensor)[self.within]
 
     def least_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
-        """Return the shape that the file tensor has at least, by the part's shape in ours."""
+        """Return the least shape of the file tensor, by the shape of the piece in ``parameter``."""
         shape = [i + 1 if isinstance(i, int) else i.stop for i in self.within]
         known = sum(isinstance(i, slice) for i in self.within)
         shape += parameter[self.place].shape[known:]
@@ -64,14 +66,18 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Rename:
-    """Maps a module to another name, whose tensors keep leaf name and shape, or a single tensor."""
+    """Maps the tensors of a module, or a single tensor, to another name with the same shape."""
 
     ours: str
+    """Name of the module or parameter, with ``{layer}``."""
     theirs: str
+    """Name of the module or tensor in files, with ``{layer}``."""
     place: tuple[int | slice | None, ...] = ()
-    """Where the file's tensor lies in ours."""
+    """The place of the file tensor in the parameter."""
 
-    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
+    def pieces(
+        self, parameter: str, shape: Sequence[int], arch: Architecture | None
+    ) -> list[Piece]:
         module, dot, leaf = parameter.rpartition(".")
         for name, rest in ((parameter, ""), (module, dot + leaf)):
             if (fields := match(self.ours, name)) is not None:
@@ -84,10 +90,17 @@ class Rename:
 
 
 class _Operation(Protocol):
-    """Says of which file tensors some parameters are made."""
+    """Lists the file tensors of some parameters."""
 
-    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
-        """Return the file tensors of ``parameter``; none if it is another's."""
+    def pieces(
+        self, parameter: str, shape: Sequence[int], arch: Architecture | None
+    ) -> list[Piece]:
+        """Return the pieces of ``parameter``; none if another operation maps it.
+
+        Args:
+            shape: the parameter's shape; empty for a buffer.
+            arch: the model's architecture; None: names alone are asked for.
+        """
         ...
 
     @property
@@ -120,7 +133,8 @@ _FIELDS = {name: name for name in (*_SAME, "partial_rotary_factor")} | {
     "out_bias": "attention_bias",
     "num_experts_per_token": "num_experts_per_tok",
 }
-"""Architecture fields, and the usual keys that hold them, in families whose files have the key."""
+"""Architecture fields, and the usual keys of config.json that hold them. They apply to families
+whose ``defaults`` have the key."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +144,14 @@ class Family:
     name: str
     """Hugging Face ``model_type``, and the ``Architecture.family`` of its models."""
     architecture: type[Architecture]
-    """Names the parts that layers are made of."""
+    """The architecture class, which names the parts of layers."""
     hf_class: str
     """Name of the ``transformers`` class, for the key ``architectures``."""
     defaults: Mapping[str, Any]
-    """All keys that describe a model, with the values of the ``transformers`` config class, which
-    a file may omit."""
+    """All keys of config.json that describe a model, with the defaults of the ``transformers``
+    config class; a file may omit them."""
     weight_map: WeightMap
+    """The map of the published files."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Architecture fields, and the keys that hold them, where these are not the usual ones."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -144,11 +159,11 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names that files use for keys."""
     nullable: Mapping[str, type] = field(default_factory=dict)
-    """Keys of ``defaults`` that may be null, and the types of their values otherwise."""
+    """Keys of ``defaults`` that may be null, and the types of their other values."""
     lora_layout: Literal["per_expert", "fused"] = "per_expert"
     """The layout in which servers load experts' adapters; see :mod:`moetrain.models.hf.peft`."""
     backbone: str = "model"
-    """The prefix of files' names that ``transformers`` has as ``model``."""
+    """The prefix in files of the names that begin with ``model`` in ``transformers``."""
     experts: str = "mlp.experts"
     """The module of a layer that holds all routed experts in ``transformers``."""
     unadaptable: str = ""
@@ -156,13 +171,13 @@ class Family:
     other_maps: tuple[WeightMap, ...] = ()
     """Maps of other layouts in which files hold the same tensors; an export keeps its source's."""
     section: tuple[str, str] | None = None
-    """The key of ``config.json`` under which the model's own keys lie, and the ``model_type`` that
-    is said there; None: they lie at the top."""
+    """The key of ``config.json`` that holds the model's own keys, and the ``model_type`` in there;
+    None: the model's keys are at the top."""
     activation: str = "silu"
     """The one value of ``hidden_act`` that is supported."""
     read_layers: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
-    """Computes fields that several keys decide, or that differ between layers; it gets the config
-    with ``defaults`` filled in."""
+    """Computes the fields that depend on several keys, or that differ between layers, from the
+    config with ``defaults`` filled in."""
     write_layers: Callable[[Architecture], dict[str, Any]] = lambda arch: {}
     """Inverts ``read_layers``."""
     presets: Mapping[str, Architecture] = field(default_factory=dict)
@@ -170,7 +185,7 @@ class Family:
 
     @property
     def keys(self) -> dict[str, str]:
-        """Every architecture field that a key of ``config.json`` holds, with that key."""
+        """Every architecture field that is held by a key of ``config.json``, with that key."""
         usual = {ours: key for ours, key in _FIELDS.items() if key in self.defaults}
         return {k: v for k, v in {**usual, **self.fields}.items() if k not in self.fixed}
 
@@ -180,9 +195,11 @@ class Family:
         arch: Architecture,
         weight_map: WeightMap | None = None,
     ) -> list[Piece]:
-        """List every file tensor of a model whose parameters have ``shapes``, in their order.
+        """List the pieces of all parameters, in the order of ``shapes``.
 
-        ``weight_map`` is one of the family's; None: the usual one.
+        Args:
+            shapes: the shape of each parameter, by name.
+            weight_map: one of the family's; None: :attr:`weight_map`.
 
         Raises ValueError: no operation covers a parameter, or more than one does.
         """
@@ -196,14 +213,15 @@ class Family:
         return pieces
 
     def holds(self, name: str) -> bool:
-        """Return whether the files have the buffer ``name``."""
+        """Return True if files hold the buffer ``name``."""
         return any(one.pieces(name, (), None) for one in self.weight_map)
 
     def scope(self, hf_name: str) -> str | None:
-        """Find the layer or module of the weight map that a file tensor lies in; None: outside.
+        """Return the layer or module of the weight map that a file tensor belongs to.
 
-        A layer is named by its number as the file writes it, and any tensor in it counts, whatever
-        it is called: a map describes whole layers. Outside the layers it is the module's name.
+        A layer is named by its number as the file writes it. Every tensor of a layer belongs to it,
+        whatever its name is, since a map describes whole layers. Outside of layers the name is that
+        of the module. None: the tensor belongs to neither.
         """
         for module in dict.fromkeys(module for one in self.weight_map for module in one.modules):
             layers, is_layer, _ = module.partition("{layer}.")
@@ -213,7 +231,7 @@ class Family:
 
 
 _SCORE = Rename("score", "score")
-"""Maps the head of a reward model, which lies outside of the backbone in every family."""
+"""The map of a reward model's head, the same in every family."""
 
 FAMILIES: dict[str, Family] = {}
 """Every known family by its ``model_type``."""
@@ -222,7 +240,7 @@ PRESETS: dict[str, Architecture] = {}
 
 
 def register(family: Family) -> None:
-    """Make models of ``family`` known everywhere; ValueError: its name or a preset's is taken."""
+    """Add ``family`` and its presets to the known ones; ValueError: a name is taken."""
     taken = {family.name} & FAMILIES.keys() | family.presets.keys() & PRESETS.keys()
     if taken:
         raise ValueError(f"family {family.name!r}: {', '.join(sorted(taken))} is there already")

@@ -4,25 +4,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moetrain.models.architecture import Architecture
 from moetrain.models.family import Piece, match
 
 
 @dataclass(frozen=True)
 class TakeRows:
-    """Divides the rows of one file tensor among several parameters.
+    """Maps the rows of one file tensor to several parameters.
 
-    The tensor consists of groups, and each of them has some rows of every one of ``ours``, in
-    their order. For ours = (q, k), two rows of q and one of k in a group, and two groups, the
-    tensor ``[6, D]`` is ``[q_0; q_1; k_0; q_2; q_3; k_1]``.
+    The tensor consists of groups, and each group has rows of all of ``ours``, in their order. For
+    ours = (q, k), two rows of q and one of k in a group, and two groups, the tensor ``[6, D]`` is
+    ``[q_0; q_1; k_0; q_2; q_3; k_1]``.
     """
 
     ours: tuple[str, ...]
+    """Names of the parameters, with ``{layer}``."""
     theirs: str
+    """Name of the file tensor, with ``{layer}``."""
     rows: Callable[[Any], tuple[int, ...]]
-    """Computes, from the architecture, the rows that each of ``ours`` has in a group."""
+    """Computes, from the family's architecture, the rows of each of ``ours`` in a group."""
 
-    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
-        """Return the rows that are those of ``parameter``, or none, as ``Rename``."""
+    def pieces(
+        self, parameter: str, shape: Sequence[int], arch: Architecture | None
+    ) -> list[Piece]:
+        """Return the pieces of ``parameter``, one for each group; none if it is another."""
         for i, ours in enumerate(self.ours):
             if (fields := match(ours, parameter)) is not None:
                 each = self.rows(arch)

@@ -1,14 +1,13 @@
-"""Routed experts with biases and a clamped SwiGLU, and a router with a bias that is learned.
+"""Routed experts with biases and a clamped SwiGLU, and a router with a learned bias.
 
-The formulas are those of :mod:`moetrain.kernels.experts.clamped_mlp`. Files hold experts' matrices
-transposed, and numbers of gate and up in turn (:class:`InterleavedExperts`).
+The formulas are in :mod:`moetrain.kernels.experts.clamped_mlp`. Files hold experts' matrices
+transposed, with gate and up projection interleaved (:class:`InterleavedExperts`).
 
 Legend: S tokens for the experts here, K experts a token, D model width, E experts, F expert width.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from torch import nn
 from moetrain.config import ConfigError, KernelsSection, MoeSection
 from moetrain.kernels.experts.clamped_mlp import clamped_expert_mlp
 from moetrain.kernels.experts.permutation import ExpertIndices
-from moetrain.models.architecture import Weight
+from moetrain.models.architecture import Architecture, Weight
 from moetrain.models.family import Piece, Rename
 from moetrain.models.moe import Experts, MoE, RoutedExperts, Router
 from moetrain.models.rules import EXPERT, Rule
@@ -62,7 +61,7 @@ class ClampedExperts(RoutedExperts):
 
 
 class _LearnedBiasRouter(Router):
-    """A router whose logits have a bias with a gradient, unlike the bias that steers a choice."""
+    """A router whose logits have a learned bias, in contrast to the selection bias."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class _LearnedBiasRouter(Router):
 
 
 class _BiasedExperts(Experts):
-    """All experts' matrices and biases, stacked; gate's F rows lie before the up projection's."""
+    """All experts' matrices and biases, stacked; the gate's F rows come first."""
 
     def __init__(self, sizes: ClampedExperts, kernels: KernelsSection) -> None:
         super().__init__(sizes, kernels)
@@ -98,15 +97,28 @@ class _BiasedExperts(Experts):
         indices: ExpertIndices,
         typical_rows: int | None = None,
     ) -> torch.Tensor:
-        """Return ``y_SD``, the weighted sum of each token's experts here."""
-        first = self.matrices(self.weights[0], x_SD.dtype), self.b_gate_up.to(x_SD.dtype)
-        second = self.matrices(self.weights[1], x_SD.dtype), self.b_down.to(x_SD.dtype)
-        how: dict[str, Any] = {"limit": self.limit, "alpha": self.alpha, "backend": self.backend}
-        gate_up, down = (self.adapter(name, x_SD.dtype) for name in self.weights)
+        """Return ``y_SD``, the weighted sum of each token's local experts."""
+        dtype = x_SD.dtype
+        gate_up, down = (self.adapter(name, dtype) for name in self.weights)
+        adapters: tuple[torch.Tensor, ...] = ()
+        scale = 1.0
         if gate_up is not None and down is not None:
-            how["adapters"] = (gate_up.a, gate_up.b, down.a, down.b)
-            how["scale"] = gate_up.scale
-        return clamped_expert_mlp(x_SD, weights_SK, indices, *first, *second, **how)
+            adapters = (gate_up.a, gate_up.b, down.a, down.b)
+            scale = gate_up.scale
+        return clamped_expert_mlp(
+            x_SD,
+            weights_SK,
+            indices,
+            w_gate_up_E2FD=self.matrices("w_gate_up", dtype),
+            b_gate_up_E2F=self.b_gate_up.to(dtype),
+            w_down_EDF=self.matrices("w_down", dtype),
+            b_down_ED=self.b_down.to(dtype),
+            limit=self.limit,
+            alpha=self.alpha,
+            adapters=adapters,
+            scale=scale,
+            backend=self.backend,
+        )
 
 
 class _ClampedMoE(MoE):
@@ -117,17 +129,20 @@ class _ClampedMoE(MoE):
 
 @dataclass(frozen=True)
 class InterleavedExperts(Rename):
-    """Maps experts' stacked tensor to one whose last dim has the rows of ``parts`` in turn.
+    """Maps experts' stacked parameter to a file tensor that interleaves ``parts`` in its last dim.
 
-    Matrices are transposed there. For two parts and F = 2, the parameter ``[E, 4, D]`` with rows
-    g0, g1, u0, u1 is ``[E, D, 4]`` with columns g0, u0, g1, u1; biases ``[E, 4]`` are as the
-    columns. A file tensor is read and written one expert at a time.
+    Matrices are transposed in files. For two parts and F = 2, the parameter ``[E, 4, D]`` with rows
+    g0, g1, u0, u1 is ``[E, D, 4]`` with columns g0, u0, g1, u1. Biases ``[E, 4]`` have the order of
+    the columns. A file tensor is read and written one expert at a time.
     """
 
     parts: int = 1
+    """The number of matrices that are interleaved: 2 for gate and up projection."""
 
-    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
-        """Return the pieces of the file tensor, one for each expert and part; else none."""
+    def pieces(
+        self, parameter: str, shape: Sequence[int], arch: Architecture | None
+    ) -> list[Piece]:
+        """Return one piece for each expert and part; none if ``parameter`` is another."""
         found = super().pieces(parameter, shape, arch)
         if not found:
             return []
@@ -138,9 +153,9 @@ class InterleavedExperts(Rename):
             Piece(
                 theirs,
                 parameter,
-                (expert, slice(part * width, (part + 1) * width)),
-                (expert, slice(part, shape[1], parts)),
-                len(shape) == 3,
+                place=(expert, slice(part * width, (part + 1) * width)),
+                within=(expert, slice(part, shape[1], parts)),
+                is_transposed=len(shape) == 3,
             )
             for expert in range(shape[0])
             for part in range(parts)

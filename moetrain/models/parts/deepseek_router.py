@@ -1,4 +1,4 @@
-"""DeepSeek-V3's router, and the names that its files have for layers, which many families share."""
+"""DeepSeek-V3's router, and its keys of config.json for layers; many families share both."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,21 +9,21 @@ SIGMOID_ROUTER: Mapping[str, Any] = {
     "router_score": "sigmoid",
     "router_fp32": True,
     "selection_bias": True,
-    # Files' models add it to the sum. In fp32 both give one number for sums above 1e-12.
+    # The reference adds 1e-20 to the sum. In fp32 both agree for sums above 1e-12.
     "router_min_sum": 1e-20,
 }
-"""Entries of ``Family.fixed`` for DeepSeek-V3's router (arXiv 2412.19437), which many have."""
+"""Entries of ``Family.fixed`` for DeepSeek-V3's router (arXiv 2412.19437)."""
 DEEPSEEK_FIELDS: Mapping[str, str] = {
     "num_experts": "n_routed_experts",
     "num_expert_groups": "n_group",
     "topk_expert_groups": "topk_group",
     "routed_scaling_factor": "routed_scaling_factor",
 }
-"""Entries of ``Family.fields`` for the names of DeepSeek's config.json."""
+"""Entries of ``Family.fields`` for the keys of DeepSeek's config.json."""
 
 
 def read_deepseek_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read which layers are MoE, and the width of shared experts, as ``Family.read_layers``."""
+    """Read the MoE layers and the width of shared experts (a ``Family.read_layers``)."""
     layers = range(config["num_hidden_layers"])
     first = config["first_k_dense_replace"]
     width = (config["n_shared_experts"] or 0) * config["moe_intermediate_size"]

@@ -3,8 +3,8 @@
     q, k, v = silu(convolution of W x)      g = -exp(a) softplus(W x + b)      beta = sigmoid(W x)
     y = W (norm(o) * silu(W x)),    o by :mod:`moetrain.kernels.linear_attention.gated_delta`
 
-Convolutions are causal and begin anew with each document, as the state does. Queries and keys have
-norm 1. A query or key head serves several heads of values.
+Convolutions are causal, and each document starts with no inputs and a zero state. Queries and keys
+have norm 1. Several heads of values share a query and key head.
 
 Legend: B batch, S sequence, T = B * S tokens, D model width, H value heads, Q key heads, K and V
 widths of a key and a value.
@@ -40,7 +40,7 @@ from moetrain.models.parts.linear_states import (
 from moetrain.models.rules import COLWISE, NORM, ROWWISE, Rule
 
 _NARROW = replace(COLWISE, gather=torch.float32)
-"""Of gates, a number a head, which no product in fp8 takes."""
+"""The rule of the gates, which have one output a head: too narrow for products in fp8."""
 _BIAS = Rule("colwise", init="ones", decay=False, gather=torch.float32)
 
 
@@ -77,7 +77,7 @@ class GatedDeltaNet(AttentionPart):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Width of all key heads together, and of all value heads."""
+        """Widths of all key heads together, and of all value heads."""
         return (
             self.linear_num_key_heads * self.linear_key_head_dim,
             self.linear_num_value_heads * self.linear_value_head_dim,
@@ -95,24 +95,24 @@ class GatedDeltaNet(AttentionPart):
         return found | {"wo.weight": Weight((dim, v_dim), ROWWISE)}
 
     def _inputs(self) -> list[tuple[str, int]]:
-        """Return the wide results of products with the input, and their widths."""
+        """Return the names and widths of the wide projections of the input."""
         k_dim, v_dim = self.widths
         return [("q", k_dim), ("k", k_dim), ("v", v_dim), ("z", v_dim)]
 
     def products_per_token(self, seq_len: int) -> float:
-        """Count the products with weights, and three with each head's state: what it holds for the
-        key, what is written, and what the query reads."""
+        """Count the products with weights, and three with each head's state: reading it at the key,
+        writing to it, and reading it at the query."""
         k_dim, v_dim = self.widths
         gates = 2 * self.linear_num_value_heads
         weights = self.hidden_size * (2 * k_dim + 3 * v_dim + gates)
         return weights + 3 * v_dim * self.linear_key_head_dim
 
     def activations(self, share: Workload) -> float:
-        """Return the bytes of the products' results, of what the convolutions make of them, of the
-        rule's result before and after its gate, and of what the rule keeps of its chunks.
+        """Return the bytes of the projections, of the convolutions' results, of the rule's result
+        before and after its gate, and of what the rule keeps for each chunk.
 
-        Without the compiler all but the rule keeps fp32: each tap's product its input, each silu
-        and norm of a key what they take, and the gate its factors.
+        Without the compiler, all but the rule keeps tensors in fp32: the input of each tap's
+        product, those of silu and of the norms of keys, and the factors of the gate.
         """
         (k_dim, v_dim), w = self.widths, share.width
         channels = 2 * k_dim + v_dim
@@ -127,13 +127,13 @@ class GatedDeltaNet(AttentionPart):
         k_dim, v_dim = self.widths
         gates = 2 * self.linear_num_value_heads
         spread = (2 * k_dim + 2 * v_dim + gates) / share.tp
-        return share.received(spread, spread / share.cp)  # heads travel in both ways
+        return share.received(spread, spread / share.cp)  # both methods send heads
 
     def state_bytes(self, width: int) -> float:
         (k_dim, v_dim), heads = self.widths, self.linear_num_value_heads
         channels = 2 * k_dim + v_dim
-        places = CHUNK + self.linear_conv_kernel_dim - 1
-        kept = places * channels * width + CHUNK * heads * (FP32 + width)
+        tokens = CHUNK + self.linear_conv_kernel_dim - 1
+        kept = tokens * channels * width + CHUNK * heads * (FP32 + width)
         return v_dim * self.linear_key_head_dim * FP32 + kept
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
@@ -171,9 +171,9 @@ class _LinearAttention(LinearMixer):
         dtype = x_BSD.dtype
         wide = torch.promote_types(dtype, torch.float32)
         q, k, v, z = linears(x_TD, (self.wq, self.wk, self.wv, self.wz))
-        given = (q, k, v, self.wa(x_TD), self.wb(x_TD))
+        values = (q, k, v, self.wa(x_TD), self.wb(x_TD))
         weights = (self.conv_q, self.conv_k, self.conv_v, self.a_log, self.dt_bias)
-        o_THV = self.over_heads(self._mixed, given, weights, context)
+        o_THV = self.over_heads(self._mixed, values, weights, context)
         normed_THV = self.norm(o_THV.unflatten(1, (-1, self.value_dim)))
         if self.batch_invariant:
             y = swiglu(torch.cat((z, normed_THV.flatten(1)), dim=-1), backend=self.backend)
@@ -184,12 +184,12 @@ class _LinearAttention(LinearMixer):
 
     def _mixed(
         self,
-        given: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor],
         context: Context,
     ) -> torch.Tensor:
-        """Return what heads read of their states, [T, H * V]."""
-        q, k, v, a_TH, b_TH = given
+        """Return the heads' readings of their states, [T, H * V]."""
+        q, k, v, a_TH, b_TH = values
         *filters, a_log, dt_bias = weights
         wide = torch.promote_types(q.dtype, torch.float32)
         convolving = {
@@ -202,5 +202,6 @@ class _LinearAttention(LinearMixer):
         rates_H = exp(a_log.to(wide), fusible=fusible)
         g_TH = -rates_H * softplus(a_TH.to(wide) + dt_bias, fusible=fusible)
         inputs = (q_TQK, k_TQK, v_THV, g_TH, sigmoid(b_TH, fusible=fusible))
-        how = {"scale": self.key_dim**-0.5}
-        return self.ruled(inputs, context, gated_delta, gated_delta_step, **how).flatten(1)
+        scale = self.key_dim**-0.5
+        o_THV = self.ruled(inputs, context, gated_delta, gated_delta_step, scale=scale)
+        return o_THV.flatten(1)

@@ -30,6 +30,6 @@ class _GeGLUMLP(DenseMLP):
 
 
 class GeGLUExperts(Experts):
-    """All experts' GeGLU weights, stacked as SwiGLU's."""
+    """All experts' GeGLU weights, stacked as those of SwiGLU."""
 
     activation: ClassVar[str] = "gelu"

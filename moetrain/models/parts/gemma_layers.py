@@ -1,16 +1,17 @@
 """The attention and the experts of Gemma-4.
 
-Attention's scores are not scaled, queries and keys are normalised with a weight and values without
-one. Where keys are values, one product makes both, from which each gets its norm.
+Attention's scores are not scaled. Queries and keys are normalised with a weight, and values without
+one. Where keys are values, one product computes both, and each has its own norm.
 
 An MoE layer has a dense layer beside its experts. With x the residual stream and n1 to n4 norms,
 
     y = n3(dense(n1(x))) + n4(sum over the K chosen experts e of  w_e * expert_e(n2(x)))
 
-The router sees ``x / rms(x) * scale * D^-1/2``. The chosen experts' softmax is normalised, and then
-each weight is multiplied by a number of its expert.
+The router's input is ``x / rms(x) * scale * D^-1/2``. The chosen experts' weights are normalised to
+sum to one, and then multiplied by a learned scale of each expert.
 
-Legend: B batch, S sequence, T tokens, D model width, E experts, K experts a token, d head width.
+Legend: B batch, S sequence, T tokens, D model width, E experts, K experts a token, H query heads,
+G key/value heads, d head width.
 """
 
 from collections.abc import Mapping
@@ -43,6 +44,7 @@ class GemmaAttention(GroupedQueryAttention):
     after: ClassVar[str] = "attn_out_norm"
 
     keys_are_values: bool = False
+    """True: values are computed by the product of keys."""
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> "_GemmaAttention":
         return _GemmaAttention(self, kernels)
@@ -53,7 +55,7 @@ class GemmaAttention(GroupedQueryAttention):
         return {name: one for name, one in super().weights.items() if name not in left_out}
 
     def activations(self, share: Workload) -> float:
-        """Return :meth:`GroupedQueryAttention.activations`, and what values' norm keeps."""
+        """Return :meth:`GroupedQueryAttention.activations`, and the bytes of values' norm."""
         kept = share.width if share.is_compiled else FP32 + share.width
         values = 0.0 if self.keys_are_values else share.tokens * kept * self.widths[1] / share.tp
         return super().activations(share) + values
@@ -109,7 +111,7 @@ class GemmaMLP(GeGLU):
 
 @dataclass(frozen=True, kw_only=True)
 class GemmaExperts(RoutedExperts):
-    """Describes experts beside a dense layer, with all their norms but the one of the sum."""
+    """Describes experts beside a dense layer, with all norms but that of the sum."""
 
     norm: ClassVar[str] = ""
     after: ClassVar[str] = _AFTER
@@ -143,13 +145,13 @@ class GemmaExperts(RoutedExperts):
         return self.num_active_params() - scales
 
     def activations(self, share: Workload) -> float:
-        """Return :meth:`RoutedExperts.activations`, and a tensor of each norm, the router's too."""
+        """Return :meth:`RoutedExperts.activations`, and a tensor for each norm and the router."""
         norms = (len(_NORMS) + 1) * share.own_tokens * self.hidden_size
         return super().activations(share) + norms * share.width
 
 
 class _GemmaRouter(Router):
-    """A router of normalised tokens, whose experts' weights are scaled."""
+    """A router that normalises tokens first and scales the experts' weights."""
 
     def __init__(
         self,

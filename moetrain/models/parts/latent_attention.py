@@ -1,14 +1,14 @@
-"""Multi-head latent attention: keys and values are made of one narrow latent (arXiv 2405.04434).
+"""Multi-head latent attention: one narrow latent holds keys and values (arXiv 2405.04434).
 
     q = [q_nope | rope(q_rope)] of each head = W_qb norm(W_qa x), or W_q x
     [c | r] = W_kva x        [k_nope | v] of each head = W_kvb norm(c)        k = [k_nope | rope(r)]
 
-The rotated key ``r`` is one for all heads, and values may have another width than queries and keys.
-Keys and values are expanded before they meet queries, in generation too, whose pages hold them so:
-the product that expands them is that of training, and so are its bits.
+All heads share the rotated key ``r``, and values may be wider or narrower than queries and keys.
+Attention is over the expanded keys and values. Generation caches them expanded too, so that it has
+the bits of training.
 
-Left out on purpose: the form that attends within the latent, which saves memory in generation and
-has other bits.
+Left out on purpose: attention within the latent, which saves memory in generation but has other
+bits.
 
 Legend: B batch, S sequence, D model width, H heads, d width of a query and a key, v of a value,
 r rotating width, c width of the latent.
@@ -37,9 +37,10 @@ from moetrain.models.rope_scaling import RopeScaling
 from moetrain.models.rules import COLWISE, NORM, ROWWISE, Rule
 
 _NORM_EPS = 1e-6
-"""Of the latents' norms, whatever the model's other norms have."""
+"""Epsilon of the latents' norms, whatever that of the model's other norms is."""
 _WHOLE = Rule("replicate")
-"""Of what makes latents, which every tensor parallel rank has whole, of all tokens."""
+"""The rule of the projections to latents: every tensor parallel rank computes them for all
+tokens."""
 _BIAS = Rule("replicate", init="zeros", decay=False)
 
 
@@ -52,7 +53,7 @@ class LatentAttention(AttentionPart):
     num_heads: int
     num_kv_heads: int
     q_lora_rank: int | None
-    """Width of the latent that queries are made of; None: they are made of the token."""
+    """Width of the queries' latent; None: queries are projected from the token."""
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
@@ -60,7 +61,7 @@ class LatentAttention(AttentionPart):
     rope: RopeScaling
     rope_interleaved: bool = True
     qkv_bias: bool = False
-    """Whether what makes the latents has biases."""
+    """True: the projections to latents have biases."""
     out_bias: bool = False
 
     def __post_init__(self) -> None:
@@ -85,18 +86,18 @@ class LatentAttention(AttentionPart):
 
     @property
     def expanded(self) -> tuple[int, int]:
-        """Widths of all heads' queries, and of what the latent is expanded to."""
+        """Widths of all heads' queries, and of the expanded latent."""
         latent = self.qk_nope_head_dim + self.v_head_dim
         return self.num_heads * self.head_dim, self.num_heads * latent
 
     @property
     def latents(self) -> tuple[int, int]:
-        """Widths of the queries' latent, and of the keys' with the rotating key."""
+        """Widths of the queries' latent (0: none), and of the keys' with the rotating key."""
         return self.q_lora_rank or 0, self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def scale(self) -> float:
-        """Factor of the scores; YaRN's stretched contexts have larger ones (arXiv 2309.00071)."""
+        """The factor of the scores; YaRN enlarges it for longer contexts (arXiv 2309.00071)."""
         rope = self.rope
         scale = self.head_dim**-0.5
         if rope.kind != "yarn" or not rope.mscale_all_dim or rope.factor <= 1:
@@ -135,8 +136,8 @@ class LatentAttention(AttentionPart):
         return super().products_per_token(seq_len) + pair * keys
 
     def activations(self, share: Workload) -> float:
-        """Return the bytes of the latents and their norms, which every tensor parallel rank has,
-        and of its heads' queries, keys, values, result and log-sum-exp."""
+        """Return the bytes of the latents and their norms, on every tensor parallel rank, and of
+        its heads' queries, keys, values, result and log-sum-exp."""
         w = share.width
         normed = self.latents[0] + self.kv_lora_rank
         own = sum(self.latents) * w + normed * (w if share.is_compiled else FP32 + w)
@@ -226,7 +227,7 @@ class _MultiHeadLatent(CoreAttention):
         return self.wo(y_BSHv.flatten(-2))
 
     def _rotated(self, x_BSHr: torch.Tensor, context: Context) -> torch.Tensor:
-        """Rotate heads by their tokens' positions."""
+        """Rotate heads by the tokens' positions."""
         cos_Sp, sin_Sp = (angles.flatten(0, 2) for angles in context.rotation)
         y_THr = rotary(
             x_BSHr.flatten(0, 1),

@@ -1,15 +1,16 @@
-"""The part that all linear attentions share: a state a sequence, in training and in generation.
+"""The base of all linear attentions, which carry a state along a sequence.
 
-In training states begin anew with each document and are gone after the step. In generation a
-sequence has a slot of :class:`LinearStates` beside its pages of keys and values: the state, the
-inputs of its open chunk (:mod:`moetrain.kernels.linear_attention.step`) and the last inputs of the
-convolutions.
+In training states start at zero in each document and are not kept after the step. In generation a
+sequence has a slot of :class:`LinearStates` beside its pages of keys and values. The slot holds the
+state, the inputs of the open chunk (:mod:`moetrain.kernels.linear_attention.step`) and the last
+inputs of the convolutions.
 
-Legend: T tokens, C channels, J taps of a convolution, P slots.
+Legend: T tokens, H heads, h heads of a convolution, d their width, C channels, J taps of a
+convolution, V width of a value, P slots.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -44,41 +45,43 @@ RATES = Rule("colwise", init=_draw_rates, decay=False, gather=torch.float32)
 
 
 class LinearStates:
-    """The slots of one layer, of which a running sequence has one; slot 0 is nobody's.
+    """The slots of one layer; a running sequence has one of them, and slot 0 is unused.
 
-    Nothing is cleared when a slot gets another sequence: its first tokens read no state, and no
-    input of a convolution that is not their own.
+    Nothing is cleared when another sequence gets a slot: its first tokens read neither the state
+    nor inputs of convolutions from before the sequence.
     """
 
     def __init__(self, slots: int, drafts: int = 0) -> None:
         self.slots, self.drafts = slots, drafts
         self.cache: StateCache | None = None
-        """None: no memory is allocated, which happens at the first use."""
+        """None: no memory is allocated yet; the first use allocates it."""
         self.inputs: dict[str, torch.Tensor] = {}
-        """The last R = J - 1 inputs of each convolution, and as many as there may be drafts behind
-        them, [P, R, C]: a token's place modulo R is its place there."""
+        """The last R inputs of each convolution, [P, R, C], a ring by the token's place modulo R.
+        R is J - 1, and the number of drafts more."""
 
     def free(self) -> None:
+        """Free all memory; the next use allocates it again."""
         self.cache, self.inputs = None, {}
 
     def wipe(self) -> None:
+        """Zero all memory."""
         for tensor in self.tensors():
             tensor.zero_()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all that is allocated."""
+        """Return all allocated tensors."""
         kept = () if self.cache is None else (self.cache.states_PHKV, *self.cache.open_PI)
         return [*kept, *self.inputs.values()]
 
     def convolved(
         self,
-        given: Mapping[str, Convolution],
+        convolutions: Mapping[str, Convolution],
         reads: Reads,
         backend: Backend,
     ) -> list[torch.Tensor]:
-        """Go on with the convolutions, as :func:`convolution_step` does with one."""
+        """Continue each of ``convolutions`` by :func:`convolution_step`."""
         found = []
-        for name, one in given.items():
+        for name, one in convolutions.items():
             if name not in self.inputs:
                 kept = one.filters_C1J.shape[-1] - 1 + self.drafts
                 shape = (self.slots, kept, one.x_TC.shape[1])
@@ -88,15 +91,43 @@ class LinearStates:
         return found
 
 
-Heads = Callable[..., torch.Tensor]
-"""Calls ``mixed(given, weights, context)``, whose tensors are of heads: [T, heads * width] what
-tokens have, [heads * width, ...] weights. The seam of context parallelism, which calls it with all
-tokens of a part of the heads."""
+class Mixed(Protocol):
+    """Mixes the tokens of some heads."""
+
+    def __call__(
+        self, values: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], context: Context, /
+    ) -> torch.Tensor:
+        """Return the heads' results, [T, heads * width].
+
+        Args:
+            values: tensors [T, heads * width] of the tokens.
+            weights: tensors [heads * width, ...].
+        """
+        ...
 
 
-def _all_heads(mixed: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
-    """Call ``mixed`` where all tokens and heads are here."""
-    return mixed(*given)
+class OverHeads(Protocol):
+    """Calls a :class:`Mixed` for all heads. Context parallelism replaces it, to mix all tokens of a
+    part of the heads."""
+
+    def __call__(
+        self,
+        mixed: Mixed,
+        values: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        context: Context,
+        /,
+    ) -> torch.Tensor: ...
+
+
+def _over_all_heads(
+    mixed: Mixed,
+    values: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    context: Context,
+) -> torch.Tensor:
+    """Call ``mixed`` on a device that has all tokens and heads."""
+    return mixed(values, weights, context)
 
 
 class LinearMixer(KernelModule):
@@ -105,7 +136,7 @@ class LinearMixer(KernelModule):
     def __init__(self, kernels: KernelsSection) -> None:
         super().__init__()
         self.use_kernels(kernels)
-        self.over_heads: Heads = _all_heads
+        self.over_heads: OverHeads = _over_all_heads
         self.states: LinearStates | None = None
         """The states of generation, whose contexts have :class:`Reads` for documents; None: this
         module trains."""
@@ -119,14 +150,16 @@ class LinearMixer(KernelModule):
         self.states = LinearStates(caches.slots, caches.drafts)
         return self.states
 
-    def convolved(self, given: Mapping[str, Convolution], context: Context) -> list[torch.Tensor]:
-        """Return the heads [T, h, d] of each convolution."""
+    def convolved(
+        self, convolutions: Mapping[str, Convolution], context: Context
+    ) -> list[torch.Tensor]:
+        """Return the result of each convolution by heads, [T, h, d]."""
         if self.states is not None:
             assert isinstance(context.documents, Reads)  # a step of generation
-            return self.states.convolved(given, context.documents, self.backend)
+            return self.states.convolved(convolutions, context.documents, self.backend)
         assert context.place_T is not None  # the architecture has this part
         fusible = not self.batch_invariant
-        return convolved([*given.values()], context.place_T, fusible=fusible)
+        return convolved([*convolutions.values()], context.place_T, fusible=fusible)
 
     def ruled(
         self,
@@ -134,19 +167,20 @@ class LinearMixer(KernelModule):
         context: Context,
         rule: Callable[..., torch.Tensor],
         step: Callable[..., torch.Tensor],
-        **how: float,
+        **options: float,
     ) -> torch.Tensor:
-        """Return o [T, H, V] of a rule's ``inputs``.
+        """Apply a state's rule to ``inputs``; return the heads' results, [T, H, V].
 
         Args:
-            rule: takes them, and documents.
-            step: takes them, a layer's slots, and what is read.
-            how: given to both.
+            rule: the rule in training, called with the inputs and their documents.
+            step: the rule in generation, called with the inputs, the layer's slots and the tokens
+                that the step reads.
+            options: keyword arguments of both.
         """
         if self.states is None:
             assert isinstance(context.documents, Documents)
-            return rule(*inputs, context.documents, backend=self.backend, **how)
+            return rule(*inputs, context.documents, backend=self.backend, **options)
         if self.states.cache is None:
             self.states.cache = StateCache.empty(self.states.slots, inputs)
         cache = self.states.cache
-        return step(*inputs, cache, context.documents, backend=self.backend, **how)
+        return step(*inputs, cache, context.documents, backend=self.backend, **options)

@@ -1,13 +1,13 @@
-"""LoRA adapters (arXiv 2106.09685): two small matrices beside a weight, which alone are trained.
+"""LoRA adapters (arXiv 2106.09685): two small trained matrices beside a frozen weight.
 
     y = x @ W^T + scale * (x @ A^T) @ B^T        A [rank, in], B [out, rank]
 
-An adapter is two more parameters of the module that has the weight, named like it with ``_lora_a``
-and ``_lora_b`` appended; sharding, optimizer state, checkpoints and weight updates follow. Stacked
-experts have stacked adapters, A [E, rank, in]; an expert's gate and up matrices, which are one
-weight, share A. DoRA (arXiv 2402.09353) adds the lengths m [out] of the rows of linear layers'
-matrices, as ``_lora_magnitude``; n, the present lengths, is a constant of the backward (its section
-4.3):
+The module that has the weight gets two more parameters, named like it with ``_lora_a`` and
+``_lora_b`` appended. Sharding, optimizer state, checkpoints and weight updates follow from that.
+Stacked experts have stacked adapters, A [E, rank, in]. An expert's gate and up matrices are one
+weight, so they share A. DoRA (arXiv 2402.09353) also trains the lengths m [out] of the rows of
+linear layers' matrices, as ``_lora_magnitude``. The present lengths n are constants of the backward
+(its section 4.3):
 
     y = m / n * (x @ W^T + scale * (x @ A^T) @ B^T) + bias        n = |W + scale * B @ A|
 
@@ -35,10 +35,10 @@ class Adapter(NamedTuple):
     scale: float
     dropout: float = 0.0
     magnitude: torch.Tensor | None = None
-    """[out], fp32: the lengths of the rows of what is merged; None: as they come."""
+    """[out], fp32: the lengths of the merged weight's rows (DoRA); None: they are not set."""
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return ``W + scale * B @ A``, with rows of length ``magnitude``, in ``weight``'s
+        """Return ``W + scale * B @ A``, its rows scaled to length ``magnitude``, in ``weight``'s
         dtype."""
         whole = weight + (self.scale * (self.b @ self.a)).to(weight.dtype)
         if self.magnitude is None:
@@ -46,10 +46,10 @@ class Adapter(NamedTuple):
         return whole * self.factors(weight)[:, None].to(whole.dtype)
 
     def factors(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return ``magnitude / |W + scale * B @ A|`` [out] in fp32, the lengths as constants.
+        """Return ``magnitude / |W + scale * B @ A|`` [out] in fp32; the lengths have no gradient.
 
-        The squared lengths are |w|^2 + 2 s b.(A w) + s^2 b.(A A^T) b by row, which takes no matrix
-        as large as W.
+        A row's squared length is |w|^2 + 2 s b.(A w) + s^2 b.(A A^T) b, which needs no matrix as
+        large as W.
         """
         assert self.magnitude is not None
         with torch.no_grad():
@@ -60,19 +60,21 @@ class Adapter(NamedTuple):
 
 
 class Adaptable(nn.Module):
-    """A module that applies the adapters of its ``weights`` where it has some.
+    """A module that applies the adapters of its ``weights``, if it has some.
 
-    An adapter beside the weight of any other module would change nothing, and nobody would notice.
+    Only such modules get adapters: any other module would silently ignore them.
     """
 
     weights: ClassVar[tuple[str, ...]] = ("weight",)
+    """The names of the weights that can have adapters."""
     can_drop: ClassVar[bool] = False
-    """Whether it supports dropout of its adapters' inputs in training."""
+    """True: the module supports dropout of its adapters' inputs in training."""
     can_scale: ClassVar[bool] = False
     """True: the module supports DoRA's magnitude vector."""
     lora_scale: float | None = None
     """Scale of the adapters; None: there are none."""
     lora_dropout: float = 0.0
+    """Probability of dropout of the adapters' inputs."""
 
     def adapter(self, weight: str, dtype: torch.dtype) -> Adapter | None:
         """Return the adapter of ``weight`` in ``dtype``; None: there is none."""
@@ -117,20 +119,21 @@ def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
 
 
 def adaptable(layers: nn.ModuleList) -> Iterator[tuple[str, Adaptable]]:
-    """Iterate over the modules that can have adapters, with their names."""
+    """Iterate over the names and modules that can have adapters."""
     for name, module in layers.named_modules(prefix="layers"):
         if isinstance(module, Adaptable):
             yield name, module
 
 
 def _targets(modules: Mapping[str, Adaptable], lora: LoraSection) -> list[str]:
+    """Return the names of the modules that ``lora.targets`` matches."""
     patterns = lora.targets
     if patterns == ("auto",):
         is_routed = any(fnmatchcase(name, "*.moe.experts") for name in modules)
         patterns = ("*.attn.*", "*.moe.experts" if is_routed else "*.mlp.*")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in modules):
-            # Without numbers, to name each once.
+            # Without layers' numbers, so that each name is listed once.
             known = dict.fromkeys(name.partition(".")[2].partition(".")[2] for name in modules)
             problem = f"{pattern!r} matches no module; of layers.0 there are {', '.join(known)}"
             raise ConfigError("lora.targets", problem)

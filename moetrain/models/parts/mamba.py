@@ -1,10 +1,10 @@
-"""Mamba-2: a mixer of tokens whose state decays and does not grow (arXiv 2405.21060).
+"""Mamba-2: a mixer of tokens with a decaying state of fixed size (arXiv 2405.21060).
 
     x, B, C = silu(convolution of W h)      dt = max(softplus(W h + b), s)      g = -exp(a) dt
     y = W norm((o + d x) * silu(W h)),    o by :mod:`moetrain.kernels.linear_attention.ssd`
 
-Convolutions are causal and begin anew with each document, as the state does. A group of heads
-shares B and C, and the norm takes the numbers of a group's heads together.
+Convolutions are causal, and each document starts with no inputs and a zero state. A group of heads
+shares B and C, and the norm is over the elements of a group's heads together.
 
 Left out on purpose: biases of the projections, which no published model has.
 
@@ -44,11 +44,11 @@ from moetrain.models.parts.linear_states import (
 from moetrain.models.rules import COLWISE, ROWWISE, WIDE_NORM, Rule
 
 _NARROW = replace(COLWISE, gather=torch.float32)
-"""Of steps, a number a head, which no product in fp8 takes."""
+"""The rule of the steps, which have one output a head: too narrow for products in fp8."""
 
 
 def _draw_steps(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw what softplus makes log-uniform between 0.001 and 0.1 (arXiv 2312.00752)."""
+    """Draw values whose softplus is log-uniform between 0.001 and 0.1 (arXiv 2312.00752)."""
     steps = rows.uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp_()
     return steps + (-torch.expm1(-steps)).log()
 
@@ -72,7 +72,7 @@ class Mamba2(AttentionPart):
     mamba_conv_kernel_dim: int
     mamba_conv_bias: bool = True
     mamba_min_step: float = 0.0
-    """What dt is at least, whatever softplus gives."""
+    """The lower bound of dt."""
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class Mamba2(AttentionPart):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Width of all heads together, and of all groups' B (as of their C)."""
+        """Widths of all heads together, and of all groups' B; C is as wide as B."""
         return (
             self.mamba_num_heads * self.mamba_head_dim,
             self.mamba_num_groups * self.mamba_state_dim,
@@ -98,7 +98,7 @@ class Mamba2(AttentionPart):
 
     @property
     def inputs(self) -> Mapping[str, int]:
-        """The results of products with the input, and their widths."""
+        """The names and widths of the projections of the input."""
         v_dim, k_dim = self.widths
         return {"z": v_dim, "x": v_dim, "b": k_dim, "c": k_dim, "dt": self.mamba_num_heads}
 
@@ -119,34 +119,34 @@ class Mamba2(AttentionPart):
         return found | {"wo.weight": Weight((dim, v_dim), ROWWISE)}
 
     def products_per_token(self, seq_len: int) -> float:
-        """Count the products with weights, and two with each head's state: what is written, and
-        what C reads."""
+        """Count the products with weights, and two with each head's state: writing to it, and
+        reading it by C."""
         v_dim = self.widths[0]
         weights = self.hidden_size * (sum(self.inputs.values()) + v_dim)
         return weights + 2 * v_dim * self.mamba_state_dim
 
     def activations(self, share: Workload) -> float:
-        """Return the bytes of the products' results, of B, C and dt x, and of the recurrence's
-        result, before and after its gate."""
+        """Return the bytes of the projections, of B, C and dt x, and of the recurrence's result,
+        before and after its gate."""
         (v_dim, k_dim), w = self.widths, share.width
-        numbers = (2 * v_dim + 2 * k_dim) + (v_dim + 2 * k_dim) + 2 * v_dim
-        if not share.is_compiled:  # convolutions, the gate and the norm in fp32 instead
+        elements = (2 * v_dim + 2 * k_dim) + (v_dim + 2 * k_dim) + 2 * v_dim
+        if not share.is_compiled:  # convolutions, the gate and the norm keep fp32 instead
             taps = self.mamba_conv_kernel_dim
-            numbers = 2 * v_dim + 2 * k_dim
-            numbers += ((taps + 1) * (v_dim + 2 * k_dim) + 6 * v_dim) * FP32 / w
+            elements = 2 * v_dim + 2 * k_dim
+            elements += ((taps + 1) * (v_dim + 2 * k_dim) + 6 * v_dim) * FP32 / w
         heads = self.mamba_num_heads * 5 * FP32
-        return share.tokens * (numbers * w + heads) / share.tp
+        return share.tokens * (elements * w + heads) / share.tp
 
     def exchanged(self, share: Workload) -> dict[str, float]:
         v_dim, k_dim = self.widths
         results = v_dim * FP32 / share.width
         spread = (v_dim + 2 * k_dim + self.mamba_num_heads + results) / share.tp
-        return share.received(spread, spread / share.cp)  # heads travel in both ways
+        return share.received(spread, spread / share.cp)  # both methods send heads
 
     def state_bytes(self, width: int) -> float:
         (v_dim, k_dim), heads = self.widths, self.mamba_num_heads
-        places = CHUNK + self.mamba_conv_kernel_dim - 1
-        kept = places * (v_dim + 2 * k_dim) * width + CHUNK * heads * FP32
+        tokens = CHUNK + self.mamba_conv_kernel_dim - 1
+        kept = tokens * (v_dim + 2 * k_dim) * width + CHUNK * heads * FP32
         return v_dim * self.mamba_state_dim * FP32 + kept
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
@@ -190,23 +190,22 @@ class Mamba(LinearMixer):
         """Mix tokens; returns [B, S, D] in ``h_BSD``'s dtype."""
         h_TD = h_BSD.flatten(0, 1)
         dtype = h_BSD.dtype
-        # Apart: at most three have one launch where rows are few.
+        # z is computed apart, since with few rows one launch takes three products at most.
         z = self.wz(h_TD)
-        convolving = linears(h_TD, (self.wx, self.wb, self.wc))
-        given = (*convolving, self.wdt(h_TD))
+        values = (*linears(h_TD, (self.wx, self.wb, self.wc)), self.wdt(h_TD))
         biases = [x for x in map(self._bias, "xbc") if x is not None]
         weights = (self.conv_x, self.conv_b, self.conv_c, self.a_log, self.dt_bias, self.d, *biases)
-        y = self.over_heads(self._mixed, given, weights, context)
+        y = self.over_heads(self._mixed, values, weights, context)
         return self.wo(self._normed(y * F.silu(z.to(y.dtype))).to(dtype)).view_as(h_BSD)
 
     def _mixed(
         self,
-        given: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor],
         context: Context,
     ) -> torch.Tensor:
-        """Return what heads read of their states, and of their input: [T, H * V], in fp32."""
-        *convolving, dt_TH = given
+        """Return the heads' readings of their states, plus d x: [T, H * V], fp32."""
+        *convolving, dt_TH = values
         *filters, a_log, dt_bias, d = weights[:6]
         dtype = dt_TH.dtype
         wide = torch.promote_types(dtype, torch.float32)
@@ -227,9 +226,9 @@ class Mamba(LinearMixer):
         return getattr(self, f"conv_{name}_bias", None)
 
     def _normed(self, y: torch.Tensor) -> torch.Tensor:
-        """Normalise the numbers of each group's heads together."""
+        """Normalise the elements of each group's heads together."""
         y_TGN = y.unflatten(-1, (-1, self.group_dim))
-        if self.states is not None:  # by an op in which a row's bits do not depend on others
+        if self.states is not None:  # generation's op: a row's bits do not depend on other rows
             y_TGN = rms_norm(y_TGN, y.new_ones(self.group_dim), self.eps, self.backend)
             return y_TGN.flatten(1) * self.norm.to(y.dtype)
         y_TGN = y_TGN * torch.rsqrt(y_TGN.square().mean(-1, keepdim=True) + self.eps)

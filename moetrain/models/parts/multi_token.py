@@ -6,19 +6,20 @@ embedding (DeepSeek-V3, arXiv 2412.19437, section 2.2):
     h_k[i] = norm(block_k(W_k [norm(E(t[i + k])) ; norm(h_{k-1}[i])]))
     loss_k = mean over i of -log p(t[i + k + 1] | head(h_k[i]))
 
-Embedding and head are the model's own. Position i has no target where i + k lies behind its
-document's end; no expert and no statistic sees it there, and attention is causal, so that documents
-in one row stay apart. Published models have one such block. They are built, trained and written
-only if ``train.mtp_weight`` asks for it; else their tensors are carried on as they are.
+The blocks use the model's embedding and head. Where i + k lies past its document's end, position i
+has no target, and no expert and no statistic counts it. Attention is causal, so documents in one
+row stay apart. Published models have one such block. The blocks are built, trained and written only
+if ``train.mtp_weight`` is set; otherwise an export carries their tensors on unchanged.
 
-Files hold them in two ways, which a family says by its maps: as layers behind the model's own, with
-copies of embedding and head (DeepSeek, GLM: :func:`behind_layers`), or under ``mtp.`` (Qwen:
-:func:`under_mtp`).
+Files hold the blocks in one of two ways, and a family's maps say in which: as layers behind the
+model's own, with copies of embedding and head (DeepSeek, GLM: :func:`behind_layers`), or under
+``mtp.`` (Qwen: :func:`under_mtp`).
 
-Generation drafts with the first of them (:mod:`moetrain.generate.drafting`). Left out on
-purpose: pipelines, of whose stages the last one would need the embedding too.
+Generation drafts with the first block (:mod:`moetrain.generate.drafting`).
 
-Legend: B batch, S sequence, D model width, P = 2 * D.
+Left out on purpose: pipelines, since the last stage would need the embedding too.
+
+Legend: B batch, S sequence, T = B * S tokens, D model width, P = 2 * D.
 """
 
 import re
@@ -43,12 +44,12 @@ from moetrain.models.layers import Linear, RMSNorm
 from moetrain.models.rules import NORM, ZERO_NORM, PartStyle, Rule
 
 _COUNT = "num_nextn_predict_layers"
-_WHOLE = Rule("replicate")  # of a matrix that every tensor parallel rank has, for its own tokens
+_WHOLE = Rule("replicate")  # every tensor parallel rank applies the matrix to its own tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Join(Part):
-    """Describes what makes a block's input of a token's embedding and the hidden state before."""
+    """Describes the input of an MTP block, W_k [norm(E(t)) ; norm(h)]."""
 
     name: ClassVar[str] = "join"
     norm: ClassVar[str] = ""
@@ -68,16 +69,17 @@ class Join(Part):
 
 
 class _Join(nn.Module):
+    """The module of :class:`Join`."""
+
     def __init__(self, sizes: Join, kernels: KernelsSection) -> None:
         super().__init__()
-        dim = sizes.hidden_size
-        how = {"zero_centred": sizes.zero_centred_norms}
-        self.enorm = RMSNorm(dim, sizes.norm_eps, kernels, **how)
-        self.hnorm = RMSNorm(dim, sizes.norm_eps, kernels, **how)
+        dim, eps, zero_centred = sizes.hidden_size, sizes.norm_eps, sizes.zero_centred_norms
+        self.enorm = RMSNorm(dim, eps, kernels, zero_centred=zero_centred)
+        self.hnorm = RMSNorm(dim, eps, kernels, zero_centred=zero_centred)
         self.proj = Linear(2 * dim, dim, kernels)
 
     def forward(self, pair_BSP: torch.Tensor) -> torch.Tensor:
-        """Return [B, S, D] for embeddings and, behind them, hidden states."""
+        """Return [B, S, D] for pairs of an embedding and a hidden state, in this order."""
         embedded_BSD, hidden_BSD = pair_BSP.chunk(2, dim=-1)
         return self.proj(torch.cat((self.enorm(embedded_BSD), self.hnorm(hidden_BSD)), dim=-1))
 
@@ -106,22 +108,23 @@ class _Readout(Part):
 class MultiTokenDecoder(Architecture):
     """A decoder whose files may have MTP blocks, built if ``mtp_layers`` is set.
 
-    They have the parts of the model's last block of full attention.
+    The blocks have the parts of the model's last block with full attention.
     """
 
     def multi_token_layers(self) -> tuple[tuple[Part, ...], ...]:
         if not self.mtp_layers:
             return ()
         mixers = {i: self.attention(i) for i in range(self.num_layers)}
-        like = [i for i, part in mixers.items() if not part.carries_state and part.window is None]
-        if not like:
+        full = [i for i, part in mixers.items() if not part.carries_state and part.window is None]
+        if not full:
             raise ValueError(f"mtp_layers {self.mtp_layers}, and no block has full attention")
-        own = mixers[like[-1]], self.feed_forward(like[-1])
-        return ((*own, Join.of(self), _Readout.of(self)),) * self.mtp_layers
+        last = full[-1]
+        parts = mixers[last], self.feed_forward(last), Join.of(self), _Readout.of(self)
+        return (parts,) * self.mtp_layers
 
 
 def num_multi_token_layers(config: Mapping[str, Any]) -> int:
-    """Read from ``config.json`` how many layers behind the model's own are MTP blocks."""
+    """Read from ``config.json`` the number of layers behind the model's own that are MTP blocks."""
     value = config.get(_COUNT)
     if value is not None and (type(value) is not int or value < 0):
         raise error("config.json", f"{_COUNT} is {value!r:.80}, expected 0 or more")
@@ -133,13 +136,15 @@ def with_multi_token(
     config: Mapping[str, Any],
     setting: str = "train.mtp_weight",
 ) -> Architecture:
-    """Return ``arch`` with as many MTP blocks as its ``config.json`` names.
+    """Return ``arch`` with the number of MTP blocks that its ``config.json`` names.
 
-    One that names no number (Qwen's, and the empty one of a preset) stands for one block.
+    A config without that key (Qwen's, and the empty one of a preset) means one block.
+
+    Args:
+        setting: the setting that asks for the blocks, for the error.
 
     Raises:
-        ConfigError: there are none, or the family has none. It names ``setting``, which asks for
-            them.
+        ConfigError: the model or its family has no MTP blocks.
     """
     count = num_multi_token_layers(config) if _COUNT in config else 1
     if not count or not isinstance(arch, MultiTokenDecoder):
@@ -161,7 +166,7 @@ def run_multi_token(
 
     Args:
         x_BSD: the residual stream behind the last block.
-        inputs, rows: the model's ``Inputs``, and what it prepared of them.
+        inputs, rows: the model's ``Inputs``, and the ``Rows`` that it prepared from them.
 
     Returns:
         Hidden states of each depth, as ``Transformer.head`` returns them, and the MoE layers'
@@ -170,7 +175,7 @@ def run_multi_token(
     found, stats = [], []
     tokens_BS = inputs.tokens_BS
     positions_BS = inputs.positions_BS
-    # Its tokens alone: where ranks share them, calling the norm would gather all.
+    # This rank's tokens alone: calling the module would gather those of all ranks.
     hidden_BSD = model.norm.forward(x_BSD)
     for depth in range(1, model.arch.mtp_layers + 1):
         is_away_BS = ~reaches(tokens_BS.shape, positions_BS, depth, tokens_BS.device)
@@ -192,9 +197,9 @@ def reaches(
     depth: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return [B, S]: whether the token ``depth`` further on is of the same document.
+    """Return bool [B, S]: True where the token ``depth`` places later is in the same document.
 
-    With positions 0 1 2 0 1 and depth 1 that is yes yes no yes no.
+    With positions 0 1 2 0 1 and depth 1 that is True True False True False.
     """
     is_in_row_S = torch.arange(shape[1], device=device) < shape[1] - depth
     if positions_BS is None:
@@ -203,7 +208,7 @@ def reaches(
 
 
 def multi_token_targets(batch: Any, depth: int) -> torch.Tensor:
-    """Return [B, S], the targets of ``depth``, where ``batch.targets_BS`` are those of depth 0."""
+    """Return the targets [B, S] of ``depth``; ``batch.targets_BS`` are the targets of depth 0."""
     targets_BS = batch.targets_BS
     positions_BS = batch.inputs.positions_BS
     is_there_BS = reaches(targets_BS.shape, positions_BS, depth, targets_BS.device)
@@ -211,7 +216,7 @@ def multi_token_targets(batch: Any, depth: int) -> torch.Tensor:
 
 
 def multi_token_sizes(batches: Sequence[Any], depths: int) -> dict[str, int]:
-    """Count the targets of each of ``depths``, as ``Objective.sizes`` does."""
+    """Count the targets of each depth from 1 to ``depths``, in the form of ``Objective.sizes``."""
     return {
         f"mtp_{depth}": sum(int((multi_token_targets(b, depth) >= 0).sum()) for b in batches)
         for depth in range(1, depths + 1)
@@ -226,13 +231,13 @@ def multi_token_loss(
 ) -> torch.Tensor:
     """Return the mean over depths of the mean cross-entropy (this device's share of it, 0-d).
 
-    ``sizes`` are those of :func:`multi_token_sizes` in the global batch.
+    ``sizes``: :func:`multi_token_sizes` summed over the global batch.
     """
     losses = []
     for depth, hidden_BSD in enumerate(hidden, 1):
         targets_T = multi_token_targets(batch, depth).flatten()
         size = sizes[f"mtp_{depth}"] * len(hidden)
-        # The weight goes in rather than onto the result, so that gradients are rounded once.
+        # The weight goes into the sum instead of onto the result: gradients are rounded once.
         weights_T = torch.ones_like(targets_T, dtype=torch.float32) * (1 / size)
         hidden_TD = hidden_BSD.flatten(0, 1)
         loss = model.vocabulary.loss_sum(hidden_TD, model.head_weight, targets_T, weights_T)
@@ -248,10 +253,13 @@ class _Repeated(Rename):
     """A module that files repeat in each MTP layer."""
 
     copies: tuple[str, ...] = ()
+    """Names of the copies, with ``{layer}``."""
     if_tied: tuple[str, ...] = ()
-    """More of them if the embedding is the head's matrix too."""
+    """Names of further copies if embedding and head are tied."""
 
-    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
+    def pieces(
+        self, parameter: str, shape: Sequence[int], arch: Architecture | None
+    ) -> list[Piece]:
         found = super().pieces(parameter, shape, arch)
         if not found or arch is None:
             return found
@@ -275,7 +283,7 @@ _BEHIND = (
 def behind_layers(weight_map: WeightMap) -> tuple[WeightMap, WeightMap]:
     """Return maps of files in which MTP blocks are layers behind the others.
 
-    The first has copies of embedding and head in them, the second none.
+    In the first map these layers have copies of embedding and head, in the second they do not.
     """
 
     def repeated(one: Any) -> Any:
@@ -291,12 +299,14 @@ def behind_layers(weight_map: WeightMap) -> tuple[WeightMap, WeightMap]:
 
 @dataclass(frozen=True)
 class _Within:
-    """Maps the model's own blocks alone by ``one``, or those behind them to ``mtp.layers``."""
+    """Maps by ``one`` the model's own blocks alone, or only MTP blocks, to ``mtp.layers``."""
 
     one: Any
     is_behind: bool = False
 
-    def pieces(self, parameter: str, shape: Sequence[int], arch: Any) -> list[Piece]:
+    def pieces(
+        self, parameter: str, shape: Sequence[int], arch: Architecture | None
+    ) -> list[Piece]:
         layer = re.match(r"layers\.(\d+)\.", parameter)
         number = -1 if layer is None or arch is None else int(layer[1]) - arch.num_layers
         if self.is_behind != (number >= 0):
@@ -324,8 +334,8 @@ _UNDER = (
 def under_mtp(*maps: WeightMap) -> tuple[WeightMap, ...]:
     """Return maps of files in which one MTP block lies under ``mtp.``.
 
-    Each of ``maps`` may describe the model's own blocks or that one; combinations of equals are
-    first.
+    Any of ``maps`` may describe the model's own blocks, and any the MTP block. All pairs are
+    returned, those of two equal maps first.
     """
     pairs = [(own, behind) for own in maps for behind in maps]
     pairs.sort(key=lambda pair: pair[0] is not pair[1])

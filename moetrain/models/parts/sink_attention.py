@@ -1,8 +1,8 @@
-"""Grouped-query attention with sinks: a learned logit of each head joins its softmax.
+"""Grouped-query attention with sinks: each head has a learned logit that joins its softmax.
 
-The formulas are those of :mod:`moetrain.kernels.attention.sinks`.
+The formulas are in :mod:`moetrain.kernels.attention.sinks`.
 
-Legend: H query heads.
+Legend: B batch, S sequence, H query heads, G key/value heads, d head width.
 """
 
 from collections.abc import Mapping

@@ -2,9 +2,9 @@
 
     y_t = P sum over the K chosen experts e of  w_te * expert_e(Q x_t)  +  shared expert(x_t)
 
-With ``moe_latent_size`` the routed experts' tokens are narrower than the model: one matrix Q makes
-them so before they are sent, and one, P, widens what comes back. The router and the shared expert
-see the tokens as they are.
+With ``moe_latent_size`` the routed experts' tokens are narrower than the model. Q projects tokens
+to the latent width before they are sent, and P projects the experts' sum back. The router and the
+shared expert take the tokens themselves.
 
 Left out on purpose: biases, which no published model has, and products in fp8.
 
@@ -28,7 +28,7 @@ from moetrain.models.moe import Experts, MoE, MoEOutput, RoutedExperts, Router
 from moetrain.models.rules import COLWISE, EXPERT, ROWWISE, Rule
 
 _LATENT = Rule("replicate")
-"""Of the projections, which every tensor parallel rank has whole, for its own tokens."""
+"""The rule of Q and P: replicated over tensor parallel ranks, applied to a rank's own tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +77,12 @@ class _SquaredReLUMLP(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class SquaredReLUExperts(RoutedExperts):
-    """Describes routed experts without a gate, and one beside them that every token uses."""
+    """Describes routed experts without a gate, and a shared expert."""
 
     aligned: ClassVar[tuple[str, ...]] = (*RoutedExperts.aligned, "moe_latent_size")
 
     moe_latent_size: int = 0
-    """Width of the tokens that experts take; 0: the model's."""
+    """Width L of the tokens that experts take; 0: the model's width."""
 
     @property
     def row_size(self) -> int:
@@ -124,7 +124,7 @@ class SquaredReLUExperts(RoutedExperts):
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
         found: dict[SavedName, float] = {**super().saved(share)}
-        # Half of the pre-activations are not there, and each latent token is a product's result.
+        # There is no gate, so half of the pre-activations of SwiGLU; latent tokens are added.
         row = self.num_experts_per_token * self.moe_intermediate_size
         found["experts"] -= share.own_tokens * share.width * row
         latent = share.own_tokens * share.width * self.moe_latent_size
