@@ -83,12 +83,13 @@ class Block(nn.Module):
         one = nn.Parameter(torch.empty(1), requires_grad=False) if arch.layer_scalars else None
         self.register_parameter("scalar", one)
 
-    def forward(self, x_BSD: Stream, context: Context) -> tuple[Stream, RouterStats | None]:
+    def forward(self, stream: Stream, context: Context) -> tuple[Stream, RouterStats | None]:
         """Return the residual stream after this block, and its routing (None: not MoE)."""
         # y_BSD is the last part's result. The next norm adds it to the stream x_BSD, in one kernel.
-        y_BSD = stats = None
-        if isinstance(x_BSD, tuple):
-            x_BSD, y_BSD = x_BSD
+        x_BSD: torch.Tensor
+        y_BSD: torch.Tensor | None
+        x_BSD, y_BSD = stream if isinstance(stream, tuple) else (stream, None)
+        stats = None
         for before, part, after in self.parts:
             norm: RMSNorm | None = getattr(self, before) if before else None
             if norm is None:
@@ -97,11 +98,10 @@ class Block(nn.Module):
                 x_BSD, normed_BSD = norm.with_stream(x_BSD)
             else:
                 x_BSD, normed_BSD = norm.with_sum(x_BSD, y_BSD)
-            y_BSD = getattr(self, part)(normed_BSD, context)
-            if isinstance(y_BSD, tuple):
-                y_BSD, stats = y_BSD
-            if after:
-                y_BSD = getattr(self, after)(y_BSD)
+            result = getattr(self, part)(normed_BSD, context)
+            if isinstance(result, tuple):
+                result, stats = result
+            y_BSD = getattr(self, after)(result) if after else result
         assert y_BSD is not None  # a block has a part
         if self.defers and self.scalar is None:
             return (x_BSD, y_BSD), stats
@@ -115,10 +115,9 @@ class MultiTokenBlock(Block):
     join: nn.Module
     readout: nn.Module
 
-    def forward(
-        self, x_BSD: torch.Tensor, context: Context
-    ) -> tuple[torch.Tensor, RouterStats | None]:
-        x_BSD, stats = super().forward(self.join(x_BSD), context)
+    def forward(self, stream: Stream, context: Context) -> tuple[torch.Tensor, RouterStats | None]:
+        """Return hidden states [B, S, D] for pairs of an embedding and a hidden state."""
+        x_BSD, stats = super().forward(self.join(stream), context)
         return self.readout(x_BSD), stats
 
 
@@ -278,6 +277,7 @@ class Transformer(nn.Module):
         x_BSD, layer_stats = self.run(self.embed_tokens(inputs.tokens_BS), rows)
         hidden_BSD = self.head(x_BSD, rows)
         if multi_token is not None:
+            assert isinstance(x_BSD, torch.Tensor)  # blocks defer in generation alone
             found, more = run_multi_token(self, x_BSD, inputs, rows)
             multi_token += found
             layer_stats += more

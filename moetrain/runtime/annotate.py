@@ -19,6 +19,7 @@ from torch.profiler import record_function
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Values = TypeVar("_Values")
 
 
 def _is_traced() -> bool:
@@ -47,7 +48,7 @@ def annotated(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     return decorate
 
 
-def annotate_backward(x: torch.Tensor, name: str) -> torch.Tensor:
+def annotate_backward(x: _Values, name: str) -> _Values:
     """Return ``x``, and label the backward from its gradient on ``name`` in profiler traces.
 
     The label lasts until the backward reaches the next name, or ends.

@@ -1,13 +1,13 @@
 """Converts a Hugging Face ``config.json`` to an :class:`Architecture` and back, for every family.
 
-A family's own file has the tables (:class:`~moetrain.models.family.Family`). Here is what all
-families share: the walk over those tables, the checks, and rope.
+A family's own file has its tables (:class:`~moetrain.models.family.Family`). This file has what all
+families share: reading and writing by those tables, the checks, and rope.
 
-Files are written with the keys that published checkpoints have (``rope_theta``, ``rope_scaling``,
-``torch_dtype``): every version of ``transformers`` reads those.
+Files are written with the keys of published checkpoints (``rope_theta``, ``rope_scaling``,
+``torch_dtype``), which every version of ``transformers`` reads.
 
-Left out on purpose: what acts in training only (attention dropout, router jitter), and what
-describes text instead of the network (token ids, generation settings).
+Left out on purpose: settings of training (attention dropout, router jitter), and settings of text
+(token ids, generation).
 """
 
 import re
@@ -33,7 +33,7 @@ _DERIVED: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
     "num_key_value_heads": lambda config: config["num_attention_heads"],
     "head_dim": lambda config: config["hidden_size"] // max(1, config["num_attention_heads"]),
 }
-"""Keys of files that may be null, and functions that compute their values then."""
+"""Keys of files that may be null, and the functions that then compute their values."""
 
 
 def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
@@ -48,21 +48,22 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
         if key in own and other in own and own[key] != own[other]:
             raise _error(f"{other} {own[other]!r} contradicts {key} {own[key]!r}")
     own = {family.aliases.get(key, key): value for key, value in own.items()}
-    given: dict[str, Any] = {**family.defaults, **own}
-    _check_types(given, family)
-    if given["hidden_act"] != family.activation:
-        problem = f"hidden_act {given['hidden_act']!r} is not supported, only {family.activation!r}"
-        raise _error(problem)
-    format_of({**given, **config})  # raises for what is not read
+    values: dict[str, Any] = {**family.defaults, **own}
+    _check_types(values, family)
+    if values["hidden_act"] != family.activation:
+        raise _error(
+            f"hidden_act {values['hidden_act']!r} is not supported, only {family.activation!r}"
+        )
+    format_of({**values, **config})  # raises for unsupported quantisation
     for key, value in _DERIVED.items():
-        if given[key] is None:
-            given[key] = value(given)
+        if values[key] is None:
+            values[key] = value(values)
     try:
-        given["rope_theta"], given["partial_rotary_factor"], rope = _read_rope(given, family)
-        fields = {ours: given[theirs] for ours, theirs in family.keys.items()}
+        values["rope_theta"], values["partial_rotary_factor"], rope = _read_rope(values, family)
+        fields = {ours: values[theirs] for ours, theirs in family.keys.items()}
         fields |= {"family": family.name, "rope": rope, **family.fixed}
-        family.architecture(**fields)  # sizes are sound before layers are counted by them
-        arch = family.architecture(**(fields | family.read_layers(given)))
+        family.architecture(**fields)  # checks the sizes before read_layers counts by them
+        arch = family.architecture(**(fields | family.read_layers(values)))
         if is_reward_model(config):
             arch = arch.scoring(_read_head({**config, **own}))
     except ValidationError as error:
@@ -71,15 +72,15 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
 
 
 def is_reward_model(config: Mapping[str, Any]) -> bool:
-    """Return whether the parsed ``config.json`` is that of a ``*ForSequenceClassification``."""
+    """Return True if the parsed ``config.json`` is that of a ``*ForSequenceClassification``."""
     names = config.get("architectures")
     return isinstance(names, list) and any(str(name).endswith(_CLASSIFIES) for name in names)
 
 
 def _read_head(config: Mapping[str, Any]) -> int | None:
-    """Return ``pad_token_id``; ConfigError: it is no id, or the head has other than one row."""
+    """Return ``pad_token_id``; ConfigError: it is not an id, or the head has several rows."""
     labels, pad = config.get("id2label"), config.get(_PAD)
-    # A config.json without labels has two in transformers.
+    # transformers takes a config.json without labels for one with two.
     number = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
     if number != 1:
         problem = f"a {_CLASSIFIES} with {number!r:.80} labels; only one, a reward, is supported"
@@ -90,9 +91,10 @@ def _read_head(config: Mapping[str, Any]) -> int | None:
 
 
 def _own_keys(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    """Return the keys of ``config`` that describe the model, from ``Family.section`` if it has one.
+    """Return the keys of ``config`` that describe the model, those in ``Family.section`` if it has
+    one.
 
-    Whether embeddings are tied is said outside of that.
+    The key for tied embeddings is outside of the section.
     """
     if family.section is None:
         return config
@@ -103,7 +105,7 @@ def _own_keys(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
 
 
 def _first_problem(error: ValidationError, family: Family) -> str:
-    """Say what pydantic finds wrong, by the file's own name for the field."""
+    """Describe pydantic's first error, with the file's name of the field."""
     problem = error.errors()[0]
     message = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
@@ -115,9 +117,10 @@ def _first_problem(error: ValidationError, family: Family) -> str:
 
 
 def _to_hf(arch: Architecture) -> dict[str, Any]:
+    """Return the whole ``config.json`` of ``arch``, without a source's other keys."""
     family = _family_of(arch.family)
     own = family.write_layers(arch)
-    if "rope_parameters" not in own:  # which transformers takes from either of the two
+    if "rope_parameters" not in own:  # transformers reads either of the two keys
         own = {"rope_scaling": arch.rope.to_hf(), **own}
     keys = {theirs: getattr(arch, ours) for ours, theirs in family.keys.items()}
     config: dict[str, Any] = {"hidden_act": family.activation, **keys, **own}
@@ -143,10 +146,10 @@ def _to_hf(arch: Architecture) -> dict[str, Any]:
 def exported_config(arch: Architecture, source: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the ``config.json`` of ``arch``; inverts :func:`architecture_from_hf`.
 
-    ``source`` is the config that the architecture was read from. Everything else that it says is
-    carried on, and it is kept unchanged if it still describes ``arch``.
+    ``source`` is the config that the architecture was read from. Its other keys are carried on. It
+    is returned unchanged if it still describes ``arch``.
 
-    Raises ValueError: the family's format cannot express ``arch``; it names the fields.
+    Raises ValueError: the family's format cannot express some fields of ``arch``; it names them.
     """
     if source is None or source.get("model_type") != arch.family:
         return _to_hf(arch)
@@ -155,7 +158,7 @@ def exported_config(arch: Architecture, source: Mapping[str, Any] | None) -> dic
     own = _to_hf(arch)
     family = _family_of(arch.family)
     spelled = {*family.defaults, *family.aliases, *_ROPE_KEYS}
-    if arch.num_labels:  # which a classifier's config may say in another way
+    if arch.num_labels:  # a classifier's config may have this key in place of id2label
         spelled |= {"num_labels"}
     if family.section is not None:
         key = family.section[0]
@@ -174,11 +177,11 @@ def _family_of(model_type: object) -> Family:
     return FAMILIES[model_type]
 
 
-def _check_types(given: Mapping[str, Any], family: Family) -> None:
-    """Raise ConfigError for a key that has a default, and here a value of another type."""
+def _check_types(values: Mapping[str, Any], family: Family) -> None:
+    """Raise ConfigError for a value that has another type than the key's default."""
     nullable = dict.fromkeys(_DERIVED, int) | dict(family.nullable)
     for key, default in family.defaults.items():
-        value = given[key]
+        value = values[key]
         kind = nullable.get(key, type(default))
         expected = (int, float) if kind is float else kind
         is_bool_for_number = isinstance(value, bool) and kind is not bool
@@ -190,10 +193,10 @@ def _check_types(given: Mapping[str, Any], family: Family) -> None:
 
 
 def _canonical(arch: Architecture) -> Architecture:
-    """Empty the per-layer fields where that means the same, so that equal models compare equal."""
+    """Empty per-layer fields that only repeat the default, so that equal models compare equal."""
     return arch.model_copy(
         update={
-            "mtp_layers": 0,  # files hold them whether or not they are trained
+            "mtp_layers": 0,  # files hold MTP blocks whether or not they are trained
             "sliding_windows": arch.sliding_windows if any(arch.sliding_windows) else (),
             "moe_layers": () if all(arch.moe_layers) else arch.moe_layers,
             "linear_layers": arch.linear_layers if any(arch.linear_layers) else (),
@@ -206,8 +209,10 @@ _ROPE_KEYS = {"rope_scaling", "rope_parameters", "partial_rotary_factor", RopeSc
 
 
 def _read_rope(config: Mapping[str, Any], family: Family) -> tuple[float, float, RopeScaling]:
-    """Read ``rope_theta``, the part that rotates and the scaling, from ``rope_scaling`` or newer
-    ``rope_parameters``."""
+    """Read ``rope_theta``, the rotating share of a head and the scaling.
+
+    They are in ``rope_scaling``, or in newer files in ``rope_parameters``.
+    """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise _error(f"rope_scaling is {rope!r}, expected an object")

@@ -1,10 +1,12 @@
-"""The files of a Hugging Face checkpoint: finding them, reading what they hold, writing new ones.
+"""The files of a Hugging Face checkpoint: finds, reads and writes them.
 
 Nothing here knows a model. A checkpoint is a folder with ``config.json``, safetensors files, and
-whatever else ``transformers`` or a server needs: tokenizer, generation settings, a licence.
+other files that ``transformers`` or a server needs: tokenizer, generation settings, a licence.
 
-Nothing in a folder is trusted: every fault is one ConfigError on ``model.path``, found from headers
-before a weight is read. Left out on purpose: pickled weights (``.bin`` files run code when read).
+Nothing in a folder is trusted. Every fault is one ConfigError on ``model.path``, raised before a
+weight is read.
+
+Left out on purpose: pickled weights (``.bin`` files run code when they are read).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, NamedTuple
 
-import huggingface_hub as hub  # which imports its parts when they are first used
+import huggingface_hub as hub  # it imports its parts at their first use
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES
@@ -38,45 +40,48 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 EXPORT = "hf"
-"""Name of the folder, in a run's output folder, that the run exports to."""
+"""Name of a run's export folder, in its output folder."""
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _MANIFEST = ".moetrain-export.json"
-"""Lists the files of an export, so that the next one into the folder can remove old ones."""
+"""Name of the list of an export's files; the next export into the folder removes old ones by it."""
 
 
-class _FileTensor(NamedTuple):
+class FileTensor(NamedTuple):
+    """A tensor of a checkpoint's files."""
+
     file: Path
     dtype: torch.dtype
-    """That in which it is used, and exported."""
+    """The dtype in which it is used and exported."""
     shape: tuple[int, ...]
     form: Format | None = None
-    """The format of a tensor that is quantised; None: it is stored as it is."""
+    """The format of a quantised tensor; None: it is not quantised."""
     parts: Mapping[str, Path] = {}
-    """The tensors that it is then made of, and their files."""
+    """The names of the tensors that a quantised tensor consists of, and their files."""
     has_new_rows: bool = False
     """True: the model has more rows than the file (:mod:`moetrain.models.hf.new_rows`)."""
 
 
 @dataclass(frozen=True)
 class HFSource:
-    """What the files of a checkpoint hold, for a model and for an export that carries it on."""
+    """The contents of a checkpoint's files, for a model and for an export that carries them on."""
 
     folder: Path
     config: Mapping[str, Any]
     """The whole ``config.json``."""
     generation: Mapping[str, Any] | None
     """The whole ``generation_config.json``, if there is one."""
-    stored: Mapping[str, _FileTensor]
+    stored: Mapping[str, FileTensor]
     """Every tensor of the files, in their order."""
     files: tuple[str, ...]
     """Other files that an export carries on, relative to ``folder``; see :func:`small_files`."""
     own: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
-    """Where each of the model's tensors goes, by its name in the files."""
+    """The pieces of each of the model's tensors, by its name in the files."""
     weight_map: WeightMap | None = None
     """The layout of the model's tensors; None: the family's usual one."""
     extra: tuple[str, ...] = ()
     """Tensors that the model does not have; an export carries them on bit for bit."""
     _stamps: Mapping[Path, tuple[int, int] | None] = field(default_factory=dict)
+    """Size and time of modification of each file, as it was read."""
 
     @classmethod
     def read(cls, folder: Path) -> HFSource:
@@ -94,7 +99,7 @@ class HFSource:
             return cls(folder, config, generation, stored, files, _stamps=stamps)
 
     def with_rows(self, rows: int, own: int) -> HFSource:
-        """Return a copy whose matrices with ``own`` rows, one for each token, have ``rows``."""
+        """Return a copy in which matrices of ``own`` rows, one for each token, have ``rows``."""
         stored = {
             name: tensor._replace(shape=(rows, *tensor.shape[1:]), has_new_rows=True)
             for name, tensor in self.stored.items()
@@ -103,14 +108,14 @@ class HFSource:
         return replace(self, stored={**self.stored, **stored})
 
     def intact(self) -> set[Path]:
-        """Return the files with weights that still are the ones that were read."""
+        """Return the files with weights that have not changed since they were read."""
         return {f for f, before in self._stamps.items() if before == _stamp(f) is not None}
 
 
 def _dequantised(
-    folder: Path, stored: Mapping[str, _FileTensor], form: Format
-) -> dict[str, _FileTensor]:
-    """Put every tensor of ``form`` in the place of its parts; ConfigError if they do not fit."""
+    folder: Path, stored: Mapping[str, FileTensor], form: Format
+) -> dict[str, FileTensor]:
+    """Replace the parts of every tensor in ``form`` by the tensor; ConfigError: they do not fit."""
     found, opened = dict(stored), lru_cache(maxsize=8)(open_shard)
     for name, parts in form.parts(stored).items():
         own = [found.pop(part, None) for part in parts]
@@ -122,14 +127,15 @@ def _dequantised(
             sizes[0] = opened(known[0].file).get_slice(parts[0])
         shape = form.shape(*sizes) if fits else None
         if shape is None:
-            given = ", ".join(str(tensor and (*tensor[1:3],)) for tensor in own)
-            raise error(folder, f"{' and '.join(parts)} do not fit together: {given}")
+            kinds = ", ".join(str(tensor and (*tensor[1:3],)) for tensor in own)
+            raise error(folder, f"{' and '.join(parts)} do not fit together: {kinds}")
         files = {part: tensor.file for part, tensor in zip(parts, known, strict=True)}
-        found[name] = _FileTensor(known[0].file, torch.bfloat16, shape, form, files)
+        found[name] = FileTensor(known[0].file, torch.bfloat16, shape, form, files)
     return found
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
+    """Return size and time of modification of ``file``; None: it cannot be read."""
     try:
         stat = file.stat()
     except OSError:
@@ -138,7 +144,7 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 
 
 _NOT_READ = ("C64", "U16", "U32", "U64", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-"""Dtypes in safetensors files that are complex, or that quantised weights are packed in."""
+"""Dtypes of safetensors files that are not read: complex ones, and those of packed weights."""
 _TEMPLATES = "additional_chat_templates"
 _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|distcp|h5|msgpack|onnx|onnx_data|gguf|ggml|npz|npy|pkl|pickle"
@@ -146,9 +152,9 @@ _WEIGHTS = re.compile(
 )
 _MAX_COPY_BYTES = 256 * 2**20
 _MAX_BYTES = {"tokenizer.json": 256 << 20, INDEX: 64 << 20, ".jinja": 1 << 20, "": 16 << 20}
-"""How many bytes a file of a checkpoint may have that is read whole, by the end of its name.
+"""The largest size of a file that is read whole, by the end of its name, in bytes.
 
-The largest that are published have 35 MB (a tokenizer), some 20 MB (the index of 200,000 tensors),
+The largest published files have 35 MB (a tokenizer), some 20 MB (the index of 200,000 tensors),
 30 KB (a template) and 2 MB (the settings of a tokenizer with 10,000 added tokens).
 """
 
@@ -162,10 +168,10 @@ class TokenizerFiles:
         *("added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template.*"),
         f"{_TEMPLATES}/*",
     )
-    """Patterns of the names of a tokenizer's files in its checkpoint."""
+    """Patterns of a tokenizer's files in its checkpoint."""
 
     files: Mapping[str, Path | str]
-    """Each file by its name in the export: a path to copy, or the text to write."""
+    """The path to copy or the text to write, for each file by its name in the export."""
     ids: Mapping[str, int | None]
     """Ids of special tokens under their keys in ``config.json``: ``eos_token_id`` and others."""
     origin: Path | None = None
@@ -174,11 +180,11 @@ class TokenizerFiles:
 
     @classmethod
     def has(cls, name: str) -> bool:
-        """Return whether a file of this name, in its checkpoint, belongs to the tokenizer."""
+        """Return True if the file ``name`` of a checkpoint belongs to the tokenizer."""
         return any(fnmatchcase(name, pattern) for pattern in cls.NAMES)
 
     def is_in(self, folder: Path) -> bool:
-        """Return whether the checkpoint in ``folder`` has the same tokenizer, before additions."""
+        """Return True if the checkpoint in ``folder`` has this tokenizer, before additions."""
         ours, theirs = self.origin or self.files.get("tokenizer.json"), folder / "tokenizer.json"
         if not (isinstance(ours, Path) and ours.is_file() and theirs.is_file()):
             return False
@@ -186,11 +192,11 @@ class TokenizerFiles:
 
 
 def small_files(folder: Path) -> list[str]:
-    """List what an export copies: every small file of ``folder`` that holds no weights.
+    """List the files that an export copies: every small file of ``folder`` without weights.
 
-    These are tokenizer, processors' settings, chat templates, licence, model card and code. Hidden
-    files, the two configs that are written anew, weights of any format and their indices, other
-    subfolders and files over 256 MiB are left out.
+    These are the tokenizer, processors' settings, chat templates, licence, model card and code. The
+    list leaves out hidden files, the two configs that an export writes, weights of any format and
+    their indices, other subfolders, and files over 256 MiB.
     """
     found = []
     for path in sorted((*folder.glob("[!.]*"), *folder.glob(f"{_TEMPLATES}/[!.]*"))):
@@ -203,9 +209,9 @@ def small_files(folder: Path) -> list[str]:
 
 
 def _is_within(path: Path, folder: Path) -> bool:
-    """Return whether ``path``, with links followed, lies in the checkpoint's ``folder``.
+    """Return True if ``path``, with links followed, is in the checkpoint's ``folder``.
 
-    In the hub's cache it may also lie among the files that the revisions of a checkpoint share
+    In the hub's cache it may also be among the files that the revisions of a checkpoint share
     (``snapshots/REVISION/config.json -> ../../blobs/HASH``).
     """
     real = Path(os.path.realpath(path))
@@ -217,10 +223,10 @@ def _is_within(path: Path, folder: Path) -> bool:
 
 
 def follow(path: Path, folder: Path, field: str = "model.path") -> Path:
-    """Return ``path`` if it lies in the checkpoint's ``folder`` (:func:`_is_within`).
+    """Return ``path`` if it is in the checkpoint's ``folder`` (:func:`_is_within`).
 
-    Links that lead elsewhere are refused: the checkpoint's author chose where they point, a private
-    key perhaps, and an export would publish it.
+    Links to other places are refused. The checkpoint's author chose their targets, perhaps a
+    private key, and an export would publish it.
 
     Raises ConfigError: ``path`` links to a place outside of the folder.
     """
@@ -231,7 +237,7 @@ def follow(path: Path, folder: Path, field: str = "model.path") -> Path:
 
 
 def error(what: str | os.PathLike[str], problem: str, field: str = "model.path") -> ConfigError:
-    """Make the error for a fault of the checkpoint at ``what``, as one line of readable length."""
+    """Make the error for a fault of the checkpoint at ``what``: one line of readable length."""
     return ConfigError(field, f"{_short(os.fspath(what))}: {_short(problem)}")
 
 
@@ -252,7 +258,7 @@ _DOWNLOADED += ["LICENSE*", "NOTICE*", "README.md"]
 
 
 _AS_SETTING = "set model.path to it, and lora.path to {}"
-"""What to do with adapters where settings name a model."""
+"""The advice for a folder of adapters where a setting names a model."""
 
 
 def resolve(
@@ -264,12 +270,12 @@ def resolve(
 ) -> Path:
     """Return the local folder of a checkpoint; download a hub id unless the cache has all of it.
 
-    Processes may call it at once: the hub's library downloads under locks.
+    Several processes may call it at once: the hub's library downloads under locks.
 
     Args:
         needs_weights: False: ``config.json`` is enough, and nothing is downloaded.
-        field: what names the checkpoint, for messages.
-        for_adapters: what a user can do who names a folder of adapters, ``{}`` in it.
+        field: the setting or argument that names the checkpoint, for errors.
+        for_adapters: the advice to a user who names a folder of adapters; ``{}`` is the folder.
 
     Raises ConfigError: there is no such folder or id, it holds adapters alone, or the hub cannot be
     reached (``HF_HUB_OFFLINE``).
@@ -315,8 +321,7 @@ def export_in(folder: Path, field: str = "model.path", for_adapters: str = _AS_S
 
 
 def _find_local(name: str, needs_weights: bool, field: str, for_adapters: str) -> Path | None:
-    """Find the folder, or a snapshot in the hub's cache with all that is needed, without using the
-    network."""
+    """Find the folder, or a complete snapshot in the hub's cache, without using the network."""
     if not name.strip() or "\0" in name:
         raise error(repr(name), "not a folder or a hub id (owner/name); give one of the two", field)
     try:
@@ -334,7 +339,7 @@ def _find_local(name: str, needs_weights: bool, field: str, for_adapters: str) -
         snapshot = hub.snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True)
         if needs_weights:
             _shards(Path(snapshot))
-    # Nothing, or an interrupted download, or another tool's, left only some of the files.
+    # The cache has nothing, or only some of the files.
     except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError, ConfigError):
         return None
     return Path(snapshot) if (Path(snapshot) / CONFIG).is_file() else None
@@ -352,10 +357,10 @@ def _readable(folder: Path) -> Iterator[None]:
 
 
 def read_small(path: Path, folder: Path, field: str = "model.path") -> bytes:
-    """Read a file of the checkpoint in ``folder`` that is not its weights.
+    """Read a file of the checkpoint in ``folder`` that holds no weights.
 
-    Raises ConfigError on ``field``: the file is not there, links to outside of the folder, is no
-    regular file (opening a pipe would wait for ever), is too large, or cannot be read.
+    Raises ConfigError on ``field``: the file does not exist, links to outside of the folder, is not
+    a regular file (opening a pipe would wait for ever), is too large, or cannot be read.
     """
     most = next(most for end, most in _MAX_BYTES.items() if path.name.endswith(end))
     try:
@@ -385,9 +390,9 @@ def read_json(path: Path, field: str = "model.path") -> dict[str, Any]:
     return value
 
 
-def _stored_tensors(folder: Path) -> dict[str, _FileTensor]:
+def _stored_tensors(folder: Path) -> dict[str, FileTensor]:
     """List every tensor of a checkpoint, from the headers of its files."""
-    found: dict[str, _FileTensor] = {}
+    found: dict[str, FileTensor] = {}
     shards, promised = _shards(folder)
     for shard in shards:
         with open_shard(shard) as file:
@@ -398,14 +403,14 @@ def _stored_tensors(folder: Path) -> dict[str, _FileTensor]:
                 dtype = part.get_dtype()
                 if dtype not in _TYPES or dtype in _NOT_READ:
                     raise error(shard, f"{name} is of dtype {dtype}, which is not read")
-                found[name] = _FileTensor(shard, _TYPES[dtype], tuple(part.get_shape()))
+                found[name] = FileTensor(shard, _TYPES[dtype], tuple(part.get_shape()))
     if absent := [name for name in promised if name not in found]:
         raise error(folder, f"{INDEX} names {listing(absent)}, which no file holds")
     return found
 
 
-def find_in(files: Mapping[Path, safe_open], name: str, tensor: _FileTensor) -> Any:
-    """Return a tensor of open ``files``, read where it is indexed."""
+def find_in(files: Mapping[Path, safe_open], name: str, tensor: FileTensor) -> Any:
+    """Return a tensor of open ``files`` that is read where it is indexed."""
     if tensor.has_new_rows:
         own = find_in(files, name, tensor._replace(has_new_rows=False))
         return WithNewRows(own, tensor.shape[0])
@@ -418,7 +423,7 @@ def find_in(files: Mapping[Path, safe_open], name: str, tensor: _FileTensor) -> 
 def open_shard(shard: Path) -> safe_open:
     """Open a safetensors file and check its header; ConfigError if it is damaged."""
     with _readable(shard):
-        # The library would wait for a pipe, and says of all refusals that there is no such file.
+        # The library would wait for a pipe, and reports every refusal as a missing file.
         os.close(open_regular(shard))
         try:
             return safe_open(shard, framework="pt")
@@ -427,7 +432,7 @@ def open_shard(shard: Path) -> safe_open:
 
 
 def _shards(folder: Path) -> tuple[list[Path], list[str]]:
-    """List the safetensors files of a checkpoint, and the tensors that the index says they hold."""
+    """List the safetensors files of a checkpoint, and the tensors that its index names."""
     if (folder / SINGLE).is_file():
         return [follow(folder / SINGLE, folder)], []
     if not (folder / INDEX).is_file():
@@ -446,7 +451,7 @@ def _shards(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _is_inside(name: object) -> bool:
-    """Return whether ``name`` is a relative path that stays in its folder, links aside."""
+    """Return True if ``name`` is a relative path that stays in its folder, links aside."""
     if not isinstance(name, str) or "\0" in name or "\\" in name:
         return False
     path = PurePosixPath(name)
@@ -455,7 +460,7 @@ def _is_inside(name: object) -> bool:
 
 # Writing.
 def write_files(folder: Path, files: Mapping[str, Path | str | Mapping[str, Any]]) -> list[str]:
-    """Write copies, texts and JSON, each whole or not at all; return the copies that are gone."""
+    """Write copies, texts and JSON, each atomically; return the copies whose source is gone."""
     lost = []
     for name, content in files.items():
         path = folder / name
@@ -466,7 +471,7 @@ def write_files(folder: Path, files: Mapping[str, Path | str | Mapping[str, Any]
                 path.parent.mkdir(exist_ok=True)
                 if not (path.exists() and path.samefile(source)):
                     write_atomically(path, partial(shutil.copyfile, source))
-            except (FileNotFoundError, ConfigError):  # a link since it was read
+            except (FileNotFoundError, ConfigError):  # gone, or replaced by a link
                 lost.append(name)
             continue
         text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
@@ -475,9 +480,9 @@ def write_files(folder: Path, files: Mapping[str, Path | str | Mapping[str, Any]
 
 
 def remove_stale(folder: Path, written: Sequence[str]) -> None:
-    """Remove files of an earlier export that this one has not, and list the files of this one.
+    """Remove an earlier export's files that this one does not have, and write this one's list.
 
-    Weights are removed whoever wrote them: a reader would take them for this export's.
+    Weights are removed whoever wrote them, since a reader would take them for this export's.
     """
     manifest = folder / _MANIFEST
     earlier: object = None

@@ -1,20 +1,20 @@
 """Reads the quantised tensors of checkpoints where they are indexed; exports have them in bf16.
 
-A :class:`Format` makes one tensor of several of a file. Readers, checks and exports then see that
-tensor alone, under the name that an unquantised checkpoint has for it. ``quantization_config`` says
-which format it is (:func:`format_of`), and exports leave that out.
+A :class:`Format` presents several tensors of a file as one. Readers, checks and exports then see
+that tensor alone, with the name that it has in unquantised checkpoints. The key
+``quantization_config`` names the format (:func:`format_of`), and exports leave it out.
 
     mxfp4   X_blocks uint8 [E, N, M/32, 16], X_scales uint8 [E, N, M/32] -> X [E, M, N]
-            two numbers a byte, the low half first; 32 consecutive ones share a scale 2^(x - 127)
+            two elements a byte, the low half first; 32 consecutive ones share a scale 2^(x - 127)
             (OCP Microscaling Formats 1.0)
     fp8     X_scale_inv, X e4m3 [N, M] -> X [N, M]; see :mod:`moetrain.kernels.quant.blocks`
     nf4     X uint8 [N M / 2, 1], X.absmax, X.quant_map, X.quant_state.bitsandbytes__nf4 and, where
             scales are quantised too, X.nested_absmax, X.nested_quant_map -> X [N, M], as
-            bitsandbytes writes it: two numbers a byte, the high half first
+            bitsandbytes writes it: two elements a byte, the high half first
 
-The shape of nf4 is said in JSON in the last of these. The others are fp32 or, where scales are
-quantised, bytes of them: ``map[byte] * nested_absmax + nested_offset``, rounded twice, is the scale
-of 64 consecutive numbers.
+In nf4 the shape is in the JSON of ``quant_state``, and a scale is that of 64 consecutive elements.
+Scales are fp32, or bytes where they are quantised; a scale is then
+``map[byte] * nested_absmax + nested_offset``, rounded twice.
 """
 
 import json
@@ -30,12 +30,12 @@ from moetrain.kernels.quant.groups import QUANT_FORMATS, Groups, QuantFormat
 
 
 class Format(NamedTuple):
-    """How tensors are stored, and how they are made of what is stored."""
+    """A format of quantised tensors in files."""
 
     endings: tuple[str, ...]
-    """How the names of a tensor's parts end."""
+    """The endings of the names of a tensor's parts."""
     ending: str
-    """How the name of the tensor ends instead."""
+    """The ending of the tensor's name, in place of its parts'."""
     dtypes: tuple[set[torch.dtype], ...]
     """The dtypes that the parts may have."""
     shape: Callable[..., tuple[int, ...] | None]
@@ -43,22 +43,22 @@ class Format(NamedTuple):
     read: Callable[[Sequence[Any], slice], torch.Tensor]
     """Reads some indices of the tensor's first dim from its parts."""
     has_state: bool = False
-    """Whether ``shape`` is given the first part itself, which says how the others are to be
-    read."""
+    """True: ``shape`` takes the first part itself, which describes the others."""
     groups: Callable[[Sequence[Any], slice, QuantFormat], Groups | None] = (
         lambda parts, rows, format: None
     )
-    """Gives the same as codes and scales of a form; None: it does not hold them as they are."""
+    """Reads some indices of the first dim in a :class:`QuantFormat`; None: the parts are not stored
+    in that format."""
 
     def parts(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return every tensor that the files hold in this format, with the names of its parts."""
+        """Return every tensor of this format in the files, with the names of its parts."""
         first = self.endings[0]
         stems = [name.removesuffix(first) for name in names if name.endswith(first)]
         return {stem + self.ending: [stem + ending for ending in self.endings] for stem in stems}
 
 
 class Dequantised:
-    """A tensor of :class:`Format`, of which only what is indexed is read."""
+    """A tensor in a :class:`Format`, read and dequantised where it is indexed."""
 
     def __init__(
         self,
@@ -79,12 +79,12 @@ class Dequantised:
         first, *others = (slice(None),) if index == (...,) else index
         rows = slice(first, first + 1) if isinstance(first, int) else first
         rows = slice(*rows.indices(self.shape[0])[:2])
-        if rows != self._rows:  # gate and up are read one after the other
+        if rows != self._rows:  # kept for the next read: gate and up are of the same rows
             self._rows, self._values = rows, self.form.read(self.parts, rows)
         return self._values[(0 if isinstance(first, int) else slice(None), *others)]
 
     def groups(self, format: QuantFormat, index: tuple[int | slice, ...]) -> Groups | None:
-        """Return ``tensor[index]`` quantised in ``format``; None: it is not stored so."""
+        """Return ``tensor[index]`` quantised in ``format``; None: it is not stored in it."""
         whole = torch.empty(self.shape, device="meta")
         part = whole[index]
         start, numel, width = part.storage_offset(), part.numel(), math.prod(self.shape[1:])
@@ -96,7 +96,7 @@ class Dequantised:
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _FP4 = torch.cat((_FP4, -_FP4))
 _PAIRS = torch.stack((_FP4.repeat(16), _FP4.repeat_interleave(16)), dim=1)
-"""The two numbers of each byte, fp32 [256, 2]."""
+"""The two elements of each byte, fp32 [256, 2]."""
 
 
 def _mxfp4_shape(blocks: Sequence[int], scales: Sequence[int]) -> tuple[int, ...] | None:
@@ -108,7 +108,7 @@ def _mxfp4_shape(blocks: Sequence[int], scales: Sequence[int]) -> tuple[int, ...
 def _read_mxfp4(parts: Sequence[Any], rows: slice) -> torch.Tensor:
     blocks, scales = (part[rows] for part in parts)
     pairs = _PAIRS.index_select(0, blocks.flatten().int()).view(*scales.shape, 32)
-    # Exact in bf16: a number has two leading bits, and a power of 2 shifts them.
+    # Exact in bf16: an element has two leading bits, and a power of 2 shifts them.
     values = torch.ldexp(pairs, scales.int()[..., None] - 127).bfloat16()
     return values.flatten(-2).mT
 
@@ -118,7 +118,7 @@ _MXFP4 = Format(("_blocks", "_scales"), "", (_BYTES, _BYTES), _mxfp4_shape, _rea
 
 
 def _fp8(block: tuple[int, int]) -> Format:
-    """Return the format of matrices in blocks of fp8."""
+    """Return the format of matrices in fp8 with a scale for each ``block``."""
 
     def shape(scales: Sequence[int], codes: Sequence[int]) -> tuple[int, ...] | None:
         wanted = [-(-size // n) for size, n in zip(codes, block, strict=False)]
@@ -133,18 +133,20 @@ def _fp8(block: tuple[int, int]) -> Format:
 
 
 class _State(NamedTuple):
-    """What bitsandbytes says of a tensor in nf4."""
+    """The description of a tensor in nf4 by bitsandbytes."""
 
     shape: tuple[int, ...]
+    """The tensor's shape."""
     block: int
-    """Numbers that share a scale."""
+    """The number of elements that share a scale."""
     nested: int
-    """Scales that share a factor; 0: they are not quantised."""
+    """The number of scales that share a factor; 0: scales are not quantised."""
     offset: float
+    """The offset of quantised scales."""
 
     @classmethod
     def read(cls, part: Any) -> "_State | None":
-        """Read the JSON of a stranger's file; None: it says nothing that can be."""
+        """Read the JSON of a stranger's file; None: it is not valid."""
         sizes = _sizes(part)
         if len(sizes) != 1 or sizes[0] > 1 << 16:
             return None
@@ -157,8 +159,8 @@ class _State(NamedTuple):
             found = cls((*shape,), said["blocksize"], nested, float(offset))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             return None
-        numbers = [*found.shape, found.block, found.nested + 1]
-        are_sizes = all(type(n) is int and 0 < n < 2**40 for n in numbers)
+        sizes = [*found.shape, found.block, found.nested + 1]
+        are_sizes = all(type(n) is int and 0 < n < 2**40 for n in sizes)
         return found if are_sizes and found.shape and math.isfinite(found.offset) else None
 
 
@@ -170,19 +172,22 @@ def _nf4_shape(state: Any, *sizes: Sequence[int]) -> tuple[int, ...] | None:
     said = _State.read(state)
     if said is None or bool(said.nested) != (len(sizes) == 5):
         return None
-    numbers = math.prod(said.shape)
-    scales = -(-numbers // said.block)
-    wanted = [-(-numbers // 2), scales, 16]
+    elements = math.prod(said.shape)
+    scales = -(-elements // said.block)
+    wanted = [-(-elements // 2), scales, 16]
     if said.nested:
         wanted += [-(-scales // said.nested), 256]
-    given = [math.prod(size) for size in sizes]
-    are_flat = all(size[0] == n for size, n in zip(sizes, given, strict=True) if n)
-    return said.shape if given == wanted and are_flat else None
+    found = [math.prod(size) for size in sizes]
+    are_flat = all(size[0] == n for size, n in zip(sizes, found, strict=True) if n)
+    return said.shape if found == wanted and are_flat else None
 
 
 def _nf4_parts(parts: Sequence[Any], rows: slice) -> tuple[_State, int, int, list[torch.Tensor]]:
-    """Read what is stored of some rows: the first of their numbers and the end, and packed codes,
-    scales, and factors; of the latter two from the ones on that the first number has."""
+    """Read the stored parts of some rows.
+
+    Returns the description, the indices of the first element and of the end, and packed codes,
+    scales and factors. Scales and factors start with those of the first element.
+    """
     said = _State.read(parts[0])
     assert said is not None  # the headers were checked
     first, end = (row * math.prod(said.shape[1:]) for row in (rows.start, rows.stop))
@@ -212,8 +217,8 @@ def _nf4_groups(
     rows: slice,
     format: QuantFormat,
 ) -> Groups | None:
-    """Give what bitsandbytes stores where its tables are ours, and our units do not cut its
-    blocks."""
+    """Return the stored codes and scales; None: other tables than ours, or blocks that our units
+    would cut."""
     said, first, end, (packed, scales_G, *factors) = _nf4_parts(parts, rows)
     if (
         format is not QUANT_FORMATS["nf4"]
@@ -236,7 +241,7 @@ def _nf4_groups(
 
 
 def _nf4(is_nested: bool) -> Format:
-    """Return the format of what bitsandbytes writes."""
+    """Return the format that bitsandbytes writes; ``is_nested``: scales are quantised too."""
     wide = {torch.float32}
     endings = (".quant_state.bitsandbytes__nf4", "", ".absmax", ".quant_map")
     dtypes = (_BYTES, _BYTES, _BYTES if is_nested else wide, wide)
@@ -247,14 +252,14 @@ def _nf4(is_nested: bool) -> Format:
 
 
 def format_of(config: Mapping[str, Any]) -> Format | None:
-    """Return the format of what a ``config.json`` calls quantised; None: nothing is.
+    """Return the format of a checkpoint's quantised tensors; None: its config.json names none.
 
-    Raises ConfigError: they are quantised in another way.
+    Raises ConfigError: the format is not known.
     """
-    how = config.get("quantization_config")
-    if how is None:
+    value = config.get("quantization_config")
+    if value is None:
         return None
-    said = how if isinstance(how, Mapping) else {}
+    said = value if isinstance(value, Mapping) else {}
     match said.get("quant_method"), said.get("weight_block_size"):
         case "mxfp4", _:
             return _MXFP4
@@ -262,7 +267,8 @@ def format_of(config: Mapping[str, Any]) -> Format | None:
             return _fp8((n, m))
         case "bitsandbytes", _ if said.get("bnb_4bit_quant_type") == "nf4":
             return _nf4(bool(said.get("bnb_4bit_use_double_quant")))
-    problem = f"config.json: quantization_config {how!r:.80}: such quantized weights are not read"
-    remedy = "use a checkpoint in bf16, mxfp4 or nf4 (of bitsandbytes), or in fp8 with "
-    remedy += "weight_block_size"
-    raise ConfigError("model.path", f"{problem}; {remedy}")
+    raise ConfigError(
+        "model.path",
+        f"config.json: quantization_config {value!r:.80}: such quantized weights are not read; use"
+        " a checkpoint in bf16, mxfp4 or nf4 (of bitsandbytes), or in fp8 with weight_block_size",
+    )

@@ -1,9 +1,9 @@
 """Reads Hugging Face checkpoints: checks them against a model, and loads them into one.
 
-Loading streams: one tensor at a time goes from the memory-mapped file into the parameter that
-already exists, and of a sharded parameter a rank reads only its own part. So a process needs memory
-for its part of the model and one tensor (as ``RssAnon``: mapped file pages count as resident too).
-Every name, shape and dtype is checked before the first byte is copied.
+Loading streams: one tensor at a time is copied from the memory-mapped file into the existing
+parameter, and a rank reads only its own shard. So a process needs memory for its part of the model
+and one tensor (as ``RssAnon``: mapped file pages count as resident too). Every name, shape and
+dtype is checked before the first byte is copied.
 """
 
 import os
@@ -34,33 +34,38 @@ from moetrain.models.transformer import Transformer
 _EMBED = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _FRAME = {"vocab_size", "hidden_size", "num_layers"}
-"""Fields of an architecture that decide more than the parts of layers."""
+"""Fields of an architecture that are used outside of the parts of layers."""
 _Index = tuple[int | slice | None, ...]
 _WritePiece = Callable[[str, _Index, Any], None]
+"""Writes a file tensor, read where it is indexed, to a place of a parameter."""
 _Parts = Callable[[Collection[str]], Iterator[tuple[str, _Index, Any]]]
+"""Iterates over the file tensors of parameters, with their places, as :data:`_WritePiece`."""
 _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _FOLLOWS_FROM_CONFIG = re.compile(r".*rotary_emb\.inv_freq")
-"""Names of tensors in old checkpoints that follow from config.json and are ignored."""
+"""Names of tensors in old checkpoints that are computed from config.json; they are ignored."""
 
 
 def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> hf_files.HFSource:
-    """Check that the tensors in ``folder`` are those of ``arch``. Reads only headers: it is quick.
+    """Check by the files' headers that the tensors in ``folder`` are those of ``arch``.
 
-    There may be more than the model has: heads for several tokens, a vision tower. Saving carries
-    all of that on. Where ``arch`` has more tokens than ``config.json`` says, matrices with a row
-    for each token have new rows (:mod:`moetrain.models.hf.new_rows`).
+    The files may hold further tensors: MTP blocks, a vision tower. Saving carries them on. Where
+    ``arch`` has more tokens than ``config.json``, matrices with a row for each token get new rows
+    (:mod:`moetrain.models.hf.new_rows`).
 
     Raises ConfigError: a file is missing or damaged; a tensor is missing, has another shape or
-    dtype, or lies in a layer or module that ``arch`` describes and does not have it.
+    dtype, or belongs to a layer or module of ``arch`` that has no such tensor.
     """
-    folder = Path(os.path.abspath(folder))  # it is read again when the model is saved
+    folder = Path(os.path.abspath(folder))  # saving the model reads it again
     source = hf_files.HFSource.read(folder)
     if arch.vocab_size > (own := architecture_from_hf(source.config).vocab_size):
         source = source.with_rows(arch.vocab_size, own)
     stored = source.stored
-    if (expected := _count_tensors(arch)) > 2 * len(stored):  # too many to be named, or built
-        sizes = f"{arch.num_layers} layers of {expected} tensors"
-        raise hf_files.error(folder, f"config.json describes {sizes}; the files hold {len(stored)}")
+    if (expected := _count_tensors(arch)) > 2 * len(stored):  # too many to list, or to build
+        raise hf_files.error(
+            folder,
+            f"config.json describes {arch.num_layers} layers of {expected} tensors; the files hold"
+            f" {len(stored)}",
+        )
     with torch.device("meta"):
         model = Transformer(arch)
     layouts = []
@@ -72,11 +77,11 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> hf_f
         layouts.append(model.source)
     held = {*stored, *([SCORE] if arch.num_labels else ())}
     source = next((one for one in layouts if one.own.keys() <= held), layouts[0])
-    if arch.num_labels and not is_reward_model(source.config):  # its head is yet to be learned
+    if arch.num_labels and not is_reward_model(source.config):  # a new head is trained
         source = replace(source, own={k: v for k, v in source.own.items() if k != SCORE})
     extra = [name for name in stored if name not in source.own]
     if (arch.tie_embeddings or arch.num_labels) and _HEAD in extra:
-        # It may only repeat the embedding, which load_weights sees to. A reward model has none.
+        # load_weights checks that it repeats the embedding. A reward model has no such head.
         extra.remove(_HEAD)
     num_extra_layers = num_multi_token_layers(source.config)
     unexpected = [name for name in extra if _is_contradiction(name, arch, num_extra_layers)]
@@ -91,13 +96,13 @@ def load_weights(
 ) -> None:
     """Copy a checkpoint into the existing parameters of ``model``, in their dtype and device.
 
-    ``write(name, place, tensor)`` puts a file tensor into its place of parameter ``name``; None
-    writes the model's own parameters. ``tensor`` is read where it is indexed with slices
-    (``tensor[...]`` is all of it), so that a shard reads only its part.
+    ``write(name, place, tensor)`` writes a file tensor to its place in parameter ``name``; None:
+    the model's own parameters are written. ``tensor`` is read where it is indexed with slices
+    (``tensor[...]`` reads all of it), so that a shard reads only its part.
 
     Buffers that the files do not hold keep their values. A ``lm_head.weight`` beside tied
-    embeddings is taken if it equals the embedding, and refused if it differs, because the file then
-    contradicts itself. What else the checkpoint holds is noted in ``model.source``.
+    embeddings is accepted if it equals the embedding, and refused if it differs, because the files
+    then contradict themselves. ``model.source`` describes the rest of the checkpoint.
 
     Raises ConfigError: as :func:`check_checkpoint`.
     """
@@ -120,8 +125,7 @@ def load_weights(
 
 @contextmanager
 def opened(source: hf_files.HFSource, arch: Architecture) -> Iterator[_Parts]:
-    """Open the files of ``source``; gives a function that yields all parts of the parameters of
-    given names: a parameter's name, a place in it, and what goes there, read where it is indexed.
+    """Open the files of ``source``; the context's value is a :data:`_Parts`.
 
     Raises ConfigError: the embeddings of ``arch`` are tied, and the files hold a head that differs.
     """
@@ -150,21 +154,21 @@ def opened(source: hf_files.HFSource, arch: Architecture) -> Iterator[_Parts]:
 
 
 class _Part(NamedTuple):
-    """The part of a tensor of a file that ``piece`` is, read where it is indexed."""
+    """A piece of a file tensor, read where it is indexed."""
 
     tensor: Any
     piece: Piece
 
     def __getitem__(self, index: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Read ``part[index]``, of slices with steps of 1, and nothing else of the file."""
+        """Read ``part[index]`` and nothing else of the file; slices have steps of 1."""
         piece, sizes = self.piece, list(self.tensor.get_shape())
         if piece.is_transposed:
             sizes[-2:] = sizes[:-3:-1]
-        given = iter(() if index is Ellipsis else index if isinstance(index, tuple) else (index,))
+        wanted = iter(() if index is Ellipsis else index if isinstance(index, tuple) else (index,))
         where: list[int | slice] = [*piece.within, *[slice(None)] * len(sizes)][: len(sizes)]
         for i, (own, size) in enumerate(zip(where, sizes, strict=True)):
             if isinstance(own, slice):
-                found = range(size)[own][next(given, slice(None))]
+                found = range(size)[own][next(wanted, slice(None))]
                 where[i] = slice(found.start, found.stop, found.step)
         if piece.is_transposed:
             where[-2:] = where[:-3:-1]
@@ -182,16 +186,18 @@ def load_hf(
     """Load the model of a checkpoint, its weights in ``dtype`` on ``device``.
 
     ``model(tokens_BS)`` gives logits ``[B, S, V]``. fp32, the default, holds bf16 and fp16
-    checkpoints exactly; a narrower ``dtype`` rounds. ``model.source`` notes what else the
-    checkpoint holds, for :func:`save_hf`. ``multi_token``: the setting that asks for MTP blocks;
-    None: the model has none.
+    checkpoints exactly; a narrower ``dtype`` rounds. ``model.source`` describes the rest of the
+    checkpoint, for :func:`save_hf`.
+
+    Args:
+        multi_token: the setting that asks for MTP blocks, for errors; None: the model has none.
 
     Raises ConfigError: as :func:`resolve`, :func:`architecture_from_hf` and
     :func:`check_checkpoint`.
     """
     folder = hf_files.resolve(path_or_hub_id)
     arch = architecture_from_hf(config := hf_files.read_json(folder / hf_files.CONFIG))
-    check_checkpoint(folder, arch)  # before config.json decides how much memory is taken
+    check_checkpoint(folder, arch)  # before memory is allocated by config.json
     if multi_token is not None:
         arch = with_multi_token(arch, config, multi_token)
         try:
@@ -207,7 +213,7 @@ def load_hf(
 
 
 def _count_tensors(arch: Architecture) -> int:
-    """Count the file tensors of all blocks' parts, in the layout that has the fewest."""
+    """Count the file tensors of all blocks' parts, in the layout with the fewest tensors."""
     family = FAMILIES[arch.family]
     totals = dict.fromkeys((None, *family.other_maps), 0)
     first = {part: i for i, own in reversed([*enumerate(arch.layers())]) for part in own}
@@ -223,6 +229,7 @@ def _count_tensors(arch: Architecture) -> int:
 def _check_headers(
     source: hf_files.HFSource, parameters: Mapping[str, torch.Tensor], unexpected: Sequence[str]
 ) -> None:
+    """Raise one ConfigError for all tensors that do not fit."""
     missing, misshapen, untrainable = [], [], []
     for name, own in source.own.items():
         if (tensor := source.stored.get(name)) is None:
@@ -238,12 +245,12 @@ def _check_headers(
         "of another shape": misshapen,
         "of a dtype that cannot be trained": untrainable,
     }
-    if told := [f"{what}: {hf_files.listing(names)}" for what, names in problems.items() if names]:
-        raise hf_files.error(source.folder, f"tensors do not fit config.json; {'; '.join(told)}")
+    if faults := [f"{what}: {hf_files.listing(x)}" for what, x in problems.items() if x]:
+        raise hf_files.error(source.folder, f"tensors do not fit config.json; {'; '.join(faults)}")
 
 
 def _is_contradiction(name: str, arch: Architecture, num_extra_layers: int) -> bool:
-    """Return whether a tensor of no parameter lies within what config.json describes."""
+    """Return True if a tensor of no parameter is in a layer or module of config.json."""
     scope = FAMILIES[arch.family].scope(name)
     if scope is None or _FOLLOWS_FROM_CONFIG.fullmatch(name):
         return False
@@ -254,16 +261,18 @@ def _is_contradiction(name: str, arch: Architecture, num_extra_layers: int) -> b
 def resolve_architecture(
     section: ModelSection, *, needs_weights: bool = True, multi_token: bool = False
 ) -> Architecture:
-    """Return the architecture that ``section`` describes: a checkpoint's or a preset's, for rows of
-    ``model.max_positions``.
+    """Return the architecture of the checkpoint or preset that ``section`` names.
 
-    A checkpoint's headers are checked here too, before anything slow is done. Without
-    ``needs_weights`` its ``config.json`` is enough, and nothing is downloaded.
-    ``multi_token``: with
-    MTP blocks.
+    Its rows have ``model.max_positions``. A checkpoint's headers are checked here too, before
+    anything slow is done.
+
+    Args:
+        needs_weights: False: ``config.json`` is enough, and nothing is downloaded.
+        multi_token: the architecture has the MTP blocks.
 
     Raises ConfigError: the path, its ``config.json`` or a weight file is bad; the preset is
-    unknown; overrides do not fit the preset or each other; the model cannot reach so far.
+    unknown; overrides do not fit the preset or each other; the model does not support
+    ``model.max_positions``.
     """
     arch = _named(section, needs_weights, multi_token)
     wanted, rope = section.max_positions, arch.rope
@@ -286,19 +295,20 @@ def resolve_architecture(
     if rope.kind not in ("default", section.rope) or wanted <= original:
         problem = f"{section.rope!r}, but the model's own is {rope.kind!r} for {original} positions"
         raise ConfigError("model.rope", f"{problem}, and model.max_positions {wanted}; unset it")
-    how: dict[str, Any] = {"kind": section.rope, "factor": wanted / original}
+    changes: dict[str, str | float] = {"kind": section.rope, "factor": wanted / original}
     if section.rope == "yarn":
-        how["original_max_positions"] = original
-    scaled = RopeScaling.model_validate({**rope.model_dump(), **how})
+        changes["original_max_positions"] = original
+    scaled = RopeScaling.model_validate({**rope.model_dump(), **changes})
     return arch.model_copy(update={"max_positions": wanted, "rope": scaled})
 
 
 def _differ_in_angles(arch: Architecture) -> bool:
+    """Return True if not all layers have the model's own rope scaling."""
     return any(arch.rotation(i).scaling != arch.rope for i in range(arch.num_layers))
 
 
 def stretched_by(arch: Architecture) -> str | None:
-    """Return the ``model.rope`` that takes ``arch`` to longer rows; None: it takes none."""
+    """Return the ``model.rope`` that extends ``arch`` to longer rows; None: there is none."""
     if not arch.has_rotary or _differ_in_angles(arch):
         return None
     kinds = {"default": "yarn", "yarn": "yarn", "linear": "linear"}
@@ -306,7 +316,7 @@ def stretched_by(arch: Architecture) -> str | None:
 
 
 def _with_tokens(arch: Architecture, section: ModelSection) -> Architecture:
-    """Return the checkpoint's ``arch`` with as many tokens as ``model.vocab_size``, if that is set.
+    """Return the checkpoint's ``arch`` with ``model.vocab_size`` tokens, if that is set.
 
     Raises ConfigError: the checkpoint has more.
     """
@@ -320,6 +330,7 @@ def _with_tokens(arch: Architecture, section: ModelSection) -> Architecture:
 
 
 def _named(section: ModelSection, needs_weights: bool, multi_token: bool) -> Architecture:
+    """Return the architecture of the checkpoint or preset, before ``model.max_positions``."""
     if section.path is not None:
         folder = hf_files.resolve(section.path, needs_weights=needs_weights)
         config = hf_files.read_json(folder / hf_files.CONFIG)

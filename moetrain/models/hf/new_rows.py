@@ -1,12 +1,14 @@
-"""More rows for a checkpoint's embedding and head than its files have: those of new tokens.
+"""Adds rows for new tokens to a checkpoint's embedding and head.
 
-Each new row is the mean of the matrix's own rows. So it begins as likely as the average token, and
-changes the probabilities of others little (Hewitt 2021, "Initializing new word embeddings for
-pretrained language models"). ``transformers`` draws the rows of
-``resize_token_embeddings(mean_resizing=True)`` about the same mean, with a standard deviation of
-3e-5 of the rows'. Here they are the mean itself, so that every mesh begins from the same bits.
+Each new row is the mean of the matrix's own rows. So a new token is at first as likely as the
+average token, and changes the probabilities of others little (Hewitt 2021, "Initializing new word
+embeddings for pretrained language models"). ``transformers`` draws the rows of
+``resize_token_embeddings(mean_resizing=True)`` around the same mean, with a standard deviation of
+3e-5 of the rows'. Here they are the mean itself, so that every mesh starts from the same bits.
 
-Left out on purpose: fewer rows than there are.
+Left out on purpose: removing rows.
+
+Legend: V tokens of the vocabulary, D model width, R rows.
 """
 
 import re
@@ -16,28 +18,27 @@ from typing import Any
 import torch
 
 _VOCABULARY = re.compile(r"(.*\.)?(embed_tokens|embeddings|lm_head|shared_head\.head)\.weight")
-"""Names of matrices with a row for each token: the model's, and those of MTP blocks,
-which some files repeat."""
+"""Names of matrices with a row for each token: the model's, and their copies in MTP blocks."""
 _ROWS_AT_ONCE = 1 << 12
 
 
 def is_of_vocabulary(name: str, shape: tuple[int, ...], rows: int) -> bool:
-    """Return whether the tensor ``name`` of a file has one of ``rows`` rows for each token."""
+    """Return True if the file tensor ``name`` has ``rows`` rows, one for each token."""
     return shape[:1] == (rows,) and len(shape) == 2 and _VOCABULARY.fullmatch(name) is not None
 
 
 class WithNewRows:
-    """A matrix [V, D] of a file with new rows behind its own, read where it is indexed."""
+    """A file's matrix [V, D] with new rows appended, read where it is indexed."""
 
     def __init__(self, matrix: Any, rows: int) -> None:
-        """``matrix``: a slice of a safetensors file; ``rows``: how many it has then."""
+        """Append rows to ``matrix``, a slice of a safetensors file, so that it has ``rows``."""
         self.matrix, self.rows = matrix, rows
 
     def get_shape(self) -> list[int]:
         return [self.rows, *self.matrix.get_shape()[1:]]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Read ``matrix[index]``, of slices with steps of 1; fp32 where it has new rows."""
+        """Read ``matrix[index]``, in fp32 where it has new rows; slices have steps of 1."""
         index = index if isinstance(index, tuple) else (index,)
         first, *others = (slice(None),) if index in ((...,), ()) else index
         own, (start, stop, _) = self.matrix.get_shape()[0], first.indices(self.rows)
@@ -50,8 +51,8 @@ class WithNewRows:
 
     @cached_property
     def _mean_D(self) -> torch.Tensor:
-        """The mean of the file's rows, fp32 [D]: summed in fp64, row by row, so that neither the
-        number of threads nor of ranks changes a bit."""
+        """The mean of the file's rows, fp32 [D]. It is summed in fp64, row by row, so that its bits
+        depend neither on the number of threads nor on that of ranks."""
         rows, width = self.matrix.get_shape()
         total_D = torch.zeros(width, dtype=torch.float64).numpy()
         for start in range(0, rows, _ROWS_AT_ONCE):

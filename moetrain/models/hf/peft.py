@@ -1,22 +1,24 @@
 """Reads and writes adapters as PEFT's ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Routed experts are written in one of two layouts, as the family's servers load them, and read in
-either:
+Routed experts are written in the layout that servers load for the family, and read in either:
 
     per_expert  ``mlp.experts.3.gate_proj.lora_A.weight`` [r, in], one module an expert; the A that
                 gate and up share is written twice
     fused       ``mlp.experts.lora_A.weight`` [E * r, in] and ``lora_B`` [out, r * E], of which
                 expert e has rows ``e * r`` on of A, and every E-th column of B from e on
 
-Embedding and head may lie there whole (``modules_to_save``), under their own names; tied ones are
-written twice, since PEFT would untie them otherwise. Or some of their rows may
+The files may also hold the whole embedding and head (``modules_to_save``), under their own names.
+Tied ones are written twice, since PEFT would untie them otherwise. Or they hold some rows of these
 (``trainable_token_indices``), which PEFT ties by itself:
 
     model.embed_tokens.token_adapter.trainable_tokens_delta  [N, D], the rows themselves
 
 Reading is strict: tensors and adapters without a counterpart are errors, since nothing else would
-show that an adapter has no effect. Left out on purpose: everything but plain LoRA beside unchanged
-weights or DoRA (biases, PiSSA, ...). An unknown setting is refused too, unless it is off.
+show that an adapter has no effect. An unknown setting is refused too, unless it is off.
+
+Left out on purpose: all variants but plain LoRA and DoRA beside unchanged weights (biases, PiSSA).
+
+Legend: r rank, E experts, N tokens, D model width.
 """
 
 from __future__ import annotations
@@ -51,27 +53,27 @@ _FUSED = {
     "w_up": (".base_layer", "up_proj"),
     "w_down": ("", "down_proj"),
 }
-"""For each stacked weight, where PEFT nests it and what ``transformers`` calls it."""
+"""The module in which PEFT nests each stacked weight, and the weight's name in ``transformers``."""
 _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-"""Names of modules that PEFT takes for experts' in families whose experts are ``mlp.experts``."""
+"""Names of modules that PEFT takes for those of experts, in families with ``mlp.experts``."""
 _MAX_RANK = 1024
-"""The largest that ``lora.rank`` may be."""
+"""The largest ``lora.rank``."""
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
 _READ |= {"target_modules", "target_parameters", "exclude_modules", "layers_to_transform"}
 _READ |= {"use_dora", "modules_to_save", "ensure_weight_tying", "trainable_token_indices"}
 _ROWS = ".token_adapter.trainable_tokens_delta"
 _WITH_NEW_TOKENS = "use its merged model, or train with the same data.new_tokens"
 _RESIZED = ("modules_to_save.weight", "original_module.weight", "token_adapter.base_layer.weight")
-"""What PEFT writes besides where the base model's embedding was resized, in memory of its own."""
+"""Endings of further tensors that PEFT writes if the base model's embedding was resized."""
 _WITHOUT_EFFECT = {"base_model_name_or_path", "revision", "task_type", "inference_mode"}
 _WITHOUT_EFFECT |= {"auto_mapping", "peft_version", "runtime_config", "lora_dropout"}
 _WITHOUT_EFFECT |= {"megatron_core", "qalora_group_size"}
-# How adapters of some ``init_lora_weights`` were drawn; those that matter are refused by that.
+# These describe how some ``init_lora_weights`` draw adapters. Kinds that matter are refused below.
 _WITHOUT_EFFECT |= {"loftq_config", "eva_config", "corda_config", "lora_ga_config"}
 _ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "layers_pattern": (None, "", [], "layers", ["layers"]),
-    # The others change the base model's weights, when adapters are made and when they are loaded.
+    # All others change the base model's weights, when adapters are made and when they are loaded.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 """Settings of ``adapter_config.json``, and values that leave adapters plain LoRA. Any other
@@ -79,28 +81,33 @@ setting must be off: null or false."""
 
 _Index = tuple[int | slice | None, ...]
 _Matches = Callable[[str], bool]
-"""Decides whether a name is selected."""
+"""Returns True if a name is selected."""
 
 
 class _Site(NamedTuple):
     """A module of PEFT, and the part of an adapter that it holds."""
 
     module: str
+    """Its name in the files, with PEFT's prefix."""
     a: _Index
+    """The index of its part in our A."""
     b: _Index
+    """The index of its part in our B."""
     key: str
     """The name that the settings' patterns match."""
     experts: int | None = None
-    """How many experts its matrices hold; None: they are of one."""
+    """The number of experts that its matrices hold; None: one."""
     order: torch.Tensor = torch.empty(0)
-    """The row of our B that each row of these experts' B is."""
+    """For each row of these experts' B, its row in our B."""
     has_lengths: bool = False
     """True: the module also has DoRA's magnitude vector."""
 
     @classmethod
     def of(cls, arch: Architecture, name: str, shape: torch.Size) -> list[_Site]:
-        """List the modules that hold the adapter of the weight ``name``, one expert a module; none
-        where it is a part of a module's weight."""
+        """List the modules that hold the adapter of the weight ``name``, one for each expert.
+
+        The list is empty where the weight is a part of a module's weight.
+        """
         family, sites = FAMILIES[arch.family], []
         for piece in family.pieces({name: shape}, arch):
             key = piece.hf_name.removesuffix(".weight")
@@ -112,8 +119,10 @@ class _Site(NamedTuple):
 
     @classmethod
     def fused(cls, arch: Architecture, name: str, shape: torch.Size) -> _Site:
-        """Return the module with the adapters of all experts for the stacked weight ``name``, where
-        both stacked weights have some."""
+        """Return the module that holds all experts' adapters of the stacked weight ``name``.
+
+        The module is named as if both stacked weights have adapters.
+        """
         family, order = FAMILIES[arch.family], torch.arange(shape[1])
         for piece in family.pieces({name: shape}, arch):
             if piece.place[:1] == (0,) and piece.within:
@@ -125,12 +134,13 @@ class _Site(NamedTuple):
 
     @property
     def tensors(self) -> list[str]:
+        """The names of its tensors: A, B and, with DoRA, the magnitude."""
         leaves = (*_HALVES, *((_LENGTHS,) * self.has_lengths))
         return [self.module + leaf for leaf in leaves]
 
     @property
     def kind(self) -> str:
-        """The module's last name, which the modules of all experts share."""
+        """The last part of the module's name, the same for all experts."""
         return self.module.rpartition(".")[2]
 
 
@@ -142,10 +152,12 @@ def save_peft(
     base: str | None,
     wholes: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:
-    """Write ``adapters``, given by weights' names, their shapes, and their adapters.
+    """Write adapters as PEFT's files.
 
-    ``base`` is the path or hub id of the model that they adapt, ``wholes`` are weights that were
-    trained beside them.
+    Args:
+        adapters: names and shapes of the adapted weights, with their adapters.
+        base: path or hub id of the model that they adapt.
+        wholes: weights that were trained beside them, by name.
     """
     folder = Path(folder)
     family = FAMILIES[arch.family]
@@ -202,7 +214,7 @@ def save_peft(
         "use_dora": lora.use_dora,
         "base_model_name_or_path": base,
         "r": lora.rank,
-        # Whatever rank the reader makes of it, the product stays what it is: rs is in it.
+        # PEFT divides it by the rank, so the scale stays, also that of rank-stabilised LoRA.
         "lora_alpha": lora.scale * lora.rank,
         "target_modules": sorted(modules),
         "target_parameters": sorted(parameters) or None,
@@ -214,7 +226,7 @@ def save_peft(
 
 
 def _vocabulary(arch: Architecture) -> dict[str, torch.Size]:
-    """Return the shapes of the embedding and of the head, unless they are one, by our names."""
+    """Return the shapes of the embedding and, unless it is tied, of the head, by our names."""
     shape = torch.Size((arch.vocab_size, arch.hidden_size))
     shapes = dict.fromkeys(SAVED_MODULES.values(), shape)
     if arch.tie_embeddings or arch.num_labels:
@@ -223,8 +235,10 @@ def _vocabulary(arch: Architecture) -> dict[str, torch.Size]:
 
 
 def _vocabulary_sites(arch: Architecture, name: str) -> list[_Site]:
-    """List the modules of PEFT's model that have the matrix ``name``, the embedding's or the
-    head's: both of them where they are tied."""
+    """List the modules of PEFT's model that have the matrix ``name``, the embedding or the head.
+
+    Both have it if they are tied.
+    """
     sites = _Site.of(arch, name, _vocabulary(arch)[name])
     if arch.tie_embeddings:
         sites.append(sites[0]._replace(module=f"{_PREFIX}lm_head", key="lm_head"))
@@ -242,19 +256,19 @@ def load_peft(
     lora: LoraSection,
     shapes: Mapping[str, torch.Size],
 ) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
-    """Yield the adapters' halves of weights ``shapes``, and what ``lora.modules_to_save`` and
-    ``lora.trainable_tokens`` name: parameters' names, places in them, and values. Of a reward model
-    the head is always among them.
+    """Yield parameters' names, places in them, and values.
 
-    ``B`` is multiplied by the ratio of the file's scale to that of ``lora``.
+    These are the adapters of the weights ``shapes``, the weights or rows that
+    ``lora.modules_to_save`` and ``lora.trainable_tokens`` name, and a reward model's head. ``B`` is
+    multiplied by the ratio of the file's scale to that of ``lora``.
 
     Raises ConfigError: the files hold other adapters or other shapes, or settings that are not
     supported.
     """
     files = _AdapterFiles(folder, arch)
     if files.settings.has_lengths != lora.use_dora:
-        given, theirs = ("yes" if x else "no" for x in (lora.use_dora, files.settings.has_lengths))
-        problem = f"{given}, but lora.path {str(folder)!r} was trained with {theirs}; set that"
+        ours, theirs = ("yes" if x else "no" for x in (lora.use_dora, files.settings.has_lengths))
+        problem = f"{ours}, but lora.path {str(folder)!r} was trained with {theirs}; set that"
         raise ConfigError("lora.use_dora", problem)
     sites = files.matched(shapes, "of no lora.targets", is_partial=False)
     if arch.num_labels and SCORE not in files.saved:
@@ -285,10 +299,10 @@ def load_peft(
 
 
 def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
-    """Add the adapters in ``folder`` to ``model``, which must have its parameters whole.
+    """Add the adapters in ``folder`` to ``model``, which must not be sharded.
 
-    Weights, or rows of them, that were trained themselves replace the model's. Adapters have the
-    dtype and the device of the weights.
+    Weights and rows that were trained themselves replace the model's. Adapters have the dtype and
+    the device of the weights.
 
     Raises ConfigError: as :func:`load_peft`, or an adapter is for a module that cannot have one.
     """
@@ -304,15 +318,17 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
         raise _error(files.folder, f"{_TENSORS} holds no adapters")
     halves = {name: files.read(own, shapes[name]) for name, own in sites.items()}
     values = list(files.values())
-    # All of it is read and checked before the model is changed. One rank serves all, which experts'
-    # kernels need in multiples of 8; what lies beyond a weight's own is 0.
+    # Everything is read and checked before the model is changed. All weights get the largest rank,
+    # rounded up to a multiple of 8 for the experts' kernels, and zeros beyond their own.
     rank = -(-max(a.shape[-2] for a, _ in halves.values()) // 8) * 8
     if rank > _MAX_RANK:
         raise _error(files.folder, f"it needs rank {rank}, and {_MAX_RANK} is the most")
     adapted = dict.fromkeys(name.rpartition(".")[0] for name in halves)
     lengths = {name: list(files.lengths(own)) for name, own in sites.items()}
-    how: Any = {"targets": tuple(adapted), "use_dora": files.settings.has_lengths}
-    add_adapters(model.layers, LoraSection(rank=rank, alpha=rank, **how))
+    settings = LoraSection(
+        rank=rank, alpha=rank, targets=tuple(adapted), use_dora=files.settings.has_lengths
+    )
+    add_adapters(model.layers, settings)
     with torch.no_grad():
         for name, place, value in values:
             model.get_parameter(name)[place] = value.to(model.get_parameter(name))
@@ -337,7 +353,7 @@ class _AdapterFiles:
         self.saved = self._find_saved()
         """The tensors of weights that were trained whole, by the weights' names."""
         self.rows = self._find_rows()
-        """The tokens whose rows were trained, by the weights' names."""
+        """The tokens of trained rows, by the weights' names."""
 
     def _find_saved(self) -> dict[str, list[str]]:
         stored, found = set(self.file.keys()), dict[str, list[str]]()
@@ -346,7 +362,7 @@ class _AdapterFiles:
             raise _error(
                 self.folder, f"{problem}; set train.objective reward, or score texts by it"
             )
-        # PEFT names a module that these classifiers do not have.
+        # PEFT also names a module "classifier", which these models do not have.
         known = {"classifier"} if self.arch.num_labels else set[str]()
         for name, sites in self.own.items():
             tensors = [f"{site.module}.weight" for site in sites]
@@ -360,13 +376,13 @@ class _AdapterFiles:
         return found
 
     def _find_rows(self) -> dict[str, tuple[int, ...]]:
-        """Read ``trainable_token_indices``: tokens of the embedding, or by module."""
-        given, found = self.settings.values.get("trainable_token_indices"), {}
-        if isinstance(given, list):
-            given = {self.own["embed.weight"][0].kind: given}
-        if not isinstance(given, dict | None):
+        """Read ``trainable_token_indices``: tokens of the embedding, or tokens by module."""
+        indices, found = self.settings.values.get("trainable_token_indices"), {}
+        if isinstance(indices, list):
+            indices = {self.own["embed.weight"][0].kind: indices}
+        if not isinstance(indices, dict | None):
             raise self.settings.bad("trainable_token_indices", "not tokens, or tokens by module")
-        for key, tokens in (given or {}).items():
+        for key, tokens in (indices or {}).items():
             names = [n for n, own in self.own.items() if any(key in (x.kind, x.key) for x in own)]
             is_list = isinstance(tokens, list) and all(type(i) is int and i >= 0 for i in tokens)
             if not (names and is_list):
@@ -378,9 +394,9 @@ class _AdapterFiles:
         return found
 
     def values(self) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
-        """Yield the weights that were trained whole, and rows of them: names, places and values.
+        """Yield names, places and values of weights and rows that were trained themselves.
 
-        Raises ConfigError: one is of another shape, or the tied two differ.
+        Raises ConfigError: one has another shape, or two tied ones differ.
         """
         for name, tokens in self.rows.items():
             tensor = self.own[name][0].module + _ROWS
@@ -404,7 +420,7 @@ class _AdapterFiles:
             yield name, (), first
 
     def _sites(self, name: str, shape: torch.Size) -> list[_Site]:
-        """List the modules that the settings target and that make up the weight ``name``."""
+        """List the modules of the weight ``name`` that the settings target."""
         if len(shape) == 3:
             site = _Site.fused(self.arch, name, shape)
             outer = site.key.rpartition(".")[0]
@@ -424,15 +440,15 @@ class _AdapterFiles:
     def matched(
         self, shapes: Mapping[str, torch.Size], others: str, *, is_partial: bool
     ) -> dict[str, list[_Site]]:
-        """Return the sites of weights that have tensors, which must be all tensors of the file.
+        """Return the sites of the weights that have adapters in the file.
 
         Args:
             shapes: the weights that may have adapters.
-            others: names tensors of no site in the error.
-            is_partial: whether the file may lack all tensors of a weight, or of its gates: settings
+            others: describes tensors without a site, for the error.
+            is_partial: True: the file may lack all tensors of a weight, or of its gates. Settings
                 often target more modules than have adapters, such as those of every layer.
 
-        Raises ConfigError: tensors are missing, or of no site.
+        Raises ConfigError: a site's tensors are missing, or tensors have no site.
         """
         stored, found = set(self.file.keys()), dict[str, list[_Site]]()
         wanted: dict[str, None] = {}  # in order
@@ -460,8 +476,8 @@ class _AdapterFiles:
     def read(self, sites: Sequence[_Site], shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
         """Read A [..., rank, in] and scale * B [..., out, rank] of a weight, in fp32.
 
-        Where its modules have several ranks or several A, these are stacked and each B is zero
-        beside its own: [B_gate 0; 0 B_up] @ [A_gate; A_up] = [B_gate A_gate; B_up A_up].
+        Where its modules have several ranks or several A, these are stacked, and B has zeros in the
+        columns of others: [B_gate 0; 0 B_up] @ [A_gate; A_up] = [B_gate A_gate; B_up A_up].
         """
         *stack, out_dim, in_dim = shape
         rows: dict[_Index, list[torch.Tensor]] = defaultdict(list)
@@ -470,7 +486,7 @@ class _AdapterFiles:
             own_a, own_b = self._read_site(site, shape)
             first = 0
             for other in rows[site.a]:
-                if torch.equal(other, own_a):  # an expert's gate and up share it
+                if torch.equal(other, own_a):  # an expert's gate and up projection share it
                     break
                 first += other.shape[-2]
             else:
@@ -487,7 +503,7 @@ class _AdapterFiles:
         return a, b
 
     def lengths(self, sites: Sequence[_Site]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-        """Yield the lengths of rows that ``sites`` hold, with their places in a weight's."""
+        """Yield DoRA's magnitudes in ``sites``, with their places in that of the weight."""
         for site in sites:
             if site.has_lengths:
                 _, b, name = site.tensors
@@ -516,8 +532,10 @@ class _AdapterFiles:
 
 
 class _Settings:
-    """Interprets ``adapter_config.json`` by PEFT's rules; ConfigError unless it is plain LoRA or
-    DoRA, with embedding or head beside it."""
+    """The settings of ``adapter_config.json``, interpreted by PEFT's rules.
+
+    Raises ConfigError unless they describe plain LoRA or DoRA, with embedding or head beside it.
+    """
 
     def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -545,16 +563,17 @@ class _Settings:
 
     @property
     def ties(self) -> bool:
-        """True: PEFT keeps the embedding and head tied when it trains them whole."""
+        """True: PEFT keeps embedding and head tied when it trains them whole."""
         return self.values.get("ensure_weight_tying") is True
 
     def check_saved(self, known: Container[str]) -> None:
-        """Raise ConfigError unless modules that were trained whole are ``known`` ones."""
+        """Raise ConfigError if a module that was trained whole is not ``known``."""
         names = self.values.get("modules_to_save") or []
         if not isinstance(names, list) or any(name not in known for name in names):
             raise self.bad("modules_to_save", "and only embedding and head are read")
 
     def is_module(self, name: str) -> bool:
+        """Return True if the module ``name`` has an adapter."""
         if self._excluded(name) or not self._targeted(name):
             return False
         layer = name.removeprefix("model.layers.").partition(".")[0]
@@ -562,6 +581,7 @@ class _Settings:
         return not self._layers or is_named or layer in self._layers
 
     def rank_and_scale(self, name: str) -> tuple[int, float]:
+        """Return rank and scale of the adapter of the module ``name``."""
         rank, alpha = (
             next(value for matches, value in values if matches(name))
             for values in (self._ranks, self._alphas)
@@ -582,7 +602,7 @@ class _Settings:
     def _by_pattern(
         self, key: str, default: str, is_good: Callable[[Any], bool], wanted: str
     ) -> list[tuple[_Matches, Any]]:
-        """List the values of ``key`` by pattern, the first match counting, then ``default``."""
+        """List the values of ``key`` by pattern, then ``default``; the first match counts."""
         values = self.values.get(key) or {}
         if not isinstance(values, dict) or not all(map(is_good, values.values())):
             raise self.bad(key, f"not patterns of names, each with {wanted}")
@@ -592,7 +612,7 @@ class _Settings:
         return [*found, (lambda name: True, self.values[default])]
 
     def _pattern(self, key: str, pattern: str) -> _Matches:
-        # Rust's regular expressions take linear time. A stranger can make Python's take for ever.
+        # Rust's regular expressions take linear time. A stranger's could run for ever in Python's.
         try:
             schema = core_schema.str_schema(pattern=f"^(?:{pattern})$")
             return SchemaValidator(schema).isinstance_python

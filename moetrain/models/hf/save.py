@@ -1,10 +1,10 @@
-"""Writes Hugging Face checkpoints: a model's weights, and all that it carries on from its source.
+"""Writes Hugging Face checkpoints: a model's weights, and the rest of its source checkpoint.
 
 ``config.json`` and ``generation_config.json`` are written anew, since the architecture, the dtype
-or the tokenizer may have changed; everything else in them stays. Other files are copied.
+or the tokenizer may have changed. Their other keys stay. Other files are copied.
 
-Left out on purpose: process groups (how processes share the work is an argument), and how a run's
-tokenizer becomes files (:mod:`moetrain.data.tokenizer`).
+Left out on purpose: process groups (the division of the work is an argument), and writing a run's
+tokenizer to files (:mod:`moetrain.data.tokenizer`).
 """
 
 import itertools
@@ -20,6 +20,7 @@ from statistics import mode
 from typing import Any, Literal, NamedTuple
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from moetrain.config import ConfigError, logger
@@ -33,31 +34,34 @@ from moetrain.models.transformer import Transformer
 
 ExportDtype = Literal["auto", "bfloat16", "float16", "float32"]
 _METADATA = {"format": "pt"}
-"""``transformers`` refuses files that do not say which framework wrote them."""
+"""``transformers`` refuses files that do not name the framework that wrote them."""
 _File = Path | str | Mapping[str, Any]
 _EOS, _PAD = "eos_token_id", "pad_token_id"
 
 
 class _Outgoing(NamedTuple):
+    """A tensor to write."""
+
     name: str
     dtype: torch.dtype
     num_bytes: int
     read: Callable[[], torch.Tensor] | None = None
     """Reads the tensor; None: it is the model's own, and arrives with the stream."""
     pieces: Sequence[Piece] = ()
-    """The pieces that arrive, one after the other."""
+    """The pieces in which a tensor of the model arrives, in order."""
     shape: tuple[int, ...] = ()
+    """The shape of a tensor of the model."""
 
 
 class Export:
-    """An export like :func:`save_hf`'s, of weights that arrive one by one.
+    """An export like that of :func:`save_hf`, of weights that arrive one by one.
 
-    Several processes can share the work. Each takes host memory for two files: one that is being
-    written, and one that it collects.
+    Several processes can share the work. Each needs host memory for two files: one is written while
+    the next is collected.
     """
 
     SHARD_BYTES = 5 * 10**9
-    """The largest size of a file, as ``transformers`` has it."""
+    """The largest size of a file, as in ``transformers``."""
 
     def __init__(
         self,
@@ -75,8 +79,8 @@ class Export:
 
         Args:
             model: names the parameters and the source; its values are not read.
-            rank, ranks: this process writes every ``ranks``-th file, from ``rank`` on, if any.
-            wait: waits until every process has called it.
+            rank, ranks: this process writes every ``ranks``-th file, starting with file ``rank``.
+            wait: a barrier over all processes.
         """
         self.model, self.folder, self.max_shard_bytes = model, Path(folder), max_shard_bytes
         self.tokenizer, self.rank, self.ranks, self.wait = tokenizer, rank, ranks, wait
@@ -86,7 +90,7 @@ class Export:
         for name, group in itertools.groupby(model.pieces(), attrgetter("hf_name")):
             pieces = [*group]
             parameter, shape = pieces[0].parameter, Piece.shape_of(pieces, parameters)
-            # What is added to scores may be smaller than their rounding in a narrow dtype.
+            # A bias of scores may be smaller than their rounding in a narrow dtype.
             is_kept = dtype == "auto" or parameter in buffers
             own = parameters[parameter].dtype if is_kept else getattr(torch, dtype)
             if dtype == "auto" and source is not None and name in source.own:
@@ -97,9 +101,9 @@ class Export:
         self._files = self._side_files(default)
 
     def _side_files(self, dtype: torch.dtype | None) -> dict[str, _File]:
-        """Make everything but weights, by name in the export; raises as :func:`save_hf`.
+        """Make all files without weights, by name in the export; raises as :func:`save_hf`.
 
-        ``dtype``: the dtype that config.json names; None: the one that the source names.
+        ``dtype``: the dtype for config.json; None: as in the source.
         """
         source, tokenizer = self.model.source, self.tokenizer
         config = exported_config(self.model.arch, None if source is None else source.config)
@@ -116,7 +120,7 @@ class Export:
         if tokenizer is not None:
             files |= tokenizer.files
             ids = self._new_ids(tokenizer, config, generation)
-            # The pad of a reward model decides which token is scored.
+            # A reward model's pad decides which token is scored, so it stays.
             is_reward_model = bool(self.model.arch.num_labels)
             config |= {k: v for k, v in ids.items() if not (is_reward_model and k == _PAD)}
             for key, value in ids.items():
@@ -127,46 +131,52 @@ class Export:
             files[hf_files.GENERATION] = generation
         return files | {hf_files.CONFIG: config}
 
-    def _new_ids(self, tokenizer: hf_files.TokenizerFiles, *known: Any) -> Mapping[str, Any]:
-        """Return the tokenizer's special ids, unless the source had the same tokenizer.
+    def _new_ids(
+        self, tokenizer: hf_files.TokenizerFiles, *configs: Mapping[str, Any]
+    ) -> Mapping[str, int | None]:
+        """Return the tokenizer's special ids to write to ``configs``.
 
-        Even then the token that ended every document in training must be among those that end a
-        text, of which a chat model's checkpoint often lists several.
+        None are needed if the source has the same tokenizer, except that the token that ended every
+        document in training must be among those that end a text. A chat model's checkpoint often
+        lists several of these.
         """
         ids, source = tokenizer.ids, self.model.source
         if source is None or not tokenizer.is_in(source.folder):
             return ids
-        ends = (config.get(_EOS) for config in known)
+        ends = (config.get(_EOS) for config in configs)
         is_known = any(ids[_EOS] in (x if isinstance(x, list) else [x]) for x in ends)
         return {} if is_known else {_EOS: ids[_EOS]}
 
     @staticmethod
     def warn_about_router_bias(model: Transformer) -> None:
-        """Warn of a selection bias, which steers routing, where the files have no place for it."""
+        """Warn if files of the family cannot hold the routers' selection biases."""
         holds = FAMILIES[model.arch.family].holds
         if lost := [n for n, b in model.named_buffers() if not holds(n) and b.any()]:
             logger.warning("Hugging Face files cannot hold %s: left out", hf_files.listing(lost))
 
     def misfit(self, here: Mapping[str, Callable[[], torch.Tensor]]) -> str:
         """Describe the first of the parameters ``here`` that its dtype cannot hold, or ""."""
-        # One of each parameter's pieces, and dtypes, speaks for all.
-        speakers = {(p.parameter, x.dtype): x.name for x in self._own for p in x.pieces}
-        for (parameter, dtype), name in speakers.items():
+        # One file tensor for each pair of a parameter and a dtype.
+        names = {(p.parameter, x.dtype): x.name for x in self._own for p in x.pieces}
+        for (parameter, dtype), name in names.items():
             weight = here[parameter]() if parameter in here else torch.empty(0)
             limit = torch.finfo(dtype).max
             if limit < torch.finfo(weight.dtype).max and weight.numel():
                 largest = weight.abs().amax().item()
                 if limit < largest < math.inf:
-                    problem = f"{dtype} cannot hold {name}, whose largest weight is {largest:.3g}"
-                    return f"{problem}; use bfloat16 or float32"
+                    return (
+                        f"{dtype} cannot hold {name}, whose largest weight is {largest:.3g}; use"
+                        " bfloat16 or float32"
+                    )
         return ""
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write the checkpoint.
 
-        ``tensors``: every weight with its name in the files, in the order of
-        ``Transformer.pieces``. Every process gets all of them; each is valid until the next is
-        requested.
+        Args:
+            tensors: every weight with its name in the files, in the order of
+                ``Transformer.pieces``, on every process. A weight is valid until the next is
+                requested.
         """
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -192,8 +202,10 @@ class Export:
         hf_files.remove_stale(self.folder, [*shards, *files])
         logger.info("Hugging Face checkpoint: %s", self.folder)
         if lost:
-            problem = f"gone or changed since it was read; {self.folder} has all but "
-            problem += f"{hf_files.listing(lost)}; put it back and save again"
+            problem = (
+                f"gone or changed since it was read; {self.folder} has all but "
+                f"{hf_files.listing(lost)}; put it back and save again"
+            )
             if source is None:
                 raise ConfigError("data.tokenizer", problem)
             raise hf_files.error(source.folder, problem)
@@ -203,7 +215,7 @@ class Export:
         shards: Mapping[str, Sequence[_Outgoing]],
         coming: Iterator[tuple[str, torch.Tensor]],
     ) -> None:
-        """Write this process's files while the model's own weights go by."""
+        """Write this process's files from the stream of the model's own weights."""
         with ThreadPoolExecutor(1) as thread:
             writing = thread.submit(lambda: None)
             for number, (name, shard) in enumerate(shards.items()):
@@ -231,9 +243,9 @@ class Export:
                 values[name] = torch.empty(shape, dtype=dtype)
             for piece in pieces:
                 came, tensor = next(coming)
-                assert came == name  # both walk the same table
+                assert came == name  # both sides use the same table
                 if is_mine and piece.is_whole:
-                    # In memory of its own, since a stream may reuse the tensor's.
+                    # Copied, since the stream may reuse the tensor's memory.
                     values[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
                 elif is_mine:
                     piece.of(values[name]).copy_(tensor.detach())
@@ -250,24 +262,24 @@ def save_hf(
 ) -> None:
     """Write ``model`` as a checkpoint that ``transformers`` loads unchanged, shard by shard.
 
-    If ``model.source`` names a checkpoint (:func:`load_hf` sets it), everything else of that is
-    carried on: its keys of config.json, generation_config.json, its tokenizer and other small
-    files (:func:`~moetrain.models.hf.files.small_files`), and, bit for bit, the tensors that the
-    model does not have, which are read from there now. Set ``model.source`` to None to save the
+    If ``model.source`` names a checkpoint (:func:`load_hf` sets it), the rest of that is carried
+    on: its keys of config.json, generation_config.json, its tokenizer and other small files
+    (:func:`~moetrain.models.hf.files.small_files`), and the tensors that the model does not have,
+    which are read from there now and copied bit for bit. Set ``model.source`` to None to save the
     bare model.
 
-    Each file appears whole or not at all. An earlier export's files in ``folder`` are replaced,
-    and those that this one does not have are removed at the end.
+    Each file is written atomically. An earlier export's files in ``folder`` are replaced, and those
+    that this export does not have are removed at the end.
 
     Args:
-        dtype: dtype of the weights. ``auto`` keeps each tensor's dtype in ``model.source``, or
-            without a source the parameter's.
+        dtype: dtype of the weights. ``auto`` keeps the dtype of each tensor in ``model.source``,
+            or without a source that of the parameter.
         tokenizer: replaces the source's tokenizer, and sets the ids of special tokens.
         max_shard_bytes: largest size of a file; a larger single tensor gets a file of its own.
 
     Raises:
         ConfigError: a weight does not fit ``dtype``, or the source's folder is gone or has changed
-            (what does not need it has been written by then).
+            (all other files have been written by then).
         ValueError: the family's format cannot express the model's architecture.
     """
     export = Export(
@@ -285,7 +297,7 @@ def save_hf(
 def _extra_tensors(
     source: hf_files.HFSource, stack: ExitStack
 ) -> tuple[list[_Outgoing], list[str]]:
-    """List the source's own tensors, and the names of those that are gone or have changed.
+    """List the source's extra tensors, and the names of those that are gone or have changed.
 
     Files stay open until ``stack`` is left, since saving may replace them.
     """
@@ -295,7 +307,7 @@ def _extra_tensors(
     tensors, lost = [], []
     for name, tensor in stored.items():
         if files.keys() >= {tensor.file, *tensor.parts.values()}:
-            read = partial(lambda *found: hf_files.find_in(*found)[...], files, name, tensor)
+            read = partial(_read_whole, files, name, tensor)
             size = math.prod(tensor.shape) * tensor.dtype.itemsize
             tensors.append(_Outgoing(name, tensor.dtype, size, read))
         else:
@@ -303,8 +315,14 @@ def _extra_tensors(
     return tensors, lost
 
 
+def _read_whole(
+    files: Mapping[Path, safe_open], name: str, tensor: hf_files.FileTensor
+) -> torch.Tensor:
+    return hf_files.find_in(files, name, tensor)[...]
+
+
 def _plan_shards(tensors: Iterable[_Outgoing], max_bytes: int) -> dict[str, list[_Outgoing]]:
-    """Divide tensors, in order, into files of at most ``max_bytes``, by their names."""
+    """Divide tensors, in order, into files of at most ``max_bytes``; return them by name."""
     shards: list[list[_Outgoing]] = [[]]
     size = 0
     for tensor in tensors:

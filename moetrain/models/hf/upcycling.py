@@ -1,25 +1,29 @@
-"""Makes the weights of a mixture of experts of a dense model's: sparse upcycling.
+"""Sparse upcycling: converts a dense model's weights to those of a mixture of experts.
 
-Every expert begins as a copy of its layer's feed-forward (arXiv 2212.05055), everything else as it
-is in the dense model, and the router at small random numbers. With renormalised weights p_e of the
-K chosen experts, equal copies give the dense layer's result whatever the router says:
+Every expert starts as a copy of its layer's feed-forward (arXiv 2212.05055), the router with small
+random weights, and everything else as in the dense model. With renormalised weights p_e of the K
+chosen experts, equal copies give the dense layer's result, whatever the router chooses:
 
     sum_e p_e * f(x) = f(x)        since sum_e p_e = 1
 
-With ``split`` G, an expert is one of G pieces of the width, f = f_0 + ... + f_{G-1} (arXiv
-2410.07524). Neighbours form virtual groups of G experts with all pieces, whose router rows begin
-equal. So a token chooses K / G whole groups, in which the weights are equal too:
+With ``split`` G, an expert is one of G slices of the width, f = f_0 + ... + f_{G-1} (arXiv
+2410.07524). Each G neighbours form a group with all slices, and their router rows start equal. So a
+token chooses K / G whole groups, and the weights in a group are equal too:
 
     sum_groups p_g / G * sum_i G * f_i(x) = f(x)
 
-The factor G is in ``w_down``: exact in every dtype for powers of two. E = 4, G = 2:
+The factor G is in ``w_down``, and is exact in every dtype if it is a power of two. E = 4, G = 2:
 
     expert        0    1    2    3
-    piece         f_0  f_1  f_0  f_1
+    slice         f_0  f_1  f_0  f_1
     router row    r_0  r_0  r_1  r_1
 
-Noise makes copies differ from the beginning; the first group has none. Left out on purpose: files
-(``python -m moetrain.checkpoint upcycle``), and experts drawn anew in part (arXiv 2502.19261).
+Noise makes copies differ from the start; the first group has none.
+
+Left out on purpose: files (``python -m moetrain.checkpoint upcycle``), and experts that are partly
+drawn anew (arXiv 2502.19261).
+
+Legend: G slices, D model width.
 """
 
 import math
@@ -41,31 +45,31 @@ from moetrain.models.rules import EXPERT
 
 _Tensors = dict[str, torch.Tensor]
 _BECOMES = {"llama": "mixtral", "qwen2": "glm4_moe", "qwen3": "qwen3_moe"}
-"""Dense families, and families of mixtures of experts that have the same attention."""
+"""Dense families, and for each the MoE family with the same attention."""
 _KEPT = {"hidden_size", "norm_topk_prob", "routed_scaling_factor"}
 _ROUTING = {field.name for field in fields(RoutedExperts)} - _KEPT
-"""What a family may fix otherwise, and the function stay."""
+"""Fields that a family may fix to another value without changing the function."""
 _SEED = 0
 
 
 @dataclass(frozen=True)
 class Upcycling:
-    """What a dense model becomes: how many experts it gets, and how they begin."""
+    """The conversion of a dense model to a mixture of experts."""
 
     num_experts: int
     num_experts_per_token: int
     split: int = 1
-    """G, the experts that the width of one feed-forward is divided among."""
+    """G, the number of experts among which the width of one feed-forward is divided."""
     noise: float = 0.0
-    """Standard deviation of what is added to copies, as a part of the tensor's own."""
+    """Standard deviation of the noise of copies, as a share of the tensor's own."""
     family: str | None = None
-    """None: the usual one for the dense model's family."""
+    """The family of the result; None: the usual one for the dense model's family."""
 
     def architecture(self, dense: Architecture) -> Architecture:
-        """Return the architecture that ``dense`` becomes.
+        """Return the architecture of the result.
 
         Raises:
-            ConfigError: it is no dense model, or the sizes or the family do not fit it.
+            ConfigError: ``dense`` is not dense, or the sizes or the family do not fit it.
             ValueError: the sizes do not fit each other.
         """
         mixed = [part for _, part in dense.layers() if not isinstance(part, SwiGLU)]
@@ -79,25 +83,25 @@ class Upcycling:
         self._check(dense)
         family = FAMILIES[name]
         width = dense.intermediate_size // self.split
-        given: dict[str, Any] = {
+        values: dict[str, Any] = {
             **dense.model_dump(),
             **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), width),
             "num_experts": self.num_experts,
             "num_experts_per_token": self.num_experts_per_token,
             "norm_topk_prob": True,
             "router_aux_loss_coef": family.defaults.get("router_aux_loss_coef", 0.0),
-            # New routers need balancing, where the family's files can ask for it.
+            # New routers need balancing; some families' files can ask for it.
             "output_router_logits": "output_router_logits" in family.defaults,
         }
-        own = {key: x for key, x in family.fixed.items() if key not in given or key in _ROUTING}
-        lost = [key for key in family.fixed if key not in own and family.fixed[key] != given[key]]
-        given |= {**own, "family": name, "num_experts_per_token": self.num_experts_per_token}
-        arch = family.architecture.model_validate(given)
+        own = {key: x for key, x in family.fixed.items() if key not in values or key in _ROUTING}
+        lost = [key for key in family.fixed if key not in own and family.fixed[key] != values[key]]
+        values |= {**own, "family": name, "num_experts_per_token": self.num_experts_per_token}
+        arch = family.architecture.model_validate(values)
         if lost or any(
             ours != theirs or type(part) is not RoutedExperts or part.shared is not None
             for (ours, _), (theirs, part) in zip(dense.layers(), arch.layers(), strict=True)
         ):
-            what = f"{lost[0]} {given[lost[0]]}" if lost else "the layers"
+            what = f"{lost[0]} {values[lost[0]]}" if lost else "the layers"
             raise ConfigError(
                 "family", f"{name} cannot have {what} of this {dense.family}; give another"
             )
@@ -119,14 +123,15 @@ class Upcycling:
         dense: nn.Module,
         fill: Callable[[_Tensors], _Tensors],
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor of the files of ``model``, with its name there.
+        """Yield the name and value of every tensor of the files of ``model``.
 
-        One parameter of ``model`` and its layer's of ``dense`` are in memory at a time.
+        Memory holds one parameter of ``model`` at a time, and the parameters of ``dense`` that it
+        is made from.
 
         Args:
-            model: a ``Transformer`` of the architecture that is made, on meta.
-            dense: the dense one, on meta, with the dtype in which it is read.
-            fill: reads the values of parameters of the dense model, by name.
+            model: the resulting ``Transformer``, on meta.
+            dense: the dense ``Transformer``, on meta, with the dtype in which it is read.
+            fill: fills empty parameters of the dense model, by name.
         """
         shapes = {name: parameter.shape for name, parameter in dense.named_parameters()}
         dtype = next(dense.parameters()).dtype
@@ -145,8 +150,10 @@ class Upcycling:
         shape: Sequence[int],
         read: Callable[[str], torch.Tensor],
     ) -> torch.Tensor:
-        """Return the parameter or buffer ``name`` of the model that is made; ``read`` returns a
-        parameter of the dense model."""
+        """Return the parameter or buffer ``name`` of the result.
+
+        ``read`` returns a parameter of the dense model by name.
+        """
         layer, found, leaf = name.partition(".moe.")
         if not found:
             return read(name)

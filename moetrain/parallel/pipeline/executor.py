@@ -145,6 +145,7 @@ class _Run:
         x = inputs[0] if inputs else model.embed_tokens(batch.inputs.tokens_BS)
         blocks = self.stages.plan.ranges[stage]
         x, layers = model.run(x, rows, blocks.start, blocks.stop)
+        assert isinstance(x, torch.Tensor)  # blocks defer in generation alone
         counts = [*inputs[1:], *(layer.packed()[None] for layer in layers)]
         stats = (torch.cat(counts),) if counts else ()
         outputs: _Tensors = (x, *stats)
