@@ -1,7 +1,7 @@
-"""The model families, one file each, and those that other packages have registered.
+"""The model families, one file each.
 
-Every file of this folder registers its families as it is imported. A family that lives outside of
-the package calls :func:`register` before its name is used.
+Every file of this folder registers its families when it is imported. A family outside of the
+package calls :func:`register` before its name is used.
 """
 
 import pkgutil
@@ -14,4 +14,4 @@ __all__ = ["FAMILIES", "PRESETS", "SHIPPED", "register"]
 for _module in pkgutil.iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 SHIPPED = frozenset(FAMILIES)
-"""The package's own families, which every process knows."""
+"""The package's own families, which are registered in every process."""

@@ -1,9 +1,11 @@
-"""DeepSeek-V3 and R1, Moonlight and Kimi-K2: latent attention, and the router that many have.
+"""DeepSeek-V3 and R1 (arXiv 2412.19437), Moonlight and Kimi-K2.
 
-The first layers are dense, and shared experts are beside the routed ones. ``kimi_k2`` is
-``deepseek_v3`` by another name. Layers behind the model's own, which are MTP blocks, are
-carried on into an export, or trained (:mod:`moetrain.models.parts.multi_token`).
-:class:`LatentDecoder` and the tables of V3 are those of other families with this attention too.
+Attention is multi-head latent attention. The router scores by sigmoid, has a selection bias and
+chooses among groups of experts. The first layers are dense, and the others have shared experts.
+Files hold MTP blocks behind the model's own layers; an export carries them on, or they are trained
+(:mod:`moetrain.models.parts.multi_token`). ``kimi_k2`` is another name of ``deepseek_v3``.
+
+Other families with this attention use :class:`LatentDecoder` and the tables of V3.
 """
 
 from collections.abc import Mapping
@@ -36,7 +38,7 @@ _MAX_WIDTH = 2**31 - 1
 
 
 class LatentDecoder(MoEDecoder):
-    """Multi-head latent attention, then as MoEDecoder."""
+    """An MoE decoder with multi-head latent attention."""
 
     kinds = (LatentAttention, RoutedExperts, SwiGLU)
 
@@ -49,20 +51,20 @@ class LatentDecoder(MoEDecoder):
 
     @model_validator(mode="before")
     @classmethod
-    def _whole_heads(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Set the width of a head, which is that of its two parts together."""
-        widths = [given.get(f"qk_{part}_head_dim") for part in ("nope", "rope")]
-        # JSON's arrays are lists here, which a strict model takes for no tuples.
-        given = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
-        return {**given, "head_dim": sum(n if type(n) is int else 0 for n in widths)}
+    def _whole_heads(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Set the width of a head to the sum of its two parts."""
+        widths = [values.get(f"qk_{part}_head_dim") for part in ("nope", "rope")]
+        # JSON's arrays are lists, and a strict model does not accept them as tuples.
+        values = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
+        return {**values, "head_dim": sum(n if type(n) is int else 0 for n in widths)}
 
 
 class V3Decoder(MultiTokenDecoder, LatentDecoder):
-    """As LatentDecoder, perhaps with MTP blocks."""
+    """A latent decoder that can have MTP blocks."""
 
 
 def check_keys(config: Mapping[str, Any], expected: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise ConfigError for a key that ``config`` has, with a value that is not ``expected``."""
+    """Raise ConfigError for a key of ``config`` with a value that is not ``expected``."""
     for key, values in expected.items():
         if (value := config.get(key, values[0])) not in values:
             known = " or ".join(map(repr, values))
@@ -71,7 +73,7 @@ def check_keys(config: Mapping[str, Any], expected: Mapping[str, tuple[Any, ...]
 
 
 def read_v3_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read as :func:`read_deepseek_layers`, and refuse what no model of V3's kind has."""
+    """Read as :func:`read_deepseek_layers`, and refuse values that no model like V3 has."""
     known = {"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
     check_keys(config, known)
     return read_deepseek_layers(config)
@@ -93,7 +95,7 @@ LATENT_MAP: WeightMap = DENSE + _renamed(
 )
 _WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LATENT_FIELDS: Mapping[str, str] = {name: name for name in _WIDTHS}
-# The width of a head follows from others; files hold one that nothing reads.
+# The width of a head is the sum of two others; files hold a head_dim that nothing reads.
 _FIXED: Mapping[str, Any] = {**SIGMOID_ROUTER, "head_dim": 0}
 _MAP, _MAP_WITHOUT_COPIES = behind_layers(
     LATENT_MAP + moe_block(bias="gate.e_score_correction_bias", shared="shared_experts")
@@ -136,7 +138,7 @@ V3: Mapping[str, Any] = {
     "read_layers": read_v3_layers,
     "write_layers": write_deepseek_layers,
 }
-"""Arguments of :class:`~moetrain.models.family.Family`."""
+"""The arguments of :class:`~moetrain.models.family.Family` for DeepSeek-V3."""
 
 # Sizes of presets are those of the published config.json, from memory; their totals of parameters
 # agree with what is published (tests/test_families.py).

@@ -1,7 +1,7 @@
-"""DeepSeek-V2: latent attention as V3 has it, and a router that never renormalises its softmax.
+"""DeepSeek-V2 (arXiv 2405.04434): V3's latent attention with a softmax router.
 
-With ``topk_method`` group_limited_greedy a token's experts are those of a few groups, each of which
-is as good as its best expert.
+The router's weights are not renormalised. With ``topk_method`` group_limited_greedy a token chooses
+among a few groups of experts, and a group's score is that of its best expert.
 
 Left out on purpose: biases of feed-forward layers (``mlp_bias``), which no published model has.
 """
@@ -30,7 +30,7 @@ _FIXED: Mapping[str, Any] = {
     "mlp_bias": False,
     "rope_interleaved": True,
     "head_dim": 0,
-    # Until it is read whether groups have an effect.
+    # read_layers sets the groups where they have an effect.
     "num_expert_groups": 1,
     "topk_expert_groups": 1,
 }
@@ -41,14 +41,14 @@ _KNOWN: Mapping[str, tuple[Any, ...]] = {
     "moe_layer_freq": (1,),
     "scoring_func": ("softmax",),
     "topk_method": (_GREEDY, _GROUPED),
-    # Which transformers does not obey, and DeepSeek's own code does.
+    # DeepSeek's own code obeys this key, and transformers ignores it.
     "norm_topk_prob": (False, None),
     "mlp_bias": (False,),
 }
 
 
 def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read as of V3, and the groups of experts where they have an effect."""
+    """Read as V3, and the groups of experts where they have an effect."""
     check_keys(config, _KNOWN)
     read = read_deepseek_layers(config)
     if config["topk_method"] == _GROUPED:

@@ -1,4 +1,7 @@
-"""dots.llm1: Qwen3's attention, DeepSeek-V3's router, dense first layers and shared experts."""
+"""dots.llm1 (arXiv 2506.05767): Qwen3's attention with DeepSeek-V3's router.
+
+The first layers are dense, and the others have shared experts.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,8 @@
-"""ERNIE 4.5: neighbours of a head rotate together, and the router's softmax has a selection bias.
+"""ERNIE 4.5: neighbouring elements of a head rotate together, and the router has a selection bias.
 
-Some layers may be dense, and shared experts may be beside the routed ones. Left out on purpose:
-biases of linear layers (``use_bias``), which no published model has.
+The router's scores are a softmax. Some layers may be dense, and the others may have shared experts.
+
+Left out on purpose: biases of linear layers (``use_bias``), which no published model has.
 """
 
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ _COMMON: dict[str, Any] = {
 
 
 def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read which layers are MoE, and the width of shared experts."""
+    """Read the MoE layers and the width of shared experts."""
     if config["use_bias"]:
         raise error("config.json", "use_bias true is not supported; use a model without biases")
     count = config["num_hidden_layers"]

@@ -1,7 +1,7 @@
-"""Flex-OLMo: OLMoE with its norms behind attention and experts instead of before them.
+"""Flex-OLMo (arXiv 2507.07024): OLMoE with norms after attention and experts instead of before.
 
-Each expert of a published model was trained on data of its own (arXiv 2507.07024), beside a public
-one; here they are experts like any others.
+Each expert of the published models was trained on data of its own, beside a public one. Here they
+are experts like any others.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class _ExpertsThenNorm(RoutedExperts):
 
 
 class _FlexOlmo(MoEDecoder):
-    """Attention and routed experts in every layer, each before its norm."""
+    """Attention and routed experts in every layer, each followed by its norm."""
 
     kinds = (_AttentionThenNorm, _ExpertsThenNorm)
 
@@ -41,7 +41,7 @@ class _FlexOlmo(MoEDecoder):
 
 
 _PAD = 100_277
-"""The token that fills up rows in a file that names none."""
+"""The ``pad_token_id`` of a file that does not name one."""
 
 
 def _write_layers(arch: Architecture) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""Gemma-4: windows in most layers, wider heads in the others, and experts beside a dense layer.
+"""Gemma-4: windows in most layers, and experts beside a dense layer.
 
-Layers with full attention have heads of another width and other angles, and may have values that
-are keys. Embeddings are scaled, logits are capped, norms lie before and after each part, and each
-block's result is multiplied by a number, which is a buffer in ``transformers``: it is read and
-written, and not trained. Published files hold towers for pictures and sound beside the language
-model, whose tensors are carried on into an export; those of ``gemma4_text`` hold it alone.
+Layers with full attention have wider heads and other rotary angles, and may share keys and values.
+Embeddings are scaled, and logits are capped. Each part has a norm before and after it. Each block's
+result is multiplied by a scalar, a buffer in ``transformers``, that is read and written but not
+trained. Published files also hold towers for pictures and sound, and an export carries their
+tensors on; files of ``gemma4_text`` hold the language model alone.
 
-Left out on purpose: embeddings by layer and layers that share keys (E2B, E4B), and attention that
-looks ahead.
+Left out on purpose: embeddings by layer and layers that share keys (E2B, E4B), and attention to
+later tokens.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ _FULL = "full_attention"
 
 
 class _Gemma4(Architecture):
-    """Windows of ``sliding_windows``; the fields below are of the layers that have none."""
+    """Gemma-4; the fields below are those of layers without a window."""
 
     kinds = (GemmaAttention, GemmaMLP, GemmaExperts)
 
@@ -45,7 +45,7 @@ class _Gemma4(Architecture):
     @field_validator("sliding_windows")
     @classmethod
     def _full_at_the_end(cls, windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
-        """Give the last layer full attention, whatever is asked for, as ``transformers`` does."""
+        """Give the last layer full attention, as ``transformers`` always does."""
         return (*windows[:-1], None) if windows else windows
 
     def _is_global(self, layer: int) -> bool:
@@ -55,23 +55,31 @@ class _Gemma4(Architecture):
         if not self._is_global(layer):
             window = self.sliding_windows[layer]
             return GemmaAttention.of(self, window=window, keys_are_values=False)
-        own = {"head_dim": self.global_head_dim, "num_kv_heads": self.global_num_kv_heads}
-        return GemmaAttention.of(self, window=None, **own)
+        return GemmaAttention.of(
+            self,
+            window=None,
+            head_dim=self.global_head_dim,
+            num_kv_heads=self.global_num_kv_heads,
+        )
 
     def feed_forward(self, layer: int) -> Part:
         return (GemmaExperts if self.num_experts else GemmaMLP).of(self)
 
     def rotation(self, layer: int) -> Rotation:
         if self._is_global(layer):
-            how = (self.global_rope_theta, self.global_rope)
-            return Rotation(self.global_head_dim, *how, self.max_positions)
+            return Rotation(
+                self.global_head_dim,
+                self.global_rope_theta,
+                self.global_rope,
+                self.max_positions,
+            )
         return Rotation(self.head_dim, self.rope_theta, self.rope, self.max_positions)
 
 
 # ---- config.json -------------------------------------------------------------------------------
 
 _ROPE = "layer_rope"
-"""Our name for ``rope_parameters``, which hold those of each type of layers."""
+"""Our name of the key ``rope_parameters``, which has an entry for each type of layers."""
 _ROPES: dict[str, dict[str, Any]] = {
     _SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
     _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -113,19 +121,19 @@ def _layer_types(config: Mapping[str, Any]) -> list[str]:
     unknown = sorted({str(kind) for kind in types} - {_SLIDING, _FULL})
     if unknown:
         raise error("config.json", f"layer_types {', '.join(unknown)} are not supported")
-    return [*types[:-1], _FULL]  # whatever it says: so does transformers
+    return [*types[:-1], _FULL]  # transformers ignores the last entry too
 
 
 def _read_widths(config: Mapping[str, Any], types: list[str]) -> dict[str, Any]:
-    """Read the heads of layers with full attention: from keys of their own, or layer by layer."""
+    """Read the heads of layers with full attention, from keys of their own or layer by layer."""
     is_shared = config["attention_k_eq_v"]
-    given = config["per_layer_config"]
+    per_layer = config["per_layer_config"]
     kv_heads = config["num_global_key_value_heads"] if is_shared else None
     own = {"head_dim": config["global_head_dim"]}
     own |= {} if kv_heads is None else {"num_key_value_heads": kv_heads}
-    if given is not None:
-        named = {str(key): values for key, values in given.items() if values}
-        # Numbers are written with as many digits as the largest has.
+    if per_layer is not None:
+        named = {str(key): values for key, values in per_layer.items() if values}
+        # Files write layers' numbers with leading zeros.
         layers = {str(int(x)) if x.isdecimal() else x: values for x, values in named.items()}
         full = {str(i) for i, kind in enumerate(types) if kind == _FULL}
         own = next(iter(layers.values()), {})
@@ -154,17 +162,20 @@ def _read_ropes(config: Mapping[str, Any]) -> dict[str, Any]:
     ropes = _ROPES if config.get(_ROPE) is None else config[_ROPE]
     for kind, prefix in ((_SLIDING, ""), (_FULL, "global_")):
         rope = ropes.get(kind) if isinstance(ropes, Mapping) else ropes
-        given = rope if isinstance(rope, Mapping) else {}
-        name = given.get("rope_type")
-        theta = given.get("rope_theta")
+        values = rope if isinstance(rope, Mapping) else {}
+        name = values.get("rope_type")
+        theta = values.get("rope_theta")
         if name not in ("default", "proportional") or not isinstance(theta, int | float):
             problem = f"rope_parameters of {kind} are {rope!r:.80}, expected a rope_theta, and"
             raise error("config.json", f"{problem} default or proportional for rope_type")
-        how: dict[str, Any] = {"kind": name}
+        scaling = RopeScaling()
         if name == "proportional":
-            how["factor"] = float(given.get("factor", 1.0))
-            how["share"] = float(given.get("partial_rotary_factor", 1.0))
-        found |= {f"{prefix}rope_theta": float(theta), f"{prefix}rope": RopeScaling(**how)}
+            scaling = RopeScaling(
+                kind="proportional",
+                factor=float(values.get("factor", 1.0)),
+                share=float(values.get("partial_rotary_factor", 1.0)),
+            )
+        found |= {f"{prefix}rope_theta": float(theta), f"{prefix}rope": scaling}
     return found
 
 
@@ -175,7 +186,7 @@ def _write_layers(arch: Architecture) -> dict[str, Any]:
     return {
         "hidden_activation": _ACTIVATION,
         "layer_types": [_FULL if window is None else _SLIDING for window in windows],
-        # Where no layer has one, a number all the same: transformers takes no null.
+        # transformers does not accept null, so a number is written even without windows.
         "sliding_window": next(filter(None, windows), 512),
         "global_head_dim": arch.global_head_dim,
         "num_global_key_value_heads": arch.global_num_kv_heads,
@@ -244,7 +255,7 @@ _NULLABLE: dict[str, type] = {
 
 
 def _preset(num_layers: int, **sizes: Any) -> _Gemma4:
-    """Return a published model. Sizes are from memory; their totals are the published ones."""
+    """Return a published model. The sizes are from memory; their totals are the published ones."""
     return _Gemma4(
         family="gemma4_text",
         vocab_size=262_144,

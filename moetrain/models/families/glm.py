@@ -1,7 +1,7 @@
-"""GLM-4.5, 4.6 and 4.7: attention of which half a head rotates, and DeepSeek-V3's router.
+"""GLM-4.5 (arXiv 2508.06471), 4.6 and 4.7: half of each head rotates, with DeepSeek-V3's router.
 
-The first layers are dense, and a shared expert is beside the routed ones. Layers behind the model's
-own, which are MTP blocks, are carried on into an export, or trained
+The first layers are dense, and the others have a shared expert. Files hold MTP blocks behind the
+model's own layers; an export carries them on, or they are trained
 (:mod:`moetrain.models.parts.multi_token`).
 """
 
@@ -24,7 +24,7 @@ from moetrain.models.parts.multi_token import MultiTokenDecoder, behind_layers
 
 
 class _Glm(MultiTokenDecoder, MoEDecoder):
-    """As MoEDecoder, perhaps with MTP blocks."""
+    """An MoE decoder that can have MTP blocks."""
 
 
 _MAP, _MAP_WITHOUT_COPIES = behind_layers(
@@ -77,7 +77,7 @@ register(
             "num_hidden_layers": 46,
             "num_attention_heads": 96,
             "num_key_value_heads": 8,
-            # As every published file says; transformers' own, 42, has no even half.
+            # As in every published file; half of the default of transformers, 42, is odd.
             "head_dim": 128,
             "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,

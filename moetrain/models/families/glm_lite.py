@@ -1,7 +1,7 @@
-"""GLM-4.7-Flash: DeepSeek-V3's latent attention and router, in heads as wide as their values.
+"""GLM-4.7-Flash: DeepSeek-V3's latent attention and router, with queries as wide as values.
 
-Layers behind the model's own, which are MTP blocks, are carried on into an export, or
-trained (:mod:`moetrain.models.parts.multi_token`).
+Files hold MTP blocks behind the model's own layers; an export carries them on, or they are trained
+(:mod:`moetrain.models.parts.multi_token`).
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _FIRST = "first_k_dense_replace"
 
 
 def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read which layers are MoE, by default all but the first."""
+    """Read the MoE layers, by default all but the first."""
     kinds = config["mlp_layer_types"]
     if kinds is None:
         kinds = [_DENSE] + [_ROUTED] * (config["num_hidden_layers"] - 1)

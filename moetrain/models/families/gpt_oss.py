@@ -1,7 +1,8 @@
-"""GPT-OSS: attention with sinks, in a window in every other layer, and experts with biases.
+"""GPT-OSS (arXiv 2508.10925): attention with sinks and clamped experts with biases.
 
-Published files hold the experts' matrices in mxfp4, four bits a number; they are read as bf16, or
-kept so beneath adapters (``lora.base_dtype``), and an export is written in bf16.
+Every other layer has a window. Published files hold the experts' matrices in mxfp4, four bits an
+element. They are dequantised to bf16, or stay quantised beneath adapters (``lora.base_dtype``), and
+an export has them in bf16.
 """
 
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ class _GptOss(Architecture):
 
 
 def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read each layer's window; without ``layer_types``, every other layer has one."""
+    """Read the layers' windows; without ``layer_types`` every other layer has one."""
     count = config["num_hidden_layers"]
     window = config["sliding_window"]
     types = config["layer_types"] or [(_SLIDING, _FULL)[i % 2] for i in range(count)]
@@ -45,10 +46,10 @@ def _write_layers(arch: Architecture) -> dict[str, Any]:
     windows = [arch.window(i) for i in range(arch.num_layers)]
     found = {
         "layer_types": [_FULL if window is None else _SLIDING for window in windows],
-        # Where no layer has one, a number all the same: transformers reads no file without.
+        # transformers does not accept null, so a number is written even without windows.
         "sliding_window": next(filter(None, windows), 128),
     }
-    if arch.rope.kind == "default":  # a file that does not say so means yarn
+    if arch.rope.kind == "default":  # transformers takes a missing key for yarn
         found["rope_parameters"] = {"rope_type": "default", "rope_theta": arch.rope_theta}
     return found
 
@@ -79,7 +80,7 @@ _FIXED: dict[str, Any] = {"norm_topk_prob": True, "late_norms": True}
 
 
 def _preset(num_layers: int, num_experts: int) -> _GptOss:
-    """Return a published model: the two differ in depth and in experts."""
+    """Return a published model; the two differ in depth and in the number of experts."""
     return _GptOss(
         family="gpt_oss",
         vocab_size=201_088,

@@ -1,6 +1,7 @@
-"""HunYuan-A13B: q/k norms behind the rotation, a stretched base, and one shared expert.
+"""HunYuan-A13B: queries and keys are normalised after the rotation, and there is one shared expert.
 
-Files may list the experts of a token by layer; lists that differ between layers are refused.
+Rotary embeddings have a base that ``alpha`` stretches. Files may list the number of a token's
+experts for each layer; lists that differ between layers are refused.
 """
 
 from collections.abc import Mapping
@@ -33,12 +34,12 @@ def _renamed(theirs: str) -> str:
 
 
 def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read how many experts a token has, from a number or one of each layer."""
-    given = config["moe_topk"]
-    counts = set(given) if isinstance(given, list) else {given}
+    """Read the number of a token's experts, from one number or one for each layer."""
+    value = config["moe_topk"]
+    counts = set(value) if isinstance(value, list) else {value}
     count = counts.pop() if counts else None
     if counts or type(count) is not int:
-        problem = f"moe_topk is {given!r:.80}; only one number for all layers is supported"
+        problem = f"moe_topk is {value!r:.80}; only one number for all layers is supported"
         raise error("config.json", problem)
     return {"num_experts_per_token": count}
 
@@ -68,7 +69,7 @@ register(
             "moe_intermediate_size": "intermediate_size",
             "shared_intermediate_size": "intermediate_size",
         },
-        # The number of experts that sizes are checked with, until it is read.
+        # read_layers sets it; until then sizes are checked with this number of experts.
         fixed={**_FIXED, "num_experts_per_token": 1},
         aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
         nullable={"moe_topk": object},

@@ -1,4 +1,7 @@
-"""Llama 2 and 3, and what is written down like them: dense, biases by choice."""
+"""Llama 2 (arXiv 2307.09288) and 3 (arXiv 2407.21783), and other models with their config.json.
+
+They are dense decoders with optional biases.
+"""
 
 from moetrain.models.decoders import (
     COMMON_DEFAULTS,

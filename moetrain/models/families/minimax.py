@@ -1,6 +1,6 @@
-"""MiniMax-M2: q/k norms over all heads together, a part of a head rotates, sigmoid routing.
+"""MiniMax-M2: q/k norms over all heads together, and a sigmoid router.
 
-Files say which part by ``rotary_dim``, or by ``partial_rotary_factor``.
+A part of each head rotates; files have it as ``rotary_dim`` or as ``partial_rotary_factor``.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Mixtral: grouped-query attention, then routed experts, in every layer."""
+"""Mixtral (arXiv 2401.04088): grouped-query attention, then routed experts, in every layer."""
 
 from moetrain.models.architecture import Architecture
 from moetrain.models.attention import GroupedQueryAttention

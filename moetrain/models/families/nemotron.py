@@ -1,13 +1,13 @@
-"""Nemotron-3 (``nemotron_h``): blocks of one part each, most of them Mamba-2 mixers or experts.
+"""Nemotron-3 (``nemotron_h``): a hybrid of Mamba-2 mixers, experts and some attention.
 
-A block is a Mamba-2 mixer, attention without positions, experts with squared ReLU behind
+A block has one part: a Mamba-2 mixer, attention without positions, experts with squared ReLU and
 DeepSeek-V3's router, or a dense layer with squared ReLU. Files name the blocks in
-``layers_block_type`` or, as published ones do, in ``hybrid_override_pattern``.
+``layers_block_type``; published files do in ``hybrid_override_pattern``.
 
-As in transformers, a step dt is at least ``time_step_min``, and ``time_step_limit`` has no effect:
-one that would cut steps off is refused. (Where transformers reads one token behind its cache, its
-dt has no least value; here training's formulas hold in generation too.) Tensors of
-multi-token prediction (``mtp``) are carried on into an export.
+As in transformers, a step dt is at least ``time_step_min``, and ``time_step_limit`` has no effect.
+A limit that would cut steps off is refused. (Where transformers reads one token after its cache, dt
+has no lower bound; here generation has the formulas of training.) An export carries on the tensors
+of multi-token prediction (``mtp``).
 """
 
 from collections.abc import Mapping
@@ -25,19 +25,19 @@ from moetrain.models.parts.squared_relu import SquaredReLU, SquaredReLUExperts
 
 _Mixer = Literal["mamba", "attention", "moe", "mlp"]
 _LETTERS: Mapping[str, _Mixer] = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
-"""Letters of ``hybrid_override_pattern``."""
+"""The letters of ``hybrid_override_pattern``."""
 _NEWER: Mapping[str, _Mixer] = {"linear_attention": "mamba", "full_attention": "attention"}
-"""Names that transformers 5 writes in ``layers_block_type``."""
+"""The names that transformers 5 writes in ``layers_block_type``."""
 _DEFAULT = ["mamba", "moe", "attention", "mlp"]
 
 
 class _NemotronH(Architecture):
-    """One part in each block, as ``mixers`` says."""
+    """A decoder with one part in each block."""
 
     kinds = (GroupedQueryAttention, SquaredReLUExperts, SquaredReLU, Mamba2)
 
     mixers: tuple[_Mixer, ...] = ()
-    """The part of each block; empty: attention in all."""
+    """The part of each block; empty: attention in all blocks."""
     mamba_num_heads: int = 0
     mamba_head_dim: int = 0
     mamba_num_groups: int = 0
@@ -68,11 +68,11 @@ _OFF = ("use_bias", "mlp_bias", "attention_bias", "mamba_proj_bias", "tie_word_e
 _OFF += ("residual_in_fp32", "sliding_window")
 """Keys that must be false or null."""
 _GIVEN: Mapping[str, Any] = {"n_shared_experts": 1, "mamba_hidden_act": "silu"}
-"""Keys that have one supported value."""
+"""Keys with a single supported value."""
 
 
 def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the blocks' parts, and refuse what is not supported."""
+    """Read the blocks' parts, and refuse unsupported values."""
     for key in _OFF:
         if config.get(key):
             problem = f"{key} {config[key]!r:.80} is not supported"
@@ -122,7 +122,7 @@ _EXPERT = f"{_MIXER}.experts.{{expert}}"
 
 
 def _inputs(arch: _NemotronH) -> tuple[int, ...]:
-    """Return the rows of z, x, B, C and dt in the one matrix that makes them."""
+    """Return the numbers of rows of z, x, B, C and dt in their common projection."""
     return tuple(Mamba2.of(arch, window=None).inputs.values())
 
 

@@ -1,4 +1,4 @@
-"""OLMoE: q/k norms over all heads together, then routed experts in every layer.
+"""OLMoE (arXiv 2409.02060): q/k norms over all heads together, and routed experts in every layer.
 
 Left out on purpose: ``clip_qkv``, which no published model uses.
 """

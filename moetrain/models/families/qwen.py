@@ -1,8 +1,8 @@
-"""Qwen2, Qwen3 and Qwen3-MoE.
+"""Qwen2 (arXiv 2407.10671), Qwen3 and Qwen3-MoE (arXiv 2505.09388).
 
-Qwen2 is dense, with biases on queries, keys and values. Qwen3 has q/k norms instead. Both may have
-windows in some layers, written down in the same keys. Qwen3-MoE has Qwen3's attention, then routed
-experts; layers may be kept dense.
+Qwen2 is dense, with biases of queries, keys and values. Qwen3 has q/k norms instead. Both may have
+windows in some layers, with the same keys. Qwen3-MoE has Qwen3's attention and routed experts; some
+layers may be dense.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ _NULLABLE = {"sliding_window": int, "layer_types": list}
 
 
 def read_windows(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read windows from ``layer_types``, else use full attention below ``max_window_layers``."""
+    """Read the layers' windows from ``layer_types``, or without it from ``max_window_layers``."""
     window = config["sliding_window"] if config.get("use_sliding_window", True) else None
     types = config["layer_types"]
     if types is None:
@@ -108,7 +108,7 @@ register(
 
 
 def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read one window for all layers, and which layers are MoE."""
+    """Read the window of all layers, and the MoE layers."""
     layers = range(config["num_hidden_layers"])
     step = config["decoder_sparse_step"]
     dense = config["mlp_only_layers"] or []

@@ -1,9 +1,9 @@
-"""Qwen3-Next and Qwen3.5: gated delta nets, and gated attention in every fourth layer.
+"""Qwen3-Next and Qwen3.5: gated delta nets (arXiv 2412.06464), and attention in every fourth layer.
 
-Norms' weights are what is added to 1, a quarter of a head rotates, and a gated shared expert is
-beside the routed ones. Qwen3.5 (and Qwen3.6, which has its classes) is also dense. Its published
-files hold a vision tower beside the language model, whose tensors are carried on into an export;
-those of a ``_text`` family hold the language model alone.
+Attention has an output gate, and a quarter of each head rotates. Norms multiply by 1 + their
+weights. MoE layers have a gated shared expert. Qwen3.5 (and Qwen3.6, which has its classes) also
+has dense models. Its published files also hold a vision tower, and an export carries its tensors
+on; files of a ``_text`` family hold the language model alone.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ _FULL = "full_attention"
 
 
 class _QwenNext(MultiTokenDecoder, MoEDecoder):
-    """A gated delta net where ``linear_layers`` says so, else attention; then as MoEDecoder."""
+    """An MoE decoder with gated delta nets in place of attention in ``linear_layers``."""
 
     kinds = (GroupedQueryAttention, RoutedExperts, SwiGLU, GatedDeltaNet)
 
@@ -81,7 +81,8 @@ _NULLABLE = {"layer_types": list}
 
 
 def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read which layers are linear, from ``layer_types``, else by ``full_attention_interval``."""
+    """Read the linear layers from ``layer_types``, or without it from
+    ``full_attention_interval``."""
     types, interval = config["layer_types"], config["full_attention_interval"]
     if types is None:
         if interval < 1:
@@ -102,7 +103,7 @@ def _write_layers(arch: Architecture) -> dict[str, Any]:
 
 
 def _read_next_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read as :func:`_read_layers`, and which layers are MoE."""
+    """Read as :func:`_read_layers`, and the MoE layers."""
     step = config["decoder_sparse_step"]
     dense = config["mlp_only_layers"] or []
     if step < 1:
@@ -121,13 +122,16 @@ def _write_next_layers(arch: Architecture) -> dict[str, Any]:
 
 
 def _of_key_heads(arch: Architecture) -> tuple[int, int, int]:
-    """Return the rows of queries (as many are of keys), of values, and value heads, a key head."""
+    """Return a key head's numbers of rows of queries and of values, and of value heads.
+
+    Keys have as many rows as queries.
+    """
     heads = arch.linear_num_value_heads // arch.linear_num_key_heads
     return arch.linear_key_head_dim, heads * arch.linear_value_head_dim, heads
 
 
 def _all_rows(arch: Architecture) -> tuple[int, int, int]:
-    """Return the rows of all queries, keys and values."""
+    """Return the numbers of rows of all queries, keys and values."""
     heads = arch.linear_num_key_heads
     keys, values, _ = _of_key_heads(arch)
     return heads * keys, heads * keys, heads * values
@@ -179,14 +183,14 @@ _PACKED = (
 
 
 def beside_vision(weight_map: WeightMap) -> WeightMap:
-    """Return ``weight_map`` where the language model lies beside a vision tower."""
+    """Return ``weight_map`` for files that also hold a vision tower."""
 
     def nested(theirs: Any) -> Any:
         if isinstance(theirs, tuple):
             return tuple(map(nested, theirs))
         return theirs.replace("model.", "model.language_model.", 1)
 
-    operations: Any = weight_map  # which all say ``theirs``
+    operations: Any = weight_map  # all of them have the field ``theirs``
     return tuple(replace(one, theirs=nested(one.theirs)) for one in operations)
 
 
@@ -262,13 +266,13 @@ _QWEN35_PRESET = _QwenNext(
 )
 
 
-def _register_qwen35(name: str, hf_class: str, *maps: WeightMap, **how: Any) -> None:
-    """Register a family beside a vision tower, and the one of its language model alone."""
+def _register_qwen35(name: str, hf_class: str, *maps: WeightMap, **others: Any) -> None:
+    """Register a family with a vision tower, and the family of its language model alone."""
     families = (
         (name, "ForConditionalGeneration", [beside_vision(one) for one in maps], f"{name}_text"),
         (f"{name}_text", "ForCausalLM", maps, None),
     )
-    presets = how.pop("presets")
+    presets = others.pop("presets")
     for own, head, own_maps, text in families:
         own_map, *others = under_mtp(*own_maps)
         register(
@@ -283,7 +287,7 @@ def _register_qwen35(name: str, hf_class: str, *maps: WeightMap, **how: Any) -> 
                 read_layers=_read_layers,
                 write_layers=_write_layers,
                 presets=presets if text is None else {},
-                **how,
+                **others,
             )
         )
 
