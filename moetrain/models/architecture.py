@@ -239,7 +239,7 @@ class LayerKind(NamedTuple):
     """A kind of blocks: those that share masks and rotary angles."""
 
     window: int | None
-    """As :attr:`AttentionPart.window`."""
+    """The attention window, as :attr:`AttentionPart.window`."""
     rotation: Rotation
     """The rotary embeddings."""
 

@@ -18,7 +18,7 @@ from moetrain.models.layers import Context, RMSNorm
 
 
 class LayerCache(Protocol):
-    """What one layer keeps of the sequences between the steps of generation."""
+    """The state that one layer keeps of the sequences between steps of generation."""
 
     def free(self) -> None:
         """Free its memory; the next step allocates it again."""

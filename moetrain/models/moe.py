@@ -183,7 +183,7 @@ class MoEOutput(NamedTuple):
     y_TD: torch.Tensor
     """The weighted sum of each token's experts."""
     dropped: torch.Tensor | None
-    """As in :class:`Dispatched`."""
+    """int32: the number of rows for which there was no room; None: there is room for all."""
 
 
 class Dispatcher:

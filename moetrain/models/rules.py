@@ -46,7 +46,7 @@ _BLOCK_ELEMENTS = 2**24
 
 @dataclass(frozen=True)
 class Rule:
-    """How one parameter is sharded, initialised, decayed, stored and gathered."""
+    """The rule of one parameter: its sharding, initialisation, decay, storage and gathering."""
 
     style: ParameterStyle
     """The layout over tensor or expert parallel ranks."""

@@ -156,7 +156,7 @@ class Inputs:
 
 
 class Rows(NamedTuple):
-    """What blocks need to know of the rows of one forward pass."""
+    """The rows of one forward pass, in the form that blocks need."""
 
     batch: int
     """B of the hidden states after the final norm."""
@@ -165,7 +165,7 @@ class Rows(NamedTuple):
     contexts: dict[LayerKind, Context]
     """The context of blocks of each kind."""
     routes_BSLK: torch.Tensor | None = None
-    """As in :class:`Inputs`."""
+    """The experts to use again, as in :class:`Inputs`."""
     own: Callable[[torch.Tensor], torch.Tensor] = lambda x_BS: x_BS
     """Selects this device's tokens from [B, S, ...]."""
 
@@ -323,7 +323,7 @@ class Transformer(nn.Module):
         return found
 
     def prepare(self, inputs: Inputs) -> Rows:
-        """Compute what every block needs to know of the rows; no parameters are touched."""
+        """Compute the masks and angles that all blocks share; no parameters are used."""
         tokens_BS = inputs.tokens_BS
         positions_BS = inputs.positions_BS
         cu_seqlens = None if positions_BS is None else inputs.cu_seqlens

@@ -54,7 +54,7 @@ class LinearStates:
     def __init__(self, slots: int, drafts: int = 0) -> None:
         self.slots, self.drafts = slots, drafts
         self.cache: StateCache | None = None
-        """None: no memory is allocated yet; the first use allocates it."""
+        """The states and open chunks; None: not allocated before the first use."""
         self.inputs: dict[str, torch.Tensor] = {}
         """The last R inputs of each convolution, [P, R, C], a ring by the token's place modulo R.
         R is J - 1, and the number of drafts more."""

@@ -162,10 +162,10 @@ def run_multi_token(
     inputs: Any,
     rows: Any,
 ) -> tuple[list[torch.Tensor], list[RouterStats]]:
-    """Run the MTP blocks of a ``Transformer``, behind its ``head``.
+    """Run the MTP blocks of a ``Transformer``, after its ``head``.
 
     Args:
-        x_BSD: the residual stream behind the last block.
+        x_BSD: the residual stream after the last block.
         inputs, rows: the model's ``Inputs``, and the ``Rows`` that it prepared from them.
 
     Returns:
