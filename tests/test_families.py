@@ -685,7 +685,7 @@ def test_a_gate_of_one_row_is_no_product_in_fp8():
         check_widths(config, odd)
 
 
-# Totals that are published, in billions, with the heads for further tokens where files have them.
+# Totals that are published, in billions, with the MTP heads where files have them.
 # The figures are those that the hub shows for each checkpoint, from memory.
 PUBLISHED = {
     "glm-4.5-air": 110,

@@ -23,7 +23,7 @@ from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.family import Piece
 from moetrain.models.hf import files, save
 from moetrain.models.hf.files import CONFIG, GENERATION, INDEX, SINGLE, resolve
-from moetrain.models.hf.load import _Part, load_hf, load_weights
+from moetrain.models.hf.load import FilePiece, load_hf, load_weights
 from moetrain.models.hf.save import save_hf
 from moetrain.models.parts.clamped_experts import InterleavedExperts
 from moetrain.models.transformer import Transformer
@@ -414,7 +414,7 @@ def test_a_part_of_a_file_is_read_where_it_is_indexed(within, is_transposed, tmp
     piece = Piece("x", "ours", (), within, is_transposed)
     want = piece.of(whole)
     with safe_open(tmp_path / SINGLE, "pt") as file:
-        part = _Part(file.get_slice("x"), piece)
+        part = FilePiece(file.get_slice("x"), piece)
         assert torch.equal(part[...], want)
         ranges = [[slice(i, j) for i in range(n) for j in range(i, n + 1)] for n in want.shape]
         for index in itertools.product(*ranges):

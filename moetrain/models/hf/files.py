@@ -33,6 +33,7 @@ from moetrain.config import ConfigError, logger
 from moetrain.config.files import open_regular, read_regular, write_atomically
 from moetrain.models.family import Piece, WeightMap
 from moetrain.models.hf.formats import Dequantised, Format, format_of
+from moetrain.models.hf.lazy import LazyTensor
 from moetrain.models.hf.new_rows import WithNewRows, is_of_vocabulary
 
 CONFIG = "config.json"
@@ -409,7 +410,7 @@ def _stored_tensors(folder: Path) -> dict[str, FileTensor]:
     return found
 
 
-def find_in(files: Mapping[Path, safe_open], name: str, tensor: FileTensor) -> Any:
+def find_in(files: Mapping[Path, safe_open], name: str, tensor: FileTensor) -> LazyTensor:
     """Return a tensor of open ``files`` that is read where it is indexed."""
     if tensor.has_new_rows:
         own = find_in(files, name, tensor._replace(has_new_rows=False))

@@ -27,6 +27,7 @@ import torch
 from moetrain.config import ConfigError
 from moetrain.kernels.quant.blocks import BlockScaled
 from moetrain.kernels.quant.groups import QUANT_FORMATS, Groups, QuantFormat
+from moetrain.models.hf.lazy import LazyTensor
 
 
 class Format(NamedTuple):
@@ -40,11 +41,11 @@ class Format(NamedTuple):
     """The dtypes that the parts may have."""
     shape: Callable[..., tuple[int, ...] | None]
     """Computes the tensor's shape from those of its parts; None: they do not fit together."""
-    read: Callable[[Sequence[Any], slice], torch.Tensor]
+    read: Callable[[Sequence[LazyTensor], slice], torch.Tensor]
     """Reads some indices of the tensor's first dim from its parts."""
     has_state: bool = False
     """True: ``shape`` takes the first part itself, which describes the others."""
-    groups: Callable[[Sequence[Any], slice, QuantFormat], Groups | None] = (
+    groups: Callable[[Sequence[LazyTensor], slice, QuantFormat], Groups | None] = (
         lambda parts, rows, format: None
     )
     """Reads some indices of the first dim in a :class:`QuantFormat`; None: the parts are not stored
@@ -63,7 +64,7 @@ class Dequantised:
     def __init__(
         self,
         form: Format,
-        parts: Sequence[Any],
+        parts: Sequence[LazyTensor],
         shape: Sequence[int],
     ) -> None:
         self.form, self.parts, self.shape = form, parts, shape
@@ -73,7 +74,7 @@ class Dequantised:
     def get_shape(self) -> list[int]:
         return list(self.shape)
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
+    def __getitem__(self, index: Any, /) -> torch.Tensor:
         """Read ``tensor[index]``, whose first element is an int or a slice with a step of 1."""
         index = index if isinstance(index, tuple) else (index,)
         first, *others = (slice(None),) if index == (...,) else index
@@ -105,7 +106,7 @@ def _mxfp4_shape(blocks: Sequence[int], scales: Sequence[int]) -> tuple[int, ...
     return blocks[0], blocks[2] * 32, blocks[1]
 
 
-def _read_mxfp4(parts: Sequence[Any], rows: slice) -> torch.Tensor:
+def _read_mxfp4(parts: Sequence[LazyTensor], rows: slice) -> torch.Tensor:
     blocks, scales = (part[rows] for part in parts)
     pairs = _PAIRS.index_select(0, blocks.flatten().int()).view(*scales.shape, 32)
     # Exact in bf16: an element has two leading bits, and a power of 2 shifts them.
@@ -124,7 +125,7 @@ def _fp8(block: tuple[int, int]) -> Format:
         wanted = [-(-size // n) for size, n in zip(codes, block, strict=False)]
         return (*codes,) if len(codes) == 2 and list(scales) == wanted else None
 
-    def read(parts: Sequence[Any], rows: slice) -> torch.Tensor:
+    def read(parts: Sequence[LazyTensor], rows: slice) -> torch.Tensor:
         scales, codes = parts
         return BlockScaled(codes, scales, codes.get_shape(), block)[rows]
 
@@ -145,7 +146,7 @@ class _State(NamedTuple):
     """The offset of quantised scales."""
 
     @classmethod
-    def read(cls, part: Any) -> "_State | None":
+    def read(cls, part: LazyTensor) -> "_State | None":
         """Read the JSON of a stranger's file; None: it is not valid."""
         sizes = _sizes(part)
         if len(sizes) != 1 or sizes[0] > 1 << 16:
@@ -164,11 +165,11 @@ class _State(NamedTuple):
         return found if are_sizes and found.shape and math.isfinite(found.offset) else None
 
 
-def _sizes(part: Any) -> list[int]:
+def _sizes(part: LazyTensor) -> list[int]:
     return [*(part.shape if isinstance(part, torch.Tensor) else part.get_shape())]
 
 
-def _nf4_shape(state: Any, *sizes: Sequence[int]) -> tuple[int, ...] | None:
+def _nf4_shape(state: LazyTensor, *sizes: Sequence[int]) -> tuple[int, ...] | None:
     said = _State.read(state)
     if said is None or bool(said.nested) != (len(sizes) == 5):
         return None
@@ -182,7 +183,9 @@ def _nf4_shape(state: Any, *sizes: Sequence[int]) -> tuple[int, ...] | None:
     return said.shape if found == wanted and are_flat else None
 
 
-def _nf4_parts(parts: Sequence[Any], rows: slice) -> tuple[_State, int, int, list[torch.Tensor]]:
+def _nf4_parts(
+    parts: Sequence[LazyTensor], rows: slice
+) -> tuple[_State, int, int, list[torch.Tensor]]:
     """Read the stored parts of some rows.
 
     Returns the description, the indices of the first element and of the end, and packed codes,
@@ -200,7 +203,7 @@ def _nf4_parts(parts: Sequence[Any], rows: slice) -> tuple[_State, int, int, lis
     return said, first, end, read
 
 
-def _read_nf4(parts: Sequence[Any], rows: slice) -> torch.Tensor:
+def _read_nf4(parts: Sequence[LazyTensor], rows: slice) -> torch.Tensor:
     said, first, end, (packed, scales_G, *factors) = _nf4_parts(parts, rows)
     if factors:
         group_G = torch.arange(first // said.block, -(-end // said.block))
@@ -213,7 +216,7 @@ def _read_nf4(parts: Sequence[Any], rows: slice) -> torch.Tensor:
 
 
 def _nf4_groups(
-    parts: Sequence[Any],
+    parts: Sequence[LazyTensor],
     rows: slice,
     format: QuantFormat,
 ) -> Groups | None:

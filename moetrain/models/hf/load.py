@@ -11,10 +11,10 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -26,6 +26,7 @@ from moetrain.models.families import FAMILIES, PRESETS
 from moetrain.models.family import Piece
 from moetrain.models.hf import files as hf_files
 from moetrain.models.hf.config import architecture_from_hf, is_reward_model
+from moetrain.models.hf.lazy import LazyTensor
 from moetrain.models.parts.multi_token import num_multi_token_layers, with_multi_token
 from moetrain.models.rope_scaling import RopeScaling
 from moetrain.models.rules import SCORE
@@ -36,9 +37,9 @@ _HEAD = "lm_head.weight"
 _FRAME = {"vocab_size", "hidden_size", "num_layers"}
 """Fields of an architecture that are used outside of the parts of layers."""
 _Index = tuple[int | slice | None, ...]
-_WritePiece = Callable[[str, _Index, Any], None]
+_WritePiece = Callable[[str, _Index, LazyTensor], None]
 """Writes a file tensor, read where it is indexed, to a place of a parameter."""
-_Parts = Callable[[Collection[str]], Iterator[tuple[str, _Index, Any]]]
+_Parts = Callable[[Collection[str]], Iterator[tuple[str, _Index, LazyTensor]]]
 """Iterates over the file tensors of parameters, with their places, as :data:`_WritePiece`."""
 _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _FOLLOWS_FROM_CONFIG = re.compile(r".*rotary_emb\.inv_freq")
@@ -143,23 +144,28 @@ def opened(source: hf_files.HFSource, arch: Architecture) -> Iterator[_Parts]:
                 problem += " tie_word_embeddings to false there to keep both"
                 raise hf_files.error(source.folder, problem)
 
-        def parts(names: Collection[str]) -> Iterator[tuple[str, _Index, Any]]:
+        def parts(names: Collection[str]) -> Iterator[tuple[str, _Index, LazyTensor]]:
             for name in source.stored:
                 for piece in source.own.get(name, ()):
                     if piece.parameter in names and not piece.is_copy:
-                        found = find(name) if piece.is_whole else _Part(find(name), piece)
+                        found = find(name) if piece.is_whole else FilePiece(find(name), piece)
                         yield piece.parameter, piece.place, found
 
         yield parts
 
 
-class _Part(NamedTuple):
+@dataclass(frozen=True)
+class FilePiece:
     """A piece of a file tensor, read where it is indexed."""
 
-    tensor: Any
+    tensor: LazyTensor
     piece: Piece
 
-    def __getitem__(self, index: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def get_shape(self) -> list[int]:
+        """Return the shape of the piece."""
+        return list(self.piece.of(torch.empty(self.tensor.get_shape(), device="meta")).shape)
+
+    def __getitem__(self, index: Any, /) -> torch.Tensor:
         """Read ``part[index]`` and nothing else of the file; slices have steps of 1."""
         piece, sizes = self.piece, list(self.tensor.get_shape())
         if piece.is_transposed:

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from moetrain.models.hf.lazy import LazyTensor
+
 _VOCABULARY = re.compile(r"(.*\.)?(embed_tokens|embeddings|lm_head|shared_head\.head)\.weight")
 """Names of matrices with a row for each token: the model's, and their copies in MTP blocks."""
 _ROWS_AT_ONCE = 1 << 12
@@ -30,14 +32,14 @@ def is_of_vocabulary(name: str, shape: tuple[int, ...], rows: int) -> bool:
 class WithNewRows:
     """A file's matrix [V, D] with new rows appended, read where it is indexed."""
 
-    def __init__(self, matrix: Any, rows: int) -> None:
+    def __init__(self, matrix: LazyTensor, rows: int) -> None:
         """Append rows to ``matrix``, a slice of a safetensors file, so that it has ``rows``."""
         self.matrix, self.rows = matrix, rows
 
     def get_shape(self) -> list[int]:
         return [self.rows, *self.matrix.get_shape()[1:]]
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
+    def __getitem__(self, index: Any, /) -> torch.Tensor:
         """Read ``matrix[index]``, in fp32 where it has new rows; slices have steps of 1."""
         index = index if isinstance(index, tuple) else (index,)
         first, *others = (slice(None),) if index in ((...,), ()) else index

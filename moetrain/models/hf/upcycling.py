@@ -34,7 +34,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
 
 from moetrain.config import ConfigError
 from moetrain.models.architecture import Architecture
@@ -42,6 +41,7 @@ from moetrain.models.family import FAMILIES
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts
 from moetrain.models.rules import EXPERT
+from moetrain.models.transformer import Transformer
 
 _Tensors = dict[str, torch.Tensor]
 _BECOMES = {"llama": "mixtral", "qwen2": "glm4_moe", "qwen3": "qwen3_moe"}
@@ -119,8 +119,8 @@ class Upcycling:
 
     def weights(
         self,
-        model: Any,
-        dense: nn.Module,
+        model: Transformer,
+        dense: Transformer,
         fill: Callable[[_Tensors], _Tensors],
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and value of every tensor of the files of ``model``.
