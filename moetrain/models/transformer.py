@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -42,6 +42,9 @@ from moetrain.runtime.recompute import forward_keeping, recomputed
 
 Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """The residual stream [B, S, D], or two summands of it (:attr:`Block.defers`)."""
+
+CallBlock = Callable[[nn.Module, Stream, Context], tuple[Stream, RouterStats | None]]
+"""Calls a block."""
 
 _KERNELS = KernelsSection()
 _MOE = MoeSection()
@@ -217,7 +220,7 @@ class Transformer(nn.Module):
         classes = [Block] * arch.num_layers + [MultiTokenBlock] * arch.mtp_layers
         blocks = [make(arch, i, kernels, moe) for i, make in enumerate(classes)]
         self.compute_dtype: torch.dtype | None = None
-        self.call_block: Callable[..., Any] = nn.Module.__call__
+        self.call_block: CallBlock = nn.Module.__call__
         self.sharding = Sharding()
         self.source: HFSource | None = None
         self.vocabulary = Vocabulary(kernels.backend, arch.logit_softcap, kernels.precision)
