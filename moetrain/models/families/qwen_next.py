@@ -266,13 +266,13 @@ _QWEN35_PRESET = _QwenNext(
 )
 
 
-def _register_qwen35(name: str, hf_class: str, *maps: WeightMap, **others: Any) -> None:
+def _register_qwen35(name: str, hf_class: str, *maps: WeightMap, **shared: Any) -> None:
     """Register a family with a vision tower, and the family of its language model alone."""
     families = (
         (name, "ForConditionalGeneration", [beside_vision(one) for one in maps], f"{name}_text"),
         (f"{name}_text", "ForCausalLM", maps, None),
     )
-    presets = others.pop("presets")
+    presets = shared.pop("presets")
     for own, head, own_maps, text in families:
         own_map, *others = under_mtp(*own_maps)
         register(
@@ -287,7 +287,7 @@ def _register_qwen35(name: str, hf_class: str, *maps: WeightMap, **others: Any) 
                 read_layers=_read_layers,
                 write_layers=_write_layers,
                 presets=presets if text is None else {},
-                **others,
+                **shared,
             )
         )
 
