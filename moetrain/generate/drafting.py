@@ -25,19 +25,20 @@ Legend: T tokens of a step, N chunks of a step, D model width, K draft tokens.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
 from moetrain.config import ConfigError
 from moetrain.kernels.linear_attention.gated_delta import CHUNK
 from moetrain.kernels.vocabulary.chunk import sample_tokens
+from moetrain.models.transformer import Rows, Transformer
 
 DraftBy = Literal["block", "ngram"]
 """Source of drafts: the model's MTP block, or the text so far."""
 
 
-def check_drafting(model: Any, draft: int, by: DraftBy) -> None:
+def check_drafting(model: Transformer, draft: int, by: DraftBy) -> None:
     """Raise ConfigError if ``model``, a ``Transformer``, has no block to draft tokens with.
 
     Raises ValueError: ``draft`` is negative, or ``by`` is neither.
@@ -135,15 +136,15 @@ class Chunks(NamedTuple):
 
 
 def draft_tokens(
-    model: Any,
+    model: Transformer,
     hidden_TD: torch.Tensor,
     tokens_T: torch.Tensor,
     chunks: Chunks,
     *,
     number: int,
     known: int,
-    rows: Any,
-    lay_out: Callable[[torch.Tensor, torch.Tensor], Any],
+    rows: Rows,
+    lay_out: Callable[[torch.Tensor, torch.Tensor], Rows],
 ) -> torch.Tensor:
     """Return a draft after each chunk by the MTP block of ``model``, int64 [K, N], K = ``number``.
 
@@ -151,11 +152,11 @@ def draft_tokens(
     one of their sequence mean nothing.
 
     Args:
-        model: a ``Transformer`` with an MTP block.
+        model: it must have an MTP block.
         hidden_TD: the model's hidden states of ``tokens_T``, after the final norm.
         known: token ids from this one on are never drafted.
-        rows: the ``Rows`` in which the model has read the tokens.
-        lay_out: returns the ``Rows`` of one token a chunk, given their positions [N] and which of
+        rows: the layout in which the model has read the tokens.
+        lay_out: returns the layout of one token a chunk, given their positions [N] and which of
             them are left out.
     """
     arch, found = model.arch, []

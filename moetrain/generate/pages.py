@@ -195,21 +195,24 @@ class Pages:
 
 @dataclass(eq=False)
 class PagedAttention:
-    """The attention core of one layer over its pages; a step is one row of sequences, [1, T]."""
+    """The attention core of one layer, over pages. A step is one row of tokens, [1, T]."""
 
     rotates = True
 
     num_pages: int
     page_size: int
     window: int | None
+    """Number of tokens that a token attends to, itself included; None: all."""
     keys_PZGd: torch.Tensor | None = None
-    """None: no memory is allocated, which happens at the first use."""
+    """None: not allocated yet. The first use allocates both."""
     values_PZGv: torch.Tensor | None = None
 
     def free(self) -> None:
+        """Free the memory of the pages."""
         self.keys_PZGd = self.values_PZGv = None
 
     def wipe(self) -> None:
+        """Fill the pages with zeros."""
         for pages in (self.keys_PZGd, self.values_PZGv):
             if pages is not None:
                 pages.zero_()
@@ -224,15 +227,25 @@ class PagedAttention:
         *,
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        rows, cache = context.mask, self._cache(k_BSGd[0], v_BSGv[0])
+        """Store keys and values, and attend. The parameters are those of every attention core."""
+        rows = context.mask
         assert isinstance(rows, PagedRows)
-        how = {"window": self.window, "scale": scale, "sinks_H": sinks_H}
-        step: Any = q_BSHd[0], k_BSGd[0], v_BSGv[0], cache, rows
-        return attend_over_pages(*step, **how)[None]
+        k_TGd, v_TGv = k_BSGd[0], v_BSGv[0]
+        o_THv = attend_over_pages(
+            q_BSHd[0],
+            k_TGd,
+            v_TGv,
+            self._cache(k_TGd, v_TGv),
+            rows,
+            window=self.window,
+            scale=scale,
+            sinks_H=sinks_H,
+        )
+        return o_THv[None]
 
     def _cache(self, k_TGd: torch.Tensor, v_TGv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.keys_PZGd is None or self.values_PZGv is None:
-            # Zeros: past its sequence's end a page has weight 0, and 0 * inf would be NaN.
+            # Zeros, because tokens past a sequence's end have weight 0, and 0 * inf would be NaN.
             size = self.num_pages, self.page_size
             self.keys_PZGd, self.values_PZGv = (
                 x.new_zeros(*size, *x.shape[1:]) for x in (k_TGd, v_TGv)

@@ -8,6 +8,9 @@ and values. Everything else is computed on every rank. Heads do not depend on ea
 result has the bits of a single rank. Every rank computes all heads of a layer if their number is
 not a multiple of the number of ranks, and keeps all states. Left out on purpose: CUDA graphs of
 such steps.
+
+Legend: B batch, S sequence, H query heads, G key/value heads, h and g those of a rank, d width of a
+query and a key, v of a value, W ranks.
 """
 
 from contextlib import AbstractContextManager
@@ -18,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moetrain.generate.pages import PagedAttention
+from moetrain.models.layers import Context
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.apply import set_dispatcher
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
@@ -122,17 +126,31 @@ class SplitAttention(PagedAttention):
 
     rotates = False  # it takes all heads' keys
 
-    def __init__(self, group: dist.ProcessGroup, *sizes: Any) -> None:
-        super().__init__(*sizes)
+    def __init__(
+        self, group: dist.ProcessGroup, num_pages: int, page_size: int, window: int | None
+    ) -> None:
+        super().__init__(num_pages, page_size, window)
         self.group = group
 
-    def __call__(self, *qkv: Any, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
-        (q, k, v, *how), ranks, rank = qkv, self.group.size(), self.group.rank()
-        if k.shape[2] % ranks:
-            return super().__call__(q, k, v, *how, sinks_H=sinks_H)
-        own = [x.chunk(ranks, 2)[rank].contiguous() for x in (q, k, v)]
-        sinks_H = None if sinks_H is None else sinks_H.chunk(ranks)[rank]
-        y_BShv = super().__call__(*own, *how, sinks_H=sinks_H)
+    def __call__(
+        self,
+        q_BSHd: torch.Tensor,
+        k_BSGd: torch.Tensor,
+        v_BSGv: torch.Tensor,
+        context: Context,
+        scale: float | None = None,
+        *,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend with this rank's heads, and gather the results of all."""
+        ranks, rank = self.group.size(), self.group.rank()
+        if k_BSGd.shape[2] % ranks:  # the heads are not shared
+            return super().__call__(q_BSHd, k_BSGd, v_BSGv, context, scale, sinks_H=sinks_H)
+        q_BShd, k_BSgd, v_BSgv = (
+            x.chunk(ranks, 2)[rank].contiguous() for x in (q_BSHd, k_BSGd, v_BSGv)
+        )
+        sinks_h = None if sinks_H is None else sinks_H.chunk(ranks)[rank]
+        y_BShv = super().__call__(q_BShd, k_BSgd, v_BSgv, context, scale, sinks_H=sinks_h)
         found_WN, work = all_gather_start(y_BShv.flatten(), self.group)
         work.wait()
         return found_WN.view(ranks, *y_BShv.shape).movedim(0, 2).flatten(2, 3)

@@ -254,10 +254,14 @@ class Steps:
         is_pad_T: torch.Tensor | None,
         reads: Reads | None = None,
     ) -> Rows:
+        """Lay out the tokens of a step as one row; ``is_pad_T``: those of empty slots."""
         is_pad_BS = None if is_pad_T is None else is_pad_T[None]
-        how: Any = {"mask": rows, "is_pad_BS": is_pad_BS, "documents": reads}
+        paged: Any = rows  # which PagedAttention takes in place of a mask
         angles = self.model.rotate(positions_T[None])
-        contexts = {kind: Context(own, **how) for kind, own in angles.items()}
+        contexts = {
+            kind: Context(own, mask=paged, is_pad_BS=is_pad_BS, documents=reads)
+            for kind, own in angles.items()
+        }
         return Rows(1, positions_T.shape[0], contexts)
 
     def _lay_out_singles(
