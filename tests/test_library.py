@@ -8,6 +8,8 @@ import torch
 from distributed import spawn
 from torch.utils.data import IterableDataset
 
+import moetrain
+import moetrain.train
 from moetrain.checkpoint.read import list_checkpoints
 from moetrain.config import Config, ConfigError
 from moetrain.config.sources import RunFailed
@@ -68,6 +70,10 @@ def own(tiny_words):
 
 def losses(folder):
     return {r["step"]: r["loss"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r}
+
+
+def test_trainer_is_one_class_under_both_names():
+    assert moetrain.Trainer is moetrain.train.Trainer is Trainer
 
 
 # ---- data --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -33,6 +33,10 @@ from moetrain.config.rl import RlSection
 from moetrain.config.sections import CheckpointSection
 from moetrain.config.sources import RunFailed, Unused, recipe_names
 
+if TYPE_CHECKING:
+    from moetrain.models.architecture import Architecture
+    from moetrain.train.callbacks import Callback
+
 
 class Program(NamedTuple):
     """A command that takes settings, with all that differs between these commands."""
@@ -41,7 +45,7 @@ class Program(NamedTuple):
     """The command is ``python -m moetrain.NAME``."""
     run: Callable[[Config], None]
     """Runs the command in one process or rank."""
-    plan: Callable[[Config, Any], str]
+    plan: Callable[[Config, "Architecture"], str]
     """For a dry run: takes config and architecture, raises ConfigError for what the run would
     refuse, and returns in words how much memory the run takes."""
     recipes: Recipes
@@ -61,7 +65,7 @@ class Program(NamedTuple):
 
 def _train(config: Config) -> None:
     samples = config.train.sample_tokens and config.train.objective != "reward"
-    callbacks: list[Any] = []
+    callbacks: list[Callback] = []
     with quiet_imports():
         from moetrain.train.loop import Trainer
 
@@ -72,7 +76,7 @@ def _train(config: Config) -> None:
     Trainer(config, callbacks=callbacks).fit()
 
 
-def _plan_train(config: Config, arch: Any) -> str:
+def _plan_train(config: Config, arch: "Architecture") -> str:
     from moetrain.train.estimates.plan import plan_memory
 
     return plan_memory(config, arch)
@@ -85,7 +89,7 @@ def _rl(config: Config) -> None:
     RlTrainer(config).fit()
 
 
-def _plan_rl(config: Config, arch: Any) -> str:
+def _plan_rl(config: Config, arch: "Architecture") -> str:
     from moetrain.rl.setup import Setup
 
     return Setup.plan(config, arch)
@@ -98,7 +102,7 @@ def _serve_jobs(config: Config) -> None:
     JobRun(config).fit()
 
 
-def _plan_jobs(config: Config, arch: Any) -> str:
+def _plan_jobs(config: Config, arch: "Architecture") -> str:
     from moetrain.jobs.run import JobRun
 
     return JobRun.plan(config, arch)

@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from moetrain.checkpoint import read
 from moetrain.checkpoint.memory import Folders, Memory
@@ -64,15 +63,19 @@ class RunFolder:
         """The step that was fetched from the store last; from then on only older ones are
         fetched."""
         copies = 0 if settings.shared else settings.replicas
-        ranks: Any = {"rank": world.rank, "gather": world.gather} if world else {}
-        self.disk = Folders(self.checkpoints, copies=copies, **ranks)
+        if world is None:
+            self.disk = Folders(self.checkpoints, copies=copies)
+        else:
+            self.disk = Folders(
+                self.checkpoints, rank=world.rank, gather=world.gather, copies=copies
+            )
         """The folders of checkpoints: one, kept by the main rank, or one a machine."""
         self.own = self.disk if copies else None
         """The machines' own folders; None: all share this one."""
         self.memory: Memory | None = None
         """The run's folders in the machines' memory; None: it uses none."""
-        if world and settings.memory_interval:
-            self.memory = Memory(settings, path, **ranks)
+        if world is not None and settings.memory_interval:
+            self.memory = Memory(settings, path, rank=world.rank, gather=world.gather)
             world.endings.append(self.memory.remove)
 
     def check_usable(self) -> None:

@@ -3,6 +3,9 @@
     prepare(config)         the model, and every setting that it or the device decides
     Session(config, arch)   joins the processes, and checks device, compilers and memory
 
+A setting that nobody has set is decided in this order: ``Config.load`` (sources), ``prepare`` (the
+model), ``Session`` (devices and memory), ``Engine`` (the dispatcher). ``engine.config`` is final.
+
 Training, reinforcement learning and the job service all begin this way; each then builds its engine
 on ``session.world``. Every check comes before anything slow and raises one line. Signals and
 garbage collection during the steps are here too.
