@@ -172,7 +172,7 @@ class ShardedVocabulary(Vocabulary):
             first=self.rows.start,
             most_rows=self.most_rows,
             join=self._join,
-            add_up=partial(dist.all_reduce, group=group),
+            all_reduce=partial(dist.all_reduce, group=group),
             backend=backend,
             softcap=softcap,
             chunk_elements=chunk_elements,
