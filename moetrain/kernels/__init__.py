@@ -1,5 +1,5 @@
-"""Kernels: the few places where an MoE trainer's time goes, each one file, usable on its own.
+"""Kernels: the operations in which an MoE trainer spends its time, each beside a plain reference.
 
-Every file opens with its maths and shape legend. What training calls runs in plain torch, too, and
-raises a ValueError that says what it was given and what it takes.
+Every module opens with its maths and shape legend. A function that training calls also runs in
+plain torch, and raises a ValueError that says what it was given and what it takes.
 """

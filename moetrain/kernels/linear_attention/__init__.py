@@ -1,1 +1,1 @@
-"""Linear attention: token mixers whose state does not grow with the row."""
+"""Linear attention: token mixers with a state of fixed size."""

@@ -1,1 +1,1 @@
-"""Kernels of the optimizer: the fused AdamW step, and the reduction of gradients in fp32."""
+"""Kernels of the optimizers, and the reduction of gradients in fp32."""

@@ -1,1 +1,1 @@
-"""FP8 and MXFP8: quantisation and the products that read it."""
+"""Quantisation to 8 and 4 bits, and products of quantised operands."""
