@@ -70,7 +70,7 @@ def stored(first, second, settings=SETTINGS, step=5):
     return found
 
 
-def test_first_moments_are_e4m3_with_a_power_of_two():
+def test_float8_first_moments_are_scaled_e4m3():
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[codes % 128 != 127]  # which is no number there
     scale = torch.full((1, 8), 127 + 8, dtype=torch.uint8)
@@ -80,7 +80,7 @@ def test_first_moments_are_e4m3_with_a_power_of_two():
 
 
 @pytest.mark.parametrize("scale", [1.0, 3e-7, 2.0**40])
-def test_numbers_that_have_a_code_are_kept(scale):
+def test_float8_moments_keep_representable_values(scale):
     """Any powers of two times four bits of mantissa, over the whole range of a group."""
     power = 2.0 ** torch.tensor(scale).log2().round()
     mantissas = 1 + torch.arange(8) / 8
@@ -124,7 +124,7 @@ def test_a_second_moment_is_never_lost_beside_others():
     assert (stored(torch.zeros(2, 40), torch.zeros(2, 40))[1] == 0).all()
 
 
-def test_a_second_moment_decays_by_less_than_a_code_a_step():
+def test_a_second_moment_decays_by_less_than_its_spacing():
     settings = Settings(0.9, 0.9995, 1e-8, seed=3)
     moments, param = moments_of((64, 256)), torch.zeros(64, 256)
     moments.update(param, draw((64, 256), 0), None, rates(1, settings=settings), settings, True)
@@ -193,7 +193,7 @@ def test_the_kernel_rounds_by_the_references_bits(shape, dtype, device):
 
 @devices
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_the_first_step_is_torchs(backend, device):
+def test_adamw_float8_first_step_matches_torch(backend, device):
     """Nothing is dequantised yet, and weights in fp32 are not rounded."""
     param, grad = (draw((6, 70), seed).to(device) for seed in (0, 1))
     expected = param.clone()
@@ -247,7 +247,7 @@ def test_parts_of_a_weight_are_updated_as_the_whole(cut, backend):
             assert states["whole"][key].shape == tuple(place.shape)
 
 
-def test_what_shares_a_scale_is_never_cut():
+def test_moment_place_refuses_to_cut_a_group():
     with pytest.raises(ConfigError, match=r"parallel\.tp cuts one of 96 at 48; use bfloat16") as no:
         moment_place("exp_avg_scales", (4, 96), (slice(0, 4), slice(0, 48)))
     assert no.value.field == "optim.state_dtype"

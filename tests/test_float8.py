@@ -92,7 +92,7 @@ def uneven(form):
 
 
 @pytest.mark.parametrize("name", ["float8", "mxfp4"])
-def test_numbers_are_the_nearest_that_there_are(name):
+def test_quantised_values_are_the_nearest(name):
     x = uneven(QUANT_FORMATS[name])
     found = shard_of(x, name).read(0, x.shape)
     wanted = stored(x, name)
@@ -150,7 +150,7 @@ def test_the_kernel_has_the_references_bits(name):
 
 
 @pytest.mark.parametrize("name", QUANT_FORMATS)
-def test_numbers_are_quantised_a_piece_at_a_time(name, monkeypatch):
+def test_quantise_groups_works_in_pieces(name, monkeypatch):
     """So a large tensor takes little memory beside itself; the pieces are those of the whole."""
     form, largest, quantise = QUANT_FORMATS[name], [], groups._quantise
     x = torch.randn(9 * form.unit) * torch.logspace(-3, 3, 9 * form.unit)
@@ -346,7 +346,7 @@ def test_runs_on_ranks_have_the_bits_of_those_with_the_values():
 
 
 @every_form
-def test_what_is_narrow(name):
+def test_base_dtype_quantises_the_matrices_of_blocks(name):
     engine = adapted(EVERYTHING, f"lora.base_dtype={name}", *ROUND)
     train(engine, range(1), MICRO)
     narrow = {n for n, m in engine.fsdp.members.items() if m.quantised is not None}
@@ -374,7 +374,7 @@ def test_what_is_narrow(name):
     assert len(regions) == 1
 
 
-def test_blocks_are_widened_once_a_pass(monkeypatch):
+def test_blocks_are_dequantised_once_a_pass(monkeypatch):
     engine, widened, widen = adapted(EVERYTHING, FLOAT8, *ROUND), [], QuantisedShard.dequantise
 
     def counted(shard, *where):

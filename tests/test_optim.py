@@ -38,7 +38,7 @@ def places(numbers, device="cpu", first=0):
 
 @devices
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_an_update_is_torchs_fused_one(backend, device):
+def test_adamw_matches_torch(backend, device):
     (param_N, grad_N, avg_N, avg_sq_N), decays_B = shard(5 * BLOCK + 3, device)
     expected = [x.clone() for x in (param_N, avg_N, avg_sq_N)]
     for block, decays in enumerate(decays_B.tolist()):
@@ -70,7 +70,7 @@ def test_an_update_is_torchs_fused_one(backend, device):
 
 @devices
 @pytest.mark.parametrize("first", [0, 4 * 31, 2**35 + 8])
-def test_the_kernel_rounds_moments_by_the_references_bits(first, device):
+def test_adamw_kernel_rounds_moments_as_the_reference(first, device):
     numbers = 2 * BLOCK + 100
     found = []
     for backend in ("reference", "triton"):
@@ -85,7 +85,7 @@ def test_the_kernel_rounds_moments_by_the_references_bits(first, device):
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0)
 
 
-def test_rounding_is_right_on_average_and_repeats_itself():
+def test_stochastic_rounding_is_unbiased_and_repeatable():
     numbers = 64 * BLOCK
     value = 1 + 3 * 2**-10  # three eighths of the way from 1 to the next number of bf16
 
@@ -130,7 +130,7 @@ def test_a_skipped_step_writes_the_copy_alone(backend, device):
 
 
 @pytest.mark.gpu
-def test_the_copy_is_torchs_cast():
+def test_adamw_copy_is_torchs_cast():
     """Where it is compiled: Triton's interpreter cuts off what rounds to bf16."""
     tensors, decays_B = shard(BLOCK + 5, "cuda")
     out_N = torch.empty_like(tensors[0], dtype=torch.bfloat16)
