@@ -1,21 +1,21 @@
 """Small-M and low-rank matrix products whose rows have the same bits among any number of rows.
 
 In a step of generation each sequence has one row, and a product takes the time of reading its
-weights. These kernels sum over the inner width in ascending order whatever the number of rows M, as
-cuBLAS and the grouped product do for many rows on Hopper, so a row has the same bits in generation
-as in training. cuBLAS splits the sum where M is small and the inner width large: on an H100 at
-inner widths from 2,880 on, not at 2,048, and where the result has no more than some 80 tiles of
-128 x 128, for results in fp32 below 4,096 rows.
+weights. These kernels sum over the inner width in ascending order for any number of rows M. cuBLAS
+and the grouped product do so for many rows on Hopper, so a row has the same bits in generation as
+in training. cuBLAS splits the sum if M is small and the inner width large: on an H100 from an inner
+width of 2,880 on (not at 2,048) if the result has at most some 80 tiles of 128 x 128, and for
+results in fp32 below 4,096 rows.
 
-:func:`linears`, and :func:`expert_mlp` with SwiGLU in the first product's epilogue, have no
-autograd: training takes the library's products. :func:`invariant_linear` has, which takes cuBLAS
-only where it does not split, and :func:`low_rank_products`, for the A matrices of LoRA adapters,
-whose sums cuBLAS splits below some 5,000 rows (measured on one H200)::
+:func:`linears` and :func:`expert_mlp`, with SwiGLU in the first product's epilogue, have no
+autograd: training takes the library's products. :func:`invariant_linear` has autograd, and takes
+cuBLAS only where that does not split. So has :func:`low_rank_products`, for the A matrices of LoRA
+adapters, whose sums cuBLAS splits below some 5,000 rows (measured on one H200)::
 
     u_i = x @ a_i^T        dx = sum_i du_i @ a_i        da_i = du_i^T @ x
 
-Matrices of S tenants are stacked, and each is for one of S equal parts of the rows: a batched
-product, which is the library's.
+Matrices of S tenants are stacked, each for one of S equal parts of the rows. Their product is the
+library's batched one.
 
 Legend: R or T rows, D inner width, N outer width, r outer width of a low-rank matrix, E experts,
 F expert width.
@@ -43,23 +43,27 @@ from moetrain.runtime.backend import (
 )
 
 _MAX_ROWS = 128
-"""Above it cuBLAS is as fast, and where the inner width is small does not split the sum either."""
+"""The most rows of :func:`linears`. With more cuBLAS is as fast, and if the inner width is small it
+does not split the sum either."""
 _WHOLE_WIDTH = 2048
-"""Inner widths up to it cuBLAS never splits, unless the outer one is narrow."""
+"""The largest inner width whose sum cuBLAS never splits, unless the outer width is narrow."""
 _NARROW = 64
+"""The largest outer width that is narrow in this sense."""
 _WHOLE_ROWS = 4096
-"""From it on cuBLAS does not split sums whose results are fp32."""
+"""The fewest rows for which cuBLAS does not split sums whose results are fp32."""
 _TILE = 128
-"""Rows and columns of cuBLAS's tiles. It splits where they are fewer than multiprocessors."""
+"""Rows and columns of cuBLAS's tiles. It splits if there are fewer tiles than multiprocessors."""
 _MAX_ROWS_PER_EXPERT = 64
-"""The same limit for experts, on average."""
+"""The most rows of an expert, on average, for :func:`expert_mlp`."""
 _MOST_WEIGHTS = 3
+"""The most matrices that one launch multiplies."""
 _DEPTH = 128
 """The inner width that the experts' kernels read at a time."""
 _FEW = 16
-"""Rows of the smallest tile; up to them the library's products take more time."""
+"""Rows of the smallest tile. Up to this many rows the library's products take more time."""
 _FEW_COLUMNS = 256
-"""Up to them few programs run, which take 3.7 us with 64 rows, on an H100, and 5.3 with 16."""
+"""The most columns for which few programs run. On an H100 these take 3.7 us with tiles of 64 rows,
+and 5.3 us with tiles of 16."""
 _MULTIPLE = 16
 """The kernel's outer widths are multiples of this."""
 
@@ -81,9 +85,9 @@ def runs_experts(
     w_down_EDF: torch.Tensor | QuantisedMatrices,
     typical_rows: int,
 ) -> bool:
-    """Return True if :func:`expert_mlp` should take ``x``, of which ``typical_rows`` are usual."""
+    """Return True if :func:`expert_mlp` is faster for batches of about ``typical_rows`` rows."""
     experts, dim, width = w_down_EDF.shape
-    # Tiles of codes are whole.
+    # Tiles of quantised matrices must be whole.
     multiple = 32 if isinstance(w_down_EDF, torch.Tensor) else _DEPTH
     fits = dim % multiple == width % multiple == 0 and _runs(x_TD)
     return fits and typical_rows <= _MAX_ROWS_PER_EXPERT * experts
@@ -106,7 +110,7 @@ def invariant_linear(
 ) -> torch.Tensor:
     """Return ``x @ w^T + bias`` [T, N], whose rows have the same bits among any number of rows.
 
-    That holds for bf16 on a Hopper GPU if ``D`` is a multiple of 8; all else takes
+    That holds for bf16 on a Hopper GPU if ``D`` is a multiple of 8. Everything else takes
     ``torch.nn.functional.linear``. Differentiable.
     """
     if x_TD.dim() != 2 or w_ND.shape[1:] != x_TD.shape[1:] or w_ND.dtype != x_TD.dtype:
@@ -187,16 +191,16 @@ def _product(
     biases: Sequence[torch.Tensor | None] = (),
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return what :func:`linears` does as one tensor [R, sum of N], in ``x``'s dtype or another."""
+    """Return the result of :func:`linears` as one tensor [R, sum of N], in ``dtype`` or ``x``'s."""
     R, D = x_RD.shape
     sizes = [w.shape[0] for w in weights]
     out_RN = x_RD.new_empty(R, sum(sizes), dtype=dtype)
-    # Measured on one H200: enough programs for its multiprocessors, then as wide as may be.
+    # Measured on one H200: tiles as wide as leaves enough programs for its multiprocessors.
     wide = sum(sizes) >= 4096 or R > 4096
     rows = min(64 if wide else 32, max(16, triton.next_power_of_2(R)))
     columns = next(n for n in (64 if wide else 32, 32, 16) if all(size % n == 0 for size in sizes))
     depth, stages = 128 if rows == 64 else 256, 3
-    if R <= _FEW and not wide:  # one weight has twice as many buffers in as much memory
+    if R <= _FEW and not wide:  # a single weight has memory for twice as many stages
         columns, stages = 16, 6 if len(weights) == 1 else 3
         if len(weights) == 1 and sizes[0] <= _FEW_COLUMNS:
             rows, stages = 64, 4
@@ -264,8 +268,8 @@ def expert_mlp(
 ) -> torch.Tensor:
     """Return ``y_RD`` of permuted rows; ``typical_rows`` decides the tile sizes.
 
-    Matrices in codes are widened as they are multiplied, so that only their codes are read. Nothing
-    may be fused: scales of nf4 are rounded twice.
+    Quantised matrices are dequantised as they are multiplied, so that only their quantised values
+    are read. Multiplications and additions may not be fused: scales of nf4 are rounded twice.
     """
     R, D = x_RD.shape
     E, _, F = w_down_EDF.shape
@@ -292,7 +296,11 @@ def expert_mlp(
 
 
 def _read_by(w: torch.Tensor | QuantisedMatrices, tile: list[int]) -> tuple[Any, ...]:
-    """Give what :func:`_tile` reads ``w`` by: a descriptor, or codes and what belongs to them."""
+    """Return the first five arguments of :func:`_tile`.
+
+    These are a descriptor, or the quantised values, scales, shared scales and table, and the stride
+    from an expert's values to the next one's.
+    """
     if isinstance(w, torch.Tensor):
         return TensorDescriptor.from_tensor(w.flatten(0, 1), tile), None, None, None, 0
     codes, scales, shared = w.format.split(w.bytes_EB)
@@ -317,8 +325,10 @@ def _tile(
     w, scales, shared, table, stride, e, row, d, N, D, BN: tl.constexpr, BD: tl.constexpr,
     BITS: tl.constexpr, SIZE: tl.constexpr, SHARING: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``d`` on of rows ``row`` on of an expert's matrix [N, D], whose bytes ``stride``
-    counts; those in codes are fp32."""
+    """Return a tile [BN, BD] of an expert's matrix [N, D], from row ``row`` and column ``d`` on.
+
+    An expert has ``stride`` bytes if it is quantised; its tile is then fp32.
+    """
     if BITS == 16:
         tile = w.load([e * N + row, d])
     else:
@@ -357,7 +367,7 @@ def _gate_up_kernel(
         row = first + tl.arange(0, BR)
         mask = row < end
         weight = tl.load(weights_ptr + row, mask=mask, other=0.0).to(tl.float32)[:, None]
-        # Rounded as the product itself is where SwiGLU reads it.
+        # Round as if the product were stored and then read by SwiGLU.
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
         h = gate * tl.sigmoid(gate) * up * weight
         h_at = row.to(tl.int64)[:, None] * F + (f + tl.arange(0, BF))[None, :]
@@ -385,9 +395,9 @@ def _down_kernel(
 
 
 def wide_product(x_TD: torch.Tensor, w_ND: torch.Tensor) -> torch.Tensor:
-    """Return ``x @ w^T`` in fp32, [T, N], of bf16 on CUDA; within an op: it has no autograd.
+    """Return ``x @ w^T`` [T, N] in fp32, of bf16 on CUDA, within an op: it has no autograd.
 
-    Rows have the same bits among any number of rows; ``w`` is contiguous, ``D`` a multiple of 8.
+    Rows have the same bits among any number of rows. ``w`` is contiguous, ``D`` a multiple of 8.
     """
     rows, width = x_TD.shape
     is_few = rows <= _FEW and width % 8 == 0
@@ -405,6 +415,9 @@ def low_rank_products(
     """Multiply ``x`` by the transposes of up to three ``a`` [r, D] in its dtype: [T, r] each.
 
     With ``a`` [S, r, D] each of S equal parts of ``x``'s rows has a matrix of its own.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or there are more than three.
     """
     if len(weights) > 3 or any(
         a.shape[-1:] != x_TD.shape[1:] or a.dtype != x_TD.dtype for a in weights
@@ -416,7 +429,7 @@ def low_rank_products(
         parts = [x_TD.unflatten(0, (a.shape[0], -1)) for a in weights]
         products = [_OfTenants.apply(None, x, a, 1.0) for x, a in zip(parts, weights, strict=True)]
         return tuple(u.flatten(0, 1) for u in products)
-    # Generation multiplies bf16 alone, and a descriptor takes rows of 16-byte multiples alone.
+    # Generation only multiplies bf16, and a descriptor only takes rows of multiples of 16 bytes.
     is_for_it = x_TD.dtype == torch.bfloat16 and x_TD.shape[1] % 8 == 0
     if not is_for_it or not use_fast(backend, x_TD):
         return tuple(F.linear(x_TD, a) for a in weights)
@@ -430,7 +443,7 @@ def add_low_rank(
     b_NR: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Return ``y + scale * u @ b^T`` [T, N], which is rounded once.
+    """Return ``y + scale * u @ b^T`` [T, N], rounded once.
 
     With ``b`` [S, N, r] each of S equal parts of the rows has a matrix of its own.
     """
@@ -441,8 +454,11 @@ def add_low_rank(
 
 
 class _OfTenants(torch.autograd.Function):
-    """``y + scale * x @ w^T`` [S, T, N], whose gradients are products in the order of a single
-    tenant's, with its bits where the library's allow it."""
+    """Computes ``y + scale * x @ w^T`` [S, T, N] for S tenants.
+
+    The gradients' products have the order of a single tenant's, and its bits if the library's
+    batched product has the bits of its single one.
+    """
 
     @staticmethod
     def forward(
@@ -481,7 +497,7 @@ def _low_rank_products(x_TD: torch.Tensor, weights: Sequence[torch.Tensor]) -> t
 
 
 def _padded(w_ND: torch.Tensor) -> torch.Tensor:
-    """Return ``w`` with rows of zeros, as many as the kernel wants."""
+    """Return ``w`` with rows of zeros behind it, to a multiple of :data:`_MULTIPLE`."""
     missing = -w_ND.shape[0] % _MULTIPLE
     return F.pad(w_ND, (0, 0, 0, missing)) if missing else w_ND
 

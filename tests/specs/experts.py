@@ -376,27 +376,34 @@ def _reference(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor, tiled: bool):
     return (quantise_rows(y_RF, "reference", tiled=tiled).to(torch.float32),)
 
 
-def _fast_backward(how: str, **inputs) -> tuple[torch.Tensor, ...]:
-    made = swiglu_backward_quantised(**inputs, **{how: True})
-    narrow = made.d_gate_up.to(torch.float32)
-    if how == "wide":
-        return narrow, made.wide_R2F, made.d_weights_R, made.y
-    return narrow, made.d_weights_R, made.y.to(torch.float32)
+def _fast_backward_dequantised(**inputs) -> tuple[torch.Tensor, ...]:
+    made = swiglu_backward_quantised(**inputs, with_dequantised=True)
+    return made.d_gate_up.to(torch.float32), made.d_gate_up_R2F, made.d_weights_R, made.y
+
+
+def _fast_backward_quantised(**inputs) -> tuple[torch.Tensor, ...]:
+    made = swiglu_backward_quantised(**inputs, with_quantised=True)
+    return made.d_gate_up.to(torch.float32), made.d_weights_R, made.y.to(torch.float32)
 
 
 def _reference_backward(
-    how: str, dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor, tiled: bool
+    dy_RF: torch.Tensor,
+    gate_up_R2F: torch.Tensor,
+    weights_R: torch.Tensor,
+    tiled: bool,
+    *,
+    quantised: bool,
 ) -> tuple[torch.Tensor, ...]:
     inputs = gate_up_R2F.detach().requires_grad_(), weights_R.detach().requires_grad_()
     with torch.enable_grad():
         y_RF = swiglu(*inputs, backend="reference")
         d_gate_up, d_weights = torch.autograd.grad(y_RF, inputs, dy_RF)
-    narrow, y = (
+    rounded, y = (
         quantise_rows(x, "reference", tiled=tiled).to(torch.float32) for x in (d_gate_up, y_RF)
     )
-    if how == "wide":
-        return narrow, d_gate_up, d_weights, y_RF.detach()
-    return narrow, d_weights, y
+    if quantised:
+        return rounded, d_weights, y
+    return rounded, d_gate_up, d_weights, y_RF.detach()
 
 
 def _swiglu_fp8_used(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
@@ -427,8 +434,8 @@ _SWIGLU_FP8_SPECS = (
     ),
     KernelSpec(
         name="swiglu_backward_quantised",
-        fast=partial(_fast_backward, "wide"),
-        reference=partial(_reference_backward, "wide"),
+        fast=_fast_backward_dequantised,
+        reference=partial(_reference_backward, quantised=False),
         make_inputs=_make_backward_inputs,
         cases=_CASES,
         benches=(),  # timed as parts of expert_mlp_fp8
@@ -438,8 +445,8 @@ _SWIGLU_FP8_SPECS = (
     ),
     KernelSpec(
         name="swiglu_backward_narrow",
-        fast=partial(_fast_backward, "narrow"),
-        reference=partial(_reference_backward, "narrow"),
+        fast=_fast_backward_quantised,
+        reference=partial(_reference_backward, quantised=True),
         make_inputs=_make_backward_inputs,
         cases=_CASES,
         benches=(),  # timed as parts of expert_mlp_fp8_gradients

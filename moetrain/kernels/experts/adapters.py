@@ -1,21 +1,21 @@
 """Products of the experts' LoRA adapters: many groups of rows, and a rank that is small.
 
-A tile of a grouped product, 128 rows and as many columns, does little for a rank of 16, and less
-where jobs that share a pass have 1,024 groups of a few rows each. What takes time here is to read
-and write the wide rows, which each kernel does once. With rows sorted by group, and a matrix
-``m`` [r, N] for each (A is one, and so is B transposed)::
+A grouped product's tile of 128 x 128 is mostly empty for a rank of 16, and more so if jobs that
+share a pass have 1,024 groups of a few rows each. Time goes into reading and writing the wide rows,
+and each kernel here does that once. Rows are sorted by group, and each group has a matrix ``m``
+[r, N] (A, or B transposed)::
 
     narrow      low[r] = s * x[r] @ m[g]^T                        [R, N] -> [R, r]
     add_wide    y[r] += s * low[r] @ m[g]                         [R, r] -> [R, N], in place
     narrow_grad d_m[g] = s * low[rows of g]^T @ x[rows of g]      [E, r, N] or [S, E, r, N]
 
 Results are rounded once. Sums over N, r and rows are in ascending order, in tiles that begin with
-the group: a row has its bits among any rows, and a group's gradient its bits beside any groups.
+the group. So a row's bits do not depend on other rows, nor a group's gradient on other groups.
 
-Of S tenants (:mod:`moetrain.kernels.experts.mlp`) matrices are [S, E, r, N], and group ``g`` is
-expert ``g // S`` and tenant ``g % S``. A tile has rows of one group. Groups begin anywhere, and how
-many tiles each has is not known to the host; group g gets the tiles from ``start // B + g`` on, of
-B rows, which are enough::
+For S tenants (:mod:`moetrain.kernels.experts.mlp`) matrices are [S, E, r, N], and group ``g`` is
+expert ``g // S`` and tenant ``g % S``. A tile of B rows has rows of one group. Groups begin
+anywhere, and the host does not know their numbers of tiles. So group g gets the tiles from
+``start // B + g`` on, which are always enough::
 
     B = 64, groups of 70, 0 and 60 rows      starts  0, 70, 70      first tiles  0, 2, 3
     tile   0: rows 0 to 63    1: 64 to 69    2: none    3: 70 to 129    4: none
@@ -34,9 +34,9 @@ from moetrain.kernels.experts.products import grouped_mm
 from moetrain.runtime.backend import INTERPRETED, tl, triton
 
 _WIDEST_RANK = 64
-"""Columns of the rank that a program takes at a time."""
-# Rows and columns of a tile, and launch settings, measured on one H200 (docs/log/lora.md). They are
-# the same for any number of rows, or these would not have the same bits.
+"""The most columns of the rank that a program takes at a time."""
+# Rows and columns of a tile, and launch settings, measured on one H200 (docs/log/lora.md). They do
+# not depend on the number of rows, so that a row's bits do not either.
 _NARROW = {"BR": 64, "BN": 128, "num_warps": 4, "num_stages": 4}
 _WIDE = {"BR": 32, "BN": 128, "num_warps": 4, "num_stages": 2}
 _GRADIENT = {"BR": 64, "BN": 128, "num_warps": 4, "num_stages": 3}
@@ -180,7 +180,10 @@ def _dot(a, b, total, WIDEN: tl.constexpr):
 
 @triton.jit
 def _stored(x, there, WIDEN: tl.constexpr):
-    """``x`` as it is stored ``there``, rounded to the nearest; Triton's interpreter cuts off."""
+    """Return ``x`` in the dtype of ``there``, rounded to nearest.
+
+    Triton's interpreter would truncate to bf16.
+    """
     if WIDEN and there.dtype.element_ty == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
@@ -190,7 +193,7 @@ def _stored(x, there, WIDEN: tl.constexpr):
 
 @triton.jit
 def _tile(offsets, groups, GP: tl.constexpr, BR: tl.constexpr):
-    """This program's group, its rows, and which of those there are."""
+    """Return this program's group, its rows, and a mask of those that exist."""
     tile = tl.program_id(0)
     g = tl.arange(0, GP)
     starts = tl.load(offsets + g - 1, mask=(g > 0) & (g < groups), other=0)
@@ -206,7 +209,7 @@ def _tile(offsets, groups, GP: tl.constexpr, BR: tl.constexpr):
 
 @triton.jit
 def _place(group, tenants, m_tenant, m_expert):
-    """Where a group's matrix begins."""
+    """Return the offset at which a group's matrix begins."""
     tenant = (group % tenants).to(tl.int64)
     expert = (group // tenants).to(tl.int64)
     return tenant * m_tenant + expert * m_expert

@@ -1,18 +1,18 @@
-"""The experts of GPT-OSS, from tokens to tokens: biases, and a clamped SwiGLU.
+"""The experts of GPT-OSS, from tokens to tokens: with biases and a clamped SwiGLU.
 
 In the notation of :mod:`moetrain.kernels.experts.mlp`, with a row's expert e and routing weight w::
 
     a = x[t] @ [gate; up]^T      h = clamped_swiglu(a + b1[e], w)
     y[t] = sum over r of h @ down^T + w * b2[e]
 
-A routing weight applied before the down product must weight that product's bias as well. For an
-upstream ``dy``, beside the gradients of those products::
+The routing weight is applied before the down product, so that product's bias has to be weighted as
+well. For an upstream ``dy``, besides the gradients of the products::
 
     d_b1[e] = sum over e's rows of da        d_b2[e] = sum over e's rows of w * dy
     dw     += <dy, b2[e]>
 
-It saves the tokens and ``a`` alone, as there. With LoRA adapters beside frozen matrices, in the
-notation of :func:`~moetrain.kernels.experts.mlp.adapted_expert_mlp`, it saves ``u`` and ``v`` too.
+Only the tokens and ``a`` are saved. With LoRA adapters beside frozen matrices, in the notation of
+:func:`~moetrain.kernels.experts.mlp.adapted_expert_mlp`, ``u`` and ``v`` are saved too.
 
 Worked example, one row, D = F = 1, b1 0, x 1, gate 0, up 3, down 1, b2 5, w 2: ``h = 0`` and
 ``y = 10``; for ``dy = 1``, ``da = [2 * 4 * 1/2, 0] = [4, 0]``, ``dw = 5``, ``d_b2 = 2`` and
@@ -56,10 +56,10 @@ def clamped_expert_mlp(
         x_TD: bf16 on CUDA; in plain torch any floating dtype.
         weights_TK: routing weights, any floating dtype, differentiable too.
         w_gate_up_E2FD, b_gate_up_E2F: gate's F rows, then up's.
-        w_down_EDF: as all matrices and biases, in ``x``'s dtype.
+        w_down_EDF, b_down_ED: all matrices and biases are in ``x``'s dtype.
         limit, alpha: see :mod:`moetrain.kernels.experts.clamped_swiglu`.
-        adapters: A [E, r, D] and B [E, 2F, r] of the first matrix, A [E, r, F] and B [E, D, r] of
-            the second, which then get no gradient, nor do the biases; empty: there are none.
+        adapters: A [E, r, D] and B [E, 2F, r] beside the first matrix, A [E, r, F] and B [E, D, r]
+            beside the second; empty: none. With adapters, matrices and biases get no gradient.
         scale: multiplies the adapters' results.
     """
     check_experts("clamped_expert_mlp", x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
@@ -92,7 +92,7 @@ def _check_sizes(
     matrices: Sequence[torch.Tensor],
     adapters: Sequence[torch.Tensor],
 ) -> None:
-    """Raise ValueError for biases or adapters that do not fit the matrices."""
+    """Raise ValueError if biases or adapters do not fit the matrices."""
     _, b_gate_up, w_down, b_down = matrices
     experts, dim, width = w_down.shape
     rank = adapters[0].shape[1] if adapters else 0
@@ -118,7 +118,7 @@ def _parts(
     scale: float,
     offsets_E: torch.Tensor,
 ) -> tuple[Projection, Projection, Clamped]:
-    """Return both projections and the activation, of matrices and adapters in their op's order."""
+    """Return both projections and the activation, given matrices and adapters in the op's order."""
     w_gate_up, b_gate_up, w_down, b_down = matrices
     first_adapter = second_adapter = None
     if adapters:
@@ -145,7 +145,7 @@ def clamped_expert_mlp_op(
     scale: float,
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``y_TD``, and ``a_R2F``, ``u_Rr`` and ``v_Rr`` for the backward.
+    """Return ``y_TD``, and ``a_R2F``, ``u_Rr`` and ``v_Rr`` for the backward.
 
     ``matrices`` are w_gate_up, b_gate_up, w_down and b_down.
     """
@@ -179,7 +179,7 @@ def clamped_expert_mlp_backward_op(
     scale: float,
     is_trained: bool,
 ) -> list[torch.Tensor]:
-    """The gradients of x, weights, and of the adapters or, if ``is_trained``, the matrices."""
+    """Return the gradients of x, weights, and the adapters or, if ``is_trained``, the matrices."""
     tokens = frame.Tokens(x_TD, weights_TK, slot_row_TK, offsets_E)
     first, second, activation = _parts(matrices, adapters, limit, alpha, scale, offsets_E)
     kept = frame.Saved(*saved)
@@ -217,7 +217,7 @@ def _differentiate(ctx: Any, dy_TD: torch.Tensor | None, *_: None) -> tuple[Any,
         return gradients(clamped_expert_mlp_op, matrices=d_matrices, adapters=d_adapters)
     x_TD, weights_TK, slot_row_TK, offsets_E, *rest = ctx.saved_tensors
     d_x_TD, d_weights_TK, *d_trained = clamped_expert_mlp_backward_op(
-        # The kernel copies rows, which an expanded gradient (stride 0, as a sum's) does not have.
+        # The kernels read rows, and the gradient of a sum is expanded: its stride is 0.
         dy_TD.contiguous(),
         x_TD,
         weights_TK,

@@ -1,11 +1,11 @@
-"""SwiGLU of GPT-OSS: biases of the experts, clamped, with a linear branch beside the gated one.
+"""The clamped SwiGLU of GPT-OSS: with the experts' biases, and ``up + 1`` in place of ``up``.
 
 For a row of expert e, with its routing weight w, a limit L and a factor ``alpha`` of the gate::
 
     gate = min(a_gate + b_gate[e], L)      up = clamp(a_up + b_up[e], -L, L)
     s = sigmoid(alpha * gate)              y = (up + 1) * gate * s * w
 
-and for an upstream ``dy``, with 0 in place of the first two where the clamps took effect::
+For an upstream ``dy``, with 0 in place of the first two where a clamp took effect::
 
     d_up   = dy * w * gate * s
     d_gate = dy * w * (up + 1) * s * (1 + alpha * gate * (1 - s))
@@ -16,7 +16,7 @@ and for an upstream ``dy``, with 0 in place of the first two where the clamps to
 Worked example, one row, F = 1, no biases, L 7: gate 0, up 9, w 2 and dy 1 give up = 7, s = 1/2,
 y = 0, d_up = 0, d_gate = 1 * 2 * 8 * 1/2 = 8 and d_w = 0.
 
-Rows are independent: a row of uninitialised memory (past the last expert's) spoils no other.
+Rows are independent: uninitialised rows, past those of the last expert, change no other row.
 
 Legend: R rows sorted by expert, E experts, F expert width. ``gate_up`` and its bias hold gate in
 their first F columns and up in the rest.
@@ -58,6 +58,9 @@ def clamped_swiglu(
         weights_R: routing weights, any floating dtype, differentiable too.
         bias_E2F: in ``gate_up``'s dtype, contiguous, differentiable too.
         offsets_E: int32, the end row of each expert.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
     """
     rows, both = gate_up_R2F.shape
     fits = both % 2 == 0 and weights_R.shape == (rows,)
@@ -91,7 +94,7 @@ def clamped_swiglu(
 
 
 def expert_of_rows(offsets_E: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the expert of each row, int64 [R]; past the last expert's rows: the last one."""
+    """Return the expert of each row, int64 [R]; rows past the last expert's get the last one."""
     index_R = torch.arange(rows, device=offsets_E.device, dtype=offsets_E.dtype)
     expert_R = torch.searchsorted(offsets_E, index_R, right=True)
     return expert_R.clamp(max=offsets_E.shape[0] - 1)
@@ -153,7 +156,7 @@ def clamped_swiglu_gradients(
     alpha: float,
     y_RF: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``d_gate_up`` and ``d_weights`` within an op; ``y_RF`` receives the forward."""
+    """Return ``d_gate_up`` and ``d_weights``, within an op; ``y_RF`` receives the forward."""
     rows, width = dy_RF.shape
     experts = offsets_E.shape[0]
     d_gate_up_R2F, d_weights_R = torch.empty_like(gate_up_R2F), torch.empty_like(weights_R)
@@ -171,7 +174,8 @@ def sum_by_expert(
 ) -> torch.Tensor:
     """Sum each expert's rows, times their weights (None: ones), in fp32: [E, N] in ``x``'s dtype.
 
-    It is a grouped product with a narrow matrix. A weight's leading 16 bits count.
+    The sum is a grouped product with a matrix of eight columns. In bf16 a weight is split into two
+    of them, so that its leading 16 bits count.
     """
     columns_R8 = x_RN.new_zeros(x_RN.shape[0], 8)  # rows of 16 bytes or more
     if weights_R is None:
@@ -206,7 +210,7 @@ _clamped_swiglu.register_autograd(_differentiate, setup_context=_save)
 
 @triton.jit
 def expert_of(offsets, row, experts, EXPERTS: tl.constexpr):
-    """The expert of a row: how many experts' rows end at or before it."""
+    """Return the expert of a row: the number of experts whose rows end at or before it."""
     index = tl.arange(0, EXPERTS)
     end = tl.load(offsets + index, index < experts, other=2147483647)
     return tl.minimum(tl.sum((end <= row).to(tl.int32), axis=0), experts - 1)

@@ -1,18 +1,18 @@
-"""DeepEP's kernels as ops, which the compiler sees: dispatch, combine, and their backwards.
+"""DeepEP's kernels as ops that the compiler sees: dispatch, combine, and their backwards.
 
-What shapes depend on is an argument of each op, since the compiler's caches do not see globals. A
-call's handle is six plain tensors, results of the dispatch that combining and the two backwards
-take; nothing else survives a call::
+Everything on which shapes depend is an argument of each op, since the compiler's caches do not see
+globals. A call's handle is six plain tensors. Dispatch returns them, combine and the two backwards
+take them, and nothing else survives a call::
 
     rank_prefix [W, W]    channel_prefix [W, C]    recv_channel_prefix [W, C]    (int32)
     source [S] int32      is_token_in_rank [T, W] bool      send_head [T, W] int32
 
-Where ``precision`` is fp8 tokens are sent in e4m3 with their scales, and so are gradients in the
-backward of combine. What arrives is at once what it stands for; experts in e4m3 make the same bits
-of it.
+If ``precision`` is fp8, tokens are sent in e4m3 with their scales, and so are gradients in the
+backward of combine. They are dequantised as they arrive. Experts in e4m3 quantise them again, to
+the same bits.
 
-Both generations of the package ``deep_ep`` have the interface used here, with the same results; 2.x
-insists on the NCCL that it was built with. Left out on purpose: several machines, and low-latency
+Versions 1.x and 2.x of the package ``deep_ep`` have the interface used here, with the same results.
+2.x requires the NCCL that it was built with. Left out on purpose: several machines, and low-latency
 kernels. :mod:`moetrain.parallel.expert.deepep` decides what is sent.
 
 Legend: W expert parallel ranks, T tokens here, K experts a token, S tokens received, R rows of the
@@ -43,12 +43,17 @@ _LIBRARIES = ("nvshmem/lib/libnvshmem_host.so.*", "nccl/lib/libnccl.so.*")
 
 
 def load_deep_ep() -> ModuleType:
+    """Import the package ``deep_ep``.
+
+    Raises:
+        ImportError: it is not installed, or does not load.
+    """
     if importlib.util.find_spec("deep_ep") is None:
         raise ImportError(f"the package deep_ep is not installed; {_INSTALL}")
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
     try:
-        # The package links to libraries of other wheels without naming their place.
+        # The package links to libraries of other wheels without naming their folders.
         for folder, pattern in product(folders, _LIBRARIES):
             for library in sorted(folder.glob(pattern)):
                 ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -59,14 +64,15 @@ def load_deep_ep() -> ModuleType:
 
 
 _SEND_TOKENS = {2: (24, 16), 4: (16, 16)}
+"""Tokens that a channel sends at once in dispatch and in combine, by number of ranks. For other
+numbers the package's own settings are taken. On four H200s these are 30% slower at 24 SMs and 7 to
+15% at 48 (docs/log/dispatch.md)."""
 _RECEIVE_TOKENS = 256
-"""Tokens that a channel sends at once in dispatch and in combine, by ranks, and tokens of each rank
-that it has room for; for other numbers of ranks what the package takes, which on four H200s is 30%
-slower at 24 SMs and 7 to 15% at 48 (docs/log/dispatch.md)."""
+"""Tokens of each rank for which a channel has room."""
 
 
 class _Connection(NamedTuple):
-    """A buffer that a group's ranks map into each other, and how kernels over it are launched."""
+    """A buffer that a group's ranks map into each other, and the settings of kernels over it."""
 
     group: Any
     """The process group."""
@@ -102,7 +108,7 @@ def connect(group: Any, hidden_size: int, num_sms: int) -> None:
     width = hidden_size * torch.bfloat16.itemsize
     configs = dispatch_config, combine_config
     size = max(config.get_nvl_buffer_size_hint(width, ranks) for config in configs)
-    # Destroyed by us or not at all: the destructor waits for ranks that may have died.
+    # Only disconnect destroys it: a destructor would wait for ranks that may have died.
     buffer = package.Buffer(group, size, num_rdma_bytes=0, explicitly_destroy=True)
     _CONNECTIONS[key] = _Connection(
         group=group,
@@ -125,8 +131,11 @@ def _connection(
     hidden_size: int,
     num_sms: int,
 ) -> Iterator[_Connection]:
-    # Filling fresh memory, as deterministic torch does, would run beside the package's kernels, on
-    # another stream: it allocates results after its stream has waited for ours.
+    """Yield the connection of these sizes, with the filling of fresh memory switched off.
+
+    Deterministic torch would fill it on our stream. The package allocates results after its own
+    stream has waited for ours, so that its kernels and the filling would run at the same time.
+    """
     torch_setting: Any = torch.utils.deterministic
     fill, torch_setting.fill_uninitialized_memory = torch_setting.fill_uninitialized_memory, False
     try:
@@ -151,47 +160,51 @@ def _dispatch(
     worst_rows: int,
     came_WM: torch.Tensor | None,
 ) -> _TenTensors:  # pyright: ignore[reportInvalidTypeForm]
-    """Give what arrives (``x_SD``, ``ids_SK``, ``weights_SK``), ``rows_R0`` and the handle.
+    """Return the arriving ``x_SD``, ``ids_SK`` and ``weights_SK``, ``rows_R0`` and the handle.
 
-    ``send`` has the tokens for each rank, the slots that chose each expert (both int32), and
-    whether a token goes to a rank. ``worst_tokens`` of None is the counted mode; else it is S, of
-    which some may not be taken, and ``worst_rows`` is R. ``rows_R0`` holds nothing: its shape is
-    how R comes out of an op. With ``came_WM`` (integers on the host) the tokens of each rank are
-    those of M machines in turn, so many of each here, and arrive by machine, and then by rank.
+    ``rows_R0`` holds nothing: an op returns R by its shape.
+
+    Args:
+        send: int32 tokens for each rank [W], int32 slots that chose each expert [E], and bool
+            [T, W], True if a token goes to a rank.
+        worst_tokens: S, of which some may stay unused; None: S is counted.
+        worst_rows: R, if S is not counted.
+        came_WM: integers on the host. Each rank's tokens are those of M machines, one after the
+            other, and these are their numbers here. They are returned by machine, then by rank.
     """
     tokens_W, slots_E, is_sent_TW = send
     with annotate("deepep send", x_TD), _connection(group, x_TD.shape[1], num_sms) as found:
         x_SD, ids_SK, weights_SK, counts, handle, _ = found.buffer.dispatch(
-            _narrowed(x_TD, precision),
+            _quantised(x_TD, precision),
             topk_idx=ids_TK.to(found.ids_dtype),
             topk_weights=weights_TK,
             num_tokens_per_rank=tokens_W,
             num_tokens_per_expert=slots_E,
             is_token_in_rank=is_sent_TW,
-            # To the package 0 is the counted mode.
+            # The package counts if this is 0.
             num_worst_tokens=0 if worst_tokens is None else max(1, worst_tokens),
             config=found.dispatch_config,
         )
     rows_R0 = x_TD.new_empty(sum(counts) if worst_tokens is None else worst_rows, 0)
     *prefixes, source_S, is_sent_TW, send_head_TW = handle
-    # None of the results may be an argument.
+    # No result of an op may be one of its arguments.
     handle = *prefixes, source_S[:worst_tokens], is_sent_TW.clone(), send_head_TW
-    x_SD = _widened(x_SD, x_TD.dtype, precision)
+    x_SD = _dequantised(x_SD, x_TD.dtype, precision)
     arrived = [x[:worst_tokens] for x in (x_SD, ids_SK.int(), weights_SK)]
     if came_WM is not None:
         arrived = [transpose_blocks(x, came_WM) for x in arrived]
     return *arrived, rows_R0, *handle
 
 
-def _narrowed(x_TD: torch.Tensor, precision: str) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Give tokens as the package takes them: e4m3 with any number of scales a token."""
+def _quantised(x_TD: torch.Tensor, precision: str) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Return tokens as the package takes them: as they are, or e4m3 values and scales by token."""
     if precision not in RECIPES:
         return x_TD
     rows = RECIPES[precision].rows(x_TD)
     return rows.values, rows.scales_by_row()
 
 
-def _widened(
+def _dequantised(
     x_SD: torch.Tensor | tuple[torch.Tensor, ...],
     dtype: torch.dtype,
     precision: str,
@@ -233,10 +246,15 @@ def _combine(
     num_sms: int,
     precision: str,
 ) -> list[torch.Tensor]:
-    """Add up ``y_SD``, alone in ``sent``, where its tokens came from; ``precision`` is for its
-    backward. That of dispatch also sends ``d_weights_SK``, 0 in slots of other ranks' experts."""
+    """Send results back to the ranks of their tokens, and add them up there.
+
+    Args:
+        sent: ``y_SD`` alone. The backward of dispatch sends ``d_x_SD`` and ``d_weights_SK``, which
+            is 0 in slots of other ranks' experts.
+        precision: how the backward sends gradients.
+    """
     *others, send_head_TW = handle
-    # The package rewrites send_head in place: autograd still has it.
+    # The package overwrites send_head, which autograd has saved.
     handle = (*others, send_head_TW.clone())
     x_SD, *weights = sent
     with annotate("deepep sum", x_SD), _connection(group, x_SD.shape[1], num_sms) as found:
@@ -263,11 +281,11 @@ def _combine_backward(
     precision: str,
     came_WM: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Send tokens the way that a dispatch has sent others."""
-    sent, handle = _narrowed(d_y_TD, precision), tuple(handle)
+    """Send the tokens of ``d_y_TD`` to the ranks to which a dispatch sent its tokens."""
+    sent, handle = _quantised(d_y_TD, precision), tuple(handle)
     with annotate("deepep send", d_y_TD), _connection(group, d_y_TD.shape[1], num_sms) as found:
         d_y_SD = found.buffer.dispatch(sent, handle=handle, config=found.dispatch_config)[0]
-    d_y_SD = _widened(d_y_SD, d_y_TD.dtype, precision)
+    d_y_SD = _dequantised(d_y_SD, d_y_TD.dtype, precision)
     return d_y_SD if came_WM is None else transpose_blocks(d_y_SD, came_WM)
 
 
@@ -326,7 +344,7 @@ def _differentiate_combine(ctx: Any, d_sums: list[torch.Tensor]) -> tuple[Any, .
 _dispatch.register_autograd(_differentiate_dispatch, setup_context=_save_dispatch)
 _combine.register_autograd(_differentiate_combine, setup_context=_save_combine)
 
-# As in moetrain.parallel.expert.dispatch: a rank without tokens must still call.
+# A rank without tokens must still call: the compiler drops ops whose results are empty or unused.
 _OPS = [
     getattr(torch.ops.moetrain, f"deepep_{name}").default
     for name in ("dispatch", "combine", "combine_backward")

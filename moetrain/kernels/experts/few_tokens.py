@@ -1,18 +1,19 @@
 """The expert MLP of a few tokens, in one launch, without indices or rows sorted by expert.
 
-With few tokens reading the chosen experts' weights takes the time. A program takes an expert's
-columns for all tokens at once, since the smallest tile of a matrix product has 16 rows; rows of
-tokens that did not choose the expert are not stored. Slot ``s = t * K + k`` has the expert that
-token t chose as its k-th; an expert is computed by its first slot's programs, and the others do
-nothing. A slot's results are rounded where those of :mod:`moetrain.kernels.small_m` are::
+With few tokens the time goes into reading the weights of the chosen experts. The smallest tile of a
+matrix product has 16 rows, so a program takes columns of an expert for all tokens at once, and does
+not store the rows of tokens that did not choose that expert. Slot ``s = t * K + k`` is the k-th
+choice of token t. The programs of an expert's first slot compute it, and those of its other slots
+do nothing. Results are rounded where :mod:`moetrain.kernels.small_m` rounds them::
 
     h[s] = round(silu(round(gate x[t])) * round(up x[t]) * w[s])    y[s] = round(down h[s])
     y[t] = round(sum over k of y[t * K + k], in fp32, in this order)
 
-Programs take numbers as they begin. Those with the first numbers have columns of h; the others read
-their weights of the second product, wait for their expert's h, and multiply. So who waits, waits
-for programs that run. The last program to have its columns of ``y[s]`` adds them up. Sums over the
-inner width are in ascending order, so a token has the bits it has among many.
+Programs take numbers as they begin. Those with the first numbers compute columns of h. The others
+read their weights of the second product, wait for their expert's h, and multiply. There is no
+deadlock: a program only waits for programs that have begun before it. The last program to compute
+its columns of a ``y[s]`` adds them up. Sums over the inner width are in ascending order, so a
+token's bits are those that it has among many tokens.
 
 Legend: T tokens, K experts a token, S = T * K slots, D model width, E experts, F expert width.
 """
@@ -31,25 +32,25 @@ from moetrain.runtime.backend import (
 
 _MOST_TOKENS = 16
 """Rows of the smallest tile of a matrix product."""
-# Measured on one H100, as is that a program reads no more of its weights ahead
-# (docs/log/generation.md).
+# Measured on one H100 (docs/log/generation.md), where reading more of the weights ahead was slower.
 _UP_COLUMNS, _DOWN_COLUMNS, _DEPTH, _STAGES = 32, 64, 128, 3
 """Columns of a program in either product, and the inner width at a time in the first."""
 _AHEAD = 256
-"""The inner width at a time in the second product, of which the first is read before h is there."""
+"""The inner width at a time in the second product; a program reads the first piece of its weights
+before it waits for h."""
 _TICKET, _DONE, _FLAGS = (tl.constexpr(n) for n in range(3))
-"""Where the counters of programs, of finished columns, and of slots begin."""
+"""Indices at which the counters of programs, of finished columns, and of slots begin."""
 
 
 def fits_few_tokens(w_gate_up_E2FD: torch.Tensor, w_down_EDF: torch.Tensor) -> bool:
-    """Return True if :func:`few_tokens_mlp` takes these weights, for few rows in bf16."""
+    """Return True if :func:`few_tokens_mlp` takes these weights: bf16, with a gate, whole tiles."""
     E, D, F = w_down_EDF.shape
     fits = D % _DOWN_COLUMNS == F % _UP_COLUMNS == 0 and w_gate_up_E2FD.shape == (E, 2 * F, D)
     return fits and w_gate_up_E2FD.dtype == w_down_EDF.dtype == torch.bfloat16
 
 
 def few_tokens_counters(w_down_EDF: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return the zeros, int32, that :func:`few_tokens_mlp` takes, for one stream at a time."""
+    """Return the int32 zeros that :func:`few_tokens_mlp` takes; one stream at a time uses them."""
     number = _FLAGS.value + _MOST_TOKENS * top_k + w_down_EDF.shape[1] // _DOWN_COLUMNS
     return torch.zeros(number, dtype=torch.int32, device=w_down_EDF.device)
 
@@ -64,8 +65,11 @@ def few_tokens_mlp(
 ) -> torch.Tensor:
     """Return ``y_TD``, the sum of each token's experts by ``ids_TK`` (int32; -1: none).
 
-    ``x_TD`` has up to :data:`_MOST_TOKENS` tokens, at least one; all is contiguous, unchecked, and
-    without autograd. ``counters`` are those of :func:`few_tokens_counters`, zeros again afterwards.
+    Arguments are contiguous and not checked, and there is no autograd.
+
+    Args:
+        x_TD: 1 to :data:`_MOST_TOKENS` tokens.
+        counters: from :func:`few_tokens_counters`; zeros again afterwards.
     """
     (T, D), K = x_TD.shape, ids_TK.shape[1]
     F = w_down_EDF.shape[2]
@@ -95,7 +99,8 @@ def _slots_of(
     SP: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """A slot's expert; whether the slot is its first; each token's slot with it, or -1."""
+    """Return a slot's expert, True if the slot is that expert's first, and each token's slot with
+    that expert, or -1."""
     e = tl.load(ids_ptr + slot)
     if T == 1:
         return e, e >= 0, tl.where(tl.arange(0, BR) == 0, slot, -1)
@@ -132,7 +137,7 @@ def _gate_up(
     BD: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Store columns ``f`` on of an expert's h."""
+    """Store BF columns of an expert's h, from column ``f`` on."""
     at = e * (2 * F) + f
     dtype = h_ptr.dtype.element_ty
     gate, up = tl.zeros((BR, BF), tl.float32), tl.zeros((BR, BF), tl.float32)
@@ -185,15 +190,17 @@ def _experts_kernel(
     SLOTS: tl.constexpr = T * K
     flags_ptr = counters_ptr + _FLAGS
     number = tl.atomic_add(counters_ptr + _TICKET, 1, sem="relaxed")
+    # 1. The first programs compute columns of h.
     if number < SLOTS * GATES:
         slot = number // GATES
         e, is_first, slots = _slots_of(slot, ids_ptr, T, K, KP, SP, BR)
         if is_first:
             f = number % GATES * BF
             _gate_up(x_desc, up_desc, weights_ptr, h_ptr, e, slots, f, D, F, BR, BF, BD, WIDEN)
-            # What all threads of this program stored is visible to whoever sees it arrive.
+            # The barrier makes the stores of all threads visible before the program arrives.
             tl.debug_barrier()
             tl.atomic_add(flags_ptr + slot, 1, sem="release")
+    # 2. The others wait for their expert's h and compute columns of y.
     else:
         slot = (number - SLOTS * GATES) // TILES
         tile = (number - SLOTS * GATES) % TILES
@@ -214,6 +221,7 @@ def _experts_kernel(
             tl.store(at, total.to(dtype), mask=slots[:, None] >= 0)
         tl.debug_barrier()
         tiles_ptr = flags_ptr + BR * K
+        # 3. The last program of these columns adds up each token's slots.
         before = tl.atomic_add(tiles_ptr + tile, 1, sem="acq_rel")
         if before == SLOTS - 1:
             row = tl.arange(0, BR)
@@ -225,6 +233,7 @@ def _experts_kernel(
                 result += tl.load(at, mask=chosen[:, None], other=0.0).to(tl.float32)
             at = out_ptr + row[:, None] * D + column[None, :]
             tl.store(at, result.to(dtype), mask=(row < T)[:, None])
+            # 4. The last program of all clears the counters.
             if tl.atomic_add(counters_ptr + _DONE, 1, sem="acq_rel") == TILES - 1:
                 counter = tl.arange(0, COUNTED)
                 zeros = tl.zeros((COUNTED,), tl.int32)

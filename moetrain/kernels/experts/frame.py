@@ -279,7 +279,7 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What :func:`backward` returns."""
+    """The result of :func:`backward`."""
 
     x_TD: torch.Tensor
     """The gradient of the tokens."""

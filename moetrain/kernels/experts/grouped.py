@@ -1,33 +1,33 @@
 """Grouped products on a Hopper GPU, with torch's bits: forward, both gradients, and with SwiGLU.
 
-Rows of ``a`` lie sorted by group; group g has the rows ``offsets[g-1]:offsets[g]``::
+Rows of ``a`` are sorted by group, and group g has the rows ``offsets[g-1]:offsets[g]``::
 
     product   out[r] = a[r] @ b[group of r]                    [R, K] x [E, K, N] -> [R, N]
     outer     out[e] = a[rows of e]^T @ g[rows of e]           [R, M] x [R, N] -> [E, M, N]
     gated     a[r] = x[r] @ w[group of r]^T,  h[r] = silu(a_gate[r]) * a_up[r] * weight[r]
 
-An output tile has 128 rows and 256 columns; a tile of a product lies in one group. Worked example:
-groups of 130 and 10 rows and N = 512 make (2 + 1) x 2 tiles, numbers 0 to 5, of which 4 and 5 are
-the second group's; tiles 2, 3, 4 and 5 have rows for their upper half alone.
+An output tile has 128 rows and 256 columns, and a tile of a product lies in one group. Worked
+example: groups of 130 and 10 rows and N = 512 make (2 + 1) x 2 tiles. Tiles 0 to 3 are the first
+group's, 4 and 5 the second's. Tiles 2 to 5 have rows in their upper half only.
 
-As many programs as multiprocessors take tiles in ascending order, each the next one as soon as it
-can: groups differ in size, and a program whose multiprocessor another kernel still holds is not
-waited for. A program has four parts, which meet at barriers (warp specialisation, arXiv
-2407.08608):
+There are as many programs as multiprocessors. They take tiles in ascending order, each the next one
+as soon as it can: groups differ in size, and nothing waits for a program whose multiprocessor is
+still busy with another kernel. A program has four parts that meet at barriers (warp specialisation,
+arXiv 2407.08608):
 
 - one warp takes the number of the next tile, for all,
-- one warp loads both operands' pieces of 64 in K into a ring of four stages,
-- two warpgroups multiply, each one half of the tile's rows, 64 x 256. As each goes on alone, one
-  stores its half while the other multiplies. Where a half has no rows, it does nothing.
+- one warp loads pieces of both operands, 64 in K, into a ring of four stages,
+- two warpgroups multiply, each one half of the tile's rows, 64 x 256. They do not wait for each
+  other, so that one stores its half while the other multiplies. A half without rows does nothing.
 
-Sums run over K in ascending order, as torch's product and cuBLAS have them: their bits are equal,
-and a row's do not depend on the other rows. The rows of ``outer``'s operands past a group's end are
-zeros, and results past it are not stored, by a descriptor whose bounds move with the group: of its
-two added dimensions, one shifts the start to the group's end minus 2^30 rows, by an address that
-wraps around at 2^64 bytes, so that 2^30 is the first row out of bounds (the way of
-``triton.tools.ragged_tma``). So rows past ``offsets[-1]`` are neither read into a sum nor written.
+Sums run over K in ascending order, as those of torch's product and cuBLAS do: their bits are equal,
+and a row's bits do not depend on the other rows. Rows past ``offsets[-1]`` are neither read into a
+sum nor written: past a group's end ``outer`` reads zeros, and nothing is stored. A descriptor does
+that, whose bounds move with the group (as in ``triton.tools.ragged_tma``). It has two added
+dimensions. One of them shifts the start to the group's end minus 2^30 rows, by an address that
+wraps around at 2^64 bytes, so that 2^30 is the first row out of bounds.
 
-Triton's interpreter does not run Gluon: a CPU never takes this file. Left out: other dtypes, and
+Triton's interpreter does not run Gluon, so a CPU never takes this file. Left out: other dtypes, and
 gathering rows while loading (slower where it was tried, docs/log/experts.md; TMA gathers on newer
 GPUs alone).
 
@@ -52,38 +52,44 @@ from moetrain.runtime.backend import (
     triton,
 )
 
-_FORWARD, _TRANSPOSED, _OUTER = 0, 1, 2  # b as [E, N, K], as [E, K, N], and weights' gradients
+_FORWARD, _TRANSPOSED, _OUTER = 0, 1, 2
+"""The kernel's modes: ``b`` is [E, N, K], ``b`` is [E, K, N], or the product is ``outer``."""
 _HALF = gl.constexpr(64)
 """Rows of a warpgroup's half tile."""
 _COLUMNS = gl.constexpr(256)
+"""Columns of a tile."""
 _DEPTH = gl.constexpr(64)
 """Columns of a piece of K: 128 bytes, the widest swizzle."""
 _STAGES = gl.constexpr(4)
+"""Stages of the ring that loads fill."""
 _PART = gl.constexpr(128)
-"""Columns that are stored at a time, so that four stages leave room for them."""
+"""Columns that are stored at a time: four stages leave no room in shared memory for more."""
 _END = gl.constexpr(0x40000000)
 """The first row out of a moving descriptor's bounds, and the shift of its first dimension."""
 _fetch = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 _store = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
 # Triton 3.7 and newer have the first names.
-# Sizes from which this kernel is taken, measured on one H100 with 16 to 128 experts; torch's
-# TFLOP/s come first. docs/log/experts.md has more.
+# Limits of the sizes for which this kernel is taken, measured on one H100 with 16 to 128 experts.
+# Of two rates in TFLOP/s torch's comes first. docs/log/experts.md has more.
 _FEWEST_ROWS = 16384
-"""With fewer the host, which takes 0.1 ms a launch, would not keep up."""
+"""The fewest rows: with fewer the host, which takes 0.1 ms a launch, would not keep up."""
 _NARROWEST = 512
+"""The smallest inner and outer width."""
 _LARGEST = 3 << 21
-"""Elements of a group's matrix, 12 MB, of which several stay in the L2 cache while the tiles of a
-group are multiplied: 2048 -> 2816 615 and 627, 2048 -> 7168 601 and 487."""
+"""The most elements of a group's matrix, 12 MB: several such matrices stay in the L2 cache while
+the tiles of a group are multiplied. 2048 -> 2816 has 615 and 627, 2048 -> 7168 601 and 487."""
 _LONGEST = 6144
-"""Rows of a group, on average, over which large weights' gradients are summed: 1536 x 2048 has 509
-and 569 over 1,024 rows, 582 and 547 over 8,192; 768 x 2048 has 491 and 539 over as many."""
+"""The most rows of a group, on average, for gradients of matrices larger than
+:data:`_LARGEST_LONG`. 1536 x 2048 has 509 and 569 over 1,024 rows, 582 and 547 over 8,192.
+768 x 2048 has 491 and 539 over 8,192."""
 _LARGEST_LONG = 1 << 21
+"""Elements of a group's matrix up to which gradients are summed over any number of rows."""
 
 
 def takes(a_RK: torch.Tensor, b_EKN: torch.Tensor) -> bool:
     """Return True if :func:`product` should multiply these: bf16, many rows, on a Hopper GPU.
 
-    Nothing may be differentiated or compiled, as nothing is within the ops of experts.
+    It is False where something is differentiated or compiled. Within ops nothing is.
     """
     is_packed = b_EKN.is_contiguous() or b_EKN.transpose(1, 2).is_contiguous()
     depth, width = b_EKN.shape[1:]
@@ -95,7 +101,7 @@ def takes_outer(
     g_RN: torch.Tensor,
     groups: int,
 ) -> bool:
-    """Return True if :func:`outer` should multiply these, of so many groups."""
+    """Return True if :func:`outer` should multiply these rows of ``groups`` groups."""
     height, width = a_RM.shape[1], g_RN.shape[1]
     is_packed = g_RN.is_contiguous() and height % (2 * _HALF.value) == 0
     is_short = a_RM.shape[0] <= _LONGEST * groups or height * width <= _LARGEST_LONG
@@ -115,7 +121,7 @@ def _fits(
 ) -> bool:
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    # Where the last tile is not full: 2048 -> 1408 575 and 534.
+    # If the last tile is not full torch is faster: 2048 -> 1408 has 575 and 534.
     is_measured = width % _COLUMNS.value == 0 and height * width <= _LARGEST
     is_large = min(height, width) >= _NARROWEST and a.shape[0] >= _FEWEST_ROWS
     is_bf16 = a.dtype == b.dtype == torch.bfloat16
@@ -133,7 +139,7 @@ def product(
     b_EKN: torch.Tensor,
     offsets_E: torch.Tensor,
 ) -> torch.Tensor:
-    """Return ``out[r] = a[r] @ b[group of r]`` [R, N] of what :func:`takes` approves."""
+    """Return ``out[r] = a[r] @ b[group of r]`` [R, N] for arguments that :func:`takes` accepts."""
     width = b_EKN.shape[2]
     out_RN = a_RK.new_empty(a_RK.shape[0], width)
     if b_EKN.is_contiguous():
@@ -153,7 +159,10 @@ def outer(
     g_RN: torch.Tensor,
     offsets_E: torch.Tensor,
 ) -> torch.Tensor:
-    """Return ``out[e] = a[rows of e]^T @ g[rows of e]`` [E, M, N] of what it takes."""
+    """Return ``out[e] = a[rows of e]^T @ g[rows of e]`` [E, M, N].
+
+    :func:`takes_outer` accepts the arguments.
+    """
     height, width = a_RM.shape[1], g_RN.shape[1]
     shape = offsets_E.shape[0], height, width
     if a_RM.shape[0] == 0:
@@ -172,10 +181,12 @@ def gated(
     offsets_E: torch.Tensor,
     weights_R: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``a_R2F = x @ w^T`` and ``h_RF = silu(gate) * up * weight`` of a rounded to bf16.
+    """Return ``a_R2F = x @ w^T`` in bf16, and of it ``h_RF = silu(gate) * up * weight``.
+
+    :func:`takes_gated` accepts the first two arguments.
 
     Args:
-        w_E2FD: gate's F rows, then up's; see :func:`takes_gated`.
+        w_E2FD: gate's F rows, then up's.
         weights_R: any floating dtype.
     """
     double = w_E2FD.shape[1]
@@ -211,7 +222,10 @@ def _launch(
 
 
 def _descriptor(x: torch.Tensor, rows: Any, columns: Any, *, moves: bool = False) -> Any:
-    """Describe blocks of ``x``, the ends of whose groups bound them if it ``moves``."""
+    """Return a descriptor of blocks of ``x``; None: ``x`` has no rows.
+
+    If it ``moves``, the second coordinate of a block is the row that bounds it, a group's end.
+    """
     shape, stride = list(x.shape), x.stride(0)
     if shape[0] == 0:
         return None
@@ -230,7 +244,7 @@ def _layout(block: tuple[int, ...]) -> Any:
 
 @gluon.jit
 def _tiles(rows, M: gl.constexpr, N: gl.constexpr, MODE: gl.constexpr):
-    """The number of a group's tiles."""
+    """Return the number of a group's tiles."""
     ACROSS: gl.constexpr = (N + _COLUMNS - 1) // _COLUMNS
     down = (rows + 2 * _HALF - 1) // (2 * _HALF)
     if MODE == 2:
@@ -240,14 +254,14 @@ def _tiles(rows, M: gl.constexpr, N: gl.constexpr, MODE: gl.constexpr):
 
 @gluon.jit
 def _place(tile, N: gl.constexpr):
-    """The first row and column of a group's tile, the columns of a row of tiles first."""
+    """Return the first row and column of a group's tile; tiles are numbered row by row."""
     ACROSS: gl.constexpr = (N + _COLUMNS - 1) // _COLUMNS
     return tile // ACROSS * (2 * _HALF), tile % ACROSS * _COLUMNS
 
 
 @gluon.jit
 def _steps(rows, K: gl.constexpr, MODE: gl.constexpr):
-    """The number of pieces of the dimension that a tile sums over."""
+    """Return the number of pieces of the dimension that a tile sums over."""
     steps = K // _DEPTH
     if MODE == 2:
         steps = (rows + _DEPTH - 1) // _DEPTH
@@ -256,7 +270,7 @@ def _steps(rows, K: gl.constexpr, MODE: gl.constexpr):
 
 @gluon.jit
 def _next_stage(stage, phase):
-    """The ring's next stage, and the parity of the lap it is in."""
+    """Return the ring's next stage, and the parity of its lap."""
     stage += 1
     phase = gl.where(stage == _STAGES, phase ^ 1, phase)
     return gl.where(stage == _STAGES, 0, stage), phase
@@ -264,7 +278,7 @@ def _next_stage(stage, phase):
 
 @gluon.jit
 def _next_tile(turn, numbers, WARPS: gl.constexpr):
-    """The tile of ``turn``, as :func:`_schedule` publishes it."""
+    """Return the tile of ``turn``, as :func:`_schedule` publishes it."""
     ids, id_ready, id_empty = numbers
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     hopper.mbarrier.wait(id_ready, turn & 1)
@@ -275,7 +289,7 @@ def _next_tile(turn, numbers, WARPS: gl.constexpr):
 
 @gluon.jit
 def _publish(turn, counter, numbers):
-    """Take a tile's number and publish it when all have read the one before."""
+    """Take a tile's number, publish it when all have read the one before, and return it."""
     ids, id_ready, id_empty = numbers
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     hopper.mbarrier.wait(id_empty, (turn & 1) ^ 1)
@@ -294,7 +308,7 @@ def _schedule(
     N: gl.constexpr,
     MODE: gl.constexpr,
 ):
-    """Publish tiles up to the first that there is not."""
+    """Publish tiles up to the first number past the last tile."""
     offsets, groups = bounds
     tile = _publish(groups * 0, counter, numbers)
     total = groups * 0
@@ -314,7 +328,7 @@ def _load(
     bounds, ins, ring, numbers,
     M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, MODE: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring: at most two halves of a's rows and b's columns a stage."""
+    """Fill the ring: a stage has one or two halves of a's rows, and b's columns."""
     offsets, groups = bounds
     a_desc, b_desc = ins
     a_ring, b_ring, ready, empty = ring
@@ -370,7 +384,7 @@ def _load(
 
 @gluon.jit
 def _halves(x):
-    """The left and the right half of the columns."""
+    """Return the left and the right half of the columns."""
     return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
 
 
@@ -379,7 +393,7 @@ def _multiply(
     bounds, outs, ring, numbers, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
     MODE: gl.constexpr, GATED: gl.constexpr, LOWER: gl.constexpr,
 ):  # fmt: skip
-    """Multiply and store the upper or the lower halves of tiles."""
+    """Multiply and store the upper or, if ``LOWER``, the lower halves of tiles."""
     offsets, groups = bounds
     out_desc, h_desc, weights, out_parts = outs
     a_ring, b_ring, ready, empty = ring
@@ -418,7 +432,7 @@ def _multiply(
                         a = a.reshape([_DEPTH, _HALF]).permute((1, 0))
                         b = b.reshape([_DEPTH, _COLUMNS])
                     sums = hopper.warpgroup_mma(a, b, sums, is_async=True)
-                    # All but this step's products are done.
+                    # The products of the step before are done, so its stage is free.
                     sums = hopper.warpgroup_mma_wait(1, deps=(sums,))
                     before = gl.where(stage == 0, _STAGES - 1, stage - 1)
                     hopper.mbarrier.arrive(empty.index(before), count=1, pred=step > 0)

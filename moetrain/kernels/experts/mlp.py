@@ -10,16 +10,16 @@ and for an upstream ``dy``::
     dh = dy @ down            d_down    = dy^T @ h
     da, dw = swiglu'(dh)      d_gate_up = da^T @ x        dx = da @ [gate; up]
 
-It saves the tokens and ``a`` alone. The pass that makes ``da`` recomputes ``h`` and
-``dw = <dh, h / w>``, which therefore needs no ``y`` (arXiv 2512.14080), and the rows of ``x``, K
-times as many as the tokens, are copied again: a token with D = 2048, F = 768 and K = 8 keeps 28 KB
-in bf16, where its rows would be another 32.
+Only the tokens and ``a`` are saved. The pass that computes ``da`` recomputes ``h``, and with it
+``dw = <dh, h / w>``, which needs no ``y`` (arXiv 2512.14080). The rows of ``x``, K times as many as
+the tokens, are copied again. A token with D = 2048, F = 768 and K = 8 keeps 28 KB in bf16. Its rows
+would take another 32 KB.
 
 Worked example, one row, D = F = 1, x 1, gate 0, up 3, down 1, w 2: ``a = [0, 3]``, ``h = y = 0``;
 for ``dy = 1``, ``dh = 1``, ``da = [dh * w * 3 * 1/2, 0] = [3, 0]``, ``dw = 0`` and ``dx = 0``.
 
-:func:`adapted_expert_mlp` has LoRA adapters A, B beside the frozen ``W1 = [gate; up]`` and
-``W2 = down``, each scaled by s, and saves ``u`` and ``v`` too. Gate and up share A1::
+:func:`adapted_expert_mlp` has LoRA adapters A and B beside the frozen ``W1 = [gate; up]`` and
+``W2 = down``, scaled by s. It saves ``u`` and ``v`` too. Gate and up share A1::
 
     u = x @ A1^T    a = x @ W1^T + s * u @ B1^T    h = swiglu(a, w)
     v = h @ A2^T    y = h @ W2^T + s * v @ B2^T
@@ -28,20 +28,21 @@ for ``dy = 1``, ``dh = 1``, ``da = [dh * w * 3 * 1/2, 0] = [3, 0]``, ``dw = 0`` 
     da, dw = swiglu'(dh)
     du = s * da @ B1     dx = da @ W1 + du @ A1      dB1 = s * da^T @ u     dA1 = du^T @ x
 
-Adapters of S tenants are stacked before the experts, [S, E, ...], and tenant s has the s-th of S
-equal parts of the tokens. An expert's rows lie in the order of their tokens, so a tenant's are
-together: products of adapters have E * S groups of rows, where those of the frozen matrices have E.
+Adapters of S tenants are stacked before the experts, [S, E, ...]. Tenant s has the s-th of S equal
+parts of the tokens. An expert's rows lie in the order of their tokens, so that a tenant's rows lie
+together. The frozen matrices' products have E groups of rows, and the adapters' products E * S.
 With E = 2, S = 2, T = 4, K = 1 and tokens for experts 0, 1, 0, 1::
 
     row         0       1       2       3
     token       0       2       1       3           offsets of experts           [2, 4]
     tenant      0       1       0       1           offsets of (expert, tenant)  [1, 2, 3, 4]
 
-Experts may have no gate: where the first matrix has F rows alone, ``h = relu(a)^2 * w`` takes
-SwiGLU's place (:mod:`moetrain.kernels.experts.relu2`), and all else is the same, but that few rows
-take the usual products too.
+Experts may have no gate: if the first matrix has F rows, ``h = relu(a)^2 * w`` replaces SwiGLU
+(:mod:`moetrain.kernels.experts.relu2`). With the activation ``gelu``, GeGLU replaces it. The
+products for few rows (:mod:`moetrain.kernels.small_m`) exist for SwiGLU alone.
 
-With the activation ``gelu`` GeGLU takes SwiGLU's place, and few rows the usual products.
+The ops here choose the parts of :mod:`moetrain.kernels.experts.frame`, which computes these
+formulas.
 
 Legend: T tokens, K experts a token, R rows sorted by expert, E experts, D model width, F expert
 width, r rank of the adapters.
@@ -76,11 +77,12 @@ def expert_mlp(
     Args:
         x_TD: bf16 on CUDA; in plain torch any floating dtype.
         weights_TK: routing weights, any floating dtype, differentiable too.
-        w_gate_up_E2FD: gate's F rows, then up's; or up's alone, for squared ReLU.
-        w_down_EDF: as all matrices, in ``x``'s dtype, with rows of multiples of 16 bytes; or both
-            in codes, which are widened here, for few rows within the products' kernels.
-        typical_rows: the usual number of rows, where ``indices`` have room for more.
-        activation: of the gate, where there is one.
+        w_gate_up_E2FD: gate's F rows, then up's; without a gate, up's alone.
+        w_down_EDF: both matrices are in ``x``'s dtype, with rows of multiples of 16 bytes, or both
+            are quantised. Quantised matrices are dequantised here, for few rows within the
+            products' kernels.
+        typical_rows: the usual number of rows, if ``indices`` have room for more.
+        activation: the activation of the gate, if there is one: silu or gelu.
     """
     check_experts(
         "expert_mlp", x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF, needs_gate=False
@@ -131,7 +133,7 @@ def check_experts(
     *,
     needs_gate: bool = True,
 ) -> None:
-    """Raise ValueError, naming ``kernel``, for shapes or dtypes that do not fit together."""
+    """Raise ValueError, naming ``kernel``, if shapes or dtypes do not fit together."""
     experts, dim, width = w_down_EDF.shape
     rows = (2 * width,) if needs_gate else (2 * width, width)
     fits = w_gate_up_E2FD.shape in [(experts, n, dim) for n in rows] and x_TD.shape[1:] == (dim,)
@@ -161,7 +163,7 @@ def expert_mlp_op(
     activation: str,
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``y_TD``, and ``a_R2F`` for the backward."""
+    """Return ``y_TD``, and ``a_R2F`` for the backward."""
     y_TD, saved = frame.forward(
         frame.Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),
         num_rows,
@@ -192,7 +194,10 @@ def expert_mlp_backward_op(
     activation: str,
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of x, weights, w_gate_up and w_down (both empty, unless ``is_trained``)."""
+    """Return the gradients of x, weights, w_gate_up and w_down.
+
+    The last two are empty unless ``is_trained``.
+    """
     none = dy_TD.new_empty(0)
     found = frame.backward(
         dy_TD,
@@ -223,7 +228,7 @@ def gradient_shapes(
     w_down_EDF: torch.Tensor,
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return tensors of the shapes that a backward of these inputs returns."""
+    """Return uninitialised tensors of the shapes that a backward with these inputs returns."""
     d_gate_up, d_down = (
         torch.empty_like(w) if is_trained else w.new_empty(0) for w in (w_gate_up_E2FD, w_down_EDF)
     )
@@ -233,7 +238,8 @@ def gradient_shapes(
 def register_experts(forward: CustomOpDef, backward: CustomOpDef) -> None:
     """Register the gradient of an op with the inputs of :func:`expert_mlp_op`.
 
-    In place of the activation both ops may take another string.
+    The seventh input of ``forward``, which ``backward`` takes too, may be another setting than the
+    activation.
     """
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -246,7 +252,7 @@ def register_experts(forward: CustomOpDef, backward: CustomOpDef) -> None:
         if dy_TD is None:
             return gradients(forward)
         is_trained = any(ctx.needs_input_grad[4:6])
-        # The kernel copies rows, which an expanded gradient (stride 0, as a sum's) does not have.
+        # The kernels read rows, and the gradient of a sum is expanded: its stride is 0.
         d_x_TD, d_weights_TK, d_gate_up, d_down = backward(
             dy_TD.contiguous(), *ctx.saved_tensors, ctx.setting, is_trained
         )
@@ -283,8 +289,9 @@ def adapted_expert_mlp(
     """Compute :func:`expert_mlp` with LoRA adapters beside frozen matrices.
 
     Args:
-        w_gate_up_E2FD, w_down_EDF: get no gradient.
-        a_gate_up_ErD, b_gate_up_E2Fr, a_down_ErF, b_down_EDr: or [S, E, ...] each, of S tenants.
+        w_gate_up_E2FD, w_down_EDF: the frozen matrices, which get no gradient.
+        a_gate_up_ErD, b_gate_up_E2Fr, a_down_ErF, b_down_EDr: one adapter an expert, or
+            [S, E, ...] each for S tenants.
         scale: multiplies the adapters' results.
     """
     check_experts(
@@ -346,7 +353,7 @@ def _check_adapters(
     w_down_EDF: torch.Tensor,
     **adapters: torch.Tensor,
 ) -> None:
-    """Raise ValueError for adapters, in the order of their op's, that do not fit the matrices."""
+    """Raise ValueError if the adapters, in the order of their op, do not fit the matrices."""
     experts, dim, width = w_down_EDF.shape
     a_gate_up = adapters["a_gate_up"]
     rank = a_gate_up.shape[-2]
@@ -371,16 +378,17 @@ def tenant_offsets(
     tenants: int,
     slots: int,
 ) -> torch.Tensor:
-    """Return the cumulative ends of (expert, tenant)'s rows, int32 [E * tenants].
+    """Return the cumulative end row of each (expert, tenant), int32 [E * tenants].
 
-    Each of ``tenants`` has as many ``slots``, in order; the maps are those of
-    :class:`~moetrain.kernels.experts.permutation.ExpertIndices`.
+    Args:
+        offsets_E, row_slot_R: as in :class:`~moetrain.kernels.experts.permutation.ExpertIndices`.
+        slots: the number of (token, slot) pairs of each tenant.
     """
     rows_R = torch.arange(row_slot_R.shape[0], device=row_slot_R.device)
     expert_R = torch.searchsorted(offsets_E, rows_R.int(), right=True)
     key_R = expert_R * tenants + row_slot_R // max(1, slots)
     groups = torch.arange(offsets_E.shape[0] * tenants, device=row_slot_R.device)
-    # A row that is none has the last group's key.
+    # Unused rows behind the last one have the last group's key, so its end is cut off.
     return torch.minimum(torch.searchsorted(key_R, groups, right=True), offsets_E[-1]).int()
 
 
@@ -406,7 +414,7 @@ def adapted_expert_mlp_op(
     activation: str,
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``y_TD``, and ``a_R2F``, ``u_Rr`` and ``v_Rr`` for the backward."""
+    """Return ``y_TD``, and ``a_R2F``, ``u_Rr`` and ``v_Rr`` for the backward."""
     y_TD, saved = frame.forward(
         frame.Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),
         num_rows,
@@ -447,7 +455,7 @@ def adapted_expert_mlp_backward_op(
     scale: float,
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of x, weights, a_gate_up, b_gate_up, a_down and b_down."""
+    """Return the gradients of x, weights, a_gate_up, b_gate_up, a_down and b_down."""
     found = frame.backward(
         dy_TD,
         frame.Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),

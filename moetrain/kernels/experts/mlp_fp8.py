@@ -1,8 +1,8 @@
 """The expert MLP of :mod:`moetrain.kernels.experts.mlp` with products in e4m3.
 
-With q() for quantisation by the precision's recipe (of rows; of weights by rows or, for gradients,
-by columns, or by blocks) and r(t) for
-the rows that token t is copied to::
+q() quantises by the precision's recipe (:mod:`moetrain.kernels.quant.recipes`): rows by row or
+tile, weights by row or block, and for gradients weights by column or block. r(t) are the rows that
+token t is copied to::
 
     a = q(x)[r] @ q([gate; up])^T       h = swiglu(a, w)        y = sum over r of q(h) @ q(down)^T
 
@@ -10,18 +10,17 @@ the rows that token t is copied to::
     da, dw = swiglu'(dh)                          d_gate_up = da^T @ q(x)[r]
     dx = sum over r of q(da) @ q([gate; up])
 
-The weights' gradients are products in bf16: they sum over many rows, and their operands lie the
-wrong way for e4m3. They take ``x`` and ``dy`` dequantised, so that a gradient does not depend on
-which rank an expert is on: a token sent from another arrives in e4m3.
+The weights' gradients are products in bf16: they sum over many rows, and their operands are stored
+along the wrong dimension for e4m3. They take ``x`` and ``dy`` dequantised. A token that another
+rank sent arrives in e4m3, so a gradient does not depend on the rank that an expert is on.
 
-Where the precision has them narrow (:mod:`moetrain.kernels.quant.recipes`) they are products in
-e4m3, too: of the same quantised rows, transposed expert by expert (t() of
-:mod:`moetrain.kernels.quant.transposed`), which depends on nothing but these::
+A recipe with ``quantises_weight_grads`` multiplies them in e4m3, too. The operands are the same
+quantised rows, transposed expert by expert (t() of :mod:`moetrain.kernels.quant.transposed`)::
 
     d_down    = t(q(dy)[r]) @ t(q(h))^T       d_gate_up = t(q(da)) @ t(q(x)[r])^T
 
-SwiGLU writes e4m3 at once, since a program holds a whole row, and so knows the scale. It rounds to
-the rows' dtype first, as if its result were quantised after it.
+SwiGLU's kernels write e4m3 at once: a program holds a whole row, and so knows its scale. They round
+to the rows' dtype first, as if the result were stored and then quantised.
 
 Legend: T tokens, K experts a token, R rows sorted by expert, E experts, D model width, F expert
 width.
@@ -81,7 +80,10 @@ def expert_mlp_fp8(
 ) -> torch.Tensor:
     """Compute :func:`~moetrain.kernels.experts.mlp.expert_mlp` in e4m3.
 
-    D is a multiple of 16, and F of what the precision's recipe says.
+    D is a multiple of 16, and F of the recipe's ``multiple``.
+
+    Raises:
+        ValueError: shapes, dtypes or widths do not fit.
     """
     check_experts("expert_mlp_fp8", x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
     _, dim, width = w_down_EDF.shape
@@ -110,7 +112,7 @@ def expert_mlp_fp8(
 
 
 class _Rounded(torch.autograd.Function):
-    """An identity that rounds its input, its gradient, or both to what e4m3 holds."""
+    """The identity, with its input, its gradient, or both rounded to values of e4m3."""
 
     @staticmethod
     def forward(
@@ -132,7 +134,7 @@ class _Rounded(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The reference's ``q(x) @ q(w)^T`` by groups, multiplied in ``x``'s dtype."""
+    """Computes the reference's grouped ``q(x) @ q(w)^T``, multiplied in ``x``'s dtype."""
 
     @staticmethod
     def forward(
@@ -180,14 +182,18 @@ def expert_mlp_fp8_op(
     precision: str,
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``y_TD``, and ``a_R2F`` for the backward."""
     dtype = x_TD.dtype
     recipe = RECIPES[precision]
+    # 1. Quantise the tokens and copy them to rows.
     x = quantise_to_rows(x_TD, weights_TK, slot_row_TK, num_rows, tiled=recipe.tiled)
+    # 2. First product and SwiGLU, whose result is quantised.
     gate_up = recipe.weights(w_gate_up_E2FD, "triton")
     a_R2F = scaled_grouped_mm(x.rows, gate_up, offsets_E, dtype)
     weights_R = x.weights_R
     del x, gate_up
     h_RF = swiglu_quantised(a_R2F, weights_R, recipe.tiled)
+    # 3. Second product, and each token's sum.
     y_RD = scaled_grouped_mm(h_RF, recipe.weights(w_down_EDF, "triton"), offsets_E, dtype)
     y_TD = torch.empty_like(x_TD)
     sum_rows(y_RD, slot_row_TK, y_TD)
@@ -214,32 +220,46 @@ def expert_mlp_fp8_backward_op(
     precision: str,
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The weights' gradients take rows as they are dequantised or, narrow, transposed codes; these
-    of tokens without a copy of rows. Tensors go before the products where memory peaks."""
+    """Return the gradients of x, weights, w_gate_up and w_down.
+
+    The last two are empty unless ``is_trained``. Their products take dequantised rows or, if the
+    recipe quantises them, transposed quantised rows, for which tokens are transposed without
+    copying them to rows. Tensors are deleted before the products during which memory peaks.
+    """
     num_rows, dtype, recipe = a_R2F.shape[0], dy_TD.dtype, RECIPES[precision]
-    narrow, wide = (is_trained and recipe.quantises_weight_grads is x for x in (True, False))
-    columns = place_columns(offsets_E, num_rows, "triton") if narrow else None
+    quantised = is_trained and recipe.quantises_weight_grads
+    dequantised = is_trained and not recipe.quantises_weight_grads
+    columns = place_columns(offsets_E, num_rows, "triton") if quantised else None
+    # 1. Quantise the upstream gradient and copy it to rows.
     dy = quantise_to_rows(
         dy_TD,
         weights_TK,
         slot_row_TK,
         num_rows,
         tiled=recipe.tiled,
-        with_dequantised=wide,
-        with_tokens=narrow,
+        with_dequantised=dequantised,
+        with_tokens=quantised,
     )
+    # 2. Back through the second product and SwiGLU, which recomputes h.
     down = recipe.weights(w_down_EDF, "triton", transposed=True)
     dh_RF = scaled_grouped_mm(dy.rows, down, offsets_E, dtype)
-    dy, token_R, weights_R = dy.tokens if narrow else dy.dequantised_RD, dy.token_R, dy.weights_R
+    dy, token_R, weights_R = dy.tokens if quantised else dy.dequantised_RD, dy.token_R, dy.weights_R
     del down
     da, h, d_weights_R, da_R2F = swiglu_backward_quantised(
-        dh_RF, a_R2F, weights_R, tiled=recipe.tiled, wide=wide, narrow=narrow
+        dh_RF,
+        a_R2F,
+        weights_R,
+        tiled=recipe.tiled,
+        with_dequantised=dequantised,
+        with_quantised=quantised,
     )
     del dh_RF
+    # 3. The second matrix's gradient.
     d_down = dy_TD.new_empty(0)
     if is_trained:
         d_down = _weight_grad(dy, h, offsets_E, columns, dtype, a_tokens=token_R)
     del dy, h
+    # 4. Back through the first product, and each token's sum.
     gate_up = recipe.weights(w_gate_up_E2FD, "triton", transposed=True)
     dx_RD = scaled_grouped_mm(da, gate_up, offsets_E, dtype)
     del gate_up
@@ -248,7 +268,8 @@ def expert_mlp_fp8_backward_op(
     del dx_RD
     if not is_trained:
         return dx_TD, d_weights_TK, dy_TD.new_empty(0), d_down
-    x, da = recipe.rows(x_TD, "triton") if narrow else None, da if narrow else da_R2F
+    # 5. The first matrix's gradient.
+    x, da = recipe.rows(x_TD, "triton") if quantised else None, da if quantised else da_R2F
     if x is None:
         x = quantise_to_rows(
             x_TD,
@@ -257,7 +278,7 @@ def expert_mlp_fp8_backward_op(
             num_rows,
             tiled=recipe.tiled,
             with_rows=False,
-            with_dequantised=wide,
+            with_dequantised=dequantised,
         ).dequantised_RD
     d_gate_up = _weight_grad(da, x, offsets_E, columns, dtype, g_tokens=token_R)
     return dx_TD, d_weights_TK, d_gate_up, d_down
@@ -273,7 +294,11 @@ def _weight_grad(
     a_tokens: torch.Tensor | None = None,
     g_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply rows or, with ``columns``, codes: of rows, or of tokens that the rows are of."""
+    """Return ``a^T @ g`` by expert of rows or, with ``columns``, of quantised rows.
+
+    Args:
+        a_tokens, g_tokens: the token of each row, if the operand has tokens in place of rows.
+    """
     if columns is None:
         return grouped_weight_grad(a, g, offsets_E)
     return scaled_weight_grad(
@@ -302,7 +327,7 @@ def swiglu_quantised(
     weights_R: torch.Tensor,
     tiled: bool = False,
 ) -> Quantised:
-    """Return SwiGLU's ``y_RF`` in e4m3, within an op; inputs are contiguous."""
+    """Return SwiGLU's ``y_RF`` quantised to e4m3, within an op; inputs are contiguous."""
     rows = gate_up_R2F.shape[0]
     width = gate_up_R2F.shape[1] // 2
     y = Quantised.empty(gate_up_R2F, rows, width, tiled)
@@ -315,15 +340,16 @@ def swiglu_quantised(
 
 
 class _SwiGLUGradients(NamedTuple):
-    """What SwiGLU's backward gives."""
+    """The results of SwiGLU's backward."""
 
     d_gate_up: Quantised
-    """[R, 2F]."""
+    """The gradient of the pre-activations, [R, 2F]."""
     y: torch.Tensor | Quantised | None
-    """SwiGLU's result [R, F]."""
+    """SwiGLU's result [R, F], in the dtype that was asked for; None: it was not asked for."""
     d_weights_R: torch.Tensor
-    wide_R2F: torch.Tensor | None
-    """``d_gate_up``, not quantised."""
+    """The gradient of the routing weights."""
+    d_gate_up_R2F: torch.Tensor | None
+    """``d_gate_up`` in the rows' dtype; None: it was not asked for."""
 
 
 def swiglu_backward_quantised(
@@ -332,29 +358,32 @@ def swiglu_backward_quantised(
     weights_R: torch.Tensor,
     *,
     tiled: bool = False,
-    wide: bool = False,
-    narrow: bool = False,
+    with_dequantised: bool = False,
+    with_quantised: bool = False,
 ) -> _SwiGLUGradients:
-    """Differentiate SwiGLU in e4m3, within an op; inputs are contiguous.
+    """Differentiate SwiGLU and quantise the result to e4m3, within an op; inputs are contiguous.
 
-    ``wide`` asks for ``wide_R2F`` and ``y``, ``narrow`` for ``y`` in e4m3. With ``tiled`` the width
-    F is in 128s.
+    Args:
+        tiled: quantise in tiles of 128 columns; F is a multiple of 128.
+        with_dequantised: return ``d_gate_up_R2F`` and ``y``, too, in the rows' dtype.
+        with_quantised: return ``y``, too, quantised.
     """
     rows, width = dy_RF.shape
+    y = None
+    if with_dequantised:
+        y = torch.empty_like(dy_RF)
+    elif with_quantised:
+        y = Quantised.empty(dy_RF, rows, width, tiled)
     made = _SwiGLUGradients(
-        Quantised.empty(dy_RF, rows, 2 * width, tiled),
-        None,
-        torch.empty_like(weights_R),
-        torch.empty_like(gate_up_R2F) if wide else None,
+        d_gate_up=Quantised.empty(dy_RF, rows, 2 * width, tiled),
+        y=y,
+        d_weights_R=torch.empty_like(weights_R),
+        d_gate_up_R2F=torch.empty_like(gate_up_R2F) if with_dequantised else None,
     )
-    if wide:
-        made = made._replace(y=torch.empty_like(dy_RF))
-    elif narrow:
-        made = made._replace(y=Quantised.empty(dy_RF, rows, width, tiled))
     if rows:
         _quantised_backward_kernel[(rows,)](
-            dy_RF, gate_up_R2F, weights_R, *made.d_gate_up, made.wide_R2F, made.d_weights_R,
-            *(made.y if narrow else (made.y, None)), width, rows,
+            dy_RF, gate_up_R2F, weights_R, *made.d_gate_up, made.d_gate_up_R2F, made.d_weights_R,
+            *(y if isinstance(y, Quantised) else (y, None)), width, rows,
             TILED=tiled, BY_HAND=INTERPRETED, **row_launch(width, tiled),
         )  # fmt: skip
     return made
@@ -362,7 +391,7 @@ def swiglu_backward_quantised(
 
 @triton.jit
 def _rounded(x, like):
-    """``x`` rounded to the dtype that ``like`` points to, in fp32."""
+    """Return ``x`` rounded to the dtype that ``like`` points to, in fp32."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 

@@ -1,6 +1,6 @@
-"""Permutation: which row each (token, slot) takes once rows are sorted by expert; there and back.
+"""Permutation: the row of each (token, slot) with rows sorted by expert; copying there and back.
 
-A token t that chose experts ``ids[t, 0..K)`` becomes up to K rows; rows lie sorted by expert, and
+A token t that chose experts ``ids[t, 0..K)`` becomes up to K rows. Rows are sorted by expert, and
 within one expert by (token, slot). Worked example with T=3, K=2, E=3 and
 ``ids = [[2, 0], [0, -1], [2, 1]]`` (-1: no expert)::
 
@@ -11,19 +11,19 @@ within one expert by (token, slot). Worked example with T=3, K=2, E=3 and
     row_slot = [1, 2, 5, 0, 4, -1]                      (token * K + slot of each row)
     slot_row = [[3, 0], [1, -1], [4, 2]]                (row of each slot)
 
-With room for 4 rows only, row 4 is dropped: ``offsets`` ends at [2, 3, 4], slot (2, 0) gets -1, and
-``counts`` still tells of all 5.
+With room for 4 rows only, row 4 is dropped: ``offsets`` is [2, 3, 4], slot (2, 0) gets -1, and
+``counts`` still counts all 5.
 
 :func:`expert_indices` is a counting sort in two launches, without atomics: each program counts its
-ids, then ranks them from the counts of the programs before it. Nothing waits for the device.
+ids, then ranks them from the counts of the programs before it. The host does not wait.
 
 The maps then copy tokens to rows and sum rows to tokens, over the slots (t, k) that have a row::
 
     permute:    x_RD[slot_row[t, k]] = x_TD[t]             unpermute:  y_TD[t] = sum over k of
                 weights_R[slot_row[t, k]] = weights_TK[t, k]                   y_RD[slot_row[t, k]]
 
-Each is the other's backward. Going by row would read a token K times. Rows past ``offsets[-1]`` are
-unspecified, and gradients never read them.
+Each is the other's backward. A program takes a token, since taking a row would read each token K
+times. Rows past ``offsets[-1]`` are unspecified, and gradients never read them.
 
 Legend: T tokens, K experts a token, E experts, R rows (T * K, or as many as the row map has room
 for), D width.
@@ -48,12 +48,16 @@ from moetrain.runtime.backend import (
 )
 
 # Launch settings, measured on one H200.
-_TILE, _WARPS = 128, 4  # ids ranked at once, by comparing all pairs
-_MAX_PROGRAMS = 256  # every program reads all programs' counts, so their number is bounded
-_COUNT_ELEMENTS = 16384  # of those counts, this many at once
-# Arguments that routing changes from call to call. Triton would compile anew, for 0.4 s in the
-# midst of training, for each combination of those that are 1 or multiples of 16.
+_TILE, _WARPS = 128, 4
+"""Ids that are ranked at once, by comparing all pairs, and warps of a program."""
+_MAX_PROGRAMS = 256
+"""The most programs: each reads the counts of all."""
+_COUNT_ELEMENTS = 16384
+"""Counts that a program reads at once."""
 _CHANGING = ("programs", "num_rows", "slots", "tiles")
+"""Arguments that routing changes from call to call, for which kernels are not specialised: Triton
+would compile anew, for 0.4 s within a training step, for each combination of those that are 1 or
+multiples of 16."""
 
 
 class ExpertIndices(NamedTuple):
@@ -79,7 +83,10 @@ def expert_indices(
     """Make the index maps of ``topk_ids_TK`` (int32 or int64, -1: no expert) over ``num_experts``.
 
     Args:
-        num_rows: R, at most T * K (None: that). Rows past it are dropped, see above.
+        num_rows: R, at most T * K (None: T * K). Rows past it are dropped, see above.
+
+    Raises:
+        ValueError: shapes, dtypes or the number of rows do not fit.
     """
     if topk_ids_TK.dim() != 2 or topk_ids_TK.dtype not in (torch.int32, torch.int64):
         raise refusal("expert_indices", "int32 or int64 [T, K]", ids=topk_ids_TK)
@@ -99,7 +106,7 @@ def expert_indices(
     return ExpertIndices(
         counts_E=starts.diff().int(),
         offsets_E=starts[1:].clamp(max=rows).int(),
-        # Not a slice, whose length the compiler could not tell for a size it does not know.
+        # Not a slice: the compiler could not tell its length for a size that it does not know.
         row_slot_R=row_slot_N.narrow(0, 0, rows),
         slot_row_TK=torch.where(has_row_N, slot_row_N, -1).int().view_as(topk_ids_TK),
     )
@@ -141,20 +148,20 @@ def _empty_indices(
 
 
 _expert_indices.register_fake(_empty_indices)
-# The sort is what orders rows in the reference.
+# In the reference the sort orders the rows.
 worth_saving("routing", torch.ops.moetrain.expert_indices.default, torch.ops.aten.sort.stable)
 
 
 @triton.jit
 def _load_ids(ids, slot, slots, E):
-    """The ids of some slots, -1 past the last slot and for ids outside 0..E-1."""
+    """Return the ids of some slots, -1 past the last slot and for ids outside 0..E-1."""
     expert = tl.load(ids + slot, slot < slots, other=-1).to(tl.int32)
     return tl.where((expert >= 0) & (expert < E), expert, -1)
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def _count_kernel(ids, counts, slots, E, tiles, TILE: tl.constexpr, EXPERTS: tl.constexpr):
-    """``counts[program, expert]``: the program's ``tiles * TILE`` ids by expert."""
+    """Count the program's ``tiles * TILE`` ids by expert: ``counts[program, expert]``."""
     program = tl.program_id(0)
     column = tl.arange(0, EXPERTS)
     total = tl.zeros([EXPERTS], tl.int32)
@@ -181,11 +188,12 @@ def _rank_kernel(
     EXPERTS: tl.constexpr,
     COUNT_ROWS: tl.constexpr,
 ):
-    """The row of each of the program's ids, and the slot of each such row."""
+    """Store the row of each of the program's ids, and the slot of each such row."""
     program = tl.program_id(0)
     column = tl.arange(0, EXPERTS)
     before = tl.zeros([EXPERTS], tl.int32)
     total = tl.zeros([EXPERTS], tl.int32)
+    # 1. Ids of each expert, in the programs before this one and in all.
     for start in range(0, programs, COUNT_ROWS):
         other = start + tl.arange(0, COUNT_ROWS)
         mask = (other < programs)[:, None] & (column < E)[None, :]
@@ -196,9 +204,11 @@ def _rank_kernel(
     if program == 0:
         tl.store(counts_out + column, total, column < E)
         tl.store(offsets_out + column, tl.minimum(end, num_rows), column < E)
+    # 2. The first row of each expert that is this program's. Slots without an expert take the rows
+    # behind all others.
     next_row = end - total + before
-    # Slots without an expert take the rows behind all others.
     next_unused = tl.sum(total, axis=0) + program * tiles * TILE - tl.sum(before, axis=0)
+    # 3. Rank the ids, a tile at a time.
     order = tl.arange(0, TILE)
     for i in range(tiles):
         slot = (program * tiles + i) * TILE + order
@@ -214,7 +224,8 @@ def _rank_kernel(
         next_unused += TILE - tl.sum(here, axis=0)
 
 
-_COLUMNS, _ROW_WARPS = 1024, 2  # columns a program copies or sums, measured on one H200
+_COLUMNS, _ROW_WARPS = 1024, 2
+"""Columns that a program copies or sums, and its warps, measured on one H200."""
 
 
 def permute(
@@ -226,7 +237,10 @@ def permute(
     """Copy tokens and routing weights to rows ``x_RD``, ``weights_R`` sorted by expert.
 
     A token's gradient is the fp32 sum over its rows, rounded once. ``x_TD`` is contiguous. Without
-    weights, those of the rows are empty.
+    weights ``weights_R`` is empty.
+
+    Raises:
+        ValueError: shapes do not fit, or ``x_TD`` is not contiguous.
     """
     shape = indices.slot_row_TK.shape
     if x_TD.dim() != 2 or x_TD.shape[:1] != shape[:1]:
@@ -340,7 +354,7 @@ def rows_of(
     num_rows: int,
     x_RD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Permute as :func:`permute` within an op, to the memory of ``x_RD`` if it is given."""
+    """Copy as :func:`permute` does, within an op; ``x_RD`` receives the rows if it is given."""
     if x_RD is None:
         x_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     weights_R = None if weights_TK is None else weights_TK.new_empty(num_rows)
@@ -360,7 +374,7 @@ def sum_rows(
     weights_R: torch.Tensor | None = None,
     weights_TK: torch.Tensor | None = None,
 ) -> None:
-    """Sum each token's rows in slot order, and fetch the weights of its slots."""
+    """Sum each token's rows in slot order to ``x_TD``, and copy ``weights_R`` to ``weights_TK``."""
     tokens, slots = slot_row_TK.shape
     width = x_TD.shape[1]
     grid = (tokens, triton.cdiv(width, _COLUMNS))
@@ -418,9 +432,9 @@ def _sum_kernel(
 
 
 def transpose_blocks(x_RD: torch.Tensor, sizes_GM: torch.Tensor) -> torch.Tensor:
-    """Put blocks of rows that lie by g, then by m, in the order of m, then g; x_RD if M is 1.
+    """Reorder blocks of rows from (g, m) to (m, g); return ``x_RD`` itself if M is 1.
 
-    ``sizes_GM`` are the rows of each (integers on the host), which add up to R.
+    ``sizes_GM`` has the rows of each block (integers on the host), which add up to R.
     """
     groups = sizes_GM.shape[1]
     if groups == 1:

@@ -1,12 +1,12 @@
-"""The experts' matrix products: grouped by expert, and the router's in fp32.
+"""The experts' matrix products, grouped by expert, and the router's, in fp32.
 
-This is the one place that names torch's grouped GEMM, and the one that chooses between it and ours
-(:mod:`moetrain.kernels.experts.grouped`), which has its bits. Rows of ``a`` are sorted by group;
-group g is rows ``offsets[g-1]:offsets[g]``. Outputs and gradients of rows past ``offsets[-1]`` are
-uninitialised memory (0 x NaN is NaN, so nothing may reduce over them).
+This module alone names torch's grouped GEMM, and chooses between it and ours
+(:mod:`moetrain.kernels.experts.grouped`). Both have the same bits. Rows of ``a`` are sorted by
+group, and group g has the rows ``offsets[g-1]:offsets[g]``. Outputs and gradients of rows past
+``offsets[-1]`` are uninitialised memory. Nothing may reduce over them, since 0 x NaN is NaN.
 
 :func:`router_logits` is ``x @ weight^T`` in fp32 at the speed of bf16: products of bf16 numbers are
-exact in fp32, in which tensor cores add. The upstream gradient is fp32, and split into two bf16
+exact in fp32, in which tensor cores add. The upstream gradient is fp32. It is split into two bf16
 numbers that hold its leading 16 bits, ``d = high + low + O(2^-17) d``::
 
     dx = [high low] @ [weight; weight]        d_weight = high^T @ x + low^T @ x
@@ -31,11 +31,12 @@ from moetrain.runtime.backend import (
     worth_saving,
 )
 
-_ALIGNMENT_BYTES = 16  # torch's grouped GEMM reads rows through 16-byte vectors
+_ALIGNMENT_BYTES = 16
+"""torch's grouped GEMM reads rows in vectors of 16 bytes."""
 
 
 def width_multiple(dtype: torch.dtype) -> int:
-    """Return the number that widths of matrices in ``dtype`` must be multiples of on a GPU."""
+    """Return the number of which widths of matrices in ``dtype`` must be multiples on a GPU."""
     return _ALIGNMENT_BYTES // dtype.itemsize
 
 
@@ -50,9 +51,11 @@ def grouped_mm(
 ) -> torch.Tensor:
     """Return ``out[r] = a[r] @ b[group of r]``: [R, M] x [E, M, N] -> [R, N], in ``a``'s dtype.
 
-    ``offsets_E`` is int32. On a GPU ``b``'s widths are multiples of 16 bytes
-    (:func:`width_multiple`). The product is fast in bf16, and on a CPU in fp16 and fp32. Other
+    ``offsets_E`` is int32. The product is fast in bf16, and on a CPU in fp16 and fp32. Other
     dtypes, and other widths on a CPU, take a loop that waits for the device.
+
+    Raises:
+        ValueError: on a GPU ``b``'s widths are not multiples of 16 bytes (:func:`width_multiple`).
     """
     if a_RM.dtype == torch.float64:
         return _mm_reference(a_RM, b_EMN, offsets_E)
@@ -67,8 +70,8 @@ def grouped_mm(
     return _grouped_mm(a_RM, b_EMN, offs=offsets_E)
 
 
-# On a CPU the product takes fp32 and fp16, too, but its shape function does not. The loop over
-# groups reads their sizes, which a compiler must not see.
+# An op for two reasons: torch's shape function refuses fp32 and fp16, which its product takes on a
+# CPU, and the loop over groups reads their sizes, which a compiler must not see.
 @torch.library.custom_op("moetrain::grouped_mm", mutates_args=())
 def _opaque_mm(
     a_RM: torch.Tensor,
@@ -86,7 +89,7 @@ def _opaque_outer(
     g_RN: torch.Tensor,
     offsets_E: torch.Tensor,
 ) -> torch.Tensor:
-    """``out[e] = a[rows of e]^T @ g[rows of e]``: [E, M, N]."""
+    """Return ``out[e] = a[rows of e]^T @ g[rows of e]``: [E, M, N]."""
     if a_RM.is_cuda or not _is_aligned(a_RM.dtype, a_RM.shape[1], g_RN.shape[1]):
         return _outer_reference(a_RM, g_RN, offsets_E)
     return _grouped_mm(a_RM.T, g_RN, offs=offsets_E)
@@ -117,7 +120,7 @@ def grouped_weight_grad(
 ) -> torch.Tensor:
     """Return ``out[e] = a[rows of e]^T @ g[rows of e]``: [R, M] x [R, N] -> [E, M, N].
 
-    It is the gradient of :func:`grouped_mm` in ``b``. A group without rows gives zeros.
+    It is the gradient of :func:`grouped_mm` by ``b``. A group without rows gives zeros.
     """
     if a_RM.dtype == torch.float64:
         return _outer_reference(a_RM, g_RN, offsets_E)
@@ -132,7 +135,7 @@ def grouped_weight_grad(
 def _differentiate_mm(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     a_RM, b_EMN, offsets_E = ctx.saved_tensors
     _, is_trained, _ = ctx.needs_input_grad
-    g_RN = g_RN.contiguous()  # a gradient may come expanded, which the product rejects
+    g_RN = g_RN.contiguous()  # the product rejects an expanded gradient
     return gradients(
         _opaque_mm,
         a_RM=_opaque_mm(g_RN, b_EMN.transpose(1, 2), offsets_E),
@@ -178,8 +181,11 @@ def router_logits(
     Args:
         x_TD: any floating dtype; bf16 takes the fast path, others the reference.
         weight_ED: any floating dtype; it is rounded to ``x``'s. Its gradient has its own dtype.
-        wide: take the weight as it is. In the fast path three numbers of bf16 then stand for each
-            of fp32, so that products are exact.
+        wide: do not round the weight. In the fast path each fp32 number is then the sum of three
+            bf16 numbers, so that products are exact.
+
+    Raises:
+        ValueError: shapes do not fit.
     """
     if x_TD.dim() != 2 or weight_ED.dim() != 2 or x_TD.shape[1] != weight_ED.shape[1]:
         raise refusal("router_logits", "[T, D] and [E, D]", x=x_TD, weight=weight_ED)
@@ -190,7 +196,7 @@ def router_logits(
         weight_ED = weight_ED.to(dtype)
         rest_ED = weight_ED.detach() - weight_ED.detach().to(x_TD.dtype)
         middle_ED = rest_ED.to(x_TD.dtype).to(dtype)
-        # The first part's gradient, in fp32, is the weight's.
+        # The gradient of the first part, in fp32, is that of the weight.
         three = (weight_ED - rest_ED, middle_ED, rest_ED - middle_ED)
         parts = _router_logits(x_TD, torch.cat(three))
         high_TE, middle_TE, low_TE = parts.chunk(3, dim=1)
@@ -213,7 +219,7 @@ def _router_logits_backward(
     x_TD: torch.Tensor,
     weight_ED: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of ``x``, and those of ``weight`` from each part, fp32 [2E, D]."""
+    """Return the gradients of ``x``, and of ``weight`` by each part, fp32 [2E, D]."""
     d_x_TD = parts_T2E @ weight_ED.to(x_TD.dtype).repeat(2, 1)
     return d_x_TD, _wide_product(parts_T2E.t(), x_TD)
 
@@ -237,7 +243,7 @@ def _(parts_T2E, x_TD, weight_ED):
 
 def _differentiate_logits(ctx: Any, d_logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x_TD, weight_ED = ctx.saved_tensors
-    # The split is outside the op, so that the compiler fuses it.
+    # Outside the op, so that the compiler fuses the split.
     high_TE = d_logits_TE.to(x_TD.dtype)
     low_TE = (d_logits_TE - high_TE.float()).to(x_TD.dtype)
     parts_T2E = torch.cat((high_TE, low_TE), dim=1)

@@ -7,7 +7,7 @@ The gradients for an upstream ``dy`` are::
 Worked example, one row, F = 2: a = 3 and -1, w 2 and dy 1 give y = 18 and 0, d_a = 12 and 0, and
 d_w = 9.
 
-Rows are independent: a row of uninitialised memory (past the last expert's) spoils no other.
+Rows are independent: uninitialised rows, past those of the last expert, change no other row.
 
 Legend: R rows, F expert width.
 """
@@ -41,6 +41,9 @@ def relu2(
     Args:
         a_RF: bf16, fp16 or fp32, contiguous.
         weights_R: routing weights, any floating dtype, differentiable too; None: ones.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
     """
     if a_RF.dim() != 2 or (weights_R is not None and weights_R.shape != a_RF.shape[:1]):
         raise refusal("relu2", "[R, F] and one weight a row", a=a_RF, weights=weights_R)
@@ -91,7 +94,7 @@ def relu2_gradients(
     weights_R: torch.Tensor,
     y_RF: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``d_a`` and ``d_weights`` within an op; ``y_RF`` receives :func:`relu2`."""
+    """Return ``d_a`` and ``d_weights``, within an op; ``y_RF`` receives :func:`relu2`."""
     rows, width = dy_RF.shape
     d_a_RF, d_weights_R = torch.empty_like(a_RF), torch.empty_like(weights_R)
     _backward_kernel[(rows,)](

@@ -1,14 +1,13 @@
-"""Copies of busy experts: which rank gets which, who takes which rows, and the copying.
+"""Redundant experts: the plan which rank gets copies of which experts and rows, and the copying.
 
-Every rank has L = E / W experts of its own and N places behind them. From the counts of all ranks'
-choices each makes the same plan: the busiest rank gives rows of its busiest expert to the idlest
-rank with a free place, as many as bring either to the mean or leave none, and so on. So a move ends
-one rank's excess or another's lack, or empties an expert. Where places suffice no rank has more
-rows than the mean, rounded up; a move of fewer than ``least`` rows ends the plan, for it would cost
-more than it saves.
+Every rank has L = E / W experts of its own and N places for copies behind them. From the counts of
+all ranks' choices each rank makes the same plan, move by move: the busiest rank gives rows of its
+busiest expert to the idlest rank with a free place. It gives as many as bring one of the two ranks
+to the mean, or all rows of the expert. A move of fewer than ``least`` rows would cost more than it
+saves, and ends the plan. If places suffice, no rank has more rows than the mean, rounded up.
 
-A row stays on its own rank as far as that has a place of its expert and a share left; what remains
-goes to the other holders by its position among all ranks' rows. Worked example with W=2, L=2, N=1,
+A row stays on its own rank if that has a place of its expert and a share left. The other rows go to
+the other holders by their position among all ranks' rows. Worked example with W=2, L=2, N=1,
 ``least`` 1::
 
     rows of experts   0  1 | 2  3       rank 0 has 11 of 14, 7 are its share:
@@ -18,12 +17,12 @@ goes to the other holders by its position among all ranks' rows. Worked example 
     experts_WN        [-1], [0]
     rows              5  2  - | 3  0  4       rank 0's 5 rows of expert 0 stay, rank 1's 4 as well
 
-Experts' weights are copied into the places, and gradients of copies are added in fp32 to those of
-the experts, in the order of places, rounded once. Copies are written into, and gradients read from,
-memory that all ranks of a machine share: SMs move them, since what to move is known on the device
-alone, where no copy engine reads it.
+Experts' weights are copied into the places. The gradients of copies are added in fp32 to those of
+the experts, in the order of places, and rounded once. Both go through memory that all ranks of a
+machine share. SMs move them, and not copy engines, since only the device knows the plan.
 
-After EPLB's redundant experts (https://github.com/deepseek-ai/EPLB), planned anew for each batch.
+The idea is that of EPLB's redundant experts (https://github.com/deepseek-ai/EPLB). Here the plan is
+made anew for each batch.
 
 Legend: W ranks, E experts, L of them on a rank, N places for copies on a rank, T tokens, K choices
 of a token, P = W * (L + N) places in all.
@@ -47,22 +46,24 @@ from moetrain.runtime.backend import (
 )
 
 _PLAN_WARPS = 4
-_BLOCK, _COPY_WARPS, _PARTS = 8192, 8, 32  # numbers a program moves at once, parts of an expert
+_BLOCK, _COPY_WARPS, _PARTS = 8192, 8, 32
+"""Elements that a program moves at once, its warps, and the programs that share an expert."""
 
 
 class ReplicaPlan(NamedTuple):
-    """A plan as one rank sees it, int32 on the counts' device; no plan makes the host wait."""
+    """A plan as one rank sees it, int32 on the counts' device. The host never waits for it."""
 
     experts_WN: torch.Tensor
-    """The expert in each rank's places for copies, -1: none. The same on every rank."""
+    """The expert in each rank's places for copies; -1: none. The same on every rank."""
     rows_WE: torch.Tensor
-    """How many rows of each expert each rank takes. The same on every rank."""
+    """The number of rows of each expert that each rank takes. The same on every rank."""
     places_WE: torch.Tensor
-    """Where each rank has each expert, counted over all ranks' places; -1: nowhere."""
+    """The place of each expert on each rank, counted over the places of all ranks; -1: none."""
     bounds_WE: torch.Tensor
-    """Up to which of this rank's rows of an expert ranks take them, of those that do not stay."""
+    """The end, among this rank's rows of an expert, of those that each rank takes. The first
+    :attr:`stay_E` rows stay here, whatever the bounds are."""
     stay_E: torch.Tensor
-    """How many of this rank's rows of each expert stay here."""
+    """The number of this rank's rows of each expert that stay here."""
 
 
 def plan_replicas(
@@ -72,12 +73,15 @@ def plan_replicas(
     least: int = 1,
     backend: Backend = "auto",
 ) -> ReplicaPlan:
-    """Plan where copies go, as ``rank`` sees it.
+    """Return the plan as ``rank`` sees it.
 
     Args:
-        counts_WE: int32, the choices of every rank's tokens.
-        spare: N.
+        counts_WE: int32, the number of choices of each expert by every rank's tokens.
+        spare: N, the number of places for copies on each rank.
         least: the fewest rows that are worth a copy.
+
+    Raises:
+        ValueError: E is not a multiple of W, or the counts are not int32.
     """
     ranks, experts = counts_WE.shape
     if experts % ranks or counts_WE.dtype != torch.int32:
@@ -107,12 +111,14 @@ def _plan_reference(
 ) -> ReplicaPlan:
     ranks, experts = counts_WE.shape
     local = experts // ranks
+    # 1. Each rank takes all rows of its own experts.
     counts_E = counts_WE.sum(0).tolist()
     homes = [e // local for e in range(experts)]
     rows, places = ([[nothing] * experts for _ in range(ranks)] for nothing in (0, -1))
     for e, home in enumerate(homes):
         rows[home][e], places[home][e] = counts_E[e], home * (local + spare) + e % local
     copies: list[list[int]] = [[] for _ in range(ranks)]
+    # 2. Move rows from the busiest rank to the idlest with a free place, while it is worth a copy.
     share = -(-sum(counts_E) // ranks)
     while True:
         load = [sum(row) for row in rows]
@@ -129,6 +135,7 @@ def _plan_reference(
         rows[idle][e] += moved
         places[idle][e] = idle * (local + spare) + local + len(copies[idle])
         copies[idle].append(e)
+    # 3. Split this rank's rows: those that stay, and the bounds of those that go to other ranks.
     experts_WN = [row + [-1] * (spare - len(row)) for row in copies]
     rows_WE = counts_WE.new_tensor(rows)
     stay_WE = torch.minimum(counts_WE, rows_WE)
@@ -155,7 +162,7 @@ def _plan_kernel(
     count = tl.load(counts + at, mask, other=0)
     local = E // W
     home = e // local
-    left = tl.sum(count, axis=0)  # of each expert's rows, what its own rank keeps
+    left = tl.sum(count, axis=0)  # the rows of each expert that its own rank keeps
     is_home = (home[None, :] == w[:, None]) & mask
     row = tl.where(is_home, left[None, :], 0)
     place = tl.where(is_home, (home * (local + spare) + e % local)[None, :], -1)
@@ -202,8 +209,12 @@ def place_ids(
     rank: int,
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """Return the place (int32 [T, K], -1: none) of each choice in ``ids_TK`` (int32), whose
-    ``indices`` over all experts are given."""
+    """Return the place of each choice in ``ids_TK``, int32 [T, K]; -1: none.
+
+    Args:
+        ids_TK: int32, this rank's choices.
+        indices: the index maps of ``ids_TK`` over all experts.
+    """
     if use_fast(backend, ids_TK):
         places_TK = torch.empty_like(ids_TK)
         slots = ids_TK.numel()
@@ -259,7 +270,7 @@ class Exchange(NamedTuple):
     addresses_W: torch.Tensor
     """int64 on the device, where every rank's shared memory begins."""
     backend: Backend
-    """How the copying is done."""
+    """The implementation that copies."""
 
 
 def send_experts(exchange: Exchange) -> None:
@@ -297,7 +308,7 @@ def copy_used(
     rank: int,
     backend: Backend = "auto",
 ) -> None:
-    """Copy the rows of places of ``rank`` that have a copy; the others may be left as they are."""
+    """Copy the rows of those places of ``rank`` that have a copy; others are unspecified."""
     spare, numel = target_NM.shape
     if not use_fast(backend, target_NM):
         target_NM.copy_(source_NM)

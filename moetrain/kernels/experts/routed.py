@@ -1,4 +1,4 @@
-"""What a router decides: the experts of each token, their weights, and how often each is chosen.
+"""A router's decision: the experts of each token, their weights, and how often each is chosen.
 
     w_te = s_te / max(sum over the chosen e of s_te, min_sum) * scale,    s: softmax or sigmoid
 
@@ -12,20 +12,20 @@ import torch
 
 
 class Routed(NamedTuple):
-    """The decision of one router call, and its sums over tokens, which balancing needs."""
+    """The decision of one router call, and the sums over tokens that the balancing losses need."""
 
     ids_TK: torch.Tensor
-    """int32, the largest s + bias first; -1 for a pad."""
+    """int32: each token's experts, that with the largest s + bias first; -1 for a pad."""
     weights_TK: torch.Tensor
-    """fp32, differentiable."""
+    """fp32, differentiable: the routing weights; 0 for a pad."""
     counts_E: torch.Tensor
     """int32: (token, slot) pairs that chose each expert."""
     prob_sum_E: torch.Tensor
-    """fp32, differentiable: the sum of softmax(logits)."""
+    """fp32, differentiable: the sum over tokens of softmax(logits)."""
     z_sum: torch.Tensor
-    """As above, of logsumexp(logits)^2 (arXiv 2202.08906)."""
+    """fp32, differentiable: the sum over tokens of logsumexp(logits)^2 (arXiv 2202.08906)."""
     entropy_sum: torch.Tensor
-    """fp32, no gradient: of softmax's entropy in nats."""
+    """fp32, no gradient: the sum over tokens of softmax's entropy in nats."""
 
 
 def weighted(
@@ -50,12 +50,12 @@ def weighted(
 
 
 def balanced_ids(logits_TE: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return experts that tokens take in turns, ``ids_TK``: counts of two differ by one at most.
+    """Return round-robin ``ids_TK``: the counts of two experts differ by one at most.
 
-    The distance between the experts of one token is coprime to E, so that every expert comes up
-    equally often. A token's K experts then span two thirds of them: spread over expert-parallel
-    ranks about as natural routing spreads them (K=8 over 8 ranks touches 5.3 on average), where
-    neighbours would flatter communication.
+    The stride between the experts of one token is coprime to E, so that every expert comes up
+    equally often. A token's K experts span two thirds of all experts. That spreads them over ranks
+    about as natural routing does (K=8 over 8 ranks touches 5.3 on average). Neighbouring experts
+    would touch fewer ranks, and make communication look cheaper than it is.
     """
     tokens, num_experts = logits_TE.shape
     stride = max(1, round(2 * num_experts / (3 * top_k)))
@@ -76,11 +76,12 @@ def rerouted(
     scale: float = 1.0,
     min_sum: float = 0.0,
 ) -> Routed:
-    """Replace the choice in ``routed`` by ``ids_TK``; its weights follow from the scores.
+    """Replace the choice in ``routed`` by ``ids_TK``; the weights follow from the scores.
 
     Args:
-        routed: what :func:`router_topk` returned for ``logits_TE`` and the other arguments.
-        ids_TK: integers; below 0 for pads alone, which get no expert whatever is said there.
+        routed: the result of :func:`~moetrain.kernels.experts.router.router_topk` for
+            ``logits_TE`` and the other arguments.
+        ids_TK: integers; only those of pads may be negative. Pads get no expert in any case.
     """
     scores_TE = logits_TE.sigmoid() if score == "sigmoid" else logits_TE.softmax(-1)
     ids_TK = ids_TK.clamp(min=0).long()

@@ -3,11 +3,11 @@
     p = softmax(logits)      s = p (or sigmoid(logits))      chosen = the K largest of s + bias
     weight = scale * s[chosen], divided by max(sum of s[chosen], min_sum) if ``normalize``
 
-``bias`` moves the choice only, never the weights (auxiliary-loss-free balancing, arXiv 2408.15664).
-With expert groups (DeepSeek-V3, arXiv 2412.19437) the choice is among the ``topk_groups`` groups
-whose two best s + bias have the largest sums, or whose best is largest (``best_of_group``, as
-DeepSeek-V2, arXiv 2405.04434, has it). All arithmetic is fp32. Equal scores go to the lower
-expert id, equal group scores to the lower group. Padding is left out of everything.
+``bias`` changes the choice only, never the weights (auxiliary-loss-free balancing, arXiv
+2408.15664). With expert groups (DeepSeek-V3, arXiv 2412.19437) the choice is among the experts of
+the best ``topk_groups`` groups. A group's score is the sum of its two largest s + bias, or the
+largest alone (``best_of_group``, DeepSeek-V2, arXiv 2405.04434). All arithmetic is fp32. Of equal
+scores the lower expert id wins, and of equal group scores the lower group. Padding counts nowhere.
 
 Worked example, E=4, K=2, softmax, normalised: logits [0, ln 3, 0, ln 4] give
 p = [1, 3, 1, 4] / 9, ids [3, 1], weights [4/7, 3/7]; a tie between experts 0 and 2 would go to 0.
@@ -37,10 +37,10 @@ from moetrain.runtime.backend import (
 
 _MAX_EXPERTS = 512
 _MAX_K = 32
-# 16 tokens of 128 experts: 16 values a thread in every tile-sized variable. Measured on one H200.
 _TILE_ELEMENTS = 2048
-# Up to so many tokens a tile has no more rows than tokens, where no sum depends on it.
+"""Logits of a tile: 16 tokens of 128 experts, 16 values a thread. Measured on one H200."""
 _FEW = 16
+"""Up to this many tokens a tile has no more rows than tokens, if no sum depends on it."""
 _MAX_PROGRAMS = 264  # two for each of an H200's multiprocessors; more only adds partial sums
 _TAKEN = tl.constexpr(-(2**63))  # below the key of every score
 
@@ -64,11 +64,15 @@ def router_topk(
 
     Args:
         bias_E: fp32, added to the scores for the choice only.
-        is_pad_T: bool, which tokens are padding; None: none.
-        num_groups: equal groups of consecutive experts; the choice is within ``topk_groups``.
+        is_pad_T: bool, True for padding; None: no token is padding.
+        num_groups: the number of equal groups of consecutive experts; the choice is within
+            ``topk_groups`` of them.
         best_of_group: score a group by its best expert, instead of its two best.
         scale: multiplies the weights.
-        min_sum: what ``normalize`` divides by at least, for scores that are all but zero.
+        min_sum: the smallest divisor of ``normalize``, for scores close to zero.
+
+    Raises:
+        ValueError: shapes, dtypes or numbers do not fit.
     """
     if logits_TE.dim() != 2 or not logits_TE.is_floating_point():
         raise refusal("router_topk", "floating [T, E]", logits=logits_TE)
@@ -195,12 +199,13 @@ def _router_topk(
     padded_members = triton.next_power_of_2(M)
     columns = padded_groups * padded_members
     rows, warps, slots = max(1, _TILE_ELEMENTS // columns), 4, triton.next_power_of_2(k)
-    if T <= _FEW and columns == 128 and slots == 8:  # a warp has whole rows, as among many
+    # With few tokens a tile is smaller. A warp still has whole rows, so the sums' order stays.
+    if T <= _FEW and columns == 128 and slots == 8:
         rows = triton.next_power_of_2(max(1, T))
         warps = min(warps, rows)
-    # No token still takes one program, whose zeros are the sums.
+    # Without tokens one program still runs: its zeros are the sums.
     num_programs = max(1, min(triton.cdiv(T, rows), _MAX_PROGRAMS))
-    alone = num_programs == 1  # its sums are the sums
+    alone = num_programs == 1  # the sums of its tokens are the results
     counts_PE = counts_E if alone else counts_E.new_empty((num_programs, E))
     sums_PE = logits_TE.new_empty((0 if alone else num_programs, E + 2))
     is_pad = None if is_pad_T is None else is_pad_T.contiguous().view(torch.uint8)
@@ -304,13 +309,13 @@ def _differentiate(
 
 
 _router_topk.register_autograd(_differentiate, setup_context=_save)
-# The sort is what chooses in the reference.
+# In the reference the sort makes the choice.
 worth_saving("routing", torch.ops.moetrain.router_topk.default, torch.ops.aten.sort.stable)
 
 
 @triton.jit
 def _keys(score, col, C: tl.constexpr):
-    """int64 keys whose order is (score, lower column first): a plain maximum breaks ties."""
+    """Return int64 keys ordered by score, then by lower column: a plain maximum breaks ties."""
     # + 0.0 turns -0.0 into 0.0; the xor orders negative floats as signed integers.
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -319,7 +324,7 @@ def _keys(score, col, C: tl.constexpr):
 
 @triton.jit
 def _column(key, C: tl.constexpr):
-    """The column that :func:`_keys` put into ``key``."""
+    """Return the column that :func:`_keys` put into ``key``."""
     return (C - 1 - (key & 0xFFFFFFFF)).to(tl.int32)
 
 
@@ -328,7 +333,7 @@ def _drop_groups(
     choice, is_expert, topk_groups, B: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr,
     BEST: tl.constexpr,
 ):  # fmt: skip
-    """``choice`` [B, GP * MP] with -inf outside each row's best ``topk_groups`` groups."""
+    """Return ``choice`` [B, GP * MP] with -inf outside each row's best ``topk_groups`` groups."""
     member = tl.arange(0, MP)
     group = tl.arange(0, GP)
     keys = tl.where(is_expert, _keys(choice, tl.arange(0, GP * MP)[None, :] % MP, MP), _TAKEN)
@@ -359,8 +364,11 @@ def _drop_groups(
 
 @triton.jit
 def _sum_of_slots(weights, C: tl.constexpr, B: tl.constexpr, S: tl.constexpr):
-    """The sum of each row's S weights. Of 8 among 128 experts it is added up in pairs, so that its
-    order is no layout's: ((0 + 1) + (4 + 5)) + ((2 + 3) + (6 + 7))."""
+    """Return the sum of each row's S weights.
+
+    For 8 slots and 128 experts it is added up in pairs, ((0 + 1) + (4 + 5)) + ((2 + 3) + (6 + 7)),
+    so that its order does not depend on the compiler's layout.
+    """
     if C == 128 and S == 8:
         pairs = tl.sum(tl.reshape(weights, (B, 4, 2)), axis=2)
         return tl.sum(tl.sum(tl.reshape(pairs, (B, 2, 2)), axis=1), axis=1)
@@ -376,9 +384,11 @@ def _route_kernel(
     BEST: tl.constexpr, B: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr, S: tl.constexpr,
     ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of B tokens, every num_programs-th one; sums [P, E + 2]: p, then z and entropy.
+    """Route tiles of B tokens; a program takes every num_programs-th tile.
 
-    A program that is alone stores them where they belong."""
+    ``sums`` [P, E + 2] has each program's sums of p, then of z and entropy. A program that is alone
+    stores them as results.
+    """
     C: tl.constexpr = GP * MP
     program = tl.program_id(0)
     col = tl.arange(0, C)
@@ -402,6 +412,7 @@ def _route_kernel(
         probs = exps / total[:, None]
         lse = largest + tl.log(total)
 
+        # 1. Choose: the K largest keys, one after the other.
         choice = tl.sigmoid(logits) if SIGMOID else probs
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert, mask=(col // MP < G) & (col % MP < M), other=0.0)
@@ -416,6 +427,7 @@ def _route_kernel(
             chosen = _column(best, C)
             ids = tl.where(slot[None, :] == j, (chosen // MP * M + chosen % MP)[:, None], ids)
 
+        # 2. Weights of the chosen.
         in_slots = (slot < K)[None, :]
         picked = tl.load(row_ptr[:, None] + ids, mask=in_slots, other=float("-inf"))
         weights = tl.exp(picked - largest[:, None]) / total[:, None]
@@ -433,6 +445,7 @@ def _route_kernel(
         tl.store(ids_ptr + slot_index, ids, mask=in_range[:, None] & in_slots)
         tl.store(weights_ptr + slot_index, weights * scale, mask=in_range[:, None] & in_slots)
 
+        # 3. Statistics. A chosen expert's key is _TAKEN.
         counted = is_counted[:, None] & is_expert
         counts += (counted & (keys == _TAKEN)).to(tl.int32)
         prob_sums += tl.where(counted, probs, 0.0)
@@ -482,10 +495,10 @@ def _route_backward_kernel(
     K: tl.constexpr, E: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
     B: tl.constexpr, C: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """With ds the gradient of the scores and dp that of the probabilities (prob_sum's):
+    """Compute dlogits of ds, the gradient of the scores, and dp, that of the probabilities' sum.
 
-    softmax: ds joins dp;  dlogits = p * (dp - sum(p * dp)) + 2 * dz * lse * p
-    sigmoid: dlogits gains s * (1 - s) * ds
+    softmax: ds is added to dp;  dlogits = p * (dp - sum(p * dp)) + 2 * dz * lse * p
+    sigmoid: s * (1 - s) * ds is added to dlogits
     """
     row = tl.program_id(0) * B + tl.arange(0, B)
     in_range = row < T

@@ -1,8 +1,8 @@
 """SwiGLU with a routing weight, or GeGLU: ``y = act(gate) * up * w`` (arXiv 2002.05202).
 
-With ``s = sigmoid(u)``, ``act(gate) = gate * s``. For SiLU u is ``gate``; for GELU, the one with
-tanh (arXiv 1606.08415), it is ``2 sqrt(2 / pi) (gate + 0.044715 gate^3)``. The gradients for an
-upstream ``dy`` are::
+``act(gate) = gate * s`` with ``s = sigmoid(u)``. For SiLU u is ``gate``. For GELU, in its tanh form
+(arXiv 1606.08415), it is ``2 sqrt(2 / pi) (gate + 0.044715 gate^3)``. The gradients for an upstream
+``dy`` are::
 
     d_up   = dy * w * gate * s
     d_gate = dy * w * up * (s + gate * s * (1 - s) * u')
@@ -11,7 +11,7 @@ upstream ``dy`` are::
 Worked example, one row, F = 1: gate 0, up 3, w 2 and dy 1 give s = 1/2, y = 0, d_up = 0,
 d_gate = 1 * 2 * 3 * 1/2 = 3 and d_w = 0.
 
-Rows are independent: a row of uninitialised memory (past the last expert's) spoils no other.
+Rows are independent: uninitialised rows, past those of the last expert, change no other row.
 
 Legend: R rows, F expert width. ``gate_up`` holds gate in its first F columns and up in the rest.
 """
@@ -51,6 +51,9 @@ def swiglu(
         gate_up_R2F: bf16, fp16 or fp32, contiguous.
         weights_R: routing weights, any floating dtype, differentiable too; None: ones.
         activation: silu, or gelu for GeGLU.
+
+    Raises:
+        ValueError: shapes, dtypes or the activation do not fit.
     """
     is_paired = gate_up_R2F.dim() == 2 and gate_up_R2F.shape[1] % 2 == 0
     if not is_paired or (weights_R is not None and weights_R.shape != gate_up_R2F.shape[:1]):
@@ -123,7 +126,7 @@ def swiglu_gradients(
     activation: str,
     y_RF: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``d_gate_up`` and ``d_weights`` within an op; ``y_RF`` receives :func:`swiglu`."""
+    """Return ``d_gate_up`` and ``d_weights``, within an op; ``y_RF`` receives :func:`swiglu`."""
     rows, width = dy_RF.shape
     d_gate_up_R2F, d_weights_R = torch.empty_like(gate_up_R2F), torch.empty_like(weights_R)
     _backward_kernel[(rows,)](
@@ -151,7 +154,7 @@ _swiglu.register_autograd(_differentiate, setup_context=_save)
 
 @triton.jit
 def _share(gate, GELU: tl.constexpr):
-    """The sigmoid of which the activation is gate's multiple."""
+    """Return the sigmoid s: the activation is ``gate * s``."""
     if GELU:
         gate = gate * (gate * gate * _CUBIC + 1.0) * _SLOPE
     return tl.sigmoid(gate)
