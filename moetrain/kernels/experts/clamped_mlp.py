@@ -184,9 +184,11 @@ def clamped_expert_mlp_backward_op(
     first, second, activation = _parts(matrices, adapters, limit, alpha, scale, offsets_E)
     kept = frame.Saved(*saved)
     found = frame.backward(dy_TD, tokens, first, second, activation, kept, is_trained)
-    of_matrices = [*found.first.of_matrices(), *found.second.of_matrices()]
-    of_adapters = [*found.first.of_adapter(), *found.second.of_adapter()]
-    return [found.x_TD, found.weights_TK, *of_matrices, *of_adapters]
+    if adapters:
+        trained = [*found.first.of_adapter(), *found.second.of_adapter()]
+    else:
+        trained = [*found.first.of_matrices(), *found.second.of_matrices()]
+    return [found.x_TD, found.weights_TK, *trained]
 
 
 @clamped_expert_mlp_backward_op.register_fake

@@ -181,9 +181,11 @@ class ProjectionGradients(NamedTuple):
         """Return those of matrices and bias that there are, in this order."""
         return [x for x in (self.w, self.bias) if x is not None]
 
-    def of_adapter(self) -> list[torch.Tensor]:
-        """Return those of A and B, in this order, if there are any."""
-        return [x for x in (self.a, self.b) if x is not None]
+    def of_adapter(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return those of A and B, which a projection with an adapter has."""
+        assert self.a is not None
+        assert self.b is not None
+        return self.a, self.b
 
 
 class Projection(NamedTuple):

@@ -465,8 +465,9 @@ def adapted_expert_mlp_backward_op(
         frame.Saved(a_R2F, u_Rr, v_Rr),
         is_trained=False,
     )
-    first, second = found.first.of_adapter(), found.second.of_adapter()
-    return found.x_TD, found.weights_TK, *first, *second
+    d_a_gate_up, d_b_gate_up = found.first.of_adapter()
+    d_a_down, d_b_down = found.second.of_adapter()
+    return found.x_TD, found.weights_TK, d_a_gate_up, d_b_gate_up, d_a_down, d_b_down
 
 
 @adapted_expert_mlp_backward_op.register_fake

@@ -327,20 +327,23 @@ def _differentiate_permute(
     ctx: Any, d_x_RD: torch.Tensor, d_weights_R: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     (slot_row_TK,) = ctx.saved_tensors
-    d_weights_R = d_weights_R.contiguous() if ctx.has_weights else None
-    d_x_TD, d_weights_TK = _unpermute(d_x_RD.contiguous(), d_weights_R, slot_row_TK)
-    d_weights_TK = d_weights_TK if ctx.has_weights else None
-    return gradients(_permute, x_TD=d_x_TD, weights_TK=d_weights_TK)
+    d_x_TD, d_weights_TK = _unpermute(
+        d_x_RD.contiguous(), d_weights_R.contiguous() if ctx.has_weights else None, slot_row_TK
+    )
+    return gradients(_permute, x_TD=d_x_TD, weights_TK=d_weights_TK if ctx.has_weights else None)
 
 
 def _differentiate_unpermute(
     ctx: Any, d_x_TD: torch.Tensor, d_weights_TK: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     (slot_row_TK,) = ctx.saved_tensors
-    d_weights_TK = d_weights_TK.contiguous() if ctx.has_weights else None
-    d_x_RD, d_weights_R = _permute(d_x_TD.contiguous(), d_weights_TK, slot_row_TK, ctx.num_rows)
-    d_weights_R = d_weights_R if ctx.has_weights else None
-    return gradients(_unpermute, x_RD=d_x_RD, weights_R=d_weights_R)
+    d_x_RD, d_weights_R = _permute(
+        d_x_TD.contiguous(),
+        d_weights_TK.contiguous() if ctx.has_weights else None,
+        slot_row_TK,
+        ctx.num_rows,
+    )
+    return gradients(_unpermute, x_RD=d_x_RD, weights_R=d_weights_R if ctx.has_weights else None)
 
 
 _permute.register_autograd(_differentiate_permute, setup_context=_save_permuted)
