@@ -10,7 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from moetrain.kernels.experts import grouped, products
+from moetrain.kernels.experts import grouped_frame as frame
 from moetrain.kernels.experts.swiglu import swiglu
+from moetrain.runtime.backend import triton
 
 SIZES = (0, 1, 63, 64, 65, 200, 0, 129, 300, 7)  # rows of each group
 TAIL = 37  # rows past the last group's
@@ -24,16 +26,18 @@ UNWRITTEN = -7.0
 def in_threads(monkeypatch):
     """Make the parts of the kernel plain functions."""
     for name in ("HALF", "COLUMNS", "DEPTH", "STAGES", "PART", "END"):
-        monkeypatch.setattr(grouped, f"_{name}", getattr(grouped, f"_{name}").value)
-    parts = "_tiles _place _steps _next_stage _next_tile _publish _schedule _load _multiply"
-    for name in parts.split():
-        monkeypatch.setattr(grouped, name, getattr(grouped, name).fn)
-    halves = lambda x: np.split(x, 2, axis=1)  # noqa: E731 - as short as what it replaces
-    monkeypatch.setattr(grouped, "_halves", halves)
-    monkeypatch.setattr(grouped, "_fetch", threads.fetch)
-    monkeypatch.setattr(grouped, "_store", threads.store)
-    monkeypatch.setattr(grouped, "gl", threads.GL)
-    monkeypatch.setattr(grouped, "hopper", threads.HOPPER)
+        monkeypatch.setattr(frame, name, getattr(frame, name).value)
+    for name, value in [*vars(frame).items()]:
+        if isinstance(value, triton.JITFunction):
+            monkeypatch.setattr(frame, name, value.fn)
+    monkeypatch.setattr(grouped, "_multiply", grouped._multiply.fn)
+    monkeypatch.setattr(frame, "halves", lambda x: np.split(x, 2, axis=1))
+    monkeypatch.setattr(frame, "fetch", threads.fetch)
+    monkeypatch.setattr(frame, "store", threads.store)
+    monkeypatch.setattr(frame, "reinterpret", threads.reinterpret)
+    for module in (frame, grouped):
+        monkeypatch.setattr(module, "gl", threads.GL)
+        monkeypatch.setattr(module, "hopper", threads.HOPPER)
 
 
 def launch(mode, a, b, outs, weights, height, width, depth, *, is_gated=False, programs=5):
@@ -65,8 +69,8 @@ def launch(mode, a, b, outs, weights, height, width, depth, *, is_gated=False, p
         return [
             (grouped._multiply, (bounds, written, ring, numbers, *sizes, 0)),
             (grouped._multiply, (bounds, written, ring, numbers, *sizes, 1)),
-            (grouped._load, (bounds, ins, ring, numbers, *sizes)),
-            (grouped._schedule, (bounds, counter, numbers, height, width, mode)),
+            (frame.load_pieces, (bounds, ins, ring, numbers, *sizes)),
+            (frame.schedule, (bounds, counter, numbers, height, width, mode)),
         ]
 
     threads.run(programs, parts_of)
@@ -80,7 +84,7 @@ def drawn(*shape, tail=False):
     return x
 
 
-@pytest.mark.parametrize("mode", [grouped._FORWARD, grouped._TRANSPOSED])
+@pytest.mark.parametrize("mode", [frame.FORWARD, frame.TRANSPOSED])
 def test_parts_meet_in_products(in_threads, mode):
     depth, width = 192, 320  # of which the last tile has no more than a quarter
     a = drawn(ROWS + TAIL, depth, tail=True)
@@ -97,7 +101,7 @@ def test_parts_meet_in_weights_gradients(in_threads):
     height, width = 256, 320
     a, g = drawn(ROWS + TAIL, height, tail=True), drawn(ROWS + TAIL, width, tail=True)
     out = np.full((len(SIZES) * height, width), UNWRITTEN, np.float32)
-    launch(grouped._OUTER, a, g, (out,), np.zeros(1), height, width, 0)
+    launch(frame.OUTER, a, g, (out,), np.zeros(1), height, width, 0)
     expected = np.concatenate([a[rows].T @ g[rows] for rows in GROUPS])
     np.testing.assert_allclose(out, expected, atol=1e-3)
 
@@ -129,7 +133,7 @@ def test_a_cpu_takes_torchs_product():
 
 def test_what_is_taken(monkeypatch):
     """By widths, rows and layout, on a GPU that is not there."""
-    monkeypatch.setattr(grouped, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(frame, "is_hopper", lambda device: True)
     with FakeTensorMode(), torch.no_grad():
 
         def empty(*shape, dtype=torch.bfloat16):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_grouped import ENDS, GROUPS, ROWS, SIZES, TAIL, UNWRITTEN, in_threads  # noqa: F401
 
-from moetrain.kernels.experts import grouped
+from moetrain.kernels.experts import grouped_frame as frame
 from moetrain.kernels.quant import grouped_e4m3
 from moetrain.kernels.quant.blocks import QuantisedBlocks, blocks_mm, quantise_blocks
 from moetrain.kernels.quant.e4m3 import Quantised, quantise_rows
@@ -18,16 +18,8 @@ DEPTH, WIDTH = 384, 512
 @pytest.fixture
 def narrow_in_threads(in_threads, monkeypatch):  # noqa: F811
     """Make the parts of this kernel plain functions, too."""
-    for name in ("_HALF", "_COLUMNS", "_DEPTH", "_STAGES", "_PART", "_END"):
-        monkeypatch.setattr(grouped_e4m3, name, getattr(grouped, name))
-    parts = "_tiles _place _steps _next_stage _next_tile _schedule _load _halves"
-    for name in parts.split():
-        monkeypatch.setattr(grouped_e4m3, name, getattr(grouped, name))
-    for name in ("_emit", "_multiply"):
-        monkeypatch.setattr(grouped_e4m3, name, getattr(grouped_e4m3, name).fn)
+    monkeypatch.setattr(grouped_e4m3, "_multiply", grouped_e4m3._multiply.fn)
     monkeypatch.setattr(grouped_e4m3, "_PIECE", 128)
-    monkeypatch.setattr(grouped_e4m3, "_store", threads.store)
-    monkeypatch.setattr(grouped_e4m3, "_reinterpret", threads.reinterpret)
     monkeypatch.setattr(grouped_e4m3, "gl", threads.GL)
     monkeypatch.setattr(grouped_e4m3, "hopper", threads.HOPPER)
 
@@ -74,8 +66,8 @@ def test_parts_meet(narrow_in_threads, tiled):
         return [
             (grouped_e4m3._multiply, (*how, 0)),
             (grouped_e4m3._multiply, (*how, 1)),
-            (grouped._load, (bounds, ins, ring, numbers, *sizes)),
-            (grouped._schedule, (bounds, counter, numbers, 0, WIDTH, 0)),
+            (frame.load_pieces, (bounds, ins, ring, numbers, *sizes)),
+            (frame.schedule, (bounds, counter, numbers, 0, WIDTH, 0)),
         ]
 
     threads.run(5, parts_of)

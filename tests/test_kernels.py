@@ -50,6 +50,7 @@ NOT_KERNELS = {
     "moetrain.kernels.experts.few_tokens",
     "moetrain.kernels.experts.frame",
     "moetrain.kernels.experts.grouped",
+    "moetrain.kernels.experts.grouped_frame",
     "moetrain.kernels.experts.replicas",
     "moetrain.kernels.experts.routed",
     "moetrain.kernels.linear_attention.delta_kernels",
