@@ -27,7 +27,7 @@ from transports import (
     static_sizes,
 )
 
-from moetrain.kernels.experts.deepep import _INSTALL, disconnect
+from moetrain.kernels.experts.deepep import INSTALL, disconnect
 from moetrain.parallel.expert.deepep import DeepEP, DeepEPInside, StaticSizes, why_not
 from moetrain.parallel.expert.dispatch import AllToAll
 from moetrain.parallel.mesh import ParallelDims, build_meshes
@@ -149,7 +149,7 @@ def check_memory() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_on_gpus(world, check):
     if importlib.util.find_spec("deep_ep") is None:
-        pytest.skip(f"needs deep_ep: {_INSTALL}")
+        pytest.skip(f"needs deep_ep: {INSTALL}")
     spawn(world, check, device_type="cuda", timeout=500.0)
 
 
@@ -173,7 +173,7 @@ def check_machines_on_gpus() -> None:
 @pytest.mark.gpu(4)
 def test_machines_on_gpus():
     if importlib.util.find_spec("deep_ep") is None:
-        pytest.skip(f"needs deep_ep: {_INSTALL}")
+        pytest.skip(f"needs deep_ep: {INSTALL}")
     spawn(4, check_machines_on_gpus, device_type="cuda", timeout=500.0)
 
 
@@ -198,7 +198,7 @@ def train_packed(words, ways):
 def test_packed_documents_travel_as_by_the_all_to_all(compiled, tiny_words):
     """From text to an update, in exact and in fixed sizes, where tokens are of uneven documents."""
     if importlib.util.find_spec("deep_ep") is None:
-        pytest.skip(f"needs deep_ep: {_INSTALL}")
+        pytest.skip(f"needs deep_ep: {INSTALL}")
     words = test_parallel.words_of(tiny_words, *PACKED, f"compile.enabled={compiled}")
     deepep = "moe.dispatcher=deepep"
     ways = {

@@ -120,11 +120,11 @@ def invariant_linear(
     is_for_it = x_TD.dtype == torch.bfloat16 and w_ND.shape[1] % 8 == 0
     if not (can_split and is_for_it and use_fast(backend, x_TD)):
         return F.linear(x_TD, w_ND, bias_N)
-    return _invariant_linear(x_TD.contiguous(), w_ND.contiguous(), bias_N)
+    return invariant_linear_op(x_TD.contiguous(), w_ND.contiguous(), bias_N)
 
 
 @torch.library.custom_op("moetrain::invariant_linear", mutates_args=())
-def _invariant_linear(
+def invariant_linear_op(
     x_TD: torch.Tensor,
     w_ND: torch.Tensor,
     bias_N: torch.Tensor | None,
@@ -145,7 +145,7 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@_invariant_linear.register_fake
+@invariant_linear_op.register_fake
 def _(x_TD, w_ND, bias_N):
     return x_TD.new_empty(x_TD.shape[0], w_ND.shape[0])
 
@@ -168,7 +168,7 @@ def _differentiate_linear(ctx: Any, dy_TN: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
-_invariant_linear.register_autograd(_differentiate_linear, setup_context=_save_linear)
+invariant_linear_op.register_autograd(_differentiate_linear, setup_context=_save_linear)
 worth_saving("linear", torch.ops.moetrain.invariant_linear.default)
 
 
@@ -434,7 +434,9 @@ def low_rank_products(
     if not is_for_it or not use_fast(backend, x_TD):
         return tuple(F.linear(x_TD, a) for a in weights)
     sizes = [a.shape[0] for a in weights]
-    return _low_rank_products(x_TD.contiguous(), [a.contiguous() for a in weights]).split(sizes, 1)
+    return low_rank_products_op(x_TD.contiguous(), [a.contiguous() for a in weights]).split(
+        sizes, 1
+    )
 
 
 def add_low_rank(
@@ -487,7 +489,7 @@ class _OfTenants(torch.autograd.Function):
 
 
 @torch.library.custom_op("moetrain::low_rank_products", mutates_args=())
-def _low_rank_products(x_TD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def low_rank_products_op(x_TD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
     padded = [_padded(a) for a in weights]
     u_TR = _product(x_TD, padded)
     if all(a is b for a, b in zip(padded, weights, strict=True)):
@@ -502,7 +504,7 @@ def _padded(w_ND: torch.Tensor) -> torch.Tensor:
     return F.pad(w_ND, (0, 0, 0, missing)) if missing else w_ND
 
 
-@_low_rank_products.register_fake
+@low_rank_products_op.register_fake
 def _(x_TD, weights):
     return x_TD.new_empty(x_TD.shape[0], sum(a.shape[0] for a in weights))
 
@@ -515,4 +517,4 @@ def _differentiate(ctx: Any, du_TR: torch.Tensor) -> tuple[Any, ...]:
     return dx_TD, list(da_RD.split(sizes)) if da_RD is not None else [None] * len(weights)
 
 
-_low_rank_products.register_autograd(_differentiate, setup_context=save_inputs)
+low_rank_products_op.register_autograd(_differentiate, setup_context=save_inputs)

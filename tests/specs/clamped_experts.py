@@ -10,9 +10,9 @@ from moetrain.kernels.experts.clamped_mlp import (
     clamped_expert_mlp_op,
 )
 from moetrain.kernels.experts.clamped_swiglu import (
-    _clamped_swiglu,
-    _clamped_swiglu_backward,
     clamped_swiglu,
+    clamped_swiglu_backward_op,
+    clamped_swiglu_op,
 )
 from specs.experts import BAD_INPUTS, CASES, chosen, cost_of, make_inputs
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
@@ -122,7 +122,7 @@ SPECS = (
         differentiable=("gate_up_R2F", "weights_R", "bias_E2F"),
         select=_used,
         select_grads={"gate_up_R2F": _used, "weights_R": _used},
-        ops=(_clamped_swiglu, _clamped_swiglu_backward),
+        ops=(clamped_swiglu_op, clamped_swiglu_backward_op),
         bad_inputs={
             r"\(7, 47\).*it takes \[R, 2F\]": lambda i: (
                 i | {"gate_up_R2F": i["gate_up_R2F"][:, 1:]}

@@ -22,8 +22,8 @@ from moetrain.kernels.experts.mlp_fp8 import (
     swiglu_quantised,
 )
 from moetrain.kernels.experts.permutation import expert_indices
-from moetrain.kernels.experts.relu2 import _relu2, _relu2_backward, relu2
-from moetrain.kernels.experts.swiglu import _swiglu, _swiglu_backward, swiglu
+from moetrain.kernels.experts.relu2 import relu2, relu2_backward_op, relu2_op
+from moetrain.kernels.experts.swiglu import swiglu, swiglu_backward_op, swiglu_op
 from moetrain.kernels.quant.e4m3 import quantise_rows
 from moetrain.runtime.backend import Backend
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
@@ -283,7 +283,7 @@ _SWIGLU_SPECS = (
         differentiable=("gate_up_R2F", "weights_R"),
         select=_swiglu_used,
         select_grads={"gate_up_R2F": _swiglu_used, "weights_R": _swiglu_used},
-        ops=(_swiglu, _swiglu_backward),
+        ops=(swiglu_op, swiglu_backward_op),
         bad_inputs={
             r"\(7, 47\).*it takes \[R, 2F\]": lambda i: (
                 i | {"gate_up_R2F": i["gate_up_R2F"][:, 1:]}
@@ -344,7 +344,7 @@ _RELU2_SPECS = (
         differentiable=("a_RF", "weights_R"),
         select=_relu2_used,
         select_grads={"a_RF": _relu2_used, "weights_R": _relu2_used},
-        ops=(_relu2, _relu2_backward),
+        ops=(relu2_op, relu2_backward_op),
         bad_inputs={
             "one weight a row": lambda i: i | {"weights_R": i["weights_R"][1:]},
             "float64.*it takes bf16": lambda i: i | {"a_RF": i["a_RF"].double()},

@@ -4,10 +4,10 @@ import torch
 from torch.nn import functional as F
 
 from moetrain.kernels.small_m import (
-    _invariant_linear,
-    _low_rank_products,
     invariant_linear,
+    invariant_linear_op,
     low_rank_products,
+    low_rank_products_op,
 )
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
@@ -63,7 +63,7 @@ SPECS = (
         tolerance={torch.bfloat16: 1e-2},
         cost=_linear_cost,
         differentiable=("x_TD", "w_ND", "bias_N"),
-        ops=(_invariant_linear,),
+        ops=(invariant_linear_op,),
         bad_inputs={
             r"\[T, D\] and \[N, D\]": lambda x: x | {"w_ND": x["w_ND"][:, 1:]},
             "of one dtype": lambda x: x | {"w_ND": x["w_ND"].half()},
@@ -84,7 +84,7 @@ SPECS = (
         tolerance={torch.bfloat16: 1e-2},
         cost=_cost,
         differentiable=("x_TD", *_MATRICES),
-        ops=(_low_rank_products,),
+        ops=(low_rank_products_op,),
         bad_inputs={
             "up to three": lambda x: x | {"a0_rD": x["a0_rD"][:, 1:]},
             "in x's dtype": lambda x: x | {"a0_rD": x["a0_rD"].half()},

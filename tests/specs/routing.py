@@ -7,22 +7,22 @@ import torch
 
 from moetrain.kernels.experts.permutation import (
     ExpertIndices,
-    _expert_indices,
-    _permute,
-    _unpermute,
     expert_indices,
+    expert_indices_op,
     permute,
+    permute_op,
     unpermute,
+    unpermute_op,
 )
 from moetrain.kernels.experts.products import (
-    _router_logits,
-    _router_logits_backward,
     router_logits,
+    router_logits_backward_op,
+    router_logits_op,
 )
 from moetrain.kernels.experts.router import (
-    _router_topk,
-    _router_topk_backward,
     router_topk,
+    router_topk_backward_op,
+    router_topk_op,
 )
 from moetrain.runtime.backend import Backend
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
@@ -88,7 +88,7 @@ _INDICES_SPECS = (
         benches=(Bench(INDEX_BENCH, {"forward_ms": 0.040}),),
         tolerance={torch.float32: 0.0},
         cost=lambda case: (Cost(bytes=case["T"] * case["K"] * 3 * 4), Cost()),
-        ops=(_expert_indices,),
+        ops=(expert_indices_op,),
         bad_inputs={
             "float32.*takes int32 or int64": lambda i: (
                 i | {"topk_ids_TK": i["topk_ids_TK"].float()}
@@ -158,7 +158,7 @@ _PERMUTE = KernelSpec(
     cost=_rows_cost,
     differentiable=("x_TD", "weights_TK"),
     select=used_rows,
-    ops=(_permute, _unpermute),
+    ops=(permute_op, unpermute_op),
     bad_inputs={
         r"x torch.float32 \(6, 24\)": lambda i: i | {"x_TD": i["x_TD"][1:]},
         "takes a contiguous": lambda i: i | {"x_TD": i["x_TD"].T.contiguous().T},
@@ -176,7 +176,7 @@ _PERMUTATION_SPECS = (
         # The width of a token's routing; that of a token is the backward of unpermute.
         benches=(Bench(INDEX_BENCH | {"D": 16}),),
         differentiable=("x_TD",),
-        ops=(_permute, _unpermute),
+        ops=(permute_op, unpermute_op),
     ),
     KernelSpec(
         name="unpermute",
@@ -189,7 +189,7 @@ _PERMUTATION_SPECS = (
         cost=_rows_cost,
         differentiable=("y_RD",),
         select_grads={"y_RD": used_rows},
-        ops=(_unpermute, _permute),
+        ops=(unpermute_op, permute_op),
         bad_inputs={
             r"y torch.float32 \(13, 24\)": lambda i: i | {"y_RD": i["y_RD"][1:]},
             "takes a contiguous": lambda i: i | {"y_RD": i["y_RD"].T.contiguous().T},
@@ -265,7 +265,7 @@ _ROUTER_SPECS = (
         tolerance={torch.float32: 2e-6},
         cost=_router_cost,
         differentiable=("logits_TE",),
-        ops=(_router_topk, _router_topk_backward),
+        ops=(router_topk_op, router_topk_backward_op),
         bad_inputs={
             "float32 with contiguous rows": lambda i: i | {"logits_TE": i["logits_TE"].bfloat16()},
             "strides": lambda i: i | {"logits_TE": i["logits_TE"].T.contiguous().T},
@@ -310,7 +310,7 @@ _ROUTER_LOGITS_SPECS = (
         tolerance={torch.bfloat16: 3e-3},  # x's gradient is rounded to bf16
         cost=_router_logits_cost,
         differentiable=("x_TD", "weight_ED"),
-        ops=(_router_logits, _router_logits_backward),
+        ops=(router_logits_op, router_logits_backward_op),
         bad_inputs={r"\[T, D\] and \[E, D\]": lambda i: i | {"weight_ED": i["weight_ED"][:, 1:]}},
     ),
 )

@@ -90,7 +90,7 @@ def clamped_swiglu(
         takes = "bf16, fp16 or fp32, both alike"
         raise refusal("clamped_swiglu", takes, gate_up=gate_up_R2F, bias=bias_E2F)
     require_contiguous("clamped_swiglu", gate_up=gate_up_R2F, bias=bias_E2F)
-    return _clamped_swiglu(gate_up_R2F, weights_R.contiguous(), bias_E2F, offsets_E, limit, alpha)
+    return clamped_swiglu_op(gate_up_R2F, weights_R.contiguous(), bias_E2F, offsets_E, limit, alpha)
 
 
 def expert_of_rows(offsets_E: torch.Tensor, rows: int) -> torch.Tensor:
@@ -101,7 +101,7 @@ def expert_of_rows(offsets_E: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 @torch.library.custom_op("moetrain::clamped_swiglu", mutates_args=())
-def _clamped_swiglu(
+def clamped_swiglu_op(
     gate_up_R2F: torch.Tensor,
     weights_R: torch.Tensor,
     bias_E2F: torch.Tensor,
@@ -120,13 +120,13 @@ def _clamped_swiglu(
     return y_RF
 
 
-@_clamped_swiglu.register_fake
+@clamped_swiglu_op.register_fake
 def _(gate_up_R2F, weights_R, bias_E2F, offsets_E, limit, alpha):
     return gate_up_R2F.new_empty(gate_up_R2F.shape[0], gate_up_R2F.shape[1] // 2)
 
 
 @torch.library.custom_op("moetrain::clamped_swiglu_backward", mutates_args=())
-def _clamped_swiglu_backward(
+def clamped_swiglu_backward_op(
     dy_RF: torch.Tensor,
     gate_up_R2F: torch.Tensor,
     weights_R: torch.Tensor,
@@ -141,7 +141,7 @@ def _clamped_swiglu_backward(
     return d_gate_up_R2F, d_weights_R, sum_by_expert(d_gate_up_R2F, None, offsets_E)
 
 
-@_clamped_swiglu_backward.register_fake
+@clamped_swiglu_backward_op.register_fake
 def _(dy_RF, gate_up_R2F, weights_R, bias_E2F, offsets_E, limit, alpha):
     return tuple(torch.empty_like(x) for x in (gate_up_R2F, weights_R, bias_E2F))
 
@@ -194,18 +194,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _differentiate(ctx: Any, dy_RF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     gate_up_R2F, weights_R, bias_E2F, offsets_E = ctx.saved_tensors
-    d_gate_up_R2F, d_weights_R, d_bias_E2F = _clamped_swiglu_backward(
+    d_gate_up_R2F, d_weights_R, d_bias_E2F = clamped_swiglu_backward_op(
         dy_RF.contiguous(), gate_up_R2F, weights_R, bias_E2F, offsets_E, ctx.limit, ctx.alpha
     )
     return gradients(
-        _clamped_swiglu,
+        clamped_swiglu_op,
         gate_up_R2F=d_gate_up_R2F,
         weights_R=d_weights_R,
         bias_E2F=d_bias_E2F,
     )
 
 
-_clamped_swiglu.register_autograd(_differentiate, setup_context=_save)
+clamped_swiglu_op.register_autograd(_differentiate, setup_context=_save)
 
 
 @triton.jit

@@ -38,7 +38,8 @@ from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.runtime.annotate import annotate
 from moetrain.runtime.backend import gradients, worth_saving
 
-_INSTALL = "pip install tokenspeed-deepep==1.2.1.post20251110"
+INSTALL = "pip install tokenspeed-deepep==1.2.1.post20251110"
+"""The command that installs the package."""
 _LIBRARIES = ("nvshmem/lib/libnvshmem_host.so.*", "nccl/lib/libnccl.so.*")
 
 
@@ -49,7 +50,7 @@ def load_deep_ep() -> ModuleType:
         ImportError: it is not installed, or does not load.
     """
     if importlib.util.find_spec("deep_ep") is None:
-        raise ImportError(f"the package deep_ep is not installed; {_INSTALL}")
+        raise ImportError(f"the package deep_ep is not installed; {INSTALL}")
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
     try:
@@ -60,7 +61,7 @@ def load_deep_ep() -> ModuleType:
         return importlib.import_module("deep_ep")
     # 2.x asserts that torch loaded the NCCL it was built with.
     except (ImportError, OSError, AssertionError) as error:
-        raise ImportError(f"the package deep_ep does not load ({error}); {_INSTALL}") from error
+        raise ImportError(f"the package deep_ep does not load ({error}); {INSTALL}") from error
 
 
 _SEND_TOKENS = {2: (24, 16), 4: (16, 16)}

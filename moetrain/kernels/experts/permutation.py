@@ -92,7 +92,7 @@ def expert_indices(
         raise refusal("expert_indices", "int32 or int64 [T, K]", ids=topk_ids_TK)
     rows = topk_ids_TK.numel() if num_rows is None else num_rows
     if use_fast(backend, topk_ids_TK):
-        return ExpertIndices(*_expert_indices(topk_ids_TK.contiguous(), num_experts, rows))
+        return ExpertIndices(*expert_indices_op(topk_ids_TK.contiguous(), num_experts, rows))
     ids_N = topk_ids_TK.reshape(-1)
     # "No expert" sorts behind every expert.
     keys_N = torch.where(ids_N < 0, num_experts, ids_N)
@@ -113,7 +113,7 @@ def expert_indices(
 
 
 @torch.library.custom_op("moetrain::expert_indices", mutates_args=())
-def _expert_indices(
+def expert_indices_op(
     ids_TK: torch.Tensor,
     num_experts: int,
     num_rows: int,
@@ -147,7 +147,7 @@ def _empty_indices(
     return counts, offsets, row_slot, slot_row
 
 
-_expert_indices.register_fake(_empty_indices)
+expert_indices_op.register_fake(_empty_indices)
 # In the reference the sort orders the rows.
 worth_saving("routing", torch.ops.moetrain.expert_indices.default, torch.ops.aten.sort.stable)
 
@@ -250,7 +250,7 @@ def permute(
     if use_fast(backend, x_TD):
         require_contiguous("permute", x=x_TD)
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
-        return _permute(x_TD, weights_TK, indices.slot_row_TK, indices.row_slot_R.shape[0])
+        return permute_op(x_TD, weights_TK, indices.slot_row_TK, indices.row_slot_R.shape[0])
     used_R = indices.row_slot_R >= 0
     slot_R = indices.row_slot_R.clamp(min=0)
     # where, not a product: the gradient of an unused row may hold NaN.
@@ -270,7 +270,7 @@ def unpermute(
         raise refusal("unpermute", "[R, D]", y=y_RD, row_slot_R=indices.row_slot_R)
     if use_fast(backend, y_RD):
         require_contiguous("unpermute", y=y_RD)
-        return _unpermute(y_RD, None, indices.slot_row_TK)[0]
+        return unpermute_op(y_RD, None, indices.slot_row_TK)[0]
     # -1, an absent row, indexes the last row, which is zeros.
     rows_TKD = F.pad(y_RD, (0, 0, 0, 1))[indices.slot_row_TK]
     wide = torch.promote_types(y_RD.dtype, torch.float32)
@@ -278,7 +278,7 @@ def unpermute(
 
 
 @torch.library.custom_op("moetrain::permute", mutates_args=())
-def _permute(
+def permute_op(
     x_TD: torch.Tensor,
     weights_TK: torch.Tensor | None,
     slot_row_TK: torch.Tensor,
@@ -287,14 +287,14 @@ def _permute(
     return rows_of(x_TD, weights_TK, slot_row_TK, num_rows)
 
 
-@_permute.register_fake
+@permute_op.register_fake
 def _(x_TD, weights_TK, slot_row_TK, num_rows):
     weights_R = x_TD.new_empty(0) if weights_TK is None else weights_TK.new_empty(num_rows)
     return x_TD.new_empty(num_rows, x_TD.shape[1]), weights_R
 
 
 @torch.library.custom_op("moetrain::unpermute", mutates_args=())
-def _unpermute(
+def unpermute_op(
     x_RD: torch.Tensor,
     weights_R: torch.Tensor | None,
     slot_row_TK: torch.Tensor,
@@ -304,7 +304,7 @@ def _unpermute(
     return x_TD, weights_TK
 
 
-@_unpermute.register_fake
+@unpermute_op.register_fake
 def _unpermute_fake(x_RD, weights_R, slot_row_TK):
     x_TD = x_RD.new_empty(slot_row_TK.shape[0], x_RD.shape[1])
     return x_TD, x_RD.new_empty(0) if weights_R is None else weights_R.new_empty(slot_row_TK.shape)
@@ -327,27 +327,27 @@ def _differentiate_permute(
     ctx: Any, d_x_RD: torch.Tensor, d_weights_R: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     (slot_row_TK,) = ctx.saved_tensors
-    d_x_TD, d_weights_TK = _unpermute(
+    d_x_TD, d_weights_TK = unpermute_op(
         d_x_RD.contiguous(), d_weights_R.contiguous() if ctx.has_weights else None, slot_row_TK
     )
-    return gradients(_permute, x_TD=d_x_TD, weights_TK=d_weights_TK if ctx.has_weights else None)
+    return gradients(permute_op, x_TD=d_x_TD, weights_TK=d_weights_TK if ctx.has_weights else None)
 
 
 def _differentiate_unpermute(
     ctx: Any, d_x_TD: torch.Tensor, d_weights_TK: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     (slot_row_TK,) = ctx.saved_tensors
-    d_x_RD, d_weights_R = _permute(
+    d_x_RD, d_weights_R = permute_op(
         d_x_TD.contiguous(),
         d_weights_TK.contiguous() if ctx.has_weights else None,
         slot_row_TK,
         ctx.num_rows,
     )
-    return gradients(_unpermute, x_RD=d_x_RD, weights_R=d_weights_R if ctx.has_weights else None)
+    return gradients(unpermute_op, x_RD=d_x_RD, weights_R=d_weights_R if ctx.has_weights else None)
 
 
-_permute.register_autograd(_differentiate_permute, setup_context=_save_permuted)
-_unpermute.register_autograd(_differentiate_unpermute, setup_context=_save_summed)
+permute_op.register_autograd(_differentiate_permute, setup_context=_save_permuted)
+unpermute_op.register_autograd(_differentiate_unpermute, setup_context=_save_summed)
 
 
 def rows_of(

@@ -192,13 +192,13 @@ def router_logits(
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     if x_TD.dtype == torch.bfloat16 and use_fast(backend, x_TD):
         if not wide:
-            return _router_logits(x_TD, weight_ED)
+            return router_logits_op(x_TD, weight_ED)
         weight_ED = weight_ED.to(dtype)
         rest_ED = weight_ED.detach() - weight_ED.detach().to(x_TD.dtype)
         middle_ED = rest_ED.to(x_TD.dtype).to(dtype)
         # The gradient of the first part, in fp32, is that of the weight.
         three = (weight_ED - rest_ED, middle_ED, rest_ED - middle_ED)
-        parts = _router_logits(x_TD, torch.cat(three))
+        parts = router_logits_op(x_TD, torch.cat(three))
         high_TE, middle_TE, low_TE = parts.chunk(3, dim=1)
         return (low_TE + middle_TE) + high_TE
     weight_ED = weight_ED if wide else weight_ED.to(x_TD.dtype)
@@ -206,7 +206,7 @@ def router_logits(
 
 
 @torch.library.custom_op("moetrain::router_logits", mutates_args=())
-def _router_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+def router_logits_op(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
     weight_ED = weight_ED.to(x_TD.dtype)
     if x_TD.is_cuda:
         return small_m.wide_product(x_TD, weight_ED.contiguous())
@@ -214,7 +214,7 @@ def _router_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("moetrain::router_logits_backward", mutates_args=())
-def _router_logits_backward(
+def router_logits_backward_op(
     parts_T2E: torch.Tensor,
     x_TD: torch.Tensor,
     weight_ED: torch.Tensor,
@@ -230,12 +230,12 @@ def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.float() @ b.float()
 
 
-@_router_logits.register_fake
+@router_logits_op.register_fake
 def _(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
     return x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0], dtype=torch.float32)
 
 
-@_router_logits_backward.register_fake
+@router_logits_backward_op.register_fake
 def _(parts_T2E, x_TD, weight_ED):
     experts, width = weight_ED.shape
     return torch.empty_like(x_TD), x_TD.new_empty(2 * experts, width, dtype=torch.float32)
@@ -247,10 +247,10 @@ def _differentiate_logits(ctx: Any, d_logits_TE: torch.Tensor) -> tuple[torch.Te
     high_TE = d_logits_TE.to(x_TD.dtype)
     low_TE = (d_logits_TE - high_TE.float()).to(x_TD.dtype)
     parts_T2E = torch.cat((high_TE, low_TE), dim=1)
-    d_x_TD, d_weights_2ED = _router_logits_backward(parts_T2E, x_TD, weight_ED)
+    d_x_TD, d_weights_2ED = router_logits_backward_op(parts_T2E, x_TD, weight_ED)
     high_ED, low_ED = d_weights_2ED.chunk(2)
     return d_x_TD, (high_ED + low_ED).to(weight_ED.dtype)
 
 
-_router_logits.register_autograd(_differentiate_logits, setup_context=save_inputs)
+router_logits_op.register_autograd(_differentiate_logits, setup_context=save_inputs)
 worth_saving("linear", torch.ops.moetrain.router_logits.default)

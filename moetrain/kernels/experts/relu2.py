@@ -57,11 +57,11 @@ def relu2(
     require_contiguous("relu2", a=a_RF)
     if weights_R is None:
         weights_R = a_RF.new_ones(a_RF.shape[0], dtype=torch.float32)
-    return _relu2(a_RF, weights_R.contiguous())
+    return relu2_op(a_RF, weights_R.contiguous())
 
 
 @torch.library.custom_op("moetrain::relu2", mutates_args=())
-def _relu2(a_RF: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
+def relu2_op(a_RF: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
     rows, width = a_RF.shape
     y_RF = torch.empty_like(a_RF)
     grid = (rows, triton.cdiv(width, _COLS))
@@ -69,13 +69,13 @@ def _relu2(a_RF: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
     return y_RF
 
 
-@_relu2.register_fake
+@relu2_op.register_fake
 def _(a_RF: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(a_RF)
 
 
 @torch.library.custom_op("moetrain::relu2_backward", mutates_args=())
-def _relu2_backward(
+def relu2_backward_op(
     dy_RF: torch.Tensor,
     a_RF: torch.Tensor,
     weights_R: torch.Tensor,
@@ -83,7 +83,7 @@ def _relu2_backward(
     return relu2_gradients(dy_RF, a_RF, weights_R)
 
 
-@_relu2_backward.register_fake
+@relu2_backward_op.register_fake
 def _(dy_RF, a_RF, weights_R):
     return torch.empty_like(a_RF), torch.empty_like(weights_R)
 
@@ -105,10 +105,10 @@ def relu2_gradients(
 
 def _differentiate(ctx: Any, dy_RF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     a_RF, weights_R = ctx.saved_tensors
-    return _relu2_backward(dy_RF.contiguous(), a_RF, weights_R)
+    return relu2_backward_op(dy_RF.contiguous(), a_RF, weights_R)
 
 
-_relu2.register_autograd(_differentiate, setup_context=save_inputs)
+relu2_op.register_autograd(_differentiate, setup_context=save_inputs)
 
 
 @triton.jit

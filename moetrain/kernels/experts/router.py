@@ -98,7 +98,7 @@ def router_topk(
     is_fast = use_fast(backend, logits_TE)
     if is_fast:
         _check_fast(logits_TE, k, bias_E)
-    route = _router_topk if is_fast else _reference
+    route = router_topk_op if is_fast else _reference
     weights_TK, prob_sum_E, z_sum, entropy_sum, ids_TK, counts_E = route(
         logits_TE,
         bias_E,
@@ -178,7 +178,7 @@ def _reference(
 
 
 @torch.library.custom_op("moetrain::router_topk", mutates_args=())
-def _router_topk(
+def router_topk_op(
     logits_TE: torch.Tensor,
     bias_E: torch.Tensor | None,
     is_pad_T: torch.Tensor | None,
@@ -226,7 +226,7 @@ def _router_topk(
 
 
 @torch.library.custom_op("moetrain::router_topk_backward", mutates_args=())
-def _router_topk_backward(
+def router_topk_backward_op(
     logits_TE: torch.Tensor,
     ids_TK: torch.Tensor,
     grad_weights_TK: torch.Tensor,
@@ -263,7 +263,7 @@ def _empty_outputs(logits_TE: torch.Tensor, k: int) -> _Outputs:
     )
 
 
-@_router_topk.register_fake
+@router_topk_op.register_fake
 def _(
     logits_TE, bias_E, is_pad_T, k, sigmoid, normalize, num_groups, topk_groups, best_of_group,
     scale, min_sum,
@@ -271,7 +271,7 @@ def _(
     return _empty_outputs(logits_TE, k)
 
 
-@_router_topk_backward.register_fake
+@router_topk_backward_op.register_fake
 def _(
     logits_TE, ids_TK, grad_weights_TK, grad_prob_sum_E, grad_z_sum, sigmoid, normalize, scale,
     min_sum,
@@ -294,7 +294,7 @@ def _differentiate(
     *_: None,
 ) -> tuple[torch.Tensor | None, ...]:
     logits_TE, ids_TK = ctx.saved_tensors
-    grad_logits_TE = _router_topk_backward(
+    grad_logits_TE = router_topk_backward_op(
         logits_TE,
         ids_TK,
         grad_weights_TK,
@@ -305,10 +305,10 @@ def _differentiate(
         scale=ctx.scale,
         min_sum=ctx.min_sum,
     )
-    return gradients(_router_topk, logits_TE=grad_logits_TE)
+    return gradients(router_topk_op, logits_TE=grad_logits_TE)
 
 
-_router_topk.register_autograd(_differentiate, setup_context=_save)
+router_topk_op.register_autograd(_differentiate, setup_context=_save)
 # In the reference the sort makes the choice.
 worth_saving("routing", torch.ops.moetrain.router_topk.default, torch.ops.aten.sort.stable)
 

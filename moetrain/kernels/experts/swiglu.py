@@ -75,11 +75,11 @@ def swiglu(
     require_contiguous("swiglu", gate_up=gate_up_R2F)
     if weights_R is None:
         weights_R = gate_up_R2F.new_ones(gate_up_R2F.shape[0], dtype=torch.float32)
-    return _swiglu(gate_up_R2F, weights_R.contiguous(), activation)
+    return swiglu_op(gate_up_R2F, weights_R.contiguous(), activation)
 
 
 @torch.library.custom_op("moetrain::swiglu", mutates_args=())
-def _swiglu(
+def swiglu_op(
     gate_up_R2F: torch.Tensor,
     weights_R: torch.Tensor,
     activation: str,
@@ -95,7 +95,7 @@ def _swiglu(
     return y_RF
 
 
-@_swiglu.register_fake
+@swiglu_op.register_fake
 def _(
     gate_up_R2F: torch.Tensor,
     weights_R: torch.Tensor,
@@ -105,7 +105,7 @@ def _(
 
 
 @torch.library.custom_op("moetrain::swiglu_backward", mutates_args=())
-def _swiglu_backward(
+def swiglu_backward_op(
     dy_RF: torch.Tensor,
     gate_up_R2F: torch.Tensor,
     weights_R: torch.Tensor,
@@ -114,7 +114,7 @@ def _swiglu_backward(
     return swiglu_gradients(dy_RF, gate_up_R2F, weights_R, activation)
 
 
-@_swiglu_backward.register_fake
+@swiglu_backward_op.register_fake
 def _(dy_RF, gate_up_R2F, weights_R, activation):
     return torch.empty_like(gate_up_R2F), torch.empty_like(weights_R)
 
@@ -143,13 +143,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _differentiate(ctx: Any, dy_RF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     gate_up_R2F, weights_R = ctx.saved_tensors
-    d_gate_up_R2F, d_weights_R = _swiglu_backward(
+    d_gate_up_R2F, d_weights_R = swiglu_backward_op(
         dy_RF.contiguous(), gate_up_R2F, weights_R, ctx.activation
     )
-    return gradients(_swiglu, gate_up_R2F=d_gate_up_R2F, weights_R=d_weights_R)
+    return gradients(swiglu_op, gate_up_R2F=d_gate_up_R2F, weights_R=d_weights_R)
 
 
-_swiglu.register_autograd(_differentiate, setup_context=_save)
+swiglu_op.register_autograd(_differentiate, setup_context=_save)
 
 
 @triton.jit
