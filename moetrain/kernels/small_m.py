@@ -206,7 +206,7 @@ def _product(
             rows, stages = 64, 4
     ends = [sum(sizes[: i + 1]) // columns for i in range(len(sizes))]
     ends += [ends[-1]] * (_MOST_WEIGHTS - len(ends))
-    # The kernel takes three of each, of which it reads the first NUMBER.
+    # The kernel has three arguments of each kind, and reads the first NUMBER.
     padded_weights = [*weights, *[weights[0]] * (_MOST_WEIGHTS - len(weights))]
     padded_biases = [*biases, *[None] * _MOST_WEIGHTS][:_MOST_WEIGHTS]
     if R:

@@ -152,7 +152,7 @@ class Clamped:
 
 
 class Adapter(NamedTuple):
-    """LoRA beside a projection's matrices, which then are frozen, and its bias as well."""
+    """LoRA beside a projection, with its matrices and its bias frozen."""
 
     a: torch.Tensor
     """[E, r, N], or [S, E, r, N] of S tenants; any strides."""
@@ -178,11 +178,11 @@ class ProjectionGradients(NamedTuple):
     """In the shape of :attr:`Adapter.b`."""
 
     def of_matrices(self) -> list[torch.Tensor]:
-        """Return those of matrices and bias that there are, in this order."""
+        """Return the gradients of matrices and bias, without those that are None."""
         return [x for x in (self.w, self.bias) if x is not None]
 
     def of_adapter(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return those of A and B, which a projection with an adapter has."""
+        """Return the gradients of A and B; the projection has an adapter."""
         assert self.a is not None
         assert self.b is not None
         return self.a, self.b
@@ -360,7 +360,7 @@ def backward(
     if second.bias_EM is not None:
         _add_bias_products(dy_TD, tokens, second.bias_EM, d_weights_TK)
     # 5. Gradients of the first projection's parameters. The tokens' rows take the memory of dx_RD,
-    # of which dx_TD has the sums.
+    # which is summed by now.
     if is_trained or first.adapter is not None:
         x_RD, _ = rows_of(x_TD, None, slot_row_TK, len(dx_RD), dx_RD)
         d_first = first.gradients(da_RA, x_RD, saved.u_Rr, du_Rr, None, offsets_E)

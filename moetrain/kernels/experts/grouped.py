@@ -18,7 +18,7 @@ Legend: R rows, E groups (experts), K inner and M, N outer widths, D model width
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 
 from typing import Any
 

@@ -17,12 +17,12 @@ arXiv 2407.08608):
   other, so that one stores its half while the other multiplies. A half without rows does nothing.
 
 :mod:`moetrain.kernels.experts.grouped` multiplies bf16, and
-:mod:`moetrain.kernels.quant.grouped_e4m3` e4m3, of which a piece has as many bytes.
+:mod:`moetrain.kernels.quant.grouped_e4m3` e4m3, in pieces of as many bytes.
 
 Where sums run over a group's rows (mode :data:`OUTER`), rows past the group's end are read as
-zeros, and nothing is stored past it. A descriptor does that, whose bounds move with the group (as
-in ``triton.tools.ragged_tma``). It has two added dimensions. One of them shifts the start to the
-group's end minus 2^30 rows, by an address that wraps around at 2^64 bytes, so that 2^30 is the
+zeros, and nothing is stored past it. A descriptor with bounds that move with the group does that
+(as in ``triton.tools.ragged_tma``). It has two added dimensions. One of them shifts the start to
+the group's end minus 2^30 rows, by an address that wraps around at 2^64 bytes, so that 2^30 is the
 first row out of bounds.
 
 Triton's interpreter does not run Gluon, so a CPU never takes this file.
@@ -274,7 +274,7 @@ def shared_memory(a_desc, out_desc, B_SHAPE: gl.constexpr, B_LAYOUT: gl.constexp
 
 @gluon.jit
 def skip(ring, steps, stage, phase):
-    """Release the pieces of a tile of which a warpgroup has no rows; return stage and phase."""
+    """Release a tile's pieces unread: the warpgroup has no rows in it. Return stage and phase."""
     _, _, ready, empty = ring
     for _ in range(steps):
         hopper.mbarrier.wait(ready.index(stage), phase)

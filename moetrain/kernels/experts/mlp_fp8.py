@@ -395,7 +395,7 @@ def _rounded(x, like):
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # which changes from call to call
+@triton.jit(do_not_specialize=["num_rows"])  # it changes from call to call
 def _quantised_forward_kernel(
     gate_up, weights, values, scales, width, num_rows,
     BLOCK: tl.constexpr, PART: tl.constexpr, BY_HAND: tl.constexpr,

@@ -36,7 +36,7 @@ _ALIGNMENT_BYTES = 16
 
 
 def width_multiple(dtype: torch.dtype) -> int:
-    """Return the number of which widths of matrices in ``dtype`` must be multiples on a GPU."""
+    """Return the number that divides the widths of matrices in ``dtype`` that a GPU multiplies."""
     return _ALIGNMENT_BYTES // dtype.itemsize
 
 

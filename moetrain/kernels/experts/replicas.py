@@ -1,4 +1,4 @@
-"""Redundant experts: the plan which rank gets copies of which experts and rows, and the copying.
+"""Redundant experts: a plan of each rank's copies of experts and of its rows, and the copying.
 
 Every rank has L = E / W experts of its own and N places for copies behind them. From the counts of
 all ranks' choices each rank makes the same plan, move by move: the busiest rank gives rows of its
@@ -255,7 +255,8 @@ def _place_kernel(
 
 
 class Exchange(NamedTuple):
-    """One matrix of the experts, of which copies or their gradients go through shared memory."""
+    """One matrix of the experts and its copies, or the gradients of both, and the memory between
+    ranks."""
 
     experts_LM: torch.Tensor
     """This rank's experts, or their gradients, a row each."""
