@@ -150,7 +150,7 @@ class Trainer(Run):
                 self.start_clocks()
                 with suppress(GivenUp):  # a stop signal came within a step: nothing of it is kept
                     while self.goes_on:
-                        result = self.train_step()
+                        result = self.train_step()  # batches, forward_backward, step
                         self.count_step(result.skipped)
                         if self.is_log_due():
                             self.log_step(result)

@@ -248,15 +248,22 @@ def pair_datasets(data: Data) -> list[PairDataset]:
 
 
 def chosen_objective(
-    config: Config, pairs: Sequence[PairDataset], given: objectives.Objective[Any] | None
+    config: Config, pairs: Sequence[PairDataset], own: objectives.Objective[Any] | None
 ) -> objectives.Objective[Any]:
-    """Return the objective without routers' losses; ConfigError: data and settings name several."""
+    """Return the objective, without the routers' losses.
+
+    Args:
+        pairs: the data's rows of preferences; empty: it has none.
+        own: the program's objective; None: ``train.objective`` decides.
+
+    Raises ConfigError: settings and program name two, or the data does not suit the objective.
+    """
     name = config.train.objective
-    if given is not None:
+    if own is not None:
         if config.is_set("train.objective"):
             problem = f"{name!r}, but the program gives another (objective=)"
             raise ConfigError("train.objective", f"{problem}; leave one of them out")
-        return given
+        return own
     if name == "next_token":
         return objectives.CrossEntropy()
     if not pairs:

@@ -202,7 +202,7 @@ class RankSizes:
         numels: Mapping[str, int],
         rules: Mapping[str, Rule],
     ) -> None:
-        """Add up what lies on pipeline rank ``rank``.
+        """Add up the memory of pipeline rank ``rank``.
 
         Args:
             in_flight: micro-batches whose activations one of its stages holds at once, over all
@@ -359,7 +359,7 @@ class RankSizes:
         return _Block(numbers, unsharded, saved, backward, copies)
 
     def peak(self, sleep: SleepName | None) -> MemoryEstimate:
-        """Estimate the moment of a training step that takes most.
+        """Estimate the moment of a training step that needs most memory.
 
         ``sleep``: memory of generation that is freed during updates; None: nothing generates.
         """
@@ -497,7 +497,7 @@ class RankSizes:
         return self._unlike_kept * self.share.width * numbers
 
     def _cache(self) -> float:
-        """Count bytes of one rank's keys, values and states; one slot more is nobody's."""
+        """Count bytes of one rank's keys, values and states; one slot belongs to no sequence."""
         rl, cp = self.config.rl, self.config.parallel.cp
         if rl.apart:  # others have it
             return 0.0
@@ -510,7 +510,8 @@ class RankSizes:
 def _copied_bytes(
     numel: int, rule: Rule, dims: ParallelDims, ep: int, dtype: torch.dtype, *, is_here: bool
 ) -> float:
-    """Count what generation copies of a weight, where training has another or none ``is_here``."""
+    """Count the bytes of a weight that generation copies, since training has another or none
+    ``is_here``."""
     used, is_expert = rule.gather or dtype, rule.style == "expert"
     if rule.generated is not None:
         return numel // ep * rule.generated.bytes_per_element

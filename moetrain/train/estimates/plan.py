@@ -1,13 +1,13 @@
 """Memory of devices and hosts: the report of ``--dry_run``, and the refusal of runs that do not
 fit.
 
-:func:`plan_memory` plans for devices that need not be here. Where a run does not fit, settings are
-tried in the order of what they cost, each by the same estimate, until one does; only those are
-tried that change results by no more than rounding. Left out on purpose: speed, which
+:func:`plan_memory` plans for devices that need not be here. If a run does not fit, settings are
+tried from the cheapest on, by the same estimate, until one fits. Only settings are tried that
+change results by no more than rounding. Left out on purpose: speed, which
 :mod:`moetrain.train.estimates.speed` estimates.
 
-:func:`check_host` is about host memory, most of it pinned: a process that takes too much is killed
-without a word. Processes of a machine share it, so ranks tell one another what they will take. The
+:func:`check_host` checks host memory, most of it pinned: the system kills a process that takes too
+much, without a message. Processes of a machine share its memory, so ranks exchange their needs. The
 limit of a control group (of the second version) decides where there is one, beside which too little
 free memory is worth a warning alone: some virtual machines get memory only as they use it. Left out
 on purpose: the few GiB that a process takes anyway, and host memory of settings that are tried.

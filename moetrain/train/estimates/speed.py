@@ -1,9 +1,10 @@
 """An estimate of the time of a training step, from the parts' own counts and measured rates.
 
-A step's products, the bytes that its other kernels move, its update and its messages are counted
-for each pipeline rank, and divided by what a GPU reaches of its datasheet. What gathers and
-reductions of parameters take beyond the products is exposed; so are tensor parallel collectives and
-dispatch, which nothing hides. Pipelines are simulated by their schedule.
+A step's matrix products, the bytes that its other kernels move, its update and its messages are
+counted for each pipeline rank, and divided by the rates that a GPU reaches of its datasheet.
+Gathers and reductions of parameters overlap the products, and count only as far as they take
+longer. Tensor parallel collectives and dispatch overlap nothing. Pipelines are simulated by their
+schedule.
 
 Shares of the datasheet were measured on H200s (docs/benchmarks.md: where the step of 24 layers
 goes); for other GPUs they are taken to be the same. Nothing was measured between machines.
@@ -95,7 +96,8 @@ class StepClock:
         self.others += rank.matrices * rank.vocabulary_numbers
 
     def travel(self, size: float, ranks: int, span: int) -> float:
-        """Return how long ``ranks`` among ``span`` neighbours take to receive ``size`` bytes."""
+        """Return the seconds in which ``ranks`` among ``span`` neighbours receive ``size``
+        bytes."""
         machines = min(ranks, self.dims.machines(span))
         across = size * (1 - 1 / machines) / NETWORK_RATE
         return max(size * (1 - 1 / ranks) / self.link, across)
@@ -144,7 +146,7 @@ class StepClock:
     # ---- of one micro-batch --------------------------------------------------------------------
 
     def part(self, part: Part) -> tuple[float, float]:
-        """Estimate a part's forward and its backward, but for weights that are moved."""
+        """Estimate a part's forward and backward, without the movement of weights."""
         seq_len, activation = self.config.data.seq_len, self.config.activation
         own = self.share.tokens / self.dims.tp
         kept = activation.save if activation.policy == "selective" else ()
@@ -181,7 +183,7 @@ class StepClock:
         return (lora_rank > 0) * (rows * widths * seconds + _ADAPTING / 2)
 
     def exchanges(self, part: Part) -> list[tuple[str, float, tuple[int, int]]]:
-        """List what a part brings here from all ranks of a mesh axis: bytes, and how often."""
+        """List a part's messages: mesh axis, bytes, and their numbers in forward and backward."""
         dims, stream = self.dims, self.rank.residual_bytes
         if part.style == "routed":
             top_k = getattr(part, "num_experts_per_token", 1)
@@ -194,7 +196,7 @@ class StepClock:
         return found
 
     def weights_moved(self) -> tuple[float, float]:
-        """Estimate the reading of weights, and the writing and adding up of their gradients."""
+        """Estimate how long forward and backward move weights and gradients within the device."""
         rank, width = self.rank, self.share.width
         casts = (FP32 + width) * (rank.is_alone and rank.turns > 0)
         sums = rank.trained / self.dims.sharding_ranks * self.gradient * (1 + (self.number > 1))
@@ -203,7 +205,7 @@ class StepClock:
         return numbers * each / self.memory, (numbers * each + written) / self.memory
 
     def _gathers_and_reductions(self) -> float:
-        """Estimate what travels among ranks that shard parameters, and is hidden while it can."""
+        """Estimate the time of gathers and reductions of parameters, before overlap."""
         rank, dims = self.rank, self.dims
         gathers = 2 if rank.turns else 1 / self.number
         reduces = 1 / self.number if self.config.parallel.reduce_at == "last" else 1
