@@ -1,4 +1,4 @@
-"""An estimate, by part, of the memory that a run takes on one device, before anything is built.
+"""Estimates the memory that a run takes on one device, by part, before anything is built.
 
 Weights, gradients and moments follow from the number of parameters and how they are sharded. The
 parts of a block say what they keep for the backward, as autograd or the compiler's partitioner
@@ -51,7 +51,7 @@ class MemoryEstimate:
     """Bytes on one device at a step's peak, by part; they add up to :attr:`total`."""
 
     MARGIN: ClassVar = 0.1
-    """Measured relative error: a run is refused only if it cannot fit despite it."""
+    """Measured relative error. A run is refused only if it cannot fit even with this error."""
 
     weights: float = 0.0
     """This rank's parameters: in fp32 or bf16 if they are trained, else in the compute dtype."""
@@ -71,7 +71,7 @@ class MemoryEstimate:
     """Buffers that ranks of one machine read and write of each other
     (``parallel.fsdp_transport``)."""
     generator: float = 0.0
-    """Weights that generation has for itself, as it stores them."""
+    """Generation's own copy of weights, as it stores them."""
     cache: float = 0.0
     """Generation's keys, values and states."""
     teacher: float = 0.0
@@ -155,7 +155,7 @@ class _Block(NamedTuple):
 
 
 class RankSizes:
-    """The sizes of one pipeline rank, from which its estimates are made.
+    """The sizes of one pipeline rank, the base of its estimates.
 
     Counts of parameters are whole over FSDP ranks, and split over tensor or expert ones.
     """
@@ -164,7 +164,7 @@ class RankSizes:
     def of_ranks(
         cls, config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
     ) -> list[Self]:
-        """Size every pipeline rank; ``dtype`` is the one that is computed in."""
+        """Size every pipeline rank; ``dtype`` is the compute dtype."""
         # Parameters depend on these settings alone, so many plans of one run count them once.
         train = TrainSection(freeze=config.train.freeze)
         sections = {"kernels": config.kernels, "moe": config.moe, "lora": config.lora}
@@ -267,7 +267,7 @@ class RankSizes:
             _copied_bytes(numels[name], rule, dims, ep, dtype, is_here=name in mine)
             for name, rule in rules.items()
         )
-        """Bytes of weights that generation has for itself, over all stages."""
+        """Bytes of generation's own copy of weights, over all stages."""
         codes: Counter[str] = Counter()
         widened: Counter[str] = Counter()
         for name, numel in numels.items():
@@ -277,12 +277,14 @@ class RankSizes:
             if rule.quant_format is not None and rule.is_offloaded and name in mine:
                 codes[layer] += rule.quant_format.num_bytes(numel // dims.sharding_ranks)
         self._widened = max(widened.values(), default=0)
-        """Bytes of a layer's experts that generation widens, where it stores them in codes."""
+        """Bytes of a layer's experts that generation dequantises, if it stores them quantised."""
         self._hosted_codes, self._staged = codes.total(), 2 * max(codes.values(), default=0)
-        """Bytes of codes that lie on the host, and on the device: a block's, and the next one's."""
+        """Bytes of quantised experts on the host, and on the device (a block's and the next
+        one's)."""
         self._regions = turning_regions(config, dims.world_size)
         self._peers = self._shared_bytes(mine, rules, dtype)
-        """Bytes of buffers that other ranks copy from and to; of several machines' ranks none."""
+        """Bytes of buffers that other ranks copy from and to; 0 if the ranks are on several
+        machines."""
 
         self.is_alone = dims.world_size == 1
         self._frees = frees_memory(config, dims.world_size)
@@ -354,7 +356,7 @@ class RankSizes:
             backward -= sum(kept)
             if share.is_compiled:  # each where its own gradients are computed
                 backward = max(m - k + w for m, k, w in zip(made, kept, working, strict=True))
-        # And gradients of the parameters in the compute dtype (fp32 if the weights are).
+        # Also the gradients of parameters in the compute dtype (fp32 if the weights are fp32).
         backward += self.share_trained * (width * numbers + copies)
         return _Block(numbers, unsharded, saved, backward, copies)
 
@@ -417,7 +419,9 @@ class RankSizes:
         rows = self.head_numbers / self.arch.hidden_size
         chunk = min(tokens * rows, CHUNK_ELEMENTS)
         chunk *= width
-        if self.config.kernels.precision == "fp8_gradients":  # codes; the matrix; a sum's next term
+        if (
+            self.config.kernels.precision == "fp8_gradients"
+        ):  # quantised values; the matrix; the next term of the sum
             chunk = 1.75 * chunk + (1 + width) * self.head_numbers
         logits = width * gradients + max(0.0, chunk - backward)
         # The final norm, which is never compiled, and the hidden states.
@@ -452,8 +456,8 @@ class RankSizes:
         )
 
     def received(self) -> Counter[str]:
-        """Return the bytes that context parallelism brings here in a micro-batch's forward, by the
-        values of ``parallel.cp_method``."""
+        """Return the bytes that context parallelism sends here in a micro-batch's forward, for each
+        value of ``parallel.cp_method``."""
         total: Counter[str] = Counter()
         for layer, count in self.layers.items():
             for part in layer:
@@ -471,12 +475,12 @@ class RankSizes:
         return (2 * self._updated - self.orthogonal) * each[self.config.optim.state_dtype]
 
     def saved_bytes(self) -> float:
-        """Count bytes that a checkpoint has of this rank: parameters and moments, no gradients."""
+        """Count this rank's bytes of a checkpoint: parameters and moments, no gradients."""
         each = getattr(torch, self.config.optim.weight_dtype).itemsize
         return each * self._updated + self.moment_bytes() + (_HOSTED_BYTES - FP32) * self._hosted
 
     def _gradients(self, updated: float) -> float:
-        """Count bytes of ``updated`` gradients, and of the fp32 ones that have yet to travel."""
+        """Count bytes of ``updated`` gradients, and of the fp32 ones that are not yet reduced."""
         kept = getattr(torch, self.config.optim.gradient_dtype).itemsize * updated
         adds_unsharded = self._is_accumulating and self.config.parallel.reduce_at == "last"
         if self.is_alone or not adds_unsharded:
