@@ -291,7 +291,7 @@ def test_the_time_of_a_streams_part_does_not_grow():
         choice = {
             "index": 0,
             "token_ids": [i],
-            **asked.said("four", None if i < 29_999 else "stop"),
+            **asked.choice_fields("four", None if i < 29_999 else "stop"),
         }
         part = asked.reply("m", [choice], None if i < 29_999 else (1, 30_000))
         size += len(write(part))

@@ -49,13 +49,13 @@ class Doors(JsonServer):
 
     async def late(self, request):
         body = await self.read(request, lambda body: body)
-        return self.reply(await self.unless_gone(request, asyncio.sleep(0.5, body)))
+        return self.reply(await self.unless_disconnected(request, asyncio.sleep(0.5, body)))
 
     async def never(self, request):
         await self.read(request, lambda body: body)
         self.begun.append("never")
         try:
-            await self.unless_gone(request, asyncio.sleep(600))
+            await self.unless_disconnected(request, asyncio.sleep(600))
         finally:
             self.cancelled.append("never")
 

@@ -14,7 +14,6 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 import torch
 

@@ -84,13 +84,13 @@ class Answer(ABC):
     def updates(self) -> AsyncGenerator[ChoiceUpdate, None]:
         """Yield each token of each choice as it arrives. HTTPException: there is no reply."""
 
-    async def sent(self, request: HTTPRequest) -> Response:
+    async def response(self, request: HTTPRequest) -> Response:
         """Return the response to ``request``. A stream starts when its first token arrives."""
         updates = self.updates()
         if not self.asked.stream:
-            return await self.http.unless_gone(request, self.whole(updates))
+            return await self.http.unless_disconnected(request, self.whole(updates))
         # Wait for the first update, because an error before it still decides the status.
-        first = await self.http.unless_gone(request, anext(updates))
+        first = await self.http.unless_disconnected(request, anext(updates))
         return _Events(self.events(first, updates), updates)
 
     async def whole(self, updates: AsyncGenerator[ChoiceUpdate, None]) -> Response:
@@ -145,7 +145,7 @@ class Answer(ABC):
     def _choice(self, number: int, text: str, updates: list[Update]) -> dict[str, Any]:
         """Return choice ``number`` of a reply, or of a part of one, with its new ``text``."""
         choice = {"index": number, "token_ids": [update.token for update in updates]}
-        choice |= self.asked.said(text, updates[-1].finish_reason)
+        choice |= self.asked.choice_fields(text, updates[-1].finish_reason)
         if self.asked.likeliest is not None:
             name = self.texts[number].text_of
             choice["logprobs"] = self.asked.logprobs_of(updates, name)

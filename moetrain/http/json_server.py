@@ -200,7 +200,7 @@ class JsonServer:
             raise HTTPException(400, "the body is nested too deeply; send it flatter") from None
 
     @staticmethod
-    async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
+    async def unless_disconnected(request: Request, work: Awaitable[_T]) -> _T:
         """Await ``work``. If the client disconnects, cancel it and raise ClientDisconnect."""
 
         async def wait_for_end() -> None:

@@ -211,7 +211,7 @@ class Completions(_Asked):
         except ValueError as error:
             raise ValueError(f"prompt: {error}") from None
 
-    def said(self, text: str, reason: str | None) -> dict[str, Any]:
+    def choice_fields(self, text: str, reason: str | None) -> dict[str, Any]:
         """Return the fields for ``text`` and the finish ``reason`` of a choice, or of its part."""
         return {"text": text, "finish_reason": reason}
 
@@ -338,7 +338,7 @@ class Chat(_Asked):
         named = [f for f in functions if isinstance(f.get("name"), str)]
         return {f["name"]: f.get("parameters") or {} for f in named}
 
-    def said(self, text: str, reason: str | None) -> dict[str, Any]:
+    def choice_fields(self, text: str, reason: str | None) -> dict[str, Any]:
         text, calls = parse_tools(text, self.schemas)
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:

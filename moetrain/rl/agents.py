@@ -158,7 +158,7 @@ class AgentEnvironment(OpenAIServer, Environment):
         if episode is None:
             raise HTTPException(404, _OVER)
         asked = await self.read(request, partial(self.parsed, kind, partial(_AgentAnswer, episode)))
-        return await asked.sent(request)
+        return await asked.response(request)
 
 
 class _AgentEpisode(Episode):
@@ -233,7 +233,7 @@ class _AgentEpisode(Episode):
         is_ended |= any(stop in tokenizer.decode(action) for stop in body.stop)
         reason = "stop" if is_ended else "length"
         text = TextStream(tokenizer, body.stop).push(*action, is_last=True)
-        return body.said(text, reason), reason
+        return body.choice_fields(text, reason), reason
 
     def _is_end(self, token: int | None) -> bool:
         """Return whether ``token`` ends a turn: the end of a text, or a special token."""

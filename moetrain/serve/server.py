@@ -97,7 +97,7 @@ class CompletionServer(OpenAIServer):
     async def answer(self, kind: type[Completions | Chat], request: HTTPRequest) -> Response:
         """Answer a request of class ``kind``."""
         answer = await self.read(request, partial(self.parsed, kind, partial(_Served, self)))
-        return await answer.sent(request)
+        return await answer.response(request)
 
 
 class _Served(Answer):
