@@ -65,7 +65,7 @@ def be_rank(rank, world, port, words, silence):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    apart._SILENCE_SECONDS, apart._MAX_IN_VAIN = silence, 3
+    apart.SILENCE_SECONDS, apart.MAX_IN_VAIN = silence, 3
     os._exit(run_rl(words))
 
 
@@ -343,7 +343,7 @@ def test_strangers_hold_up_nobody(fleet):
         updating = pool.submit(lambda: fleet.updating(0).__enter__())
         links = [come(address, key, rank) for rank in (2, 1)]
         updating.result(10)  # both have come
-    assert len(fleet._peers) == len(links)
+    assert len(fleet.peers) == len(links)
     assert all(sock.close() is None for sock in silent)
 
 
@@ -382,7 +382,7 @@ def test_places_are_filled_by_what_still_runs(fleet, monkeypatch):
     """One trajectory of a group goes on for long: the others' places are given to more groups."""
     fleet, address, key = fleet
     one = come(address, key, 1)
-    monkeypatch.setattr(fleet, "_expects", 1)
+    monkeypatch.setattr(fleet, "num_expected", 1)
     monkeypatch.setattr(fleet, "settings", fleet.settings.model_copy(update={"max_sequences": 8}))
     with fleet.updating(0):
         pass
@@ -435,7 +435,7 @@ def test_an_error_of_the_learners_own_loses_that_generator_alone(fleet, monkeypa
         pass
     report(one)
     orders_of(one)
-    monkeypatch.setattr(apart._Wire, "copy", Mock(side_effect=torch.OutOfMemoryError("no room")))
+    monkeypatch.setattr(apart.Wire, "copy", Mock(side_effect=torch.OutOfMemoryError("no room")))
     report(two)
     assert two.poll(10)
     two.recv()

@@ -244,7 +244,7 @@ def test_the_trainers_own_pass_is_left_out_where_bits_are_equal(even, tmp_path, 
         return score(engine, batches, temperature)
 
     monkeypatch.setattr("moetrain.rl.learn.score", counted)
-    scored, row = trainer.learner._scored(equal, version=0)
+    scored, row = trainer.learner.scored(equal, version=0)
     assert (passes, scored) == ([1], equal)
     assert row == {"mismatch": 0, "mismatch_share": 0}
     at = (equal[0].targets_BS >= 0).nonzero()[0].tolist()
@@ -252,7 +252,7 @@ def test_the_trainers_own_pass_is_left_out_where_bits_are_equal(even, tmp_path, 
     other[at[0], at[1]] -= 0.5
     for changed, version in (([equal[0]._replace(logprobs_BS=other), *equal[1:]], 0), (equal, 1)):
         passes.clear()
-        scored, row = trainer.learner._scored(changed, version)
+        scored, row = trainer.learner.scored(changed, version)
         assert passes == [1, len(batches) - 1]
         for found, logprobs in zip(scored, scores, strict=True):
             assert torch.equal(found.proximal_BS, logprobs)

@@ -12,7 +12,7 @@ number, so they get the same tokens.
 
 Weights go from the main learner's copy, as they were at an update, straight into a generator's
 parameters between two of its steps, while learners train. They travel over the socket on CPUs, and
-by NCCL in a group of two on GPUs (:class:`_Wire`; copy engines would take its place). Left out on
+by NCCL in a group of two on GPUs (:class:`Wire`; copy engines would take its place). Left out on
 purpose: a generator on several ranks; generators that send weights on.
 """
 
@@ -50,7 +50,7 @@ from moetrain.train.session import resolve_run
 
 _BEAT_SECONDS = 1.0
 """Seconds between two heartbeats of a generator, which a thread of it sends."""
-_SILENCE_SECONDS = 8.0
+SILENCE_SECONDS = 8.0
 """Seconds without a heartbeat after which a generator hangs: its process is stopped, or a call
 holds the interpreter."""
 _STEP_SECONDS = 600.0
@@ -63,7 +63,7 @@ wait there until then. Steps that read prompts are no graphs, and they were half
 each end of a trajectory began another."""
 _MAX_STILLBORN = 3
 """Generators of a rank that may die in a row before they serve; then the run ends."""
-_MAX_IN_VAIN = 10
+MAX_IN_VAIN = 10
 """Generators that may die in a row before any group is over; then the run ends, since some group
 kills them."""
 _KEY = "generators"
@@ -104,7 +104,7 @@ def _over(groups: dict[int, list[Trajectory]]) -> set[int]:
     return {number for number, group in groups.items() if all(t.is_over for t in group)}
 
 
-class _Wire:
+class Wire:
     """A connection, which also copies values of the main learner's model into a generator's."""
 
     index: int | None = None
@@ -186,12 +186,12 @@ class Fleet(Collector):
         super().__init__(generator, environment, settings, stop_ids, longest)
         self._device = world.device
         self._limit = config.launch.join_timeout
-        self._expects = self.settings.generators if world.is_main else 0
+        self.num_expected = self.settings.generators if world.is_main else 0
         """Generators to wait for before the first weights are sent."""
         self._changed = threading.Condition()
         self._new: list[Trajectory] = []
         """Trajectories that no thread knows of, since their groups may be incomplete."""
-        self._peers: list[_Wire] = []
+        self.peers: list[Wire] = []
         self._version: int | None = None
         """Version of the weights to generate with; None: they are being written."""
         self._counts: dict[str, float] = {"generators_lost": 0, "trajectories_restarted": 0}
@@ -230,18 +230,18 @@ class Fleet(Collector):
     def unfinished(self) -> list[Trajectory]:
         self.finish(())
         with self._changed:
-            for peer in self._peers:
+            for peer in self.peers:
                 peer.owes_all = True
             self._changed.notify_all()
-            self._await(lambda: not any(peer.owes_all for peer in self._peers))
+            self._await(lambda: not any(peer.owes_all for peer in self.peers))
             return [t for group in self.groups.values() for t in group]
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
         """Wait until the last weights are sent, then send those that are written inside."""
         with self._changed:
-            self._await(lambda: len(self._peers) >= self._expects)
-            self._await(lambda: all(peer.version == self._version for peer in self._peers))
+            self._await(lambda: len(self.peers) >= self.num_expected)
+            self._await(lambda: all(peer.version == self._version for peer in self.peers))
             self._version = None
         yield
         if self._device.type == "cuda":
@@ -261,10 +261,10 @@ class Fleet(Collector):
     def _await(self, condition: Callable[[], bool]) -> None:
         """Wait, with the lock released, until ``condition``; RunFailed: no generator comes."""
         while not condition():
-            if self._in_vain >= _MAX_IN_VAIN:
-                problem = f"{_MAX_IN_VAIN} generators in a row died, and nothing was over between"
+            if self._in_vain >= MAX_IN_VAIN:
+                problem = f"{MAX_IN_VAIN} generators in a row died, and nothing was over between"
                 raise RunFailed(problem)
-            if not self._changed.wait_for(lambda: self._peers, self._limit):
+            if not self._changed.wait_for(lambda: self.peers, self._limit):
                 problem = f"no generator came within {self._limit:g} s (launch.join_timeout)"
                 raise RunFailed(f"{problem}; {self._counts['generators_lost']} died")
             self._changed.wait(1.0)
@@ -276,14 +276,14 @@ class Fleet(Collector):
         Else all groups are given at once, in one order, so that reruns are the same.
         """
         self._changed.notify_all()
-        if self._version is None or not self._peers:
+        if self._version is None or not self.peers:
             return
         rl = self.settings
-        taken = _over(self.groups).union(*(peer.groups for peer in self._peers))
+        taken = _over(self.groups).union(*(peer.groups for peer in self.peers))
         most = rl.group_size + (1 + _SPARE) * rl.max_sequences if rl.max_staleness else math.inf
         # Groups below 0 are an evaluation's, which the loop waits for: they come first.
         for group in sorted(self.groups.keys() - taken, key=lambda n: (n >= 0, abs(n))):
-            peer = min(self._peers, key=lambda peer: (peer.num_running, peer.index))
+            peer = min(self.peers, key=lambda peer: (peer.num_running, peer.index))
             if peer.num_running >= most:
                 break
             peer.groups[group] = number = len(self.groups[group])
@@ -306,10 +306,10 @@ class Fleet(Collector):
                 connection.deliver_challenge(link, key)
                 connection.answer_challenge(link, key)
                 index, token = link.recv()
-                peer = _Wire(link, dist.PrefixStore(token, store), self.generator.model)
+                peer = Wire(link, dist.PrefixStore(token, store), self.generator.model)
                 with self._changed:
                     peer.index = index
-                    self._peers.append(peer)
+                    self.peers.append(peer)
                     self._hand_out()
                 while True:
                     orders = self._orders(peer, link.recv())
@@ -322,18 +322,18 @@ class Fleet(Collector):
                             self._changed.notify_all()
         finally:  # after an error of this side too: nobody waits for such a generator
             with self._changed:
-                if peer in self._peers:
-                    self._peers.remove(peer)
+                if peer in self.peers:
+                    self.peers.remove(peer)
                     number = sum(peer.groups.values())
                     text = "generator %d is gone: %d trajectories begin again"
                     logger.warning(text, peer.index, number)
                     self._counts["trajectories_restarted"] += number
                     self._counts["generators_lost"] += 1
                     self._in_vain += 1
-                    self._expects = 0
+                    self.num_expected = 0
                     self._hand_out()
 
-    def _orders(self, peer: _Wire, report: Report) -> Orders:
+    def _orders(self, peer: Wire, report: Report) -> Orders:
         """Take a generator's report, and return its orders when there are any or it is busy."""
         with self._changed:
             peer.num_running = report.num_running + len(peer.begun)
@@ -383,7 +383,7 @@ def generate_if_apart(config: Config) -> None:
         os.close(writing)
         stillborn += 1
         beats = b"."
-        while beats and select.select([reading], [], [], _SILENCE_SECONDS)[0]:
+        while beats and select.select([reading], [], [], SILENCE_SECONDS)[0]:
             beats = os.read(reading, 4096)
             if b"s" in beats:
                 stillborn = 0
@@ -409,7 +409,7 @@ class _Serving:
 
     def __init__(self, config: Config, place: LaunchedPlace, pipe: int) -> None:
         self.config, self.place, self._pipe = config, place, pipe
-        self._wire: _Wire | None = None
+        self._wire: Wire | None = None
         self._stepped = math.inf
         threading.Thread(target=self._beat, daemon=True).start()
 
@@ -443,20 +443,20 @@ class _Serving:
             generator, setup.environment, config.rl, stop_ids=(), longest=config.data.seq_len
         )
         try:
-            store = find_ranks(self.place, _SILENCE_SECONDS, again=True)
+            store = find_ranks(self.place, SILENCE_SECONDS, again=True)
             host, port, key = store.get(_KEY).decode().split()
             link = connection.Client((host, int(port)), authkey=bytes.fromhex(key))
             token = secrets.token_hex(8)
             link.send((self.place.rank, token))
             _leave_stopping_to_learners()
-            self._wire = _Wire(link, dist.PrefixStore(token, store), model)
+            self._wire = Wire(link, dist.PrefixStore(token, store), model)
             os.write(self._pipe, b"s")
             self._serve(self._wire, collector)
         except (*_GONE, RunFailed):  # a learner's error is its own to report
             if self._wire is not None and not self._wire.is_gone():
                 raise
 
-    def _serve(self, wire: _Wire, collector: Collector) -> None:
+    def _serve(self, wire: Wire, collector: Collector) -> None:
         """Generate, report and follow orders, until the main learner is gone."""
         generator, groups = collector.generator, []
         figures: Any = generator.scheduler.figures

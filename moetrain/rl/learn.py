@@ -107,7 +107,7 @@ class Learner:
             if len(some)
         ]
         # 2. What the loss needs beside generation's log-probabilities.
-        batches, row = self._scored([batch for update in updates for batch in update], version)
+        batches, row = self.scored([batch for update in updates for batch in update], version)
         if settings.kl_coef:
             pairs = zip(batches, self._at_reference(batches), strict=True)
             batches = [batch._replace(reference_BS=found_BS) for batch, found_BS in pairs]
@@ -128,7 +128,7 @@ class Learner:
             row,
         )
 
-    def _scored(
+    def scored(
         self, batches: list[RolloutBatch], version: int
     ) -> tuple[list[RolloutBatch], dict[str, float]]:
         """Add the trainer's log-probabilities if the loss needs others than generation's.
