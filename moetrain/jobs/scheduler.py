@@ -55,7 +55,8 @@ _LateAnswer = Callable[[], dict[str, Any]]
 _Answers = Mapping[Job, Sequence[_LateAnswer]]
 """Answers to the next requests of each job."""
 _MOST_UNFINISHED = 2
-"""Turns that may stay unfinished: a pass and its update, which alone hides no work of the host."""
+"""Most turns that stay unfinished: a pass and its update. An update alone is too short to hide the
+host's work."""
 _POLL_SECONDS = 5e-4
 """Time between two looks whether the device has computed a turn, while no turn can be begun."""
 LONGEST_WAIT = 0.5
@@ -131,7 +132,7 @@ class Service(AbstractContextManager["Service"]):
         self._stack.close()
 
     def refuse_waiting(self) -> None:
-        """Answer all clients that wait, and from now on those that ask, that the service stops."""
+        """Answer all clients that wait, and all that ask from now on, that the service stops."""
         with self._lock:
             self._is_stopped = True
             for job in self.jobs.values():
@@ -315,7 +316,7 @@ class Service(AbstractContextManager["Service"]):
     def delete(self, name: str) -> Future[None]:
         """Remove a job and its files; the future is done when they are gone.
 
-        When this returns, the disk has a mark by which the next service would remove them.
+        When this returns, a mark on the disk lets the next service remove what is left of them.
         """
         with self._lock:
             job = self.find(name)

@@ -56,7 +56,7 @@ holds the interpreter."""
 _STEP_SECONDS = 600.0
 """Most seconds between two steps of a generator, beside ``rl.step_timeout``. Then it hangs."""
 _PAUSE = 0.01
-"""Seconds after which a busy generator without news reports again."""
+"""Seconds after which a busy generator reports again, with news or without."""
 _SPARE = 1 / 8
 """Share of a generator's slots that must be free before it begins further trajectories. As many
 wait there until then. Steps that read prompts are no graphs, and they were half of all steps when
@@ -105,7 +105,10 @@ def _over(groups: dict[int, list[Trajectory]]) -> set[int]:
 
 
 class Wire:
-    """A connection, which also copies values of the main learner's model into a generator's."""
+    """A connection between the main learner and a generator.
+
+    It also copies values of the learner's model into the generator's.
+    """
 
     index: int | None = None
     """The generator's rank; None: this is the generator's end."""

@@ -40,10 +40,10 @@ class Calls:
         """``limit``: seconds that each call may take."""
         self.limit = limit
         self._plain: dict[Any, tuple[Future[Any], Future[float]]] = {}
-        """For each call a future of the answer, and one of the time when it began. If the answer is
-        an awaitable, it is a future in turn, ..."""
+        """For each call that was started, a future of the answer and one of the time when it began.
+        The answer of an ``async`` method is a future in turn."""
         self._awaited: dict[Any, tuple[Future[Any], float]] = {}
-        """... which moves here, with the call's deadline."""
+        """Such futures, each with its call's deadline."""
         self._loop = asyncio.new_event_loop()
         self._queue: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         """Calls that have not begun, each after the two futures of ``_plain``."""

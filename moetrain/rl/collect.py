@@ -40,7 +40,7 @@ LARGEST_REWARD = 1e12
 summed in fp32, which ends at 3.4e38. Above about 1e19 the norm is infinite, and every step is
 skipped. The rest is room for the gradient of the log-probability."""
 _NUMBERS = (Real, Decimal, np.generic, np.ndarray, torch.Tensor)
-"""Types of which a reward may be an object."""
+"""Types that a reward may have."""
 
 
 # ---- answers of environments ---------------------------------------------------------------------
@@ -158,7 +158,7 @@ class Collector:
         self.groups: dict[int, list[Trajectory]] = {}
         """Trajectories that were begun and not yet returned by :meth:`finish`, by group."""
         self._active: dict[str, _Active] = {}
-        """By the name of the trajectory, which is also the id of its requests."""
+        """Trajectories that are not over, by name. The name is also the id of their requests."""
         self._calls = Calls(self.settings.step_timeout)
         self._demonstrations = Calls(self.settings.step_timeout)
         self._logged: set[str] = set()
