@@ -111,8 +111,11 @@ class JobRoutes(JsonServer):
     async def _handle(self, work: Callable[..., Any], request: HTTPRequest) -> Response:
         names = request.path_params
         if request.method == "POST":
-            wanted = {"wanted": _PROTOBUF} if work == self.forward_backward else {}
-            answer = await self.read(request, partial(work, **names), **wanted)
+            parse = partial(work, **names)
+            if work == self.forward_backward:
+                answer = await self.read(request, parse, _PROTOBUF)
+            else:
+                answer = await self.read(request, parse)
         else:
             answer = await asyncio.to_thread(work, **names)
         if isinstance(answer, Future):  # a removal, which may have to wait for a long turn
@@ -124,7 +127,8 @@ class JobRoutes(JsonServer):
 
     # ---- jobs of a session ---------------------------------------------------------------------
 
-    def create_model(self, body: Any) -> Any:
+    def create_model(self, body: Any) -> dict[str, Any]:
+        """Create a training run."""
         new = _parsed(types.CreateModelRequest, body)
         self._check_base(new.base_model, new.optimizer_config)
         rank, lora = self.config.lora.rank, new.lora_config or types.LoraConfig(rank=0)
@@ -143,7 +147,8 @@ class JobRoutes(JsonServer):
         if optimizer is not None and optimizer.type != "adamw":
             raise Refused(f"optimizer {shortened(optimizer.type)} is not 'adamw'")
 
-    def load_weights(self, body: Any) -> Any:
+    def load_weights(self, body: Any) -> dict[str, Any]:
+        """Let a training run load a save. A body with the id of a session is for a new run."""
         if not isinstance(body, dict) or "session_id" not in body:
             return self.ask("load_weights", body)
         # The first request of a new run.
@@ -155,7 +160,8 @@ class JobRoutes(JsonServer):
         number = self.service.accept(name, request, 0)
         return {"request_id": f"{name}:{number}"}
 
-    def create_sampler(self, body: Any) -> Any:
+    def create_sampler(self, body: Any) -> dict[str, Any]:
+        """Create a sampler of a save, or of the base model."""
         new = _parsed(types.CreateSamplingSessionRequest, body)
         self._check_base(new.base_model)
         if new.base_model is None and new.model_path is None:
@@ -167,11 +173,13 @@ class JobRoutes(JsonServer):
 
     # ---- requests and futures ------------------------------------------------------------------
 
-    def ask(self, kind: str, body: Any) -> Any:
+    def ask(self, kind: str, body: Any) -> dict[str, Any]:
+        """Accept a request ``kind`` to a training run."""
         asked = _request_of(body)
         return self._accept(kind, body.get("model_id"), body.get("seq_id"), lambda: asked)
 
-    def forward_backward(self, data: bytes) -> Any:
+    def forward_backward(self, data: bytes) -> dict[str, Any]:
+        """Accept a pass of a training run, with or without its backward."""
         try:
             message = wire.ForwardBackwardRequest.FromString(data)
         except DecodeError as error:
@@ -179,7 +187,7 @@ class JobRoutes(JsonServer):
         kind = "forward" if message.forward_only else "forward_backward"
         return self._accept(kind, message.model_id, message.seq_id, lambda: body_of_pass(message))
 
-    def _accept(self, kind: str, name: Any, seq: Any, body: Callable[[], object]) -> Any:
+    def _accept(self, kind: str, name: Any, seq: Any, body: Callable[[], object]) -> dict[str, Any]:
         """Accept a request to a training run, or in its place the fact that it was refused."""
         job = self.service.find(str(name))
         first = int(job.source is None)  # number 0 is the load with which a run began
@@ -193,7 +201,8 @@ class JobRoutes(JsonServer):
             self.service.accept(job.id, Unserved(problem=str(error)), seq - first)
         return {"request_id": f"{job.id}:{seq - first}"}
 
-    def sample(self, body: Any) -> Any:
+    def sample(self, body: Any) -> dict[str, Any]:
+        """Accept a request to a sampler."""
         asked = _request_of(body)
         name, seq = str(body.get("sampling_session_id")), body.get("seq_id")
         if type(seq) is not int or not 0 <= seq < 2**63:
@@ -232,24 +241,28 @@ class JobRoutes(JsonServer):
 
     # ---- what there is -------------------------------------------------------------------------
 
-    def info(self, body: Any) -> Any:
+    def info(self, body: Any) -> dict[str, Any]:
+        """Describe a training run's model."""
         job = self.service.find(_parsed(types.GetInfoRequest, body).model_id)
         tokenizer = self.config.data.tokenizer if self.config.is_set("data.tokenizer") else None
         data = {"model_name": self.model, "tokenizer_id": tokenizer}
         return {"model_id": job.id, "model_data": data, **self.about}
 
-    def sampler(self, job: str) -> Any:
+    def sampler(self, job: str) -> dict[str, Any]:
+        """Describe a sampler."""
         source = self.service.find(job).source
         path = None if source is None else f"tinker://{dirname(source)}"
         return {"sampler_id": job, "base_model": self.model, "model_path": path}
 
-    def run(self, job: str) -> Any:
+    def run(self, job: str) -> dict[str, Any]:
+        """Describe a training run."""
         known = self.service.find(job)
         asked = _time((known.folder / "requests").stat().st_mtime)
         state = {"corrupted": known.status == "failed", "last_request_time": asked}
         return {**self.about, "training_run_id": job, "model_owner": "", **state}
 
-    def saves(self, job: str) -> Any:
+    def saves(self, job: str) -> dict[str, Any]:
+        """List the saves of a training run, the oldest first."""
         kinds = {"weights": "training", "sampler_weights": "sampler"}
         found = [
             {
