@@ -54,6 +54,8 @@ _LateAnswer = Callable[[], dict[str, Any]]
 """Waits for the device, and returns the answer: its ``result``, or its ``error``."""
 _Answers = Mapping[Job, Sequence[_LateAnswer]]
 """Answers to the next requests of each job."""
+_BATCHED = (Forward, ForwardBackward, OptimStep)
+"""Types of requests that may share a turn with others of their type."""
 _MOST_UNFINISHED = 2
 """Most turns that stay unfinished: a pass and its update. An update alone is too short to hide the
 host's work."""
@@ -403,8 +405,10 @@ class Service(AbstractContextManager["Service"]):
         is_queued = pending is not None and isinstance(pending.request, Pass | OptimStep)
         return is_queued and self.session.resident(job.id) is not None
 
-    def _choose(self, waiting: Sequence[Job]) -> tuple[type[JobRequest] | None, list[Job]]:
-        """Choose the jobs of the next turn; returns the type of the requests that they share.
+    def _choose(
+        self, waiting: Sequence[Job]
+    ) -> tuple[type[Forward | ForwardBackward | OptimStep] | None, list[Job]]:
+        """Return the jobs of the next turn, and the type of their requests if they are small.
 
         Updates that follow a pass come first, so that jobs that are a request apart share a pass
         again. A pass waits for the jobs of the last one while the device is at work, and after that
@@ -414,9 +418,10 @@ class Service(AbstractContextManager["Service"]):
         most = self.config.jobs.max_tenants
         for key in sorted(dict.fromkeys(keys.values()), key=lambda key: key is not OptimStep):
             jobs = [job for job in waiting if keys[job] == key][:most]
-            kind = key if key in (Forward, ForwardBackward, OptimStep) else None
+            kind = next((kind for kind in _BATCHED if kind is key), None)
             missed = {job for job in self._last_batch if job.status == "open"} - keys.keys()
-            if kind in (Forward, ForwardBackward) and missed and len(jobs) < most:
+            is_pass = kind is not None and issubclass(kind, Pass)
+            if is_pass and missed and len(jobs) < most:
                 if self.unfinished and not self.unfinished[-1].mark.is_ready:
                     continue
                 now = time.monotonic()
@@ -424,7 +429,7 @@ class Service(AbstractContextManager["Service"]):
                 self._wait_until = min(self._wait_until, now + longest)
                 if now < self._wait_until:
                     continue
-            return kind, jobs  # pyright: ignore[reportReturnType]
+            return kind, jobs
         return None, []
 
     def _activate(self, job: Job) -> bool:
