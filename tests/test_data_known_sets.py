@@ -154,6 +154,19 @@ GLAIVE_CALL = """<functioncall> {"name": "rain", "arguments": '{"where": "Köln"
             ],
             None,
         ),
+        (
+            {"messages": [USER], "reasoning": "t", "answer": "a", "model": "deepseek-reasoner"},
+            [USER, {**ANSWER, "reasoning_content": "t"}],
+            None,
+        ),
+        (
+            {
+                **{"lang": "python", "raw_index": 7, "index": 8, "seed": "def f():"},
+                **{"openai_fingerprint": "fp", "problem": "q", "solution": "a"},
+            },
+            [USER, ANSWER],
+            None,
+        ),
     ],
     ids=[
         "Glaive",
@@ -166,11 +179,82 @@ GLAIVE_CALL = """<functioncall> {"name": "rain", "arguments": '{"where": "Köln"
         "Capybara",
         "XTuner",
         "Llama-Nemotron",
+        "Dolphin-R1",
+        "Magicoder",
     ],
 )
 def test_records_are_read_as_what_they_are(record: dict, messages: list, tools: list | None):
     (document,) = documents(record)
     assert document.text == theirs(messages, tools)
+
+
+def test_the_mask_of_swe_agents_turns_says_which_are_learned():
+    """In the published runs it is true in the model's turns, and false in all others."""
+    said = ["a", "b", "c"]
+    turns = [{"role": "system", "system_prompt": "s", "text": None, "mask": False}]
+    for text, mask in zip(said, (True, False, True), strict=True):
+        turns.append({"role": "user", "text": "q", "mask": False})
+        turns.append({"role": "ai", "text": text, "mask": mask})
+    (document,) = documents({"trajectory": turns})
+    assert document.loss_spans is not None
+    learned = [document.text[a:b].partition("<")[0] for a, b in document.loss_spans]
+    assert learned == ["a", "c"]
+    assert "b<|im_end|>" in document.text
+    turns[2] |= {"weight": 0}
+    with pytest.raises(BadLineError, match="'weight' and 'train', which contradict each other"):
+        documents({"trajectory": turns})
+
+
+QWEN_AGENT = [
+    {"role": "user", "content": "Rain in Köln and Bonn?"},
+    {"role": "assistant", "content": "", "reasoning_content": "ask both"},
+    {"role": "assistant", "content": "I look."},
+    *(
+        {"role": "assistant", "content": "", "function_call": call(where=x)["function"]}
+        for x in ("Köln", "Bonn")
+    ),
+    *({"role": "function", "name": "rain", "content": x} for x in ("no", "yes")),
+    {"role": "assistant", "content": "", "reasoning_content": "both known"},
+    {"role": "assistant", "content": "In Bonn."},
+]
+AS_OPENAI = [
+    QWEN_AGENT[0],
+    {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning_content": "ask both",
+        "tool_calls": [call(where=x) for x in ("Köln", "Bonn")],
+    },
+    *({"role": "tool", "name": "rain", "content": x} for x in ("no", "yes")),
+    {"role": "assistant", "content": "In Bonn.", "reasoning_content": "both known"},
+]
+
+
+@pytest.mark.parametrize("left_out", [(), (1,), (2,), (1, 2), (2, 4)], ids=str)
+def test_a_thought_and_calls_of_qwen_agent_are_one_turn(left_out: tuple[int, ...]):
+    """Its messages are one for each; the right text is that of OpenAI's messages."""
+    given = [turn for i, turn in enumerate(QWEN_AGENT) if i not in left_out]
+    wanted = {**AS_OPENAI[1]}
+    if 1 in left_out:
+        del wanted["reasoning_content"]
+    if 2 in left_out:
+        wanted["content"] = ""
+    if 4 in left_out:
+        wanted["tool_calls"] = wanted["tool_calls"][:1]
+    found = documents({"messages": given, "functions": [FUNCTION]})
+    right = theirs([AS_OPENAI[0], wanted, *AS_OPENAI[2:]], TOOLS[:1])
+    assert [document.text for document in found] == [right]
+    assert found[0].loss_spans is not None
+    assert len(found[0].loss_spans) == 2
+    halves = [{**QWEN_AGENT[1], "weight": 0}, QWEN_AGENT[2]]
+    with pytest.raises(BadLineError, match="part of the turn before it, whose weight differs"):
+        documents({"messages": [QWEN_AGENT[0], *halves]})
+
+
+def test_two_answers_in_a_row_stay_two_turns():
+    turns = [USER, ANSWER, {**ANSWER, "content": "b"}]
+    (document,) = documents({"messages": turns})
+    assert document.text == theirs(turns)
 
 
 @pytest.mark.parametrize("labels", [1, 0])
@@ -236,23 +320,28 @@ def test_other_metadata_is_no_tools(metadata: object):
         (glaive("USER: q\n\n\nASSISTANT: a <|endoftext|> b"), "<|endoftext|> within a turn"),
         ({"query": "q", "tools": "[]", "answers": "[]"}, "`answers` is no list of calls"),
         ({"query": "q", "tools": "[]", "answers": "a"}, "`answers` is text that is not JSON"),
-        (
-            {
-                "trajectory": [
-                    {"role": "user", "text": "q", "mask": False},
-                    *({"role": "ai", "text": "a", "mask": mask} for mask in (True, False)),
-                ]
-            },
-            '`mask` that differs between answers, .*; write "weight": 0 in those',
+        *(
+            (
+                {
+                    "trajectory": [
+                        {"role": "user", "text": "q", "mask": others},
+                        *({"role": "ai", "text": "a", "mask": mask} for mask in masks),
+                    ]
+                },
+                "`mask` that does not say which answers are learned, .*; leave `mask` out",
+            )
+            for others, masks in [
+                (False, ([1], None)),
+                (False, (False, False)),
+                (True, (False, False)),
+                (True, (True, True)),
+                (None, (True, None)),
+                (None, (1, 0)),
+            ]
         ),
         (
-            {
-                "trajectory": [
-                    {"role": "user", "text": "q", "mask": False},
-                    *({"role": "ai", "text": "a", "mask": mask} for mask in ([1], None)),
-                ]
-            },
-            '`mask` that differs between answers, .*; write "weight": 0 in those',
+            {"messages": [USER, ANSWER], "reasoning": "t", "answer": "b"},
+            "`reasoning` and `answer` stand beside `messages` that have an answer",
         ),
         (
             {"trajectory": [{"action": "ls", "observation": "x"}], "history": [USER, ANSWER]},

@@ -8,7 +8,13 @@ with its answer is read if all other fields are known to say something about the
 from collections.abc import Mapping
 from typing import Any
 
-from moetrain.data.known_sets import ABOUT, is_dialogue, read_known_set, with_tools_of_metadata
+from moetrain.data.known_sets import (
+    ABOUT,
+    is_dialogue,
+    read_known_set,
+    read_reasoned_answer,
+    with_tools_of_metadata,
+)
 from moetrain.data.messages import BadLineError, role_of
 
 _DIALOGUES = ("conversation", "trajectory")
@@ -37,6 +43,7 @@ def renamed(
         for name in _DIALOGUES:
             if is_dialogue(found.get(name)):
                 _rename(found, name, "messages")
+    read_reasoned_answer(found)
     found = with_tools_of_metadata(found)
     if "chosen_response" in found and "chosen" not in found:  # When2Call
         _rename(found, "chosen_response", "chosen")

@@ -1,10 +1,10 @@
 """Reads records of public data sets whose fields are no renamed ones, and says what others lack.
 
 A record is read if its form says what is asked, what is answered, and how: Glaive's function
-calling, xLAM's, runs of SWE-agent, Capybara's and XTuner's conversations, Llama-Nemotron's answers,
-and pairs of SHP and of Stack Exchange. Others leave a choice to the user, such as
-which of two judgements counts (PKU-SafeRLHF) or how good an answer must be (HelpSteer): these are
-refused with what to write (:func:`remedy_for`).
+calling, xLAM's, runs of SWE-agent, Capybara's and XTuner's conversations, Llama-Nemotron's and
+Dolphin-R1's answers, Magicoder's problems, and pairs of SHP and of Stack Exchange. Others leave a
+choice to the user, such as which of two judgements counts (PKU-SafeRLHF) or how good an answer must
+be (HelpSteer): these are refused with what to write (:func:`remedy_for`).
 
 Left out on purpose: records that differ from the published ones.
 """
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moetrain.config.sources import shortened
-from moetrain.data.messages import BadLineError, parse_json, role_of
+from moetrain.data.messages import WEIGHTS, BadLineError, parse_json, role_of
 
 _GLAIVE_TURN = re.compile(r"(?:\A|\n\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
 _GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
@@ -73,6 +73,8 @@ def read_known_set(found: dict[str, Any]) -> None:
         _read_shp(found)
     if {"question", "response_j", "response_k"} <= found.keys():  # the first has more votes
         found["chosen"], found["rejected"] = found.pop("response_j"), found.pop("response_k")
+    if {"problem", "solution", "seed", "lang"} <= found.keys():  # Magicoder-OSS-Instruct
+        found["instruction"], found["output"] = found.pop("problem"), found.pop("solution")
     steps = found.get("initial_reason_steps")
     if isinstance(steps, str) and steps.strip() and {"chosen", "rejected"} <= found.keys():
         said = (
@@ -84,6 +86,18 @@ def read_known_set(found: dict[str, Any]) -> None:
     if is_dialogue(found.get("input")) and isinstance(found.get("output"), str):
         asked, said = found.pop("input"), found.pop("output")
         found["messages"] = [*asked, {"role": "assistant", "content": said}]
+
+
+def read_reasoned_answer(found: dict[str, Any]) -> None:
+    """Read Dolphin-R1's ``reasoning`` and ``answer`` beside ``messages`` that ask."""
+    turns, answer = found.get("messages"), found.get("answer")
+    if not {"reasoning", "answer"} <= found.keys() or not is_dialogue(turns):
+        return
+    if not isinstance(answer, str) or role_of(turns[-1]) != "user":
+        problem = "`reasoning` and `answer` stand beside `messages` that have an answer"
+        raise BadLineError(f"{problem}: {shortened(answer)}; leave them, or that turn, out")
+    said = {"role": "assistant", "reasoning_content": found.pop("reasoning")}
+    found["messages"] = [*turns, {**said, "content": found.pop("answer")}]
 
 
 def with_tools_of_metadata(record: dict[str, Any]) -> dict[str, Any]:
@@ -198,16 +212,27 @@ def _is_swe_agents(turns: object) -> bool:
 
 
 def _read_swe_agent(found: dict[str, Any]) -> None:
-    """Read a run of SWE-agent, whose system's turn has its text in ``system_prompt``."""
+    """Read a run of SWE-agent, whose system's turn has its text in ``system_prompt``.
+
+    In the published runs ``mask`` is true in the answers, which are learned, and false elsewhere.
+
+    Raises BadLineError: the masks do not tell which answers are learned.
+    """
     turns = found.pop("trajectory")
-    masks = {repr(turn.get("mask")) for turn in turns if role_of(turn) == "assistant"}
-    if len(masks) > 1:
-        said = "`trajectory` has a `mask` that differs between answers, and does not say which are"
-        raise BadLineError(f'{said} learned; write "weight": 0 in those that are not')
+    masks = [(role_of(turn) == "assistant", turn.get("mask")) for turn in turns]
+    of_answers = [mask for is_answer, mask in masks if is_answer]
+    has_masks = any(mask is not None for _, mask in masks)
+    tells = all(isinstance(mask, bool) for mask in of_answers) and True in of_answers
+    tells &= all(mask in (False, None) for is_answer, mask in masks if not is_answer)
+    if has_masks and not tells:
+        problem = "`trajectory` has a `mask` that does not say which answers are learned"
+        remedy = 'leave `mask` out, and write "weight": 0 in turns that are not learned'
+        raise BadLineError(f"{problem}, as true in an answer and false elsewhere would; {remedy}")
     found["messages"] = [
         {"role": turn["role"], "content": turn["text"] or turn.get("system_prompt")}
-        | ({"weight": turn["weight"]} if "weight" in turn else {})
-        for turn in turns
+        | {key: turn[key] for key in WEIGHTS if key in turn}
+        | ({"train": mask} if has_masks and is_answer else {})
+        for turn, (is_answer, mask) in zip(turns, masks, strict=True)
     ]
 
 

@@ -21,7 +21,7 @@ from moetrain.config.sources import shortened
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the reasoning of a turn, as ``transformers`` knows them; the first is the usual one."""
-_WEIGHTS = ("weight", "train", "training", "loss")
+WEIGHTS = ("weight", "train", "training", "loss")
 """Names of the weight of a turn in the loss: OpenAI's and Mistral's, axolotl's two, ms-swift's."""
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 """Names of a call's arguments: OpenAI's, Llama 3's, LangChain's, Anthropic's."""
@@ -86,20 +86,38 @@ def read_messages(
             said = f"{name}[{i}] is not an object: {shortened(message)}"
             raise BadLineError(f'{said}; give {{"role": ..., "content": ...}}')
         turn = _read_turn(message, f"{name}[{i}]")
+        begins = not turns or turns[-1]["role"] != "assistant" or 0 < i == num_given
         if turn["role"] == _CALL:
-            calls = turn.pop("tool_calls")
-            # A thought is the beginning of a turn.
-            is_first = not turns or turns[-1]["role"] != "assistant" or 0 < i == num_given
-            if is_first or "reasoning_content" in turn:
-                turns.append({**turn, "role": "assistant"})
-            if turns[-1].get("weight") != turn.get("weight"):
-                said = f"{name}[{i}] is part of the turn before it, whose weight differs"
-                raise BadLineError(f"{said}; give both the same")
-            # A call belongs to the turn before it, and calls in a row are calls at once.
-            turns[-1] = {**turns[-1], "tool_calls": [*turns[-1].get("tool_calls", ()), *calls]}
+            turn = {**turn, "role": "assistant"}
+            is_part = not begins and "reasoning_content" not in turn  # a thought begins a turn
         else:
+            is_part = not begins and _goes_on(turns[-1], turn, message)
+        if not is_part:
             turns.append(turn)
+            continue
+        if turns[-1].get("weight") != turn.get("weight"):
+            said = f"{name}[{i}] is part of the turn before it, whose weight differs"
+            raise BadLineError(f"{said}; give both the same")
+        calls = [*turns[-1].get("tool_calls", ()), *turn.get("tool_calls", ())]
+        said = {key: value for key, value in turn.items() if key != "content" or value}
+        turns[-1] = {**turns[-1], **said} | ({"tool_calls": calls} if calls else {})
     return turns
+
+
+def _goes_on(
+    before: Mapping[str, Any], turn: Mapping[str, Any], message: Mapping[str, Any]
+) -> bool:
+    """Return whether the assistant's ``turn`` is a part of the one before it.
+
+    Qwen-Agent's messages are one each for a thought, an answer and every call, and calls in a row
+    are calls at once.
+    """
+    if turn["role"] != "assistant" or "reasoning_content" in turn:
+        return False
+    if message.get("function_call") and not turn.get("content"):
+        return True
+    is_thought = "reasoning_content" in before and "tool_calls" not in before
+    return is_thought and not before.get("content")
 
 
 def role_of(message: Mapping[str, Any]) -> object:
@@ -176,7 +194,7 @@ def _without_repeated(reasoning: Sequence[object], content: object, where: str) 
 
 def _read_weight(turn: dict[str, Any], where: str) -> dict[str, int]:
     """Take the weight out of ``turn``, and return it where it says that nothing is learned."""
-    given = {key: turn.pop(key) for key in _WEIGHTS if key in turn}
+    given = {key: turn.pop(key) for key in WEIGHTS if key in turn}
     for key, value in given.items():
         check_weight(value, f"{where}.{key}")
     if len({bool(value) for value in given.values()}) > 1:
