@@ -302,3 +302,31 @@ def test_what_is_filled_in_is_set_and_has_an_origin():
 def test_a_home_folder_is_found_in_any_source(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert load("output_dir=~/runs").output_dir == "/home/me/runs"
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (["data.new_tokens=<a>,<b>"], ("<a>", "<b>")),
+        (["data.new_tokens="], ()),
+        (["data.new_tokens=<a>,"], None),
+        (["data.new_tokens=<a>,,<b>"], None),
+        (["data.new_tokens= ,<b>"], None),
+        ({"data": {"new_tokens": ["<a>", "<b>"]}}, ("<a>", "<b>")),
+        ({"data": {"new_tokens": []}}, ()),
+        ({"data": {"new_tokens": ["<a>", ""]}}, None),
+        ({"data": {"new_tokens": ["", " "]}}, None),
+        (["lora.targets=*.wq,", "lora.rank=8"], None),
+        (["log.reporters=,wandb"], None),
+    ],
+)
+def test_an_empty_entry_of_a_list_is_refused_and_not_dropped(given, wanted):
+    source, words = (given, []) if isinstance(given, dict) else ({}, given)
+    learned = {"lora.rank": 8, "lora.modules_to_save": "embed_tokens", "data.source": "text"}
+    words = [*words, "data.path=a.txt"]
+    words += [f"{k}={v}" for k, v in learned.items() if f"{k}=" not in " ".join(words)]
+    if wanted is None:
+        with pytest.raises(ConfigError, match=r"an entry is empty; leave it out"):
+            Config.load(source, words, environ={})
+    else:
+        assert Config.load(source, words, environ={}).data.new_tokens == wanted

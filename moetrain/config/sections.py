@@ -45,8 +45,12 @@ class Section(BaseModel):
         kind = cls.model_fields[info.field_name or ""].annotation
         kinds = get_args(kind) or (kind,)
         if tuple in map(get_origin, (kind, *kinds)):
-            words = value.split(",") if isinstance(value, str) else value
-            return tuple(x for x in words if x != "") if isinstance(words, list) else words
+            words = value
+            if isinstance(value, str):
+                words = value.split(",") if value.strip() else []
+            if isinstance(words, list) and any(isinstance(x, str) and not x.strip() for x in words):
+                raise ValueError("an entry is empty; leave it out")
+            return tuple(words) if isinstance(words, list) else words
         if int not in kinds or float in kinds:
             return value
         is_text = isinstance(value, str) and _POWER_OF_TEN.fullmatch(value.strip())
