@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moetrain.data import chat
 from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate
 from moetrain.data.sources import RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.data.warned import SEEN
 from moetrain.rl.envs import Prompts
 
 WITH_IDS = _CHATML.replace(
@@ -78,7 +78,7 @@ def test_tools_of_the_systems_turn_are_shown_once(
     signatures: str, caplog: pytest.LogCaptureFixture
 ):
     record = {"conversations": hermes(signatures), "tools": json.dumps(TOOLS)}
-    chat._warn_of_repeated_tools.cache_clear()
+    SEEN.clear()
     with caplog.at_level("WARNING", logger="moetrain"):
         found = texts(record) + texts(record)
     roles = ("system", "user", "assistant")
@@ -181,7 +181,7 @@ def test_results_of_no_call_are_refused(results: list[str], says: str):
 def test_calls_of_tools_that_are_not_declared_are_named_once(
     record: dict, warns: bool, caplog: pytest.LogCaptureFixture
 ):
-    chat._warn_of_undeclared.cache_clear()
+    SEEN.clear()
     with caplog.at_level("WARNING", logger="moetrain"):
         assert texts(record) == texts(record)
     assert caplog.text.count("call a tool that they do not declare, such as 'rain'") == warns

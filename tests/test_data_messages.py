@@ -11,9 +11,10 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetrain.config import Config, ConfigError
-from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate, _warn_of_role, _warn_once
+from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate
 from moetrain.data.sources import RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.data.warned import SEEN
 from moetrain.http.protocol import Chat
 from moetrain.rl.envs import Prompts
 from moetrain.rl.envs.shipped import Jsonl
@@ -373,7 +374,7 @@ def test_roles_with_hyphens_are_those_with_underscores():
 
 
 def test_a_role_that_is_not_known_is_named_once(caplog: pytest.LogCaptureFixture):
-    _warn_of_role.cache_clear()
+    SEEN.clear()
     with caplog.at_level("WARNING", logger="moetrain"):
         for _ in range(2):
             ChatTemplate(_CHATML, {}).documents([USER, {**SAID, "role": "asistant"}, USER, SAID])
@@ -406,7 +407,7 @@ def test_null_is_nothing():
 def test_a_server_says_once_what_its_template_does_not_show(caplog: pytest.LogCaptureFixture):
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = PLAIN
-    _warn_once.cache_clear()
+    SEEN.clear()
     asked = [USER, CALLING, {"role": "tool", "content": "no"}, USER]
     with caplog.at_level("WARNING", logger="moetrain"):
         for _ in range(2):

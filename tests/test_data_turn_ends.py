@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from moetrain.data import chat
 from moetrain.data.chat import BadLineError, ChatTemplate
+from moetrain.data.warned import SEEN
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 QUESTIONS = [{"role": "user", "content": f"q{i}"} for i in range(4)]
@@ -371,7 +371,7 @@ def test_thoughts_follow_the_variables_of_the_record(
     caplog: pytest.LogCaptureFixture,
 ):
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", **turn}]
-    chat._warn_of_thoughts.cache_clear()
+    SEEN.clear()
     with caplog.at_level("WARNING", logger="moetrain"):
         ((text, ((start, end),)),) = template_of(source).documents(messages, variables)
     marked = f"{text[:start]}[{text[start:end]}]"

@@ -12,8 +12,8 @@ one builds it, and the others wait. Neither building nor reading holds the corpu
                    for a document without a label; empty if there are no labels
     margins.bin    [num_documents] float32: by how much the rewards of a pair's answers are to
                    differ, in both; empty if margins are not read
-    meta.json      the sizes, the type of the tokens, a hash of all that is in the files, and
-                   checksums of their beginnings
+    meta.json      the sizes, the type of the tokens, a hash of all that is in the files, checksums
+                   of their beginnings, the records that were left out, and warnings
 
 Left out on purpose: removing caches that are no longer used (delete the folder), and reading
 sources only to see whether they changed (a file's path, size and time of change stand for its
@@ -32,13 +32,13 @@ import sys
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -50,6 +50,7 @@ from moetrain.config.environment import launched_place, one_tokenizer_thread
 from moetrain.config.locks import file_lock
 from moetrain.data.sources import Document, HashRange, Skipped, Source
 from moetrain.data.tokenizer import Tokenizer
+from moetrain.data.warned import noted, warn_once
 
 _T = TypeVar("_T")
 
@@ -93,6 +94,8 @@ class TokenCache(NamedTuple):
     margins: np.ndarray | None = None
     """[num_documents] float32: the margin of the pair that a document is of; None: there are no
     margins."""
+    warnings: Mapping[str, str] = MappingProxyType({})
+    """What was warned of when the cache was made, by kind (:mod:`moetrain.data.warned`)."""
 
     @property
     def num_documents(self) -> int:
@@ -110,7 +113,16 @@ class TokenCache(NamedTuple):
         folder = cache_dir / key
         skipped = Skipped()
         _build(source.documents(skipped), tokenizer, folder, source.total_bytes, skipped)
-        return cls.opened(folder)
+        cache = cls.opened(folder)
+        cache.repeat_warnings()
+        return cache
+
+    def repeat_warnings(self) -> None:
+        """Warn as the run did that made the cache, on the main rank."""
+        place = launched_place()
+        if place is None or place.rank == 0:
+            for kind, text in self.warnings.items():
+                warn_once(kind, text)
 
     @classmethod
     def opened(cls, folder: Path) -> Self:
@@ -143,8 +155,9 @@ class TokenCache(NamedTuple):
                 mapped("labels.bin", "int8", num_documents) if has_labels else None,
                 Skipped(**meta.get("skipped", {})),
                 mapped("margins.bin", "float32", num_documents) if has_margins else None,
+                {str(kind): str(text) for kind, text in meta.get("warnings", {}).items()},
             )
-        except (OSError, ValueError, TypeError, LookupError) as error:
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             reason = str(error) if isinstance(error, ValueError) else repr(error)
             problem = f"{folder} is damaged ({reason}); delete it to tokenise again"
             raise ConfigError("data.cache_dir", problem) from None
@@ -229,6 +242,7 @@ class Blocks:
         if name not in self._warned:  # a block is opened again, in the next pass at the latest
             self._warned.add(name)
             made.skipped.warn(self._source.path)
+            made.repeat_warnings()
         return made
 
     def _read(self, seed: int, at: _Place) -> Iterator[tuple[_Place, str, list[Any]]]:
@@ -324,10 +338,13 @@ def _build(
             if folder.is_dir():
                 return
             task = progress.add_task("Tokenising", total=total and total())
-            meta = _write(documents, tokenizer, Path(made), partial(progress.advance, task))
+            with noted() as warnings:
+                meta = _write(documents, tokenizer, Path(made), partial(progress.advance, task))
             if skipped is not None and skipped.count:
                 meta["skipped"] = {"count": skipped.count, "kinds": skipped.kinds}
-                (Path(made) / "meta.json").write_text(json.dumps(meta))
+            if warnings:
+                meta["warnings"] = warnings
+            (Path(made) / "meta.json").write_text(json.dumps(meta))
             Path(made).rename(folder)
     except OSError as error:  # about this folder: sources report what is wrong with their files
         if os.path.isdir(folder):
@@ -344,7 +361,7 @@ def _write(
     folder: Path,
     advance: Callable[[int], object],
 ) -> dict[str, Any]:
-    """Write the files of a cache; return the content of meta.json."""
+    """Write the files of a cache but for meta.json; return the content of that."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     content = hashlib.blake2b(digest_size=16)
     num_tokens = num_documents = start = num_targets = 0
@@ -387,9 +404,7 @@ def _write(
             os.fsync(file.fileno())  # no name before its content: a machine may stop at any time
     meta = {"num_tokens": num_tokens, "num_documents": num_documents, "dtype": dtype.name}
     meta |= {"content": content.hexdigest()}
-    meta |= {"checksums": {name: _checksum(folder / name) for name in _FILES}}
-    (folder / "meta.json").write_text(json.dumps(meta))
-    return meta
+    return meta | {"checksums": {name: _checksum(folder / name) for name in _FILES}}
 
 
 def encoded(

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
-from moetrain.config import ConfigError, logger
+from moetrain.config import ConfigError
 from moetrain.config.files import read_regular
 from moetrain.config.sources import shortened
 from moetrain.data.messages import (
@@ -52,6 +52,7 @@ from moetrain.data.templates import (
 )
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.turn_ends import TurnEnds, turn_ends
+from moetrain.data.warned import warn_once
 
 _CHATML = """\
 {%- if tools %}
@@ -548,7 +549,7 @@ class ChatTemplate:
         for piece in lost:
             if strict:
                 _refuse(piece, turns)
-            _warn_once(piece.kind)
+            _warn_of_unshown(piece.kind)
         return form.of(turns)
 
     @staticmethod
@@ -764,12 +765,14 @@ def _owner(probed: str, span: tuple[int, int], turns: Sequence[Mapping[str, Any]
     return next(answers, start)
 
 
-@lru_cache
 def _warn_of_thoughts(opening: str) -> None:
-    """Warn once that answers are learned that no generation prompt begins."""
-    said = "generation prompts end with %r, and answers without a thought are learned as the chat "
-    said += "template writes them, without it; ask the model for such answers with thinking off, "
-    logger.warning(f"{said}or give thoughts as reasoning_content", opening)
+    """Warn that answers are learned that no generation prompt begins."""
+    warn_once(
+        f"thoughts {opening}",
+        f"generation prompts end with {opening!r}, and answers without a thought are learned as "
+        "the chat template writes them, without it; ask the model for such answers with thinking "
+        "off, or give thoughts as reasoning_content",
+    )
 
 
 _MOST_SHAPES = 1024
@@ -854,10 +857,12 @@ def _reads(source: str, name: str) -> bool:
     return re.search(rf"\b{re.escape(name)}\b", source) is not None
 
 
-@lru_cache(maxsize=64)
 def _warn_of_unread(name: str) -> None:
-    said = "the chat template does not read %r, which chat_template_kwargs or a request sets: "
-    logger.warning(said + "it changes nothing", name)
+    warn_once(
+        f"unread {name}",
+        f"the chat template does not read {name!r}, which chat_template_kwargs or a request sets: "
+        "it changes nothing",
+    )
 
 
 def _parsed(value: Any, what: str) -> Any:
@@ -887,34 +892,43 @@ def _with_tools_once(
     return {**variables, "tools": None}
 
 
-@lru_cache(maxsize=1)
 def _warn_of_repeated_tools() -> None:
-    said = "records list their tools in the system's turn and in `tools`: they are shown once, as "
-    logger.warning(said + "the turn has them; leave the list out of the turn for the template's")
+    warn_once(
+        "repeated tools",
+        "records list their tools in the system's turn and in `tools`: they are shown once, as the "
+        "turn has them; leave the list out of the turn for the template's",
+    )
 
 
-@lru_cache(maxsize=1)
 def _warn_of_undeclared(name: str) -> None:
-    said = "records call a tool that they do not declare, such as %r: a model learns to call what "
-    logger.warning(said + "it is not shown; give the tools of each record in `tools`", name)
+    warn_once(
+        "undeclared tools",
+        f"records call a tool that they do not declare, such as {name!r}: a model learns to call "
+        "what it is not shown; give the tools of each record in `tools`",
+    )
 
 
-@lru_cache(maxsize=64)
 def _warn_of_role(role: str) -> None:
-    said = "the role %r is none of system, developer, user, assistant and tool: such turns are as "
-    logger.warning(said + "the chat template writes them, and not learned", role)
+    warn_once(
+        f"role {role}",
+        f"the role {role!r} is none of system, developer, user, assistant and tool: such turns are "
+        "as the chat template writes them, and not learned",
+    )
 
 
-@lru_cache(maxsize=1)
 def _warn_of_tags() -> None:
-    said = "results of tools have <tool_response> around them, which the chat template writes too: "
-    logger.warning(said + "it is written once")
+    warn_once(
+        "tags of results",
+        "results of tools have <tool_response> around them, which the chat template writes too: it "
+        "is written once",
+    )
 
 
-@lru_cache(maxsize=64)
-def _warn_once(kind: str) -> None:
-    said = "the chat template does not show %s, which requests have: the model does not see it"
-    logger.warning(said, kind)
+def _warn_of_unshown(kind: str) -> None:
+    warn_once(
+        f"not shown {kind}",
+        f"the chat template does not show {kind}, which requests have: the model does not see it",
+    )
 
 
 def _read_kwargs(text: str) -> dict[str, Any]:

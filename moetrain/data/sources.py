@@ -48,6 +48,7 @@ from moetrain.data.pairs import (
     read_history,
 )
 from moetrain.data.tokenizer import Tokenizer
+from moetrain.data.warned import warn_once
 
 _T = TypeVar("_T")
 
@@ -623,7 +624,7 @@ def _text_parts(path: Path) -> Iterator[Document]:
     with path.open("rb") as file:
         raw = file.read(_PART_BYTES)
         if b"\0" in raw:
-            logger.warning("%s is not text; skipped", path)
+            warn_once(f"no text {path}", f"{path} is not text; skipped")
         if b"\0" in raw or not raw.strip():
             return
         while raw:
