@@ -1,5 +1,6 @@
 """``python -m moetrain.checkpoint``: what is in one, whether it is whole, and conversions."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -7,10 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import rewrite, tensors_of
+from jinja2 import Template
 from safetensors.torch import load_file
+from test_hf_export import make_tokenizer
+from transformers import AutoTokenizer
 
 from moetrain.cli.checkpoint import main
 from moetrain.config import Config
+from moetrain.data.tokenizer import load_tokenizer
 from moetrain.models.hf.files import resolve
 from moetrain.train.loop import Trainer
 from moetrain.train.run_folder import RunFolder
@@ -107,6 +112,39 @@ def test_an_export_is_the_runs_own(saved, tmp_path):
     ours = load_file(saved / "hf" / "model.safetensors")
     for name, weight in load_file(tmp_path / "hf" / "model.safetensors").items():
         assert torch.equal(weight, ours[name].bfloat16()), name
+
+
+def test_an_export_has_the_chat_template_that_was_trained(tiny_words, tmp_path):
+    """With tools and without, as transformers renders it: not the tokenizer's own, and not what
+    its file says by now."""
+    make_tokenizer(tmp_path / "own")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "own")
+    theirs.chat_template = {"default": "own", "tool_use": "own with tools"}
+    theirs.save_pretrained(tmp_path / "own")
+    template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    )
+    (tmp_path / "trained.jinja").write_text(template)
+    turns = [{"role": "user", "content": "q?"}, {"role": "assistant", "content": "a."}]
+    (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 9))
+    words = [*tiny_words, "data.source=records", f"data.path={tmp_path}/chats.jsonl"]
+    words += [f"data.tokenizer={tmp_path / 'own'}", "model.vocab_size=280", "train.steps=1"]
+    words += [f"data.chat_template={tmp_path}/trained.jinja", "checkpoint.save_hf=yes"]
+    folder = Trainer(Config.load(None, words, environ={})).fit().folder
+    (tmp_path / "trained.jinja").write_text("another")
+    assert main(["export-hf", str(folder), str(tmp_path / "hf")]) == 0
+    (tmp_path / "trained.jinja").unlink()
+    assert main(["export-hf", str(folder), str(tmp_path / "later")]) == 0
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    right = Template(template)
+    for export in (tmp_path / "hf", tmp_path / "later", folder / "hf"):
+        found = AutoTokenizer.from_pretrained(export)
+        for given in (None, tools):
+            text = found.apply_chat_template(turns, tools=given, tokenize=False)
+            assert text == right.render(messages=turns, tools=given)
+        ours = load_tokenizer(str(export))
+        assert (ours.chat_template, ours.tool_template) == (template, None)
 
 
 def files_of(folder):

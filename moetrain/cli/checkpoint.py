@@ -185,7 +185,9 @@ def _export_hf(words: argparse.Namespace) -> int:
         from moetrain.data.tokenizer import load_tokenizer
 
         new = data.get("new_tokens", ())
-        tokenizer = load_tokenizer(data["tokenizer"], new_tokens=new).export()
+        # A file that data.chat_template names may have changed since it was trained with.
+        template = found.state.get("chat_template")
+        tokenizer = load_tokenizer(data["tokenizer"], new_tokens=new).export(template)
     whole = lru_cache(1)(lambda parameter: stored[parameter][()])  # one at a time
     weights = ((p.hf_name, whole(p.parameter)[p.place]) for p in pieces)
     Export(model, words.other, dtype=words.dtype, tokenizer=tokenizer).write(weights)

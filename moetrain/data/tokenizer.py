@@ -29,6 +29,8 @@ _wrong = partial(ConfigError, "data.tokenizer")
 _END_OF_TEXT = "<|endoftext|>"
 """The text of the token that ends a document of bytes, where a text has special tokens."""
 _CONFIG = "tokenizer_config.json"
+_CHAT_TEMPLATE = "chat_template.jinja"
+_TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 _CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
 # Names of the end-of-text token, for a tokenizer.json with no tokenizer_config.json beside it.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
@@ -103,13 +105,15 @@ class Tokenizer(Protocol):
     def export(self, chat_template: str | None = None) -> TokenizerFiles:
         """Return files that ``transformers`` and servers read, and the ids of special tokens.
 
-        ``chat_template``: the template to write; None: the tokenizer's own, if it has one.
+        ``chat_template``: the template to write, for conversations with tools too; None: the
+        tokenizer's own, if it has one.
         """
         files = self._files()
         if chat_template in (None, self.chat_template):
             chat_template = self.given_template
         if chat_template is not None:
-            files["chat_template.jinja"] = chat_template
+            files[_CHAT_TEMPLATE] = chat_template
+            files.pop(_TOOL_TEMPLATE, None)
         ids = {f"{key}_id": self.special_ids.get(key) for key in ("bos_token", "pad_token")}
         return TokenizerFiles(files, {**ids, "eos_token_id": self.eos_id}, self.file)
 
@@ -249,11 +253,10 @@ class _HFTokenizer(Tokenizer):
         # Without the post-processor, whose `trim_offsets` cuts blanks off the characters that a
         # token covers; what it puts around a text is `bos_ids`.
         self._tokenizer.post_processor = None
-        both = (
-            _chat_template(folder, "chat_template.jinja", config, "default"),
-            _chat_template(folder, "additional_chat_templates/tool_use.jinja", config, "tool_use"),
-        )
-        (self.chat_template, chat_file), (self.tool_template, tool_file) = both
+        if os.path.lexists(folder / _CHAT_TEMPLATE):  # before which the config's count for nothing
+            config = {key: value for key, value in config.items() if key != "chat_template"}
+        self.chat_template, chat_file = _chat_template(folder, _CHAT_TEMPLATE, config, "default")
+        self.tool_template, tool_file = _chat_template(folder, _TOOL_TEMPLATE, config, "tool_use")
         self.template_files = (str(chat_file), str(tool_file))
         about: list[Any] = [self.special_tokens, self.bos_ids]
         if self._added or self._splits_special:  # else as it was without these

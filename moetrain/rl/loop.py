@@ -484,6 +484,7 @@ class RlTrainer(Run):
         rows, tensors = Trajectory.to_state(t for part in parts for t in part)
         state = {"sample_index": self.window.taken, "begun": self.window.begun}
         state |= {"under_way": rows, "tasks": self.setup.identity}
+        state["chat_template"] = self.tokenizer.given_template
         mine = tensors if self.world.is_main else {}  # every rank has them all
         groups = {"rollouts": {name: TensorSlice.all_of(tensor) for name, tensor in mine.items()}}
         if self.learner.reference:

@@ -120,12 +120,16 @@ class Trainer(Run):
                 total_steps=config.train.total_steps(rows),
                 identity=self.data.fingerprint,
                 trained_on=f"{number} of {config.data.seq_len} tokens",
-                progress=lambda: Progress(self.loader.state()),
+                progress=self._progress,
             )
             self.engine.runner.before_forward = self.give_up_if_stopped
             self._said_what_counts_nothing = False
             if found is not None:
                 self.resume(found)
+
+    def _progress(self) -> Progress:
+        """Return the position in the data, and the chat template, whose file may change."""
+        return Progress({**self.loader.state(), "chat_template": self.data.chat_template})
 
     def resume(self, found: Checkpoint) -> None:
         """Go on from ``found``, or from an earlier checkpoint if it is damaged."""
