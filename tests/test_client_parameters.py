@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from test_rollout import make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moetrain.data.chat import _CHATML
+from moetrain.data.chat import CHATML
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.generate.engine import Generator
 from moetrain.generate.request import Request, SamplingParams, chat_ids, sampling_defaults
@@ -30,7 +30,7 @@ SAMPLED = {"max_tokens": 6, "temperature": 0.8, "seed": 3}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
-    template = "{{ reasoning_effort }}" + _CHATML
+    template = "{{ reasoning_effort }}" + CHATML
     save_hf(make_model(), folder, tokenizer=ByteTokenizer().export(template))
     return folder
 
@@ -233,7 +233,7 @@ def test_requests_without_parameters_have_the_checkpoints(folder):
 @pytest.mark.parametrize("content", ["An ans", "  An ans ", "a\n\n"])
 @pytest.mark.parametrize("strips", [False, True])
 def test_a_final_message_is_continued_as_transformers_does(folder, tmp_path, content, strips):
-    template = _CHATML.replace("message.content", "message.content | trim") if strips else _CHATML
+    template = CHATML.replace("message.content", "message.content | trim") if strips else CHATML
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_bytes((folder / file).read_bytes())
     (tmp_path / "chat_template.jinja").write_text(template)

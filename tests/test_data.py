@@ -16,9 +16,9 @@ from data_files import BYTE_VOCAB, config, word_tokenizer, write_files, write_li
 from moetrain.config import Config, ConfigError, DataSection, locks
 from moetrain.data import cache, sources
 from moetrain.data.cache import TokenCache
+from moetrain.data.documents import HashRange
 from moetrain.data.loader import build_data
 from moetrain.data.packing import IGNORE_INDEX, SyntheticDataset
-from moetrain.data.sources import HashRange
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 
 

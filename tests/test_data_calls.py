@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate
-from moetrain.data.sources import RecordReader
+from moetrain.data.chat import CHATML, BadLineError, ChatTemplate
+from moetrain.data.records import RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.data.warned import SEEN
 from moetrain.rl.envs import Prompts
 
-WITH_IDS = _CHATML.replace(
+WITH_IDS = CHATML.replace(
     "{{- message.content or '' }}", "{{- message.tool_call_id }}{{- message.content or '' }}"
 )
 TOOLS = [
@@ -37,13 +37,13 @@ SIGNATURES = {
 }
 
 
-def texts(record: dict, template: str = _CHATML) -> list[str]:
+def texts(record: dict, template: str = CHATML) -> list[str]:
     return [
         document.text for document in RecordReader(ChatTemplate(template, {})).documents(record)
     ]
 
 
-def theirs(messages: list[dict], tools: list[dict] | None = None, template: str = _CHATML) -> str:
+def theirs(messages: list[dict], tools: list[dict] | None = None, template: str = CHATML) -> str:
     settings: dict[str, Any] = {"tools": tools, "chat_template": template}
     rendered, _ = render_jinja_template([messages], **settings)
     return rendered[0].rstrip()
@@ -123,7 +123,7 @@ ORDERED = [USER, calls("c1", "c2"), result("c1", "one"), result("c2", "two"), AN
 def test_results_are_in_the_order_of_their_calls():
     given = [*ORDERED[:2], ORDERED[3], ORDERED[2], ANSWER]
     assert texts({"messages": given, "tools": TOOLS}) == [theirs(ORDERED, TOOLS)]
-    prompt = ChatTemplate(_CHATML, {}).prompt(given[:4], {"tools": TOOLS})
+    prompt = ChatTemplate(CHATML, {}).prompt(given[:4], {"tools": TOOLS})
     assert prompt.startswith(theirs(ORDERED[:4], TOOLS))
 
 
@@ -160,7 +160,7 @@ def test_results_of_no_call_are_refused(results: list[str], says: str):
     with pytest.raises(BadLineError, match=says):
         texts({"messages": given, "tools": TOOLS})
     # A server answers nevertheless.
-    assert "<|im_start|>tool\nr" in ChatTemplate(_CHATML, {}).prompt(given[:-1])
+    assert "<|im_start|>tool\nr" in ChatTemplate(CHATML, {}).prompt(given[:-1])
 
 
 # ---- calls --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from moetrain.config import Config, ConfigError
-from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate
+from moetrain.data.chat import CHATML, BadLineError, ChatTemplate
 from moetrain.data.loader import Data, build_data
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.http.tool_calls import parse_tools
@@ -144,7 +144,7 @@ def test_where_the_template_comes_from(tmp_path: Path, where: str):
 
 
 def test_a_changed_template_is_another_cache(tmp_path: Path):
-    (tmp_path / "a.jinja").write_text(_CHATML)
+    (tmp_path / "a.jinja").write_text(CHATML)
     (tmp_path / "b.jinja").write_text(FORGETFUL)
     rows = [
         build(tmp_path, CONVERSATION, 256, chat_template=str(tmp_path / name)).train.row(0)
@@ -177,7 +177,7 @@ def test_turns_after_the_last_answer_and_answers_in_a_row():
         {"role": "assistant", "content": ""},
         {"role": "user", "content": "never seen"},
     ]
-    ((text, spans),) = ChatTemplate(_CHATML, {}).documents(messages)
+    ((text, spans),) = ChatTemplate(CHATML, {}).documents(messages)
     assert [text[a:b] for a, b in spans] == ["one<|im_end|>", "<|im_end|>"]
     assert "never seen" not in text
 
@@ -193,7 +193,7 @@ def test_calls_in_chatml_are_read_back():
         {"role": "tool", "content": "no"},
         {"role": "assistant", "content": "Dry.", "tool_calls": calls[:1]},
     ]
-    ((text, spans),) = ChatTemplate(_CHATML, {}).documents(messages, {"tools": tools})
+    ((text, spans),) = ChatTemplate(CHATML, {}).documents(messages, {"tools": tools})
     system, *turns = text.split("<|im_start|>")[1:]
     assert system.startswith("system\nBe brief.\n\n")
     assert json.dumps(tools[0]) in system

@@ -7,7 +7,7 @@ import pytest
 from test_data_chat import CONVERSATION, bpe_tokenizer
 
 from moetrain.config import Config, ConfigError
-from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate
+from moetrain.data.chat import CHATML, BadLineError, ChatTemplate
 from moetrain.data.loader import build_data
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.data.tokenizer import load_tokenizer
@@ -112,15 +112,15 @@ def test_records_give_transformers_tokens(record: dict, template: str, tmp_path:
 @pytest.mark.parametrize("where", ["named list", "file"])
 def test_a_template_of_its_own_for_tools(where: str, tmp_path: Path):
     folder = tmp_path / "bpe"
-    tool_use = "{{ tools | tojson }}" + _CHATML
-    template: object = _CHATML
+    tool_use = "{{ tools | tojson }}" + CHATML
+    template: object = CHATML
     if where == "named list":
-        template = [{"name": "default", "template": _CHATML}]
+        template = [{"name": "default", "template": CHATML}]
         template.append({"name": "tool_use", "template": tool_use})
     pytest.importorskip("transformers")
     bpe_tokenizer(folder, chat_template=template, eos_token="<|im_end|>")
     if where == "file":
-        (folder / "chat_template.jinja").write_text(_CHATML)
+        (folder / "chat_template.jinja").write_text(CHATML)
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
     their = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)

@@ -6,7 +6,7 @@ import pytest
 
 from moetrain.data.chat import ChatTemplate
 from moetrain.data.messages import BadLineError
-from moetrain.data.sources import RecordReader
+from moetrain.data.records import RecordReader
 
 TEMPLATE = (
     "{% if tools %}{{ tools[0].function.name }} {% endif %}{% for m in messages %}"

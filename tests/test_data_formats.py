@@ -15,11 +15,11 @@ from test_data_chat import bpe_tokenizer
 from test_data_chat_records import CALLING, TOOL_TEMPLATE, TOOLS
 
 from moetrain.config import Config, ConfigError
-from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate
+from moetrain.data.chat import CHATML, BadLineError, ChatTemplate
 from moetrain.data.containers import Files
 from moetrain.data.loader import build_data
 from moetrain.data.packing import IGNORE_INDEX, Dataset
-from moetrain.data.sources import RecordReader
+from moetrain.data.records import RecordReader
 
 datasets = pytest.importorskip("datasets")
 pa = pytest.importorskip("pyarrow")
@@ -226,7 +226,7 @@ def test_tools_in_tables_are_those_of_lines(container: str, marked: Path, tmp_pa
     assert documents(rows_of(path, folder)) == documents(rows_of(lines, folder))
 
 
-@pytest.mark.parametrize("template", [MARKED, _CHATML], ids=["marked", "unmarked"])
+@pytest.mark.parametrize("template", [MARKED, CHATML], ids=["marked", "unmarked"])
 @pytest.mark.parametrize(
     ("train_on", "learned"),
     [("all", ["b", "d", "e"]), ("completion", ["d", "e"]), ("last", ["e"])],
@@ -242,7 +242,7 @@ def test_which_turns_are_learned(template: str, train_on, learned: list[str]):
 
 
 def test_a_pair_has_both_answers_where_they_are_asked_for():
-    reader = RecordReader(ChatTemplate(_CHATML, {}), reads_pairs=True)
+    reader = RecordReader(ChatTemplate(CHATML, {}), reads_pairs=True)
     for record in [*FORMS["preference"][0], {"prompt": "a", "chosen": "b", "rejected": "c"}]:
         chosen, rejected = reader.documents(record)
         for document, key in ((chosen, "chosen"), (rejected, "rejected")):
@@ -262,9 +262,9 @@ def test_a_template_that_reads_parts_gets_them():
         "{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endif %}{% endfor %}"
     )
     assert ChatTemplate(reads, {}).documents(spoken) == [("[x][y]z", [(6, 7)])]
-    assert "user\nxy<" in ChatTemplate(_CHATML, {}).documents(spoken)[0][0]
+    assert "user\nxy<" in ChatTemplate(CHATML, {}).documents(spoken)[0][0]
     with pytest.raises(BadLineError, match=r"messages\[0\]\.content has a part that is no text"):
-        ChatTemplate(_CHATML, {}).documents([{"role": "user", "content": [{"type": "image"}]}])
+        ChatTemplate(CHATML, {}).documents([{"role": "user", "content": [{"type": "image"}]}])
 
 
 @pytest.mark.parametrize(

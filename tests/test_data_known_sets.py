@@ -8,8 +8,8 @@ import json
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate
-from moetrain.data.sources import RecordReader
+from moetrain.data.chat import CHATML, BadLineError, ChatTemplate
+from moetrain.data.records import RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.rl.envs import Prompts
 from moetrain.rl.envs.shipped import Jsonl
@@ -33,13 +33,13 @@ def call(**arguments: object) -> dict:
 
 def documents(record: dict, pairs: bool = False, text_field: str = "text") -> list:
     form = "preference" if pairs else "auto"
-    template = ChatTemplate(_CHATML, {})
+    template = ChatTemplate(CHATML, {})
     reader = RecordReader(template, form=form, reads_pairs=pairs, text_field=text_field)
     return reader.documents(record)
 
 
 def theirs(messages: list[dict], tools: list | None = None) -> str:
-    rendered, _ = render_jinja_template([messages], tools=tools, chat_template=_CHATML)
+    rendered, _ = render_jinja_template([messages], tools=tools, chat_template=CHATML)
     return rendered[0].rstrip()
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from moetrain.config import Config, ConfigError
+from moetrain.data.documents import BadRecordError, Skipped
 from moetrain.data.loader import build_data
 from moetrain.data.messages import BadLineError
-from moetrain.data.sources import Skipped, _BadRecord
 
 STRICT = (  # as Mistral's and Gemma's templates refuse turns
     "{%- for m in messages %}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -104,7 +104,7 @@ def test_ten_kinds_are_shown_and_the_others_counted(caplog):
     for skipped, letters in ((first, "aabcdefgh"), (second, "ghijjklaa")):
         for i, letter in enumerate(letters):
             reason = f"{letter}[{i}] is missing: {{'a': {i}}}; give it"
-            skipped.add(_BadRecord("data.path", f"f:{i}", BadLineError(reason)))
+            skipped.add(BadRecordError("data.path", f"f:{i}", BadLineError(reason)))
     first.merge(second)
     first.warn("f")
     said = [r.getMessage() for r in caplog.records]

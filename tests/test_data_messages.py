@@ -11,8 +11,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetrain.config import Config, ConfigError
-from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate
-from moetrain.data.sources import RecordReader
+from moetrain.data.chat import CHATML, BadLineError, ChatTemplate
+from moetrain.data.records import RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.data.warned import SEEN
 from moetrain.http.protocol import Chat
@@ -249,7 +249,7 @@ LOST: dict[str, tuple[dict, str]] = {
         "messages[1].content, of role 'tool'",
     ),
 }
-SHOWS_ALL = "{% for d in documents or [] %}{{ d.text }}{% endfor %}" + _CHATML
+SHOWS_ALL = "{% for d in documents or [] %}{{ d.text }}{% endfor %}" + CHATML
 
 
 @pytest.mark.parametrize(("record", "place"), LOST.values(), ids=list(LOST))
@@ -377,8 +377,8 @@ def test_a_role_that_is_not_known_is_named_once(caplog: pytest.LogCaptureFixture
     SEEN.clear()
     with caplog.at_level("WARNING", logger="moetrain"):
         for _ in range(2):
-            ChatTemplate(_CHATML, {}).documents([USER, {**SAID, "role": "asistant"}, USER, SAID])
-            ChatTemplate(_CHATML, {}).documents([USER, SAID])
+            ChatTemplate(CHATML, {}).documents([USER, {**SAID, "role": "asistant"}, USER, SAID])
+            ChatTemplate(CHATML, {}).documents([USER, SAID])
     (line,) = (record.getMessage() for record in caplog.records)
     assert "'asistant'" in line
     assert "not learned" in line
@@ -560,7 +560,7 @@ def test_a_template_and_its_variables_in_reinforcement_learning(tmp_path: Path):
     """data.chat_template was refused there. The model is exported with it."""
     (tmp_path / "t.jinja").write_text(STYLED)
     tokenizer = ByteTokenizer()
-    tokenizer.chat_template = tokenizer.tool_template = _CHATML
+    tokenizer.chat_template = tokenizer.tool_template = CHATML
     ChatTemplate.put_in(tokenizer, str(tmp_path / "t.jinja"), '{"style": "short"}')
     ids = Prompts(tokenizer, chat=True).encode("Hi")
     assert bytes(ids).decode() == theirs(STYLED, [USER], style="short", add_generation_prompt=True)

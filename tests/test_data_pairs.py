@@ -10,9 +10,9 @@ import pytest
 from data_files import write_lines
 
 from moetrain.config import Config, ConfigError
-from moetrain.data.chat import _CHATML, BadLineError, ChatTemplate
+from moetrain.data.chat import CHATML, BadLineError, ChatTemplate
 from moetrain.data.loader import build_data
-from moetrain.data.sources import RecordReader
+from moetrain.data.records import RecordReader
 from moetrain.data.tokenizer import load_tokenizer
 
 Q, A, B = "Is 7 prime?", "Yes.", "It is even."
@@ -180,7 +180,7 @@ def learned(document):
 
 
 def reader_of(**settings):
-    return RecordReader(ChatTemplate(_CHATML, {}), **settings)
+    return RecordReader(ChatTemplate(CHATML, {}), **settings)
 
 
 @pytest.mark.parametrize("form", PAIRS)

@@ -16,10 +16,11 @@ from test_data_formats import CONTAINERS
 
 from moetrain.config import Config, ConfigError
 from moetrain.data import cache
-from moetrain.data.chat import _CHATML
+from moetrain.data.chat import CHATML
+from moetrain.data.documents import HashRange
 from moetrain.data.loader import Data, Loader, build_data
 from moetrain.data.packing import Streamed
-from moetrain.data.sources import HashRange, Source
+from moetrain.data.sources import Source
 from moetrain.data.tokenizer import ByteTokenizer
 
 
@@ -162,7 +163,7 @@ def test_a_program_without_a_guard_has_its_blocks_made_and_waits_for_no_process(
     (tmp_path / "slow").mkdir()
     slow = "import sys, time\ntime.sleep(3 * ('--multiprocessing-fork' in sys.orig_argv))"
     (tmp_path / "slow" / "sitecustomize.py").write_text(slow)
-    (tmp_path / "long.jinja").write_text("{#" + " " * 300_000 + "#}" + _CHATML)
+    (tmp_path / "long.jinja").write_text("{#" + " " * 300_000 + "#}" + CHATML)
     (tmp_path / "program.py").write_text(UNGUARDED)
     words = ["model.preset=debug", "data.seq_len=8", "data.eval_fraction=0", "data.streaming=yes"]
     words += [f"data.path={tmp_path}/a.jsonl", f"data.cache_dir={tmp_path}/cache"]

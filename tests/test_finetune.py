@@ -23,7 +23,7 @@ from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.session import resolve_run
 
-_CHATML = (
+CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -34,7 +34,7 @@ CHATS = 280
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny-qwen"
-    write_checkpoint(folder, _CHATML, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    write_checkpoint(folder, CHATML, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     return folder
 
 
@@ -141,7 +141,7 @@ def test_the_readmes_command(words, tmp_path, capsys, caplog):
         pytest.param(DROPS, THOUGHTS, "t1\n</think>\n\na1", id="drops"),
         pytest.param(OPENS, THOUGHTS, "t1\n</think>\na1", id="opens"),
         pytest.param(EMPTY, THREE, "\n</think>\n\na1", id="empty"),
-        pytest.param(_CHATML, THREE, "a1", id="chatml"),
+        pytest.param(CHATML, THREE, "a1", id="chatml"),
     ],
 )
 def test_a_model_that_learned_chats_of_several_turns_stops_by_itself(

@@ -12,7 +12,7 @@ from test_drafting import foreseen, make_generator
 from test_drafting import make_model as make_long_model
 from test_rollout import make_model
 
-from moetrain.data.chat import _CHATML
+from moetrain.data.chat import CHATML
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.generate.engine import Generator
 from moetrain.generate.request import Request, RequestError, SamplingParams
@@ -337,7 +337,7 @@ def test_what_the_server_refuses(client, fields, problem):
 
 def test_a_template_of_other_calls_is_refused(client):
     tokenizer = ByteTokenizer()
-    tokenizer.chat_template = "{# <tool_call><function=x> #}" + _CHATML
+    tokenizer.chat_template = "{# <tool_call><function=x> #}" + CHATML
     server = CompletionServer(Generator(make_long_model("glm4_moe"), tokenizer), "tiny")
     with TestClient(server.app) as other:
         assert "as JSON between" in ask(other, tools=[OTHER], tool_choice="required")

@@ -29,11 +29,11 @@ from moetrain.cli.train import RL as REINFORCE
 from moetrain.config import Config, ConfigError, Fact
 from moetrain.config.needs import unmet
 from moetrain.config.sources import Reader, leaves
-from moetrain.data.chat import _CHATML as CHATML
-from moetrain.data.chat import ChatTemplate
+from moetrain.data.chat import CHATML, ChatTemplate
+from moetrain.data.documents import Document
 from moetrain.data.loader import build_data
 from moetrain.data.messages import BadLineError
-from moetrain.data.sources import Document, RecordReader
+from moetrain.data.records import RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.http.access import Access
 from moetrain.http.protocol import Chat, Completions, Responses

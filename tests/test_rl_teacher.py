@@ -16,7 +16,7 @@ from test_server import serving
 
 from moetrain.config import ConfigError
 from moetrain.config.sources import RunFailed
-from moetrain.data.chat import _CHATML
+from moetrain.data.chat import CHATML
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.generate.engine import Generator
@@ -41,7 +41,7 @@ def made(vocab_size=257, seed=0):
 
 
 def saved(folder, seed):
-    save_hf(made(seed=seed), folder, tokenizer=ByteTokenizer().export(_CHATML))
+    save_hf(made(seed=seed), folder, tokenizer=ByteTokenizer().export(CHATML))
     return folder
 
 

@@ -22,7 +22,7 @@ import uvicorn
 from test_rollout import make_model
 
 from moetrain.cli.serve import main
-from moetrain.data.chat import _CHATML
+from moetrain.data.chat import CHATML
 from moetrain.data.tokenizer import load_tokenizer
 from moetrain.generate.engine import Generator
 from moetrain.generate.request import Request, SamplingParams, TextStream, chat_ids
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
     from moetrain.data.tokenizer import ByteTokenizer
 
     folder = tmp_path_factory.mktemp("served")
-    template = "{% if tools %}{{ tools | tojson }}{% set tools = none %}{% endif %}" + _CHATML
+    template = "{% if tools %}{{ tools | tojson }}{% set tools = none %}{% endif %}" + CHATML
     save_hf(make_model(), folder, tokenizer=ByteTokenizer().export(template))
     return folder
 

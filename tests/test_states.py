@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from moetrain.config import Config, ModelSection, Recipes
 from moetrain.config.sections import LoraSection
-from moetrain.data.chat import _CHATML
+from moetrain.data.chat import CHATML
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.generate.drafting import most_drafts
 from moetrain.generate.engine import Generator
@@ -61,7 +61,7 @@ def make_generator(arch, seed=0, **settings):
 @pytest.fixture(scope="module")
 def folder(arch, tmp_path_factory):
     folder = tmp_path_factory.mktemp("states")
-    save_hf(make_model(arch), folder, tokenizer=ByteTokenizer().export(_CHATML))
+    save_hf(make_model(arch), folder, tokenizer=ByteTokenizer().export(CHATML))
     return folder
 
 

@@ -1,7 +1,9 @@
 """Data: from files on disk to the batches of a step.
 
-    sources -> documents -> tokenizer -> cache (memory-mapped) -> packing (rows) -> loader (batches)
+    containers (files) -> sources (records, texts) -> records (documents) -> cache (tokens)
+    -> packing (rows) -> loader (batches)
 
-:func:`moetrain.data.loader.build_data` goes as far as rows. The trainer makes the loader of
-batches, which needs to know the ranks.
+A record's fields get their usual names in field_names and known_sets. Its dialogues are read in
+messages and pairs, and rendered in chat. :func:`moetrain.data.loader.build_data` makes the rows.
+The trainer makes the loader of batches, which needs to know the ranks.
 """

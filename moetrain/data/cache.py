@@ -1,23 +1,22 @@
 """The token cache: a source is tokenised once, into files that training maps into memory.
 
-A cache is a folder named by a hash of everything that decides its tokens. It is written under a
-temporary name and renamed, so it exists whole or not at all. If several processes want it at once,
-one builds it, and the others wait. Neither building nor reading holds the corpus in memory.
+A cache is a folder. Its name is a hash of everything that decides the tokens. It is written under a
+temporary name and then renamed, so it exists whole or not at all. If several processes want it at
+once, one builds it and the others wait. Neither building nor reading holds the corpus in memory.
 
     tokens.bin     [num_tokens] uint16, or uint32 for a vocabulary over 65,536
-    documents.bin  [num_documents + 1] int64: where each document starts, then num_tokens
-    targets.bin    [num_documents] int64: tokens with loss in each document
-    masked.bin     [num_tokens] uint8, 1 for a token without loss; empty if there is none
-    labels.bin     [num_documents] int8: 1 for an answer that is wanted, 0 for one that is not, -1
+    documents.bin  [num_documents + 1] int64: the start of each document, then num_tokens
+    targets.bin    [num_documents] int64: number of tokens with loss in each document
+    masked.bin     [num_tokens] uint8: 1 for a token without loss; empty if all have loss
+    labels.bin     [num_documents] int8: 1 for a desirable answer, 0 for an undesirable one, -1
                    for a document without a label; empty if there are no labels
-    margins.bin    [num_documents] float32: by how much the rewards of a pair's answers are to
-                   differ, in both; empty if margins are not read
+    margins.bin    [num_documents] float32: the margin of a pair, in both of its documents; empty if
+                   margins are not read
     meta.json      the sizes, the type of the tokens, a hash of all that is in the files, checksums
                    of their beginnings, the records that were left out, and warnings
 
-Left out on purpose: removing caches that are no longer used (delete the folder), and reading
-sources only to see whether they changed (a file's path, size and time of change stand for its
-content).
+Left out on purpose: removing caches that are no longer used (delete the folder), and reading a
+source to see whether it changed (a file's path, size and time of change stand for its content).
 """
 
 import hashlib
@@ -48,7 +47,8 @@ from rich.progress import Progress
 from moetrain.config import ConfigError, logger
 from moetrain.config.environment import launched_place, one_tokenizer_thread
 from moetrain.config.locks import file_lock
-from moetrain.data.sources import Document, HashRange, Skipped, Source
+from moetrain.data.documents import Document, HashRange, Skipped
+from moetrain.data.sources import Source
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.warned import noted, warn_once
 
@@ -59,17 +59,27 @@ _FORMAT = 8
 
 _FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin", "labels.bin", "margins.bin")
 _CHECKED_BYTES = 1 << 26
-"""Bytes of each file that are checked when a cache is opened: all of a small corpus, and as many of
-a large one as are read in a tenth of a second."""
-# Characters encoded in one call: enough for the tokenizer's threads, small beside any model.
+"""Bytes at the beginning of each file that are checked when a cache is opened. A small corpus is
+checked whole, and reading so much of a large one takes a tenth of a second."""
 _BATCH_CHARACTERS = 1 << 22
+"""Characters that one call encodes: enough for the tokenizer's threads, and few beside a model."""
 _BLOCK_BYTES = 1 << 22
-"""Bytes of text in a block of a stream, at least; twice as many at most."""
-_KEPT_BLOCKS, _MOST_WORKERS = 4, 8
+"""Least bytes of text in a block of a stream. A block has at most twice as many."""
+_MOST_WORKERS = 8
+_KEPT_BLOCKS = 4
+"""Blocks that are kept even if the disk is full."""
 _FREE_SHARE = 0.1
+"""Share of the disk that blocks leave free."""
 
-_Place = tuple[int, int, int]
-"""Where a block is in a walk: the pass, the group of parts in its order, the chunk of that."""
+
+class BlockPlace(NamedTuple):
+    """The place of a block in a walk over a stream."""
+
+    number_of_pass: int
+    group: int
+    """Index of the group of parts in the order of this pass."""
+    chunk: int
+    """Index of the block among those of its group."""
 
 
 class TokenCache(NamedTuple):
@@ -80,30 +90,31 @@ class TokenCache(NamedTuple):
     documents: np.ndarray
     """[num_documents + 1] int64: document d is ``tokens[documents[d]:documents[d + 1]]``."""
     targets: np.ndarray
-    """[num_documents] int64: tokens with loss in each document, without its first token."""
+    """[num_documents] int64: number of tokens with loss in each document. Its first token does not
+    count."""
     masked: np.ndarray | None
-    """[num_tokens] uint8, 1 for a token without loss; None: there are no conversations, and every
+    """[num_tokens] uint8: 1 for a token without loss. None: there are no conversations, and every
     token has loss."""
     content: str
-    """Hash of all of these."""
+    """Hash of all arrays."""
     labels: np.ndarray | None = None
-    """[num_documents] int8: whether an answer is wanted (KTO), 1 or 0, -1 without a label; None:
-    there are no labels."""
+    """[num_documents] int8, for KTO: 1 for a desirable answer, 0 for an undesirable one, -1 without
+    a label. None: there are no labels."""
     skipped: Skipped = Skipped()
-    """Records that were left out as bad."""
+    """The bad records that were left out."""
     margins: np.ndarray | None = None
-    """[num_documents] float32: the margin of the pair that a document is of; None: there are no
-    margins."""
+    """[num_documents] float32: the margin of a document's pair. None: there are no margins."""
     warnings: Mapping[str, str] = MappingProxyType({})
-    """What was warned of when the cache was made, by kind (:mod:`moetrain.data.warned`)."""
+    """The warnings of the run that made the cache, by kind (:mod:`moetrain.data.warned`)."""
 
     @property
     def num_documents(self) -> int:
+        """Number of documents."""
         return len(self.targets)
 
     @classmethod
     def of(cls, source: Source, tokenizer: Tokenizer, cache_dir: Path) -> Self:
-        """Open the cache of ``source``, and build it first if no earlier run did.
+        """Open the cache of ``source``. Build it first if it is not there.
 
         Raises ConfigError: the source or the tokenizer is bad, ``cache_dir`` cannot be written, or
         the cache in it is damaged.
@@ -118,7 +129,7 @@ class TokenCache(NamedTuple):
         return cache
 
     def repeat_warnings(self) -> None:
-        """Warn as the run did that made the cache, on the main rank."""
+        """Repeat the warnings of the run that made the cache, on the main rank."""
         place = launched_place()
         if place is None or place.rank == 0:
             for kind, text in self.warnings.items():
@@ -126,14 +137,20 @@ class TokenCache(NamedTuple):
 
     @classmethod
     def opened(cls, folder: Path) -> Self:
-        """Map the cache in ``folder``; ConfigError if it is damaged."""
+        """Map the cache in ``folder`` into memory.
+
+        Raises ConfigError: it is damaged.
+        """
 
         def mapped(name: str, dtype: str, length: int) -> np.ndarray:
-            # An empty file cannot be mapped.
+            # mmap refuses an empty file.
             found = np.memmap(folder / name, dtype, "r") if length else np.empty(0, dtype)
             if len(found) != length:
                 raise ValueError(f"{name} has {len(found)} numbers")
             return found
+
+        def mapped_if_any(name: str, dtype: str, length: int) -> np.ndarray | None:
+            return mapped(name, dtype, length) if (folder / name).stat().st_size else None
 
         try:
             meta = json.loads((folder / "meta.json").read_bytes())
@@ -143,19 +160,16 @@ class TokenCache(NamedTuple):
             for name in _FILES:
                 if _checksum(folder / name) != meta["checksums"][name]:
                     raise ValueError(f"{name} is not what was written")
-            has_mask = (folder / "masked.bin").stat().st_size > 0
-            has_labels = (folder / "labels.bin").stat().st_size > 0
-            has_margins = (folder / "margins.bin").stat().st_size > 0
             return cls(
-                mapped("tokens.bin", meta["dtype"], num_tokens),
-                mapped("documents.bin", "int64", num_documents + 1),
-                mapped("targets.bin", "int64", num_documents),
-                mapped("masked.bin", "uint8", num_tokens) if has_mask else None,
-                str(meta["content"]),
-                mapped("labels.bin", "int8", num_documents) if has_labels else None,
-                Skipped(**meta.get("skipped", {})),
-                mapped("margins.bin", "float32", num_documents) if has_margins else None,
-                {str(kind): str(text) for kind, text in meta.get("warnings", {}).items()},
+                tokens=mapped("tokens.bin", meta["dtype"], num_tokens),
+                documents=mapped("documents.bin", "int64", num_documents + 1),
+                targets=mapped("targets.bin", "int64", num_documents),
+                masked=mapped_if_any("masked.bin", "uint8", num_tokens),
+                content=str(meta["content"]),
+                labels=mapped_if_any("labels.bin", "int8", num_documents),
+                skipped=Skipped(**meta.get("skipped", {})),
+                margins=mapped_if_any("margins.bin", "float32", num_documents),
+                warnings={str(kind): str(x) for kind, x in meta.get("warnings", {}).items()},
             )
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             reason = str(error) if isinstance(error, ValueError) else repr(error)
@@ -164,10 +178,11 @@ class TokenCache(NamedTuple):
 
 
 class Blocks:
-    """The token caches of a source's blocks, made by several processes ahead of their use.
+    """The token caches of a stream's blocks. Several processes make them ahead of their use.
 
     A block holds parts from all over the source. Blocks stay in the cache for the next pass and the
-    next run, until a tenth of the disk is left: then those that were used first go.
+    next run. Once less than a tenth of the disk is free, the blocks that were used first are
+    removed.
     """
 
     def __init__(
@@ -178,8 +193,10 @@ class Blocks:
         cache_dir: Path,
         workers: int | None,
     ) -> None:
-        """List the blocks of ``share`` of ``source``; ``workers`` processes make them (None: a core
-        each, up to 8)."""
+        """List the blocks of ``share`` of ``source``.
+
+        ``workers``: number of processes that make blocks; None: one for each core, up to 8.
+        """
         parts = source.file_parts(share)
         order = np.random.Generator(np.random.PCG64(0)).permutation(len(parts))
         shuffled = (parts[i] for i in order)
@@ -199,12 +216,15 @@ class Blocks:
         self._workers = min(max(1, cores), _MOST_WORKERS) if workers is None else workers
 
     def first(self) -> tuple[TokenCache, int]:
-        """Return the first block, and how many bytes its records have."""
+        """Return the first block, and the number of bytes of its records."""
         found = next(self._chunks(0), [])
         return self._made(found, "0-0"), max(1, sum(each.num_bytes for each in found))
 
     def sample(self, num_bytes: int) -> TokenCache | None:
-        """Return a cache of the first ``num_bytes``, of at most sixteen groups of parts."""
+        """Return a cache of the first ``num_bytes`` of at most sixteen groups of parts.
+
+        None: there are no records.
+        """
         found = []
         for group in range(min(16, len(self._groups))):
             for each in itertools.chain.from_iterable(self._chunks(group)):
@@ -214,21 +234,27 @@ class Blocks:
                 break
         return self._made(found, "sample-0") if found else None
 
-    def walk(self, seed: int, at: _Place) -> Iterator[tuple[_Place, TokenCache]]:
-        """Yield blocks and their places, from ``at`` on without end; raises as TokenCache.of."""
-        ahead: deque[tuple[_Place, str, list[Any]]] = deque()
+    def walk(self, seed: int, at: BlockPlace) -> Iterator[tuple[BlockPlace, TokenCache]]:
+        """Yield blocks with their places without end, from ``at`` on.
+
+        Raises ConfigError: as :meth:`TokenCache.of`.
+        """
+        ahead: deque[tuple[BlockPlace, str, list[Any]]] = deque()
         used: deque[Path] = deque()
         read = self._read(seed, at)
         while True:
+            # Read the records of the next blocks, and ask the processes to tokenise them. The ranks
+            # of a machine share its blocks.
             while len(ahead) <= 2 * self._workers * self._on_machine:
                 place, name, found = next(read)
                 ahead.append((place, name, found))
-                is_mine = (place[1] + place[2]) % self._on_machine == self._local_rank
-                # The next one is made here, and so are all if there are no processes for it.
+                is_mine = (place.group + place.chunk) % self._on_machine == self._local_rank
+                # This process makes the next block, or all if there are no others.
                 if len(ahead) > 1 and is_mine and not (self._folder / name).is_dir():
                     self._pool.apply_async(_work, (found, self._folder / name))
             place, name, found = ahead.popleft()
             yield place, self._made(found, name)
+            # Remove the blocks that were used first while the disk is nearly full.
             used.append(self._folder / name)
             disk = shutil.disk_usage(self._folder)
             while len(used) > _KEPT_BLOCKS and disk.free < _FREE_SHARE * disk.total:
@@ -236,48 +262,54 @@ class Blocks:
                 disk = shutil.disk_usage(self._folder)
 
     def _made(self, found: list[Any], name: str) -> TokenCache:
+        """Open the block ``name`` of the records ``found``. Build it first if it is not there."""
         folder = self._folder / name
         _build_block(self._source, found, self._tokenizer, folder)
         made = TokenCache.opened(folder)
-        if name not in self._warned:  # a block is opened again, in the next pass at the latest
+        if name not in self._warned:  # every pass opens the block again
             self._warned.add(name)
             made.skipped.warn(self._source.path)
             made.repeat_warnings()
         return made
 
-    def _read(self, seed: int, at: _Place) -> Iterator[tuple[_Place, str, list[Any]]]:
-        """Yield the place, the name and the records of each block, without end."""
-        for turn in itertools.count(at[0]):
-            generator = np.random.Generator(np.random.PCG64([seed, turn]))
+    def _read(self, seed: int, at: BlockPlace) -> Iterator[tuple[BlockPlace, str, list[Any]]]:
+        """Yield the place, the name and the records of each block without end, from ``at`` on.
+
+        The first group comes first in each pass, the others in an order that the seed decides.
+        """
+        for number in itertools.count(at.number_of_pass):
+            generator = np.random.Generator(np.random.PCG64([seed, number]))
             order = [0, *(1 + generator.permutation(len(self._groups) - 1))]
-            for place in range(at[1] if turn == at[0] else 0, len(order)):
-                skipped = at[2] if (turn, place) == at[:2] else 0
-                chunks = enumerate(self._chunks(int(order[place])))
-                for chunk, found in itertools.islice(chunks, skipped, None):
-                    yield (turn, place, chunk), f"{order[place]}-{chunk}", found
+            is_first_pass = number == at.number_of_pass
+            for group in range(at.group if is_first_pass else 0, len(order)):
+                num_passed = at.chunk if is_first_pass and group == at.group else 0
+                chunks = enumerate(self._chunks(int(order[group])))
+                for chunk, found in itertools.islice(chunks, num_passed, None):
+                    yield BlockPlace(number, group, chunk), f"{order[group]}-{chunk}", found
 
     def _chunks(self, group: int) -> Iterator[list[Any]]:
+        """Yield the records of each block of a group of parts."""
         parts = self._groups[group]
         records = (each for part in parts for each in self._source.read(part, self._share))
         return _grouped(records, lambda each: each.num_bytes, 2 * _BLOCK_BYTES)
 
     @cached_property
     def _pool(self) -> Any:
-        """The processes, which are started without waiting for what they import.
+        """The processes that make blocks. Nothing waits for their imports.
 
-        They get the tokenizer in a file: megabytes in the pipe of a process that is starting would
-        be waited for, one process after the other. They do not import the program's main module,
-        which may have no guard against that, and which they have no use for.
+        They read the tokenizer from a file: through a pipe, each process would have to finish its
+        imports before the next one could start. They do not import the program's main module, which
+        they do not need, and which may not be guarded by ``__name__ == "__main__"``.
         """
         folder = TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True)
-        given = Path(folder.name, "given")
-        source = replace(self._source, files=[], table=None)  # documents_of needs none of them
-        given.write_bytes(pickle.dumps((source, self._tokenizer)))
+        shared = Path(folder.name, "source")
+        source = replace(self._source, files=[], table=None)  # documents_of reads no files
+        shared.write_bytes(pickle.dumps((source, self._tokenizer)))
         program = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
         try:
             context = multiprocessing.get_context("spawn")
-            pool = context.Pool(self._workers, _begin_worker, (given,))
+            pool = context.Pool(self._workers, _begin_worker, (shared,))
         finally:
             sys.modules["__main__"] = program
         weakref.finalize(self, folder.cleanup)
@@ -286,16 +318,18 @@ class Blocks:
 
 
 _worker: list[Any] = []
-"""In a process that makes blocks: the source, without its files, and the tokenizer."""
+"""The source, without its files, and the tokenizer of a process that makes blocks."""
 
 
-def _begin_worker(given: Path) -> None:
+def _begin_worker(shared: Path) -> None:
+    """Load the source and the tokenizer that the file ``shared`` holds."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     one_tokenizer_thread()
-    _worker[:] = pickle.loads(given.read_bytes())
+    _worker[:] = pickle.loads(shared.read_bytes())
 
 
 def _work(found: list[Any], folder: Path) -> None:
+    """Build a block in a process of :attr:`Blocks._pool`."""
     source, tokenizer = _worker
     _build_block(source, found, tokenizer, folder)
 
@@ -317,20 +351,20 @@ def _build(
     total: Callable[[], int] | None = None,
     skipped: Skipped | None = None,
 ) -> None:
-    """Write a cache, unless it is there; if another process writes it, wait for that.
+    """Write a cache, unless it is there. If another process writes it, wait for that process.
 
     Args:
-        total: counts the bytes of all documents, for the progress bar; None: there is none.
-        skipped: what ``documents`` leaves out, once all are read.
+        total: counts the bytes of all documents, for a progress bar; None: show none.
+        skipped: the records that ``documents`` leaves out, which is complete once all are read.
     """
-    if os.path.isdir(folder):  # not if its name is too long to ask
+    if os.path.isdir(folder):  # unlike Path.is_dir, it takes a name that is too long
         return
     parent = folder.parent
     is_silent = total is None or not sys.stderr.isatty()
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with (
-            # Without locks all build the same, and the first one wins.
+            # On a file system without locks all build the same cache, and the first one wins.
             file_lock(folder.with_suffix(".lock"), waits=True),
             TemporaryDirectory(None, f"{folder.name}.", parent, ignore_cleanup_errors=True) as made,
             Progress(console=Console(stderr=True), transient=True, disable=is_silent) as progress,
@@ -346,7 +380,7 @@ def _build(
                 meta["warnings"] = warnings
             (Path(made) / "meta.json").write_text(json.dumps(meta))
             Path(made).rename(folder)
-    except OSError as error:  # about this folder: sources report what is wrong with their files
+    except OSError as error:  # of this folder: errors of a source's files are ConfigErrors
         if os.path.isdir(folder):
             return
         problem = f"{str(parent)!r} cannot be written: {error}"
@@ -361,7 +395,7 @@ def _write(
     folder: Path,
     advance: Callable[[int], object],
 ) -> dict[str, Any]:
-    """Write the files of a cache but for meta.json; return the content of that."""
+    """Write the files of a cache except for meta.json, and return the content of that file."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     content = hashlib.blake2b(digest_size=16)
     num_tokens = num_documents = start = num_targets = 0
@@ -376,7 +410,7 @@ def _write(
             content.update(data)
             learned_T = np.ones(len(ids_T), bool) if masked_T is None else masked_T == 0
             if masked_T is not None:
-                masked.seek(num_tokens)  # what is skipped reads as 0: with loss
+                masked.seek(num_tokens)  # bytes that are passed over read as 0, with loss
                 masked.write(masked_T.tobytes())
                 content.update(masked_T.tobytes())
             if num_tokens == start:
@@ -401,7 +435,7 @@ def _write(
             labels.write(b"\xff" * (num_documents - labels.tell()))
         for file in files:
             file.flush()
-            os.fsync(file.fileno())  # no name before its content: a machine may stop at any time
+            os.fsync(file.fileno())  # the content is on disk before the folder gets its name
     meta = {"num_tokens": num_tokens, "num_documents": num_documents, "dtype": dtype.name}
     meta |= {"content": content.hexdigest()}
     return meta | {"checksums": {name: _checksum(folder / name) for name in _FILES}}
@@ -410,9 +444,14 @@ def _write(
 def encoded(
     documents: Iterable[Document], tokenizer: Tokenizer
 ) -> Iterator[tuple[Document, np.ndarray, np.ndarray | None]]:
-    """Yield each part with its ids [T], and [T] whether a token has no loss (None: all have).
+    """Tokenise documents.
 
-    Documents begin with ``bos_ids``, once, unless a template says how; all end with EOS.
+    A document begins with ``bos_ids`` once, unless a template rendered it. Every document ends with
+    EOS.
+
+    Yields:
+        Each document, or part of one, with its ids [T] and its mask, uint8 [T]: 1 for a token
+        without loss. The mask is None if all tokens have loss.
     """
     is_start = True
     for batch in _grouped(documents, lambda document: len(document.text), _BATCH_CHARACTERS):
@@ -425,7 +464,7 @@ def encoded(
             ids_T = np.append(ids_T, np.array([tokenizer.eos_id] * lacks_eos, np.uint32))
             if document.loss_spans is not None:
                 masked_T = _masked(encoded.offsets(), document.loss_spans)
-                # EOS has the loss of the text or of the assistant's turn that it ends, if any.
+                # EOS has loss if anything of the document has.
                 around = len(bos_T), int(lacks_eos)
                 masked_T = np.pad(masked_T, around, constant_values=(1, masked_T.min(initial=1)))
             is_start = document.is_end
@@ -433,7 +472,7 @@ def encoded(
 
 
 def _grouped(items: Iterable[_T], size_of: Callable[[_T], int], least: int) -> Iterator[list[_T]]:
-    """Yield the items in groups that are as short as their sizes, ``least`` together, allow."""
+    """Yield the items in groups. A group ends once the sizes of its items sum to ``least``."""
     group, size = [], 0
     for item in items:
         group.append(item)
@@ -446,7 +485,7 @@ def _grouped(items: Iterable[_T], size_of: Callable[[_T], int], least: int) -> I
 
 
 def _masked(offsets_T2: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
-    """Return [T] uint8: 0 for a token that covers a character of a span, else 1.
+    """Return uint8 [T]: 0 for a token that covers a character of a span, otherwise 1.
 
     Spans [(3, 5)] over tokens at (0, 2), (2, 4), (4, 5), (5, 6) give 1, 0, 0, 1.
     """

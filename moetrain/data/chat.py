@@ -1,14 +1,15 @@
 """Renders conversations to text, with the spans that a model learns: the assistant's turns.
 
-A template is rendered once up to each assistant turn (with the generation prompt) and once after
-it; what the second rendering adds is the turn. So any Jinja chat template works unmarked. One that
-marks what to learn with ``{% generation %}`` is rendered once, as for ``transformers``' assistant
-mask. A template may rewrite history (Qwen3's drops the thoughts of earlier turns). Then one text
-cannot hold every turn as the model will see it, and the conversation becomes several. Of marked
-templates that holds for thoughts that the one rendering drops.
+A template is rendered up to each assistant's turn (with the generation prompt), and once more with
+the turn. The text that the second rendering adds is the turn. So any Jinja chat template works
+without marks. A template that marks the text to learn with ``{% generation %}`` is rendered once,
+as for ``transformers``' assistant mask. A template may rewrite history: Qwen3's drops the thoughts
+of earlier turns. Then one text cannot hold every turn as the model will see it, and the
+conversation becomes several texts. A marked template needs several only for thoughts that its one
+rendering drops.
 
-Left out on purpose: turns after the last assistant turn (they carry no loss), and trailing white
-space of a turn (layout, not speech).
+Left out on purpose: turns after the last assistant's turn, which have no loss, and white space at
+the end of a turn, which is layout.
 """
 
 import json
@@ -54,7 +55,7 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.turn_ends import TurnEnds, turn_ends
 from moetrain.data.warned import warn_once
 
-_CHATML = """\
+CHATML = """\
 {%- if tools %}
 {{- '<|im_start|>system\\n' }}
 {%- if messages and messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
@@ -80,104 +81,124 @@ _CHATML = """\
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
-"""ChatML, with tools and calls as Hermes has them."""
+"""The template of tokenizers that have none: ChatML, with tools and calls as in Hermes' format."""
 
 _KWARGS = "data.chat_template_kwargs"
 _MAX_BYTES = 1 << 20
-"""The largest size of a template file in bytes. Published templates have at most 30 KB."""
+"""Most bytes of a template's file. Published templates have at most 30 KB."""
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
-# Other arguments of ``apply_chat_template``, which there are no variables of the template.
+"""Names that chat_template_kwargs cannot set: variables that records have, and the arguments of
+``apply_chat_template`` in ``transformers`` that are no variables of a template."""
 _RESERVED |= {"conversation", "chat_template", "continue_final_message", "tokenize", "padding"}
 _RESERVED |= {"sanitize_control_tokens", "truncation", "max_length", "return_tensors"}
 _RESERVED |= {"return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
-# Marks around text to learn, with a secret that no conversation can contain.
 _MARK = secrets.token_hex(8)
+"""A secret that no conversation contains."""
 _OPEN, _CLOSE = f"<{_MARK}>", f"</{_MARK}>"
+"""Marks around text to learn."""
 
 _READS_PARTS = re.compile(
     r"content is (not )?(string|iterable|mapping)|\.type\b|\[['\"]type['\"]\]"
 )
-"""How a template looks that takes ``content`` as a list of parts."""
+"""Matches a template that takes ``content`` as a list of parts."""
 _READS_CHANNELS = re.compile(r"\.channel\b|['\"]channel['\"]")
 """Matches a template that reads the ``channel`` of a message. GPT-OSS's writes channels, and reads
 none."""
 
-
 _TAG = r"(?:\w+:)?(?:think|thought)\w*(?::\w+)?"
 _PAIRS = {"<|channel>thought": "<channel|>", "<|START_THINKING|>": "<|END_THINKING|>"}
-"""Marks around thoughts that are no tags: Gemma's and Cohere's."""
+"""Marks around thoughts that are not tags: Gemma's and Cohere's."""
 _OPENED = rf"[<\[◁]{_TAG}[>\]▷]|(?-i:{'|'.join(map(re.escape, _PAIRS))})"
 _CLOSED = rf"[<\[◁]/{_TAG}[>\]▷]|(?-i:{'|'.join(map(re.escape, _PAIRS.values()))})"
 _OPENING = re.compile(rf"(?:(?P<open>{_OPENED})(?P<blanks>\s*))?(?P<closed>{_CLOSED})?\s*$", re.I)
-"""The end of a generation prompt: it may open a thought, or say that there is none."""
+"""Matches the end of a generation prompt. It may open a thought, or close an empty one."""
 _LONGEST_OPENING = 100
-"""Characters at the end of a prompt in which it is looked for."""
+"""Characters at the end of a prompt in which _OPENING is looked for."""
 _THOUGHT = re.compile(rf"\s*(?P<open>{_OPENED})?(?P<thought>.*)(?P<close>{_CLOSED})", re.I | re.S)
-"""The beginning of a content that has a thought."""
+"""Matches the beginning of a content that has a thought."""
+
+Turn = dict[str, Any]
+"""A message that :func:`~moetrain.data.messages.read_messages` has read."""
+
+
+class Rendered(NamedTuple):
+    """A conversation, or a part of one, as text."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    """The characters ``start:end`` to learn."""
 
 
 @dataclass
 class ChatTemplate:
     """A Jinja chat template.
 
-    It comes with strangers' checkpoints, so it runs in Jinja's sandbox and in a process with limits
-    of time and memory (:mod:`moetrain.data.templates`).
+    It comes with a stranger's checkpoint, so it runs in Jinja's sandbox and in a process with
+    limits of time and memory (:mod:`moetrain.data.templates`).
 
-    What is wrong with it is found at the first conversation: a corpus without any needs no valid
-    template.
+    An error of the template is raised at the first conversation, because a corpus without
+    conversations needs no valid template.
     """
 
     source: str
+    """The text of the template."""
     special_tokens: Mapping[str, str]
     """Variables of the template: ``bos_token``, ..."""
     with_tools: "ChatTemplate | None" = None
-    """The template for conversations that have tools; None: the same one."""
+    """The template for conversations that have tools. None: this one."""
     now: datetime = field(default_factory=datetime.now)
-    """One time for all texts, by ``strftime_now``."""
+    """The time that ``strftime_now`` writes, one for all texts."""
     file: str | None = None
-    """The file that holds it, for messages."""
+    """The file that holds the template, for messages."""
     added_tokens: frozenset[str] = frozenset()
-    """The tokenizer's, of which one may end a turn."""
+    """The tokenizer's added tokens. One of them may end a turn."""
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Further variables; those of a conversation come before them."""
+    """Further variables. A conversation's own variables take precedence."""
 
     @classmethod
     def of(
         cls, tokenizer: Tokenizer, file_name: str | None = None, kwargs: str | None = None
     ) -> Self:
-        """Read ``file_name``, else take the tokenizer's, else ChatML.
+        """Make the template in the file ``file_name``, otherwise the tokenizer's, otherwise ChatML.
 
         ``kwargs`` is data.chat_template_kwargs; None: the tokenizer's.
 
-        Raises ConfigError: a file cannot be read, or is no template, or ``kwargs`` is malformed.
+        Raises ConfigError: the file cannot be read or is no template, or ``kwargs`` is malformed.
         """
         special = tokenizer.special_tokens
-        given = dict(tokenizer.chat_template_kwargs) if kwargs is None else _read_kwargs(kwargs)
-        added = frozenset(tokenizer.added_tokens)
-        make = partial(cls, special_tokens=special, added_tokens=added, kwargs=given)
+        own_kwargs = dict(tokenizer.chat_template_kwargs)
+        make = partial(
+            cls,
+            special_tokens=special,
+            added_tokens=frozenset(tokenizer.added_tokens),
+            kwargs=own_kwargs if kwargs is None else _read_kwargs(kwargs),
+        )
         if file_name is not None:
             template = make(_read(file_name), file=file_name)
-            list(template._rendered([], {}, []))  # whoever names a file hears of its mistakes
+            list(template._rendered([], {}, []))  # a named file is checked at once
             return template
         if tokenizer.chat_template is not None:
             tools = tokenizer.tool_template
             files = tokenizer.template_files
             with_tools = None if tools is None else make(tools, file=files[1])
             return make(tokenizer.chat_template, with_tools=with_tools, file=files[0])
-        # Templates write their own BOS: so does this one, where the model knows texts to begin so.
+        # Templates write their own BOS. So does this one, if the model's texts begin with one.
         has_bos = tokenizer.bos_ids and "bos_token" in special
-        return make("{{- bos_token }}" * bool(has_bos) + _CHATML)
+        return make("{{- bos_token }}" * bool(has_bos) + CHATML)
 
     def identity(self) -> list[str]:
-        """Return what decides the texts of conversations, apart from special tokens."""
+        """Return texts that differ if conversations are rendered differently.
+
+        Special tokens are not among them.
+        """
         found = [self.source, *(self.with_tools.identity() if self.with_tools else ())]
         return [*found, json.dumps({**self.kwargs})] if self.kwargs else found
 
     @classmethod
     def put_in(cls, tokenizer: Tokenizer, file_name: str | None, kwargs: str | None) -> None:
-        """Let ``file_name`` and ``kwargs`` be the tokenizer's own template and its variables.
+        """Make ``file_name`` and ``kwargs`` the tokenizer's own template and variables.
 
-        None: as they are. Raises as :meth:`of`.
+        None keeps the tokenizer's. Raises ConfigError as :meth:`of`.
         """
         template = cls.of(tokenizer, file_name, kwargs)
         tokenizer.chat_template_kwargs = template.kwargs
@@ -189,47 +210,54 @@ class ChatTemplate:
         self,
         messages: object,
         variables: Mapping[str, Any] = MappingProxyType({}),
-        train_on: str = "all",
-        given: int = 0,
         *,
+        train_on: str = "all",
+        num_given: int = 0,
         adds_ends: bool = True,
         strict: bool = True,
-    ) -> list[tuple[str, list[tuple[int, int]]]]:
+    ) -> list[Rendered]:
         """Render a conversation to its texts, each with the spans of its assistant turns.
 
         Args:
             messages: ``[{"role": "user", "content": "..."}, ...]``, or another form that
-                :func:`~moetrain.data.messages.read_messages` reads; other keys go to the template.
-            variables: further variables of the template; see :meth:`variables_of`.
-            train_on: which of the assistant's turns are learned: ``all``, those behind the last
-                turn of the user (``completion``), or the ``last`` one.
-            given: first messages of which none is learned, since they are a prompt.
-            adds_ends: whether a turn that the template writes no end for ends with the beginning
-                of the next one (:class:`~moetrain.data.turn_ends.TurnEnds`).
-            strict: refuse what the template does not show.
+                :func:`~moetrain.data.messages.read_messages` reads. Other keys go to the template.
+            variables: further variables of the template (:meth:`variables_of`).
+            train_on: the assistant's turns that are learned: ``all``, those behind the last turn of
+                the user (``completion``), or the ``last`` one.
+            num_given: number of first messages that are a prompt, of which none is learned.
+            adds_ends: True: a turn without an end in the template ends with the beginning of the
+                next one (:class:`~moetrain.data.turn_ends.TurnEnds`).
+            strict: True: refuse a conversation of which the template does not show something.
 
         Returns:
-            Texts, and characters ``(start, end)`` of each. Every learned turn has loss in one text,
-            where it is in its final form. None if all turns have weight 0.
+            The texts. Every learned turn has loss in one text, in which it has its final form.
+            There are none if all turns have weight 0.
 
         Raises:
-            BadLineError: ``messages`` has another shape, no assistant turn, or the template fails
-                or does not show something of it. Templates may drop earlier turns' reasoning.
+            BadLineError: ``messages`` has another shape or no assistant's turn, or the template
+                fails or does not show something of it. Templates may drop the reasoning of earlier
+                turns.
             ConfigError: the template itself is wrong.
         """
-        turns, given = self._read(messages, given, strict=strict)
+        turns, num_given = self._read(messages, num_given, strict=strict)
         variables = _with_tools_once(turns, variables) if strict else variables
         if self.with_tools is not None and variables.get("tools") is not None:
             return self.with_tools.documents(
-                turns, variables, train_on, given, adds_ends=adds_ends, strict=strict
+                turns,
+                variables,
+                train_on=train_on,
+                num_given=num_given,
+                adds_ends=adds_ends,
+                strict=strict,
             )
+        # Choose the turns that are learned.
         learned = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         if train_on == "last":
             learned = learned[-1:]
         if train_on == "completion" and learned:
             asked = (i for i in range(learned[-1]) if turns[i]["role"] == "user")
-            given = max(given, *asked, 0)
-        learned = [i for i in learned if i >= given]
+            num_given = max(num_given, *asked, 0)
+        learned = [i for i in learned if i >= num_given]
         if learned and not any(turns[i].get("weight", 1) for i in learned):
             return []
         learned = [i for i in learned if turns[i].get("weight", 1)]
@@ -242,11 +270,12 @@ class ChatTemplate:
             raise BadLineError(f"{said}: {shortened(messages)}; {remedy}")
         if strict:
             self._check_turns(turns, learned, variables)
-        view = View(learned[-1] + 1, False)
+        # Render the form of the turns of which the template shows most.
+        view = View(learned[-1] + 1, add_generation_prompt=False)
         form, lost = self._find_form(turns, variables, view, learned)
         documents = self._documents(form.of(turns), variables, learned, adds_ends=adds_ends)
+        # Refuse what is lost. Thoughts that the template drops may have been added to the text.
         said = "".join(text[a:b] for text, spans in documents for a, b in spans)
-        # Thoughts that no rendering shows may have been added to what is learned.
         lost = [piece for piece in lost if (_thought_of(piece, turns) or _OPEN) not in said]
         if lost and strict:
             _refuse(lost[0], turns)
@@ -258,7 +287,7 @@ class ChatTemplate:
         learned: Sequence[int],
         variables: Mapping[str, Any],
     ) -> None:
-        """Warn of what is shown as it is written and may not be meant; refuse channels."""
+        """Warn of undeclared tools and unknown roles; BadLineError: a thought is in a channel."""
         name = undeclared_call(turns, learned, variables.get("tools") or ())
         if name is not None:
             _warn_of_undeclared(name)
@@ -275,17 +304,21 @@ class ChatTemplate:
 
     def _documents(
         self,
-        turns: list[dict[str, Any]],
+        turns: list[Turn],
         variables: Mapping[str, Any],
         learned: Sequence[int],
         *,
         adds_ends: bool,
-    ) -> list[tuple[str, list[tuple[int, int]]]]:
-        """Return as :meth:`documents`, of turns in the form that the template takes."""
+    ) -> list[Rendered]:
+        """Return the texts of ``turns``, which have the form that the template takes."""
         if re.search(r"{%[-+]?\s*generation\b", self.source):
             return self._marked_documents(turns, variables, learned)
-        documents: list[tuple[str, list[tuple[int, int]]]] = []
-        views = [view for i in learned for view in (View(i, True), View(i + 1, False))]
+        documents: list[Rendered] = []
+        views = [
+            View(size, add_generation_prompt=is_prompt)
+            for i in learned
+            for size, is_prompt in ((i, True), (i + 1, False))
+        ]
         texts = self._rendered(turns, variables, views)
         for i in learned:
             prompt, text = next(texts), next(texts)
@@ -299,9 +332,10 @@ class ChatTemplate:
             if adds_ends:
                 following = turns[i + 1]["role"] if i + 1 < len(turns) else None
                 text += self.turn_ends.behind(turns[i], following)
-            goes_on = bool(documents) and text.startswith(documents[-1][0])
-            spans = documents.pop()[1] if goes_on else []
-            documents.append((text, [*spans, (start, len(text))]))
+            # A text that continues the one before it holds the turns of both.
+            goes_on = bool(documents) and text.startswith(documents[-1].text)
+            spans = documents.pop().spans if goes_on else []
+            documents.append(Rendered(text, [*spans, (start, len(text))]))
         return documents
 
     @property
@@ -312,19 +346,19 @@ class ChatTemplate:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts at which an assistant's turn is over, with tools too: mostly one token each."""
+        """Texts that end an assistant's turn, with and without tools. Most are one token each."""
         others = self.with_tools.stops if self.with_tools is not None else ()
         return tuple(dict.fromkeys([*self.turn_ends.stops, *others]))
 
     def _learned_from(
-        self, prompt: str, text: str, turns: list[dict[str, Any]], variables: Mapping[str, Any]
+        self, prompt: str, text: str, turns: list[Turn], variables: Mapping[str, Any]
     ) -> tuple[int, str]:
-        """Return where the last of ``turns`` begins to be learned, and the conversation's text.
+        """Return the character from which the last of ``turns`` is learned, and the whole text.
 
-        The model continues the generation prompt, so what that has is not learned. A prompt may
-        open a thought (``<think>``) that the turn does not have: such a turn is learned from where
-        the thought would begin. A template may leave thoughts out even of the last turn: what is
-        learned has them.
+        The model continues the generation prompt, so text of the prompt is not learned. A prompt
+        may open a thought (``<think>``) that the turn does not have. Such a turn is learned from
+        the place where the thought would begin. A template may leave a thought out even of the last
+        turn. Then the thought is added to the text.
 
         Args:
             prompt: the conversation up to the turn, with the generation prompt.
@@ -358,22 +392,28 @@ class ChatTemplate:
             _warn_of_thoughts(opening[0])
         return start, text[:start] + text[start:].rstrip()
 
-    def _own_text(self, turns: list[dict[str, Any]], variables: Mapping[str, Any]) -> str | None:
-        """Return what the template writes for the last of ``turns`` alone; None: nothing tells.
+    def _own_text(self, turns: list[Turn], variables: Mapping[str, Any]) -> str | None:
+        """Return the text that the template writes for the last of ``turns`` alone.
 
-        A template may write what comes before a turn otherwise once the turn follows. GPT-OSS's
-        drops the analysis of calls as soon as there is an answer, which a model that writes the
-        answer still sees. DeepSeek-V3's closes results where a generation prompt ends, and leaves
-        them open before further calls. Hermes-3's ends the line of a result that is not the last.
-        So the turn before has a mark as its content, and the texts behind the mark are compared:
-        that of the prompt, and that of the whole conversation.
+        A template may write the turns before differently once the last turn follows. GPT-OSS's
+        drops the analysis of calls as soon as there is an answer, but a model that writes the
+        answer still sees it. DeepSeek-V3's closes results at the end of a generation prompt, and
+        leaves them open before further calls. Hermes-3's ends the line of a result that is not the
+        last one. So a mark takes the place of the content of the turn before, and two texts behind
+        the mark are compared: that of the prompt, and that of the whole conversation.
+
+        None: the texts do not tell where the turn begins.
         """
-        given = turns[-2].get("content") if len(turns) > 1 else None
-        if not isinstance(given, str) or not given.strip():
+        asked = turns[-2].get("content") if len(turns) > 1 else None
+        if not isinstance(asked, str) or not asked.strip():
             return None
         turns = [*turns[:-2], {**turns[-2], "content": _MARK}, turns[-1]]
         size = len(turns)
-        views = [View(size - 1, True), View(size - 1, False), View(size, False)]
+        views = [
+            View(size - 1, add_generation_prompt=True),
+            View(size - 1, add_generation_prompt=False),
+            View(size, add_generation_prompt=False),
+        ]
         behind = [text.rpartition(_MARK) for text in self._rendered(turns, variables, views)]
         if not all(found for _, found, _ in behind):
             return None
@@ -385,10 +425,11 @@ class ChatTemplate:
         if found and "".join(before.split()) == "".join(closed.split()):
             return own  # blanks are all that differs before the turn begins
         answer = {"role": "assistant", "content": "x"}
-        (answered,) = self._rendered([*turns[:-1], answer], variables, [View(size, False)])
+        view = View(size, add_generation_prompt=False)
+        (answered,) = self._rendered([*turns[:-1], answer], variables, [view])
         if prompt != closed or not answered.rpartition(_MARK)[2].startswith(prompt):
             return None  # the prompt begins no turn of the model, or another one
-        # The texts part behind the end of the turn before, which both have, and within no token.
+        # Both texts have the end of the turn before. They part behind it, and not within a token.
         pairs = enumerate(zip(prompt, said, strict=False))
         parting = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(said)))
         tokens = "|".join(map(re.escape, sorted(self.added_tokens, key=len, reverse=True)))
@@ -400,39 +441,41 @@ class ChatTemplate:
         self,
         thought: "_Thought",
         text: str,
-        turns: list[dict[str, Any]],
+        turns: list[Turn],
         variables: Mapping[str, Any],
     ) -> bool:
-        """Return whether the template writes the thought of the last of ``turns`` in ``text``."""
+        """Return whether ``text``, a rendering of ``turns``, shows the thought of the last one."""
         if re.search(rf"{re.escape(thought.text)}\s*(?:{_CLOSED})", text, re.I):
             return True
         return _OPEN in self._changed(turns, variables, thought.marked)
 
     def _changed(
-        self, turns: list[dict[str, Any]], variables: Mapping[str, Any], changes: dict[str, str]
+        self, turns: list[Turn], variables: Mapping[str, Any], changes: dict[str, str]
     ) -> str:
         """Render a conversation with ``changes`` in its last turn."""
         turns = [*turns[:-1], {**turns[-1], **changes}]
-        return next(self._rendered(turns, variables, [View(len(turns), False)]))
+        view = View(len(turns), add_generation_prompt=False)
+        return next(self._rendered(turns, variables, [view]))
 
     def _marked_documents(
-        self, turns: list[dict[str, Any]], variables: Mapping[str, Any], learned: Sequence[int]
-    ) -> list[tuple[str, list[tuple[int, int]]]]:
-        """Render a conversation with marks around what is learned of it, once if that shows all.
+        self, turns: list[Turn], variables: Mapping[str, Any], learned: Sequence[int]
+    ) -> list[Rendered]:
+        """Render a conversation by a template that marks the text to learn.
 
-        An earlier turn whose thought the template drops then is learned in a text that ends with
-        it, as :meth:`documents` has turns that are not in their final form.
+        One text is enough if it shows all that is learned. An earlier turn whose thought the
+        template drops is learned in a text that ends with this turn.
 
         Returns:
-            Texts up to the last mark that is learned, and the marked spans, except for those of
-            turns that are not ``learned``.
+            The texts up to the last mark that is learned, with the marked spans of the turns
+            ``learned``.
         """
         text, spans = self._with_marks(turns, variables)
         num_answers = sum(turn["role"] == "assistant" for turn in turns)
         probes = [_Probe.of(turn, i) for i, turn in enumerate(turns)]
         thoughtful = [i for i in learned if probes[i].thought and i + 1 < len(turns)]
-        documents: list[tuple[str, list[tuple[int, int]]]] = []
+        documents: list[Rendered] = []
         if len(learned) < num_answers or thoughtful:
+            # Find the turn that each span belongs to, and the thoughts that are dropped.
             probed, found = self._with_marks([probe.turn for probe in probes], variables)
             if len(found) != len(spans):
                 said = "the chat template marks other spans with {% generation %} if texts change"
@@ -451,17 +494,16 @@ class ChatTemplate:
             problem = "the chat template marks no text with {% generation %}, though there is an "
             problem += "assistant's turn; give another one"
             raise BadLineError(problem, "data.chat_template")
-        return [*documents, (text[: spans[-1][1]], spans)]
+        return [*documents, Rendered(text[: spans[-1][1]], spans)]
 
-    def _with_marks(
-        self, turns: list[dict[str, Any]], variables: Mapping[str, Any]
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the rendering of ``turns``, and the spans that the template marks."""
-        (marked,) = self._rendered(turns, variables, [View(len(turns), False, (_OPEN, _CLOSE))])
+    def _with_marks(self, turns: list[Turn], variables: Mapping[str, Any]) -> Rendered:
+        """Return the rendering of ``turns``, with the spans that the template marks."""
+        view = View(len(turns), add_generation_prompt=False, marks=(_OPEN, _CLOSE))
+        (marked,) = self._rendered(turns, variables, [view])
         return self._marks(marked)
 
     @staticmethod
-    def _marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
+    def _marks(marked: str) -> Rendered:
         """Return the text without marks, and the spans between them."""
         text, spans, starts = "", [], []
         for piece in re.split(f"({_OPEN}|{_CLOSE})", marked):
@@ -473,7 +515,7 @@ class ChatTemplate:
                     spans.append((start, len(text)))
             else:
                 text += piece
-        return text, spans
+        return Rendered(text, spans)
 
     def prompt(
         self,
@@ -484,17 +526,19 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Render what the assistant's next turn continues; raises as :meth:`documents`.
+        """Render the text that the assistant's next turn continues. Raises as :meth:`documents`.
 
         Args:
-            strict: refuse what the template does not show; otherwise the log says so, once for
-                each kind.
-            add_generation_prompt: end with the beginning of an assistant's turn, as
-                ``transformers`` has it.
+            messages: as in :meth:`documents`.
+            variables: as in :meth:`documents`.
+            strict: True: refuse a conversation of which the template does not show something.
+                False: warn of it once for each kind.
+            add_generation_prompt: end with the beginning of an assistant's turn, as in
+                ``transformers``.
             continue_final_message: end with the text of the last message, which is the assistant's,
-                and without the end of its turn, as ``transformers`` has it.
+                without the end of its turn, as in ``transformers``.
         """
-        turns, variables = self._prompt_given(messages, variables, strict)
+        turns, variables = self._prompt_read(messages, variables, strict)
         if self.with_tools is not None and variables.get("tools") is not None:
             return self.with_tools.prompt(
                 turns,
@@ -505,12 +549,13 @@ class ChatTemplate:
             )
         turns = self._prompt_turns(turns, variables, strict)
         opens = add_generation_prompt and not continue_final_message
-        text = next(self._rendered(turns, variables, [View(len(turns), opens)]))
+        view = View(len(turns), add_generation_prompt=opens)
+        text = next(self._rendered(turns, variables, [view]))
         return self._cut_behind_content(text, turns[-1]) if continue_final_message else text
 
     @staticmethod
     def _cut_behind_content(text: str, turn: Mapping[str, Any]) -> str:
-        """Return ``text`` up to the end of the content of ``turn``, its last one."""
+        """Return ``text`` up to the end of the content of ``turn``, the last one in it."""
         content = turn.get("content") or ""
         if isinstance(content, list):
             content = content[-1]["text"]
@@ -521,31 +566,32 @@ class ChatTemplate:
         if start < 0:
             said = "continue_final_message: the chat template rewrites the last message"
             raise BadLineError(f"{said}; leave this out")
-        # Blanks at its end are part of it, unless the template strips them.
+        # Blanks at the end of the content are part of it, unless the template strips them.
         if text[start:].startswith(content.lstrip()):
             return text[: start + len(content.lstrip())]
         return text[: start + len(content.strip())]
 
     def check_prompt(self, messages: object, variables: Mapping[str, Any]) -> None:
-        """Raise as a strict :meth:`prompt`; only the first conversation of a shape is rendered."""
-        turns, variables = self._prompt_given(messages, variables, strict=True)
+        """Raise as a strict :meth:`prompt`. Only the first conversation of a shape is rendered."""
+        turns, variables = self._prompt_read(messages, variables, strict=True)
         if self.with_tools is not None and variables.get("tools") is not None:
             return self.with_tools.check_prompt(turns, variables)
         self._prompt_turns(turns, variables, strict=True)
         return None
 
-    def _prompt_given(
+    def _prompt_read(
         self, messages: object, variables: Mapping[str, Any], strict: bool
-    ) -> tuple[list[dict[str, Any]], Mapping[str, Any]]:
-        """Read what is given to :meth:`prompt`."""
+    ) -> tuple[list[Turn], Mapping[str, Any]]:
+        """Return the turns of :meth:`prompt` and their variables."""
         turns, _ = self._read(messages, strict=strict)
         return turns, _with_tools_once(turns, variables) if strict else variables
 
     def _prompt_turns(
-        self, turns: list[dict[str, Any]], variables: Mapping[str, Any], strict: bool
-    ) -> list[dict[str, Any]]:
+        self, turns: list[Turn], variables: Mapping[str, Any], strict: bool
+    ) -> list[Turn]:
         """Return the turns of :meth:`prompt` in the form that the template takes."""
-        form, lost = self._find_form(turns, variables, View(len(turns), True))
+        view = View(len(turns), add_generation_prompt=True)
+        form, lost = self._find_form(turns, variables, view)
         for piece in lost:
             if strict:
                 _refuse(piece, turns)
@@ -558,9 +604,9 @@ class ChatTemplate:
 
         ``tools`` and ``documents`` are lists of objects, ``chat_template_kwargs`` an object of
         other variables (``{"enable_thinking": false}``), as in TRL's data sets and vLLM's requests.
-        Each may be the text of its JSON, as tables have it; the template gets no other keys. Tools
-        are written as ``transformers`` takes them: ``{"type": "function", "function": {...}}`` for
-        a function alone, and OpenAI's older ``functions``. An empty text is none.
+        Each may be the text of its JSON, as tables have it. An empty text counts as no value. The
+        template gets no other keys. Tools become what ``transformers`` takes: a function alone, and
+        OpenAI's older ``functions``, become ``{"type": "function", "function": {...}}``.
 
         Raises BadLineError: one is of another kind, or a variable has the name of something else.
         """
@@ -591,15 +637,15 @@ class ChatTemplate:
         return {**(variables or {}), **found}
 
     def _read(
-        self, messages: object, given: int = 0, *, strict: bool
-    ) -> tuple[list[dict[str, Any]], int]:
-        """Read the messages; return turns, and how many are of the first ``given`` messages.
+        self, messages: object, num_given: int = 0, *, strict: bool
+    ) -> tuple[list[Turn], int]:
+        """Read the messages; return turns, and how many are of the first ``num_given`` messages.
 
-        ``strict``: refuse results that cannot be in the order of their calls.
+        ``strict``: refuse results that cannot be put into the order of their calls.
         """
-        turns = read_messages(messages, num_given=given)
-        if given and isinstance(messages, list):
-            given = len(read_messages(messages[:given]))
+        turns = read_messages(messages, num_given=num_given)
+        if num_given and isinstance(messages, list):
+            num_given = len(read_messages(messages[:num_given]))
         if "<tool_response>" in self.source:
             untagged = [*map(without_tags, turns)]
             if untagged != turns:
@@ -611,7 +657,7 @@ class ChatTemplate:
             except BadLineError:
                 if strict:
                     raise
-        return turns, given
+        return turns, num_given
 
     def _find_form(
         self,
@@ -622,49 +668,63 @@ class ChatTemplate:
     ) -> tuple[Form, Sequence[Piece]]:
         """Find the form of ``turns`` of which the template shows most.
 
-        It is rendered with marks in the places of texts, so conversations of one shape have one
-        form.
+        The conversation is rendered with marks in place of its texts, so the result holds for all
+        conversations of its shape.
 
         Args:
-            view: what has to be shown.
-            learned: the turns that are learned, whose reasoning has to be shown in a rendering that
-                ends with them; None: it has to be shown of all turns, if they were the last.
+            turns: the conversation.
+            variables: further variables of the template.
+            view: the rendering that has to show everything.
+            learned: the turns that are learned. A rendering that ends with one of them has to show
+                its reasoning. None: this holds for all turns.
 
         Returns:
-            The form, and what the template does not show.
+            The form, and the pieces that the template does not show.
         """
         reads_parts = _READS_PARTS.search(self.source) is not None
         knows_developers = "developer" in self.source
         forms = forms_of(turns, reads_parts=reads_parts, knows_developers=knows_developers)
         needed = range(view.num_turns) if learned is None else learned
         found = marked(turns[: view.num_turns], variables, {*needed})
-        given = {**self.special_tokens, **self.kwargs, **found.variables}
+        all_variables = {**self.special_tokens, **self.kwargs, **found.variables}
         for name in {*self.kwargs, *variables} - {"tools", "documents"}:
-            if given[name] and not _reads(self.source, name):
+            if all_variables[name] and not _reads(self.source, name):
                 _warn_of_unread(name)
+        shape = _Shape(
+            turns=found.turns,
+            variables=all_variables,
+            pieces=found.pieces,
+            forms=forms,
+            view=view,
+            learned=learned,
+        )
         try:
-            work = pickle.dumps((found.turns, given, found.pieces, forms, view, learned))
+            pickled = pickle.dumps(shape)
         except (AttributeError, RecursionError, TypeError, pickle.PicklingError):
-            return forms[0], ()  # which cannot be rendered either
+            return forms[0], ()  # rendering it fails too, with an error
         with self._naming_errors():
-            return _best_form(self.source, work)
+            return _best_form(self.source, pickled)
 
     def _rendered(
         self,
-        turns: list[dict[str, Any]],
+        turns: list[Turn],
         variables: Mapping[str, Any],
         views: Sequence[View],
     ) -> Iterator[str]:
-        given = {**self.special_tokens, **self.kwargs, **variables}
+        """Render views of ``turns``; raises as :meth:`_naming_errors`."""
+        all_variables = {**self.special_tokens, **self.kwargs, **variables}
         with self._naming_errors():
-            yield from render(self.source, turns, given, self.now, views)
+            yield from render(self.source, turns, all_variables, self.now, views)
 
     @contextmanager
     def _naming_errors(self) -> Iterator[None]:
-        """Raise errors of the template as those of :meth:`documents`, with its file's name."""
+        """Turn errors of the template into those of :meth:`documents`, with the file's name.
+
+        A template that cannot be compiled is a ConfigError, any other error a BadLineError.
+        """
         try:
             yield
-        except TemplateSyntaxError as error:  # which is no line's
+        except TemplateSyntaxError as error:
             where = f"{self.file}: " if self.file else ""
             raise ConfigError("data.chat_template", f"{where}{error}") from None
         except TemplateError as error:
@@ -676,18 +736,21 @@ class _Thought(NamedTuple):
     """The thought of an assistant's turn."""
 
     text: str
+    """The thought itself."""
     said: str
-    """The turn's content with the thought, as a model writes both."""
+    """The thought and the turn's content, as a model writes both."""
     marked: dict[str, str]
-    """Keys of the turn with a mark in place of the thought."""
+    """The keys of the turn that hold the thought, with a mark in its place."""
 
     @classmethod
     def of(cls, turn: Mapping[str, Any], opening: re.Match[str]) -> Self | None:
-        """Return the thought of ``turn``; None: it has none, or nothing tells how it is written.
+        """Return the thought of ``turn``.
 
-        A thought in the content stays as it is. One of its own key is written as the model
-        continues ``opening``, the end of a generation prompt: what closes it stands in a line of
-        its own if what opens it does.
+        A thought within the content stays as it is. A thought with a key of its own is written as a
+        model would continue ``opening``, the end of a generation prompt. Its closing tag is a line
+        of its own if its opening tag is one.
+
+        None: the turn has no thought, or nothing tells how it is written.
         """
         content, reasoning = turn.get("content", ""), turn.get("reasoning_content")
         if not isinstance(content, str):
@@ -707,21 +770,22 @@ class _Thought(NamedTuple):
 
 
 def _opening_of(closing: str) -> str:
-    """Return what opens a thought that ``closing`` closes."""
+    """Return the tag or mark that opens a thought which ``closing`` closes."""
     opens = {close: open for open, close in _PAIRS.items()}
     return opens.get(closing) or closing.replace("/", "", 1)
 
 
 class _Probe(NamedTuple):
-    """A turn with marks in place of its texts, which tell whose a span of a rendering is."""
+    """A turn with marks in place of its texts. A marked span of a rendering tells its turn so."""
 
-    turn: dict[str, Any]
+    turn: Turn
+    """The turn with marks."""
     thought: str
-    """The mark of its thought; an empty text: it has none."""
+    """The mark of the thought. Empty: the turn has none."""
 
     @classmethod
     def of(cls, turn: Mapping[str, Any], i: int) -> Self:
-        """Put marks into turn ``i`` of a conversation."""
+        """Put marks into ``turn``, number ``i`` of a conversation."""
         made, thought = {**turn}, f"{_MARK}thought{i:06d}"
         content, reasoning = turn.get("content"), turn.get("reasoning_content")
         parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
@@ -753,8 +817,8 @@ def _owner(probed: str, span: tuple[int, int], turns: Sequence[Mapping[str, Any]
         turns: the conversation.
 
     Returns:
-        The turn whose text is in the span. One without any (a call, the end of a turn) belongs to
-        the assistant that speaks there.
+        The turn whose text is in the span. A span without text (a call, the end of a turn) belongs
+        to the assistant's turn at this place.
     """
     texts = f"{_MARK}(?:thought)?([0-9]{{6}})"
     if own := re.findall(texts, probed[slice(*span)]):
@@ -776,25 +840,45 @@ def _warn_of_thoughts(opening: str) -> None:
 
 
 _MOST_SHAPES = 1024
-"""Shapes of conversations whose form is remembered."""
+"""Number of shapes of conversations whose form is remembered."""
+
+
+class _Shape(NamedTuple):
+    """A conversation with marks in place of its texts. It stands for all of its shape."""
+
+    turns: list[Turn]
+    variables: dict[str, Any]
+    pieces: Sequence[Piece]
+    """The texts that the marks stand for."""
+    forms: Sequence[Form]
+    """The forms to try, the usual ones first."""
+    view: View
+    """The rendering that has to show everything."""
+    learned: Sequence[int] | None
+    """The turns that are learned. None: all (:meth:`ChatTemplate._find_form`)."""
 
 
 @lru_cache(maxsize=_MOST_SHAPES)
-def _best_form(source: str, work: bytes) -> tuple[Form, Sequence[Piece]]:
-    """Return the first form of which the template shows all, else the one that it shows most of.
+def _best_form(source: str, pickled: bytes) -> tuple[Form, Sequence[Piece]]:
+    """Return the first form of which the template ``source`` shows everything, or most.
 
-    ``work`` is pickled: the marked turns and variables, the pieces, the forms, and the last two
-    arguments of :meth:`ChatTemplate._find_form`. Raises TemplateLimitError.
+    ``pickled`` is a :class:`_Shape`, as bytes because these can be a key of the cache.
+
+    Returns:
+        The form, and the pieces that the template does not show.
+
+    Raises TemplateLimitError: the template takes more than it may.
     """
-    turns, variables, pieces, forms, view, learned = pickle.loads(work)
+    shape: _Shape = pickle.loads(pickled)
     found: list[tuple[Form, Sequence[Piece]]] = []
-    for form in forms:
+    for form in shape.forms:
+        # Forms that differ in nothing but calls are tried only if calls were lost.
         has_lost_calls = not found or any(x.kind == "`tool_calls`" for x in found[0][1])
-        if not has_lost_calls and form[2:] == found[0][0][2:]:
-            continue  # calls are all that these forms differ in
-        rendered = partial(render, source, form.of(turns), variables, datetime.now())
+        if not has_lost_calls and form.is_alike_without_calls(found[0][0]):
+            continue
+        rendered = partial(render, source, form.of(shape.turns), shape.variables, datetime.now())
         try:
-            lost = _lost(rendered, turns, pieces, form, view, learned)
+            lost = _lost(rendered, shape, form)
         except TemplateLimitError:
             raise
         except TemplateError:
@@ -802,40 +886,42 @@ def _best_form(source: str, work: bytes) -> tuple[Form, Sequence[Piece]]:
         if not lost:
             return form, ()
         found.append((form, lost))
-    # No form works. The template's error for one with `content` says more than that it is missing.
-    usual = min(forms, key=lambda form: form.empty != "text")
+    # If no form works, choose one with `content`: the template's error for it says more than that
+    # the content is missing.
+    usual = min(shape.forms, key=lambda form: form.empty != "text")
     return min(found, key=lambda pair: len(pair[1]), default=(usual, ()))
 
 
 def _lost(
-    rendered: Callable[[list[View]], Iterator[str]],
-    turns: Sequence[Mapping[str, Any]],
-    pieces: Sequence[Piece],
-    form: Form,
-    view: View,
-    learned: Sequence[int] | None,
+    rendered: Callable[[list[View]], Iterator[str]], shape: _Shape, form: Form
 ) -> list[Piece]:
-    """Return the pieces that are neither in ``view`` nor in one that ends with their own turn.
+    """Return the pieces that the template does not show.
 
-    The second is for assistants' turns, since templates change earlier ones by design. Of turns
-    that are not learned the first of each kind speaks for the others.
+    A piece of an assistant's turn may be missing from ``shape.view`` if a rendering that ends with
+    its turn has it, since templates change earlier turns on purpose. Of turns that are not learned,
+    the first piece of each kind speaks for the others.
     """
-    (text,) = rendered([view])
-    lost = [piece for piece in pieces if not piece.is_in(text, form)]
+    (text,) = rendered([shape.view])
+    lost = [piece for piece in shape.pieces if not piece.is_in(text, form)]
+    # Pieces of assistants' turns by their case, which one rendering decides.
     cases = {
-        piece: piece if piece.turn in (learned or ()) else piece.kind
+        piece: piece if piece.turn in (shape.learned or ()) else piece.kind
         for piece in lost
-        if piece.turn is not None and turns[piece.turn]["role"] == "assistant"
+        if piece.turn is not None and shape.turns[piece.turn]["role"] == "assistant"
     }
     asked = {case: piece for piece, case in reversed(cases.items())}
-    views = [View(piece.turn + 1, False) for piece in asked.values() if piece.turn is not None]
+    views = [
+        View(piece.turn + 1, add_generation_prompt=False)
+        for piece in asked.values()
+        if piece.turn is not None
+    ]
     pairs = zip(asked.items(), rendered(views), strict=True)
     shown = {case for (case, piece), own in pairs if piece.is_in(own, form)}
     return [piece for piece in lost if cases.get(piece) not in shown]
 
 
 def _thought_of(piece: Piece, turns: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the reasoning that ``piece`` stands for; None: it is something else."""
+    """Return the reasoning that ``piece`` stands for. None: it stands for something else."""
     if piece.kind != "reasoning" or piece.turn is None:
         return None
     turn = turns[piece.turn]
@@ -844,6 +930,7 @@ def _thought_of(piece: Piece, turns: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _refuse(piece: Piece, turns: Sequence[Mapping[str, Any]]) -> None:
+    """Raise BadLineError, which names ``piece``."""
     role = "" if piece.turn is None else f", of role {shortened(turns[piece.turn]['role'])}"
     said = f"the chat template does not show {piece.place}{role}"
     raise BadLineError(
@@ -866,12 +953,12 @@ def _warn_of_unread(name: str) -> None:
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """Return ``value``, or what its JSON says if it is a text; BadLineError: it is not JSON."""
+    """Return ``value``, parsed as JSON if it is a text; BadLineError: it is not JSON."""
     return parse_json(value, what) if isinstance(value, str) else value
 
 
 def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool that is a function alone as an object of OpenAI's ``tools``."""
+    """Return a tool as an object of OpenAI's ``tools``. It may be a function alone."""
     is_alone = isinstance(tool.get("name"), str) and tool.get("type", "function") == "function"
     if "function" in tool or not is_alone:
         return {**tool}
@@ -881,10 +968,12 @@ def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
 def _with_tools_once(
     turns: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return ``variables`` without tools that the system's turn has already.
+    """Return ``variables`` without ``tools`` if the system's turn lists them already.
 
-    Such records (NousResearch's hermes-function-calling) repeat in ``tools`` what their text says,
-    so the text is what a model sees. Raises BadLineError: the two lists differ.
+    In such records (NousResearch's hermes-function-calling) ``tools`` repeats the text of the turn.
+    The model sees the text.
+
+    Raises BadLineError: the two lists differ.
     """
     if not are_listed(variables.get("tools") or (), turns):
         return variables
@@ -932,6 +1021,7 @@ def _warn_of_unshown(kind: str) -> None:
 
 
 def _read_kwargs(text: str) -> dict[str, Any]:
+    """Read data.chat_template_kwargs; ConfigError: it is no JSON object, or sets reserved names."""
     try:
         kwargs: Any = json.loads(text)
     except (ValueError, RecursionError):
@@ -946,6 +1036,7 @@ def _read_kwargs(text: str) -> dict[str, Any]:
 
 
 def _read(file_name: str) -> str:
+    """Read the file of a template; ConfigError: it cannot be read as text."""
     try:
         return read_regular(Path(file_name), _MAX_BYTES).decode()
     except (FileNotFoundError, NotADirectoryError):

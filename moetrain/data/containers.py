@@ -1,15 +1,14 @@
-"""Finds and reads files of records: lines of JSON or an array, compressed or not, Parquet, Arrow,
-data sets.
+"""Finds and reads files of records: JSON, Parquet, Arrow and data sets of ``datasets``.
 
-They are read in pieces, each by itself and in any order. ``pyarrow`` reads tables and ``.zst``,
-``datasets`` opens what it saved and what a hub has. Both are of the extra ``data``; without it
-lines of JSON can be read, and those in ``.gz``.
+Files are read in pieces, which can be read alone and in any order. ``pyarrow`` reads tables and
+``.zst``, and ``datasets`` opens saved data sets and those of a hub. The extra ``data`` installs
+both. Without it, JSON can be read, and JSON in ``.gz``, ``.bz2`` and ``.xz``.
 
-No record has more than :data:`_MOST_BYTES`, however small the file is that it comes from: nothing
-larger is held in memory. A larger line or row is passed over, and is a bad record.
+No record larger than :data:`_MOST_BYTES` is held in memory, however small its file is. A larger
+line, element or row is passed over, and counts as a bad record.
 
-Left out on purpose: remote files other than a hub's data sets, which a program gives to a Trainer
-as an iterable (docs/library.md).
+Left out on purpose: remote files other than a hub's data sets. A program can give these to a
+Trainer as an iterable (docs/library.md).
 """
 
 import bz2
@@ -33,8 +32,8 @@ from typing import Any, NamedTuple, Self
 
 from moetrain.config import ConfigError, logger
 from moetrain.config.sources import shortened
-from moetrain.data.chat import BadLineError
 from moetrain.data.json_array import array_elements, is_array
+from moetrain.data.messages import BadLineError
 from moetrain.data.parquet_pages import group_size
 
 _TABLES = {".arrow", ".parquet"}
@@ -42,9 +41,9 @@ _OPEN: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _COMPRESSED = {*_OPEN, ".zst"}
 _ARCHIVES = {".zip", ".tar", ".tgz", ".7z"}
 _RECORD_FILES = (".jsonl", ".parquet", ".arrow", *(f".jsonl{c}" for c in sorted(_COMPRESSED)))
-"""Ends of the names of files of records that are found in a folder."""
+"""Suffixes of the files of records in a folder."""
 _JSON_FILES = (".json", *(f".json{c}" for c in sorted(_COMPRESSED)))
-"""Further ones, which are read in a folder that has none of the others."""
+"""Further suffixes. Such files are read in a folder that has none of the others."""
 _ABOUT = {
     "config.json",
     "dataset_info.json",
@@ -52,43 +51,50 @@ _ABOUT = {
     "dataset_dict.json",
     "state.json",
 }
-"""Names of files that say something about a data set. The library ``datasets`` passes over them."""
+"""Files that describe a data set. They hold no records."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SAVED = ("dataset_dict.json", "dataset_info.json")
 _DAMAGED = "it is damaged, cut short or of another format: fetch or write it again"
 OBJECTS = "give one object a line, or all in one array: [{...}, {...}]"
 _RATIO = 4
-"""About how many bytes of text there are in one that is compressed."""
+"""Estimated bytes of text in a byte of a compressed file."""
 _MOST_BYTES = 64 << 20
-"""The largest record: a line of JSON, or a table's row."""
+"""Most bytes of a record."""
 _LINE_PART = 1 << 20
-"""Bytes of a line that is passed over, at once."""
+"""Bytes that are read at once of a line that is passed over."""
 _ROWS_AT_ONCE = 256
-"""Rows of a table that are objects at once, at most."""
+"""Most rows of a table that are Python objects at the same time."""
 _ROWS = 4096
-"""Rows of a table of ``datasets`` in one piece."""
+"""Rows in one piece of a table of ``datasets``."""
 
 
 class Raw(NamedTuple):
-    """A record as it was read."""
+    """A record that is not parsed yet."""
 
     where: str
     """Its file and line or row, for messages."""
     key: bytes
-    """What it is known by when held-out records are chosen."""
+    """Identifies it when held-out records are chosen."""
     content: bytes | dict[str, Any]
-    """A line of JSON, or a table's row."""
+    """The text of its JSON, or a table's row."""
     num_bytes: int
+    """Size of its text."""
     problem: str | None = None
-    """Why it was not read, if it was not."""
+    """The reason why it was not read. None: it was read."""
 
     @classmethod
     def too_large(cls, where: str, num_bytes: int = 0) -> Self:
-        """Return a record of more than :data:`_MOST_BYTES`, of which nothing is held."""
-        return cls(where, where.encode(), b"", num_bytes, _too_large())
+        """Return a record larger than :data:`_MOST_BYTES`, without its content."""
+        return cls(
+            where=where,
+            key=where.encode(),
+            content=b"",
+            num_bytes=num_bytes,
+            problem=_too_large(),
+        )
 
     def value(self) -> object:
-        """Return the record; BadLineError if the line is not JSON, or the record too large."""
+        """Parse the record; BadLineError: it is not JSON, or too large."""
         if self.problem is not None:
             raise BadLineError(self.problem)
         if isinstance(self.content, dict):
@@ -101,44 +107,49 @@ class Raw(NamedTuple):
 
 
 class FilePart(NamedTuple):
-    """A part of a file that is read by itself: bytes of lines or text, row groups or rows."""
+    """A part of a file that can be read alone."""
 
     file: Path
     start: int = 0
+    """First byte of lines or text, row group of a Parquet file, or row of a table."""
     stop: int = sys.maxsize
+    """End of the part, in the same unit."""
     size: int = 0
-    """About how many bytes its records have."""
+    """Estimated bytes of its records."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of its file."""
+        """True: it is the whole file."""
         return self.start == 0 and self.stop >= self.file.stat().st_size
 
 
 @dataclass(frozen=True)
 class Files:
-    """What a setting names: files of one kind or of several, or a table of ``datasets``."""
+    """The files, or the table of ``datasets``, that a setting names."""
 
     field: str
     """The setting, for messages."""
     path: str
-    """Its value."""
+    """Value of the setting."""
     files: list[Path]
     table: Any = None
-    """A ``datasets.Dataset``, whose rows are read instead of files."""
+    """A ``datasets.Dataset``, whose rows are read. None: the files are read."""
 
     def stamps(self) -> list[Any]:
-        """Return what decides the records, as JSON for the key of the token cache."""
+        """Return a JSON value that differs if the files changed, for the key of the token cache."""
         stats = [(file, file.stat()) for file in self.files]
         found: list[Any] = [[str(file.absolute()), s.st_size, s.st_mtime_ns] for file, s in stats]
         return found if self.table is None else [*found, len(self.table), self.table._fingerprint]
 
     def total_bytes(self) -> int:
-        """Return about how many bytes its records have."""
+        """Return the estimated bytes of all records."""
         return sum(piece.size for piece in self.pieces())
 
     def pieces(self, line_bytes: int | None = None) -> list[FilePart]:
-        """List parts that can be read alone; of a file of lines ``line_bytes`` each, or all."""
+        """List the parts that can be read alone.
+
+        ``line_bytes``: size of the parts of a file of lines; None: such a file is one part.
+        """
         if self.table is not None:
             starts = range(0, len(self.table), _ROWS)
             size = sum(file.stat().st_size for file in self.files) // max(1, len(starts))
@@ -166,11 +177,11 @@ class Files:
             return is_array(opened)
 
     def records(self, piece: FilePart) -> Iterator[Raw]:
-        """Yield the records of ``piece``; ConfigError if they cannot be read."""
+        """Yield the records of ``piece``; ConfigError: they cannot be read."""
         suffix = piece.file.suffix.lower()
         with self.reading(piece.file):
             if self.table is not None:
-                # As Arrow, a picture beside the text is not decoded.
+                # In Arrow's format, pictures beside the text are not decoded.
                 table = self.table.with_format("arrow")
                 rows = table.select(range(piece.start, min(piece.stop, len(table))))
                 yield from _rows(piece, rows.iter(batch_size=_ROWS_AT_ONCE))
@@ -188,10 +199,10 @@ class Files:
 
     @contextmanager
     def reading(self, file: Path) -> Iterator[None]:
-        """Turn what can go wrong in reading ``file`` into ConfigError."""
+        """Turn the errors of reading ``file`` into ConfigError."""
         try:
             yield
-        except BadLineError as error:  # which names the file and the record
+        except BadLineError as error:  # it names the file and the record
             raise ConfigError(self.field, str(error)) from None
         except ImportError as error:
             raise ConfigError(self.field, _needs(str(file), error)) from None
@@ -213,6 +224,7 @@ def _pyarrow(module: str) -> Any:
 
 
 def _rows(piece: FilePart, batches: Iterable[Any]) -> Iterator[Raw]:
+    """Yield the rows of ``batches`` of Arrow, the first of which are those of ``piece``."""
     place, number = str(piece.file), piece.start
     if piece.file.suffix.lower() == ".parquet":
         place, number = f"{place}, group {piece.start}", 0
@@ -226,15 +238,17 @@ def _rows(piece: FilePart, batches: Iterable[Any]) -> Iterator[Raw]:
                 key = json.dumps(row, sort_keys=True, default=str, ensure_ascii=False)
                 encoded = key.encode(errors="replace")
                 where = f"{place}, row {number}"
-                is_bounded = len(encoded) <= _MOST_BYTES
-                yield Raw(where, encoded, row, len(encoded)) if is_bounded else Raw.too_large(where)
+                if len(encoded) <= _MOST_BYTES:
+                    yield Raw(where, key=encoded, content=row, num_bytes=len(encoded))
+                else:
+                    yield Raw.too_large(where)
                 number += 1
 
 
 def _bounded(batch: Any) -> Iterator[Any]:
-    """Yield slices of ``batch``, of which each may become objects at once; None for a large row.
+    """Yield slices of ``batch`` that are small enough to become objects, and None for a large row.
 
-    Rows that may share their bytes, and those of a large batch, are yielded one by one.
+    Rows that may share their bytes, and rows of a large slice, are yielded one by one.
     """
     shares = any(map(_shares_bytes, batch.schema.types))
     for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
@@ -248,7 +262,7 @@ def _bounded(batch: Any) -> Iterator[Any]:
 
 
 def _shares_bytes(kind: Any) -> bool:
-    """Return whether several values of an Arrow type can be the same bytes in memory."""
+    """Return whether several values of an Arrow type can share their bytes in memory."""
     types = _pyarrow("types")
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind) or "view" in str(kind):
         return True
@@ -261,14 +275,14 @@ def _too_large() -> str:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop keys without a value, which a table's rows have only because other rows have them."""
+    """Drop keys without a value. A row of a table has them only because other rows have a value."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _arrow(path: Path) -> Iterator[Any]:
-    """Yield the batches of an Arrow file, or of a stream in a file, as ``datasets`` writes."""
+    """Yield the batches of an Arrow file, or of a stream in a file, as ``datasets`` writes them."""
     pa, ipc = _pyarrow("lib"), _pyarrow("ipc")
     with pa.memory_map(str(path)) as source:
         if source.read(6) == b"ARROW1":
@@ -287,7 +301,7 @@ def _json(piece: FilePart) -> Iterator[Raw]:
     """
     suffix = piece.file.suffix.lower()
     if suffix == ".zst":
-        # Unlike the library zstandard, it tells a file that is cut short.
+        # Unlike the library zstandard, pyarrow refuses a file that is cut short.
         opened = io.BufferedReader(_pyarrow("lib").input_stream(str(piece.file), "zstd"), 1 << 20)
     else:
         opened = _OPEN.get(suffix, Path.open)(piece.file, "rb")
@@ -298,7 +312,8 @@ def _json(piece: FilePart) -> Iterator[Raw]:
             return
         if piece.start:
             file.seek(piece.start - 1)
-            at += len(file.readline(piece.stop - at + 2)) - 1  # a later line is not of this piece
+            # Pass over a line that begins in the piece before.
+            at += len(file.readline(piece.stop - at + 2)) - 1
         for number in count(1):
             if at >= piece.stop or not (line := file.readline(_MOST_BYTES + 1)):
                 return
@@ -306,35 +321,38 @@ def _json(piece: FilePart) -> Iterator[Raw]:
             at += len(line)
             if len(line) > _MOST_BYTES:
                 yield Raw.too_large(where, len(line))
-                while at < piece.stop and line and line[-1:] != b"\n":  # the rest of it
+                while at < piece.stop and line and line[-1:] != b"\n":  # the rest of the line
                     at += len(line := file.readline(_LINE_PART))
             elif line.strip():
-                yield Raw(where, line.strip(), line, len(line))
+                yield Raw(where, key=line.strip(), content=line, num_bytes=len(line))
 
 
 def _array(path: Path, file: Any) -> Iterator[Raw]:
+    """Yield the elements of an array that ``file`` holds."""
     for number, element in enumerate(array_elements(file, _MOST_BYTES), 1):
         where = f"{path}:{element.line}, record {number}"
         if element.text is None:
             yield Raw.too_large(where, element.num_bytes)
         else:
-            yield Raw(where, element.text, element.text, element.num_bytes)
+            yield Raw(where, key=element.text, content=element.text, num_bytes=element.num_bytes)
 
 
 # ---- finding files ------------------------------------------------------------------------------
 
 
 def find_records(field: str, path: str, split: str, subset: str | None) -> tuple[list[Path], Any]:
-    """Find what ``path`` names: a file, a folder, a pattern, a saved data set or a hub's id.
+    """Find the files of records that ``path`` names.
 
     Args:
-        field: the setting that has ``path``.
-        split, subset: of a data set, as ``datasets`` names them.
+        field: the setting with the value ``path``, for messages.
+        path: a file, a folder, a pattern, a saved data set or a hub's id.
+        split: the split of a data set.
+        subset: the configuration of a hub's data set; None: its default.
 
     Returns:
-        The files, and the table of ``datasets`` that they make, if it is a data set.
+        The files, and the table of ``datasets`` if ``path`` is a data set, otherwise None.
 
-    Raises ConfigError: there is nothing there, or it cannot be read.
+    Raises ConfigError: there is nothing, or it cannot be read.
     """
     is_saved = any(os.path.isfile(os.path.join(path, name)) for name in _SAVED)
     kinds = {".jsonl", ".json", ".txt", *_TABLES, *_COMPRESSED, *_ARCHIVES}
@@ -367,7 +385,16 @@ def find_records(field: str, path: str, split: str, subset: str | None) -> tuple
 def list_files(
     field: str, path: str, suffixes: tuple[str, ...] = ("",), skipped: Set[str] = frozenset()
 ) -> list[Path]:
-    """List the visible files that ``path`` is, matches or holds; ConfigError: none can be read."""
+    """List the visible files that ``path`` names, matches or holds.
+
+    Args:
+        field: the setting with the value ``path``, for messages.
+        path: a file, a folder or a pattern.
+        suffixes: ends of the names of files that are listed in a folder.
+        skipped: names of subfolders that are passed over.
+
+    Raises ConfigError: there is no file that can be read.
+    """
     if glob.has_magic(path) and not os.path.lexists(path):
         found = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
         files = [f for one in found for f in list_files(field, str(one), suffixes, skipped)]
@@ -425,7 +452,7 @@ def _walk(field: str, root: Path, skipped: Set[str]) -> Iterator[Path]:
 
 
 def _check_format(field: str, path: str, file: Path, as_text: bool) -> None:
-    """Raise ConfigError for a ``file`` of ``path`` whose format, by its suffix, is not read."""
+    """Raise ConfigError if ``file``, one of ``path``, has a format that is not read."""
     suffix = file.suffix.lower()
     if suffix in _ARCHIVES or (suffix in _TABLES | _COMPRESSED and as_text):
         what = "it is" if str(file) == path else f"it holds {file.name!r},"

@@ -1,8 +1,8 @@
-"""Gives the fields of records the names that are read here, where public data sets have others.
+"""Renames the fields of records of public data sets to the names that forms have.
 
-A name is taken for another only where both mean the same in the data sets that have it. A question
-with its answer is read if all other fields are known to say something about the record
-(:data:`~moetrain.data.known_sets.ABOUT`), since any other may be a part of the question.
+A field is renamed only if it means the same in all data sets that have it. A question with its
+answer is read if all other fields are known to describe the record
+(:data:`~moetrain.data.known_sets.ABOUT`), since an unknown field may be a part of the question.
 """
 
 from collections.abc import Mapping
@@ -18,23 +18,24 @@ from moetrain.data.known_sets import (
 from moetrain.data.messages import BadLineError, role_of
 
 _DIALOGUES = ("conversation", "trajectory")
-"""Names of ``messages``: of LMSYS-Chat and WildChat, and of runs of OpenHands."""
+"""Other names of ``messages``: in LMSYS-Chat and WildChat, and in runs of OpenHands."""
 _QUESTIONS, _RESPONSES = ("question", "query"), ("answer", "response")
-"""Names of a question and its answer: of GSM8K, MetaMathQA, CodeFeedback, OpenOrca, ms-swift."""
+"""Names of a question and of its answer in GSM8K, MetaMathQA, CodeFeedback, OpenOrca, ms-swift."""
 
 
 def renamed(
     record: Mapping[str, Any], *, reads_pairs: bool, text_field: str = "text"
 ) -> dict[str, Any]:
-    """Return ``record`` with the names of fields that are read here.
+    """Return ``record`` with the names of fields that the forms have.
 
     Args:
-        reads_pairs: whether answers that are not wanted are read too; else ms-swift's
-            ``rejected_response`` changes nothing.
+        record: a record of any form.
+        reads_pairs: True: rejected answers are read too. False: ms-swift's ``rejected_response``
+            is ignored.
         text_field: the field of a text (``data.text_field``), which keeps its name.
 
-    Raises BadLineError: the record has two system prompts, or two answers to an instruction, or is
-    one of a known set of which a part cannot be read.
+    Raises BadLineError: the record has two system prompts or two answers to an instruction, or it
+    is of a known set and a part of it cannot be read.
     """
     found = {key: value for key, value in record.items() if value is not None}
     _rename(found, "system_prompt", "system")
@@ -56,12 +57,12 @@ def renamed(
         _read_question(found, reads_pairs)
     if reads_pairs and "chosen" not in found:
         _read_swifts_pair(found)
-    # Fields with null stay: `system` makes a record one of dialogues, even if it is null.
+    # Fields with null stay: with `system`, even null, a record counts as a dialogue.
     return {**{key: None for key in record if record[key] is None}, **found}
 
 
 def _rename(found: dict[str, Any], name: str, new: str) -> None:
-    """Give a field another name, unless its text is empty; BadLineError: both have a value."""
+    """Rename a field unless it is empty; BadLineError: both names have a value."""
     if name not in found or found[name] in ("", [], {}):
         return
     if found.get(new) and found[new] != found[name]:
@@ -84,19 +85,19 @@ def _read_question(found: dict[str, Any], reads_pairs: bool) -> None:
 
 def _read_openais_pair(found: dict[str, Any]) -> None:
     """Read a record of OpenAI's preference fine-tuning."""
-    given = found.get("input")
-    if not isinstance(given, dict) or not {"preferred_output", "non_preferred_output"} <= {*found}:
+    asked = found.get("input")
+    if not isinstance(asked, dict) or not {"preferred_output", "non_preferred_output"} <= {*found}:
         return
     del found["input"]
-    found["prompt"] = given.get("messages")
-    if given.get("tools"):
-        found.setdefault("tools", given["tools"])
+    found["prompt"] = asked.get("messages")
+    if asked.get("tools"):
+        found.setdefault("tools", asked["tools"])
     found["chosen"] = found.pop("preferred_output")
     found["rejected"] = found.pop("non_preferred_output")
 
 
 def _read_swifts_pair(found: dict[str, Any]) -> None:
-    """Read ms-swift's ``messages`` with another answer or another whole dialogue."""
+    """Read ms-swift's ``messages`` with a rejected answer, or a rejected dialogue, beside them."""
     messages = found.get("messages")
     if not isinstance(messages, list) or len(messages) < 2:
         return

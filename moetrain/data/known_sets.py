@@ -1,12 +1,12 @@
-"""Reads records of public data sets whose fields are no renamed ones, and says what others lack.
+"""Reads records of public data sets with forms of their own, and says what to do with others.
 
-A record is read if its form says what is asked, what is answered, and how: Glaive's function
+A record is read if its fields tell what is asked and what is answered. These are Glaive's function
 calling, xLAM's, runs of SWE-agent, Capybara's and XTuner's conversations, Llama-Nemotron's and
 Dolphin-R1's answers, Magicoder's problems, and pairs of SHP and of Stack Exchange. Others leave a
 choice to the user, such as which of two judgements counts (PKU-SafeRLHF) or how good an answer must
 be (HelpSteer): these are refused with what to write (:func:`remedy_for`).
 
-Left out on purpose: records that differ from the published ones.
+Left out on purpose: records that differ from the published ones of their set.
 """
 
 import json
@@ -22,7 +22,7 @@ _GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": 
 _GLAIVE_INTRODUCTION = (
     "You are a helpful assistant with access to the following functions. Use them if required -"
 )
-"""It stands before the functions of a system's text, and says nothing without them."""
+"""The text before the functions of a system's turn. It means nothing without them."""
 _GLAIVE_CALL = re.compile(r'\{\s*"name":\s*"([^"]+)"\s*(?:,\s*"arguments":\s*(.*?))?\s*\}', re.S)
 
 ABOUT = {
@@ -39,9 +39,9 @@ ABOUT = {
         "rejected_response",
     ),
 }
-"""Fields that may stand beside a question and its answer: they are read too, or describe both."""
+"""Fields that may be beside a question and its answer. They are read too, or describe both."""
 _METADATA = ("metadata", "meta", "extra", "extra_info")
-"""Fields that say something about a record, and in Nemotron's records have its tools."""
+"""Fields that describe a record. In Nemotron's records they hold its tools."""
 
 _QUESTIONS = ("prompt", "question", "query", "problem")
 _ANSWERS = {
@@ -50,17 +50,17 @@ _ANSWERS = {
 }
 """Fields that may be an answer to a prompt."""
 _OF_TWO = re.compile(r"(?:response|answer|completion|conversation|output)_?[012ab]", re.I)
-"""Names of two answers: PKU-SafeRLHF's, HelpSteer's, WebGPT's, Chatbot Arena's."""
+"""Matches names of two answers: PKU-SafeRLHF's, HelpSteer's, WebGPT's, Chatbot Arena's."""
 _JUDGES = re.compile(r".*_response_id|(?:overall_)?preference(?:_strength)?|winner(?:_model_[ab])?")
-"""Names of what says which of two answers is the better one."""
+"""Matches names of fields that tell the better one of two answers."""
 _SEVERAL = ("answers", "completions", "generations", "responses")
-"""Lists of answers: of Nectar and Stack Exchange, UltraFeedback, distilabel, and others."""
+"""Fields with a list of answers: Nectar's and Stack Exchange's, UltraFeedback's, distilabel's."""
 
 
 def read_known_set(found: dict[str, Any]) -> None:
-    """Give the fields of a record of a known set the names and forms that are read here.
+    """Bring a record of a known set, in place, into a form that is read everywhere.
 
-    Raises BadLineError: it is of such a set, and a part of it cannot be read.
+    Raises BadLineError: it is of such a set, but a part of it cannot be read.
     """
     chat = found.get("chat")
     if isinstance(chat, str) and re.match(r"\s*USER:", chat):
@@ -101,7 +101,7 @@ def read_reasoned_answer(found: dict[str, Any]) -> None:
 
 
 def with_tools_of_metadata(record: dict[str, Any]) -> dict[str, Any]:
-    """Return ``record`` with the tools that only its metadata has in ``tools``."""
+    """Return ``record`` with the tools of its metadata in ``tools``, unless it has tools there."""
     found = {**record}
     if not found.get("tools") and not found.get("functions"):
         tools = next(filter(None, (_tools_in(found.get(key)) for key in _METADATA)), None)
@@ -110,7 +110,7 @@ def with_tools_of_metadata(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_dialogue(turns: object) -> bool:
-    """Return whether ``turns`` are a list whose first entry has a role."""
+    """Return whether ``turns`` is a list whose first entry has a role."""
     first = turns[0] if isinstance(turns, list) and turns else None
     return isinstance(first, dict) and not {"role", "from"}.isdisjoint(first)
 
@@ -119,14 +119,14 @@ def is_dialogue(turns: object) -> bool:
 
 
 def _tools_in(metadata: object) -> list[Any] | None:
-    """Return the tools that are objects in ``metadata``, an object or the text of its JSON."""
+    """Return the tools in ``metadata``, an object or the text of its JSON. None: there are none."""
     if isinstance(metadata, str) and metadata.lstrip().startswith("{") and '"tools"' in metadata:
         metadata = parse_json(metadata, "metadata")
     tools = metadata.get("tools") if isinstance(metadata, dict) else None
     if isinstance(tools, str) and tools.lstrip().startswith("["):
         tools = parse_json(tools, "`tools` of metadata")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        return None  # names of tools, which say nothing to a template
+        return None  # a template cannot use names of tools alone
     return tools if all({"name", "function"} & tool.keys() for tool in tools) else None
 
 
@@ -153,15 +153,16 @@ def _read_glaive(found: dict[str, Any]) -> None:
 
 
 def _glaive_turn(mark: str, text: str) -> dict[str, Any]:
+    """Read a turn that begins with ``mark``; BadLineError: it holds two turns, or a broken call."""
     role = _GLAIVE_ROLES[mark]
     text = text.removesuffix("<|endoftext|>").rstrip() if role == "assistant" else text
     if "<|endoftext|>" in text:
         said = f"`chat` has <|endoftext|> within a turn: {shortened(text)}"
         raise BadLineError(f"{said}; leave such records out")
-    before, call, given = text.partition("<functioncall>")
+    before, call, written = text.partition("<functioncall>")
     if role != "assistant" or not call:
         return {"role": role, "content": text}
-    parts = _GLAIVE_CALL.fullmatch(given.strip())
+    parts = _GLAIVE_CALL.fullmatch(written.strip())
     arguments = parts[2] or "{}" if parts else ""
     if len(arguments) > 1 and arguments[0] == arguments[-1] == "'":
         arguments = arguments[1:-1].replace("\\'", "'")
@@ -170,7 +171,7 @@ def _glaive_turn(mark: str, text: str) -> dict[str, Any]:
     except BadLineError:
         is_object = False
     if parts is None or not is_object:
-        said = f"`chat` has a call that cannot be read: {shortened(given.strip())}"
+        said = f"`chat` has a call that cannot be read: {shortened(written.strip())}"
         raise BadLineError(f"{said}; leave such records out, or write them as `messages`")
     function = {"name": parts[1], "arguments": arguments}
     calls = [{"type": "function", "function": function}]
@@ -178,7 +179,7 @@ def _glaive_turn(mark: str, text: str) -> dict[str, Any]:
 
 
 def _objects_in(text: str) -> list[dict[str, Any]]:
-    """Return the JSON objects that ``text`` consists of; none if there is anything else in it."""
+    """Return the JSON objects of ``text``. Return none if there is anything else in it."""
     decoder, found, at = json.JSONDecoder(), [], 0
     while at < len(text):
         try:
@@ -192,10 +193,10 @@ def _objects_in(text: str) -> list[dict[str, Any]]:
 
 def _read_xlam(found: dict[str, Any]) -> None:
     """Read xLAM's function calling: ``query``, ``tools`` and the calls in ``answers``."""
-    given = found["answers"]
-    calls = parse_json(given, "`answers`") if isinstance(given, str) else given
+    answers = found["answers"]
+    calls = parse_json(answers, "`answers`") if isinstance(answers, str) else answers
     if not isinstance(calls, list) or not calls or not all(isinstance(x, dict) for x in calls):
-        said = f"`answers` is no list of calls: {shortened(given)}"
+        said = f"`answers` is no list of calls: {shortened(answers)}"
         raise BadLineError(f'{said}; give [{{"name": ..., "arguments": {{...}}}}]')
     del found["answers"]
     asked = {"role": "user", "content": found.pop("query")}
@@ -203,7 +204,7 @@ def _read_xlam(found: dict[str, Any]) -> None:
 
 
 def _is_swe_agents(turns: object) -> bool:
-    """Return whether ``turns`` are those of SWE-agent's runs, with `text` in place of `content`."""
+    """Return whether ``turns`` are of a run of SWE-agent, with `text` in place of `content`."""
     if not isinstance(turns, list) or not turns:
         return False
     return all(
@@ -243,7 +244,7 @@ def _are_exchanges(turns: object) -> bool:
 
 
 def _read_exchanges(found: dict[str, Any]) -> None:
-    """Read turns that are each a question and its answer; the first may have a system's text."""
+    """Read a list of questions with their answers. Each may have the system's text."""
     turns: list[dict[str, Any]] = []
     for i, each in enumerate(found.pop("conversation")):
         for key in ("input", "output"):
@@ -258,7 +259,7 @@ def _read_exchanges(found: dict[str, Any]) -> None:
 
 
 def _read_shp(found: dict[str, Any]) -> None:
-    """Read a pair of SHP, whose ``labels`` is 1 if the first answer is preferred, and else 0."""
+    """Read a pair of SHP. Its ``labels`` is 1 if the first answer is preferred, otherwise 0."""
     answers, label = [found.pop("human_ref_A"), found.pop("human_ref_B")], found.pop("labels")
     if label not in (0, 1):
         said = f"`labels` is {shortened(label)}, and 1 says that `human_ref_A` is preferred"
@@ -267,11 +268,11 @@ def _read_shp(found: dict[str, Any]) -> None:
     found["chosen"], found["rejected"] = answers if label else reversed(answers)
 
 
-# ---- what others lack ---------------------------------------------------------------------------
+# ---- advice for others --------------------------------------------------------------------------
 
 
 def remedy_for(record: Mapping[str, Any]) -> str | None:
-    """Return what to write in place of a ``record`` of no known form; None: nothing is known."""
+    """Return the advice for a ``record`` of no known form. None: there is none."""
     fields = {key for key, value in record.items() if value is not None}
     asked = [key for key in _QUESTIONS if key in fields]
     said = [key for key in ("answer", "response") if isinstance(record.get(key), str)]

@@ -1,11 +1,12 @@
-"""From the settings of a run to its rows (:func:`build_data`), and from rows to batches.
+"""Makes the rows of a run from its settings (:func:`build_data`), and batches from rows.
 
-Whole documents are held out for evaluation, chosen by a hash. Where that leaves either side without
-a row (one file, a handful of chats), the end of the data is held out instead: of a stream its last
-rows, else the last documents. Either way nothing that is trained on is evaluated.
+Whole documents are held out for evaluation, chosen by a hash. If that leaves either side without a
+row (one file, a handful of chats), the end of the data is held out instead: the last rows where
+documents are laid end to end, otherwise the last documents. Either way no text is both trained on
+and evaluated.
 
 Left out on purpose: worker processes, prefetching and pinned memory. A row is a slice of a
-memory-mapped file; a step's rows take microseconds each.
+memory-mapped file and takes microseconds.
 
 Shapes: B rows, S tokens of a row.
 """
@@ -28,10 +29,21 @@ from moetrain.config.environment import user_cache_dir
 from moetrain.config.sections import MixEntry
 from moetrain.data import packing
 from moetrain.data.cache import Blocks, TokenCache
+from moetrain.data.documents import HashRange, Skipped
 from moetrain.data.packing import IGNORE_INDEX, Dataset, Row, Samples, Shuffled
-from moetrain.data.sources import HashRange, RecordReader, Skipped, Source
+from moetrain.data.records import RecordReader
+from moetrain.data.sources import Source
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.transformer import Inputs
+
+
+class HeldOut(NamedTuple):
+    """A source of a mixture, as evaluations see it."""
+
+    rows: Dataset
+    """Its held-out rows."""
+    share: float
+    """Its share of the rows that are trained on, from 0 to 1."""
 
 
 class Data(NamedTuple):
@@ -39,17 +51,17 @@ class Data(NamedTuple):
 
     train: Dataset
     eval: Dataset | None
-    """Held-out rows, of a mixture those of its first source; None: there is no evaluation
+    """Held-out rows; of a mixture, those of its first source. None: there is no evaluation
     (data.eval_fraction 0)."""
     tokenizer: Tokenizer
     fingerprint: str
-    """Hash of what decides the rows of both: tokens and which of them have loss, packing, row
-    length, what is held out, and the seed of synthetic rows; neither their order nor where files
-    lie."""
+    """Hash of everything that decides the rows of both: the tokens and their masks, the packing,
+    the row length, the held-out documents and the seed of synthetic rows. The order of rows and the
+    places of files do not count."""
     chat_template: str | None
-    """The template that rendered the conversations; None: there are none."""
-    sources: Mapping[str, tuple[Dataset, float]] = MappingProxyType({})
-    """Of a mixture, the held-out rows of each source, and its share of the rows trained on."""
+    """The template that rendered the conversations. None: there are none."""
+    sources: Mapping[str, HeldOut] = MappingProxyType({})
+    """The sources of a mixture by name."""
 
 
 _ROWS_OF_PREFERENCES = {
@@ -57,41 +69,53 @@ _ROWS_OF_PREFERENCES = {
     "kto": "answers",
     "reward": "ranked",
 }
-"""By ``train.objective``, the rows of those that learn from preferences; others learn from text."""
+"""The rows of objectives that learn from preferences (:attr:`RecordReader.PAIRED`). Other objectives
+learn from text."""
 
 
 def build_data(config: Config, vocab_size: int) -> Data:
     """Open the rows that ``config.data`` describes, and tokenise them if no earlier run did.
 
-    The synthetic source draws ids from the whole of ``vocab_size``.
+    The ids of synthetic rows are below ``vocab_size``.
 
-    Raises ConfigError: anything wrong with the data or its settings, or a ``train.sample_prompt``
-    that nothing can be sampled from.
+    Raises ConfigError: the data or its settings are wrong, or nothing can be sampled from
+    ``train.sample_prompt``.
     """
     data = config.data
     data.check()
     kind = _ROWS_OF_PREFERENCES.get(config.train.objective)
     if kind is not None:
-        # References of all rows are computed before the first step, so there are no streams.
+        # The reference's log-probabilities of all rows are computed before the first step, for
+        # which a stream has no end.
         data = data.model_copy(update={"packing": kind, "streaming": "no"})
     tokenizer = load_tokenizer(data.tokenizer, vocab_size, data.new_tokens)
     check_prompt(config, tokenizer)
-    template, sides, seed = None, {}, config.train.seed
+    template, sources, seed = None, {}, config.train.seed
     if data.source == "synthetic":
-        shape, rows = (data.seq_len, vocab_size, seed), data.num_documents
-        train, held_out = packing.SyntheticDataset(rows, *shape), None
-        if num_held_out := math.ceil(rows * data.eval_fraction):
-            held_out = packing.SyntheticDataset(num_held_out, *shape, first=rows)
+        make = partial(
+            packing.SyntheticDataset, seq_len=data.seq_len, vocab_size=vocab_size, seed=seed
+        )
+        num_rows, held_out = data.num_documents, None
+        train = make(num_rows)
+        if num_held_out := math.ceil(num_rows * data.eval_fraction):
+            held_out = make(num_held_out, first=num_rows)
     elif data.mix is None:
         train, held_out, template = _from_text(data, tokenizer, seed)
     else:
-        train, sides, template = _mixed(data, data.mix, tokenizer, seed)
-        held_out = next((rows for rows, _ in sides.values()), None)
+        train, sources, template = _mixed(data, data.mix, tokenizer, seed)
+        held_out = next((source.rows for source in sources.values()), None)
     identities: Any = None if held_out is None else held_out.identity
     if data.mix is not None:
-        identities = [rows.identity for rows, _ in sides.values()]
+        identities = [source.rows.identity for source in sources.values()]
     fingerprint = hashlib.sha256(json.dumps([train.identity, identities]).encode()).hexdigest()
-    return Data(train, held_out, tokenizer, fingerprint, template, sides)
+    return Data(
+        train=train,
+        eval=held_out,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint,
+        chat_template=template,
+        sources=sources,
+    )
 
 
 def check_prompt(config: Config, tokenizer: Tokenizer) -> None:
@@ -105,18 +129,20 @@ def check_prompt(config: Config, tokenizer: Tokenizer) -> None:
 
 def _mixed(
     data: DataSection, mix: Sequence[MixEntry], tokenizer: Tokenizer, seed: int
-) -> tuple[packing.Mixture, dict[str, tuple[Dataset, float]], str | None]:
+) -> tuple[packing.Mixture, dict[str, HeldOut], str | None]:
     """Return the rows of a mixture, :attr:`Data.sources` and the template of conversations.
 
     A pass over the mixture is as long as weights and repeats allow.
     """
     parts, held_out, template = {}, {}, None
     for entry, (name, section) in zip(mix, data.sources().items(), strict=True):
-        train, rows, found = _from_text(section, tokenizer, seed, entry.limit)
-        parts[name] = train if isinstance(train, packing.Streamed) else Shuffled(train, seed)
-        template = template or found
-        if rows is not None:
-            held_out[name] = rows
+        rows = _from_text(section, tokenizer, seed, entry.limit)
+        is_streamed = isinstance(rows.train, packing.Streamed)
+        parts[name] = rows.train if is_streamed else Shuffled(rows.train, seed)
+        template = template or rows.chat_template
+        if rows.held_out is not None:
+            held_out[name] = rows.held_out
+    # The source that runs out first ends the pass.
     most = [len(part) * entry.repeat for part, entry in zip(parts.values(), mix, strict=True)]
     weights = [
         n if entry.weight is None else entry.weight for entry, n in zip(mix, most, strict=True)
@@ -127,13 +153,23 @@ def _mixed(
     shares = {name: n / len(train) for name, n in zip(parts, counts, strict=True)}
     of_part = ", ".join(f"{n:,} of {name}" for name, n in zip(parts, counts, strict=True))
     logger.info("a pass over the mixture has %s rows: %s", f"{len(train):,}", of_part)
-    return train, {name: (rows, shares[name]) for name, rows in held_out.items()}, template
+    return train, {name: HeldOut(rows, shares[name]) for name, rows in held_out.items()}, template
+
+
+class _Rows(NamedTuple):
+    """The rows of a source."""
+
+    train: Dataset
+    held_out: Dataset | None
+    """None: nothing is held out."""
+    chat_template: str | None
+    """The template of the conversations. None: there are none."""
 
 
 def _from_text(
     data: DataSection, tokenizer: Tokenizer, seed: int, limit: int | None = None
-) -> tuple[Dataset, Dataset | None, str | None]:
-    """Return the rows of both sides, and the template of the conversations among them."""
+) -> _Rows:
+    """Return the rows of a source; ``limit`` as in :meth:`Source.of`."""
     source = Source.of(data, tokenizer, limit)
     other = None if data.eval_path is None else Source.of(data, tokenizer, limit, "eval_path")
     if said := source.describe():
@@ -149,15 +185,16 @@ def _from_text(
     for side, dataset in (("", train), ("held out: ", held_out)):
         if isinstance(dataset, (packing.WholeDataset, packing.PairDataset)):
             logger.info("%s%s", side, dataset.describe())
-    return train, held_out, source.reader.template.source if source.reader and has_chats else None
+    template = source.reader.template.source if source.reader and has_chats else None
+    return _Rows(train, held_out, template)
 
 
 def _tokenised(
     data: DataSection, source: Source, other: Source | None, tokenizer: Tokenizer, cache_dir: Path
 ) -> tuple[Dataset, Dataset | None, bool]:
-    """Return the rows of both sides, and whether there are conversations among them.
+    """Return the rows to train on, the held-out rows, and True if there are conversations.
 
-    ``other``: what to evaluate on; None: ``data.eval_fraction`` of ``source``.
+    ``other``: the source to evaluate on; None: ``data.eval_fraction`` of ``source``.
     """
 
     def read(source: Source) -> TokenCache:
@@ -181,7 +218,8 @@ def _tokenised(
     rows = _rows(train, data), _rows(held_out, data)
     if all(map(len, rows)) and train.targets.any() and held_out.targets.any():
         return *rows, has_chats
-    if train.num_documents == 0 or held_out.num_documents == 0:  # then the other is everything
+    # A side has nothing to learn: divide all documents by their order instead.
+    if train.num_documents == 0 or held_out.num_documents == 0:  # then the other side has all
         whole = train if train.num_documents else held_out
     else:
         whole = read(source)
@@ -189,9 +227,9 @@ def _tokenised(
 
 
 _STREAMED_BYTES = 1 << 26
-"""Size of files from which on data.streaming auto streams them."""
+"""Total bytes of files above which data.streaming auto streams them."""
 _HELD_OUT_BYTES = 1 << 22
-"""Bytes of held-out text that a stream evaluates at most, of as many blocks as have them."""
+"""Most bytes of held-out text that a stream evaluates."""
 
 
 def _streamed(
@@ -202,7 +240,7 @@ def _streamed(
     cache_dir: Path,
     seed: int,
 ) -> tuple[Dataset, Dataset | None, bool]:
-    """Return as :func:`_tokenised` of a source that is tokenised while it is trained on."""
+    """Return the same as :func:`_tokenised`, of a source that is tokenised during training."""
     rest, share, held_out = other, HashRange(), HashRange()
     if other is None and data.eval_fraction:
         border = data.eval_fraction
@@ -230,13 +268,18 @@ def _streamed(
 
 
 def _is_whole(cache: TokenCache, data: DataSection) -> bool:
+    """Return True if rows hold whole documents, False if documents are laid end to end."""
     return data.packing != "stream" and (data.packing != "auto" or cache.masked is not None)
 
 
 def _rows(cache: TokenCache, data: DataSection, first: int = 0, stop: int | None = None) -> Dataset:
+    """Pack ``cache``: documents, pairs, or rows of a stream, ``first:stop`` of them.
+
+    Raises ConfigError: a conversation is longer than a row, and data.overlong is error.
+    """
     if data.packing in RecordReader.PAIRED:
         for_kto = data.packing == "answers"
-        rows = packing.PairDataset(cache, data.seq_len, for_kto, first, stop)
+        rows = packing.PairDataset(cache, data.seq_len, for_kto=for_kto, first=first, stop=stop)
     elif _is_whole(cache, data):
         drops = data.overlong == "drop"
         rows = packing.WholeDataset(cache, data.seq_len, first, stop, drops_overlong=drops)
@@ -253,6 +296,7 @@ def _rows(cache: TokenCache, data: DataSection, first: int = 0, stop: int | None
 
 
 def _all_rows(cache: TokenCache, source: Source, data: DataSection) -> Dataset:
+    """Pack all of ``cache``; ConfigError: there is nothing to learn, or no row."""
     rows = _rows(_learnable(cache, source), data)
     if len(rows) == 0:
         problem = f"{data.seq_len}: the {len(cache.tokens)} tokens of {source.field} make no row"
@@ -262,7 +306,10 @@ def _all_rows(cache: TokenCache, source: Source, data: DataSection) -> Dataset:
 
 
 def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Dataset, Dataset]:
-    """Divide the data into the rows before its end, and those of its end."""
+    """Divide the data by its order, and return the rows to train on and those of its end.
+
+    Raises ConfigError: a side would have nothing to learn.
+    """
     is_stream = not _is_whole(_learnable(cache, source), data)
     total = len(cache.tokens) // data.seq_len if is_stream else cache.num_documents
     what = f"rows of {data.seq_len} tokens" if is_stream else "documents"
@@ -270,7 +317,7 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
         total = len(packing.preference_starts(cache)) - 1
         what = "pairs" if cache.labels is None else "pairs and answers"
     if total == 0:
-        _all_rows(cache, source, data)  # which says why there are no rows
+        _all_rows(cache, source, data)  # raises the error that says why there are no rows
     border = total - min(max(1, round(total * data.eval_fraction)), total - 1)
     if total > 1:
         sides = _rows(cache, data, 0, border), _rows(cache, data, border)
@@ -282,7 +329,7 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
     remedy = "add data, name some in data.eval_path instead, or set it to 0"
     if is_stream and len(cache.tokens) > 3:
         remedy = f"lower data.seq_len to {len(cache.tokens) // 2}, {remedy}"
-    elif total > 1:  # all that one side can learn lies behind a row's end
+    elif total > 1:  # the answers of one side lie behind the ends of rows
         longest = int(np.diff(cache.documents).max())
         remedy = f"raise data.seq_len to {longest}, {remedy}"
     raise ConfigError(
@@ -293,7 +340,7 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
 
 
 def _learnable(cache: TokenCache, source: Source) -> TokenCache:
-    """Return ``cache``; ConfigError if there is no text, or no token of it has loss."""
+    """Return ``cache``; ConfigError: there is no text, or no token has loss."""
     if cache.num_documents == 0:
         _, first = next(iter(cache.skipped.kinds.values()), (0, ""))
         why = f"; the first bad record: {first}" if first else ""
@@ -315,19 +362,19 @@ class Batch(NamedTuple):
     targets_BS: torch.Tensor
     """int64: the token that each position predicts, or IGNORE_INDEX."""
     positions_BS: torch.Tensor | None
-    """int64: from 0 in each segment; None: every row is one segment."""
+    """int64: from 0 in each segment. None: each row is one segment."""
     cu_seqlens: torch.Tensor
     """[num_segments + 1] int32: 0, then each segment's end in the flattened B * S tokens. A segment
     is the part of one document that lies in one row."""
     is_pad_BS: torch.Tensor | None = None
-    """bool: tokens that only fill up a row; None: no batch of this dataset has any. A pad belongs
-    to the segment before it and has no target."""
+    """bool: True for tokens that only fill up a row. A pad belongs to the segment before it and has
+    no target. None: no batch of this dataset has any."""
     extra: Mapping[str, torch.Tensor] = MappingProxyType({})
-    """What else an objective knows of the targets, by name: [B, S, ...] each."""
+    """Further fields of the targets that an objective reads, by name: [B, S, ...] each."""
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Self:
-        """Stack ``rows`` to a micro-batch; ConfigError if their extra fields differ."""
+        """Stack ``rows`` into a micro-batch; ConfigError: their extra fields differ."""
         shapes = [{name: field.shape for name, field in row.extra.items()} for row in rows]
         if other := next((found for found in shapes if found != shapes[0]), None):
             problem = f"a row has fields of shapes {other}, and another of {shapes[0]}"
@@ -337,16 +384,16 @@ class Batch(NamedTuple):
         positions = [row.positions_S for row in rows if row.positions_S is not None]
         is_pad = [row.is_pad_S for row in rows if row.is_pad_S is not None]
         return cls(
-            torch.from_numpy(np.stack([row.tokens_S for row in rows])),
-            torch.from_numpy(np.stack([row.targets_S for row in rows])),
-            torch.from_numpy(np.stack(positions)) if positions else None,
-            torch.from_numpy(cu_seqlens),
-            torch.from_numpy(np.stack(is_pad)) if is_pad else None,
-            {n: torch.from_numpy(np.stack([row.extra[n] for row in rows])) for n in shapes[0]},
+            tokens_BS=_stacked([row.tokens_S for row in rows]),
+            targets_BS=_stacked([row.targets_S for row in rows]),
+            positions_BS=_stacked(positions) if positions else None,
+            cu_seqlens=torch.from_numpy(cu_seqlens),
+            is_pad_BS=_stacked(is_pad) if is_pad else None,
+            extra={name: _stacked([row.extra[name] for row in rows]) for name in shapes[0]},
         )
 
     def to(self, device: torch.device) -> Self:
-        """Copy the batch to ``device``, without waiting for the copy."""
+        """Copy the batch to ``device`` without waiting for the copy."""
         tensors = tensors_on(device, self._asdict())
         return self._replace(**tensors, extra=tensors_on(device, self.extra))
 
@@ -366,8 +413,12 @@ class Batch(NamedTuple):
         return self.tokens_BS.numel() - int(0 if self.is_pad_BS is None else self.is_pad_BS.sum())
 
 
+def _stacked(arrays: Sequence[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.stack(arrays))
+
+
 def tensors_on(device: torch.device, fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Copy the tensors of ``fields`` to ``device``, without waiting; other values are left out."""
+    """Copy the tensors of ``fields`` to ``device`` without waiting. Leave out other values."""
     tensors = {name: x for name, x in fields.items() if isinstance(x, torch.Tensor)}
     if device.type == "cuda":
         tensors = {name: x if x.is_cuda else x.pin_memory() for name, x in tensors.items()}
@@ -378,50 +429,55 @@ def tensors_on(device: torch.device, fields: Mapping[str, Any]) -> dict[str, tor
 class Loader:
     """One rank's micro-batches, step after step, without end.
 
-    ``rank`` of ``world_size`` data-parallel ranks; both batch sizes count rows. The samples of a
-    run are numbered over all ranks (:class:`~moetrain.data.packing.Samples`), so the rows of a step
-    do not depend on the number of ranks, and a resumed run sees the batches that it would have
-    seen.
+    The samples of a run are numbered over all ranks (:class:`~moetrain.data.packing.Samples`). So
+    the rows of a step do not depend on the number of ranks, and a resumed run sees the batches that
+    it would have seen.
     """
 
     dataset: Dataset | Samples
+    """Rows, which are shuffled in each pass, or samples, which keep their order."""
     global_batch_size: int
+    """Rows of a step, on all ranks."""
     micro_batch_size: int
+    """Rows of a batch."""
     seed: int
+    """Decides the order of rows."""
     rank: int = 0
+    """Index of this rank among the data-parallel ranks."""
     world_size: int = 1
+    """Number of data-parallel ranks."""
     sample_index: int = 0
-    """Rows consumed so far by all ranks. Set it to resume a run."""
+    """Number of rows that all ranks have consumed."""
     seq_len: int | None = None
-    """Tokens that every row must have; None: as many as its own first array."""
+    """Tokens that each row must have. None: as many as its array ``tokens_S``."""
     before_batch: Callable[[], None] = lambda: None
-    """Called before each micro-batch is made; if it raises, the loader is unchanged."""
+    """Called before each micro-batch is made. If it raises, the loader is unchanged."""
 
     def __post_init__(self) -> None:
-        # moetrain.parallel.world.plan_world saw to it.
+        # moetrain.parallel.world.plan_world refuses other sizes.
         assert self.global_batch_size % (self.micro_batch_size * self.world_size) == 0
         self._samples = cast("Samples", self.dataset)
         if not hasattr(self.dataset, "sample"):
             self._samples = Shuffled(self.dataset, self.seed)
 
     def state(self) -> dict[str, Any]:
-        """Return the position as JSON, for a checkpoint of any number of ranks."""
+        """Return the position as JSON. A run on any number of ranks can resume from it."""
         position: dict[str, Any] = {"sample_index": self.sample_index}
         streams = self._samples.state(self.sample_index)
         return position if streams is None else {**position, "streams": streams}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state` returned."""
+        """Continue from the position that :meth:`state` returned."""
         self.sample_index = state["sample_index"]
         self._samples.resume(state.get("streams"))
 
     def next_step(self) -> list[Batch]:
         """Return this rank's micro-batches of the next optimizer step.
 
-        The step's rows are divided into micro-batches in order, which ranks take in turn: of 8
+        The step's rows are divided into micro-batches in order, and ranks take these in turn: of 8
         rows, 2 ranks and micro-batches of 2, rank 1 gets rows 2 and 3, then 6 and 7.
 
-        Raises ValueError: the dataset returns a row of other shapes than :class:`Row` has.
+        Raises ValueError: the dataset returns a row with other shapes than those of :class:`Row`.
         """
         size, end = self.micro_batch_size, self.sample_index + self.global_batch_size
         batches = []
@@ -432,7 +488,7 @@ class Loader:
         return batches
 
     def _row(self, number: int) -> Row:
-        """Return sample ``number``; ValueError unless it has the shapes of :class:`Row`."""
+        """Return sample ``number``; ValueError: its shapes are not those of :class:`Row`."""
         row = self._samples.sample(number)
         shapes = {name: np.shape(x) for name, x in row._asdict().items() if x is not None}
         lengths, _ = shapes.pop("lengths"), shapes.pop("extra")
@@ -454,18 +510,18 @@ class Loader:
 
 
 _EVAL_SEED = 0
-"""Draws the rows of an evaluation. It is a constant because runs that differ in train.seed are
-compared by their held-out loss, and must be evaluated on the same rows."""
+"""Seed of the rows of an evaluation. Runs that differ in train.seed are compared by their held-out
+loss, so they are evaluated on the same rows."""
 
 
 def eval_batches(
     dataset: Dataset, num_rows: int, micro_batch_size: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[Batch]:
-    """Yield one rank's share of ``num_rows`` rows drawn at random over all of ``dataset``.
+    """Yield one rank's share of ``num_rows`` rows that are drawn at random from ``dataset``.
 
-    The rows are the same at every call and on any number of ranks (all rows, if there are no more).
-    Every batch is full and every rank has as many batches, since all ranks take part in each
-    forward pass and nothing should compile again; rows without targets fill them up.
+    The rows are the same at every call and on any number of ranks. All rows are drawn if there are
+    no more. Every batch is full, so that nothing compiles again, and every rank has the same number
+    of batches, since all ranks take part in each forward pass. Rows without targets fill them up.
     """
     generator = np.random.Generator(np.random.PCG64(_EVAL_SEED))
     drawn = generator.choice(len(dataset), min(num_rows, len(dataset)), replace=False)

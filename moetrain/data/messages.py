@@ -1,11 +1,11 @@
-"""Turns what users write as messages into the messages that chat templates take.
+"""Reads the messages that users write, and brings them into the forms that chat templates take.
 
-OpenAI's form is the common one. :func:`read_messages` reads it, ShareGPT's (``from`` and
-``value``) and ms-swift's (roles ``tool_call`` and ``tool_response``), and checks it. Templates
-differ in what they take: arguments of calls as objects or as the text of their JSON, an empty
-``content`` as nothing, null or "". :func:`forms_of` lists the forms of a conversation in the order
-in which they are tried, and :func:`marked` replaces what users wrote by unique marks, so that
-:class:`~moetrain.data.chat.ChatTemplate` sees what a template shows in which form.
+:func:`read_messages` reads and checks OpenAI's messages, ShareGPT's (``from`` and ``value``),
+ms-swift's (roles ``tool_call`` and ``tool_response``) and Qwen-Agent's, and returns OpenAI's.
+Templates differ in what they take: arguments of calls are objects or the text of their JSON, an
+empty ``content`` is missing, null or "". :func:`forms_of` lists the forms of a conversation in the
+order in which they are tried. :func:`marked` replaces the texts of users by unique marks, by which
+:class:`~moetrain.data.chat.ChatTemplate` sees what a template shows of each form.
 
 Left out on purpose: images and sounds in ``content``, and repairing JSON.
 """
@@ -20,13 +20,13 @@ from typing import Any, Literal, NamedTuple
 from moetrain.config.sources import shortened
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of the reasoning of a turn, as ``transformers`` knows them; the first is the usual one."""
+"""Names of a turn's reasoning in ``transformers``. The first is the usual one."""
 WEIGHTS = ("weight", "train", "training", "loss")
-"""Names of the weight of a turn in the loss: OpenAI's and Mistral's, axolotl's two, ms-swift's."""
+"""Names of a turn's weight in the loss: OpenAI's and Mistral's, axolotl's two, ms-swift's."""
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 """Names of a call's arguments: OpenAI's, Llama 3's, LangChain's, Anthropic's."""
 _CALL = "tool_call"
-"""Role of a turn that is a call alone, until it has become part of the assistant's."""
+"""Role of a message that is a call alone. It becomes part of an assistant's turn."""
 _ROLES: dict[str, str] = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     **dict.fromkeys(("human", "prompter"), "user"),
@@ -34,7 +34,7 @@ _ROLES: dict[str, str] = {
     **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
     **dict.fromkeys(("function_call", _CALL), _CALL),
 }
-"""Roles of OpenAI's messages, and the names that other forms have for them, in lower case."""
+"""OpenAI's role for each name of a role in other forms, in lower case."""
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.S)
 _RESULTS = re.compile(r"\s*<tool_response>\n?(.*?)\n?</tool_response>\s*", re.S)
 _OF_SYSTEM = ("system", "developer")
@@ -43,45 +43,49 @@ _ELSEWHERE = {
     "tool_use": ", and calls as `tool_calls`",
     "tool_result": ", and results as turns of the role tool",
 }
-"""Where OpenAI's messages have what Anthropic's have as parts of the content."""
+"""The advice for parts of the content of Anthropic's messages that OpenAI's have elsewhere."""
 
 
 class BadLineError(Exception):
-    """A line's content is wrong; the caller, who knows file and line number, reports both."""
+    """The content of a line is wrong. The caller adds the file and the line number."""
 
     def __init__(self, problem: str, field: str | None = None, *, kind: str | None = None) -> None:
-        """``field`` is the setting at fault, if that is not the one that named the file.
+        """Make the error.
 
-        ``kind``: what tells ``problem`` from problems of other kinds; None: its words do.
+        Args:
+            problem: what is wrong, and what to do.
+            field: the setting at fault, if it is not the one that names the file.
+            kind: the sort of problem, by which bad records are counted; None: the words of
+                ``problem`` tell it.
         """
         super().__init__(problem)
         self.field, self.kind = field, kind
 
 
 def read_messages(
-    given: object, name: str = "messages", num_given: int = 0
+    messages: object, name: str = "messages", num_given: int = 0
 ) -> list[dict[str, Any]]:
     """Read a conversation, and return it as OpenAI's messages.
 
-    Roles have OpenAI's names where they are known, and calls are in ``tool_calls`` of the
-    assistant's turns. Keys whose value is null are left out, as ``transformers`` leaves them out.
-    Reasoning has the names ``reasoning_content`` and ``thinking``. A turn that is not to be learned
-    has ``weight`` 0. A conversation that was read is returned as it is.
+    Known roles get OpenAI's names, and calls become ``tool_calls`` of the assistant's turns. Keys
+    with the value null are left out, as in ``transformers``. Reasoning gets the names
+    ``reasoning_content`` and ``thinking``. A turn that is not learned gets ``weight`` 0. Reading
+    the result again changes nothing.
 
     Args:
-        given: the messages, or the text of their JSON, as tables have it.
+        messages: the messages, or the text of their JSON, as tables have it.
         name: the field that holds them, for errors.
-        num_given: the first messages that are a prompt. A call behind them is a turn of its own.
+        num_given: number of first messages that are a prompt. A call behind them begins a turn.
 
-    Raises BadLineError: it is no conversation.
+    Raises BadLineError: ``messages`` are no conversation.
     """
-    if isinstance(given, str) and given.lstrip().startswith("["):
-        given = parse_json(given, f"`{name}`")
-    if not isinstance(given, list) or not given:
-        said = f"`{name}` is not a list of turns: {shortened(given)}"
+    if isinstance(messages, str) and messages.lstrip().startswith("["):
+        messages = parse_json(messages, f"`{name}`")
+    if not isinstance(messages, list) or not messages:
+        said = f"`{name}` is not a list of turns: {shortened(messages)}"
         raise BadLineError(f"{said}; give one turn or more")
     turns: list[dict[str, Any]] = []
-    for i, message in enumerate(given):
+    for i, message in enumerate(messages):
         if not isinstance(message, dict):
             said = f"{name}[{i}] is not an object: {shortened(message)}"
             raise BadLineError(f'{said}; give {{"role": ..., "content": ...}}')
@@ -107,10 +111,10 @@ def read_messages(
 def _goes_on(
     before: Mapping[str, Any], turn: Mapping[str, Any], message: Mapping[str, Any]
 ) -> bool:
-    """Return whether the assistant's ``turn`` is a part of the one before it.
+    """Return whether ``turn``, read from ``message``, is a part of the turn ``before`` it.
 
-    Qwen-Agent's messages are one each for a thought, an answer and every call, and calls in a row
-    are calls at once.
+    Qwen-Agent writes a message for a thought, one for an answer and one for each call. Calls in a
+    row are parallel calls.
     """
     if turn["role"] != "assistant" or "reasoning_content" in turn:
         return False
@@ -121,7 +125,7 @@ def _goes_on(
 
 
 def role_of(message: Mapping[str, Any]) -> object:
-    """Return the role of a message that was not read yet, by OpenAI's name if it is known."""
+    """Return the role of a message that is not read yet, by OpenAI's name if it is known."""
     role = message.get("role")
     role = message.get("from") if role is None else role
     if not isinstance(role, str):
@@ -130,6 +134,7 @@ def role_of(message: Mapping[str, Any]) -> object:
 
 
 def _read_turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Read a message as :func:`read_messages` does. A call alone keeps the role ``_CALL``."""
     turn = {key: value for key, value in message.items() if value is not None}
     for key, other in (("role", "from"), ("content", "value")):
         if key not in turn and other in turn:
@@ -166,9 +171,9 @@ def _read_turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _without_thought(content: object) -> tuple[dict[str, str], object]:
-    """Return the thought before a call that is text, as keys of its turn, and the call.
+    """Divide the text of a call into its thought, as keys of a turn, and the call itself.
 
-    LLaMA-Factory's calls have it: ``<think>...</think>`` and then the JSON.
+    LLaMA-Factory's calls have a thought: ``<think>...</think>`` and then the JSON.
     """
     found = _THOUGHT.match(content) if isinstance(content, str) else None
     if found is None:
@@ -178,9 +183,9 @@ def _without_thought(content: object) -> tuple[dict[str, str], object]:
 
 
 def _without_repeated(reasoning: Sequence[object], content: object, where: str) -> object:
-    """Return ``content`` without a thought at its beginning that ``reasoning`` has too.
+    """Return ``content`` without the thought at its beginning that ``reasoning`` repeats.
 
-    Raises BadLineError: they are two thoughts.
+    Raises BadLineError: there are two different thoughts.
     """
     found = _THOUGHT.match(content) if isinstance(content, str) else None
     written = [each for each in (*reasoning, found and found[1]) if isinstance(each, str)]
@@ -193,16 +198,18 @@ def _without_repeated(reasoning: Sequence[object], content: object, where: str) 
 
 
 def _read_weight(turn: dict[str, Any], where: str) -> dict[str, int]:
-    """Take the weight out of ``turn``, and return it where it says that nothing is learned."""
-    given = {key: turn.pop(key) for key in WEIGHTS if key in turn}
-    for key, value in given.items():
+    """Remove the weight from ``turn``, and return ``{"weight": 0}`` if it is 0."""
+    weights = {key: turn.pop(key) for key in WEIGHTS if key in turn}
+    for key, value in weights.items():
         check_weight(value, f"{where}.{key}")
-    if len({bool(value) for value in given.values()}) > 1:
-        said = f"{where} has {' and '.join(map(repr, given))}, which contradict each other"
+    if len({bool(value) for value in weights.values()}) > 1:
+        said = f"{where} has {' and '.join(map(repr, weights))}, which contradict each other"
         raise BadLineError(f"{said}; leave one of them out")
-    is_learned = all(given.values())
-    if given and is_learned and turn["role"] not in ("assistant", _CALL):
-        said = f"{where}.{next(iter(given))} asks to learn a turn of role {shortened(turn['role'])}"
+    is_learned = all(weights.values())
+    if weights and is_learned and turn["role"] not in ("assistant", _CALL):
+        said = (
+            f"{where}.{next(iter(weights))} asks to learn a turn of role {shortened(turn['role'])}"
+        )
         raise BadLineError(f"{said}, and only the assistant's are learned; leave it out")
     return {} if is_learned else {"weight": 0}
 
@@ -215,6 +222,7 @@ def check_weight(value: object, where: str) -> None:
 
 
 def _read_part(part: object, where: str) -> dict[str, Any]:
+    """Read a part of a content, which is a text; BadLineError: it is something else."""
     part = {"text": part} if isinstance(part, str) else part
     if not isinstance(part, dict) or not isinstance(part.get("text"), str):
         said = f"{where}.content has a part that is no text: {shortened(part)}"
@@ -223,28 +231,31 @@ def _read_part(part: object, where: str) -> dict[str, Any]:
     return {"type": "text", "text": part["text"]}
 
 
-def _read_calls(given: object, where: str) -> list[dict[str, Any]]:
-    """Read one call or a list of them, or the text of their JSON."""
-    given = parse_json(given, where) if isinstance(given, str) else given
+def _read_calls(value: object, where: str) -> list[dict[str, Any]]:
+    """Read one call or a list of calls, or the text of their JSON.
+
+    Raises BadLineError: a call has no function with a name, or its arguments are no object.
+    """
+    value = parse_json(value, where) if isinstance(value, str) else value
     calls: list[dict[str, Any]] = []
-    for call in given if isinstance(given, list) else [given]:
+    for call in value if isinstance(value, list) else [value]:
         call = {k: v for k, v in call.items() if v is not None} if isinstance(call, dict) else {}
         function = call.get("function")
         if not isinstance(function, dict) and "name" in call:  # the function alone
             keys = {"name", *_ARGUMENTS}
             if keys.isdisjoint(call.keys() - {"name"}):
-                keys |= {key for key, value in call.items() if isinstance(value, dict)}
+                keys |= {key for key, inner in call.items() if isinstance(inner, dict)}
             function = {key: call.pop(key) for key in [*call] if key in keys}
             call = {**call, "type": "function"}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            said = f"{where} has no function with a name: {shortened(given)}"
+            said = f"{where} has no function with a name: {shortened(value)}"
             raise BadLineError(f'{said}; give {{"name": ..., "arguments": {{...}}}}')
-        function = {key: value for key, value in function.items() if value is not None}
+        function = {key: inner for key, inner in function.items() if inner is not None}
         named = next((key for key in _ARGUMENTS if key in function), None)
-        others = [key for key, value in function.items() if isinstance(value, dict)]
+        others = [key for key, inner in function.items() if isinstance(inner, dict)]
         if named is None and others:
             said = f"{where} has `{others[0]}`, which is no name of its arguments"
-            raise BadLineError(f"{said}: {shortened(given)}; name them `arguments`")
+            raise BadLineError(f"{said}: {shortened(value)}; name them `arguments`")
         arguments = function.pop(named) if named else {}
         if isinstance(arguments, str):
             found = parse_json(arguments, f"{where}: `arguments`") if arguments.strip() else {}
@@ -257,7 +268,7 @@ def _read_calls(given: object, where: str) -> list[dict[str, Any]]:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """Return what the JSON ``text`` says; BadLineError, which names ``what``: it is not JSON."""
+    """Parse the JSON ``text``; BadLineError, which names ``what``: it is no JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -271,10 +282,10 @@ def parse_json(text: str, what: str) -> Any:
 def in_order_of_calls(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return ``turns`` with the results of parallel calls in the order of the calls.
 
-    Most templates write results without ``tool_call_id``: the first one is read as that of the
-    first call. Results without ids, and those of calls without ids, stay as they are.
+    Most templates write results without ``tool_call_id``, so a model takes the first result for
+    that of the first call. Results without ids, and results of calls without ids, keep their order.
 
-    Raises BadLineError: an id names none of several calls, or a result before others is missing.
+    Raises BadLineError: an id names none of the calls, or a result before another one is missing.
     """
     made = [*turns]
     for i, turn in enumerate(turns):
@@ -301,14 +312,15 @@ def in_order_of_calls(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def are_listed(tools: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the system's turns have signatures of all ``tools``, as Hermes' records do.
+    """Return whether the system's turns have the signatures of all ``tools``.
 
-    Raises BadLineError: they have those of some, and not of others.
+    They have in Hermes' records. Raises BadLineError: they have those of some tools alone.
     """
     if not tools:
         return False
     said = "\n".join(_text_of(turn) for turn in turns if turn["role"] in _OF_SYSTEM)
-    # Each part begins with the value of a key `name`; an example of a call has no description.
+    # Each part begins with the value of a key `name`. A signature has a description or parameters;
+    # an example of a call has neither.
     parts = re.split(r"""["']name["']\s*:\s*""", said)[1:]
     listed = {
         name[2]
@@ -325,9 +337,9 @@ def are_listed(tools: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, 
 
 
 def without_tags(turn: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool's turn without ``<tool_response>`` around its content; others as they are.
+    """Return a tool's turn without ``<tool_response>`` around its content.
 
-    Of several results the tags between them stay.
+    Other turns are returned unchanged. Of several results in one content, the inner tags stay.
     """
     content = turn.get("content")
     if turn["role"] != "tool" or not isinstance(content, str):
@@ -337,14 +349,18 @@ def without_tags(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def unknown_role(turns: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the first role in ``turns`` that is none of OpenAI's."""
+    """Return the first role in ``turns`` that is not one of OpenAI's. None: all are."""
     return next((turn["role"] for turn in turns if turn["role"] not in _ROLES.values()), None)
 
 
 def undeclared_call(
     turns: Sequence[Mapping[str, Any]], learned: Iterable[int], tools: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Return the name in a ``learned`` call that neither ``tools`` nor a turn before them has."""
+    """Return the name of a called function that the model was not shown.
+
+    Only calls of ``learned`` turns count. A function is shown by ``tools``, or in a turn before the
+    call. None: all functions were shown.
+    """
     declared = {_name_of(tool) for tool in tools}
     for i in learned:
         for call in turns[i].get("tool_calls", ()):
@@ -366,16 +382,20 @@ def _text_of(turn: Mapping[str, Any]) -> str:
 
 
 class Form(NamedTuple):
-    """A variant of messages that were read, in the points in which templates differ."""
+    """A way to write a conversation, in the points in which templates differ."""
 
     arguments: Literal["object", "text"] = "object"
-    """Arguments of a call: an object, or the text of its JSON."""
+    """Arguments of calls: objects, or the text of their JSON."""
     empty: Literal["absent", "null", "text"] = "absent"
-    """``content`` of a turn that only calls tools: no such key, null, or an empty text."""
+    """``content`` of turns that only call tools: absent, null, or an empty text."""
     content: Literal["as it is", "text", "parts"] = "as it is"
-    """Other ``content``: text and lists of parts as they are, all as text, or all as parts."""
+    """Other ``content``: unchanged, always a text, or always a list of parts."""
     developer: Literal["developer", "system"] = "developer"
-    """Role of a developer."""
+    """Role of developers."""
+
+    def is_alike_without_calls(self, other: "Form") -> bool:
+        """Return whether this form differs from ``other`` at most in how calls are written."""
+        return (self.content, self.developer) == (other.content, other.developer)
 
     def of(self, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return ``turns`` in this form."""
@@ -417,9 +437,10 @@ def forms_of(
     """List the forms that ``turns`` may have, the usual ones first.
 
     Args:
-        turns: messages that were read.
-        reads_parts: whether the template looks as if it took lists of parts.
-        knows_developers: whether it speaks of developers. Else they are the system.
+        turns: the conversation.
+        reads_parts: True: the template seems to take lists of parts.
+        knows_developers: True: the template knows the role of developers. False: developers become
+            the system.
     """
     has_calls = any("tool_calls" in turn for turn in turns)
     is_empty = any("tool_calls" in turn and not turn.get("content") for turn in turns)
@@ -432,8 +453,10 @@ def forms_of(
     has_developer = any(turn["role"] == "developer" for turn in turns)
     developers: list[Any] = ["developer", "system"] if knows_developers else ["system"]
     developers = developers if has_developer else ["developer"]
-    each = product(contents, developers, arguments, empties)
-    return [Form(a, e, c, d) for c, d, a, e in each]
+    return [
+        Form(arguments=a, empty=e, content=c, developer=d)
+        for c, d, a, e in product(contents, developers, arguments, empties)
+    ]
 
 
 # ---- what a template shows ----------------------------------------------------------------------
@@ -443,21 +466,21 @@ _SECRET = secrets.token_hex(6)
 
 
 class Piece(NamedTuple):
-    """Something that a user wrote, of which a template should show the marks."""
+    """A text that a user wrote, and the marks in its place that a template should show."""
 
     place: str
-    """The field that holds it, such as ``messages[3].content``."""
+    """The field that holds the text, such as ``messages[3].content``."""
     kind: str
     """The sort of text, such as ``content of role 'critic'``. Servers warn once for each sort."""
     turn: int | None
-    """The turn that it is part of; None: it is beside the messages."""
+    """The turn that the text is part of. None: it is beside the messages."""
     marks: tuple[str, ...]
-    """All of these, or one text that was made of them."""
+    """The marks: one, or the key and the value of a call's arguments."""
 
     def is_in(self, text: str, form: Form) -> bool:
-        """Return whether ``text``, a rendering of ``form``, shows the piece as it was written."""
+        """Return whether ``text``, a rendering of ``form``, shows the piece."""
         if not self.place.endswith(".arguments"):
-            # A part of a list that was written as Python or JSON writes objects is not shown.
+            # A template that writes a list of parts as Python or JSON does shows no part.
             keys = ("'text': '", '"text": "') if self.place.endswith(".content") else ()
             if any(key + mark in text for key in keys for mark in self.marks):
                 return False
@@ -465,16 +488,18 @@ class Piece(NamedTuple):
         key, value = self.marks
         if form.arguments == "text":
             return json.dumps({key: value}) in text
-        # Python writes objects with such quotes.
+        # Such quotes are those of Python, not of JSON.
         return key in text and value in text and f"'{key}'" not in text
 
 
 class Marked(NamedTuple):
-    """A conversation with marks in the places of what its user wrote."""
+    """A conversation with marks in place of its texts."""
 
     turns: list[dict[str, Any]]
     variables: dict[str, Any]
+    """The variables of the template, with marks in tools and documents."""
     pieces: list[Piece]
+    """The texts that the marks stand for."""
 
 
 class _Marker:
@@ -486,7 +511,7 @@ class _Marker:
         self._ids: dict[str, str] = {}
 
     def new(self) -> str:
-        """Return a mark, as no text contains it: letters and digits, which no filter changes."""
+        """Return a mark that no text contains. No filter changes its letters and digits."""
         self._num_marks += 1
         return f"m{_SECRET}{self._num_marks:06d}"
 
@@ -497,13 +522,16 @@ class _Marker:
         return marks
 
     def id(self, given: object) -> object:
-        """Return another id for an id of a call; templates may want one of nine characters."""
+        """Return another id for the id of a call. It has nine characters, as templates may want."""
         if not isinstance(given, str):
             return given
         return self._ids.setdefault(given, f"{len(self._ids):09d}")
 
     def text(self, text: str, turn: int, role: str, place: str, with_thoughts: bool) -> str:
-        """Return a mark for ``text``, or marks between its ``<think>`` tags."""
+        """Return a mark in place of ``text``, or marks between its ``<think>`` tags.
+
+        Blank text stays. Thoughts are pieces only ``with_thoughts``.
+        """
         if not text.strip():
             return text
         named = f"role {role!r}" if role in _ROLES.values() else "a role that it does not know"
@@ -522,7 +550,7 @@ class _Marker:
         return self.add(place, "reasoning", turn)[0] if is_needed else self.new()
 
     def turn(self, turn: Mapping[str, Any], i: int, with_thoughts: bool) -> dict[str, Any]:
-        """Return turn ``i`` with marks; its thoughts are a piece only ``with_thoughts``."""
+        """Return turn ``i`` with marks. Its thoughts are pieces only ``with_thoughts``."""
         made, place, role = {**turn}, f"messages[{i}]", turn["role"]
         if "tool_call_id" in turn:
             made["tool_call_id"] = self.id(turn["tool_call_id"])
@@ -580,9 +608,9 @@ class _Marker:
 def marked(
     turns: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], learned: set[int]
 ) -> Marked:
-    """Put a mark in the place of each text, reasoning, call, tool and document.
+    """Put marks in place of each text, reasoning, call, tool and document.
 
-    ``learned``: the turns whose reasoning has to be shown too.
+    ``learned``: the turns whose reasoning has to be shown.
     """
     marker = _Marker()
     made = [marker.turn(turn, i, i in learned) for i, turn in enumerate(turns)]

@@ -4,8 +4,9 @@ Texts are laid end to end, and the stream is cut every ``seq_len`` tokens (:clas
 A conversation that is cut would continue without its prompt, and what it learns there would be an
 answer to nothing. So conversations are fitted into rows uncut (:class:`WholeDataset`).
 
-Left out on purpose: storing the fit. For a million documents it takes 1.4 s in rows of 2,048 tokens
-and 5 s in rows of 32,768, and the memory of a few integers each; the documents stay on disk.
+Left out on purpose: storing the fit. For a million documents computing it takes 1.4 s with rows of
+2,048 tokens and 5 s with rows of 32,768, and a few integers of memory each. The documents stay on
+disk.
 
 Shapes: S tokens of a row, D documents, I items (documents, or parts of them).
 """
@@ -16,133 +17,155 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
-from moetrain.data.cache import Blocks, TokenCache
+from moetrain.data.cache import BlockPlace, Blocks, TokenCache
 
 IGNORE_INDEX = -100
 """Target of a token without loss; torch's default ``ignore_index``."""
 
 
 class Row(NamedTuple):
-    """One row of S tokens; all arrays but the last are int64."""
+    """One row of S tokens. Arrays are int64, unless their description says otherwise."""
 
     tokens_S: np.ndarray
+    """Ids of the tokens."""
     targets_S: np.ndarray
-    """The next token of the same document; IGNORE_INDEX: there is none, or it has no loss."""
+    """The next token of the same document. IGNORE_INDEX if there is none, or if it has no loss."""
     positions_S: np.ndarray | None
-    """Position within the segment; None: every row is one document, so attention needs no mask."""
+    """Position within the segment. None: each row is one document, so attention needs no mask."""
     lengths: np.ndarray
-    """Tokens of each segment, in order; they sum to S."""
+    """Number of tokens of each segment, in order. They sum to S."""
     is_pad_S: np.ndarray | None = None
-    """bool: tokens that only fill up the row, in its last segment; None: no row has any."""
+    """bool: True for tokens that only fill up the row. They belong to the last segment. None: no
+    row has any."""
     extra: Mapping[str, np.ndarray] = {}
-    """What else an objective knows of the targets, by name: [S, ...] each."""
+    """Further fields of the targets that an objective reads, by name: [S, ...] each."""
 
     @classmethod
     def filled(cls, size: int, segments: Iterable[tuple[np.ndarray, np.ndarray]]) -> Self:
-        """Lay the tokens and targets of ``segments`` into a row; pads follow in the last one."""
+        """Make a row of ``size`` tokens from the tokens and targets of ``segments``.
+
+        Pads fill up the row. They belong to the last segment.
+        """
         tokens_S, targets_S = np.zeros(size, np.int64), np.full(size, IGNORE_INDEX)
         positions_S, lengths, at = np.empty(size, np.int64), [], 0
         for tokens_T, targets_T in segments:
             end = at + len(tokens_T)
             tokens_S[at:end], targets_S[at:end] = tokens_T, targets_T
-            positions_S[at:] = np.arange(size - at)  # the last one's go on over the pads
+            positions_S[at:] = np.arange(size - at)  # those of the last segment go on over the pads
             lengths.append(end - at)
             at = end
         lengths[-1] += size - at
-        return cls(tokens_S, targets_S, positions_S, np.array(lengths), np.arange(size) >= at)
+        return cls(
+            tokens_S=tokens_S,
+            targets_S=targets_S,
+            positions_S=positions_S,
+            lengths=np.array(lengths),
+            is_pad_S=np.arange(size) >= at,
+        )
 
 
 class Dataset(Protocol):
-    """Rows by index, which is all that the loader needs."""
+    """A sequence of rows."""
 
     identity: list[Any]
-    """What decides the rows, as a JSON value."""
+    """A JSON value that differs if the rows differ."""
 
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> Row:
-        """Return row ``index`` of ``len(self)``; the same at every call."""
+        """Return row ``index`` of ``len(self)``. Each call returns the same."""
         ...
 
 
 class Samples(Dataset, Protocol):
-    """Rows without end, one pass over the data after the other; ``len`` is of one pass."""
+    """An infinite sequence of rows, one pass over the data after another.
+
+    ``len`` counts the rows of one pass, or is 0 if that is not known.
+    """
 
     def sample(self, number: int) -> Row:
-        """Return sample ``number``, the same on every rank; to go back far may take long."""
+        """Return sample ``number``, which is the same on every rank. Going far back may be slow."""
         ...
 
     def row(self, index: int) -> Row:
         return self.sample(index)
 
     def state(self, number: int) -> Any:
-        """Return as JSON what finds sample ``number`` again fast; None: nothing is needed."""
+        """Return a JSON value from which :meth:`resume` finds sample ``number`` fast.
+
+        None: it needs nothing.
+        """
         return None
 
     def resume(self, state: Any) -> None:
-        """Take what :meth:`state` returned."""
+        """Continue from the value that :meth:`state` returned."""
 
 
 class Shuffled(Samples):
-    """A dataset of n rows; sample g is row ``permutation(seed, g // n)[g % n]``."""
+    """A dataset in a new random order in each pass.
+
+    Of n rows, sample g is row ``permutation(seed, g // n)[g % n]``.
+    """
 
     def __init__(self, rows: Dataset, seed: int) -> None:
         self.rows, self.identity, self._seed = rows, rows.identity, seed
-        self._turn, self._order = -1, np.empty(0, dtype=np.int64)
+        self._pass, self._order = -1, np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def index(self, number: int) -> int:
-        """Return which row sample ``number`` is."""
-        turn, place = divmod(number, len(self.rows))
-        if turn != self._turn:
-            self._turn, self._order = turn, _permutation(len(self.rows), self._seed, turn)
-        return int(self._order[place])
+        """Return the row that sample ``number`` is."""
+        number_of_pass, index = divmod(number, len(self.rows))
+        if number_of_pass != self._pass:
+            self._pass = number_of_pass
+            self._order = _permutation(len(self.rows), self._seed, number_of_pass)
+        return int(self._order[index])
 
     def sample(self, number: int) -> Row:
         return self.rows.row(self.index(number))
 
 
 class Mixture(Samples):
-    """Several sources, of each of which a pass has its count of rows, in an order of the seed.
+    """A mixture of several sources.
 
-    The next pass takes the next rows of each: of a source with more rows than its count, others.
+    A pass has a fixed count of rows of each source, in an order that the seed decides. The next
+    pass takes the next rows of each source, so a source with more rows than its count gives others.
     """
 
     def __init__(self, parts: Mapping[str, Samples], counts: Sequence[int], seed: int) -> None:
         pairs = zip(parts.values(), counts, strict=True)
         self.identity = ["mix", [[part.identity, count] for part, count in pairs]]
         self.parts, self._counts, self._seed = dict(parts), counts, seed
-        self._turn = -1
+        self._pass = -1
 
     def __len__(self) -> int:
         return sum(self._counts)
 
     def sample(self, number: int) -> Row:
-        part, rank = self._place(number)
-        return list(self.parts.values())[part].sample(rank)
+        part, own_number = self._find(number)
+        return list(self.parts.values())[part].sample(own_number)
 
-    def _place(self, number: int) -> tuple[int, int]:
-        """Return the source of sample ``number``, and which of that source's samples it is."""
-        turn, place = divmod(number, len(self))
-        if turn != self._turn:
-            order = _permutation(len(self), self._seed, turn)
+    def _find(self, number: int) -> tuple[int, int]:
+        """Return the source of sample ``number``, and its number among that source's samples."""
+        number_of_pass, index = divmod(number, len(self))
+        if number_of_pass != self._pass:
+            order = _permutation(len(self), self._seed, number_of_pass)
             self._part = np.searchsorted(np.cumsum(self._counts), order, side="right")
-            self._rank = np.empty(len(self), np.int64)
+            self._number_in_part = np.empty(len(self), np.int64)
             for part, count in enumerate(self._counts):
-                self._rank[self._part == part] = np.arange(count)
-            self._turn = turn
-        part = int(self._part[place])
-        return part, turn * self._counts[part] + int(self._rank[place])
+                self._number_in_part[self._part == part] = np.arange(count)
+            self._pass = number_of_pass
+        part = int(self._part[index])
+        return part, number_of_pass * self._counts[part] + int(self._number_in_part[index])
 
     def state(self, number: int) -> Any:
-        turn, place = divmod(number, len(self))
-        self._place(number)
+        number_of_pass, index = divmod(number, len(self))
+        self._find(number)
         states = {}
         for part, (name, samples) in enumerate(self.parts.items()):
-            before = int((self._part[:place] == part).sum())
-            states[name] = samples.state(turn * self._counts[part] + before)
+            before = int((self._part[:index] == part).sum())
+            states[name] = samples.state(number_of_pass * self._counts[part] + before)
         return None if all(state is None for state in states.values()) else states
 
     def resume(self, state: Any) -> None:
@@ -151,18 +174,24 @@ class Mixture(Samples):
 
 
 class _BlockRows(NamedTuple):
+    """The rows of a block."""
+
     first: int
-    """Number of its first sample."""
-    place: tuple[int, int, int]
+    """Number of the first sample."""
+    place: BlockPlace
     rows: Dataset
     order: np.ndarray
+    """[rows] int64: the rows in the order in which they are samples."""
 
 
 class Streamed(Samples):
-    """The rows of a source's blocks, one block after the other, each in an order of the seed."""
+    """The rows of a source's blocks, block after block, each in an order that the seed decides."""
 
     def __init__(self, blocks: Blocks, rows_of: Callable[[TokenCache], Dataset], seed: int) -> None:
-        """Take ``rows_of`` each block; the first tells about how many rows a pass has."""
+        """Stream ``blocks``; ``rows_of`` makes the rows of each.
+
+        The number of rows in a pass is estimated from the first block.
+        """
         first, num_bytes = blocks.first()
         rows = rows_of(first)
         self.identity = [blocks.identity, rows.identity]
@@ -180,7 +209,9 @@ class Streamed(Samples):
         while number >= self._next:
             place, cache = next(self._walk)
             rows = self._rows_of(cache)
-            order = _permutation(len(rows), self._seed, *place)
+            order = _permutation(
+                len(rows), self._seed, place.number_of_pass, place.group, place.chunk
+            )
             self._recent.append(_BlockRows(self._next, place, rows, order))
             self._next += len(rows)
         span = next(s for s in reversed(self._recent) if s.first <= number)
@@ -190,22 +221,23 @@ class Streamed(Samples):
         found = [span for span in self._recent if span.first <= number]
         if found:
             return [found[-1].first, *found[-1].place]
-        # A source that was not read since it was resumed is still where it was.
+        # Before anything is read, the state is the one from which the stream was resumed.
         return self._resumed if self._resumed[0] <= number else [0, 0, 0, 0]
 
     def resume(self, state: Any) -> None:
-        self._resumed = state or [0, 0, 0, 0]
-        self._next, turn, group, chunk = self._resumed
+        self._resumed = state or [0, 0, 0, 0]  # number of the first sample, and a BlockPlace
+        self._next = self._resumed[0]
         self._recent.clear()
-        self._walk = self._blocks.walk(self._seed, (turn, group, chunk))
+        self._walk = self._blocks.walk(self._seed, BlockPlace(*self._resumed[1:]))
 
 
 def _permutation(size: int, *seeds: int) -> np.ndarray:
+    """Return the numbers below ``size`` in an order that ``seeds`` decide, int64 [size]."""
     return np.random.Generator(np.random.PCG64(seeds)).permutation(size)
 
 
 def _targets(cache: TokenCache, where: slice | np.ndarray) -> np.ndarray:
-    """Return tokens of the cache, with IGNORE_INDEX for those without loss."""
+    """Return the tokens ``where`` in the cache, with IGNORE_INDEX for those without loss."""
     targets_T = cache.tokens[where].astype(np.int64)
     if cache.masked is not None:
         targets_T[cache.masked[where] == 1] = IGNORE_INDEX
@@ -215,9 +247,9 @@ def _targets(cache: TokenCache, where: slice | np.ndarray) -> np.ndarray:
 class StreamDataset:
     """Rows of ``seq_len`` tokens over a token cache, with documents laid end to end.
 
-    No token is padding, and none is dropped but the last partial row. A document that a row's end
-    cuts continues in the next row as a segment of its own: segments attend only to themselves, and
-    no target crosses documents. ``.`` is IGNORE_INDEX, other targets are a document's next tokens:
+    There is no padding, and only the last partial row is dropped. A document that a row's end cuts
+    continues in the next row as a segment of its own. Segments attend only to themselves, and no
+    target crosses documents. ``.`` is IGNORE_INDEX; other targets are a document's next tokens:
 
         documents  a a a | b b b b b | c c      seq_len 4
         row 0      tokens a a a b    targets a a . b    positions 0 1 2 0    lengths 3 1
@@ -227,14 +259,14 @@ class StreamDataset:
     def __init__(
         self, cache: TokenCache, seq_len: int, first: int = 0, stop: int | None = None
     ) -> None:
-        """Take rows ``first:stop`` of the stream (None: to the last). There may be none."""
+        """Take rows ``first:stop`` of the stream. They may be none. ``stop`` None: to the last."""
         stop = len(cache.tokens) // seq_len if stop is None else stop
         self.identity: list[Any] = ["stream", cache.content, seq_len, first, stop]
         self._cache = cache
         self._seq_len = seq_len
         self._first = first
         self._num_rows = stop - first
-        # No target lies in another's rows; the corpus may also end right at a row.
+        # No target lies in rows of another dataset. The corpus may also end right at a row's end.
         self._end = len(cache.tokens) if stop == len(cache.tokens) // seq_len else stop * seq_len
 
     def __len__(self) -> int:
@@ -260,38 +292,46 @@ class StreamDataset:
 
 
 class SyntheticDataset:
-    """Rows of random tokens, uniform over the vocabulary, for benchmarks; each is one document."""
+    """Rows of random tokens for benchmarks, uniform over the vocabulary. Each is one document."""
 
     def __init__(
         self, num_rows: int, seq_len: int, vocab_size: int, seed: int, first: int = 0
     ) -> None:
         """Take rows ``first:first + num_rows`` of the endless sequence that ``seed`` decides."""
         self.identity: list[Any] = ["synthetic", num_rows, seq_len, vocab_size, seed, first]
+        self._num_rows, self._seq_len, self._vocab_size = num_rows, seq_len, vocab_size
+        self._seed, self._first = seed, first
 
     def __len__(self) -> int:
-        return self.identity[1]
+        return self._num_rows
 
     def row(self, index: int) -> Row:
-        _, _, seq_len, vocab_size, seed, first = self.identity
-        generator = np.random.default_rng([seed, first + index])
-        tokens_S = generator.integers(vocab_size, size=seq_len)
-        targets_S = np.append(tokens_S[1:], IGNORE_INDEX)
-        return Row(tokens_S, targets_S, None, np.array([seq_len]))
+        generator = np.random.default_rng([self._seed, self._first + index])
+        tokens_S = generator.integers(self._vocab_size, size=self._seq_len)
+        return Row(
+            tokens_S=tokens_S,
+            targets_S=np.append(tokens_S[1:], IGNORE_INDEX),
+            positions_S=None,
+            lengths=np.array([self._seq_len]),
+        )
 
 
 class WholeDataset:
-    """Rows of ``seq_len`` tokens that hold documents uncut, fitted by :func:`best_fit`.
+    """Rows of ``seq_len`` tokens that hold whole documents, fitted by :func:`best_fit`.
 
-    The rest of a row is padding; chats of a fifth of a row fill 99% of theirs.
+    The rest of a row is padding. Chats of a fifth of a row fill 99% of the rows.
 
         documents  a a a a | b b b | c c      seq_len 6
         row 0      tokens a a a a c c    positions 0 1 2 3 0 1    lengths 4 2    pads . . . . . .
         row 1      tokens b b b 0 0 0    positions 0 1 2 3 4 5    lengths 6      pads . . . x x x
 
-    A conversation longer than a row keeps its beginning: every answer that stays has all that it
-    answers; or it is left out (``drops_overlong``). A longer document in which nothing is masked is
-    a text, and is cut into parts. Documents with nothing to learn are left out, so every row has a
-    target.
+    A conversation that is longer than a row keeps its beginning, so each kept answer keeps its
+    whole context; with ``drops_overlong`` it is left out. A longer document in which nothing is
+    masked is a text, and is cut into parts. Documents with nothing to learn are left out, so every
+    row has a target.
+
+    Attributes:
+        overlong_lengths: numbers of tokens of the conversations that are longer than a row.
     """
 
     def __init__(
@@ -303,7 +343,7 @@ class WholeDataset:
         *,
         drops_overlong: bool = False,
     ) -> None:
-        """Pack documents ``first:stop`` of ``cache`` (None: to the last). There may be no row."""
+        """Pack documents ``first:stop`` of ``cache``, perhaps into no row. None: to the last."""
         stop = cache.num_documents if stop is None else stop
         self.identity: list[Any] = ["whole", cache.content, seq_len, first, stop]
         self.identity += ["drop"] * drops_overlong
@@ -312,7 +352,8 @@ class WholeDataset:
         starts_D = cache.documents[first:stop].astype(np.int64)
         lengths_D = np.diff(cache.documents[first : stop + 1])
         targets_D = cache.targets[first:stop].astype(np.int64)
-        # A last token needs no room as an input, since it has no target: size + 1 tokens fit a row.
+        # Find the documents that are longer than a row. A last token needs no room as an input,
+        # since it has no target, so seq_len + 1 tokens fit a row.
         is_long_D = lengths_D > seq_len + 1
         is_text_D = targets_D == lengths_D - 1
         kept_D = targets_D.copy()
@@ -321,22 +362,26 @@ class WholeDataset:
         self._dropped = int(is_overlong_D.sum()) if drops_overlong else 0
         if drops_overlong:
             targets_D[is_overlong_D] = kept_D[is_overlong_D] = 0
+        # Count the targets that are left of each conversation once it is cut.
         for d in np.flatnonzero(is_overlong_D & (kept_D > 0)):
-            assert cache.masked is not None  # else every document is a text
+            assert cache.masked is not None  # otherwise every document is a text
             start = starts_D[d] + 1
             kept_D[d] = seq_len - int(cache.masked[start : start + seq_len].sum())
+        # Divide documents into items, the parts of the token stream that rows consist of. Most are
+        # whole documents.
         parts_D = np.where(is_text_D, -(-(lengths_D - 1) // seq_len), 1)
         parts_D[kept_D == 0] = 0
         first_item_D = np.cumsum(parts_D) - parts_D
         skipped_I = seq_len * (np.arange(parts_D.sum()) - np.repeat(first_item_D, parts_D))
         left_I = np.repeat(lengths_D, parts_D) - skipped_I
-        # Items are the pieces of the token stream that are put into rows, mostly whole documents.
         self._starts_I = np.repeat(starts_D, parts_D) + skipped_I
         self._lengths_I = np.minimum(left_I, seq_len)
         self._ends_document_I = left_I <= seq_len  # the last token predicts nothing
+        # Fit the items into rows.
         rows_I = best_fit(self._lengths_I, seq_len)
         self._order_I = np.argsort(rows_I, kind="stable")
-        self._ends = np.cumsum(np.bincount(rows_I))  # of each row, in that order
+        self._ends = np.cumsum(np.bincount(rows_I))
+        """The end of each row's items in ``_order_I``."""
         self._targets_D, self._kept_D = targets_D, kept_D
 
     def __len__(self) -> int:
@@ -346,7 +391,7 @@ class WholeDataset:
         segments = []
         for i in self._order_I[self._ends[index - 1] if index else 0 : self._ends[index]]:
             start, length = int(self._starts_I[i]), int(self._lengths_I[i])
-            # The last token's target is the one behind the item, if the document goes on.
+            # The target of the last token lies behind the item, if the document goes on.
             known = length - int(self._ends_document_I[i])
             targets_T = np.full(length, IGNORE_INDEX)
             targets_T[:known] = _targets(self._cache, slice(start + 1, start + 1 + known))
@@ -354,7 +399,7 @@ class WholeDataset:
         return Row.filled(self._seq_len, segments)
 
     def describe(self) -> str:
-        """Say in one line how full the rows are, and what did not fit."""
+        """Describe in one line how full the rows are, and which documents did not fit."""
         size, kept_D, targets_D = self._seq_len, self._kept_D, self._targets_D
         fill = int(self._lengths_I.sum()) / max(1, len(self) * size)
         what = "documents" if self._cache.masked is None else "conversations"
@@ -372,21 +417,24 @@ class WholeDataset:
 
 
 class PairDataset:
-    """Rows of ``seq_len`` tokens that each hold a preference: two answers to one prompt, or one.
+    """Rows of ``seq_len`` tokens that each hold one preference: a pair of answers, or one answer.
 
-    Two documents of the cache without a label are the prompt of a pair with its chosen and with its
-    rejected answer; a document with a label is a prompt with a single answer. They become segments
-    of a row, which do not see each other. Rows that would be longer are left out.
+    Two successive documents of the cache without a label are a pair: the prompt with the chosen
+    answer, and the prompt with the rejected answer. A document with a label is a prompt with a
+    single answer. Each document becomes a segment of the row, and segments do not see each other.
+    Preferences that are longer than a row are left out.
 
-    For KTO a further segment has the prompt with the first answer of the next preference, and rows
-    have the field ``label``, [S] int64: 1 in the segment of a desirable answer, -1 in that of an
-    undesirable one, 0 in the further one. Where the cache has margins, rows have the field
-    ``margin``, [S] float32: the pair's at every token.
+    For KTO a row has one more segment: its own prompt with the first answer of the next preference.
+    Such rows have the field ``label``, [S] int64: 1 in the segment of a desirable answer, -1 in
+    that of an undesirable one, 0 in the segment of the other preference's answer. If the cache has
+    margins, rows have the field ``margin``, [S] float32, the pair's margin at every token.
 
     Attributes:
-        pairs: which preference of the cache each row holds.
-        needed_P: tokens of each preference, those without a row too.
-        reference_PS: fp32 log-probabilities of the targets by the reference, for others to fill in.
+        pairs: the preference of the cache that each row holds.
+        needed_P: number of tokens of each preference, with those that have no row.
+        overlong_lengths: those of ``needed_P`` that are longer than a row.
+        reference_PS: fp32 log-probabilities of the targets by the reference. They begin as 0, and
+            the objective's owner fills them in.
     """
 
     def __init__(
@@ -397,7 +445,7 @@ class PairDataset:
         first: int = 0,
         stop: int | None = None,
     ) -> None:
-        """Take preferences ``first:stop`` of ``cache`` (None: to the last). There may be no row."""
+        """Take preferences ``first:stop`` of ``cache``, perhaps for no row. None: to the last."""
         starts = preference_starts(cache)
         stop = len(starts) - 1 if stop is None else stop
         self.identity: list[Any] = ["pairs", cache.content, seq_len, for_kto, first, stop]
@@ -422,7 +470,7 @@ class PairDataset:
         return len(self.pairs)
 
     def _segments(self, pair: int) -> list[np.ndarray]:
-        """Return which tokens of the cache are in each segment of a preference."""
+        """Return the indices of the cache's tokens in each segment of a preference."""
         ends = self._cache.documents
         first, stop = (int(d) for d in self._starts[pair : pair + 2])
         segments = [np.arange(int(ends[d]), int(ends[d + 1])) for d in range(first, stop)]
@@ -435,11 +483,11 @@ class PairDataset:
 
     def row(self, index: int) -> Row:
         pair, tokens = int(self.pairs[index]), self._cache.tokens
-        found = [
-            (tokens[places_T], np.append(_targets(self._cache, places_T[1:]), IGNORE_INDEX))
-            for places_T in self._segments(pair)
+        segments = [
+            (tokens[indices_T], np.append(_targets(self._cache, indices_T[1:]), IGNORE_INDEX))
+            for indices_T in self._segments(pair)
         ]
-        row = Row.filled(self._seq_len, found)
+        row = Row.filled(self._seq_len, segments)
         extra = {"reference": self.reference_PS[index]}
         if self._for_kto:
             extra["label"] = np.repeat([*self._labels(pair), 0], row.lengths)
@@ -448,14 +496,14 @@ class PairDataset:
         return row._replace(extra=extra)
 
     def _labels(self, pair: int) -> list[int]:
-        """Return 1 for each desirable answer of a preference, and -1 for each undesirable one."""
+        """Return 1 for a desirable and -1 for an undesirable answer, for each answer in order."""
         labels, first = self._cache.labels, self._starts[pair]
         if labels is None or labels[first] < 0:
             return [1, -1]
         return [1 if labels[first] else -1]
 
     def describe(self) -> str:
-        """Say in one line what the rows hold, and how many preferences are left out."""
+        """Describe in one line what the rows hold, and how many preferences are left out."""
         left_out = len(self.needed_P) - len(self)
         labels = self._cache.labels
         labels_P = np.full(len(self), -1) if labels is None else labels[self._starts[self.pairs]]
@@ -469,8 +517,8 @@ class PairDataset:
 def preference_starts(cache: TokenCache) -> np.ndarray:
     """Return the first document of each preference, then the number of documents, int64 [P + 1].
 
-    Documents with the labels -1, -1, 1, 0, -1, -1 are a pair, two single answers, and a pair: 0, 2,
-    3, 4, 6.
+    Documents with the labels -1, -1, 1, 0, -1, -1 are a pair, two single answers and a pair, so the
+    result is 0, 2, 3, 4, 6.
     """
     if cache.labels is None:
         return np.arange(0, cache.num_documents + 1, 2)
@@ -480,20 +528,25 @@ def preference_starts(cache: TokenCache) -> np.ndarray:
 
 
 def best_fit(lengths_I: np.ndarray, size: int) -> np.ndarray:
-    """Assign items to rows of ``size``; return each item's row [I], numbered as rows are opened.
+    """Fit items into rows of ``size``, by the method "best fit decreasing".
 
-    The longest item comes first, and each goes into the row with the least room that still holds
-    it: lengths 3, 2, 5, 4 and rows of 7 give 5 + 2 and 4 + 3. This "best fit decreasing" takes at
-    most 11/9 of the fewest possible rows, O(I log I), and for each item a search of ``size`` bits:
-    ``rooms`` has bit r set if some row has room for r more.
+    The longest item comes first. Each goes into the row with the least room that still holds it:
+    lengths 3, 2, 5, 4 and rows of 7 give 5 + 2 and 4 + 3. It takes at most 11/9 of the fewest
+    possible rows (D. S. Johnson, 1973) and O(I log I) time, with one search of ``size`` bits for
+    each item.
 
-    ``lengths_I``: integers from 1 to ``size``.
+    Args:
+        lengths_I: integers from 1 to ``size``.
+
+    Returns:
+        The row of each item, int64 [I]. Rows are numbered in the order in which they are opened.
     """
     rows_I = np.empty(len(lengths_I), dtype=np.int64)
     rows_by_room: list[list[int]] = [[] for _ in range(size + 1)]
-    rooms, num_rows = 0, 0
+    rooms, num_rows = 0, 0  # bit r of rooms is set if some row has room for r more tokens
     by_length = np.argsort(-lengths_I, kind="stable")
     for i, length in zip(by_length.tolist(), lengths_I[by_length].tolist(), strict=True):
+        # The lowest bit from `length` on is the least room that holds the item.
         if fitting := rooms >> length:
             room = length + (fitting & -fitting).bit_length() - 1
             row = rows_by_room[room].pop()

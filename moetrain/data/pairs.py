@@ -1,13 +1,13 @@
-"""Finds the prompt of answers: what comes before the two that a pair compares, or before one.
+"""Finds the prompt of one answer, or of the two answers of a pair.
 
 Public data sets write a question and its answers in many forms (:data:`KNOWN_FORMS`). The prompt
-may be a field of its own, or the beginning of whole dialogues, or both. However it is written, it
-is read once. The prompt of two dialogues is their common beginning, as in TRL's ``extract_prompt``;
-at least the last turn of each is an answer. A record whose prompt cannot be found, or that has a
-field which would be lost, is refused.
+may be a field of its own, or the beginning of whole dialogues, or both. It is read once in any
+case. The prompt of two dialogues is their common beginning, as in TRL's ``extract_prompt``, except
+that at least the last turn of each is an answer. A record is refused if its prompt cannot be found,
+or if a field of it would be lost.
 
 Left out on purpose: whole texts of other forms than Anthropic's ``Human:`` and ``Assistant:``,
-since nothing says where their prompt ends.
+since nothing tells where their prompt ends.
 """
 
 import re
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moetrain.config.sources import shortened
-from moetrain.data.chat import BadLineError
+from moetrain.data.messages import BadLineError
 
 Message = dict[str, Any]
 
@@ -32,54 +32,55 @@ KNOWN_LABELLED = (
 
 _SYSTEM = ("system", "developer")
 _QUESTIONS = ("prompt", "question", "instruction", "input")
-"""Fields that hold what the user asks, in the order in which they are looked for."""
+"""Fields that may hold the question, in the order in which they are looked for."""
 _NAMES = ("human", "user", "assistant", "system", "question", "answer")
-"""Names of roles in texts that have all turns."""
+"""Names of roles in texts that hold several turns."""
 _OF_DIALOGUES = ("history", "tools", "documents", "chat_template_kwargs")
 """Fields that only a chat template can show."""
 _MARK = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
-"""The beginning of a turn in a whole text."""
+"""Matches the beginning of a turn in a whole text."""
 
 
 class Dialogues(NamedTuple):
-    """Answers that a chat template renders, each with all that comes before it."""
+    """Answers that a chat template renders."""
 
     dialogues: list[list[Message]]
+    """For each answer the prompt and the answer."""
     num_given: int
-    """First messages of each that are the prompt."""
+    """Number of first messages that are the prompt, in each of them."""
 
 
 class Texts(NamedTuple):
-    """Answers that are learned as they are written."""
+    """Answers that need no chat template."""
 
     texts: list[str]
-    """Each answer behind its prompt."""
+    """For each answer the prompt and the answer."""
     spans: list[list[tuple[int, int]]]
-    """Characters ``(start, end)`` of each text that are the answer; none if it is blank."""
+    """For each text the characters ``(start, end)`` of the answer. Empty if the answer is blank."""
 
 
 class _Asked(NamedTuple):
-    """The question of a record, with its system and history: all that its answers follow."""
+    """The question of a record."""
 
     name: str
     """The field that holds the question."""
     text: str
-    """The question, if it is a text; else empty."""
+    """The question if it is a text, otherwise empty."""
     messages: list[Message]
-    """All that is asked as messages: system, history and question."""
+    """Everything before the answers, as messages: system, history and question."""
     is_plain: bool
-    """True: ``prompt`` is the only field and a text, which answers continue as it is."""
+    """True: the text ``prompt`` is everything, and answers continue it without a template."""
 
 
 def read_answers(
     record: Mapping[str, Any], keys: Sequence[str], needs_prompt: bool = True
 ) -> Dialogues | Texts:
-    """Return the answers in the fields ``keys`` of ``record`` with their prompt.
+    """Return the answers in the fields ``keys`` of ``record``, with their prompt.
 
     Args:
-        record: its lists of messages have ``role`` and ``content``.
+        record: the record. Its lists of messages were read already.
         keys: ``chosen`` and ``rejected``, or the field of one answer.
-        needs_prompt: whether answers to nothing, and questions in a second field, are refused.
+        needs_prompt: True: refuse answers without a prompt, and questions in a second field.
 
     Raises BadLineError: the record has no known form, or a part of it would be lost.
     """
@@ -100,18 +101,21 @@ def read_answers(
 
 
 def _as_list(value: Any) -> Any:
+    """Return a single message as a list. Return any other value unchanged."""
     return [value] if isinstance(value, dict) else value
 
 
 def _unknown(record: Mapping[str, Any]) -> BadLineError:
+    """Make the error for a record without a prompt."""
     said = f"no prompt is found in {shortened(dict(record))}"
     return BadLineError(f"{said}; known forms are {KNOWN_FORMS}")
 
 
 def label_of(record: Mapping[str, Any], takes_numbers: bool = True) -> bool | None:
-    """Return whether a single answer is wanted, as ``label`` says; None: nothing says it.
+    """Return the ``label`` of a single answer: True if it is desirable. None: it has no label.
 
-    ``kto_tag`` is another name for it. With ``takes_numbers`` 1 and 0 are true and false.
+    ``kto_tag`` is another name of the field. With ``takes_numbers`` 1 and 0 count as true and
+    false.
     """
     for key in ("label", "kto_tag"):
         label = record.get(key)
@@ -128,13 +132,17 @@ def label_of(record: Mapping[str, Any], takes_numbers: bool = True) -> bool | No
 
 
 def _asked(record: Mapping[str, Any], needs_prompt: bool) -> _Asked:
-    """Return what stands beside the answers of ``record``."""
+    """Find the question of ``record``, and everything else that comes before the answers.
+
+    Raises BadLineError: a field has a wrong type, or would be lost.
+    """
     prompt, system = _as_list(record.get("prompt")), record.get("system")
     if not isinstance(prompt, str | list | None):
         problem = "`prompt` and its answers are neither two texts nor two dialogues"
         raise BadLineError(f"{problem}: {shortened(prompt)}; write texts, or lists of messages")
     if not isinstance(system, str | None):
         raise BadLineError(f"`system` is not text: {shortened(system)}; write a text there")
+    # Collect questions that are texts, and those that are lists of messages.
     texts = {"prompt": prompt} | {key: record.get(key) for key in _QUESTIONS[1:]}
     texts = {key: x for key, x in texts.items() if isinstance(x, str) and x.strip()}
     if "instruction" in texts and "input" in texts:
@@ -142,11 +150,12 @@ def _asked(record: Mapping[str, Any], needs_prompt: bool) -> _Asked:
     histories = {key: record.get(key) for key in ("prompt", "messages", "conversations")}
     histories["prompt"] = prompt
     lists = {key: x for key, x in histories.items() if isinstance(x, list) and x}
-    for key in ("messages", "conversations"):  # with an answer they are no prompt
+    for key in ("messages", "conversations"):  # lists that end with an answer are no prompt
         if key in lists and _is_answer(lists[key][-1]):
             del lists[key]
     for turns in lists.values():
         _check(turns)
+    # Choose one of them. The others must be within it.
     name, text, messages = "prompt", "", []
     if "prompt" not in lists and texts:
         name, text = next(iter(texts.items()))
@@ -157,17 +166,23 @@ def _asked(record: Mapping[str, Any], needs_prompt: bool) -> _Asked:
         if needs_prompt and not any(_contains(turn, other) for turn in messages):
             problem = f"`{key}` is not in `{name}`, beside which it would be lost"
             raise BadLineError(f"{problem}: {shortened(other)}; leave one of them out")
+    # Add history and system.
     messages = [*read_history(record), *messages]
     if system and not any(_contains(turn, system) for turn in _systems(messages)):
         messages = [{"role": "system", "content": system}, *messages]
-    # A data set with a column for the system is one of dialogues, also where it is empty.
+    # A data set with a column for the system consists of dialogues, even where it is empty.
     of_dialogues = lists or "system" in record or any(record.get(key) for key in _OF_DIALOGUES)
     is_plain = name == "prompt" and not of_dialogues
-    return _Asked(name, text or (prompt if isinstance(prompt, str) else ""), messages, is_plain)
+    return _Asked(
+        name=name,
+        text=text or (prompt if isinstance(prompt, str) else ""),
+        messages=messages,
+        is_plain=is_plain,
+    )
 
 
 def read_history(record: Mapping[str, Any]) -> list[Message]:
-    """Return alpaca's ``history``, a list of questions with their answers, as messages."""
+    """Return alpaca's ``history``, pairs of a question and its answer, as messages."""
     messages: list[Message] = []
     for pair in record.get("history") or []:
         if not isinstance(pair, list) or len(pair) != 2:
@@ -179,7 +194,7 @@ def read_history(record: Mapping[str, Any]) -> list[Message]:
 
 
 def _systems(messages: Sequence[Message]) -> list[Message]:
-    """Return the system's turns with which ``messages`` begin."""
+    """Return the system's turns at the beginning of ``messages``."""
     others = (i for i, turn in enumerate(messages) if turn.get("role") not in _SYSTEM)
     return list(messages[: next(others, len(messages))])
 
@@ -195,12 +210,12 @@ def _text_of(turn: Message) -> str:
 
 
 def _words(text: str) -> str:
-    """Return ``text`` with one blank for all white space, which records often change."""
+    """Return ``text`` with white space as single blanks, since copies often differ in it."""
     return " ".join(text.split())
 
 
 def _contains(turn: Message, text: str) -> bool:
-    """Return whether the content of ``turn`` has ``text``, in whole words."""
+    """Return whether the content of ``turn`` contains ``text`` as whole words."""
     part = re.escape(_words(text))
     return re.search(rf"(?<!\w){part}(?!\w)", _words(_text_of(turn))) is not None
 
@@ -211,10 +226,10 @@ def _is_same(turn: Message, other: Message) -> bool:
 
 
 def _writes_out(text: str, turns: Sequence[Message]) -> bool:
-    """Return whether ``text`` has the contents of all ``turns`` and nothing else but their marks.
+    """Return whether ``text`` consists of the contents of ``turns`` and their marks.
 
-    The system's turns may be left out. Marks are the names of roles, and what stands in angle or
-    square brackets.
+    The system's turns may be missing. Marks are names of roles, and text in angle or square
+    brackets.
     """
     rest = _words(text)
     for turn in turns:
@@ -232,7 +247,10 @@ def _writes_out(text: str, turns: Sequence[Message]) -> bool:
 def _dialogues(
     record: Mapping[str, Any], answers: list[list[Message]], asked: _Asked, needs_prompt: bool
 ) -> Dialogues:
-    """Return the answers behind what is asked, unless they begin with it."""
+    """Return dialogues of the question and each answer. An answer may repeat the question.
+
+    Raises BadLineError: there is no prompt, or the answers repeat another one.
+    """
     for turns in answers:
         _check(turns)
     num_shared = _num_shared(answers)
@@ -240,12 +258,13 @@ def _dialogues(
     prompt = [*before, *answers[0][:num_shared]]
     if needs_prompt and len(_systems(prompt)) == len(prompt):
         raise _unknown(record)
-    # One answer may have several turns, and all are learned.
+    # A single answer may have several turns, which are all learned.
     num_given = len(prompt) if len(answers) > 1 else len(before) + num_repeated
     return Dialogues([[*before, *answer] for answer in answers], num_given)
 
 
 def _check(turns: list[Any]) -> None:
+    """Raise BadLineError unless ``turns`` are objects."""
     for turn in turns:
         if not isinstance(turn, dict):
             problem = f"a list of messages has {shortened(turn)}, which is no object"
@@ -253,9 +272,9 @@ def _check(turns: list[Any]) -> None:
 
 
 def _num_shared(answers: Sequence[Sequence[Any]]) -> int:
-    """Return with how many turns all answers begin, the last turn of each not counted.
+    """Return the number of turns that all answers share at their beginning.
 
-    Keys without a value, which tables add, are no difference.
+    The last turn of each does not count. Keys without a value, which tables add, are ignored.
     """
     most = min(map(len, answers)) - 1
     known = [
@@ -268,13 +287,13 @@ def _num_shared(answers: Sequence[Sequence[Any]]) -> int:
 def _before(
     record: Mapping[str, Any], answers: list[list[Message]], num_shared: int, asked: _Asked
 ) -> tuple[list[Message], int]:
-    """Return which messages to put before the answers.
+    """Find the messages to put before the answers.
 
     Returns:
-        Of ``asked.messages``, those with which the answers do not begin; and how many turns of the
-        answers' common beginning are a repetition of the others.
+        Those of ``asked.messages`` that the answers do not repeat, and the number of turns at the
+        common beginning of the answers that repeat the others.
 
-    Raises BadLineError: the answers begin with something else.
+    Raises BadLineError: the answers begin with another question.
     """
     shared = answers[0][:num_shared]
     systems, own = _systems(asked.messages), _systems(shared)
@@ -293,11 +312,13 @@ def _before(
 def _num_repeated(
     turns: list[Message], shared: list[Message], text: str, is_answer: bool
 ) -> int | None:
-    """Return behind which turn of ``shared`` all of ``turns`` have been said; None: they are not.
+    """Return the number of first turns of ``shared`` that repeat ``turns``. None: none do.
 
     Args:
-        text: the question, if it is a text, which may be a part of a turn, or all turns.
-        is_answer: whether the answers begin with the assistant's turn.
+        turns: the question and its history.
+        shared: the turns that all answers share at their beginning.
+        text: the question if it is a text. It may be a part of a turn, or hold several turns.
+        is_answer: True: the answers begin with the assistant's turn.
     """
     if text and len(turns) == 1:
         found = [
@@ -310,15 +331,16 @@ def _num_repeated(
             return len(shared)
         return found[-1] if found else None
     first, size = len(_systems(shared)), len(turns)
-    places = [first] if is_answer else [first, len(shared) - size]
-    for place in places:
-        said = shared[place : place + size] if place >= first else []
+    starts = [first] if is_answer else [first, len(shared) - size]
+    for start in starts:
+        said = shared[start : start + size] if start >= first else []
         if len(said) == size and all(map(_is_same, said, turns)):
-            return place + size
+            return start + size
     return None
 
 
 def _other(name: str, turn: Message) -> BadLineError:
+    """Make the error for answers that do not repeat ``turn`` of the field ``name``."""
     problem = f"`{name}` is not in the dialogues beside it: {shortened(_text_of(turn))}"
     return BadLineError(f"{problem}; leave it out, or begin the dialogues with it")
 
@@ -327,9 +349,9 @@ def _other(name: str, turn: Message) -> BadLineError:
 
 
 def _joined(prompt: str, answers: Sequence[str]) -> Texts:
-    """Return texts behind their prompt, or as they are if all begin with it.
+    """Return the answers behind their prompt. Answers that all repeat the prompt stay as they are.
 
-    A prompt of one word does not count: answers may begin with the same word.
+    A prompt of one word is not taken for repeated, since answers may begin with the same word.
     """
     is_whole = len(answers) > 1 and len(prompt.split()) > 1
     is_whole &= all(answer.startswith(prompt) for answer in answers)
@@ -338,7 +360,10 @@ def _joined(prompt: str, answers: Sequence[str]) -> Texts:
 
 
 def _learned(text: str, start: int) -> list[tuple[int, int]]:
-    """Return what is learned of ``text`` from ``start`` on; of several turns the assistant's."""
+    """Return the spans to learn of ``text``, whose answer begins at ``start``.
+
+    Of an answer with several turns, these are the assistant's turns.
+    """
     spans = [(start, len(text))]
     if _is_whole(text[:start]):
         turns = [(max(turn.start, start), turn.end) for turn in _turns(text) if turn.is_answer]
@@ -347,16 +372,19 @@ def _learned(text: str, start: int) -> list[tuple[int, int]]:
 
 
 def _is_whole(text: str) -> bool:
-    """Return whether ``text`` begins with what a human says."""
+    """Return whether ``text`` begins with a human's turn."""
     mark = _MARK.match(text)
     return mark is not None and mark[1] == "Human"
 
 
 class _Turn(NamedTuple):
+    """A turn in a whole text."""
+
     is_answer: bool
     start: int
     """The character behind the mark."""
     end: int
+    """The character behind the turn."""
 
 
 def _turns(text: str) -> list[_Turn]:
@@ -364,13 +392,16 @@ def _turns(text: str) -> list[_Turn]:
     marks = list(_MARK.finditer(text))
     ends = [*(mark.start() for mark in marks[1:]), len(text)]
     return [
-        _Turn(mark[1] == "Assistant", mark.end(), end)
+        _Turn(is_answer=mark[1] == "Assistant", start=mark.end(), end=end)
         for mark, end in zip(marks, ends, strict=True)
     ]
 
 
 def _whole_texts(record: Mapping[str, Any], texts: list[str], asked: _Asked) -> Texts:
-    """Return whole texts, of which the turns behind their common beginning are answers."""
+    """Return whole texts. The assistant's turns behind their common beginning are learned.
+
+    Raises BadLineError: the texts have no common beginning, or a field beside them would be lost.
+    """
     turns = [_turns(text) for text in texts]
     said = [
         [

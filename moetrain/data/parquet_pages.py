@@ -1,8 +1,8 @@
-"""The sizes of a Parquet file's pages, read from the headers that stand before them.
+"""Reads the sizes of a Parquet file's pages from their headers.
 
 A file of a few kilobytes can hold pages that decompress to gigabytes, and one value of a dictionary
 can be repeated a billion times. The file's footer need not say so, and pyarrow checks no size. So
-the headers are read first: they give the sizes that a reader allocates.
+the headers of pages, which have the sizes that a reader allocates, are read first.
 
 The format is https://parquet.apache.org/docs/file-format/ (``parquet.thrift``: PageHeader), in
 Thrift's compact protocol.
@@ -11,13 +11,14 @@ Thrift's compact protocol.
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from moetrain.data.chat import BadLineError
+from moetrain.data.messages import BadLineError
 
 _MIB = 1 << 20
 _MOST_TOGETHER = 1 << 30
-"""Bytes of the largest pages of all columns of a row group, which are in memory at once."""
+"""Most bytes of the largest pages of all columns of a row group, which are in memory together."""
 _MOST_VALUES = 1 << 27
-"""Values of a column of lists in a row group: one row may have them all, each of twelve bytes."""
+"""Most values in a column of lists in a row group. One row may have all of them, of twelve bytes
+each."""
 _DEEPEST = 8
 _DAMAGED = "its page headers are damaged; write the file again"
 
@@ -27,7 +28,7 @@ class GroupSize(NamedTuple):
 
     num_rows: int
     page_bytes: int
-    """Uncompressed bytes of each column's largest page, summed: no row's flat value is larger."""
+    """Sum of the uncompressed bytes of each column's largest page. No flat value is larger."""
 
 
 def group_size(file: Path, metadata: Any, group: int) -> GroupSize:
@@ -56,7 +57,7 @@ def group_size(file: Path, metadata: Any, group: int) -> GroupSize:
 
 
 def _column_size(opened: IO[bytes], column: Any) -> tuple[int, int]:
-    """Return the uncompressed bytes of the largest page of a column, and how many values it has."""
+    """Return the uncompressed bytes of a column's largest page, and its number of values."""
     at = column.dictionary_page_offset or column.data_page_offset
     end = at + column.total_compressed_size
     largest = num_values = 0
@@ -65,7 +66,7 @@ def _column_size(opened: IO[bytes], column: Any) -> tuple[int, int]:
         try:
             header = _struct(opened, 0)
             size, packed = header[2], header[3]
-            pages = [header[key] for key in (5, 8) if key in header]  # data pages, of both versions
+            pages = [header[key] for key in (5, 8) if key in header]  # data pages of versions 1, 2
             num_values += sum(page[1] for page in pages)
             if min(size, packed) < 0:
                 raise ValueError
@@ -80,7 +81,7 @@ def _column_size(opened: IO[bytes], column: Any) -> tuple[int, int]:
 
 
 def _struct(opened: IO[bytes], depth: int) -> dict[int, Any]:
-    """Read a struct: its fields by their numbers. ValueError or IndexError: it is none."""
+    """Read a struct; return its fields by number. Raises ValueError or IndexError: it is none."""
     if depth > _DEEPEST:
         raise ValueError("nested too deeply")
     fields, number = dict[int, Any](), 0
@@ -92,6 +93,7 @@ def _struct(opened: IO[bytes], depth: int) -> dict[int, Any]:
 
 
 def _value(opened: IO[bytes], kind: int, depth: int) -> Any:
+    """Read a value of Thrift's type ``kind``. Texts and lists are passed over."""
     match kind:
         case 1 | 2 | 3:  # a boolean in a list, or a byte
             return opened.read(1)[0]
@@ -99,7 +101,7 @@ def _value(opened: IO[bytes], kind: int, depth: int) -> Any:
             return _integer(opened)
         case 7:
             return opened.read(8)
-        case 8:  # a text, which is not needed
+        case 8:  # a text
             return opened.seek(_unsigned(opened), 1)
         case 9 | 10:
             head = opened.read(1)[0]
@@ -114,6 +116,7 @@ def _value(opened: IO[bytes], kind: int, depth: int) -> Any:
 
 
 def _unsigned(opened: IO[bytes]) -> int:
+    """Read an unsigned integer of variable length (ULEB128)."""
     number, shift = 0, 0
     while (byte := opened.read(1)[0]) & 128:
         number |= (byte & 127) << shift
@@ -124,5 +127,6 @@ def _unsigned(opened: IO[bytes]) -> int:
 
 
 def _integer(opened: IO[bytes]) -> int:
+    """Read a signed integer in zigzag encoding."""
     number = _unsigned(opened)
     return number >> 1 ^ -(number & 1)

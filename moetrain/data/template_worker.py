@@ -1,17 +1,18 @@
-"""The process in which chat templates run: a program that renders what it is sent on its input.
+"""The program in which chat templates run. It reads requests from its input, and writes texts.
 
-A template comes with a stranger's checkpoint, and Jinja's sandbox bounds neither time nor memory:
-``{{ 10 ** 10 ** 8 }}`` is one operation of C that no check between operations can interrupt. So
-templates run here, where the kernel stops them: a timer of CPU time whose signal ends the process,
-and a limit of the address space.
+A template comes with a stranger's checkpoint. Jinja's sandbox limits neither time nor memory:
+``{{ 10 ** 10 ** 8 }}`` is one operation in C that no check between operations can interrupt. So
+templates run in a process that the kernel can stop, by a timer of CPU time whose signal ends it,
+and by a limit of the address space.
 
-:mod:`moetrain.data.templates` starts this file as a program of its own. It imports only Jinja and
-the standard library, because a worker has to start quickly and stay small.
+:mod:`moetrain.data.templates` starts this file as a program. It imports only Jinja and the standard
+library, because a worker has to start quickly and stay small.
 
 A request is :data:`LIMITS` (seconds of CPU time, bytes of address space, characters of a text,
-bytes of what follows) and the pickled arguments of :func:`render`. Each :data:`Answer` is
-:data:`LENGTH`, one byte for its kind, and its text in UTF-8. The first that is no :data:`TEXT` is
-the last. Answers are not pickled, because the trainer must not unpickle what comes from here.
+bytes of the rest) and the pickled arguments of :func:`render`. An :data:`Answer` is written as
+:data:`LENGTH`, one byte for its kind, and its text in UTF-8. The first answer that is no
+:data:`TEXT` is the last one. Answers are not pickled, because the trainer must not unpickle data
+that a template can change.
 """
 
 import json
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 if TYPE_CHECKING or __name__ != "__main__":
     import jinja2
-else:  # a process that was started without the site's folders gets those of its parent
+else:  # the process starts without site-packages, and gets its parent's path
     sys.path[:] = json.loads(sys.argv[1])
     import jinja2
 
@@ -38,7 +39,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 LIMITS, LENGTH = struct.Struct("<dQQQ"), struct.Struct("<Q")
 TEXT, FAILED, WRONG, LARGE = b"t", b"f", b"w", b"l"
-"""Kinds of answers: a rendering; why the template failed; why it cannot be compiled; too large."""
+"""Kinds of answers: a rendering, an error of the template, an error of compiling it, and a text or
+memory that is too large."""
 
 _ERRORS = (jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError)
 _ERRORS += (OSError, RuntimeError, StopIteration, TypeError, ValueError)
@@ -46,13 +48,14 @@ _ERRORS += (OSError, RuntimeError, StopIteration, TypeError, ValueError)
 
 
 class View(NamedTuple):
-    """One text to render."""
+    """A text to render."""
 
     num_turns: int
-    """The first turns of the conversation, which it shows."""
+    """Number of first turns of the conversation that it shows."""
     add_generation_prompt: bool
+    """True: it ends with the beginning of an assistant's turn."""
     marks: tuple[str, str] | None = None
-    """Put around what the template marks as text to learn."""
+    """Texts to put around each part that the template marks as text to learn. None: none."""
 
 
 Answer = tuple[bytes, str]
@@ -60,7 +63,8 @@ Answer = tuple[bytes, str]
 
 
 class _Generation(Extension):
-    """``{% generation %} ... {% endgeneration %}`` renders its content, with marks on request."""
+    """The tag ``{% generation %} ... {% endgeneration %}``. It renders its content, perhaps within
+    marks."""
 
     tags = {"generation"}  # noqa: RUF012  as the base class has it
 
@@ -76,12 +80,12 @@ class _Generation(Extension):
 
 
 MARKS = " marks"
-"""Name of the variable with the marks around text to learn; no template can write that name."""
+"""Name of the variable that holds the marks. No template can write this name."""
 
 
 @lru_cache(maxsize=16)  # compiling takes milliseconds
 def compiled(source: str) -> jinja2.Template:
-    """Compile a template for the environment that ``transformers`` gives chat templates."""
+    """Compile a template in the environment that ``transformers`` has for chat templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -101,34 +105,34 @@ def render(
 ) -> Iterator[Answer]:
     """Compile a template, and render ``views`` of a conversation up to the first that fails.
 
-    Returns:
-        An empty text for the template, and one for each view.
+    Yields:
+        An empty text for the template itself, and an answer for each view.
     """
     try:
         template = compiled(source)
     except jinja2.TemplateSyntaxError as error:
         yield WRONG, f"line {error.lineno} of the template: {error.message}"
         return
-    except (SyntaxError, *_ERRORS) as error:  # of the Python that it becomes
+    except (SyntaxError, *_ERRORS) as error:  # of the Python code that Jinja makes of it
         yield WRONG, f"the template cannot be compiled: {_say(error)}"
         return
     yield TEXT, ""
-    # As `transformers` has them where none are given.
-    given = {"strftime_now": now.strftime, "tools": None, "documents": None, **variables}
+    # Without tools and documents these are null, as in `transformers`.
+    shared = {"strftime_now": now.strftime, "tools": None, "documents": None, **variables}
     for num_turns, add_generation_prompt, marks in views:
         own = {"messages": turns[:num_turns], MARKS: marks}
         own["add_generation_prompt"] = add_generation_prompt
         try:
-            yield TEXT, template.render({**given, **own})
+            yield TEXT, template.render({**shared, **own})
         except _ERRORS as error:
             yield FAILED, _say(error)
             return
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer requests until there are no more."""
-    # The end of the input ends this process. Signals that are sent to all processes of a terminal
-    # or a job are meant for the trainer, which may want to finish a line.
+    """Answer requests until the input ends."""
+    # The end of the input ends this process. Signals to all processes of a terminal or a job are
+    # meant for the trainer, which may still need this process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _, most_memory = resource.getrlimit(resource.RLIMIT_AS)
@@ -138,7 +142,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
             memory = min(memory, most_memory)
         resource.setrlimit(resource.RLIMIT_AS, (memory, most_memory))
         data = requests.read(size)
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # whose signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
         try:
             source, turns, variables, now, views = pickle.loads(data)
             for kind, text in render(source, turns, variables, now, views):
@@ -156,7 +160,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _say(error: BaseException) -> str:
-    """Describe an error: Jinja's messages speak for themselves, Python's need their class."""
+    """Describe an error. Those of Python are given with their class."""
     text = str(error)[:2000]  # the template may have written it
     return text if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {text}"
 

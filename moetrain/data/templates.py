@@ -1,8 +1,8 @@
 """Renders chat templates in processes with limits (:mod:`moetrain.data.template_worker`).
 
-A template that computes without end, or fills the memory, ends its own process and no other. All
-texts of a conversation cost one round trip through a pipe. A process starts in about 100 ms and is
-used again; threads that render at once have one each.
+A template that computes without end, or fills the memory, ends its own process and no other. A
+conversation takes one round trip through a pipe for every :data:`_AT_ONCE` texts. A process starts
+in about 100 ms and is used again. Threads that render at the same time have a process each.
 """
 
 import atexit
@@ -30,20 +30,24 @@ from moetrain.data.template_worker import (
     View,
 )
 
-_SECONDS, _SECONDS_A_TURN, _SECONDS_A_BYTE = 1.0, 2e-3, 5e-7
-"""CPU time for a request, and that which each text of it has besides.
+_SECONDS = 1.0
+"""CPU time of a request."""
+_SECONDS_A_TURN, _SECONDS_A_BYTE = 2e-3, 5e-7
+"""Further CPU time of each text of a request, for each turn and byte of the conversation.
 
-A template may look at all turns at each turn: a thousand of them take one second.
+A template may look at all turns at each turn: a thousand turns take one second.
 """
 _MEMORY, _MEMORY_A_BYTE = 1 << 30, 32
+"""Bytes of memory of a request, and further bytes for each byte of its conversation and text."""
 _CHARACTERS, _CHARACTERS_A_BYTE = 16 << 20, 8
+"""Characters of a text, and further ones for each byte of the conversation."""
 _AT_ONCE = 32
-"""Texts that are made by one request: not all, since they may be long and have most in common."""
+"""Most texts of one request. All texts at once would fill memory with copies of long histories."""
 _MOST_PROCESSES = 8
 
 
 class TemplateError(Exception):
-    """A template fails; the message is one line of readable length."""
+    """A template fails. The message is one line of readable length."""
 
 
 class TemplateSyntaxError(TemplateError):
@@ -76,7 +80,10 @@ class _Process:
         _pool.all.add(self)
 
     def ask(self, request: bytes, num_texts: int) -> list[Answer]:
-        """Return the answers to a request; _EndedError: the process ended before the last one."""
+        """Return the answers to a request, up to the first that is no text.
+
+        Raises _EndedError: the process ended before the last answer.
+        """
         writer, reader = self._process.stdin, self._process.stdout
         assert writer is not None
         assert reader is not None
@@ -97,15 +104,16 @@ class _Process:
 
     def close(self) -> int:
         """End the process, unless it has ended; return its exit status."""
-        if not self._wait(0.5):  # the end of the output may be seen before that of the process
+        if not self._wait(0.5):  # its output may end before the process does
             self._process.kill()
         self.forget()
         return self._process.wait()
 
     def _wait(self, seconds: float) -> bool:
+        """Close the input, at which the process ends; return True if it ends within ``seconds``."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.close()  # at which it ends
+            self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self._process.returncode is not None
@@ -115,11 +123,11 @@ class _Process:
         _pool.all.discard(self)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with suppress(BrokenPipeError):  # by what was not yet written
+            with suppress(BrokenPipeError):  # closing writes what is left in the buffer
                 pipe.close()
 
     def leave(self) -> None:
-        """Forget the process, which is a child of the process that this one was forked from."""
+        """Forget the process. It is a child of the process that this one was forked from."""
         self.forget()
         self._process.returncode = 0
 
@@ -133,14 +141,14 @@ class _Pool:
         self.slots = threading.BoundedSemaphore(_MOST_PROCESSES)
 
     def take(self) -> _Process:
-        """Return a process that is idle, else a new one."""
+        """Return an idle process, otherwise a new one."""
         try:
             return self.idle.pop()
         except IndexError:
             return _Process()
 
     def end(self) -> None:
-        """End the processes that are idle."""
+        """End the idle processes."""
         while self.idle:
             self.idle.pop().close()
 
@@ -164,11 +172,20 @@ def render(
     now: datetime,
     views: Sequence[View],
 ) -> Iterator[str]:
-    """Render views of a conversation by the template ``source``.
+    """Render views of a conversation.
 
-    The rendering has 1 s of CPU time and 1 GiB of memory, and a text may have 16 Mi characters.
-    Each limit grows in proportion to the size of the conversation. :data:`_AT_ONCE` views are made
-    ahead.
+    A request has 1 s of CPU time and 1 GiB of memory, and a text may have 16 Mi characters. Each
+    limit grows with the size of the conversation. Up to :data:`_AT_ONCE` views are rendered ahead.
+
+    Args:
+        source: the template.
+        turns: the conversation.
+        variables: the template's other variables.
+        now: the time that ``strftime_now`` writes.
+        views: the texts to render.
+
+    Yields:
+        The text of each view.
 
     Raises:
         TemplateSyntaxError: the template cannot be compiled.
@@ -198,7 +215,7 @@ def render(
             raise TemplateLimitError(said) from None
         for i, (kind, text) in enumerate(answers):
             if kind == TEXT and i == 0:
-                continue  # it is compiled
+                continue  # the template is compiled
             if kind == TEXT:
                 yield text
             elif kind == WRONG:
@@ -211,9 +228,10 @@ def render(
 
 
 def _answers(request: bytes, num_texts: int) -> list[Answer]:
-    """Ask a process; where anything but its limit of time ended it, ask another one, once.
+    """Send a request to a process. If the process ends, send it once more to another one.
 
-    A machine that lacks memory ends processes of others.
+    A machine without memory may end any process. Only the limit of time is certainly the template's
+    fault.
     """
     with _pool.slots:
         try:
@@ -225,12 +243,13 @@ def _answers(request: bytes, num_texts: int) -> list[Answer]:
 
 
 def _asked(process: _Process, request: bytes, num_texts: int) -> list[Answer]:
+    """Send a request to ``process``, and keep the process for the next one if it can be used."""
     try:
         answers = process.ask(request, num_texts)
-    except BaseException:  # an interrupt leaves answers to come
+    except BaseException:  # after an interrupt, old answers would follow
         process.close()
         raise
-    if answers[-1][0] == LARGE:  # its memory is in pieces
+    if answers[-1][0] == LARGE:  # its memory is fragmented
         process.close()
     else:
         _pool.idle.append(process)
@@ -238,5 +257,6 @@ def _asked(process: _Process, request: bytes, num_texts: int) -> list[Answer]:
 
 
 def _line(text: str, most: int = 500) -> str:
+    """Return ``text`` as one line of about ``most`` characters."""
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

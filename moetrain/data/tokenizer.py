@@ -1,8 +1,8 @@
 """Encodes text to token ids and back, by bytes or by any Hugging Face ``tokenizer.json``.
 
 The byte tokenizer needs no files, so a fresh machine can train at once. The rest of the package
-sees only :class:`Tokenizer`. Left out on purpose: padding and truncation (rows are packed), and the
-special tokens that a post-processor would put behind a text (documents end with EOS, once).
+uses only :class:`Tokenizer`. Left out on purpose: padding and truncation (rows are packed), and the
+special tokens that a post-processor would put behind a text (each document ends with one EOS).
 
 Shapes: T tokens.
 """
@@ -27,83 +27,83 @@ from moetrain.models.hf.files import TokenizerFiles, read_json, read_small, smal
 _wrong = partial(ConfigError, "data.tokenizer")
 
 _END_OF_TEXT = "<|endoftext|>"
-"""The text of the token that ends a document of bytes, where a text has special tokens."""
+"""The text of the byte tokenizer's EOS, where special tokens are shown."""
 _CONFIG = "tokenizer_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
 _TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 _CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
-# Names of the end-of-text token, for a tokenizer.json with no tokenizer_config.json beside it.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
+"""Usual names of EOS, for a tokenizer.json without a tokenizer_config.json beside it."""
 
 
 class _Encoded(NamedTuple):
-    """The tokens of a text; offsets are computed on demand, since only conversations need them."""
+    """The tokens of a text. Offsets are computed on demand, since only conversations need them."""
 
     ids: np.ndarray
     """[T] integers."""
     offsets: Callable[[], np.ndarray]
-    """Returns [T, 2] int64: the characters ``start:end`` of the text that each token covers."""
+    """Returns the characters ``start:end`` that each token covers, [T, 2] int64."""
 
 
 class Tokenizer(Protocol):
-    """A tokenizer, as the rest of the package uses it."""
+    """A tokenizer as the rest of the package uses it."""
 
     vocab_size: int
     """Largest id + 1."""
     eos_id: int
     """The token that ends every document."""
     bos_ids: tuple[int, ...]
-    """Tokens that Hugging Face's tokenizer call puts before a plain text: BOS, or none. Documents
-    and prompts begin with them; the template of a conversation writes its own, and so may a text
+    """The tokens that Hugging Face's tokenizer puts before a plain text: BOS, or none. Documents
+    and prompts begin with them. A chat template writes its own, and so may a text
     (:meth:`missing_bos`)."""
     added_ids: Mapping[str, int] = MappingProxyType({})
-    """Tokens that the files beside ``tokenizer.json`` add to it, and their ids."""
+    """The ids of tokens that the files beside ``tokenizer.json`` add to it."""
     fingerprint: str
-    """Hash of all that decides the ids of a text or a conversation, except for the template."""
+    """Hash of everything that decides the ids of a text or a conversation, without the template."""
     chat_template: str | None = None
-    """Its own Jinja template for conversations, if it has one."""
+    """Its own Jinja template for conversations. None: it has none."""
     tool_template: str | None = None
-    """The template for conversations with tools, if that is another one."""
+    """Its own template for conversations with tools. None: ``chat_template`` is for these too."""
     template_files: tuple[str | None, str | None] = (None, None)
     """The files that hold ``chat_template`` and ``tool_template``, for messages."""
     chat_template_kwargs: Mapping[str, Any] = MappingProxyType({})
-    """Further variables of both."""
+    """Further variables of both templates."""
     given_template: str | None = None
-    """The template that takes the place of the files' own; None: theirs."""
+    """The template from data.chat_template. None: the files' own is used."""
     special_tokens: dict[str, str]
-    """Variables of the template: ``bos_token``, ``eos_token``, ..., where they exist."""
+    """Variables of the template that name special tokens: ``bos_token``, ``eos_token``, ..."""
     file: Path | None = None
-    """The tokenizer.json that it was read from, if there is one."""
+    """The tokenizer.json that it was read from. None: there is none."""
     special_ids: dict[str, int | None]
-    """The ids of those; None: it is no token."""
+    """The ids of ``special_tokens``. None: the text is no token."""
     added_tokens: Mapping[str, int]
-    """Ids of texts that are one token each wherever they occur, such as ``<|im_end|>``."""
+    """The ids of texts that are one token wherever they occur, such as ``<|im_end|>``."""
     byte_ids: frozenset[int]
-    """Tokens of one byte each (byte fallback). A run of them is decoded as a whole, and one byte
-    that makes it invalid UTF-8 spoils all of it."""
+    """Tokens of one byte each (byte fallback). A run of them is decoded together, and one byte that
+    is no UTF-8 spoils the whole run."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[_Encoded]:
-        """Encode each text, with nothing added at either end."""
+        """Encode each text, without special tokens at its ends."""
         ...
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Decode ``ids``; bytes that are not UTF-8 become U+FFFD.
+        """Decode ``ids``. Bytes that are not UTF-8 become U+FFFD.
 
-        ``skip_special_tokens``: leave special tokens out, else they are text as in a chat template.
+        ``skip_special_tokens``: True: leave special tokens out; False: write their texts.
         """
         ...
 
     def whole_json(self) -> str:
-        """Return a tokenizer.json that has every token, for readers of that file alone."""
+        """Return the text of a tokenizer.json that has every token."""
         file = self._files()["tokenizer.json"]
         return file if isinstance(file, str) else file.read_text("utf-8")
 
     def _files(self) -> dict[str, Path | str]:
-        """Make what :meth:`export` returns, apart from another template."""
+        """Return the files of :meth:`export`, with the tokenizer's own template."""
         ...
 
     def export(self, chat_template: str | None = None) -> TokenizerFiles:
-        """Return files that ``transformers`` and servers read, and the ids of special tokens.
+        """Return the files that ``transformers`` and servers read, and the ids of special tokens.
 
         ``chat_template``: the template to write, for conversations with tools too; None: the
         tokenizer's own, if it has one.
@@ -118,14 +118,14 @@ class Tokenizer(Protocol):
         return TokenizerFiles(files, {**ids, "eos_token_id": self.eos_id}, self.file)
 
     def missing_bos(self, ids_T: np.ndarray) -> tuple[int, ...]:
-        """Return ``bos_ids``, or none if a text's own tokens ``ids_T`` begin with them already."""
+        """Return ``bos_ids``, or nothing if the tokens ``ids_T`` of a text begin with them."""
         return () if tuple(ids_T[: len(self.bos_ids)].tolist()) == self.bos_ids else self.bos_ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encode ``text`` as a prompt: ``bos_ids``, unless it begins so, and its own tokens.
+        """Encode ``text`` as a prompt, with ``bos_ids`` before it unless it begins with them.
 
-        Raises ValueError: there are no tokens, or ``text`` has surrogates, which bytes of a command
-        line become that are not UTF-8.
+        Raises ValueError: there are no tokens, or ``text`` has surrogates. Bytes of a command line
+        that are not UTF-8 become surrogates.
         """
         try:
             text.encode()
@@ -139,13 +139,13 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer(Tokenizer):
-    """Encodes text as the bytes of UTF-8; id 256 ends a document."""
+    """Encodes text as the bytes of UTF-8. The id 256 ends a document."""
 
     vocab_size = 257
     eos_id = 256
     bos_ids = ()
-    added_tokens: Mapping[str, int] = MappingProxyType({})  # EOS is never read out of a text
-    byte_ids = frozenset()  # a bad one spoils nothing beside it
+    added_tokens: Mapping[str, int] = MappingProxyType({})  # no text contains EOS
+    byte_ids = frozenset()  # a byte that is no UTF-8 spoils no other
     fingerprint = "byte"
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class ByteTokenizer(Tokenizer):
         self.special_ids: dict[str, int | None] = {}
 
     def encode_batch(self, texts: Sequence[str]) -> list[_Encoded]:
-        """Encode each text; ids are uint8."""
+        """Encode each text. Ids are uint8."""
         return [
             _Encoded(np.frombuffer(text.encode(), dtype=np.uint8), partial(_byte_offsets, text))
             for text in texts
@@ -165,10 +165,10 @@ class ByteTokenizer(Tokenizer):
         return b"".join(parts).decode(errors="replace")
 
     def _files(self) -> dict[str, Path | str]:
-        """Write an exact equivalent: byte-level BPE without a merge, whose ids are the bytes.
+        """Return an exact equivalent: byte-level BPE without merges, whose ids are the bytes.
 
-        The end of a document is not an added token in tokenizer.json, and ``split_special_tokens``
-        keeps ``transformers`` from making it one: it is never read out of a text.
+        EOS is no added token in tokenizer.json, and ``split_special_tokens`` keeps ``transformers``
+        from making it one. So no text contains EOS.
         """
         level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         # GPT-2's characters for the 256 bytes: themselves, or those from U+0100 on.
@@ -191,14 +191,14 @@ class _HFTokenizer(Tokenizer):
     """A ``tokenizer.json``, with the special tokens and templates of the files beside it."""
 
     def __init__(self, file: Path, new_tokens: Sequence[str] = ()) -> None:
-        """Read ``file`` and, where they exist, the files beside it; ``new_tokens`` are added.
+        """Read ``file`` and the files beside it, and add ``new_tokens``.
 
-        Raises ConfigError: a file cannot be read or is malformed, there are no tokens, nothing
-        tells which one ends a text, or special tokens are not read out of texts.
+        Raises ConfigError: a file cannot be read or is malformed, there are no tokens, no token is
+        known as EOS, or ``new_tokens`` would be split in texts.
         """
         folder = file.parent
         config = _read_json(folder / _CONFIG)
-        if "added_tokens_decoder" not in config:  # an older checkpoint: so `transformers` reads it
+        if "added_tokens_decoder" not in config:  # as `transformers` reads older checkpoints
             config |= _read_json(folder / "special_tokens_map.json")
         content = read_small(file, folder, "data.tokenizer")
         with _library_errors(f"{file} is not a tokenizer"):
@@ -216,7 +216,7 @@ class _HFTokenizer(Tokenizer):
         ]
         with _library_errors(f"{folder}/{_CONFIG}: its tokens cannot be added"):
             self._tokenizer.add_tokens(self._added)
-            # As in transformers: a text's special tokens are then split like any other characters.
+            # As in `transformers`, special tokens in texts are then split like other characters.
             self._splits_special = bool(config.get("split_special_tokens"))
             self._tokenizer.encode_special_tokens = self._splits_special
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -225,7 +225,7 @@ class _HFTokenizer(Tokenizer):
             raise ConfigError("data.new_tokens", f"{problem}; remove that there, or unset this")
         self.added_ids = {token: i for token, i in vocabulary.items() if token not in own}
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        splits = self._tokenizer.encode_special_tokens  # special ones, like any other characters
+        splits = self._tokenizer.encode_special_tokens
         added = self._tokenizer.get_added_tokens_decoder().items()
         self.added_tokens = {t.content: i for i, t in added if not (splits and t.special)}
         self.byte_ids = frozenset(i for t, i in vocabulary.items() if t.startswith("<0x"))
@@ -243,23 +243,25 @@ class _HFTokenizer(Tokenizer):
         for text, i in wrong[:1]:
             said = f"{text!r} the id {i}, {file} has it as {vocabulary.get(text)}, which is taken"
             logger.warning("data.tokenizer: %s gives %s (%d such)", folder, said, len(wrong))
-        for key in ("eos_token", "bos_token"):  # a new token ends nothing that a model has learned
+        # A token that is new to the vocabulary ends or begins no text that a model has learned.
+        for key in ("eos_token", "bos_token"):
             if self.special_tokens.get(key) in self.added_ids.keys() - listed.keys():
                 self.special_ids[key] = None
         self.eos_id = self._id_of("eos_token")
         self.bos_ids = self._find_bos(vocabulary)
         if not self.bos_ids and config.get("add_bos_token") and "bos_token" in self.special_tokens:
             self.bos_ids = (self._id_of("bos_token"),)
-        # Without the post-processor, whose `trim_offsets` cuts blanks off the characters that a
-        # token covers; what it puts around a text is `bos_ids`.
+        # Remove the post-processor: its `trim_offsets` takes blanks off the characters that a token
+        # covers. The tokens that it puts before a text are in `bos_ids`.
         self._tokenizer.post_processor = None
-        if os.path.lexists(folder / _CHAT_TEMPLATE):  # before which the config's count for nothing
+        # As in `transformers`, this file takes the place of all templates in the config.
+        if os.path.lexists(folder / _CHAT_TEMPLATE):
             config = {key: value for key, value in config.items() if key != "chat_template"}
         self.chat_template, chat_file = _chat_template(folder, _CHAT_TEMPLATE, config, "default")
         self.tool_template, tool_file = _chat_template(folder, _TOOL_TEMPLATE, config, "tool_use")
         self.template_files = (str(chat_file), str(tool_file))
         about: list[Any] = [self.special_tokens, self.bos_ids]
-        if self._added or self._splits_special:  # else as it was without these
+        if self._added or self._splits_special:  # otherwise older fingerprints stay valid
             about += [[repr(token) for token in self._added], self._splits_special]
         special = json.dumps(about, sort_keys=True)
         self.fingerprint = hashlib.sha256(content + special.encode()).hexdigest()
@@ -272,17 +274,18 @@ class _HFTokenizer(Tokenizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._tokenizer.encode_special_tokens = self._splits_special  # which no pickle has
+        self._tokenizer.encode_special_tokens = self._splits_special  # pickles do not hold it
 
     def _id_of(self, key: str) -> int:
+        """Return the id of a special token; ConfigError: its text is no token."""
         found = self.special_ids[key]
         if found is None:
             raise _wrong(f"{self._file} has no token {self.special_tokens[key]!r}, its {key}")
         return found
 
     def _other_roles(self, pad: str) -> list[str]:
-        """Return the other roles of the token, for which it may occur in a text."""
-        keys = sorted(self.special_tokens, key="eos_token".__ne__)  # that first
+        """Return the roles beside padding in which the token ``pad`` may occur in a text."""
+        keys = sorted(self.special_tokens, key="eos_token".__ne__)  # EOS comes first
         same = [key for key in keys if self.special_tokens[key] == pad and key != "pad_token"]
         roles = [key.removesuffix("_token").upper() for key in same]
         if any(pad in (text or "") for text in (self.chat_template, self.tool_template)):
@@ -290,7 +293,10 @@ class _HFTokenizer(Tokenizer):
         return roles
 
     def _find_bos(self, vocabulary: Iterable[str]) -> tuple[int, ...]:
-        """Find what the post-processor puts before a text, by the first text that has tokens."""
+        """Find the tokens that the post-processor puts before a text.
+
+        It is tried on the first text that has tokens.
+        """
         if self._tokenizer.num_special_tokens_to_add(is_pair=False) == 0:
             return ()
         for text in ("a", *vocabulary):
@@ -302,13 +308,13 @@ class _HFTokenizer(Tokenizer):
         return ()
 
     def encode_batch(self, texts: Sequence[str]) -> list[_Encoded]:
-        """Encode each text on all cores; ids are uint32."""
+        """Encode each text on all cores. Ids are uint32."""
         with _library_errors(f"the tokenizer cannot encode a text: {self._file}"):
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [_Encoded(np.array(e.ids, np.uint32), partial(_offsets, e)) for e in encodings]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        # Not all files call the token that ends a text special.
+        # In some files EOS is no special token.
         own = [i for i in ids if i != self.eos_id or not skip_special_tokens]
         with _library_errors(f"the tokenizer cannot decode tokens: {self._file}"):
             return self._tokenizer.decode(own, skip_special_tokens=skip_special_tokens)
@@ -321,7 +327,7 @@ class _HFTokenizer(Tokenizer):
         return whole.to_str()
 
     def _files(self) -> dict[str, Path | str]:
-        """List the files beside tokenizer.json; the config must name the token that ends a text."""
+        """Return the files beside tokenizer.json. The config among them names EOS."""
         folder = self._file.parent
         names = filter(TokenizerFiles.has, small_files(folder))
         files: dict[str, Path | str] = {name: folder / name for name in names}
@@ -337,12 +343,15 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Load the tokenizer that ``data.tokenizer`` names.
 
-    ``name``: ``byte``, a tokenizer.json, a folder that holds one, or a hub id (fetched unless it is
-    in the hub's cache; the library honours ``HF_HUB_OFFLINE``). ``vocab_size`` is the model's.
-    ``new_tokens``: texts that become special tokens, with the next free ids unless they are tokens.
+    Args:
+        name: ``byte``, a tokenizer.json, a folder that holds one, or a hub id. A hub id is
+            downloaded unless the hub's cache has it (``HF_HUB_OFFLINE`` forbids that).
+        vocab_size: the model's vocabulary; None: any.
+        new_tokens: texts that become special tokens. Those that are no tokens yet get the next free
+            ids.
 
-    Raises ConfigError: there is nothing of that name, it is not a usable tokenizer, it has more
-    tokens than the model, or it takes no new ones.
+    Raises ConfigError: there is nothing of that name, it is no usable tokenizer, it has more tokens
+    than the model, or it takes no new ones.
     """
     if name == "byte" and new_tokens:
         problem = f"{','.join(new_tokens)!r}, but data.tokenizer is 'byte', which has bytes alone"
@@ -362,6 +371,7 @@ def load_tokenizer(
 
 
 def _file_of(name: str) -> Path:
+    """Return the tokenizer.json that ``name`` names; ConfigError: there is none."""
     if os.path.isfile(name):
         return Path(name)
     folder = name
@@ -378,11 +388,11 @@ def _file_of(name: str) -> Path:
 
 @contextmanager
 def _library_errors(doing: str) -> Iterator[None]:
-    """Turn the library's errors, which have no narrower class than Exception, into ConfigError."""
+    """Turn errors of the library into ConfigError. They have no narrower class than Exception."""
     try:
         yield
     except BaseException as error:
-        # A failed assertion in its Rust is no Exception, and its class has no importable name.
+        # A failed assertion in the library's Rust is no Exception. Its class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         said = " ".join(str(error).split())
@@ -394,7 +404,7 @@ def _offsets(encoding: tokenizers.Encoding) -> np.ndarray:
 
 
 def _byte_offsets(text: str) -> np.ndarray:
-    """Return the character that each UTF-8 byte belongs to: ``"aé"`` -> (0,1), (1,2), (1,2)."""
+    """Return the character of each UTF-8 byte, [T, 2]: ``"aé"`` gives (0,1), (1,2), (1,2)."""
     code_points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     bytes_per_character = 1 + sum((code_points >= n).astype(int) for n in (0x80, 0x800, 0x10000))
     start = np.repeat(np.arange(len(text)), bytes_per_character)
@@ -402,7 +412,7 @@ def _byte_offsets(text: str) -> np.ndarray:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in ``path``; empty if there is no such file."""
+    """Read the JSON object in ``path``. It is empty if there is no such file."""
     return read_json(path, "data.tokenizer") if os.path.lexists(path) else {}
 
 
@@ -419,7 +429,7 @@ _NAMED = (
 
 
 def _token_of(value: Any, key: str, folder: Path, **defaults: bool) -> tokenizers.AddedToken:
-    """Make a token of what a file has: a string, or an object with ``content``."""
+    """Make a token of a file's entry, a string or an object with ``content``."""
     fields: Any = {"content": value} if isinstance(value, str) else value
     if not isinstance(fields, dict) or not isinstance(fields.get("content"), str):
         raise _wrong(f"{folder}/{_CONFIG}: {key} {value!r:.80} is no token")
@@ -432,36 +442,39 @@ def _token_of(value: Any, key: str, folder: Path, **defaults: bool) -> tokenizer
 
 
 def _named_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, tokenizers.AddedToken]:
-    """Read ``{"eos_token": AddedToken("</s>"), ...}``, the variables of a template.
+    """Read ``{"eos_token": AddedToken("</s>"), ...}``, variables of the template.
 
     A model may have names of its own (``image_token``), also within ``extra_special_tokens``.
     """
     extra = config.get("extra_special_tokens")
     own = {key: x for key, x in config.items() if key.endswith("_token") and key not in _NAMED}
-    texts = {key: x for key, x in own.items() if isinstance(x, str)}  # numbers are switches
+    texts = {key: x for key, x in own.items() if isinstance(x, str)}  # `add_bos_token` is a switch
     objects = {key: x for key, x in own.items() if isinstance(x, dict) and "__type" in x}
-    given = {key: config[key] for key in _NAMED if config.get(key) is not None} | objects | texts
-    given |= extra if isinstance(extra, dict) else {}
-    return {key: _token_of(value, key, folder, special=True) for key, value in given.items()}
+    named = {key: config[key] for key in _NAMED if config.get(key) is not None} | objects | texts
+    named |= extra if isinstance(extra, dict) else {}
+    return {key: _token_of(value, key, folder, special=True) for key, value in named.items()}
 
 
 def _listed_tokens(
     config: Mapping[str, Any], named: Mapping[str, tokenizers.AddedToken], folder: Path
 ) -> list[tuple[int, tokenizers.AddedToken]]:
-    """Read (id, token) of ``added_tokens_decoder``, or of an older checkpoint's file, by id."""
+    """Return (id, token) of each entry of ``added_tokens_decoder``, in the order of ids.
+
+    Older checkpoints have the file added_tokens.json in its place.
+    """
     special = {token.content for token in named.values()}
     if "added_tokens_decoder" in config:
-        key, given = "added_tokens_decoder", config["added_tokens_decoder"]
+        key, entries = "added_tokens_decoder", config["added_tokens_decoder"]
     else:
-        key, given = "added_tokens.json", {}
+        key, entries = "added_tokens.json", {}
         for text, index in _read_json(folder / key).items():
             is_special = text in special
             about = {"content": text, "special": is_special, "normalized": not is_special}
-            given[index] = about
-    if not isinstance(given, dict):
-        raise _wrong(f"{folder}/{_CONFIG}: {key} is {given!r:.80}, expected an object")
+            entries[index] = about
+    if not isinstance(entries, dict):
+        raise _wrong(f"{folder}/{_CONFIG}: {key} is {entries!r:.80}, expected an object")
     found: list[tuple[int, tokenizers.AddedToken]] = []
-    for index, value in given.items():
+    for index, value in entries.items():
         if not str(index).isdecimal():
             raise _wrong(f"{folder}: {key} has {index!r:.80}, expected an id")
         content = value.get("content") if isinstance(value, dict) else value
@@ -476,11 +489,11 @@ def _tokens_of_config(
     named: Mapping[str, tokenizers.AddedToken],
     folder: Path,
 ) -> list[tokenizers.AddedToken]:
-    """List what the files beside tokenizer.json add to it, in the order of ``transformers``.
+    """List the tokens that the files beside tokenizer.json add, in the order of ``transformers``.
 
-    These are the tokens that have an id there, then the named ones, then ``extra_special_tokens``;
-    each becomes one token, with the next free id unless it is in the vocabulary. A text is never
-    split within it.
+    First come the tokens that have an id there, then the named ones, then ``extra_special_tokens``.
+    Each becomes one token that no text splits. It gets the next free id, unless the vocabulary has
+    it.
     """
     there = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
     listed = [token for _, token in _listed_tokens(config, named, folder)]
@@ -507,10 +520,10 @@ def _tokens_of_config(
 def _chat_template(
     folder: Path, file_name: str, config: dict[str, Any], name: str
 ) -> tuple[str | None, Path]:
-    """Read the template ``name`` from its own file, else from ``tokenizer_config.json``.
+    """Read the template ``name`` from its own file, otherwise from ``tokenizer_config.json``.
 
     Returns:
-        The template, None if there is none, and its file.
+        The template and its file. The template is None if there is none.
     """
     file = folder / file_name
     if os.path.lexists(file):

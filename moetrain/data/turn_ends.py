@@ -1,12 +1,12 @@
-"""Finds what ends an assistant's turn in a chat template, so that a model learns to stop there.
+"""Finds the end of an assistant's turn in a chat template, so that a model learns to stop there.
 
 Most templates write an end behind each answer, such as ``<|im_end|>``. Others write none: GLM's
-turns end where the next one begins, with ``<|user|>`` or ``<|observation|>``, and others end with
-text (``User:``). Such a beginning is what a model generates last, so it is the turn's end, also of
-a conversation's last turn, behind which the template writes nothing.
+turns end where the next turn begins, with ``<|user|>`` or ``<|observation|>``, and others end with
+text (``User:``). A model generates this beginning last, so it is learned as the end of the turn. It
+is also learned behind the last turn of a conversation, where the template writes nothing.
 
-A template is asked by rendering short conversations with marks as their contents. Left out on
-purpose: templates whose ends depend on variables or on what is said.
+The end is found by rendering short conversations with marks as their contents. Left out on purpose:
+templates whose ends depend on variables or on the content of turns.
 """
 
 import secrets
@@ -20,7 +20,7 @@ from moetrain.data.template_worker import View
 from moetrain.data.templates import TemplateError, render
 
 _ANSWER, _NEXT = (f"x{secrets.token_hex(8)}" for _ in range(2))
-"""Contents that no template writes by itself."""
+"""Contents of turns. No template contains them."""
 _NOW = datetime(2000, 1, 1)
 _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
 
@@ -30,22 +30,24 @@ class TurnEnds:
     """The texts that end an assistant's turn."""
 
     own: str = ""
-    """What the template writes behind an answer, without blanks around it; it may be empty."""
+    """The text that the template writes behind an answer, without blanks around it. It may be
+    empty."""
     by_next_role: Mapping[str, str] = field(default_factory=dict)
-    """What ends a turn if ``own`` is empty, by the role of the next turn: the blanks behind the
-    answer, and the first token of the next turn, or all its text up to its content."""
+    """The end of a turn by the role of the next turn, if ``own`` is empty. It consists of the
+    blanks behind the answer and the first token of the next turn, or all its text up to its
+    content."""
     stops: tuple[str, ...] = ()
-    """What a model that learned such turns generates last: the last token of an end, or, where the
-    end is no token, its text."""
+    """The texts that a model generates last: the last token of an end, or the whole end if it is no
+    token."""
 
     def behind(self, turn: Mapping[str, Any], next_role: str | None) -> str:
-        """Return what ends ``turn`` beyond what the template writes for it.
+        """Return the end of ``turn`` that the template does not write.
 
-        ``next_role``: the role of the next turn; None: there is none, and the turn ends as if the
-        user's followed, or the result of its call.
+        ``next_role``: the role of the next turn; None: there is none. Then the turn ends as if the
+        user's turn followed it, or the result of its call.
         """
         if next_role == "assistant":
-            return ""  # the turn goes on
+            return ""  # the assistant goes on
         usual = "tool" if turn.get("tool_calls") else "user"
         return self.by_next_role.get(next_role or usual, self.by_next_role.get(usual, ""))
 
@@ -54,7 +56,7 @@ class TurnEnds:
 def turn_ends(
     source: str, variables: tuple[tuple[str, str], ...], added_tokens: frozenset[str]
 ) -> TurnEnds:
-    """Find what ends an assistant's turn in the template ``source``.
+    """Find the ends of an assistant's turn in the template ``source``.
 
     Args:
         source: the template.
@@ -62,12 +64,12 @@ def turn_ends(
         added_tokens: texts that are one token each wherever they occur.
 
     Returns:
-        The ends; without any if the template fails with such a conversation.
+        The ends. There are none if the template fails to render such a conversation.
     """
 
     def shown(*turns: dict[str, Any]) -> str | None:
         user = {"role": "user", "content": "x"}
-        views = [View(1 + len(turns), False)]
+        views = [View(1 + len(turns), add_generation_prompt=False)]
         try:
             return next(render(source, [user, *turns], dict(variables), _NOW, views))
         except TemplateError:
@@ -80,11 +82,13 @@ def turn_ends(
             break
     else:
         return TurnEnds()
+    # The template writes an end.
     call = {**answer, "tool_calls": [_CALL]}
     calling = (shown(call) or "").rstrip()
     if own := alone.rpartition(_ANSWER)[2].strip():
         called = _last_token(calling, added_tokens)
         return TurnEnds(own, stops=_stops([_last_token(own, added_tokens) or own, called]))
+    # It writes none: find the beginning of each turn that may follow.
     ends = {}
     for role, turn, before in [
         ("user", answer, _ANSWER),
@@ -100,7 +104,7 @@ def turn_ends(
 
 
 def _stops(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return the texts once each, without single letters, which may occur in any answer."""
+    """Return each text once. Single letters are left out, since any answer may contain them."""
     return tuple(dict.fromkeys(text for text in texts if len(text.strip()) > 1))
 
 
@@ -113,15 +117,15 @@ def _said_in_parts(text: str) -> object:
 
 
 def _first_token(text: str, added_tokens: Iterable[str]) -> str:
-    """Return ``text`` up to the end of the token that it begins with; without one, up to its last
-    letter. Blanks before that stay."""
+    """Return the first token of ``text``, with the blanks before it. Without a token, return
+    ``text`` without the blanks at its end."""
     blanks, text = text[: len(text) - len(text.lstrip())], text.strip()
     tokens = [token for token in added_tokens if token and text.startswith(token)]
     return blanks + max(tokens, key=len, default=text) if text else ""
 
 
 def _last_token(text: str, added_tokens: Iterable[str]) -> str:
-    """Return the token that ``text`` ends with; an empty text: it ends with none."""
+    """Return the token at the end of ``text``. Empty: it ends with none."""
     return max(
         (token for token in added_tokens if token and text.endswith(token)), key=len, default=""
     )

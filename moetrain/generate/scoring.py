@@ -22,8 +22,9 @@ from moetrain.config import ConfigError
 from moetrain.config.sources import shortened
 from moetrain.data.cache import encoded
 from moetrain.data.chat import ChatTemplate
+from moetrain.data.documents import Document
 from moetrain.data.messages import BadLineError
-from moetrain.data.sources import Document, RecordReader, has_answer
+from moetrain.data.records import RecordReader, has_answer
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.files import CONFIG, read_json, resolve

@@ -279,7 +279,7 @@ class _AgentEpisode(Episode):
         with suppress(BadLineError):  # messages that the template refuses
             variables = ChatTemplate.variables_of(asked.body.record)
             text, _ = template.documents(
-                turns[: len(said)], variables, "last", adds_ends=False, strict=False
+                turns[: len(said)], variables, train_on="last", adds_ends=False, strict=False
             )[-1]
             whole = template.prompt(turns, variables)
             if whole.startswith(text):

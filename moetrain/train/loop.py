@@ -17,9 +17,9 @@ import torch
 
 from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import Config, ConfigError
-from moetrain.data.given import given_data
 from moetrain.data.loader import Data, Loader, build_data, eval_batches
 from moetrain.data.packing import Dataset
+from moetrain.data.program_rows import data_of_rows
 from moetrain.losses.balancing import RoutingStats
 from moetrain.optim.schedule import learning_rate
 from moetrain.parallel.world import World
@@ -75,8 +75,8 @@ class Trainer(Run):
 
         Args:
             config: the settings.
-            data: a sequence or an iterable of rows (:mod:`moetrain.data.given`), read by every
-                rank; None: what ``config.data`` describes.
+            data: a sequence or an iterable of rows (:mod:`moetrain.data.program_rows`), read by
+                every rank; None: what ``config.data`` describes.
             eval_data: a sequence of rows to evaluate on, or several by name; with ``data`` alone.
             objective: is minimised beside the routers' losses, and measured in evaluations
                 (:mod:`moetrain.train.objectives`); None: the one that ``train.objective`` names.
@@ -90,7 +90,7 @@ class Trainer(Run):
             if data is None:
                 self.data = _build_data(config, arch.vocab_size, world)
             else:
-                self.data = given_data(data, eval_data, config, arch.vocab_size)
+                self.data = data_of_rows(data, eval_data, config, arch.vocab_size)
             has_text = config.data.source != "synthetic"
             self.has_text = has_text if data is None else config.is_set("data.tokenizer")
             """True: the ids that are trained on are the tokenizer's."""

@@ -1,11 +1,12 @@
-"""Rows that a program hands to a trainer, instead of a source of text in the settings.
+"""Reads the rows that a program hands to a trainer, in place of a source of text in the settings.
 
-docs/library.md says what rows may be. Those of a sequence are drawn in an order of ``train.seed``;
-an iterable's come as it gives them, and when it ends, it is begun again. Every rank reads the same
-rows, and takes its own. An objective finds a token's further fields where it finds it as a target.
+docs/library.md describes the rows. A sequence is shuffled by ``train.seed``. An iterable keeps its
+order, and it is begun again when it ends. Every rank reads the same rows and takes its own. A
+token's further fields are at the position whose target the token is, where an objective reads them.
 
-An iterable that has ``state_dict`` and ``load_state_dict``, as torch's stateful data sets have,
-goes on from its state (JSON) in the checkpoint; any other is begun again, and read up to there.
+An iterable with ``state_dict`` and ``load_state_dict``, as torch's stateful data sets have them,
+resumes from its state, which the checkpoint holds as JSON. Any other iterable is read again from
+the beginning up to the row at which the checkpoint was written.
 """
 
 import hashlib
@@ -18,47 +19,63 @@ from torch.utils.data import IterableDataset
 
 from moetrain.config import Config, ConfigError
 from moetrain.config.sources import RunFailed, shortened
-from moetrain.data.loader import Data, check_prompt
+from moetrain.data.loader import Data, HeldOut, check_prompt
 from moetrain.data.packing import IGNORE_INDEX, Dataset, Row, Samples
 from moetrain.data.tokenizer import load_tokenizer
 
 _OF_TEXT = ("source", "path", "eval_path", "mix", "format", "text_field", "chat_template")
 _OF_TEXT += ("train_on", "split", "subset", "packing", "eval_fraction", "num_documents")
-"""Settings of the section ``data`` that rows have no use for."""
+"""Settings of the section ``data`` that have no effect on rows."""
 
 
-class _GivenRows:
-    """The rows of a sequence of token ids, as a :class:`~moetrain.data.packing.Dataset`."""
+class _SequenceRows:
+    """The rows of a sequence, as a :class:`~moetrain.data.packing.Dataset`."""
 
     def __init__(self, rows: Any, seq_len: int, vocab_size: int) -> None:
-        self._rows, self._sizes = rows, (seq_len, vocab_size)
+        self._rows, self._seq_len, self._vocab_size = rows, seq_len, vocab_size
         self.identity: list[Any] = ["given", _name_of(rows), len(rows), seq_len]
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def row(self, index: int) -> Row:
-        return _row_of(self._rows[index], f"row {index}", *self._sizes)
+        return _row_of(
+            self._rows[index],
+            f"row {index}",
+            seq_len=self._seq_len,
+            vocab_size=self._vocab_size,
+        )
 
 
-class _GivenStream(Samples):
-    """The rows of an iterable, in the order in which they come."""
+class _IterableRows(Samples):
+    """The rows of an iterable, in its order."""
 
     def __init__(self, rows: Iterable[Any], seq_len: int, vocab_size: int) -> None:
-        self.rows, self._sizes = rows, (seq_len, vocab_size)
+        self.rows, self._seq_len, self._vocab_size = rows, seq_len, vocab_size
         self.identity: list[Any] = ["stream", _name_of(rows)]
         self._iterator: Iterator[Any] = iter(rows)
-        self._taken = self._began_at = 0
-        """Rows taken in all, and those before the iterable was last begun."""
+        self._taken = 0
+        """Number of rows that were read in all."""
+        self._began_at = 0
+        """Number of rows that were read before the iterable was last begun."""
 
     def __len__(self) -> int:
         return 0  # not known
 
     def sample(self, number: int) -> Row:
-        assert number >= self._taken  # a step of a stream is not given up
-        return _row_of(self._read_to(number + 1), f"row {number}", *self._sizes)
+        assert number >= self._taken  # an iterable cannot go back
+        return _row_of(
+            self._read_to(number + 1),
+            f"row {number}",
+            seq_len=self._seq_len,
+            vocab_size=self._vocab_size,
+        )
 
     def _read_to(self, number: int) -> Any:
+        """Read up to ``number`` rows in all, and return the last one.
+
+        Raises RunFailed: the iterable ended and cannot be begun again.
+        """
         found = None
         while self._taken < number:
             found = next(self._iterator, self)
@@ -74,7 +91,7 @@ class _GivenStream(Samples):
         return found
 
     def state(self, number: int) -> dict[str, Any]:
-        self._read_to(number)  # over the rows of other ranks
+        self._read_to(number)  # the rows of other ranks too
         state: dict[str, Any] = {"taken": number, "began_at": self._began_at}
         if hasattr(self.rows, "state_dict"):
             state["rows"] = cast("Any", self.rows).state_dict()
@@ -95,14 +112,17 @@ class _GivenStream(Samples):
                 )
 
 
-def given_data(rows: Any, held_out: Any, config: Config, vocab_size: int) -> Data:
+def data_of_rows(rows: Any, held_out: Any, config: Config, vocab_size: int) -> Data:
     """Return the data of a run on ``rows``.
 
-    ``held_out``: a sequence of rows to evaluate on, or several by name; None: there are none.
+    Args:
+        rows: a sequence or an iterable of rows, or a :class:`~moetrain.data.packing.Dataset`.
+        held_out: a sequence of rows to evaluate on, or several by name; None: there are none.
+        config: the settings of the run.
+        vocab_size: number of token ids that the model takes.
 
-    Raises:
-        ConfigError: settings name or shape other data, no rows were given, ``train.epochs`` of a
-            stream, or a ``train.sample_prompt`` without a tokenizer or that it cannot encode.
+    Raises ConfigError: settings name or shape other data, there are no rows, ``train.epochs`` is
+    set for an iterable, or nothing can be sampled from ``train.sample_prompt``.
     """
     for name in _OF_TEXT:
         if config.is_users(f"data.{name}"):
@@ -116,51 +136,65 @@ def given_data(rows: Any, held_out: Any, config: Config, vocab_size: int) -> Dat
         remedy = "name the model's in data.tokenizer, or unset it"
         raise ConfigError("train.sample_prompt", f"{problem}; {remedy}")
     is_sized = hasattr(rows, "row") or _is_sequence(rows)
-    sizes = config.data.seq_len, vocab_size
-    train = _sized(rows, *sizes) if is_sized else _GivenStream(rows, *sizes)
+    seq_len = config.data.seq_len
+    train = (
+        _sized(rows, seq_len, vocab_size) if is_sized else _IterableRows(rows, seq_len, vocab_size)
+    )
     if not is_sized and config.train.epochs is not None:
         problem = f"{config.train.epochs}, but the rows that were given have no length"
         raise ConfigError("train.epochs", f"{problem}; give train.steps")
     sets = held_out if isinstance(held_out, Mapping) else {"": held_out}
-    sets = {name: _sized(rows, *sizes) for name, rows in sets.items() if rows is not None}
+    sets = {
+        name: _sized(rows, seq_len, vocab_size) for name, rows in sets.items() if rows is not None
+    }
     if not sets and config.train.patience:
         problem = f"{config.train.patience}, but no rows to evaluate on were given (eval_data=)"
         raise ConfigError("train.patience", f"{problem}; give some, or set it to 0")
     identity = [train.identity, [x.identity for x in sets.values()]]
     fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    first = next(iter(sets.values()), None)
-    parts = {name: (rows, 1.0) for name, rows in sets.items() if name}
-    return Data(train, first, tokenizer, fingerprint, None, parts)
+    return Data(
+        train=train,
+        eval=next(iter(sets.values()), None),
+        tokenizer=tokenizer,
+        fingerprint=fingerprint,
+        chat_template=None,
+        sources={name: HeldOut(rows, 1.0) for name, rows in sets.items() if name},
+    )
 
 
 def _is_sequence(rows: Any) -> bool:
+    """Return True if ``rows`` have a length and an index."""
     is_stream = isinstance(rows, IterableDataset)  # which may have both, and cannot be indexed
     return not is_stream and hasattr(rows, "__getitem__") and hasattr(rows, "__len__")
 
 
 def _sized(rows: Any, seq_len: int, vocab_size: int) -> Dataset:
-    """Return a sequence of rows as a dataset; one that is such a dataset is returned as it is."""
+    """Return a sequence of rows as a dataset. Return a dataset unchanged."""
     if not hasattr(rows, "row") and not _is_sequence(rows):
         raise ConfigError("eval_data", f"{_name_of(rows)} has no len() and []; give a list of rows")
     if len(rows) == 0:
         raise ConfigError("data", "no rows were given; give some")
-    return rows if hasattr(rows, "row") else _GivenRows(rows, seq_len, vocab_size)
+    return rows if hasattr(rows, "row") else _SequenceRows(rows, seq_len, vocab_size)
 
 
 def _name_of(rows: Any) -> str:
     return f"{type(rows).__module__}.{type(rows).__qualname__}"
 
 
-def _row_of(given: Any, what: str, size: int, vocab_size: int) -> Row:
-    fields = given if isinstance(given, Mapping) else {"input_ids": given}
+def _row_of(entry: Any, what: str, *, seq_len: int, vocab_size: int) -> Row:
+    """Make a row of ``entry``, a list of token ids or a mapping with ``input_ids``.
+
+    Raises ConfigError, which begins with ``what``: it is neither, or does not fit.
+    """
+    fields = entry if isinstance(entry, Mapping) else {"input_ids": entry}
     ids = np.asarray(fields["input_ids"])
     labels = np.asarray(fields.get("labels", ids))
-    is_right = ids.ndim == 1 and ids.dtype.kind in "iu" and 0 < len(ids) <= size
+    is_right = ids.ndim == 1 and ids.dtype.kind in "iu" and 0 < len(ids) <= seq_len
     if not is_right or labels.shape != ids.shape:
         raise ConfigError(
             "data",
-            f"{what} is {shortened(given)}, of shape {ids.shape} and dtype {ids.dtype}; a row has "
-            f"1 to {size} token ids (data.seq_len), with as many labels",
+            f"{what} is {shortened(entry)}, of shape {ids.shape} and dtype {ids.dtype}; a row has "
+            f"1 to {seq_len} token ids (data.seq_len), with as many labels",
         )
     extra: dict[str, np.ndarray] = {}
     for name in fields.keys() - {"labels"}:
@@ -170,18 +204,23 @@ def _row_of(given: Any, what: str, size: int, vocab_size: int) -> Row:
         if name.endswith("_ids") and (found.min() < 0 or found.max() >= vocab_size):
             wrong, last = found[(found < 0) | (found >= vocab_size)][0], vocab_size - 1
             raise ConfigError("data", f"{what} has token {wrong}; the model's are 0 to {last}")
-        extra[name] = np.zeros((size, *found.shape[1:]), found.dtype)
+        # A field of a token belongs to the position that predicts it.
+        extra[name] = np.zeros((seq_len, *found.shape[1:]), found.dtype)
         extra[name][: len(ids) - 1] = found[1:]
     del extra["input_ids"]
     targets_T = np.append(np.where(labels < 0, IGNORE_INDEX, labels)[1:], IGNORE_INDEX)
     # One document, whose attention needs no mask.
-    return Row.filled(size, [(ids, targets_T)])._replace(positions_S=None, extra=extra)
+    return Row.filled(seq_len, [(ids, targets_T)])._replace(positions_S=None, extra=extra)
 
 
-def _numbers(given: Any, what: str, length: int) -> np.ndarray | None:
-    """Return a field with an entry for each of the tokens; None: it is no list of numbers."""
+def _numbers(field: Any, what: str, length: int) -> np.ndarray | None:
+    """Return a field with an entry for each token. None: it is no list of numbers.
+
+    Raises ConfigError, which begins with ``what``: its entries differ in length, or are not
+    ``length``.
+    """
     try:
-        found = np.asarray(given)
+        found = np.asarray(field)
     except ValueError as error:
         raise ConfigError("data", f"{what}: {error}; give as many numbers for each token") from None
     if found.ndim == 0 or found.dtype.kind not in "biuf":

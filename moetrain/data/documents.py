@@ -1,0 +1,94 @@
+"""Documents, which shares of them are read, and the bad records that are left out."""
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+from moetrain.config import ConfigError, logger
+from moetrain.data.messages import BadLineError
+
+
+class Document(NamedTuple):
+    """A text with its loss mask, or a part of a text that is too large to hold."""
+
+    text: str
+    loss_spans: list[tuple[int, int]] | None = None
+    """The characters ``start:end`` to learn. None: all."""
+    is_rendered: bool = False
+    """True: a chat template made the text, and decided how it begins."""
+    is_end: bool = True
+    """True: the document ends with this part."""
+    num_bytes: int = 0
+    """Bytes of the source that were read for it, for the progress bar."""
+    label: bool | None = None
+    """For KTO: True for a desirable answer, False for an undesirable one, None without a label."""
+    margin: float | None = None
+    """For reward models: the least difference that the rewards of the pair's answers should have.
+    None: margins are not read."""
+
+
+class HashRange(NamedTuple):
+    """A share of documents: those whose hash, a number in [0, 1), is in ``low <= hash < high``."""
+
+    low: float = 0.0
+    high: float = 1.0
+
+    def holds(self, key: bytes) -> bool:
+        """Return whether a document is in the share. ``key`` is its name or content."""
+        digest = hashlib.blake2b(key, digest_size=8).digest()
+        return self.low <= int.from_bytes(digest, "big") / 2**64 < self.high
+
+
+class BadRecordError(ConfigError):
+    """A record that cannot be used, with its file and line."""
+
+    def __init__(self, field: str, where: str, error: BadLineError) -> None:
+        """``field`` is the setting at fault, ``where`` the file and line."""
+        self.problem = f"{where}: {error}"
+        self.kind = error.kind or _kind_of(str(error))
+        """The sort of problem. Bad records are counted by it."""
+        super().__init__(field, self.problem)
+
+
+@dataclass
+class Skipped:
+    """The bad records that ``data.bad_records skip`` leaves out, counted by kind."""
+
+    MOST_KINDS: ClassVar = 10
+    count: int = 0
+    kinds: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """For each kind of problem the number of records, and the file, line and problem of the first
+    one."""
+
+    def add(self, error: BadRecordError) -> None:
+        """Count a bad record."""
+        self.merge(Skipped(1, {error.kind: (1, error.problem)}))
+
+    def merge(self, other: "Skipped") -> None:
+        """Add the records of ``other``."""
+        self.count += other.count
+        for kind, (count, first) in other.kinds.items():
+            if kind in self.kinds or len(self.kinds) < self.MOST_KINDS:
+                known, known_first = self.kinds.get(kind, (0, first))
+                self.kinds[kind] = (known + count, known_first)
+
+    def warn(self, path: str) -> None:
+        """Log the bad records of ``path``, if there are any."""
+        if not self.count:
+            return
+        logger.warning("%s: %s bad records were left out", path, f"{self.count:,}")
+        for count, first in sorted(self.kinds.values(), key=lambda kind: -kind[0]):
+            logger.warning("%s such as %s", f"{count:,}", first)
+        if rest := self.count - sum(count for count, _ in self.kinds.values()):
+            logger.warning("%s of other kinds", f"{rest:,}")
+
+
+_VALUE = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+|(?<=\s)[\[{(].*""")
+"""Matches what differs between errors of one kind: texts, numbers, and all that follows the
+beginning of a list or an object."""
+
+
+def _kind_of(problem: str) -> str:
+    """Return ``problem`` without its remedy and the values of the record."""
+    return _VALUE.sub("...", problem.partition("; ")[0])

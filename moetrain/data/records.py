@@ -1,0 +1,399 @@
+"""Reads the documents of a record, in whichever form it is.
+
+The form is recognised by the record's fields, so one source may mix forms, unless ``data.format``
+names one. Every form of a dialogue becomes messages, which :mod:`moetrain.data.chat` renders.
+Prompts and completions of plain text are joined as they are.
+
+Left out on purpose: renaming other fields of records (a line of the user's own script does that),
+and images and sounds in ``content``.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any, ClassVar, NamedTuple, Self
+
+from moetrain.config import ConfigError, DataSection
+from moetrain.config.sources import shortened
+from moetrain.data.chat import ChatTemplate
+from moetrain.data.containers import OBJECTS
+from moetrain.data.documents import Document
+from moetrain.data.field_names import renamed
+from moetrain.data.known_sets import remedy_for
+from moetrain.data.messages import (
+    BadLineError,
+    check_weight,
+    parse_json,
+    read_messages,
+    role_of,
+)
+from moetrain.data.pairs import (
+    KNOWN_FORMS,
+    KNOWN_LABELLED,
+    Dialogues,
+    label_of,
+    read_answers,
+    read_history,
+)
+from moetrain.data.tokenizer import Tokenizer
+
+_ALIKE = 0.5
+"""Least share of a form's fields that a record has for an error to name the form as the nearest."""
+_MOST_MARGIN = 1e30
+"""The largest margin of a pair. fp32 holds it, and sums of it."""
+
+
+@dataclass(frozen=True)
+class RecordReader:
+    """Reads records as ``data.format``, ``data.text_field`` and ``data.train_on`` say."""
+
+    PAIRED: ClassVar = ("pairs", "answers", "ranked")
+    """Further values of data.packing, which train.objective sets. pairs: rows of preference pairs;
+    answers: of pairs and of single answers with a label, for kto; ranked: of pairs with their
+    margins, for reward."""
+
+    template: ChatTemplate
+    """Renders dialogues."""
+    form: str = "auto"
+    """``data.format``: the form of all records, or auto."""
+    text_field: str = "text"
+    """``data.text_field``: the field of a text."""
+    train_on: str = "all"
+    """``data.train_on``: the assistant's turns that are learned."""
+    reads_pairs: bool = False
+    """True: both answers of a preference pair become documents. False: the chosen one alone does,
+    for next-token loss."""
+    reads_labels: bool = False
+    """True: single answers with a label are read too. Records that are neither these nor pairs are
+    refused."""
+    reads_margins: bool = False
+    """True: the ``margin`` of a pair is read."""
+    skips_bad: bool = False
+    """True: bad records are left out (``data.bad_records skip``)."""
+
+    @classmethod
+    def of(cls, data: DataSection, tokenizer: Tokenizer) -> Self:
+        """Make the reader that ``data`` asks for.
+
+        Raises ConfigError: the template cannot be read, or ``data.format`` does not suit the
+        objective.
+        """
+        template = ChatTemplate.of(tokenizer, data.chat_template, data.chat_template_kwargs)
+        reader = cls(
+            template=template,
+            form=data.format,
+            text_field=data.text_field,
+            train_on=data.train_on,
+            skips_bad=data.skips_bad,
+        )
+        if data.packing not in cls.PAIRED:
+            return reader
+        if data.packing == "answers":
+            if data.format == "text":
+                problem = "'text', and train.objective kto learns from answers with a label"
+                raise ConfigError("data.format", f"{problem}; set auto or another")
+            return replace(reader, reads_pairs=True, reads_labels=True)
+        if data.format not in ("auto", "preference"):
+            problem = f"{data.format!r}, and train.objective learns from pairs alone"
+            raise ConfigError("data.format", f"{problem}; set preference")
+        reads_margins = data.packing == "ranked"
+        return replace(reader, form="preference", reads_pairs=True, reads_margins=reads_margins)
+
+    def identity(self) -> list[Any]:
+        """Return a JSON value that differs if the documents of records differ."""
+        found = [self.form, self.text_field, self.train_on, self.template.identity()]
+        reads = ["pairs"] * self.reads_pairs + ["labels"] * self.reads_labels
+        reads += ["margins"] * self.reads_margins
+        return [*found, *["skip"] * self.skips_bad, *reads]
+
+    def documents(self, record: Any) -> list[Document]:
+        """Return the documents of ``record``. It has none if its text is blank or its weight 0.
+
+        Raises:
+            BadLineError: the record has no known form, or is malformed.
+            ConfigError: the chat template itself is wrong.
+        """
+        record = self._named(record)
+        form = self._form(record)
+        if isinstance(weight := record.get("weight"), int | float):
+            check_weight(weight, "`weight`")
+            if not weight:
+                return []
+        if self.reads_labels and form != "preference":
+            found = self._labelled(record, form)
+        else:
+            _refuse_unwanted(record, form)
+            found = _FORMS[form].read(self, record)
+        # Lone surrogates, which JSON can spell and no tokenizer accepts, become a question mark.
+        return [
+            document._replace(text=document.text.encode(errors="replace").decode())
+            for document in found
+        ]
+
+    def form_of(self, record: Any) -> str:
+        """Return the form of ``record``.
+
+        Raises BadLineError, which names the nearest form: it has none.
+        """
+        return self._form(self._named(record))
+
+    def _form(self, record: dict[str, Any]) -> str:
+        """Return the form of a record whose fields are renamed already."""
+        if self.form != "auto":
+            missing = [key for key in self._needed(self.form) if key not in record]
+            if missing and self.reads_pairs:
+                said = f"no {missing[0]!r}: no pair of answers, {shortened(record)}"
+                remedy = remedy_for(record)
+                answers = ("messages", "sharegpt", "completion", "alpaca")
+                if remedy is None and self._has_form(record, *answers):
+                    remedy = "it has one answer, which train.objective next_token learns"
+                    if label_of(record) is not None:
+                        remedy = "it has one answer with a label, which train.objective kto learns"
+                said = f"{said}; {remedy}" if remedy else said
+                raise BadLineError(f"{said}; known forms are {KNOWN_FORMS}", kind=remedy)
+            if missing:
+                said = f"no {missing[0]!r}, which data.format {self.form!r} needs"
+                raise BadLineError(f"{said}; give it, or set data.format auto")
+            return self.form
+        fields = {key for key, value in record.items() if value is not None}
+        is_pair = fields.issuperset(("chosen", "rejected"))
+        if is_pair and (self.reads_pairs or not has_answer(record)):
+            return "preference"
+        for name in _FORMS:
+            if fields.issuperset(self._needed(name)):
+                return name
+        known = ", ".join(f"{name} ({', '.join(self._needed(name))})" for name in _FORMS)
+        remedy = remedy_for(record) or self._nearest(record)
+        raise BadLineError(
+            f"no {self.text_field!r} and no 'messages': a record of no known form, "
+            f"{shortened(record)}; known are {known}; {remedy}, or name the field of a text in "
+            "data.text_field",
+            kind=remedy,
+        )
+
+    def _nearest(self, record: dict[str, Any]) -> str:
+        """Describe the form that is nearest to ``record``, and the fields that are missing."""
+        likeness, form = max((_likeness(self._needed(name), record), name) for name in _FORMS)
+        if likeness < _ALIKE:
+            return "none is near: fill or rename its fields"
+        missing = ", ".join(f"`{key}`" for key in self._needed(form) if record.get(key) is None)
+        return f"nearest is {form}, which lacks {missing}: fill or rename its fields"
+
+    def _named(self, record: Any) -> dict[str, Any]:
+        """Return ``record`` with the names of fields that the forms have.
+
+        Raises BadLineError: it is no object, or a part of it cannot be read.
+        """
+        if not isinstance(record, dict):
+            raise BadLineError(f"not a JSON object: {shortened(record)}; {OBJECTS}")
+        return renamed(record, reads_pairs=self.reads_pairs, text_field=self.text_field)
+
+    def _has_form(self, record: dict[str, Any], *forms: str) -> bool:
+        return any(all(record.get(key) for key in self._needed(form)) for form in forms)
+
+    def _needed(self, form: str) -> tuple[str, ...]:
+        """Return the fields by which ``form`` is recognised."""
+        return (self.text_field,) if form == "text" else _FORMS[form].fields
+
+    def _text(self, record: dict[str, Any]) -> list[Document]:
+        if {"role", "parent_id"} <= record.keys():  # a row of OASST
+            problem = f"a turn of a dialogue and no document: {shortened(record)}"
+            raise BadLineError(f"{problem}; give whole dialogues as `messages`")
+        text = record[self.text_field]
+        if not isinstance(text, str):
+            said = f"{self.text_field!r} is not text: {shortened(text)}"
+            raise BadLineError(f"{said}; write texts there, or name another data.text_field")
+        return [Document(text)] if text.strip() else []
+
+    def _dialogue(
+        self, messages: object, record: dict[str, Any], num_given: int = 0
+    ) -> list[Document]:
+        """Render ``messages``. The first ``num_given`` are a prompt, and are not learned."""
+        variables = ChatTemplate.variables_of(record)
+        rendered = self.template.documents(
+            messages, variables, train_on=self.train_on, num_given=num_given
+        )
+        return [Document(each.text, each.spans, is_rendered=True) for each in rendered]
+
+    def _chat(self, record: dict[str, Any]) -> list[Document]:
+        return self._dialogue(_with_system(record, read_messages(record["messages"])), record)
+
+    def _sharegpt(self, record: dict[str, Any]) -> list[Document]:
+        messages = read_messages(record["conversations"], "conversations")
+        return self._dialogue(_with_system(record, messages), record)
+
+    def _alpaca(self, record: dict[str, Any]) -> list[Document]:
+        asked = [_text_in(record, key) for key in ("instruction", "input")]
+        messages = [
+            *read_history(record),
+            {"role": "user", "content": "\n\n".join(filter(None, asked))},
+            {"role": "assistant", "content": _text_in(record, "output")},
+        ]
+        return self._dialogue(_with_system(record, messages), record)
+
+    def _preference(self, record: dict[str, Any]) -> list[Document]:
+        keys = ("chosen", "rejected")
+        answers = self._answers(record, keys, num_learned=2 if self.reads_pairs else 1)
+        for key, documents in zip(keys, answers, strict=False):
+            if len(documents) != 1:
+                problem = f"becomes {len(documents)} texts, where a pair has one of each"
+                problem = problem if documents else "has no text to learn"
+                raise BadLineError(f"`{key}` {problem}; leave such records out")
+        margin = _margin_of(record) if self.reads_margins else None
+        return [documents[0]._replace(margin=margin) for documents in answers]
+
+    def _completion(self, record: dict[str, Any]) -> list[Document]:
+        """Return a prompt with its answer. Each is a text or a list of messages."""
+        return self._answers(record, ("completion",), num_learned=1, needs_prompt=False)[0]
+
+    def _labelled(self, record: dict[str, Any], form: str) -> list[Document]:
+        """Return the document of a single answer with its label.
+
+        In ``messages`` and other dialogues the label belongs to the assistant's last turn.
+        """
+        label = label_of(record)
+        if label is None or form == "text":
+            problem = "no answer with a `label` that is true or false"
+            raise BadLineError(f"{problem}: {shortened(record)}; known forms are {KNOWN_LABELLED}")
+        if form == "completion":
+            (found,) = self._answers(record, ("completion",), num_learned=1)
+        else:
+            found = _FORMS[form].read(replace(self, train_on="last"), record)
+        if len(found) != 1:
+            problem = f"becomes {len(found)} texts" if found else "has no text to learn"
+            raise BadLineError(f"the answer {problem}: {shortened(record)}; leave such records out")
+        return [found[0]._replace(label=label)]
+
+    def _answers(
+        self,
+        record: dict[str, Any],
+        keys: Sequence[str],
+        num_learned: int,
+        needs_prompt: bool = True,
+    ) -> list[list[Document]]:
+        """Return the documents of the first ``num_learned`` answers, each behind its prompt.
+
+        ``keys``: the fields that hold the answers.
+        """
+        lists = {*keys, "prompt", "messages", "conversations"}
+        record = {k: _as_messages(k, x) if k in lists else x for k, x in record.items()}
+        found = read_answers(record, keys, needs_prompt)
+        documents: list[list[Document]] = []
+        for i, key in enumerate(keys[:num_learned]):
+            if isinstance(answer := record[key], str) and not answer.strip():
+                documents.append([])
+            elif isinstance(found, Dialogues):
+                documents.append(self._dialogue(found.dialogues[i], record, found.num_given))
+            else:
+                spans = found.spans[i]
+                documents.append([Document(found.texts[i], spans)] if spans else [])
+        return documents
+
+
+class _Form(NamedTuple):
+    """A form of records."""
+
+    fields: tuple[str, ...]
+    """The fields by which it is recognised."""
+    read: Callable[[RecordReader, dict[str, Any]], list[Document]]
+    """Returns the documents of a record."""
+
+
+_FORMS: dict[str, _Form] = {
+    "messages": _Form(("messages",), RecordReader._chat),
+    "sharegpt": _Form(("conversations",), RecordReader._sharegpt),
+    "preference": _Form(("chosen", "rejected"), RecordReader._preference),
+    "completion": _Form(("prompt", "completion"), RecordReader._completion),
+    "alpaca": _Form(("instruction", "output"), RecordReader._alpaca),
+    "text": _Form(("text",), RecordReader._text),
+}
+"""Forms by their names in data.format, in the order in which they are looked for."""
+
+
+def _margin_of(record: Mapping[str, Any]) -> float:
+    """Return the ``margin`` of a pair, 0 if it has none.
+
+    Raises BadLineError: it is no number, or too large.
+    """
+    margin = record.get("margin")
+    if margin is None:
+        return 0.0
+    is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+    if not is_number or not abs(margin) <= _MOST_MARGIN:
+        problem = f"`margin` is {shortened(margin)}, by which rewards are to differ"
+        raise BadLineError(f"{problem}; write a number, or leave it out")
+    return float(margin)
+
+
+def _refuse_unwanted(record: Mapping[str, Any], form: str) -> None:
+    """Raise BadLineError if the ``label`` of a record says that its answer is a bad one.
+
+    The label 0 counts only beside a prompt and its completion, as in data sets for KTO. Elsewhere
+    numbers may be classes of something else.
+    """
+    if form not in ("text", "preference") and label_of(record, form == "completion") is False:
+        problem = "`label` is false: the answer is one to avoid, and train.objective next_token "
+        problem += f"would learn it: {shortened(record)}"
+        raise BadLineError(f"{problem}; set train.objective kto, or leave such records out")
+
+
+def has_answer(record: Mapping[str, Any]) -> bool:
+    """Return whether ``messages`` or ``conversations`` end with an answer.
+
+    If they do not, they are the prompt of a pair beside them.
+    """
+    for turns in (record.get("messages"), record.get("conversations")):
+        last = turns[-1] if isinstance(turns, list) and turns else None
+        if isinstance(last, dict):
+            return role_of(last) == "assistant"
+    return False
+
+
+def _likeness(fields: tuple[str, ...], record: dict[str, Any]) -> float:
+    """Return the share of ``fields`` that the record has, perhaps misspelt."""
+    keys = [key for key, value in record.items() if value is not None]
+    return sum(bool(get_close_matches(field, keys, cutoff=0.8)) for field in fields) / len(fields)
+
+
+def _as_messages(key: str, value: Any) -> Any:
+    """Return the messages in field ``key`` as a list. Return any other value unchanged.
+
+    A value may also be a single message, or the text of the JSON of messages, as tables have it.
+    """
+    turns = _turns_in(value) if isinstance(value, str) else value
+    turns = [turns] if isinstance(turns, dict) else turns
+    if isinstance(turns, str) and key in ("messages", "conversations"):
+        return read_messages(turns, key)
+    if not isinstance(turns, list) or not turns or not all(isinstance(x, dict) for x in turns):
+        return value
+    return read_messages(turns, key)
+
+
+def _turns_in(text: str) -> Any:
+    """Return the messages whose JSON is ``text``. Return any other text unchanged."""
+    if not re.match(r"\s*\[\s*\{", text):
+        return text
+    try:
+        found = parse_json(text, "a text")
+    except BadLineError:
+        return text
+    are_turns = all(
+        isinstance(x, dict) and not x.keys().isdisjoint(("role", "from")) for x in found
+    )
+    return found if are_turns else text
+
+
+def _with_system(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return ``messages`` behind the record's system prompt, if it has one."""
+    system = record.get("system")
+    turn = {"role": "system", "content": system}
+    return [turn, *messages] if system and messages[:1] != [turn] else messages
+
+
+def _text_in(record: Mapping[str, Any], key: str) -> str:
+    """Return the text in field ``key``, empty if it is missing; BadLineError: it is no text."""
+    value = record.get(key) or ""
+    if not isinstance(value, str):
+        raise BadLineError(f"{key!r} is not text: {shortened(value)}; write a text there")
+    return value
