@@ -69,8 +69,8 @@ _ROWS_OF_PREFERENCES = {
     "kto": "answers",
     "reward": "ranked",
 }
-"""The rows of objectives that learn from preferences (:attr:`RecordReader.PAIRED`). Other objectives
-learn from text."""
+"""The rows (:attr:`RecordReader.PAIRED`) of objectives that learn from preferences. Others learn
+from text."""
 
 
 def build_data(config: Config, vocab_size: int) -> Data:
