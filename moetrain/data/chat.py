@@ -33,6 +33,7 @@ from moetrain.data.messages import (
     REASONING,
     BadLineError,
     Form,
+    Message,
     Piece,
     are_listed,
     forms_of,
@@ -116,9 +117,6 @@ _LONGEST_OPENING = 100
 """Characters at the end of a prompt in which _OPENING is looked for."""
 _THOUGHT = re.compile(rf"\s*(?P<open>{_OPENED})?(?P<thought>.*)(?P<close>{_CLOSED})", re.I | re.S)
 """Matches the beginning of a content that has a thought."""
-
-Turn = dict[str, Any]
-"""A message that :func:`~moetrain.data.messages.read_messages` has read."""
 
 
 class Rendered(NamedTuple):
@@ -304,7 +302,7 @@ class ChatTemplate:
 
     def _documents(
         self,
-        turns: list[Turn],
+        turns: list[Message],
         variables: Mapping[str, Any],
         learned: Sequence[int],
         *,
@@ -351,7 +349,7 @@ class ChatTemplate:
         return tuple(dict.fromkeys([*self.turn_ends.stops, *others]))
 
     def _learned_from(
-        self, prompt: str, text: str, turns: list[Turn], variables: Mapping[str, Any]
+        self, prompt: str, text: str, turns: list[Message], variables: Mapping[str, Any]
     ) -> tuple[int, str]:
         """Return the character from which the last of ``turns`` is learned, and the whole text.
 
@@ -392,7 +390,7 @@ class ChatTemplate:
             _warn_of_thoughts(opening[0])
         return start, text[:start] + text[start:].rstrip()
 
-    def _own_text(self, turns: list[Turn], variables: Mapping[str, Any]) -> str | None:
+    def _own_text(self, turns: list[Message], variables: Mapping[str, Any]) -> str | None:
         """Return the text that the template writes for the last of ``turns`` alone.
 
         A template may write the turns before differently once the last turn follows. GPT-OSS's
@@ -441,7 +439,7 @@ class ChatTemplate:
         self,
         thought: "_Thought",
         text: str,
-        turns: list[Turn],
+        turns: list[Message],
         variables: Mapping[str, Any],
     ) -> bool:
         """Return whether ``text``, a rendering of ``turns``, shows the thought of the last one."""
@@ -450,7 +448,7 @@ class ChatTemplate:
         return _OPEN in self._changed(turns, variables, thought.marked)
 
     def _changed(
-        self, turns: list[Turn], variables: Mapping[str, Any], changes: dict[str, str]
+        self, turns: list[Message], variables: Mapping[str, Any], changes: dict[str, str]
     ) -> str:
         """Render a conversation with ``changes`` in its last turn."""
         turns = [*turns[:-1], {**turns[-1], **changes}]
@@ -458,7 +456,7 @@ class ChatTemplate:
         return next(self._rendered(turns, variables, [view]))
 
     def _marked_documents(
-        self, turns: list[Turn], variables: Mapping[str, Any], learned: Sequence[int]
+        self, turns: list[Message], variables: Mapping[str, Any], learned: Sequence[int]
     ) -> list[Rendered]:
         """Render a conversation by a template that marks the text to learn.
 
@@ -496,7 +494,7 @@ class ChatTemplate:
             raise BadLineError(problem, "data.chat_template")
         return [*documents, Rendered(text[: spans[-1][1]], spans)]
 
-    def _with_marks(self, turns: list[Turn], variables: Mapping[str, Any]) -> Rendered:
+    def _with_marks(self, turns: list[Message], variables: Mapping[str, Any]) -> Rendered:
         """Return the rendering of ``turns``, with the spans that the template marks."""
         view = View(len(turns), add_generation_prompt=False, marks=(_OPEN, _CLOSE))
         (marked,) = self._rendered(turns, variables, [view])
@@ -581,14 +579,14 @@ class ChatTemplate:
 
     def _prompt_read(
         self, messages: object, variables: Mapping[str, Any], strict: bool
-    ) -> tuple[list[Turn], Mapping[str, Any]]:
+    ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return the turns of :meth:`prompt` and their variables."""
         turns, _ = self._read(messages, strict=strict)
         return turns, _with_tools_once(turns, variables) if strict else variables
 
     def _prompt_turns(
-        self, turns: list[Turn], variables: Mapping[str, Any], strict: bool
-    ) -> list[Turn]:
+        self, turns: list[Message], variables: Mapping[str, Any], strict: bool
+    ) -> list[Message]:
         """Return the turns of :meth:`prompt` in the form that the template takes."""
         view = View(len(turns), add_generation_prompt=True)
         form, lost = self._find_form(turns, variables, view)
@@ -638,7 +636,7 @@ class ChatTemplate:
 
     def _read(
         self, messages: object, num_given: int = 0, *, strict: bool
-    ) -> tuple[list[Turn], int]:
+    ) -> tuple[list[Message], int]:
         """Read the messages; return turns, and how many are of the first ``num_given`` messages.
 
         ``strict``: refuse results that cannot be put into the order of their calls.
@@ -707,7 +705,7 @@ class ChatTemplate:
 
     def _rendered(
         self,
-        turns: list[Turn],
+        turns: list[Message],
         variables: Mapping[str, Any],
         views: Sequence[View],
     ) -> Iterator[str]:
@@ -778,7 +776,7 @@ def _opening_of(closing: str) -> str:
 class _Probe(NamedTuple):
     """A turn with marks in place of its texts. A marked span of a rendering tells its turn so."""
 
-    turn: Turn
+    turn: Message
     """The turn with marks."""
     thought: str
     """The mark of the thought. Empty: the turn has none."""
@@ -846,7 +844,7 @@ _MOST_SHAPES = 1024
 class _Shape(NamedTuple):
     """A conversation with marks in place of its texts. It stands for all of its shape."""
 
-    turns: list[Turn]
+    turns: list[Message]
     variables: dict[str, Any]
     pieces: Sequence[Piece]
     """The texts that the marks stand for."""

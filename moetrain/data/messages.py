@@ -46,6 +46,10 @@ _ELSEWHERE = {
 """The advice for parts of the content of Anthropic's messages that OpenAI's have elsewhere."""
 
 
+Message = dict[str, Any]
+"""A message of a conversation, which has OpenAI's form once it is read."""
+
+
 class BadLineError(Exception):
     """The content of a line is wrong. The caller adds the file and the line number."""
 
@@ -62,9 +66,7 @@ class BadLineError(Exception):
         self.field, self.kind = field, kind
 
 
-def read_messages(
-    messages: object, name: str = "messages", num_given: int = 0
-) -> list[dict[str, Any]]:
+def read_messages(messages: object, name: str = "messages", num_given: int = 0) -> list[Message]:
     """Read a conversation, and return it as OpenAI's messages.
 
     Known roles get OpenAI's names, and calls become ``tool_calls`` of the assistant's turns. Keys
@@ -84,7 +86,7 @@ def read_messages(
     if not isinstance(messages, list) or not messages:
         said = f"`{name}` is not a list of turns: {shortened(messages)}"
         raise BadLineError(f"{said}; give one turn or more")
-    turns: list[dict[str, Any]] = []
+    turns: list[Message] = []
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
             said = f"{name}[{i}] is not an object: {shortened(message)}"
@@ -133,7 +135,7 @@ def role_of(message: Mapping[str, Any]) -> object:
     return _ROLES.get(role.strip().lower().replace("-", "_"), role)
 
 
-def _read_turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read_turn(message: Mapping[str, Any], where: str) -> Message:
     """Read a message as :func:`read_messages` does. A call alone keeps the role ``_CALL``."""
     turn = {key: value for key, value in message.items() if value is not None}
     for key, other in (("role", "from"), ("content", "value")):
@@ -279,7 +281,7 @@ def parse_json(text: str, what: str) -> Any:
 # ---- calls, their results, and tools ------------------------------------------------------------
 
 
-def in_order_of_calls(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def in_order_of_calls(turns: list[Message]) -> list[Message]:
     """Return ``turns`` with the results of parallel calls in the order of the calls.
 
     Most templates write results without ``tool_call_id``, so a model takes the first result for
@@ -336,7 +338,7 @@ def are_listed(tools: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, 
     return not others
 
 
-def without_tags(turn: dict[str, Any]) -> dict[str, Any]:
+def without_tags(turn: Message) -> Message:
     """Return a tool's turn without ``<tool_response>`` around its content.
 
     Other turns are returned unchanged. Of several results in one content, the inner tags stay.
@@ -397,11 +399,11 @@ class Form(NamedTuple):
         """Return whether this form differs from ``other`` at most in how calls are written."""
         return (self.content, self.developer) == (other.content, other.developer)
 
-    def of(self, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def of(self, turns: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Return ``turns`` in this form."""
         return [self._turn(turn) for turn in turns]
 
-    def _turn(self, turn: Mapping[str, Any]) -> dict[str, Any]:
+    def _turn(self, turn: Mapping[str, Any]) -> Message:
         made, content = {**turn}, turn.get("content")
         made.pop("weight", None)
         if turn["role"] == "developer":
@@ -495,7 +497,7 @@ class Piece(NamedTuple):
 class Marked(NamedTuple):
     """A conversation with marks in place of its texts."""
 
-    turns: list[dict[str, Any]]
+    turns: list[Message]
     variables: dict[str, Any]
     """The variables of the template, with marks in tools and documents."""
     pieces: list[Piece]
@@ -549,7 +551,7 @@ class _Marker:
     def _thought(self, turn: int, place: str, is_needed: bool) -> str:
         return self.add(place, "reasoning", turn)[0] if is_needed else self.new()
 
-    def turn(self, turn: Mapping[str, Any], i: int, with_thoughts: bool) -> dict[str, Any]:
+    def turn(self, turn: Mapping[str, Any], i: int, with_thoughts: bool) -> Message:
         """Return turn ``i`` with marks. Its thoughts are pieces only ``with_thoughts``."""
         made, place, role = {**turn}, f"messages[{i}]", turn["role"]
         if "tool_call_id" in turn:

@@ -15,9 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moetrain.config.sources import shortened
-from moetrain.data.messages import BadLineError
-
-Message = dict[str, Any]
+from moetrain.data.messages import BadLineError, Message
 
 KNOWN_FORMS = (
     "`prompt`, `question`, `messages`, or `instruction` with `input`, optionally with `system`, "

@@ -23,6 +23,7 @@ from moetrain.data.field_names import renamed
 from moetrain.data.known_sets import remedy_for
 from moetrain.data.messages import (
     BadLineError,
+    Message,
     check_weight,
     parse_json,
     read_messages,
@@ -384,7 +385,7 @@ def _turns_in(text: str) -> Any:
     return found if are_turns else text
 
 
-def _with_system(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]:
     """Return ``messages`` behind the record's system prompt, if it has one."""
     system = record.get("system")
     turn = {"role": "system", "content": system}
