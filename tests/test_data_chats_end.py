@@ -130,5 +130,5 @@ def test_chats_that_were_learned_are_answered_and_end(family, tiny_words, tmp_pa
         assert completion.tokens[: len(wanted)] == wanted
         assert completion.finish_reason == "stop"
         # Where the template writes no end, the mark of the next role is the end.
-        ends = [] if wanted[-1] in theirs.all_special_ids else theirs.encode("<|user|>")
+        ends = [] if wanted[-1] in theirs.added_tokens_decoder else theirs.encode("<|user|>")
         assert completion.tokens[len(wanted) :] == ends

@@ -19,7 +19,7 @@ from distributed import spawn
 from moetrain import Trainer
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import Batch, Data, Loader, build_data
-from moetrain.data.packing import Mixture, Row, Samples, Shuffled
+from moetrain.data.packing import Mixture, Row, Samples, Shuffled, SyntheticDataset
 from moetrain.train.metrics import read_metrics
 
 datasets = pytest.importorskip("datasets")
@@ -77,20 +77,21 @@ def test_a_pass_has_the_shares_that_weights_repeats_and_limits_ask_for(
 
 
 class Numbered(Shuffled):
-    """Rows that have their own number for a token."""
+    """Rows whose token is their own number, from ``first`` on."""
 
-    def __init__(self, size: int) -> None:
-        self.rows, self.identity, self._seed, self._turn = range(size), [], 0, -1
+    def __init__(self, size: int, first: int = 0) -> None:
+        super().__init__(SyntheticDataset(size, 2, 2, seed=0), seed=0)
+        self.first = first
 
     def sample(self, number: int) -> Row:
-        index = np.array([self.index(number)])
-        return Row(index, index, None, np.array([1]))
+        token = np.array([self.first + self.index(number)])
+        return Row(tokens_S=token, targets_S=token, positions_S=None, lengths=np.array([1]))
 
 
 def test_later_passes_take_the_other_rows_of_a_larger_source():
-    train = Mixture({"large": Numbered(10), "small": Numbered(2)}, [5, 2], 0)
-    found = [int(train.sample(i).tokens_S[0]) for i in range(14) if train._place(i)[0] == 0]
-    assert sorted(found) == list(range(10))
+    train = Mixture({"large": Numbered(10), "small": Numbered(2, first=10)}, [5, 2], 0)
+    found = [int(train.sample(i).tokens_S[0]) for i in range(14)]
+    assert sorted(found) == [*range(10), 10, 10, 11, 11]
 
 
 @pytest.mark.parametrize("done", [1, 5, 13])

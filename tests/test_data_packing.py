@@ -211,7 +211,10 @@ def test_batch_by_hand():
     batch = Batch.of([data.row(i) for i in range(3)])
     assert batch.tokens_BS.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
     assert batch.cu_seqlens.tolist() == [0, 3, 4, 8, 12]
-    assert batch.inputs == (batch.tokens_BS, batch.positions_BS, batch.cu_seqlens, None, None)
+    inputs = vars(batch.inputs)
+    for name in ("tokens_BS", "positions_BS", "cu_seqlens"):
+        assert inputs.pop(name) is getattr(batch, name)
+    assert {*inputs.values()} == {None}
     assert str(batch.cu_seqlens.dtype) == "torch.int32"
     assert {str(t.dtype) for t in batch[:3]} == {"torch.int64"}
 
