@@ -323,7 +323,7 @@ def test_a_home_folder_is_found_in_any_source(monkeypatch):
 def test_an_empty_entry_of_a_list_is_refused_and_not_dropped(given, wanted):
     source, words = (given, []) if isinstance(given, dict) else ({}, given)
     learned = {"lora.rank": 8, "lora.modules_to_save": "embed_tokens", "data.source": "text"}
-    words = [*words, "data.path=a.txt"]
+    words = [*words, "data.path=a.txt", "model.preset=debug"]
     words += [f"{k}={v}" for k, v in learned.items() if f"{k}=" not in " ".join(words)]
     if wanted is None:
         with pytest.raises(ConfigError, match=r"an entry is empty; leave it out"):

@@ -38,11 +38,12 @@ def test_a_run_on_a_token_cache_warns_as_the_one_that_made_it(
 ):
     path = write_lines(tmp_path / "a.jsonl", *({"messages": TURNS, "id": i} for i in range(9)))
     data = {"source": "records", "path": str(path), "eval_fraction": 0, "streaming": streaming}
+    data |= {"workers": 0} if streaming == "yes" else {}
     found = []
     for _ in range(3):
         SEEN.clear()  # as in a process of its own
         caplog.clear()
-        build_data(config(tmp_path, seq_len=128, workers=0, **data), BYTE_VOCAB)
+        build_data(config(tmp_path, seq_len=256, **data), BYTE_VOCAB)
         found.append([record.getMessage() for record in caplog.records if record.levelno > 20])
         assert all(sum(text in line for line in found[-1]) == 1 for text in SAID)
     assert found[0] == found[1] == found[2]
