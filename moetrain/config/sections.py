@@ -155,18 +155,18 @@ class MixEntry(Section):
     repeat: PositiveInt = 1
     """Times that one pass over the mixture reads its rows, or with weights may read them."""
     limit: PositiveInt | None = None
-    """First records or files that are read of it; unset: all."""
+    """Number of its first records or files that are read; unset: all."""
     source: Literal["text", "records"] | None = None
     """Kind of data; unset: by the end of its path."""
     eval_path: MaybePath = None
-    """What to evaluate on; unset: data.eval_fraction of it is held out."""
+    """File or folder to evaluate on; unset: data.eval_fraction of the entry is held out."""
     split: str | None = None
     subset: str | None = None
     format: str | None = None
     text_field: str | None = None
 
     def __str__(self) -> str:
-        """Return the path, which says in messages which entry is meant."""
+        """Return the path, by which messages name the entry."""
         return self.path
 
     def label(self) -> str:
@@ -306,8 +306,8 @@ class TrainSection(Section):
     a text by its last token takes the vocabulary's place, and the chosen answer is to score higher
     than the rejected one (Bradley-Terry), by the record's `margin` if it has one."""
     reward_centering: float = Field(default=0.0, ge=0)
-    """Weight of the mean squared sum of the rewards of both answers in objective reward, which
-    keeps rewards around 0 (TRL's center_rewards_coefficient; 0.01 is usual); 0: none."""
+    """In objective reward, weight of the mean squared sum of both answers' rewards. It keeps
+    rewards around 0 (TRL's center_rewards_coefficient; 0.01 is usual). 0: none."""
     beta: float = Field(default=0.1, gt=0)
     """Weight of the log-ratio of model and reference in dpo, ipo and kto: the larger, the closer
     the model stays to the reference. In simpo it is the weight of the mean log-probabilities (2 to
@@ -346,7 +346,7 @@ class TrainSection(Section):
     """Steps between checks that ranks with the same weights hold the same bits. A difference is a
     machine's fault: it ends the run and names the rank. 0: no checks."""
     gc_interval: PositiveInt = 50
-    """Steps between runs of Python's garbage collector, which never runs in between."""
+    """Steps between runs of Python's garbage collector. It never runs in between."""
     eval_interval: NonNegativeInt = 100
     """Steps between evaluations on held-out rows; 0: only at the end."""
     eval_rows: PositiveInt = 256
@@ -432,7 +432,7 @@ class LoraSection(Section):
     save: bool = True
     """Write the adapters in PEFT's format to output_dir/adapter at the end of the run."""
     layout: Literal["auto", "per_expert", "fused"] = "auto"
-    """How those files hold adapters of routed experts. per_expert: one module for each expert;
+    """Layout of routed experts' adapters in these files. per_expert: one module for each expert;
     fused: PEFT's target_parameters; auto: as servers of the model's family load them."""
 
     @property
@@ -525,8 +525,8 @@ class LogSection(Section):
     """Steps of this process before the profiled ones; one more warms up the profiler."""
 
     find_nan: bool = False
-    """If a step's loss or gradient is not finite, compute it again, and say which tensor of which
-    module was the first, and on which rank. Each step then waits for the device."""
+    """If a step's loss or gradient is not finite, compute the step again, and name the first tensor
+    that is not finite, with its module and rank. Each step then waits for the device."""
 
     def check(self, steps: int) -> None:
         """Raise ConfigError if a run of ``steps`` ends before the steps to profile."""
