@@ -98,10 +98,10 @@ def test_what_a_user_sets_stays(capsys):
     assert command.count("--train.global_batch_size") == 1
 
 
-def test_machines_are_started_by_torchrun_and_said_to_be_arithmetic(capsys):
+def test_machines_are_started_by_torchrun_and_said_to_be_estimated(capsys):
     axes = [word for axis in ("tp", "pp", "ep") for word in (f"--parallel.{axis}", "1")]
     out, rows, command = plan(capsys, *SIX, "--gpus", "16", *FIXED, *axes, "--gpu", "h100")
-    assert any("2 machines: by arithmetic" in line for line in out)
+    assert any("2 machines: estimated with" in line for line in out)
     assert any("measured on H200s" in line for line in out)
     assert command[:5] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "8"]
     assert {row["dp_replicate"] for row in rows} == {"1", "2"}
@@ -117,7 +117,7 @@ def test_several_numbers_of_gpus_are_planned_one_by_one(capsys):
     assert ranks == [16, 1024]
     commands = [line.split() for line in out if line.startswith("best: ")]
     assert [words[words.index("--nnodes") + 1] for words in commands] == ["2", "128"]
-    assert any(line.startswith("128 machines: by arithmetic, with 400 Gbit/s") for line in out)
+    assert any(line.startswith("128 machines: estimated with 400 Gbit/s") for line in out)
 
 
 def test_machines_of_other_sizes(capsys):
@@ -125,7 +125,7 @@ def test_machines_of_other_sizes(capsys):
     more = ["--train.micro_batch_size", "2", "--launch.gpus_per_machine", "2"]
     out, rows, command = plan(capsys, *SIX, "--gpus", "4", *FIXED, *axes, *more)
     assert {row["tp"] for row in rows} == {"1", "2"}
-    assert any("2 machines: by arithmetic" in line for line in out)
+    assert any("2 machines: estimated with" in line for line in out)
     assert command[:5] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "2"]
 
 

@@ -48,9 +48,9 @@ class ParallelSection(Section):
     """Blocks of each stage in order, separated by commas, the head with the last; unset: a split
     that gives the slowest rank the least arithmetic."""
     ep: PositiveInt = 1
-    """Expert parallel ranks: the ranks of dp_shard * cp * tp, or a divisor of their number. 1:
-    every rank gathers all experts of a block, the fastest on four GPUs of one machine (by 4 %).
-    More: tokens travel to their experts, which takes less memory."""
+    """Expert parallel ranks; must divide dp_shard * cp * tp. 1: every rank gathers all experts of a
+    block, the fastest on four GPUs of one machine (by 4 %). More: tokens travel to their experts,
+    which takes less memory."""
     cp: PositiveInt = 1
     """Context parallel ranks, which share the tokens of the same rows."""
     cp_method: Literal["auto", "ulysses", "all_gather"] = "auto"
