@@ -204,9 +204,14 @@ class Pretraining:
         """
         layers, aux = config.moe.aux_loss_layers, router_loss(config, arch, is_rl=is_rl)
         pooled = layers == "pooled" or (layers == "auto" and config.model.path is not None)
-        multi_token = config.train.mtp_weight, arch.mtp_layers
-        own = own or CrossEntropy()
-        return cls(aux.coefficient, config.moe.z_loss_coef, pooled, own, *multi_token)
+        return cls(
+            load_balancing=aux.coefficient,
+            router_z=config.moe.z_loss_coef,
+            is_pooled=pooled,
+            own=own or CrossEntropy(),
+            mtp_weight=config.train.mtp_weight,
+            mtp_layers=arch.mtp_layers,
+        )
 
     @property
     def balances(self) -> bool:

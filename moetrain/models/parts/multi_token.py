@@ -22,10 +22,12 @@ Left out on purpose: pipelines, since the last stage would need the embedding to
 Legend: B batch, S sequence, T = B * S tokens, D model width, P = 2 * D.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import torch
 from torch import nn
@@ -43,6 +45,9 @@ from moetrain.models.hf.files import error
 from moetrain.models.layers import Linear, RMSNorm
 from moetrain.models.rules import NORM, ZERO_NORM, PartStyle, Rule
 
+if TYPE_CHECKING:  # it imports this module
+    from moetrain.models.transformer import Inputs, Rows, Transformer
+
 _COUNT = "num_nextn_predict_layers"
 _WHOLE = Rule("replicate")  # every tensor parallel rank applies the matrix to its own tokens
 
@@ -58,7 +63,7 @@ class Join(Part):
     norm_eps: float
     zero_centred_norms: bool = False
 
-    def build(self, kernels: KernelsSection, moe: MoeSection) -> "_Join":
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> _Join:
         return _Join(self, kernels)
 
     @property
@@ -157,22 +162,20 @@ def with_multi_token(
 
 
 def run_multi_token(
-    model: Any,
-    x_BSD: torch.Tensor,
-    inputs: Any,
-    rows: Any,
+    model: Transformer, x_BSD: torch.Tensor, inputs: Inputs, rows: Rows
 ) -> tuple[list[torch.Tensor], list[RouterStats]]:
-    """Run the MTP blocks of a ``Transformer``, after its ``head``.
+    """Run the MTP blocks of ``model``, after its ``head``.
 
     Args:
         x_BSD: the residual stream after the last block.
-        inputs, rows: the model's ``Inputs``, and the ``Rows`` that it prepared from them.
+        rows: what the model has prepared from ``inputs``.
 
     Returns:
         Hidden states of each depth, as ``Transformer.head`` returns them, and the MoE layers'
         statistics.
     """
-    found, stats = [], []
+    found: list[torch.Tensor] = []
+    stats: list[RouterStats] = []
     tokens_BS = inputs.tokens_BS
     positions_BS = inputs.positions_BS
     # This rank's tokens alone: calling the module would gather those of all ranks.
@@ -186,6 +189,7 @@ def run_multi_token(
         embedded_BSD = model.embed(tokens_BS.roll(-depth, 1), model.vocabulary).to(x_BSD.dtype)
         pair_BSP = torch.cat((embedded_BSD, hidden_BSD), dim=-1)
         hidden_BSD, own = model.through(block, pair_BSP, context)
+        assert isinstance(hidden_BSD, torch.Tensor)  # these blocks never defer
         found.append(hidden_BSD.view(rows.batch, rows.seq_len, x_BSD.shape[-1]))
         stats += [] if own is None else [own]
     return found, stats
@@ -207,7 +211,17 @@ def reaches(
     return is_in_row_S & (positions_BS.roll(-depth, 1) == positions_BS + depth)
 
 
-def multi_token_targets(batch: Any, depth: int) -> torch.Tensor:
+class _Batch(Protocol):
+    """A micro-batch with targets."""
+
+    @property
+    def inputs(self) -> Inputs: ...
+
+    @property
+    def targets_BS(self) -> torch.Tensor: ...
+
+
+def multi_token_targets(batch: _Batch, depth: int) -> torch.Tensor:
     """Return the targets [B, S] of ``depth``; ``batch.targets_BS`` are the targets of depth 0."""
     targets_BS = batch.targets_BS
     positions_BS = batch.inputs.positions_BS
@@ -215,7 +229,7 @@ def multi_token_targets(batch: Any, depth: int) -> torch.Tensor:
     return torch.where(is_there_BS, targets_BS.roll(-depth, 1), -100)
 
 
-def multi_token_sizes(batches: Sequence[Any], depths: int) -> dict[str, int]:
+def multi_token_sizes(batches: Sequence[_Batch], depths: int) -> dict[str, int]:
     """Count the targets of each depth from 1 to ``depths``, in the form of ``Objective.sizes``."""
     return {
         f"mtp_{depth}": sum(int((multi_token_targets(b, depth) >= 0).sum()) for b in batches)
@@ -224,9 +238,9 @@ def multi_token_sizes(batches: Sequence[Any], depths: int) -> dict[str, int]:
 
 
 def multi_token_loss(
-    model: Any,
+    model: Transformer,
     hidden: Sequence[torch.Tensor],
-    batch: Any,
+    batch: _Batch,
     sizes: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
     """Return the mean over depths of the mean cross-entropy (this device's share of it, 0-d).
