@@ -89,7 +89,7 @@ class Rename:
         return (self.theirs,)
 
 
-class _Operation(Protocol):
+class Operation(Protocol):
     """Lists the file tensors of some parameters."""
 
     def pieces(
@@ -109,7 +109,7 @@ class _Operation(Protocol):
         ...
 
 
-WeightMap = tuple[_Operation, ...]
+WeightMap = tuple[Operation, ...]
 _escaped: Callable[[str], str] = functools.cache(lambda text: re.escape(text))  # few of them
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ from moetrain.models.architecture import (
     Weight,
     linear,
 )
-from moetrain.models.family import Piece, Rename, WeightMap
+from moetrain.models.family import Operation, Piece, Rename, WeightMap
 from moetrain.models.hf.files import error
 from moetrain.models.layers import Linear, RMSNorm
 from moetrain.models.rules import NORM, ZERO_NORM, PartStyle, Rule
@@ -300,11 +300,11 @@ def behind_layers(weight_map: WeightMap) -> tuple[WeightMap, WeightMap]:
     In the first map these layers have copies of embedding and head, in the second they do not.
     """
 
-    def repeated(one: Any) -> Any:
-        match getattr(one, "ours", None):
-            case "embed":
+    def repeated(one: Operation) -> Operation:
+        match one:
+            case Rename(ours="embed"):
                 return _Repeated("embed", one.theirs, copies=(_EMBED,), if_tied=(_HEAD,))
-            case "lm_head":
+            case Rename(ours="lm_head"):
                 return _Repeated("lm_head", one.theirs, copies=(_HEAD,))
         return one
 
@@ -313,20 +313,22 @@ def behind_layers(weight_map: WeightMap) -> tuple[WeightMap, WeightMap]:
 
 @dataclass(frozen=True)
 class _Within:
-    """Maps by ``one`` the model's own blocks alone, or only MTP blocks, to ``mtp.layers``."""
+    """Maps either the model's own blocks, or the MTP blocks to ``mtp.layers``."""
 
-    one: Any
-    is_behind: bool = False
+    one: Operation
+    """The map of both kinds of blocks."""
+    is_mtp: bool = False
+    """True: only the MTP blocks are mapped."""
 
     def pieces(
         self, parameter: str, shape: Sequence[int], arch: Architecture | None
     ) -> list[Piece]:
         layer = re.match(r"layers\.(\d+)\.", parameter)
         number = -1 if layer is None or arch is None else int(layer[1]) - arch.num_layers
-        if self.is_behind != (number >= 0):
+        if self.is_mtp != (number >= 0):
             return []
         pieces = self.one.pieces(parameter, shape, arch)
-        if not self.is_behind:
+        if not self.is_mtp:
             return pieces
         start = re.compile(r".*?\blayers\.\d+\.")
         named = (start.sub(f"mtp.layers.{number}.", piece.hf_name, count=1) for piece in pieces)
@@ -334,7 +336,7 @@ class _Within:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        return () if self.is_behind else self.one.modules
+        return () if self.is_mtp else self.one.modules
 
 
 _UNDER = (
@@ -351,12 +353,9 @@ def under_mtp(*maps: WeightMap) -> tuple[WeightMap, ...]:
     Any of ``maps`` may describe the model's own blocks, and any the MTP block. All pairs are
     returned, those of two equal maps first.
     """
-    pairs = [(own, behind) for own in maps for behind in maps]
+    pairs = [(own, mtp) for own in maps for mtp in maps]
     pairs.sort(key=lambda pair: pair[0] is not pair[1])
     return tuple(
-        cast(
-            "WeightMap",
-            (*(_Within(one) for one in own), *(_Within(one, True) for one in (*behind, *_UNDER))),
-        )
-        for own, behind in pairs
+        (*map(_Within, own), *(_Within(one, is_mtp=True) for one in (*mtp, *_UNDER)))
+        for own, mtp in pairs
     )
