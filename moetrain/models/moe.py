@@ -398,13 +398,19 @@ class Experts(KernelModule, Adaptable):
         is_plain = type(self) is Experts and self.precision == "bf16" and self.quant_format is None
         if not (is_few(x_TD) and is_plain):
             return None
-        weights = self.w_gate_up, self.w_down
         has_adapters = any(self.adapter(name, x_TD.dtype) is not None for name in self.weights)
-        if has_adapters or not fits_few_tokens(*weights):
+        if has_adapters or not fits_few_tokens(self.w_gate_up, self.w_down):
             return None
         if self.counters is None:
             self.counters = few_tokens_counters(self.w_down, routed.ids_TK.shape[1])
-        return few_tokens_mlp(x_TD, routed.ids_TK, routed.weights_TK, *weights, self.counters)
+        return few_tokens_mlp(
+            x_TD,
+            routed.ids_TK,
+            routed.weights_TK,
+            w_gate_up_E2FD=self.w_gate_up,
+            w_down_EDF=self.w_down,
+            counters=self.counters,
+        )
 
 
 class MoE(nn.Module):

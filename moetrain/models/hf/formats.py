@@ -115,7 +115,13 @@ def _read_mxfp4(parts: Sequence[LazyTensor], rows: slice) -> torch.Tensor:
 
 
 _BYTES = {torch.uint8}
-_MXFP4 = Format(("_blocks", "_scales"), "", (_BYTES, _BYTES), _mxfp4_shape, _read_mxfp4)
+_MXFP4 = Format(
+    endings=("_blocks", "_scales"),
+    ending="",
+    dtypes=(_BYTES, _BYTES),
+    shape=_mxfp4_shape,
+    read=_read_mxfp4,
+)
 
 
 def _fp8(block: tuple[int, int]) -> Format:
@@ -130,7 +136,13 @@ def _fp8(block: tuple[int, int]) -> Format:
         return BlockScaled(codes, scales, codes.get_shape(), block)[rows]
 
     wide = {torch.float32, torch.bfloat16}
-    return Format(("_scale_inv", ""), "", (wide, {torch.float8_e4m3fn}), shape, read)
+    return Format(
+        endings=("_scale_inv", ""),
+        ending="",
+        dtypes=(wide, {torch.float8_e4m3fn}),
+        shape=shape,
+        read=read,
+    )
 
 
 class _State(NamedTuple):
@@ -183,32 +195,48 @@ def _nf4_shape(state: LazyTensor, *sizes: Sequence[int]) -> tuple[int, ...] | No
     return said.shape if found == wanted and are_flat else None
 
 
-def _nf4_parts(
-    parts: Sequence[LazyTensor], rows: slice
-) -> tuple[_State, int, int, list[torch.Tensor]]:
-    """Read the stored parts of some rows.
+class _StoredRows(NamedTuple):
+    """Rows of a tensor in nf4, as they are stored."""
 
-    Returns the description, the indices of the first element and of the end, and packed codes,
-    scales and factors. Scales and factors start with those of the first element.
-    """
-    said = _State.read(parts[0])
-    assert said is not None  # the headers were checked
-    first, end = (row * math.prod(said.shape[1:]) for row in (rows.start, rows.stop))
-    steps = [2, said.block, said.block * said.nested][: 2 + (said.nested > 0)]
-    stored = [parts[1], parts[2], *parts[4:5]]
-    read = [
-        part[first // step : -(-end // step)].flatten()
-        for part, step in zip(stored, steps, strict=True)
-    ]
-    return said, first, end, read
+    state: _State
+    first: int
+    """The index of the rows' first element in the tensor."""
+    end: int
+    """The index behind the rows' last element."""
+    packed: torch.Tensor
+    """uint8: two codes a byte, from the byte of the first element on."""
+    scales_G: torch.Tensor
+    """The scales, or their bytes, from the first element's on."""
+    factors_S: torch.Tensor | None
+    """The factors of quantised scales, from the first element's on; None: scales are fp32."""
+
+    @classmethod
+    def read(cls, parts: Sequence[LazyTensor], rows: slice) -> "_StoredRows":
+        """Read ``rows`` from the parts of a tensor."""
+        state = _State.read(parts[0])
+        assert state is not None  # the headers were checked
+        first, end = (row * math.prod(state.shape[1:]) for row in (rows.start, rows.stop))
+
+        def stored(part: LazyTensor, step: int) -> torch.Tensor:
+            """Read the entries of the elements, of which ``step`` share one."""
+            return part[first // step : -(-end // step)].flatten()
+
+        return cls(
+            state,
+            first,
+            end,
+            packed=stored(parts[1], 2),
+            scales_G=stored(parts[2], state.block),
+            factors_S=stored(parts[4], state.block * state.nested) if state.nested else None,
+        )
 
 
 def _read_nf4(parts: Sequence[LazyTensor], rows: slice) -> torch.Tensor:
-    said, first, end, (packed, scales_G, *factors) = _nf4_parts(parts, rows)
-    if factors:
+    said, first, end, packed, scales_G, factors_S = _StoredRows.read(parts, rows)
+    if factors_S is not None:
         group_G = torch.arange(first // said.block, -(-end // said.block))
         own = group_G // said.nested - first // said.block // said.nested
-        scales_G = parts[5][:].float()[scales_G.int()] * factors[0].float()[own] + said.offset
+        scales_G = parts[5][:].float()[scales_G.int()] * factors_S.float()[own] + said.offset
     codes_N = torch.stack((packed >> 4, packed & 15), 1).flatten()[first % 2 :][: end - first]
     group_N = torch.arange(first, end) // said.block - first // said.block
     values_N = parts[3][:].float()[codes_N.int()] * scales_G.float()[group_N]
@@ -222,14 +250,14 @@ def _nf4_groups(
 ) -> Groups | None:
     """Return the stored codes and scales; None: other tables than ours, or blocks that our units
     would cut."""
-    said, first, end, (packed, scales_G, *factors) = _nf4_parts(parts, rows)
+    said, first, end, packed, scales_G, factors_S = _StoredRows.read(parts, rows)
     if (
         format is not QUANT_FORMATS["nf4"]
         or said.block != format.group_size
         or said.nested % format.groups_per_set
     ):
         return None
-    if not factors or first % format.unit or end % format.unit:
+    if factors_S is None or first % format.unit or end % format.unit:
         return None
     tables = torch.cat((parts[3][:].float(), parts[5][:].float()))
     ours = format.table(tables.device)
@@ -238,7 +266,7 @@ def _nf4_groups(
         return None
     first_set = first // said.block // said.nested
     own_S = torch.arange(first, end, format.unit) // said.block // said.nested - first_set
-    factor_S = factors[0].float()[own_S]
+    factor_S = factors_S.float()[own_S]
     shared_S2 = torch.stack((factor_S, torch.full_like(factor_S, said.offset)), 1)
     return Groups(((packed >> 4) | (packed << 4))[None], scales_G[None], shared_S2.view(1, -1))
 
@@ -251,7 +279,15 @@ def _nf4(is_nested: bool) -> Format:
     if is_nested:
         endings += (".nested_absmax", ".nested_quant_map")
         dtypes += (wide, wide)
-    return Format(endings, "", dtypes, _nf4_shape, _read_nf4, True, _nf4_groups)
+    return Format(
+        endings=endings,
+        ending="",
+        dtypes=dtypes,
+        shape=_nf4_shape,
+        read=_read_nf4,
+        has_state=True,
+        groups=_nf4_groups,
+    )
 
 
 def format_of(config: Mapping[str, Any]) -> Format | None:

@@ -114,7 +114,7 @@ class _Site(NamedTuple):
             if key.startswith(f"{family.backbone}."):
                 key = "model" + key.removeprefix(family.backbone)
             if piece.is_whole:
-                sites.append(cls(_PREFIX + key, piece.place[:1], piece.place, key))
+                sites.append(cls(_PREFIX + key, a=piece.place[:1], b=piece.place, key=key))
         return sites
 
     @classmethod
@@ -130,7 +130,8 @@ class _Site(NamedTuple):
         _, layer, *_, leaf = name.split(".")
         experts, (nested, theirs) = f"model.layers.{layer}.{family.experts}", _FUSED[leaf]
         key = f"{experts}.{theirs}"
-        return cls(_PREFIX + experts + nested, (), (), key, shape[0], order)
+        module = _PREFIX + experts + nested
+        return cls(module, a=(), b=(), key=key, experts=shape[0], order=order)
 
     @property
     def tensors(self) -> list[str]:
@@ -556,10 +557,18 @@ class _Settings:
         if self.has_lengths and values.get("target_parameters"):
             raise self.bad("target_parameters", "which with use_dora is not supported")
         largest = torch.finfo(torch.float32).max
-        rank = ("r", lambda x: type(x) is int and 1 <= x <= _MAX_RANK, f"a rank to {_MAX_RANK}")
-        alpha = ("lora_alpha", lambda x: type(x) in (int, float) and abs(x) <= largest, "a number")
-        self._ranks = self._by_pattern("rank_pattern", *rank)
-        self._alphas = self._by_pattern("alpha_pattern", *alpha)
+        self._ranks = self._by_pattern(
+            "rank_pattern",
+            default="r",
+            is_good=lambda x: type(x) is int and 1 <= x <= _MAX_RANK,
+            wanted=f"a rank to {_MAX_RANK}",
+        )
+        self._alphas = self._by_pattern(
+            "alpha_pattern",
+            default="lora_alpha",
+            is_good=lambda x: type(x) in (int, float) and abs(x) <= largest,
+            wanted="a number",
+        )
 
     @property
     def ties(self) -> bool:
@@ -600,7 +609,7 @@ class _Settings:
         return lambda name: any(f".{name}".endswith(f".{end}") for end in value)
 
     def _by_pattern(
-        self, key: str, default: str, is_good: Callable[[Any], bool], wanted: str
+        self, key: str, *, default: str, is_good: Callable[[Any], bool], wanted: str
     ) -> list[tuple[_Matches, Any]]:
         """List the values of ``key`` by pattern, then ``default``; the first match counts."""
         values = self.values.get(key) or {}

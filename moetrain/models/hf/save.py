@@ -96,7 +96,7 @@ class Export:
             if dtype == "auto" and source is not None and name in source.own:
                 own = source.stored[name].dtype
             num_bytes = math.prod(shape) * own.itemsize
-            self._own.append(_Outgoing(name, own, num_bytes, None, pieces, shape))
+            self._own.append(_Outgoing(name, own, num_bytes, pieces=pieces, shape=shape))
         default = None if source is not None and dtype == "auto" else self._own[0].dtype
         self._files = self._side_files(default)
 
@@ -235,13 +235,14 @@ class Export:
     ) -> dict[str, torch.Tensor]:
         """Collect the tensors of one file in host memory; none if another process writes it."""
         values = {}
-        for name, dtype, _, read, pieces, shape in shard:
-            if read is not None:
-                values |= {name: read().to(dtype)} if is_mine else {}
+        for outgoing in shard:
+            name, dtype = outgoing.name, outgoing.dtype
+            if outgoing.read is not None:
+                values |= {name: outgoing.read().to(dtype)} if is_mine else {}
                 continue
-            if is_mine and not pieces[0].is_whole:
-                values[name] = torch.empty(shape, dtype=dtype)
-            for piece in pieces:
+            if is_mine and not outgoing.pieces[0].is_whole:
+                values[name] = torch.empty(outgoing.shape, dtype=dtype)
+            for piece in outgoing.pieces:
                 came, tensor = next(coming)
                 assert came == name  # both sides use the same table
                 if is_mine and piece.is_whole:
@@ -309,7 +310,7 @@ def _extra_tensors(
         if files.keys() >= {tensor.file, *tensor.parts.values()}:
             read = partial(_read_whole, files, name, tensor)
             size = math.prod(tensor.shape) * tensor.dtype.itemsize
-            tensors.append(_Outgoing(name, tensor.dtype, size, read))
+            tensors.append(_Outgoing(name, tensor.dtype, size, read=read))
         else:
             lost.append(name)
     return tensors, lost

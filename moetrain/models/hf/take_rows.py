@@ -38,8 +38,8 @@ class TakeRows:
                     Piece(
                         self.theirs.format(**fields),
                         parameter,
-                        (slice(g * own, (g + 1) * own),),
-                        (slice(g * group + before, g * group + before + own),),
+                        place=(slice(g * own, (g + 1) * own),),
+                        within=(slice(g * group + before, g * group + before + own),),
                     )
                     for g in range(shape[0] // own)
                 ]
