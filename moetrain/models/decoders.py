@@ -5,7 +5,7 @@ completes or replaces entries of these maps and defaults.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moetrain.models.architecture import Architecture, Part
@@ -121,6 +121,21 @@ DENSE: tuple[Rename, ...] = (
     Rename("norm", "model.norm"),
     Rename("lm_head", "lm_head"),
 )
+
+
+def beside_vision(weight_map: WeightMap) -> WeightMap:
+    """Return ``weight_map`` for files that also hold a vision tower.
+
+    The language model's modules are then under ``model.language_model``.
+    """
+
+    def nested(theirs: Any) -> Any:
+        if isinstance(theirs, tuple):
+            return tuple(map(nested, theirs))
+        return theirs.replace("model.", "model.language_model.", 1)
+
+    operations: Any = weight_map  # all of them have the field ``theirs``
+    return tuple(replace(one, theirs=nested(one.theirs)) for one in operations)
 
 
 class DenseDecoder(Architecture):

@@ -16,8 +16,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from moetrain.models.architecture import Architecture, AttentionPart, Part
-from moetrain.models.decoders import COMMON_DEFAULTS, DENSE
-from moetrain.models.families.qwen_next import beside_vision
+from moetrain.models.decoders import COMMON_DEFAULTS, DENSE, beside_vision
 from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
 from moetrain.models.parts.gemma_layers import (

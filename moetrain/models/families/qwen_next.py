@@ -7,7 +7,6 @@ on; files of a ``_text`` family hold the language model alone.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from moetrain.models.architecture import Architecture, AttentionPart
@@ -16,6 +15,7 @@ from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
     MoEDecoder,
+    beside_vision,
     moe_block,
 )
 from moetrain.models.family import Family, Rename, WeightMap, register
@@ -180,18 +180,6 @@ _PACKED = (
     Rename("layers.{layer}.moe.experts.w_gate_up", "model.layers.{layer}.mlp.experts.gate_up_proj"),
     Rename("layers.{layer}.moe.experts.w_down", "model.layers.{layer}.mlp.experts.down_proj"),
 )
-
-
-def beside_vision(weight_map: WeightMap) -> WeightMap:
-    """Return ``weight_map`` for files that also hold a vision tower."""
-
-    def nested(theirs: Any) -> Any:
-        if isinstance(theirs, tuple):
-            return tuple(map(nested, theirs))
-        return theirs.replace("model.", "model.language_model.", 1)
-
-    operations: Any = weight_map  # all of them have the field ``theirs``
-    return tuple(replace(one, theirs=nested(one.theirs)) for one in operations)
 
 
 # ---- families ----------------------------------------------------------------------------------
