@@ -43,8 +43,8 @@ from moetrain.runtime.recompute import forward_keeping, recomputed
 Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """The residual stream [B, S, D], or two summands of it (:attr:`Block.defers`)."""
 
-CallBlock = Callable[[nn.Module, Stream, Context], tuple[Stream, RouterStats | None]]
-"""Calls a block."""
+CallBlock = Callable[..., tuple[Stream, RouterStats | None]]
+"""Calls a block, its first argument, with the block's inputs."""
 
 _KERNELS = KernelsSection()
 _MOE = MoeSection()

@@ -54,8 +54,10 @@ def annotate_backward(x: _Values, name: str) -> _Values:
     The label lasts until the backward reaches the next name, or ends.
     """
     # In generation ``x`` may be a pair of summands.
-    has_backward = isinstance(x, torch.Tensor) and x.requires_grad
-    return _Named.apply(x, name) if has_backward and _is_traced() else x
+    if not (isinstance(x, torch.Tensor) and x.requires_grad and _is_traced()):
+        return x
+    named: Any = _Named.apply(x, name)
+    return named
 
 
 class _Named(torch.autograd.Function):
