@@ -27,7 +27,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -44,9 +44,6 @@ from moetrain.models.family import Operation, Piece, Rename, WeightMap
 from moetrain.models.hf.files import error
 from moetrain.models.layers import Linear, RMSNorm
 from moetrain.models.rules import NORM, ZERO_NORM, PartStyle, Rule
-
-if TYPE_CHECKING:  # it imports this module
-    from moetrain.models.transformer import Inputs, Rows, Transformer
 
 _COUNT = "num_nextn_predict_layers"
 _WHOLE = Rule("replicate")  # every tensor parallel rank applies the matrix to its own tokens
@@ -162,13 +159,14 @@ def with_multi_token(
 
 
 def run_multi_token(
-    model: Transformer, x_BSD: torch.Tensor, inputs: Inputs, rows: Rows
+    model: Any, x_BSD: torch.Tensor, inputs: Any, rows: Any
 ) -> tuple[list[torch.Tensor], list[RouterStats]]:
-    """Run the MTP blocks of ``model``, after its ``head``.
+    """Run the MTP blocks of a model, after its ``head``.
 
     Args:
+        model: a ``Transformer``, whose module imports this one.
         x_BSD: the residual stream after the last block.
-        rows: what the model has prepared from ``inputs``.
+        inputs, rows: the model's ``Inputs``, and the ``Rows`` that it prepared from them.
 
     Returns:
         Hidden states of each depth, as ``Transformer.head`` returns them, and the MoE layers'
@@ -189,7 +187,6 @@ def run_multi_token(
         embedded_BSD = model.embed(tokens_BS.roll(-depth, 1), model.vocabulary).to(x_BSD.dtype)
         pair_BSP = torch.cat((embedded_BSD, hidden_BSD), dim=-1)
         hidden_BSD, own = model.through(block, pair_BSP, context)
-        assert isinstance(hidden_BSD, torch.Tensor)  # these blocks never defer
         found.append(hidden_BSD.view(rows.batch, rows.seq_len, x_BSD.shape[-1]))
         stats += [] if own is None else [own]
     return found, stats
@@ -215,7 +212,7 @@ class _Batch(Protocol):
     """A micro-batch with targets."""
 
     @property
-    def inputs(self) -> Inputs: ...
+    def inputs(self) -> Any: ...
 
     @property
     def targets_BS(self) -> torch.Tensor: ...
@@ -238,14 +235,17 @@ def multi_token_sizes(batches: Sequence[_Batch], depths: int) -> dict[str, int]:
 
 
 def multi_token_loss(
-    model: Transformer,
+    model: Any,
     hidden: Sequence[torch.Tensor],
     batch: _Batch,
     sizes: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
     """Return the mean over depths of the mean cross-entropy (this device's share of it, 0-d).
 
-    ``sizes``: :func:`multi_token_sizes` summed over the global batch.
+    Args:
+        model: a ``Transformer``.
+        hidden: the hidden states of each depth, by :func:`run_multi_token`.
+        sizes: :func:`multi_token_sizes` summed over the global batch.
     """
     losses = []
     for depth, hidden_BSD in enumerate(hidden, 1):
