@@ -231,7 +231,7 @@ def test_a_state_goes_on_bit_for_bit(words):
 
 def test_models_whose_scores_no_weight_scales_are_refused():
     words = ["model.preset=qwen3-0.6b", "optim.name=muon", "optim.muon_qk_clip=100"]
-    with pytest.raises(ConfigError, match="100, but qwen3 normalises queries and keys, wh"):
+    with pytest.raises(ConfigError, match="100, but qwen3 normalises queries and keys, so"):
         resolve_run(Config.load(None, words, environ={}))
     for preset in ("deepseek-v3", "kimi-k2", "glm-4.7-flash", "glm-4.5-air", "gpt-oss-120b"):
         QKClip(PRESETS[preset], 100.0)
