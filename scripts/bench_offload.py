@@ -37,7 +37,7 @@ from moetrain.config.environment import launched_place
 from moetrain.data.loader import Batch
 from moetrain.optim import adamw as optim
 from moetrain.optim.adamw import AdamW
-from moetrain.parallel.fsdp.storage import HostShard
+from moetrain.parallel.fsdp.storage.offloaded import Offloaded
 from moetrain.parallel.world import World, join_world
 from moetrain.runtime.memory import DeviceBytes, HostMemory
 from moetrain.train.engine import Engine
@@ -188,7 +188,7 @@ def measured(args: argparse.Namespace, settings: list[str], fraction: float) -> 
     words = (f"optim.offload_fraction={fraction}", "activation.policy=selective")
     engine = make_engine(args, settings, *words)
     world = engine.world
-    has_hosts = any(b.host is not None for b in engine.fsdp.buckets)
+    has_hosts = any(b.storage.has_host_master for b in engine.fsdp.buckets)
     DeviceBytes.forget_peak(world.device)  # an engine may have been here before
     for step in range(WARMUP_STEPS):
         learn(engine, step)
@@ -201,8 +201,8 @@ def measured(args: argparse.Namespace, settings: list[str], fraction: float) -> 
 
     with (
         clocked(optim, "adamw_on_host") as updates,
-        clocked(HostShard, "send") as sends,
-        clocked(HostShard, "wait") as waits,
+        clocked(Offloaded, "send") as sends,
+        clocked(Offloaded, "wait") as waits,
     ):
         seconds = timed(world, steps) / STEPS
     held = torch.cuda.mem_get_info()

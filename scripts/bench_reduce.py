@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from moetrain.parallel.fsdp.transport import reduce_scatter_start
+from moetrain.parallel.fsdp.transport.collectives import reduce_scatter_start
 
 SIZES_MIB = (16, 64, 128, 256, 512)
 REPEATS = 20

@@ -48,7 +48,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.config.environment import GIB, GPUS, GPUS_OF_MACHINE, NETWORK_RATE, GpuName
 from moetrain.models.architecture import FP32
 from moetrain.models.transformer import compute_dtype
-from moetrain.parallel.fsdp.transport import wants_copies
+from moetrain.parallel.fsdp.transport.peers import wants_copies
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.schedules import Schedule
 from moetrain.parallel.pipeline.stages import StagePlan

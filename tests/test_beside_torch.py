@@ -97,9 +97,8 @@ def gradient_of(member, ours):
     """This rank's piece, wherever it lies."""
     if member.local.grad is not None:
         return member.local.grad
-    (host,) = [bucket.host for bucket in ours.fsdp.buckets if member in bucket.members]
-    host.await_gradient()
-    return member.piece_of(host.gradient_N)
+    member.storage.await_gradient()
+    return member.piece_of(member.storage.gradient_N)
 
 
 def decays(name):

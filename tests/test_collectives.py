@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from distributed import spawn
 
-from moetrain.parallel.fsdp.transport import reduce_scatter_start
+from moetrain.parallel.fsdp.transport.collectives import reduce_scatter_start
 from moetrain.parallel.mesh import all_gather_start
 
 SIZES, DTYPES = (1, 7, 1000), (torch.bfloat16, torch.float32)

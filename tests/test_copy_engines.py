@@ -25,9 +25,9 @@ from test_launch import Launcher
 
 from moetrain.config import Config, ConfigError
 from moetrain.models.transformer import Inputs
-from moetrain.parallel.fsdp import transport as fsdp_transport
 from moetrain.parallel.fsdp.fsdp import FSDP
-from moetrain.parallel.fsdp.transport import why_unreachable
+from moetrain.parallel.fsdp.transport import peers as peer_copies
+from moetrain.parallel.fsdp.transport.peers import why_unreachable
 from moetrain.train.loop import Trainer
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -150,8 +150,8 @@ def differences(runs):
     differ, carried = [], {}
     for name, words in runs.items():
         torch.compiler.reset()
-        _, expected = tell([*words, "parallel.fsdp_transport=nccl"])
-        engine, found = tell([*words, "parallel.fsdp_transport=copy"])
+        _, expected = tell([*words, "parallel.peer_copies=nccl"])
+        engine, found = tell([*words, "parallel.peer_copies=copy"])
         assert list(found) == list(expected)
         for part, tensors in expected.items():
             assert tensors.keys() == found[part].keys()
@@ -159,7 +159,7 @@ def differences(runs):
                 if not torch.equal(found[part][key], tensor):
                     differ.append(f"{name}: {part}: {key}")
         buckets = [b for b in engine.fsdp.buckets if b.group.size() > 1]
-        carried[name] = (sum(b.peers is not None for b in buckets), len(buckets))
+        carried[name] = (sum(b.transport.is_shared for b in buckets), len(buckets))
     return differ, carried
 
 
@@ -177,7 +177,7 @@ def test_copies_give_the_bits_of_collectives(world):
     check(world, timeout=300)
 
 
-COPY = [*BASE, "parallel.fsdp_transport=copy"]
+COPY = [*BASE, "parallel.peer_copies=copy"]
 
 
 def late(device):
@@ -199,7 +199,7 @@ def slow_rank(words):
         found, start_gather, sum_chunks = (
             [],
             type(fsdp.units[0]).start_gather,
-            fsdp_transport.sum_chunks,
+            peer_copies.sum_chunks,
         )
 
         def gather(unit, start_gather=start_gather, slow=slow, world=world):
@@ -214,7 +214,7 @@ def slow_rank(words):
 
         with (
             patch.object(type(fsdp.units[0]), "start_gather", gather),
-            patch.object(fsdp_transport, "sum_chunks", sums),
+            patch.object(peer_copies, "sum_chunks", sums),
         ):
             with torch.no_grad():
                 for number in range(2):
@@ -237,11 +237,12 @@ def test_nobody_overwrites_what_a_slow_rank_still_needs():
 def memory_comes_and_goes(words):
     """Of what ranks share: bytes that are there after a work, and after it was given back."""
     engine = make_engine(*COPY, *words, micro=1)
-    (shared,) = engine.fsdp.peers.values()
+    (session,) = engine.fsdp.sessions
+    (shared,) = session.peers.values()
     batches = make_batches(0, 1, engine.world.rank, 2)
 
     def is_there():
-        return shared._memory is not None
+        return shared.num_bytes > 0
 
     found = [is_there()]
     engine.forward(batches, objective_of(engine))
@@ -301,15 +302,15 @@ def on_two_machines():
         make_engine(*COPY, micro=1)
     replicas = ["parallel.dp_replicate=2", "parallel.dp_shard=1"]
     alone = make_engine(*COPY, *replicas, micro=1)
-    assert not alone.fsdp.peers  # nothing is sharded
+    assert not alone.fsdp.sessions  # nothing is sharded
     usual = make_engine(*BASE, micro=1)
-    assert not usual.fsdp.peers  # between CPUs copies leave nothing free
+    assert not usual.fsdp.sessions  # between CPUs copies leave nothing free
     return str(error.value)
 
 
 def test_copies_between_machines_are_refused():
     problem = (
-        "parallel.fsdp_transport: 'copy' cannot be: its 2 ranks are on 2 machines, not on one; "
+        "parallel.peer_copies: 'copy' cannot be: its 2 ranks are on 2 machines, not on one; "
         "use nccl"
     )
     assert spawn(2, on_two_machines) == [problem] * 2
@@ -402,7 +403,7 @@ sys.exit(main(sys.argv[1:]))
 
 def check_killed_run(words, folder, timeout):
     """Other ranks wait for the killed one on their device; who started them ends them."""
-    words = [*words, "parallel.fsdp_transport=copy", "log.interval=1"]
+    words = [*words, "parallel.peer_copies=copy", "log.interval=1"]
     code, out, error = Launcher(folder, DIES, *settled(words), nproc=2).end(timeout)
     assert code == 1, out + error
     assert "failed: rank 1 was killed by signal 9 (Killed)" in error
@@ -419,10 +420,10 @@ def bench(words):
 
     found = []
     for transport in ("nccl", "copy"):
-        config = Config.load(None, [*words, f"parallel.fsdp_transport={transport}"], environ={})
+        config = Config.load(None, [*words, f"parallel.peer_copies={transport}"], environ={})
         trainer = Trainer(config)
         found.append(bench_fsdp.compare(trainer, 4))
-        assert bool(trainer.engine.fsdp.peers) == (transport == "copy")
+        assert bool(trainer.engine.fsdp.sessions) == (transport == "copy")
     return found[0] == found[1], len(found[0]), len(dict.fromkeys(found[0].values()))
 
 
@@ -451,12 +452,13 @@ def test_a_run_on_gpus_ends_with_a_killed_rank(tiny_words, tmp_path):
 def released_bytes(words):
     """What each of several releases gave back to the driver, of what ranks share."""
     engine = make_engine(*COPY, *words, micro=1)
-    (shared,) = engine.fsdp.peers.values()
+    (session,) = engine.fsdp.sessions
+    (shared,) = session.peers.values()
     batches = make_batches(0, 1, engine.world.rank, 2)
     found = []
     for _ in range(5):
         engine.forward(batches, objective_of(engine))
-        num_bytes = shared._memory.parts[0].nbytes
+        num_bytes = shared.num_bytes
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         dist.barrier()

@@ -28,7 +28,7 @@ from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.save import save_hf
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
-from moetrain.parallel.fsdp.storage import QuantisedShard
+from moetrain.parallel.fsdp.storage.quantised import Quantised
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.runtime.arena import Arena
 from moetrain.train.loop import Trainer
@@ -67,7 +67,7 @@ def stored(x, name="float8"):
 
 
 def shard_of(x, name="float8", dtype=torch.float32):
-    shard = QuantisedShard(QUANT_FORMATS[name], len(x), dtype, Arena("weights", x.device))
+    shard = Quantised(QUANT_FORMATS[name], len(x), dtype, Arena("weights", x.device))
     shard.write(0, x.shape, (slice(0, len(x)),), x)
     return shard
 
@@ -349,18 +349,14 @@ def test_runs_on_ranks_have_the_bits_of_those_with_the_values():
 def test_base_dtype_quantises_the_matrices_of_blocks(name):
     engine = adapted(EVERYTHING, f"lora.base_dtype={name}", *ROUND)
     train(engine, range(1), MICRO)
-    narrow = {n for n, m in engine.fsdp.members.items() if m.quantised is not None}
+    narrow = {n for n, m in engine.fsdp.members.items() if m.storage.is_packed}
     parts = ("attn.wq", "attn.wk", "attn.wv", "attn.wo")
     expected = {f"layers.{i}.{part}.weight" for i in range(2) for part in parts}
     expected |= {f"layers.{i}.moe.experts.{n}" for i in range(2) for n in ("w_gate_up", "w_down")}
     assert narrow == expected
     members = [engine.fsdp.members[parameter] for parameter in narrow]
     numbers = sum(member.local.numel() for member in members)
-    shards = {
-        id(quantised): quantised
-        for member in members
-        if (quantised := member.quantised) is not None
-    }
+    shards = {id(member.storage): member.storage for member in members}
     # Bits of a number, which are known of each form: 4 + 8 / 64 + 64 / 2048 of nf4.
     bits = {"float8": 8.25, "mxfp4": 4.25, "nf4": 4.15625}[name]
     assert sum(shard.bytes.numel() for shard in shards.values()) == numbers * bits / 8
@@ -375,13 +371,13 @@ def test_base_dtype_quantises_the_matrices_of_blocks(name):
 
 
 def test_blocks_are_dequantised_once_a_pass(monkeypatch):
-    engine, widened, widen = adapted(EVERYTHING, FLOAT8, *ROUND), [], QuantisedShard.dequantise
+    engine, widened, widen = adapted(EVERYTHING, FLOAT8, *ROUND), [], Quantised.unpack
 
     def counted(shard, *where):
         widened.append(shard)
         widen(shard, *where)
 
-    monkeypatch.setattr(QuantisedShard, "dequantise", counted)
+    monkeypatch.setattr(Quantised, "unpack", counted)
     train(engine, range(1), MICRO)
     # Of two blocks the second is kept for the backward, which begins with it, and the first for the
     # next of 8 micro-batches. A block has 6 matrices.

@@ -18,7 +18,7 @@ from moetrain.models.hf.formats import Dequantised, format_of
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
-from moetrain.parallel.fsdp.storage import QuantisedShard
+from moetrain.parallel.fsdp.storage.quantised import Quantised
 from moetrain.runtime.arena import Arena
 
 STATE = "quant_state.bitsandbytes__nf4"
@@ -146,7 +146,7 @@ def parts_of(shape):
 def test_codes_are_taken_where_units_are_the_same_alone():
     given, values, _ = parts_of((32, 64))
     shard, shape = (
-        QuantisedShard(QUANT_FORMATS["nf4"], 4096, torch.float32, ARENA),
+        Quantised(QUANT_FORMATS["nf4"], 4096, torch.float32, ARENA),
         torch.Size([64, 64]),
     )
     for first, is_same in ((0, True), (16, False), (32, True)):
@@ -160,7 +160,7 @@ def test_codes_are_taken_where_units_are_the_same_alone():
 def test_files_with_tables_of_their_own_are_read_by_these():
     given, values, parts = parts_of((64, 64))
     parts[3] = parts[3] * 0.5
-    shard = QuantisedShard(QUANT_FORMATS["nf4"], 4096, torch.float32, ARENA)
+    shard = Quantised(QUANT_FORMATS["nf4"], 4096, torch.float32, ARENA)
     shard.write(0, torch.Size([64, 64]), (slice(0, 64), slice(0, 64)), given, (slice(0, 64),))
     found = shard.read(0, torch.Size([64, 64]))
     # Most groups have a 1, and the codes that they have in the file.
@@ -179,7 +179,7 @@ def test_gpt_oss_has_the_codes_of_its_file(tmp_path):
     }
     is_large = torch.tensor([abs(x) >= 4 for x in FP4])
     for name, member in engine.fsdp.members.items():
-        if member.quantised is None or ".experts." not in name:
+        if not member.storage.is_packed or ".experts." not in name:
             continue
         layer, leaf = name.split(".")[1], name.rsplit(".", 1)[1]
         theirs = f"model.layers.{layer}.mlp.experts.{leaf[2:]}_proj"
@@ -194,7 +194,7 @@ def test_gpt_oss_has_the_codes_of_its_file(tmp_path):
         both = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
         usual = is_large[both.int()].any(-1).flatten()
         assert usual.float().mean() > 0.99
-        given = member.quantised.format.split(member.quantised.bytes[None])
+        given = member.storage.format.split(member.storage.bytes[None])
         first = member.start // 32
         own = given.quantised.view(-1, 16)[first : first + usual.numel()]
         assert torch.equal(own[usual], blocks.view(-1, 16)[usual])

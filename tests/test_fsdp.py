@@ -195,15 +195,14 @@ def test_gradients_that_wait_for_a_last_backward_travel_in_the_end(tiny_words):
 
 
 @pytest.mark.parametrize("tenants", [0, 3])
-def test_gradients_that_fill_their_bucket_lie_where_its_members_do(tenants, tiny_words):
+def test_chunks_lays_gradients_where_members_lie_in_the_shard(tenants, tiny_words):
     sizes = ["lora.rank=8", "model.hidden_size=128", "model.head_dim=64", "model.num_heads=2"]
     sizes += ["model.num_kv_heads=2", "model.moe_intermediate_size=128"]
     _, fsdp, _ = placed([*tiny_words, *sizes])
     for bucket in fsdp.trained:
-        bucket.tenants = [bucket] * tenants
         rows = (tenants,) if tenants else ()
         gradients = [torch.randn(*rows, *member.layout.gathered_shape) for member in bucket.members]
-        chunks_WN = bucket._chunks(gradients)
+        chunks_WN = bucket.chunks(gradients, tenants or 1)
         assert len(gradients) > 1
         assert sum(gradient.numel() for gradient in gradients) == chunks_WN.numel()
         for member, gradient in zip(bucket.members, gradients, strict=True):

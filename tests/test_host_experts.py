@@ -11,7 +11,7 @@ from moetrain.cli.train import main
 from moetrain.config import Config
 from moetrain.kernels.quant.groups import QUANT_FORMATS
 from moetrain.models.hf.load import resolve_architecture
-from moetrain.parallel.fsdp.storage import QuantisedShard
+from moetrain.parallel.fsdp.storage.quantised import Quantised
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.train.estimates.memory import RankSizes
 
@@ -22,7 +22,7 @@ HOSTED = "lora.offload_experts=yes"
 def learned(words):
     """Numbers, weights and a fingerprint after two steps, and which codes lie on the host."""
     engine = adapted(EVERYTHING, *ROUND, *words)
-    hosted = {n for n, m in engine.fsdp.members.items() if m.quantised and m.quantised.link}
+    hosted = {n for n, m in engine.fsdp.members.items() if m.storage.loads_packed}
     return train(engine, range(2), MICRO), weights_of(engine), engine.fingerprint, hosted
 
 
@@ -58,16 +58,16 @@ def test_bits_on_ranks():
 
 def test_the_next_blocks_codes_come_before_it_runs(monkeypatch):
     words = ["lora.base_dtype=nf4", HOSTED, "model.num_layers=4", "activation.policy=full"]
-    engine, seen, gather = adapted(EVERYTHING, *ROUND, *words), [], QuantisedShard.start_gather
+    engine, seen, gather = adapted(EVERYTHING, *ROUND, *words), [], Quantised.start_gather
     members = engine.fsdp.members.items()
-    number = {id(m.quantised): int(n.split(".")[1]) for n, m in members if m.quantised}
+    number = {id(m.storage): int(n.split(".")[1]) for n, m in members if m.storage.is_packed}
 
     def noted(shard, *where):
         if shard.link is not None:
             seen.append(number[id(shard)])
         return gather(shard, *where)
 
-    monkeypatch.setattr(QuantisedShard, "start_gather", noted)
+    monkeypatch.setattr(Quantised, "start_gather", noted)
     call = engine.model.call_block
 
     def called(block, *inputs):

@@ -165,7 +165,7 @@ def estimated_and_held(words):
         "gradients": gradients,
         "moments": sum(x.nbytes for x in engine.optimizer.memory if x.dim()),
         "gathered": sum(region.memory_in_use() for region in {unit.region for unit in fsdp.units}),
-        "peers": sum(peers._memory.parts[0].nbytes for peers in fsdp.peers.values()),
+        "peers": sum(p.num_bytes for session in fsdp.sessions for p in session.peers.values()),
     }
     if replicas := getattr(dispatcher_of(engine.model), "replicas", None):
         held["peers"] += replicas._memory.parts[0].nbytes

@@ -27,7 +27,8 @@ from moetrain.config import Config, ConfigError
 from moetrain.optim.adamw import AdamW
 from moetrain.parallel.apply import _chosen
 from moetrain.parallel.fsdp.bucket import Bucket
-from moetrain.parallel.fsdp.storage import HostShard
+from moetrain.parallel.fsdp.copies import TiedCopy
+from moetrain.parallel.fsdp.storage.offloaded import Offloaded
 from moetrain.parallel.world import plan_world
 from moetrain.runtime.arena import Arena, OffloadedError
 from moetrain.train.session import resolve_run
@@ -308,13 +309,17 @@ def test_addresses_go_with_their_last_tensor_and_a_lack_of_memory_is_survived():
 
 def hosted(engine):
     """The buckets whose masters lie in host memory."""
-    return [bucket for bucket in engine.fsdp.buckets if bucket.host is not None]
+    return [bucket for bucket in engine.fsdp.buckets if bucket.storage.has_host_master]
 
 
 def check_share(engine, fraction):
     """As near as whole buckets allow, but for what another stage has too."""
     sizes = {id(b): b.shard_N.numel() for b in engine.fsdp.buckets if b.is_trained}
-    tied = sum(b.shard_N.numel() for b in engine.fsdp.buckets if b.tied is not None)
+    tied = sum(
+        b.shard_N.numel()
+        for b in engine.fsdp.buckets
+        if any(isinstance(c, TiedCopy) for c in b.copies)
+    )
     taken = sum(sizes[id(bucket)] for bucket in hosted(engine))
     assert 0 < taken <= sum(sizes.values()) - tied
     assert abs(taken - fraction * sum(sizes.values())) <= max(sizes.values()) / 2 + tied
@@ -401,7 +406,7 @@ def with_one_late_rank(layouts):
 
     def at_once(self, *task):
         start(self, *task)
-        wait([bucket.host.update for bucket in self._hosted])
+        wait([storage.update for _, storage in self._offloaded])
 
     if dist.get_rank() == 1:
         AdamW._update_on_host = slowly
@@ -438,8 +443,8 @@ def test_what_the_host_sent_is_not_copied_again(monkeypatch):
     stale, start_gather = [], Bucket.start_gather
 
     def watched(bucket, staging):
-        if bucket.host is not None:
-            bucket.host.wait()
+        if bucket.storage.has_host_master:
+            bucket.storage.wait()
             stale.append(not bucket.is_fresh)
         return start_gather(bucket, staging)
 
@@ -465,7 +470,7 @@ def test_a_slow_host_is_waited_for(monkeypatch):
 
     words = ["train.dtype=bfloat16"]
     expected = train_with(1.0, words)
-    wait, waits = HostShard.wait, []
+    wait, waits = Offloaded.wait, []
 
     def timed(self):
         start = time.perf_counter()
@@ -473,13 +478,13 @@ def test_a_slow_host_is_waited_for(monkeypatch):
         waits.append(time.perf_counter() - start)
 
     monkeypatch.setattr(AdamW, "_update_on_host", slowly)
-    monkeypatch.setattr(HostShard, "wait", timed)
+    monkeypatch.setattr(Offloaded, "wait", timed)
     engine, numbers = train_with(1.0, words)
     assert numbers == expected[1]
     assert max(waits) > 0.01
     engine.forward_backward(make_batches(9), objective_of(engine))
     engine.step(1e-3)
-    assert not all(bucket.host.update.done() for bucket in hosted(engine))
+    assert not all(bucket.storage.update.done() for bucket in hosted(engine))
     other = expected[0]
     other.forward_backward(make_batches(9), objective_of(other))
     other.step(1e-3)
@@ -500,7 +505,7 @@ def test_what_is_written_during_an_update_stays(monkeypatch):
     monkeypatch.setattr(AdamW, "_update_on_host", slowly)
     engine.forward_backward(make_batches(9), objective_of(engine))
     engine.step(1e-1)
-    assert not any(bucket.host.update.done() for bucket in hosted(engine)[-2:])
+    assert not any(bucket.storage.update.done() for bucket in hosted(engine)[-2:])
     written = {}
     for name, member in engine.fsdp.members.items():
         if member.rule.trainable:
@@ -544,14 +549,14 @@ def test_gradients_of_several_calls_add_up_on_the_host():
 def test_a_bad_step_changes_nothing_on_the_host():
     engine, _ = train_with(1.0, ["train.dtype=bfloat16"])
     before = {n: p.tensor.clone() for group in engine.state().values() for n, p in group.items()}
-    copies = [bucket.host.copy_N.clone() for bucket in hosted(engine)]
+    copies = [bucket.storage.source_N.clone() for bucket in hosted(engine)]
     engine.forward_backward(make_batches(5), objective_of(engine))
     engine.since_step[-1].total.fill_(float("nan"))
     assert engine.step(1e-3).skipped
     for group in engine.state().values():
         for name, part in group.items():
             assert torch.equal(part.tensor, before[name]), name
-    same = [torch.equal(b.host.copy_N, c) for b, c in zip(hosted(engine), copies, strict=True)]
+    same = [torch.equal(b.storage.source_N, c) for b, c in zip(hosted(engine), copies, strict=True)]
     assert all(same)
     engine.forward_backward(make_batches(6), objective_of(engine))
     assert not engine.step(1e-3).skipped
@@ -577,7 +582,7 @@ def test_shares_are_chosen_from_the_end_by_bytes():
     assert _chosen([100, 1, 1], 2) == {1, 2}
     engine, _ = train_with(0.5, ["train.dtype=bfloat16"], steps=1)
     for bucket in hosted(engine):
-        assert bucket.host.copy_N.dtype == bucket.dtype
+        assert bucket.storage.source_N.dtype == bucket.dtype
         assert bucket.gradient_N is None
         assert not bucket.is_cast
 

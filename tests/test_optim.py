@@ -12,7 +12,7 @@ from moetrain.kernels.optim.rounding import BLOCK
 from moetrain.optim.adamw import AdamW
 from moetrain.parallel.apply import draw_values
 from moetrain.parallel.fsdp import bucket as bucket_module
-from moetrain.parallel.fsdp.bucket import aligned
+from moetrain.runtime.arena import aligned
 
 SETTINGS = Settings(0.9, 0.95, 1e-8, seed=7)
 

@@ -46,8 +46,9 @@ from moetrain.models.moe import Experts
 from moetrain.models.transformer import Transformer, plan_model
 from moetrain.parallel.apply import dispatcher_of
 from moetrain.parallel.expert.deepep import DeepEP
-from moetrain.parallel.fsdp.bucket import Member, aligned
+from moetrain.parallel.fsdp.bucket import Member
 from moetrain.parallel.mesh import Box, all_gather_start
+from moetrain.runtime.arena import aligned
 from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.engine import Engine
 

@@ -27,6 +27,7 @@ from moetrain.models.parts.lora import adaptable
 from moetrain.models.rules import ADAPTER
 from moetrain.parallel.apply import draw_values
 from moetrain.parallel.fsdp.bucket import Bucket
+from moetrain.parallel.fsdp.storage.plain import Plain
 from moetrain.parallel.world import World
 from moetrain.runtime.memory import LateValues
 from moetrain.train.engine import Engine
@@ -232,14 +233,17 @@ class SharedEngine(Engine):
         They are on the device and not active. Each has one term of the loss and an equal part of
         the rows, in order.
         """
+        overlays = list[TenantOverlay]()
         for i, bucket in enumerate(self.fsdp.trained):
-            bucket.tenants = [replace(bucket, shard_N=job.tensors[f"model.{i}"]) for job in jobs]
-            for job, tenant in zip(jobs, bucket.tenants, strict=True):
+            overlay = TenantOverlay(bucket, [job.tensors[f"model.{i}"] for job in jobs])
+            for job, tenant in zip(jobs, overlay.tenants, strict=True):
                 _take_gradient(tenant, job, i)
+            bucket.overlay = overlay
+            overlays.append(overlay)
         try:
             yield
-            for i, bucket in enumerate(self.fsdp.trained):
-                for job, tenant in zip(jobs, bucket.tenants, strict=True):
+            for i, overlay in enumerate(overlays):
+                for job, tenant in zip(jobs, overlay.tenants, strict=True):
                     _keep_gradient(tenant, job, i)
             for totals in self.since_step:
                 for job, total in zip(jobs, totals.terms.values(), strict=True):
@@ -247,7 +251,7 @@ class SharedEngine(Engine):
         finally:
             self.since_step = []
             for bucket in self.fsdp.trained:
-                bucket.tenants = ()
+                bucket.overlay = None
 
     def max_resident(self, room: float) -> int:
         """Return how many jobs may be on the device at once. Collective.
@@ -305,6 +309,32 @@ class SharedEngine(Engine):
             torch.cuda.synchronize(self.world.device)
         self.drop(job)
         job.tensors = copies
+
+
+class TenantOverlay:
+    """Stacks the adapters of several jobs, S tenants, in place of a bucket's own values.
+
+    It is the bucket's :class:`~moetrain.parallel.fsdp.bucket.Overlay`. There is one process, so a
+    tenant's shard is its whole adapter.
+
+    Attributes:
+        tenants: a bucket for each tenant, over that job's shard, which gets its gradient.
+    """
+
+    def __init__(self, bucket: Bucket, shards: Sequence[torch.Tensor]) -> None:
+        self.bucket = bucket
+        self.tenants = [replace(bucket, storage=Plain(shard_N)) for shard_N in shards]
+
+    def values(self) -> list[torch.Tensor]:
+        shards = [tenant.shard_N for tenant in self.tenants]
+        stacked_SN = torch.stack(shards, out=shards[0].new_empty(0, dtype=self.bucket.dtype))
+        return [member.piece_of(stacked_SN) for member in self.bucket.members]
+
+    def reduce(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        chunks_SN = self.bucket.chunks(gradients, len(self.tenants))
+        for tenant, chunk_1N in zip(self.tenants, chunks_SN.split(1), strict=True):
+            tenant.unreduced_WN = chunk_1N
+            tenant.flush()
 
 
 def _take_gradient(bucket: Bucket, job: JobState, i: int) -> None:

@@ -34,6 +34,7 @@ from moetrain.kernels.optim.rounding import BLOCK
 from moetrain.models.rules import Rule
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
+from moetrain.parallel.fsdp.storage.offloaded import Offloaded
 from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.parallel.pipeline.stages import Stages, check_like
 from moetrain.runtime.arena import Arena
@@ -80,7 +81,12 @@ class AdamW(torch.optim.Optimizer):
         """By the bucket's id; empty with float8."""
         self._states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         """The content of :attr:`state` from the first step on."""
-        self._offloaded = [bucket for bucket in fsdp.buckets if bucket.host is not None]
+        self._offloaded = [
+            (bucket, bucket.storage)
+            for bucket in fsdp.buckets
+            if isinstance(bucket.storage, Offloaded)
+        ]
+        """Buckets whose master is in host memory."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moetrain-optim")
         members = {name: m for name, m in fsdp.members.items() if m.rule.trainable}
         for member in members.values():
@@ -130,7 +136,7 @@ class AdamW(torch.optim.Optimizer):
                     self._float8_moments[id(member)] = moments
                     self._states[member.local] = {"step": self.steps, **moments.tensors}
                 continue
-            empty = self.arena.empty if bucket.host is None else torch.empty
+            empty = torch.empty if bucket.storage.has_host_master else self.arena.empty
             keys = self.moments_of(bucket.members[0].rule)
             flat = tuple(empty(bucket.shard_N.numel(), dtype=self.dtype) for _ in keys)
             self._moments[id(bucket)] = flat
@@ -226,18 +232,19 @@ class AdamW(torch.optim.Optimizer):
     def _start_on_host(self, rates_S: torch.Tensor, lr: float) -> None:
         """Start the updates of offloaded buckets, whose gradients must be on their way."""
         late_rates = LateValues(rates_S)
-        for bucket in self._offloaded:
-            assert bucket.host is not None
-            assert bucket.host.has_gradient
-            bucket.host.update = self._thread.submit(self._update_on_host, bucket, late_rates, lr)
+        for bucket, storage in self._offloaded:
+            assert storage.has_gradient
+            storage.update = self._thread.submit(
+                self._update_on_host, bucket, storage, late_rates, lr
+            )
 
     @torch.no_grad()
-    def _update_on_host(self, bucket: Bucket, late_rates: LateValues, lr: float) -> None:
-        host = bucket.host
-        assert host is not None
+    def _update_on_host(
+        self, bucket: Bucket, storage: Offloaded, late_rates: LateValues, lr: float
+    ) -> None:
         # Once the rates are here, the device no longer uses the old weights.
         rates = Rates.unpack(late_rates.read())
-        host.await_gradient()
+        storage.await_gradient()
         if rates.skipped:
             return
         avg_N, avg_sq_N = self._moments[id(bucket)]
@@ -245,7 +252,7 @@ class AdamW(torch.optim.Optimizer):
             parameters = [
                 OffloadedParameter(
                     param=member.local,
-                    grad=member.piece_of(host.gradient_N),
+                    grad=member.piece_of(storage.gradient_N),
                     avg=member.piece_of(avg_N),
                     avg_sq=member.piece_of(avg_sq_N),
                 )
@@ -260,7 +267,7 @@ class AdamW(torch.optim.Optimizer):
                 lr=lr,
                 weight_decay=self.config.weight_decay if decays else 0.0,
             )
-        host.send()
+        storage.send()
         bucket.mark_fresh()
 
     # ---- checkpoints ---------------------------------------------------------------------------

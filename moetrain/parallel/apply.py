@@ -32,9 +32,13 @@ from moetrain.parallel.context import share_tokens
 from moetrain.parallel.expert.deepep import DeepEP, DeepEPInside, StaticSizes, why_not
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 from moetrain.parallel.expert.replicas import Replicas
-from moetrain.parallel.fsdp.bucket import Bucket, Member
+from moetrain.parallel.fsdp.bucket import Bucket, Copies, Member
+from moetrain.parallel.fsdp.copies import ReplicaCopies, TiedCopy
 from moetrain.parallel.fsdp.fsdp import FSDP
-from moetrain.parallel.fsdp.storage import HostShard, Link, QuantisedShard
+from moetrain.parallel.fsdp.storage.protocol import HostLink, ShardSpec
+from moetrain.parallel.fsdp.storage.registry import make_storage
+from moetrain.parallel.fsdp.transport.collectives import Collectives
+from moetrain.parallel.fsdp.transport.registry import connect
 from moetrain.parallel.mesh import ExpertHops, Layout
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.tensor import ShardedVocabulary, TokenParts
@@ -113,7 +117,7 @@ def _parallelize(
     here = {name for name, module in model.named_modules() if [*module.parameters()]}
     all_styles = model.arch.plan().styles
     styles: dict[str, PartStyle] = {name: all_styles[name] for name in all_styles if name in here}
-    fsdp.connect()
+    fsdp.sessions = connect([*fsdp.buckets], config.parallel, device)
     model.sharding = fsdp
     if meshes.dims.tp > 1:
         group = meshes.dense.get_group("tp")
@@ -346,19 +350,25 @@ def _shard_model(
     trained = [g for unit in found for g in unit if g[0].rule.trainable]
     movable = [group for group in trained if all(m.module is not tied for m in group)]
     wanted = config.optim.offload_fraction * sum(_places(group)[-1] for group in trained)
-    hosted = _chosen([_places(group)[-1] for group in movable], wanted)
-    on_host, link = {id(movable[i]) for i in hosted}, Link(fsdp.device)
-    on_host |= {id(group) for unit in found for group in unit if group[0].rule.is_offloaded}
+    chosen = _chosen([_places(group)[-1] for group in movable], wanted)
+    offloaded, link = {id(movable[i]) for i in chosen}, HostLink(fsdp.device)
+    offloaded |= {id(group) for unit in found for group in unit if group[0].rule.is_offloaded}
     blocks, members = set(model.layers), dict[str, Member]()
     for modules, unit in zip(units, found, strict=True):
-        buckets = [_make_bucket(g, fsdp, config, link if id(g) in on_host else None) for g in unit]
-        for group, bucket in zip(unit, buckets, strict=True):
+        buckets = list[Bucket]()
+        for group in unit:
+            copies = list[Copies]()
+            if (replicas := group[0].layout.replicas) is not None:
+                copies.append(ReplicaCopies(replicas))
+            if stages.tied_rank is not None and group[0].module is model.embed:
+                copies.append(TiedCopy(stages.group, stages.tied_rank))
+            bucket = _make_bucket(
+                group, fsdp, config, link, is_offloaded=id(group) in offloaded, copies=copies
+            )
             members.update(zip((p.name for p in group), bucket.members, strict=True))
+            buckets.append(bucket)
         fsdp.add(buckets, modules, is_block=blocks.issuperset(modules))
     fsdp.members = {name: members[name] for name in names.values()}
-    if stages.tied_rank is not None:
-        (bucket,) = (b for b in fsdp.buckets if b.members[0].module is model.embed)
-        bucket.tied = stages.group, stages.tied_rank
     for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False):
             setattr(module, key, torch.zeros_like(buffer, device=fsdp.device))
@@ -389,29 +399,42 @@ def _places(parameters: Sequence[_Parameter]) -> list[int]:
 
 
 def _make_bucket(
-    parameters: Sequence[_Parameter], fsdp: FSDP, config: Config, link: Link | None
+    parameters: Sequence[_Parameter],
+    fsdp: FSDP,
+    config: Config,
+    link: HostLink,
+    *,
+    is_offloaded: bool,
+    copies: Sequence[Copies],
 ) -> Bucket:
-    """Make a bucket, with its master or its codes on the host if a ``link`` there is given."""
+    """Make a bucket with its storage, and the parameters that are views of it.
+
+    ``is_offloaded``: the master, or what is quantised, is in host memory.
+    """
     *starts, size = _places(parameters)
-    rule, host, quantised = parameters[0].rule, None, None
+    rule, group = parameters[0].rule, parameters[0].layout.group
     gathered = rule.gather or compute_dtype(config, fsdp.device)
     gradient_dtype = getattr(torch, config.optim.gradient_dtype)
-    if rule.quant_format is not None:
-        quantised = QuantisedShard(rule.quant_format, size, gathered, fsdp.weights, link)
-        shard_N = quantised.shape_N
-    elif link is not None:
-        host = HostShard(size, gathered, link, fsdp.weights)
-        shard_N = host.master_N
-    else:
-        # Where blocks use the shard itself, copies of experts lie behind it.
-        is_used = parameters[0].layout.group.size() == 1 and rule.storage == gathered
-        spare = is_used * sum(p.spare * p.layout.shape[1:].numel() for p in parameters)
-        shard_N = fsdp.weights.empty(size + spare, rule.storage).zero_()[:size]
+    # Where blocks use the shard itself, copies of experts lie behind it.
+    is_used = group.size() == 1 and rule.storage == gathered
+    spare = is_used * sum(p.spare * p.layout.shape[1:].numel() for p in parameters)
+    storage = make_storage(
+        ShardSpec(
+            rule=rule,
+            numel=size,
+            dtype=gathered,
+            is_offloaded=is_offloaded,
+            spare_numel=spare,
+            weights=fsdp.weights,
+            link=link,
+        )
+    )
     members = list[Member]()
     for parameter, start in zip(parameters, starts, strict=True):
         layout, trainable = parameter.layout, parameter.rule.trainable
-        local = layout.piece_of(shard_N, start)
-        here = local if host is None else layout.piece_of(host.copy_N, start)
+        here = local = layout.piece_of(storage.shard_N, start)
+        if storage.source_N is not storage.shard_N:
+            here = layout.piece_of(storage.source_N, start)
         value = nn.Parameter(layout.dtensor(here), requires_grad=trainable)
         if trainable:  # else torch takes a gradient in the parameter's own dtype alone
             local.grad_dtype = value.grad_dtype = gradient_dtype
@@ -426,18 +449,18 @@ def _make_bucket(
                 rule=parameter.rule,
                 start=start,
                 share=parameter.share,
-                quantised=quantised,
+                storage=storage,
                 spare=parameter.spare,
             )
         )
     return Bucket(
         members=members,
-        shard_N=shard_N,
+        storage=storage,
+        transport=Collectives(group),
         dtype=gathered,
         gradients=fsdp.gradients,
         gradient_dtype=gradient_dtype,
-        host=host,
-        quantised=quantised,
+        copies=copies,
     )
 
 

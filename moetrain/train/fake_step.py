@@ -17,7 +17,7 @@ from moetrain.models.rules import Rule
 from moetrain.models.transformer import Inputs, Transformer, compute_dtype, plan_model
 from moetrain.optim.fake_update import FakeUpdate
 from moetrain.parallel.apply import resharded_blocks
-from moetrain.parallel.fsdp.transport import wants_copies
+from moetrain.parallel.fsdp.transport.peers import wants_copies
 from moetrain.parallel.world import World
 from moetrain.runtime.ahead import can_compile_ahead, compile_ahead, launches_of
 

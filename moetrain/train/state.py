@@ -33,10 +33,10 @@ from moetrain.optim.adamw import AdamW
 from moetrain.optim.muon import Muon
 from moetrain.optim.qk_clip import QKClip
 from moetrain.parallel.apply import checksum, place_model
-from moetrain.parallel.fsdp.bucket import aligned
 from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.parallel.pipeline.stages import Stages, check_like
 from moetrain.parallel.world import World
+from moetrain.runtime.arena import aligned
 
 StateKind = Literal["weights", "gradients", "moments", "workspaces"]
 OFFLOADED: tuple[StateKind, ...] = get_args(StateKind)

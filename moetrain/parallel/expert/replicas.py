@@ -36,7 +36,7 @@ from moetrain.kernels.experts.replicas import (
     take_copies,
 )
 from moetrain.models.moe import Dispatched, Experts
-from moetrain.parallel.fsdp import transport
+from moetrain.parallel.fsdp.transport import peers
 from moetrain.parallel.mesh import all_gather_start, resolve_group
 from moetrain.runtime.annotate import annotate
 from moetrain.runtime.backend import Backend, use_fast, worth_saving
@@ -61,14 +61,14 @@ class Replicas:
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
-        reason = transport.why_apart(self.group, self.device)
+        reason = peers.why_apart(self.group, self.device)
         if reason is not None:
             raise ConfigError("moe.redundant_experts", f"{self.spare}, but {reason}; set 0")
         self.num_local_experts = self.num_experts // self.group.size()
         self.rank, self.group_name = self.group.rank(), str(self.group.group_name)
         self.is_late = False
         """Whether a backward leaves gradients on their way, and :meth:`wait` is called for them."""
-        self._streams = transport.CopyStreams(self.device)
+        self._streams = peers.CopyStreams(self.device)
         self._memory: Any = None
         self._places: list[tuple[list[torch.Tensor], torch.Tensor]] = []
         """Of each matrix, every rank's shared memory [N, M], and where that begins."""
@@ -177,14 +177,14 @@ class Replicas:
             for (own_LM, copies_NM), (parts, addresses_W) in zip(rows, self._places, strict=True)
         ]
         with self._streams.behind(stream), annotate("expert_copies"):
-            memory.wait(transport.FREE)
+            memory.wait(peers.FREE)
             for exchange in exchanges:
                 write(exchange)
-            memory.arrive(transport.WRITTEN)
-            memory.wait(transport.WRITTEN)
+            memory.arrive(peers.WRITTEN)
+            memory.wait(peers.WRITTEN)
             for exchange in exchanges:
                 read(exchange)
-            memory.arrive(transport.FREE)
+            memory.arrive(peers.FREE)
         if stream is not None:
             # Whoever drops one before it has waited must not let others have its memory.
             for tensor in (copies_WN, *(x for pair in rows for x in pair)):

@@ -1,15 +1,17 @@
-"""A bucket of parameters that travel together: a flat shard a rank, its gradient, its gathering.
+"""A bucket of parameters that are gathered and reduced together.
 
-It is one collective, or a copy from each peer (:mod:`moetrain.parallel.fsdp.transport`): its
-members lie end to end in one flat shard, each padded to the same length on every rank.
+Its members lie end to end in one flat shard, each padded to the same length on every rank. The
+bucket knows that layout, when the shard is gathered, and how gradients are summed. Its storage
+(:mod:`moetrain.parallel.fsdp.storage`) knows where the shard's elements are, and its transport
+(:mod:`moetrain.parallel.fsdp.transport`) how they travel.
 
-Legend: W ranks of the FSDP axis, N numbers of one rank's shard of a bucket.
+Legend: W ranks of the FSDP axis, N elements of one rank's shard of a bucket.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,10 +19,9 @@ from torch import nn
 
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 from moetrain.models.rules import Rule
-from moetrain.parallel.fsdp.storage import HostShard, QuantisedShard
-from moetrain.parallel.fsdp.transport import Peers, Wait, reduce_scatter_start
-from moetrain.parallel.mesh import Layout, all_gather_start
-from moetrain.parallel.waits import waiting
+from moetrain.parallel.fsdp.storage.protocol import Storage
+from moetrain.parallel.fsdp.transport.protocol import Transport, Wait
+from moetrain.parallel.mesh import Layout
 from moetrain.runtime.arena import Arena, aligned
 
 
@@ -63,24 +64,27 @@ class Member:
     """One parameter of a bucket, as one rank sees it."""
 
     module: nn.Module
+    """The module that holds the parameter."""
     name: str
-    """The name under which ``module`` holds it."""
+    """The parameter's name in ``module``."""
     parameter: nn.Parameter
     """The DTensor that ``named_parameters`` shows."""
     local: torch.Tensor
-    """This rank's piece: a view into the bucket's shard, wherever that lies. The optimizer's
-    parameter."""
+    """This rank's piece, which the optimizer updates: a view of the bucket's ``shard_N``."""
     layout: Layout
+    """How the parameter is cut over ranks."""
     rule: Rule
+    """How the parameter is stored, gathered and trained."""
     start: int
-    """The place of its padded shard in the bucket, in numbers; ``layout.padded_numel`` long."""
+    """The element of the bucket's shard where the piece begins. With its padding it takes
+    ``layout.padded_numel`` elements."""
     share: float
-    """The part of the value that a rank uses: 1, or 1/tp where tensor parallel ranks' uses are
-    added up."""
-    quantised: QuantisedShard | None = None
-    """The storage whose codes :attr:`local` is; None where that is the values."""
+    """The factor on the value that a rank uses: 1, or 1/tp where tensor parallel ranks each use the
+    parameter and their results are added up."""
+    storage: Storage
+    """The bucket's storage."""
     spare: int = 0
-    """Rows for which there is memory behind the gathered value, for the block's ops to use."""
+    """Extra rows of memory after the gathered value, for copies of experts."""
 
     @property
     def spare_numel(self) -> int:
@@ -88,32 +92,48 @@ class Member:
 
     @property
     def full_numel(self) -> int:
-        """The numbers of the gathered value and of the memory behind it."""
+        """Elements of the gathered value and of the extra rows after it."""
         return torch.Size(self.layout.gathered_shape).numel() + self.spare_numel
 
     def piece_of(self, flat_N: torch.Tensor) -> torch.Tensor:
-        """Return the view of ``flat_N``, as long as the bucket's shard, or of each row of [S, N],
-        that is this member's."""
+        """Return this member's view of ``flat_N``, a tensor as long as the bucket's shard; of
+        [S, N], of each row."""
         return self.layout.piece_of(flat_N, self.start)
 
     def read(self) -> torch.Tensor:
-        """Give this rank's piece as values: :attr:`local`, or a copy."""
-        return (
-            self.local
-            if self.quantised is None
-            else self.quantised.read(self.start, self.local.shape)
-        )
+        """Return the values of this rank's piece: a view of the shard, or a copy."""
+        return self.storage.read(self.start, self.local.shape)
 
     def write(self, place: tuple[int | slice, ...], tensor: Any) -> None:
-        """Do what is this rank's of ``parameter[place] = tensor``, reading only that of it, by
-        slicing."""
+        """Write this rank's part of ``parameter[place] = tensor``. Only that part of ``tensor`` is
+        read, by slicing."""
         if (overlap := self.layout.overlap(place)) is None:
             return
         here, there = overlap
-        if self.quantised is None:
-            self.local[here].copy_(tensor[there])
-        else:
-            self.quantised.write(self.start, self.local.shape, here, tensor, there)
+        self.storage.write(self.start, self.local.shape, here, tensor, there)
+
+
+class Copies(Protocol):
+    """Other ranks that hold a copy of a bucket's shard, and whose gradients are to be added."""
+
+    count: int
+    """How many ranks hold the shard, this one included."""
+
+    def add(self, gradient_N: torch.Tensor) -> None:
+        """Add the other ranks' gradients to ``gradient_N`` (fp32), in place. Collective."""
+        ...
+
+
+class Overlay(Protocol):
+    """Values that blocks use in place of a bucket's own, and that get the gradients."""
+
+    def values(self) -> list[torch.Tensor]:
+        """Return the gathered parameters in the order of members."""
+        ...
+
+    def reduce(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of :meth:`values`."""
+        ...
 
 
 @dataclass
@@ -121,38 +141,37 @@ class Bucket:
     """Members that the same ranks gather in the same dtype."""
 
     members: list[Member]
-    shard_N: torch.Tensor
+    storage: Storage
+    """Holds this rank's shard."""
+    transport: Transport
+    """Carries shards and gradients among the ranks of :attr:`group`."""
     dtype: torch.dtype
-    """The dtype it is gathered in."""
+    """The dtype in which the shard is gathered."""
     gradients: Arena
-    """The memory of its gradient."""
+    """The memory of the gradient."""
     gradient_dtype: torch.dtype
-    """The dtype of its gradient: sums are made in fp32, and rounded to it as they are stored."""
-    host: HostShard | None = None
-    """The storage whose master :attr:`shard_N` is; None where the shard is on the device."""
-    quantised: QuantisedShard | None = None
-    """The storage whose codes :attr:`shard_N` is; None where the shard is values."""
+    """The dtype of the gradient. Sums are made in fp32, and rounded to it when they are stored."""
+    copies: Sequence[Copies] = ()
+    """Ranks that hold this very shard too: replicas, or the other copy of a tied embedding."""
+    overlay: Overlay | None = None
+    """What blocks use in place of the shard at the moment; None: the shard itself."""
     gradient_N: torch.Tensor | None = None
-    """This step's gradient, once there is one."""
+    """This step's gradient; None before the first reduction of the step, or once it moved into the
+    storage."""
     squares_B: torch.Tensor | None = None
-    """fp32: each block's sum of squares of the gradient, as the last reduction left them."""
+    """fp32: each block's sum of squares of the gradient, after the last reduction."""
     has_gradient: bool = False
+    """True: this step has reduced a gradient."""
     unreduced_WN: torch.Tensor | None = None
-    """fp32: gradients of earlier micro-batches that are still to travel."""
-    tied: tuple[dist.ProcessGroup, int] | None = None
-    """A group and the rank there with a tied embedding's other copy, used elsewhere."""
-    tenants: "Sequence[Bucket]" = ()
-    """Buckets whose values are stacked in place of its own, and which get their gradients."""
-    peers: Peers | None = None
-    """The group's ranks, if they copy from one another; else the bucket travels by collectives."""
-    peers_start: int = 0
-    """The shard's place in the memory that they share."""
+    """fp32: gradients of earlier micro-batches that are not reduced yet."""
     _gathered_N: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """The memory of the gathered members."""
     _cast_N: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    """A copy of the shard as it is gathered, in another dtype or for peers to read."""
+    """A copy of the shard in the dtype that is gathered, or for other ranks to read."""
     _version: int | None = None
-    """The shard's version when that copy was written; None if something else may lie there."""
+    """The shard's version when that copy was written; None if the copy may be overwritten."""
     _rows: list[torch.Tensor] = field(default_factory=list)
+    """Views of the gathered members."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -160,23 +179,28 @@ class Bucket:
         return self.members[0].layout.group
 
     @property
+    def shard_N(self) -> torch.Tensor:
+        """The master values that the optimizer updates, wherever they are."""
+        return self.storage.shard_N
+
+    @property
+    def source_N(self) -> torch.Tensor:
+        """The shard on the device. :meth:`start_gather` brings its values up to date."""
+        return self.storage.source_N
+
+    @property
     def is_trained(self) -> bool:
         return self.members[0].rule.trainable
 
     @property
-    def source_N(self) -> torch.Tensor:
-        """The shard on the device; :meth:`start_gather` sees to its values."""
-        return self.shard_N if self.host is None else self.host.copy_N
-
-    @property
     def is_never_sharded(self) -> bool:
-        """Whether blocks use the shard itself."""
-        return self.group.size() == 1 and not self.is_cast
+        """True: blocks use the shard itself."""
+        return self.group.size() == 1 and not self.is_cast and not self.storage.is_packed
 
     @property
     def needs_copies(self) -> bool:
-        """Whether members must be copied out of what a gather gives, rank by rank."""
-        return self.quantised is not None or (len(self.members) > 1 and self.group.size() > 1)
+        """True: members are copied, or unpacked, out of what a gather brings."""
+        return self.storage.is_packed or (len(self.members) > 1 and self.group.size() > 1)
 
     def moved(self) -> None:
         """Note that :attr:`shard_N` has other memory, and other values."""
@@ -184,16 +208,16 @@ class Bucket:
         if self.is_never_sharded:  # blocks use it itself
             self.lay_out(self.shard_N.new_empty(0, dtype=torch.uint8))
 
-    # ---- the shard as it is gathered -----------------------------------------------------------
+    # ---- the shard in the dtype that is gathered -----------------------------------------------
 
     @property
     def is_cast(self) -> bool:
-        """Whether the shard is gathered in another dtype than the device has it in."""
-        return self.dtype != self.source_N.dtype
+        """True: the shard is gathered in another dtype than it has on the device."""
+        return not self.storage.is_packed and self.dtype != self.source_N.dtype
 
     @property
     def is_fresh(self) -> bool:
-        """Whether :attr:`cast_N`, or the device's copy of a host's shard, is up to date."""
+        """True: the copy of the shard, :attr:`cast_N` or the storage's, is up to date."""
         return self._version == self._changes()
 
     def _changes(self) -> int:
@@ -203,35 +227,42 @@ class Bucket:
 
     @property
     def cast_N(self) -> torch.Tensor:
-        """Memory for the shard in the dtype it is gathered in, once that is laid out: the very
-        place that a gather would copy it to, or a place of its own."""
+        """Memory for the shard in the dtype that is gathered, once members are laid out. It is the
+        very place that a gather would copy the shard to, or memory of its own."""
         if self.needs_copies and not self._cast_N.numel():
             self._cast_N = torch.empty_like(self.shard_N, dtype=self.dtype)
         return self._cast_N
 
+    @property
+    def _has_own_cast(self) -> bool:
+        """True: :attr:`cast_N` has memory of its own, apart from the gathered members."""
+        return not self.storage.has_host_master and (self.needs_copies or self.transport.is_shared)
+
     def mark_fresh(self) -> None:
-        """Note that :attr:`cast_N`, or the copy of a host's shard, was written."""
+        """Note that the copy of the shard was written."""
         self._version = self._changes()
 
     def updated(self, place_N: torch.Tensor | None) -> None:
-        """Note an update that wrote ``place_N`` too. A copy that peers read follows at once: when a
-        graph updates, no count changes that would tell."""
+        """Note an update that wrote ``place_N`` too. A copy that other ranks read follows at once:
+        when a graph updates, no version changes that would tell."""
         if place_N is not None:
             self.mark_fresh()
-        elif self.peers is not None and self._cast_N.numel():
+        elif self.transport.is_shared and self._cast_N.numel():
             self.refresh()
 
     @property
     def update_N(self) -> torch.Tensor | None:
-        """The copy that peers read, if an update must write it beside the master."""
-        is_there = self.peers is not None and self._cast_N.numel() > 0
+        """The copy that other ranks read, if an update must write it beside the master."""
+        is_there = self.transport.is_shared and self._cast_N.numel() > 0
         return self._cast_N if is_there and self.is_cast else None
 
-    def share(self) -> None:
-        """Bring the copy that peers read up to date; they do not read it meanwhile."""
-        assert self.peers is not None
+    def share(self, copy_N: torch.Tensor) -> None:
+        """Bring the copy that other ranks read up to date; they do not read it meanwhile.
+
+        ``copy_N`` is its memory, which the first call after :meth:`release` takes.
+        """
         if not self._cast_N.numel():
-            self._cast_N = self.peers.own(self.peers_start, self.shard_N.numel(), self.dtype)
+            self._cast_N = copy_N
         self.refresh()
 
     def refresh(self) -> None:
@@ -245,19 +276,14 @@ class Bucket:
             self._cast_N.copy_(self.shard_N)
         self.mark_fresh()
 
-    @property
-    def _lies_apart(self) -> bool:
-        """Whether :attr:`cast_N` has memory of its own, apart from the gathered members."""
-        return self.needs_copies or self.peers is not None
-
     def leave(self) -> None:
         """Note that the memory of the gathered members may be overwritten from now on."""
-        if self.host is None and not self._lies_apart:
+        if not self.storage.has_host_master and not self._has_own_cast:
             self._version = None
 
     def release(self) -> None:
         """Free the memory of :attr:`cast_N`, where it has some of its own."""
-        if self.host is None and self._lies_apart:
+        if self._has_own_cast:
             self._cast_N, self._version = torch.empty(0), None
 
     # ---- gathering -----------------------------------------------------------------------------
@@ -265,15 +291,14 @@ class Bucket:
     @property
     def gathered_bytes(self) -> int:
         """The bytes that a gather writes."""
-        if self.quantised is not None:
-            return aligned(self.group.size() * self.quantised.bytes.numel())
+        if self.storage.is_packed:
+            return aligned(self.group.size() * self.storage.packed_bytes())
         return aligned(self.group.size() * self.shard_N.numel() * self.dtype.itemsize)
 
     @property
     def staging_bytes(self) -> int:
         """The bytes that are gathered to be copied out."""
-        comes_up = self.quantised is not None and self.quantised.link is not None
-        travels = comes_up or self.group.size() > 1
+        travels = self.storage.loads_packed or self.group.size() > 1
         return self.gathered_bytes if self.needs_copies and travels else 0
 
     @property
@@ -300,50 +325,51 @@ class Bucket:
             first = start if self.needs_copies else member.start
             self._rows.append(whole_N[first : first + shape.numel()].view(shape))
             start += aligned(member.full_numel * self.dtype.itemsize) // self.dtype.itemsize
-        if self.is_cast and not self._lies_apart:
-            numbers = self.shard_N.numel()
+        if self.is_cast and not self._has_own_cast:
+            numel = self.shard_N.numel()
             # As in start_gather: what writes here changes nothing that autograd saved.
-            self._cast_N = whole_N.data[self.group.rank() * numbers :][:numbers]
+            self._cast_N = whole_N.data[self.group.rank() * numel :][:numel]
 
     def start_gather(self, staging: torch.Tensor) -> Wait | None:
         """Begin to gather, to the members' place or, if they are copied out, to ``staging``."""
-        if self.host is not None:
-            self.host.wait()
+        # 1. What the host has updated is brought to the device.
+        if self.storage.has_host_master:
+            self.storage.wait()
             if not self.is_fresh:
-                self.host.copy_N.copy_(self.shard_N)
+                self.storage.load()
                 self.mark_fresh()
         if self.is_never_sharded:
             return None
-        if self.quantised is not None:
-            return self.quantised.start_gather(self.group, staging)
+        if self.storage.is_packed:
+            return self.storage.start_gather(self.group, staging)
+        # 2. Every rank's part lands in one row of the target.
         ranks = self.group.size()
         target_N = staging.view(self.dtype) if self.needs_copies else self._gathered_N
         # Through .data, which has a version counter of its own: autograd would else take the next
         # gather for a change of what it saved.
         target_WN = target_N[: ranks * self.shard_N.numel()].data.view(ranks, -1)
-        if self.peers is not None:
+        # 3. What is sent is the shard, or its copy in the dtype that is gathered.
+        if self.transport.is_shared:
             if not self.is_fresh:
                 raise RuntimeError("parameters changed within FSDP.work(), while peers read them")
-            return self.peers.gather(self.peers_start, target_WN)
+            return self.transport.gather(self._cast_N, target_WN)
         if self.is_cast:
             self.refresh()
-        if ranks == 1:
-            return None
         sent_N = self.cast_N if self.is_cast else self.source_N
-        return all_gather_start(sent_N, self.group, target_WN)[1].wait
+        return self.transport.gather(sent_N, target_WN)
 
     def copy_out(self, staging: torch.Tensor) -> None:
         """Copy members from ``staging`` to their place, if they are copied out."""
         if not self.needs_copies:
             return
-        if self.quantised is not None:
-            bytes_W = self.quantised.gathered(self.group.size(), staging)
+        if self.storage.is_packed:
+            bytes_W = self.storage.arrived(self.group.size(), staging)
             for member, row in zip(self.members, self._rows, strict=True):
                 padded = member.layout.padded_numel
-                self.quantised.dequantise(row.data.view(-1), bytes_W, member.start, padded)
+                self.storage.unpack(row.data.view(-1), bytes_W, member.start, padded)
             return
-        ranks, numbers = self.group.size(), self.group.size() * self.shard_N.numel()
-        staged_WN = staging.view(self.dtype)[:numbers].view(ranks, -1)
+        ranks, numel = self.group.size(), self.group.size() * self.shard_N.numel()
+        staged_WN = staging.view(self.dtype)[:numel].view(ranks, -1)
         for member, row in zip(self.members, self._rows, strict=True):
             padded = member.layout.padded_numel
             part_WN = staged_WN[:, member.start : member.start + padded]
@@ -354,11 +380,9 @@ class Bucket:
                 target.copy_(part_WN.reshape(-1)[: target.numel()])
 
     def rows(self) -> list[torch.Tensor]:
-        """Give the gathered parameters in the order of members, as new tensors for autograd."""
-        if self.tenants:
-            shards = [tenant.shard_N for tenant in self.tenants]
-            stacked_SN = torch.stack(shards, out=shards[0].new_empty(0, dtype=self.dtype))
-            return [member.piece_of(stacked_SN) for member in self.members]
+        """Return the gathered parameters in the order of members, as new tensors for autograd."""
+        if self.overlay is not None:
+            return self.overlay.values()
         return [
             row.view(row.shape) if member.share == 1 else row * member.share
             for member, row in zip(self.members, self._rows, strict=True)
@@ -370,14 +394,12 @@ class Bucket:
         """Begin to sum gathered parameters' gradients over the group into this rank's gradient.
 
         Every rank must call this, even without gradients (None counts as 0): others wait for it.
-        Without ``now`` they are added up here, until a later call or :meth:`flush` sends all.
+        Without ``now`` gradients are added up here, until a later call or :meth:`flush` sends them.
         """
-        chunks_WN = self._chunks(gradients)
-        if self.tenants:
-            for tenant, chunk_1N in zip(self.tenants, chunks_WN.split(1), strict=True):
-                tenant.unreduced_WN = chunk_1N
-                tenant.flush()
+        if self.overlay is not None:
+            self.overlay.reduce(gradients)
             return None
+        chunks_WN = self.chunks(gradients, self.group.size())
         if self.unreduced_WN is not None:
             chunks_WN = self.unreduced_WN.add_(chunks_WN)
         if not now and self.group.size() > 1:
@@ -394,41 +416,35 @@ class Bucket:
         chunks_WN = chunks_WN.to(self.dtype)
         if self.gradient_N is None:
             self.gradient_N = self._new_gradient()
-            if self.host is not None and self.host.has_gradient:
-                self.host.give_back(self.gradient_N)
+            self.storage.return_gradient(self.gradient_N)
         if self.squares_B is None:
             blocks = num_blocks(self.shard_N.numel())
             self.squares_B = self.gradient_N.new_empty(blocks, dtype=torch.float32)
-        into: Any = {"out_N": self.gradient_N, "squares_B": self.squares_B}
-        into["accumulate"], self.has_gradient = self.has_gradient, True
-        if self.peers is not None:
-            return self.peers.reduce(chunks_WN, **into)
-        wait = reduce_scatter_start(chunks_WN, self.group, **into)
-        if self.group.size() > 1:
-            return wait
-        wait()  # nothing is under way, and what it holds is large
-        return None
+        accumulate, self.has_gradient = self.has_gradient, True
+        return self.transport.reduce(
+            chunks_WN, out_N=self.gradient_N, accumulate=accumulate, squares_B=self.squares_B
+        )
 
     def _new_gradient(self) -> torch.Tensor:
-        # What goes down to the host is here for a short time.
-        new = self.gradients.empty if self.host is None else self.gradients.loose
+        # A gradient that moves to the host is on the device for a short time.
+        new = self.gradients.loose if self.storage.has_host_master else self.gradients.empty
         return new(self.shard_N.numel(), self.gradient_dtype)
 
     @property
     def is_reduced_at_once(self) -> bool:
-        """Whether a reduction over the group completes the gradient."""
-        return self.members[0].layout.replicas is None and self.tied is None
+        """True: a reduction over the group completes the gradient."""
+        return not self.copies
 
     def give_gradient(self) -> None:
-        """Send the gradient of a host's shard there, and free its memory."""
-        if self.host is not None and self.gradient_N is not None:
-            self.host.take(self.gradient_N)
+        """Move the gradient into the storage, if that takes it, and free its memory."""
+        if self.gradient_N is not None and self.storage.take_gradient(self.gradient_N):
             self.gradient_N = None
 
-    def _chunks(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Lay gradients of gathered parameters out as [W, N]: row r is for rank r's shard, or, of
-        the one rank that tenants have, for tenant r's."""
-        ranks = len(self.tenants) or self.group.size()
+    def chunks(self, gradients: Sequence[torch.Tensor | None], ranks: int) -> torch.Tensor:
+        """Lay out gradients of gathered parameters as [W, N], where row r is for rank r's shard.
+
+        ``ranks`` is W, into which each gradient is cut.
+        """
         parts = [g for g in gradients if g is not None]
         is_whole = sum(part.numel() for part in parts) == ranks * self.shard_N.numel()
         if is_whole and all(member.share == 1 for member in self.members):
@@ -448,28 +464,28 @@ class Bucket:
         return chunks_WN
 
     def complete_gradient(self) -> torch.Tensor:
-        """Complete this step's gradient; give fp32 numbers that add up to this rank's share of its
-        square."""
-        has_left = self.host is not None and self.host.has_gradient and self.has_gradient
-        if has_left and self.squares_B is not None:
-            return self.squares_B  # it is complete
+        """Complete this step's gradient.
+
+        Returns fp32 numbers that add up to this rank's share of the gradient's squared norm.
+        """
+        if self.storage.has_gradient and self.has_gradient and self.squares_B is not None:
+            return self.squares_B  # the gradient is complete, and has moved into the storage
         if self.gradient_N is None:
             self.gradient_N = self._new_gradient()
         if not self.has_gradient:  # nothing used these parameters in this step
             self.gradient_N.zero_()
-        copies = 1 if self.is_reduced_at_once else self._add_copies(self.gradient_N)
+        count = 1 if self.is_reduced_at_once else self._add_copies(self.gradient_N)
         if self._other_rows:
             for member, is_other_R in self._other_rows:
                 member.piece_of(self.gradient_N).masked_fill_(is_other_R[:, None], 0.0)
-        elif copies == 1 and self.has_gradient and self.squares_B is not None:
+        elif count == 1 and self.has_gradient and self.squares_B is not None:
             return self.squares_B
         norm = torch.linalg.vector_norm(self.gradient_N, dtype=torch.float32)
-        return (norm.square() / copies)[None]
+        return (norm.square() / count)[None]
 
     @cached_property
     def _other_rows(self) -> list[tuple[Member, torch.Tensor]]:
-        """Members of which some rows alone are trained, and which of this rank's rows are others:
-        bool [rows]."""
+        """Members with rows that are not trained, and a mask of those on this rank: bool [rows]."""
         found = []
         for member in self.members:
             if member.rule.rows is not None:
@@ -481,22 +497,13 @@ class Bucket:
         return found
 
     def _add_copies(self, gradient_N: torch.Tensor) -> int:
-        """Add the gradients of this shard's copies; returns how many ranks have the sum then."""
-        wide_N, copies = gradient_N.float(), 1
-        if (replicas := self.members[0].layout.replicas) is not None:
-            with waiting(wide_N.device):
-                dist.all_reduce(wide_N, group=replicas)
-            copies *= replicas.size()
-        if self.tied is not None:
-            (group, rank), theirs_N = self.tied, torch.empty_like(wide_N)
-            pairs = ((dist.isend, wide_N), (dist.irecv, theirs_N))
-            ops = [dist.P2POp(op, x, group=group, group_peer=rank) for op, x in pairs]
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
-            wide_N += theirs_N
-            copies *= 2
+        """Add the gradients of this shard's copies. Return how many ranks have the sum then."""
+        wide_N, count = gradient_N.float(), 1
+        for copies in self.copies:
+            copies.add(wide_N)
+            count *= copies.count
         gradient_N.copy_(wide_N)  # nothing where that is fp32: they are one
-        return copies
+        return count
 
     def show_gradient(self) -> None:
         """Set every member's ``grad`` to its piece of the gradient, if that is on the device."""
@@ -510,9 +517,8 @@ class Bucket:
         """Forget this step's gradient, and with ``free`` give its memory back."""
         self.has_gradient = False
         self.unreduced_WN = None
-        if self.host is not None:
-            self.host.has_gradient = False
-        if free or self.host is not None:
+        self.storage.clear_gradient()
+        if free or self.storage.has_host_master:
             self.gradient_N = None
         for member in self.members if self.members[0].local.grad is not None else ():
             member.local.grad = member.parameter.grad = None

@@ -37,9 +37,9 @@ from torch.utils import _pytree as pytree
 from moetrain.config import ParallelSection
 from moetrain.models.transformer import Sharding
 from moetrain.parallel.fsdp.bucket import Bucket, GatherBuffer, Member
-from moetrain.parallel.fsdp.transport import CopyStreams, Peers, Wait, reachable
+from moetrain.parallel.fsdp.transport.protocol import Session, Wait
 from moetrain.parallel.waits import waiting
-from moetrain.runtime.annotate import annotate, annotated
+from moetrain.runtime.annotate import annotate
 from moetrain.runtime.arena import Arena
 
 
@@ -146,9 +146,8 @@ class FSDP(Sharding):
         self._unit_of: dict[nn.Module, _Unit] = {}
         self._turns = [GatherBuffer(device) for _ in range(self.num_turns)]
         self._staging = (GatherBuffer(device), GatherBuffer(device))
-        self.peers: dict[str, Peers] = {}
-        """The groups whose ranks copy from one another, by name."""
-        self._copies = CopyStreams(device)
+        self.sessions: list[Session] = []
+        """What transports do around the work of the buckets that they carry."""
         self._reducing: list[Wait | None] = []
         self._reduced: list[Bucket] = []  # whose gradients go to the host after these reductions
         self._is_working, self._is_last, self._num_works = False, False, 0
@@ -171,37 +170,10 @@ class FSDP(Sharding):
         for unit in self.units:
             yield from unit.buckets
 
-    def connect(self) -> None:
-        """Let peers copy what ``parallel.fsdp_transport`` says. Collective.
-
-        Collectives still carry buckets whose master lies on the host (its copy comes up while the
-        forward runs), those of codes, and all-reduces over replicas.
-
-        Raises ConfigError: the setting is copy, and ranks do not reach one another's memory.
-        """
-        travelling = [b for b in self.buckets if b.group.size() > 1 and not (b.host or b.quantised)]
-        groups = {str(bucket.group.group_name): bucket.group for bucket in travelling}
-        near = reachable(groups, self.setting, self.device)
-        for bucket in travelling:
-            name = str(bucket.group.group_name)
-            if name in near:
-                peers = self.peers.setdefault(name, Peers(bucket.group, self._copies))
-                size = bucket.shard_N.numel() * bucket.dtype.itemsize
-                inbox = bucket.group.size() * size * bucket.is_trained
-                bucket.peers, bucket.peers_start = peers, peers.reserve(size, inbox)
-
-    @torch.inference_mode(False)  # which tensors made now would keep, when they are to be trained
-    @torch.no_grad()
-    @annotated("fsdp_share copy_engines")
-    def _share(self) -> None:
-        """Let every peer read all shards as they are now. Collective."""
-        for peers in self.peers.values():
-            peers.open()
-        for bucket in self.buckets:
-            if bucket.peers is not None:
-                bucket.share()
-        for peers in self.peers.values():  # whether or not this rank's were stale: others' may be
-            peers.barrier()
+    def share(self) -> None:
+        """Let other ranks read all shards as they are now. Collective."""
+        for session in self.sessions:
+            session.share()
 
     # ---- the life cycle ------------------------------------------------------------------------
 
@@ -218,14 +190,14 @@ class FSDP(Sharding):
         self.weights.need()
         self._is_working = True
         try:
-            self._share()
+            self.share()
             yield
             self._finish_reductions()
             self._reducing = [bucket.flush() for bucket in self.trained]
             self._finish_reductions()
         finally:
-            if self.peers:
-                self._copies.end(*self._copies.used)()
+            for session in self.sessions:
+                session.finish()
             self._is_working, self._is_last = False, False
             self._reducing, self._reduced = [], []  # what failed leaves nothing to finish
             self._num_works += 1
@@ -242,8 +214,8 @@ class FSDP(Sharding):
             unit.staging.free()
             for bucket in unit.buckets:
                 bucket.release()
-        for peers in self.peers.values():
-            peers.release()
+        for session in self.sessions:
+            session.release()
 
     def check_idle(self) -> None:
         """Raise RuntimeError within :meth:`work`, whose parameters must not change."""
@@ -312,10 +284,10 @@ class FSDP(Sharding):
         unit = self._unit_of[block]
         full = self._hand_out(unit)
         ahead = self.units[unit.index + 1 : unit.index + 2]
-        # The host's update is waited for: the device gets this block's work before. Not only where
-        # it is not done yet: the block's own collectives must come in one order on all ranks.
-        hosts = [bucket.host for following in ahead for bucket in following.buckets]
-        late = ahead if any(host is not None and host.update for host in hosts) else []
+        # Launch this block first, then wait for the host's update of the next. All ranks wait,
+        # whether or not theirs is done: the block's own collectives must come in one order on all.
+        buckets = [bucket for following in ahead for bucket in following.buckets]
+        late = ahead if any(bucket.storage.is_updating for bucket in buckets) else []
         for following in ahead[len(late) :]:
             self.start_unshard(following, beside=unit)
         unit.swap_in(full)
@@ -408,10 +380,11 @@ class FSDP(Sharding):
         self.check_idle()
         for unit in self.units:
             for bucket in unit.buckets:
-                if not bucket.is_trained or bucket.host is not None:
+                if not bucket.is_trained or bucket.storage.has_host_master:
                     continue
                 place_N = bucket.update_N
-                if bucket.peers is None and bucket.is_cast and not unit.takes_turns:
+                is_shared = bucket.transport.is_shared
+                if not is_shared and bucket.is_cast and not unit.takes_turns:
                     unit.move_in()
                     place_N = bucket.cast_N
                 yield bucket, place_N
@@ -423,22 +396,21 @@ class FSDP(Sharding):
         """Wait until every master weight holds the last step's update. Raises OffloadedError."""
         self.weights.need()
         for bucket in self.buckets:
-            if bucket.host is not None:
-                bucket.host.wait()
+            bucket.storage.wait()
 
     def refresh(self) -> None:
         """Bring copies of changed parameters in the compute dtype up to date. Collective.
 
         Those of units that take turns are made anew wherever a unit follows another.
         """
-        self._share()
+        self.share()
         for unit in self.units:
             unit.move_in()
             if unit.takes_turns:
                 unit.region.content_of = None
                 continue
             for bucket in unit.buckets:
-                if bucket.is_cast and bucket.peers is None:
+                if bucket.is_cast and not bucket.transport.is_shared:
                     bucket.refresh()
 
     @property

@@ -36,7 +36,7 @@ from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import plan_model
 from moetrain.parallel.apply import frees_memory, resharded_blocks, turning_regions
-from moetrain.parallel.fsdp.transport import wants_copies
+from moetrain.parallel.fsdp.transport.peers import wants_copies
 from moetrain.parallel.mesh import STYLES, ParallelDims
 from moetrain.parallel.pipeline.stages import StagePlan
 
@@ -307,7 +307,7 @@ class RankSizes:
     def _shared_bytes(
         self, mine: Mapping[str, int], rules: Mapping[str, Rule], dtype: torch.dtype
     ) -> float:
-        """Count bytes of :class:`~moetrain.parallel.fsdp.transport.Peers`."""
+        """Count bytes of :class:`~moetrain.parallel.fsdp.transport.peers.Peers`."""
         config, dims = self.config, self.dims
         device_type = "cpu" if config.train.device == "cpu" else "cuda"
         is_near = dims.machines(dims.sharding_ranks) == 1

@@ -1,10 +1,6 @@
-"""How FSDP's shards and gradients travel: by collectives, or by copies within a machine.
+"""Copies within a machine in place of collectives (``parallel.fsdp_transport``).
 
-Gradients are sent in the compute dtype. One all-to-all brings rows, which the receiver adds in
-fp32, in rank order: no partial sum is rounded to bf16, as it is at each hop of a ring, and the
-result does not depend on timing.
-
-Ranks of one machine can copy instead (``parallel.fsdp_transport``): copy engines move bytes between
+Copy engines move bytes between
 GPUs while every SM computes, and nobody waits for a peer to send. The ranks of an FSDP group share
 one piece of memory each:
 
@@ -37,7 +33,7 @@ Legend: W ranks of the group, N numbers of one rank's shard of a bucket.
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import permutations
@@ -50,49 +46,15 @@ from torch.distributed import _symmetric_memory
 
 from moetrain.config import ConfigError, ParallelSection, logger
 from moetrain.kernels.optim.reduction import sum_chunks
+from moetrain.parallel.fsdp.bucket import Bucket
+from moetrain.parallel.fsdp.transport.protocol import Wait
 from moetrain.parallel.processes import machine
-from moetrain.runtime.annotate import annotate
+from moetrain.runtime.annotate import annotate, annotated
 from moetrain.runtime.arena import aligned
 from moetrain.runtime.memory import DeviceBytes, on_words
 
-Wait = Callable[[], object]
-"""Work under way: calling it lets the current stream go on when that is done."""
-
 _OPENED, _SHARED, WRITTEN, FREE = _BARRIERS = range(4)
 _TAKE = (("wait", 1), ("write", 0))
-
-
-# ---- collectives --------------------------------------------------------------------------------
-
-
-def reduce_scatter_start(
-    chunks_WN: torch.Tensor,
-    group: dist.ProcessGroup,
-    *,
-    out_N: torch.Tensor,
-    accumulate: bool,
-    squares_B: torch.Tensor | None = None,
-) -> Wait:
-    """Begin to sum, on rank r of ``group``, row r of every rank's ``chunks_WN``.
-
-    Args:
-        chunks_WN: bf16, fp16 or fp32, contiguous, one row for each rank in order. It must not
-            change before the work is done.
-        out_N: fp32 or bf16, contiguous; waiting writes the sum to it, made in fp32, rounded once.
-        accumulate: add to what ``out_N`` holds then instead of overwriting it.
-        squares_B: as :func:`~moetrain.kernels.optim.reduction.sum_chunks` takes it.
-    """
-    work, arriving_WN = None, chunks_WN
-    if group.size() > 1:
-        arriving_WN = torch.empty_like(chunks_WN)
-        work = dist.all_to_all_single(arriving_WN, chunks_WN, group=group, async_op=True)
-
-    def wait() -> None:
-        if work is not None:
-            work.wait()
-        sum_chunks(arriving_WN, out_N=out_N, accumulate=accumulate, squares_B=squares_B)
-
-    return wait
 
 
 # ---- shared memory ------------------------------------------------------------------------------
@@ -243,6 +205,11 @@ class Peers:
         self._memory.arrive(which)
         self._memory.wait(which)
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of this rank that the others read and write; 0 while they are given back."""
+        return 0 if self._memory is None else self._memory.parts[0].nbytes
+
     def release(self) -> None:
         """Give the memory back until the next :meth:`open`. Collective.
 
@@ -285,7 +252,7 @@ class Peers:
         accumulate: bool,
         squares_B: torch.Tensor | None,
     ) -> Wait:
-        """Begin a :func:`reduce_scatter_start`; all ranks begin theirs in the same order."""
+        """Begin a reduction (:meth:`Transport.reduce`); all ranks begin theirs in one order."""
         memory, push = self._memory, self.streams.push
         assert memory is not None  # opened
         (ranks, numel), (*others, me) = chunks_WN.shape, self._order
@@ -309,6 +276,94 @@ class Peers:
             )
             memory.arrive(FREE)
         return self.streams.end(push, kept=chunks_WN)
+
+
+class PeerTransport:
+    """Carries one bucket by copies among the ranks of ``peers``."""
+
+    is_shared = True
+
+    def __init__(self, peers: Peers, start: int) -> None:
+        """``start``: the shard's place in the memory that the ranks share."""
+        self.peers, self.start = peers, start
+
+    def gather(self, shard_N: torch.Tensor, out_WN: torch.Tensor) -> Wait:
+        return self.peers.gather(self.start, out_WN)  # which reads shard_N in the shared memory
+
+    def reduce(
+        self,
+        chunks_WN: torch.Tensor,
+        *,
+        out_N: torch.Tensor,
+        accumulate: bool,
+        squares_B: torch.Tensor | None,
+    ) -> Wait:
+        return self.peers.reduce(chunks_WN, out_N=out_N, accumulate=accumulate, squares_B=squares_B)
+
+
+class PeerSession:
+    """The memory and the streams that buckets' copies among peers share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.peers: dict[str, Peers] = {}
+        """The groups whose ranks copy from one another, by name."""
+        self._streams = CopyStreams(device)
+        self._buckets: list[tuple[Bucket, Peers, int]] = []
+        """Each bucket, and the memory and the place there that its shard has."""
+
+    def add(self, bucket: Bucket) -> None:
+        """Let the ranks of ``bucket.group`` copy the bucket."""
+        peers = self.peers.setdefault(
+            str(bucket.group.group_name), Peers(bucket.group, self._streams)
+        )
+        size = bucket.shard_N.numel() * bucket.dtype.itemsize
+        inbox = bucket.group.size() * size * bucket.is_trained
+        start = peers.reserve(size, inbox)
+        bucket.transport = PeerTransport(peers, start)
+        self._buckets.append((bucket, peers, start))
+
+    @torch.inference_mode(False)  # which tensors made now would keep, when they are to be trained
+    @torch.no_grad()
+    @annotated("fsdp_share copy_engines")
+    def share(self) -> None:
+        for peers in self.peers.values():
+            peers.open()
+        for bucket, peers, start in self._buckets:
+            bucket.share(peers.own(start, bucket.shard_N.numel(), bucket.dtype))
+        for peers in self.peers.values():  # whether or not this rank's were stale: others' may be
+            peers.barrier()
+
+    def finish(self) -> None:
+        self._streams.end(*self._streams.used)()
+
+    def release(self) -> None:
+        for peers in self.peers.values():
+            peers.release()
+
+
+def connect(
+    buckets: Sequence[Bucket], setting: ParallelSection, device: torch.device
+) -> PeerSession | None:
+    """Let peers copy what ``parallel.fsdp_transport`` says; None: they copy nothing. Collective.
+
+    Collectives still carry buckets whose master is in host memory (its copy is loaded while the
+    forward runs), quantised ones, and all-reduces over replicas.
+
+    Raises ConfigError: the setting is copy, and ranks do not reach one another's memory.
+    """
+    travelling = [
+        bucket
+        for bucket in buckets
+        if bucket.group.size() > 1
+        and not (bucket.storage.has_host_master or bucket.storage.is_packed)
+    ]
+    groups = {str(bucket.group.group_name): bucket.group for bucket in travelling}
+    near = reachable(groups, setting, device)
+    session = PeerSession(device)
+    for bucket in travelling:
+        if str(bucket.group.group_name) in near:
+            session.add(bucket)
+    return session if session.peers else None
 
 
 # ---- where peers copy ---------------------------------------------------------------------------

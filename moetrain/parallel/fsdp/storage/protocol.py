@@ -1,0 +1,138 @@
+"""The interface between a bucket and what stores its shard.
+
+A :class:`~moetrain.parallel.fsdp.bucket.Bucket` knows where each parameter lies in its shard, when
+the shard is gathered and how gradients are summed. It does not know where the elements are: that is
+its :class:`Storage`. The defaults here are those of a shard on the device, which the optimizer
+updates there. A storage overrides what differs.
+
+Legend: N elements of one rank's shard of a bucket, W ranks of its group.
+"""
+
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+
+from moetrain.models.rules import Rule
+from moetrain.parallel.fsdp.transport.protocol import Wait
+from moetrain.runtime.arena import Arena
+
+
+class HostLink:
+    """The streams that copy between the device and host memory; None where there is no GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self.device = device
+        self.down = torch.cuda.Stream(device) if on_cuda else None
+        """Copies to the host."""
+        self.up = torch.cuda.Stream(device) if on_cuda else None
+        """Copies from the host."""
+
+
+class ShardSpec(NamedTuple):
+    """What is to be stored: one rank's shard of a bucket."""
+
+    rule: Rule
+    """The rule of the bucket's first parameter. The others have the same storage dtype, format,
+    place and trainability."""
+    numel: int
+    """Elements of the shard, with the padding between parameters."""
+    dtype: torch.dtype
+    """The dtype in which the shard is gathered."""
+    is_offloaded: bool
+    """True: ``optim.offload_fraction`` or ``lora.offload_experts`` puts it in host memory."""
+    spare_numel: int
+    """Elements of memory behind a shard that blocks use in place, for copies of experts."""
+    weights: Arena
+    """The memory of parameters on the device."""
+    link: HostLink
+    """The way to host memory and back."""
+
+
+class Storage:
+    """Stores one rank's shard of one bucket."""
+
+    shard_N: torch.Tensor
+    """The master values, which parameters' ``local`` are views of. A storage of another form has a
+    tensor of this size without values."""
+    source_N: torch.Tensor
+    """The shard on the device, as a gather reads it. It is :attr:`shard_N` itself, or a copy."""
+    has_host_master: bool = False
+    """True: the master is in host memory, where it is updated. The device has a copy
+    (:attr:`source_N`) in the dtype that is gathered, and gradients move to the host."""
+    is_packed: bool = False
+    """True: ranks exchange :meth:`packed_bytes` bytes each instead of values, by
+    :meth:`start_gather`, and :meth:`unpack` makes values of them."""
+    loads_packed: bool = False
+    """True: the packed bytes are in host memory, and are copied to the device at each gather."""
+    has_gradient: bool = False
+    """True: this step's gradient so far is in the storage, or on its way there."""
+
+    @classmethod
+    def takes(cls, spec: ShardSpec) -> bool:
+        """Return True if shards of this kind are stored this way."""
+        raise NotImplementedError
+
+    @classmethod
+    def make(cls, spec: ShardSpec) -> Self:
+        """Make the storage, with zeros."""
+        raise NotImplementedError
+
+    def read(self, start: int, shape: torch.Size) -> torch.Tensor:
+        """Return the values of the tensor that begins at element ``start``: a view, or a copy."""
+        return self.shard_N.narrow(0, start, shape.numel()).view(shape)
+
+    def write(
+        self,
+        start: int,
+        shape: torch.Size,
+        place: tuple[int | slice, ...],
+        source: Any,
+        there: tuple[int | slice, ...],
+    ) -> None:
+        """Assign ``tensor[place] = source[there]``; the tensor begins at element ``start``."""
+        self.read(start, shape)[place].copy_(source[there])
+
+    # ---- a master in host memory ---------------------------------------------------------------
+
+    @property
+    def is_updating(self) -> bool:
+        """True: an update was started that :meth:`wait` has not waited for."""
+        return False
+
+    def wait(self) -> None:
+        """Wait until the update under way is done and its values are on the device."""
+
+    def load(self) -> None:
+        """Copy the master to :attr:`source_N`."""
+
+    def take_gradient(self, gradient_N: torch.Tensor) -> bool:
+        """Begin to move the device's gradient (fp32) into the storage. Return False if it stays on
+        the device."""
+        return False
+
+    def return_gradient(self, gradient_N: torch.Tensor) -> None:
+        """Copy the gradient to the device again if the storage has it, for more to be added."""
+
+    def clear_gradient(self) -> None:
+        """Forget this step's gradient."""
+
+    # ---- packed values -------------------------------------------------------------------------
+
+    def packed_bytes(self) -> int:
+        """Return the bytes that a rank sends in a gather."""
+        raise NotImplementedError
+
+    def start_gather(self, group: dist.ProcessGroup, staging: torch.Tensor) -> Wait | None:
+        """Begin to bring every rank's bytes to ``staging``, unless they are on the device."""
+        raise NotImplementedError
+
+    def arrived(self, ranks: int, staging: torch.Tensor) -> torch.Tensor:
+        """Return every rank's bytes [W, bytes] after :meth:`start_gather`."""
+        raise NotImplementedError
+
+    def unpack(self, out_N: torch.Tensor, bytes_W: torch.Tensor, start: int, numel: int) -> None:
+        """Write to ``out_N`` the values of ``numel`` elements from ``start`` of each rank, one rank
+        after the other. The last ranks may have fewer."""
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""Transports: how shards and gradients travel among the ranks of a group. One file each."""
