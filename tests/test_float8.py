@@ -366,7 +366,7 @@ def test_base_dtype_quantises_the_matrices_of_blocks(name):
             wanted = stored(plain[parameter].flatten(), name)
             assert torch.equal(weight.flatten(), wanted), parameter
     # One block's values at a time, whatever the depth.
-    regions = {id(unit.region) for unit in engine.fsdp.units if unit.takes_turns}
+    regions = {id(unit.region) for unit in engine.fsdp.units if unit.shares_region}
     assert len(regions) == 1
 
 

@@ -21,6 +21,7 @@ from test_engine import (
 from test_optim import BF16, NARROW
 
 from moetrain.jobs.shared import JobState, SharedEngine
+from moetrain.parallel.fsdp.copies import TiedCopy
 
 LORA = ["lora.rank=8", "moe.bias_update_rate=0"]
 TIED = "tied"
@@ -80,10 +81,10 @@ def completed(bucket, gradient_N):
     wide_N = gradient_N.float()
     if (replicas := bucket.members[0].layout.replicas) is not None:
         dist.all_reduce(wide_N, group=replicas)
-    if bucket.tied is not None:
-        (group, peer), theirs_N = bucket.tied, torch.empty_like(wide_N)
-        sent = dist.isend(wide_N, group=group, group_dst=peer)
-        dist.recv(theirs_N, group=group, group_src=peer)
+    for tied in (copies for copies in bucket.copies if isinstance(copies, TiedCopy)):
+        theirs_N = torch.empty_like(wide_N)
+        sent = dist.isend(wide_N, group=tied.group, group_dst=tied.rank)
+        dist.recv(theirs_N, group=tied.group, group_src=tied.rank)
         sent.wait()
         wide_N = wide_N + theirs_N
     return wide_N.bfloat16()

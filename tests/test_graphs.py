@@ -578,7 +578,7 @@ def test_a_capture_holds_the_casts_of_what_takes_turns(layers):
     base = [*LORA, "lora.base_dtype=nf4", "train.dtype=bfloat16"]
     engine = make_engine(ON, *base, f"model.num_layers={layers}")
     engine.forward_backward(packed(0, 12), CrossEntropy())
-    units = [unit for unit in engine.fsdp.units if unit.takes_turns]
+    units = [unit for unit in engine.fsdp.units if unit.shares_region]
     assert len(units) == layers
     engine.fsdp.refresh()
     for unit in units:

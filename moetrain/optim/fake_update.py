@@ -29,7 +29,7 @@ class FakeUpdate:
     """(size, this rank's index) of every group of ranks that shards parameters."""
     copies: bool
     """True: ranks of a group exchange gradients by copy engines."""
-    takes_turns: bool
+    shares_region: bool
     """True: blocks share buffers for gathered parameters. Then updates of parameters that no peer
     copies write only the masters."""
     micro_batches: int
@@ -62,7 +62,7 @@ class FakeUpdate:
         gradient_N = empty(size, dtype=getattr(torch, optim.gradient_dtype))
         for ranks, rank in self.groups:
             self._run_sums(gradient_N, dtype, ranks, rank)
-        outs = [cast_N, None] if cast_N is not None and self.takes_turns else [cast_N]
+        outs = [cast_N, None] if cast_N is not None and self.shares_region else [cast_N]
         settings = Settings(optim.beta1, optim.beta2, optim.eps, self.config.train.seed)
         rates_S = empty(len(Rates._fields))
         if optim.state_dtype == "float8":

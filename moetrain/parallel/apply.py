@@ -111,7 +111,7 @@ def _parallelize(
         world_size=world.size,
         frees=frees_memory(config, world.size),
         reshards=resharded_blocks(config, world.size, len(stages.blocks)),
-        num_turns=turning_regions(config, world.size),
+        num_regions=shared_regions(config, world.size),
     )
     _shard_model(model, config, world, stages, fsdp)
     here = {name for name, module in model.named_modules() if [*module.parameters()]}
@@ -143,29 +143,30 @@ def _parallelize(
 
 
 def frees_memory(config: Config, world_size: int) -> bool:
-    """Whether a rank frees unsharded values after their last use, and gradients after a step."""
+    """Return True if a rank frees full parameters after their last use, and gradients after a
+    step."""
     return world_size == 1 and config.compile.cuda_graphs is not True
 
 
-def turning_regions(config: Config, world_size: int) -> int:
-    """Count the regions in which resharded blocks take turns: two where parameters travel."""
+def shared_regions(config: Config, world_size: int) -> int:
+    """Return how many regions of memory resharded blocks share: two where parameters travel."""
     return 1 if world_size == 1 and not config.lora.offload_experts else 2
 
 
 def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
-    """Count the blocks of a rank, its first ones, that free their full parameters between a block's
-    forward and its backward.
+    """Return how many of a rank's blocks, its first ones, free their full parameters between their
+    forward and their backward.
 
-    By default recomputed blocks do: with one rank a second gather is but a cast. A pipeline comes
+    By default recomputed blocks do: with one rank a second gather is only a cast. A pipeline comes
     back to a block with every micro-batch, and gathers its parameters once.
     """
     is_staged, wanted = config.parallel.pp > 1, config.parallel.reshard_after_forward
     if wanted and wanted is not True:
         return min(wanted, num_blocks)
     recomputes = {"none": False, "selective": world_size == 1, "full": not is_staged}
-    if config.lora.base_dtype != "auto":  # widened, all at once would be as large as ever
+    if config.lora.base_dtype != "auto":  # dequantised, all blocks at once would save no memory
         return num_blocks
-    if config.compile.cuda_graphs is True:  # whose blocks stay where they are
+    if config.compile.cuda_graphs is True:  # graphs read parameters at fixed addresses
         return 0
     return num_blocks * bool(wanted or recomputes[config.activation.policy])
 

@@ -62,7 +62,7 @@ class FakeStep(FakeUpdate):
             compute_dtype(config, world.device),
             world.meshes.sharding,
             copies=is_near and wants_copies(config.parallel, world.device.type),
-            takes_turns=resharded_blocks(config, world.size, arch.num_layers) > 0,
+            shares_region=resharded_blocks(config, world.size, arch.num_layers) > 0,
             micro_batches=config.train.micro_batches(dims.data_ranks),
             arch=arch,
         )

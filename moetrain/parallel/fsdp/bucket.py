@@ -29,9 +29,9 @@ class GatherBuffer:
     """Memory that holds the gathered parameters of one unit at a time, at one address.
 
     Attributes:
-        size: bytes, which grow until the first use.
-        owner: the unit that is unsharded there now.
-        content_of: the unit whose values lie there, in use or not.
+        size: its bytes, which grow until the first use.
+        owner: the unit that is unsharded in it now.
+        content_of: the unit that last filled it, in use or not.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class GatherBuffer:
 
     @property
     def memory(self) -> torch.Tensor:
-        """The whole buffer as bytes; allocated at the first use."""
+        """The whole buffer as bytes. It is allocated at the first use."""
         if self._memory is None:
             self._memory = torch.empty(self.size, dtype=torch.uint8, device=self.device)
         elif not self.memory_in_use():
@@ -50,10 +50,11 @@ class GatherBuffer:
         return self._memory
 
     def memory_in_use(self) -> int:
+        """Return the bytes that are allocated now."""
         return 0 if self._memory is None else self._memory.untyped_storage().size()
 
     def free(self) -> None:
-        """Give the memory back until the next use; tensors in it stay, and have no values."""
+        """Give the memory back until the next use. Tensors in it stay, without values."""
         self.content_of = None
         if self._memory is not None:
             self._memory.untyped_storage().resize_(0)

@@ -1,15 +1,15 @@
 """FSDP: sharded parameters, unsharded in the compute dtype where they are used.
 
 Every parameter is a DTensor, sharded on its first dim over its FSDP axis (:class:`Layout
-<moetrain.parallel.mesh.Layout>`). A unit is a block, the embedding, or the head, gathered together.
-Its life cycle is explicit:
+<moetrain.parallel.mesh.Layout>`). A unit is a block, the embedding, or the head, whose parameters
+are gathered together. Its life cycle is explicit:
 
-    unshard   its full parameters lie in its region of memory, gathered there if they do not yet
-    reshard   they no longer do: its region is another unit's, or free
-    reduce    gradients of full parameters are summed in fp32 into this rank's gradient
+    unshard   all-gather the unit's parameters into its region of memory, unless they are there
+    reshard   release the region: it is free, or another unit's
+    reduce    sum the gradients of full parameters in fp32 into this rank's gradient
 
-All of it happens within :meth:`FSDP.work`, during which parameters do not change: a unit that is
-unsharded need not be gathered again, in whatever order forwards and backwards come. The gather lies
+All of it happens within :meth:`FSDP.work`, during which parameters do not change. So a unit that is
+unsharded need not be gathered again, in whatever order forwards and backwards come. The gather is
 outside the compiled block, which sees plain tensors: inside, it could not start before the block.
 
     forward   unshard(i + 1) starts before block i computes
@@ -17,9 +17,9 @@ outside the compiled block, which sees plain tensors: inside, it could not start
               while block i - 1 computes
 
 Full parameters lie at fixed addresses, each unit's in a region of its own until the work is over.
-With ``reshard`` blocks take turns in two regions: one is filled while the block in the other
-computes; where nothing travels, in one. What autograd saved are tensors in a region, which has the
-right values whenever they are read.
+Blocks that reshard after their forward are double-buffered: they share two regions, of which one is
+filled while the block in the other computes. Where nothing travels they share one. Autograd saves
+tensors in a region, which holds the right values whenever they are read.
 
 Left out on purpose: gradients of different units in one collective; parameters that change shape.
 """
@@ -45,18 +45,23 @@ from moetrain.runtime.arena import Arena
 
 @dataclass(eq=False)
 class _Unit:
-    """Parameters that are unsharded together, in ``region``, some by way of ``staging``."""
+    """Parameters that are unsharded together."""
 
     index: int
+    """The unit's place in the order of forwards."""
     buckets: list[Bucket]
     region: GatherBuffer
+    """Holds the full parameters."""
     staging: GatherBuffer
-    takes_turns: bool
+    """Receives what is gathered but must be copied to its place in the region."""
+    shares_region: bool
+    """True: other blocks use the region too."""
     works: list[Wait | None] | None = None
-    """The gathers under way."""
+    """The gathers under way; None: there are none."""
     graphs: int = 0
-    """How many forwards' backwards are still to come."""
+    """The number of forwards that still await their backward."""
     _is_laid_out: bool = False
+    """True: the buckets know their places in the region."""
 
     def __post_init__(self) -> None:
         size = sum(bucket.region_bytes for bucket in self.buckets)
@@ -72,7 +77,7 @@ class _Unit:
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be trained later
     def move_in(self) -> None:
-        """Give the region to this unit's buckets from now on."""
+        """Let the region hold this unit's parameters from now on."""
         memory = self.region.memory
         if not self._is_laid_out:
             sizes = [bucket.region_bytes for bucket in self.buckets]
@@ -86,10 +91,12 @@ class _Unit:
 
     @torch.inference_mode(False)
     def start_gather(self) -> None:
+        """Begin to gather every bucket."""
         self.move_in()
         self.works = [bucket.start_gather(part) for bucket, part in self._staged()]
 
     def finish_gather(self) -> None:
+        """Wait for the gathers under way, and copy what they brought to the region."""
         if self.works is None:
             return
         works, self.works = self.works, None
@@ -102,14 +109,17 @@ class _Unit:
         self.staging.owner = None
 
     def _staged(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Yield each bucket with its part of the staging memory."""
         sizes = [bucket.staging_bytes for bucket in self.buckets]
         return zip(self.buckets, _parts(self.staging.memory, sizes), strict=True)
 
     def swap_in(self, full: Sequence[torch.Tensor]) -> None:
+        """Give modules the ``full`` parameters in place of their DTensors."""
         for member, tensor in zip(self.members, full, strict=True):
             member.module._parameters[member.name] = tensor  # pyright: ignore
 
     def swap_out(self) -> None:
+        """Give modules their DTensors again."""
         for member in self.members:
             member.module._parameters[member.name] = member.parameter
 
@@ -120,47 +130,67 @@ def _parts(memory: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]
 
 @dataclass(eq=False)
 class FSDP(Sharding):
-    """The units of one model in forward order, and the gathers and reductions under way."""
+    """The units of one model in forward order, and the gathers and reductions under way.
+
+    Attributes:
+        weights: the memory of shards.
+        gradients: the memory of gradients.
+        units: every unit, in the order of forwards.
+        trained: the buckets that are trained.
+    """
 
     setting: ParallelSection
     device: torch.device
     world_size: int
-    """Of all ranks, also once torch's process group is gone, with another run of this process."""
+    """The number of all ranks. It is kept here because the process group may be gone when a second
+    run of this process starts."""
     frees: bool
-    """Whether full parameters are freed after their last use, and gradients are allocated at their
+    """True: full parameters are freed after their last use, and gradients are allocated at their
     first, as a single process does."""
     reshards: int
-    """How many of the first blocks take turns in the same regions, instead of having one each."""
-    num_turns: int = 2
-    """These regions: two, of which one is filled while the other is in use; 1: nothing travels."""
+    """The number of blocks, the first ones, that share regions instead of having one each."""
+    num_regions: int = 2
+    """The number of regions that they share: two are a double buffer; one is enough where nothing
+    travels."""
 
     def __post_init__(self) -> None:
         device = self.device
         self.reduce_last = self.setting.reduce_at == "last"
-        """Whether gradients of several micro-batches are added up unsharded, in fp32."""
+        """True: gradients of several micro-batches are added up unsharded, in fp32."""
         self.weights = Arena("weights", device)
         self.gradients = Arena("gradients", device, fixed=not self.frees)
         self.units, self.trained = list[_Unit](), list[Bucket]()
         self.members: dict[str, Member] = {}
-        """Every parameter by its name in the model."""
+        """Every parameter, by its name in the model."""
         self._unit_of: dict[nn.Module, _Unit] = {}
-        self._turns = [GatherBuffer(device) for _ in range(self.num_turns)]
+        self._shared_regions = [GatherBuffer(device) for _ in range(self.num_regions)]
         self._staging = (GatherBuffer(device), GatherBuffer(device))
         self.sessions: list[Session] = []
         """What transports do around the work of the buckets that they carry."""
         self._reducing: list[Wait | None] = []
-        self._reduced: list[Bucket] = []  # whose gradients go to the host after these reductions
+        """The reductions under way."""
+        self._reduced: list[Bucket] = []
+        """Buckets that give their gradients to their storage after these reductions."""
         self._is_working, self._is_last, self._num_works = False, False, 0
-        self.before_reduce: Callable[[], object] = lambda: None  # waits for what others still add
-        self.shows_gradients = True  # as parameters' grad, for hooks of an optimizer
+        self.before_reduce: Callable[[], object] = lambda: None
+        """A call that waits for what others still add to a unit's gradients."""
+        self.shows_gradients = True
+        """True: parameters' ``grad`` is set, for hooks of an optimizer."""
 
     def add(self, buckets: list[Bucket], modules: Sequence[nn.Module], *, is_block: bool) -> None:
         """Append the unit of ``modules``; their forwards run in the order of units."""
         index = len(self.units)
-        takes_turns = is_block and sum(unit.takes_turns for unit in self.units) < self.reshards
-        region = self._turns[index % len(self._turns)] if takes_turns else GatherBuffer(self.device)
-        staging = self._staging[index % 2]
-        unit = _Unit(index, buckets, region, staging, takes_turns)
+        shares_region = is_block and sum(unit.shares_region for unit in self.units) < self.reshards
+        region = GatherBuffer(self.device)
+        if shares_region:
+            region = self._shared_regions[index % len(self._shared_regions)]
+        unit = _Unit(
+            index=index,
+            buckets=buckets,
+            region=region,
+            staging=self._staging[index % 2],
+            shares_region=shares_region,
+        )
         self.units.append(unit)
         self.trained += [bucket for bucket in buckets if bucket.is_trained]
         self._unit_of.update(dict.fromkeys(modules, unit))
@@ -223,7 +253,7 @@ class FSDP(Sharding):
             raise RuntimeError("a step, a release, or the loading of a state, within FSDP.work()")
 
     def start_unshard(self, unit: _Unit, beside: _Unit | None = None) -> None:
-        """Begin to gather ``unit``, unless it is on the way or would take ``beside``'s place."""
+        """Begin to gather ``unit``, unless it is on the way or would overwrite ``beside``."""
         if not self._is_working:
             what = "sharded parameters were asked for outside of FSDP.work()"
             raise RuntimeError(f"{what}; call the model within `with engine.work():`")
@@ -243,7 +273,7 @@ class FSDP(Sharding):
         unit.finish_gather()
 
     def reshard(self, unit: _Unit) -> None:
-        """Free the region of ``unit`` for another, or to be filled anew."""
+        """Release the region of ``unit``, for another unit or another gather."""
         if unit.region.owner is unit:
             unit.finish_gather()
             unit.region.owner = None
@@ -280,7 +310,7 @@ class FSDP(Sharding):
 
     @contextmanager
     def unsharded(self, block: nn.Module) -> Iterator[None]:
-        """Give the modules of ``block`` its full parameters, and gather the next unit's beside."""
+        """Give the modules of ``block`` its full parameters, and begin to gather the next unit."""
         unit = self._unit_of[block]
         full = self._hand_out(unit)
         ahead = self.units[unit.index + 1 : unit.index + 2]
@@ -299,7 +329,7 @@ class FSDP(Sharding):
             self.start_unshard(following, beside=unit)
 
     def reopen(self, block: nn.Module, outputs: Any) -> Any:
-        """Give ``outputs`` of ``block`` back, of which the backward begins with unsharding it."""
+        """Return ``outputs`` of ``block``, so that their backward begins by unsharding it."""
         if not self.reshards or not torch.is_grad_enabled():
             return outputs
         unit = self._unit_of[block]
@@ -316,10 +346,10 @@ class FSDP(Sharding):
         unit.swap_in(self._hand_out(unit))
 
     def _hand_out(self, unit: _Unit) -> list[torch.Tensor]:
-        """Give the full parameters of ``unit``, differentiable where they are trained."""
+        """Return the full parameters of ``unit``, differentiable where they are trained."""
         self.unshard(unit)
         unit.graphs += torch.is_grad_enabled()
-        # A leaf of its own each time: one that is kept would keep the stream of its first use.
+        # A new leaf per call: autograd runs a leaf's backward on the stream of its first use.
         anchor = torch.empty((), device=self.device, requires_grad=True)
         return list(_Unshard.apply(anchor, self, unit))
 
@@ -330,11 +360,13 @@ class FSDP(Sharding):
         *,
         is_last: bool,
     ) -> None:
-        """Run the backward of ``outputs``; those of 0-d outputs need no ``gradients``.
+        """Run the backward of ``outputs``.
 
-        Outputs that depend on nothing trained are passed over, as a first stage may have.
-
-        ``is_last``: no other backward follows in this work.
+        Args:
+            outputs: tensors that the model gave. Those that depend on nothing trained are skipped;
+                a first pipeline stage may have such outputs.
+            gradients: the gradient of each output; None: the outputs are 0-d losses.
+            is_last: no other backward follows in this work.
         """
         self._is_last = is_last
         if gradients is not None:
@@ -346,7 +378,7 @@ class FSDP(Sharding):
         torch.autograd.backward(outputs, gradients)
 
     def write(self, name: str, place: tuple[int | slice, ...], tensor: Any) -> None:
-        """Do what is this rank's of ``parameter[place] = tensor``."""
+        """Write this rank's part of ``parameter[place] = tensor``."""
         self.settle()  # an update under way would overwrite it, or be sent half of it
         if (member := self.members.get(name)) is not None:
             member.write(place, tensor)
@@ -354,8 +386,10 @@ class FSDP(Sharding):
     # ---- the step ------------------------------------------------------------------------------
 
     def gradient_norm(self) -> torch.Tensor:
-        """Complete every gradient after the step's work; give the whole gradient's 2-norm (0-d
-        fp32, the same on every rank)."""
+        """Complete every gradient after the step's work, and return the whole gradient's 2-norm.
+
+        The norm is 0-d fp32, and the same on every rank.
+        """
         self.check_idle()
         squares = [torch.zeros(1, device=self.device)]  # a stage may train nothing
         squares += [bucket.complete_gradient() for bucket in self.trained]
@@ -363,19 +397,19 @@ class FSDP(Sharding):
         if self.world_size > 1:
             with waiting(self.device):
                 dist.all_reduce(total)
-        for bucket in self.trained:  # the host takes longer for it than the device for the sum
+        for bucket in self.trained:  # only now: it takes the host longer than the sum the device
             bucket.give_gradient()
             if self.shows_gradients:
                 bucket.show_gradient()
         return total.sqrt().float()
 
     def updates(self) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
-        """Yield every bucket that the device trains, to be updated before the next is asked for.
+        """Yield every bucket that the device updates, with memory for the update's result.
 
-        With it comes the place where the update must also write the new values, in the dtype they
-        are gathered in, so that no gather casts them until somebody else changes the parameters;
-        None where there is no such place. A gradient whose memory is not kept is freed after its
-        update.
+        A bucket must be updated before the next is asked for. The update must also write the new
+        values to the memory [N], in the dtype that is gathered: then no gather casts them until
+        somebody else changes the parameters. None: there is no such memory. With :attr:`frees` a
+        gradient is freed after its update.
         """
         self.check_idle()
         for unit in self.units:
@@ -384,7 +418,7 @@ class FSDP(Sharding):
                     continue
                 place_N = bucket.update_N
                 is_shared = bucket.transport.is_shared
-                if not is_shared and bucket.is_cast and not unit.takes_turns:
+                if not is_shared and bucket.is_cast and not unit.shares_region:
                     unit.move_in()
                     place_N = bucket.cast_N
                 yield bucket, place_N
@@ -401,12 +435,12 @@ class FSDP(Sharding):
     def refresh(self) -> None:
         """Bring copies of changed parameters in the compute dtype up to date. Collective.
 
-        Those of units that take turns are made anew wherever a unit follows another.
+        Units that share a region have none to keep: each gather makes theirs anew.
         """
         self.share()
         for unit in self.units:
             unit.move_in()
-            if unit.takes_turns:
+            if unit.shares_region:
                 unit.region.content_of = None
                 continue
             for bucket in unit.buckets:
@@ -415,7 +449,7 @@ class FSDP(Sharding):
 
     @property
     def marks(self) -> tuple[bool, ...]:
-        """Whether each bucket has a gradient of this step."""
+        """For each bucket, True if it has a gradient of this step."""
         return tuple(bucket.has_gradient for bucket in self.buckets)
 
     @marks.setter
@@ -429,8 +463,11 @@ class FSDP(Sharding):
 
 
 class _Unshard(torch.autograd.Function):
-    """Hands out a unit's full parameters; its backward reduces their gradients into buffers that
-    outlive the graph, while the next block's backward runs."""
+    """Hands out a unit's full parameters.
+
+    Its backward reduces their gradients, while the next block's backward runs, into buffers that
+    outlive the graph.
+    """
 
     @staticmethod
     def forward(
@@ -452,8 +489,10 @@ class _Unshard(torch.autograd.Function):
 
 
 class _BeforeBackward(torch.autograd.Function):
-    """An identity around a block's outputs: its backward runs before anything of the block's own,
-    and unshards the block again."""
+    """An identity around a block's outputs.
+
+    Its backward runs before the block's own backward, and unshards the block again.
+    """
 
     @staticmethod
     def forward(

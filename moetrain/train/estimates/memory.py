@@ -35,7 +35,7 @@ from moetrain.models.architecture import FP32, Architecture, AttentionPart, Part
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import plan_model
-from moetrain.parallel.apply import frees_memory, resharded_blocks, turning_regions
+from moetrain.parallel.apply import frees_memory, resharded_blocks, shared_regions
 from moetrain.parallel.fsdp.transport.peers import wants_copies
 from moetrain.parallel.mesh import STYLES, ParallelDims
 from moetrain.parallel.pipeline.stages import StagePlan
@@ -281,7 +281,7 @@ class RankSizes:
         self._hosted_codes, self._staged = codes.total(), 2 * max(codes.values(), default=0)
         """Bytes of quantised experts on the host, and on the device (a block's and the next
         one's)."""
-        self._regions = turning_regions(config, dims.world_size)
+        self._regions = shared_regions(config, dims.world_size)
         self._peers = self._shared_bytes(mine, rules, dtype)
         """Bytes of buffers that other ranks copy from and to; 0 if the ranks are on several
         machines."""

@@ -1,34 +1,35 @@
 """Copies within a machine in place of collectives (``parallel.fsdp_transport``).
 
-Copy engines move bytes between
-GPUs while every SM computes, and nobody waits for a peer to send. The ranks of an FSDP group share
-one piece of memory each:
+Copy engines move bytes between GPUs while every SM computes, and no rank waits for a peer to send.
+Each rank of an FSDP group has one piece of memory that all of them map:
 
     | a shard, as it is gathered | another | ... | inbox: [W, N] of the reduction under way |
 
-A gather reads the peers' shards; a reduction writes row r of a rank's gradients into row ``rank``
-of r's inbox, which r adds up as it does what an all-to-all brings: the same bits. Both go on in
-streams of their own, beginning at rank + 1, so that no two ranks are at the same peer.
+A gather reads the peers' shards. A reduction writes row r of a rank's gradients into row ``rank``
+of r's inbox. Rank r sums its inbox just as it sums what an all-to-all brings: the bits are the
+same. Both run in streams of their own. They begin at rank + 1, so that no two ranks are at the same
+peer.
 
 Barriers on the device keep writers and readers apart. Shards are written by an update, after the
-gradients' norm was summed over all ranks, and between :meth:`Peers.open` and :meth:`Peers.barrier`;
-they are read only after the second. A reduction arrives at one barrier when it has added up, which
-the next reduction waits for before it writes, and at another when it has written, which it waits
-for itself before it adds up.
+gradients' norm was summed over all ranks, and between :meth:`Peers.open` and :meth:`Peers.barrier`.
+They are read only after the second. A reduction has two barriers more. It arrives at one when it
+has written to the inboxes, and waits there before it sums its own. It arrives at the other when it
+has summed, and the next reduction waits there before it writes.
 
-To arrive is to write 1 to a word of each peer, which sets it to 0 when it has waited: no count,
-which a CUDA graph could not hold. Barriers take turns in pairs, and nobody passes the other of a
-pair before all have waited at this one; so no rank arrives twice before a peer has waited.
+To arrive is to write 1 to a word of each peer, who sets it to 0 after waiting. There is no count,
+which a CUDA graph could not hold. Barriers come in pairs, and no rank passes one of a pair before
+all have waited at the other. So no rank arrives twice before a peer has waited.
 
-No SM waits at a barrier: a kernel that waits for another GPU holds a multiprocessor for as long,
-and a grouped product that begins one program on each takes until that one is free. Streams write
-and wait for words of memory, which the front end of the GPU does. Nothing times out: a rank that
-died leaves the others waiting until whoever started them, or torch's monitor of NCCL, ends them.
+No SM waits at a barrier. A kernel that waits for another GPU holds a multiprocessor for as long,
+and a grouped product that begins one program on each SM waits until that one is free. Stream memory
+operations write and wait for words of memory instead, which the front end of the GPU does. Nothing
+times out: after a rank died the others wait until whoever started them, or torch's monitor of NCCL,
+ends them.
 
 On CPUs processes map the same memory, and copies are done at once. Left out on purpose: several
 machines, multicast, sums on the way, and shards that lie nowhere but in peers' memory.
 
-Legend: W ranks of the group, N numbers of one rank's shard of a bucket.
+Legend: W ranks of the group, N elements of one rank's shard of a bucket.
 """
 
 import os
@@ -61,11 +62,19 @@ _TAKE = (("wait", 1), ("write", 0))
 
 
 class _DeviceMemory:
-    """``size`` bytes of every rank of a group of GPUs (:attr:`parts`, uint8, by rank), which all of
-    them read and write. Making it is collective, and waits for the host."""
+    """Memory on the GPUs of a group, which all of its ranks read and write.
+
+    Making it is collective, and the host waits.
+
+    Attributes:
+        parts: each rank's bytes (uint8), by rank.
+    """
 
     def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Raises torch.OutOfMemoryError if there is too little, even without torch's caches."""
+        """Reserve ``size`` bytes of each rank.
+
+        Raises torch.OutOfMemoryError if there is too little, even without torch's caches.
+        """
         me, ranks = group.rank(), group.size()
         start = aligned(size)
         whole = start + len(_BARRIERS) * ranks * torch.int32.itemsize
@@ -80,12 +89,12 @@ class _DeviceMemory:
                 ) from None
             raise
         own[start:].zero_()
-        own[start:].view(torch.int32).view(len(_BARRIERS), ranks)[FREE] = 1  # nothing is awaited
-        torch.cuda.synchronize(device)  # words are so before a peer can write them
+        own[start:].view(torch.int32).view(len(_BARRIERS), ranks)[FREE] = 1  # inboxes are empty
+        torch.cuda.synchronize(device)  # the words are set before a peer can write them
         handle: Any = _symmetric_memory.rendezvous(own, group)
         parts = [handle.get_buffer(r, (whole,), torch.uint8) for r in range(ranks)]
         self.parts = [part[:size] for part in parts]
-        # Of each rank, by barrier and by who writes it: whether that one has arrived.
+        # Each rank's words, by barrier and by the peer that writes it: 1 if that peer has arrived.
         words = [part[start:].view(torch.int32).view(len(_BARRIERS), ranks, 1) for part in parts]
         others = [rank for rank in range(ranks) if rank != me]
         theirs = [[words[rank][barrier, me] for rank in others] for barrier in _BARRIERS]
@@ -93,26 +102,26 @@ class _DeviceMemory:
         self._arrive = [on_words([("write", word, 1) for word in row]) for row in theirs]
         taken = [[(name, w, n) for w in row for name, n in _TAKE] for row in mine]
         self._wait = [on_words(row) for row in taken]
-        self._own, self._handle = own, handle  # which parts do not keep
+        self._own, self._handle = own, handle  # parts do not keep these alive
         DeviceBytes.add(device, whole)
         weakref.finalize(self, DeviceBytes.add, device, -whole).atexit = False
 
     def arrive(self, barrier: int) -> None:
-        """Tell all ranks when the current stream has come here."""
+        """Signal to all ranks once the current stream has come here."""
         self._arrive[barrier]()
 
     def wait(self, barrier: int) -> None:
-        """Let the current stream go on when all ranks have arrived since it last waited."""
+        """Make the current stream wait until all ranks have arrived since it last waited."""
         self._wait[barrier]()
 
 
 class _MappedMemory:
-    """The same of processes on CPUs. Making it is collective."""
+    """As :class:`_DeviceMemory`, for processes on CPUs of one machine. Making it is collective."""
 
     def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, ranks = group, group.size()
         file = os.memfd_create("moetrain") if group.rank() == 0 else None
-        name = [f"/proc/{os.getpid()}/fd/{file}"]  # in no folder, so that nothing is ever left
+        name = [f"/proc/{os.getpid()}/fd/{file}"]  # in no folder, so that no file is ever left
         if file is not None:
             os.ftruncate(file, ranks * size)
         dist.broadcast_object_list(name, group=group, group_src=0)
@@ -123,34 +132,41 @@ class _MappedMemory:
             os.close(file)
 
     def arrive(self, barrier: int) -> None:
-        """Do nothing: whoever waits does so until all ranks have come as far."""
+        """Do nothing: :meth:`wait` waits until all ranks have come as far."""
 
     def wait(self, barrier: int) -> None:
         dist.barrier(self.group)
 
 
 class CopyStreams:
-    """One rank's streams for copies in all groups; None on CPUs, where copies are done at once."""
+    """One rank's streams for copies in all groups. They are None on CPUs, where copies are done at
+    once.
+
+    Attributes:
+        pull: reads peers' shards.
+        own: copies what does not leave the device.
+        push: writes gradients to peers, and sums.
+        used: the streams that have had work. A CUDA graph's capture has only these in it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Sums come before others' work: they are short, and peers wait for them. What does not
-        # leave the device has a stream of its own: SMs may copy it, and those are busy, so that
-        # nothing else should wait for it.
+        # Sums have priority: they are short, and peers wait for them. What does not leave the
+        # device has a stream of its own: busy SMs may copy it, and nothing else should wait for it.
         self.pull, self.own, self.push = (
             torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
             for priority in (0, -1, -1)
         )
-        self.used: set[torch.cuda.Stream | None] = set()  # others are no part of a capture
+        self.used: set[torch.cuda.Stream | None] = set()
 
     def shared(self, size: int, group: dist.ProcessGroup) -> _DeviceMemory | _MappedMemory:
-        """Make memory that the ranks of ``group`` share, with its barriers. Collective."""
+        """Make memory that the ranks of ``group`` share, ``size`` bytes each. Collective."""
         kind = _DeviceMemory if self.device.type == "cuda" else _MappedMemory
         return kind(size, group, self.device)
 
     @contextmanager
     def behind(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """Give ``stream`` the work inside, behind all that the current stream has."""
+        """Queue the work inside on ``stream``, after all work of the current stream so far."""
         self.used.add(stream)
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -158,13 +174,15 @@ class CopyStreams:
             yield
 
     def wait(self, stream: torch.cuda.Stream | None) -> None:
-        """Let the current stream wait for all that ``stream`` has been given so far."""
+        """Make the current stream wait for the work of ``stream`` so far."""
         if stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def end(self, *streams: torch.cuda.Stream | None, kept: object = None) -> Wait:
-        """Note all that ``streams`` have been given so far, which reads ``kept``, whose memory must
-        not be reused before."""
+        """Return a wait for the work of ``streams`` so far.
+
+        ``kept``: tensors that the work reads; their memory is not reused before it is done.
+        """
         events: list[Any] = [stream.record_event() for stream in streams if stream is not None]
         return partial(self._wait, events, kept)
 
@@ -174,7 +192,7 @@ class CopyStreams:
 
 
 class Peers:
-    """The memory that the ranks of one group share, and copies in it."""
+    """Memory that the ranks of one group share, and copies in it."""
 
     def __init__(self, group: dist.ProcessGroup, streams: CopyStreams) -> None:
         self.group, self.streams = group, streams
@@ -185,22 +203,30 @@ class Peers:
         self._order = [(me + i) % ranks for i in range(1, ranks + 1)]  # itself last
 
     def reserve(self, size: int, inbox: int) -> int:
-        """Reserve ``size`` bytes for a shard, and for its reductions ``inbox``, which all share,
-        before the first :meth:`open`; gives the shard's place."""
+        """Reserve memory for a shard, before the first :meth:`open`.
+
+        Args:
+            size: bytes of the shard.
+            inbox: bytes of its reductions. All shards use one inbox, of the largest size.
+
+        Returns:
+            The byte where the shard begins.
+        """
         start = self._inbox_start
         self._inbox_start += aligned(size)
         self._inbox_size = max(self._inbox_size, aligned(inbox))
         return start
 
     def open(self) -> None:
-        """Wait, on the device, until no rank reads a shard; makes the memory once. Collective."""
+        """Wait, on the device, until no rank reads a shard. The first call makes the memory.
+        Collective."""
         if self._memory is None:
             size = self._inbox_start + self._inbox_size
             self._memory = self.streams.shared(size, self.group)
         self.barrier(_OPENED)
 
     def barrier(self, which: int = _SHARED) -> None:
-        """Wait, on the device, until every rank's shards are what others are to read."""
+        """Wait, on the device, until every rank has written the shards that others read."""
         assert self._memory is not None  # opened
         self._memory.arrive(which)
         self._memory.wait(which)
@@ -213,18 +239,19 @@ class Peers:
     def release(self) -> None:
         """Give the memory back until the next :meth:`open`. Collective.
 
-        Waits on the host until no rank maps it any more, since others may need it at once."""
+        The host waits until no rank maps it any more, since others may need the memory at once.
+        """
         if self._memory is not None:
             self._memory = None
             self._found.clear()
             dist.barrier(self.group)
 
     def own(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Give this rank's ``numel`` numbers at the place ``start``."""
+        """Return this rank's ``numel`` elements from byte ``start`` on."""
         return self._parts(start, numel, dtype)[self.group.rank()]
 
     def _parts(self, start: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Give every rank's view of it; cached, as a step would make thousands."""
+        """Return every rank's view of the same. Views are cached: a step would make thousands."""
         key = (start, numel, dtype)
         if key not in self._found:
             assert self._memory is not None  # opened
@@ -233,7 +260,7 @@ class Peers:
         return self._found[key]
 
     def gather(self, start: int, out_WN: torch.Tensor) -> Wait:
-        """Begin to copy every rank's shard at the place ``start`` to ``out_WN``, in rank order."""
+        """Begin to copy every rank's shard at byte ``start`` to ``out_WN``, in rank order."""
         parts, streams = self._parts(start, out_WN.shape[1], out_WN.dtype), self.streams
         *others, me = self._order
         with annotate("copy_engines"):
@@ -284,7 +311,7 @@ class PeerTransport:
     is_shared = True
 
     def __init__(self, peers: Peers, start: int) -> None:
-        """``start``: the shard's place in the memory that the ranks share."""
+        """``start``: the byte of the shared memory where the shard begins."""
         self.peers, self.start = peers, start
 
     def gather(self, shard_N: torch.Tensor, out_WN: torch.Tensor) -> Wait:
@@ -309,7 +336,7 @@ class PeerSession:
         """The groups whose ranks copy from one another, by name."""
         self._streams = CopyStreams(device)
         self._buckets: list[tuple[Bucket, Peers, int]] = []
-        """Each bucket, and the memory and the place there that its shard has."""
+        """Each bucket, the memory that has its shard, and the byte where that begins."""
 
     def add(self, bucket: Bucket) -> None:
         """Let the ranks of ``bucket.group`` copy the bucket."""
@@ -322,7 +349,7 @@ class PeerSession:
         bucket.transport = PeerTransport(peers, start)
         self._buckets.append((bucket, peers, start))
 
-    @torch.inference_mode(False)  # which tensors made now would keep, when they are to be trained
+    @torch.inference_mode(False)  # tensors made in inference mode could not be trained later
     @torch.no_grad()
     @annotated("fsdp_share copy_engines")
     def share(self) -> None:
@@ -330,7 +357,7 @@ class PeerSession:
             peers.open()
         for bucket, peers, start in self._buckets:
             bucket.share(peers.own(start, bucket.shard_N.numel(), bucket.dtype))
-        for peers in self.peers.values():  # whether or not this rank's were stale: others' may be
+        for peers in self.peers.values():  # also if no shard of this rank was stale
             peers.barrier()
 
     def finish(self) -> None:
@@ -344,12 +371,13 @@ class PeerSession:
 def connect(
     buckets: Sequence[Bucket], setting: ParallelSection, device: torch.device
 ) -> PeerSession | None:
-    """Let peers copy what ``parallel.fsdp_transport`` says; None: they copy nothing. Collective.
+    """Let ranks copy the buckets that ``parallel.fsdp_transport`` allows. Collective.
 
-    Collectives still carry buckets whose master is in host memory (its copy is loaded while the
+    Collectives still carry buckets with a master in host memory (its copy is loaded while the
     forward runs), quantised ones, and all-reduces over replicas.
 
-    Raises ConfigError: the setting is copy, and ranks do not reach one another's memory.
+    Returns None if there is nothing to copy. Raises ConfigError: the setting is copy, and ranks do
+    not reach one another's memory.
     """
     travelling = [
         bucket
@@ -370,14 +398,14 @@ def connect(
 
 
 def wants_copies(setting: ParallelSection, device_type: str) -> bool:
-    """Tell whether ranks of one machine, with devices of this type, are to use copy engines."""
+    """Return True if ranks of one machine use copy engines, with devices of this type."""
     return {"nccl": False, "copy": True, "auto": device_type == "cuda"}[setting.fsdp_transport]
 
 
 def reachable(
     groups: Mapping[str, dist.ProcessGroup], setting: ParallelSection, device: torch.device
 ) -> list[str]:
-    """List the groups, by name, whose ranks copy as ``parallel.fsdp_transport`` says. Collective.
+    """Return the names of the groups whose ranks copy by ``parallel.fsdp_transport``. Collective.
 
     Raises ConfigError: the setting is copy, and ranks do not reach one another's memory.
     """
@@ -395,15 +423,17 @@ def reachable(
 
 
 def why_apart(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Say why ranks of ``group`` do not reach one another's memory; None if they do. Collective."""
+    """Return why ranks of ``group`` cannot map one another's memory; None: they can. Collective."""
     devices = [(machine(), device.index)] * group.size()
     dist.all_gather_object(devices, devices[0], group=group)
     return why_unreachable(devices)
 
 
 def why_unreachable(devices: Sequence[tuple[str, int | None]]) -> str | None:
-    """Say why ranks do not reach one another's memory, by each one's machine and the number of its
-    GPU there; None if they do."""
+    """Return why ranks cannot map one another's memory; None: they can.
+
+    ``devices``: the machine of each rank, and the index of its GPU there (None: a CPU).
+    """
     hosts, gpus = zip(*devices, strict=True)
     if len(set(hosts)) > 1:
         return f"its {len(devices)} ranks are on {len(set(hosts))} machines, not on one"
