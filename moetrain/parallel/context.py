@@ -1,10 +1,10 @@
-"""Context parallelism: ranks share the tokens of the same rows, put on from outside.
+"""Context parallelism: ranks share the tokens of the same batch rows.
 
 Every rank has its own part of a micro-batch's tokens everywhere but in attention. There are two
-ways to have attention see whole documents, whatever their lengths:
+ways to let attention see whole documents, whatever their lengths:
 
-``ulysses`` (arXiv 2309.14509): heads travel. Each rank gets all tokens of a part of the heads, and
-its tokens of every head come back::
+``ulysses`` (arXiv 2309.14509) exchanges heads. Each rank gets all tokens of a part of the heads,
+and its tokens of every head come back::
 
     q_NHd, k_NGd, v_NGd --exchange--> [B, S, H/W, d] --attention, exchange--> y_NHd
 
@@ -12,20 +12,20 @@ Every rank has as many scores to compute as the others. Where ranks outnumber ke
 each of these goes to several. Worked example with W=2, T=4, H=2: rank 0 has tokens 0 and 1 of both
 heads; after the exchange, all four tokens of head 0.
 
-``all_gather`` (arXiv 2407.21783): queries stay, and keys and values of all tokens arrive; of latent
-attention the latents, which every rank expands. Their gradients are added up in fp32 in the order
-of the ranks. A document's last tokens see the most keys, so all tokens are cut into 2W pieces, and
-rank r has pieces r and 2W - 1 - r: of one long document each rank has as many scores to compute.
-With W=2 and T=8, rank 0 has tokens 0, 1, 6 and 7, which see 1, 2, 7 and 8 keys; rank 1 has those
-that see 3, 4, 5 and 6.
+``all_gather`` (arXiv 2407.21783) leaves queries where they are, and gathers keys and values of all
+tokens. Of latent attention it gathers the latents, which every rank expands. Their gradients are
+added up in fp32 in rank order. A document's last tokens see the most keys. So all tokens are cut
+into 2W pieces, and rank r has pieces r and 2W - 1 - r: of one long document every rank has as many
+scores to compute. With W=2 and T=8, rank 0 has tokens 0, 1, 6 and 7, which see 1, 2, 7 and 8 keys;
+rank 1 has those that see 3, 4, 5 and 6.
 
-Layers with a state go over all tokens of a part of the heads in both ways.
+With both, layers that carry a state see all tokens of a part of the heads.
 
 Tokens are cut as one row [1, T, D] (:mod:`moetrain.parallel.tensor`, whose ranks cut a part
-further); they need not lie in the same row. Embedding, logits and losses are those of a rank's own
-tokens. Per-token results are gathered, so that every rank has those of whole rows; a loss that each
-makes of them alike is to be divided by W. FSDP shards parameters over these ranks too, and adds up
-the gradients of their tokens.
+further). They need not lie in one batch row. Embedding, logits and losses are those of a rank's own
+tokens. Per-token results are gathered, so that every rank has those of whole rows. A loss that
+every rank computes from them alike is divided by W. FSDP shards parameters over these ranks too,
+and adds up the gradients of their tokens.
 
 Left out on purpose: rings, whose ranks would hold the keys of one other rank at a time, and hiding
 the exchanges behind the products next to them.
@@ -51,7 +51,10 @@ from moetrain.parallel.tensor import TokenParts
 
 
 def share_tokens(model: Transformer, group: dist.ProcessGroup, method: str) -> None:
-    """Let the ranks of ``group`` share the tokens of ``model``'s rows."""
+    """Let the ranks of ``group`` share the tokens of ``model``'s batch rows.
+
+    ``method``: ulysses or all_gather (``parallel.cp_method``).
+    """
     gathers = method == "all_gather"
     parts = _Parts(group, 2 if gathers else 1)
     model.vocabulary = _Vocabulary(model.vocabulary, parts)
@@ -66,23 +69,25 @@ def share_tokens(model: Transformer, group: dist.ProcessGroup, method: str) -> N
 
 
 class _Parts(TokenParts):
-    """The tokens that context parallel ranks have: rank r has piece r of W, or of 2W ``pieces`` r
-    and 2W - 1 - r."""
+    """Exchanges tokens among context parallel ranks.
+
+    Rank r has piece r of W, or pieces r and 2W - 1 - r of 2W.
+    """
 
     def __init__(self, group: dist.ProcessGroup, pieces: int) -> None:
-        """``pieces``: how many a rank has, 1 or 2."""
+        """``pieces``: the number of pieces that a rank has, 1 or 2."""
         super().__init__(group)
         self.pieces = pieces
 
     def in_order(self, x_WNc: torch.Tensor) -> torch.Tensor:
-        """Give [T, c], all tokens in order, of what is here by rank."""
+        """Return [T, c], all tokens in order, from those of each rank."""
         if self.pieces == 2:
             first_Wnc, second_Wnc = x_WNc.chunk(2, 1)
             x_WNc = torch.cat((first_Wnc, second_Wnc.flip(0)))
         return x_WNc.flatten(0, 1)
 
     def by_rank(self, x_Tc: torch.Tensor) -> torch.Tensor:
-        """Give [W, N, c] of all tokens in order."""
+        """Return [W, N, c], the tokens of each rank, from all in order."""
         x_Pnc = x_Tc.unflatten(0, (self.pieces * self.ranks, -1))
         if self.pieces == 1:
             return x_Pnc
@@ -90,7 +95,7 @@ class _Parts(TokenParts):
         return torch.cat((first_Wnc, second_Wnc.flip(0)), 1)
 
     def starts(self, tokens: int) -> list[int]:
-        """Give where this rank's pieces begin among ``tokens``."""
+        """Return where this rank's pieces begin, of ``tokens`` in all."""
         count = self.pieces * self.ranks
         return [i * tokens // count for i in (self.rank, count - 1 - self.rank)[: self.pieces]]
 
@@ -103,8 +108,10 @@ class _Parts(TokenParts):
         return self.in_order(super().gather(x_ND)[0].unflatten(0, (self.ranks, -1)))[None]
 
     def cut(self, rows: Rows) -> Rows:
-        """Cut what blocks need to know of each token; masks stay those of whole rows, and those of
-        the parts of queries are added where attention is so."""
+        """Return what blocks need to know of this rank's tokens.
+
+        Masks stay those of whole rows. With all_gather, masks of this rank's queries are added.
+        """
         shape = rows.batch, rows.seq_len
         tokens = rows.batch * rows.seq_len // self.ranks
         contexts = {kind: self._own(one, shape, kind.window) for kind, one in rows.contexts.items()}
@@ -117,8 +124,8 @@ class _Parts(TokenParts):
         masks, tokens = (), shape[0] * shape[1]
         if (pieces := self.pieces) > 1:
             n = tokens // (pieces * self.ranks)
-            # Of windows, the keys before a piece lie in the one before it. The bits of exact depend
-            # on where a document's keys begin.
+            # A window's keys lie in the piece and in the one before it. The bits of exact depend on
+            # where a document's keys begin, so it gets all.
             is_near = window is not None and window <= n and context.mask.backend != "exact"
             before = max(1, window - 1) if is_near and window else None
             starts = self.starts(tokens)
@@ -129,14 +136,17 @@ class _Parts(TokenParts):
         return self.part(x_BS.flatten(0, 1))[None]
 
     def spread(self, given_Nc: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Send heads to their ranks, in one message: all tokens of this rank's part of each."""
+        """Send heads to their ranks, in one message.
+
+        Returns all tokens [T, c] of this rank's part of the heads, of each input.
+        """
         parts = [x.unflatten(1, (self.ranks, -1)) for x in given_Nc]
         leaving_WNc = torch.cat(parts, 2).transpose(0, 1)
         arrived_Tc = self.in_order(self.swap(leaving_WNc))
         return arrived_Tc.split([x.shape[2] for x in parts], 1)
 
     def collected(self, y_Tc: torch.Tensor) -> torch.Tensor:
-        """Give [N, W * c], this rank's tokens of all heads, of all tokens of its heads."""
+        """Return [N, W * c], this rank's tokens of all heads, from all tokens of its heads."""
         return self.swap(self.by_rank(y_Tc)).transpose(0, 1).flatten(1)
 
     def over_heads(
@@ -146,7 +156,7 @@ class _Parts(TokenParts):
         weights: Sequence[torch.Tensor],
         context: Context,
     ) -> torch.Tensor:
-        """Call ``mixed`` with all tokens, and the weights, of this rank's part of the heads."""
+        """Call ``mixed`` with all tokens and the weights of this rank's part of the heads."""
         own = [w.unflatten(0, (self.ranks, -1))[self.rank] for w in weights]
         return self.collected(mixed(self.spread(inputs), own, context))
 
@@ -167,7 +177,7 @@ class _Ulysses:
         *,
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert context.whole is not None  # rows were cut
+        assert context.whole is not None  # cut() has set it
         ranks, rank = self.parts.ranks, self.parts.rank
         # Ranks that outnumber key and value heads have copies of them.
         copies = max(1, ranks // k_BSGd.shape[2])
@@ -200,7 +210,7 @@ class _Gathered:
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         before, keys = context.parts[0].before, (k_BSGd, v_BSGv)
-        if k_BSGd.shape[1] == q_BSHd.shape[1]:  # else they were made of all tokens' latents
+        if k_BSGd.shape[1] == q_BSHd.shape[1]:  # else they come from all tokens' latents
             own = torch.cat([x.flatten(2) for x in keys], 2)
             arrived = self.parts.gather(own) if before is None else self._near(own, before)
             widths = [x.shape[2] * x.shape[3] for x in keys]
@@ -220,7 +230,7 @@ class _Gathered:
         return torch.cat(found, 1)
 
     def _near(self, own_1Nc: torch.Tensor, before: int) -> torch.Tensor:
-        """Put the ``before`` tokens that lie before each of this rank's pieces in front of it."""
+        """Put in front of each of this rank's pieces the ``before`` tokens that precede it."""
         pieces = own_1Nc.chunk(self.parts.pieces, 1)
         ends = self.parts.gather(torch.cat([x[:, -before:] for x in pieces], 1))
         ends = F.pad(ends, (0, 0, before, 0)).unflatten(1, (-1, before))
@@ -231,7 +241,10 @@ class _Gathered:
 
 
 class _Vocabulary(Vocabulary):
-    """``inner`` for this rank's tokens; arguments and per-token results are those of all."""
+    """Applies the vocabulary ``inner`` to this rank's tokens.
+
+    Arguments and per-token results are those of all tokens.
+    """
 
     def __init__(self, inner: Vocabulary, parts: _Parts) -> None:
         super().__init__(inner.backend)
@@ -284,5 +297,5 @@ class _Vocabulary(Vocabulary):
         return SummedLoss(total, *self._gathered(tokens))
 
     def _gathered(self, results: Any) -> list[torch.Tensor]:
-        """Gather results of each token, in one message."""
+        """Gather several results of each token, in one message."""
         return list(self.parts.gather(torch.stack([*results], 1))[0].unbind(1))

@@ -1,9 +1,9 @@
 """The processes of a run: how many there are, on which devices, and how they meet on the host.
 
-Ranks find one another and wait for one another through torch's store, apart from the collectives,
-which give up after a while and keep a GPU busy: what one rank does alone while the others wait
-(tokenise a corpus, write a checkpoint) takes as long as it takes. Such a wait ends without its goal
-only when a rank shows no sign of life any more.
+Ranks find one another and wait for one another through torch's store. Collectives would not do:
+they time out, and keep a GPU busy, while one rank may take long over what it does alone (tokenise a
+corpus, write a checkpoint). A wait on the store fails only if a rank shows no sign of life any
+more.
 
 Left out on purpose: starting processes (:mod:`moetrain.cli.launch`), and noticing at once that one
 has died, which is the launcher's business.
@@ -30,20 +30,21 @@ from moetrain.config.environment import GIB, GPUS, LaunchedPlace, launched_place
 from moetrain.config.sources import RunFailed
 
 _MOST_ON_CORE = 16
-"""The most processes a core: enough to try a large layout on a small machine."""
+"""The most processes for each core: enough to try a large layout on a small machine."""
 TIMEOUT = timedelta(minutes=30)
-"""The longest that a collective may take, or that a rank may show no sign of life."""
+"""The longest time that a collective may take, or that a rank may show no sign of life."""
 _BEAT_SECONDS = 10.0
 """Seconds between a rank's signs of life."""
 _LONGEST_PAUSE = 0.2
-"""Seconds between looks at the store: short beside any work, cheap with thousands of ranks."""
+"""Seconds between looks at the store: short beside any work, and cheap with thousands of ranks."""
 
 
 # ---- how many, and on what -----------------------------------------------------------------------
 
 
 def num_processes(config: Config) -> int:
-    """Give the number that ``launch.nproc`` means here; ConfigError: more than GPUs or cores."""
+    """Return the number that ``launch.nproc`` means here. Raises ConfigError: it is more than there
+    are GPUs, or than cores can run."""
     nproc, gpus, cores = config.launch.nproc, torch.cuda.device_count(), os.cpu_count() or 1
     on_cpu = config.train.device == "cpu" or (config.train.device == "auto" and gpus == 0)
     if nproc == "auto":
@@ -59,42 +60,44 @@ def num_processes(config: Config) -> int:
 
 
 def machine() -> str:
-    """Identify this machine by its host name and its boot: machines made from one image may share
-    the name, but not the boot."""
+    """Return an identifier of this machine: its host name, and its boot.
+
+    Machines made from one image may share the name, but not the boot.
+    """
     start = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {start.read_text().strip() if start.exists() else ''}"
 
 
 def device_capacity(device: torch.device) -> float:
-    """Give the bytes of memory of ``device``; a CPU's is the machine's."""
+    """Return the bytes of memory of ``device``. A CPU's are its machine's."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 class Machine(NamedTuple):
-    """The devices that a run has or is planned for, one a process."""
+    """The devices that a run has or is planned for, one for each process."""
 
     name: str
     """The device's name, for people."""
     device: torch.device
     processes: int
     capacity: float
-    """Bytes for a process; processes on CPUs share their machine's memory."""
+    """Bytes for each process. Processes on CPUs share their machine's memory."""
     why: str
-    """The reason for these, for people."""
+    """The reason why it is these devices, for people."""
 
     def describe(self) -> str:
-        """Describe them in words: ``8 x H100 of 79.1 GiB (launch.gpus)``."""
+        """Return a description: ``8 x H100 of 79.1 GiB (launch.gpus)``."""
         return f"{self.processes} x {self.name} of {self.capacity / GIB:.1f} GiB ({self.why})"
 
 
 def planned_machine(config: Config) -> Machine:
-    """Find the devices that ``config`` is for.
+    """Return the devices that ``config`` is for.
 
-    These are ``launch.gpus`` and ``launch.gpu`` where they are set, else this run's processes as a
-    launcher started them or ``launch.nproc`` says, else as many as the degrees of parallelism
-    multiply to.
+    They are those of ``launch.gpus`` and ``launch.gpu`` if these are set. Otherwise there is one
+    for each process that a launcher started or that ``launch.nproc`` asks for, or as many as the
+    degrees of parallelism multiply to.
 
     Raises ConfigError: ``launch.nproc`` is not ``launch.gpus``, or more than there are GPUs here.
     """
@@ -132,7 +135,8 @@ def planned_machine(config: Config) -> Machine:
 
 
 class Rendezvous:
-    """Messages among the ranks of a group, on the host; all make the same calls in order."""
+    """Exchanges messages among the ranks of a group, on the host. All make the same calls, in one
+    order."""
 
     _numbers = itertools.count()
 
@@ -149,14 +153,14 @@ class Rendezvous:
             threading.Thread(target=_show_life, args=life, daemon=True).start()
 
     def barrier(self) -> None:
-        """Return when every rank has come here, however late; RunFailed: a rank is gone."""
+        """Wait until every rank has come here, however late. Raises RunFailed: a rank is gone."""
         with self._next_call("wait") as key:
             if self._store.add(key, 1) == self.size:
                 self._store.set(f"{key}/all", "")
             self._await(f"{key}/all")
 
     def broadcast(self, text: str) -> str:
-        """Give every rank rank 0's ``text``; waits as :meth:`barrier` does."""
+        """Return rank 0's ``text`` on every rank. It waits as :meth:`barrier` does."""
         with self._next_call("share") as key:
             if self.rank == 0:
                 self._store.set(key, text)
@@ -165,7 +169,7 @@ class Rendezvous:
             return self._store.get(key).decode()
 
     def gather(self, text: str) -> list[str]:
-        """Give rank 0 every rank's ``text``, and the others nothing; waits likewise."""
+        """Return every rank's ``text`` on rank 0, and nothing on others. It waits likewise."""
         with self._next_call("gather") as key:
             if self.rank > 0:
                 self._store.set(f"{key}/{self.rank}", text)
@@ -174,7 +178,9 @@ class Rendezvous:
             for one in (f"{key}/{rank}" for rank in range(1, self.size)):
                 self._await(one)
                 texts.append(self._store.get(one).decode())
-                self._store.delete_key(one)  # long ones, in a store that lives as long as the run
+                self._store.delete_key(
+                    one
+                )  # texts may be long, and the store lives as long as the run
             return texts
 
     @contextmanager
@@ -185,7 +191,7 @@ class Rendezvous:
             raise RunFailed(f"lost the other ranks: {_first_line(error)}") from None
 
     def _await(self, key: str) -> None:
-        # Asked for again and again: a wait inside the store would hold back Ctrl-C.
+        # Poll: a wait inside the store would hold back Ctrl-C.
         pause, looked = 0.001, time.monotonic()
         self._seen.clear()
         while not self._store.check([key]):
@@ -196,7 +202,8 @@ class Rendezvous:
                 self._look_for_life(looked)
 
     def _look_for_life(self, now: float) -> None:
-        """Raise if a rank is silent for too long: rank 0 watches all, the others watch it."""
+        """Raise RunFailed if a rank is silent for too long. Rank 0 watches all others, and they
+        watch rank 0."""
         silent = []
         for rank in range(1, self.size) if self.rank == 0 else (0,):
             beats = self._store.add(f"life/{rank}", 0)
@@ -225,8 +232,10 @@ def _first_line(error: Exception) -> str:
 def find_ranks(place: LaunchedPlace, seconds: float, *, again: bool = False) -> dist.Store:
     """Connect to the store, and wait until all ranks of ``place.world_size`` have.
 
-    ``seconds``: how long to wait for them (``launch.join_timeout``); ``again``: they have, and this
-    process takes the place of one that is gone.
+    Args:
+        place: this process, as a launcher started it.
+        seconds: the time to wait for the others (``launch.join_timeout``).
+        again: True: all have connected before, and this process replaces one that is gone.
 
     Raises:
         ConfigError: the address is unknown, or ranks contradict one another.
@@ -245,7 +254,7 @@ def find_ranks(place: LaunchedPlace, seconds: float, *, again: bool = False) -> 
     if not serves:
         _await_server(place, host, int(port), seconds)
     try:
-        # The one that serves does so on every address of its machine, and need not know its name.
+        # The server listens on every address of its machine, and need not know the machine's name.
         store = TCPStore(
             "localhost" if serves else host,
             int(port),
@@ -254,8 +263,8 @@ def find_ranks(place: LaunchedPlace, seconds: float, *, again: bool = False) -> 
             timeout=TIMEOUT,
             wait_for_workers=False,
         )
-        # A launcher's store outlives the ranks, and knows those that it has started before. A store
-        # of rank 0 ends with it, and torchrun's agents of several machines count for themselves.
+        # A launcher's store outlives the ranks, so each restart has a prefix of its own. A store of
+        # rank 0 ends with it, and torchrun's agents on several machines count restarts apart.
         restarts = place.restarts if place.store_is_served else 0
         store = dist.PrefixStore(f"moetrain/{restarts}", store)
         if not again:
@@ -267,7 +276,7 @@ def find_ranks(place: LaunchedPlace, seconds: float, *, again: bool = False) -> 
 
 
 def _await_server(place: LaunchedPlace, host: str, port: int, seconds: float) -> None:
-    """Wait until the server answers; TCPStore's own wait would hold back Ctrl-C."""
+    """Wait until the server answers. TCPStore's own wait would hold back Ctrl-C."""
     deadline = time.monotonic() + seconds
     while True:
         left = deadline - time.monotonic()

@@ -1,27 +1,27 @@
-"""Tensor parallelism with sequence parallelism (arXiv 1909.08053, 2205.05198), put on from outside.
+"""Tensor parallelism with sequence parallelism (arXiv 1909.08053, 2205.05198), by hooks.
 
 Between matrix products every rank has its own part of the tokens, so norms, routers, experts and
-the residual stream do no work twice. Attention and dense MLPs see all tokens, with their part of
-the heads or of the width:
+the residual stream do no work twice. Attention and dense MLPs see all tokens, with this rank's part
+of the heads or of the width:
 
     x_ND --gather--> x_TD --wq wk wv--> 1/W of the heads --wo--> partial y_TD --scatter--> y_ND
 
-``gather`` hands every rank all tokens, ``scatter`` adds up the ranks' partial results, in fp32 in
-rank order, and gives each its tokens; each is the other's backward. Tokens are cut as one row
+``gather`` gives every rank all tokens. ``scatter`` adds up the ranks' partial results, in fp32 in
+rank order, and gives each rank its tokens. Each is the other's backward. Tokens are cut as one row
 [1, T, D], so that a rank's part lies in one piece: rank 1 of 2 with B=2 rows of S=3 tokens has the
 second row. FSDP adds up the gradients of matrices that are not cut (``Meshes.shared_parameters``).
 
 :class:`ShardedVocabulary` is the embedding, the logits and the losses. Rank r holds rows
 ``[r * ceil(V/W), ...)`` of the vocabulary matrix, and sees all tokens. No rank ever has a token's
-logits over the whole vocabulary: each computes lse, the target's logit (where the target is its
-own) and the mean logit of its part, and these three numbers a token are exchanged
-(:mod:`moetrain.kernels.vocabulary.shard`). Every rank gets the same per-token results, and the
-run's loss is the sum of every rank's: a loss made of them on each rank alike is to be divided by W.
+logits over the whole vocabulary. Each computes lse, the target's logit (if it has the target) and
+the mean logit of its part; ranks exchange these three numbers for each token
+(:mod:`moetrain.kernels.vocabulary.shard`). Every rank gets the same per-token results. The run's
+loss is the sum of all ranks' losses, so a loss that every rank computes alike is divided by W.
 
 Left out on purpose: hiding these collectives behind the products next to them.
 
 Legend: W tensor parallel ranks, B batch, S sequence, T = B * S tokens, N = T / W, D model width,
-V vocabulary, L rows of the vocabulary matrix here (a ``w_VD`` has them alone).
+V vocabulary, L rows of the vocabulary matrix on this rank (its ``w_VD`` is [L, D]).
 """
 
 import math
@@ -42,14 +42,14 @@ from moetrain.models.rules import PartStyle
 from moetrain.parallel.mesh import all_gather_start, chunk_of
 from moetrain.runtime.backend import Backend
 
-# Functional collectives, which the compiler sees inside blocks: their ops, which both versions of
-# torch have. The functions around them wrap a result in a tensor that waits when it is first used,
-# and then waits twice, as all here wait at once.
+# The ops of functional collectives, which the compiler sees inside blocks. Torch's functions around
+# them wrap a result in a tensor that waits at its first use; here everything waits at once, so it
+# would wait twice.
 _ops: Any = torch.ops._c10d_functional
 
 
 class TokenParts:
-    """The parts of all tokens that the tensor parallel ranks of one group have."""
+    """Exchanges the parts of all tokens that the tensor parallel ranks of one group have."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = group.size()
@@ -57,24 +57,26 @@ class TokenParts:
         self.group = group.group_name
 
     def part(self, x_T: torch.Tensor) -> torch.Tensor:
-        """Cut this rank's part [N, ...] out of what every rank has of all tokens."""
+        """Return this rank's part [N, ...] of ``x_T`` [T, ...], which every rank has."""
         return x_T.view(self.ranks, -1, *x_T.shape[1:])[self.rank]
 
     def gather(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Give [1, T, D], all ranks' tokens; leading dims of ``x_ND`` are flattened."""
+        """Return [1, T, D], all ranks' tokens. Leading dims of ``x_ND`` are flattened."""
         return self._exchanged(x_ND, "gather")
 
     def scatter(self, y_TD: torch.Tensor) -> torch.Tensor:
-        """Give [1, N, D], this rank's tokens of the sum of every rank's ``y_TD``."""
+        """Return [1, N, D], this rank's tokens of the sum of every rank's ``y_TD``."""
         return self._exchanged(y_TD, "scatter")
 
     def swap(self, x_WNc: torch.Tensor) -> torch.Tensor:
-        """Send ``x[r]`` to rank r; give what each rank sent here, by rank."""
+        """Send ``x[r]`` to rank r, and return what each rank sent here, by rank."""
         return self._exchanged(x_WNc, "swap")[0].view(x_WNc.shape)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Add up all ranks' ``x``, the same sum on every rank; the backward adds up its gradients,
-        since each rank uses the sum."""
+        """Return the sum of all ranks' ``x``, the same on every rank.
+
+        The backward adds up all ranks' gradients, since each rank uses the sum.
+        """
         return self._exchanged(x, "sum").view(x.shape)
 
     def _exchanged(self, x_TD: torch.Tensor, kind: str) -> torch.Tensor:
@@ -84,8 +86,8 @@ class TokenParts:
     def share(self, part: nn.Module, style: PartStyle) -> None:
         """Register the hooks on ``part`` that its ``style`` asks for.
 
-        Its inputs are ``(x, context)`` in a block; its output a tensor, or a tuple that begins with
-        it.
+        In a block its inputs are ``(x, context)``. Its output is a tensor, or a tuple that begins
+        with one.
         """
         if style == "all":
             part.register_forward_pre_hook(self._gather_input)
@@ -118,8 +120,11 @@ _BACKWARD = {"gather": "scatter", "scatter": "gather", "swap": "swap", "sum": "s
 
 
 class _Exchange(torch.autograd.Function):
-    """Gathers every rank's rows, or scatters their sum; each is the other's backward. Or swaps each
-    rank's part of the rows, or gives every rank the sum; each is its own backward."""
+    """Exchanges rows, with a backward.
+
+    Gathering every rank's rows and scattering their sum are each other's backward. Swapping parts
+    of the rows, and giving every rank the sum, are each their own backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TD: torch.Tensor, kind: str, ranks: int, group: str) -> torch.Tensor:
@@ -142,7 +147,7 @@ def _exchange(x_TD: torch.Tensor, kind: str, ranks: int, group: str) -> torch.Te
     if kind == "swap":
         return arriving_TD
     out_N = x_TD.new_empty(x_TD.numel() // ranks)
-    # In fp32 in rank order, rounded once.
+    # The sum is made in fp32 in rank order, and rounded once.
     return sum_chunks(arriving_TD.view(ranks, -1), out_N=out_N).view(-1, x_TD.shape[1])
 
 
@@ -181,14 +186,14 @@ class ShardedVocabulary(Vocabulary):
         self.loss_sum = self.shard.loss_sum  # pyright: ignore
 
     def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
-        """Give [1, N, D], this rank's part of the tokens."""
+        """Return [1, N, D], the embeddings of this rank's tokens."""
         local_T = tokens_BS.flatten() - self.rows.start
         is_here_T = (local_T >= 0) & (local_T < w_VD.shape[0])
         x_TD = F.embedding(torch.where(is_here_T, local_T, 0), w_VD)
         return self.tokens.scatter(torch.where(is_here_T[:, None], x_TD, 0))
 
     def logits(self, h_BSD: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
-        """Give ``h @ w^T`` over the whole vocabulary, the same on every rank."""
+        """Return ``h @ w^T`` over the whole vocabulary, the same on every rank."""
         parts_TL = super().logits(h_BSD.flatten(0, -2), w_VD)
         padding = self.most_rows - w_VD.shape[0]
         logits_VT = self.tokens.gather(F.pad(parts_TL, (0, padding)).T)[0]
@@ -197,14 +202,14 @@ class ShardedVocabulary(Vocabulary):
     def logits_of(
         self, h_TD: torch.Tensor, w_VD: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Give [T, K] logits of a few tokens, the same on every rank."""
+        """Return the logits [T, K] of a few tokens, the same on every rank."""
         local = tokens - self.rows.start
         is_here = (local >= 0) & (local < w_VD.shape[0])
         mine_TK = super().logits_of(h_TD, w_VD, torch.where(is_here, local, 0))
         return self.tokens.gather(self.tokens.scatter(torch.where(is_here, mine_TK, 0)))[0]
 
     def _join(self, stats: ChunkStats) -> None:
-        """Turn the stats of this part of the vocabulary into the whole's, in place. Collective."""
+        """Turn this rank's stats into those of the whole vocabulary, in place. Collective."""
         parts_N, work = all_gather_start(torch.cat(stats), self.group)
         work.wait()
         lse_WC, target_WC, mean_WC = parts_N.view(self.group.size(), 3, -1).unbind(1)

@@ -28,52 +28,58 @@ from moetrain.runtime.ahead import compiler_started
 _T = TypeVar("_T")
 
 _BYTES_OF_TOKEN = 24
-"""Bytes of a token in a batch on the host: its id, target and position."""
+"""Bytes that a token of a batch takes on the host: its id, target and position."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process, its device and its place among all."""
+    """This process, its device and its place among all processes of the run."""
 
     rank: int
+    """This process's number among those that train."""
     local_rank: int
+    """The index of this process's GPU on its machine."""
     size: int
+    """The number of processes that train."""
     device: torch.device
+    """The device that this process computes on."""
     dims: ParallelDims
+    """The degrees of parallelism."""
     meshes: Meshes
+    """The meshes and process groups."""
     owns_group: bool
-    """Whether :meth:`leave` ends the default process group, which the caller did not make."""
+    """True: :meth:`leave` ends the default process group, which was made for this run."""
     rendezvous: processes.Rendezvous
-    """How ranks wait for one another on the host."""
+    """Lets ranks wait for one another on the host."""
     store: dist.Store | None = None
-    """Where those of ``rl.generators`` meet them; None: there are none."""
+    """The store where generator ranks (``rl.generators``) meet these; None: there are none."""
     endings: list[Callable[[], object]] = field(default_factory=list, compare=False)
-    """What :meth:`leave` calls first."""
+    """Calls that :meth:`leave` makes first."""
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank's part of a global batch, of ``dims.data_ranks``."""
+        """The index of this rank's part of a global batch, below ``dims.data_ranks``."""
         return self.meshes.data.rank()
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank prints, logs and writes for all."""
+        """True: this rank prints, logs and writes for all."""
         return self.rank == 0
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum ``x`` over every rank that works on tokens of its own: losses, say."""
+        """Return the sum of ``x`` over the ranks of this stage: of losses, say. Collective."""
         return _sum(x, self.meshes.tokens)
 
     def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum ``x``, counted on whole rows, over the ranks with different rows."""
+        """Return the sum of ``x``, counted on whole batch rows, over ranks with different ones."""
         return _sum(x, self.meshes.data)
 
     def sum_all(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum ``x`` over every rank of the run."""
+        """Return the sum of ``x`` over every rank of the run. Collective."""
         return _sum(x, self.meshes.everyone)
 
     def gather(self, mine: _T) -> list[_T]:
-        """Return every rank's object, by rank. Collective; waits."""
+        """Return every rank's object, by rank. Collective; the host waits."""
         if self.size == 1:
             return [mine]
         found: list[Any] = [None] * self.size
@@ -81,30 +87,31 @@ class World:
         return found
 
     def barrier(self) -> None:
-        """Return when every rank has come here. Raises RunFailed when one is gone."""
+        """Wait until every rank has come here. Raises RunFailed if a rank is gone."""
         self.rendezvous.barrier()
 
     def broadcast(self, text: str) -> str:
-        """Give every rank the main rank's ``text``; waits as :meth:`barrier` does."""
+        """Return the main rank's ``text`` on every rank. It waits as :meth:`barrier` does."""
         return self.rendezvous.broadcast(text)
 
     def any(self, text: str) -> str:
-        """Give every rank the first rank's ``text`` that is not empty, if there is one. Waits."""
+        """Return the first non-empty ``text`` by rank order, on all ranks; "" if all are empty. It
+        waits as :meth:`barrier` does."""
         return self.broadcast(next(filter(None, self.rendezvous.gather(text)), ""))
 
     def own_rendezvous(self) -> processes.Rendezvous:
-        """Make another :attr:`rendezvous`, for a thread that calls by itself. Collective."""
+        """Make another :attr:`rendezvous`, for a thread of its own. Collective."""
         return processes.Rendezvous(_get_default_store(), self.rank, self.size)
 
     def leave(self) -> None:
-        """End the process group, collectively, after work that succeeded.
+        """End the process group after work that succeeded. Collective.
 
-        After an error, don't: it would wait for ranks that will not come, or pull the connection
-        from under them before this rank's error was reported.
+        Do not call it after an error: it would wait for ranks that will not come, or close their
+        connections before this rank's error was reported.
         """
         for end in self.endings:
             end()
-        self.barrier()  # what the main rank leaves behind takes its time
+        self.barrier()  # the main rank may still be writing
         self.rendezvous.end()
         if self.owns_group and dist.is_initialized():  # a run of one process may go on after it
             disconnect()
@@ -132,7 +139,7 @@ def join_world(config: Config, arch: Architecture) -> World:
         RunFailed: other ranks did not come within ``launch.join_timeout``.
     """
     place = launched_place()
-    # A group of one tells nothing: an earlier run of this process may have left it.
+    # A group of one rank says nothing: an earlier run of this process may have left it.
     if dist.is_initialized() and dist.get_world_size() > 1:
         rank, size = dist.get_rank(), dist.get_world_size()
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else rank
@@ -167,9 +174,9 @@ def join_world(config: Config, arch: Architecture) -> World:
         problem = "'apart' takes processes of its own, each a rank of a launcher's"
         raise ConfigError("rl.placement", f"{problem}, and a run that generates; use together")
     device = claim_device(config, gpu)
-    if config.compile.cuda_graphs:  # NCCL would register segments that grow, and fails to
+    if config.compile.cuda_graphs:  # NCCL would try to register segments that grow, and fail
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    if owns_group and size == 1:  # a mesh of one; nothing travels, so no GPU has a part in it
+    if owns_group and size == 1:  # nothing travels in a mesh of one, so it needs no GPU
         store = processes.find_ranks(place, config.launch.join_timeout) if place and apart else None
         dist.init_process_group("gloo", store=store or dist.HashStore(), rank=0, world_size=1)
     elif owns_group:
@@ -207,7 +214,10 @@ def join_world(config: Config, arch: Architecture) -> World:
 
 
 def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
-    """Lay out those of ``size`` ranks that train, by arithmetic; ConfigError: they do not fit."""
+    """Return the degrees of the ranks that train, of ``size`` in all.
+
+    It is arithmetic alone: no process group is needed. Raises ConfigError: the degrees do not fit.
+    """
     if (apart := config.rl.apart) >= size:
         problem = f"{apart} of {size} processes leave none to train"
         raise ConfigError("rl.generators", f"{problem}; lower it, or raise launch.nproc")
@@ -262,7 +272,7 @@ def _ranks_per_machine(config: Config, size: int) -> int:
 
 
 def _check_machines(config: Config, dims: ParallelDims) -> None:
-    """Raise ConfigError for what would leave a machine, and cannot or should not."""
+    """Raise ConfigError for a group that spans machines, and cannot or should not."""
     size, ep = dims.per_machine, dims.ep
     shards = dims.sharding_ranks * (config.parallel.fsdp_transport == "copy")
     for name, ranks, remedy in (
@@ -279,7 +289,8 @@ def _check_machines(config: Config, dims: ParallelDims) -> None:
 
 
 def claim_device(config: Config, gpu: int) -> torch.device:
-    """Return this process's device, its current one from now on; ConfigError: there is none."""
+    """Return this process's device, and make it the current one. Raises ConfigError: there is
+    none."""
     wanted, gpus = config.train.device, torch.cuda.device_count()
     if wanted == "cuda" and gpus == 0:
         raise ConfigError("train.device", "'cuda', but torch sees no CUDA device; use auto or cpu")

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: a model's blocks cut into stages, and who runs which of them when."""
+"""Pipeline parallelism: a model's blocks are cut into stages, which ranks run by a schedule."""

@@ -1,12 +1,13 @@
-"""Run a schedule on this rank's stages: one loop over actions and transfers runs any of them.
+"""Run a schedule on this rank's stages. One loop over actions and transfers runs any schedule.
 
-Between stages travel a micro-batch's residual stream and what its routers have counted so far, one
-fp32 row [2E + 2] a MoE layer. So the last stage has the whole model's hidden states and routing, an
-objective needs to know nothing of stages, and the gradients of balancing losses come back the way
-the counts came. Every rank has every batch, and knows the shapes of what it receives.
+A stage sends a micro-batch's residual stream to the next one, and what its routers have counted so
+far, one fp32 row [2E + 2] for each MoE layer. So the last stage has the whole model's hidden states
+and routing, and an objective needs to know nothing of stages. The gradients of balancing losses
+come back the way the counts came. Every rank has every batch, and knows the shapes of what it
+receives.
 
-The host never waits for the device here. The device waits for what it receives where it uses it,
-and what is sent is kept until as many batches later as pass before its receiver answers.
+The host never waits for the device here. The device waits for what it receives where it uses it.
+What is sent is kept for as many batches of transfers as can pass before its receiver answers.
 
 Left out on purpose: sending a tensor parallel rank's part alone (it is a part already), and freeing
 a stage's output between its sending and its backward.
@@ -32,28 +33,28 @@ from moetrain.runtime.annotate import annotate
 
 _B = TypeVar("_B")
 Finish = Callable[[torch.Tensor, RoutingStats | None, _B], torch.Tensor]
-"""Gives, for hidden states [B, S, D], the routing and a batch on the device, what is minimised."""
+"""Takes hidden states [B, S, D], the routing and a batch on the device. Returns the 0-d loss."""
 _Tensors = tuple[torch.Tensor, ...]
-"""A residual stream, and [L, 2E + 2] unless L is 0; or their gradients."""
+"""A residual stream, and routing sums [L, 2E + 2] unless L is 0; or the gradients of both."""
 
 
 class Pipeline:
-    """This rank's stages, and the ranks before and after them."""
+    """Runs this rank's stages, and talks to the ranks before and after them."""
 
     REMEMBERED = 8
-    """Objectives whose terms' names all ranks keep; a run has one or two."""
+    """Objectives of which all ranks remember the names of terms. A run has one or two."""
 
     def __init__(self, model: Transformer, fsdp: FSDP, stages: Stages) -> None:
         self.model = model
         self.fsdp = fsdp
         self.stages = stages
         self.plan = lru_cache(self._plan)
-        # By the latest, for all ranks must forget the same ones: a rank's garbage collector forgets
-        # them in its own time.
+        # Only the latest: all ranks must forget the same ones, and garbage collection would forget
+        # them on each rank at another time.
         self._names_of = lru_cache(self.REMEMBERED)(self._tell_names)
 
     def _plan(self, micro_batches: int, learns: bool) -> tuple[Schedule, list[Step]]:
-        """Give the schedule of a call and this rank's steps of it; raises ConfigError."""
+        """Return the schedule of a call, and this rank's steps of it. Raises ConfigError."""
         plan = self.stages.plan
         if learns:
             schedule = plan.schedule(micro_batches)
@@ -65,17 +66,17 @@ class Pipeline:
         """Run every stage of this rank on all ``batches``, within :meth:`FSDP.work`. Collective.
 
         Args:
-            finish: gives a 0-d tensor. Called on the last stage's rank alone, in the order of the
-                micro-batches.
-            learns: whether to run the backwards too.
+            finish: returns the loss. It is called on the last stage's rank alone, in the order
+                of the micro-batches.
+            learns: True: run the backwards too.
         """
         schedule, steps = self.plan(len(batches), learns)
         _Run(self, schedule, batches, finish, learns).run(steps)
 
     def broadcast_names(self, objective: object, names: list[str]) -> list[str]:
-        """Give all ranks the names of ``objective``'s terms, which the last stage's rank has.
+        """Return the names of ``objective``'s terms, which the last stage's rank knows. Collective.
 
-        Only the first call for an objective communicates, and waits for the device. Collective.
+        Only the first call for an objective communicates, and waits for the device.
         """
         self._names = names
         return self._names_of(objective)
@@ -89,8 +90,10 @@ class Pipeline:
     def broadcast_sums(
         self, count: int, sums: torch.Tensor | None, routing: RoutingStats | None
     ) -> tuple[torch.Tensor, RoutingStats | None]:
-        """Give all ranks ``count`` sums (fp64) and the routing statistics of the last stage's rank,
-        in one broadcast. Collective."""
+        """Return the last stage's ``count`` sums (fp64) and routing statistics, on all ranks.
+
+        One broadcast carries both. Collective.
+        """
         arch, last = self.stages.arch, self.stages.plan.rank_of_stage[-1]
         layers, flat_N = len(arch.moe_layer_indices), None
         if sums is not None:
@@ -110,11 +113,11 @@ class _Run:
     finish: Finish[Any]
     learns: bool
     made: dict[tuple[Action, int], _Tensors] = field(default_factory=dict)
-    """The tensors that an action made for a stage, made here or received."""
+    """The tensors that an action made for a stage, on this rank or on another."""
     arriving: dict[tuple[Action, int], list[dist.Work]] = field(default_factory=dict)
-    """The receives under way of entries of :attr:`made`."""
+    """The receives under way, for entries of :attr:`made`."""
     graphs: dict[tuple[int, int], tuple[_Tensors, _Tensors]] = field(default_factory=dict)
-    """The inputs and outputs of a stage for a micro-batch, until the backward."""
+    """The inputs and outputs of a stage for a micro-batch, kept until its backward."""
     sent: deque[tuple[list[dist.Work], list[torch.Tensor]]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -137,7 +140,7 @@ class _Run:
     # ---- actions -------------------------------------------------------------------------------
 
     def forward(self, action: Action) -> None:
-        """Make a stage's outputs from its inputs; the last stage's output is what is minimised."""
+        """Compute a stage's outputs from its inputs. The last stage's output is the loss."""
         model, stage = self.model, action.stage
         inputs = self.take(action._replace(stage=stage - 1), stage) if stage > 0 else ()
         batch = self.batches[action.micro_batch].to(self.stages.device)
@@ -161,7 +164,7 @@ class _Run:
             self.graphs[action[1:]] = inputs, outputs
 
     def backward(self, action: Action) -> None:
-        """Make the gradients of a stage's parameters and of its inputs."""
+        """Compute the gradients of a stage's parameters and of its inputs."""
         inputs, outputs = self.graphs.pop(action[1:])
         is_last_stage = action.stage == self.schedule.num_stages - 1
         after = action._replace(stage=action.stage + 1)
@@ -175,7 +178,7 @@ class _Run:
             )
 
     def take(self, made: Action, stage: int) -> _Tensors:
-        """Take what ``made`` has for ``stage``; a forward's outputs become leaves of a graph."""
+        """Return what the action ``made`` has for ``stage``. A forward's outputs become leaves."""
         _wait_for(self.arriving.pop((made, stage), []))
         found = self.made.pop((made, stage))
         is_leaf = made.kind == "F" and self.learns
@@ -200,12 +203,12 @@ class _Run:
             works = dist.batch_isend_irecv(ops)
         self.arriving.update((key, works) for key in received)
         self.sent.append((works, sent))
-        # The longest way from a sending to an answer to it goes over all ranks and back.
+        # The longest way from a message to an answer goes over all ranks and back.
         if len(self.sent) > 2 * self.schedule.num_ranks:
             _wait_for(self.sent.popleft()[0])  # on a GPU only what is queued next waits
 
     def empty_like(self, made: Action, receiver: int) -> _Tensors:
-        """Allocate the tensors that ``made`` has for the stage ``receiver``."""
+        """Allocate the tensors that the action ``made`` has for the stage ``receiver``."""
         arch, plan = self.stages.arch, self.stages.plan
         boundary = min(made.stage, receiver)
         tokens_BS = self.batches[made.micro_batch].inputs.tokens_BS
@@ -220,6 +223,6 @@ class _Run:
 
 
 def _wait_for(works: list[dist.Work]) -> None:
-    """Wait once for each: gloo would take a second wait for one on the next message."""
+    """Wait once for each work: gloo would take a second wait for one on the next message."""
     while works:
         works.pop().wait()

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: who runs what in which order, and what time and messages it takes.
+"""Pipeline schedules as data: which rank runs what, in which order, with which messages.
 
 A stage is a range of a model's blocks, and every rank has one or several. Worked example, 1f1b of 2
 ranks and 3 micro-batches::
@@ -7,8 +7,8 @@ ranks and 3 micro-batches::
     rank 1      F0 B0 F1    B1 F2 B2
 
 Rank r of p, with v stages of forward time f / v and backward time b / v, idles for (p-1)(f+b) / v
-in each schedule. They differ in how many (stage, micro-batch) pairs of m micro-batches it keeps
-activations of at most:
+in each schedule. They differ in the most (stage, micro-batch) pairs, of m micro-batches, whose
+activations it keeps at once:
 
     gpipe             arXiv 1811.06965   m
     1f1b              arXiv 2104.04473   p-r                  v = 1
@@ -42,12 +42,12 @@ class Action(NamedTuple):
 
     @property
     def unit_time(self) -> float:
-        """Its time in forwards: a backward takes two."""
+        """The time it takes, in forwards: a backward takes two."""
         return 1.0 if self.kind == "F" else 2.0
 
 
 class _Transfer(NamedTuple):
-    """One message: the outcome of ``made``, for the stage ``receiver``, between two ranks."""
+    """One message between two ranks: what the action ``made`` has for the stage ``receiver``."""
 
     made: Action
     receiver: int
@@ -56,21 +56,22 @@ class _Transfer(NamedTuple):
 
 
 Step = Action | list[_Transfer]
-"""An action of a rank, or what it sends and receives at one time, in one order on all ranks."""
+"""An action of a rank, or the messages that it sends and receives at one time. All ranks have these
+in one order."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Every rank's actions."""
+    """The actions of every rank."""
 
     name: str
     rank_of_stage: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
-    """By rank, in order."""
+    """Each rank's actions, in order."""
 
     @classmethod
     def make(cls, name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> Self:
-        """Make the schedule ``name`` of ``ranks``; ConfigError says what is possible."""
+        """Make the schedule ``name`` of ``ranks``. Raises ConfigError, with what is possible."""
         kind = SCHEDULES[name]
         if kind.by_rounds and micro_batches % ranks:
             others = " or ".join(other for other, kind in SCHEDULES.items() if not kind.by_rounds)
@@ -86,7 +87,7 @@ class Schedule:
 
     @classmethod
     def forward_only(cls, rank_of_stage: tuple[int, ...], micro_batches: int) -> Self:
-        """Make the schedule of every stage's forward of each micro-batch, in turn."""
+        """Make the schedule of forwards alone: every stage runs each micro-batch in turn."""
         stages = list(enumerate(rank_of_stage))
         numbers = range(micro_batches)
         actions = tuple(
@@ -104,7 +105,7 @@ class Schedule:
         return len(self.actions)
 
     def needs(self, action: Action) -> list[Action]:
-        """List the actions that must be done before ``action``."""
+        """Return the actions that must be done before ``action``."""
         kind, stage, micro_batch = action
         if kind == "F":
             return [Action("F", stage - 1, micro_batch)] if stage else []
@@ -113,8 +114,10 @@ class Schedule:
         return [own] if is_last else [own, Action("B", stage + 1, micro_batch)]
 
     def in_flight(self, rank: int) -> list[int]:
-        """Count, after each action of ``rank``, the (stage, micro-batch) pairs whose activations it
-        has: those with a forward whose backward is still to come."""
+        """Count the (stage, micro-batch) pairs whose activations ``rank`` holds after each action.
+
+        These are the pairs whose forward is done and whose backward is not.
+        """
         changes = (1 if action.kind == "F" else -1 for action in self.actions[rank])
         return list(accumulate(changes))
 
@@ -123,11 +126,11 @@ class Schedule:
         time_of: Callable[[Action], float] = lambda action: action.unit_time,
         communication: float = 0.0,
     ) -> "_Timeline":
-        """Find when every action runs, if each starts as soon as its rank and what it needs allow.
+        """Return when every action runs, if each starts as soon as its rank and its inputs allow.
 
         Args:
-            time_of: how long an action takes, in any unit.
-            communication: how long after an action another rank has what it made.
+            time_of: returns the time that an action takes, in any unit.
+            communication: the time from an action's end until another rank has what it made.
         """
         times: dict[Action, tuple[float, float]] = {}
         position, now = [0] * self.num_ranks, [0.0] * self.num_ranks
@@ -151,17 +154,18 @@ class Schedule:
         return _Timeline(self, times)
 
     def steps(self) -> list[list[Step]]:
-        """List every rank's actions and transfers in an order in which no ranks can deadlock.
+        """Return every rank's actions and transfers, in an order in which ranks cannot deadlock.
 
         What an action makes for a stage of another rank leaves when the action ends, in times that
         all ranks know: those of :meth:`simulate` in whole numbers. All that leaves or arrives at
         one time is one batch of a rank. A rank posts its batches in the order of time: the earlier
         ones, then an action, then the batch of the moment in which the action ends.
 
-        No rank can wait for ever. Take the earliest batch that does. Each of its senders made what
-        it sends with an action that began before, for which it needed earlier batches alone; these
-        are done. So its senders have posted it, or are about to, and its receivers have done only
-        earlier things. This holds even if a batch blocks its rank until all of it is done.
+        No rank can wait for ever. Suppose one does, and take the earliest batch that waits. Each of
+        its senders made what it sends with an action that began before, which needed only earlier
+        batches; these are done. So its senders have posted it, or are about to, and its receivers
+        have done only earlier things. This holds even if a batch blocks its rank until all of it is
+        done.
         """
         times = self.simulate().times
         batches: list[dict[float, list[_Transfer]]] = [{} for _ in self.actions]
@@ -184,7 +188,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class _Timeline:
-    """When every action of a schedule runs."""
+    """The times at which the actions of a schedule run."""
 
     schedule: Schedule
     times: Mapping[Action, tuple[float, float]]
@@ -192,12 +196,12 @@ class _Timeline:
 
     @property
     def makespan(self) -> float:
-        """When the last action ends; the first starts at 0."""
+        """The time at which the last action ends; the first starts at 0."""
         return max(end for _, end in self.times.values())
 
     @property
     def bubble(self) -> float:
-        """The share of the time in which a rank idles, a mean over ranks."""
+        """The share of the time in which a rank idles, averaged over ranks."""
         busy = sum(end - start for start, end in self.times.values())
         return 1 - busy / (self.schedule.num_ranks * self.makespan)
 
@@ -206,20 +210,20 @@ class _Timeline:
 
 
 class _ScheduleKind(NamedTuple):
-    """The recipe of all schedules of one name."""
+    """Makes the schedules of one name, for any number of ranks."""
 
     fills: bool = False
-    """Whether all forwards come before the first backward."""
+    """True: all forwards come before the first backward."""
     stages_per_rank: range = range(1, 2)
     """The numbers of stages that a rank can have."""
     by_rounds: bool = False
-    """Whether micro-batches must be a multiple of the ranks."""
+    """True: the number of micro-batches must be a multiple of the ranks."""
 
     def actions(self, r: int, p: int, v: int, m: int) -> Iterator[Action]:
         """Yield the actions of rank r of p, with v stages, for m micro-batches.
 
-        These go in groups of p through one stage of the rank after the other: some forwards, then
-        forwards and backwards by turns, then the backwards that are left.
+        Micro-batches go through the rank's stages in groups of p: some forwards first, then
+        forwards and backwards alternately, then the backwards that are left.
         """
         rounds = [(k // (v * p) * p + k % p, k // p % v) for k in range(v * m)]
         forwards = [Action("F", r + chunk * p, k) for k, chunk in rounds]

@@ -1,10 +1,10 @@
 """Cut a model's blocks into stages, and place its tensors on pipeline ranks.
 
-The list of blocks is cut where the slowest rank is fastest, by the parts' own counts of
-multiply-adds and of parameters, which every micro-batch moves through memory. The first stage also
-has the embedding, which multiplies nothing, and the last one the final norm and the head. With tied
-embeddings both ends have the one matrix: each keeps a copy, and their gradients are added up before
-the step.
+The list of blocks is cut where it makes the slowest rank fastest. A block's cost follows from its
+parts' counts of multiply-adds and of parameters, which every micro-batch moves through memory. The
+first stage also has the embedding, which costs no products, and the last one the final norm and the
+head. With tied embeddings both ends need the same matrix: each keeps a copy, and their gradients
+are added up before the step.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,8 @@ _PRODUCTS = 640e12
 _MEMORY = 4.26e12
 """Bytes/s that a copy reads and writes."""
 _BYTES_MOVED = 16
-"""For each parameter and micro-batch: two reads in bf16, a gradient written and added in fp32."""
+"""Bytes for each parameter and micro-batch: two reads in bf16, and a gradient that is written and
+added in fp32."""
 
 
 class StagePlan:
@@ -37,7 +38,7 @@ class StagePlan:
 
     Attributes:
         ranges: the blocks of every stage.
-        rank_of_stage: the pipeline rank that has it.
+        rank_of_stage: the pipeline rank of every stage.
 
     Raises:
         ConfigError: there are more stages than blocks, or the split does not add up to the blocks.
@@ -77,15 +78,15 @@ class StagePlan:
         self.ranges = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
     def stages_of(self, rank: int) -> list[int]:
-        """List the stages of pipeline rank ``rank``, in the order of the model."""
+        """Return the stages of pipeline rank ``rank``, in the order of the model."""
         return [stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank]
 
     def blocks_of(self, rank: int) -> list[int]:
-        """List the blocks of pipeline rank ``rank``."""
+        """Return the blocks of pipeline rank ``rank``."""
         return [i for stage in self.stages_of(rank) for i in self.ranges[stage]]
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """Give the pipeline ranks that hold the tensor ``name``, its first user's first."""
+        """Return the pipeline ranks that hold the tensor ``name``, in the order of their use."""
         first, last = self.rank_of_stage[0], self.rank_of_stage[-1]
         kind, _, rest = name.partition(".")
         if kind == "layers":
@@ -110,24 +111,24 @@ class StagePlan:
 
     @property
     def batch_multiple(self) -> int:
-        """The number of micro-batches of a step is a multiple of this."""
+        """The number that must divide the micro-batches of a step."""
         parallel = self.config.parallel
         return parallel.pp if SCHEDULES[parallel.pp_schedule].by_rounds else 1
 
     def schedule(self, micro_batches: int) -> Schedule:
-        """Make the schedule of a step; ConfigError says what is possible."""
+        """Make the schedule of a step. Raises ConfigError, with what is possible."""
         name, ranks = self.config.parallel.pp_schedule, self.config.parallel.pp
         return Schedule.make(name, ranks, len(self.rank_of_stage) // ranks, micro_batches)
 
     def in_flight(self, dims: ParallelDims) -> list[int]:
-        """Give the most (stage, micro-batch) pairs whose activations each rank has at once."""
+        """Return, for each rank, the most (stage, micro-batch) pairs with activations at once."""
         if dims.pp == 1:
             return [1]
         schedule = self.schedule(self.config.train.micro_batches(dims.data_ranks))
         return [max(schedule.in_flight(rank)) for rank in range(dims.pp)]
 
     def describe(self, dims: ParallelDims) -> str:
-        """Describe in a line what a step's schedule takes: stages, bubble, activations by rank.
+        """Describe a step's schedule in one line: stages, bubble, activations by rank.
 
         The bubble is simulated with the stages' own costs, a backward of twice the forward, and no
         time for communication.
@@ -146,7 +147,7 @@ class StagePlan:
         )
 
     def _costs(self) -> list[float]:
-        """Estimate seconds a token of every block and of the head, for forward and backward."""
+        """Estimate the seconds a token, forward and backward, of every block and of the head."""
         config, arch = self.config, self.arch
         tokens = config.train.micro_batch_size * config.data.seq_len // config.parallel.cp
         share = Workload(tokens, config.parallel.tp, config.parallel.ep, 2, config.compile.is_on)
@@ -167,11 +168,11 @@ class StagePlan:
     def balance(
         costs: tuple[float, ...], head: float, rank_of_stage: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Give each stage a number of blocks of ``costs``, one at least; the last also has
-        ``head``.
+        """Return the number of blocks of each stage, one at least.
 
-        Starting from equal numbers, one block at a time moves from a stage to another, as long as
-        that makes the slowest rank faster, or else ranks more alike, or else stages more alike.
+        Blocks have ``costs``, and the last stage has ``head`` besides. From equal numbers on, one
+        block at a time moves from a stage to another, as long as that makes the slowest rank
+        faster, or else ranks more alike, or else stages more alike.
         """
         sums = [0.0, *accumulate(costs)]
 
@@ -204,13 +205,13 @@ class StagePlan:
 class _ModelTensor(NamedTuple):
     shape: torch.Size
     rule: Rule | None
-    """The parameter's rule; None for a buffer."""
+    """The parameter's rule; None: it is a buffer."""
     holders: tuple[int, ...]
     """The pipeline ranks that hold it."""
 
 
 class _RemoteStage(nn.Module):
-    """A placeholder for a part of the model that another rank has."""
+    """Stands for a part of the model that another rank has."""
 
 
 class Stages:
@@ -220,11 +221,11 @@ class Stages:
         table: every parameter, then every buffer, in the model's order.
         rules: the rule of every parameter.
         trained: the entries of the table that are trained.
-        saved: those that a checkpoint holds: trained ones and buffers.
+        saved: the entries that a checkpoint holds: trained parameters, and buffers.
         token_ranks: the ranks of each stage that share a micro-batch's tokens.
-        group: the ranks with the stages of the same data; its ranks are pipeline ranks.
+        group: the ranks that have the stages of the same data. Ranks in it are pipeline ranks.
         rank: this pipeline rank.
-        blocks: its blocks.
+        blocks: the blocks of this rank.
     """
 
     def __init__(
@@ -253,15 +254,17 @@ class Stages:
 
     @property
     def tied_rank(self) -> int | None:
-        """The pipeline rank with the tied embedding's other copy, if there is one."""
+        """The pipeline rank that holds the tied embedding's other copy; None: there is none."""
         holders = self.table["embed.weight"].holders
         if len(holders) == 1 or self.rank not in holders:
             return None
         return next(rank for rank in holders if rank != self.rank)
 
     def cut(self, model: Transformer) -> list[Sequence[nn.Module]]:
-        """Leave only this rank's parts in ``model``; returns modules that are unsharded together,
-        in order."""
+        """Leave only this rank's parts in ``model``.
+
+        Returns the modules of each unit of FSDP, in the order of the forward.
+        """
         heads = [name for name in ("lm_head", "score") if getattr(model, name) is not None]
         head = ["norm", *heads]
         units: list[list[nn.Module]] = []
@@ -277,14 +280,16 @@ class Stages:
         return [*units[:first], *([model.layers[i]] for i in self.blocks), *units[first:]]
 
     def among(self, name: str, part: TensorSlice) -> TensorSlice:
-        """Number ``part`` of the tensor ``name``, or of one laid out alike, among the copies that
-        other pipeline ranks hold."""
+        """Return ``part`` with its number among the copies that all pipeline ranks hold.
+
+        ``name``: the tensor that it is a part of, or one with the same layout.
+        """
         holders = self.table[name].holders
         number, copies = holders.index(self.rank), part.copies * len(holders)
         return part._replace(copy=part.copy * len(holders) + number, copies=copies)
 
     def whole(self, entry: _ModelTensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Give all pipeline ranks the tensor that ``make()`` gives on the entry's first holder."""
+        """Return, on all pipeline ranks, what ``make()`` returns on the entry's first holder."""
         holder = entry.holders[0]
         dtype = torch.float32 if entry.rule is None else entry.rule.storage
         x = make() if self.rank == holder else None
@@ -293,7 +298,7 @@ class Stages:
     def broadcast(
         self, holder: int, x: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Give all pipeline ranks the ``x`` of rank ``holder``. Collective over the group."""
+        """Return, on all pipeline ranks, the ``x`` of rank ``holder``. Collective."""
         if self.rank != holder:
             x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         assert x is not None
@@ -307,8 +312,11 @@ class Stages:
 def check_like(
     name: str, saved: Sliceable, shape: Sequence[int], dtype: torch.dtype, remedy: str = ""
 ) -> None:
-    """Raise :class:`ConfigError` unless a checkpoint's ``saved`` has this shape and dtype: a copy
-    would broadcast, cut or round it in silence. ``remedy``: of another dtype."""
+    """Raise :class:`ConfigError` unless a checkpoint's ``saved`` has this shape and dtype.
+
+    A copy would broadcast, cut or round it in silence. ``remedy``: what the error advises for
+    another dtype.
+    """
     if saved.shape != torch.Size(shape) or saved.dtype != dtype:
         theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
         raise ConfigError(
