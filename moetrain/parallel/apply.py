@@ -1,12 +1,17 @@
-"""Spread one model over a world of ranks, in an order that is the same for every model and layout.
+"""Spread a model over a world of ranks. The order is the same for every model and layout:
 
 plan -> this rank's stages -> sharded parameters -> hooks that share tokens -> dispatchers ->
 values -> recomputation -> compile
 
-The model stays single-device math. It is changed in four ways, all of them here: parameters are
-DTensors that :class:`~moetrain.parallel.fsdp.fsdp.FSDP` unshards (``model.sharding``); parts get
-the hooks that their style in the plan asks for; routed parts get another ``dispatcher``; the model
-gets another ``vocabulary``. Values are drawn, or copied from a checkpoint's files.
+The model stays single-device math. It is changed in four ways, all of them here:
+
+1. Parameters become DTensors, which :class:`~moetrain.parallel.fsdp.fsdp.FSDP` unshards
+   (``model.sharding``).
+2. Parts get the hooks that their style in the plan asks for.
+3. Routed parts get another ``dispatcher``.
+4. The model gets another ``vocabulary``.
+
+Values are drawn, or copied from a checkpoint's files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +50,7 @@ from moetrain.parallel.tensor import ShardedVocabulary, TokenParts
 from moetrain.parallel.world import World
 
 _CHECKED_NUMBERS = 2**24
-"""Numbers of a tensor that a fingerprint sums at a time."""
+"""Elements of a tensor that a fingerprint sums at a time."""
 
 
 def place_model(
@@ -53,11 +58,13 @@ def place_model(
 ) -> tuple[Transformer, FSDP, Config]:
     """Build this rank's stages with values. Collective.
 
-    Also returns ``config`` without what only a recipe proposed and the dispatcher that can run here
-    does not take.
+    Returns:
+        The model, its sharding, and ``config``. Settings that only a recipe proposed, and that the
+        dispatcher here does not take, are back at their defaults in it.
 
-    Raises ConfigError: model.path or lora.path does not load, or DeepEP cannot run here and a
-    setting of a user's needs it.
+    Raises:
+        ConfigError: model.path or lora.path does not load, or DeepEP cannot run here and a setting
+            of the user's needs it.
     """
     dtype, dispatcher = compute_dtype(config, world.device), None
     if world.meshes.dims.ep > 1:
@@ -103,7 +110,7 @@ def _parallelize(
     stages: Stages,
     dispatcher: ExpertParallelDispatcher | None,
 ) -> FSDP:
-    """Cut ``model`` (built on meta), shard it and change its forward; it has no values yet."""
+    """Cut ``model`` (built on meta), shard it and change its forward. It has no values yet."""
     meshes, device = world.meshes, world.device
     fsdp = FSDP(
         setting=config.parallel,
@@ -229,7 +236,7 @@ def choose_dispatcher(
         return dispatcher, config
     static = None
     if moe.dispatch_mode == "static":
-        # Context and tensor parallel ranks share a micro-batch's tokens.
+        # Context and tensor parallel ranks each have a part of a micro-batch's tokens.
         tokens = config.train.micro_batch_size * config.data.seq_len
         static = StaticSizes.plan(
             ceil(tokens / (config.parallel.cp * config.parallel.tp)),
@@ -272,7 +279,7 @@ def choose_dispatcher(
 def set_dispatcher(
     model: Transformer, styles: Mapping[str, PartStyle], dispatcher: Dispatcher
 ) -> None:
-    """Let every routed part of ``model`` send its tokens by ``dispatcher``."""
+    """Give every routed part of ``model`` the ``dispatcher``."""
     for name, style in styles.items():
         if style == "routed":
             part: Any = model.get_submodule(name)
@@ -281,7 +288,7 @@ def set_dispatcher(
 
 
 def dispatcher_of(model: nn.Module) -> ExpertParallelDispatcher | None:
-    """Give the dispatcher that carries tokens between ranks, if there is one."""
+    """Return the dispatcher that carries tokens between ranks; None: there is none."""
     found = (getattr(module, "dispatcher", None) for module in model.modules())
     return next((x for x in found if isinstance(x, ExpertParallelDispatcher)), None)
 
@@ -293,29 +300,29 @@ class _Parameter(NamedTuple):
     """One parameter of a unit, before its bucket gives it storage."""
 
     name: str
-    """Its name in the model."""
+    """The parameter's name in the model."""
     module: nn.Module
     """The module that holds it."""
     key: str
-    """Its name in that module."""
+    """The parameter's name in that module."""
     layout: Layout
     rule: Rule
     share: float
-    """As ``Member.share``."""
+    """The factor of :attr:`Member.share <moetrain.parallel.fsdp.bucket.Member>`."""
     spare: int
-    """As ``Member.spare``."""
+    """The extra rows of ``Member.spare``."""
 
 
 def _shard_model(
     model: Transformer, config: Config, world: World, stages: Stages, fsdp: FSDP
 ) -> None:
-    """Replace every parameter of this rank's stages of ``model`` (on meta) by a DTensor over
-    uninitialised storage.
+    """Replace every parameter of this rank's stages of ``model`` (on meta) by a DTensor.
 
-    Experts are large and have a mesh of their own: a bucket each, so that what is gathered is the
-    parameter, with no copy. The rest of a unit, experts' adapters too, shares a bucket wherever the
-    same ranks gather it in the same dtype from the same storage.
+    Experts' matrices are large, and have a bucket each: then a gather brings the parameter itself,
+    with no copy. Other parameters of a unit, experts' adapters too, share a bucket if the same
+    ranks gather them in the same dtype from the same kind of storage.
     """
+    # 1. Sort each unit's parameters into buckets.
     units = stages.cut(model)
     names = {id(p): name for name, p in model.named_parameters()}
     found: list[list[list[_Parameter]]] = []  # each unit's buckets, as lists of their parameters
@@ -345,8 +352,8 @@ def _shard_model(
                     )
                 )
         found.append(list(groups.values()))
-    # Another rank updates a copy of a tied embedding: its master stays on the device, since the
-    # host's arithmetic rounds in other places.
+    # 2. Choose what is offloaded. A tied embedding is not: another rank updates its copy on the
+    # device, and the host's arithmetic rounds in other places.
     tied = None if stages.tied_rank is None else model.embed
     trained = [g for unit in found for g in unit if g[0].rule.trainable]
     movable = [group for group in trained if all(m.module is not tied for m in group)]
@@ -354,6 +361,7 @@ def _shard_model(
     chosen = _chosen([_places(group)[-1] for group in movable], wanted)
     offloaded, link = {id(movable[i]) for i in chosen}, HostLink(fsdp.device)
     offloaded |= {id(group) for unit in found for group in unit if group[0].rule.is_offloaded}
+    # 3. Make the buckets with their storage.
     blocks, members = set(model.layers), dict[str, Member]()
     for modules, unit in zip(units, found, strict=True):
         buckets = list[Bucket]()
@@ -376,10 +384,10 @@ def _shard_model(
 
 
 def _chosen(sizes: Sequence[int], wanted: float) -> set[int]:
-    """Choose numbers of ``sizes``, given in forward order, that sum to about ``wanted``.
+    """Return indices of ``sizes``, which are in forward order, that sum to about ``wanted``.
 
-    The last ones are chosen, whose gradients come first and whose weights are asked for last.
-    Worked example: of (5, 1, 4), 4.4 takes the 4 alone, for with the 1 it would be further off.
+    The last ones come first: their gradients are ready first, and their weights are needed last.
+    Worked example: of (5, 1, 4), 4.4 takes only the 4, since with the 1 it would be further off.
     """
     chosen, taken = set(), 0
     for i, size in reversed(list(enumerate(sizes))):
@@ -391,7 +399,7 @@ def _chosen(sizes: Sequence[int], wanted: float) -> set[int]:
 
 def _places(parameters: Sequence[_Parameter]) -> list[int]:
     """Return where parameters begin in their bucket, and the size of all, in elements."""
-    # A block of an update is of one parameter, and so are elements that share scales.
+    # All elements of an update's block, and all that share scales, are of one parameter.
     quant_format = parameters[0].rule.quant_format
     unit = max(BLOCK, quant_format.unit if quant_format else 1)
     blocks = [-(-parameter.layout.padded_numel // unit) * unit for parameter in parameters]
@@ -416,7 +424,7 @@ def _make_bucket(
     rule, group = parameters[0].rule, parameters[0].layout.group
     gathered = rule.gather or compute_dtype(config, fsdp.device)
     gradient_dtype = getattr(torch, config.optim.gradient_dtype)
-    # Where blocks use the shard itself, copies of experts lie behind it.
+    # If blocks use the shard itself, copies of experts lie right after it.
     is_used = group.size() == 1 and rule.storage == gathered
     spare = is_used * sum(p.spare * p.layout.shape[1:].numel() for p in parameters)
     storage = make_storage(
@@ -437,7 +445,7 @@ def _make_bucket(
         if storage.source_N is not storage.shard_N:
             here = layout.piece_of(storage.source_N, start)
         value = nn.Parameter(layout.dtensor(here), requires_grad=trainable)
-        if trainable:  # else torch takes a gradient in the parameter's own dtype alone
+        if trainable:  # otherwise torch only takes a gradient in the parameter's own dtype
             local.grad_dtype = value.grad_dtype = gradient_dtype
         parameter.module.register_parameter(parameter.key, value)
         members.append(
@@ -470,16 +478,17 @@ def _make_bucket(
 
 @torch.no_grad()
 def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
-    """Draw the values that :meth:`Transformer.init_weights` gives, of this rank's pieces.
+    """Draw this rank's pieces of the values that :meth:`Transformer.init_weights` draws.
 
-    Without ``all`` those are drawn that a language model's checkpoint has not: adapters, and a
-    reward model's head.
+    Without ``all`` it draws only what no language model's checkpoint has: adapters, and a reward
+    model's head.
     """
     for name, member in fsdp.members.items():
         if not (all or name.endswith(ADAPTERS) or name == SCORE):
             continue
         layout, rule = member.layout, member.rule
-        # Not in place: the host has other random numbers, and codes are no values.
+        # Draw on the device, then store: the host's generator differs, and quantised shards cannot
+        # be drawn into.
         values = torch.empty(layout.local_shape, dtype=rule.storage, device=fsdp.device)
         rule.draw(values, name, layout.shape, std, seed, layout.box)
         member.write(layout.box, values)
@@ -487,7 +496,7 @@ def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
 
 @torch.no_grad()
 def _measure_rows(fsdp: FSDP) -> None:
-    """Let DoRA's lengths be those of the matrices' rows, which adapters do not change yet."""
+    """Set DoRA's magnitudes to the norms of the matrices' rows, which no adapter changes yet."""
     for name, member in fsdp.members.items():
         if name.endswith(MAGNITUDE):
             matrix = fsdp.members[name.removesuffix(MAGNITUDE)]
@@ -496,8 +505,10 @@ def _measure_rows(fsdp: FSDP) -> None:
 
 
 def checksum(member: Member) -> torch.Tensor:
-    """Give this rank's share (int64) of the sum, modulo 2^64, of every row's bits in fp32 times the
-    row's number."""
+    """Return this rank's share (int64) of the parameter's checksum.
+
+    The checksum is the sum, modulo 2^64, of each row's number times the sum of the row's fp32 bits.
+    """
     local, number = member.read(), member.layout.box[0].start + 1
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     if not local.numel():

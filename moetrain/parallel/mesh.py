@@ -1,7 +1,7 @@
 """Degrees of parallelism, the meshes of ranks that they describe, and a parameter's layout on one.
 
-:class:`ParallelDims` is arithmetic alone: it exists before any process group, so a bad layout is
-one line on standard error and no rank has begun.
+:class:`ParallelDims` is arithmetic alone, and needs no process group. So a bad layout is one line
+on standard error, before any rank has begun.
 
 Ranks lie in row-major order over the dense axes, so tensor-parallel ranks are neighbours. The
 expert axes regroup the same order. Worked example, 8 ranks::
@@ -14,9 +14,9 @@ expert axes regroup the same order. Worked example, 8 ranks::
 Axes that cut the world the same way share one communicator. One process is a mesh of one rank.
 
 A parameter is cut twice: over tensor (or expert) parallel ranks by its rule's style, then its first
-dim over FSDP ranks; each time in equal pieces, the last ones shorter or empty (``torch.chunk``'s
-rule, which is DTensor's). Sharding, initial values, checkpoints, export and the loading of weights
-all ask :class:`Layout`.
+dim over FSDP ranks. Each time the pieces are equal, and the last ones shorter or empty
+(``torch.chunk``'s rule, which is DTensor's). Sharding, initial values, checkpoints, export and the
+loading of weights all ask :class:`Layout`.
 
 Left out on purpose: layouts that put a machine's ranks anywhere but side by side.
 """
@@ -46,7 +46,7 @@ _EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
 class ParallelDims:
     """Degrees that multiply to the world: pp * dp_replicate * dp_shard * cp * tp.
 
-    ``ep`` regroups dp_shard, cp and tp ranks and so is no factor of its own.
+    ``ep`` regroups dp_shard, cp and tp ranks, and is no factor of its own.
 
     Raises:
         ConfigError: the product is not the world's size, or ``ep`` does not divide its ranks.
@@ -61,11 +61,11 @@ class ParallelDims:
     ep: int = 1
     cp_method: str = "ulysses"
     per_machine: int = 0
-    """Ranks of one machine, which have neighbouring numbers; 0: all ranks are on one."""
+    """The number of ranks on each machine; they are neighbours. 0: all ranks are on one machine."""
 
     def __post_init__(self) -> None:
         if self.pp * self.dp_replicate * self.sharding_ranks != self.world_size:
-            # The first that cannot divide the world is to blame, else dp_shard.
+            # The error names the first degree that cannot divide the world, else dp_shard.
             names = (name for name in _DENSE_AXES if name != "dp_shard")
             odd = next((n for n in names if self.world_size % getattr(self, n)), "dp_shard")
             others = self.pp * self.dp_replicate * self.token_ranks
@@ -90,7 +90,7 @@ class ParallelDims:
     def resolve(
         cls, degrees: ParallelSection, world_size: int, arch: Architecture, per_machine: int = 0
     ) -> Self:
-        """Make the dims that train ``arch``, inferring degrees of -1; ConfigError: none fit."""
+        """Make the dims that train ``arch``, and infer degrees of -1. Raises ConfigError: none fit."""
         wanted = {name: getattr(degrees, name) for name in (*_DENSE_AXES, "ep")}
         near, of_stage = degrees.cp * degrees.tp, world_size // degrees.pp
         if degrees.dp_replicate == -1:
@@ -104,36 +104,36 @@ class ParallelDims:
 
     @property
     def sharding_ranks(self) -> int:
-        """The ranks that hold one replica of a stage together: dp_shard * cp * tp."""
+        """The number of ranks that hold one replica of a stage together: dp_shard * cp * tp."""
         return self.dp_shard * self.cp * self.tp
 
     @property
     def efsdp(self) -> int:
-        """The ranks that shard one expert's parameters (FSDP of experts)."""
+        """The number of ranks that shard one expert's parameters (FSDP of experts)."""
         return self.sharding_ranks // self.ep
 
     @property
     def token_ranks(self) -> int:
-        """The ranks that share the tokens of the same rows: cp * tp."""
+        """The number of ranks that share the tokens of the same batch rows: cp * tp."""
         return self.cp * self.tp
 
     @property
     def data_ranks(self) -> int:
-        """The parts that a global batch is cut into: dp_replicate * dp_shard."""
+        """The number of parts that a global batch is cut into: dp_replicate * dp_shard."""
         return self.dp_replicate * self.dp_shard
 
     def machines(self, ranks: int) -> int:
-        """Count the machines on which a group of ``ranks`` neighbours lies, at the most."""
+        """Return the most machines that a group of ``ranks`` neighbours may span."""
         per_machine = self.per_machine or self.world_size
         is_inside = self.world_size <= per_machine or per_machine % ranks == 0
         return 1 if is_inside else max(2, math.ceil(ranks / per_machine))
 
     def describe(self) -> str:
-        """Describe the degrees: ``pp 1, dp_replicate 1, dp_shard 4, cp 1, tp 2``."""
+        """Return a description: ``pp 1, dp_replicate 1, dp_shard 4, cp 1, tp 2``."""
         return ", ".join(f"{name} {getattr(self, name)}" for name in _DENSE_AXES)
 
     def check_model(self, arch: Architecture) -> None:
-        """Raise ConfigError where a degree does not divide what its ranks share of ``arch``."""
+        """Raise ConfigError if a degree does not divide what its ranks share of ``arch``."""
         where = f"in a world of {self.world_size} ({self.describe()}, ep {self.ep})"
         parts = arch.parts()
         if self.ep > 1 and all("ep" not in part.divided.values() for part in parts):
@@ -146,7 +146,9 @@ class ParallelDims:
                 problem = f"{degree} {where} does not divide the model's {name} {size}"
                 raise ConfigError(f"parallel.{axis}", f"{problem}; use {fits}")
         size, fits = arch.vocab_size, [n for n in range(1, self.tp + 1) if self.tp % n == 0]
-        fits = [n for n in fits if math.ceil(size / n) * (n - 1) < size]  # the last rank has some
+        fits = [
+            n for n in fits if math.ceil(size / n) * (n - 1) < size
+        ]  # leave some rows to the last rank
         if self.tp not in fits:
             raise ConfigError(
                 "parallel.tp",
@@ -155,7 +157,7 @@ class ParallelDims:
             )
 
     def _context_method(self, wanted: str, arch: Architecture) -> str:
-        """Return how context parallel ranks attend, where ``wanted`` may be auto."""
+        """Return how context parallel ranks share attention: ``wanted``, unless that is auto."""
         if self.cp == 1:
             return "ulysses"
         ranks, problem = self.token_ranks, None
@@ -168,7 +170,7 @@ class ParallelDims:
                     raise ConfigError("parallel.cp", f"{problem}; let cp x tp divide it")
                 continue
             heads, groups = getattr(part, "num_heads", 1), getattr(part, "num_kv_heads", 0)
-            groups = groups or heads  # each head has keys of its own
+            groups = groups or heads  # none: each head has keys of its own
             if heads % ranks or (groups % ranks and ranks % groups):
                 problem = (
                     f"{where} num_heads {heads} and num_kv_heads {groups}; let cp x tp divide "
@@ -198,7 +200,7 @@ class Meshes:
     dense: DeviceMesh
     """Every rank: (pp, dp_replicate, dp_shard, cp, tp)."""
     split_parameters: DeviceMesh
-    """This stage's ranks: (dp_replicate, tp, fsdp); fsdp is dp_shard x cp, and cuts last."""
+    """This stage's ranks: (dp_replicate, tp, fsdp), where fsdp is dp_shard x cp, and cuts last."""
     shared_parameters: DeviceMesh
     """This stage's ranks, for parameters of which every tensor parallel rank uses the whole:
     (dp_replicate, one, fsdp), where fsdp is dp_shard x cp x tp. Tensor parallel ranks see other
@@ -220,20 +222,20 @@ class Meshes:
 
     @property
     def sharding(self) -> frozenset[tuple[int, int]]:
-        """The size of every group that shards parameters, and this rank in it."""
+        """The size of every group that shards parameters, and this rank's number in it."""
         meshes = (self.split_parameters, self.shared_parameters, self.expert_parameters)
         return frozenset((mesh.shape[-1], mesh.get_local_rank(mesh.ndim - 1)) for mesh in meshes)
 
     def warm_up(self, device: torch.device) -> None:
         """Make every communicator connect now, one after another, and wait until it has.
 
-        Connections are otherwise made by the first collectives, which overlap in the first step:
-        slow, and on NCCL communicators that connect at the same time can block each other.
+        Otherwise the first collectives would connect. They overlap in the first step, which is
+        slow, and NCCL communicators that connect at the same time can block each other.
         """
         for group in self.communicators:
             x_W = torch.zeros(group.size(), device=device)
-            dist.all_reduce(x_W, group=group)  # rings and trees
-            dist.all_to_all_single(torch.empty_like(x_W), x_W, group=group)  # every pair
+            dist.all_reduce(x_W, group=group)  # connects rings and trees
+            dist.all_to_all_single(torch.empty_like(x_W), x_W, group=group)  # connects every pair
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
@@ -266,7 +268,7 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
 
 
 class _Groups:
-    """Process groups by the way they cut the world, each made once."""
+    """Makes process groups, each way to cut the world once."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
@@ -275,12 +277,12 @@ class _Groups:
         self.made: dict[Any, dist.ProcessGroup] = {(whole,): dist.group.WORLD}
 
     def group(self, ranks: torch.Tensor, axis: int) -> dist.ProcessGroup:
-        """Give this rank's group along ``axis`` of a tensor that holds every rank once."""
+        """Return this rank's group along ``axis`` of ``ranks``, which holds every rank once."""
         rows = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
         cut = tuple(sorted(map(tuple, rows)))
         if cut not in self.made:
             parts = [list(part) for part in cut]
-            if self.device_type == "cuda":  # one collective split, not one a part
+            if self.device_type == "cuda":  # one collective split, instead of one for each part
                 group = dist.split_group(split_ranks=parts)
             else:
                 group, _ = dist.new_subgroups_by_enumeration(parts)
@@ -289,8 +291,10 @@ class _Groups:
         return self.made[cut]
 
     def mesh(self, ranks: torch.Tensor, *names: str) -> DeviceMesh:
-        """Make a mesh over the last axes of ``ranks``, of this rank's part of the pp axis before
-        them, if that is no axis of the mesh."""
+        """Build the mesh of the last axes of ``ranks``, which have ``names``.
+
+        If the pp axis comes before them, the mesh is that of this rank's pipeline stage.
+        """
         before = ranks.ndim - len(names)
         groups = [self.group(ranks, axis) for axis in range(before, ranks.ndim)]
         place = (ranks == dist.get_rank()).nonzero()[0, :before]
@@ -308,16 +312,16 @@ STYLES: dict[ParameterStyle, Placement] = {
     "rowwise": Shard(1),
     "expert": Shard(0),
 }
-"""Placement over the tensor parallel (for ``expert``: expert parallel) axis."""
+"""The placement over the tensor parallel axis; for ``expert``, over the expert parallel axis."""
 
 Box = tuple[slice, ...]
 
 
 class Sliceable(Protocol):
-    """A whole tensor, in memory or in a file, whose parts are read by slicing."""
+    """A whole tensor, in memory or in a file. Its parts are read by slicing."""
 
     def __getitem__(self, box: Any, /) -> torch.Tensor:
-        """Give the part in ``box``; for ``()``, all of it."""
+        """Return the part in ``box``, or all of it for ``()``."""
         ...
 
     @property
@@ -334,10 +338,11 @@ class TensorSlice(NamedTuple):
     shape: Sequence[int]
     """The shape of the whole."""
     box: Box
+    """The part's place in the whole."""
     copy: int = 0
-    """This rank's number among those that hold this very part."""
+    """This rank's number among the ranks that hold this very part."""
     copies: int = 1
-    """How many ranks hold this very part."""
+    """The number of ranks that hold this very part."""
 
     @classmethod
     def all_of(cls, tensor: torch.Tensor) -> Self:
@@ -345,8 +350,7 @@ class TensorSlice(NamedTuple):
         return cls(tensor, tensor.shape, tuple(slice(0, size) for size in tensor.shape))
 
     def is_written_here(self, name: str) -> bool:
-        """Tell whether this rank writes the part ``name`` for all that hold it; each writes a like
-        share of the names."""
+        """Return True if this rank saves ``name``. Ranks with copies share the names evenly."""
         return zlib.crc32(name.encode()) % self.copies == self.copy
 
 
@@ -369,22 +373,22 @@ class Layout:
     # Cached, so that they outlive the process group, which a run of one process can do without.
     @cached_property
     def group(self) -> dist.ProcessGroup:
-        """The FSDP ranks that this one gathers from."""
+        """The FSDP ranks, which gather from one another."""
         return self.mesh.get_group(2)
 
     @cached_property
     def replicas(self) -> dist.ProcessGroup | None:
-        """The ranks that hold this very piece, or None if this one alone does."""
+        """The ranks that hold this very piece; None: only this one does."""
         return self.mesh.get_group(0) if self.mesh.size(0) > 1 else None
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """The DTensor's placements, one for each axis of the mesh; the boxes follow from them."""
+        """The DTensor's placements, one for each axis of the mesh. The boxes follow from them."""
         return Replicate(), STYLES[self.style], Shard(0)
 
     @cached_property
     def gathered_box(self) -> Box:
-        """The part that the FSDP ranks of this one hold together."""
+        """The part that this rank's FSDP group holds together."""
         return self._box(self._coordinate[:2])
 
     @cached_property
@@ -393,11 +397,11 @@ class Layout:
         return self._box(self._coordinate)
 
     def box_of(self, rank: int) -> Box:
-        """Give the part that ``rank`` of the world holds, which must be one of the mesh's."""
+        """Return the part that ``rank`` of the world holds, which must be in the mesh."""
         return self._box((self.mesh.mesh == rank).nonzero()[0].tolist())
 
     def _box(self, coordinate: Sequence[int]) -> Box:
-        """Cut the whole by the placements of as many axes as ``coordinate`` has, in their order."""
+        """Cut the whole by the placements of the first axes, as many as ``coordinate`` has."""
         box = [slice(0, size) for size in self.shape]
         for axis, index in enumerate(coordinate):
             placement = self.placements[axis]
@@ -408,11 +412,11 @@ class Layout:
         return tuple(box)
 
     def part(self, local: torch.Tensor) -> TensorSlice:
-        """Wrap ``local``, this rank's piece, as a part of the whole."""
+        """Return ``local``, this rank's piece, as a part of the whole."""
         return TensorSlice(local, self.shape, self.box, self._coordinate[0], self.mesh.size(0))
 
     def common(self, tensor: torch.Tensor) -> TensorSlice:
-        """Wrap ``tensor``, which every rank of the mesh has whole."""
+        """Return ``tensor`` as a whole of which every rank of the mesh has a copy."""
         number = 0
         for axis, index in enumerate(self._coordinate):
             number = number * self.mesh.size(axis) + index
@@ -421,7 +425,7 @@ class Layout:
     @property
     def _coordinate(self) -> Sequence[int]:
         place = self.mesh.get_coordinate()
-        assert place is not None  # a rank has layouts on its own meshes alone
+        assert place is not None  # a rank has layouts only on its own meshes
         return place
 
     @cached_property
@@ -440,20 +444,20 @@ class Layout:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether using it takes other ranks' parts, be they empty."""
+        """True: the parameter must be gathered before use."""
         is_split = self.style != "expert" and isinstance(STYLES[self.style], Shard)
         return self.mesh.size(2) > 1 or (is_split and self.mesh.size(1) > 1)
 
     @cached_property
     def padded_numel(self) -> int:
-        """How many numbers the largest rank's piece has, which each gives to a gather."""
+        """The elements that each rank sends in a gather: those of the largest piece."""
         rows, *rest = self.gathered_shape
         return math.ceil(rows / self.mesh.size(2)) * math.prod(rest)
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
-        """Make the whole's DTensor from this rank's ``local``."""
+        """Return the whole's DTensor, made from this rank's ``local``."""
         spec = self._specs.get(local.dtype)
-        if spec is not None:  # a tenth of the time below, which every gradient would take
+        if spec is not None:  # a tenth of the time of from_local, which every gradient would take
             return DTensor(local, spec, requires_grad=False)
         stride = torch.empty(self.shape, device="meta").stride()
         made = DTensor.from_local(
@@ -472,7 +476,7 @@ class Layout:
         return {}
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
-        """Gather the whole from every rank's ``local``. Collective."""
+        """Return the whole, gathered from every rank's ``local``. Collective."""
         # Not DTensor.full_tensor: torch 2.11 has none for meshes whose axes are not in rank order.
         whole = _gather_rows(local, self.gathered_shape[0], self.group)
         placement = STYLES[self.style]
@@ -484,8 +488,11 @@ class Layout:
     def overlap(
         self, place: tuple[int | slice, ...]
     ) -> tuple[tuple[int | slice, ...], tuple[slice, ...]] | None:
-        """Find what this rank holds of ``whole[place]``: the place in its piece and the place in
-        what was asked for, or None if it holds nothing of it."""
+        """Return what this rank holds of ``whole[place]``; None: nothing.
+
+        The first result is the place in this rank's piece, the second the place in
+        ``whole[place]``.
+        """
         target: list[int | slice] = []
         source: list[slice] = []
         for dim, mine in enumerate(self.box):
@@ -505,21 +512,21 @@ class Layout:
 
 
 def chunk_of(size: int, ranks: int, rank: int) -> slice:
-    """Give ``rank``'s part of ``size`` rows, by ``torch.chunk``'s rule."""
+    """Return ``rank``'s part of ``size`` rows, by ``torch.chunk``'s rule."""
     rows = math.ceil(size / ranks)
     return slice(min(rank * rows, size), min((rank + 1) * rows, size))
 
 
-# torch 2.13 renamed it and warns on the old name.
+# Torch 2.13 renamed this function, and warns at the old name.
 all_gather_single: Callable[..., Any] = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor
 )
 
 
 def resolve_group(name: Any) -> dist.ProcessGroup:
-    """Return the process group of a name, as ops that communicate take it.
+    """Return the process group of a name, which ops that communicate take.
 
-    torch keeps this private, and the name's type differs between its versions.
+    Torch's own function is private, and the name's type differs between its versions.
     """
     return distributed_c10d._resolve_process_group(name)
 
@@ -527,9 +534,9 @@ def resolve_group(name: Any) -> dist.ProcessGroup:
 def all_gather_start(
     x_N: torch.Tensor, group: dist.ProcessGroup, out_WN: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, dist.Work]:
-    """Begin to gather every rank's ``x_N`` in rank order; gives ``x_WN`` and the work."""
+    """Begin to gather every rank's ``x_N`` in rank order. Returns ``x_WN`` and the work."""
     x_WN = x_N.new_empty(group.size(), x_N.shape[0]) if out_WN is None else out_WN
-    # Flat, because gloo does not stack.
+    # The output is flat, because gloo does not stack.
     return x_WN, all_gather_single(x_WN.view(-1), x_N, group=group, async_op=True)
 
 
