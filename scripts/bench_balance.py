@@ -24,7 +24,7 @@ from bench_train import mark, seconds_between, wait
 from moetrain.config import Config
 from moetrain.kernels.experts.replicas import plan_replicas
 from moetrain.models.moe import Router
-from moetrain.parallel.expert.replicas import Replicas
+from moetrain.parallel.expert.redundant import RedundantExperts
 from moetrain.train.loop import Trainer
 
 EXPERTS, TOP_K, EXPERT_BYTES = 128, 8, 3 * 2048 * 768 * 2
@@ -88,7 +88,7 @@ def simulate(ranks: int, spare: int, skew: float, tokens: int, layers: int = 24)
         ]
         counts_WE = torch.stack([ids.flatten().bincount(minlength=EXPERTS) for ids in many])
         counts_WE = (counts_WE * (tokens / sampled)).int()
-        plan = plan_replicas(counts_WE, spare, 0, Replicas.least_rows)
+        plan = plan_replicas(counts_WE, spare, 0, RedundantExperts.least_rows)
         before = counts_WE.sum(0).view(ranks, -1).sum(1)
         after, mean = plan.rows_WE.sum(1), counts_WE.sum() / ranks
         copies = plan.experts_WN[plan.experts_WN >= 0]

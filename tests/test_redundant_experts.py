@@ -29,7 +29,7 @@ from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.experts.replicas import place_ids, plan_replicas
 from moetrain.models.moe import Router
 from moetrain.parallel.expert.dispatch import AllToAll
-from moetrain.parallel.expert.replicas import Replicas
+from moetrain.parallel.expert.redundant import RedundantExperts
 from moetrain.runtime.backend import Backend
 
 SIZES = [
@@ -97,9 +97,9 @@ def test_the_plan_of_the_kernel_s_own_example():
 def with_copies(spare: int, backend: Backend = "auto", *, room: bool = False) -> Pair:
     """The layer with all experts, and one with this rank's and copies, behind which is ``room``."""
     pair, group = make_pair(backend), dist.distributed_c10d._get_default_group()
-    replicas = Replicas(EXPERTS, spare, group, torch.device("cpu"), backend)
-    replicas.least_rows = 1
-    pair.mine.dispatcher = AllToAll(EXPERTS, group, backend, replicas=replicas)
+    redundant = RedundantExperts(EXPERTS, spare, group, torch.device("cpu"), backend)
+    redundant.least_rows = 1
+    pair.mine.dispatcher = AllToAll(EXPERTS, group, backend, redundant=redundant)
     if room:
         experts = pair.mine.experts
         experts.room = spare
@@ -227,7 +227,7 @@ class Skewed(Trainer):
 
 
 def run_skewed(runs):
-    Replicas.least_rows = 1
+    RedundantExperts.least_rows = 1
     test_parallel.Trainer = Skewed
     return run_layouts(runs)
 

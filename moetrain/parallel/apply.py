@@ -36,7 +36,7 @@ from moetrain.models.transformer import Transformer, compile_blocks, compute_dty
 from moetrain.parallel.context import share_tokens
 from moetrain.parallel.expert.deepep import DeepEP, DeepEPInside, StaticSizes, why_not
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
-from moetrain.parallel.expert.replicas import Replicas
+from moetrain.parallel.expert.redundant import RedundantExperts
 from moetrain.parallel.fsdp.bucket import Bucket, Copies, Member
 from moetrain.parallel.fsdp.copies import ReplicaCopies, TiedCopy
 from moetrain.parallel.fsdp.fsdp import FSDP
@@ -144,8 +144,8 @@ def _parallelize(
         share_tokens(model, meshes.dense.get_group("cp"), meshes.dims.cp_method)
     if dispatcher is not None:
         set_dispatcher(model, styles, dispatcher)
-        if (replicas := dispatcher.replicas) is not None:
-            replicas.is_late, fsdp.before_reduce = True, replicas.wait
+        if (redundant := dispatcher.redundant) is not None:
+            redundant.is_late, fsdp.before_reduce = True, redundant.wait
     return fsdp
 
 
@@ -219,9 +219,9 @@ def choose_dispatcher(
             spare=moe.redundant_experts,
             inside=inside,
         )
-    replicas = None
+    redundant = None
     if spare := moe.redundant_experts:
-        replicas = Replicas(arch.num_experts, spare, group, device, kernels.backend)
+        redundant = RedundantExperts(arch.num_experts, spare, group, device, kernels.backend)
     if reason is not None:
         config = config.fitted({Fact.DEEPEP: f"DeepEP cannot run: {reason}"})
         logger.info("tokens reach other ranks by all-to-all: %s", reason)
@@ -231,7 +231,7 @@ def choose_dispatcher(
             hops=hops,
             backend=kernels.backend,
             precision=kernels.precision,
-            replicas=replicas,
+            redundant=redundant,
         )
         return dispatcher, config
     static = None
@@ -253,7 +253,7 @@ def choose_dispatcher(
         static=static,
         backend=kernels.backend,
         precision=kernels.precision,
-        replicas=replicas,
+        redundant=redundant,
     )
     logger.info(
         "tokens reach other ranks%s by DeepEP on %d SMs, %s sizes, in %s: it can run here",
@@ -270,7 +270,7 @@ def choose_dispatcher(
             hops=hops,
             backend=kernels.backend,
             precision=kernels.precision,
-            replicas=replicas,
+            redundant=redundant,
         )
         return dispatcher, config
     return near, config

@@ -90,7 +90,10 @@ class ParallelDims:
     def resolve(
         cls, degrees: ParallelSection, world_size: int, arch: Architecture, per_machine: int = 0
     ) -> Self:
-        """Make the dims that train ``arch``, and infer degrees of -1. Raises ConfigError: none fit."""
+        """Make the dims that train ``arch``. Degrees of -1 are inferred.
+
+        Raises ConfigError: no degrees fit.
+        """
         wanted = {name: getattr(degrees, name) for name in (*_DENSE_AXES, "ep")}
         near, of_stage = degrees.cp * degrees.tp, world_size // degrees.pp
         if degrees.dp_replicate == -1:

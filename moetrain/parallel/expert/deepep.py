@@ -1,22 +1,23 @@
 """DeepEP: tokens reach other ranks' experts straight from GPU to GPU, over NVLink.
 
-The package ``deep_ep`` does in one kernel each way what the all-to-all does: it copies tokens as
-they lie into the other GPUs' memory, on some of the GPU's SMs. Nothing is sorted by rank, packed or
-padded, and tokens arrive in the same order. Two modes size what is received:
+The package ``deep_ep`` does what the all-to-all does, in one kernel for each direction. The kernel
+copies tokens as they lie into the other GPUs' memory, on some of the GPU's SMs. Nothing is sorted
+by rank, packed or padded, and tokens arrive in the same order. Two modes size what is received:
 
     counted (``moe.dispatch_mode exact``)  The host waits once, in the forward, for the numbers of
-            tokens and of rows; both are unknown sizes to the compiler, and the backward reuses them
+            tokens and of rows. Both are unknown sizes to the compiler, and the backward reuses them
             without waiting.
-    static  Sizes come from the configuration and nothing waits. Memory past the received tokens is
-            uninitialised, with ids of -1, so that no row of an expert is made from it. The experts'
-            rows may be too few; the dispatcher sees that on the device, where it counts the ids.
+    static  Sizes come from the configuration, and nothing waits. Memory past the received tokens is
+            uninitialised. Its ids are -1, so that no expert reads it. There may be more rows than
+            there is room for; the dispatcher sees that on the device, where it counts the ids.
 
 The package's calls are the ops of :mod:`moetrain.kernels.experts.deepep`. Its kernels between
-machines need a compiler; there NCCL brings a token to each machine, and DeepEP to its ranks.
+machines need a compiler. Instead NCCL brings a token to each machine, and DeepEP to the ranks
+there.
 
-Legend: W expert parallel ranks, of which G on each of M machines, E experts, T tokens here, K
-experts a token, A tokens that come to this machine by this rank, S tokens received, R rows of the
-local experts, D width.
+Legend: W expert parallel ranks, G on each of M machines, E experts, T tokens of this rank, K
+experts a token, A tokens that reach this machine through this rank, S tokens received, R rows of
+the local experts, D width.
 """
 
 from collections.abc import Iterator
@@ -34,49 +35,50 @@ from moetrain.kernels.experts.deepep import connect, load_deep_ep
 from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher, Received
-from moetrain.parallel.expert.replicas import Replicas
+from moetrain.parallel.expert.redundant import RedundantExperts
 from moetrain.parallel.mesh import ExpertHops
 from moetrain.parallel.processes import machine
 from moetrain.runtime.backend import Backend
 
 _ops: Any = torch.ops.moetrain
-_RANKS = (2, 4, 8)  # what the kernels within a machine are built for
-_MAX_TOP_K = 32  # a lane of one warp each
-_MAX_LOCAL_EXPERTS = 128  # a thread of the counting kernel each
+_RANKS = (2, 4, 8)  # the kernels within a machine are built for these
+_MAX_TOP_K = 32  # each choice has a lane of one warp
+_MAX_LOCAL_EXPERTS = 128  # each has a thread of the counting kernel
 # Half a token is one copy, of whole 16 bytes, through 8 KiB of shared memory.
 _HIDDEN_MULTIPLE, _FP8_MULTIPLE = 16, 32
 _MAX_HIDDEN = 8176
 
 _AUTO_NUM_SMS = {2: 80, 4: 48, 8: 48}
-"""By ranks, where nothing runs beside the communication: about as many as it takes to reach what
-the links give (docs/log/dispatch.md)."""
+"""SMs by the number of ranks: about as many as it takes to use the links fully, where nothing runs
+beside the communication (docs/log/dispatch.md)."""
 
 
 class StaticSizes(NamedTuple):
-    """Sizes that the static mode reserves."""
+    """The sizes that the static mode reserves."""
 
     max_tokens: int
     """The most tokens that a rank dispatches at once."""
     rows: int
-    """Rows of the local experts."""
+    """Rows of the local experts that there is room for."""
 
     @classmethod
     def plan(
         cls, max_tokens: int, *, capacity: float, num_experts: int, top_k: int, ranks: int
     ) -> "StaticSizes":
-        """Reserve ``capacity`` times the rows of an evenly loaded rank, or all there can be."""
+        """Return room for ``capacity`` times the rows of an evenly loaded rank, but for no more
+        than there can be."""
         most = ranks * max_tokens * min(top_k, num_experts // ranks)
         return cls(max_tokens, min(most, ceil(capacity * max_tokens * top_k)))
 
 
 class DeepEP(ExpertParallelDispatcher):
-    """Sends tokens by DeepEP over the ranks of ``group``, on one machine; made by all of them.
+    """Sends tokens by DeepEP over the ranks of ``group``, on one machine. Making it is collective.
 
-    ``static`` is None in the counted mode; :meth:`sized` changes it, on all ranks alike.
+    ``static`` is None in the counted mode. :meth:`sized` changes it, on all ranks alike.
 
     Raises:
-        ValueError: experts that the ranks cannot share equally.
-        ConfigError: more SMs than this GPU has.
+        ValueError: the ranks cannot share the experts equally.
+        ConfigError: it asks for more SMs than this GPU has.
         ImportError: the package ``deep_ep`` is missing or broken; the message says what to do.
     """
 
@@ -90,9 +92,9 @@ class DeepEP(ExpertParallelDispatcher):
         static: StaticSizes | None = None,
         backend: Backend = "auto",
         precision: Precision = "bf16",
-        replicas: Replicas | None = None,
+        redundant: RedundantExperts | None = None,
     ) -> None:
-        super().__init__(num_experts, group, backend, precision, replicas)
+        super().__init__(num_experts, group, backend, precision, redundant)
         self.num_sms = _AUTO_NUM_SMS[self.num_ranks] if num_sms == "auto" else num_sms
         self.static = static
         if torch.cuda.is_available():
@@ -105,17 +107,18 @@ class DeepEP(ExpertParallelDispatcher):
         connect(group, hidden_size, self.num_sms)
 
     def counted(self) -> "DeepEP":
-        """Make another over this connection, counted, that sends bf16 and copies no experts."""
+        """Return a dispatcher over the same connection that counts, sends bf16 and copies no
+        experts."""
         other = copy(self)
         other.static, other.precision = None, "bf16"
-        if (replicas := self.replicas) is not None:
-            other.replicas, other.num_experts = None, replicas.num_experts
-            other.num_local_experts = replicas.num_local_experts
+        if (redundant := self.redundant) is not None:
+            other.redundant, other.num_experts = None, redundant.num_experts
+            other.num_local_experts = redundant.num_local_experts
         return other
 
     @contextmanager
     def sized(self, static: StaticSizes | None) -> Iterator[None]:
-        """Use these sizes inside; None is the counted mode."""
+        """Use these sizes inside; None: the counted mode."""
         before, self.static = self.static, static
         try:
             yield
@@ -123,7 +126,7 @@ class DeepEP(ExpertParallelDispatcher):
             self.static = before
 
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
-        """Raises ValueError for more tokens than the static mode was planned for."""
+        """Send tokens. Raises ValueError: they are more than the static mode was planned for."""
         max_tokens, rows = self.static or (0, 0)
         if self.static is not None and x_TD.shape[0] > max_tokens:
             problem = f"was given {x_TD.shape[0]} tokens; moe.dispatch_mode 'static' was planned"
@@ -150,8 +153,11 @@ class DeepEP(ExpertParallelDispatcher):
         )
 
     def send_counts(self, ids_TK: torch.Tensor) -> list[torch.Tensor]:
-        """Count the tokens for each rank and the slots of each expert (int32), and tell whether a
-        token goes to a rank. Compiled, it takes a seventh of the time that the package takes."""
+        """Return the tokens for each rank, the slots of each expert (both int32), and whether each
+        token goes to each rank (bool [T, W]).
+
+        Compiled, it takes a seventh of the time that the package's own function takes.
+        """
         rank_TK = ids_TK // self.num_local_experts  # rounds down: -1 stays -1
         ranks_W, experts_E = (
             torch.arange(n, device=ids_TK.device, dtype=ids_TK.dtype)
@@ -173,12 +179,12 @@ class DeepEP(ExpertParallelDispatcher):
 
 
 class DeepEPInside(AllToAll):
-    """The all-to-all over machines, with ``near``, a machine's :class:`DeepEP`, for the hop inside.
+    """The all-to-all across machines, with a :class:`DeepEP` of the machine for the hop inside.
 
-    DeepEP brings tokens by their places on the way, and those of one by their machines: in its op
-    they are put in the order of ranks. Gradients of sums take the same way by the same handle. Sums
-    go straight home, as without DeepEP, and so all bits are those of one hop. The host knows every
-    size from the exchange of counts, and does not wait again.
+    DeepEP delivers tokens by the rank that passed them on, and those of one rank by their machine.
+    Its op puts them in the order of their source ranks. Gradients of sums take the same way by the
+    same handle. Sums go straight home, as without DeepEP, so all bits are those of one hop. The
+    host knows every size from the exchange of counts, and does not wait again.
     """
 
     def __init__(
@@ -190,9 +196,9 @@ class DeepEPInside(AllToAll):
         hops: ExpertHops | None,
         backend: Backend = "auto",
         precision: Precision = "bf16",
-        replicas: Replicas | None = None,
+        redundant: RedundantExperts | None = None,
     ) -> None:
-        super().__init__(num_experts, group, backend, precision, replicas, hops)
+        super().__init__(num_experts, group, backend, precision, redundant, hops)
         self._near, self.num_sms = near, near.num_sms
 
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
@@ -291,9 +297,9 @@ def why_not(
     spare: int = 0,
     inside: dist.ProcessGroup | None = None,
 ) -> str | None:
-    """Say, alike on every rank of ``group``, why DeepEP cannot run; None if it can. Collective.
+    """Return why DeepEP cannot run, the same on every rank of ``group``; None: it can. Collective.
 
-    ``inside`` are the ranks of this one's machine, if the settings speak of several.
+    ``inside``: the ranks of this machine, if the settings speak of several.
     """
     near = inside or group
     reason = why_not_here(
@@ -324,7 +330,7 @@ def why_not_here(
     spare: int = 0,
     machines: int = 1,
 ) -> str | None:
-    """Say as much of :func:`why_not` as a rank knows by itself; ``ranks`` are of one machine."""
+    """Return what a rank knows of :func:`why_not` by itself. ``ranks`` of one machine share it."""
     local_experts = arch.num_experts // (ranks * machines) + spare
     top_k, width = arch.num_experts_per_token, arch.sent_size
     multiple = _FP8_MULTIPLE if precision in RECIPES else _HIDDEN_MULTIPLE

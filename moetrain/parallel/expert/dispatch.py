@@ -1,8 +1,8 @@
 """Expert parallelism: every rank holds some experts, and tokens travel to them.
 
-Rank r of W holds experts ``[r * E/W, (r+1) * E/W)``. Each token travels to every rank where it
-chose an expert, once, and the sum of what these ranks made of it travels back. At home it is copied
-to a row for each of its experts there. Worked example with W=2, E=4, K=2 (-: no expert)::
+Rank r of W holds experts ``[r * E/W, (r+1) * E/W)``. Each token travels once to every rank that has
+an expert it chose, and there it is copied to a row for each such expert. The sum of these rows'
+results travels back. Worked example with W=2, E=4, K=2 (-: no expert)::
 
                         rank 0                 rank 1
     token               a       b              c       d
@@ -15,17 +15,17 @@ to a row for each of its experts there. Worked example with W=2, E=4, K=2 (-: no
     sums                a       b       d      a       c          sent back, and added at home
 
 An expert thus sees its rows in the order of the concatenated batch. A sum is rounded to the tokens'
-dtype where it is sent, and once more where those of all ranks are added.
+dtype before it is sent, and once more after the sums of all ranks are added.
 
-With ``kernels.precision`` fp8 tokens are sent in e4m3, and so are the gradients that go the same
-way in the backward of ``combine``, each with its scales in the same message: half of the bytes.
-Experts in e4m3 would round them so anyhow; their bits are the same. Sums travel unrounded.
+With ``kernels.precision`` fp8 tokens are sent in e4m3, each with its scales in the same message:
+half of the bytes. So are the gradients that go the same way, in the backward of ``combine``.
+Experts in e4m3 round them so anyhow, so the bits are the same. Sums travel unrounded.
 
 Left out on purpose: hiding the exchange behind compute.
 
-Legend: W expert parallel ranks, on M machines in G places, E experts, L = E / W local experts, T
-tokens here, K experts a token, A tokens that come to this machine by this rank, S tokens that
-arrive, R rows of the local experts, P places that tokens are sorted by, D width.
+Legend: W expert parallel ranks, G on each of M machines, E experts, L = E / W local experts, T
+tokens of this rank, K experts a token, A tokens that reach this machine through this rank, S tokens
+that arrive, R rows of the local experts, P destinations that tokens are sorted by, D width.
 """
 
 from abc import ABC, abstractmethod
@@ -42,7 +42,7 @@ from moetrain.kernels.experts.routed import Routed
 from moetrain.kernels.quant.e4m3 import E4M3, Quantised
 from moetrain.kernels.quant.recipes import RECIPES, Recipe
 from moetrain.models.moe import Dispatched, Dispatcher, Experts, MoEOutput
-from moetrain.parallel.expert.replicas import Replicas
+from moetrain.parallel.expert.redundant import RedundantExperts
 from moetrain.parallel.mesh import ExpertHops, resolve_group
 from moetrain.parallel.waits import waiting
 from moetrain.runtime.annotate import annotate
@@ -53,25 +53,25 @@ class Received(NamedTuple):
     """The tokens that chose an expert of this rank, by source rank, then in token order."""
 
     x_SD: torch.Tensor
+    """The tokens."""
     ids_SK: torch.Tensor
-    """int32: the local expert of each slot; -1 stands for none, or an expert of another rank."""
+    """int32: the local expert of each slot; -1: none, or an expert of another rank."""
     weights_SK: torch.Tensor
-    """fp32, differentiable; unspecified where the id is -1."""
+    """Routing weights, fp32 and differentiable. They are unspecified where the id is -1."""
     num_rows: int
-    """R, the number of ids that are not -1; to the compiler a size that it does not know. Where
-    sizes are fixed beforehand, the number of rows that there is room for."""
+    """R, the number of ids that are not -1. To the compiler it is an unknown size. Where sizes are
+    fixed beforehand, it is the number of rows that there is room for."""
     handle: tuple[torch.Tensor, ...]
     """Tensors for ``combine``, opaque to everyone else."""
     may_drop: bool = False
-    """Whether ``num_rows`` is only the room, which more rows may exceed."""
+    """True: ``num_rows`` is only the room, and there may be more rows than that."""
 
 
 class ExpertParallelDispatcher(Dispatcher, ABC):
-    """A :class:`moetrain.models.Dispatcher` over the ranks of ``group``.
+    """A :class:`~moetrain.models.moe.Dispatcher` over the ranks of ``group``.
 
     ``dispatch``, ``combine`` and the backward of each are collective: every rank of the group calls
-    them, with any number of tokens, zero included. It makes exactly the rows that the local experts
-    take. Subclasses say how tokens travel.
+    them, with any number of tokens, zero included. Subclasses implement how tokens travel.
 
     Raises:
         ValueError: the ranks cannot share the experts equally.
@@ -83,7 +83,7 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
         group: dist.ProcessGroup,
         backend: Backend = "auto",
         precision: Precision = "bf16",
-        replicas: Replicas | None = None,
+        redundant: RedundantExperts | None = None,
     ) -> None:
         super().__init__(num_experts, backend)
         self.num_ranks, self.rank = group.size(), group.rank()
@@ -91,25 +91,33 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
             problem = f"{num_experts} experts cannot be shared equally by {self.num_ranks} expert"
             raise ValueError(f"{problem} parallel ranks; use a number of ranks that divides them")
         self.num_local_experts = num_experts // self.num_ranks
-        self.replicas = replicas
-        if replicas is not None:  # what is dispatched to are experts and places for copies
-            self.num_local_experts += replicas.spare
+        self.redundant = redundant
+        if redundant is not None:  # tokens are dispatched to experts and to slots for copies
+            self.num_local_experts += redundant.spare
             self.num_experts = self.num_ranks * self.num_local_experts
         self.group_name: str = group.group_name
         self.precision: Precision = precision
 
     @abstractmethod
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
-        """Send tokens by int32 ids of all E experts (-1: none), with fp32 weights."""
+        """Send tokens to the ranks of their experts. Collective.
+
+        Args:
+            x_TD: this rank's tokens.
+            ids_TK: int32, of all E experts; -1: none.
+            weights_TK: fp32.
+        """
 
     @abstractmethod
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Give ``y_TD``, the sum over ranks of their rows for each token, in fp32, rounded once."""
+        """Return ``y_TD``, each token's sum over ranks, made in fp32 and rounded once.
+        Collective."""
 
     def dispatch(
         self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Dispatched:
-        """Bring all ranks' tokens to the local experts; ids are those of all E experts."""
+        """Return the tokens that chose local experts. Ids are those of all E experts.
+        Collective."""
         arrived = self.send(x_TD, topk_ids_TK, topk_weights_TK)
         local = permutation.expert_indices(
             arrived.ids_SK, self.num_local_experts, self.backend, num_rows=arrived.num_rows
@@ -127,12 +135,12 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
         )
 
     def through(self, experts: Experts, x_TD: torch.Tensor, routed: Routed) -> MoEOutput:
-        if self.replicas is None:
+        if self.redundant is None:
             return super().through(experts, x_TD, routed)
-        places_TK, copies_WN = self.replicas.assign(routed.ids_TK)
-        places_TK, copies = self.replicas.start(experts, x_TD, places_TK, copies_WN)
-        sent = self.dispatch(x_TD, places_TK, routed.weights_TK)
-        y_SD = self.replicas.compute(experts, sent, copies, copies_WN)
+        slots_TK, copies_WN = self.redundant.assign(routed.ids_TK)
+        slots_TK, copies = self.redundant.start(experts, x_TD, slots_TK, copies_WN)
+        sent = self.dispatch(x_TD, slots_TK, routed.weights_TK)
+        y_SD = self.redundant.compute(experts, sent, copies, copies_WN)
         return MoEOutput(self.combine(y_SD, sent.ctx), sent.dropped)
 
 
@@ -140,30 +148,30 @@ class AllToAll(ExpertParallelDispatcher):
     """Sends tokens by plain collectives, on every device.
 
     Tokens are sorted by the rank they go to, as :mod:`moetrain.kernels.experts.permutation` sorts
-    by expert: of a token's choices that lead to one rank the first alone counts. With 8 of 128
+    by expert. Of a token's choices that lead to one rank only the first counts. With 8 of 128
     experts over 4 ranks that is 3.6 rows a token (2.7 of them for other ranks) instead of 8. A
     token's ids and weights travel with every copy, and the receiver picks its own.
 
-    Its two exchanges are opaque ops rather than functional collectives: how many rows travel is
-    known on the host at run time alone, rows past these stay unspecified, several tensors travel
-    together in one order on all ranks, and a rank without tokens must still take part. The compiler
-    sees the numbers of tokens and rows that arrive as unknown sizes, so a block stays one graph
-    whatever the routing. The host waits for the device once in a forward, for these numbers; the
-    backward reuses them. A forward that is recomputed exchanges, and waits, again, unless the
-    recomputation policy keeps the results of both ops.
+    The two exchanges are opaque ops rather than functional collectives, for four reasons. The
+    number of rows that travel is known only at run time, on the host. Rows past these stay
+    unspecified. Several tensors travel together, in one order on all ranks. And a rank without
+    tokens must still take part. The compiler sees the numbers of tokens and rows that arrive as
+    unknown sizes, so a block stays one graph whatever the routing. The host waits for the device
+    once in a forward, for these numbers, and the backward reuses them. A forward that is recomputed
+    exchanges and waits again, unless the recomputation policy keeps the results of both ops.
 
-    Over several machines tokens take two ``hops``: over the ranks in this one's place on every
-    machine, then over those of its own. A token thus comes to each machine once, and is passed on
-    over the faster links inside (as DeepEP does, arXiv 2412.19437). Worked example, two machines of
-    four::
+    Over several machines tokens take two ``hops``: first across machines, to the rank with the same
+    place as this one, then inside the machine. A token thus comes to each machine once, and is
+    passed on over the faster links inside (as DeepEP does, arXiv 2412.19437). Worked example, two
+    machines of four::
 
         a token of rank 1, whose experts are on ranks 0, 4, 5, 7
         across   1 -> 1 (stays)   1 -> 5
         inside   1 -> 0           5 -> 4    5 -> 5 (stays)    5 -> 7
 
-    What arrives is in the order of one hop. Every rank's sum comes straight home, to be added up
-    there in one order: so all bits are those of one hop. Sums on the way would be rounded once
-    more, and be grouped by machine.
+    Tokens arrive in the order that one hop gives. Every rank's sum comes straight home, where sums
+    are added in one order. So all bits are those of one hop. Sums made on the way would be rounded
+    once more, and be grouped by machine.
     """
 
     def __init__(
@@ -172,17 +180,17 @@ class AllToAll(ExpertParallelDispatcher):
         group: dist.ProcessGroup,
         backend: Backend = "auto",
         precision: Precision = "bf16",
-        replicas: Replicas | None = None,
+        redundant: RedundantExperts | None = None,
         hops: ExpertHops | None = None,
     ) -> None:
-        super().__init__(num_experts, group, backend, precision, replicas)
+        super().__init__(num_experts, group, backend, precision, redundant)
         self.hops = None if hops is None or min(hop.size() for hop in hops) == 1 else hops
-        self.num_sms = 0  # no kernels of DeepEP
+        self.num_sms = 0  # DeepEP has no part in it
 
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
         rank_TK = ids_TK // self.num_local_experts  # rounds down: -1 stays -1
         sizes, handle, hop = self._plan(rank_TK)
-        if self.hops:  # sort what arrives by the places here that it is passed on to
+        if self.hops:  # sort what arrives by the rank of this machine that it is passed on to
             across, places = self.hops.across, self.hops.inside.size()
             (rank_AK,) = _exchange_rows(
                 [rank_TK],
@@ -209,20 +217,27 @@ class AllToAll(ExpertParallelDispatcher):
 
     @staticmethod
     def _routing(ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """One tensor for both, because each one is a message. Ids are exact in fp32, to 2^24."""
+        """Return both as one tensor [T, 2K], which is one message. Ids up to 2^24 are exact in
+        fp32.
+        """
         return torch.cat((weights_TK.float(), ids_TK.float()), dim=1)
 
     @staticmethod
     def _local(ids_SK: torch.Tensor, part: int, size: int) -> torch.Tensor:
-        """Number the experts of a part of ``size`` from 0 on (int32); others are -1."""
+        """Return ids (int32) within the part-th range of ``size`` experts; others are -1."""
         local_SK = ids_SK.int() - part * size
         return torch.where((local_SK >= 0) & (local_SK < size), local_SK, -1)
 
     def _plan(self, rank_TK: torch.Tensor) -> tuple[list[int], list[torch.Tensor], Any]:
-        """Tell all ranks what goes to them, by the ranks that tokens choose (-1: none).
+        """Exchange counts of what goes to each rank. Collective.
 
-        Returns the sizes (S, R, and with hops A and the rows that leave to be passed on), the
-        handle but for the hop inside, and what this rank sends and gets in that hop (int64 [G, M]).
+        Args:
+            rank_TK: the rank that each choice leads to; -1: none.
+
+        Returns:
+            The sizes (S and R; with hops also A, and the rows that leave to be passed on), the
+            handle without the hop inside, and what this rank sends and gets in that hop (int64
+            [G, M]).
         """
         home, slots_W = self._route(rank_TK, self.num_ranks)
         counts, once = [home.counts_E[None], slots_W[None]], None
@@ -230,7 +245,7 @@ class AllToAll(ExpertParallelDispatcher):
         place = self.rank % places
         if self.hops:
             once, _ = self._route(rank_TK // places, machines)
-            # Those in this one's place alone learn what comes to them, and whom to pass it on to.
+            # Only ranks with the same place learn what comes to them, and where to pass it on.
             hops_CM = torch.cat((once.counts_E[None], home.counts_E.view(machines, places).T))
             is_place_G = torch.arange(places, device=rank_TK.device) == place
             counts.append((hops_CM[:, :, None] * is_place_G).flatten(1))
@@ -245,16 +260,19 @@ class AllToAll(ExpertParallelDispatcher):
         return [tokens, rows, others[0], sum(others[1:])], handle, hop
 
     def _route(
-        self, place_TK: torch.Tensor, places: int, room: int | None = None
+        self, target_TK: torch.Tensor, targets: int, room: int | None = None
     ) -> tuple[permutation.ExpertIndices, torch.Tensor]:
-        """Sort tokens by the places that they go to, each once a place; count slots of each."""
-        tokens, slots = place_TK.shape
-        is_same_TKK = place_TK[:, :, None] == place_TK[:, None, :]
-        first_TK = torch.where(is_same_TKK.tril(-1).any(2), -1, place_TK)
-        room = tokens * min(slots, places) if room is None else room
-        every_place_P = torch.arange(places, dtype=place_TK.dtype, device=place_TK.device)
-        slots_P = (place_TK[..., None] == every_place_P).sum((0, 1), dtype=torch.int32)
-        return permutation.expert_indices(first_TK, places, self.backend, num_rows=room), slots_P
+        """Sort tokens by the destination of their choices (-1: none), each token once for each.
+
+        Returns the order, with ``room`` rows, and the number of slots of each destination [P].
+        """
+        tokens, slots = target_TK.shape
+        is_same_TKK = target_TK[:, :, None] == target_TK[:, None, :]
+        first_TK = torch.where(is_same_TKK.tril(-1).any(2), -1, target_TK)
+        room = tokens * min(slots, targets) if room is None else room
+        every_target_P = torch.arange(targets, dtype=target_TK.dtype, device=target_TK.device)
+        slots_P = (target_TK[..., None] == every_target_P).sum((0, 1), dtype=torch.int32)
+        return permutation.expert_indices(first_TK, targets, self.backend, num_rows=room), slots_P
 
     def _exchange(
         self,
@@ -277,17 +295,17 @@ class AllToAll(ExpertParallelDispatcher):
 
     @property
     def _ways(self) -> str:
-        """The ``ways`` of the op: names of the group of all ranks and of the hops' groups."""
+        """Names of the group of all ranks and of the hops' groups, as the op takes them."""
         return " ".join((self.group_name, *(hop.group_name for hop in self.hops or ())))
 
 
 @torch.library.custom_op("moetrain::exchange_counts", mutates_args=())
 def _exchange_counts(counts_CW: torch.Tensor, group: str) -> list[torch.Tensor]:
-    """Tell every rank of ``group`` its C counts; the first is how many tokens come to it.
+    """Exchange C counts between every pair of ranks of ``group``. Collective.
 
-    Returns what is sent to and received from every rank (int64 [C, W] on the host), behind C
-    tensors that hold nothing and have as many rows as were received in all: a shape is how a number
-    comes out of an op as a size.
+    The first count is the number of tokens. Returns C tensors without elements, whose rows are the
+    sums of each count received: an op can return a size only as a shape. After them come the counts
+    sent to and received from every rank, int64 [C, W] on the host.
     """
     ranks = resolve_group(group)
     sent_WC = counts_CW.T.contiguous()
@@ -308,8 +326,8 @@ def _(counts_CW, group):
     return [*sizes, *counts]
 
 
-# One op for all that travels together: two ops that do not depend on each other could be ordered
-# differently by the compilers of two ranks.
+# One op carries all that travels together. Two ranks' compilers could order two independent ops
+# differently.
 @torch.library.custom_op("moetrain::exchange_rows", mutates_args=())
 def _exchange_rows(
     rows: Sequence[torch.Tensor],
@@ -323,11 +341,17 @@ def _exchange_rows(
 ) -> list[torch.Tensor]:
     """Bring rows of tokens to the ranks of their experts, or back, added up for each token.
 
-    ``ways`` are the group of all, which rows come back over, and those of hops, if there are any.
-    ``handle`` has for each the order of rows and the numbers sent and received. With ``num_sms``
-    the last hop is DeepEP's, which knows the way by its own handle. ``num_rows`` is how many rows
-    each result has. On the way there the first tensor's rows travel as ``precision`` quantises
-    them. Each way is the other's backward.
+    Each direction is the other's backward.
+
+    Args:
+        rows: tensors whose rows travel together.
+        handle: for each of ``ways``, the order of rows and the numbers sent and received.
+        num_rows: the rows of each result.
+        is_back: True: rows come home, and are added up.
+        ways: names of the group of all ranks, over which rows come back, and of the hops' groups.
+        num_sms: above 0 the last hop is DeepEP's, which has a handle of its own.
+        precision: on the way there the first tensor's rows are quantised to it.
+        backend: of the kernels that sort and add up.
     """
     kernels, recipe, first = cast("Backend", backend), RECIPES.get(precision), rows[0]
     steps = [(way, *handle[6 * i : 6 * i + 6]) for i, way in enumerate(ways.split())]
@@ -393,10 +417,10 @@ def _travel(
     group: str,
     room: int = 0,
 ) -> list[torch.Tensor]:
-    """Send the first rows of each tensor to rank 0, the next to rank 1, ...
+    """Send the first rows of each tensor to rank 0, the next to rank 1, and so on.
 
-    What comes from a rank are rows of M machines in turn: they are sorted by machine, then by rank.
-    With one machine results have ``room`` or more rows, which are unspecified past those received.
+    From each rank come rows of all M machines. The result is sorted by machine, then by rank. With
+    one machine it has at least ``room`` rows; rows past those received are unspecified.
     """
     sent, received = ([sum(x) for x in each.tolist()] for each in (sent_GM, received_GM))
     arriving, leaving, ranks = sum(received), sum(sent), resolve_group(group)
@@ -414,7 +438,7 @@ def _travel(
 
 
 def _pack(x_ND: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Bytes of each row's numbers in e4m3, then those of its scales."""
+    """Return the bytes of each row in e4m3, followed by those of its scales."""
     rows = recipe.rows(x_ND.contiguous())
     return torch.cat([x.view(torch.uint8) for x in (rows.values, rows.scales_by_row())], 1)
 
@@ -425,9 +449,9 @@ def _unpack(bytes_SC: torch.Tensor, like_ND: torch.Tensor, recipe: Recipe) -> to
     return rows.to(like_ND.dtype, "auto")
 
 
-# The compiler drops ops whose results are unused or empty, as on a rank without tokens. The other
-# ranks would wait for it for ever.
+# The compiler drops ops with unused or empty results, as on a rank without tokens. The other ranks
+# would then wait for ever.
 _EXCHANGES = (torch.ops.moetrain.exchange_counts.default, torch.ops.moetrain.exchange_rows.default)
 for _op in _EXCHANGES:
     torch.fx.has_side_effect(_op)
-worth_saving("dispatch", *_EXCHANGES)  # both ways: recomputed blocks send no token again
+worth_saving("dispatch", *_EXCHANGES)  # in both directions: recomputed blocks send no token again

@@ -1,19 +1,19 @@
-"""Exact balance: busy experts are copied to idle ranks, for one forward and its backward.
+"""Redundant experts: busy experts are copied to idle ranks, for one forward and its backward.
 
-With ``moe.redundant_experts`` N a rank has N places for copies behind its own experts. A layer's
-forward gathers all ranks' counts, plans on the device which copies go where
-(:mod:`moetrain.kernels.experts.replicas`), and dispatchers then see ``W * (L + N)`` places in place
-of E experts. The products take copies as they take experts: matrices have N more rows, which hold
-something only while an expert's op runs. Copies are on their way while tokens are dispatched.
-For the backward they are kept as an op's result is, or fetched again where that is recomputed:
-the rows may be another layer's or micro-batch's meanwhile. Gradients of copies are on their way
-back until FSDP reduces those of the block.
+With ``moe.redundant_experts`` N a rank has N slots for copies after its own experts. A layer's
+forward gathers all ranks' counts and plans on the device which copies go where
+(:mod:`moetrain.kernels.experts.replicas`). Dispatchers then see ``W * (L + N)`` slots instead of E
+experts. Products take copies like experts: matrices have N more rows, which hold copies only while
+an expert's op runs. Copies travel while tokens are dispatched. For the backward they are kept like
+any result of an op, or fetched again if that is recomputed; the rows may hold another layer's or
+micro-batch's copies meanwhile. Gradients of copies travel back until FSDP reduces the block's.
 
-All pass through memory that the ranks of one machine share, one expert's size a place. Barriers
-on the device, as FSDP's, keep its writers and readers apart, and one stream has all in one order.
+All of it passes through memory that the ranks of one machine share, one expert's size for each
+slot. Barriers on the device, like FSDP's, keep writers and readers apart, and one stream has
+everything in order.
 
-Legend: W expert parallel ranks, E experts, L = E / W local experts, N places for copies, T tokens,
-K experts a token, S tokens that arrive.
+Legend: W expert parallel ranks, E experts, L = E / W local experts, N slots for copies, T tokens, K
+experts a token, S tokens that arrive.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,16 +43,18 @@ from moetrain.runtime.backend import Backend, use_fast, worth_saving
 
 
 @dataclass(eq=False)
-class Replicas:
-    """``spare`` places for copies on every rank of ``group``, of ``num_experts`` in all.
+class RedundantExperts:
+    """Copies busy experts, of ``num_experts``, to ``spare`` slots on every rank of ``group``.
+
+    Making it is collective.
 
     Raises:
-        ConfigError: ranks do not reach one another's memory. Collective.
+        ConfigError: ranks do not reach one another's memory.
     """
 
     least_rows: ClassVar = 1024
-    """The fewest rows that are worth a copy: what travels, and a row's products, both take longer
-    the larger an expert is. At 330 GB/s and 500 TFLOP/s an expert there and back is 1,000 rows."""
+    """The fewest rows that are worth a copy. At 330 GB/s and 500 TFLOP/s, an expert travels there
+    and back in the time of 1,000 rows' products. Both times grow alike with an expert's size."""
 
     num_experts: int
     spare: int
@@ -67,16 +69,21 @@ class Replicas:
         self.num_local_experts = self.num_experts // self.group.size()
         self.rank, self.group_name = self.group.rank(), str(self.group.group_name)
         self.is_late = False
-        """Whether a backward leaves gradients on their way, and :meth:`wait` is called for them."""
+        """True: a backward returns while gradients are in flight; call :meth:`wait` before using
+        them."""
         self._streams = peers.CopyStreams(self.device)
         self._memory: Any = None
-        self._places: list[tuple[list[torch.Tensor], torch.Tensor]] = []
-        """Of each matrix, every rank's shared memory [N, M], and where that begins."""
+        self._shared_rows: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        """For each matrix, the shared memory [N, M] of every rank, and its addresses."""
         COURIERS[self.group_name] = self
 
     def assign(self, ids_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Plan copies of experts; return the places (int32) of the experts that tokens chose
-        (int32, -1: none), and the experts to be copied, [W, N], -1: none. Collective."""
+        """Plan copies of experts. Collective.
+
+        ``ids_TK``: the experts that tokens chose (int32, -1: none). Returns the slots that tokens
+        go to (int32 [T, K], -1: none), and the expert that each slot for copies gets ([W, N], -1:
+        none).
+        """
         return _assign(
             ids_TK.contiguous(),
             self.num_experts,
@@ -87,17 +94,17 @@ class Replicas:
         )
 
     def start(
-        self, experts: Experts, x_TD: torch.Tensor, places_TK: torch.Tensor, copies_WN: torch.Tensor
+        self, experts: Experts, x_TD: torch.Tensor, slots_TK: torch.Tensor, copies_WN: torch.Tensor
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Let copies travel while tokens are sent. Collective.
+        """Begin to fetch copies, while tokens are sent. Collective.
 
-        Returns the places to send tokens by, and the copies, which :meth:`compute` takes.
+        Returns the slots to send tokens to, and the copies, which :meth:`compute` takes.
         """
-        if not use_fast(self.backend, x_TD):  # the reference fetches them itself
-            return places_TK, ()
+        if not use_fast(self.backend, x_TD):  # the reference op fetches copies itself
+            return slots_TK, ()
         first, second = (w.detach().contiguous() for w in self._matrices(experts, x_TD.dtype))
-        *copies, places_TK = start_copies(first, second, places_TK, copies_WN, self.group_name)
-        return places_TK, copies
+        *copies, slots_TK = start_copies(first, second, slots_TK, copies_WN, self.group_name)
+        return slots_TK, copies
 
     def compute(
         self,
@@ -106,7 +113,7 @@ class Replicas:
         copies: Sequence[torch.Tensor],
         copies_WN: torch.Tensor,
     ) -> torch.Tensor:
-        """Return ``y_SD`` of this rank's experts and of copies."""
+        """Return ``y_SD``, computed by this rank's experts and by copies."""
         dtype = sent.x_SD.dtype
         held = [getattr(experts, name) for name in experts.weights]
         has_room = experts.room == self.spare and all(w.dtype == dtype for w in held)
@@ -136,16 +143,16 @@ class Replicas:
         copies: Sequence[torch.Tensor],
         copies_WN: torch.Tensor,
     ) -> None:
-        """Begin to write to ``copies`` the experts ``copies_WN`` of this rank's places."""
+        """Begin to write the experts of this rank's slots, by ``copies_WN``, to ``copies``."""
         rows = [(w.flatten(1), c.flatten(1)) for w, c in zip(experts, copies, strict=True)]
         self._through_memory(rows, copies_WN, write=send_experts, read=take_copies)
 
     def wait(self) -> None:
-        """Let the current stream wait for all copies and gradients that are on their way."""
+        """Make the current stream wait for all copies and gradients that are in flight."""
         self._streams.wait(self._streams.push)
 
     def give_back(self, gradients: Sequence[torch.Tensor], copies_WN: torch.Tensor) -> None:
-        """Begin to add gradients of copies, the last N rows on every rank, to those of experts."""
+        """Begin to add the gradients of copies, every rank's last N rows, to those of experts."""
         rows = [g.flatten(1).tensor_split([-self.spare]) for g in gradients]
         self._through_memory(rows, copies_WN, write=show_gradients, read=add_gradients)
         if not self.is_late:
@@ -159,9 +166,9 @@ class Replicas:
         write: Callable[[Exchange], None],
         read: Callable[[Exchange], None],
     ) -> None:
-        """Begin ``write`` for every matrix, and then, when all ranks have come as far, ``read``.
+        """Begin ``write`` for every matrix and, once all ranks have written, ``read``.
 
-        ``rows``: of each matrix, the experts here [L, M] and the copies [N, M].
+        ``rows``: for each matrix, this rank's experts [L, M] and its copies [N, M].
         """
         memory, stream = self._shared([copies for _, copies in rows]), self._streams.push
         exchanges = [
@@ -174,7 +181,9 @@ class Replicas:
                 addresses_W=addresses_W,
                 backend=self.backend,
             )
-            for (own_LM, copies_NM), (parts, addresses_W) in zip(rows, self._places, strict=True)
+            for (own_LM, copies_NM), (parts, addresses_W) in zip(
+                rows, self._shared_rows, strict=True
+            )
         ]
         with self._streams.behind(stream), annotate("expert_copies"):
             memory.wait(peers.FREE)
@@ -186,12 +195,12 @@ class Replicas:
                 read(exchange)
             memory.arrive(peers.FREE)
         if stream is not None:
-            # Whoever drops one before it has waited must not let others have its memory.
+            # A tensor that is freed before the wait must not be reused meanwhile.
             for tensor in (copies_WN, *(x for pair in rows for x in pair)):
                 tensor.record_stream(stream)
 
     def _shared(self, copies: Sequence[torch.Tensor]) -> Any:
-        """Return the shared memory, which is made at the first use. Collective."""
+        """Return the shared memory. The first call makes it. Collective."""
         if self._memory is None:
             sizes = [c.nbytes for c in copies]
             self._memory = self._streams.shared(sum(sizes), self.group)
@@ -199,8 +208,9 @@ class Replicas:
             for i, matrix in enumerate(copies):
                 parts = [p[i].view(matrix.dtype).view(self.spare, -1) for p in pieces]
                 addresses = torch.tensor([p.data_ptr() for p in parts], device=self.device)
-                self._places.append((parts, addresses))
-        for matrix, (parts, _) in zip(copies, self._places, strict=True):  # all layers are alike
+                self._shared_rows.append((parts, addresses))
+        # All layers are alike.
+        for matrix, (parts, _) in zip(copies, self._shared_rows, strict=True):
             assert (matrix.dtype, matrix.shape) == (parts[0].dtype, parts[0].shape)
         return self._memory
 
