@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -13,7 +14,17 @@ from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.transformer import Inputs
 from moetrain.parallel import apply
 from moetrain.parallel.fsdp.bucket import GatherBuffer
-from moetrain.parallel.mesh import STYLES, Layout, ParallelDims, build_meshes
+from moetrain.parallel.fsdp.storage import registry as storages
+from moetrain.parallel.fsdp.storage.protocol import Storage
+from moetrain.parallel.fsdp.transport import registry as transports
+from moetrain.parallel.fsdp.transport.collectives import Collectives
+from moetrain.parallel.mesh import (
+    STYLES,
+    Layout,
+    ParallelDims,
+    all_gather_start,
+    build_meshes,
+)
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import join_world
 
@@ -208,6 +219,91 @@ def test_chunks_lays_gradients_where_members_lie_in_the_shard(tenants, tiny_word
         for member, gradient in zip(bucket.members, gradients, strict=True):
             piece = member.piece_of(chunks_WN)
             assert torch.equal(piece, gradient.view(piece.shape))
+
+
+class Bytes(Storage):
+    """A storage that is not the package's: ranks exchange the bytes of values, and unpack them."""
+
+    is_packed = True
+
+    def __init__(self, spec):
+        self.values_N = spec.weights.empty(spec.numel, spec.dtype).zero_()
+        self.shard_N = self.source_N = torch.empty(1, dtype=torch.uint8).expand(spec.numel)
+
+    @classmethod
+    def takes(cls, spec):
+        return not spec.rule.trainable
+
+    @classmethod
+    def make(cls, spec):
+        return cls(spec)
+
+    def read(self, start, shape):
+        return self.values_N.narrow(0, start, shape.numel()).view(shape)
+
+    def packed_bytes(self):
+        return self.values_N.nbytes
+
+    def start_gather(self, group, staging):
+        sent = self.values_N.view(torch.uint8)
+        return all_gather_start(sent, group, self.arrived(group.size(), staging))[1].wait
+
+    def arrived(self, ranks, staging):
+        return staging[: ranks * self.values_N.nbytes].view(ranks, -1)
+
+    def unpack(self, out_N, bytes_W, start, numel):
+        values_WN = bytes_W.view(self.values_N.dtype)[:, start : start + numel]
+        out_N.copy_(values_WN.reshape(-1)[: out_N.numel()])
+
+
+class Counted(Collectives):
+    """A transport that is not the package's: it counts what it carries."""
+
+    def __init__(self, group, counts):
+        super().__init__(group)
+        self.counts = counts
+
+    def gather(self, shard_N, out_WN):
+        self.counts["gathers"] += 1
+        return super().gather(shard_N, out_WN)
+
+    def reduce(self, chunks_WN, **kwargs):
+        self.counts["reductions"] += 1
+        return super().reduce(chunks_WN, **kwargs)
+
+
+def with_registered(words):
+    """Parameters that differ in their gradients from those with the package's own storages and
+    transports, and what the registered ones carried."""
+    counts = Counter()
+
+    def connect(buckets, setting, device):
+        for bucket in buckets:
+            bucket.transport = Counted(bucket.group, counts)
+
+    answers = []
+    for is_registered in (False, True):
+        if is_registered:
+            storages.STORAGES = (Bytes, *storages.STORAGES)
+            transports.TRANSPORTS = (connect,)
+        model, fsdp, world = placed(words)
+        tokens_BS = tokens_of(world, 1)
+        with fsdp.work():
+            hidden_BSD, _ = model.backbone(Inputs(tokens_BS))
+            fsdp.backward(loss_of(model, hidden_BSD, tokens_BS), is_last=True)
+        fsdp.gradient_norm()
+        members = {name: m for name, m in fsdp.members.items() if m.rule.trainable}
+        answers.append({name: m.local.grad for name, m in members.items()})
+        counts["bytes"] = sum(isinstance(bucket.storage, Bytes) for bucket in fsdp.buckets)
+    expected, found = answers
+    return [name for name in expected if not torch.equal(expected[name], found[name])], counts
+
+
+def test_a_storage_and_a_transport_plug_in_by_their_registries(tiny_words):
+    words = [*tiny_words, "train.dtype=bfloat16", "lora.rank=8"]
+    for differ, counts in spawn(2, with_registered, words):
+        assert not differ
+        assert min(counts[name] for name in ("gathers", "reductions", "bytes")) > 0
 
 
 def gathers(words):

@@ -34,6 +34,14 @@ def test_no_module_needs_itself():
     TopologicalSorter(imports).prepare()  # CycleError names the modules
 
 
+def test_fsdp_and_its_buckets_import_no_storage_and_no_transport():
+    graph = grimp.build_graph("moetrain", cache_dir=None)
+    for name in ("fsdp", "bucket"):
+        found = graph.find_modules_directly_imported_by(f"moetrain.parallel.fsdp.{name}")
+        features = {module for module in found if ".storage." in module or ".transport." in module}
+        assert {module.rpartition(".")[2] for module in features} == {"protocol"}
+
+
 def test_examples_and_scripts_import_what_there_is():
     # Some need libraries that few machines have, so that no test starts them.
     for path in (*(ROOT / "examples").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")):

@@ -149,9 +149,8 @@ class ParallelDims:
                 problem = f"{degree} {where} does not divide the model's {name} {size}"
                 raise ConfigError(f"parallel.{axis}", f"{problem}; use {fits}")
         size, fits = arch.vocab_size, [n for n in range(1, self.tp + 1) if self.tp % n == 0]
-        fits = [
-            n for n in fits if math.ceil(size / n) * (n - 1) < size
-        ]  # leave some rows to the last rank
+        # The last rank must have some rows too.
+        fits = [n for n in fits if math.ceil(size / n) * (n - 1) < size]
         if self.tp not in fits:
             raise ConfigError(
                 "parallel.tp",
