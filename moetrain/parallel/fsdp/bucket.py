@@ -73,9 +73,9 @@ class Member:
     local: torch.Tensor
     """This rank's piece, which the optimizer updates: a view of the bucket's ``shard_N``."""
     layout: Layout
-    """How the parameter is cut over ranks."""
+    """The parameter's pieces over ranks."""
     rule: Rule
-    """How the parameter is stored, gathered and trained."""
+    """The parameter's dtypes and storage, and whether it is trained."""
     start: int
     """The element of the bucket's shard where the piece begins. With its padding it takes
     ``layout.padded_numel`` elements."""
@@ -118,7 +118,7 @@ class Copies(Protocol):
     """Other ranks that hold a copy of a bucket's shard, and whose gradients are to be added."""
 
     count: int
-    """How many ranks hold the shard, this one included."""
+    """The number of ranks that hold the shard, this one included."""
 
     def add(self, gradient_N: torch.Tensor) -> None:
         """Add the other ranks' gradients to ``gradient_N`` (fp32), in place. Collective."""
@@ -155,7 +155,7 @@ class Bucket:
     copies: Sequence[Copies] = ()
     """Ranks that hold this very shard too: replicas, or the other copy of a tied embedding."""
     overlay: Overlay | None = None
-    """What blocks use in place of the shard at the moment; None: the shard itself."""
+    """Values that blocks use in place of the shard at the moment; None: they use the shard."""
     gradient_N: torch.Tensor | None = None
     """This step's gradient; None before the first reduction of the step, or once it moved into the
     storage."""

@@ -166,7 +166,7 @@ class FSDP(Sharding):
         self._shared_regions = [GatherBuffer(device) for _ in range(self.num_regions)]
         self._staging = (GatherBuffer(device), GatherBuffer(device))
         self.sessions: list[Session] = []
-        """What transports do around the work of the buckets that they carry."""
+        """Calls of transports around each work."""
         self._reducing: list[Wait | None] = []
         """The reductions under way."""
         self._reduced: list[Bucket] = []

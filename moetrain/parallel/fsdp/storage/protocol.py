@@ -31,7 +31,7 @@ class HostLink:
 
 
 class ShardSpec(NamedTuple):
-    """What is to be stored: one rank's shard of a bucket."""
+    """The shard of one bucket that a rank is to store."""
 
     rule: Rule
     """The rule of the bucket's first parameter. The others have the same storage dtype, format,

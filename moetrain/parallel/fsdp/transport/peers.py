@@ -116,7 +116,10 @@ class _DeviceMemory:
 
 
 class _MappedMemory:
-    """As :class:`_DeviceMemory`, for processes on CPUs of one machine. Making it is collective."""
+    """Memory like :class:`_DeviceMemory`'s, of processes on the CPUs of one machine.
+
+    Making it is collective.
+    """
 
     def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, ranks = group, group.size()

@@ -56,7 +56,7 @@ class Transport(Protocol):
 
 
 class Session(Protocol):
-    """What one transport does around the work of all buckets that it carries."""
+    """Calls of one transport around the work of all buckets that it carries."""
 
     def share(self) -> None:
         """Let other ranks read all shards as they are now, before the work begins. Collective."""
