@@ -46,7 +46,7 @@ from moetrain.parallel.expert.redundant import RedundantExperts
 from moetrain.parallel.mesh import ExpertHops, resolve_group
 from moetrain.parallel.waits import waiting
 from moetrain.runtime.annotate import annotate
-from moetrain.runtime.backend import Backend, worth_saving
+from moetrain.runtime.backend import Backend, gradients, worth_saving
 
 
 class Received(NamedTuple):
@@ -400,11 +400,7 @@ def _differentiate_exchange(ctx: Any, d_outputs: list[torch.Tensor]) -> tuple[An
         precision=ctx.precision,
         backend=ctx.backend,
     )
-    d_handle = [None] * len(ctx.saved_tensors)
-    no_gradients = dict.fromkeys(
-        ("num_rows", "is_back", "ways", "num_sms", "precision", "backend"), None
-    )
-    return d_rows, d_handle, *no_gradients.values()
+    return gradients(_exchange_rows, rows=d_rows, handle=[None] * len(ctx.saved_tensors))
 
 
 _exchange_rows.register_autograd(_differentiate_exchange, setup_context=_save_exchange)
