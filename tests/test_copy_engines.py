@@ -150,8 +150,8 @@ def differences(runs):
     differ, carried = [], {}
     for name, words in runs.items():
         torch.compiler.reset()
-        _, expected = tell([*words, "parallel.peer_copies=nccl"])
-        engine, found = tell([*words, "parallel.peer_copies=copy"])
+        _, expected = tell([*words, "parallel.fsdp_transport=nccl"])
+        engine, found = tell([*words, "parallel.fsdp_transport=copy"])
         assert list(found) == list(expected)
         for part, tensors in expected.items():
             assert tensors.keys() == found[part].keys()
@@ -177,7 +177,7 @@ def test_copies_give_the_bits_of_collectives(world):
     check(world, timeout=300)
 
 
-COPY = [*BASE, "parallel.peer_copies=copy"]
+COPY = [*BASE, "parallel.fsdp_transport=copy"]
 
 
 def late(device):
@@ -310,7 +310,7 @@ def on_two_machines():
 
 def test_copies_between_machines_are_refused():
     problem = (
-        "parallel.peer_copies: 'copy' cannot be: its 2 ranks are on 2 machines, not on one; "
+        "parallel.fsdp_transport: 'copy' cannot be: its 2 ranks are on 2 machines, not on one; "
         "use nccl"
     )
     assert spawn(2, on_two_machines) == [problem] * 2
@@ -403,7 +403,7 @@ sys.exit(main(sys.argv[1:]))
 
 def check_killed_run(words, folder, timeout):
     """Other ranks wait for the killed one on their device; who started them ends them."""
-    words = [*words, "parallel.peer_copies=copy", "log.interval=1"]
+    words = [*words, "parallel.fsdp_transport=copy", "log.interval=1"]
     code, out, error = Launcher(folder, DIES, *settled(words), nproc=2).end(timeout)
     assert code == 1, out + error
     assert "failed: rank 1 was killed by signal 9 (Killed)" in error
@@ -420,7 +420,7 @@ def bench(words):
 
     found = []
     for transport in ("nccl", "copy"):
-        config = Config.load(None, [*words, f"parallel.peer_copies={transport}"], environ={})
+        config = Config.load(None, [*words, f"parallel.fsdp_transport={transport}"], environ={})
         trainer = Trainer(config)
         found.append(bench_fsdp.compare(trainer, 4))
         assert bool(trainer.engine.fsdp.sessions) == (transport == "copy")
