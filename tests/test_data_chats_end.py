@@ -48,7 +48,7 @@ TEMPLATES = {
     "Qwen3": (CHATML, "<|im_start|> <|im_end|>", "<|im_end|>"),
     "GLM": (GLM, "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|endoftext|>", "<|endoftext|>"),
     "GPT-OSS": (HARMONY, "<|start|> <|channel|> <|message|> <|end|> <|return|>", "<|return|>"),
-    "Llama 3": (
+    "Llama-3": (
         LLAMA3,
         "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>",
         "<|end_of_text|>",

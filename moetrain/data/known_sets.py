@@ -91,7 +91,9 @@ def read_known_set(found: dict[str, Any]) -> None:
 def read_reasoned_answer(found: dict[str, Any]) -> None:
     """Read Dolphin-R1's ``reasoning`` and ``answer`` beside ``messages`` that ask."""
     turns, answer = found.get("messages"), found.get("answer")
-    if not {"reasoning", "answer"} <= found.keys() or not is_dialogue(turns):
+    if not {"reasoning", "answer"} <= found.keys() or not isinstance(turns, list):
+        return
+    if not is_dialogue(turns):
         return
     if not isinstance(answer, str) or role_of(turns[-1]) != "user":
         problem = "`reasoning` and `answer` stand beside `messages` that have an answer"
