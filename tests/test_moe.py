@@ -494,7 +494,7 @@ def test_a_wide_router_keeps_its_weights():
 def test_few_tokens_are_computed_as_the_precision_says(precision, monkeypatch):
     """Their kernels, which a CPU has not, multiply in bf16 alone."""
     for name in ("is_few", "fits_few_tokens", "few_tokens_counters", "few_tokens_mlp"):
-        monkeypatch.setattr(moe, name, lambda *given: torch.ones(1))
+        monkeypatch.setattr(moe, name, lambda *args, **kwargs: torch.ones(1))
     (sizes,) = {part for part in arch_with(moe_intermediate_size=128).parts() if part.name == "moe"}
     experts = moe.Experts(sizes, KernelsSection(precision=precision))
     routed = moe.Router(sizes, MoeSection(), "reference")(torch.ones(2, ARCH.hidden_size))
