@@ -157,7 +157,12 @@ def _tokenizer(config: str, tokenizer: str = BPE) -> dict[str, str]:
 
 UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
     # Folders that lie in each other, data that is two things at once.
-    ("--output_dir x", {"x/config.json": '{"model_type": "qwen3"}'}, "output_dir", "is not a run's"),
+    (
+        "--output_dir x",
+        {"x/config.json": '{"model_type": "qwen3"}'},
+        "output_dir",
+        "is not a run's",
+    ),
     ("--output_dir .", {"config.json": "[]"}, "output_dir", "config.json is not a run's"),
     ("--data.source text --data.path .", SOME_TEXT, "output_dir", "lies in data.path '.': the nex"),
     (
