@@ -360,7 +360,8 @@ def test_no_sum_is_split_however_few_rows_there_are(width, dim):
 @pytest.mark.parametrize("name", ["sigmoid", "softplus", "exp"])
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_an_elementwise_op_has_the_bits_of_torch_in_every_graph(place, name):
-    op, apart = partial(getattr(elementwise, name), fusible=False), getattr(elementwise, f"_{name}")
+    op = partial(getattr(elementwise, name), fusible=False)
+    apart = getattr(elementwise, f"{name}_op")
     plain = getattr(torch.nn.functional, name, None) or getattr(torch, name)
     x = torch.linspace(-30, 30, 999, device=place)
     for dtype in (torch.bfloat16, torch.float32):

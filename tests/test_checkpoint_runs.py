@@ -151,7 +151,7 @@ def test_milestones_are_kept_for_good(tmp_path, tiny_words):
     assert names(tmp_path) == ["step-00000006", "step-00000012", "step-00000014"]
     for interval in (0, 2):
         words = ["checkpoint.keep_every=5", f"checkpoint.interval={interval}"]
-        with pytest.raises(ConfigError, match=r"checkpoint\.keep_every: 5 is no multiple"):
+        with pytest.raises(ConfigError, match=r"checkpoint\.keep_every: 5 is not a multiple"):
             Config.load(None, [*tiny_words, *words], environ={})
 
 

@@ -71,7 +71,7 @@ def curve(config):
     """The logged losses and gradient norms of a run."""
     trainer = Trainer(config)
     trainer.fit()
-    rows = [row for row in read_metrics(trainer.log.path) if "loss" in row]
+    rows = [row for row in read_metrics(trainer.reporter.log.path) if "loss" in row]
     return torch.tensor([[row["loss"], row["grad_norm"]] for row in rows]).T
 
 

@@ -418,7 +418,7 @@ class Ops(TorchDispatchMode):
 @devices
 def test_a_launch_that_nothing_watches_takes_no_op_and_is_a_change(monkeypatch, device):
     chunks_RN, watched = torch.ones(1, 32, device=device), Ops()
-    calls, op = [], reduction._sum_chunks
+    calls, op = [], reduction.sum_chunks_op
     for mode in (watched, nullcontext()):
         out_N, squares_B = (torch.zeros(n, device=device) for n in (32, 1))
         with mode:

@@ -119,7 +119,7 @@ def test_the_worked_example_of_symmetric_products(device):
 @pytest.mark.parametrize("shape", [(260, 300), (300, 260), (40, 257)])
 def test_matrices_by_symmetric_products_are_those_of_the_reference(shape, device, monkeypatch):
     launched = []
-    product = symmetric._symmetric_product
+    product = symmetric.symmetric_product_op
     monkeypatch.setattr(symmetric, "use_fast", lambda backend, x: backend == "auto")
     monkeypatch.setattr(
         symmetric, "symmetric_product_op", lambda *given: launched.append(1) or product(*given)

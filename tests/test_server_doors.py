@@ -217,7 +217,7 @@ def running_jobs(service, before_stop):
     """The port of a service's server, which says that it stops some time before it does."""
     with running(JobRoutes(service)) as (port, _):
         yield port
-        service.tell_stopped()
+        service.refuse_waiting()
         before_stop(service)
 
 

@@ -59,7 +59,7 @@ _COLUMNS, _WARPS = 1024, 2
 class Activation(Protocol):
     """Computes ``h_RF`` of ``a_RA``, each row times its routing weight."""
 
-    def __call__(
+    def forward(
         self, a_RA: torch.Tensor, weights_R: torch.Tensor, offsets_E: torch.Tensor, backend: Backend
     ) -> torch.Tensor:
         """Return ``h_RF``."""
@@ -84,7 +84,7 @@ class Gated:
     kind: str
     """``silu`` or ``gelu``, the activation of the gate."""
 
-    def __call__(
+    def forward(
         self, a_RA: torch.Tensor, weights_R: torch.Tensor, offsets_E: torch.Tensor, backend: Backend
     ) -> torch.Tensor:
         return swiglu(a_RA, weights_R, backend, self.kind)
@@ -104,7 +104,7 @@ class Gated:
 class SquaredRelu:
     """Squared ReLU, without a gate (:mod:`moetrain.kernels.experts.relu2`)."""
 
-    def __call__(
+    def forward(
         self, a_RA: torch.Tensor, weights_R: torch.Tensor, offsets_E: torch.Tensor, backend: Backend
     ) -> torch.Tensor:
         return relu2(a_RA, weights_R, backend)
@@ -131,7 +131,7 @@ class Clamped:
     alpha: float
     """The factor of the gate within the sigmoid."""
 
-    def __call__(
+    def forward(
         self, a_RA: torch.Tensor, weights_R: torch.Tensor, offsets_E: torch.Tensor, backend: Backend
     ) -> torch.Tensor:
         return clamped_swiglu(
@@ -313,7 +313,7 @@ def forward(
     else:
         a_RA, u_Rr = first.product(x_RD, offsets_E)
         del x_RD
-        h_RF = activation(a_RA, weights_R, offsets_E, "triton")
+        h_RF = activation.forward(a_RA, weights_R, offsets_E, "triton")
     # 3. Second projection.
     y_RD, v_Rr = second.product(h_RF, offsets_E)
     del h_RF
@@ -379,7 +379,7 @@ def reference(
     offsets_E = indices.offsets_E
     x_RD, weights_R = permute(x_TD, weights_TK, indices, "reference")
     a_RA = first.reference(x_RD, offsets_E)
-    h_RF = activation(a_RA, weights_R, offsets_E, "reference")
+    h_RF = activation.forward(a_RA, weights_R, offsets_E, "reference")
     y_RD = second.reference(h_RF, offsets_E)
     if second.bias_EM is not None:
         bias_RD = second.bias_EM[expert_of_rows(offsets_E, len(y_RD))]
