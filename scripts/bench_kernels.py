@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch._functorch import config as functorch_config
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from specs import SPECS
-from specs.spec import (
+from tests.lib.specs import SPECS
+from tests.lib.specs.spec import (
     Bench,
     KernelSpec,
     as_tuple,

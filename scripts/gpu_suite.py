@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -54,8 +55,8 @@ COVERED = (
     "moetrain/runtime",
     "moetrain/serve",
     "moetrain/train",
-    "tests/distributed.py",
-    "tests/specs",
+    "tests/lib/distributed.py",
+    "tests/lib/specs",
 )
 """What GPU tests execute on a device; test files with the mark ``gpu`` belong to it as well."""
 
@@ -269,8 +270,8 @@ def is_covered(path: str) -> bool:
     if any(path == place or path.startswith(f"{place}/") for place in COVERED):
         return True
     file = ROOT / path
-    is_test = path.startswith("tests/test_") and path.endswith(".py")
-    return is_test and file.exists() and "mark.gpu" in file.read_text()
+    is_test = re.fullmatch(r"tests/(\w+/)*test_\w+\.py", path)
+    return is_test is not None and file.exists() and "mark.gpu" in file.read_text()
 
 
 def due() -> int:

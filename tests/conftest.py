@@ -5,12 +5,12 @@ Without a GPU, kernels that are asked for by name run in Triton's interpreter.
 
 import functools
 import gc
+import hashlib
 import importlib
 import os
 import signal
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 # Of what is started here too. Tests are many processes that compute little: threads only fight, and
@@ -31,14 +31,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # until all tests are imported and collected, of which nothing is garbage
-
-
-LONG = {
-    line: place
-    for place, line in enumerate((Path(__file__).parent / "long.txt").read_text().splitlines())
-    if not line.startswith("#")
-}
-"""Long tests, and in which order they run: no worker begins with the longest as the others end."""
 
 
 def pytest_collectstart():
@@ -62,21 +54,49 @@ def _begin():
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
         with suppress(ModuleNotFoundError):  # there is no Triton
-            importlib.import_module("quick_interpreter")
-    importlib.import_module("forked_python").install()
+            importlib.import_module("tests.lib.quick_interpreter")
+    importlib.import_module("tests.lib.forked_python").install()
     torch.set_num_threads(1)
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Skip files that have none of the long tests, or of the GPU tests, where only those run."""
+    """Skip files that have none of the GPU tests, or of a tier, where only those run."""
     if collection_path.suffix != ".py" or config.args != config.getini("testpaths"):
         return None
-    if config.option.markexpr.startswith("gpu"):
-        return None if "mark.gpu" in collection_path.read_text() else True
-    if config.option.markexpr != "long":
-        return None
-    is_named = any(name.startswith(f"{collection_path.name}::") for name in LONG)
-    return None if is_named or "mark.long" in collection_path.read_text() else True
+    for name, mark in (("gpu", "mark.gpu"), ("long", "mark.tier"), ("wide", "mark.tier")):
+        if config.option.markexpr.startswith(name):
+            return None if mark in collection_path.read_text() else True
+    return None
+
+
+def tier_of(item) -> str:
+    """``quick``, ``long`` or ``wide``, as the mark ``tier`` says of the test or of its case."""
+    mark = item.get_closest_marker("tier")
+    if mark is None:
+        return "quick"
+    case = item.callspec.id if hasattr(item, "callspec") else ""
+    named = (tier for tier, cases in mark.kwargs.items() if any(is_named(case, c) for c in cases))
+    return next(named, mark.args[0])
+
+
+def is_named(case: str, name: str) -> bool:
+    """True if a mark's ``name`` is that of a case; it may end with "..." for the rest of a name."""
+    return case.startswith(name[:-3]) if name.endswith("...") else case == name
+
+
+def check_tiers(items) -> None:
+    """Raise UsageError if a mark ``tier`` names a case that its test does not have."""
+    cases: dict[str, set[str]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], set()).add(
+            item.callspec.id if hasattr(item, "callspec") else ""
+        )
+    for item in items:
+        mark = item.get_closest_marker("tier")
+        test = item.nodeid.partition("[")[0]
+        for name in [name for names in mark.kwargs.values() for name in names] if mark else []:
+            if not any(is_named(case, name) for case in cases[test]):
+                raise pytest.UsageError(f"mark tier of {test}: it has no case {name!r}")
 
 
 def gpus_needed(item) -> int:
@@ -92,15 +112,15 @@ def gpus_needed(item) -> int:
 def pytest_collection_modifyitems(config, items):
     import torch
 
-    names = {item.nodeid.removeprefix("tests/"): item for item in items}
-    for name in LONG & names.keys():
-        names[name].add_marker("long")
-    place = {names[name].nodeid: LONG[name] for name in LONG.keys() & names.keys()}
-    items.sort(key=lambda item: place.get(item.nodeid, len(LONG) + 1))
-    files = {name.partition("::")[0] for name in names}
-    unknown = sorted(n for n in LONG - names.keys() if n.partition("::")[0] in files)
-    if unknown and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"tests/long.txt names what is no test: {', '.join(unknown)}")
+    for item in items:
+        if (tier := tier_of(item)) != "quick":
+            item.add_marker(tier)
+    if not any("::" in argument for argument in config.args):
+        check_tiers(items)
+
+    if config.option.markexpr == "wide":  # what there is time for is another part each time
+        order = os.environ.get("WIDE_ORDER", "")
+        items.sort(key=lambda item: hashlib.sha256(f"{order}{item.nodeid}".encode()).digest())
 
     present = torch.cuda.device_count()
     for item in items:
@@ -127,7 +147,7 @@ def pytest_pyfunc_call(pyfuncitem):
 
     if torch.cuda.is_available():
         return None
-    from rehearsal import rehearse
+    from tests.lib.rehearsal import rehearse
 
     names = pyfuncitem._fixtureinfo.argnames
     given = {name: pyfuncitem.funcargs[name] for name in names}

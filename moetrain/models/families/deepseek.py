@@ -141,7 +141,7 @@ V3: Mapping[str, Any] = {
 """The arguments of :class:`~moetrain.models.family.Family` for DeepSeek-V3."""
 
 # Sizes of presets are those of the published config.json, from memory; their totals of parameters
-# agree with what is published (tests/test_families.py).
+# agree with what is published (tests/models/families/test_families.py).
 _COMMON: Mapping[str, Any] = {
     "family": "deepseek_v3",
     "kv_lora_rank": 512,

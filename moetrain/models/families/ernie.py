@@ -25,7 +25,7 @@ _FIXED: dict[str, Any] = {
     "selection_bias": True,
 }
 # Sizes of presets are those of the published config.json, from memory; their totals of parameters
-# agree with what is published (tests/test_families.py).
+# agree with what is published (tests/models/families/test_families.py).
 _COMMON: dict[str, Any] = {
     "family": "ernie4_5_moe",
     "vocab_size": 103_424,

@@ -32,7 +32,7 @@ _MAP, _MAP_WITHOUT_COPIES = behind_layers(
 )
 _FIXED = {**SIGMOID_ROUTER, "out_bias": False}
 # Sizes of presets are those of the published config.json, from memory; their totals of parameters
-# agree with what is published (tests/test_families.py).
+# agree with what is published (tests/models/families/test_families.py).
 _COMMON: dict[str, Any] = {
     "family": "glm4_moe",
     "vocab_size": 151_552,

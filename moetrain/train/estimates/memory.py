@@ -6,7 +6,8 @@ saves it; it is added up here. The peak comes at one of two moments: the start o
 all blocks' activations exist, or its end, when a device that shards nothing has all gradients. In a
 run that generates too, with a model and a cache beside the trainer's, generation is a third.
 
-``tests/test_memory.py`` compares it with the allocator's peak on H200s. Left out on purpose:
+``tests/train/estimates/test_memory.py`` compares it with the allocator's peak on H200s. Left out
+on purpose:
 fragmentation (1 to 3 GiB there), buffers of communication libraries, and uneven routing, which
 gives the fullest expert parallel rank more rows than the mean that is assumed here. On a CPU it is
 a lower bound: the process itself and the plain reference kernels take more.

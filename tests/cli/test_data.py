@@ -1,0 +1,77 @@
+"""``moetrain data PATH``: what it says of records, lengths and masks."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from moetrain.cli import data as command
+from tests.lib.data_files import write_lines
+
+
+def test_rows_lengths_and_masks_are_shown(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    turns = [{"role": "user", "content": "Asked"}, {"role": "assistant", "content": "Answered"}]
+    path = write_lines(tmp_path / "a.jsonl", *({"messages": turns, "n": i} for i in range(30)))
+    words = ["--data.seq_len", "256", "--data.cache_dir", str(tmp_path / "cache"), "--show", "1"]
+    assert command.main([str(path), *words]) == 0
+    out = capsys.readouterr().out
+    plain = re.sub(r"\x1b\[[\d;]*m", "", out)
+    assert "the first 30 records are messages (30)" in caplog.text
+    assert "of 256 tokens" in out
+    assert "\x1b[32mAnswered<|im_end|>" in out
+    assert "\x1b[2mAsked<|im_end|>" in out
+    assert "row 0" in plain
+    assert "row 1" not in plain
+    assert "█" * 40 in out
+
+
+def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": "x", "answer": "y"})
+    assert command.main([str(path), "--data.cache_dir", str(tmp_path)]) == 2
+    assert "nearest is" in capsys.readouterr().err
+    assert command.main([str(tmp_path / "none.parquet")]) == 2
+    assert "No such file" in capsys.readouterr().err
+    assert command.main([]) == 2
+
+
+PAIR = {"prompt": "Asked ", "chosen": "Right", "rejected": "Wrong"}
+GOOD, BAD = (
+    {"prompt": "Asked ", "completion": said, "label": said == "Right"}
+    for said in ("Right", "Wrong")
+)
+
+
+@pytest.mark.parametrize(
+    ("objective", "record", "answers"),
+    [
+        ("dpo", PAIR, ["chosen 32 Right", "rejected 31 Wrong"]),
+        ("kto", PAIR, ["chosen 32 Right", "rejected 31 Wrong", "another 33 Right"]),
+        ("kto", GOOD, ["desirable 32 Right", "another 33 Right"]),
+        ("kto", BAD, ["undesirable 31 Wrong", "another 33 Wrong"]),
+        ("next_token", PAIR, [" 32 Right"]),
+    ],
+    ids=["dpo", "kto, a pair", "kto, desirable", "kto, undesirable", "next_token"],
+)
+def test_answers_to_avoid_are_named_and_red(
+    objective: str,
+    record: dict,
+    answers: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    path = write_lines(tmp_path / "a.jsonl", *({**record, "n": i} for i in range(4)))
+    words = ["--data.seq_len", "64", "--data.cache_dir", str(tmp_path / "cache"), "--show", "1"]
+    words += ["--train.objective", objective, "--data.eval_fraction", "0"]
+    assert command.main([str(path), *words]) == 0
+    out = capsys.readouterr().out
+    name = r"(?:\x1b\[1;\d+m(\w+)[^\x1b]*\x1b\[0m\s+)?"
+    found = re.findall(name + r"\x1b\[2mAsked \x1b\[0m\x1b\[(\d+)m(Right|Wrong)", out)
+    assert [" ".join(each) for each in found][: len(answers)] == answers

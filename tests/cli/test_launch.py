@@ -1,0 +1,386 @@
+"""Starting ranks and ending together: exit codes, one report, nobody left behind; srun's words."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from moetrain.cli.train import main
+from moetrain.config import ConfigError
+from moetrain.config.environment import LaunchedPlace
+from moetrain.config.sources import RunFailed
+from moetrain.parallel.processes import find_ranks
+from tests.lib.command_lines import settled
+from tests.lib.launches import Launcher
+
+# What ranks run: the real command line, with a trainer that does what it is told.
+RANK = """
+import glob, os, signal, sys, time, types
+from moetrain.cli import launch
+from moetrain.config import ConfigError
+from moetrain.config.sources import RunFailed
+from moetrain.cli.train import main
+
+rank, folder = int(os.environ["RANK"]), sys.argv[2]
+
+
+class Trainer:
+    def __init__(self, config, **_): ...
+
+    def fit(self):
+        open(os.path.join(folder, f"{rank}.{os.getpid()}"), "w").close()
+        getattr(self, sys.argv[1])()
+
+    def succeed(self):
+        print(f"out {rank}" + chr(10), end="")
+
+    def all_misconfigured(self):
+        raise ConfigError("data.path", "nowhere")
+
+    def all_fail(self):
+        raise RunFailed("too many bad steps")
+
+    def one_raises(self):
+        if rank == 1:
+            raise ValueError("the cause")
+        if rank == 2:
+            while not glob.glob(os.path.join(folder, "1.*")):
+                time.sleep(0.05)
+            time.sleep(1)
+            raise ValueError("a consequence")
+        time.sleep(600)  # as in a collective
+
+    def die(self):
+        while len(glob.glob(os.path.join(folder, "[0-9].*"))) < 3:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def one_is_killed(self):
+        if rank == 2:
+            self.die()
+        time.sleep(600)
+
+    def others_meet_a_death(self):
+        if rank == 2:
+            self.die()
+        while not (files := glob.glob(os.path.join(folder, "2.*"))):
+            time.sleep(0.05)
+        try:
+            while " Z " not in open(f"/proc/{files[0].rpartition('.')[2]}/stat").read():
+                time.sleep(0.05)
+        except OSError:  # and it was waited for
+            pass
+        raise RuntimeError("connection closed by peer")
+
+    def wait_for_a_signal(self):
+        got = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: got.append(number))
+        open(os.path.join(folder, f"ready{rank}"), "w").close()
+        while not got:
+            time.sleep(0.05)
+        time.sleep(0.3 * rank)  # a checkpoint
+        print(f"saved {rank}" + chr(10), end="")
+        raise SystemExit(128 + got[0])
+
+
+module = types.ModuleType("moetrain.train.loop")
+module.Trainer = Trainer
+sys.modules["moetrain.train.loop"] = module
+sys.exit(main(["train.sample_tokens=0"]))  # whose callback would import torch
+"""
+
+# Ranks that join a world over gloo; then one raises while the others wait for it.
+MEETING = """
+import sys, types
+import torch
+import torch.distributed as dist
+from moetrain.models.hf.load import resolve_architecture
+from moetrain.parallel.world import join_world
+from moetrain.cli.train import main
+
+
+class Trainer:
+    def __init__(self, config, **_):
+        self.world = join_world(config, resolve_architecture(config.model))
+
+    def fit(self):
+        one = torch.ones(())
+        dist.all_reduce(one)
+        line = f"{self.world.rank} of {self.world.size}: {one}" + chr(10)
+        print(line, end="", flush=True)  # one write: three ranks share the pipe
+        if self.world.rank == 2:
+            raise ValueError("the cause")
+        dist.all_reduce(one)
+
+
+module = types.ModuleType("moetrain.train.loop")
+module.Trainer = Trainer
+sys.modules["moetrain.train.loop"] = module
+sys.exit(main(["train.device=cpu", "train.global_batch_size=6", "train.micro_batch_size=2"]))
+"""
+
+# Two ranks whose collectives give up after three seconds; one works for longer, one falls silent.
+PATIENCE = """
+import sys, time, types
+from datetime import timedelta
+from moetrain.models.hf.load import resolve_architecture
+from moetrain.parallel import processes, world
+from moetrain.cli.train import main
+
+processes.TIMEOUT = timedelta(seconds=3)
+processes._BEAT_SECONDS = 0.2
+
+
+class Trainer:
+    def __init__(self, config, **_):
+        self.world = world.join_world(config, resolve_architecture(config.model))
+
+    def fit(self):
+        if self.world.is_main:
+            time.sleep(5)  # tokenises
+        self.world.barrier()
+        text = self.world.broadcast("from 0" if self.world.is_main else "from 1")
+        self.world.barrier()
+        if self.world.rank == 1:
+            print(text, flush=True)
+            self.world.rendezvous.end()  # as if it were gone
+            time.sleep(600)
+        self.world.barrier()
+
+
+module = types.ModuleType("moetrain.train.loop")
+module.Trainer = Trainer
+sys.modules["moetrain.train.loop"] = module
+sys.exit(main(["train.device=cpu", "train.micro_batch_size=2"]))
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """``start(behaviour)``: the launcher of ranks that behave so (three), as a running process."""
+    started = []
+
+    def launcher(behaviour, **how):
+        started.append(Launcher(tmp_path, RANK, behaviour, str(tmp_path), **how))
+        return started[-1]
+
+    yield launcher
+    for each in started:  # of a test that failed; their ranks die with them
+        each.process.kill()
+
+
+def assert_nobody_is_left(folder):
+    pids = [int(path.suffix[1:]) for path in folder.glob("[0-9].*")]
+    assert len(pids) == 3
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.tier("long")
+def test_success(start, tmp_path):
+    code, out, error = start("succeed").end()
+    assert (code, error) == (0, "")
+    assert sorted(out.splitlines()) == ["out 0", "out 1", "out 2"]
+    assert_nobody_is_left(tmp_path)
+
+
+@pytest.mark.tier("long")
+@pytest.mark.parametrize(
+    ("behaviour", "code", "line"),
+    [
+        ("all_misconfigured", 2, "error: data.path: nowhere"),
+        ("all_fail", 1, "failed: too many bad steps"),
+    ],
+)
+def test_what_all_ranks_find_is_said_once(behaviour, code, line, start):
+    found, _, error = start(behaviour, nproc=2).end()
+    assert (found, error) == (code, line + "\n")
+
+
+@pytest.mark.tier("long")
+def test_an_error_is_reported_by_its_rank_and_ends_the_others(start, tmp_path):
+    code, _, error = start("one_raises").end()
+    assert code == 1
+    assert error.startswith("Traceback")
+    assert error.endswith("ValueError: the cause\n")
+    assert error.count("Traceback") == 1
+    assert_nobody_is_left(tmp_path)
+
+
+@pytest.mark.tier("wide", long=["one_is_killed"])
+@pytest.mark.parametrize("others", ["one_is_killed", "others_meet_a_death"])
+def test_a_killed_rank_ends_the_others(others, start, tmp_path):
+    code, _, error = start(others).end()
+    assert (code, error) == (1, "failed: rank 2 was killed by signal 9 (Killed)\n")
+    assert_nobody_is_left(tmp_path)
+
+
+@pytest.mark.tier("wide")
+def test_started_ranks_meet_and_the_first_error_is_the_one_reported(tmp_path):
+    code, out, error = Launcher(tmp_path, MEETING).end(timeout=180)
+    assert code == 1
+    assert sorted(out.splitlines()) == ["0 of 3: 3.0", "1 of 3: 3.0", "2 of 3: 3.0"]
+    assert error.endswith("ValueError: the cause\n")
+    assert error.count("Traceback") == 1
+
+
+@pytest.mark.tier("long")
+def test_ranks_die_with_their_launcher(start, tmp_path):
+    process = start("wait_for_a_signal")
+    deadline = time.monotonic() + 20
+    while len(list(tmp_path.glob("ready*"))) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    assert process.end() == (-signal.SIGKILL, "", "")
+    deadline = time.monotonic() + 5
+    while any(map(is_running, pids_of(tmp_path))):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def pids_of(folder):
+    return [int(path.suffix[1:]) for path in folder.glob("[0-9].*")]
+
+
+def is_running(pid):
+    """Whether it is a process, and not the remains of one that nobody has asked after."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.tier("wide")
+def test_a_wait_for_work_has_no_limit_and_one_for_the_dead_has(tmp_path):
+    line = "failed: rank 1 of 2 gave no sign of life for 3 s\n"
+    assert Launcher(tmp_path, PATIENCE, nproc=2).end(timeout=180) == (1, "from 0\n", line)
+
+
+# ---- where ranks meet ---------------------------------------------------------------------------
+
+
+def place(rank, size=2, host="127.0.0.1", port=0, is_served=False):
+    return LaunchedPlace(rank, 0, size, f"{host}:{port}", None, None, is_served)
+
+
+@pytest.fixture
+def served():
+    """The port of a store such as a launcher serves."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_an_unknown_address_is_known_to_be_at_once():
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR: 'no\.such\.host\.invalid'"):
+        find_ranks(place(1, host="no.such.host.invalid", port=1234), 300)
+    with pytest.raises(ConfigError, match="MASTER_PORT: 70000"):
+        find_ranks(place(1, port=70000), 300)
+    assert time.monotonic() - began < 30  # a resolver's own time
+
+
+def test_nobody_at_the_address():
+    port = free_port()
+    with pytest.raises(RunFailed, match=rf"rank 1 of 2 found nobody at 127\.0\.0\.1:{port} within"):
+        find_ranks(place(1, port=port), 0.3)
+
+
+def test_ranks_that_do_not_come_are_named(served):
+    with pytest.raises(RunFailed, match=r"of 4 ranks 0, 2, 3 did not come to .* within 0.3 s"):
+        find_ranks(place(1, 4, port=served, is_served=True), 0.3)
+    with pytest.raises(ConfigError, match="RANK: 1 is that of two processes of 4"):
+        find_ranks(place(1, 4, port=served, is_served=True), 0.3)
+    with pytest.raises(ConfigError, match="WORLD_SIZE: 2 for rank 0, and 4 for another"):
+        find_ranks(place(0, 2, port=served, is_served=True), 0.3)
+
+
+@pytest.mark.tier("wide")
+def test_a_group_that_cannot_form_is_one_line(tiny_words):
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        [sys.executable, "-m", "moetrain.train", *tiny_words, "launch.join_timeout=0.5"],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert done.stderr.startswith("failed: of 2 ranks 1 did not come to 127.0.0.1:")
+    assert "launch.join_timeout" in done.stderr
+
+
+@pytest.mark.tier("wide", long=["10"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_stop_reaches_every_rank_and_waits_for_all(number, start, tmp_path):
+    process = start("wait_for_a_signal")
+    deadline = time.monotonic() + 20
+    while len(list(tmp_path.glob("ready*"))) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    code, out, error = process.end()
+    means = signal.SIGTERM if number == signal.SIGUSR1 else number
+    assert (code, error) == (128 + means, "")
+    assert sorted(out.splitlines()) == ["saved 0", "saved 1", "saved 2"]
+    assert_nobody_is_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "named"),
+    [
+        (["parallel.tp=3"], "parallel.tp", "world of 4"),
+        (["parallel.dp_shard=3"], "parallel.dp_shard", "world of 4"),
+        (["parallel.ep=3"], "parallel.ep", "dp_shard 4"),
+        (["model.num_experts=6", "parallel.ep=4"], "parallel.ep", "num_experts 6"),
+        (["model.preset=qwen3-0.6b", "parallel.ep=2"], "parallel.ep", "no experts"),
+        (["parallel.tp=4"], "parallel.tp", "num_heads 2"),
+        (["train.global_batch_size=12"], "train.global_batch_size", "4 ranks"),
+        (["launch.nproc=0"], "launch.nproc", "0"),
+    ],
+)
+def test_a_bad_layout_is_one_line(words, field, named, tiny_words, capsys):
+    if "model.preset=qwen3-0.6b" in words:
+        tiny_words = [word for word in tiny_words if not word.startswith("model.")]
+    base = ["train.global_batch_size=8", "launch.nproc=4"]
+    assert main(["--dry_run", *settled([*tiny_words, *base, *words])]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith(f"error: {field}: ")
+    assert named in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.tier("wide")
+def test_a_bad_layout_ends_the_ranks_with_one_line(tmp_path, tiny_words):
+    words = settled([*tiny_words, "train.global_batch_size=8", "parallel.tp=3", "launch.nproc=2"])
+    words += [f"output_dir={tmp_path / 'out'}"]
+    command = [sys.executable, "-m", "moetrain.train", *settled(words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: parallel.tp: pp 1, ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_launcher_gets_the_words_as_they_came(tiny_words, monkeypatch):
+    started = []
+    monkeypatch.setattr("moetrain.cli.launch.start_ranks", lambda *call: started.append(call) or 7)
+    words = ["debug", *settled([*tiny_words, "train.global_batch_size=8"]), "--launch.nproc", "4"]
+    assert main(words) == 7
+    assert started == [(["-m", "moetrain.train", *words], 4, 0)]

@@ -1,0 +1,518 @@
+"""Data up to tokens: sources, tokenizers and the token cache."""
+
+import errno
+import json
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from moetrain.config import Config, ConfigError, DataSection, locks
+from moetrain.data import cache, sources
+from moetrain.data.cache import TokenCache
+from moetrain.data.documents import HashRange
+from moetrain.data.loader import build_data
+from moetrain.data.packing import IGNORE_INDEX, SyntheticDataset
+from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from tests.lib.data_files import BYTE_VOCAB, config, word_tokenizer, write_files, write_lines
+
+
+def text_source(path: Path) -> sources.Source:
+    data = config(path, source="text", path=str(path), eval_fraction=0).data
+    return sources.Source.of(data, ByteTokenizer())
+
+
+def both_sides(data: DataSection) -> tuple[sources.Source, sources.Source]:
+    """What is trained on and what is held out, as far as hashes decide."""
+    source, border = sources.Source.of(data, ByteTokenizer()), data.eval_fraction
+    return source.only(HashRange(low=border)), source.only(HashRange(high=border))
+
+
+# Sources
+
+
+def test_stdlib_is_large_and_held_out_files_are_disjoint(tmp_path: Path):
+    data = config(tmp_path).data
+    train, held_out = both_sides(data)
+    assert not set(train.files) & set(held_out.files)
+    assert not any("site-packages" in f.parts or "test" in f.parts for f in train.files)
+    assert train.total_bytes() > 1_000_000
+    built = build_data(config(tmp_path), BYTE_VOCAB)
+    assert built.eval is not None
+    assert len(built.train) * data.seq_len > 1_000_000
+    assert len(built.eval) > 16
+
+
+def test_text_folder_becomes_sorted_documents(tmp_path: Path):
+    folder = write_files(tmp_path / "text", b="second é", a="first", empty="")
+    (folder / ".hidden").write_text("no")
+    (folder / "deeper").mkdir()
+    (folder / "deeper" / "c").write_bytes(b"caf\xe9")
+    (folder / "image").write_bytes(b"\x89PNG\0\0")
+    c = config(tmp_path, source="text", path=str(folder), eval_fraction=0.0, seq_len=23)
+    data = build_data(c, BYTE_VOCAB)
+    assert data.eval is None
+    row = data.train.row(0)
+    assert row.lengths.tolist() == [6, 10, 7]
+    text = data.tokenizer.decode(row.tokens_S.tolist())
+    assert text == "first" + "second é" + "caf\ufffd"
+    assert np.flatnonzero(row.tokens_S == data.tokenizer.eos_id).tolist() == [5, 15, 22]
+
+
+def test_large_files_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = "".join(f"line {i} é\n" for i in range(50)) + "€" * 40
+    (tmp_path / "one.txt").write_text(text)
+    monkeypatch.setattr(sources, "_PART_BYTES", 16)
+    source = text_source(tmp_path / "one.txt")
+    parts = list(source.documents())
+    assert len(parts) > 20
+    assert "".join(part.text for part in parts) == text
+    assert [part.is_end for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert sum(part.num_bytes for part in parts) == source.total_bytes()
+    built = TokenCache.of(source, ByteTokenizer(), tmp_path / "cache")
+    assert built.documents.tolist() == [0, len(text.encode()) + 1]
+
+
+def test_jsonl_split_is_disjoint_and_stable(tmp_path: Path):
+    path = write_lines(tmp_path / "a.jsonl", *({"body": f"line {i}"} for i in range(200)))
+    settings = {"source": "jsonl", "path": str(path), "text_field": "body", "eval_fraction": 0.2}
+
+    def texts(c: Config) -> list[set[str]]:
+        return [{part.text for part in source.documents()} for source in both_sides(c.data)]
+
+    train, held_out = texts(config(tmp_path, **settings))
+    assert not train & held_out
+    assert train | held_out == {f"line {i}" for i in range(200)}
+    assert 20 < len(held_out) < 60
+    (tmp_path / "b").mkdir()
+    moved = write_lines(
+        tmp_path / "b" / "c.jsonl", *({"body": f"line {i}"} for i in range(199, -1, -1))
+    )
+    assert texts(config(tmp_path, **settings | {"path": str(moved)})) == [train, held_out]
+
+
+def test_eval_path_is_the_held_out_text(tmp_path: Path):
+    train = write_files(tmp_path / "train", a="training text")
+    held_out = write_files(tmp_path / "eval", b="held-out text")
+    c = config(tmp_path, source="text", path=str(train), eval_path=str(held_out), seq_len=8)
+    data = build_data(c, BYTE_VOCAB)
+    assert data.eval is not None
+    assert data.tokenizer.decode(data.train.row(0).tokens_S.tolist()) == "training"
+    assert data.tokenizer.decode(data.eval.row(0).tokens_S.tolist()) == "held-out"
+
+
+def test_lone_surrogates_in_json_become_question_marks(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\ud800b"}\n')
+    c = config(tmp_path, source="jsonl", path=str(path), eval_fraction=0, seq_len=4)
+    data = build_data(c, BYTE_VOCAB)
+    assert data.tokenizer.decode(data.train.row(0).tokens_S.tolist()) == "a?b"
+
+
+def test_synthetic_rows(tmp_path: Path):
+    c = config(tmp_path, source="synthetic", num_documents=100, seq_len=16)
+    data = build_data(c, 300)
+    assert data.eval is not None
+    assert (len(data.train), len(data.eval)) == (100, 2)
+    row = data.train.row(7)
+    assert row.targets_S.tolist() == [*row.tokens_S[1:].tolist(), IGNORE_INDEX]
+    assert row.positions_S is None
+    assert row.lengths.tolist() == [16]
+    assert row.lengths.tolist() == [16]
+    again = SyntheticDataset(100, 16, 300, seed=0).row(7)
+    assert again.tokens_S.tolist() == row.tokens_S.tolist()
+    rows = {tuple(d.row(i).tokens_S) for d in (data.train, data.eval) for i in range(len(d))}
+    assert len(rows) == 102
+    tokens = np.concatenate([data.train.row(i).tokens_S for i in range(100)])
+    assert 0 <= tokens.min() < 5
+    assert 295 <= tokens.max() < 300
+    assert not (tmp_path / "cache").exists()
+
+
+# Where the hash of documents holds out too little
+
+
+@pytest.mark.parametrize("eval_fraction", [0.02, 1e-9, 0.5, 0.999999])
+def test_one_file_is_divided_inside(
+    tmp_path: Path, eval_fraction: float, caplog: pytest.LogCaptureFixture
+):
+    """``--data.source text --data.path one.txt``, everybody's first try."""
+    text = "".join(chr(ord("a") + i // 16) for i in range(16 * 26))
+    (tmp_path / "one.txt").write_text(text)
+    settings = {"source": "text", "path": str(tmp_path / "one.txt"), "seq_len": 16}
+    with caplog.at_level(logging.INFO, logger="moetrain"):
+        data = build_data(config(tmp_path, eval_fraction=eval_fraction, **settings), BYTE_VOCAB)
+    assert data.eval is not None
+    train, held_out = (
+        "".join(data.tokenizer.decode(rows.row(i).tokens_S.tolist()) for i in range(len(rows)))
+        for rows in (data.train, data.eval)
+    )
+    assert train + held_out == text
+    assert len(data.eval) == {0.02: 1, 1e-9: 1, 0.5: 13, 0.999999: 25}[eval_fraction]
+    targets = {t for i in range(len(data.train)) for t in data.train.row(i).targets_S.tolist()}
+    assert targets - {IGNORE_INDEX} == set(train.encode())  # none is of the held-out rows
+    assert caplog.text.count("of all 26 rows of 16 tokens instead") == 1
+
+
+def test_held_out_documents_shorter_than_a_row_are_divided_inside_too(tmp_path: Path):
+    lines = [{"text": f"{i} " * 3} for i in range(60)]
+    path = write_lines(tmp_path / "a.jsonl", *lines)
+    c = config(tmp_path, source="jsonl", path=str(path), eval_fraction=0.1, seq_len=128)
+    data = build_data(c, BYTE_VOCAB)
+    assert data.eval is not None
+    assert (len(data.train), len(data.eval)) == (3, 1)
+    assert data.train.identity[1] == data.eval.identity[1]
+
+
+def test_the_fingerprint_is_of_all_that_decides_the_rows(tmp_path: Path):
+    path = write_lines(tmp_path / "a.jsonl", *({"text": f"line {i}", "b": "x"} for i in range(99)))
+    base = {"source": "jsonl", "path": str(path), "eval_fraction": 0.2, "seq_len": 16}
+
+    def fingerprint(seed: int = 0, **data: object) -> str:
+        c = config(tmp_path, **base | data)
+        train = c.train.model_copy(update={"seed": seed})
+        return build_data(c.model_copy(update={"train": train}), 300).fingerprint
+
+    words = word_tokenizer(tmp_path / "t", "<unk>", "</s>", "line")
+    changes = [
+        {},
+        {"seq_len": 17},
+        {"eval_fraction": 0.3},
+        {"eval_fraction": 0},
+        {"eval_fraction": 1e-9},
+        {"packing": "whole"},
+        {"text_field": "b"},
+        {"tokenizer": str(words)},
+        {"eval_path": str(path), "eval_fraction": 0.02},
+        {"source": "synthetic", "path": None},
+        {"source": "synthetic", "path": None, "num_documents": 7},
+        {"source": "synthetic", "path": None, "seed": 1},
+    ]
+    fingerprints = [fingerprint(**change) for change in changes]
+    assert len(set(fingerprints)) == len(changes)
+    moved = tmp_path / "b.jsonl"
+    moved.write_bytes(path.read_bytes())
+    assert fingerprint(path=str(moved)) == fingerprint() == fingerprint(seed=1)
+    write_lines(path, *({"text": f"line {i + (i == 50)}"} for i in range(99)))
+    assert fingerprint() != fingerprints[0]
+
+
+def test_links_to_nothing_and_files_of_other_kinds_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    folder = write_files(tmp_path / "text", a="first")
+    (folder / "gone").symlink_to(tmp_path / "nowhere")
+    (folder / "elsewhere").symlink_to(tmp_path)
+    os.mkfifo(folder / "fifo")
+    (folder / "image").write_bytes(b"\x89PNG\0\0")
+    Path(os.fsdecode(bytes(folder) + b"/caf\xe9")).write_text("last")
+    c = config(tmp_path, source="text", path=str(folder), eval_fraction=0.0, seq_len=11)
+    with caplog.at_level(logging.INFO, logger="moetrain"):
+        data = build_data(c, BYTE_VOCAB)
+    assert data.tokenizer.decode(data.train.row(0).tokens_S.tolist()) == "firstlast"
+    assert caplog.text.count("gone is no file, or a link to none; skipped") == 1
+    assert "elsewhere is a link to a folder; not followed" in caplog.text
+    assert "fifo is no file" in caplog.text
+    assert "image is not text; skipped" in caplog.text
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_a_file_that_cannot_be_read(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch):
+    path = write_lines(tmp_path / "a.jsonl", {"text": "x"})
+    opened = Path.open
+
+    def refuse(self: Path, *args: object, **settings: object) -> object:
+        if self == path:
+            raise PermissionError(13, "Permission denied")
+        return opened(self, *args, **settings)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ConfigError, match=rf"data\.path: '{path}' cannot be read: Permission"):
+        build_data(config(tmp_path, source=source, path=str(path), eval_fraction=0), BYTE_VOCAB)
+
+
+def test_texts_of_one_token_have_nothing_to_predict(tmp_path: Path):
+    words = word_tokenizer(tmp_path / "t", "</s>", eos_token="</s>")
+    text = write_files(tmp_path / "text", a="</s>", b="</s>")
+    c = config(tmp_path, source="text", path=str(text), tokenizer=str(words), seq_len=2)
+    with pytest.raises(ConfigError, match=r"data\.path: no document has two tokens"):
+        build_data(c, BYTE_VOCAB)
+
+
+# Cache
+
+
+class CountingTokenizer(ByteTokenizer):
+    """Counts the texts it encodes."""
+
+    def __init__(self, fingerprint: str = "byte") -> None:
+        super().__init__()
+        self.fingerprint = fingerprint
+        self.num_texts = 0
+
+    def encode_batch(self, texts):
+        self.num_texts += len(texts)
+        return super().encode_batch(texts)
+
+
+def test_cache_is_built_once_and_rebuilt_when_its_inputs_change(tmp_path: Path):
+    folder = write_files(tmp_path / "text", a="one", b="two")
+    tokenizer = CountingTokenizer()
+    first = TokenCache.of(text_source(folder), tokenizer, tmp_path / "cache")
+    again = TokenCache.of(text_source(folder), tokenizer, tmp_path / "cache")
+    assert tokenizer.num_texts == 2
+    assert again.tokens.tolist() == first.tokens.tolist() == [*b"one", 256, *b"two", 256]
+    assert first.tokens.dtype == np.uint16
+    assert first.masked is None
+    (folder / "b.txt").write_text("three")
+    changed = TokenCache.of(text_source(folder), tokenizer, tmp_path / "cache")
+    assert tokenizer.num_texts == 4
+    assert changed.documents.tolist() == [0, 4, 10]
+    other = CountingTokenizer(fingerprint="other")
+    TokenCache.of(text_source(folder), other, tmp_path / "cache")
+    assert other.num_texts == 2
+    assert len(list((tmp_path / "cache").glob("*/"))) == 3  # and nothing temporary is left
+
+
+@pytest.mark.parametrize("change", [{"text_field": "b"}, {"eval_fraction": 0.7}])
+def test_cache_key_covers_how_files_are_read(tmp_path: Path, change: dict):
+    path = write_lines(tmp_path / "a.jsonl", *({"a": "x" * i, "b": "y"} for i in range(1, 40)))
+    settings = {"source": "jsonl", "path": str(path), "text_field": "a", "eval_fraction": 0.5}
+    tokens = []
+    for data in (settings, settings | change):
+        source, _ = both_sides(config(tmp_path, **data).data)
+        tokens.append(TokenCache.of(source, ByteTokenizer(), tmp_path / "cache").tokens.tolist())
+    assert tokens[0] != tokens[1]
+
+
+def test_a_vocabulary_over_65536_is_stored_in_32_bits(tmp_path: Path):
+    tokenizer = ByteTokenizer()
+    tokenizer.vocab_size, tokenizer.eos_id = 70_001, 70_000
+    folder = write_files(tmp_path / "text", a="x")
+    built = TokenCache.of(text_source(folder), tokenizer, tmp_path / "cache")
+    assert built.tokens.tolist() == [ord("x"), 70_000]
+
+
+def test_concurrent_builders_share_one_build(tmp_path: Path):
+    folder = write_files(tmp_path / "text", a="one", b="two")
+    tokenizer, results = CountingTokenizer(), []
+
+    def build():
+        cache = TokenCache.of(text_source(folder), tokenizer, tmp_path / "cache")
+        results.append(cache.tokens.tolist())
+
+    is_first, encode = threading.Event(), tokenizer.encode_batch
+
+    def slow(texts):
+        is_first.set()
+        time.sleep(0.3)  # so that the others come meanwhile
+        return encode(texts)
+
+    tokenizer.encode_batch = slow
+    threads = [threading.Thread(target=build) for _ in range(4)]
+    threads[0].start()
+    assert is_first.wait(timeout=10)
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    assert results == [[*b"one", 256, *b"two", 256]] * 4
+    assert tokenizer.num_texts == 2
+    assert len(list((tmp_path / "cache").glob("*/"))) == 1
+
+
+def test_builders_on_a_file_system_without_locks_share_what_the_first_one_made(
+    tmp_path, monkeypatch
+):
+    def refuse(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    folder = write_files(tmp_path / "text", a="one", b="two")
+    barrier, results = threading.Barrier(4), []
+
+    class Waiting(CountingTokenizer):
+        def encode_batch(self, texts):
+            barrier.wait(timeout=10)  # so that all four are building at the same time
+            return super().encode_batch(texts)
+
+    def build():
+        built = TokenCache.of(text_source(folder), Waiting(), tmp_path / "cache")
+        results.append(built.tokens.tolist())
+
+    threads = [threading.Thread(target=build) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    assert results == [[*b"one", 256, *b"two", 256]] * 4
+    assert len(list((tmp_path / "cache").glob("*/"))) == 1
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "good"}\n' * 99 + "bad\n")
+    c = config(tmp_path, source="jsonl", path=str(path), eval_fraction=0)
+    with pytest.raises(ConfigError, match="jsonl:100: not JSON"):
+        build_data(c, BYTE_VOCAB)
+    assert list((tmp_path / "cache").glob("*/")) == []
+
+
+META = {"num_tokens": 4, "num_documents": 1, "dtype": "uint16", "content": "x", "checksums": {}}
+DAMAGE = {
+    "tokens.bin": [b"123", b"\xff" * 8, b"", None],
+    "documents.bin": [b"", b"\x01" * 16, None],
+    "targets.bin": [b"", b"\0" * 16, b"\xff" * 8, None],
+    "masked.bin": [b"\0", None],
+    "labels.bin": [b"\0", None],
+    "meta.json": [b"", b"{", b"[]", b"\xff", b"{}", None]
+    + [
+        json.dumps(META | change).encode()
+        for change in (
+            {"num_tokens": 5},
+            {"num_tokens": "4"},
+            {"num_tokens": -4},
+            {"num_documents": None},
+            {"dtype": "float32"},
+            {"dtype": []},
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(n, c) for n, all in DAMAGE.items() for c in all])
+def test_a_damaged_cache_is_named(tmp_path: Path, name: str, content: bytes | None):
+    folder = write_files(tmp_path / "text", a="one")
+    TokenCache.of(text_source(folder), ByteTokenizer(), tmp_path / "cache")
+    (entry,) = (tmp_path / "cache").glob("*/")
+    (entry / name).unlink()
+    if content is not None:
+        (entry / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"data\.cache_dir: .*{entry.name} is damaged .*delete"):
+        TokenCache.of(text_source(folder), ByteTokenizer(), tmp_path / "cache")
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache, "encoded", full)
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: .*cannot be written: .*No space left"):
+        TokenCache.of(
+            text_source(write_files(tmp_path / "text", a="one")), ByteTokenizer(), tmp_path / "c"
+        )
+    assert list((tmp_path / "c").glob("*/")) == []
+
+
+def test_encoding_goes_in_bounded_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cache, "_BATCH_CHARACTERS", 6)
+    sizes = []
+
+    class Recording(ByteTokenizer):
+        def encode_batch(self, texts):
+            sizes.append(len(texts))
+            return super().encode_batch(texts)
+
+    folder = write_files(tmp_path / "text", a="aaa", b="bbb", c="c", d="dddddddd", e="e")
+    built = TokenCache.of(text_source(folder), Recording(), tmp_path / "cache")
+    assert sizes == [2, 2, 1]
+    assert built.documents.tolist() == [0, 4, 8, 10, 19, 21]
+
+
+# Tokenizers
+
+
+def test_hf_tokenizer_from_file_and_folder(tmp_path: Path):
+    folder = word_tokenizer(tmp_path / "t", "<unk>", "</s>", "cat", "dog", eos_token="</s>")
+    tokenizer = load_tokenizer(str(folder))
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (4, 1)
+    (encoded,) = tokenizer.encode_batch(["dog  cat"])
+    assert encoded.ids.tolist() == [3, 2]
+    assert encoded.offsets().tolist() == [[0, 3], [5, 8]]
+    assert tokenizer.decode([3, 99, 2]) == "dog cat"  # a model may have more ids
+    by_file = load_tokenizer(str(folder / "tokenizer.json"))
+    assert by_file.fingerprint == tokenizer.fingerprint
+    other = word_tokenizer(tmp_path / "u", "<unk>", "</s>", "dog", "cat", eos_token="</s>")
+    assert load_tokenizer(str(other)).fingerprint != tokenizer.fingerprint
+
+
+def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = word_tokenizer(tmp_path / "t", "a", "</s>")
+    asked = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, "tokenizer.json" in allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert load_tokenizer("someone/tokenizer").vocab_size == 2
+    assert asked == [("someone/tokenizer", True)]
+
+
+def test_eos_without_a_config_is_recognised_by_name(tmp_path: Path):
+    folder = word_tokenizer(tmp_path / "t", "a", "b", "<|endoftext|>")
+    assert load_tokenizer(str(folder)).eos_id == 2
+
+
+def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path):
+    folder = word_tokenizer(tmp_path / "t", "<unk>", "</s>", "a")
+    saved = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    saved.enable_truncation(2)
+    saved.enable_padding(length=8)
+    saved.save(str(folder / "tokenizer.json"))
+    (encoded,) = load_tokenizer(str(folder)).encode_batch(["a a a a"])
+    assert encoded.ids.tolist() == [2, 2, 2, 2]
+
+
+def test_byte_offsets_count_characters():
+    (encoded,) = ByteTokenizer().encode_batch(["aé€😀"])
+    assert encoded.offsets()[:, 0].tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+    assert ByteTokenizer().decode([256, *encoded.ids.tolist(), 0xFF, 300]) == "aé€😀\ufffd"
+
+
+@pytest.mark.parametrize("pad", ["</s>", {"content": "</s>"}])
+def test_pad_equal_to_eos_is_told_once_and_eos_keeps_its_loss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, pad: object
+):
+    folder = word_tokenizer(tmp_path / "t", "<unk>", "</s>", "a", eos_token="</s>", pad_token=pad)
+    text = write_files(tmp_path / "text", one="a a", two="a a")
+    settings = {"source": "text", "path": str(text), "eval_fraction": 0, "seq_len": 6}
+    with caplog.at_level(logging.INFO, logger="moetrain"):
+        data = build_data(config(tmp_path, tokenizer=str(folder), **settings), BYTE_VOCAB)
+    assert sum("PAD is EOS" in record.getMessage() for record in caplog.records) == 1
+    assert data.train.row(0).targets_S.tolist() == [2, 1, IGNORE_INDEX, 2, 1, IGNORE_INDEX]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"bos_token": "<s>", "pad_token": "<s>"}, "PAD is BOS ('<s>', id 1)"),
+        ({"unk_token": "<unk>", "pad_token": "<unk>"}, "PAD is UNK ('<unk>', id 0)"),
+        ({"sep_token": "<s>", "pad_token": "<s>"}, "PAD is SEP ('<s>', id 1)"),
+        ({"bos_token": "</s>", "pad_token": "</s>"}, "PAD is EOS and BOS ('</s>', id 2)"),
+        (
+            {"chat_template": "{{ '<s>' + messages[0].content }}", "pad_token": "<s>"},
+            "PAD is a token of the chat template ('<s>', id 1)",
+        ),
+    ],
+)
+def test_pad_equal_to_another_special_token_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, str], said: str
+):
+    words = ("<unk>", "<s>", "</s>", "a")
+    folder = word_tokenizer(tmp_path / "t", *words, eos_token="</s>", **settings)
+    load_tokenizer(str(folder))
+    assert [r.getMessage().split(". Loss")[0] for r in caplog.records] == [
+        f"data.tokenizer: {said}"
+    ]
+
+
+def test_nothing_is_said_of_a_pad_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = word_tokenizer(tmp_path / "t", "p", "</s>", "a", eos_token="</s>", pad_token="p")
+    load_tokenizer(str(folder))
+    assert "PAD" not in caplog.text

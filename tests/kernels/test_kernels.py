@@ -1,0 +1,423 @@
+"""Every kernel keeps its spec: values, gradients, reproducibility, compilability, errors.
+
+The specs hold the sizes and tolerances; nothing here knows a kernel. On a CPU the fast paths run in
+Triton's interpreter (tests/conftest.py); the tests marked ``gpu`` walk the same specs compiled.
+"""
+
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch._library.custom_ops import OPDEFS
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import moetrain.kernels
+from moetrain.kernels.experts.products import grouped_mm, grouped_weight_grad
+from moetrain.kernels.optim import reduction
+from moetrain.kernels.optim.reduction import sum_chunks
+from tests.lib.kernel_cases import devices
+from tests.lib.specs import SPECS
+from tests.lib.specs.optim import block_squares
+from tests.lib.specs.spec import (
+    Case,
+    Inputs,
+    KernelSpec,
+    as_tuple,
+    relative_errors,
+    rerun_differences,
+    with_grad,
+)
+
+# Files of moetrain/kernels without an op of their own: what kernels share, wrappers of torch's and
+# cuDNN's operators, parts of other files' kernels, and what generation alone uses, neither
+# differentiated nor compiled (tests/generate/test_batch_invariant.py).
+NOT_KERNELS = {
+    "moetrain.kernels.attention.batch_invariant",
+    "moetrain.kernels.attention.cudnn",
+    "moetrain.kernels.attention.paged",
+    "moetrain.kernels.attention.split_keys",
+    "moetrain.kernels.experts.adapters",
+    "moetrain.kernels.experts.copied_mlp",
+    "moetrain.kernels.experts.deepep",
+    "moetrain.kernels.experts.few_tokens",
+    "moetrain.kernels.experts.frame",
+    "moetrain.kernels.experts.grouped",
+    "moetrain.kernels.experts.grouped_frame",
+    "moetrain.kernels.experts.replicas",
+    "moetrain.kernels.experts.routed",
+    "moetrain.kernels.linear_attention.delta_kernels",
+    "moetrain.kernels.linear_attention.reads",
+    "moetrain.kernels.linear_attention.step",
+    "moetrain.kernels.vocabulary.gumbel",
+    "moetrain.kernels.vocabulary.fp8_gradients",
+    "moetrain.kernels.vocabulary.chunk",
+    "moetrain.kernels.vocabulary.shard",
+    "moetrain.kernels.optim.rounding",
+    "moetrain.kernels.quant.blocks",
+    "moetrain.kernels.quant.grouped_e4m3",
+    "moetrain.kernels.quant.recipes",
+    "moetrain.kernels.quant.transposed",
+}
+
+
+def case_name(case: Case) -> str:
+    return ",".join(f"{k}={v}" for k, v in case.items())
+
+
+specs = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+SAVING = [spec for spec in SPECS if "expert_mlp" in spec.name or "entropy_sum" in spec.name]
+ENDINGS = ("expert_mlp", "expert_mlp_fp8", "expert_mlp_fp8_gradients")
+EXPERTS = [spec.name for spec in SPECS if spec.name.endswith(ENDINGS)]
+every_case = pytest.mark.parametrize(
+    ("spec", "case", "dtype"),
+    [
+        pytest.param(spec, case, dtype, id=f"{spec.name}-{case_name(case)}-{dtype}")
+        for spec in SPECS
+        for case in spec.cases
+        for dtype in spec.tolerance
+    ],
+)
+
+
+def dtypes(spec: KernelSpec, device: str) -> list[torch.dtype]:
+    """What the fast path takes there; the first is the usual one."""
+    return [x for x in spec.tolerance if device == "cpu" or x not in spec.cpu_dtypes]
+
+
+def make(spec: KernelSpec, case: Case, device: str, dtype: torch.dtype | None = None) -> Inputs:
+    dtype = dtype or dtypes(spec, device)[0]
+    if dtype not in dtypes(spec, device):
+        pytest.skip(f"takes {dtype} on a CPU alone")
+    return spec.make_inputs(case, dtype, torch.Generator(device).manual_seed(0))
+
+
+@devices
+@every_case
+def test_matches_the_float64_reference(spec, case, dtype, device):
+    errors = relative_errors(spec, make(spec, case, device, dtype))
+    for name, error in errors.items():
+        assert error <= spec.tolerance[dtype], f"{name}: relative error {error:.2e}"
+
+
+@devices
+@specs
+def test_a_rerun_is_bitwise_equal(spec, device):
+    for case in spec.cases[: 1 if device == "cpu" else 3]:  # an interpreter does as it did
+        assert rerun_differences(spec, make(spec, case, device)) == [], case
+
+
+@devices
+@specs
+def test_compiles_without_graph_breaks(spec, device):
+    if not spec.ops:
+        pytest.skip("is a part of an op")
+    # One wrapper of torch's stands for every kernel, and it compiles one function 8 times at most.
+    torch.compiler.reset()
+    compiled = torch.compile(spec.fast, fullgraph=True, backend="aot_eager")
+    inputs = make(spec, spec.cases[0], device)
+    for name, error in relative_errors(spec, inputs, compiled).items():
+        tolerance = spec.tolerance[dtypes(spec, device)[0]]
+        assert error <= tolerance, f"{name}: relative error {error:.2e}"
+
+
+@devices
+@specs
+def test_takes_expanded_and_missing_gradients(spec, device):
+    leaves = with_grad(spec, make(spec, spec.cases[0], device))
+    roots = [x for x in as_tuple(spec.fast(**leaves)) if x.requires_grad]
+    wanted = [leaves[name] for name in spec.differentiable]
+    for root in roots:
+        # The gradient of a sum has stride 0; the other outputs get none.
+        sums = torch.autograd.grad(root.sum(), wanted, retain_graph=True, materialize_grads=True)
+        full = [torch.full_like(x, float(x is root)) for x in roots]
+        plain = torch.autograd.grad(roots, wanted, full, retain_graph=True)
+        for name, a, b in zip(spec.differentiable, sums, plain, strict=True):
+            assert torch.equal(a, b), name
+
+
+class Zeros(TorchDispatchMode):
+    """Keeps the shapes of zeros that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.name().startswith(("aten::zeros", "aten::new_zeros")):
+            self.shapes.append(tuple(result.shape))
+        return result
+
+
+class GivesNone(torch.autograd.Function):
+    """An identity whose input gets no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None
+
+
+@devices
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("spec", SAVING, ids=lambda spec: spec.name)
+def test_what_is_kept_for_a_backward_gets_no_gradient(spec, how, device):
+    """No zeros of its size; and the backward, where nothing comes back, gives nothing."""
+
+    def run(has_gradient, **leaves):
+        y, *_ = as_tuple(spec.fast(**leaves))
+        return y if has_gradient else GivesNone.apply(y)
+
+    torch.compiler.reset()
+    if how == "compiled":
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for has_gradient in (True, False):
+        leaves = with_grad(spec, make(spec, spec.cases[0], device))
+        y = run(has_gradient, **leaves)
+        with Zeros() as zeros:
+            y.backward(torch.ones_like(y))
+        assert not zeros.shapes
+        found = [leaves[name].grad for name in spec.differentiable]
+        assert all((x is not None and x.any()) == has_gradient for x in found)
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the arguments of the first call of each wanted op."""
+
+    def __init__(self, ops):
+        super().__init__()
+        self.wanted = {op._opoverload: op for op in ops}
+        self.calls = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        op = self.wanted.get(func)
+        if op is not None and op not in self.calls:
+            self.calls[op] = (tuple(map(_copied, args)), kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _copied(value):
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+@devices
+@specs
+def test_ops_pass_opcheck(spec, device):
+    if not spec.ops:
+        pytest.skip("is a part of an op")
+    forward, backward = Recorder(spec.ops), Recorder(spec.ops)
+    for case in spec.cases:
+        leaves = with_grad(spec, make(spec, case, device))
+        with forward:
+            outputs = as_tuple(spec.fast(**leaves))
+        with backward:
+            roots = [x for x in outputs if x.requires_grad]
+            if roots:
+                torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
+        if len(forward.calls | backward.calls) == len(spec.ops):
+            break
+    assert forward.calls.keys() | backward.calls.keys() == set(spec.ops)
+    for op, (args, kwargs) in forward.calls.items():
+        opcheck(op, args, kwargs)
+    for op, (args, kwargs) in backward.calls.items():
+        # Saved inputs still require gradients, but no one differentiates a backward op.
+        opcheck(op, tuple(map(detached, args)), kwargs)
+
+
+def detached(value):
+    if isinstance(value, list):
+        return [detached(x) for x in value]
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+@specs
+def test_bad_input_is_refused(spec):
+    assert spec.bad_inputs or not spec.ops, "a spec lists its bad inputs"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for text, spoil in spec.bad_inputs.items():
+        with pytest.raises(ValueError, match=text):
+            spec.fast(**spoil(make(spec, spec.cases[0], device)))
+
+
+def test_every_kernel_file_has_a_spec():
+    walked = pkgutil.walk_packages(moetrain.kernels.__path__, "moetrain.kernels.")
+    files = {module.name for module in walked if not module.ispkg}
+    assert files > NOT_KERNELS
+    assert files - NOT_KERNELS == {op._init_fn.__module__ for spec in SPECS for op in spec.ops}
+    assert len({spec.name for spec in SPECS}) == len(SPECS)
+
+
+def test_fakes_have_the_parameters_of_their_ops():
+    for module in pkgutil.walk_packages(moetrain.kernels.__path__, "moetrain.kernels."):
+        importlib.import_module(module.name)
+    for name, op in OPDEFS.items():
+        if not op._init_fn.__module__.startswith("moetrain.kernels."):
+            continue
+        ours, fakes = (
+            list(inspect.signature(f).parameters) for f in (op._init_fn, op._abstract_fn)
+        )
+        assert ours == fakes, name
+
+
+def test_every_custom_op_is_in_a_spec():
+    (folder,) = moetrain.kernels.__path__
+    sources = "".join(path.read_text() for path in Path(folder).rglob("*.py"))
+    defined = set(re.findall(r'custom_op\(\s*"(\w+::\w+)"', sources))
+    wrapped = {"moetrain::grouped_mm", "moetrain::grouped_outer"}  # torch's, checked below
+    ranked = ("start_copies", "expert_mlp_copied", "expert_mlp_copied_backward", "fetch_copies")
+    ranked += ("deepep_dispatch", "deepep_combine", "deepep_combine_backward")
+    # These take several ranks: tests/parallel/expert has test_redundant_experts.py, test_deepep.py.
+    wrapped |= {f"moetrain::{name}" for name in (*ranked, "give_back_gradients")}
+    assert defined - wrapped == {op._opoverload.name() for spec in SPECS for op in spec.ops}
+
+
+@devices
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_keep_no_row_of_a_token(name, device):
+    """But pre-activations, and what is as narrow as an adapter: memory's estimate says so too."""
+    (spec,) = (spec for spec in SPECS if spec.name == name)
+    case = {"T": 9, "K": 2, "E": 2, "D": 64, "F": 16, "r": 16}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        spec.fast(**with_grad(spec, make(spec, case, device)))
+    by_row = sorted(tuple(t.shape[1:]) for t in kept if t.shape[0] == 18)
+    assert by_row == ([(16,), (16,)] if "adapted" in name else []) + [(32,)]
+
+
+@devices
+@pytest.mark.parametrize("name", EXPERTS)
+def test_room_that_no_row_takes_is_not_read(name, device):
+    """Deterministic mode fills what nobody has written with NaN."""
+    (spec,) = (spec for spec in SPECS if spec.name == name)
+    case = {"T": 9, "K": 2, "E": 3, "D": 16, "F": 16, "r": 16, "empty": 0.5, "rows": 17}
+    inputs = make(spec, case, device)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(1, device=device).isnan().all()
+        errors = relative_errors(spec, inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert max(errors.values()) <= spec.tolerance[dtypes(spec, device)[0]], errors
+
+
+def test_grouped_products_keep_the_rules_of_custom_ops():
+    offsets = torch.tensor([2, 2, 7], dtype=torch.int32)
+    a, b = torch.randn(7, 8), torch.randn(3, 8, 12)
+    opcheck(torch.ops.moetrain.grouped_mm, (a.requires_grad_(), b.requires_grad_(), offsets))
+    opcheck(torch.ops.moetrain.grouped_outer, (a.detach(), torch.randn(7, 12), offsets))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("widths", [(10, 12), (8, 9), (1, 16)])
+def test_grouped_products_on_a_cpu_take_any_width(dtype, widths):
+    """torch's grouped product reads rows in 16 bytes alone; others are multiplied by group."""
+    inner, outer = widths
+    ends = torch.tensor([2, 2, 7], dtype=torch.int32)
+    a = torch.randn(8, inner, dtype=dtype, requires_grad=True)  # the last row is of no group
+    b = torch.randn(3, outer, inner, dtype=dtype, requires_grad=True)
+    g = torch.randn(8, outer, dtype=dtype)
+    y, grads = [], []
+    for product in (grouped_mm(a, b.mT, ends), torch.cat((a[:2] @ b[0].T, a[2:7] @ b[2].T))):
+        y.append(product[:7])
+        grads.append(torch.autograd.grad(y[-1], (a, b), g[:7]))
+    torch.testing.assert_close(y[0], y[1])
+    torch.testing.assert_close(grads[0][0][:7], grads[1][0][:7])
+    torch.testing.assert_close(grads[0][1], grads[1][1])
+    outer_products = grouped_weight_grad(a.detach(), g, ends)
+    torch.testing.assert_close(outer_products, grads[1][1].mT)
+
+
+def test_triton_on_a_cpu_tensor_names_the_remedy(monkeypatch):
+    from moetrain.runtime import backend
+
+    monkeypatch.setattr(backend, "INTERPRETED", False)
+    with pytest.raises(ValueError, match=r'tensor on cpu.*backend="auto"'):
+        backend.use_fast("triton", torch.zeros(1))
+    assert not backend.use_fast("auto", torch.zeros(1))
+
+
+@pytest.mark.tier("long")
+def test_everything_runs_on_a_cpu_without_triton():
+    code = """
+import sys
+sys.modules["triton"] = None  # as where there is no wheel of it
+import torch, moetrain.generate.weights
+from moetrain.kernels.experts.swiglu import swiglu
+print(swiglu(torch.ones(3, 4), torch.ones(3)).shape)
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "torch.Size([3, 2])\n"
+
+
+@devices
+def test_the_sum_of_one_chunk_is_a_cast(device):
+    chunk_N = torch.randn(3001, device=device)
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        out_N = torch.empty(3001, dtype=dtype, device=device)
+        # Plain torch on a CPU: Triton's interpreter cuts off what rounds to bf16.
+        assert torch.equal(sum_chunks(chunk_N[None], out_N=out_N), chunk_N.to(dtype))
+    with pytest.raises(ValueError, match=r"contiguous \[3001\] of float32 or bfloat16"):
+        sum_chunks(chunk_N[None], out_N=out_N, accumulate=True)
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_sum_kept_in_bf16_is_rounded_once(dtype, device):
+    """To nearest, of all that is added up in fp32; squares are of what is stored."""
+    chunks_RN = torch.randn(3, 3001, device=device).to(dtype)
+    before_N = torch.randn(3001, device=device).bfloat16()
+    for accumulate in (False, True):
+        wide_N, out_N, kernel_N = before_N.float(), before_N.clone(), before_N.clone()
+        squares_B = torch.empty(3, device=device)
+        sum_chunks(chunks_RN, wide_N, accumulate)
+        sum_chunks(chunks_RN, out_N, accumulate, squares_B=squares_B)
+        assert torch.equal(out_N, wide_N.bfloat16())
+        torch.testing.assert_close(squares_B, block_squares(out_N), rtol=1e-6, atol=0)
+        # The interpreter cuts off what rounds to bf16; squares it has of that.
+        sum_chunks(chunks_RN, kernel_N, accumulate, "triton", squares_B)
+        assert ((kernel_N - wide_N).abs() <= 2**-7 * wide_N.abs()).all()
+        torch.testing.assert_close(squares_B, block_squares(kernel_N), rtol=1e-6, atol=0)
+
+
+class Ops(TorchDispatchMode):
+    """Notes the names of ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@devices
+def test_a_launch_that_nothing_watches_takes_no_op_and_is_a_change(monkeypatch, device):
+    chunks_RN, watched = torch.ones(1, 32, device=device), Ops()
+    calls, op = [], reduction.sum_chunks_op
+    for mode in (watched, nullcontext()):
+        out_N, squares_B = (torch.zeros(n, device=device) for n in (32, 1))
+        with mode:
+            sum_chunks(chunks_RN, out_N, squares_B=squares_B, backend="triton")
+        assert (out_N._version, squares_B.item()) == (1, 32)
+        monkeypatch.setattr(type(op), "__call__", lambda *args: calls.append(args))
+    assert "moetrain.sum_chunks.default" in watched.names
+    assert not calls

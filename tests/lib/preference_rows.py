@@ -1,0 +1,18 @@
+"""Helpers of tests/train/test_preferences.py that other tests use too."""
+
+import torch
+
+from moetrain.models.rules import ADAPTER
+from moetrain.models.transformer import Transformer
+
+
+def whole(engine, merged=False):
+    """The engine's model again, plain and with gradients of its own; without adapters, or merged
+    with them."""
+    model = Transformer(engine.arch)
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for name, weight in engine.weights(merged=merged):
+            if not name.endswith(ADAPTER):
+                own[name].copy_(weight)
+    return model

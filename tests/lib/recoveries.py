@@ -1,0 +1,36 @@
+"""Helpers of tests/train/test_recovery.py that other tests use too."""
+
+import re
+from contextlib import suppress
+
+from moetrain.train.callbacks import Callback
+from moetrain.train.loop import Trainer
+
+
+class PowerCut(Exception):
+    """Ends a run in the middle, and leaves what a killed one does."""
+
+
+class Cut(Callback):
+    """Raises PowerCut once step ``until`` is done and saved."""
+
+    def __init__(self, until):
+        self.until = until
+
+    def on_step(self, run):
+        run.checkpointer.wait()
+        if run.step == self.until:
+            raise PowerCut
+
+
+def train(config, until=None):
+    """Train, cut off once step ``until`` is done; return the trainer."""
+    trainer = Trainer(config, callbacks=[Cut(until)])
+    with suppress(PowerCut):
+        trainer.fit()
+    return trainer
+
+
+def rank_of(file):
+    found = re.search(r"-(\d{5})-", file)
+    return found and int(found[1])

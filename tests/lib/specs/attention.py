@@ -1,0 +1,208 @@
+"""Specs of packed attention."""
+
+import itertools
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from moetrain.kernels.attention.attention import (
+    AttentionMask,
+    attention_packed,
+    attention_packed_backward_op,
+    attention_packed_op,
+)
+from moetrain.kernels.attention.peaks import raise_peaks, raise_peaks_op
+from moetrain.kernels.attention.sinks import attention_packed_with_sinks, attention_with_sinks_op
+from moetrain.runtime.backend import Backend
+from tests.lib.specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
+
+
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    lengths = case["lengths"]
+    tokens, heads, kv_heads, width = sum(lengths), case["H"], case["G"], case["d"]
+    v_width = case.get("v", width)
+    ends = [0, *itertools.accumulate(lengths)]
+    keys, of_keys = tokens, {}
+    if before := case.get("before"):  # each document's keys before its queries, and nobody's
+        first, *counts, last = (before[0], *before[1:-1], before[-1])
+        both = (q + k for q, k in zip(lengths, counts, strict=True))
+        starts = [*itertools.accumulate(both, initial=first)]
+        keys = starts[-1] + last
+        of_keys["cu_seqlens_k"] = torch.tensor(starts, dtype=torch.int32, device=generator.device)
+    return {
+        "q_THd": normal(generator, tokens, heads, width).to(dtype),
+        "k_TGd": normal(generator, keys, kv_heads, width).to(dtype),
+        "v_TGv": normal(generator, keys, kv_heads, v_width).to(dtype),
+        "cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=generator.device),
+        "max_seqlen": max(keys * bool(of_keys), *lengths),
+        "window": case.get("window"),
+        "scale": case.get("scale"),
+        **of_keys,
+    }
+
+
+def _cost(case: Case) -> tuple[Cost, Cost]:
+    tokens, heads, kv_heads, width = sum(case["lengths"]), case["H"], case["G"], case["d"]
+    v_width = case.get("v", width)
+    # Two products a pair of tokens, half of the pairs hidden. Backward: p again, dp, dq, dk, dv.
+    pairs = sum(heads * length**2 for length in case["lengths"])
+    forward, backward = width + v_width, 3 * width + 2 * v_width
+    row_bytes = 2.0 * tokens * (width + v_width) * (heads + kv_heads)  # in bf16
+    return Cost(row_bytes, 1.0 * pairs * forward), Cost(2 * row_bytes, 1.0 * pairs * backward)
+
+
+_QWEN3 = {"H": 32, "G": 4, "d": 128}
+_LATENT = {"H": 16, "G": 16, "d": 192, "v": 128, "scale": 0.1147}
+_MIX = (5000, 300, 2100, 700, 3300, 1500, 900, 1784, 800)
+
+ATTENTION_PACKED = KernelSpec(
+    name="attention_packed",
+    fast=attention_packed,
+    reference=partial(attention_packed, backend="reference"),
+    make_inputs=_make_inputs,
+    cases=(
+        {"lengths": (100, 7, 150), "H": 4, "G": 2, "d": 16},
+        {"lengths": (1,), "H": 2, "G": 2, "d": 8},
+        {"lengths": (0, 7, 0, 1, 0), "H": 6, "G": 2, "d": 16},
+        {"lengths": (1, 30, 64, 5), "H": 3, "G": 1, "d": 64, "window": 16},
+        {"lengths": (257,), "H": 2, "G": 1, "d": 32, "window": 2},
+        {"lengths": (*(1,) * 40, 20), "H": 2, "G": 1, "d": 16},
+        {"lengths": (100, 7, 33), "H": 2, "G": 2, "d": 24, "v": 16, "scale": 0.3},
+        {"lengths": (1, 70, 0, 9), "H": 4, "G": 2, "d": 16, "v": 40, "window": 8},
+        {"lengths": (130, 5), "H": 2, "G": 2, "d": 192, "v": 128, "scale": 0.1147},
+        {"lengths": (130, 5), "H": 2, "G": 2, "d": 256},
+        {"lengths": (30, 7, 1), "before": (3, 100, 0, 0, 5), "H": 4, "G": 2, "d": 16},
+        {"lengths": (0, 70, 0), "before": (0, 0, 65, 0, 0), "H": 2, "G": 1, "d": 64, "window": 33},
+        {"lengths": (5, 64), "before": (9, 131, 0, 2), "H": 2, "G": 2, "d": 192, "v": 128},
+    ),
+    benches=(
+        Bench({"lengths": (4096,) * 4, **_QWEN3}, targets={"total_tflops": 470}),
+        Bench({"lengths": _MIX, **_QWEN3}, targets={"total_tflops": 440}),
+        Bench({"lengths": (1024,) * 16, **_QWEN3}, targets={"total_tflops": 300}),
+        Bench({"lengths": (4096,) * 4, **_QWEN3, "window": 512}),
+        Bench({"lengths": (4096,) * 4, **_LATENT}),
+        Bench({"lengths": _MIX, **_LATENT}),
+        Bench({"lengths": (4096,) * 4, "H": 20, "G": 20, "d": 256}),
+    ),
+    tolerance={torch.float32: 2e-6, torch.bfloat16: 6e-3},
+    cpu_dtypes=(torch.float32,),
+    cost=_cost,
+    differentiable=("q_THd", "k_TGd", "v_TGv"),
+    ops=(attention_packed_op, attention_packed_backward_op),
+    bad_inputs={
+        r"H a multiple of G": lambda x: x | {"q_THd": x["q_THd"][:, :3]},
+        r"\[T, G, v\]": lambda x: x | {"v_TGv": x["v_TGv"][:, :1]},
+        "in one dtype": lambda x: x | {"k_TGd": x["k_TGd"].double()},
+        r"documents \+ 1\] in int32": lambda x: x | {"cu_seqlens": x["cu_seqlens"].long()},
+        "window 0": lambda x: x | {"window": 0},
+        "documents like the queries": lambda x: x | {"cu_seqlens_k": x["cu_seqlens"][1:]},
+        "as many keys as queries": lambda x: (
+            x | {"cu_seqlens_k": x["cu_seqlens"].clamp(max=200), "check": True}
+        ),
+        r"at most max_seqlen=149": lambda x: x | {"max_seqlen": 149, "check": True},
+        r"from 0 to T=257": lambda x: x | {"cu_seqlens": x["cu_seqlens"][:-1], "check": True},
+    },
+)
+
+
+def _sink_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    inputs = _make_inputs(case, dtype, generator)
+    return inputs | {"sinks_H": (3 * normal(generator, case["H"])).to(dtype)}
+
+
+ATTENTION_WITH_SINKS = replace(
+    ATTENTION_PACKED,
+    name="attention_packed_with_sinks",
+    fast=attention_packed_with_sinks,
+    reference=partial(attention_packed_with_sinks, backend="reference"),
+    make_inputs=_sink_inputs,
+    # In the wider one the sinks' gradients nearly cancel, so rounding shows a hundredfold.
+    cases=tuple(case for case in ATTENTION_PACKED.cases if case["d"] < 256),
+    benches=(
+        Bench({"lengths": (4096,) * 4, "H": 64, "G": 8, "d": 64}),
+        Bench({"lengths": (4096,) * 4, "H": 64, "G": 8, "d": 64, "window": 128}),
+    ),
+    # A sink's gradient is a sum of either sign over all tokens, of results rounded to bf16.
+    tolerance={torch.float32: 2e-6, torch.bfloat16: 2e-2},
+    differentiable=("q_THd", "k_TGd", "v_TGv", "sinks_H"),
+    ops=(attention_with_sinks_op,),
+    bad_inputs={
+        r"takes \[T, H, d\] and \[H\]": lambda x: x | {"sinks_H": x["sinks_H"][1:]},
+        "window 0": lambda x: x | {"window": 0},
+        r"at most max_seqlen=149": lambda x: x | {"max_seqlen": 149, "check": True},
+    },
+)
+
+
+def _peaks_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    inputs = _make_inputs(case, dtype, generator)
+    of_mask = ("cu_seqlens", "cu_seqlens_k", "window")
+    return {
+        "peaks_H": case.get("begun", 0.0) + torch.zeros(case["H"], device=generator.device),
+        "q_BSHd": inputs["q_THd"][None],
+        "k_BSGd": inputs["k_TGd"][None],
+        "mask": AttentionMask("cudnn", **{name: inputs.get(name) for name in of_mask}),
+        "scale": inputs["scale"],
+    }
+
+
+def _peaks_of(backend: Backend, *, peaks_H: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """Without touching its inputs, so that it can run twice on them."""
+    peaks_H = peaks_H.clone()
+    raise_peaks(peaks_H, **inputs, backend=backend)
+    return peaks_H
+
+
+def _peaks_cost(case: Case) -> tuple[Cost, Cost]:
+    tokens, heads, kv_heads, width = sum(case["lengths"]), case["H"], case["G"], case["d"]
+    pairs = sum(heads * length**2 for length in case["lengths"])  # half of them hidden
+    return Cost(2.0 * tokens * width * (heads + kv_heads), 1.0 * pairs * width), Cost()
+
+
+SCORE_PEAKS = KernelSpec(
+    name="score_peaks",
+    fast=partial(_peaks_of, "triton"),
+    reference=partial(_peaks_of, "reference"),
+    make_inputs=_peaks_inputs,
+    cases=(
+        *ATTENTION_PACKED.cases,
+        {"lengths": (20, 30), "H": 2, "G": 2, "d": 16, "begun": 2.0},
+        {"lengths": (0, 0), "H": 2, "G": 1, "d": 16},
+    ),
+    benches=(
+        Bench({"lengths": (4096,) * 4, **_QWEN3}),
+        Bench({"lengths": _MIX, **_QWEN3}),
+        Bench({"lengths": (4096,) * 4, **_LATENT}),
+    ),
+    tolerance={torch.float32: 1e-6, torch.bfloat16: 1e-6},  # products of bf16 are exact in fp32
+    cost=_peaks_cost,
+    ops=(raise_peaks_op,),
+    bad_inputs={
+        r"takes \[H\], \[B, S, H, d\]": lambda x: x | {"peaks_H": x["peaks_H"][1:]},
+        "queries and keys in one dtype": lambda x: x | {"k_BSGd": x["k_BSGd"].double()},
+        "mask of flex": lambda x: x | {"mask": AttentionMask("flex")},
+        "takes bf16, fp16 or fp32": lambda x: (
+            x | {name: x[name].double() for name in ("q_BSHd", "k_BSGd")}
+        ),
+    },
+)
+
+SPECS = (
+    SCORE_PEAKS,
+    ATTENTION_PACKED,
+    replace(
+        ATTENTION_PACKED,
+        name="attention_batch_invariant",
+        fast=partial(attention_packed, backend="exact"),
+        bad_inputs={"window 0": lambda x: x | {"window": 0}},
+    ),
+    ATTENTION_WITH_SINKS,
+    replace(
+        ATTENTION_WITH_SINKS,
+        name="attention_with_sinks_batch_invariant",
+        fast=partial(attention_packed_with_sinks, backend="exact"),
+        bad_inputs={"window 0": lambda x: x | {"window": 0}},
+    ),
+)

@@ -1,0 +1,943 @@
+"""Every family of mixtures of experts against transformers, in odd geometries.
+
+Logits, loss and gradients; packed rows; files there and back bit for bit; greedy generation;
+adapters against PEFT. What all families share is tested by itself in the other files.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Qwen2MoeConfig,
+)
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+
+from moetrain.config import (
+    Config,
+    ConfigError,
+    KernelsSection,
+    LoraSection,
+    ModelSection,
+    MoeSection,
+)
+from moetrain.generate.engine import Generator
+from moetrain.generate.request import Request, SamplingParams
+from moetrain.kernels.attention import cudnn
+from moetrain.kernels.attention.attention import AttentionMask
+from moetrain.kernels.linear_attention.gated_delta import Documents
+from moetrain.models.architecture import Workload
+from moetrain.models.attention import GroupedQueryAttention
+from moetrain.models.families import FAMILIES, PRESETS
+from moetrain.models.hf.config import architecture_from_hf, exported_config
+from moetrain.models.hf.load import load_hf, resolve_architecture
+from moetrain.models.hf.peft import attach_peft
+from moetrain.models.hf.save import save_hf
+from moetrain.models.layers import Context
+from moetrain.models.moe import RoutedExperts
+from moetrain.models.parts.gated_delta import GatedDeltaNet
+from moetrain.models.parts.gemma_layers import GemmaExperts
+from moetrain.models.parts.latent_attention import LatentAttention
+from moetrain.models.parts.mamba import Mamba2
+from moetrain.models.parts.squared_relu import SquaredReLU, SquaredReLUExperts
+from moetrain.models.transformer import Inputs, Transformer, compile_blocks, plan_model
+from moetrain.train.checks import check_model, check_widths
+from tests.lib.families_beside_transformers import save_adapters
+from tests.lib.family_cases import (
+    CASES,
+    FAMILY_CASES,
+    GEMMA,
+    LINEAR,
+    MIXERS,
+    NEXT,
+    ROUTED_CASES,
+    SIZES,
+    STATES,
+    YARN,
+    architecture_of,
+    limits,
+    random_reference,
+    save_reference,
+    tokens,
+)
+from tests.lib.small_models import gradients_as_checkpoint, relative_error
+
+
+def gradients(case, tmp_path):
+    """Logits, the loss and every gradient are those of transformers."""
+    theirs = random_reference(case)
+    theirs.save_pretrained(tmp_path / "weights")
+    ours = load_hf(tmp_path / "weights")
+    tokens_BS = tokens(2, 23)
+    reference = theirs(tokens_BS, labels=tokens_BS, use_cache=False)
+    logits_BSV = ours(tokens_BS)
+    loss = cross_entropy(logits_BSV[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten())
+    for_logits, for_gradients = limits(case)
+    assert relative_error(logits_BSV, reference.logits) < for_logits
+    assert relative_error(loss, reference.loss) < 1e-5
+
+    for model, total in ((ours, loss), (theirs, reference.loss)):
+        for parameter in model.parameters():  # an expert that nobody chose has none
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        total.backward()
+        for fixed in (p for p in model.parameters() if not p.requires_grad):
+            fixed.grad = fixed.detach().clone()
+    want = gradients_as_checkpoint(theirs, theirs.save_pretrained, tmp_path / "theirs")
+    got = gradients_as_checkpoint(ours, lambda folder: save_hf(ours, folder), tmp_path / "ours")
+    assert got.keys() == want.keys()
+    errors = {name: relative_error(got[name], want[name]) for name in want}
+    assert {name: error for name, error in errors.items() if not error < for_gradients} == {}
+
+
+@torch.no_grad()
+def files(case, tmp_path):
+    """Files there and back are the same bits, MTP heads too; transformers reads them."""
+    save_reference(case, tmp_path / "in")
+    model = load_hf(tmp_path / "in")
+    save_hf(model, tmp_path / "out")
+    want, got = (load_file(tmp_path / folder / "model.safetensors") for folder in ("in", "out"))
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert tensor.dtype == got[name].dtype, name
+        assert torch.equal(tensor, got[name]), name
+    configs = [json.loads((tmp_path / f / "config.json").read_text()) for f in ("in", "out")]
+    assert configs[0] == configs[1]
+    # Without the source everything is written anew, and means the same.
+    model.source = None
+    save_hf(model, tmp_path / "bare")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "bare", attn_implementation="eager")
+    tokens_BS = tokens(1, 9)
+    logits_BSV = again(tokens_BS, use_cache=False).logits
+    assert relative_error(model(tokens_BS), logits_BSV) < limits(case)[0]
+
+
+@torch.no_grad()
+def packing(case, tmp_path):
+    """Documents in one row do not see each other."""
+    random_reference(case).save_pretrained(tmp_path)
+    model = load_hf(tmp_path, dtype=torch.float64)
+    first, second = tokens(2, 20).split([7, 13], dim=1)
+    positions_BS = torch.cat((torch.arange(7), torch.arange(13))).expand(2, -1)
+    alone = torch.cat((model(first), model(second)), dim=1)
+    together = model(torch.cat((first, second), dim=1), positions_BS)
+    # Angles of positions are fp32 in any case.
+    torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-6)
+
+
+def test_states_decay_at_rates_of_the_papers_at_first():
+    model = Transformer(architecture_of("qwen3_next", linear_num_value_heads=2000))
+    model.init_weights(std=0.02, seed=0)
+    layer = model.layers[0].linear_attn
+    rates = layer.a_log.detach().exp()
+    assert 0 < rates.min() < 0.1 < 15.9 < rates.max() < 16
+    assert rates.mean() == pytest.approx(8, rel=0.05)
+    assert layer.dt_bias.eq(1).all()
+    assert layer.norm.weight.eq(1).all()
+    assert 0.49 < layer.conv_v.abs().max() <= 0.5  # of four taps
+    zero_centred = [model.norm, model.layers[3].attn.q_norm, model.layers[0].mlp_norm]
+    assert not any(norm.weight.any() for norm in zero_centred)
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 32}
+KEEPING = {
+    "gemma": GemmaExperts(hidden_size=64, **EXPERTS, intermediate_size=48, norm_eps=1e-6),
+    "mamba": Mamba2(
+        hidden_size=64,
+        mamba_num_heads=4,
+        mamba_head_dim=64,
+        mamba_num_groups=2,
+        mamba_state_dim=64,
+        mamba_conv_kernel_dim=4,
+    ),
+    "dense": SquaredReLU(hidden_size=64, intermediate_size=48),
+    "experts": SquaredReLUExperts(hidden_size=64, **EXPERTS, shared_intermediate_size=40),
+    "latent": SquaredReLUExperts(hidden_size=64, **EXPERTS, moe_latent_size=32),
+}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_parts_keep_for_their_backward_what_they_say(name):
+    """In eager mode, with the kernels, whose ops keep what they list."""
+    part, seq_len = KEEPING[name], 128
+    module = part.build(KernelsSection(backend="triton"), MoeSection())
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x_BSD = torch.randn(1, seq_len, part.hidden_size, requires_grad=True)
+    bounds_N, place_T = torch.tensor([0, seq_len]).int(), torch.arange(seq_len)
+    mask = AttentionMask.of(None, batch=1, seq_len=seq_len, device="cpu")
+    own = {"documents": Documents.of(bounds_N, seq_len), "place_T": place_T}
+    given = {x.untyped_storage().data_ptr() for x in (x_BSD, *module.parameters())}
+    kept = {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        module(x_BSD, Context((x_BSD, x_BSD), mask, **own))
+    total = sum(x.untyped_storage().nbytes() for at, x in kept.items() if at not in given)
+    share = Workload(seq_len, tp=1, ep=1, width=4, is_compiled=False)
+    assert total == pytest.approx(part.activations(share), rel=0.03)
+
+
+def test_mamba_steps_are_those_of_the_paper_at_first():
+    arch = architecture_of("nemotron_h", mamba_num_heads=2000)
+    model = Transformer(arch)
+    model.init_weights(std=0.02, seed=0)
+    mixer = model.layers[0].mamba
+    steps = torch.nn.functional.softplus(mixer.dt_bias.detach())
+    assert 9.9e-4 < steps.min() < 1.1e-3
+    assert 0.09 < steps.max() < 0.101
+    assert steps.log().mean() == pytest.approx(math.log(0.01), abs=0.1)  # the middle
+    assert 0 < mixer.a_log.detach().exp().min() < 0.1
+    assert mixer.d.eq(1).all()
+    assert mixer.norm.eq(1).all()
+    assert not mixer.conv_b_bias.any()
+    assert 0.49 < mixer.conv_x.abs().max() <= 0.5  # of four taps
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_mamba_on_a_gpu_is_the_reference(is_compiled):
+    """Logits and every gradient in fp32, over documents of more than one chunk."""
+    sizes = {"mamba_head_dim": 64, "mamba_state_dim": 128, "mamba_num_groups": 2}
+    mixers = {"mixers": ("mamba", "moe", "mamba", "mlp"), "num_layers": 4}
+    arch = architecture_of("nemotron_h", **sizes, **mixers)
+    positions_BS = torch.cat((torch.arange(70), torch.arange(131))).expand(2, -1).cuda()
+    tokens_BS, found = tokens(2, 201).cuda(), []
+    for backend in ("reference", "auto"):
+        with torch.device("cuda"):
+            model = Transformer(arch, kernels=KernelsSection(backend=backend))
+        model.init_weights(std=0.1, seed=0)
+        if is_compiled and backend == "auto":
+            compile_blocks(model)
+        logits_BSV = model(tokens_BS, positions_BS)
+        logits_BSV.square().sum().backward()
+        found.append({"logits": logits_BSV} | {n: p.grad for n, p in model.named_parameters()})
+    want, got = found
+    errors = {name: relative_error(got[name], want[name]) for name in want}
+    assert {name: error for name, error in errors.items() if not error < 1e-4} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_wide_heads_on_a_gpu_are_the_reference(is_compiled, is_packed):
+    """Logits and every gradient of a Gemma-4 in fp32, whose full layers are too wide for cuDNN."""
+    sizes = {"head_dim": 64, "global_head_dim": 512, "global_num_kv_heads": 1}
+    arch = architecture_of("gemma4_text", **sizes)
+    positions_BS = torch.cat((torch.arange(70), torch.arange(131))).expand(2, -1).cuda()
+    tokens_BS, found = tokens(2, 201).cuda(), []
+    for backend, attention in (("reference", "reference"), ("auto", "auto")):
+        kernels = KernelsSection(backend=backend, attention=attention)
+        with torch.device("cuda"):
+            model = Transformer(arch, kernels=kernels)
+        model.init_weights(std=0.1, seed=0)
+        if is_compiled and backend == "auto":
+            compile_blocks(model)
+        logits_BSV = model(tokens_BS, positions_BS if is_packed else None)
+        logits_BSV.square().sum().backward()
+        trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+        found.append({"logits": logits_BSV, **trained})
+    want, got = found
+    errors = {name: relative_error(got[name], want[name]) for name in want}
+    assert {name: error for name, error in errors.items() if not error < 1e-4} == {}
+
+
+def test_blocks_of_one_part_have_one_norm():
+    model = Transformer(architecture_of("nemotron_h"))
+    names = [[name for name, _ in block.named_children()] for block in model.layers]
+    assert names[:4] == [
+        ["attn_norm", "mamba"],
+        ["mlp_norm", "moe"],
+        ["attn_norm", "attn"],
+        ["mlp_norm", "mlp"],
+    ]
+
+
+def test_hubs_letters_name_the_blocks():
+    config = AutoConfig.for_model("nemotron_h", **SIZES, **CASES["nemotron_h"]).to_dict()
+    want = architecture_from_hf(config)
+    for spelled in ({"hybrid_override_pattern": "ME*-ME"}, {"layers_block_type": MIXERS}):
+        given = {key: value for key, value in config.items() if key != "layers_block_type"}
+        assert architecture_from_hf(given | spelled) == want
+    assert exported_config(want, None)["hybrid_override_pattern"] == "ME*-ME"
+    assert architecture_from_hf(exported_config(want, None)) == want
+
+
+@torch.no_grad()
+def test_states_begin_with_documents_however_these_are_told(tmp_path):
+    random_reference("qwen3_next").save_pretrained(tmp_path)
+    model, tokens_BS = load_hf(tmp_path, dtype=torch.float64), tokens(2, 9)
+    positions_BS = torch.tensor([[*range(4), *range(5)], [*range(3, 9), *range(3)]])
+    told = model(tokens_BS, positions_BS)
+    ends = torch.tensor([0, 4, 9, 15, 18], dtype=torch.int32)
+    hidden_BSD, _ = model.backbone(Inputs(tokens_BS, positions_BS, cu_seqlens=ends))
+    assert torch.equal(told, model.vocabulary.logits(hidden_BSD, model.head_weight))
+    # A row that begins within a document sees nothing of the row before.
+    alone = model(tokens_BS[1:], positions_BS[1:])
+    torch.testing.assert_close(told[1:], alone, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "case", ["glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2", "deepseek_v3", "nemotron_h"]
+)
+def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
+    random_reference(case).save_pretrained(tmp_path)
+    model = load_hf(tmp_path, dtype=torch.bfloat16)
+    biases = dict(model.named_buffers())
+    assert len(biases) == len(model.arch.moe_layer_indices)
+    stored = load_file(tmp_path / "model.safetensors")
+    for piece in model.pieces():
+        if piece.parameter in biases:
+            bias_E = biases[piece.parameter]
+            assert bias_E.dtype == torch.float32
+            assert torch.equal(bias_E[piece.place], stored[piece.hf_name])
+    save_hf(model, tmp_path / "narrow", dtype="bfloat16")
+    written = load_file(tmp_path / "narrow" / "model.safetensors")
+    for name, tensor in written.items():
+        is_bias = name.endswith("e_score_correction_bias")
+        assert tensor.dtype == (torch.float32 if is_bias else torch.bfloat16), name
+        assert not is_bias or torch.equal(tensor, stored[name])
+    model.double()
+    assert {bias.dtype for bias in dict(model.named_buffers()).values()} == {torch.float32}
+
+
+@torch.no_grad()
+def generation(case, tmp_path):
+    """Greedy tokens are those of transformers."""
+    theirs = random_reference(case).eval()
+    for parameter in theirs.parameters():  # so that texts do not repeat one token
+        parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
+    if case.startswith("gemma4"):  # scaled and tied: each token would be its own successor
+        theirs.get_input_embeddings().weight.mul_(0.1)
+    theirs.save_pretrained(tmp_path)
+    generator = Generator(load_hf(tmp_path), num_pages=20, page_size=4, max_tokens=7)
+    requests, expected = [], []
+    for i, length in enumerate((1, 12)):
+        prompt = tokens(1, length)
+        how = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        # transformers' cache of linear layers alone has no length.
+        types = getattr(theirs.config, "layer_types", None) or STATES
+        how["use_cache"] = any(x.endswith("attention") and x != STATES[0] for x in types)
+        how["use_cache"] &= "least steps" not in case  # which its step behind a cache leaves out
+        made = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
+        expected.append(made[0, length:].tolist())
+        params = SamplingParams(max_tokens=10, temperature=0)
+        requests.append(Request(str(i), tuple(prompt[0].tolist()), params))
+    found = [completions[0].tokens for completions in generator.generate(requests)]
+    assert found == expected
+    assert len({token for text in found for token in text}) > 3
+
+
+def formulas(case, tmp_path):
+    """Parts know the parameters, rules and products of their modules."""
+    arch, seq_len = architecture_of(case), 16
+    assert type(arch).model_validate_json(json.dumps(arch.model_dump())) == arch  # a checkpoint's
+    for part in arch.parts():
+        module = part.build(KernelsSection(), MoeSection())
+        want = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        assert {name: weight.shape for name, weight in part.weights.items()} == want
+    model = Transformer(arch, kernels=KernelsSection(attention="reference"))
+    rules, styles = arch.plan().rules(model), arch.plan().styles
+    assert set(rules) == {name for name, _ in model.named_parameters()}
+    routed = {style for name, style in styles.items() if name.endswith(".moe")}
+    assert routed == ({"routed"} if arch.num_experts else set())
+    unused = arch.num_experts - arch.num_experts_per_token
+    idle = sum(
+        unused * p[0].numel() for n, p in model.named_parameters() if n.split(".")[-2] == "experts"
+    )
+    assert arch.num_params() - arch.num_active_params() == idle
+    model.init_weights(std=0.02, seed=0)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, seq_len, dtype=torch.long))
+    counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    attention = counts.pop("aten.bmm", 0)  # all S x S pairs; a window or the causal half is useful
+    parts = [part for layer in arch.layers() for part in layer]
+    stacked = sum(  # opaque to the counter
+        math.prod(weight.shape) / part.num_experts
+        for part in parts
+        for name, weight in part.weights.items()
+        if name.startswith("experts.") and len(weight.shape) == 3
+    )
+    experts = 2 * stacked * arch.num_experts_per_token * seq_len
+    mixers = [part for part in parts if isinstance(part, (GroupedQueryAttention, LatentAttention))]
+    kept = [min(part.window or seq_len, seq_len) for part in mixers]
+    widths = [part.head_dim + getattr(part, "v_head_dim", part.head_dim) for part in mixers]
+    keys = sum(n * (1 - n / (2 * seq_len)) * width for n, width in zip(kept, widths, strict=True))
+    pairs = 2 * keys * arch.num_heads
+    states = sum(
+        6 * part.widths[1] * part.linear_key_head_dim
+        if isinstance(part, GatedDeltaNet)
+        else 4 * part.widths[0] * part.mamba_state_dim
+        for part in parts
+        if isinstance(part, (GatedDeltaNet, Mamba2))
+    )
+    found = arch.flops_per_token(seq_len) / 3 - pairs - states
+    assert sum(counts.values()) + experts == pytest.approx(found * seq_len, rel=1e-12)
+    if not states:  # which are products of the same kind
+        assert attention == 2 * seq_len**2 * arch.num_heads * sum(widths)
+
+
+CHECKS = {f.__name__: f for f in (gradients, files, packing, generation, formulas)}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_every_family(case, check, tmp_path):
+    CHECKS[check](case, tmp_path)
+
+
+@pytest.mark.tier(
+    "quick",
+    long=[
+        "dots1-files",
+        "dots1-formulas",
+        "dots1-generation",
+        "dots1-gradients",
+        "dots1-packing",
+        "ernie4_5_moe-files",
+        "ernie4_5_moe-formulas",
+        "ernie4_5_moe-generation",
+        "ernie4_5_moe-gradients",
+        "ernie4_5_moe-packing",
+        "flex_olmo-files",
+        "flex_olmo-formulas",
+        "flex_olmo-gradients",
+        "flex_olmo-packing",
+        "gemma4_text-formulas",
+        "gemma4_text-packing",
+        "glm4_moe-files",
+        "glm4_moe-formulas",
+        "glm4_moe-gradients",
+        "glm4_moe-packing",
+        "glm4_moe_lite-gradients",
+        "gpt_oss-files",
+        "gpt_oss-formulas",
+        "gpt_oss-generation",
+        "gpt_oss-gradients",
+        "gpt_oss-packing",
+        "hunyuan_v1_moe-files",
+        "hunyuan_v1_moe-formulas",
+        "hunyuan_v1_moe-gradients",
+        "hunyuan_v1_moe-packing",
+        "minimax_m2-files",
+        "minimax_m2-formulas",
+        "minimax_m2-generation",
+        "minimax_m2-gradients",
+        "minimax_m2-packing",
+        "olmoe-files",
+        "olmoe-formulas",
+        "olmoe-generation",
+        "olmoe-gradients",
+        "olmoe-packing",
+        "qwen3_5_moe_text-formulas",
+        "qwen3_5_text-formulas",
+        "qwen3_5_text-packing",
+        "qwen3_next-formulas",
+        "qwen3_next-packing",
+    ],
+    wide=[
+        "deepseek_v2-generation",
+        "deepseek_v3-files",
+        "deepseek_v3-generation",
+        "deepseek_v3-gradients",
+        "deepseek_v3-packing",
+        "flex_olmo-generation",
+        "gemma4_text-files",
+        "gemma4_text-generation",
+        "gemma4_text-gradients",
+        "glm4_moe-generation",
+        "glm4_moe_lite-files",
+        "glm4_moe_lite-generation",
+        "hunyuan_v1_moe-generation",
+        "nemotron_h-files",
+        "nemotron_h-generation",
+        "nemotron_h-gradients",
+        "qwen3_5_moe_text-files",
+        "qwen3_5_moe_text-generation",
+        "qwen3_5_moe_text-gradients",
+        "qwen3_5_moe_text-packing",
+        "qwen3_5_text-files",
+        "qwen3_5_text-generation",
+        "qwen3_5_text-gradients",
+        "qwen3_next-files",
+        "qwen3_next-generation",
+        "qwen3_next-gradients",
+    ],
+)
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("family", FAMILY_CASES)
+def test_odd_geometries(family, check, tmp_path):
+    odd = [case for case in CASES if case.startswith(f"{family} ")]
+    assert len(odd) > 10
+    for case in odd:
+        CHECKS[check](case, tmp_path / case)
+
+
+@pytest.mark.parametrize("case", ROUTED_CASES)
+@torch.no_grad()
+def test_experts_that_are_used_again_have_the_same_weights(case, tmp_path):
+    random_reference(case).save_pretrained(tmp_path)
+    model = load_hf(tmp_path)
+    router = model.layers[-1].moe.router
+    x_TD = torch.randn(9, model.arch.hidden_size)
+    routed = router(x_TD)
+    again = router(x_TD, None, routed.ids_TK)
+    assert torch.equal(again.ids_TK, routed.ids_TK)
+    assert torch.equal(again.counts_E, routed.counts_E)
+    torch.testing.assert_close(again.weights_TK, routed.weights_TK, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("is_fp32", [True, False])
+@torch.no_grad()
+def test_a_router_keeps_its_weight_in_fp32_where_the_family_does(is_fp32):
+    own = {"router_fp32": is_fp32, "num_experts": 16, "num_experts_per_token": 16}
+    (_, part), *_ = architecture_of("hunyuan_v1_moe", **own).layers()
+    router = part.build(KernelsSection(), MoeSection()).router
+    router.weight.normal_()
+    x_TD = torch.randn(33, part.hidden_size).bfloat16()
+    routed = router(x_TD)
+    weight_ED = router.weight if is_fp32 else router.weight.bfloat16().float()
+    want_TE = (x_TD.float() @ weight_ED.T).softmax(-1)
+    got_TE = torch.empty_like(want_TE).scatter(1, routed.ids_TK.long(), routed.weights_TK)
+    torch.testing.assert_close(got_TE, want_TE, rtol=1e-5, atol=0)
+
+
+def test_gated_shared_experts_are_those_of_transformers():
+    """Output and every gradient of Qwen2-MoE's layer, which has the gate."""
+    torch.manual_seed(0)
+    config = Qwen2MoeConfig(
+        hidden_size=32,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        num_experts=6,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    )
+    theirs = Qwen2MoeSparseMoeBlock(config)
+    sizes = {"num_experts": 6, "num_experts_per_token": 2, "moe_intermediate_size": 24}
+    part = RoutedExperts(hidden_size=32, **sizes, shared_intermediate_size=40, shared_gate=True)
+    ours = part.build(KernelsSection(), MoeSection())
+    names = {
+        "router.weight": "gate.weight",
+        "experts.w_gate_up": "experts.gate_up_proj",
+        "experts.w_down": "experts.down_proj",
+        "shared_experts.w_gate.weight": "shared_expert.gate_proj.weight",
+        "shared_experts.w_up.weight": "shared_expert.up_proj.weight",
+        "shared_experts.w_down.weight": "shared_expert.down_proj.weight",
+        "shared_expert_gate.weight": "shared_expert_gate.weight",
+    }
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            parameter.copy_(theirs.get_parameter(names[name]).normal_(0.0, 0.4))
+    x_BSD = torch.randn(2, 7, 32)
+    context = Context((x_BSD, x_BSD), AttentionMask.of(None, batch=2, seq_len=7, device="cpu"))
+    got, want = ours(x_BSD, context)[0], theirs(x_BSD)
+    assert relative_error(got, want) < 1e-5
+    for y in (got, want):
+        y.square().sum().backward()
+    for name, parameter in ours.named_parameters():
+        assert relative_error(parameter.grad, theirs.get_parameter(names[name]).grad) < 1e-5, name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "is_packed"), [("Qwen3_5", False), ("Qwen3_5Moe", False), ("Qwen3_5Moe", True)]
+)
+def test_a_vision_tower_is_carried_on(kind, is_packed, tmp_path):
+    """Of a model of text and pictures the language model is trained, and all else kept."""
+    torch.manual_seed(1)
+    text = {**SIZES, **(NEXT if kind.endswith("Moe") else LINEAR), "pad_token_id": None}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision |= {"out_hidden_size": 32, "num_position_embeddings": 16}
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision)
+    theirs = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    for tensor in theirs.state_dict().values():
+        tensor.normal_(0.0, 0.1)
+    theirs.save_pretrained(tmp_path / "in")
+    stored = load_file(tmp_path / "in" / "model.safetensors")
+    stored["mtp.fc.weight"] = torch.randn(4, 8)
+    if is_packed:
+        for name in [name for name in stored if ".experts.0.gate_proj." in name]:
+            prefix = name.removesuffix("0.gate_proj.weight")
+            found = {
+                leaf: [stored.pop(f"{prefix}{e}.{leaf}_proj.weight") for e in range(6)]
+                for leaf in ("gate", "up", "down")
+            }
+            pairs = zip(found["gate"], found["up"], strict=True)
+            stored[f"{prefix}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+            stored[f"{prefix}down_proj"] = torch.stack(found["down"])
+    save_file(stored, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+
+    model, tokens_BS = load_hf(tmp_path / "in"), tokens(2, 9)
+    reference = theirs(tokens_BS, use_cache=False).logits
+    assert relative_error(model(tokens_BS), reference) < limits("qwen3_next")[0]
+    save_hf(model, tmp_path / "out")
+    configs = [json.loads((tmp_path / f / "config.json").read_text()) for f in ("in", "out")]
+    assert configs[0] == configs[1]
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert got.keys() == stored.keys()
+    assert any(name.startswith("model.visual.") for name in got)
+    assert all(torch.equal(got[name], tensor) for name, tensor in stored.items())
+    # A change of the architecture is written where it was read, and all else stays.
+    changed = model.arch.model_copy(update={"max_positions": 99})
+    configs[0]["text_config"]["mtp_num_hidden_layers"] = 1
+    written = exported_config(changed, configs[0])
+    assert written["text_config"]["max_position_embeddings"] == 99
+    assert written["text_config"]["mtp_num_hidden_layers"] == 1
+    assert written["vision_config"] == configs[0]["vision_config"]
+    assert architecture_from_hf(written) == changed
+
+
+def test_towers_beside_a_gemma_are_carried_on(tmp_path):
+    torch.manual_seed(1)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    vision |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    sound = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    towers = {"vision_config": vision, "audio_config": sound | {"output_proj_dims": 16}}
+    config = Gemma4Config(text_config={**SIZES, **GEMMA, "pad_token_id": 0}, **towers)
+    theirs = Gemma4ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for tensor in theirs.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.normal_(0.0, 0.1)
+    theirs.save_pretrained(tmp_path / "in")
+    stored, tokens_BS = load_file(tmp_path / "in" / "model.safetensors"), tokens(2, 9)
+    model = load_hf(tmp_path / "in")
+    assert relative_error(model(tokens_BS), theirs(tokens_BS, use_cache=False).logits) < 1e-5
+    save_hf(model, tmp_path / "out")
+    configs = [json.loads((tmp_path / f / "config.json").read_text()) for f in ("in", "out")]
+    assert configs[0] == configs[1]
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert got.keys() == stored.keys()
+    for tower in ("vision_tower", "audio_tower", "language_model"):
+        assert any(name.startswith(f"model.{tower}.") for name in got)
+    assert all(torch.equal(got[name], tensor) for name, tensor in stored.items())
+    written = exported_config(model.arch.model_copy(update={"max_positions": 99}), configs[0])
+    assert written["text_config"]["max_position_embeddings"] == 99
+    assert written["audio_config"] == configs[0]["audio_config"]
+
+
+@torch.no_grad()
+def test_every_use_of_the_vocabulary_caps_its_logits(tmp_path):
+    random_reference("gemma4_text").save_pretrained(tmp_path)
+    model, tokens_BS = load_hf(tmp_path, dtype=torch.float64), tokens(1, 9)
+    hidden_TD, targets_T = model.backbone(Inputs(tokens_BS))[0][0], tokens_BS[0]
+    logits_TV = model(tokens_BS)[0]
+    plain_TV = hidden_TD @ model.head_weight.T
+    assert (logits_TV - plain_TV).abs().max() > 0.1
+    torch.testing.assert_close(logits_TV, 3 * (plain_TV / 3).tanh())
+    own = (hidden_TD, model.head_weight)
+    some = torch.tensor([5, 2, 200])
+    torch.testing.assert_close(model.vocabulary.logits_of(*own, some), logits_TV[:, some])
+    losses = model.vocabulary.token_losses(*own, targets_T, temperature=0.7)
+    torch.testing.assert_close(
+        losses.loss_T, cross_entropy(logits_TV / 0.7, targets_T, reduction="none")
+    )
+    total = model.vocabulary.loss_sum(*own, targets_T, torch.ones(9)).total
+    torch.testing.assert_close(total, cross_entropy(logits_TV, targets_T, reduction="sum"))
+
+
+def test_fewer_layers_of_a_gemma_end_with_full_attention():
+    arch = resolve_architecture(ModelSection(preset="gemma-4-26b-a4b", num_layers=4))
+    assert arch.sliding_windows == (1024, 1024, 1024, None)
+    assert architecture_from_hf(exported_config(arch, None)) == arch
+    section = ModelSection(preset="gemma-4-31b", max_positions=2**20, rope="yarn")
+    with pytest.raises(ConfigError, match="layers of a gemma4_text differ in their angles; unset"):
+        resolve_architecture(section)
+
+
+@pytest.mark.parametrize("layout", ["per_expert", "fused"])
+@pytest.mark.parametrize("case", FAMILY_CASES)
+@torch.no_grad()
+def test_adapters_are_those_of_peft(case, layout, tmp_path):
+    peft = pytest.importorskip("peft")
+    if layout == "per_expert" and FAMILIES[case].lora_layout == "fused":
+        pytest.skip("PEFT gives such adapters no effect, or has no place for them")
+    random_reference(case).save_pretrained(tmp_path / "base")
+    model, tokens_BS = load_hf(tmp_path / "base"), tokens(2, 13)
+    lora = LoraSection(rank=8, alpha=4, layout=layout)
+    want = save_adapters(model, lora, tmp_path / "adapter", tokens_BS)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    assert relative_error(theirs(tokens_BS, use_cache=False).logits, want) < limits(case)[0]
+    folders = ["adapter"]
+    if layout == "fused":  # else PEFT writes another rank, as it has stacked experts
+        theirs.save_pretrained(tmp_path / "theirs")
+        folders.append("theirs")
+    for folder in folders:
+        again = load_hf(tmp_path / "base")
+        attach_peft(again, tmp_path / folder)
+        assert relative_error(again(tokens_BS), want) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("preset", "target", "problem"),
+    [
+        ("qwen3.5-35b-a3b", "*.linear_attn.wq", "in_proj_qkv.weight"),
+        ("qwen3.5-35b-a3b", "*.conv_q", "matches no module"),
+        ("nemotron-3-nano-30b-a3b", "*.mamba.wx", "in_proj.weight"),
+        ("nemotron-3-nano-30b-a3b", "*.mamba.wo", "PEFT takes no adapter of layers.0.mamba.wo"),
+    ],
+)
+def test_adapters_that_peft_cannot_express_are_refused(preset, target, problem):
+    words = [f"model.preset={preset}", "model.num_layers=2", "data.source=synthetic"]
+    words += ["lora.rank=8", f"lora.targets={target}"]
+    config = Config.load(None, words, environ={})
+    arch = resolve_architecture(config.model)
+    with pytest.raises(ConfigError, match=problem):
+        plan_model(config, arch, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("case", "targets"),
+    [
+        ("qwen3_next", ("*.linear_attn.wo",)),
+        ("qwen3_5_text", ("*.linear_attn.wo",)),
+        ("nemotron_h", ("*.to_latent", "*.from_latent", "*.shared_experts.*")),
+    ],
+)
+@torch.no_grad()
+def test_adapters_of_other_projections_are_those_of_peft(case, targets, tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    random_reference(case).save_pretrained(tmp_path / "base")
+    lora = LoraSection(rank=8, targets=targets)
+    model, tokens_BS = load_hf(tmp_path / "base"), tokens(2, 13)
+    want = save_adapters(model, lora, tmp_path / "adapter", tokens_BS)
+    assert "does not load" not in caplog.text
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    assert relative_error(theirs(tokens_BS, use_cache=False).logits, want) < limits(case)[0]
+
+
+@torch.no_grad()
+def test_adapters_of_shared_experts_are_read_and_named(tmp_path, caplog):
+    random_reference("glm4_moe").save_pretrained(tmp_path / "base")
+    model, tokens_BS = load_hf(tmp_path / "base"), tokens(2, 13)
+    lora = LoraSection(rank=8, targets=("*.attn.*", "*.shared_experts.*", "*.moe.experts"))
+    want = save_adapters(model, lora, tmp_path / "adapter", tokens_BS)
+    assert "layers.1.mlp.shared_experts.gate_proj" in caplog.text
+    again = load_hf(tmp_path / "base")
+    attach_peft(again, tmp_path / "adapter")
+    assert relative_error(again(tokens_BS), want) < 1e-5
+
+
+def test_a_gate_of_one_row_is_no_product_in_fp8():
+    words = ["kernels.precision=fp8", "train.device=cpu", "data.source=synthetic"]
+    config = Config.load(None, ["model.preset=qwen3-30b-a3b", *words], environ={})
+    gated = {"shared_intermediate_size": 256, "shared_gate": True}
+    check_widths(config, PRESETS["qwen3-30b-a3b"].model_copy(update=gated))
+    odd = PRESETS["qwen3-30b-a3b"].model_copy(update={"shared_intermediate_size": 100})
+    with pytest.raises(ConfigError, match=r"shared_experts\.w_gate"):
+        check_widths(config, odd)
+
+
+# Totals that are published, in billions, with the MTP heads where files have them.
+# The figures are those that the hub shows for each checkpoint, from memory.
+PUBLISHED = {
+    "glm-4.5-air": 110,
+    "glm-4.5": 358,
+    "dots.llm1": 143,
+    "ernie-4.5-21b-a3b": 21.8,
+    "ernie-4.5-300b-a47b": 300,
+    "hunyuan-a13b": 80.4,
+    "gemma-4-26b-a4b": 25.2,
+    "gemma-4-31b": 30.7,
+    "olmoe-1b-7b": 6.92,
+    "flex-olmo-7x7b": 33.3,
+    "minimax-m2": 229,
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
+    "qwen3-next-80b-a3b": 79.7,  # without the MTP heads, 1.6
+    "qwen3.5-35b-a3b": 34.7,  # without the MTP heads and the tower
+    "deepseek-v3": 671,  # without the MTP heads, as the next four
+    "kimi-k2": 1026,
+    "deepseek-v2-lite": 15.7,
+    "moonlight-16b-a3b": 16.0,
+    "glm-4.7-flash": 30,
+    "nemotron-3-nano-30b-a3b": 31.6,
+}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_have_the_published_sizes(preset):
+    arch = PRESETS[preset]
+    total = arch.num_params()
+    if arch.family == "glm4_moe":  # one more block with an embedding, a head and a projection
+        width = arch.hidden_size
+        block = sum(part.num_params() for part in arch.layers()[-1])
+        total += block + 2 * arch.vocab_size * width + 2 * width * width
+    assert total / 1e9 == pytest.approx(PUBLISHED[preset], rel=0.005)
+
+
+@pytest.mark.parametrize(("preset", "billions"), [("gpt-oss-20b", 3.6), ("gpt-oss-120b", 5.1)])
+def test_a_token_uses_the_published_number_of_parameters(preset, billions):
+    arch = PRESETS[preset]
+    embedding = arch.vocab_size * arch.hidden_size  # in which a token uses a single row
+    assert (arch.num_active_params() - embedding) / 1e9 == pytest.approx(billions, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["input_layernorm", "norm"])
+def test_norms_of_gpt_oss_round_as_those_of_transformers(name):
+    model = Transformer(architecture_of("gpt_oss"))
+    theirs = random_reference("gpt_oss").model
+    ours = model.norm if name == "norm" else model.layers[0].attn_norm
+    theirs = theirs.norm if name == "norm" else theirs.layers[0].input_layernorm
+    with torch.no_grad():
+        theirs.weight.normal_(1.0, 0.3)
+        ours.weight.copy_(theirs.weight)
+        x_TD = torch.randn(50, 32).bfloat16()
+        assert torch.equal(ours(x_TD), theirs(x_TD))
+
+
+@torch.no_grad()
+def test_a_layout_without_a_place_for_an_adapter_is_refused(tmp_path):
+    model = Transformer(architecture_of("gpt_oss"))
+    model.init_weights(std=0.2, seed=0)
+    lora = LoraSection(rank=8, layout="per_expert")
+    with pytest.raises(ConfigError, match=r"'per_expert' has no place for .*w_gate_up; use fused"):
+        save_adapters(model, lora, tmp_path, tokens(1, 5))
+
+
+def test_what_gpt_oss_has_no_kernels_for_is_refused_in_one_line():
+    words = ["model.preset=gpt-oss-20b", "data.source=synthetic", "train.device=cpu"]
+
+    def check(config):
+        arch = resolve_architecture(config.model)
+        plan_model(config, arch, torch.float32)
+        check_model(config, arch)
+
+    def problem(*more):
+        config = Config.load(None, [*words, *more], environ={})
+        with pytest.raises(ConfigError) as caught:
+            check(config)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "no such products for experts with biases; use bf16" in problem("kernels.precision=fp8")
+    assert "one tensor of all experts; use fused" in problem(
+        "lora.rank=8", "lora.layout=per_expert"
+    )
+    assert "which attention with sinks needs; use auto" in problem("kernels.attention=sdpa")
+
+
+def test_what_gemma_has_no_kernels_for_is_refused_in_one_line():
+    words = ["model.preset=gemma-4-26b-a4b", "data.source=synthetic", "train.device=cpu"]
+    arch = resolve_architecture(Config.load(None, words, environ={}).model)
+    with pytest.raises(ConfigError, match="'fp8' has no experts with GELU; use bf16"):
+        plan_model(
+            Config.load(None, [*words, "kernels.precision=fp8"], environ={}), arch, torch.bfloat16
+        )
+    cuda = torch.device("cuda")
+    with pytest.raises(ValueError, match="head width 512; it takes multiples of 8 to 256"):
+        cudnn.require(cuda, torch.bfloat16, arch.widest_head())
+    assert not cudnn.runs(cuda, torch.bfloat16, arch.widest_head())
+
+
+def test_fewer_or_more_blocks_of_a_pattern():
+    arch = resolve_architecture(ModelSection(preset="nemotron-3-nano-30b-a3b", num_layers=6))
+    assert arch.mixers == ("mamba", "moe", "mamba", "moe", "mamba", "attention")
+    with pytest.raises(ValueError, match="mixers names 6 layers, num_layers is 5"):
+        type(arch).model_validate({**arch.model_dump(), "num_layers": 5})
+
+
+def test_experts_with_squared_relu_are_no_product_in_fp8():
+    words = ["model.preset=nemotron-3-nano-30b-a3b", "kernels.precision=fp8"]
+    config = Config.load(None, [*words, "data.source=synthetic"], environ={})
+    with pytest.raises(ConfigError, match="'fp8' has no experts with squared ReLU; use bf16"):
+        plan_model(config, resolve_architecture(config.model), torch.bfloat16)
+
+
+def test_fewer_or_more_layers_of_a_preset():
+    for count, routed in ((2, (False, False)), (5, (False,) * 3 + (True,) * 2)):
+        arch = resolve_architecture(ModelSection(preset="glm-4.5", num_layers=count))
+        assert arch.moe_layers == routed
+    arch = resolve_architecture(ModelSection(preset="glm-4.5", num_layers=100))
+    assert arch.moe_layers == (False,) * 3 + (True,) * 97
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "problem"),
+    [
+        ("glm4_moe", {"partial_rotary_factor": 0.4}, "partial_rotary_factor 0.4 .* even number"),
+        ("glm4_moe", {"n_group": 4}, "n_group 4 .* n_routed_experts 6"),
+        ("glm4_moe", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (
+            "glm4_moe",
+            {"n_group": 3, "num_experts_per_tok": 3},
+            "num_experts_per_tok 3 .* topk_group 1",
+        ),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias true is not supported; use"),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval is 0"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported; use"),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 2, 1]}, "moe_topk is .* one number for all layers"),
+        ("hunyuan_v1_moe", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "needs alpha"),
+        ("minimax_m2", {"rotary_dim": 5}, "which is not an even number"),
+        ("minimax_m2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention are not"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit is 0.0: Input should be greater than 0"),
+        ("gpt_oss", {"rope_parameters": None}, "rope_parameters is None, expected"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "awq"}},
+            "such quantized weights are not read",
+        ),
+        ("gpt_oss", {"quantization_config": []}, "such quantized weights are not read"),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias True is not supported; use a model without"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings True is not supported"),
+        ("nemotron_h", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
+        ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act 'gelu' is not supported"),
+        ("nemotron_h", {"n_shared_experts": 2}, "n_shared_experts 2 is not supported, only 1"),
+        ("nemotron_h", {"time_step_limit": [0.0, 0.1]}, "time_step_limit .*, only 0 to infinity"),
+        ("nemotron_h", {"layers_block_type": ["moe", "cnn"]}, "layers_block_type cnn are not supp"),
+        ("nemotron_h", {"n_groups": 3}, "mamba_num_heads 4 is not a multiple of n_groups 3"),
+        ("nemotron_h", {"ssm_state_size": 0}, "ssm_state_size is 0"),
+        (
+            "gemma4_text",
+            {"hidden_size_per_layer_input": 8},
+            "hidden_size_per_layer_input 8 .*; use",
+        ),
+        (
+            "gemma4_text",
+            {"num_kv_shared_layers": 1},
+            "num_kv_shared_layers 1 .* not supported; use",
+        ),
+        (
+            "gemma4_text",
+            {"use_bidirectional_attention": "all"},
+            "use_bidirectional_attention 'all'",
+        ),
+        ("gemma4_text", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
+        ("gemma4_text", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention are not"),
+        ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 6}}}, "per_layer_config differs"),
+        ("gemma4_text", {"top_k_experts": None}, "top_k_experts is None, expected a number"),
+        ("gemma4_text", {"top_k_experts": 7}, "top_k_experts 7 is more than num_experts 6"),
+        ("gemma4_text", {"rope_parameters": {}}, "rope_parameters of sliding_attention are None"),
+        (
+            "gemma4_text",
+            {"rope_parameters": {"sliding_attention": YARN}},
+            "rope_parameters of sliding_attention .*, expected .* default or proportional",
+        ),
+        ("gemma4_text", {"global_head_dim": 7}, "head_dim 7 is odd"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of a llama"),
+    ],
+)
+def test_what_is_not_supported_is_refused_in_one_line(family, change, problem, tmp_path):
+    own = next((CASES[case] for case in CASES if case.split()[0] == family), {})
+    config = {**FAMILIES[family].defaults, "model_type": family, **SIZES, **own, **change}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=problem) as caught:
+        load_hf(tmp_path)
+    assert "\n" not in str(caught.value)

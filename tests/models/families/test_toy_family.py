@@ -1,0 +1,218 @@
+"""A family that the package has never heard of, from a Hugging Face folder to an export."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import moetrain
+from moetrain.cli.train import main
+from moetrain.config import Config, ConfigError
+from moetrain.models.architecture import Architecture, Weight
+from moetrain.models.attention import GroupedQueryAttention
+from moetrain.models.families import FAMILIES, register
+from moetrain.models.hf.load import resolve_architecture
+from moetrain.models.moe import MoE, RoutedExperts
+from moetrain.models.rules import COLWISE
+from moetrain.train.estimates.plan import plan_memory
+from moetrain.train.loop import Trainer
+from moetrain.train.metrics import read_metrics
+from tests.lib import toy_family
+from tests.lib.command_lines import settled
+from tests.lib.distributed import spawn
+
+FROZEN = "model.layers.{}.ffn.in.weight"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A folder as somebody else's program would write it."""
+    d, ffn, vocab, layers = 16, 12, 264, range(2)
+    shapes = {"model.embed_tokens.weight": (vocab, d), "lm_head.weight": (vocab, d)}
+    shapes |= {"model.norm.weight": (d,)}
+    for i in layers:
+        layer = f"model.layers.{i}."
+        shapes |= {f"{layer}{name}layernorm.weight": (d,) for name in ("input_", "post_attention_")}
+        shapes |= {f"{layer}self_attn.{x}_proj.weight": (d, d) for x in "qo"}
+        shapes |= {f"{layer}self_attn.{x}_proj.weight": (d // 2, d) for x in "kv"}
+        shapes |= {f"{layer}ffn.in.weight": (ffn, d), f"{layer}ffn.out.weight": (d, ffn)}
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(shape, generator=generator) * 0.3 + (len(shape) == 1)
+        for name, shape in shapes.items()
+    }
+    for i in layers:
+        tensors[FROZEN.format(i)] = tensors[FROZEN.format(i)].bfloat16()
+    folder = tmp_path_factory.mktemp("toy")
+    save_file(tensors, folder / "model.safetensors")
+    config = {"model_type": "toy", "hidden_act": "relu2", "d_ffn": ffn, "hidden_size": d}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def words(tiny_words, checkpoint):
+    own = [f"model.path={checkpoint}", "data.tokenizer=byte", "checkpoint.save_hf=yes"]
+    own += ["checkpoint.interval=2", "checkpoint.keep=5", "train.global_batch_size=4"]
+    return [*(w for w in tiny_words if not w.startswith("model.")), *own]
+
+
+def train(words, folder):
+    """Losses and gradient norms of a run that leaves everything in ``folder``."""
+    trainer = Trainer(Config.load(None, [*words, f"output_dir={folder}"], environ={}))
+    trainer.fit()
+    frozen = trainer.engine.fsdp.members["layers.0.mlp.w_in.weight"].local
+    assert (frozen.dtype, frozen.requires_grad) == (torch.bfloat16, False)
+    lines = [line for line in read_metrics(trainer.folder / "metrics.jsonl") if "loss" in line]
+    return torch.tensor([[line["loss"], line["grad_norm"]] for line in lines])
+
+
+def weights(folder):
+    return load_file(folder / "hf" / "model.safetensors")
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert torch.equal(got[name], tensor), name
+
+
+def test_it_is_read_and_written_bit_for_bit(checkpoint, tmp_path):
+    model = moetrain.load_hf(checkpoint)
+    assert isinstance(model.arch, toy_family.Toy)
+    assert model.arch.num_features == 12
+    assert sum(p.numel() for p in model.parameters()) == model.arch.num_params()
+    assert model(torch.arange(9)[None]).isfinite().all()
+    moetrain.save_hf(model, tmp_path)
+    got, want = (load_file(folder / "model.safetensors") for folder in (tmp_path, checkpoint))
+    assert_same(got, want)
+    again = json.loads((tmp_path / "config.json").read_text())
+    assert again["d_ffn"] == 12
+
+
+@pytest.mark.tier("wide")
+def test_training_is_the_same_on_every_layout_and_goes_on_where_it_was(words, checkpoint, tmp_path):
+    numbers = train(words, tmp_path / "one")
+    before, after = load_file(checkpoint / "model.safetensors"), weights(tmp_path / "one")
+    for name, tensor in after.items():
+        assert torch.equal(tensor, before[name]) == name.endswith("ffn.in.weight"), name
+    for layout in ("dp_shard=2", "tp=2"):
+        run = [*words, f"parallel.{layout}"]
+        whole, resumed = tmp_path / layout, tmp_path / f"{layout} resumed"
+        got = spawn(2, train, run, whole)[0]
+        torch.testing.assert_close(got, numbers, rtol=1e-5, atol=0)
+        first = f"checkpoint.resume={whole / 'checkpoints' / 'step-00000002'}"
+        rest = spawn(2, train, [*run, first], resumed)[0]
+        assert torch.equal(rest, got[2:])
+        assert_same(weights(resumed), weights(whole))
+        moetrain.save_hf(moetrain.load_hf(whole / "hf"), tmp_path / f"{layout} again")
+        assert_same(load_file(tmp_path / f"{layout} again" / "model.safetensors"), weights(whole))
+
+
+class Thawed(toy_family.Features):
+    @property
+    def weights(self):
+        return {**super().weights, "w_in.weight": Weight((12, 16), COLWISE)}
+
+
+class Mixed(toy_family.Toy):
+    def feed_forward(self, layer):
+        return (Thawed if layer else toy_family.Features).of(self)
+
+
+def test_each_layer_has_the_rules_of_its_own_parts(checkpoint):
+    model = moetrain.load_hf(checkpoint)
+    rules = Mixed(**model.arch.model_dump()).plan().rules(model)
+    w_in = [rules[f"layers.{i}.mlp.w_in.weight"] for i in range(model.arch.num_layers)]
+    assert w_in[1:] == [COLWISE] * len(w_in[1:])
+    assert w_in[0] != COLWISE
+
+
+class Forgetful(toy_family.Toy):
+    def feed_forward(self, layer):
+        part = super().feed_forward(layer)
+        return NoWeights.of(self) if layer == 1 else part
+
+
+class NoWeights(toy_family.Features):
+    weights = {"w_more.weight": Weight((12, 16), COLWISE)}  # noqa: RUF012
+
+
+def test_a_part_must_know_the_parameters_of_its_module(checkpoint):
+    model = moetrain.load_hf(checkpoint)
+    names = (
+        r"plan: parts and modules differ in layers\.1\.mlp\.w_in\.weight, layers\.1\.mlp\.w_more"
+    )
+    with pytest.raises(ValueError, match=names):
+        Forgetful(**model.arch.model_dump()).plan().rules(model)
+
+
+def test_what_its_parts_say_is_asked(words, checkpoint):
+    config = Config.load(None, [*words, "parallel.tp=8", "launch.nproc=8"], environ={})
+    arch = resolve_architecture(config.model)
+    with pytest.raises(ConfigError, match="does not divide the model's num_heads 4"):
+        plan_memory(config, arch)
+    config = Config.load(None, [*words, "parallel.ep=2", "launch.nproc=2"], environ={})
+    with pytest.raises(ConfigError, match="toy has no experts"):
+        plan_memory(config, arch)
+    with pytest.raises(ValueError, match="family 'toy': toy is there already"):
+        register(FAMILIES[arch.family])
+
+
+class OwnRouted(nn.Module):
+    """A routed part's module that is no MoE: all that sharding asks for is ``dispatcher``."""
+
+    def __init__(self, part, kernels, moe):
+        super().__init__()
+        built = RoutedExperts.build(part, kernels, moe)
+        self.router, self.experts, self.dispatcher = built.router, built.experts, built.dispatcher
+        self.shared_experts = None
+
+    forward, results, through_experts = MoE.forward, MoE.results, MoE.through_experts
+
+
+class OwnExperts(RoutedExperts):
+    def build(self, kernels, moe):
+        return OwnRouted(self, kernels, moe)
+
+
+class Routed(Architecture):
+    kinds = (GroupedQueryAttention, OwnExperts)
+
+
+def own_routed_loss(words):
+    """The first step's loss and norm of a family whose routed module is its own."""
+    sizes = {"vocab_size": 264, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "head_dim": 8}
+    sizes |= {"num_kv_heads": 2, "intermediate_size": 8, "num_experts": 4}
+    sizes |= {"num_experts_per_token": 2, "moe_intermediate_size": 8}
+    arch = Routed(family="own_routed", **sizes)
+    own = {"name": "own_routed", "architecture": Routed, "presets": {"own-routed": arch}}
+    register(replace(FAMILIES["qwen3_moe"], **own))
+    trainer = Trainer(Config.load(None, words, environ={}))
+    result = trainer.train_step()
+    ways = {type(layer.moe.dispatcher).__name__ for layer in trainer.model.layers}
+    return ways, result.loss.item(), result.grad_norm.item()
+
+
+def test_a_routed_module_of_ones_own_sends_its_tokens(tiny_words, tmp_path):
+    words = [*(w for w in tiny_words if not w.startswith("model.")), "model.preset=own-routed"]
+    words += ["train.global_batch_size=4"]
+    # In a process of its own: this one's registry stays as it is.
+    local, *want = spawn(1, own_routed_loss, [*words, f"output_dir={tmp_path / 'one'}"])[0]
+    apart = [*words, "parallel.ep=2", f"output_dir={tmp_path / 'two'}"]
+    sent, *got = spawn(2, own_routed_loss, apart)[0]
+    assert (local, sent) == ({"Dispatcher"}, {"AllToAll"})
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_processes_that_would_not_know_it(words, capsys):
+    assert main(settled([*words, "launch.nproc=2"])) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: launch.nproc: 2, but family 'toy' was registered in this proce")
+    assert "start your script by torchrun --nproc-per-node 2" in error
+    assert error.count("\n") == 1

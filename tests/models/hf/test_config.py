@@ -1,0 +1,154 @@
+"""Hugging Face configs: both directions, against transformers, and every bad one."""
+
+import json
+
+import pytest
+from transformers import AutoConfig
+
+from moetrain.config import ConfigError
+from moetrain.models.families import FAMILIES, PRESETS
+from moetrain.models.hf.config import architecture_from_hf, exported_config
+from moetrain.models.rope_scaling import RopeScaling
+from tests.lib.architectures import make_architecture
+from tests.lib.hf_configs import CASES, SIZES, config_of
+
+# Other tests register families of their own.
+OURS = [name for name, f in FAMILIES.items() if f.architecture.__module__.startswith("moetrain.")]
+OURS.remove("kimi_k2")  # which transformers does not know
+
+
+NEEDED = {
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "gemma4": {"text_config": {"hidden_size_per_layer_input": 0}},
+}
+"""Keys that transformers has no defaults for, or has those of models that are not supported."""
+
+
+@pytest.mark.parametrize("keys", [{}, {"use_sliding_window": True}], ids=["none", "window"])
+@pytest.mark.parametrize("family", OURS)
+def test_omitted_keys_mean_the_defaults_of_transformers(family, keys):
+    config = {"model_type": family, **NEEDED.get(family, {}), **keys}
+    theirs = AutoConfig.for_model(**config).to_dict()
+    assert architecture_from_hf(config) == architecture_from_hf(theirs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_round_trip(case):
+    arch = architecture_from_hf(config_of(case).to_dict())
+    written = json.loads(json.dumps(exported_config(arch, None)))
+    assert architecture_from_hf(written) == arch
+    assert architecture_from_hf(AutoConfig.for_model(**written).to_dict()) == arch
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_can_be_saved(preset):
+    arch = PRESETS[preset]
+    assert architecture_from_hf(exported_config(arch, None)) == arch
+
+
+def test_config_values():
+    arch = architecture_from_hf(config_of("qwen3 tied, biases, windows").to_dict())
+    assert (arch.tie_embeddings, arch.qkv_bias, arch.out_bias) == (True, True, True)
+    assert arch.sliding_windows == (None, 4, 4)
+    arch = architecture_from_hf(config_of("qwen3_moe sparse step, windows").to_dict())
+    assert arch.moe_layers == (False, True, False)
+    assert arch.sliding_windows == (4, 4, 4)
+    arch = architecture_from_hf(config_of("qwen3_moe dense layers, biases").to_dict())
+    assert arch.moe_layers == (False, True, False)
+    assert (arch.num_experts, arch.head_dim) == (5, 4)
+    arch = architecture_from_hf(config_of("qwen2").to_dict())
+    assert arch.sliding_windows == (None, 4, None)
+    assert (arch.qkv_bias, arch.out_bias, arch.qk_norm) == (True, False, False)
+    arch = architecture_from_hf(config_of("mixtral").to_dict())
+    assert (arch.num_experts, arch.moe_intermediate_size, arch.norm_topk_prob) == (5, 16, True)
+    assert (arch.rope_theta, arch.norm_eps) == (1e6, 1e-5)
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES = {
+    "theta alone": {"rope_theta": 5e5},
+    "old name": {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "null": {"rope_theta": 5e5, "rope_scaling": None},
+    "yarn": {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 16.0,
+            "attention_factor": 1.5,
+            "truncate": False,
+        }
+    },
+    "yarn, few keys": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "yarn, mscale": {
+        "rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0.5},
+        "original_max_position_embeddings": 8,
+    },
+    "llama3": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "original_max_position_embeddings": 32,
+            **LLAMA3,
+        }
+    },
+    "version 5": {"rope_parameters": {"rope_type": "default", "rope_theta": 123.0}},
+    "version 5 llama3": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e5, **LLAMA3}},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])  # two default thetas
+@pytest.mark.parametrize("rope", ROPES)
+def test_rope_is_read_as_transformers_reads_it(rope, family):
+    config = {"model_type": family, **SIZES, **ROPES[rope]}
+    arch = architecture_from_hf(config)
+    assert arch == architecture_from_hf(AutoConfig.for_model(**config).to_dict())
+    written = exported_config(arch, None)
+    assert architecture_from_hf(AutoConfig.for_model(**written).to_dict()) == arch
+
+
+def test_rope_values():
+    config = {"model_type": "llama", **SIZES}
+    yarn = architecture_from_hf({**config, **ROPES["yarn, few keys"]}).rope
+    assert yarn == RopeScaling(kind="yarn", factor=4.0, original_max_positions=64)
+    assert architecture_from_hf({**config, **ROPES["version 5"]}).rope_theta == 123.0
+
+
+BAD_CONFIGS = {
+    "model type": (
+        {"model_type": "gpt2"},
+        "model_type 'gpt2' is not supported; supported: .*llama,",
+    ),
+    "no model type": ({"model_type": None}, "model_type None"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    "rope type": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+    "rope key": ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs low_freq"),
+    "rope value": ({"rope_scaling": {"type": "linear", "factor": "two"}}, "factor is 'two'"),
+    "rope list": ({"rope_scaling": [1]}, "expected an object"),
+    "rope by layer": ({"rope_parameters": {"full_attention": {}}}, "between layer types"),
+    "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+    "text for a number": ({"hidden_size": "big"}, "hidden_size is 'big'"),
+    "bool for a number": ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+    "heads": ({"num_key_value_heads": 4}, "heads 6 is not a multiple of num_key_value_heads 4"),
+    "layer type": ({"layer_types": ["full_attention", "x", "y"]}, "layer_types x, y"),
+    "too few layer types": ({"layer_types": ["full_attention"]}, "names 1 layers"),
+    "no window": ({"layer_types": ["sliding_attention"] * 3}, "no sliding_window is in use"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_bad_config(case):
+    change, message = BAD_CONFIGS[case]
+    with pytest.raises(ConfigError, match=message) as caught:
+        architecture_from_hf({"model_type": "qwen3", **SIZES, **change})
+    assert caught.value.field == "model.path"
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_format_cannot_express_is_an_error():
+    arch = architecture_from_hf({"model_type": "llama", **SIZES})
+    for change in ({"qk_norm": True}, {"qkv_bias": True}, {"sliding_windows": (4, 4, 4)}):
+        with pytest.raises(ValueError, match=rf"llama.*cannot express .*{next(iter(change))}"):
+            exported_config(make_architecture(**{**arch.model_dump(), **change}), None)

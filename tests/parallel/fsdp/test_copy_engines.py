@@ -1,0 +1,483 @@
+"""FSDP over copy engines gives the bits of FSDP over collectives, whatever comes in between.
+
+On CPUs the memory that ranks share is a file's, and copies are done at once: all but the order of
+streams is the same. ``gpu`` tests have the rest.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moetrain.config import Config, ConfigError
+from moetrain.models.transformer import Inputs
+from moetrain.parallel.fsdp.fsdp import FSDP
+from moetrain.parallel.fsdp.transport import peers as peer_copies
+from moetrain.parallel.fsdp.transport.peers import why_unreachable
+from moetrain.train.loop import Trainer
+from tests.lib.command_lines import settled
+from tests.lib.distributed import rank_main, spawn
+from tests.lib.engines import make_batches, make_engine, objective_of
+from tests.lib.launches import Launcher
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+# Nothing that any number of ranks divides: shards are uneven, and some are empty.
+BASE = ["train.dtype=bfloat16", "model.num_experts=6", "model.num_layers=3"]
+MICRO = 2  # rows of 8: several micro-batches a step
+RUNS = {
+    2: {
+        "dp": [],
+        "fp32, recompute": ["train.dtype=float32", "activation.policy=full"],
+        "last": ["parallel.reduce_at=last", "parallel.reshard_after_forward=yes"],
+        "kept in bf16": ["optim.gradient_dtype=bfloat16"],
+        "adapters": ["lora.rank=8", "moe.bias_update_rate=0"],
+        "tp": ["parallel.tp=2"],
+        "on the host": ["optim.offload_fraction=0.5"],
+    },
+    4: {
+        "dp": [],
+        "reshard": ["parallel.reshard_after_forward=2"],
+        "ep reshard": ["parallel.ep=2", "parallel.reshard_after_forward=yes"],
+        "adapters": ["lora.rank=8", "moe.bias_update_rate=0", "parallel.ep=2"],
+        "hsdp": ["parallel.dp_replicate=2"],
+        "pp": ["parallel.pp=2", "model.num_layers=4"],
+    },
+}
+GPU = [
+    "train.device=cuda",
+    "train.deterministic=yes",
+    "model.hidden_size=128",
+    "model.num_heads=4",
+    "model.head_dim=32",
+    "model.moe_intermediate_size=64",
+]
+
+
+def tell(words):
+    """What an engine is after each part of a long story, by the part's name."""
+    engine, found = make_engine(*BASE, *words, micro=MICRO), {}
+    world = engine.world
+
+    def keep(name, tensors):
+        copies = {key: x.detach().to("cpu", copy=True) for key, x in tensors.items()}
+        found[f"{len(found)}: {name}"] = copies
+
+    def batches(number):
+        return make_batches(number, MICRO, world.data_rank, world.dims.data_ranks)
+
+    def learn(number):
+        keep("loss", {"": engine.forward_backward(batches(number), objective_of(engine)).total})
+
+    def evaluate():
+        with torch.inference_mode():
+            keep("held out", {"": engine.forward(batches(80), objective_of(engine)).total})
+
+    def step(name):
+        outcome = engine.step(1e-2)
+        assert not outcome.skipped
+        engine.fsdp.settle()
+        keep(name, {"norm": outcome.grad_norm, **locals_of(engine)})
+
+    evaluate()
+    learn(0)
+    engine.fsdp.gradient_norm()
+    gradients = {name: x.grad for name, x in locals_of(engine).items() if x.grad is not None}
+    assert gradients
+    keep("gradients", gradients)
+    engine.forget()
+    learn(0)
+    learn(1)
+    step("plain")
+    learn(40)
+    engine.offload()
+    engine.reload()
+    step("updated with nothing gathered")
+    evaluate()
+    state = {name: weight.clone() for name, weight in engine.weights()}
+    for name in list(engine.fsdp.members)[::2]:  # behind the optimizer's back
+        engine.fsdp.write(name, (), 1.5 * state[name])
+    evaluate()
+    learn(50)
+    step("written")
+    for method in (
+        ("reduce", "unshard") if world.dims.pp == 1 else ()
+    ):  # stages would wait for stages
+        with failing_at_its_third_call(method), pytest.raises(ZeroDivisionError):
+            learn(60)
+    with engine.work():  # two at once gather once
+        learn(61)
+        evaluate()
+    step("failed before")
+    engine.load_state({"model": {name: state[name] for name in engine.stages.saved}})
+    evaluate()
+    learn(70)
+    step("loaded")
+    return engine, found
+
+
+def locals_of(engine):
+    return {name: member.local for name, member in engine.fsdp.members.items()}
+
+
+@contextlib.contextmanager
+def failing_at_its_third_call(method):
+    """Of FSDP's, with copies under way."""
+    original, calls = getattr(FSDP, method), []
+
+    def failing(*args, **kwargs):
+        calls.append(method)
+        if len(calls) == 3:
+            raise ZeroDivisionError
+        return original(*args, **kwargs)
+
+    with patch.object(FSDP, method, failing):
+        yield
+    assert len(calls) == 3
+
+
+def differences(runs):
+    """Where copies give other bits than collectives; which buckets they have carried."""
+    differ, carried = [], {}
+    for name, words in runs.items():
+        torch.compiler.reset()
+        _, expected = tell([*words, "parallel.fsdp_transport=nccl"])
+        engine, found = tell([*words, "parallel.fsdp_transport=copy"])
+        assert list(found) == list(expected)
+        for part, tensors in expected.items():
+            assert tensors.keys() == found[part].keys()
+            for key, tensor in tensors.items():
+                if not torch.equal(found[part][key], tensor):
+                    differ.append(f"{name}: {part}: {key}")
+        buckets = [b for b in engine.fsdp.buckets if b.group.size() > 1]
+        carried[name] = (sum(b.transport.is_shared for b in buckets), len(buckets))
+    return differ, carried
+
+
+def check(world, more=(), **kwargs):
+    runs = {name: [*more, *words] for name, words in RUNS[world].items()}
+    for differ, carried in spawn(world, differences, runs, **kwargs):
+        assert not differ
+        for name, (number, travelling) in carried.items():
+            assert number > 0
+            assert (number == travelling) == (name != "on the host"), name
+
+
+@pytest.mark.tier("wide", long=["2"])
+@pytest.mark.parametrize("world", RUNS)
+def test_copies_give_the_bits_of_collectives(world):
+    check(world, timeout=300)
+
+
+COPY = [*BASE, "parallel.fsdp_transport=copy"]
+
+
+def late(device):
+    """Let the device, and this rank, come to what follows long after the others."""
+    if device.type == "cuda":
+        torch.cuda._sleep(2**28)
+    else:
+        time.sleep(0.1)
+
+
+def slow_rank(words):
+    """What rank 1 has read and summed, which the others do not wait for; and what it would have."""
+    answers = []
+    for slow in (False, True):
+        engine = make_engine(*COPY, *words, "moe.aux_loss_coef=0", micro=1)
+        world, fsdp, name = engine.world, engine.fsdp, "layers.2.attn.wo.weight"
+        shape = fsdp.members[name].layout.shape
+        tokens_BS = make_batches(0, 1)[0].tokens_BS.to(world.device)
+        found, start_gather, sum_chunks = (
+            [],
+            type(fsdp.units[0]).start_gather,
+            peer_copies.sum_chunks,
+        )
+
+        def gather(unit, start_gather=start_gather, slow=slow, world=world):
+            if slow and world.rank == 1:
+                late(world.device)
+            start_gather(unit)
+
+        def sums(*args, sum_chunks=sum_chunks, slow=slow, world=world, **kwargs):
+            if slow and world.rank == 1:
+                late(world.device)
+            return sum_chunks(*args, **kwargs)
+
+        with (
+            patch.object(type(fsdp.units[0]), "start_gather", gather),
+            patch.object(peer_copies, "sum_chunks", sums),
+        ):
+            with torch.no_grad():
+                for number in range(2):
+                    with fsdp.work():
+                        found.append(engine.model.backbone(Inputs(tokens_BS))[0])
+                    fsdp.write(name, (), torch.full(shape, 0.1 * number))
+            with fsdp.work():
+                hidden_BSD, _ = engine.model.backbone(Inputs(tokens_BS))
+                fsdp.backward(hidden_BSD.float().square().sum(), is_last=True)
+        fsdp.gradient_norm()
+        found += [x.grad for x in locals_of(engine).values()]
+        answers.append([x.to("cpu", copy=True) for x in found])
+    return all(map(torch.equal, *answers)) and not torch.equal(*answers[0][:2])
+
+
+@pytest.mark.tier("long")
+def test_nobody_overwrites_what_a_slow_rank_still_needs():
+    assert spawn(2, slow_rank, [], timeout=120) == [True, True]
+
+
+def memory_comes_and_goes(words):
+    """Of what ranks share: bytes that are there after a work, and after it was given back."""
+    engine = make_engine(*COPY, *words, micro=1)
+    (session,) = engine.fsdp.sessions
+    (shared,) = session.peers.values()
+    batches = make_batches(0, 1, engine.world.rank, 2)
+
+    def is_there():
+        return shared.num_bytes > 0
+
+    found = [is_there()]
+    engine.forward(batches, objective_of(engine))
+    found.append(is_there())
+    for _ in range(3):
+        engine.offload("workspaces")
+        found.append(is_there() or any(b._cast_N.numel() for b in engine.fsdp.buckets))
+        engine.forward(batches, objective_of(engine))
+    return found, Path("/proc/self/maps").read_text().count("memfd:moetrain")
+
+
+def test_shared_memory_is_made_by_a_work_and_given_back():
+    assert spawn(2, memory_comes_and_goes, []) == [([False, True, *[False] * 3], 1)] * 2
+
+
+def changes_in_the_middle():
+    """What comes of an update while peers read."""
+    engine = make_engine(*COPY, micro=1)
+    batches = make_batches(0, 1, engine.world.rank, 2)
+    with engine.work():
+        with torch.no_grad():
+            engine.fsdp.members["layers.0.attn.wq.weight"].local.add_(1.0)
+        with pytest.raises(RuntimeError, match=r"changed within FSDP.work\(\)"):
+            engine.forward(batches, objective_of(engine))
+    return engine.forward(batches, objective_of(engine)).total.isfinite().item()
+
+
+def test_parameters_that_change_in_a_work_are_an_error():
+    assert spawn(2, changes_in_the_middle) == [True] * 2
+
+
+def maps_after_release():
+    """Of all ranks, how often they map what they share, once the first one has given it back."""
+    engine = make_engine(*COPY, micro=1)
+    rank = engine.world.rank
+    engine.forward(make_batches(0, 1, rank, 2), objective_of(engine))
+    pids = [os.getpid()] * 2
+    dist.all_gather_object(pids, os.getpid())
+
+    def mapped():
+        return [Path(f"/proc/{pid}/maps").read_text().count("memfd:moetrain") for pid in pids]
+
+    before = mapped()
+    dist.barrier()
+    time.sleep(0.2 * rank)
+    engine.offload("workspaces")
+    return before, mapped()
+
+
+def test_what_is_given_back_no_rank_maps_any_more():
+    assert spawn(2, maps_after_release) == [([1, 1], [0, 0])] * 2
+
+
+def on_two_machines():
+    name = f"machine {dist.get_rank()}"
+    with patch.object(socket, "gethostname", lambda: name), pytest.raises(ConfigError) as error:
+        make_engine(*COPY, micro=1)
+    replicas = ["parallel.dp_replicate=2", "parallel.dp_shard=1"]
+    alone = make_engine(*COPY, *replicas, micro=1)
+    assert not alone.fsdp.sessions  # nothing is sharded
+    usual = make_engine(*BASE, micro=1)
+    assert not usual.fsdp.sessions  # between CPUs copies leave nothing free
+    return str(error.value)
+
+
+def test_copies_between_machines_are_refused():
+    problem = (
+        "parallel.fsdp_transport: 'copy' cannot be: its 2 ranks are on 2 machines, not on one; "
+        "use nccl"
+    )
+    assert spawn(2, on_two_machines) == [problem] * 2
+
+
+def test_reasons_against_copies(monkeypatch):
+    assert why_unreachable([("a", None), ("a", None)]) is None
+    assert (
+        why_unreachable([("a", 0), ("a", 0)]) == "ranks call their GPUs 0, 0, and each must see all"
+    )
+    reach = {(0, 1), (1, 0), (1, 2), (2, 1)}
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) in reach)
+    assert why_unreachable([("a", 0), ("a", 1)]) is None
+    assert (
+        why_unreachable([("a", 0), ("a", 1), ("a", 2)]) == "GPU 0 cannot reach the memory of GPU 2"
+    )
+
+
+def dies_in_the_middle():
+    """Rank 1 is killed while it copies; the other has to find out."""
+    engine = make_engine(*COPY, micro=1)
+    world = engine.world
+    batches = make_batches(0, 1, world.rank, 2)
+    engine.forward_backward(batches, objective_of(engine))
+    reduce = FSDP.reduce
+
+    def dying(*args):
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        reduce(*args)
+
+    with patch.object(FSDP, "reduce", dying):
+        engine.forward_backward(batches, objective_of(engine))
+        engine.step(1e-2)
+
+
+def survivor(folder, timeout=30.0):
+    """What the rank says that was not killed."""
+    context = multiprocessing.get_context("forkserver")
+    call = pickle.dumps((dies_in_the_middle, ()))
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    processes = [
+        context.Process(
+            target=rank_main, args=(rank, 2, "cpu", str(folder), timeout, call, pipe[1])
+        )
+        for rank, pipe in enumerate(pipes)
+    ]
+    try:
+        for process, pipe in zip(processes, pipes, strict=True):
+            process.start()
+            pipe[1].close()
+        assert pipes[0][0].poll(3 * timeout)
+        processes[1].join(10)
+        assert processes[1].exitcode == -signal.SIGKILL
+        succeeded, said = pickle.loads(pipes[0][0].recv_bytes())
+        assert not succeeded
+        return said
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def test_a_killed_rank_ends_the_others(tmp_path):
+    said = survivor(tmp_path)
+    assert "in reduce" in said
+    assert "onnection" in said
+
+
+# The real command line, of which rank 1 is killed in a backward of the second step.
+DIES = """
+import os, signal, sys
+from moetrain.parallel.fsdp.fsdp import FSDP
+from moetrain.cli.train import main
+
+reduce, calls = FSDP.reduce, []
+
+
+def dying(fsdp, *args):
+    calls.append(args)
+    if os.environ["RANK"] == "1" and len(calls) == len(fsdp.units) + 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return reduce(fsdp, *args)
+
+
+FSDP.reduce = dying
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def check_killed_run(words, folder, timeout):
+    """Other ranks wait for the killed one on their device; who started them ends them."""
+    words = [*words, "parallel.fsdp_transport=copy", "log.interval=1"]
+    code, out, error = Launcher(folder, DIES, *settled(words), nproc=2).end(timeout)
+    assert code == 1, out + error
+    assert "failed: rank 1 was killed by signal 9 (Killed)" in error
+    assert "step 1" in out + error
+
+
+@pytest.mark.tier("wide")
+def test_a_run_ends_with_a_killed_rank(tiny_words, tmp_path):
+    check_killed_run(tiny_words, tmp_path, 90)
+
+
+def bench(words):
+    sys.path.insert(0, str(SCRIPTS))
+    import bench_fsdp  # scripts are no package
+
+    found = []
+    for transport in ("nccl", "copy"):
+        config = Config.load(None, [*words, f"parallel.fsdp_transport={transport}"], environ={})
+        trainer = Trainer(config)
+        found.append(bench_fsdp.compare(trainer, 4))
+        assert bool(trainer.engine.fsdp.sessions) == (transport == "copy")
+    return found[0] == found[1], len(found[0]), len(dict.fromkeys(found[0].values()))
+
+
+def test_the_benchmark_compares_every_parameter_and_gradient(tiny_words):
+    for is_same, number, different in spawn(2, bench, tiny_words):
+        assert is_same
+        assert different > number // 2
+
+
+@pytest.mark.gpu("world")
+@pytest.mark.parametrize("world", RUNS)
+def test_copies_give_the_bits_of_collectives_on_gpus(world):
+    check(world, GPU, device_type="cuda", timeout=500)
+
+
+@pytest.mark.gpu(2)
+def test_nobody_overwrites_what_a_slow_gpu_still_needs():
+    assert spawn(2, slow_rank, GPU, device_type="cuda", timeout=240) == [True, True]
+
+
+@pytest.mark.gpu(2)
+def test_a_run_on_gpus_ends_with_a_killed_rank(tiny_words, tmp_path):
+    check_killed_run([*tiny_words, *GPU], tmp_path, 150)
+
+
+def released_bytes(words):
+    """What each of several releases gave back to the driver, of what ranks share."""
+    engine = make_engine(*COPY, *words, micro=1)
+    (session,) = engine.fsdp.sessions
+    (shared,) = session.peers.values()
+    batches = make_batches(0, 1, engine.world.rank, 2)
+    found = []
+    for _ in range(5):
+        engine.forward(batches, objective_of(engine))
+        num_bytes = shared.num_bytes
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        dist.barrier()
+        before = torch.cuda.mem_get_info()[0]
+        shared.release()
+        for bucket in engine.fsdp.buckets:
+            bucket.release()
+        dist.barrier()  # it is free when no rank maps it
+        found.append(torch.cuda.mem_get_info()[0] - before)
+    return found, num_bytes
+
+
+@pytest.mark.alone
+@pytest.mark.gpu(2)
+def test_shared_memory_of_gpus_is_the_drivers_again():
+    words = [*GPU, "model.hidden_size=1024", "model.moe_intermediate_size=1024"]
+    for found, num_bytes in spawn(2, released_bytes, words, device_type="cuda", timeout=240):
+        assert min(found) >= num_bytes > 20 << 20
+        assert max(found) == min(found)

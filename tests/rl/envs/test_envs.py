@@ -1,0 +1,481 @@
+"""Environments: what they ask, show and reward; and calls of them, which may fail in any way."""
+
+import asyncio
+import json
+import pickle
+import threading
+import time
+
+import numpy as np
+import pytest
+import transformers
+
+from moetrain.config import Config, ConfigError
+from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from moetrain.rl.calls import Calls, Failed
+from moetrain.rl.envs import Turn
+from moetrain.rl.envs.shipped import GENERATED, load_function, open_environment
+from moetrain.rl.setup import PromptWindow, Tasks
+from tests.lib.tokenizer_files import save_letters
+from tests.lib.toy_environments import CALCULATOR, YES_NO_MAYBE, evaluate
+
+TOKENIZER = ByteTokenizer()
+
+
+def settings(**values):
+    words = [f"rl.{name}={value}" for name, value in values.items()]
+    return Config.load("debug", words, environ={}).rl
+
+
+def opened(name, **values):
+    return open_environment(settings(env=name, **values), TOKENIZER)
+
+
+def ids(text, ends=True):
+    return [*text.encode(), *[TOKENIZER.eos_id] * ends]
+
+
+@pytest.mark.parametrize("name", [*GENERATED, YES_NO_MAYBE, CALCULATOR])
+def test_what_is_shown_is_what_the_environment_says_and_rewards(name):
+    environment = opened(name)
+    rewards = []
+    for task in range(30):
+        shown = environment.demonstrate(task)
+        assert shown == environment.demonstrate(task)
+        episode = environment.episode(task)
+        turn, said = episode.reset(), []
+        starts = np.flatnonzero(np.diff([0, *shown.mask]) == 1)
+        stops = np.flatnonzero(np.diff([*shown.mask, 0]) == -1) + 1
+        for start, stop in zip(starts, stops, strict=True):
+            assert not turn.done
+            said += [*turn.tokens, *shown.tokens[start:stop]]
+            turn = episode.step(shown.tokens[start:stop])
+        assert turn.done
+        assert said == [*shown.tokens]
+        rewards.append(turn.reward)
+    expected = {0.5, 0.75, 1.0} if name == YES_NO_MAYBE else {1.0}
+    assert set(rewards) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "answers"),
+    [
+        (YES_NO_MAYBE, 3, {"yes": 0.5, "no": 0.75, "maybe": 1, "May be": 0, "": 0}),
+        ("arithmetic", 0, {"7": 0, "": 0, "x": 0}),
+        ("sort", 5, {"": 0, "x": 0}),
+    ],
+)
+def test_rewards_of_other_answers(name, task, answers):
+    environment = opened(name)
+    for answer, reward in answers.items():
+        episode = environment.episode(task)
+        episode.reset()
+        assert episode.step(ids(answer)) == Turn(reward=reward, done=True)
+
+
+def test_sorting_is_rewarded_up_to_the_first_wrong_digit():
+    environment = opened("sort", env_args='{"least": 4, "most": 4}')
+    problem = environment.problem(2)
+    right = problem.answer
+    answers = [right, right + "9", right[:3], right[:2] + "x" + right[3], "x" + right[1:], ""]
+    assert [environment.score(problem, a) for a in answers] == [1, 0.5, 0.375, 0.25, 0, 0]
+
+
+@pytest.mark.parametrize("operations", ["+", "-", "*", "+-*"])
+def test_sums(operations):
+    args = {"digits": 3, "terms": 6, "operations": operations}
+    environment = opened("arithmetic", env_args=json.dumps(args))
+    for task in range(40):
+        problem = environment.problem(task)
+        assert int(problem.answer) == eval(problem.facts) == evaluate(problem.facts)
+
+
+@pytest.mark.parametrize("text", ["", "2**9", "1+", "x", "__import__('os')", "9" * 21, "1/2"])
+def test_what_is_no_sum(text):
+    with pytest.raises(ValueError, match="no sum"):
+        evaluate(text)
+
+
+def test_the_calculator_answers_as_often_as_it_may():
+    episode = opened(CALCULATOR, env_args='{"calls": 1}').episode(0)
+    episode.reset()
+    asked = episode.step(ids("calc 6*7"))
+    assert (bytes(asked.tokens), asked.done) == (b"-> 42 ; ", False)
+    last = episode.step(ids("calc 6*7"))
+    assert (last.done, last.reward) == (True, 0)
+    episode = opened(CALCULATOR).episode(0)
+    episode.reset()
+    assert bytes(episode.step(ids("calc 6/0")).tokens) == b"-> error ; "
+
+
+# ---- jsonl, and what users bring ---------------------------------------------------------------
+
+
+REWARDS = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Settings:  # dataclasses look for the module that they are in
+    power: int = 1
+
+def takes(line, answer):
+    return line.pop("most")
+
+async def later(line, answer):
+    return len(answer) / line["most"]
+
+def now(line, answer):
+    return float(line["most"] == 4)
+
+class Mine:
+    num_tasks = 3
+    def __init__(self, prompts, power=1):
+        self.power = power
+    def episode(self, task):
+        raise NotImplementedError
+"""
+
+
+@pytest.fixture
+def lines(tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    path = tmp_path / "prompts.jsonl"
+    chat = [{"role": "user", "content": "hi"}]
+    rows = [{"prompt": "a?", "answer": 7, "most": 4}, {"messages": chat, "answer": "x", "most": 2}]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    return path
+
+
+def test_prompts_from_a_file(lines):
+    environment = opened("jsonl", prompts=lines, reward="exact")
+    assert environment.num_tasks == 2
+    episode = environment.episode(0)
+    assert bytes(episode.reset().tokens) == b"a?"
+    assert episode.step(ids(" 7\n")).reward == 1
+    assert environment.episode(0).step(ids("8")).reward == 0
+    chat = bytes(environment.episode(1).reset().tokens).decode()
+    assert "user\nhi" in chat
+    assert chat.endswith("assistant\n")
+
+
+def test_tools_of_a_conversation_are_in_its_prompt(lines):
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = "{{ tools | tojson }}{{ messages[0].content }}"
+    row = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"a": 1}], "answer": 1}
+    lines.write_text(json.dumps(row))
+    environment = open_environment(settings(env="jsonl", prompts=lines, reward="exact"), tokenizer)
+    assert bytes(environment.episode(0).reset().tokens) == b'[{"a": 1}]hi'
+    lines.write_text(json.dumps(row | {"tools": ["a"]}))
+    with pytest.raises(
+        ConfigError, match=r"rl\.prompts: .*:1: tools\[0\] is text that is not JSON"
+    ):
+        opened("jsonl", prompts=lines, reward="exact")
+
+
+VARIABLES = {
+    "tools": [{"type": "function", "function": {"name": "add"}}],
+    "documents": [{"title": "a", "text": "b"}],
+    "chat_template_kwargs": {"enable_thinking": False},
+}
+RENDERS_ALL = (
+    "{{ tools | tojson }}{{ documents | tojson }}{{ enable_thinking }}|"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("prompt", ["hi", [{"role": "user", "content": "hi"}]])
+def test_a_prompts_tools_and_variables_are_in_its_chat_as_transformers_renders_it(
+    prompt, lines, tmp_path
+):
+    folder = save_letters(tmp_path / "model", {"chat_template": RENDERS_ALL})
+    lines.write_text(json.dumps({"prompt": prompt, "answer": 1, **VARIABLES}))
+    given = settings(env="jsonl", prompts=lines, reward="exact", chat="yes")
+    environment = open_environment(given, load_tokenizer(str(folder)))
+    variables = {k: VARIABLES[k] for k in ("tools", "documents")}
+    theirs = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        [{"role": "user", "content": "hi"}],
+        add_generation_prompt=True,
+        return_dict=False,
+        **variables,
+        **VARIABLES["chat_template_kwargs"],
+    )
+    assert [*environment.episode(0).reset().tokens] == theirs
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_variables_beside_a_prompt_that_is_no_chat_are_refused(name, lines):
+    lines.write_text(json.dumps({"prompt": "hi", "answer": 1, name: VARIABLES[name]}))
+    with pytest.raises(ConfigError, match=f"line 1: `{name}` beside a `prompt` .* rl.chat yes"):
+        opened("jsonl", prompts=lines, reward="exact")
+    row = {"prompt": "hi", "answer": 1, **dict.fromkeys(VARIABLES), "tools": []}
+    lines.write_text(json.dumps(row))  # as a table has what is not there
+    assert bytes(opened("jsonl", prompts=lines, reward="exact").episode(0).reset().tokens) == b"hi"
+
+
+def test_rewards_of_a_user(lines):
+    file = lines.with_name("rewards.py")
+    environment = opened("jsonl", prompts=lines, reward=f"{file}:now")
+    assert [environment.episode(i).step(ids("")).reward for i in (0, 1)] == [1, 0]
+    environment = opened("jsonl", prompts=lines, reward=f"{file}:later")
+    assert asyncio.run(environment.episode(0).step(ids("abc"))) == Turn(reward=0.75, done=True)
+    environment = opened("jsonl", prompts=lines, reward=f"{file}:takes")
+    scores = [environment.episode(0).step(ids("")).reward for _ in range(2)]
+    assert scores == [4, 4]  # what one call does to its line, the next does not see
+    own = opened(f"{file}:Mine", env_args='{"power": 3}')
+    assert (own.num_tasks, own.power) == (3, 3)
+
+
+@pytest.mark.parametrize("name", ["plain", "no-identifier 2", "with.dots", "für"])
+def test_classes_of_a_users_file_can_be_pickled(name, tmp_path):
+    file = tmp_path / f"{name}.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Score:\n"
+        "    value: float = 0.5\n"
+    )
+    made = load_function(f"{file}:Score", "rl.reward", "shipped")()
+    assert pickle.loads(pickle.dumps(made)) == made
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"env": "sorting"}, "rl.env: 'sorting' is neither sort"),
+        ({"env": "sort", "env_args": '{"most": }'}, "rl.env_args: .* is not JSON"),
+        ({"env": "sort", "env_args": "[3]"}, "rl.env_args: .* is no JSON object"),
+        ({"env": "sort", "env_args": '{"mots": 3}'}, "rl.env_args: .*mots"),
+        ({"env": "jsonl"}, "rl.prompts: not set"),
+        ({"env": "jsonl", "prompts": "P"}, "rl.reward: not set"),
+        (
+            {"env": "jsonl", "prompts": "nowhere", "reward": "exact"},
+            "rl.prompts: .* cannot be read",
+        ),
+        ({"env": "jsonl", "prompts": "P", "reward": "F:none"}, "rl.reward: cannot load .*none"),
+        ({"env": "jsonl", "prompts": "P", "reward": "good"}, "rl.reward: 'good' is neither exact"),
+        ({"env": "jsonl", "prompts": "F", "reward": "exact"}, "rl.prompts: .*:2: not JSON"),
+        ({"env": "sort", "env_args": '{"most": 11}'}, "rl.env_args: least 4, most 11: "),
+        ({"env": "sort", "env_args": '{"most": "9"}'}, "rl.env_args: most '9' is no whole number"),
+        (
+            {"env": "sort", "env_args": '{"least": 4.5}'},
+            "rl.env_args: least 4.5 is no whole number",
+        ),
+        ({"env": "arithmetic", "env_args": '{"terms": 201}'}, "rl.env_args: terms 201: give 1 to"),
+        ({"env": "arithmetic", "env_args": '{"terms": 2.5}'}, "rl.env_args: terms 2.5 is no whole"),
+        ({"env": CALCULATOR, "env_args": '{"calls": "x"}'}, "rl.env_args: calls 'x' is no whole"),
+        ({"env": "arithmetic", "env_args": '{"digits": 0}'}, "rl.env_args: digits 0: "),
+        ({"env": "arithmetic", "env_args": '{"operations": "/"}'}, "rl.env_args: operations '/'"),
+        ({"env": CALCULATOR, "env_args": '{"terms": 0}'}, "rl.env_args: terms 0: "),
+        ({"env": "E:x"}, "rl.env: cannot load .*: SystemExit"),
+    ],
+)
+def test_wrong_settings_are_one_line(values, message, lines):
+    exits = lines.with_name("exits.py")
+    exits.write_text("raise SystemExit(2)")
+    names = {"P": str(lines), "F": str(lines.with_name("rewards.py")), "E": str(exits)}
+    starts = {f"{name}:": f"{names[name]}:" for name in "FE"}
+    values = {k: names.get(v, v) for k, v in values.items()}
+    values = {k: starts.get(v[:2], v[:2]) + v[2:] for k, v in values.items()}
+    with pytest.raises(ConfigError, match=message):
+        opened(values.pop("env"), **values)
+
+
+def test_a_line_ends_where_json_says(lines):
+    """Not at what else Unicode calls a line end, which JSON allows within a text."""
+    row = {"prompt": "a\u2028b\x85c", "answer": 1}
+    lines.write_text(json.dumps(row, ensure_ascii=False) + "\r\n" + json.dumps(row), "utf-8")
+    environment = opened("jsonl", prompts=lines, reward="exact")
+    assert environment.lines == [row, row]
+
+
+def test_a_line_without_answer(lines):
+    lines.write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b"}\n')
+    with pytest.raises(ConfigError, match="line 2: no answer, which exact needs"):
+        opened("jsonl", prompts=lines, reward="exact")
+    assert opened("jsonl", prompts=lines, reward="zero").num_tasks == 2
+
+
+def test_a_line_of_what_was_a_table(lines):
+    """Whose columns that are not there are null."""
+    said = [{"role": "user", "content": "a"}]
+    rows = [{"prompt": None, "messages": said, "answer": "b"}, {"prompt": "a", "messages": None}]
+    rows[1]["answer"] = "b"
+    lines.write_text("\n".join(map(json.dumps, rows)))
+    environment = opened("jsonl", prompts=lines, reward="exact")
+    assert [environment.problem(task).prompt for task in range(2)] == [said, "a"]
+    rows[1]["answer"] = None
+    lines.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ConfigError, match=r"line 2: no answer, which exact needs"):
+        opened("jsonl", prompts=lines, reward="exact")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"env": "reasoning-gym:chain_sum"}, {"env": "jsonl", "prompts": "P", "reward": "math"}],
+)
+def test_extras_that_are_not_installed_are_one_line(values, lines, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    values = {k: v.replace("P", str(lines)) for k, v in values.items()}
+    with pytest.raises(ConfigError, match=r"not installed; pip install 'moetrain\[rl\]'"):
+        opened(values.pop("env"), **values)
+
+
+def test_reasoning_gym():
+    pytest.importorskip("reasoning_gym")
+    environment = opened("reasoning-gym:chain_sum", env_args='{"seed": 5, "max_terms": 3}')
+    shown = environment.demonstrate(11)
+    episode = environment.episode(11)
+    turn = episode.reset()
+    assert shown.tokens[: len(turn.tokens)] == turn.tokens
+    assert episode.step(shown.tokens[len(turn.tokens) :]).reward == 1
+    assert episode.step(ids("no number")).reward < 1
+    with pytest.raises(ConfigError, match=r"rl.env: reasoning-gym:nothing: "):
+        opened("reasoning-gym:nothing")
+    with pytest.raises(ConfigError, match=r"rl.env: reasoning-gym:chain_sum: .*max_terms"):
+        opened("reasoning-gym:chain_sum", env_args='{"max_terms": -3}')
+
+
+def test_math_verify(lines):
+    pytest.importorskip("math_verify")
+    lines.write_text('{"prompt": "half?", "answer": "1/2"}\n')
+    environment = opened("jsonl", prompts=lines, reward="math")
+    scores = [environment.episode(0).step(ids(a)).reward for a in (r"so $\frac{1}{2}$", "3", "")]
+    assert scores == [1, 0, 0]
+
+
+# ---- calls -------------------------------------------------------------------------------------
+
+
+def test_calls_that_fail_do_not_touch_the_others():
+    async def later(value):
+        await asyncio.sleep(0.05)
+        return value
+
+    async def never():
+        await asyncio.sleep(3600)
+
+    def ends():
+        raise SystemExit(3)
+
+    async def cancelled():
+        raise asyncio.CancelledError
+
+    calls = Calls(limit=0.4)
+    calls.start("now", lambda: 1)
+    calls.start("raises", lambda: 1 / 0)
+    calls.start("ends", ends)
+    calls.start("hangs", time.sleep, 3600)
+    calls.start("later", later, 2)
+    calls.start("never", never)
+    calls.start("cancelled", cancelled)
+    started = time.monotonic()
+    found = calls.all_finished()
+    assert time.monotonic() - started < 5
+    assert (found["now"], found["later"]) == (1, 2)
+    reasons = {"hangs": "timeout", "never": "timeout"} | dict.fromkeys(
+        ("raises", "ends", "cancelled"), "raised"
+    )
+    assert {key: found[key].reason for key in reasons} == reasons
+    assert "ZeroDivisionError" in found["raises"].detail
+    assert found["hangs"] == Failed("timeout", "no answer within rl.step_timeout")
+    calls.start("again", later, 3)  # beside what was cancelled or hangs
+    assert calls.all_finished() == {"again": 3}
+
+
+def test_plain_calls_are_waited_for_and_others_are_not():
+    go = threading.Event()
+
+    async def waits():
+        while not go.is_set():
+            await asyncio.sleep(0.01)
+        return "done"
+
+    def slow():
+        time.sleep(0.1)
+        return "slow"
+
+    calls = Calls(limit=60)
+    calls.start("b", waits)
+    calls.start("a", slow)
+    assert calls.finished() == [("a", "slow")]
+    assert calls.finished() == []
+    go.set()
+    assert calls.all_finished() == {"b": "done"}
+
+
+def test_slow_calls_are_made_together():
+    calls = Calls(limit=60)
+    started = time.monotonic()
+    for i in range(300):
+        calls.start(i, time.sleep, 0.2)
+    assert calls.finished() == [(i, None) for i in range(300)]
+    assert time.monotonic() - started < 10  # of the minute that they take one after the other
+
+
+# ---- which prompts when ------------------------------------------------------------------------
+
+
+def test_the_window_of_its_docstring():
+    window = PromptWindow(ahead=4)
+    assert window.advance(4) == (range(8), range(4))
+    assert window.advance(4) == (range(8, 12), range(4, 8))
+    assert window.advance(2) == (range(12, 14), range(8, 10))  # groups to replace some
+    assert window.advance(4) == (range(14, 18), range(10, 14))
+    assert PromptWindow(ahead=0).advance(3) == (range(3), range(3))
+
+
+def test_tasks_are_held_out_or_trained_each_once_an_epoch():
+    tasks = Tasks(10, 3, seed=1)
+    held_out = [tasks.held_out(i) for i in range(3)]
+    first, second = ([tasks.trained(e * 7 + i) for i in range(7)] for e in range(2))
+    assert sorted(held_out + first) == sorted(held_out + second) == list(range(10))
+    assert first != second
+    assert held_out == [Tasks(10, 3, seed=2).held_out(i) for i in range(3)]
+    assert first == [Tasks(10, 3, seed=1).trained(i) for i in range(7)]
+    endless = Tasks(None, 3, seed=1)
+    assert [endless.held_out(2), endless.trained(0), endless.trained(9)] == [2, 3, 12]
+    with pytest.raises(ConfigError, match=r"rl.eval_tasks: 10 of 10"):
+        Tasks(10, 10, seed=0)
+
+
+def test_quick_calls_are_not_late_behind_others():
+    calls = Calls(limit=0.5)
+    for i in range(300):
+        calls.start(i, time.sleep, 0.003)
+    assert [result for _, result in calls.finished()] == [None] * 300
+
+
+def test_quick_calls_share_a_thread():
+    calls = Calls(limit=60)
+    before = threading.active_count()
+    for _ in range(3):
+        for i in range(500):
+            calls.start(i, pow, i, 2)
+        assert calls.finished() == [(i, i * i) for i in range(500)]
+    assert threading.active_count() - before < 50  # the loop's, and some where a core was away
+
+
+def test_rewards_see_special_tokens_where_they_are_asked_for(tmp_path):
+    (tmp_path / "rewards.py").write_text("def last(line, text):\n    return len(text)\n")
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(json.dumps({"prompt": "a", "answer": "b"}))
+    given = {"prompts": lines, "reward": f"{tmp_path}/rewards.py:last"}
+    for skips, expected in ((True, "yes"), (False, "yes<|endoftext|>")):
+        environment = opened("jsonl", skip_special_tokens=skips, **given)
+        episode = environment.episode(0)
+        episode.reset()
+        assert episode.step(ids("yes")).reward == len(expected)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"env": "sort"}, {"env": "reasoning-gym:x"}, {"env": "agent:a.py:f"}]
+    + [{"env": "jsonl", "prompts": "a.jsonl", "reward": name} for name in ("exact", "math")],
+    ids=lambda values: str([*values.values()]),
+)
+def test_special_tokens_are_for_rewards_of_ones_own(values):
+    with pytest.raises(ConfigError, match=r"^rl\.skip_special_tokens: no, but only a reward or"):
+        open_environment(settings(skip_special_tokens=False, **values), TOKENIZER)

@@ -1,0 +1,72 @@
+"""The rules of the package's structure: imports run one way, models know no ranks.
+
+Nothing here counts lines, files, names or widths: a file is as long as its content.
+"""
+
+import ast
+import importlib
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import grimp
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_imports_run_one_way(tmp_path):
+    # In a process of its own: the library takes over the process's logging.
+    call = (
+        "import sys; from importlinter.cli import lint_imports; "
+        "sys.exit(lint_imports(cache_dir=sys.argv[1]))"
+    )
+    words = [sys.executable, "-c", call, str(tmp_path)]
+    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
+
+
+def test_no_module_needs_itself():
+    # Imports for typing alone and inside functions count.
+    graph = grimp.build_graph("moetrain", cache_dir=None)
+    imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    assert imports["moetrain.train.loop"]
+    TopologicalSorter(imports).prepare()  # CycleError names the modules
+
+
+def test_fsdp_and_its_buckets_import_no_storage_and_no_transport():
+    graph = grimp.build_graph("moetrain", cache_dir=None)
+    for name in ("fsdp", "bucket"):
+        found = graph.find_modules_directly_imported_by(f"moetrain.parallel.fsdp.{name}")
+        features = {module for module in found if ".storage." in module or ".transport." in module}
+        assert {module.rpartition(".")[2] for module in features} == {"protocol"}
+
+
+def test_examples_and_scripts_import_what_there_is():
+    # Some need libraries that few machines have, so that no test starts them.
+    for path in (*(ROOT / "examples").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("moetrain"):
+                module = importlib.import_module(node.module)
+                for name in (alias.name for alias in node.names):
+                    is_there = hasattr(module, name) or hasattr(module, "__path__")
+                    assert is_there, f"{path} imports {name} from {node.module}"
+                    if not hasattr(module, name):
+                        importlib.import_module(f"{node.module}.{name}")
+
+
+def test_a_model_never_asks_how_it_is_spread():
+    for folder in ("models", "kernels", "losses", "runtime"):
+        for path in (ROOT / "moetrain" / folder).rglob("*.py"):
+            text = path.read_text()
+            assert "torch.distributed" not in text, path
+            assert "get_rank" not in text, path
+
+
+def test_the_environment_is_read_in_config_alone():
+    readers = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "moetrain").rglob("*.py")
+        if any(word in path.read_text() for word in ("os.environ[", "environ.get", "getenv"))
+    }
+    assert readers <= {"moetrain/config/environment.py"}

@@ -1,0 +1,660 @@
+"""The training loop: resuming, accumulation, skipping, stopping, and what a run leaves behind."""
+
+import functools
+import gc
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from moetrain import Trainer
+from moetrain.checkpoint.read import list_checkpoints, open_checkpoint
+from moetrain.cli.train import main
+from moetrain.config import Config, ConfigError, LogSection
+from moetrain.config.sources import RunFailed
+from moetrain.data.packing import IGNORE_INDEX
+from moetrain.generate.weights import Sampled
+from moetrain.parallel import apply
+from moetrain.train.metrics import MetricsLog, read_metrics
+from moetrain.train.objectives import CrossEntropy, Pretraining, routing_losses
+from tests.lib.command_lines import settled
+
+
+def fit(config):
+    trainer = Trainer(config)
+    trainer.fit()
+    return trainer
+
+
+def losses(trainer, key="loss"):
+    return {r["step"]: r[key] for r in read_metrics(trainer.reporter.log.path) if key in r}
+
+
+def weights_of(trainer):
+    """All of them, whole, by name: plain tensors, which outlive the run's process group."""
+    return {name: x.clone() for name, x in trainer.engine.weights()}
+
+
+def assert_same_weights(a, b):
+    mine, theirs = weights_of(a), weights_of(b)
+    assert set(mine) == set(theirs)
+    for name, x in mine.items():
+        assert torch.equal(x, theirs[name]), name
+
+
+def gradients(config):
+    """Every gradient of the first step, and that step's result."""
+    trainer = Trainer(config)
+    kept = {}
+
+    def keep(optimizer, args, kwargs):
+        kept.update({n: m.local.grad.clone() for n, m in trainer.engine.fsdp.members.items()})
+
+    trainer.optimizer.register_step_pre_hook(keep)  # the fused update scales them when clipping
+    return kept, trainer.train_step()
+
+
+def test_20_steps_equal_10_kill_resume_10_bit_for_bit(tiny, tmp_path):
+    straight = fit(tiny("train.steps=20", f"output_dir={tmp_path / 'a'}"))
+    halves = ["train.steps=20", f"output_dir={tmp_path / 'b'}"]
+    first = Trainer(tiny(*halves))
+    step = first.train_step
+
+    def stop_at_10():
+        result = step()
+        if first.step == 10:  # the next one is given up
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    first.train_step = stop_at_10
+    with pytest.raises(SystemExit) as stopped:
+        first.fit()
+    assert stopped.value.code == 143
+    second = Trainer(tiny(*halves))
+    assert second.step == 10
+    second.fit()
+    assert losses(second) == losses(straight)
+    assert len(losses(straight)) == 20
+    assert_same_weights(second, straight)
+
+
+@pytest.mark.tier("long")
+def test_reruns_are_bitwise_equal_when_deterministic(tiny, tmp_path):
+    try:
+        runs = [
+            fit(tiny("train.deterministic=yes", f"output_dir={tmp_path / name}")) for name in "ab"
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert losses(runs[0]) == losses(runs[1])
+    assert_same_weights(runs[0], runs[1])
+
+
+@pytest.mark.parametrize("z", ["moe.z_loss_coef=0", "moe.z_loss_coef=0.1"])
+def test_gradients_do_not_depend_on_the_split_into_micro_batches(tiny, z):
+    common = [z, "moe.aux_loss_coef=1.0", "train.global_batch_size=8"]
+    common += ["moe.aux_loss_scope=global_batch"]
+    whole, one = gradients(tiny(*common, "train.micro_batch_size=8"))
+    split, four = gradients(tiny(*common, "train.micro_batch_size=2"))
+    assert routing_losses(four.routing, pooled=False) == pytest.approx(
+        routing_losses(one.routing, pooled=False), rel=1e-5
+    )
+    for name, gradient in whole.items():
+        assert (split[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    # What costs nothing is another gradient: the exact pass is not for nothing.
+    router = next(n for n in whole if "router" in n)
+    words = [*common, "train.micro_batch_size=2", "moe.aux_loss_scope=micro_batch"]
+    cheap, _ = gradients(tiny(*words))
+    assert (cheap[router] - whole[router]).norm() > 1e-3 * whole[router].norm()
+
+
+def test_the_default_runs_no_more_forwards_than_there_are_micro_batches(tiny):
+    passes = []
+    for scope in ([], ["moe.aux_loss_scope=global_batch"]):
+        trainer = Trainer(tiny("train.micro_batch_size=1", "moe.aux_loss_coef=1", *scope))
+        backbone, calls = trainer.model.backbone, []
+        trainer.model.backbone = lambda *args, b=backbone, c=calls, **kw: (
+            c.append(1) or b(*args, **kw)
+        )
+        trainer.train_step()
+        passes.append(len(calls))
+    assert passes == [4, 8]
+
+
+@pytest.mark.tier("long")
+@pytest.mark.parametrize("coefficient", [0, 0.01])
+def test_the_logged_balance_is_the_global_batchs_whatever_is_trained(tiny, coefficient, tmp_path):
+    logged = set()
+    splits = ((8, "global_batch"), (2, "global_batch"), (1, "micro_batch"), (4, "micro_batch"))
+    for micro_batch, scope in splits:
+        words = [f"moe.aux_loss_coef={coefficient}", f"train.micro_batch_size={micro_batch}"]
+        words += [f"moe.aux_loss_scope={scope}"] if coefficient else []
+        words += ["train.global_batch_size=8", "train.steps=1"]
+        trainer = fit(tiny(*words, f"output_dir={tmp_path / f'{micro_batch}{coefficient}'}"))
+        logged.add(round(losses(trainer, "load_balancing_loss")[1], 5))
+    assert len(logged) == 1
+    assert 1.9 < logged.pop() < 4  # K of a uniform router is 2, the most is E
+
+
+@pytest.mark.parametrize(
+    ("words", "pooled"),
+    [
+        ([], False),
+        (["moe.aux_loss_layers=pooled"], True),
+        (["model.path=x", "data.source=stdlib"], True),
+        (["model.path=x", "data.source=stdlib", "moe.aux_loss_layers=each"], False),
+    ],
+)
+def test_which_form_of_the_balancing_loss_is_trained(words, pooled):
+    config = Config.load(None, words, environ={})
+    arch = SimpleNamespace(router_aux_loss_coef=0.0, output_router_logits=False, mtp_layers=0)
+    assert Pretraining.of(config, arch).is_pooled is pooled
+
+
+def test_recomputation_changes_no_gradient(tiny):
+    kept, _ = gradients(tiny())
+    recomputed, _ = gradients(tiny("activation.policy=full"))
+    for name, gradient in kept.items():
+        torch.testing.assert_close(recomputed[name], gradient)
+
+
+def poison(trainer, factor):
+    """Every gradient is ``factor`` times what it is, from now on."""
+    backward = trainer.engine.fsdp.backward
+    trainer.engine.fsdp.backward = lambda loss, *, is_last: backward(loss * factor, is_last=is_last)
+
+
+def test_a_bad_step_changes_nothing_and_is_counted(tiny):
+    trainer = Trainer(tiny("moe.bias_update_rate=0.1"))
+    trainer.train_step()
+    before = weights_of(trainer)
+    poison(trainer, float("nan"))
+    result = trainer.train_step()
+    assert result.skipped
+    assert not torch.isfinite(result.grad_norm)
+    for name, x in weights_of(trainer).items():
+        assert torch.equal(x, before[name]), name
+
+
+@pytest.mark.tier("long")
+def test_what_a_failed_run_saves_is_marked_and_found_by_its_path_alone(tiny, capsys, tiny_words):
+    every = "checkpoint.interval=2"
+    trainer = Trainer(tiny("train.steps=50", "train.max_bad_steps=3", every, "checkpoint.keep=1"))
+    step, good = trainer.train_step, {}
+
+    def poison_after_5():
+        if trainer.step == 5:
+            good.update(weights_of(trainer))
+            poison(trainer, float("inf"))
+        return step()
+
+    trainer.train_step = poison_after_5
+    with pytest.raises(RunFailed, match="3 steps in a row") as caught:
+        trainer.fit()
+    failed = trainer.folder / "checkpoints" / f"failed-step-{trainer.step:08d}"
+    assert f"{failed}, which only checkpoint.resume" in str(caught.value)
+    assert "auto goes on from step-00000004" in str(caught.value)
+    assert trainer.step in (8, 9)  # noticed one step late at most
+    assert read_metrics(trainer.reporter.log.path)[-1]["skipped_steps"] >= 3
+    # Saves of the steps that failed (6, 8) would have pruned the good one.
+    assert list_checkpoints(failed.parent) == [failed.with_name("step-00000004")]
+    assert Trainer(tiny("train.steps=50")).step == 4
+    resumed = Trainer(tiny("train.steps=50", f"checkpoint.resume={failed}"))
+    assert resumed.step == trainer.step
+    for name, x in weights_of(resumed).items():
+        assert torch.equal(x, good[name]), name
+    # An infinite learning rate fails by itself: exit code 1, one line, no traceback.
+    words = ["optim.lr=1e38", "train.max_bad_steps=2", "checkpoint.resume=never", "train.steps=30"]
+    assert main(settled([*tiny_words, *words])) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("failed: 2 steps in a row")
+
+
+def test_a_run_without_one_good_step_fails_however_short(tiny):
+    trainer = Trainer(tiny("train.steps=3", "train.max_bad_steps=5"))
+    torch.nn.init.constant_(trainer.model.norm.weight, float("nan"))
+    with pytest.raises(RunFailed, match="all 3 steps had a non-finite"):
+        trainer.fit()
+    assert list_checkpoints(trainer.folder / "checkpoints") == []
+
+
+def test_uneven_routing_is_said_by_the_runs_log(tiny, monkeypatch, capsys, caplog):
+    monkeypatch.setattr(
+        "moetrain.train.metrics.RoutingWatch.update", lambda self, routing: ["uneven!"]
+    )
+    fit(tiny("train.steps=1"))
+    assert capsys.readouterr().out.count("uneven!") == 1
+    assert "uneven!" not in caplog.text  # which every rank has
+
+
+def test_a_run_that_is_over_does_nothing_more(tiny):
+    trainer = fit(tiny("train.steps=2"))
+    before = losses(trainer)
+    trainer.fit()
+    assert trainer.step == 2
+    assert losses(trainer) == before
+
+
+def test_what_a_run_leaves_behind(tiny):
+    config = tiny("train.eval_interval=2", "log.tensorboard=yes", "checkpoint.interval=1")
+    folder = Trainer(config, callbacks=[Sampled()]).fit().folder
+    rows = read_metrics(folder / "metrics.jsonl")
+    train_rows = [r for r in rows if "loss" in r]
+    fields = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second_per_device"]
+    fields += ["tflops_per_device", "mfu", "memory_gib", "step_seconds", "load_balancing_loss"]
+    assert all(set(fields) <= set(r) for r in train_rows)
+    assert train_rows[-1]["tokens"] == 4 * 4 * 32
+    assert any(k.startswith("expert_load_max/") for k in train_rows[0])
+    assert any(k.startswith("router_entropy/") for k in train_rows[0])
+    assert [r["step"] for r in rows if "eval_loss" in r] == [0, 2, 4]
+    assert json.loads((folder / "config.json").read_text())["train"]["steps"] == 4
+    assert (folder / "sample.txt").read_text()
+    assert list((folder / "tensorboard").iterdir())
+    kept = [p.name for p in list_checkpoints(folder / "checkpoints")]
+    assert kept == ["step-00000003", "step-00000004"]
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("eval_rows", [3, 7, 10_000])
+def test_held_out_loss_does_not_depend_on_the_micro_batch(tiny, eval_rows):
+    """Five rows by file order and as many as the micro-batch made whole: it was another number."""
+    answers = []
+    for micro in (1, 2, 8):
+        words = [f"train.eval_rows={eval_rows}", "train.global_batch_size=8"]
+        trainer = Trainer(tiny(*words, f"train.micro_batch_size={micro}"))
+        trainer.reporter.open(1, 0)
+        trainer.evaluate()
+        answers.append(losses(trainer, "eval_loss")[0])
+    rows = [trainer.data.eval.row(i) for i in range(len(trainer.data.eval))]
+    assert answers == pytest.approx([answers[0]] * 3, rel=1e-6)
+    if eval_rows > len(rows):  # all of them, each token once
+        with trainer.engine.work(), torch.no_grad():
+            tokens_BS = torch.tensor(np.stack([row.tokens_S for row in rows]))
+            positions_BS = torch.tensor(np.stack([row.positions_S for row in rows]))
+            logits = trainer.model(tokens_BS, positions_BS).flatten(0, 1)
+            targets_T = torch.tensor(np.concatenate([row.targets_S for row in rows]))
+            expected = torch.nn.functional.cross_entropy(logits, targets_T)
+        assert answers[0] == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_rows_without_a_target_have_no_held_out_loss(tiny):
+    trainer = Trainer(tiny())
+    rows = trainer.data.eval
+
+    class Silent:
+        def __len__(self):
+            return len(rows)
+
+        def row(self, index):
+            row = rows.row(index)
+            return row._replace(targets_S=np.full_like(row.targets_S, IGNORE_INDEX))
+
+    assert np.isnan(trainer.held_out_terms(Silent()).terms["loss"])
+
+
+def chats(path, count):
+    """``count`` short conversations as jsonl."""
+    turns = [
+        [
+            {"role": "user", "content": f"Say {'go ' * (i % 5)}{i}"},
+            {"role": "assistant", "content": f"{'gone ' * (i % 7)}{i}"},
+        ]
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps({"messages": t}) + "\n" for t in turns))
+    return path
+
+
+@pytest.mark.tier("wide", long=["words0"])
+@pytest.mark.parametrize("words", [[], ["compile.enabled=yes", "activation.policy=selective"]])
+def test_conversations_train_on_whole_rows(tiny, tmp_path, words, monkeypatch):
+    monkeypatch.setattr(
+        apply, "compile_blocks", functools.partial(apply.compile_blocks, backend="aot_eager")
+    )
+    torch.compiler.reset()
+    words = [*words, "data.source=jsonl", f"data.path={chats(tmp_path / 'a.jsonl', 60)}"]
+    words += ["data.seq_len=160", "train.steps=30", "optim.lr=0.01", "train.eval_interval=15"]
+    trainer = fit(tiny(*words, "model.vocab_size=300"))
+    row = trainer.data.train.row(0)
+    assert row.is_pad_S is not None
+    curve = losses(trainer, "eval_loss")
+    assert curve[30] < 0.9 * curve[0]
+    # The router saw no pads: its counts are of the real tokens alone.
+    batches = trainer.loader.next_step()
+    assert sum(b.num_tokens for b in batches) < sum(b.tokens_BS.numel() for b in batches)
+    routing = trainer.engine.forward(batches[:1], CrossEntropy()).routing
+    assert routing.num_tokens == batches[0].num_tokens
+
+
+def test_learning_happens(tiny):
+    trainer = fit(tiny("train.steps=40", "optim.lr=0.01", "log.interval=10"))
+    first, last = losses(trainer)[1], losses(trainer)[40]
+    assert last < 0.75 * first
+
+
+@pytest.mark.tier("long")
+def test_a_finished_run_says_so_and_a_fresh_start_keeps_the_old_one(tiny, tmp_path):
+    first = fit(tiny())
+    again = fit(tiny())
+    assert again.step == 4
+    assert losses(again) == losses(first)
+    fresh = fit(tiny("checkpoint.resume=never", "train.steps=2"))
+    assert sorted(losses(fresh)) == [1, 2]
+    assert len(list_checkpoints(tmp_path / "out" / "earlier-1" / "checkpoints")) == 1
+
+
+@pytest.mark.tier("long")
+def test_data_that_changed_under_a_finished_run_is_an_error(tiny, tmp_path, caplog):
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(9):
+        (text / f"{i}.txt").write_text(f"the cat {i} sat. " * 40)
+    words = [f"data.path={text}"]
+    fit(tiny(*words))
+    fit(tiny(*words))  # nothing changed: nothing to do
+    (text / "0.txt").write_text("the dog did not. " * 50)
+    with pytest.raises(ConfigError, match=r"output_dir: .*is over \(step 4.*trained on other data"):
+        Trainer(tiny(*words))
+    longer = fit(tiny(*words, "train.steps=5"))
+    assert longer.step == 5
+    assert "was trained on other data; the run goes on from it" in caplog.text
+    caplog.clear()
+    found = open_checkpoint(list_checkpoints(longer.folder / "checkpoints")[-1])
+    longer.checkpointer.snapshots.engine = SimpleNamespace(
+        config=longer.config, world=SimpleNamespace(is_main=False)
+    )
+    longer.checkpointer.snapshots._check_same_run(found, "other data", 9)  # one rank says it
+    assert not caplog.records
+
+
+@pytest.mark.tier("long")
+def test_weights_that_changed_under_a_finished_run_are_an_error(tiny, tiny_words, tmp_path, caplog):
+    words = ["train.steps=1", "data.tokenizer=byte", "train.epochs=none", "checkpoint.save_hf=yes"]
+    fit(tiny(*words, f"output_dir={tmp_path / 'made'}"))
+    first, second = tmp_path / "first", tmp_path / "second"
+    for path in (first, second):
+        shutil.copytree(tmp_path / "made" / "hf", path)
+    sizes = ("model.hidden_size", "model.num_", "model.head_dim", "model.moe_")
+
+    def tuned(path, *more):
+        mine = [word for word in tiny_words if not word.startswith(sizes)]
+        return Config.load(None, [*mine, *words, f"model.path={path}", *more], environ={})
+
+    fit(tuned(first))
+    fit(tuned(first))  # nothing changed: nothing to do
+    with pytest.raises(ConfigError, match=r"is over .*began from model\.path '.*first'"):
+        Trainer(tuned(second))
+    assert fit(tuned(second, "train.steps=2")).step == 2
+    assert "the run goes on from it" in caplog.text
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny, tiny_words, capsys):
+    fit(tiny("train.steps=1"))
+    assert main(settled([*tiny_words, "model.num_layers=3"])) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: checkpoint.resume: ")
+    assert "num_layers 2, this run's 3" in error
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume: .*not a checkpoint"):
+        Trainer(tiny("checkpoint.resume=no/such/folder", "data.path=missing"))  # looked at first
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["model.preset=none", "model.path=no/such/model"], "model.path"),
+        (["model.preset=gpt-5"], "model.preset"),
+        (["model.vocab_size=100"], "data.tokenizer"),
+        (["data.path=no/such/folder"], "data.path"),
+        (["data.seq_len=100000"], "data.seq_len"),
+        (["parallel.tp=2"], "parallel.tp"),
+        (["moe.dispatcher=deepep"], "moe.dispatcher"),
+        (["moe.dispatcher=alltoall"], "moe.dispatcher"),
+        (["--dry_run", "launch.nproc=8", "train.global_batch_size=6"], "train.global_batch_size"),
+        (["kernels.attention=flex"], "kernels.attention"),
+        (["kernels.attention=cudnn"], "kernels.attention"),
+    ],
+)
+def test_inputs_that_only_building_reveals_exit_2(words, field, tiny_words, capsys):
+    if "model.preset=none" in words:
+        tiny_words = [w for w in tiny_words if not w.startswith("model.")]
+    assert main(settled([*tiny_words, *words])) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {field}: ")
+
+
+def test_triton_on_a_cpu_exits_2(tiny_words, capsys, monkeypatch):
+    monkeypatch.setattr("moetrain.train.checks.INTERPRETED", False)
+    assert main(settled([*tiny_words, "kernels.backend=triton"])) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: kernels.backend: ")
+
+
+def test_bad_data_exits_2(tiny_words, tmp_path, capsys):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert main(settled([*tiny_words, f"data.path={empty}"])) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: data.path: ")
+    lines = tmp_path / "bad.jsonl"
+    lines.write_text('{"text": "fine"}\n{"text": oops\n')
+    assert main(settled([*tiny_words, "data.source=jsonl", f"data.path={lines}"])) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: data.path: ")
+    assert "bad.jsonl:2" in error
+
+
+def test_the_command_itself_stops_on_sigterm_with_a_checkpoint(tiny_words, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "moetrain.train",
+        *settled([*tiny_words, "train.steps=100000"]),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        deadline = time.time() + 60
+        while not read_metrics(tmp_path / "out" / "metrics.jsonl"):
+            assert process.poll() is None
+            assert time.time() < deadline
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(timeout=180) == 143
+    saved = list_checkpoints(tmp_path / "out" / "checkpoints")
+    assert len(saved) == 1
+    assert json.loads((saved[0] / "state.json").read_text())["step"] > 0
+
+
+@pytest.mark.parametrize("at_end", ["yes", "no"])
+def test_a_stop_after_the_last_step_still_stops_with_a_checkpoint(tiny, at_end, monkeypatch):
+    trainer = Trainer(tiny(f"checkpoint.at_end={at_end}"))
+    log_step = trainer.log_step
+
+    def stop_at_the_last(result):
+        log_step(result)
+        if trainer.step == trainer.total_steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(trainer, "log_step", stop_at_the_last)
+    with pytest.raises(SystemExit) as stopped:
+        trainer.fit()
+    assert stopped.value.code == 143
+    assert list_checkpoints(trainer.folder / "checkpoints")[-1].name == "step-00000004"
+
+
+def test_sigterm_again_waits_for_the_checkpoint_too(tiny, monkeypatch):
+    trainer = Trainer(tiny())
+    save, wait = trainer.save, trainer.checkpointer.snapshots.wait
+
+    def stop(then):
+        os.kill(os.getpid(), signal.SIGTERM)
+        result = then()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    runner = trainer.engine.runner
+    runner.before_forward = lambda: trainer.step == 1 and stop(trainer.give_up_if_stopped)
+    monkeypatch.setattr(trainer, "save", lambda: stop(save))
+    monkeypatch.setattr(trainer.checkpointer.snapshots, "wait", lambda: stop(wait))
+    with pytest.raises(SystemExit) as stopped:
+        trainer.fit()
+    assert stopped.value.code == 143
+    checkpoints = trainer.folder / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000001"]
+    assert Trainer(tiny()).fit().step == 4
+
+
+def test_the_last_checkpoint_comes_before_all_else_that_a_run_leaves(tiny, monkeypatch):
+    """The last evaluation may take long, and who is impatient then loses no step."""
+    trainer = Trainer(tiny())
+
+    def give_up():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "evaluate", give_up)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert list_checkpoints(trainer.folder / "checkpoints")[-1].name == "step-00000004"
+
+
+@pytest.mark.parametrize("what", ["nan", "empty"])
+def test_a_sample_that_cannot_be_made_takes_nothing_from_the_run(tiny, capsys, what, monkeypatch):
+    trainer = Trainer(tiny("checkpoint.save_hf=yes"), callbacks=[Sampled()])
+    if what == "nan":
+        save = trainer.save
+
+        def poison():
+            save()
+            torch.nn.init.constant_(trainer.model.norm.weight, float("nan"))
+
+        trainer.save = poison
+    else:  # a prompt that this tokenizer has nothing for
+        monkeypatch.setattr("moetrain.generate.weights._prompt", lambda data, text: [])
+    trainer.fit()
+    assert "no sample: " in capsys.readouterr().out
+    assert (trainer.folder / "hf" / "model.safetensors").exists()
+    assert not (trainer.folder / "sample.txt").exists()
+
+
+@pytest.mark.parametrize("prompt", ["", "\udcff\udcfe"])
+def test_a_prompt_that_is_no_text_is_refused_before_the_run(tiny, prompt):
+    with pytest.raises(ConfigError, match=r"train\.sample_prompt: "):
+        tiny(f"train.sample_prompt={prompt}")
+
+
+def test_what_comes_after_the_run_is_printed_below_the_progress_bar(tmp_path, monkeypatch):
+    shown = io.StringIO()
+    console = functools.partial(Console, file=shown, force_terminal=True, width=100)
+    monkeypatch.setattr("moetrain.train.metrics.Console", console)
+    log = MetricsLog(tmp_path, LogSection(tensorboard=False), total_steps=2)
+    for step in (1, 2):
+        log.log(step, {"loss": 1.0})
+    log.end_progress()
+    log.say("sample: text")
+    log.close()
+    printed = [line for line in shown.getvalue().splitlines() if "step" in line or "text" in line]
+    assert "text" in printed[-1]
+    assert sum("text" in line for line in printed) == 1
+    assert "2/2" in printed[-2]
+
+
+def test_the_last_step_is_logged_whatever_the_interval(tiny):
+    assert sorted(losses(fit(tiny("log.interval=3")))) == [1, 3, 4]
+
+
+@pytest.mark.parametrize(("before", "now"), [(0, 0.1), (0.1, 0)])
+def test_a_selection_bias_that_comes_or_goes_is_named(tiny, before, now):
+    fit(tiny("train.steps=1", f"moe.bias_update_rate={before}"))
+    with pytest.raises(ConfigError, match=r"moe\.bias_update_rate: .*set it as it was"):
+        Trainer(tiny("train.steps=2", f"moe.bias_update_rate={now}"))
+
+
+@pytest.mark.tier("long")
+def test_ctrl_c_within_a_step_gives_it_up(tiny_words, tmp_path):
+    """Of a step of a million rows nobody waits for the end; what was trained before it is kept."""
+
+    def run(name, *words):
+        words = [*tiny_words, "train.micro_batch_size=1", f"output_dir={tmp_path / name}", *words]
+        return Trainer(Config.load(None, words, environ={}))
+
+    run("straight").fit()
+    trainer, calls = run("out"), []
+
+    def stop_in_second_step():
+        calls.append(trainer.step)
+        Trainer.give_up_if_stopped(trainer)
+        if calls.count(1) == 2:  # one of its four micro-batches is done
+            os.kill(os.getpid(), signal.SIGINT)
+
+    trainer.engine.runner.before_forward = stop_in_second_step
+    with pytest.raises(SystemExit) as stopped:
+        trainer.fit()
+    assert stopped.value.code == 130
+    assert calls == [0] * 4 + [1] * 3
+    assert [path.name for path in (tmp_path / "out/checkpoints").iterdir()] == ["step-00000001"]
+    run("out").fit()
+    losses = [
+        [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in row]
+        for name in ("straight", "out")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_ctrl_c_while_the_rows_of_a_step_are_read(tiny_words):
+    trainer = Trainer(Config.load(None, tiny_words, environ={}))
+    row, read = trainer.loader.dataset.row, []
+
+    def stop_at_first(index):
+        if not read:
+            os.kill(os.getpid(), signal.SIGINT)
+        read.append(index)
+        return row(index)
+
+    trainer.loader.dataset.row = stop_at_first
+    with pytest.raises(SystemExit) as stopped:
+        trainer.fit()
+    assert (stopped.value.code, trainer.step, trainer.loader.sample_index) == (130, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tokens_S": np.zeros(31, int)}, r"tokens_S of shape \(31,\), where \(32,\) is wanted"),
+        ({"tokens_S": np.zeros((1, 32), int)}, r"tokens_S of shape \(1, 32\), where \(32,\)"),
+        ({"targets_S": np.zeros(33, int)}, r"targets_S of shape \(33,\), where \(32,\)"),
+        ({"positions_S": np.zeros(3, int)}, r"positions_S of shape \(3,\), where \(32,\)"),
+        (
+            {"lengths": np.array([30])},
+            r"lengths of shape \(1,\) that sum to 30, where .* 32 in",
+        ),
+    ],
+)
+def test_rows_of_a_users_own_dataset(change, says, trainer_of_rows):
+    rows = trainer_of_rows.data.train
+
+    class Mine:
+        identity = ()
+
+        def __len__(self):
+            return 5
+
+        def row(self, index):
+            return rows.row(index)._replace(**change)
+
+    trainer_of_rows.loader = replace(trainer_of_rows.loader, dataset=Mine())
+    with pytest.raises(ValueError, match=rf"^Mine\.row\(\d\): {says}"):
+        trainer_of_rows.train_step()
+
+
+@pytest.fixture(scope="module")
+def trainer_of_rows(corpus, token_cache, tmp_path_factory):
+    words = ["data.source=synthetic", "data.seq_len=32", "model.hidden_size=16", "train.device=cpu"]
+    words += ["train.micro_batch_size=2", "train.global_batch_size=2", "train.sample_tokens=0"]
+    words += [f"output_dir={tmp_path_factory.mktemp('rows')}"]
+    return Trainer(Config.load(None, words, environ={}))
