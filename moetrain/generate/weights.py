@@ -324,6 +324,8 @@ class Sampled(Callback):
     If there can be no sample, the log says why. The run itself has succeeded.
     """
 
+    writes_sample = True
+
     def on_end(self, run: RunView, error: BaseException | None) -> None:
         trainer: Any = run  # moetrain.train.loop's, which has data besides
         if error is not None:

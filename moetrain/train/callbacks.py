@@ -76,6 +76,9 @@ class RunView(Protocol):
 class Callback:
     """Does nothing; a subclass overrides the hooks that it needs."""
 
+    writes_sample = False
+    """True: it writes the sample that ``train.sample_tokens`` asks for."""
+
     def on_start(self, run: RunView) -> None:
         """The run is built, and resumed if there was something to resume."""
 

@@ -148,6 +148,7 @@ class Trainer(Run):
         """Train to ``train.steps``, or for ``train.epochs``; raises as :meth:`Run.opened` says."""
         train = self.config.train
         with self.opened():
+            self._tell_missing_sample()
             with self.stop_signals():
                 if self.step == 0 and train.eval_interval:
                     self.evaluate()  # where the held-out curve starts
@@ -168,6 +169,12 @@ class Trainer(Run):
                 self.end_steps()  # saves; leaves by SystemExit if a stop signal came
             self.finish()
         return self.result()
+
+    def _tell_missing_sample(self) -> None:
+        """Say so if the user asked for a sample and no callback writes it."""
+        wanted = self.config.train.sample_tokens and self.config.is_users("train.sample_tokens")
+        if wanted and not any(callback.writes_sample for callback in self.callbacks):
+            self.say("no sample: give callbacks=[moetrain.generate.weights.Sampled()]")
 
     def train_step(self) -> StepResult:
         """Queue forward, backward and update over one global batch."""

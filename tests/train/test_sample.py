@@ -120,3 +120,11 @@ def test_an_error_of_the_program_is_no_missing_sample(tiny, monkeypatch):
     monkeypatch.setattr(weights.WeightUpdate, "__call__", fail)
     with pytest.raises(ValueError, match="parts and modules differ"):
         Trainer(tiny(), callbacks=[weights.Sampled()]).fit()
+
+
+def test_a_program_without_the_callback_is_told_that_there_is_no_sample(tiny, capsys):
+    Trainer(tiny("train.steps=1")).fit()
+    line = "no sample: give callbacks=[moetrain.generate.weights.Sampled()]"
+    assert line in capsys.readouterr().out
+    Trainer(tiny("train.steps=2"), callbacks=[weights.Sampled()]).fit()
+    assert line not in capsys.readouterr().out
