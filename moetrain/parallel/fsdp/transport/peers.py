@@ -402,7 +402,8 @@ def connect(
 
 def wants_copies(setting: ParallelSection, device_type: str) -> bool:
     """Return True if ranks of one machine use copy engines, with devices of this type."""
-    return {"nccl": False, "copy": True, "auto": device_type == "cuda"}[setting.fsdp_transport]
+    name = setting.fsdp_transport
+    return name == "copy" or (name == "auto" and device_type == "cuda")
 
 
 def reachable(
