@@ -1,8 +1,8 @@
 """``moetrain data PATH``: show the rows of a training run before it starts.
 
 The data is read, rendered, tokenised and packed by a run's own code. Text that the run learns to
-write is green, text that it learns to avoid is red. Left out on purpose: statistics over all of a
-large source; they cover its first rows.
+write is green, text that it learns to avoid is red. Left out on purpose: statistics over all rows
+of a large source. The statistics cover its first rows.
 """
 
 import logging
@@ -21,13 +21,13 @@ from moetrain.data.packing import IGNORE_INDEX, Row
 from moetrain.train.session import resolve_run
 
 _MOST_ROWS = 1000
-"""Rows whose documents are counted."""
+"""Number of first rows that the statistics cover."""
 _BAR = 40
-"""Characters of the longest bar of the histogram."""
+"""Number of characters in the longest bar of the histogram."""
 _KINDS = ("desirable", "undesirable")
 _COMPARED = "another record's answer, to compare with"
 _COLOURS = {"rejected": "red", "undesirable": "red", _COMPARED: "yellow"}
-"""Colours of answers that are not learned as good ones."""
+"""Colours of answers that the run learns to avoid, or only compares with."""
 
 
 @command
@@ -55,7 +55,7 @@ def _describe(console: Console, config: Config, data: Data, rows: Sequence[Row])
     documents = [_documents(row) for row in rows]
     lengths = np.concatenate([ends - starts for starts, ends in documents])
     tokens = int(lengths.sum())
-    cut = sum(  # their documents do not end with the end of a text
+    cut = sum(  # documents that do not end with EOS
         int((row.tokens_S[ends - 1] != data.tokenizer.eos_id).sum())
         for row, (_, ends) in zip(rows, documents, strict=True)
     )
@@ -87,7 +87,10 @@ def _documents(row: Row) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _sides(row: Row) -> list[str]:
-    """Name the answer of each document in a row of :class:`PairDataset`; empty names in others."""
+    """Return a name for the answer in each document of ``row``.
+
+    The names are empty if the row holds no preference (:class:`PairDataset`).
+    """
     if "label" in row.extra:
         labels = row.extra["label"][np.cumsum(row.lengths) - 1].tolist()
         wanted, other = ("chosen", "rejected") if -1 in labels and 1 in labels else _KINDS
@@ -99,8 +102,8 @@ def _sides(row: Row) -> list[str]:
 def _coloured(data: Data, row: Row, sides: Sequence[str]) -> Text:
     """Return the text of ``row`` with its special tokens, and a bar between documents.
 
-    Learned text is green, text to avoid is red, and the rest is dim. In preferences, an answer's
-    name stands before its document.
+    Learned text is green, text to avoid is red, and the rest is dim. In a preference, the
+    name of each answer stands before its document.
     """
     learned_S = np.append(False, row.targets_S[:-1] != IGNORE_INDEX)
     text = Text()

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None) -> None:
     add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     add("--max_tokens", type=int, default=16384, help="tokens of one pass; default 16384")
     args = parser.parse_args(argv)
-    # Imported here: seconds that would delay --help and errors in options.
+    # These imports take seconds, which would delay --help and errors in options.
     with quiet_imports():
         from moetrain.data.messages import BadLineError
         from moetrain.generate.scoring import RewardModel
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None) -> None:
 
 
 def _records(path: str) -> Iterator[Any]:
-    """Yield the records of ``path``; ConfigError: there is nothing there, or it cannot be read."""
+    """Yield the records of ``path``. Raises ConfigError: it has no files, or one is unreadable."""
     from moetrain.data.containers import Files, find_records
 
     files = Files("records", path, *find_records("records", path, "train", None))

@@ -1,6 +1,6 @@
-"""Sections of how a step is computed: ranks, optimizer, experts, kernels, memory, processes.
+"""Sections on how a step is computed: ranks, optimizer, experts, kernels, memory, processes.
 
-They change results by rounding alone, except for the optimizer and how experts are balanced.
+They change results only by rounding, except for the optimizer and the balancing of experts.
 """
 
 from typing import Annotated, Literal, Self
@@ -223,7 +223,7 @@ class KernelsSection(Section):
 
     @property
     def without_fp8(self) -> Self:
-        """The same for products that are too narrow for fp8."""
+        """This section with precision bf16, for products that are too narrow for fp8."""
         return self.model_copy(update={"precision": "bf16"})
 
 
@@ -245,7 +245,7 @@ class CompileSection(Section):
 
     @property
     def is_on(self) -> bool:
-        """True if blocks are compiled; ``resolve_run`` must have resolved ``auto``."""
+        """True if blocks are compiled. ``resolve_run`` must have resolved ``auto`` before."""
         assert self.enabled != "auto"
         return self.enabled
 

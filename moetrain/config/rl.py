@@ -1,4 +1,4 @@
-"""The sections ``rl`` (what reinforcement learning optimises, how its loop runs) and ``jobs``.
+"""The sections ``rl`` (the objective and the loop of reinforcement learning) and ``jobs``.
 
 The formulas behind the choices are in :mod:`moetrain.losses.policy`.
 """
@@ -12,20 +12,20 @@ from moetrain.config.sections import MaybePath, Section
 _PolicyName = Literal["clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "reinforce"]
 SleepName = Literal["never", "cache", "all"]
 
-# 1 - low and 1 + high bound the ratio. clip: PPO's bounds, with DAPO's higher upper one; gspo:
-# GSPO's, for means over a sequence; cispo: no lower bound, and ScaleRL's upper one. dppo: DPPO's
-# bounds of the divergence, down and up.
+# The bounds of the ratio are 1 - low and 1 + high. clip has PPO's lower bound and DAPO's upper
+# bound, which is higher. gspo has GSPO's bounds, for means over a sequence. cispo has no lower
+# bound, and ScaleRL's upper bound. dppo has DPPO's bounds of the divergence, downwards and upwards.
 _CLIP_RANGES: dict[_PolicyName, tuple[float, float]] = {
     "clip": (0.2, 0.28),
     "gspo": (3e-4, 4e-4),
     "cispo": (1.0, 4.0),
     "dppo_tv": (0.15, 0.15),
     "dppo_kl": (0.05, 0.05),
-    "reinforce": (1.0, 4.0),  # bounds nothing; the clip share counts by it
+    "reinforce": (1.0, 4.0),  # not applied: this loss clips no ratio
 }
 _MASK_RANGES = {
     "none": (0.0, float("inf")),
-    "token": (0.5, 5.0),  # IcePop's
+    "token": (0.5, 5.0),  # the bounds of IcePop
     "sequence": (0.0, 2.0),
     "geometric": (0.999, 1.001),
 }
@@ -128,7 +128,7 @@ class RlSection(Section):
     skip_special_tokens: bool = True
     """Leave special tokens out of the texts that rewards see. no: they see them as the chat
     template writes them, such as the marks of GPT-OSS's channels and the end of a turn."""
-    step_timeout: float = Field(default=60.0, gt=0, le=1e6)  # a lock's wait ends somewhere
+    step_timeout: float = Field(default=60.0, gt=0, le=1e6)  # locks have a largest timeout
     """Seconds within which an environment must answer; else the trajectory is dropped."""
     max_turns: PositiveInt = 8
     """Most turns of the policy in one trajectory."""
@@ -187,7 +187,7 @@ class RlSection(Section):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """The smallest and the largest ratio, for dppo signed divergence, that is not clipped."""
+        """The smallest and the largest ratio without clipping; for dppo, the signed divergence."""
         low, high = _CLIP_RANGES.get(self.policy, _CLIP_RANGES["clip"])
         low = low if self.clip_low is None else self.clip_low
         middle = 0 if self.policy.startswith("dppo") else 1
@@ -202,12 +202,12 @@ class RlSection(Section):
 
     @property
     def apart(self) -> int:
-        """How many ranks generate and do not train."""
+        """Number of ranks that generate and do not train."""
         return self.generators if self.placement == "apart" else 0
 
     @property
     def importance_of(self) -> Literal["none", "token", "sequence"]:
-        """``importance``, with auto resolved by ``ratio``."""
+        """The value of ``importance``. If it is auto, ``ratio`` decides."""
         if self.importance == "auto":
             return "none" if self.ratio == "rollout" else "token"
         return self.importance

@@ -44,7 +44,13 @@ class Recipes(Enum):
     JOBS = "jobs-debug", "jobs", "jobs"
 
     def __init__(self, default: str, of_path: str, of_chats: str) -> None:
-        """Name the recipes for no ``model.path``, for one, and for one with data of records."""
+        """Name the recipes.
+
+        Args:
+            default: the recipe if ``model.path`` is unset.
+            of_path: the recipe if ``model.path`` is set.
+            of_chats: the recipe if ``model.path`` is set and the data are records.
+        """
         self.default = default
         self.of_path = of_path
         self.of_chats = of_chats
@@ -61,7 +67,7 @@ class Unused(NamedTuple):
     """The command's own recipe."""
 
     def check(self, origins: Mapping[str, str]) -> None:
-        """Raise ConfigError if one of them is among ``origins``, the source of each setting."""
+        """Raise ConfigError if ``origins``, the sources of settings, has an unused setting."""
         for name, origin in origins.items():
             if not name.startswith(self.beginnings):
                 continue
@@ -82,8 +88,8 @@ _PARAMETER = re.compile(
     [^&#\s'"]+""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""A parameter of a URL that gives access: of a signed URL (S3, Google, Azure, CloudFront), or a key
-by its usual names."""
+"""Matches a parameter of a URL that gives access. The parameter is a part of a signed URL (S3,
+Google, Azure, CloudFront), or a key under one of its usual names."""
 
 _RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -98,10 +104,10 @@ def _is_recipe(source: object) -> bool:
 
 
 _Layers = Mapping[str, Mapping[str, Any]]
-"""Layers of settings, weakest first: by the origin of each layer in words, its values by dotted
-name."""
+"""Layers of settings, weakest first. A key is the origin of a layer in words, and its value holds
+the settings of the layer by dotted name."""
 
-# One of two alternatives is set: the user's replaces a recipe's or a default.
+# Only one setting of a pair is set. The user's setting replaces a recipe's or a default.
 _ALTERNATIVES = (
     ("model.path", "model.preset"),
     ("data.mix", "data.path"),
@@ -113,10 +119,10 @@ _C = TypeVar("_C", bound=BaseModel)
 
 
 class Reader(Generic[_C]):
-    """Reads settings for a config class, whose fields are sections of settings, or settings."""
+    """Reads settings for a config class. Each field of the class is a section or a setting."""
 
     PROPOSED = "recipe "
-    """Beginning of the origins of settings that only a recipe proposes; others are a user's."""
+    """An origin that begins with this text is a recipe. All other origins are a user's."""
 
     def __init__(self, config: type[_C]) -> None:
         self._config = config
@@ -138,10 +144,10 @@ class Reader(Generic[_C]):
         *,
         once: bool,
     ) -> tuple[_C, dict[str, str], str]:
-        """Read the arguments of ``Config.load``; raises ConfigError as that does.
+        """Read the arguments of ``Config.load``. Raises ConfigError as ``Config.load`` does.
 
         Returns:
-            The config, where each setting comes from, and a line on the recipe that lies under it.
+            The config, the origin of each setting, and a line that names the recipe under them.
         """
         layers: _Layers = {
             **({} if source is None else self._of_source(source)),
@@ -159,9 +165,10 @@ class Reader(Generic[_C]):
     def build(self, values: Mapping[str, Any], *, strict: bool = True) -> _C:
         """Make a config of ``values`` by dotted name.
 
-        ``strict``: values must be of exactly the right types; else they may be texts.
+        If ``strict`` is True, values must have exactly the right types. Otherwise they may be
+        texts.
 
-        Raises ConfigError: a value is of a wrong type, or not among those that its setting takes.
+        Raises ConfigError: a value has a wrong type, or its setting does not take it.
         """
         tree: dict[str, Any] = {}
         for name, value in values.items():
@@ -176,7 +183,7 @@ class Reader(Generic[_C]):
         return dict(leaves(self.build(texts, strict=False).model_dump(exclude_unset=True)))
 
     def _told(self, error: ValidationError) -> ConfigError:
-        """Turn pydantic's first complaint into one line; branches of a union share one field."""
+        """Turn pydantic's first error into one line. Errors of a union's branches are joined."""
         named = [(".".join(map(str, each["loc"])), each) for each in error.errors()]
         (name, first), *_ = named
         field = next((k for k in self._may_be_unset if f"{name}.".startswith(f"{k}.")), name)
@@ -251,9 +258,9 @@ class Reader(Generic[_C]):
         return None if is_unset else text
 
     def _hint(self, key: str, spelt: Callable[[str], str] = str, others: Sequence[str] = ()) -> str:
-        """Return the end of an "unknown setting" message: the names that may have been meant.
+        """Return the end of an "unknown setting" message: the names that the user may mean.
 
-        ``spelt`` writes a name as its source does; ``others`` are names beside the settings'.
+        ``spelt`` writes a name as its source does. ``others`` are known names of no settings.
         """
         near = self._nearest(key.lower().replace("-", "_"), [*self._may_be_unset, *others])
         if not near:
@@ -261,7 +268,7 @@ class Reader(Generic[_C]):
         return f"; did you mean {' or '.join(map(spelt, near))}?"
 
     def _nearest(self, key: str, known: list[str]) -> list[str]:
-        """List the same key in another section, or what differs in separators or few letters."""
+        """List names with the same key, or with other separators, or with few other letters."""
         last, letters = key.rpartition(".")[2], key.translate(_SEPARATORS)
         alike = [name for name in known if name.translate(_SEPARATORS) == letters]
         alike = alike or [ours for ours, theirs in _ELSEWHERE.items() if last in theirs.split()]
@@ -298,7 +305,7 @@ def _flat(layers: _Layers) -> dict[str, Any]:
 
 
 def _recipe_under(layers: _Layers, source: object, recipes: Recipes) -> tuple[str | None, str]:
-    """Return the recipe to put under ``layers``, or None, and a line that says which it is."""
+    """Return the recipe to put under ``layers``, or None, and a line that names the recipe."""
     if _is_recipe(source):
         return None, f"  recipe {source}"
     values = _flat(layers)
@@ -337,15 +344,15 @@ _OF_SUFFIX = {".jsonl": "jsonl", ".txt": "text", ".json": "records"} | dict.from
 
 
 def source_by_suffix(path: object, field: str = "data.path") -> str:
-    """Return the ``data.source`` of what the setting ``field`` names, by the end of its name.
+    """Return the ``data.source`` for ``path``, the value of the setting ``field``.
 
-    A folder is one of texts if all of its files end in .txt.
+    The end of the file's name decides. A folder holds texts if all of its files end in .txt.
 
-    Raises ConfigError: the end tells nothing.
+    Raises ConfigError: no source reads names with this end.
     """
-    # To guess text for other files would train on their format: braces, commas, binary.
+    # If other files were read as texts, a model would learn their format: braces, commas, binary.
     suffix = PurePath(str(path)).suffix.lower()
-    if not re.fullmatch(r"\.[a-z]+\d?", suffix):  # the end of a folder's or a hub's name
+    if not re.fullmatch(r"\.[a-z]+\d?", suffix):  # a folder, or a data set on the hub
         suffix = ".txt" if _holds_texts_alone(str(path)) else ""
     kind = _OF_SUFFIX.get(suffix)
     if suffix in _TABLES_OF_TEXT:
@@ -376,7 +383,7 @@ def _holds_texts_alone(folder: str) -> bool:
 
 
 def _merged(layers: _Layers) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merge layers, weakest first; returns the values, and where each comes from."""
+    """Merge layers, weakest first. Returns the values, and the origin of each value."""
     values = _flat(layers)
     origins = {name: origin for origin, values in layers.items() for name in values}
     is_users = {name: not origin.startswith(Reader.PROPOSED) for name, origin in origins.items()}
@@ -394,7 +401,7 @@ def _merged(layers: _Layers) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _remedy(message: str) -> str:
-    """Rewrite pydantic's "Input should be ..." as an advice."""
+    """Rewrite pydantic's "Input should be ..." as advice."""
     message = message.removeprefix("Value error, ").partition(", unable to")[0]
     message = re.sub(r"Input should be (?=greater|less)", "give a number ", message)
     message = message.replace("a valid boolean", "yes or no (in TOML true or false)")
@@ -402,7 +409,7 @@ def _remedy(message: str) -> str:
     return message.replace("Input should be", "give")
 
 
-# Names that other trainers use, but for those that are near ours.
+# Names of settings in other trainers. Names that are near ours are found without this table.
 _ELSEWHERE = {
     "optim.lr": "learning_rate",
     "optim.schedule": "lr_scheduler_type",
@@ -421,7 +428,7 @@ _ELSEWHERE = {
     "lora.rank": "r lora_r",
 }
 _SEPARATORS = str.maketrans("", "", "._")
-_NEAR = 0.75  # a misspelling; at difflib's own 0.6 unrelated names are near one another
+_NEAR = 0.75  # likeness of a misspelt name; at difflib's default, 0.6, unrelated names match
 
 
 def redacted(text: str) -> str:

@@ -1,8 +1,9 @@
 """The token cache: a source is tokenised once, into files that training maps into memory.
 
-A cache is a folder. Its name is a hash of everything that decides the tokens. It is written under a
-temporary name and then renamed, so it exists whole or not at all. If several processes want it at
-once, one builds it and the others wait. Neither building nor reading holds the corpus in memory.
+A cache is a folder. Its name is a hash of everything that decides the tokens. The folder is written
+under a temporary name and then renamed, so a cache exists whole or not at all. If several processes
+want the same cache at once, one builds it and the others wait. Neither building nor reading holds
+the corpus in memory.
 
     tokens.bin     [num_tokens] uint16, or uint32 for a vocabulary over 65,536
     documents.bin  [num_documents + 1] int64: the start of each document, then num_tokens
@@ -10,7 +11,7 @@ once, one builds it and the others wait. Neither building nor reading holds the 
     masked.bin     [num_tokens] uint8: 1 for a token without loss; empty if all have loss
     labels.bin     [num_documents] int8: 1 for a desirable answer, 0 for an undesirable one, -1
                    for a document without a label; empty if there are no labels
-    margins.bin    [num_documents] float32: the margin of a pair, in both of its documents; empty if
+    margins.bin    [num_documents] float32: the margin of each document's pair; empty if
                    margins are not read
     meta.json      the sizes, the type of the tokens, a hash of all that is in the files, checksums
                    of their beginnings, the records that were left out, and warnings
@@ -59,10 +60,10 @@ _FORMAT = 8
 
 _FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin", "labels.bin", "margins.bin")
 _CHECKED_BYTES = 1 << 26
-"""Bytes at the beginning of each file that are checked when a cache is opened. A small corpus is
-checked whole, and reading so much of a large one takes a tenth of a second."""
+"""Bytes at the beginning of each file that are checked when a cache is opened. A small file is
+checked whole. Reading this part of a large file takes a tenth of a second."""
 _BATCH_CHARACTERS = 1 << 22
-"""Characters that one call encodes: enough for the tokenizer's threads, and few beside a model."""
+"""Characters that one call encodes. They keep all threads busy, and are small beside a model."""
 _BLOCK_BYTES = 1 << 22
 """Least bytes of text in a block of a stream. A block has at most twice as many."""
 _MOST_WORKERS = 8
@@ -90,8 +91,8 @@ class TokenCache(NamedTuple):
     documents: np.ndarray
     """[num_documents + 1] int64: document d is ``tokens[documents[d]:documents[d + 1]]``."""
     targets: np.ndarray
-    """[num_documents] int64: number of tokens with loss in each document. Its first token does not
-    count."""
+    """[num_documents] int64: number of tokens with loss in each document. The first token of a
+    document does not count."""
     masked: np.ndarray | None
     """[num_tokens] uint8: 1 for a token without loss. None: there are no conversations, and every
     token has loss."""
@@ -139,7 +140,7 @@ class TokenCache(NamedTuple):
     def opened(cls, folder: Path) -> Self:
         """Map the cache in ``folder`` into memory.
 
-        Raises ConfigError: it is damaged.
+        Raises ConfigError: the cache is damaged.
         """
 
         def mapped(name: str, dtype: str, length: int) -> np.ndarray:
@@ -195,7 +196,7 @@ class Blocks:
     ) -> None:
         """List the blocks of ``share`` of ``source``.
 
-        ``workers``: number of processes that make blocks; None: one for each core, up to 8.
+        ``workers`` is the number of processes that make blocks. None: one for each core, up to 8.
         """
         parts = source.file_parts(share)
         order = np.random.Generator(np.random.PCG64(0)).permutation(len(parts))
@@ -235,9 +236,9 @@ class Blocks:
         return self._made(found, "sample-0") if found else None
 
     def walk(self, seed: int, at: BlockPlace) -> Iterator[tuple[BlockPlace, TokenCache]]:
-        """Yield blocks with their places without end, from ``at`` on.
+        """Yield blocks and their places from ``at`` on, without end.
 
-        Raises ConfigError: as :meth:`TokenCache.of`.
+        Raises ConfigError as :meth:`TokenCache.of`.
         """
         ahead: deque[tuple[BlockPlace, str, list[Any]]] = deque()
         used: deque[Path] = deque()
@@ -249,7 +250,7 @@ class Blocks:
                 place, name, found = next(read)
                 ahead.append((place, name, found))
                 is_mine = (place.group + place.chunk) % self._on_machine == self._local_rank
-                # This process makes the next block, or all if there are no others.
+                # This process itself makes the next block, or all blocks if it has no workers.
                 if len(ahead) > 1 and is_mine and not (self._folder / name).is_dir():
                     self._pool.apply_async(_work, (found, self._folder / name))
             place, name, found = ahead.popleft()
@@ -273,9 +274,9 @@ class Blocks:
         return made
 
     def _read(self, seed: int, at: BlockPlace) -> Iterator[tuple[BlockPlace, str, list[Any]]]:
-        """Yield the place, the name and the records of each block without end, from ``at`` on.
+        """Yield the place, the name and the records of each block from ``at`` on, without end.
 
-        The first group comes first in each pass, the others in an order that the seed decides.
+        The first group comes first in each pass. The seed decides the order of the others.
         """
         for number in itertools.count(at.number_of_pass):
             generator = np.random.Generator(np.random.PCG64([seed, number]))
@@ -297,9 +298,10 @@ class Blocks:
     def _pool(self) -> Any:
         """The processes that make blocks. Nothing waits for their imports.
 
-        They read the tokenizer from a file: through a pipe, each process would have to finish its
-        imports before the next one could start. They do not import the program's main module, which
-        they do not need, and which may not be guarded by ``__name__ == "__main__"``.
+        The processes read the tokenizer from a file. If it came through a pipe, each process would
+        have to finish its imports before the next one could start. The processes do not import the
+        program's main module: they do not need it, and it may lack the guard
+        ``__name__ == "__main__"``.
         """
         folder = TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True)
         shared = Path(folder.name, "source")
@@ -318,7 +320,7 @@ class Blocks:
 
 
 _worker: list[Any] = []
-"""The source, without its files, and the tokenizer of a process that makes blocks."""
+"""The source, without its files, and the tokenizer. Only a process that makes blocks has them."""
 
 
 def _begin_worker(shared: Path) -> None:
@@ -354,17 +356,18 @@ def _build(
     """Write a cache, unless it is there. If another process writes it, wait for that process.
 
     Args:
-        total: counts the bytes of all documents, for a progress bar; None: show none.
-        skipped: the records that ``documents`` leaves out, which is complete once all are read.
+        total: counts the bytes of all documents, for a progress bar. None: there is no bar.
+        skipped: the records that ``documents`` leaves out. It is complete once all documents are
+            read.
     """
-    if os.path.isdir(folder):  # unlike Path.is_dir, it takes a name that is too long
+    if os.path.isdir(folder):  # unlike Path.is_dir, it accepts names of any length
         return
     parent = folder.parent
     is_silent = total is None or not sys.stderr.isatty()
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with (
-            # On a file system without locks all build the same cache, and the first one wins.
+            # On a file system without locks all processes build the cache, and the first one wins.
             file_lock(folder.with_suffix(".lock"), waits=True),
             TemporaryDirectory(None, f"{folder.name}.", parent, ignore_cleanup_errors=True) as made,
             Progress(console=Console(stderr=True), transient=True, disable=is_silent) as progress,
@@ -380,7 +383,8 @@ def _build(
                 meta["warnings"] = warnings
             (Path(made) / "meta.json").write_text(json.dumps(meta))
             Path(made).rename(folder)
-    except OSError as error:  # of this folder: errors of a source's files are ConfigErrors
+    except OSError as error:
+        # Errors of a source's files are ConfigErrors, so this is an error of the cache's folder.
         if os.path.isdir(folder):
             return
         problem = f"{str(parent)!r} cannot be written: {error}"
@@ -410,11 +414,11 @@ def _write(
             content.update(data)
             learned_T = np.ones(len(ids_T), bool) if masked_T is None else masked_T == 0
             if masked_T is not None:
-                masked.seek(num_tokens)  # bytes that are passed over read as 0, with loss
+                masked.seek(num_tokens)  # skipped bytes are 0, which means with loss
                 masked.write(masked_T.tobytes())
                 content.update(masked_T.tobytes())
             if num_tokens == start:
-                learned_T = learned_T[1:]  # no token predicts a document's first
+                learned_T = learned_T[1:]  # no token predicts the first of a document
             num_targets += int(learned_T.sum())
             num_tokens += len(ids_T)
             if document.is_end:
@@ -464,7 +468,7 @@ def encoded(
             ids_T = np.append(ids_T, np.array([tokenizer.eos_id] * lacks_eos, np.uint32))
             if document.loss_spans is not None:
                 masked_T = _masked(encoded.offsets(), document.loss_spans)
-                # EOS has loss if anything of the document has.
+                # EOS has loss if any token of the document has loss.
                 around = len(bos_T), int(lacks_eos)
                 masked_T = np.pad(masked_T, around, constant_values=(1, masked_T.min(initial=1)))
             is_start = document.is_end

@@ -5,8 +5,8 @@ the turn. The text that the second rendering adds is the turn. So any Jinja chat
 without marks. A template that marks the text to learn with ``{% generation %}`` is rendered once,
 as for ``transformers``' assistant mask. A template may rewrite history: Qwen3's drops the thoughts
 of earlier turns. Then one text cannot hold every turn as the model will see it, and the
-conversation becomes several texts. A marked template needs several only for thoughts that its one
-rendering drops.
+conversation becomes several texts. A template with such marks needs several texts only for thoughts
+that its one rendering drops.
 
 Left out on purpose: turns after the last assistant's turn, which have no loss, and white space at
 the end of a turn, which is layout.
@@ -103,16 +103,16 @@ _READS_PARTS = re.compile(
 )
 """Matches a template that takes ``content`` as a list of parts."""
 _READS_CHANNELS = re.compile(r"\.channel\b|['\"]channel['\"]")
-"""Matches a template that reads the ``channel`` of a message. GPT-OSS's writes channels, and reads
-none."""
+"""Matches a template that reads the ``channel`` of a message. The template of GPT-OSS writes
+channels and reads none."""
 
 _TAG = r"(?:\w+:)?(?:think|thought)\w*(?::\w+)?"
 _PAIRS = {"<|channel>thought": "<channel|>", "<|START_THINKING|>": "<|END_THINKING|>"}
-"""Marks around thoughts that are not tags: Gemma's and Cohere's."""
+"""Marks around thoughts that are no tags. Gemma and Cohere write them."""
 _OPENED = rf"[<\[◁]{_TAG}[>\]▷]|(?-i:{'|'.join(map(re.escape, _PAIRS))})"
 _CLOSED = rf"[<\[◁]/{_TAG}[>\]▷]|(?-i:{'|'.join(map(re.escape, _PAIRS.values()))})"
 _OPENING = re.compile(rf"(?:(?P<open>{_OPENED})(?P<blanks>\s*))?(?P<closed>{_CLOSED})?\s*$", re.I)
-"""Matches the end of a generation prompt. It may open a thought, or close an empty one."""
+"""Matches the end of a generation prompt. This end may open a thought, or close an empty one."""
 _LONGEST_OPENING = 100
 """Characters at the end of a prompt in which _OPENING is looked for."""
 _THOUGHT = re.compile(rf"\s*(?P<open>{_OPENED})?(?P<thought>.*)(?P<close>{_CLOSED})", re.I | re.S)
@@ -131,8 +131,8 @@ class Rendered(NamedTuple):
 class ChatTemplate:
     """A Jinja chat template.
 
-    It comes with a stranger's checkpoint, so it runs in Jinja's sandbox and in a process with
-    limits of time and memory (:mod:`moetrain.data.templates`).
+    A template comes from an untrusted checkpoint, so it runs in Jinja's sandbox and in a process
+    with limits of time and memory (:mod:`moetrain.data.templates`).
 
     An error of the template is raised at the first conversation, because a corpus without
     conversations needs no valid template.
@@ -157,9 +157,9 @@ class ChatTemplate:
     def of(
         cls, tokenizer: Tokenizer, file_name: str | None = None, kwargs: str | None = None
     ) -> Self:
-        """Make the template in the file ``file_name``, otherwise the tokenizer's, otherwise ChatML.
+        """Make the template of the file ``file_name``, else the tokenizer's, else ChatML.
 
-        ``kwargs`` is data.chat_template_kwargs; None: the tokenizer's.
+        ``kwargs`` is data.chat_template_kwargs. None: the tokenizer's variables are taken.
 
         Raises ConfigError: the file cannot be read or is no template, or ``kwargs`` is malformed.
         """
@@ -187,7 +187,7 @@ class ChatTemplate:
     def identity(self) -> list[str]:
         """Return texts that differ if conversations are rendered differently.
 
-        Special tokens are not among them.
+        Special tokens are not among these texts.
         """
         found = [self.source, *(self.with_tools.identity() if self.with_tools else ())]
         return [*found, json.dumps({**self.kwargs})] if self.kwargs else found
@@ -222,19 +222,19 @@ class ChatTemplate:
             variables: further variables of the template (:meth:`variables_of`).
             train_on: the assistant's turns that are learned: ``all``, those behind the last turn of
                 the user (``completion``), or the ``last`` one.
-            num_given: number of first messages that are a prompt, of which none is learned.
+            num_given: number of first messages that are a prompt. They are not learned.
             adds_ends: True: a turn without an end in the template ends with the beginning of the
                 next one (:class:`~moetrain.data.turn_ends.TurnEnds`).
-            strict: True: refuse a conversation of which the template does not show something.
+            strict: True: refuse a conversation if the template does not show all of it.
 
         Returns:
             The texts. Every learned turn has loss in one text, in which it has its final form.
             There are none if all turns have weight 0.
 
         Raises:
-            BadLineError: ``messages`` has another shape or no assistant's turn, or the template
-                fails or does not show something of it. Templates may drop the reasoning of earlier
-                turns.
+            BadLineError: ``messages`` has another shape or no assistant's turn, the template
+                fails, or the template does not show all of the conversation. It may drop the
+                reasoning of earlier turns.
             ConfigError: the template itself is wrong.
         """
         turns, num_given = self._read(messages, num_given, strict=strict)
@@ -268,11 +268,11 @@ class ChatTemplate:
             raise BadLineError(f"{said}: {shortened(messages)}; {remedy}")
         if strict:
             self._check_turns(turns, learned, variables)
-        # Render the form of the turns of which the template shows most.
+        # Render the turns in the form of which the template shows most.
         view = View(learned[-1] + 1, add_generation_prompt=False)
         form, lost = self._find_form(turns, variables, view, learned)
         documents = self._documents(form.of(turns), variables, learned, adds_ends=adds_ends)
-        # Refuse what is lost. Thoughts that the template drops may have been added to the text.
+        # Refuse lost pieces. A thought that the template drops may have been added to the text.
         said = "".join(text[a:b] for text, spans in documents for a, b in spans)
         lost = [piece for piece in lost if (_thought_of(piece, turns) or _OPEN) not in said]
         if lost and strict:
@@ -285,7 +285,10 @@ class ChatTemplate:
         learned: Sequence[int],
         variables: Mapping[str, Any],
     ) -> None:
-        """Warn of undeclared tools and unknown roles; BadLineError: a thought is in a channel."""
+        """Warn of undeclared tools and unknown roles.
+
+        Raises BadLineError: a thought is in a channel.
+        """
         name = undeclared_call(turns, learned, variables.get("tools") or ())
         if name is not None:
             _warn_of_undeclared(name)
@@ -355,8 +358,8 @@ class ChatTemplate:
 
         The model continues the generation prompt, so text of the prompt is not learned. A prompt
         may open a thought (``<think>``) that the turn does not have. Such a turn is learned from
-        the place where the thought would begin. A template may leave a thought out even of the last
-        turn. Then the thought is added to the text.
+        the place where the thought would begin. A template may leave out the thought even of the
+        last turn. Then the thought is added to the text.
 
         Args:
             prompt: the conversation up to the turn, with the generation prompt.
@@ -364,10 +367,10 @@ class ChatTemplate:
             turns: the turns of ``text``.
             variables: further variables of the template.
 
-        Raises BadLineError: the turn does not begin as the prompt does.
+        Raises BadLineError: the text does not begin with the prompt.
         """
         opening = _OPENING.search(prompt, max(0, len(prompt) - _LONGEST_OPENING))
-        assert opening is not None  # it may be empty
+        assert opening is not None  # the match may be empty
         head = prompt[: opening.start()] if opening[0].strip() else prompt
         thought = _Thought.of(turns[-1], opening)
         turn = f"messages[{len(turns) - 1}]"
@@ -393,12 +396,13 @@ class ChatTemplate:
     def _own_text(self, turns: list[Message], variables: Mapping[str, Any]) -> str | None:
         """Return the text that the template writes for the last of ``turns`` alone.
 
-        A template may write the turns before differently once the last turn follows. GPT-OSS's
-        drops the analysis of calls as soon as there is an answer, but a model that writes the
-        answer still sees it. DeepSeek-V3's closes results at the end of a generation prompt, and
-        leaves them open before further calls. Hermes-3's ends the line of a result that is not the
-        last one. So a mark takes the place of the content of the turn before, and two texts behind
-        the mark are compared: that of the prompt, and that of the whole conversation.
+        A template may write the earlier turns differently once the last turn follows. GPT-OSS's
+        template drops the analysis of calls as soon as there is an answer, but a model that writes
+        the answer still sees the analysis. DeepSeek-V3's template closes results at the end of a
+        generation prompt, and leaves them open before further calls. Hermes-3's template ends the
+        line of a result that is not the last one. So a mark takes the place of the content of the
+        turn before the last. Then two texts behind the mark are compared: the prompt's, and the
+        whole conversation's.
 
         None: the texts do not tell where the turn begins.
         """
@@ -421,13 +425,14 @@ class ChatTemplate:
         opens = prompt.removeprefix(closed)
         before, found, own = said.partition(opens) if opens.strip() else (said, "", "")
         if found and "".join(before.split()) == "".join(closed.split()):
-            return own  # blanks are all that differs before the turn begins
+            return own  # only whitespace differs before the turn begins
         answer = {"role": "assistant", "content": "x"}
         view = View(size, add_generation_prompt=False)
         (answered,) = self._rendered([*turns[:-1], answer], variables, [view])
         if prompt != closed or not answered.rpartition(_MARK)[2].startswith(prompt):
-            return None  # the prompt begins no turn of the model, or another one
-        # Both texts have the end of the turn before. They part behind it, and not within a token.
+            return None  # the prompt begins no turn of the model, or another turn
+        # Both texts have the end of the turn before the last. The turn begins where they differ, or
+        # at the beginning of a token there.
         pairs = enumerate(zip(prompt, said, strict=False))
         parting = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(said)))
         tokens = "|".join(map(re.escape, sorted(self.added_tokens, key=len, reverse=True)))
@@ -529,8 +534,8 @@ class ChatTemplate:
         Args:
             messages: as in :meth:`documents`.
             variables: as in :meth:`documents`.
-            strict: True: refuse a conversation of which the template does not show something.
-                False: warn of it once for each kind.
+            strict: True: refuse a conversation if the template does not show all of it.
+                False: warn once for each kind of text that it does not show.
             add_generation_prompt: end with the beginning of an assistant's turn, as in
                 ``transformers``.
             continue_final_message: end with the text of the last message, which is the assistant's,
@@ -564,13 +569,13 @@ class ChatTemplate:
         if start < 0:
             said = "continue_final_message: the chat template rewrites the last message"
             raise BadLineError(f"{said}; leave this out")
-        # Blanks at the end of the content are part of it, unless the template strips them.
+        # Whitespace at the end of the content is part of it, unless the template strips it.
         if text[start:].startswith(content.lstrip()):
             return text[: start + len(content.lstrip())]
         return text[: start + len(content.strip())]
 
     def check_prompt(self, messages: object, variables: Mapping[str, Any]) -> None:
-        """Raise as a strict :meth:`prompt`. Only the first conversation of a shape is rendered."""
+        """Raise the errors of a strict :meth:`prompt`. Each shape is rendered only once."""
         turns, variables = self._prompt_read(messages, variables, strict=True)
         if self.with_tools is not None and variables.get("tools") is not None:
             return self.with_tools.check_prompt(turns, variables)
@@ -602,11 +607,11 @@ class ChatTemplate:
 
         ``tools`` and ``documents`` are lists of objects, ``chat_template_kwargs`` an object of
         other variables (``{"enable_thinking": false}``), as in TRL's data sets and vLLM's requests.
-        Each may be the text of its JSON, as tables have it. An empty text counts as no value. The
-        template gets no other keys. Tools become what ``transformers`` takes: a function alone, and
+        Each may be JSON as text, as in tables. An empty text counts as no value. The template gets
+        no other keys. Tools get the form that ``transformers`` takes: a function alone, and each of
         OpenAI's older ``functions``, become ``{"type": "function", "function": {...}}``.
 
-        Raises BadLineError: one is of another kind, or a variable has the name of something else.
+        Raises BadLineError: a value has another type, or a variable has a reserved name.
         """
         found = {key: record.get(key) for key in ("tools", "documents", "chat_template_kwargs")}
         if found["tools"] is None:
@@ -637,9 +642,10 @@ class ChatTemplate:
     def _read(
         self, messages: object, num_given: int = 0, *, strict: bool
     ) -> tuple[list[Message], int]:
-        """Read the messages; return turns, and how many are of the first ``num_given`` messages.
+        """Read the messages. Return the turns, and how many of them are the given prompt.
 
-        ``strict``: refuse results that cannot be put into the order of their calls.
+        The first ``num_given`` messages are the given prompt. If ``strict`` is True, results that
+        cannot be put into the order of their calls are refused.
         """
         turns = read_messages(messages, num_given=num_given)
         if num_given and isinstance(messages, list):
@@ -709,7 +715,7 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         views: Sequence[View],
     ) -> Iterator[str]:
-        """Render views of ``turns``; raises as :meth:`_naming_errors`."""
+        """Render views of ``turns``. Raises as :meth:`_naming_errors`."""
         all_variables = {**self.special_tokens, **self.kwargs, **variables}
         with self._naming_errors():
             yield from render(self.source, turns, all_variables, self.now, views)
@@ -748,7 +754,7 @@ class _Thought(NamedTuple):
         model would continue ``opening``, the end of a generation prompt. Its closing tag is a line
         of its own if its opening tag is one.
 
-        None: the turn has no thought, or nothing tells how it is written.
+        None: the turn has no thought, or nothing tells how to write the thought.
         """
         content, reasoning = turn.get("content", ""), turn.get("reasoning_content")
         if not isinstance(content, str):
@@ -774,7 +780,7 @@ def _opening_of(closing: str) -> str:
 
 
 class _Probe(NamedTuple):
-    """A turn with marks in place of its texts. A marked span of a rendering tells its turn so."""
+    """A turn with marks in place of its texts. The marks in a span tell the span's turn."""
 
     turn: Message
     """The turn with marks."""
@@ -811,7 +817,7 @@ def _owner(probed: str, span: tuple[int, int], turns: Sequence[Mapping[str, Any]
 
     Args:
         probed: a rendering of the turns' :class:`_Probe`.
-        span: characters of it, which the template marks.
+        span: the characters of ``probed`` that the template marks.
         turns: the conversation.
 
     Returns:
@@ -828,7 +834,7 @@ def _owner(probed: str, span: tuple[int, int], turns: Sequence[Mapping[str, Any]
 
 
 def _warn_of_thoughts(opening: str) -> None:
-    """Warn that answers are learned that no generation prompt begins."""
+    """Warn that answers without a thought are learned, though ``opening`` opens a thought."""
     warn_once(
         f"thoughts {opening}",
         f"generation prompts end with {opening!r}, and answers without a thought are learned as "
@@ -842,7 +848,7 @@ _MOST_SHAPES = 1024
 
 
 class _Shape(NamedTuple):
-    """A conversation with marks in place of its texts. It stands for all of its shape."""
+    """A conversation with marks in place of its texts, as all conversations of its shape have."""
 
     turns: list[Message]
     variables: dict[str, Any]
@@ -858,14 +864,14 @@ class _Shape(NamedTuple):
 
 @lru_cache(maxsize=_MOST_SHAPES)
 def _best_form(source: str, pickled: bytes) -> tuple[Form, Sequence[Piece]]:
-    """Return the first form of which the template ``source`` shows everything, or most.
+    """Return the form that the template ``source`` shows whole, else the one it shows most of.
 
-    ``pickled`` is a :class:`_Shape`, as bytes because these can be a key of the cache.
+    ``pickled`` is a :class:`_Shape` as bytes, because bytes can be a key of the cache.
 
     Returns:
         The form, and the pieces that the template does not show.
 
-    Raises TemplateLimitError: the template takes more than it may.
+    Raises TemplateLimitError: the template exceeds a limit.
     """
     shape: _Shape = pickle.loads(pickled)
     found: list[tuple[Form, Sequence[Piece]]] = []
@@ -896,12 +902,12 @@ def _lost(
     """Return the pieces that the template does not show.
 
     A piece of an assistant's turn may be missing from ``shape.view`` if a rendering that ends with
-    its turn has it, since templates change earlier turns on purpose. Of turns that are not learned,
-    the first piece of each kind speaks for the others.
+    its turn has it, since templates change earlier turns on purpose. In turns that are not learned,
+    the first lost piece of each kind decides for all lost pieces of this kind.
     """
     (text,) = rendered([shape.view])
     lost = [piece for piece in shape.pieces if not piece.is_in(text, form)]
-    # Pieces of assistants' turns by their case, which one rendering decides.
+    # The case of each lost piece in an assistant's turn. One rendering decides a whole case.
     cases = {
         piece: piece if piece.turn in (shape.learned or ()) else piece.kind
         for piece in lost
@@ -928,7 +934,7 @@ def _thought_of(piece: Piece, turns: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _refuse(piece: Piece, turns: Sequence[Mapping[str, Any]]) -> None:
-    """Raise BadLineError, which names ``piece``."""
+    """Raise a BadLineError that names ``piece``."""
     role = "" if piece.turn is None else f", of role {shortened(turns[piece.turn]['role'])}"
     said = f"the chat template does not show {piece.place}{role}"
     raise BadLineError(
@@ -938,7 +944,7 @@ def _refuse(piece: Piece, turns: Sequence[Mapping[str, Any]]) -> None:
 
 @lru_cache(maxsize=1024)
 def _reads(source: str, name: str) -> bool:
-    """Return whether the template ``source`` has a variable of this name."""
+    """Return whether the template ``source`` contains the word ``name``."""
     return re.search(rf"\b{re.escape(name)}\b", source) is not None
 
 
@@ -951,12 +957,12 @@ def _warn_of_unread(name: str) -> None:
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """Return ``value``, parsed as JSON if it is a text; BadLineError: it is not JSON."""
+    """Return ``value``, or the JSON in it if it is a text. Raises BadLineError: it is not JSON."""
     return parse_json(value, what) if isinstance(value, str) else value
 
 
 def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool as an object of OpenAI's ``tools``. It may be a function alone."""
+    """Return ``tool`` as an object of OpenAI's ``tools``. It may be given as a lone function."""
     is_alone = isinstance(tool.get("name"), str) and tool.get("type", "function") == "function"
     if "function" in tool or not is_alone:
         return {**tool}
@@ -1019,7 +1025,10 @@ def _warn_of_unshown(kind: str) -> None:
 
 
 def _read_kwargs(text: str) -> dict[str, Any]:
-    """Read data.chat_template_kwargs; ConfigError: it is no JSON object, or sets reserved names."""
+    """Read data.chat_template_kwargs.
+
+    Raises ConfigError: ``text`` is no JSON object, or sets a reserved name.
+    """
     try:
         kwargs: Any = json.loads(text)
     except (ValueError, RecursionError):
@@ -1034,13 +1043,13 @@ def _read_kwargs(text: str) -> dict[str, Any]:
 
 
 def _read(file_name: str) -> str:
-    """Read the file of a template; ConfigError: it cannot be read as text."""
+    """Read the file of a template. Raises ConfigError: it cannot be read as text."""
     try:
         return read_regular(Path(file_name), _MAX_BYTES).decode()
     except (FileNotFoundError, NotADirectoryError):
         links = os.path.lexists(file_name)
         problem = "is a link to nothing" if links else "does not exist"
-    except (OSError, ValueError) as error:  # of a name with a null byte, of text that is not UTF-8
+    except (OSError, ValueError) as error:  # a null byte in the name, or text that is not UTF-8
         said = error.strerror if isinstance(error, OSError) else error
         problem = f"cannot be read as text: {said}"
     raise ConfigError("data.chat_template", f"{file_name!r} {problem}")

@@ -1,9 +1,9 @@
 """Reads the elements of a JSON array one by one, however large the file is: ``[{...}, {...}]``.
 
 ``json.load`` would hold the whole file and all of its objects. Here a scan for brackets, commas and
-strings finds where an element ends, and the caller parses that element alone. A scan does not check
-the elements: what is wrong within one is found by its parser. An element that is too large is
-passed over, and the scan goes on behind it.
+strings finds where an element ends, and the caller parses that element alone. The scan does not
+check the elements, because the parser of an element finds its errors. An element that is too large
+is passed over, and the scan goes on behind it.
 """
 
 import re
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{},]', re.DOTALL)
-"""Matches a whole string, the quote that begins one which is not read to its end, or what divides
-values. Nothing is tried again (``*+``), so a string of any length is scanned once."""
+"""Matches a whole string, the first quote of a string whose end is not read yet, a bracket or a
+comma. The pattern does not backtrack (``*+``), so a string of any length is scanned once."""
 _WITHIN = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
-"""Matches the inside of a string up to its end, or to what is not read yet."""
+"""Matches the inside of a string up to its end, or to the end of the bytes that are read."""
 _BLANKS = re.compile(rb"[ \n\r\t]*")
 _READ = 1 << 20
-"""Bytes that are read at once, at least; as many again as are held already."""
+"""Least bytes that are read at once. If more are held already, as many again are read."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -25,14 +25,14 @@ class Element(NamedTuple):
     """One element of the array."""
 
     text: bytes | None
-    """Its JSON; None: it has more bytes than the caller takes, and was passed over."""
+    """The element's JSON. None: it has more bytes than the caller takes, and was passed over."""
     line: int
-    """The line, from 1, in which it begins."""
+    """The line in which the element begins, from 1."""
     num_bytes: int
 
 
 def is_array(file: Any) -> bool:
-    """Return whether the buffered ``file``, at its beginning, holds an array. Reads nothing."""
+    """Return whether the buffered ``file`` holds an array. The file stays at its beginning."""
     return file.peek(len(_BOM) + 1).removeprefix(_BOM).lstrip()[:1] == b"["
 
 
@@ -53,7 +53,7 @@ def array_elements(file: Any, most_bytes: int) -> Iterator[Element]:
 
 
 class _Scanner:
-    """Finds where the elements of an array end, in a file of which it holds the last part.
+    """Finds where the elements of an array end. It holds only the last part that it read.
 
     ``held[start:at]`` is the part of the current element that was scanned and may be needed.
     """
@@ -94,7 +94,7 @@ class _Scanner:
 
     def check_end(self) -> None:
         """Raise ValueError if anything follows the array."""
-        rest = self._held[self._at - 1 :].removeprefix(b"]")  # unless another bracket ends it
+        rest = self._held[self._at - 1 :].removeprefix(b"]")  # a "}" that ends it stays
         while rest:
             if rest.strip():
                 raise ValueError(f"something follows the array: {rest.strip()[:40]!r}")
@@ -120,7 +120,7 @@ class _Scanner:
             self._read_more()
 
     def _drop(self) -> int:
-        """Forget what was scanned; return how many bytes it has."""
+        """Drop the bytes that were scanned, and return their number."""
         size = self._at - self._start
         self._line += self._held.count(b"\n", self._start, self._at)
         self._start = self._at
@@ -135,7 +135,7 @@ class _Scanner:
 
 
 def _end_of(pattern: re.Pattern[bytes], text: bytes, at: int) -> int:
-    """Return where a pattern that matches anywhere ends if it begins at ``at``."""
+    """Return where the match of ``pattern`` at ``at`` ends. The pattern matches at any place."""
     found = pattern.match(text, at)
     assert found is not None
     return found.end()

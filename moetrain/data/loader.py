@@ -1,9 +1,9 @@
 """Makes the rows of a run from its settings (:func:`build_data`), and batches from rows.
 
 Whole documents are held out for evaluation, chosen by a hash. If that leaves either side without a
-row (one file, a handful of chats), the end of the data is held out instead: the last rows where
-documents are laid end to end, otherwise the last documents. Either way no text is both trained on
-and evaluated.
+row (one file, a handful of chats), the end of the data is held out instead: the last rows if
+documents are laid end to end, otherwise the last documents. In both cases no text is used for both
+training and evaluation.
 
 Left out on purpose: worker processes, prefetching and pinned memory. A row is a slice of a
 memory-mapped file and takes microseconds.
@@ -41,9 +41,9 @@ class HeldOut(NamedTuple):
     """A source of a mixture, as evaluations see it."""
 
     rows: Dataset
-    """Its held-out rows."""
+    """The held-out rows of the source."""
     share: float
-    """Its share of the rows that are trained on, from 0 to 1."""
+    """The source's share of the rows that are trained on, from 0 to 1."""
 
 
 class Data(NamedTuple):
@@ -51,13 +51,13 @@ class Data(NamedTuple):
 
     train: Dataset
     eval: Dataset | None
-    """Held-out rows; of a mixture, those of its first source. None: there is no evaluation
-    (data.eval_fraction 0)."""
+    """Held-out rows. For a mixture they are the rows of its first source. None: there is no
+    evaluation (data.eval_fraction 0)."""
     tokenizer: Tokenizer
     fingerprint: str
-    """Hash of everything that decides the rows of both: the tokens and their masks, the packing,
-    the row length, the held-out documents and the seed of synthetic rows. The order of rows and the
-    places of files do not count."""
+    """Hash of everything that decides the rows of ``train`` and ``eval``: the tokens and their
+    masks, the packing, the row length, the held-out documents and the seed of synthetic rows. The
+    order of rows and the places of files do not count."""
     chat_template: str | None
     """The template that rendered the conversations. None: there are none."""
     sources: Mapping[str, HeldOut] = MappingProxyType({})
@@ -69,8 +69,8 @@ _ROWS_OF_PREFERENCES = {
     "kto": "answers",
     "reward": "ranked",
 }
-"""The rows (:attr:`RecordReader.PAIRED`) of objectives that learn from preferences. Others learn
-from text."""
+"""The kind of rows (:attr:`RecordReader.PAIRED`) for each objective that learns from preferences.
+Other objectives learn from text."""
 
 
 def build_data(config: Config, vocab_size: int) -> Data:
@@ -85,8 +85,8 @@ def build_data(config: Config, vocab_size: int) -> Data:
     data.check()
     kind = _ROWS_OF_PREFERENCES.get(config.train.objective)
     if kind is not None:
-        # The reference's log-probabilities of all rows are computed before the first step, for
-        # which a stream has no end.
+        # The reference's log-probabilities of all rows are computed before the first step. A stream
+        # has no last row, so these rows are not streamed.
         data = data.model_copy(update={"packing": kind, "streaming": "no"})
     tokenizer = load_tokenizer(data.tokenizer, vocab_size, data.new_tokens)
     check_prompt(config, tokenizer)
@@ -194,7 +194,7 @@ def _tokenised(
 ) -> tuple[Dataset, Dataset | None, bool]:
     """Return the rows to train on, the held-out rows, and True if there are conversations.
 
-    ``other``: the source to evaluate on; None: ``data.eval_fraction`` of ``source``.
+    ``other`` is the source to evaluate on. None: the share ``data.eval_fraction`` of ``source``.
     """
 
     def read(source: Source) -> TokenCache:
@@ -219,7 +219,7 @@ def _tokenised(
     if all(map(len, rows)) and train.targets.any() and held_out.targets.any():
         return *rows, has_chats
     # A side has nothing to learn: divide all documents by their order instead.
-    if train.num_documents == 0 or held_out.num_documents == 0:  # then the other side has all
+    if train.num_documents == 0 or held_out.num_documents == 0:  # the other side has all
         whole = train if train.num_documents else held_out
     else:
         whole = read(source)
@@ -240,7 +240,7 @@ def _streamed(
     cache_dir: Path,
     seed: int,
 ) -> tuple[Dataset, Dataset | None, bool]:
-    """Return the same as :func:`_tokenised`, of a source that is tokenised during training."""
+    """Return the same as :func:`_tokenised` for a source that is tokenised during training."""
     rest, share, held_out = other, HashRange(), HashRange()
     if other is None and data.eval_fraction:
         border = data.eval_fraction
@@ -273,7 +273,7 @@ def _is_whole(cache: TokenCache, data: DataSection) -> bool:
 
 
 def _rows(cache: TokenCache, data: DataSection, first: int = 0, stop: int | None = None) -> Dataset:
-    """Pack ``cache``: documents, pairs, or rows of a stream, ``first:stop`` of them.
+    """Pack ``first:stop`` of the documents, the preferences, or the stream's rows in ``cache``.
 
     Raises ConfigError: a conversation is longer than a row, and data.overlong is error.
     """
@@ -296,7 +296,7 @@ def _rows(cache: TokenCache, data: DataSection, first: int = 0, stop: int | None
 
 
 def _all_rows(cache: TokenCache, source: Source, data: DataSection) -> Dataset:
-    """Pack all of ``cache``; ConfigError: there is nothing to learn, or no row."""
+    """Pack all of ``cache``. Raises ConfigError: there is nothing to learn, or no row."""
     rows = _rows(_learnable(cache, source), data)
     if len(rows) == 0:
         problem = f"{data.seq_len}: the {len(cache.tokens)} tokens of {source.field} make no row"
@@ -306,7 +306,7 @@ def _all_rows(cache: TokenCache, source: Source, data: DataSection) -> Dataset:
 
 
 def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Dataset, Dataset]:
-    """Divide the data by its order, and return the rows to train on and those of its end.
+    """Divide the data by its order. Return the rows to train on, and the held-out rows at the end.
 
     Raises ConfigError: a side would have nothing to learn.
     """
@@ -329,7 +329,7 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
     remedy = "add data, name some in data.eval_path instead, or set it to 0"
     if is_stream and len(cache.tokens) > 3:
         remedy = f"lower data.seq_len to {len(cache.tokens) // 2}, {remedy}"
-    elif total > 1:  # the answers of one side lie behind the ends of rows
+    elif total > 1:  # rows end before the answers of one side begin
         longest = int(np.diff(cache.documents).max())
         remedy = f"raise data.seq_len to {longest}, {remedy}"
     raise ConfigError(
@@ -340,7 +340,7 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
 
 
 def _learnable(cache: TokenCache, source: Source) -> TokenCache:
-    """Return ``cache``; ConfigError: there is no text, or no token has loss."""
+    """Return ``cache`` itself. Raises ConfigError: there is no text, or no token has loss."""
     if cache.num_documents == 0:
         _, first = next(iter(cache.skipped.kinds.values()), (0, ""))
         why = f"; the first bad record: {first}" if first else ""
@@ -368,13 +368,13 @@ class Batch(NamedTuple):
     is the part of one document that lies in one row."""
     is_pad_BS: torch.Tensor | None = None
     """bool: True for tokens that only fill up a row. A pad belongs to the segment before it and has
-    no target. None: no batch of this dataset has any."""
+    no target. None: no batch of this dataset has pads."""
     extra: Mapping[str, torch.Tensor] = MappingProxyType({})
-    """Further fields of the targets that an objective reads, by name: [B, S, ...] each."""
+    """Further fields that an objective reads with the targets, by name. Each is [B, S, ...]."""
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Self:
-        """Stack ``rows`` into a micro-batch; ConfigError: their extra fields differ."""
+        """Stack ``rows`` into a micro-batch. Raises ConfigError: their extra fields differ."""
         shapes = [{name: field.shape for name, field in row.extra.items()} for row in rows]
         if other := next((found for found in shapes if found != shapes[0]), None):
             problem = f"a row has fields of shapes {other}, and another of {shapes[0]}"
@@ -449,7 +449,7 @@ class Loader:
     sample_index: int = 0
     """Number of rows that all ranks have consumed."""
     seq_len: int | None = None
-    """Tokens that each row must have. None: as many as its array ``tokens_S``."""
+    """Tokens that each row must have. None: the length of the row's ``tokens_S``."""
     before_batch: Callable[[], None] = lambda: None
     """Called before each micro-batch is made. If it raises, the loader is unchanged."""
 
@@ -474,8 +474,8 @@ class Loader:
     def next_step(self) -> list[Batch]:
         """Return this rank's micro-batches of the next optimizer step.
 
-        The step's rows are divided into micro-batches in order, and ranks take these in turn: of 8
-        rows, 2 ranks and micro-batches of 2, rank 1 gets rows 2 and 3, then 6 and 7.
+        The step's rows are divided into micro-batches in order, and ranks take these in turn. With
+        8 rows, 2 ranks and micro-batches of 2, rank 1 gets rows 2 and 3, then 6 and 7.
 
         Raises ValueError: the dataset returns a row with other shapes than those of :class:`Row`.
         """
@@ -488,7 +488,7 @@ class Loader:
         return batches
 
     def _row(self, number: int) -> Row:
-        """Return sample ``number``; ValueError: its shapes are not those of :class:`Row`."""
+        """Return sample ``number``. Raises ValueError: it has not the shapes of :class:`Row`."""
         row = self._samples.sample(number)
         shapes = {name: np.shape(x) for name, x in row._asdict().items() if x is not None}
         lengths, _ = shapes.pop("lengths"), shapes.pop("extra")
@@ -519,9 +519,10 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """Yield one rank's share of ``num_rows`` rows that are drawn at random from ``dataset``.
 
-    The rows are the same at every call and on any number of ranks. All rows are drawn if there are
-    no more. Every batch is full, so that nothing compiles again, and every rank has the same number
-    of batches, since all ranks take part in each forward pass. Rows without targets fill them up.
+    The rows are the same at every call and on any number of ranks. If the dataset has at most
+    ``num_rows`` rows, all are drawn. Every batch is full, so that nothing compiles again. All ranks
+    have the same number of batches, since all take part in each forward pass. Rows without targets
+    fill up the last batches.
     """
     generator = np.random.Generator(np.random.PCG64(_EVAL_SEED))
     drawn = generator.choice(len(dataset), min(num_rows, len(dataset)), replace=False)

@@ -2,10 +2,10 @@
 
 :func:`read_messages` reads and checks OpenAI's messages, ShareGPT's (``from`` and ``value``),
 ms-swift's (roles ``tool_call`` and ``tool_response``) and Qwen-Agent's, and returns OpenAI's.
-Templates differ in what they take: arguments of calls are objects or the text of their JSON, an
-empty ``content`` is missing, null or "". :func:`forms_of` lists the forms of a conversation in the
-order in which they are tried. :func:`marked` replaces the texts of users by unique marks, by which
-:class:`~moetrain.data.chat.ChatTemplate` sees what a template shows of each form.
+Templates differ in what they read: arguments of calls are objects or JSON text, and an empty
+``content`` is missing, null or "". :func:`forms_of` lists the forms of a conversation in the order
+in which they are tried. :func:`marked` puts unique marks in the place of the users' texts. From the
+marks :class:`~moetrain.data.chat.ChatTemplate` sees what a template shows of each form.
 
 Left out on purpose: images and sounds in ``content``, and repairing JSON.
 """
@@ -26,7 +26,7 @@ WEIGHTS = ("weight", "train", "training", "loss")
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 """Names of a call's arguments: OpenAI's, Llama 3's, LangChain's, Anthropic's."""
 _CALL = "tool_call"
-"""Role of a message that is a call alone. It becomes part of an assistant's turn."""
+"""Role of a message that is only a call. The message becomes part of an assistant's turn."""
 _ROLES: dict[str, str] = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     **dict.fromkeys(("human", "prompter"), "user"),
@@ -43,7 +43,7 @@ _ELSEWHERE = {
     "tool_use": ", and calls as `tool_calls`",
     "tool_result": ", and results as turns of the role tool",
 }
-"""The advice for parts of the content of Anthropic's messages that OpenAI's have elsewhere."""
+"""Advice on parts of ``content`` in Anthropic's messages. OpenAI's have other fields for them."""
 
 
 Message = dict[str, Any]
@@ -59,8 +59,8 @@ class BadLineError(Exception):
         Args:
             problem: what is wrong, and what to do.
             field: the setting at fault, if it is not the one that names the file.
-            kind: the sort of problem, by which bad records are counted; None: the words of
-                ``problem`` tell it.
+            kind: the kind of problem. Bad records are counted by kind. None: the words of
+                ``problem`` tell the kind.
         """
         super().__init__(problem)
         self.field, self.kind = field, kind
@@ -75,8 +75,8 @@ def read_messages(messages: object, name: str = "messages", num_given: int = 0) 
     the result again changes nothing.
 
     Args:
-        messages: the messages, or the text of their JSON, as tables have it.
-        name: the field that holds them, for errors.
+        messages: the messages, or their JSON as text, as in tables.
+        name: the field that holds the messages, for errors.
         num_given: number of first messages that are a prompt. A call behind them begins a turn.
 
     Raises BadLineError: ``messages`` are no conversation.
@@ -127,7 +127,7 @@ def _goes_on(
 
 
 def role_of(message: Mapping[str, Any]) -> object:
-    """Return the role of a message that is not read yet, by OpenAI's name if it is known."""
+    """Return the role of a message that is not read yet. A known role gets OpenAI's name."""
     role = message.get("role")
     role = message.get("from") if role is None else role
     if not isinstance(role, str):
@@ -136,7 +136,7 @@ def role_of(message: Mapping[str, Any]) -> object:
 
 
 def _read_turn(message: Mapping[str, Any], where: str) -> Message:
-    """Read a message as :func:`read_messages` does. A call alone keeps the role ``_CALL``."""
+    """Read a message as :func:`read_messages` does. A lone call keeps the role ``_CALL``."""
     turn = {key: value for key, value in message.items() if value is not None}
     for key, other in (("role", "from"), ("content", "value")):
         if key not in turn and other in turn:
@@ -156,7 +156,7 @@ def _read_turn(message: Mapping[str, Any], where: str) -> Message:
     turn |= weight
     calls = turn.pop("tool_calls", ())
     calls = _read_calls(calls, f"{where}.tool_calls") if calls else []
-    if call := turn.pop("function_call", None):  # OpenAI's before tool_calls
+    if call := turn.pop("function_call", None):  # OpenAI's older field
         calls += _read_calls(call, f"{where}.function_call")
     if calls:
         turn["tool_calls"] = calls
@@ -224,7 +224,7 @@ def check_weight(value: object, where: str) -> None:
 
 
 def _read_part(part: object, where: str) -> dict[str, Any]:
-    """Read a part of a content, which is a text; BadLineError: it is something else."""
+    """Read a part of ``content``. Raises BadLineError: the part is no text."""
     part = {"text": part} if isinstance(part, str) else part
     if not isinstance(part, dict) or not isinstance(part.get("text"), str):
         said = f"{where}.content has a part that is no text: {shortened(part)}"
@@ -234,7 +234,7 @@ def _read_part(part: object, where: str) -> dict[str, Any]:
 
 
 def _read_calls(value: object, where: str) -> list[dict[str, Any]]:
-    """Read one call or a list of calls, or the text of their JSON.
+    """Read one call or a list of calls. ``value`` may also be their JSON as text.
 
     Raises BadLineError: a call has no function with a name, or its arguments are no object.
     """
@@ -270,7 +270,7 @@ def _read_calls(value: object, where: str) -> list[dict[str, Any]]:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """Parse the JSON ``text``; BadLineError, which names ``what``: it is no JSON."""
+    """Parse ``text`` as JSON. Raises BadLineError, which names ``what``: ``text`` is no JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -287,7 +287,7 @@ def in_order_of_calls(turns: list[Message]) -> list[Message]:
     Most templates write results without ``tool_call_id``, so a model takes the first result for
     that of the first call. Results without ids, and results of calls without ids, keep their order.
 
-    Raises BadLineError: an id names none of the calls, or a result before another one is missing.
+    Raises BadLineError: an id names none of the calls, or an earlier call has no result.
     """
     made = [*turns]
     for i, turn in enumerate(turns):
@@ -316,7 +316,9 @@ def in_order_of_calls(turns: list[Message]) -> list[Message]:
 def are_listed(tools: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the system's turns have the signatures of all ``tools``.
 
-    They have in Hermes' records. Raises BadLineError: they have those of some tools alone.
+    Hermes' records have them there.
+
+    Raises BadLineError: the system's turns have the signatures of only some tools.
     """
     if not tools:
         return False
@@ -341,7 +343,7 @@ def are_listed(tools: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, 
 def without_tags(turn: Message) -> Message:
     """Return a tool's turn without ``<tool_response>`` around its content.
 
-    Other turns are returned unchanged. Of several results in one content, the inner tags stay.
+    Other turns are returned unchanged. If one content has several results, the inner tags stay.
     """
     content = turn.get("content")
     if turn["role"] != "tool" or not isinstance(content, str):
@@ -351,7 +353,7 @@ def without_tags(turn: Message) -> Message:
 
 
 def unknown_role(turns: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the first role in ``turns`` that is not one of OpenAI's. None: all are."""
+    """Return the first role in ``turns`` that is not one of OpenAI's, or None."""
     return next((turn["role"] for turn in turns if turn["role"] not in _ROLES.values()), None)
 
 
@@ -360,8 +362,8 @@ def undeclared_call(
 ) -> str | None:
     """Return the name of a called function that the model was not shown.
 
-    Only calls of ``learned`` turns count. A function is shown by ``tools``, or in a turn before the
-    call. None: all functions were shown.
+    Only calls of ``learned`` turns count. Either ``tools`` or a turn before the call shows a
+    function. None: all functions were shown.
     """
     declared = {_name_of(tool) for tool in tools}
     for i in learned:
@@ -384,16 +386,16 @@ def _text_of(turn: Mapping[str, Any]) -> str:
 
 
 class Form(NamedTuple):
-    """A way to write a conversation, in the points in which templates differ."""
+    """A way to write a conversation. The fields are the points in which templates differ."""
 
     arguments: Literal["object", "text"] = "object"
     """Arguments of calls: objects, or the text of their JSON."""
     empty: Literal["absent", "null", "text"] = "absent"
     """``content`` of turns that only call tools: absent, null, or an empty text."""
     content: Literal["as it is", "text", "parts"] = "as it is"
-    """Other ``content``: unchanged, always a text, or always a list of parts."""
+    """``content`` of other turns: unchanged, always a text, or always a list of parts."""
     developer: Literal["developer", "system"] = "developer"
-    """Role of developers."""
+    """Role of a developer's turns."""
 
     def is_alike_without_calls(self, other: "Form") -> bool:
         """Return whether this form differs from ``other`` at most in how calls are written."""
@@ -473,16 +475,16 @@ class Piece(NamedTuple):
     place: str
     """The field that holds the text, such as ``messages[3].content``."""
     kind: str
-    """The sort of text, such as ``content of role 'critic'``. Servers warn once for each sort."""
+    """The kind of text, such as ``content of role 'critic'``. Servers warn once for each kind."""
     turn: int | None
-    """The turn that the text is part of. None: it is beside the messages."""
+    """The turn that the text is part of. None: the text is in a tool or a document."""
     marks: tuple[str, ...]
     """The marks: one, or the key and the value of a call's arguments."""
 
     def is_in(self, text: str, form: Form) -> bool:
         """Return whether ``text``, a rendering of ``form``, shows the piece."""
         if not self.place.endswith(".arguments"):
-            # A template that writes a list of parts as Python or JSON does shows no part.
+            # If a template writes a list of parts as Python or JSON would, it shows no part.
             keys = ("'text': '", '"text": "') if self.place.endswith(".content") else ()
             if any(key + mark in text for key in keys for mark in self.marks):
                 return False
@@ -490,7 +492,7 @@ class Piece(NamedTuple):
         key, value = self.marks
         if form.arguments == "text":
             return json.dumps({key: value}) in text
-        # Such quotes are those of Python, not of JSON.
+        # Python writes these quotes around a key. JSON has double quotes.
         return key in text and value in text and f"'{key}'" not in text
 
 
@@ -518,13 +520,13 @@ class _Marker:
         return f"m{_SECRET}{self._num_marks:06d}"
 
     def add(self, place: str, kind: str, turn: int | None, count: int = 1) -> tuple[str, ...]:
-        """Note a piece of ``count`` marks, and return them."""
+        """Note a piece of ``count`` new marks, and return the marks."""
         marks = tuple(self.new() for _ in range(count))
         self.pieces.append(Piece(place, kind, turn, marks))
         return marks
 
     def id(self, given: object) -> object:
-        """Return another id for the id of a call. It has nine characters, as templates may want."""
+        """Return another id for a call's id, with nine characters, as some templates require."""
         if not isinstance(given, str):
             return given
         return self._ids.setdefault(given, f"{len(self._ids):09d}")
@@ -532,7 +534,7 @@ class _Marker:
     def text(self, text: str, turn: int, role: str, place: str, with_thoughts: bool) -> str:
         """Return a mark in place of ``text``, or marks between its ``<think>`` tags.
 
-        Blank text stays. Thoughts are pieces only ``with_thoughts``.
+        Blank text stays. Thoughts are pieces only if ``with_thoughts`` is True.
         """
         if not text.strip():
             return text
@@ -552,7 +554,7 @@ class _Marker:
         return self.add(place, "reasoning", turn)[0] if is_needed else self.new()
 
     def turn(self, turn: Mapping[str, Any], i: int, with_thoughts: bool) -> Message:
-        """Return turn ``i`` with marks. Its thoughts are pieces only ``with_thoughts``."""
+        """Return turn ``i`` with marks. Thoughts are pieces only if ``with_thoughts`` is True."""
         made, place, role = {**turn}, f"messages[{i}]", turn["role"]
         if "tool_call_id" in turn:
             made["tool_call_id"] = self.id(turn["tool_call_id"])

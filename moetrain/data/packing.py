@@ -1,11 +1,11 @@
-"""Documents to rows: a row of ``seq_len`` tokens is one training example.
+"""Makes rows from documents. A row of ``seq_len`` tokens is one training example.
 
 Texts are laid end to end, and the stream is cut every ``seq_len`` tokens (:class:`StreamDataset`).
-A conversation that is cut would continue without its prompt, and what it learns there would be an
-answer to nothing. So conversations are fitted into rows uncut (:class:`WholeDataset`).
+If a conversation were cut, its second part would lack the prompt, and a model would learn answers
+without their questions. So conversations are fitted into rows uncut (:class:`WholeDataset`).
 
-Left out on purpose: storing the fit. For a million documents computing it takes 1.4 s with rows of
-2,048 tokens and 5 s with rows of 32,768, and a few integers of memory each. The documents stay on
+Left out on purpose: storing the fit. Fitting a million documents takes 1.4 s with rows of 2,048
+tokens and 5 s with rows of 32,768. Each document takes a few integers of memory. Its tokens stay on
 disk.
 
 Shapes: S tokens of a row, D documents, I items (documents, or parts of them).
@@ -38,7 +38,7 @@ class Row(NamedTuple):
     """bool: True for tokens that only fill up the row. They belong to the last segment. None: no
     row has any."""
     extra: Mapping[str, np.ndarray] = {}
-    """Further fields of the targets that an objective reads, by name: [S, ...] each."""
+    """Further fields that an objective reads with the targets, by name. Each is [S, ...]."""
 
     @classmethod
     def filled(cls, size: int, segments: Iterable[tuple[np.ndarray, np.ndarray]]) -> Self:
@@ -51,7 +51,7 @@ class Row(NamedTuple):
         for tokens_T, targets_T in segments:
             end = at + len(tokens_T)
             tokens_S[at:end], targets_S[at:end] = tokens_T, targets_T
-            positions_S[at:] = np.arange(size - at)  # those of the last segment go on over the pads
+            positions_S[at:] = np.arange(size - at)  # the last segment's positions go on
             lengths.append(end - at)
             at = end
         lengths[-1] += size - at
@@ -80,11 +80,11 @@ class Dataset(Protocol):
 class Samples(Dataset, Protocol):
     """An infinite sequence of rows, one pass over the data after another.
 
-    ``len`` counts the rows of one pass, or is 0 if that is not known.
+    ``len`` is the number of rows in one pass, or 0 if this number is not known.
     """
 
     def sample(self, number: int) -> Row:
-        """Return sample ``number``, which is the same on every rank. Going far back may be slow."""
+        """Return sample ``number``, the same on every rank. Samples far back may be slow to get."""
         ...
 
     def row(self, index: int) -> Row:
@@ -93,7 +93,7 @@ class Samples(Dataset, Protocol):
     def state(self, number: int) -> Any:
         """Return a JSON value from which :meth:`resume` finds sample ``number`` fast.
 
-        None: it needs nothing.
+        None: :meth:`resume` needs no value.
         """
         return None
 
@@ -115,7 +115,7 @@ class Shuffled(Samples):
         return len(self.rows)
 
     def index(self, number: int) -> int:
-        """Return the row that sample ``number`` is."""
+        """Return the index of the row that is sample ``number``."""
         number_of_pass, index = divmod(number, len(self.rows))
         if number_of_pass != self._pass:
             self._pass = number_of_pass
@@ -130,7 +130,8 @@ class Mixture(Samples):
     """A mixture of several sources.
 
     A pass has a fixed count of rows of each source, in an order that the seed decides. The next
-    pass takes the next rows of each source, so a source with more rows than its count gives others.
+    pass takes the next rows of each source, so a source with more rows than its count gives other
+    rows.
     """
 
     def __init__(self, parts: Mapping[str, Samples], counts: Sequence[int], seed: int) -> None:
@@ -181,7 +182,7 @@ class _BlockRows(NamedTuple):
     place: BlockPlace
     rows: Dataset
     order: np.ndarray
-    """[rows] int64: the rows in the order in which they are samples."""
+    """[rows] int64: the index of the row that is each sample, in the order of the samples."""
 
 
 class Streamed(Samples):
@@ -259,14 +260,17 @@ class StreamDataset:
     def __init__(
         self, cache: TokenCache, seq_len: int, first: int = 0, stop: int | None = None
     ) -> None:
-        """Take rows ``first:stop`` of the stream. They may be none. ``stop`` None: to the last."""
+        """Take rows ``first:stop`` of the stream, perhaps none.
+
+        If ``stop`` is None, all rows from ``first`` on are taken.
+        """
         stop = len(cache.tokens) // seq_len if stop is None else stop
         self.identity: list[Any] = ["stream", cache.content, seq_len, first, stop]
         self._cache = cache
         self._seq_len = seq_len
         self._first = first
         self._num_rows = stop - first
-        # No target lies in rows of another dataset. The corpus may also end right at a row's end.
+        # Targets end here, so that none lies in another dataset's rows or behind the corpus.
         self._end = len(cache.tokens) if stop == len(cache.tokens) // seq_len else stop * seq_len
 
     def __len__(self) -> int:
@@ -277,7 +281,7 @@ class StreamDataset:
         size = self._seq_len
         start = (self._first + index) * size
         stop = start + size
-        # One token more than the row, for its last target, if there is one.
+        # The last target is the token behind the row, if there is one.
         following = slice(start + 1, min(stop + 1, self._end))
         targets_S = np.full(size, IGNORE_INDEX)
         targets_S[: following.stop - following.start] = _targets(cache, following)
@@ -292,7 +296,7 @@ class StreamDataset:
 
 
 class SyntheticDataset:
-    """Rows of random tokens for benchmarks, uniform over the vocabulary. Each is one document."""
+    """Rows of random tokens for benchmarks, uniform over the vocabulary. Each row is a document."""
 
     def __init__(
         self, num_rows: int, seq_len: int, vocab_size: int, seed: int, first: int = 0
@@ -326,9 +330,9 @@ class WholeDataset:
         row 1      tokens b b b 0 0 0    positions 0 1 2 3 4 5    lengths 6      pads . . . x x x
 
     A conversation that is longer than a row keeps its beginning, so each kept answer keeps its
-    whole context; with ``drops_overlong`` it is left out. A longer document in which nothing is
-    masked is a text, and is cut into parts. Documents with nothing to learn are left out, so every
-    row has a target.
+    whole context. With ``drops_overlong`` it is left out. A longer document without masked tokens
+    is a text, and is cut into parts. Documents with nothing to learn are left out, so every row has
+    a target.
 
     Attributes:
         overlong_lengths: numbers of tokens of the conversations that are longer than a row.
@@ -343,7 +347,10 @@ class WholeDataset:
         *,
         drops_overlong: bool = False,
     ) -> None:
-        """Pack documents ``first:stop`` of ``cache``, perhaps into no row. None: to the last."""
+        """Pack documents ``first:stop`` of ``cache``, perhaps into no row.
+
+        If ``stop`` is None, all documents from ``first`` on are packed.
+        """
         stop = cache.num_documents if stop is None else stop
         self.identity: list[Any] = ["whole", cache.content, seq_len, first, stop]
         self.identity += ["drop"] * drops_overlong
@@ -362,13 +369,13 @@ class WholeDataset:
         self._dropped = int(is_overlong_D.sum()) if drops_overlong else 0
         if drops_overlong:
             targets_D[is_overlong_D] = kept_D[is_overlong_D] = 0
-        # Count the targets that are left of each conversation once it is cut.
+        # Count the targets that each conversation keeps once it is cut.
         for d in np.flatnonzero(is_overlong_D & (kept_D > 0)):
             assert cache.masked is not None  # otherwise every document is a text
             start = starts_D[d] + 1
             kept_D[d] = seq_len - int(cache.masked[start : start + seq_len].sum())
-        # Divide documents into items, the parts of the token stream that rows consist of. Most are
-        # whole documents.
+        # Divide documents into items, the parts of the token stream that rows consist of. Most
+        # items are whole documents.
         parts_D = np.where(is_text_D, -(-(lengths_D - 1) // seq_len), 1)
         parts_D[kept_D == 0] = 0
         first_item_D = np.cumsum(parts_D) - parts_D
@@ -426,15 +433,15 @@ class PairDataset:
 
     For KTO a row has one more segment: its own prompt with the first answer of the next preference.
     Such rows have the field ``label``, [S] int64: 1 in the segment of a desirable answer, -1 in
-    that of an undesirable one, 0 in the segment of the other preference's answer. If the cache has
-    margins, rows have the field ``margin``, [S] float32, the pair's margin at every token.
+    the segment of an undesirable one, 0 in the segment of the other preference's answer. If the
+    cache has margins, rows have the field ``margin``, [S] float32, the pair's margin at each token.
 
     Attributes:
         pairs: the preference of the cache that each row holds.
-        needed_P: number of tokens of each preference, with those that have no row.
-        overlong_lengths: those of ``needed_P`` that are longer than a row.
-        reference_PS: fp32 log-probabilities of the targets by the reference. They begin as 0, and
-            the objective's owner fills them in.
+        needed_P: number of tokens that each preference needs in a row, even if it has no row.
+        overlong_lengths: the values of ``needed_P`` that are larger than ``seq_len``.
+        reference_PS: fp32 log-probabilities of the targets under the reference model. They are 0
+            until the owner of the objective fills them in.
     """
 
     def __init__(
@@ -445,7 +452,10 @@ class PairDataset:
         first: int = 0,
         stop: int | None = None,
     ) -> None:
-        """Take preferences ``first:stop`` of ``cache``, perhaps for no row. None: to the last."""
+        """Take preferences ``first:stop`` of ``cache``, perhaps for no row.
+
+        If ``stop`` is None, all preferences from ``first`` on are taken.
+        """
         starts = preference_starts(cache)
         stop = len(starts) - 1 if stop is None else stop
         self.identity: list[Any] = ["pairs", cache.content, seq_len, for_kto, first, stop]
@@ -530,10 +540,10 @@ def preference_starts(cache: TokenCache) -> np.ndarray:
 def best_fit(lengths_I: np.ndarray, size: int) -> np.ndarray:
     """Fit items into rows of ``size``, by the method "best fit decreasing".
 
-    The longest item comes first. Each goes into the row with the least room that still holds it:
-    lengths 3, 2, 5, 4 and rows of 7 give 5 + 2 and 4 + 3. It takes at most 11/9 of the fewest
-    possible rows (D. S. Johnson, 1973) and O(I log I) time, with one search of ``size`` bits for
-    each item.
+    The longest item comes first. Each item goes into the row with the least room that still holds
+    it: lengths 3, 2, 5, 4 and rows of 7 give 5 + 2 and 4 + 3. The method fills at most 11/9 of the
+    fewest possible rows (D. S. Johnson, 1973). It takes O(I log I) time, with one search of
+    ``size`` bits for each item.
 
     Args:
         lengths_I: integers from 1 to ``size``.

@@ -1,8 +1,8 @@
 """Reads the sizes of a Parquet file's pages from their headers.
 
 A file of a few kilobytes can hold pages that decompress to gigabytes, and one value of a dictionary
-can be repeated a billion times. The file's footer need not say so, and pyarrow checks no size. So
-the headers of pages, which have the sizes that a reader allocates, are read first.
+can be repeated a billion times. The file's footer may not show this, and pyarrow checks no size.
+So the headers of pages, which have the sizes that a reader allocates, are read first.
 
 The format is https://parquet.apache.org/docs/file-format/ (``parquet.thrift``: PageHeader), in
 Thrift's compact protocol.
@@ -15,10 +15,10 @@ from moetrain.data.messages import BadLineError
 
 _MIB = 1 << 20
 _MOST_TOGETHER = 1 << 30
-"""Most bytes of the largest pages of all columns of a row group, which are in memory together."""
+"""Most bytes of a row group's pages in memory at once, the largest page of each column."""
 _MOST_VALUES = 1 << 27
-"""Most values in a column of lists in a row group. One row may have all of them, of twelve bytes
-each."""
+"""Most values of a column of lists in a row group. One row may hold all of them, and each takes
+twelve bytes."""
 _DEEPEST = 8
 _DAMAGED = "its page headers are damaged; write the file again"
 
@@ -81,7 +81,10 @@ def _column_size(opened: IO[bytes], column: Any) -> tuple[int, int]:
 
 
 def _struct(opened: IO[bytes], depth: int) -> dict[int, Any]:
-    """Read a struct; return its fields by number. Raises ValueError or IndexError: it is none."""
+    """Read a struct, and return its fields by number.
+
+    Raises ValueError or IndexError: the bytes are no struct.
+    """
     if depth > _DEEPEST:
         raise ValueError("nested too deeply")
     fields, number = dict[int, Any](), 0

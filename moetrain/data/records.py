@@ -1,7 +1,7 @@
-"""Reads the documents of a record, in whichever form it is.
+"""Reads the documents of a record in any of the known forms.
 
-The form is recognised by the record's fields, so one source may mix forms, unless ``data.format``
-names one. Every form of a dialogue becomes messages, which :mod:`moetrain.data.chat` renders.
+The fields of a record tell its form, so one source may mix forms. ``data.format`` may name one form
+for all records. Every form of a dialogue becomes messages, which :mod:`moetrain.data.chat` renders.
 Prompts and completions of plain text are joined as they are.
 
 Left out on purpose: renaming other fields of records (a line of the user's own script does that),
@@ -40,9 +40,9 @@ from moetrain.data.pairs import (
 from moetrain.data.tokenizer import Tokenizer
 
 _ALIKE = 0.5
-"""Least share of a form's fields that a record has for an error to name the form as the nearest."""
+"""An error names the nearest form if the record has at least this share of the form's fields."""
 _MOST_MARGIN = 1e30
-"""The largest margin of a pair. fp32 holds it, and sums of it."""
+"""The largest margin of a pair. fp32 holds this number, and sums of such numbers."""
 
 
 @dataclass(frozen=True)
@@ -50,24 +50,24 @@ class RecordReader:
     """Reads records as ``data.format``, ``data.text_field`` and ``data.train_on`` say."""
 
     PAIRED: ClassVar = ("pairs", "answers", "ranked")
-    """Further values of data.packing, which train.objective sets. pairs: rows of preference pairs;
-    answers: of pairs and of single answers with a label, for kto; ranked: of pairs with their
-    margins, for reward."""
+    """Further values of data.packing, which train.objective sets. pairs: rows of preference pairs.
+    answers: rows of pairs and of single answers with a label, for kto. ranked: rows of pairs with
+    their margins, for reward."""
 
     template: ChatTemplate
     """Renders dialogues."""
     form: str = "auto"
     """``data.format``: the form of all records, or auto."""
     text_field: str = "text"
-    """``data.text_field``: the field of a text."""
+    """``data.text_field``: the field that holds a text."""
     train_on: str = "all"
     """``data.train_on``: the assistant's turns that are learned."""
     reads_pairs: bool = False
-    """True: both answers of a preference pair become documents. False: the chosen one alone does,
-    for next-token loss."""
+    """True: both answers of a preference pair become documents. False: only the chosen answer
+    becomes a document, for next-token loss."""
     reads_labels: bool = False
-    """True: single answers with a label are read too. Records that are neither these nor pairs are
-    refused."""
+    """True: single answers with a label are read too. All records that are neither such answers nor
+    pairs are refused."""
     reads_margins: bool = False
     """True: the ``margin`` of a pair is read."""
     skips_bad: bool = False
@@ -109,7 +109,7 @@ class RecordReader:
         return [*found, *["skip"] * self.skips_bad, *reads]
 
     def documents(self, record: Any) -> list[Document]:
-        """Return the documents of ``record``. It has none if its text is blank or its weight 0.
+        """Return the documents of ``record``. A blank text or a record of weight 0 gives none.
 
         Raises:
             BadLineError: the record has no known form, or is malformed.
@@ -135,7 +135,7 @@ class RecordReader:
     def form_of(self, record: Any) -> str:
         """Return the form of ``record``.
 
-        Raises BadLineError, which names the nearest form: it has none.
+        Raises BadLineError: the record has no known form. The error names the nearest form.
         """
         return self._form(self._named(record))
 
@@ -182,9 +182,9 @@ class RecordReader:
         return f"nearest is {form}, which lacks {missing}: fill or rename its fields"
 
     def _named(self, record: Any) -> dict[str, Any]:
-        """Return ``record`` with the names of fields that the forms have.
+        """Return ``record`` with its fields renamed to those of the forms.
 
-        Raises BadLineError: it is no object, or a part of it cannot be read.
+        Raises BadLineError: the record is no object, or a part of it cannot be read.
         """
         if not isinstance(record, dict):
             raise BadLineError(f"not a JSON object: {shortened(record)}; {OBJECTS}")
@@ -210,7 +210,7 @@ class RecordReader:
     def _dialogue(
         self, messages: object, record: dict[str, Any], num_given: int = 0
     ) -> list[Document]:
-        """Render ``messages``. The first ``num_given`` are a prompt, and are not learned."""
+        """Render ``messages``. The first ``num_given`` of them are a prompt, and not learned."""
         variables = ChatTemplate.variables_of(record)
         rendered = self.template.documents(
             messages, variables, train_on=self.train_on, num_given=num_given
@@ -245,7 +245,7 @@ class RecordReader:
         return [documents[0]._replace(margin=margin) for documents in answers]
 
     def _completion(self, record: dict[str, Any]) -> list[Document]:
-        """Return a prompt with its answer. Each is a text or a list of messages."""
+        """Return a prompt with its answer. Both may be texts or lists of messages."""
         return self._answers(record, ("completion",), num_learned=1, needs_prompt=False)[0]
 
     def _labelled(self, record: dict[str, Any], form: str) -> list[Document]:
@@ -296,7 +296,7 @@ class _Form(NamedTuple):
     """A form of records."""
 
     fields: tuple[str, ...]
-    """The fields by which it is recognised."""
+    """The fields by which the form is recognised."""
     read: Callable[[RecordReader, dict[str, Any]], list[Document]]
     """Returns the documents of a record."""
 
@@ -309,13 +309,13 @@ _FORMS: dict[str, _Form] = {
     "alpaca": _Form(("instruction", "output"), RecordReader._alpaca),
     "text": _Form(("text",), RecordReader._text),
 }
-"""Forms by their names in data.format, in the order in which they are looked for."""
+"""Forms by their names in data.format. A record is compared with the forms in this order."""
 
 
 def _margin_of(record: Mapping[str, Any]) -> float:
-    """Return the ``margin`` of a pair, 0 if it has none.
+    """Return the ``margin`` of a pair, or 0 if the pair has none.
 
-    Raises BadLineError: it is no number, or too large.
+    Raises BadLineError: the margin is no number, or too large.
     """
     margin = record.get("margin")
     if margin is None:
@@ -330,8 +330,8 @@ def _margin_of(record: Mapping[str, Any]) -> float:
 def _refuse_unwanted(record: Mapping[str, Any], form: str) -> None:
     """Raise BadLineError if the ``label`` of a record says that its answer is a bad one.
 
-    The label 0 counts only beside a prompt and its completion, as in data sets for KTO. Elsewhere
-    numbers may be classes of something else.
+    The label 0 counts only beside a prompt and its completion, as in data sets for KTO. In other
+    forms the number may be the index of some class.
     """
     if form not in ("text", "preference") and label_of(record, form == "completion") is False:
         problem = "`label` is false: the answer is one to avoid, and train.objective next_token "
@@ -342,7 +342,7 @@ def _refuse_unwanted(record: Mapping[str, Any], form: str) -> None:
 def has_answer(record: Mapping[str, Any]) -> bool:
     """Return whether ``messages`` or ``conversations`` end with an answer.
 
-    If they do not, they are the prompt of a pair beside them.
+    If they do not, these messages are the prompt of a pair in the same record.
     """
     for turns in (record.get("messages"), record.get("conversations")):
         last = turns[-1] if isinstance(turns, list) and turns else None
@@ -360,7 +360,7 @@ def _likeness(fields: tuple[str, ...], record: dict[str, Any]) -> float:
 def _as_messages(key: str, value: Any) -> Any:
     """Return the messages in field ``key`` as a list. Return any other value unchanged.
 
-    A value may also be a single message, or the text of the JSON of messages, as tables have it.
+    The field may also hold a single message, or messages as JSON text, as in tables.
     """
     turns = _turns_in(value) if isinstance(value, str) else value
     turns = [turns] if isinstance(turns, dict) else turns
@@ -386,14 +386,17 @@ def _turns_in(text: str) -> Any:
 
 
 def _with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """Return ``messages`` behind the record's system prompt, if it has one."""
+    """Return ``messages`` behind the system prompt of ``record``, if there is one."""
     system = record.get("system")
     turn = {"role": "system", "content": system}
     return [turn, *messages] if system and messages[:1] != [turn] else messages
 
 
 def _text_in(record: Mapping[str, Any], key: str) -> str:
-    """Return the text in field ``key``, empty if it is missing; BadLineError: it is no text."""
+    """Return the text in field ``key``, or an empty text if the field is missing.
+
+    Raises BadLineError: the field holds no text.
+    """
     value = record.get(key) or ""
     if not isinstance(value, str):
         raise BadLineError(f"{key!r} is not text: {shortened(value)}; write a text there")

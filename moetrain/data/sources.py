@@ -1,6 +1,6 @@
-"""Documents of a run: the standard library, text files, or files of records.
+"""Reads the documents of a run: Python's standard library, text files, or files of records.
 
-A source lists its files when it is made, and reads them a bounded part at a time. A corpus, and
+A source lists its files when it is made, and reads a part of bounded size at a time. A corpus, and
 even a single file, may be larger than memory. Held-out documents are chosen by a hash of their name
 (files) or content (records), so the split is the same on every machine, and a document never
 changes sides when others are added.
@@ -32,7 +32,7 @@ _PART_BYTES = 1 << 20
 """Bytes of a part of a file. Longer texts are read in parts that end with a line, and a stream
 reads parts in any order."""
 _FIRST = 64
-"""Number of records that are looked at to describe the forms of a source."""
+"""Number of records that are read to describe the forms of a source."""
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Subfolders of the library's folder that do not belong to it: installed packages and tests."""
 _EVERYTHING = HashRange()
@@ -40,7 +40,9 @@ _EVERYTHING = HashRange()
 
 @dataclass(frozen=True)
 class Source(Files):
-    """The documents of one setting. A text file is one document, a record becomes some.
+    """The documents of the files that one setting names.
+
+    A text file is one document. A record gives any number of documents.
 
     Methods that read files raise ConfigError if a file cannot be read or is malformed. In texts,
     bytes that are not UTF-8 become U+FFFD.
@@ -49,7 +51,7 @@ class Source(Files):
     reader: RecordReader | None = None
     """Reads the records. None: the files are texts."""
     limit: int | None = None
-    """Most records to read, before the share is chosen. None: all."""
+    """Most records to read. They are counted before the share is chosen. None: all."""
     share: HashRange = _EVERYTHING
     """The share of the records that is read."""
 
@@ -59,7 +61,7 @@ class Source(Files):
     ) -> Self:
         """List the files that ``field`` of ``data`` names, and read none of them yet.
 
-        ``limit``: most files or records to read; None: all.
+        ``limit`` is the largest number of files or records to read. None: there is no limit.
 
         Raises ConfigError: a path or template file is missing or cannot be read, a template is
         malformed, or a folder has no files.
@@ -81,7 +83,7 @@ class Source(Files):
         return replace(self, files=[file for file in self.files if share.holds(self._key(file))])
 
     def _key(self, file: Path) -> bytes:
-        """Return the path of ``file`` within the corpus, which does not depend on its place."""
+        """Return the path of ``file`` in the corpus. The place of the corpus does not count."""
         root = Path(self.path)
         is_inside = file != root and file.is_relative_to(root)
         return os.fsencode(file.relative_to(root).as_posix() if is_inside else file.name)
@@ -157,7 +159,7 @@ class Source(Files):
                 num_bytes = 0
 
     def _read_by(self, read: Callable[[RecordReader, Any], _T], raw: Raw) -> _T:
-        """Return the result of ``read`` for a record; BadRecordError: the record is bad."""
+        """Return the result of ``read`` for a record. Raises BadRecordError: the record is bad."""
         assert self.reader is not None
         try:
             return read(self.reader, raw.value())
@@ -173,7 +175,7 @@ class Source(Files):
             return "bad"
 
     def describe(self) -> str:
-        """Describe in one line the forms of the first records. Empty: there are no records."""
+        """Describe in one line the forms of the first records. No records give an empty text."""
         first = islice(self._raws(), _FIRST) if self.reader is not None else ()
         forms = Counter(self._form_of(raw) for raw in first)
         found = ", ".join(f"{name} ({count})" for name, count in forms.most_common())
@@ -193,7 +195,7 @@ def _lines_from(part: FilePart) -> str:
 
 
 def _text_parts(path: Path) -> Iterator[Document]:
-    """Yield a text in parts that end with a line. Skip a file with null bytes, and blank ones."""
+    """Yield a text in parts that end with a line. Skip blank files and files with null bytes."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
     with path.open("rb") as file:
         raw = file.read(_PART_BYTES)

@@ -1,18 +1,18 @@
 """The program in which chat templates run. It reads requests from its input, and writes texts.
 
-A template comes with a stranger's checkpoint. Jinja's sandbox limits neither time nor memory:
+A template comes from an untrusted checkpoint. Jinja's sandbox limits neither time nor memory:
 ``{{ 10 ** 10 ** 8 }}`` is one operation in C that no check between operations can interrupt. So
-templates run in a process that the kernel can stop, by a timer of CPU time whose signal ends it,
-and by a limit of the address space.
+templates run in a process that the kernel can stop. The signal of a timer of CPU time ends the
+process, and the size of its address space is limited.
 
-:mod:`moetrain.data.templates` starts this file as a program. It imports only Jinja and the standard
-library, because a worker has to start quickly and stay small.
+:mod:`moetrain.data.templates` starts this file as a program. The program imports only Jinja and the
+standard library, because a worker has to start quickly and stay small.
 
 A request is :data:`LIMITS` (seconds of CPU time, bytes of address space, characters of a text,
 bytes of the rest) and the pickled arguments of :func:`render`. An :data:`Answer` is written as
-:data:`LENGTH`, one byte for its kind, and its text in UTF-8. The first answer that is no
-:data:`TEXT` is the last one. Answers are not pickled, because the trainer must not unpickle data
-that a template can change.
+:data:`LENGTH`, one byte for its kind, and its text in UTF-8. An answer of another kind
+than :data:`TEXT` is the last one. Answers are not pickled, because the trainer must not unpickle
+data that a template can change.
 """
 
 import json
@@ -51,11 +51,11 @@ class View(NamedTuple):
     """A text to render."""
 
     num_turns: int
-    """Number of first turns of the conversation that it shows."""
+    """The text shows this number of turns, from the first turn of the conversation on."""
     add_generation_prompt: bool
-    """True: it ends with the beginning of an assistant's turn."""
+    """True: the text ends with the beginning of an assistant's turn."""
     marks: tuple[str, str] | None = None
-    """Texts to put around each part that the template marks as text to learn. None: none."""
+    """Texts to put around each part that the template marks as text to learn. None: no marks."""
 
 
 Answer = tuple[bytes, str]
@@ -113,11 +113,11 @@ def render(
     except jinja2.TemplateSyntaxError as error:
         yield WRONG, f"line {error.lineno} of the template: {error.message}"
         return
-    except (SyntaxError, *_ERRORS) as error:  # of the Python code that Jinja makes of it
+    except (SyntaxError, *_ERRORS) as error:  # Jinja makes bad Python code of it
         yield WRONG, f"the template cannot be compiled: {_say(error)}"
         return
     yield TEXT, ""
-    # Without tools and documents these are null, as in `transformers`.
+    # Tools and documents are null if there are none, as in `transformers`.
     shared = {"strftime_now": now.strftime, "tools": None, "documents": None, **variables}
     for num_turns, add_generation_prompt, marks in views:
         own = {"messages": turns[:num_turns], MARKS: marks}
@@ -160,7 +160,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _say(error: BaseException) -> str:
-    """Describe an error. Those of Python are given with their class."""
+    """Describe an error. The description of a Python error names its class."""
     text = str(error)[:2000]  # the template may have written it
     return text if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {text}"
 

@@ -31,16 +31,18 @@ from moetrain.data.template_worker import (
 )
 
 _SECONDS = 1.0
-"""CPU time of a request."""
+"""CPU time that a request may take."""
 _SECONDS_A_TURN, _SECONDS_A_BYTE = 2e-3, 5e-7
-"""Further CPU time of each text of a request, for each turn and byte of the conversation.
+"""Further CPU time that each text of a request may take, for each turn and each byte of the
+conversation.
 
 A template may look at all turns at each turn: a thousand turns take one second.
 """
 _MEMORY, _MEMORY_A_BYTE = 1 << 30, 32
-"""Bytes of memory of a request, and further bytes for each byte of its conversation and text."""
+"""Bytes of memory that a request may take, and further bytes for each byte of the conversation in
+each text."""
 _CHARACTERS, _CHARACTERS_A_BYTE = 16 << 20, 8
-"""Characters of a text, and further ones for each byte of the conversation."""
+"""Characters that a text may have, and further ones for each byte of the conversation."""
 _AT_ONCE = 32
 """Most texts of one request. All texts at once would fill memory with copies of long histories."""
 _MOST_PROCESSES = 8
@@ -55,14 +57,14 @@ class TemplateSyntaxError(TemplateError):
 
 
 class TemplateLimitError(TemplateError):
-    """A template takes more than it may."""
+    """A template exceeds a limit."""
 
 
 class _EndedError(Exception):
     """The process that renders has ended."""
 
     def __init__(self, code: int) -> None:
-        """``code`` is its exit status; a negative one is the number of a signal."""
+        """``code`` is the exit status of the process. Minus n means that signal n ended it."""
         super().__init__()
         self.code = code
 
@@ -80,7 +82,7 @@ class _Process:
         _pool.all.add(self)
 
     def ask(self, request: bytes, num_texts: int) -> list[Answer]:
-        """Return the answers to a request, up to the first that is no text.
+        """Return the answers to a request, up to the first one that is no text.
 
         Raises _EndedError: the process ended before the last answer.
         """
@@ -189,8 +191,8 @@ def render(
 
     Raises:
         TemplateSyntaxError: the template cannot be compiled.
-        TemplateLimitError: it takes more than it may.
-        TemplateError: it fails, or the conversation cannot be sent to it.
+        TemplateLimitError: the template exceeds a limit.
+        TemplateError: the template fails, or the conversation cannot be sent to its process.
     """
     for start in range(0, max(1, len(views)), _AT_ONCE):
         some = [*views[start : start + _AT_ONCE]]
@@ -230,8 +232,8 @@ def render(
 def _answers(request: bytes, num_texts: int) -> list[Answer]:
     """Send a request to a process. If the process ends, send it once more to another one.
 
-    A machine without memory may end any process. Only the limit of time is certainly the template's
-    fault.
+    A machine that runs out of memory may end any process. Only an end by the limit of time is
+    certainly the template's fault.
     """
     with _pool.slots:
         try:

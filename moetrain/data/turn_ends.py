@@ -1,9 +1,10 @@
 """Finds the end of an assistant's turn in a chat template, so that a model learns to stop there.
 
-Most templates write an end behind each answer, such as ``<|im_end|>``. Others write none: GLM's
-turns end where the next turn begins, with ``<|user|>`` or ``<|observation|>``, and others end with
-text (``User:``). A model generates this beginning last, so it is learned as the end of the turn. It
-is also learned behind the last turn of a conversation, where the template writes nothing.
+Most templates write an end behind each answer, such as ``<|im_end|>``. Other templates write no
+end: a turn ends where the next turn begins, in GLM with ``<|user|>`` or ``<|observation|>``, and
+elsewhere with text (``User:``). A model generates the beginning of the next turn last, so this
+beginning is learned as the end of the turn. It is also learned behind the last turn of a
+conversation, where the template writes nothing.
 
 The end is found by rendering short conversations with marks as their contents. Left out on purpose:
 templates whose ends depend on variables or on the content of turns.
@@ -30,21 +31,21 @@ class TurnEnds:
     """The texts that end an assistant's turn."""
 
     own: str = ""
-    """The text that the template writes behind an answer, without blanks around it. It may be
-    empty."""
+    """The text that the template writes behind an answer, without the whitespace around the text.
+    It may be empty."""
     by_next_role: Mapping[str, str] = field(default_factory=dict)
     """The end of a turn by the role of the next turn, if ``own`` is empty. It consists of the
-    blanks behind the answer and the first token of the next turn, or all its text up to its
-    content."""
+    whitespace behind the answer and the first token of the next turn. Without such a token, it
+    consists of all text between the two contents."""
     stops: tuple[str, ...] = ()
-    """The texts that a model generates last: the last token of an end, or the whole end if it is no
-    token."""
+    """The texts that a model generates last. Each is the last token of an end, or the whole end if
+    it does not end with a token."""
 
     def behind(self, turn: Mapping[str, Any], next_role: str | None) -> str:
         """Return the end of ``turn`` that the template does not write.
 
-        ``next_role``: the role of the next turn; None: there is none. Then the turn ends as if the
-        user's turn followed it, or the result of its call.
+        ``next_role`` is the role of the next turn. If it is None, no turn follows. Then the turn
+        ends as if a turn of the user, or the result of its call, followed.
         """
         if next_role == "assistant":
             return ""  # the assistant goes on
@@ -64,7 +65,7 @@ def turn_ends(
         added_tokens: texts that are one token each wherever they occur.
 
     Returns:
-        The ends. There are none if the template fails to render such a conversation.
+        The ends. There are none if the template fails to render an answer.
     """
 
     def shown(*turns: dict[str, Any]) -> str | None:
@@ -82,13 +83,13 @@ def turn_ends(
             break
     else:
         return TurnEnds()
-    # The template writes an end.
+    # If the template writes an end, return it.
     call = {**answer, "tool_calls": [_CALL]}
     calling = (shown(call) or "").rstrip()
     if own := alone.rpartition(_ANSWER)[2].strip():
         called = _last_token(calling, added_tokens)
         return TurnEnds(own, stops=_stops([_last_token(own, added_tokens) or own, called]))
-    # It writes none: find the beginning of each turn that may follow.
+    # The template writes no end. Find the beginning of each turn that may follow.
     ends = {}
     for role, turn, before in [
         ("user", answer, _ANSWER),
@@ -117,15 +118,15 @@ def _said_in_parts(text: str) -> object:
 
 
 def _first_token(text: str, added_tokens: Iterable[str]) -> str:
-    """Return the first token of ``text``, with the blanks before it. Without a token, return
-    ``text`` without the blanks at its end."""
+    """Return the first token of ``text``, with the whitespace before it. If ``text`` begins with no
+    token, return it without the whitespace at its end."""
     blanks, text = text[: len(text) - len(text.lstrip())], text.strip()
     tokens = [token for token in added_tokens if token and text.startswith(token)]
     return blanks + max(tokens, key=len, default=text) if text else ""
 
 
 def _last_token(text: str, added_tokens: Iterable[str]) -> str:
-    """Return the token at the end of ``text``. Empty: it ends with none."""
+    """Return the token at the end of ``text``, or an empty text if there is no token there."""
     return max(
         (token for token in added_tokens if token and text.endswith(token)), key=len, default=""
     )

@@ -1,18 +1,19 @@
 """Grammars that completions follow. llguidance compiles and applies them in separate processes.
 
 A grammar is a kind and a text. The kinds are ``json_schema``, ``regex``, ``choice`` (a JSON list of
-texts) and ``grammar`` (Lark in llguidance's dialect, or GBNF). Clients that nobody trusts send
-grammars to a server, so llguidance never runs in the generator's process
+texts) and ``grammar`` (Lark in llguidance's dialect, or GBNF). Untrusted clients send grammars to a
+server, so llguidance never runs in the generator's process
 (:mod:`moetrain.generate.grammar_process`):
 
 - A grammar's process compiles it within limits on time and memory, while the generator goes on.
   All completions that follow the same grammar at the same time share the process. Compiling is
-  cancelled when nobody waits for it any more.
+  cancelled when no request waits for it any more.
 - In each step the generator asks all processes at once which tokens may come next. They have
   computed these masks while the model ran. The generator kills a process that does not answer in
   time, and the completions that follow its grammar end with ``abort``.
 
-A few processes stay after their last completion, so that the next one need not compile again.
+A few processes stay after their last completion, so that a later completion with the same grammar
+need not compile it again.
 """
 
 import json
@@ -40,7 +41,7 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.generate import grammar_process
 
 _IDLE = 8
-"""Number of compiled grammars that stay although no completion follows them."""
+"""Number of compiled grammars that are kept although no completion follows them."""
 _PATIENCE = 0.6
 """Seconds that a step waits for masks, and again for the answers to its new tokens."""
 _LONGEST_WAIT = 30
@@ -60,7 +61,7 @@ class GrammarLimits:
     Attributes:
         seconds: time that compiling one grammar may take.
         mib: memory of one grammar's process, in MiB.
-        number: different grammars that may be in use or being compiled at once.
+        number: number of different grammars that may be in use or being compiled at once.
     """
 
     seconds: float = 5.0
@@ -72,7 +73,8 @@ class Compiled:
     """A grammar and its process.
 
     Attributes:
-        ready: done when the grammar is compiled. It has a ValueError if the grammar is refused.
+        ready: a future that is done once the grammar is compiled. It raises a ValueError if the
+            grammar is refused.
     """
 
     ready: "Future[None]"
@@ -84,7 +86,7 @@ class Compiled:
         self.users = 0
         """Number of requests that wait for the grammar, plus texts that follow it."""
         self.is_usable = True
-        """False once its process was killed, died or refused the grammar."""
+        """False once the grammar's process is killed, dies or refuses the grammar."""
         self.is_compiled = False
         self.connection: Connection | None = None
         self.texts = count()
@@ -94,8 +96,8 @@ class Matcher:
     """The state of one text that follows a grammar.
 
     Attributes:
-        end: position, from 1, of the token that ended the text, among those that
-            :meth:`Grammars.take` appended last; 0 if the text goes on.
+        end: position, from 1, of the token that ended the text, among the tokens that
+            :meth:`Grammars.take` appended last. It is 0 if the text goes on.
         has_failed: whether the text ended because its process failed or reached a limit.
     """
 
@@ -117,7 +119,7 @@ class Grammars:
         """Store the arguments. The first grammar starts the processes.
 
         Args:
-            tokenizer: the generator's; None: every grammar is refused.
+            tokenizer: the tokenizer of the generator. None: every grammar is refused.
             ends: ids of the tokens that end a text.
             known: number of token ids, V.
         """
@@ -126,7 +128,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._numbers = count(1)
         self._live: dict[tuple[str, str], Compiled] = {}
-        """Usable grammars by kind and text. Those without users are in the order of last use."""
+        """Usable grammars by kind and text. Grammars without users are in order of last use."""
         self._lock = threading.RLock()
         """Guards ``_live``, the state of its grammars, and the socket of orders."""
         self._starting = threading.Lock()
@@ -219,7 +221,7 @@ class Grammars:
             raise
 
     def _send_grammar(self, connection: Connection, grammar: tuple[str, str]) -> str:
-        """Send ``grammar`` to its process. Return the problem, empty if it was compiled."""
+        """Send ``grammar`` to its process. Return the problem, or an empty text if it compiles."""
         seconds, mib = self.limits.seconds, self.limits.mib
         try:
             connection.send_bytes(json.dumps(grammar).encode())
@@ -239,7 +241,7 @@ class Grammars:
             ours, its = socket.socketpair()
             with its:
                 compiled.connection = Connection(ours.detach())
-                if compiled.is_usable:  # otherwise reading fails at once
+                if compiled.is_usable:  # otherwise reading from the connection fails at once
                     self._order(b"N", compiled, its.fileno())
             return compiled.connection
 
@@ -260,8 +262,8 @@ class Grammars:
         with tempfile.TemporaryFile() as given, its:
             given.write(json.dumps(about).encode())
             given.seek(0)
-            # -P keeps the modules beside the script out of its path. In a session of its own the
-            # script gets no Ctrl-C, after which the server still answers open requests.
+            # -P keeps the modules beside the script out of its path. A session of its own keeps
+            # Ctrl-C from the script, because the server still answers open requests after Ctrl-C.
             command = [sys.executable, "-P", grammar_process.__file__, str(its.fileno())]
             process = subprocess.Popen(
                 command,
@@ -272,7 +274,7 @@ class Grammars:
             )
         finish = weakref.finalize(self, _finish, process, ours)
         ours.settimeout(_STARTED)  # seconds
-        message = b""  # an error, or nothing, and a zero byte
+        message = b""  # an error or an empty text, then a zero byte
         with suppress(TimeoutError):
             while not message.endswith(b"\0") and (part := ours.recv(4096)):
                 message += part
@@ -288,7 +290,7 @@ class Grammars:
     # ---- texts, on the generator's thread ------------------------------------------------------
 
     def begin(self, compiled: Compiled) -> Matcher:
-        """Start a text that follows ``compiled``, once that is ready.
+        """Start a text that follows the grammar ``compiled``, once the grammar is ready.
 
         Each call needs a call of :meth:`end` later. Raises the exception of ``compiled.ready``.
         """
@@ -307,9 +309,9 @@ class Grammars:
     def allowed(self, texts: Sequence[tuple[Matcher | None, Sequence[int]]]) -> np.ndarray:
         """Return which tokens may come after each text and its drafts, bool [N, V].
 
-        All tokens may come after a text without a grammar (None). They also may come after drafts
-        that violate the grammar, because nothing is chosen there. Only the end may come after a
-        text whose process has failed.
+        All tokens may come after a text without a grammar (None). All tokens may also come after
+        drafts that violate the grammar, because no token is chosen there. Only a token that ends a
+        text may come after a text whose process has failed.
         """
         allowed_NV = np.ones((len(texts), self.known), bool)
         rows: dict[Compiled, list[int]] = {}
@@ -367,7 +369,7 @@ class Grammars:
         waiting: dict[Connection, Compiled] = {}
         for compiled, about in asked.items():
             if self._send(compiled, order, about):
-                assert compiled.connection is not None  # to which it was sent
+                assert compiled.connection is not None  # the message went through it
                 waiting[compiled.connection] = compiled
         answers: dict[Compiled, bytes] = {}
         until = time.monotonic() + _PATIENCE
@@ -386,7 +388,7 @@ class Grammars:
 
 def _finish(process: "subprocess.Popen[bytes]", orders: socket.socket) -> None:
     """End the forking process, which first kills the processes that it forked."""
-    with orders, suppress(OSError):  # it has ended already
+    with orders, suppress(OSError):  # the process has ended already
         orders.sendall(b"Q" + bytes(8))
     try:
         process.wait(5)

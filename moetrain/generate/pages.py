@@ -24,7 +24,7 @@ from moetrain.models.layers import Context, RMSNorm
 from moetrain.models.transformer import Transformer
 
 _CPU_TOKENS = 16_384
-_MEMORY_SHARE = 0.85  # of the free memory; the steps themselves need some of it
+_MEMORY_SHARE = 0.85  # share of the free memory; the steps need the rest
 _Key = tuple[int, tuple[int, ...]]
 """The serial number of the prefix before a page (0: none), and the page's tokens."""
 
@@ -38,15 +38,15 @@ class _Prefix:
     """A number that is never used again, so that no later prefix is found behind an evicted one."""
     pages: dict[int, None] = field(default_factory=dict)
     """The pages that hold it, at least one, in the order in which they were cached.
-    :meth:`Pages.match` finds the first. When that is evicted it finds the next, so the pages that a
-    sequence has cached are found as long as the sequence holds them."""
+    :meth:`Pages.match` finds the first page. Once this page is evicted, it finds the next one. So
+    the pages that a sequence has cached are found as long as the sequence holds them."""
 
 
 class Pages:
     """The bookkeeping of ``num_pages`` pages: reference counts and cached content. No tensors."""
 
     SIZE = 64
-    """Default number of tokens in a page, which is what the CUDA kernels read at once."""
+    """Default number of tokens in a page. The CUDA kernels read as many tokens at once."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
@@ -59,12 +59,12 @@ class Pages:
         """Number of sequences that use each page."""
         self._prefixes: dict[_Key, _Prefix] = {}
         self._prefix_of: dict[int, _Prefix] = {}
-        """The prefix that each cached page ends, whether or not it has references."""
+        """The prefix that ends with each cached page, whether or not the page has references."""
         self._serials = count(1)
 
     @classmethod
     def number_for(cls, config: Config) -> int:
-        """Return the number of pages on a rank; raise ConfigError if they cannot hold a row."""
+        """Return the number of pages on a rank. Raises ConfigError: they cannot hold a row."""
         rl, longest = config.rl, config.data.seq_len
         if rl.cache_tokens is None:
             return rl.max_sequences * -(-longest // cls.SIZE)
@@ -81,7 +81,7 @@ class Pages:
     ) -> int:
         """Return the number of pages that fill most of the free memory.
 
-        More than 1024 sequences of full length are never provided for.
+        The pages hold at most 1024 sequences of full length, even if more memory is free.
         """
         weight = model.embed.weight
         if weight.device.type != "cuda":
@@ -201,9 +201,9 @@ class PagedAttention:
     num_pages: int
     page_size: int
     window: int | None
-    """Number of tokens that a token attends to, itself included; None: all."""
+    """Number of tokens that a token attends to, itself included. None: it attends to all."""
     keys_PZGd: torch.Tensor | None = None
-    """None: not allocated yet. The first use allocates both."""
+    """None until the first use, which allocates the memory of both keys and values."""
     values_PZGv: torch.Tensor | None = None
 
     def free(self) -> None:
@@ -244,7 +244,7 @@ class PagedAttention:
 
     def _cache(self, k_TGd: torch.Tensor, v_TGv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.keys_PZGd is None or self.values_PZGv is None:
-            # Zeros, because tokens past a sequence's end have weight 0, and 0 * inf would be NaN.
+            # Pages begin as zeros: tokens past a sequence's end have weight 0, and 0 * inf is NaN.
             size = self.num_pages, self.page_size
             self.keys_PZGd, self.values_PZGv = (
                 x.new_zeros(*size, *x.shape[1:]) for x in (k_TGd, v_TGv)
@@ -264,10 +264,10 @@ class PagedAttention:
     ) -> tuple[torch.Tensor, Context]:
         """Rotate queries and keys, and store keys and values.
 
-        Returns the queries, and :meth:`__call__`'s context.
+        Returns the queries, and the context for :meth:`__call__`.
         """
         rows = context.mask
-        assert isinstance(rows, PagedRows)  # as generation lays out
+        assert isinstance(rows, PagedRows)  # generation lays out its rows so
         k_TGd, v_TGv = k_BSGd[0], v_BSGv[0]
         cos_Tp, sin_Tp = (x.flatten(0, 2) for x in context.rotation)
         q_THd, arrived = rotate_into_pages(
