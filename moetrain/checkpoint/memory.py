@@ -1,20 +1,20 @@
 """Checkpoints in parts: each machine keeps one part, in its memory or in its own ``output_dir``.
 
 A machine's folder holds the files of its own ranks and, with ``checkpoint.replicas``, copies of
-other machines' files. A machine can then be lost without losing the checkpoint::
+other machines' files. The checkpoint then survives the loss of a machine::
 
     output_dir/checkpoints/step-00000007/                          with checkpoint.shared no
     /dev/shm/moetrain-<hash of output_dir>/<id of the run>/step-00000007/
         manifest.json  state.json     on every machine, of the whole checkpoint
-        model-00000-00.safetensors    of a rank of this machine, or of one that it keeps a copy for
+        model-00000-00.safetensors    of this machine's ranks, or copied from another machine
 
-A run that starts again looks at all machines' folders. A step of which some machine has each file
-is complete, and each machine fetches the files that it lacks: what then lies in its folder is a
-checkpoint like any other. Files travel between host memories, over gloo. A folder that all machines
-share is the same with one machine, which has all ranks.
+A run that starts again looks at all machines' folders. The checkpoint of a step is complete if each
+of its files is on some machine. Each machine then fetches the files that it lacks, so its folder
+holds an ordinary checkpoint. Files are sent from host memory to host memory, over gloo. A folder
+that all machines share is treated as the folder of a single machine that has all ranks.
 
-Left out on purpose: fetching only what a machine's ranks will read, which would matter where a
-whole checkpoint does not fit in a machine's memory.
+Left out on purpose: fetching only the files that a machine's ranks will read. This would matter if
+a whole checkpoint did not fit in a machine's memory.
 """
 
 import hashlib
@@ -52,11 +52,11 @@ class _Held(NamedTuple):
     seal: str = ""
     """Checksum of the manifest; empty: the machine has none, or a damaged one."""
     sizes: Mapping[str, int] = {}
-    """Bytes of every file of the checkpoint, on whichever machine; the manifest is last."""
+    """Size in bytes of every file of the checkpoint, on any machine; the manifest is last."""
     here: Collection[str] = ()
     """Names of the files that are on this machine."""
     problem: str = ""
-    """The damage found here, or an empty text."""
+    """The damage found on this machine; empty: none."""
 
 
 class Folders:
@@ -77,15 +77,16 @@ class Folders:
 
         Args:
             root: where the checkpoints lie on this machine.
-            rank: this process among all of the run.
-            gather: gives every rank the objects of all.
-            copies: how many machines have each file of ranks; 0: all share ``root``.
+            rank: the rank of this process in the run.
+            gather: returns the objects of all ranks, by rank, on every rank.
+            copies: number of machines that hold each rank's files; 0: all share ``root``.
         """
         self.root = root
         """The folder of the checkpoints on this machine."""
         self.rank, self.gather, self._copies = rank, gather, copies
         places = gather(f"{machine()} {os.path.realpath(root)}" if copies else "")
-        self._keepers = [places.index(place) for place in places]  # by rank, its machine's first
+        # For each rank, the first rank of its machine.
+        self._keepers = [places.index(place) for place in places]
         self._machines = sorted(set(self._keepers))
         self.keeper = self._keepers[rank]
         self.keeps = rank == self.keeper
@@ -100,15 +101,15 @@ class Folders:
         much."""
         return min(1.0, max(1, self._copies) / len(self._machines))
 
-    # ---- what the machines have together -------------------------------------------------------
+    # ---- checkpoints on all machines -----------------------------------------------------------
 
     def newest(self, before: int | None = None, only: str = "") -> tuple[Path | None, list[str]]:
-        """Return the newest checkpoint that the machines have together, if there is one, and why
-        newer ones are passed over. Collective.
+        """Return the newest checkpoint that is complete over all machines, if there is one, and the
+        reasons why newer ones are skipped. Collective.
 
         Args:
             before: checkpoints of this step and later ones are known to be damaged.
-            only: the name of the one that is asked for, if one is.
+            only: consider only the checkpoint of this name; empty: all.
         """
         mine = self.root.glob(only) if only else read.list_checkpoints(self.root)
         found = self.gather([path.name for path in mine] if self.keeps else [])
@@ -124,7 +125,7 @@ class Folders:
         return None, problems
 
     def _held(self, path: Path) -> _Held:
-        """Return the files of a checkpoint that this machine has; one rank a machine answers."""
+        """Return the files of a checkpoint that this machine has; only its keeper returns any."""
         if not (self.keeps and path.exists()):
             return _Held()
         try:
@@ -137,8 +138,8 @@ class Folders:
         return _Held(read.crc_of(data), sizes, {name for name in sizes if (path / name).exists()})
 
     def _find(self, parts: Sequence[_Held]) -> str:
-        """Note the files that machines lack; return the reason if all machines together lack
-        some."""
+        """Record the files that each machine lacks. Return why the checkpoint cannot be used, or
+        an empty text."""
         known = {part.seal: part.sizes for part in parts if part.seal}
         if len(known) > 1:
             return "machines have different ones"
@@ -153,9 +154,9 @@ class Folders:
         return "" if known else damaged
 
     def fetch(self, path: Path) -> Path:
-        """Complete what :meth:`newest` has just returned, on every machine; return it.
+        """Complete the checkpoint that :meth:`newest` has just returned, on every machine.
 
-        Collective. Raises RunFailed on every rank: a machine has no room for it.
+        Return its path. Collective. Raises RunFailed on every rank: a machine cannot write a file.
         """
         problem = ""
         try:
@@ -169,7 +170,7 @@ class Folders:
     # ---- files between machines ----------------------------------------------------------------
 
     def copies(self, contents: read.Contents) -> list[_Move]:
-        """List the moves after which ``checkpoint.replicas`` machines have each file of ranks."""
+        """List the moves after which ``checkpoint.replicas`` machines hold each rank's files."""
         moves, count = [], len(self._machines)
         for name, known in contents.files.items():
             source = int(_RANK.search(name)[1])  # pyright: ignore
@@ -180,7 +181,7 @@ class Folders:
         return moves
 
     def carry(self, folder: Path, moves: Sequence[_Move]) -> None:
-        """Send and write files; OSError, once all have come: one could not be written."""
+        """Send and write files. Raises OSError after the last one: a file could not be written."""
         works, problem = [], None
         for name, size, source, target in moves:
             if source == self.rank:

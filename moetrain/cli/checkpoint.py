@@ -8,9 +8,9 @@
                         both are Hugging Face folders
     diff PATH OTHER     print the tensors that differ, and by how much; exit code 1 if any does
 
-PATH is a step-... folder, or the output_dir of a run, which means its newest checkpoint. export-hf
-and upcycle hold one parameter and two files in host memory, the others one file. Other exit codes:
-0, or 2 and one line that says what is wrong.
+PATH is a step-... folder, or the output_dir of a run, which stands for its newest checkpoint.
+export-hf and upcycle hold one parameter and two files in host memory; the other commands hold one
+file. The exit code is otherwise 0, or 2 with one line that says what is wrong.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None) -> int:
     except read.DamagedCheckpoint as error:
         print(f"damaged: {error.problem}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # standard output, not a file
+    except BrokenPipeError:  # standard output was closed; no file is at fault
         raise
     except (OSError, SafetensorError) as error:
         raise ConfigError("checkpoint", f"{error}; give another path, or make room") from None
@@ -132,7 +132,7 @@ def _diff(words: argparse.Namespace) -> int:
     for path, mine, others in ((words.path, one, two), (words.other, two, one)):
         absent, groups = {*mine} - {*others}, {group for group, _ in others}
         for group, count in Counter(group for group, _ in absent).items():
-            if group not in groups:  # optim, say
+            if group not in groups:  # such as optim
                 lines.append(f"{group}: all {count} tensors are only in {path}")
         lines += [f"{group} {name}: only in {path}" for group, name in absent if group in groups]
     for key in one.keys() & two.keys():
@@ -141,7 +141,7 @@ def _diff(words: argparse.Namespace) -> int:
             lines.append(f"{name}: {a.dtype} {list(a.shape)}, {b.dtype} {list(b.shape)}")
             continue
         x, y = a[()].double(), b[()].double()
-        # The same infinity and NaN differ by nothing.
+        # Two equal infinities, or two NaNs, count as equal.
         apart = (x - y).masked_fill((x == y) | (x.isnan() & y.isnan()), 0.0)
         if apart.any():
             norm = x.nan_to_num(0.0, 0.0, 0.0).norm()
@@ -154,10 +154,10 @@ def _diff(words: argparse.Namespace) -> int:
 
 
 def _check_out(out: Path, source: Path) -> None:
-    """Raise ConfigError for a folder OUT if an export would overwrite its files."""
+    """Raise ConfigError if an export to ``out`` would overwrite files of a checkpoint or a run."""
     if out.resolve().is_relative_to(source.resolve()):
         raise ConfigError("checkpoint", f"OUT {str(out)!r} is in the checkpoint itself")
-    if read.list_checkpoints(out.resolve() / "checkpoints"):  # it could not be resumed afterwards
+    if read.list_checkpoints(out.resolve() / "checkpoints"):  # the run could not be resumed then
         problem = "is a run's output folder, whose config.json would be replaced; give another"
         raise ConfigError("checkpoint", f"OUT {str(out)!r} {problem}")
 
@@ -185,10 +185,10 @@ def _export_hf(words: argparse.Namespace) -> int:
         from moetrain.data.tokenizer import load_tokenizer
 
         new = data.get("new_tokens", ())
-        # A file that data.chat_template names may have changed since it was trained with.
+        # The file that data.chat_template names may have changed since training.
         template = found.state.get("chat_template")
         tokenizer = load_tokenizer(data["tokenizer"], new_tokens=new).export(template)
-    whole = lru_cache(1)(lambda parameter: stored[parameter][()])  # one at a time
+    whole = lru_cache(1)(lambda parameter: stored[parameter][()])  # one parameter at a time
     weights = ((p.hf_name, whole(p.parameter)[p.place]) for p in pieces)
     Export(model, words.other, dtype=words.dtype, tokenizer=tokenizer).write(weights)
     print(f"{words.other}: the weights of {found.folder}")
@@ -220,7 +220,7 @@ def _import_hf(words: argparse.Namespace) -> int:
 
 
 def _parameters(folder: Path, arch: Architecture) -> Iterator[dict[str, TensorSlice]]:
-    """Yield the tensors of a Hugging Face checkpoint, one file of ours at a time."""
+    """Yield the tensors of a Hugging Face checkpoint, divided into the files to write."""
     source = check_checkpoint(folder, arch)
     with torch.device("meta"):
         model = Transformer(arch)
@@ -238,7 +238,7 @@ def _parameters(folder: Path, arch: Architecture) -> Iterator[dict[str, TensorSl
 
 
 def _filled(parts: Callable[..., Any], whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy the values in the files' ``parts`` into ``whole``, parameters by name; return it."""
+    """Copy the values that ``parts`` yields into the parameters of ``whole``; return ``whole``."""
     for name, place, part in parts(whole):
         whole[name][place].copy_(part[...])
     return whole

@@ -1,10 +1,10 @@
-"""``moetrain COMMAND``: every command under one name, and what they share.
+"""``moetrain COMMAND`` runs each command. The code that commands share is here, too.
 
-``moetrain train`` is ``python -m moetrain.train``, and so are the others.
+``moetrain train`` is the same as ``python -m moetrain.train``, and so on for the other commands.
 
 ``train``, ``rl`` and ``jobs`` take settings (:mod:`moetrain.cli.train`). The other commands take
-options of their own (:class:`Parser`). A wrong setting or option raises :class:`ConfigError`: its
-one line goes to standard error, and the exit code is 2.
+options of their own (:class:`Parser`). A wrong setting or option raises :class:`ConfigError`:
+the command prints one line to standard error, and its exit code is 2.
 """
 
 import argparse
@@ -45,10 +45,10 @@ COMMANDS = {
         "list layouts that fit in memory, with their speed",
     ),
 }
-"""Each command's ``MODULE:FUNCTION``, imported when it is called, and what it does."""
+"""For each command, its ``MODULE:FUNCTION``, imported when it is called, and its purpose."""
 
 
-# ---- what commands share -------------------------------------------------------------------------
+# ---- shared by all commands ----------------------------------------------------------------------
 
 
 def version() -> str:
@@ -60,12 +60,12 @@ def version() -> str:
 
 
 def error_line(text: str) -> str:
-    """Join ``text`` into one line without anything that a terminal would act on."""
+    """Join ``text`` into one line, and escape all characters that a terminal would act on."""
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(text.split()))
 
 
 def command(work: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
-    """Make a command of ``work(argv)``; it returns the exit code.
+    """Return a command that runs ``work(argv)`` and returns the exit code.
 
     A ConfigError prints one line and gives exit code 2. ``argv`` is a command line; None, or not
     given: the process's own.
@@ -101,12 +101,12 @@ def reader_may_leave() -> Iterator[None]:
 
 
 def leave(code: int) -> NoReturn:
-    """Run what is registered for the exit, then end the process with ``code`` at once.
+    """Run the registered exit functions, then end the process with ``code`` at once.
 
     Python would go on to free a million objects, which takes most of a second. Ctrl-C here ends the
-    process at once with 130; otherwise each exit function would print a traceback.
+    process at once with 130, because otherwise each exit function would print a traceback.
     """
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as nohup and `&` have it
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # nohup and `&` ignore SIGINT
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]; it waits for threads
     atexit._run_exitfuncs()

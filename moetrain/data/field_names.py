@@ -1,4 +1,4 @@
-"""Renames the fields of records of public data sets to the names that forms have.
+"""Renames fields of the records of public data sets to the names that the known forms use.
 
 A field is renamed only if it means the same in all data sets that have it. A question with its
 answer is read if all other fields are known to describe the record
@@ -26,16 +26,16 @@ _QUESTIONS, _RESPONSES = ("question", "query"), ("answer", "response")
 def renamed(
     record: Mapping[str, Any], *, reads_pairs: bool, text_field: str = "text"
 ) -> dict[str, Any]:
-    """Return ``record`` with the names of fields that the forms have.
+    """Return ``record`` with its fields renamed to the names that the known forms use.
 
     Args:
         record: a record of any form.
         reads_pairs: True: rejected answers are read too. False: ms-swift's ``rejected_response``
             is ignored.
-        text_field: the field of a text (``data.text_field``), which keeps its name.
+        text_field: the field that holds a whole text (``data.text_field``). It keeps its name.
 
     Raises BadLineError: the record has two system prompts or two answers to an instruction, or it
-    is of a known set and a part of it cannot be read.
+    belongs to a known data set and a part of it cannot be read.
     """
     found = {key: value for key, value in record.items() if value is not None}
     _rename(found, "system_prompt", "system")
@@ -57,7 +57,7 @@ def renamed(
         _read_question(found, reads_pairs)
     if reads_pairs and "chosen" not in found:
         _read_swifts_pair(found)
-    # Fields with null stay: with `system`, even null, a record counts as a dialogue.
+    # Keep fields that are null: a record with `system` is a dialogue even if `system` is null.
     return {**{key: None for key in record if record[key] is None}, **found}
 
 
@@ -97,7 +97,7 @@ def _read_openais_pair(found: dict[str, Any]) -> None:
 
 
 def _read_swifts_pair(found: dict[str, Any]) -> None:
-    """Read ms-swift's ``messages`` with a rejected answer, or a rejected dialogue, beside them."""
+    """Read ms-swift's ``messages`` beside a rejected answer or a rejected dialogue."""
     messages = found.get("messages")
     if not isinstance(messages, list) or len(messages) < 2:
         return

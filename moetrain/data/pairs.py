@@ -1,13 +1,13 @@
 """Finds the prompt of one answer, or of the two answers of a pair.
 
 Public data sets write a question and its answers in many forms (:data:`KNOWN_FORMS`). The prompt
-may be a field of its own, or the beginning of whole dialogues, or both. It is read once in any
-case. The prompt of two dialogues is their common beginning, as in TRL's ``extract_prompt``, except
-that at least the last turn of each is an answer. A record is refused if its prompt cannot be found,
-or if a field of it would be lost.
+may be a field of its own, or the beginning of whole dialogues, or both. In each case it is read
+only once. The prompt of two dialogues is their common beginning, as in TRL's ``extract_prompt``,
+except that the last turn of each dialogue always belongs to the answer. A record is refused if its
+prompt cannot be found, or if a field of it would be lost.
 
-Left out on purpose: whole texts of other forms than Anthropic's ``Human:`` and ``Assistant:``,
-since nothing tells where their prompt ends.
+Left out on purpose: whole texts in other forms than Anthropic's ``Human:`` and ``Assistant:``,
+because nothing marks the end of their prompt.
 """
 
 import re
@@ -30,7 +30,7 @@ KNOWN_LABELLED = (
 
 _SYSTEM = ("system", "developer")
 _QUESTIONS = ("prompt", "question", "instruction", "input")
-"""Fields that may hold the question, in the order in which they are looked for."""
+"""Fields that may hold the question, in the order of the search."""
 _NAMES = ("human", "user", "assistant", "system", "question", "answer")
 """Names of roles in texts that hold several turns."""
 _OF_DIALOGUES = ("history", "tools", "documents", "chat_template_kwargs")
@@ -43,18 +43,18 @@ class Dialogues(NamedTuple):
     """Answers that a chat template renders."""
 
     dialogues: list[list[Message]]
-    """For each answer the prompt and the answer."""
+    """For each answer, the prompt followed by the answer."""
     num_given: int
-    """Number of first messages that are the prompt, in each of them."""
+    """Number of messages at the start of each dialogue that are the prompt."""
 
 
 class Texts(NamedTuple):
     """Answers that need no chat template."""
 
     texts: list[str]
-    """For each answer the prompt and the answer."""
+    """For each answer, the prompt followed by the answer."""
     spans: list[list[tuple[int, int]]]
-    """For each text the characters ``(start, end)`` of the answer. Empty if the answer is blank."""
+    """For each text, the characters ``(start, end)`` of the answer; empty: the answer is blank."""
 
 
 class _Asked(NamedTuple):
@@ -67,7 +67,7 @@ class _Asked(NamedTuple):
     messages: list[Message]
     """Everything before the answers, as messages: system, history and question."""
     is_plain: bool
-    """True: the text ``prompt`` is everything, and answers continue it without a template."""
+    """True: nothing but the text ``prompt`` comes before the answers, which need no template."""
 
 
 def read_answers(
@@ -76,9 +76,9 @@ def read_answers(
     """Return the answers in the fields ``keys`` of ``record``, with their prompt.
 
     Args:
-        record: the record. Its lists of messages were read already.
+        record: the record. Its lists of messages have been converted already.
         keys: ``chosen`` and ``rejected``, or the field of one answer.
-        needs_prompt: True: refuse answers without a prompt, and questions in a second field.
+        needs_prompt: True: refuse answers without a prompt, and a second question.
 
     Raises BadLineError: the record has no known form, or a part of it would be lost.
     """
@@ -110,7 +110,7 @@ def _unknown(record: Mapping[str, Any]) -> BadLineError:
 
 
 def label_of(record: Mapping[str, Any], takes_numbers: bool = True) -> bool | None:
-    """Return the ``label`` of a single answer: True if it is desirable. None: it has no label.
+    """Return the ``label`` of a single answer, True if desirable; None: there is no label.
 
     ``kto_tag`` is another name of the field. With ``takes_numbers`` 1 and 0 count as true and
     false.
@@ -126,7 +126,7 @@ def label_of(record: Mapping[str, Any], takes_numbers: bool = True) -> bool | No
     return None
 
 
-# ---- what is asked -------------------------------------------------------------------------------
+# ---- the question --------------------------------------------------------------------------------
 
 
 def _asked(record: Mapping[str, Any], needs_prompt: bool) -> _Asked:
@@ -153,7 +153,7 @@ def _asked(record: Mapping[str, Any], needs_prompt: bool) -> _Asked:
             del lists[key]
     for turns in lists.values():
         _check(turns)
-    # Choose one of them. The others must be within it.
+    # Choose one question. It must contain the other texts.
     name, text, messages = "prompt", "", []
     if "prompt" not in lists and texts:
         name, text = next(iter(texts.items()))
@@ -168,7 +168,7 @@ def _asked(record: Mapping[str, Any], needs_prompt: bool) -> _Asked:
     messages = [*read_history(record), *messages]
     if system and not any(_contains(turn, system) for turn in _systems(messages)):
         messages = [{"role": "system", "content": system}, *messages]
-    # A data set with a column for the system consists of dialogues, even where it is empty.
+    # A data set with a system column holds dialogues, even where the column is empty.
     of_dialogues = lists or "system" in record or any(record.get(key) for key in _OF_DIALOGUES)
     is_plain = name == "prompt" and not of_dialogues
     return _Asked(
@@ -208,7 +208,7 @@ def _text_of(turn: Message) -> str:
 
 
 def _words(text: str) -> str:
-    """Return ``text`` with white space as single blanks, since copies often differ in it."""
+    """Return ``text`` with each run of white space as one blank: copies often differ there."""
     return " ".join(text.split())
 
 
@@ -247,7 +247,7 @@ def _dialogues(
 ) -> Dialogues:
     """Return dialogues of the question and each answer. An answer may repeat the question.
 
-    Raises BadLineError: there is no prompt, or the answers repeat another one.
+    Raises BadLineError: there is no prompt, or the answers begin with another question.
     """
     for turns in answers:
         _check(turns)
@@ -256,7 +256,7 @@ def _dialogues(
     prompt = [*before, *answers[0][:num_shared]]
     if needs_prompt and len(_systems(prompt)) == len(prompt):
         raise _unknown(record)
-    # A single answer may have several turns, which are all learned.
+    # A single answer may have several turns, which are all trained on.
     num_given = len(prompt) if len(answers) > 1 else len(before) + num_repeated
     return Dialogues([[*before, *answer] for answer in answers], num_given)
 
@@ -272,7 +272,7 @@ def _check(turns: list[Any]) -> None:
 def _num_shared(answers: Sequence[Sequence[Any]]) -> int:
     """Return the number of turns that all answers share at their beginning.
 
-    The last turn of each does not count. Keys without a value, which tables add, are ignored.
+    The last turn of each does not count. Keys with None, which tables add, are ignored.
     """
     most = min(map(len, answers)) - 1
     known = [
@@ -288,8 +288,8 @@ def _before(
     """Find the messages to put before the answers.
 
     Returns:
-        Those of ``asked.messages`` that the answers do not repeat, and the number of turns at the
-        common beginning of the answers that repeat the others.
+        The messages of ``asked`` that the answers do not repeat, and the number of turns at the
+        common beginning of the answers that repeat the other messages.
 
     Raises BadLineError: the answers begin with another question.
     """
@@ -310,7 +310,7 @@ def _before(
 def _num_repeated(
     turns: list[Message], shared: list[Message], text: str, is_answer: bool
 ) -> int | None:
-    """Return the number of first turns of ``shared`` that repeat ``turns``. None: none do.
+    """Return the number of turns of ``shared`` until it has repeated ``turns``; None: never.
 
     Args:
         turns: the question and its history.
@@ -347,9 +347,9 @@ def _other(name: str, turn: Message) -> BadLineError:
 
 
 def _joined(prompt: str, answers: Sequence[str]) -> Texts:
-    """Return the answers behind their prompt. Answers that all repeat the prompt stay as they are.
+    """Return the prompt followed by each answer, or the answers alone if all repeat the prompt.
 
-    A prompt of one word is not taken for repeated, since answers may begin with the same word.
+    A prompt of one word never counts as repeated, since answers may begin with the same word.
     """
     is_whole = len(answers) > 1 and len(prompt.split()) > 1
     is_whole &= all(answer.startswith(prompt) for answer in answers)
@@ -358,9 +358,9 @@ def _joined(prompt: str, answers: Sequence[str]) -> Texts:
 
 
 def _learned(text: str, start: int) -> list[tuple[int, int]]:
-    """Return the spans to learn of ``text``, whose answer begins at ``start``.
+    """Return the spans of ``text`` to train on. The answer begins at ``start``.
 
-    Of an answer with several turns, these are the assistant's turns.
+    The spans of an answer with several turns are the assistant's turns.
     """
     spans = [(start, len(text))]
     if _is_whole(text[:start]):
@@ -380,9 +380,9 @@ class _Turn(NamedTuple):
 
     is_answer: bool
     start: int
-    """The character behind the mark."""
+    """Index of the first character after the mark."""
     end: int
-    """The character behind the turn."""
+    """Index of the first character after the turn."""
 
 
 def _turns(text: str) -> list[_Turn]:
@@ -396,7 +396,7 @@ def _turns(text: str) -> list[_Turn]:
 
 
 def _whole_texts(record: Mapping[str, Any], texts: list[str], asked: _Asked) -> Texts:
-    """Return whole texts. The assistant's turns behind their common beginning are learned.
+    """Return whole texts. The assistant's turns after their common beginning are trained on.
 
     Raises BadLineError: the texts have no common beginning, or a field beside them would be lost.
     """

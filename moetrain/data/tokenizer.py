@@ -2,7 +2,7 @@
 
 The byte tokenizer needs no files, so a fresh machine can train at once. The rest of the package
 uses only :class:`Tokenizer`. Left out on purpose: padding and truncation (rows are packed), and the
-special tokens that a post-processor would put behind a text (each document ends with one EOS).
+special tokens that a post-processor would put after a text (each document ends with one EOS).
 
 Shapes: T tokens.
 """
@@ -27,7 +27,7 @@ from moetrain.models.hf.files import TokenizerFiles, read_json, read_small, smal
 _wrong = partial(ConfigError, "data.tokenizer")
 
 _END_OF_TEXT = "<|endoftext|>"
-"""The text of the byte tokenizer's EOS, where special tokens are shown."""
+"""The text that stands for the byte tokenizer's EOS when special tokens are shown."""
 _CONFIG = "tokenizer_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
 _TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
@@ -54,33 +54,33 @@ class Tokenizer(Protocol):
     """The token that ends every document."""
     bos_ids: tuple[int, ...]
     """The tokens that Hugging Face's tokenizer puts before a plain text: BOS, or none. Documents
-    and prompts begin with them. A chat template writes its own, and so may a text
-    (:meth:`missing_bos`)."""
+    and prompts begin with these tokens. A chat template writes BOS itself, and a text may already
+    begin with it (:meth:`missing_bos`)."""
     added_ids: Mapping[str, int] = MappingProxyType({})
     """The ids of tokens that the files beside ``tokenizer.json`` add to it."""
     fingerprint: str
-    """Hash of everything that decides the ids of a text or a conversation, without the template."""
+    """Hash of everything that decides the ids of a text or a conversation, except the template."""
     chat_template: str | None = None
-    """Its own Jinja template for conversations. None: it has none."""
+    """The tokenizer's own Jinja template for conversations. None: it has none."""
     tool_template: str | None = None
-    """Its own template for conversations with tools. None: ``chat_template`` is for these too."""
+    """The template for conversations with tools. None: ``chat_template`` renders these too."""
     template_files: tuple[str | None, str | None] = (None, None)
     """The files that hold ``chat_template`` and ``tool_template``, for messages."""
     chat_template_kwargs: Mapping[str, Any] = MappingProxyType({})
     """Further variables of both templates."""
     given_template: str | None = None
-    """The template from data.chat_template. None: the files' own is used."""
+    """The template from data.chat_template. None: the files' own template is used."""
     special_tokens: dict[str, str]
     """Variables of the template that name special tokens: ``bos_token``, ``eos_token``, ..."""
     file: Path | None = None
-    """The tokenizer.json that it was read from. None: there is none."""
+    """The tokenizer.json that the tokenizer was read from. None: there is no such file."""
     special_ids: dict[str, int | None]
-    """The ids of ``special_tokens``. None: the text is no token."""
+    """The ids of ``special_tokens``. None: the text is not a token."""
     added_tokens: Mapping[str, int]
     """The ids of texts that are one token wherever they occur, such as ``<|im_end|>``."""
     byte_ids: frozenset[int]
-    """Tokens of one byte each (byte fallback). A run of them is decoded together, and one byte that
-    is no UTF-8 spoils the whole run."""
+    """Tokens of one byte each (byte fallback). A run of byte tokens is decoded together, and one
+    byte that is not valid UTF-8 makes the whole run undecodable."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[_Encoded]:
         """Encode each text, without special tokens at its ends."""
@@ -105,8 +105,8 @@ class Tokenizer(Protocol):
     def export(self, chat_template: str | None = None) -> TokenizerFiles:
         """Return the files that ``transformers`` and servers read, and the ids of special tokens.
 
-        ``chat_template``: the template to write, for conversations with tools too; None: the
-        tokenizer's own, if it has one.
+        ``chat_template``: the template to write, also for conversations with tools; None:
+        the tokenizer's own, if it has one.
         """
         files = self._files()
         if chat_template in (None, self.chat_template):
@@ -145,7 +145,7 @@ class ByteTokenizer(Tokenizer):
     eos_id = 256
     bos_ids = ()
     added_tokens: Mapping[str, int] = MappingProxyType({})  # no text contains EOS
-    byte_ids = frozenset()  # a byte that is no UTF-8 spoils no other
+    byte_ids = frozenset()  # an invalid byte makes no other byte undecodable
     fingerprint = "byte"
 
     def __init__(self) -> None:
@@ -167,11 +167,11 @@ class ByteTokenizer(Tokenizer):
     def _files(self) -> dict[str, Path | str]:
         """Return an exact equivalent: byte-level BPE without merges, whose ids are the bytes.
 
-        EOS is no added token in tokenizer.json, and ``split_special_tokens`` keeps ``transformers``
-        from making it one. So no text contains EOS.
+        EOS is not an added token in tokenizer.json, and ``split_special_tokens`` keeps
+        ``transformers`` from making it one. So no text contains EOS.
         """
         level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        # GPT-2's characters for the 256 bytes: themselves, or those from U+0100 on.
+        # GPT-2 writes each byte as its own character, or as one from U+0100 on.
         alphabet = sorted(level.alphabet())
         others = (symbol for symbol in alphabet if ord(symbol) > 255)
         vocabulary = {chr(i) if chr(i) in alphabet else next(others): i for i in range(256)}
@@ -243,7 +243,7 @@ class _HFTokenizer(Tokenizer):
         for text, i in wrong[:1]:
             said = f"{text!r} the id {i}, {file} has it as {vocabulary.get(text)}, which is taken"
             logger.warning("data.tokenizer: %s gives %s (%d such)", folder, said, len(wrong))
-        # A token that is new to the vocabulary ends or begins no text that a model has learned.
+        # No model was trained on texts that begin or end with a token new to the vocabulary.
         for key in ("eos_token", "bos_token"):
             if self.special_tokens.get(key) in self.added_ids.keys() - listed.keys():
                 self.special_ids[key] = None
@@ -251,10 +251,10 @@ class _HFTokenizer(Tokenizer):
         self.bos_ids = self._find_bos(vocabulary)
         if not self.bos_ids and config.get("add_bos_token") and "bos_token" in self.special_tokens:
             self.bos_ids = (self._id_of("bos_token"),)
-        # Remove the post-processor: its `trim_offsets` takes blanks off the characters that a token
-        # covers. The tokens that it puts before a text are in `bos_ids`.
+        # Remove the post-processor: its `trim_offsets` removes blanks from the characters that a
+        # token covers. The tokens that it puts before a text are in `bos_ids`.
         self._tokenizer.post_processor = None
-        # As in `transformers`, this file takes the place of all templates in the config.
+        # As in `transformers`, chat_template.jinja replaces all templates in the config.
         if os.path.lexists(folder / _CHAT_TEMPLATE):
             config = {key: value for key, value in config.items() if key != "chat_template"}
         self.chat_template, chat_file = _chat_template(folder, _CHAT_TEMPLATE, config, "default")
@@ -284,7 +284,7 @@ class _HFTokenizer(Tokenizer):
         return found
 
     def _other_roles(self, pad: str) -> list[str]:
-        """Return the roles beside padding in which the token ``pad`` may occur in a text."""
+        """Return the roles other than padding in which the token ``pad`` may occur in a text."""
         keys = sorted(self.special_tokens, key="eos_token".__ne__)  # EOS comes first
         same = [key for key in keys if self.special_tokens[key] == pad and key != "pad_token"]
         roles = [key.removesuffix("_token").upper() for key in same]
@@ -295,7 +295,7 @@ class _HFTokenizer(Tokenizer):
     def _find_bos(self, vocabulary: Iterable[str]) -> tuple[int, ...]:
         """Find the tokens that the post-processor puts before a text.
 
-        It is tried on the first text that has tokens.
+        The post-processor is tried on the first text that has tokens.
         """
         if self._tokenizer.num_special_tokens_to_add(is_pair=False) == 0:
             return ()
@@ -327,7 +327,7 @@ class _HFTokenizer(Tokenizer):
         return whole.to_str()
 
     def _files(self) -> dict[str, Path | str]:
-        """Return the files beside tokenizer.json. The config among them names EOS."""
+        """Return tokenizer.json and the files beside it, with a config that names EOS."""
         folder = self._file.parent
         names = filter(TokenizerFiles.has, small_files(folder))
         files: dict[str, Path | str] = {name: folder / name for name in names}
@@ -344,14 +344,15 @@ def load_tokenizer(
     """Load the tokenizer that ``data.tokenizer`` names.
 
     Args:
-        name: ``byte``, a tokenizer.json, a folder that holds one, or a hub id. A hub id is
-            downloaded unless the hub's cache has it (``HF_HUB_OFFLINE`` forbids that).
+        name: ``byte``, a tokenizer.json, a folder that holds one, or a hub id. The files
+            of a hub id are downloaded unless the hub's cache has them (``HF_HUB_OFFLINE`` forbids
+            downloads).
         vocab_size: the model's vocabulary; None: any.
-        new_tokens: texts that become special tokens. Those that are no tokens yet get the next free
-            ids.
+        new_tokens: texts that become special tokens. Texts that are not tokens yet get
+            the next free ids.
 
-    Raises ConfigError: there is nothing of that name, it is no usable tokenizer, it has more tokens
-    than the model, or it takes no new ones.
+    Raises ConfigError: there is nothing of that name, the tokenizer cannot be used, it has more
+    tokens than the model, or it takes no new tokens.
     """
     if name == "byte" and new_tokens:
         problem = f"{','.join(new_tokens)!r}, but data.tokenizer is 'byte', which has bytes alone"
@@ -388,11 +389,11 @@ def _file_of(name: str) -> Path:
 
 @contextmanager
 def _library_errors(doing: str) -> Iterator[None]:
-    """Turn errors of the library into ConfigError. They have no narrower class than Exception."""
+    """Turn the library's errors into ConfigError. Their only common class is Exception."""
     try:
         yield
     except BaseException as error:
-        # A failed assertion in the library's Rust is no Exception. Its class cannot be imported.
+        # A panic in the library's Rust code is not an Exception. Its class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         said = " ".join(str(error).split())
@@ -404,7 +405,7 @@ def _offsets(encoding: tokenizers.Encoding) -> np.ndarray:
 
 
 def _byte_offsets(text: str) -> np.ndarray:
-    """Return the character of each UTF-8 byte, [T, 2]: ``"aé"`` gives (0,1), (1,2), (1,2)."""
+    """Return the character span of each UTF-8 byte, [T, 2]: ``"aé"`` gives (0,1), (1,2), (1,2)."""
     code_points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     bytes_per_character = 1 + sum((code_points >= n).astype(int) for n in (0x80, 0x800, 0x10000))
     start = np.repeat(np.arange(len(text)), bytes_per_character)
@@ -412,7 +413,7 @@ def _byte_offsets(text: str) -> np.ndarray:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in ``path``. It is empty if there is no such file."""
+    """Read the JSON object in ``path``. Return an empty one if there is no such file."""
     return read_json(path, "data.tokenizer") if os.path.lexists(path) else {}
 
 
@@ -429,7 +430,7 @@ _NAMED = (
 
 
 def _token_of(value: Any, key: str, folder: Path, **defaults: bool) -> tokenizers.AddedToken:
-    """Make a token of a file's entry, a string or an object with ``content``."""
+    """Make a token from an entry of a file: a string, or an object with ``content``."""
     fields: Any = {"content": value} if isinstance(value, str) else value
     if not isinstance(fields, dict) or not isinstance(fields.get("content"), str):
         raise _wrong(f"{folder}/{_CONFIG}: {key} {value!r:.80} is no token")
@@ -442,9 +443,10 @@ def _token_of(value: Any, key: str, folder: Path, **defaults: bool) -> tokenizer
 
 
 def _named_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, tokenizers.AddedToken]:
-    """Read ``{"eos_token": AddedToken("</s>"), ...}``, variables of the template.
+    """Read the tokens that a config names, ``{"eos_token": AddedToken("</s>"), ...}``.
 
-    A model may have names of its own (``image_token``), also within ``extra_special_tokens``.
+    The names are variables of the template. A model may have names of its own (``image_token``),
+    also within ``extra_special_tokens``.
     """
     extra = config.get("extra_special_tokens")
     own = {key: x for key, x in config.items() if key.endswith("_token") and key not in _NAMED}
@@ -460,7 +462,7 @@ def _listed_tokens(
 ) -> list[tuple[int, tokenizers.AddedToken]]:
     """Return (id, token) of each entry of ``added_tokens_decoder``, in the order of ids.
 
-    Older checkpoints have the file added_tokens.json in its place.
+    Older checkpoints have the file added_tokens.json instead.
     """
     special = {token.content for token in named.values()}
     if "added_tokens_decoder" in config:
@@ -491,9 +493,9 @@ def _tokens_of_config(
 ) -> list[tokenizers.AddedToken]:
     """List the tokens that the files beside tokenizer.json add, in the order of ``transformers``.
 
-    First come the tokens that have an id there, then the named ones, then ``extra_special_tokens``.
-    Each becomes one token that no text splits. It gets the next free id, unless the vocabulary has
-    it.
+    First come the tokens that have an id in these files, then the named tokens, then
+    ``extra_special_tokens``. Each is a single token wherever it occurs in a text. It gets the next
+    free id, unless the vocabulary already has it.
     """
     there = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
     listed = [token for _, token in _listed_tokens(config, named, folder)]

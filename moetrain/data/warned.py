@@ -1,8 +1,8 @@
-"""Warns of a data set: of each kind once in a process, and again where its token cache is opened.
+"""Logs each kind of warning about a data set once in a process, even if its token cache is used.
 
-What is warned of while documents are read would otherwise be seen in the run that tokenises them,
-and in no later one. So :func:`noted` collects the warnings, the cache keeps them, and
-:func:`warn_once` repeats them when it is opened.
+Documents are read only in the run that tokenises them, and later runs would miss the warnings.
+Therefore :func:`noted` collects the warnings, the cache keeps them, and :func:`warn_once` repeats
+them when the cache is opened.
 """
 
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from contextvars import ContextVar
 from moetrain.config import logger
 
 SEEN: set[str] = set()
-"""The kinds that this process has warned of."""
+"""The kinds of warnings that this process has logged."""
 _MOST_KINDS = 64
-"""Kinds that a cache keeps."""
+"""Largest number of kinds that a cache keeps."""
 _noting: ContextVar[dict[str, str] | None] = ContextVar("noting", default=None)
 
 
 def warn_once(kind: str, text: str) -> None:
-    """Log ``text`` unless this process has warned of its ``kind``; note it for the token cache."""
+    """Log ``text`` unless this process has logged its ``kind``; record it for the token cache."""
     notes = _noting.get()
     if notes is not None and len(notes) < _MOST_KINDS:
         notes.setdefault(kind, text)
@@ -30,7 +30,7 @@ def warn_once(kind: str, text: str) -> None:
 
 @contextmanager
 def noted() -> Iterator[dict[str, str]]:
-    """Yield the warnings of this block by their kinds, those that were logged before too."""
+    """Yield a dict that collects this block's warnings by kind, even those logged before."""
     notes: dict[str, str] = {}
     token = _noting.set(notes)
     try:

@@ -4,11 +4,11 @@
     completions = generator.generate([Request("a", (1, 2, 3))])    # or a step at a time:
     generator.submit(request); generator.step(); ...
 
-It runs the trainer's own model, with attention over a paged cache (:mod:`moetrain.generate.pages`),
-and computes log-probabilities with the function that the loss uses. On Hopper in bf16 they equal
-those of training with ``kernels.attention = "exact"`` bit for bit. On other devices, and where
-projections have biases or layers carry states, they agree to rounding. There is no tensor
-parallelism yet.
+The generator runs the trainer's own model, with attention over a paged cache
+(:mod:`moetrain.generate.pages`), and computes log-probabilities with the function that the loss
+uses. On Hopper in bf16 they equal those of training with ``kernels.attention = "exact"`` bit for
+bit. On other devices, and where projections have biases or layers carry states, they agree up to
+rounding. There is no tensor parallelism yet.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -76,13 +76,15 @@ class Generator:
         """Take over ``model``, which from then on serves only generation.
 
         Args:
-            model: on one device, with weights.
+            model: the model, on one device, with its weights loaded.
             tokenizer: needed for stop texts and grammars. Token ids that it does not have are never
                 chosen.
             num_pages, page_size: the cache holds num_pages * page_size tokens of all running
-                sequences together; None: most of the device's free memory, on a CPU 16,384 tokens.
-            max_sequences: most sequences that run at once. Others wait.
-            max_tokens: most tokens that one step reads. Longer prompts are read in chunks.
+                sequences together; num_pages None: most of the device's free memory, or 16,384
+                tokens on a CPU.
+            max_sequences: largest number of sequences that run at once. Others wait.
+            max_tokens: largest number of tokens that one step reads. Longer prompts are read in
+                chunks.
             experts: the ranks that share the experts of ``model``; None: this rank has all.
             heads: the ranks that share the cache by heads, and so serve the same requests. The
                 first of them takes the requests.
@@ -91,7 +93,8 @@ class Generator:
             grammar_limits: limits on the requests' grammars; None: the defaults.
 
         Raises:
-            ConfigError: a layer has no cache here, or nothing can draft.
+            ConfigError: ``model`` is a reward model, a layer has no cache here, or drafts cannot be
+                made.
             ValueError: a number is not positive, or pages on CUDA are no multiple of 64 tokens.
         """
         sizes = {"num_pages": num_pages, "page_size": page_size}
@@ -135,7 +138,7 @@ class Generator:
         self._asleep: list[tuple[torch.UntypedStorage, int]] = []
         """Storages of parameters whose memory was freed, with their sizes in bytes."""
         self.borrowed: set[str] = set()
-        """Names of parameters that share memory with the trainer's frozen ones."""
+        """Names of parameters that share memory with the trainer's frozen parameters."""
         self._live: dict[str, list[Running]] = {}
         """The sequences of every unfinished request, by its id."""
 
@@ -160,7 +163,7 @@ class Generator:
                 self._check(request)
                 begun[request.id] = [self.steps.begin(request, i) for i in range(request.params.n)]
                 if request.params.stop:
-                    assert self.tokenizer is not None  # self._check saw to it
+                    assert self.tokenizer is not None  # self._check ensures it
                     written = request.tokens[len(request.tokens) - request.num_written :]
                     for sequence in begun[request.id]:
                         sequence.text_so_far = TextStream(self.tokenizer, request.params.stop)
@@ -232,7 +235,7 @@ class Generator:
         # 1. Plan: sequences that read one token come first.
         planned = sorted(self.scheduler.plan(), key=lambda part: part.num_tokens > 1)
         chunks = [chunk for sequence, number in planned for chunk in sequence.chunks(number)]
-        # 2. Read.
+        # 2. Run the model.
         wants_routes = any(sequence.params.routes for sequence, _ in planned)
         step = self.steps.run(chunks, routes=wants_routes)
         if step is None:
@@ -282,16 +285,16 @@ class Generator:
         found = self.steps.choose_from_logits(some, step.hidden_ND[special], allowed_NV)
         for i, choice in zip(special, found, strict=True):
             plain = choices[i]
-            if not params[i].has_filters:  # then the step's own choice stands
+            if not params[i].has_filters:  # keep the step's own choice
                 choices[i] = plain._replace(likeliest=choice.likeliest)
-            elif choice.token == plain.token:  # then its draft stands
+            elif choice.token == plain.token:  # keep the draft, which follows this token
                 choices[i] = choice._replace(drafts=plain.drafts)
             else:
                 choices[i] = choice
         return choices
 
     def _advance_grammars(self, planned: Sequence[Scheduled], choices: Sequence[Choice]) -> None:
-        """Append the chosen tokens, as far as drafts were right, to texts that follow grammars."""
+        """Append chosen tokens, up to the first wrong draft, to the texts that follow grammars."""
         added: dict[Matcher, list[int]] = {}
         first = 0
         for sequence, _ in planned:
@@ -343,7 +346,7 @@ class Generator:
             self._finish(sequence)
 
     def _score_prompts(self, chunks: Sequence[Chunk], read_TD: torch.Tensor) -> None:
-        """Score the prompt tokens that the tokens of ``chunks`` predict, where asked for."""
+        """Score the prompt tokens that ``chunks`` predict, for requests that ask for scores."""
         first = 0
         for chunk in chunks:
             sequence = chunk.sequence
@@ -372,7 +375,7 @@ class Generator:
         return [[sequence.completion for sequence in sequences] for sequences in mine]
 
     def goes_on(self, is_busy: bool) -> bool:
-        """Return True if another step is needed: ``is_busy``, here or on a rank that takes part.
+        """Return True if another step is needed: ``is_busy`` is True on a rank that takes part.
 
         Collective over the ranks that share experts or heads.
         """
@@ -410,7 +413,7 @@ class Generator:
         """Clear the cache and count a new version, after weights were changed in place.
 
         Unfinished completions go on with the new weights. All their tokens are read again, unless
-        ``keeps_cache``.
+        ``keeps_cache`` is True.
         """
         self.scheduler.start_over(keeps_cache)
         self.version += 1
@@ -437,7 +440,7 @@ class Generator:
                 storage = parameter.untyped_storage()
                 self._asleep.append((storage, storage.nbytes()))
                 storage.resize_(0)
-        self.steps.free()  # and the graphs, which hold addresses
+        self.steps.free()  # also frees the graphs, which hold addresses
         self.is_asleep = True
 
     def wake(self) -> None:
@@ -484,12 +487,12 @@ def load_model(
 
     Args:
         adapter: folder of adapters in PEFT's format, used beside the weights.
-        draft: not 0: with the block that a :class:`Generator` drafts with.
+        draft: if not 0, also load the block that a :class:`Generator` drafts with.
         device: auto, cpu or cuda.
         dtype: dtype of weights and arithmetic; auto: bfloat16 on CUDA, float32 on a CPU.
 
-    Raises ConfigError: the checkpoint cannot be loaded, there is no such device, or its kernels do
-    not take the model's widths.
+    Raises ConfigError: the checkpoint cannot be loaded, there is no such device, or the device's
+    kernels do not take the model's widths.
     """
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
@@ -499,7 +502,7 @@ def load_model(
     folder = resolve(path, field="path", for_adapters="give it, and {} as --adapter")
     if folder.name == EXPORT and Path(path).expanduser() == folder.parent:
         logger.warning("%s is the output folder of a run; its export %s is used", path, folder)
-    tokenizer = load_tokenizer(str(folder))  # the quicker one first
+    tokenizer = load_tokenizer(str(folder))  # first, because it loads faster than the model
     wanted = auto if dtype == "auto" else getattr(torch, dtype)
     if on_gpu:
         _check_widths(path, architecture_from_hf(read_json(folder / CONFIG)), wanted)

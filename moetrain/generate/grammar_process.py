@@ -1,32 +1,32 @@
 """A script that runs llguidance in limited processes, one for each grammar.
 
-:mod:`moetrain.generate.grammars` starts it. A grammar comes from a client that nobody trusts.
-Compiling it may overflow the stack. Compiling it, and computing masks with it, may take any time
-and memory. So the script loads the tokenizer and then forks a process for each grammar. That
-process compiles the grammar and tracks the texts of all completions that follow it. It has limits
-on time, memory and stack, and the server loses nothing when the process dies or is killed.
+:mod:`moetrain.generate.grammars` starts the script. Grammars come from untrusted clients. Compiling
+a grammar may overflow the stack. Compiling it, and computing masks with it, may take any amount of
+time and memory. So the script loads the tokenizer and then forks a process for each grammar. That
+process compiles the grammar and tracks the texts of all completions that follow it. The process has
+limits on time, memory and stack, and the server loses nothing when the process dies or is killed.
 
 The script imports neither torch nor moetrain, so it starts quickly and its forks are small. It
 reads a JSON object from standard input: ``tokenizer`` (the content of a tokenizer.json), ``ends``
 (the tokens that end a text), ``seconds`` and ``mib`` (the limits of one grammar). Its argument is
-the file descriptor of a socket. There it sends an error message, or nothing, and a zero byte. Then
-it reads orders of nine bytes, a letter and a number of eight bytes:
+the file descriptor of a socket. The script first sends an error message to the socket, empty on
+success, and a zero byte. It then reads orders of nine bytes, a letter and a number of eight bytes:
 
 - ``N`` forks process ``number`` for the socket that comes with the order.
 - ``K`` kills process ``number``.
 - ``Q`` kills all processes and ends the script. A closed socket does the same.
 
 The server and a grammar's process send each other messages of ``multiprocessing.Connection``. The
-first message is ``[kind, text]``, and its answer is an error message or empty. All later messages
-are JSON:
+first message is ``[kind, text]``, and its answer is an error message, empty on success. All later
+messages are JSON:
 
 - ``["new", i]`` starts text ``i``, and ``["end", i]`` deletes it. They have no answer.
-- ``["mask", [[i, drafts], ...]]`` asks which tokens may follow text ``i`` and its drafts. The
-  answer has, for each, a byte that is 1 if there is a mask, a byte that is 1 if the text may end
-  there, and the bits of the mask.
-- ``["take", [[i, tokens], ...]]`` appends tokens. The answer is ``[[n, is_error], ...]``. The n-th
-  token ended the text; n is 0 if the text goes on. After the answer the process computes the
-  texts' next masks, while the model runs.
+- ``["mask", [[i, drafts], ...]]`` asks which tokens may follow text ``i`` and its drafts. For
+  each of these texts, the answer has a byte that is 1 if there is a mask, a byte that is 1 if the
+  text may end after its drafts, and the bits of the mask.
+- ``["take", [[i, tokens], ...]]`` appends tokens. The answer is ``[[n, is_error], ...]``. ``n`` is
+  the number of the token that ended the text, from 1, or 0 if the text goes on. After the answer
+  the process computes the texts' next masks, while the model runs.
 """
 
 import json
@@ -41,7 +41,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _STACK = 64 << 20
-"""Bytes of stack. Linux keeps at least 128 MiB free below the main thread's."""
+"""Size of the stack in bytes. Linux keeps at least 128 MiB free below the main thread's stack."""
 _BURST, _SECONDS_A_MASK = 1.0, 0.02
 """CPU seconds that the texts of one grammar may spend at once, and seconds that each mask adds to
 this allowance. llguidance's own limits allow about 20 ms for most masks, but some take longer."""
@@ -105,7 +105,7 @@ class _Texts:
         return bytes((not matcher.is_error(), matcher.is_accepting())) + bits
 
     def after(self, text: int, drafts: list[int]) -> bytes:
-        """Return the answer about ``text`` and ``drafts``, without a mask if they may not come."""
+        """Return the answer about ``text`` and ``drafts``, with no mask if drafts are refused."""
         if not drafts:
             return self.mask(text)
         matcher = self.matchers[text].deep_copy()
@@ -114,7 +114,8 @@ class _Texts:
         return bytes(2 + self.size)
 
     def take(self, text: int, tokens: list[int]) -> tuple[int, bool]:
-        """Append ``tokens``. Return which one ended the text (0: none), and if by an error."""
+        """Append ``tokens``. Return the number of the token that ended the text, from 1 (0: none),
+        and whether an error ended it."""
         matcher = self.matchers[text]
         self.masks.pop(text, None)
         for number, token in enumerate(tokens, 1):

@@ -1,16 +1,16 @@
-"""Ranks that generate together: they share the experts of a model, or the cache by heads.
+"""Ranks that generate together: they divide the experts of a model, or the heads of the cache.
 
 With :class:`ExpertParallel` every rank has requests of its own.
 
 With :class:`HeadParallel` the first rank has the requests. It plans every step, and sends the plan
 to the others. Each rank computes attention for its own key/value heads and keeps only their keys
 and values. Everything else is computed on every rank. Heads do not depend on each other, so the
-result has the bits of a single rank. Every rank computes all heads of a layer if their number is
-not a multiple of the number of ranks, and keeps all states. Left out on purpose: CUDA graphs of
-such steps.
+result is bitwise equal to that of a single rank. Every rank computes all heads of a layer if the
+number of its key/value heads is not a multiple of the number of ranks. Every rank keeps the whole
+state of each layer that carries one. Left out on purpose: CUDA graphs of such steps.
 
-Legend: B batch, S sequence, H query heads, G key/value heads, h and g those of a rank, d width of a
-query and a key, v of a value, W ranks.
+Legend: B batch, S sequence, H query heads, G key/value heads, h query heads of a rank, g key/value
+heads of a rank, d width of a query and a key, v width of a value, W ranks.
 """
 
 from contextlib import AbstractContextManager
@@ -32,7 +32,7 @@ from moetrain.runtime.backend import Backend
 
 
 class ExpertParallel:
-    """This rank's part of the experts of a generator's model. It has all other weights.
+    """This rank's part of the experts of a generator's model. The rank has all other weights.
 
     Tokens are dispatched to their experts as in training, so every rank takes part in every step,
     even if it has no tokens to read.
@@ -45,7 +45,9 @@ class ExpertParallel:
         backend: Backend,
         dispatcher: ExpertParallelDispatcher | None = None,
     ) -> None:
-        """Remove other ranks' experts from ``model``, which has all of them, for example on meta.
+        """Remove other ranks' experts from ``model``, which has all of them at first.
+
+        ``model`` may be on the meta device.
 
         Without ``dispatcher`` tokens are dispatched by an all-to-all over ``group``.
         """
@@ -69,16 +71,19 @@ class ExpertParallel:
         return isinstance(self._dispatcher, DeepEP)
 
     def fixed_sizes(self, most: int) -> AbstractContextManager[None]:
-        """Fix all sizes inside. Every rank reads ``most`` tokens, which may all go to one rank."""
+        """Return a context in which all sizes are fixed.
+
+        Every rank reads ``most`` tokens there. All of these may go to one rank.
+        """
         dispatcher = self._dispatcher
         assert isinstance(dispatcher, DeepEP)  # can_fix_sizes
         per_token = min(self.top_k, dispatcher.num_local_experts)
         return dispatcher.sized(StaticSizes(most, dispatcher.num_ranks * most * per_token))
 
     def agree(self, size: int, flag: bool, device: torch.device) -> tuple[int, bool]:
-        """Return the largest ``size`` and the disjunction of ``flag`` over all ranks.
+        """Return the largest ``size`` of all ranks, and True if ``flag`` is True on any rank.
 
-        Collective; the host waits for it.
+        Collective; the host waits for the result.
         """
         numbers = torch.tensor([size, int(flag)], device=device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
@@ -87,7 +92,7 @@ class ExpertParallel:
 
 
 class HeadParallel:
-    """The ranks that share the cache by heads. All have the same model and take the same steps.
+    """The ranks that divide the cache by heads. All have the same model and run the same steps.
 
     Attributes:
         leads: True on the first rank, which has the requests.
@@ -108,7 +113,7 @@ def sharing_heads(
 ) -> tuple[HeadParallel | None, list[int]]:
     """Return the ranks that share heads with this one, and the list of all ranks with requests.
 
-    The ranks of ``parallel.cp`` share heads; None: there is only one. Collective.
+    The ranks of ``parallel.cp`` share heads; None: ``parallel.cp`` is 1. Collective.
     """
     cp = world.meshes.dense.get_group("cp")
     heads = HeadParallel(cp) if cp.size() > 1 else None
@@ -121,7 +126,7 @@ def sharing_heads(
 class SplitAttention(PagedAttention):
     """Attention of one layer whose pages hold this rank's heads. Collective.
 
-    Its arguments and its result have all heads.
+    The arguments and the result of a call have all heads.
     """
 
     rotates = False  # it takes all heads' keys
@@ -144,7 +149,7 @@ class SplitAttention(PagedAttention):
     ) -> torch.Tensor:
         """Attend with this rank's heads, and gather the results of all."""
         ranks, rank = self.group.size(), self.group.rank()
-        if k_BSGd.shape[2] % ranks:  # the heads are not shared
+        if k_BSGd.shape[2] % ranks:  # every rank computes all heads
             return super().__call__(q_BSHd, k_BSGd, v_BSGv, context, scale, sinks_H=sinks_H)
         q_BShd, k_BSgd, v_BSgv = (
             x.chunk(ranks, 2)[rank].contiguous() for x in (q_BSHd, k_BSGd, v_BSGv)

@@ -1,7 +1,7 @@
-"""Requests and completions, which are token ids, and the conversion of both from and to text.
+"""Requests and completions as token ids, and their conversion from and to text.
 
-A generator knows token ids alone. :class:`JsonBody` is the base of the requests that clients send
-to HTTP servers.
+The generator works on token ids only. :class:`JsonBody` is the base of the requests that clients
+send to HTTP servers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from moetrain.generate.sampling import FILTER_NAMES, STRICT, Filters
 from moetrain.models.transformer import Transformer
 
 _WINDOW = 32
-"""Tokens in the window of a stream: many characters, yet few enough to decode at each token."""
+"""Tokens in a stream's window: enough for many characters, few enough to decode each time."""
 
 CHECKPOINT_PARAMS = ("temperature", *FILTER_NAMES)
 """Sampling parameters for which a checkpoint may recommend values (:func:`sampling_defaults`)."""
@@ -47,8 +47,8 @@ class BusyError(RequestError):
 class SamplingParams(Filters):
     """The parameters of one request. The sampling filters are those of :class:`Filters`.
 
-    Raises a ValueError that names an impossible value (:meth:`JsonBody.complaint`). It is checked
-    here because in a step it would fail all requests of the batch.
+    A value that is not allowed raises a ValueError that names it (:meth:`JsonBody.complaint`).
+    Values are checked here because a wrong value in a step would fail all requests of the batch.
     """
 
     max_tokens: PositiveInt = 256
@@ -59,23 +59,24 @@ class SamplingParams(Filters):
     n: PositiveInt = 1
     """Number of completions."""
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end a completion. They are part of it."""
+    """Tokens that end a completion. Such a token is part of the completion."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end a completion. The token that completes one is part of it."""
+    """Texts that end a completion. The token that completes such a text is part of the
+    completion."""
     grammar: tuple[Literal["json_schema", "regex", "choice", "grammar"], str] | None = None
-    """The grammar that the text must follow (:mod:`moetrain.generate.grammars`). It acts before the
-    filters. Where it allows no further token, the completion ends."""
+    """The grammar that the text must follow (:mod:`moetrain.generate.grammars`). The grammar
+    acts before the filters. The completion ends when the grammar allows no further token."""
     logprobs: Annotated[int, Field(ge=0)] = 0
     """Number of the likeliest tokens to report for each chosen one."""
     routes: bool = False
     """True: report the experts of each token."""
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
-    """Report the log-probability of every token of the prompt but the first, with this number of
-    the likeliest tokens in its place; None: report nothing about the prompt."""
+    """Report the log-probability of every prompt token except the first, and this number of the
+    likeliest tokens at its position; None: report nothing about the prompt."""
     tempered: bool = False
-    """True: report log-probabilities at ``temperature``, as training at that temperature needs
-    them. False, or temperature 0: report those at temperature 1. Filters do not change them, so
-    ``tempered`` excludes filters and grammars."""
+    """True: report log-probabilities at ``temperature``, which training at that temperature needs.
+    False, or temperature 0: report log-probabilities at temperature 1. Filters do not change
+    log-probabilities, so ``tempered`` excludes filters and grammars."""
 
     def __post_init__(self) -> None:
         if self.tempered and self.has_filters:
@@ -109,14 +110,14 @@ class SamplingParams(Filters):
 
 @dataclass(frozen=True)
 class Request:
-    """Token ids to continue, and how."""
+    """Token ids to continue, and the parameters of the continuation."""
 
     id: str
     tokens: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     num_written: int = 0
-    """Number of the last ``tokens`` that belong to an interrupted completion, which this request
-    continues. A stop text may begin in them."""
+    """Number of tokens at the end of ``tokens`` that belong to an interrupted completion. This
+    request continues that completion, and a stop text may begin in these tokens."""
 
 
 @dataclass
@@ -125,7 +126,7 @@ class Completion:
 
     request_id: str
     index: int
-    """Number of the completion, from 0 to ``n`` - 1."""
+    """Index of the completion, from 0 to ``n`` - 1."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """Log-probability of each token in nats, before grammar and filters; at temperature 1 unless
@@ -133,31 +134,34 @@ class Completion:
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     """The likeliest tokens at each position with their log-probabilities; empty: not asked for."""
     prompt_logprobs: list[float] = field(default_factory=list)
-    """Log-probability of each token of the prompt but the first, in nats, at temperature 1; empty:
-    not asked for."""
+    """Log-probability in nats of each prompt token except the first, at temperature 1; empty: not
+    asked for."""
     prompt_top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    """The likeliest tokens in the place of each of those, with their log-probabilities."""
+    """For each of these prompt tokens, the likeliest tokens at its position, with their
+    log-probabilities."""
     versions: list[int] = field(default_factory=list)
     """Version of the weights that chose each token (:attr:`Generator.version`)."""
     routes: torch.Tensor | None = None
-    """int32 [tokens that were read, MoE layers, K]: the experts of every token of prompt and
-    completion except the last, which was never read; None: not asked for, or not finished. Tokens
-    that were read again (after preemption or an update) have the experts of the last reading."""
+    """The experts of every token of prompt and completion except the last, which the model never
+    reads: int32 [tokens that were read, MoE layers, K]; None: not asked for, or not finished. The
+    experts are those of the last reading if a token was read again (preemption or an update)."""
     num_new: int = 0
-    """Number of tokens that the completion grew by when it last grew."""
+    """Number of tokens that were added when the completion last grew."""
     num_drafted: int = 0
     """Number of draft tokens that the model has checked."""
     num_right: int = 0
     """Number of draft tokens that became part of the completion."""
     finish_reason: _FinishReason | None = None
-    """None: not finished. stop: at a stop token or text; length: at ``max_tokens``; abort."""
+    """Why the completion ended. stop: at a stop token or stop text, or where its grammar ends;
+    length: at ``max_tokens``; abort: the request was aborted, or its grammar failed; None: not
+    finished."""
 
 
 class Update(NamedTuple):
     """One more token of a completion."""
 
     completion: Completion
-    """The completion so far; it is whole with its last token."""
+    """The completion so far. It is complete when its last token has arrived."""
     token: int
     logprob: float
     top_logprobs: dict[int, float]
@@ -179,18 +183,18 @@ class JsonBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _has_known_keys(cls, value: Any) -> Any:
-        """Report one unknown key. Pydantic alone would report each."""
+        """Raise an error for one unknown key. Pydantic itself would report all of them."""
         if isinstance(value, dict) and (unknown := value.keys() - cls.model_fields.keys()):
             raise ValueError(f"{shortened(min(unknown))} is not supported")
         return value
 
     @staticmethod
     def complaint(error: ValueError) -> str:
-        """Describe ``error`` in one line: field, problem and value. Of several the first counts."""
+        """Describe ``error``, or the first of several, in one line: field, problem and value."""
         if not isinstance(error, ValidationError):
             return str(error)
         first = error.errors(include_url=False)[0]
-        # The client's keys may be any text.
+        # Keys come from the client and may be any text, so shorten them.
         name = shortened(".".join(map(str, first["loc"])))[1:-1]
         if first["type"] == "value_error":
             problem = first["msg"].removeprefix("Value error, ")
@@ -220,8 +224,8 @@ def chat_stops(tokenizer: Tokenizer) -> tuple[str, ...]:
 def sampling_defaults(model: Transformer) -> dict[str, Any]:
     """Return the sampling parameters that the checkpoint's generation_config.json recommends.
 
-    These are the :data:`CHECKPOINT_PARAMS` in the file. Impossible values and penalties, which the
-    generator does not have, are logged and left out.
+    The result holds the :data:`CHECKPOINT_PARAMS` that the file has. A value that is not allowed is
+    logged and left out. So is a repetition penalty, which the generator does not support.
     """
     named = (None if model.source is None else model.source.generation) or {}
     found: dict[str, Any] = {}
@@ -251,14 +255,14 @@ def chat_ids(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> tuple[int, ...]:
-    """Return the prompt that asks for an assistant's answer to ``messages``, as tokens.
+    """Return the tokens of the prompt that asks for an assistant's answer to ``messages``.
 
     Args:
         record: more variables of the template, such as tools and documents
             (:meth:`~moetrain.data.chat.ChatTemplate.variables_of`).
-        strict: refuse content that the template does not show; otherwise it is only logged.
+        strict: True: refuse content that the template does not show; False: only log it.
 
-    ``add_generation_prompt`` and ``continue_final_message`` are those of
+    ``add_generation_prompt`` and ``continue_final_message`` mean the same as in
     :meth:`~moetrain.data.chat.ChatTemplate.prompt`.
 
     Raises ConfigError: ``messages`` are not a conversation, or the template refuses them.
@@ -280,11 +284,11 @@ def chat_ids(
 class TextStream:
     """Decodes a completion as it grows, up to a stop text, which is left out.
 
-    It returns whole characters. The text of a token depends on its neighbours: it may be half a
-    character, and the first token of a text may lack its leading space. So each new token is
-    decoded together with a window of the tokens before it. The window has :data:`_WINDOW` to twice
-    as many tokens. It is longer for long stop texts, and while tokens give no text or no valid
-    UTF-8.
+    The stream returns whole characters. The text of a token depends on its neighbours: the token
+    may be half a character, and the first token of a text may lack its leading space. So each new
+    token is decoded together with a window of the tokens before it. The window has between
+    :data:`_WINDOW` and twice as many tokens. The window is longer for long stop texts, and while
+    tokens give no text or no valid UTF-8.
     """
 
     def __init__(
@@ -295,19 +299,19 @@ class TextStream:
         *,
         skip_special_tokens: bool = True,
     ) -> None:
-        """``stop_ids``: tokens that have no text if they are the completion's last."""
+        """``stop_ids``: tokens that are left out of the text if they end the completion."""
         self.tokenizer = tokenizer
         shown = partial(tokenizer.decode, skip_special_tokens=False)
         self.decode = tokenizer.decode if skip_special_tokens else shown
         self._stop = stop
         self._stop_ids = stop_ids
         self._held_back = max((len(text) - 1 for text in stop), default=0)
-        """Number of last characters that may be the start of a stop text, so they wait."""
+        """Number of characters held back at the end, since they may begin a stop text."""
         self._window = _WINDOW + 4 * self._held_back  # a character takes four tokens at most
         self._tokens: list[int] = []
         """The tokens of the window."""
         self._num_returned = 0
-        """Number of characters of the window's text that were returned."""
+        """Number of characters of the window's text that were already returned."""
         self._num_wrong = 0
         """Number of characters at the window's start that differ from the whole text."""
         self.is_stopped = False
@@ -318,7 +322,7 @@ class TextStream:
         return self.decode([token])
 
     def push(self, *tokens: int, is_last: bool = False) -> str:
-        """Return the text that ``tokens`` add; ``is_last``: and all text that was held back."""
+        """Return the text that ``tokens`` add; ``is_last``: also the text that was held back."""
         self._tokens += tokens[:-1] if is_last and tokens[-1] in self._stop_ids else tokens
         text = whole = self.decode(self._tokens)
         starts = [text.find(stop, self._num_wrong) for stop in self._stop]
@@ -338,9 +342,9 @@ class TextStream:
         """Drop the start of the window if that does not change how later tokens are decoded.
 
         ``text``: the text of the whole window. The tokens that stay must give the same text for all
-        characters that were not returned yet. The first of them must have a text of its own, so
-        that no later token is decoded as a first one, and it must not be a byte token, because it
-        may be the middle of a character.
+        characters that were not returned yet. The first token that stays must have a text of its
+        own, so that no later token is decoded as the first of a text. It must not be a byte token,
+        because a byte token may be in the middle of a character.
         """
         last = self._tokens[-self._window :]
         if last[0] in self.tokenizer.byte_ids or not self.decode(last[:1]):

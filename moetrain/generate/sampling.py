@@ -1,13 +1,13 @@
 """Sampling filters: which tokens may be chosen, and the choice among them.
 
-Each filter is a field of :class:`Filters` and a function of its name that says which tokens it
-keeps. A new filter needs both, and nothing else in this package: requests, steps and the values
-that a checkpoint recommends use it by its name. CONTRIBUTING.md has the recipe.
+Each filter is a field of :class:`Filters` and a function of the same name that returns the tokens
+to keep. A new filter needs these two and nothing else in this package: requests, steps and the
+values that a checkpoint recommends use a filter by its name. CONTRIBUTING.md lists the steps.
 
-Requests without filters never come here: the fused kernel samples their tokens from all logits
-(:func:`~moetrain.kernels.vocabulary.chunk.sample_tokens`), by the same noise.
+Requests without filters do not use this module: the fused kernel samples their tokens from all
+logits (:func:`~moetrain.kernels.vocabulary.chunk.sample_tokens`), with the same noise.
 
-Legend: N rows, one token each is chosen for; V tokens of the vocabulary.
+Legend: N rows, for each of which one token is chosen; V tokens of the vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +29,9 @@ STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 class Filters:
     """The sampling filters of one request, by name. A field's default keeps all tokens.
 
-    They act on the probabilities at the request's temperature. ``top_k`` comes first. The others
-    see the probabilities of the tokens that it keeps, and a token may be chosen if every filter
-    keeps it. The likeliest token always may.
+    They act on the probabilities at the request's temperature. ``top_k`` comes first. The
+    other filters act on the probabilities of the tokens that ``top_k`` keeps, and a token may be
+    chosen if every filter keeps it. The likeliest token may always be chosen.
     """
 
     top_k: Annotated[int, Field(ge=0)] = 0
@@ -67,9 +67,9 @@ _Keep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _BY_SHARE: Mapping[str, _Keep] = MappingProxyType({"top_p": _top_p, "min_p": _min_p})
 """The filters that act on probabilities, by the names of :class:`Filters`.
 
-Each gets the probabilities [N, V] of the tokens that ``top_k`` keeps, in fp32, the likeliest first
-and 0 for the others, and its own values [N, 1]. It returns which of these tokens it keeps, bool
-[N, V].
+Each function takes the probabilities [N, V] of the tokens that ``top_k`` keeps, in fp32, with the
+likeliest token first and 0 for tokens that are not kept, and the values of its filter [N, 1]. It
+returns bool [N, V]: True for the tokens that the filter keeps.
 """
 
 
@@ -88,12 +88,12 @@ def kept_tokens(scores_NV: torch.Tensor, filters: Sequence[Filters]) -> torch.Te
     # 2. Keep the k likeliest; k may be larger than an int64.
     top_k_N1 = column([min(one.top_k, most) for one in filters])
     kept_NV = (torch.arange(most, device=device) < top_k_N1) | (top_k_N1 == 0)
-    # 3. Of their probabilities, keep what all other filters keep.
+    # 3. Keep the tokens that all other filters keep, by the probabilities of the tokens left.
     shares_NV = ranked_NV.masked_fill(~kept_NV, -torch.inf).softmax(-1)
     for name, keep in _BY_SHARE.items():
         kept_NV &= keep(shares_NV, column([getattr(one, name) for one in filters]))
     kept_NV[:, 0] = True
-    # 4. Back to the order of the vocabulary.
+    # 4. Return to the order of the vocabulary.
     return torch.empty_like(kept_NV).scatter_(1, order_NV, kept_NV)
 
 
@@ -109,7 +109,7 @@ def sample_filtered(
         logits_NV: fp32; -inf for tokens that cannot be chosen.
         keys_N: int32, the keys of the noise
             (:func:`~moetrain.kernels.vocabulary.gumbel.noise_keys`).
-        inverse_temperatures: 1 / temperature of each row; 0: its likeliest token.
+        inverse_temperatures: 1 / temperature of each row; 0: choose the likeliest token.
         filters: the filters of each row.
     """
     inverse_N = torch.tensor(inverse_temperatures, device=logits_NV.device)

@@ -1,10 +1,10 @@
-"""The scheduler: which sequences a step reads, how many tokens of each, and in which pages.
+"""The scheduler decides which sequences a step reads, how many tokens of each, and in which pages.
 
 Batching is continuous. Every step reads the last token of each sequence that is being continued,
 and a chunk of each prompt. Sequences are served in the order in which they came, with one
-exception: of the completions of one request the first reads the prompt, and the others then share
-its pages. When pages run short, the newest running sequence is preempted: it gives its pages back
-and is read again later. So the oldest sequence always advances, and none waits for ever.
+exception: the first completion of a request reads the prompt, and the request's other completions
+then share its pages. When pages run short, the newest running sequence is preempted: it gives its
+pages back and is read again later. So the oldest sequence always advances, and none waits forever.
 
 Legend: K experts of a token.
 """
@@ -23,7 +23,7 @@ from moetrain.generate.request import Completion, Request, TextStream
 
 
 class Running:
-    """A sequence: completion number ``index`` of ``request``, which runs or waits."""
+    """A sequence that runs or waits: completion number ``index`` of ``request``."""
 
     def __init__(self, request: Request, index: int, max_pages: int, stream: int) -> None:
         self.request, self.params = request, request.params
@@ -38,10 +38,10 @@ class Running:
         self.page_table = np.zeros(max_pages, np.int32)
         """``pages``, followed by zeros."""
         self.state_slot = 0
-        """The slot in which layers that carry a state keep it; 0: the sequence does not run."""
+        """The slot for the states of layers that carry one; 0: the sequence does not run."""
         self.has_mixed_versions = False
-        """True: its keys and values come from several versions of the weights, so that no other
-        sequence may share its pages."""
+        """True: the sequence's keys and values come from several versions of the weights, so no
+        other sequence may share its pages."""
         self.num_read = 0
         """Number of tokens whose keys and values are in ``pages``."""
         self.drafts: list[int] = []
@@ -52,20 +52,20 @@ class Running:
         """State of the grammar after the tokens so far (:mod:`moetrain.generate.grammars`); None:
         the request has no grammar."""
         self.text_so_far: TextStream | None = None
-        """Finds stop texts as the completion grows; None: the request has none."""
+        """Finds stop texts as the completion grows; None: the request has no stop texts."""
         self.routes: list[torch.Tensor] = []
-        """Experts of the tokens that were read, [tokens, MoE layers, K] a chunk; empty unless the
-        request asks for them."""
+        """Experts of the tokens that were read, one tensor [tokens, MoE layers, K] for each chunk;
+        empty unless the request asks for them."""
         self.prompt_scores: list[TokenScore] = []
-        """Scores of each prompt token but the first; empty unless the request asks for them."""
+        """Scores of each prompt token except the first; empty unless the request asks for them."""
 
     @property
     def num_unread(self) -> int:
-        """Number of tokens that the model has yet to read; reading the last predicts the next."""
+        """Number of tokens that the model must still read. The last one predicts the next token."""
         return len(self.tokens) - self.num_read
 
     def chunks(self, num_tokens: int) -> list["Chunk"]:
-        """Return the chunks of a step: ``num_tokens`` unread tokens, then each draft alone."""
+        """Return the chunks of a step: ``num_tokens`` unread tokens, then one for each draft."""
         known = len(self.tokens)
         drafts = range(known, known + len(self.drafts))
         return [Chunk(self, self.num_read, num_tokens), *(Chunk(self, i, 1) for i in drafts)]
@@ -86,7 +86,7 @@ class Chunk(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Position behind the last token."""
+        """Position after the last token."""
         return self.start + self.num_tokens
 
     @property
@@ -120,7 +120,7 @@ class TokenScore(NamedTuple):
     logprob: float
     """Log-probability at temperature 1, nats."""
     likeliest: dict[int, float]
-    """The likeliest tokens in its place, with their log-probabilities; empty: not asked for."""
+    """The likeliest tokens at its position, with log-probabilities; empty: not asked for."""
 
 
 class Scheduled(NamedTuple):
@@ -137,12 +137,12 @@ class Scheduler:
 
     pages: Pages
     max_sequences: int
-    """Most sequences that run at once."""
+    """Largest number of sequences that run at once."""
     max_tokens: int
-    """Most tokens that one step reads."""
+    """Largest number of tokens that one step reads."""
     shares: bool = True
     """True: sequences with the same beginning share pages. It is False for layers that carry a
-    state: the state at a page's end takes some fifty times the memory of the page."""
+    state, because the state at a page's end takes some fifty times the memory of the page."""
     batch: int = 1
     """Number of waiting sequences that are admitted together, unless fewer wait. Steps that read
     prompts are slow, and there are fewer of them if many sequences begin at once."""
@@ -154,14 +154,14 @@ class Scheduler:
         self.running: list[Running] = []
         """Sequences that run, oldest first."""
         self.figures = Counter[str]()
-        """Sums over steps by the names of metrics (docs/metrics.md). Readers may clear it."""
+        """Sums over steps by metric name (docs/metrics.md). Readers may clear this counter."""
 
     def plan(self) -> list[Scheduled]:
         """Return what the next step reads, and allocate the pages for it."""
         planned: list[Scheduled] = []
         budget = self.max_tokens
-        # 1. Running sequences, oldest first. If pages run out, preempt the newest. It is last in
-        #    the list, so it is not planned yet.
+        # 1. Plan running sequences, oldest first. If pages run out, preempt the newest sequence,
+        #    which is last in the list and so is not planned yet.
         for sequence in self.running:
             num_tokens = min(sequence.num_unread, budget)
             while num_tokens and not self._allocate(sequence, num_tokens):
@@ -170,14 +170,14 @@ class Scheduler:
             if num_tokens:
                 planned.append(Scheduled(sequence, num_tokens))
                 budget -= num_tokens
-        # 2. Their drafts, only where pages are free: a draft preempts no sequence.
+        # 2. Plan their drafts if pages are free: a draft preempts no sequence.
         for sequence, _ in planned:
             num_drafts = min(len(sequence.drafts), budget)
             if sequence.drafts and not self._allocate(sequence, 1 + num_drafts):
                 num_drafts = 0
             sequence.drafts = sequence.drafts[:num_drafts]
             budget -= num_drafts
-        # 3. Waiting sequences, with what is left of the budget.
+        # 3. Admit waiting sequences, with the rest of the budget.
         planned += self._admit(budget)
         self.figures["generator/steps"] += bool(planned)
         self.figures["generator/mixed_steps"] += any(number > 1 for _, number in planned)
@@ -185,7 +185,7 @@ class Scheduler:
         return planned
 
     def _admit(self, budget: int) -> list[Scheduled]:
-        """Start waiting sequences, which read ``budget`` tokens together at most."""
+        """Start waiting sequences, which together read at most ``budget`` tokens."""
         admitted: list[Scheduled] = []
         # Wait until a batch of slots, and the same share of the pages, is free.
         batch = min(self.batch, len(self.waiting))
@@ -232,7 +232,7 @@ class Scheduler:
     def start_over(self, keeps: bool = False) -> None:
         """Clear the cache, and preempt all running sequences, so that they are read again.
 
-        ``keeps``: running sequences go on with their pages, which no other sequence finds.
+        ``keeps``: True: running sequences keep their pages, and no other sequence can share these.
         """
         for sequence in self.running if keeps else ():
             sequence.has_mixed_versions = True
@@ -251,14 +251,14 @@ class Scheduler:
     def _shares(self, sequence: Running) -> bool:
         """Return True if the sequence shares pages with others.
 
-        A request that asks for routes or prompt scores needs every token of its own read.
+        A request for routes or prompt scores shares no pages, so that all its tokens are read.
         """
         params = sequence.params
         reads_all = params.routes or params.prompt_logprobs is not None
         return self.shares and not (reads_all or sequence.has_mixed_versions)
 
     def _allocate(self, sequence: Running, num_tokens: int) -> bool:
-        """Allocate pages for ``num_tokens`` more than were read; False: too few are free."""
+        """Allocate pages for the next ``num_tokens`` tokens; False: too few pages are free."""
         size = self.pages.page_size
         missing = sequence.num_read + num_tokens - len(sequence.pages) * size
         if missing <= 0:
@@ -270,7 +270,7 @@ class Scheduler:
         return True
 
     def _reset(self, sequence: Running) -> None:
-        """Release the sequence's pages and its slot, and forget all that was read of it."""
+        """Release the sequence's pages and slot, and discard all results of reading it."""
         self.pages.release(sequence.pages)
         if sequence.state_slot:
             self._free_slots.append(sequence.state_slot)

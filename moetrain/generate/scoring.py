@@ -1,9 +1,9 @@
-"""Scores texts by a reward model, such as ``train.objective reward`` trains, on one device.
+"""Scores texts on one device with a reward model, as trained by ``train.objective reward``.
 
     model = RewardModel("outputs/MODEL-pairs/hf")
     model.score([{"prompt": "Is 7 prime?", "completion": " Yes."}])     # [1.73]
 
-Records are read as in training, so that a text has the same tokens as there.
+Records are read as in training, so a text has the same tokens as in training.
 
 Left out on purpose: models that need several devices.
 
@@ -33,20 +33,21 @@ from moetrain.models.transformer import Inputs
 from moetrain.train.reward import last_places
 
 _NOT_SCORED = ("label", "kto_tag", "weight")
-"""Fields of records that change how much is learned of an answer, but not its score."""
+"""Fields of records that affect training on an answer, but not its score."""
 
 _MERGED = (
     "give the folder that their run writes with checkpoint.save_hf yes, OUTPUT_DIR/hf, which has "
     "them merged"
 )
-"""What to do with adapters of a reward model."""
+"""The remedy that an error names for adapters of a reward model."""
 
 
 class RewardModel:
     """A reward model with its tokenizer.
 
     Attributes:
-        model: the model. No text ends with its ``arch.pad_token_id``.
+        model: the model. Tokens ``arch.pad_token_id`` at the end of a text are padding: the score
+            is taken at the last other token.
         tokenizer: the tokenizer of the checkpoint.
     """
 
@@ -65,7 +66,7 @@ class RewardModel:
             device: a device of torch; auto: cuda if there is a GPU.
             dtype: dtype of weights and arithmetic; auto: bfloat16 on CUDA, float32 on a CPU. Scores
                 are fp32.
-            max_tokens: most tokens of one pass, unless a single text has more.
+            max_tokens: largest number of tokens in one pass, unless a single text has more.
 
         Raises ConfigError: the checkpoint does not load, has no tokenizer, or is no reward model.
         """
@@ -85,8 +86,8 @@ class RewardModel:
     def encode(self, record: Mapping[str, Any]) -> list[int]:
         """Return the tokens of ``record``, the same as in training.
 
-        A record has ``prompt`` and ``completion``, each a text or a list of messages. Or it has
-        another form of docs/data.md that ends with an answer: ``messages``, ``conversations``,
+        A record has ``prompt`` and ``completion``, each a text or a list of messages, or it
+        has another form of docs/data.md that ends with an answer: ``messages``, ``conversations``,
         ``instruction`` and ``output``, or a whole ``text``. A blank ``completion`` is an answer
         that ends at once.
 
@@ -153,7 +154,7 @@ class RewardModel:
 
 
 def _device_of(given: str | torch.device) -> torch.device:
-    """Return the device that ``given`` names. ConfigError: it is unknown, or not there."""
+    """Return the device that ``given`` names. Raises ConfigError: there is no such device."""
     count = torch.cuda.device_count()
     if given == "auto":
         return torch.device("cuda" if count else "cpu")
@@ -168,7 +169,7 @@ def _device_of(given: str | torch.device) -> torch.device:
 
 
 def _with_blank_answer(record: dict[str, Any]) -> dict[str, Any]:
-    """Return ``record`` in a form in which a blank answer is allowed, which training skips."""
+    """Return ``record`` in a form that may have a blank answer, which training would skip."""
     prompt, answer = record.get("prompt"), record.get("completion")
     if not isinstance(answer, str) or answer.strip():
         return record

@@ -1,9 +1,9 @@
-"""What a step reads and what it chooses, as they travel between host and device: one copy each.
+"""The inputs and the choices of a step, each sent between host and device in one copy.
 
 A step has a batch of slots, one for each chunk that it reads. On the host they are numpy records.
 On the device they are one int32 tensor [B, C], because a captured step has a single fixed input:
-one copy from pinned memory fills it, instead of one copy a field. Both sides take a field by its
-name, and floats travel as their bits. What the step chooses comes back in one copy, too.
+one copy from pinned memory fills it, instead of one copy for each field. Both sides access a field
+by its name, and floats are stored as their bits. The choices of a step return in one copy, too.
 
 Legend: B slots (some may be empty), C = 9 + M columns of a slot, M pages of a sequence at most,
 N chunks, K drafts, R = 2 + K rows of a result.
@@ -24,7 +24,7 @@ _FIELDS = [
     ("stream", np.int32),  # seed of the sequence's random numbers
     ("inverse_temperature", np.float32),  # 1 / temperature of the choice; 0: the likeliest token
     ("logprob_scale", np.float32),  # factor of the logits in the reported log-probability
-    ("state_slot", np.int32),  # where layers that carry a state keep it; 0: nowhere
+    ("state_slot", np.int32),  # slot for the states of layers that carry one; 0: none
     ("num_drafts", np.int32),  # drafts among the sequence's tokens up to this one
     ("next_token", np.int32),  # the known token after this one; -1: there is none yet
     ("limit", np.int32),  # number of tokens that the sequence's pages hold
@@ -43,7 +43,7 @@ def slot_dtype(max_pages: int) -> np.dtype:
 
 
 def _as_records(slots_BC: torch.Tensor) -> np.ndarray:
-    """Return the records [B] whose memory is ``slots_BC``, a contiguous tensor of the host's."""
+    """Return the records [B] that share the memory of ``slots_BC``, a contiguous host tensor."""
     return slots_BC.numpy().view(slot_dtype(slots_BC.shape[1] - _PAGES))[:, 0]
 
 
@@ -55,7 +55,7 @@ def empty_slots(number: int, max_pages: int) -> torch.Tensor:
 
 
 class HostSlots:
-    """The slots of a step in host memory, which the next step overwrites."""
+    """The slots of a step in host memory. The next step overwrites them."""
 
     def __init__(self, page_size: int, max_pages: int, *, pinned: bool) -> None:
         """``pinned``: True for memory from which copies to a GPU are fast."""
@@ -90,7 +90,7 @@ class Slots:
     """The slots of a step on the device."""
 
     def __init__(self, slots_BC: torch.Tensor) -> None:
-        """``slots_BC``: what :meth:`HostSlots.fill` returns, on the device."""
+        """``slots_BC``: the result of :meth:`HostSlots.fill`, on the device."""
         self.slots_BC = slots_BC
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -103,7 +103,7 @@ class Slots:
         return self.slots_BC[:, _PAGES:]
 
     def floats(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``inverse_temperature`` and ``logprob_scale`` as contiguous fp32 [B]; one copy."""
+        """Return contiguous fp32 [B] ``inverse_temperature`` and ``logprob_scale``, by one copy."""
         columns = slice(_COLUMNS["inverse_temperature"], _COLUMNS["logprob_scale"] + 1)
         inverse_B, scale_B = self.slots_BC[:, columns].T.contiguous().view(torch.float32)
         return inverse_B, scale_B
@@ -117,7 +117,7 @@ class Choice(NamedTuple):
     drafts: list[int]
     """Draft of the tokens after it; empty: there is none."""
     likeliest: dict[int, float]
-    """The likeliest tokens in its place, with their log-probabilities; empty: not asked for."""
+    """The likeliest tokens at its position, with log-probabilities; empty: not asked for."""
 
 
 def pack_choices(tokens_N: torch.Tensor, logprobs_N: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Access to the HTTP servers (``serve`` and ``jobs``): address, token, and the host of requests.
+"""Access to the HTTP servers (``serve`` and ``jobs``): address, token, and host of a request.
 
 Without a token, a request to a loopback address must name a loopback address as its host. Otherwise
 a page in a local browser could let its own name resolve to this machine (DNS rebinding), and would
@@ -32,7 +32,7 @@ def _close_listeners() -> None:
         listener.close()
 
 
-# A forked child may outlive a killed server, and would then keep its port.
+# A forked child may outlive a killed server, and would then keep the port in use.
 os.register_at_fork(after_in_child=_close_listeners)
 
 
@@ -41,7 +41,7 @@ class Access:
     """The address of a server and its authentication, as settings give them."""
 
     idle_seconds: ClassVar = 60.0
-    """Time that a client may keep the server waiting, with a request or while reading an answer."""
+    """Seconds that the server waits for a client to send a request or to read an answer."""
 
     host: str
     port: int
@@ -52,7 +52,7 @@ class Access:
     """File with the token; None: :attr:`own_file`, which is written if it is missing."""
     own_file: Path
     section: str = ""
-    """Section of the settings, with its dot; empty for options of a command."""
+    """Section of the settings, followed by a dot; empty for options of a command."""
     packages: tuple[str, ...] = ("starlette", "uvicorn")
     """Packages that the server needs."""
 
@@ -78,7 +78,7 @@ class Access:
         return self.auth == "none" or (self.auth == "auto" and _is_loopback(self.host))
 
     def token(self) -> str | None:
-        """Return the token that clients must send, if any. ConfigError: its file holds none."""
+        """Return the token that clients must send, if any. Raises ConfigError: it is unreadable."""
         if self.is_open:
             return None
         path = Path(self.token_file or self.own_file)
@@ -118,7 +118,7 @@ class Access:
         return 403, f"{problem}; use that, or start the server with {self.section}auth token"
 
     def listen(self) -> socket.socket:
-        """Return a socket that listens at the address. ConfigError: it is invalid or taken."""
+        """Return a socket that listens at the address. ConfigError: it is invalid or in use."""
         try:
             family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
         except (OSError, UnicodeError) as error:
@@ -138,7 +138,7 @@ class Access:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return True if ``host`` is a loopback address. No name server is asked."""
+    """Return True if ``host`` is a loopback address. Names are not resolved."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""Replies in OpenAI's protocol, built from tokens as they arrive: whole, or server-sent events."""
+"""Replies in OpenAI's protocol, whole or as server-sent events, built as tokens arrive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moetrain.http.protocol import Chat, Completions
 ChoiceUpdate = tuple[int, Update]
 """One token of one choice: the number of the choice, and the update."""
 _ERRORS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-"""OpenAI's error types by status. Others are invalid_request_error or server_error."""
+"""OpenAI's error types by status. Other errors are invalid_request_error or server_error."""
 
 
 class OpenAIServer(JsonServer):
@@ -39,7 +39,7 @@ class OpenAIServer(JsonServer):
 
 
 class _Events(StreamingResponse):
-    """A response of server-sent events. It closes ``updates`` however it ends."""
+    """A response of server-sent events. However it ends, it closes ``updates``."""
 
     def __init__(
         self, events: AsyncGenerator[str, None], updates: AsyncGenerator[ChoiceUpdate, None]
@@ -82,7 +82,7 @@ class Answer(ABC):
 
     @abstractmethod
     def updates(self) -> AsyncGenerator[ChoiceUpdate, None]:
-        """Yield each token of each choice as it arrives. HTTPException: there is no reply."""
+        """Yield the tokens of all choices as they arrive. HTTPException: there is no reply."""
 
     async def response(self, request: HTTPRequest) -> Response:
         """Return the response to ``request``. A stream starts when its first token arrives."""
@@ -129,7 +129,7 @@ class Answer(ABC):
             yield self.http.stream_error(error.status_code, error.detail)
 
     def _reply(self, choices: list[dict[str, Any]], ends: Sequence[Update]) -> dict[str, Any]:
-        """Return a reply, or a part of one. ``ends``: last updates of the choices that ended."""
+        """Return a reply, or a part of one. ``ends``: last update of each ended choice."""
         whole = [update.completion for update in ends]
         if len(whole) < len(self.texts):
             return self.asked.reply(self._name, choices, None)

@@ -30,7 +30,7 @@ _FIXED: Mapping[str, Any] = {
     "mlp_bias": False,
     "rope_interleaved": True,
     "head_dim": 0,
-    # read_layers sets the groups where they have an effect.
+    # _read_layers sets the groups if topk_method uses them.
     "num_expert_groups": 1,
     "topk_expert_groups": 1,
 }
@@ -48,7 +48,7 @@ _KNOWN: Mapping[str, tuple[Any, ...]] = {
 
 
 def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read as V3, and the groups of experts where they have an effect."""
+    """Read the layers as V3 does, and the groups of experts if ``topk_method`` uses them."""
     check_keys(config, _KNOWN)
     read = read_deepseek_layers(config)
     if config["topk_method"] == _GROUPED:
@@ -87,7 +87,7 @@ register(
             "num_key_value_heads": None,
             "max_position_embeddings": 2048,
             "moe_intermediate_size": 1407,
-            "num_experts_per_tok": 6,  # a file must have it: transformers chooses none
+            "num_experts_per_tok": 6,  # a file must have it: transformers has no default
             "n_shared_experts": 2,
             "n_routed_experts": 64,
             "routed_scaling_factor": 1.0,
@@ -108,7 +108,7 @@ register(
         read_layers=_read_layers,
         write_layers=_write_layers,
         presets={
-            # The sizes are from memory; the total is the published 15.7 billion.
+            # These sizes were written from memory. Their total is the published 15.7 billion.
             "deepseek-v2-lite": LatentDecoder(
                 family="deepseek_v2",
                 vocab_size=102_400,
