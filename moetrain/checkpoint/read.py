@@ -17,7 +17,8 @@ Beside a complete ``step-N``, a folder of checkpoints may hold these names:
     .step-N.replaced    step N, for the moment in which another save of that step replaces it
     .step-N.<other>     a checkpoint that is being written or removed, or that a killed process left
 
-The checksums detect accidents, not attacks: who can write the files can write the manifest too.
+The checksums detect accidents, not attacks: an attacker who can write the files can write the
+manifest too.
 Left out on purpose: models and ranks, and the choice of the checkpoint that a run resumes
 (:mod:`moetrain.train.run_folder`).
 """
@@ -43,14 +44,16 @@ from moetrain.config.files import open_regular, read_regular
 from moetrain.config.sources import shortened
 
 FORMAT = 2
-"""Version of the files. Version 1, which is no longer read, had whole tensors and no manifest."""
+"""Version of the format. Version 1, which is no longer read, had whole tensors and no manifest."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
 CHUNK = 4 << 20
-"""Bytes under one checksum: few, so that a cut piece reads little in vain, and many for a disk."""
+"""Bytes under one checksum. They are few, so that reading a part of a piece wastes little, and
+many enough for a disk to read at full speed."""
 _CRC_DIGITS = 8
 MAX_BYTES = 1 << 30
-"""The largest size of a manifest or ``state.json`` in bytes: that of a 200 TiB checkpoint."""
+"""The largest size of a manifest or ``state.json`` in bytes. The manifest of a 200 TiB checkpoint
+has this size."""
 _SEAL = re.compile(rb', "crc32": "([0-9a-f]{8})"}\n')
 _SEAL_BYTES = len(', "crc32": "89abcdef"}\n')
 _NAME = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
@@ -120,10 +123,10 @@ class ManifestEntry:
     ]
     shape: tuple[int, ...]
     pieces: tuple[FilePiece, ...]
-    """They never overlap."""
+    """The pieces of the tensor, which never overlap."""
 
     def joined(self, name: str, other: Self) -> Self:
-        """Add the pieces of ``other`` that lie nowhere yet; ``name`` is for the error."""
+        """Return this entry with the pieces of ``other`` that it lacks; errors mention ``name``."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             raise ValueError(f"ranks have {name!r} in different dtypes or shapes")
         boxes = {(piece.starts, piece.stops) for piece in self.pieces}
@@ -160,7 +163,7 @@ class Contents:
             raise ValueError(error.errors()[0]["msg"]) from None
 
     def add(self, other: Self) -> None:
-        """Add what ``other`` has; a piece that is here already stays."""
+        """Add the contents of ``other``. A piece that is here already stays."""
         self.files.update(other.files)
         for group, entries in other.groups.items():
             known = self.groups.setdefault(group, {})
@@ -171,8 +174,8 @@ class Contents:
     def together(cls, parts: Sequence[Self]) -> Self:
         """Join all ranks' reports. A piece that several ranks have is taken from the first.
 
-        Raises ValueError: the pieces of a tensor are not the whole, or ranks disagree about its
-        dtype or shape.
+        Raises ValueError: the pieces of a tensor do not make up the whole tensor, or ranks disagree
+        about its dtype or shape.
         """
         whole = cls({}, {})
         for part in parts:
@@ -206,13 +209,16 @@ def list_checkpoints(root: Path) -> list[Path]:
     """List the complete checkpoints under ``root``, oldest first, without those of failed runs."""
     if not root.is_dir():
         return []
-    # Hidden names first: a replaced step gives way.
+    # Hidden names come first, so that a replaced folder gives way to another of the same step.
     found = {step_of(path): path for path in sorted(root.iterdir())}
     return [found[step] for step in sorted(step for step in found if step is not None)]
 
 
 def newest_in(path: Path) -> Path:
-    """Return the newest checkpoint in a run's folder or a folder of them; else ``path`` itself."""
+    """Return the newest checkpoint in ``path``, a folder of a run or of checkpoints.
+
+    If there is none, return ``path`` itself.
+    """
     found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     return found[-1] if found else path
 
@@ -224,8 +230,8 @@ def newest_in(path: Path) -> Path:
 class StoredTensor:
     """One tensor of a checkpoint, indexed like one in memory: ``stored[box]`` is read and checked.
 
-    It takes host memory for what it returns, and where a box cuts a piece's columns, for whole rows
-    of the piece. Reading raises DamagedCheckpoint for bytes that have changed.
+    A read takes host memory for its result and, where a box cuts a piece's columns, for whole rows
+    of the piece. A read raises DamagedCheckpoint if bytes have changed.
     """
 
     folder: Path
@@ -240,7 +246,7 @@ class StoredTensor:
         return self.entry.dtype
 
     def __getitem__(self, box: tuple[slice, ...]) -> torch.Tensor:
-        """Read ``box``, a slice for each dim, or ``()`` for the whole tensor, to the CPU."""
+        """Read ``box`` to the CPU: a slice for each dim, or ``()`` for the whole tensor."""
         wanted = [part.indices(size)[:2] for part, size in zip(box, self.shape, strict=False)]
         wanted += [(0, size) for size in self.shape[len(wanted) :]]
         whole = torch.empty([stop - start for start, stop in wanted], dtype=self.dtype)
@@ -327,7 +333,7 @@ class StoredTensor:
 
 
 def _inside(box: list[tuple[int, int]], outer: list[tuple[int, int]]) -> tuple[slice, ...]:
-    """Give ``box`` as slices of what lies in ``outer``."""
+    """Return ``box`` as slices of a tensor that covers ``outer``."""
     pairs = zip(box, outer, strict=True)
     return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in pairs)
 
@@ -361,12 +367,12 @@ class Checkpoint:
 def open_checkpoint(folder: Path, *, is_whole: bool = True) -> Checkpoint:
     """Open a checkpoint, and check all that can be checked without reading its tensors.
 
-    Files with tensors may be missing unless it ``is_whole``.
+    Files with tensors may be missing if ``is_whole`` is False.
 
     Raises:
-        ConfigError: it is not a checkpoint, or has another version of the format.
-        DamagedCheckpoint: the manifest or ``state.json`` is not what was written, or a file has not
-            its size and header; the message names the file.
+        ConfigError: ``folder`` is not a checkpoint, or has another version of the format.
+        DamagedCheckpoint: the manifest or ``state.json`` differs from what was written, or a file
+            has another size or header; the message names the file.
     """
     if not folder.is_dir() or not os.path.lexists(folder / MANIFEST):
         raise _without_manifest(folder)
@@ -378,7 +384,10 @@ def open_checkpoint(folder: Path, *, is_whole: bool = True) -> Checkpoint:
 
 
 def _without_manifest(folder: Path) -> ConfigError:
-    """Make the error for a folder without a manifest: no checkpoint, an old or a damaged one."""
+    """Make the error for a folder without a manifest.
+
+    The folder is no checkpoint, or an old or damaged one.
+    """
     names = os.listdir(folder) if folder.is_dir() else []
     has_weights = any(name.endswith(".safetensors") for name in names)
     if has_weights and "config.json" in names and step_of(folder) is None:
@@ -391,8 +400,8 @@ def _without_manifest(folder: Path) -> ConfigError:
         try:
             state = json.loads(read_regular(folder / STATE, MAX_BYTES))
         except (OSError, ValueError, RecursionError):
-            state = None  # damaged, no matter who wrote it
-        if isinstance(state, dict):  # format 1 names none
+            state = None  # the file is damaged, whatever version wrote it
+        if isinstance(state, dict):  # version 1 of the format writes no "format"
             _check_version(state.get("format", 1), folder)
     if has_weights or step_of(folder) is not None:
         return DamagedCheckpoint(folder / MANIFEST, "the file is missing")

@@ -41,10 +41,12 @@ from moetrain.runtime.arena import aligned
 from moetrain.runtime.memory import HostMemory
 
 FILE_BYTES = 2 << 30
-"""Most bytes of tensors in a file, unless one tensor alone has more. Enough files then result to
-write several at once, and few enough for file systems that are slow with many files."""
+"""The largest number of bytes of tensors in a file, unless a single tensor has more. This size
+gives enough files to write several at once, and few enough for file systems that are slow with many
+files."""
 WRITERS = 4
-"""Files that a rank writes at once: a checksum takes as long as a write to the page cache."""
+"""Number of files that a rank writes at once. Several threads help, because a checksum takes as
+long as a write to the page cache."""
 
 _LEFTOVER = re.compile(r"\.((?:failed-)?step-\d{8,})\.(\w+)")
 
@@ -54,10 +56,10 @@ _Groups = Mapping[str, Mapping[str, TensorSlice]]
 class Store:
     """A folder of checkpoints at a URL: an object store, or another file system of fsspec.
 
-    Each rank copies the files that it has written to the disk; the manifest is copied last. A
-    checkpoint without a manifest is ignored, and a removal deletes the manifest first. A run that
-    has lost its disk fetches the newest checkpoint. Left out on purpose: fetching only the bytes
-    that a rank reads, and runs without a disk.
+    Each rank copies to the store the files that it has written on the disk. The manifest is copied
+    last. A checkpoint without a manifest is ignored, and a removal deletes the manifest first. A
+    run that has lost its disk fetches the newest checkpoint. Left out on purpose: fetching only the
+    bytes that a rank reads, and runs without a disk.
 
     Methods raise OSError: the store cannot be reached, or refuses.
     """
@@ -70,26 +72,28 @@ class Store:
             raise ConfigError("checkpoint.store", f"{url!r}: {error}") from None
 
     def steps(self, before: int | None = None) -> list[int]:
-        """Return the steps of its complete checkpoints in order, all or those before step
-        ``before``."""
+        """Return the steps of the store's complete checkpoints in ascending order.
+
+        ``before``: return only the steps before this one; None: return all.
+        """
         self._files.invalidate_cache()
         found = self._files.glob(f"{self._root}/step-*/{read.MANIFEST}")
         steps = sorted(read.step_of(Path(path).parent) or 0 for path in found)
         return [step for step in steps if before is None or step < before]
 
     def put(self, folder: Path, pattern: str) -> None:
-        """Copy the files of a checkpoint whose names match."""
+        """Copy the files of the checkpoint ``folder`` whose names match ``pattern``."""
         files, target = sorted(folder.glob(pattern)), f"{self._root}/{folder.name}"
         self._files.makedirs(target, exist_ok=True)
         self._files.put([str(file) for file in files], [f"{target}/{file.name}" for file in files])
 
     def get(self, step: int, folder: Path) -> None:
-        """Copy all files of a checkpoint to ``folder``."""
+        """Copy all files of the checkpoint of ``step`` to ``folder``."""
         there = self._files.ls(f"{self._root}/{read.checkpoint_name(step)}", detail=False)
         self._files.get(there, [str(folder / PurePosixPath(path).name) for path in there])
 
     def remove_but(self, kept: Collection[int]) -> None:
-        """Remove all other checkpoints, and what is left of incomplete ones."""
+        """Remove all checkpoints but those of the steps ``kept``, and all incomplete ones."""
         self._files.invalidate_cache()
         for path in self._files.glob(f"{self._root}/step-*"):
             if read.step_of(Path(path)) not in kept:
@@ -113,7 +117,7 @@ class SavePlan:
     """The run has failed: save ``failed-step-N``, which replaces earlier ones of that kind, and
     remove nothing else."""
     keeps: int | None = None
-    """The checkpoint of this step is kept too, as the best one; None: there is none."""
+    """The step of the best checkpoint, which is kept too; None: there is none."""
     folders: Folders | None = None
     """The machines' own folders; ``root`` is this machine's. None: all machines share ``root``."""
     store: Store | None = None
@@ -125,7 +129,7 @@ class SavePlan:
 
     def outdated(self) -> list[Path]:
         """List the checkpoints to remove once this one is complete."""
-        if isinstance(self.folders, Memory):  # one is complete while the next is written
+        if isinstance(self.folders, Memory):  # keep two: one is complete while the next is written
             return read.list_checkpoints(self.root)[:-2]
         if self.failed:
             return [path for path in self.root.glob("failed-step-*") if path != self.path]
@@ -160,11 +164,11 @@ class Saver:
     """Writes a rank's checkpoints in the background, one at a time. Collective."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        """``rendezvous`` with the other ranks, for this saver alone."""
+        """Use ``rendezvous`` to meet the other ranks. Nothing else may use it."""
         self._rendezvous, self._rank = rendezvous, rendezvous.rank
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.under_way: Future[Saved] | None = None
-        """The save that was started, until its result is taken."""
+        """The started save whose result has not been taken yet; None: there is none."""
 
     def start(
         self,
@@ -186,12 +190,12 @@ class Saver:
         self.under_way = self._thread.submit(self._save, plan, groups, state, ready)
 
     def finished(self) -> Saved | None:
-        """Return the checkpoint that is newly complete, or None; RunFailed: it is not written."""
+        """Return the checkpoint that is newly complete, or None; RunFailed: the save failed."""
         is_writing = self.under_way is not None and not self.under_way.done()
         return None if is_writing else self.wait()
 
     def wait(self) -> Saved | None:
-        """Wait until the save is complete; otherwise like :meth:`finished`."""
+        """Wait until the save is complete, then return or raise as :meth:`finished` does."""
         future, self.under_way = self.under_way, None
         return None if future is None else future.result()
 
@@ -243,7 +247,8 @@ class Saver:
         self._tell_all(lambda: str(len(_values(reports))), plan)
 
     def _tell_all(self, act: Callable[[], str], plan: SavePlan) -> str:
-        """Run ``act`` on the main rank and return its result on all ranks; RunFailed: it failed."""
+        """Run ``act`` on the main rank, and return its result on all ranks; RunFailed: ``act``
+        failed."""
         outcome = _attempt(act) if self._rank == 0 else ""
         answer = json.loads(self._rendezvous.broadcast(outcome))
         if "error" in answer:
@@ -302,8 +307,8 @@ def _joined(reports: Sequence[str]) -> read.Contents:
 
 
 def _values(reports: Sequence[str]) -> list[Any]:
-    """Return the results of all ranks' :func:`_attempt`; OSError: one failed, the first is
-    raised."""
+    """Return the results of all ranks' :func:`_attempt`. Raise the OSError of the first rank that
+    failed."""
     answers = [json.loads(report) for report in reports]
     for rank, answer in enumerate(answers):
         if "error" in answer:
@@ -314,8 +319,8 @@ def _values(reports: Sequence[str]) -> list[Any]:
 class Staging:
     """Host memory with a copy of a rank's state, for one save at a time.
 
-    On CUDA the copies run on a stream of their own into pinned memory, as many bytes as the rank's
-    slices have. It is kept for the next save, since pinning takes far longer than copying. Call
+    On CUDA the copies run on their own stream, into pinned memory of the size of the rank's slices.
+    This memory is kept for the next save, since pinning takes far longer than copying. Call
     :meth:`hold_changes` before anything changes the state.
     """
 
@@ -326,8 +331,9 @@ class Staging:
         self._copied: Any = None
 
     def copy(self, groups: _Groups) -> tuple[_Groups, Callable[[], object]]:
-        """Copy the slices of ``groups`` that this rank writes, with their values at this point of
-        the device's work.
+        """Copy the slices of ``groups`` that this rank writes.
+
+        The copies have the values that the slices have at this point of the device's work.
 
         Returns:
             The copies, valid until the next call, and a function that waits until they are made.
@@ -365,7 +371,7 @@ class Staging:
 def write_tensors(path: Path, group: str, parts: Mapping[str, TensorSlice]) -> read.Contents:
     """Write parts of a group to a new safetensors file, and force it to the disk.
 
-    It takes host memory for one :data:`CHUNK`, wherever the tensors are.
+    The function takes host memory for one :data:`CHUNK`, on whichever device the tensors are.
 
     Raises OSError: the file cannot be written.
     """
@@ -408,7 +414,10 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int],
 
 
 def _host_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of ``tensor``, row-major, a :data:`CHUNK` at a time, valid until the next."""
+    """Yield the bytes of ``tensor`` in row-major order, one :data:`CHUNK` at a time.
+
+    A chunk is valid until the next one.
+    """
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     bounce = torch.empty(0)
     if flat.is_cuda:
@@ -416,7 +425,7 @@ def _host_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     for chunk in flat.split(read.CHUNK) if flat.numel() else ():
         if chunk.is_cuda:
             chunk = bounce[: chunk.numel()].copy_(chunk)
-        # Not chunk.numpy(), after which torch lets nobody resize the storage, as offloading does.
+        # chunk.numpy() would keep torch from resizing the storage, and offloading resizes it.
         yield memoryview((ctypes.c_char * chunk.numel()).from_address(chunk.data_ptr())).cast("B")
 
 
@@ -428,10 +437,10 @@ def _write_all(descriptor: int, data: bytes | memoryview) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what killed processes left half written or half removed.
+    """Remove checkpoints that killed processes left half written or half removed.
 
-    Only a process that has ``root`` to itself may call this: it would remove what another live
-    process is writing.
+    Only a process that has ``root`` to itself may call this. Otherwise the call would remove a
+    checkpoint that another live process is writing.
     """
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         if match := _LEFTOVER.fullmatch(path.name):
@@ -453,10 +462,11 @@ def begin(final: Path, new: Path | None = None) -> Path:
 def commit(new: Path, final: Path, contents: read.Contents, state: Mapping[str, Any]) -> None:
     """Complete ``new``, whose ``contents`` are on the disk, and rename it to ``final``.
 
-    It gets its ``state.json``, and the manifest of that and of all that ``contents`` names. If
-    there was a complete ``final``, there is one at every instant, whenever this process dies.
+    The function writes ``state.json``, and a manifest of it and of all files of ``contents``. If
+    this step had a complete checkpoint before, it has one at every instant, whenever this process
+    dies.
 
-    Raises OSError: it cannot be written or renamed; ``final`` is unchanged.
+    Raises OSError: ``new`` cannot be written or renamed; ``final`` is unchanged.
     """
     text = json.dumps({**state, "format": read.FORMAT}, indent=1).encode()
     files = {**contents.files, read.STATE: read.FileSum(len(text), len(text), read.crc_of(text))}
@@ -470,7 +480,7 @@ def commit(new: Path, final: Path, contents: read.Contents, state: Mapping[str, 
     try:
         if final.exists():  # this very step was saved before
             shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)  # it counts as this step until the new one has its name
+            final.rename(replaced)  # the old folder counts until the new one has the name
         new.rename(final)
         fsync(final.parent)
     finally:
@@ -480,7 +490,7 @@ def commit(new: Path, final: Path, contents: read.Contents, state: Mapping[str, 
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; at no instant does it look like a damaged one."""
+    """Remove a checkpoint. It never looks like a damaged one meanwhile."""
     removed = _hidden(checkpoint, "removed")
     try:
         shutil.rmtree(removed, ignore_errors=True)

@@ -18,7 +18,7 @@ _SAMPLING = {
     "min_p": (0.0, "share of the largest"),
     "seed": (0, None),
 }
-"""Options with the same names as in SamplingParams: default and meaning."""
+"""Options with the same names as in SamplingParams, each with its default and meaning."""
 
 
 @command
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None) -> None:
     for name, (default, meaning) in _SAMPLING.items():
         add(f"--{name}", type=type(default), default=default, help=meaning)
     args = parser.parse_args(argv)
-    # Imported here: a second that would delay --help and errors in options.
+    # Imported here: these imports take a second, which would delay --help and errors in options.
     with quiet_imports():
         from moetrain.generate import request
         from moetrain.generate.engine import Generator, load_model

@@ -1,19 +1,19 @@
 """Start the processes of a run on this machine, and make sure that they end together.
 
-:func:`start_ranks` uses the process layer of torch's elastic launcher and gives ranks the variables
-that torchrun would. The rest of that launcher gives a stopped run 30 seconds, however large its
-checkpoint is. After a failure it waits as long for the other ranks, which hang in a collective.
-Here:
+:func:`start_ranks` uses the process layer of torch's elastic launcher and gives ranks the same
+environment variables as torchrun. The rest of torch's launcher gives a stopped run 30 seconds,
+however large its checkpoint is. After a failure it waits as long for the other ranks, which hang in
+a collective. This module ends runs as follows, with these exit codes:
 
     all ranks succeed        0
     SIGTERM, Ctrl-C          is sent to every rank; they write a checkpoint: 143, 130
-    a rank fails             the first that does prints its error; the others are killed: 1 or 2
+    a rank fails             the first to fail prints its error; the others are killed: 1 or 2
     a rank is killed         a line names the signal; the others are killed: 1
     this process is killed   the ranks, which watch it, die too
 
 A rank is ``python -m moetrain.cli.launch LAUNCHER COMMAND``, which runs COMMAND. Left out on
-purpose: several machines (torchrun, srun), checks (ranks make them, and the first to fail reports),
-and other systems than Linux, whose kernel tells when a parent or a child has died.
+purpose: several machines (torchrun and srun start them), checks (ranks make them, and the first to
+fail reports), and systems other than Linux, because Linux tells when a parent or a child has died.
 """
 
 import ctypes
@@ -33,9 +33,9 @@ from moetrain.cli import interrupt_quietly
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
-"""Time after a failure in which other ranks can report what they know, before they are killed."""
+"""Seconds after a failure in which the other ranks may still report, before they are killed."""
 _STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
-"""Exit codes of ranks that stopped on request; the others then have all the time they need."""
+"""Exit codes of ranks that stopped on request. The other ranks then have all the time they need."""
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """Signals that torch's start_processes handles, and SIGUSR1, the warning of batch systems."""
 _FAILED = 1
@@ -43,10 +43,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def start_ranks(command: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
-    """Run ``python COMMAND`` as ``nproc`` ranks until the run ends; returns its exit code.
+    """Run ``python COMMAND`` as ``nproc`` ranks until the run ends. Return its exit code.
 
-    Call it from the main thread, where signals arrive. After a failure all ranks start again,
-    ``max_restarts`` times.
+    Call this function from the main thread, where signals arrive. After a failure all ranks start
+    again, at most ``max_restarts`` times.
     """
     restarts, code = 0, _run_ranks(command, nproc, 0, max_restarts)
     while code == _FAILED and restarts < max_restarts:
@@ -63,7 +63,7 @@ def _run_ranks(command: Sequence[str], nproc: int, restarts: int, max_restarts: 
     from torch.distributed.elastic import multiprocessing
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # Served from here, so that no rank has to find a port that stays free until it is used.
+    # This process serves the store: a port that a rank finds free may be taken before its use.
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     # By default torch uses every core in each of the ranks.
     threads = min(torch.get_num_threads(), (os.cpu_count() or 1) // nproc)
@@ -92,8 +92,8 @@ def _run_ranks(command: Sequence[str], nproc: int, restarts: int, max_restarts: 
                 mark = _failure_mark(ranks.error_files[0])
                 return _watch(list(ranks.pids().values()), handlers, mark)
             finally:
-                ranks.close(signal.SIGKILL)  # and their own children
-        except multiprocessing.SignalException as stop:  # before _watch took the signals over
+                ranks.close(signal.SIGKILL)  # kills the ranks' own children too
+        except multiprocessing.SignalException as stop:  # it came before _watch set its handlers
             print("interrupted", file=sys.stderr)
             return 128 + stop.sigval
         finally:
@@ -102,12 +102,12 @@ def _run_ranks(command: Sequence[str], nproc: int, restarts: int, max_restarts: 
 
 
 def _failure_mark(error_file: str) -> Path:
-    """Return the file that exists after a rank's failure was reported."""
+    """Return the path of the file that exists once a rank's failure is reported."""
     return Path(error_file).parent.parent / "failed"
 
 
 def _watch(pids: Sequence[int], before: Mapping[signal.Signals, Any], failed_mark: Path) -> int:
-    """Wait until all ranks succeeded or stopped, or one failed; returns the exit code."""
+    """Wait until all ranks have succeeded or stopped, or one has failed. Return the exit code."""
     forwarded: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
@@ -116,7 +116,7 @@ def _watch(pids: Sequence[int], before: Mapping[signal.Signals, Any], failed_mar
         for pid in pids:
             os.kill(pid, number)
 
-    for number, was in before.items():  # what nohup ignores stays ignored
+    for number, was in before.items():  # a signal that nohup ignores stays ignored
         signal.signal(number, was if was is signal.SIG_IGN else forward)
     deadline = float("inf")
     while True:
@@ -133,10 +133,10 @@ def _watch(pids: Sequence[int], before: Mapping[signal.Signals, Any], failed_mar
         if code is not None and code < 0 and -code not in forwarded:
             cause = f"signal {-code} ({signal.strsignal(-code)})"
             print(f"failed: rank {rank} was killed by {cause}", file=sys.stderr)
-    # A rank that a stop signal killed before it could handle it has stopped as well.
+    # A rank that was killed by a stop signal, before it could handle the signal, counts as stopped.
     ended = [128 - code if -code in forwarded else code for code in codes if code is not None]
     failed = [code for code in ended if code not in (0, *_STOPPED)]
-    # A bad setting (2) that one rank found makes the others fail in other ways (1).
+    # If one rank finds a bad setting (2), the other ranks fail in other ways (1).
     return max(_FAILED, *failed) if failed else max(ended)
 
 
@@ -148,14 +148,14 @@ def _exit_code(pid: int) -> int | None:
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
-# ---- what a rank does --------------------------------------------------------------------------
+# ---- the code that ranks run -------------------------------------------------------------------
 
 
 def is_first_to_fail(error_file: str, *, waits: bool) -> bool:
     """Return True on the first rank of this machine that fails; later ranks fail because of it.
 
-    ``error_file`` is this rank's own, from TORCHELASTIC_ERROR_FILE. With ``waits`` the death of
-    another rank, which may be the cause, is reported first.
+    ``error_file`` is this rank's own, from TORCHELASTIC_ERROR_FILE. With ``waits`` this function
+    gives the launcher time to report first that another rank was killed, which may be the cause.
     """
     if waits:
         time.sleep(5 * _POLL_SECONDS)
@@ -168,10 +168,10 @@ def is_first_to_fail(error_file: str, *, waits: bool) -> bool:
 
 def _run_command(launcher: str, *command: str) -> None:
     """Run ``-m MODULE [WORD ...]`` or ``FILE [WORD ...]`` as python would."""
-    # This process is killed when its parent ends, also by `kill -9`.
+    # The kernel kills this process when its parent ends, even if `kill -9` ended the parent.
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != int(launcher):  # it ended before we asked
+    if os.getppid() != int(launcher):  # the launcher ended before the call of prctl
         os.kill(os.getpid(), signal.SIGKILL)
     if command[0] == "-m":
         interrupt_quietly()

@@ -1,8 +1,8 @@
 """``moetrain launch slurm|k8s|sky RECIPE --nodes N``: write the job of a run on several machines.
 
 The file is made from ``templates/``: a script for Slurm's sbatch, a JobSet of Kubernetes or a task
-of SkyPilot. They start the ranks by srun or torchrun, and again after a failure; the run then
-resumes from its newest checkpoint. Nothing is submitted.
+of SkyPilot. The job starts the ranks by srun or torchrun, and starts them again after a failure;
+the run then resumes from its newest checkpoint. This command does not submit the job.
 """
 
 import json
@@ -28,8 +28,8 @@ _WAYS = {
     "k8s": ("jobset.yaml", "kubectl apply -f", {"sbatch"}),
     "sky": ("sky.yaml", "sky jobs launch", {"sbatch"}),
 }
-"""By kind of job: the template, which is the file's ending too; the command that submits the file;
-options that belong to other kinds."""
+"""For each kind of job: the template, whose name is also the ending of the written file; the
+command that submits the file; the options that belong to other kinds."""
 _FOLDER = "/shared"
 """Mount point of the shared volume in a container; a run's paths are relative to it."""
 _OPTIONS = {
@@ -124,7 +124,7 @@ def shell_word(word: str) -> str:
     """Quote ``word`` for bash, always on one line."""
     if word.isprintable():
         return shlex.quote(word)
-    # All but printable ASCII, the quote and the backslash.
+    # The pattern matches the quote, the backslash and everything that is not printable ASCII.
     parts = re.split(r"([^ -&(-\[\]-~]+)", word)
     parts[1::2] = ["".join(f"\\x{byte:02x}" for byte in os.fsencode(x)) for x in parts[1::2]]
     return "$'" + "".join(parts) + "'"

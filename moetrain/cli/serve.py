@@ -1,9 +1,9 @@
 """``python -m moetrain.serve PATH``: serve a checkpoint over HTTP in OpenAI's protocol.
 
 PATH is a Hugging Face folder (such as ``output_dir/hf`` of a run) or a hub id. SIGTERM and Ctrl-C
-stop the server. Requests that it has begun have two seconds to be answered; those that are not get
-status 503, and streams end with an error event. Exit codes: 0, or 2 and one line that says what is
-wrong.
+stop the server, which then has two seconds to answer the requests that it has begun. Requests that
+are not answered by then get status 503, and streams end with an error event. Exit codes: 0, or 2
+and one line that says what is wrong.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _NUMBERS = {
     "grammar_seconds": (5, "seconds that compiling a grammar may take"),
     "grammar_mib": (512, "memory of one grammar, in MiB"),
 }
-"""Options that are 1 or more: default and meaning."""
+"""Options whose values are 1 or more, each with its default and meaning."""
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 
 class Program(NamedTuple):
-    """A command that takes settings, with all that differs between these commands."""
+    """A command that takes settings. The fields hold all that differs between these commands."""
 
     name: str
     """The command is ``python -m moetrain.NAME``."""
     run: Callable[[Config], None]
     """Runs the command in one process or rank."""
     plan: Callable[[Config, "Architecture"], str]
-    """For a dry run: takes config and architecture, raises ConfigError for what the run would
-    refuse, and returns in words how much memory the run takes."""
+    """A dry run calls this function with config and architecture. It returns in words how much
+    memory the run takes, and raises ConfigError for settings that the run would refuse."""
     recipes: Recipes
     foreign: tuple[str, ...]
     """Beginnings of the names of settings that this command does not use."""
@@ -60,7 +60,7 @@ class Program(NamedTuple):
         return config
 
 
-# Each imports torch late, so that --help or a misspelt setting does not wait for it.
+# Each function below imports torch late, so that --help or a misspelt setting does not wait for it.
 
 
 def _train(config: Config) -> None:
@@ -144,7 +144,7 @@ JOBS = Program(
             "optim.lr",
         ),
         *("optim.beta", "optim.eps", "optim.weight_decay", "optim.max_grad_norm"),
-        *("moe.aux_loss_coef", "moe.z_loss_coef"),  # a loss is its client's alone
+        *("moe.aux_loss_coef", "moe.z_loss_coef"),  # the client alone chooses the loss
         *("train.max_bad_steps", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_"),
         *("optim.decay_", "train.eval_", "train.sample_", "train.gc_interval", "log."),
         *("train.patience", "launch.hang_seconds"),
@@ -155,9 +155,9 @@ JOBS = Program(
 
 
 def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
-    """Run ``program`` by the words ``argv`` (default: the process's own); return its exit code.
+    """Run ``program`` with the words ``argv`` (default: the process's own). Return the exit code.
 
-    A process that a launcher started as one of several does not return from an error: it exits.
+    A process that a launcher started as one of several exits at an error and does not return.
     """
     let_idle_threads_sleep()
     words = list(sys.argv[1:] if argv is None else argv)
@@ -169,14 +169,14 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
     words = [word for word in words if word != "--dry_run"]
     is_source = bool(words) and not words[0].startswith("--") and "=" not in words[0]
     place = None
-    # No garbage collection while importing: it takes a sixth of the start. The loop over steps
+    # Garbage collection during imports would take a sixth of the start-up time. The loop over steps
     # collects by itself.
     gc.disable()
     try:
         place = launched_place()
         if place is None:
-            # Not in a rank: Python may lose an exception that is raised during an import, and the
-            # launcher would wait for this rank forever.
+            # A rank does not do this: Python may lose an exception that is raised during an import,
+            # and the launcher would wait for this rank forever.
             interrupt_by_exception()
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
         if place is None or place.rank == 0:
@@ -241,7 +241,7 @@ def _help_entry(name: str, field: FieldInfo) -> list[str]:
 
 
 def _plan(config: Config, program: Program, *, shows: bool) -> None:
-    """Print the resolved config as JSON, and the memory it takes to standard error."""
+    """Print the resolved config as JSON, and the estimate of memory on standard error."""
     from moetrain.train.session import resolve_run  # imported here: torch would delay --help
 
     config, arch = resolve_run(config)
@@ -253,7 +253,7 @@ def _plan(config: Config, program: Program, *, shows: bool) -> None:
 
 
 def _launch(config: Config, words: Sequence[str], program: Program) -> int:
-    """Run as the only rank, or start ``launch.nproc`` ranks; returns the exit code."""
+    """Run as the only rank, or start ``launch.nproc`` ranks. Return the exit code."""
     # Imported here: torch would delay --help and errors in settings.
     with quiet_imports():
         from moetrain.parallel.processes import num_processes
@@ -262,7 +262,7 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
     max_restarts = config.launch.max_restarts
     if nproc == 1 and not max_restarts:
         return _fit(config, program, None)
-    families: Any = sys.modules.get("moetrain.models.families")  # there, if some were registered
+    families: Any = sys.modules.get("moetrain.models.families")  # loaded if any were registered
     if families is not None and families.FAMILIES.keys() - families.SHIPPED:
         from moetrain.train.session import resolve_run
 
@@ -292,9 +292,9 @@ def _fit(config: Config, program: Program, place: LaunchedPlace | None) -> int:
     return 0
 
 
-# The disk is full, broken, gone or read-only, or standard output was closed.
+# Errors of a disk that is full, broken, gone or read-only, and of a closed standard output.
 _DISK_ERRORS = {"ENOSPC", "EDQUOT", "EFBIG", "EIO", "EROFS", "ESTALE", "EACCES", "EPERM", "EPIPE"}
-# safetensors has an error of its own; only its text has the number.
+# safetensors raises an exception of its own, and only the text of it has the error's number.
 _OS_ERROR = re.compile(r"os error (\d+)|code: (\d+)")
 
 
@@ -302,9 +302,9 @@ def _why_no_disk(error: Exception, folder: str) -> str | None:
     """Describe a disk's error and name the file; None: the error is of another kind.
 
     Every error of a file in the output folder counts, since moving the folder during a run causes
-    many kinds.
+    errors of many kinds.
     """
-    name = getattr(error, "filename", None)  # a descriptor's is a number
+    name = getattr(error, "filename", None)  # a number if a descriptor was used
     file = os.fsdecode(name) if isinstance(name, (str, bytes)) else ""
     number = getattr(error, "errno", None)
     if number is None and (match := _OS_ERROR.search(str(error))):
@@ -317,7 +317,10 @@ def _why_no_disk(error: Exception, folder: str) -> str | None:
 
 @contextmanager
 def _disk_errors_of_threads_unprinted(folder: str) -> Iterator[None]:
-    """Hide disk errors of threads; the run itself meets those of TensorBoard's thread again."""
+    """Do not print disk errors of threads.
+
+    The run itself meets the disk errors of TensorBoard's thread again.
+    """
     before = threading.excepthook
 
     def report(failure: threading.ExceptHookArgs) -> None:
@@ -333,9 +336,10 @@ def _disk_errors_of_threads_unprinted(folder: str) -> Iterator[None]:
 
 
 def _end(place: LaunchedPlace | None, code: int, reason: str, *, may_follow: bool = False) -> int:
-    """Print the failure once per job, then exit with ``code``; return it if no launcher waits.
+    """Print the failure once per job, then exit with ``code``. Without a launcher return ``code``.
 
-    With ``may_follow`` the failure may be the consequence of another rank's, which is then printed.
+    ``may_follow`` says that another rank's failure may be the cause. If so, only the cause is
+    printed.
     """
     # Without one of torch's launchers (under srun) ranks share no folder, so every rank reports.
     error_file = None if place is None else place.error_file
@@ -345,5 +349,5 @@ def _end(place: LaunchedPlace | None, code: int, reason: str, *, may_follow: boo
         return code
     sys.stdout.flush()
     sys.stderr.flush()
-    # A usual exit closes communicators, which can wait forever for ranks that have ended.
+    # A normal exit closes communicators, which can wait forever for ranks that have ended.
     os._exit(code)

@@ -1,8 +1,8 @@
-"""The surroundings of a process: its launcher, kinds of GPUs, caches, compilers, threads.
+"""The environment of a process: its launcher, kinds of GPUs, caches, compilers, threads.
 
-None of this is a setting; settings in the environment (``MOETRAIN_*``) are read in
-:mod:`moetrain.config.sources`. Left out on purpose: the share of a GPU's rates that our kernels
-reach (:mod:`moetrain.train.estimates.speed`).
+None of this is a setting. :mod:`moetrain.config.sources` reads the settings in environment
+variables (``MOETRAIN_*``). Left out on purpose: the share of a GPU's rates that our kernels reach
+(:mod:`moetrain.train.estimates.speed`).
 """
 
 import os
@@ -18,7 +18,8 @@ GIB = 2**30
 
 
 class Gpu(NamedTuple):
-    """Memory and rates of a kind of GPU, by its vendor's datasheet unless said otherwise."""
+    """Memory and rates of a kind of GPU, from the vendor's datasheet unless a field says
+    otherwise."""
 
     memory_gib: float
     """Memory that torch reports (``total_memory``), less than the name promises."""
@@ -36,19 +37,19 @@ GpuName = Literal["a100", "l40s", "h100", "h800", "h200", "b200"]
 GPUS: dict[GpuName, Gpu] = {
     "b200": Gpu(178.3, 2250e12, 8.0e12, 900e9),
     "h200": Gpu(139.8, 989e12, 4.8e12, 450e9),
-    "h100": Gpu(79.1, 989e12, 3.35e12, 450e9),  # of 80 GB; the A100 too
+    "h100": Gpu(79.1, 989e12, 3.35e12, 450e9),  # with 80 GB, like the A100 below
     "h800": Gpu(79.1, 989e12, 3.35e12, 200e9),
     "a100": Gpu(79.1, 312e12, 2.04e12, 300e9, has_fp8=False),
     "l40s": Gpu(44.3, 362e12, 0.86e12, 32e9, has_fp8=False),  # over PCIe 4.0 x16
 }
 GPUS_OF_MACHINE = 8
-"""GPUs of a machine, which fast links connect; others are reached over the network."""
+"""Number of GPUs in a machine. Fast links connect them, and the network leads to other machines."""
 NETWORK_RATE = 50e9
-"""Bytes/s between machines of each GPU, in one direction: an adapter of 400 Gbit/s for each."""
+"""Bytes/s from a GPU to other machines, in one direction: each GPU has an adapter of 400 Gbit/s."""
 
 
 class LaunchedPlace(NamedTuple):
-    """The ranks of a process among the processes of its job."""
+    """The place of a process among the processes of its job."""
 
     rank: int
     local_rank: int
@@ -57,8 +58,8 @@ class LaunchedPlace(NamedTuple):
     address: str
     """``host:port`` of the rendezvous."""
     error_file: str | None
-    """File ``FOLDER/RANK/error.json`` in which torch's launchers want a rank's error; None: started
-    otherwise."""
+    """File ``FOLDER/RANK/error.json`` in which torch's launchers want a rank's error; None: another
+    launcher started the process."""
     on_machine: int | None
     """Processes on this machine; None: the launcher does not say."""
     store_is_served: bool = False
@@ -73,15 +74,15 @@ _SLURM_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoi
 
 
 def launched_place(variables: Mapping[str, str] = os.environ) -> LaunchedPlace | None:
-    """Return this process's ranks, if torchrun, srun or moetrain started it, or None.
+    """Return the place of this process if torchrun, srun or moetrain started it, or None.
 
     Raises ConfigError: one of the launcher's variables is missing, or is not a number.
     """
     if "RANK" in variables and "WORLD_SIZE" in variables:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         host, port = _text(variables, "MASTER_ADDR"), _number(variables, "MASTER_PORT")
-    # Only a step of several tasks has ranks to meet: a batch script's own process has a
-    # SLURM_PROCID too.
+    # A batch script's own process has a SLURM_PROCID too, but only a step of several tasks has
+    # several ranks.
     elif variables.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
         host = variables.get("MASTER_ADDR") or _first_slurm_host(variables)
@@ -94,7 +95,7 @@ def launched_place(variables: Mapping[str, str] = os.environ) -> LaunchedPlace |
     rank, local_rank, world_size = (_number(variables, name) for name in names)
     error_file = variables.get("TORCHELASTIC_ERROR_FILE")
     on_machine = _number(variables, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in variables else None
-    # ``4(x2)``: as many tasks on each of two machines.
+    # ``4(x2)`` means 4 tasks on each of two machines.
     of_tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if on_machine is None and of_tasks and names[0] == "SLURM_PROCID":
         on_machine = int(of_tasks[1])
@@ -146,7 +147,7 @@ def c_compiler() -> str | None:
 
 
 def one_tokenizer_thread() -> None:
-    """Let the tokenizers of this process use one thread; others have the other cores."""
+    """Make this process's tokenizers use one thread: other processes use the other cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
@@ -158,9 +159,10 @@ def user_cache_dir() -> Path:
 def let_idle_threads_sleep() -> None:
     """Make idle OpenMP threads sleep: at once if the machine is busy, else after microseconds.
 
-    Call it before torch is imported, which reads these variables. Variables that are set already
-    stay as they are. By default idle threads spin for a millisecond and occupy cores: beside four
-    busy processes a step of the debug recipe then takes 3.0 s, and 1.9 s with sleeping threads.
+    Call this before importing torch, which reads these variables. Variables that are set already
+    stay as they are. By default idle threads spin for a millisecond and occupy cores. Beside four
+    busy processes a step of the debug recipe takes 3.0 s with spinning threads, and 1.9 s with
+    sleeping ones.
     """
     if os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")

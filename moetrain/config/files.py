@@ -31,9 +31,9 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_durably(path: Path, data: bytes | memoryview) -> None:
-    """Write ``data`` as :func:`write_atomically`, and force it and its name to the disk.
+    """Write ``data`` as :func:`write_atomically` does, and force data and name to the disk.
 
-    It makes few system calls, since a thread may have to wait for the interpreter after each.
+    The function makes few system calls, since a thread may wait for the interpreter after each.
     """
 
     def put(temporary: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a setting takes, in words: for ``--help`` and docs/settings.md."""
+"""Descriptions of the values that settings take, for ``--help`` and docs/settings.md."""
 
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -9,7 +9,7 @@ _TYPES = {bool: "yes or no", int: "a whole number", float: "a number", str: "tex
 
 
 def values_in_words(annotation: Any, quote: str = "") -> str:
-    """Describe the values that a setting of this type takes; named values stand in ``quote``."""
+    """Describe the values that a setting of this type takes. ``quote`` surrounds named values."""
     if get_origin(annotation) is Annotated:  # a number with bounds
         return values_in_words(get_args(annotation)[0], quote)
     if annotation in _TYPES:

@@ -1,15 +1,15 @@
 """Locks on files: a process holds one until it ends, however it ends.
 
 The lock is ``flock(2)`` on a file that names its holder. Such a lock belongs to an open file, which
-``fork(2)`` shares with the child: a child that outlives a killed process would hold the lock on.
-Two things prevent that. Children that Python forks close the file at once. A child that other code
-forks keeps it, so a process that finds the lock taken asks whether the holder that the file names
-is still alive. If it has ended, the lock is taken over.
+``fork(2)`` shares with the child: a child that outlives a killed process would keep the lock. Two
+things prevent that. Children that Python forks close the file at once. A child that other code
+forks keeps the file open. So a process that finds the lock taken checks whether the holder that the
+file names is still alive, and takes the lock over if the holder has ended.
 
-Each holder has a file of its own, locked and written before it gets its name, so that a locked file
-never names anyone but its holder. A file is replaced only by a process that has its
-``fcntl(2)`` lock, which no child inherits, and has seen that the file still bears the name: of
-several processes that take over the same lock one succeeds.
+Each holder makes a file of its own. It locks and writes this file before it renames it to the
+lock's path, so that a locked file never names anyone but its holder. A process replaces the file at
+the path only if it has that file's ``fcntl(2)`` lock, which no child inherits, and has then seen
+that the file is still at the path. So one of several processes that take over a lock succeeds.
 """
 
 import errno
@@ -25,28 +25,28 @@ from pathlib import Path
 from moetrain.config import logger
 
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
-"""Errors of ``flock`` on file systems without it."""
+"""Errors of ``flock`` on file systems that do not support it."""
 _POLL_SECONDS = 0.1
 """Time between two attempts to get a lock that another holds."""
 _MOST_ATTEMPTS = 10
 """Attempts after which a lock counts as held if other processes keep replacing its file."""
 
 _mutex = threading.RLock()
-"""Held during each attempt: the threads of a process share its ``fcntl`` locks. A fork waits for
-it, so that no child misses a descriptor that it must close."""
+"""This mutex is held during each attempt, because the threads of a process share its ``fcntl``
+locks. A fork waits for the mutex, so that no child misses a descriptor that it must close."""
 _held: set["_HeldLock"] = set()
 
 
 class LockHeldError(Exception):
-    """Another process, or another part of this one, holds the lock; the message names it."""
+    """Another process, or another part of this one, holds the lock. The message names it."""
 
 
 class _CrowdedError(LockHeldError):
-    """Another process takes the lock at this moment, and may still fail to."""
+    """Another process is taking the lock at this moment, and may still fail."""
 
 
 class _HeldLock:
-    """A lock that this process holds, by a descriptor of its file."""
+    """A lock that this process holds through an open descriptor of the lock's file."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor: int | None = descriptor
@@ -77,7 +77,7 @@ os.register_at_fork(
 
 @contextmanager
 def file_lock(path: Path, *, waits: bool = False) -> Iterator[bool]:
-    """Hold the lock of the file ``path`` inside; the file is made, and stays.
+    """Hold the lock of the file ``path`` within the context. The file is created, and stays.
 
     Yields False where the file system has no locks: then nothing keeps others out.
 
@@ -123,7 +123,7 @@ def _attempt(path: Path) -> _HeldLock:
         survivor = None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # This is only a probe: on NFS it would stand in the way of the other kind of lock.
+            # This lock is only a probe: on NFS it would conflict with the fcntl lock below.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         except BlockingIOError:
             survivor = _Holder.read(descriptor)
@@ -134,7 +134,7 @@ def _attempt(path: Path) -> _HeldLock:
         except (BlockingIOError, PermissionError):
             if survivor is None:
                 raise _CrowdedError("others that start at the same time") from None
-            # On NFS the child's lock and this one are of one kind.
+            # On NFS both kinds of lock are one kind, so the child's lock conflicts with this one.
             problem = "has ended, but a process that it started holds its lock; end that"
             raise _CrowdedError(f"{survivor.described()} {problem}") from None
         if not _is_at(descriptor, path):
@@ -142,7 +142,7 @@ def _attempt(path: Path) -> _HeldLock:
         if survivor is not None:
             with suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                survivor = None  # it was only the probe of another that starts too
+                survivor = None  # the lock was only the probe of another process that starts too
         held = _replace(path)
     finally:
         os.close(descriptor)
@@ -160,7 +160,7 @@ def _replace(path: Path) -> _HeldLock:
     """Replace ``path`` by a file that this process has locked."""
     start, end = f".{path.name}.", ".tmp"
     for name in os.listdir(path.parent):
-        if name.startswith(start) and name.endswith(end):  # of one that was killed right here
+        if name.startswith(start) and name.endswith(end):  # left by a process killed here
             (path.parent / name).unlink(missing_ok=True)
     new = path.with_name(f"{start}{os.getpid()}{end}")
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -220,7 +220,7 @@ class _Holder:
     def has_ended(self) -> bool:
         """Return True if the process has surely ended, even if its number is in use again."""
         if not self.place or self.place != _place():
-            return False  # of another machine or container, or of before a boot
+            return False  # the process is from another machine, container or boot
         started = _start_of(self.process)
         try:
             os.kill(self.process, 0)
@@ -241,7 +241,7 @@ def _place() -> str:
 
 
 def _fields(stat: Path) -> list[str]:
-    """Return the fields of a process or thread after its name; empty: they cannot be read."""
+    """Return the fields of a process's or thread's ``stat`` after the name; empty: unreadable."""
     try:
         return stat.read_bytes().rpartition(b")")[2].decode("ascii").split()
     except (OSError, ValueError):

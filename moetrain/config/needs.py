@@ -2,8 +2,8 @@
 
     Need("optim.decay_fraction", requires={"optim.schedule": {"wsd"}})
 
-A setting that a user gave and that a need refuses is an error of one line. One that only a recipe
-proposes goes back to its default (:meth:`moetrain.config.Config.fitted`).
+If a user gave a setting that a need refuses, the result is an error of one line. If only a recipe
+gave the setting, it goes back to its default (:meth:`moetrain.config.Config.fitted`).
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -13,7 +13,10 @@ from typing import Any, NamedTuple, cast
 
 
 class Fact(StrEnum):
-    """Facts about the machine and the model, known once a run starts, in the words of messages."""
+    """Facts about the machine and the model, which are known once a run starts.
+
+    The values are the words of messages.
+    """
 
     CUDA = "a CUDA device"
     DEEPEP = "DeepEP"
@@ -22,7 +25,7 @@ class Fact(StrEnum):
 
 
 class Other(Container[Any]):
-    """Every value except some."""
+    """A container of every value except ``excluded``."""
 
     def __init__(self, *excluded: Any) -> None:
         self.excluded = excluded
@@ -37,28 +40,29 @@ _SOME = Other(0)
 _SOME_NAMES = Other(())
 _SEVERAL = Other(1)
 _HELD = {None}
-"""The value of a fact that is true. A string: the fact is false, and this is why."""
+"""The value of a fact that is true. The value of a false fact is a string, the reason."""
 
 
 class Need(NamedTuple):
-    """Settings, and what they need to have an effect.
+    """Settings, and the conditions under which they have an effect.
 
-    What other settings decide is checked when settings are read. What the model, the device or the
-    machine decides are facts, which become known in a dry run and when a run starts. The counts of
-    processes and micro-batches are not checked here: one file of settings must work with any.
+    Conditions on other settings are checked when settings are read. Conditions on facts about the
+    model, the device or the machine are checked in a dry run and when a run starts, once the facts
+    are known. Counts of processes and micro-batches are not checked here, since one file of
+    settings must work with any counts.
     """
 
     settings: str
     """Dotted names with spaces between, or ``section.*`` for the others of a section."""
     requires: Mapping[str, Container[Any]]
-    """Other settings or facts, and the values with which they satisfy the need; one is enough."""
+    """Other settings or facts, each with the values that satisfy the need. One is enough."""
     when: Container[Any] = _ANY
     """Values of the settings that have this need."""
     why: str = ""
     """The reason in words, for the message, where the values alone do not tell it."""
     remedy: str = ""
-    """The advice of the message. Without one it advises to unset the setting, or to give another
-    setting of ``requires`` one of its values."""
+    """The advice of the message. Empty: the message advises to unset the setting, or to give
+    another setting of ``requires`` one of its values."""
 
     def covers(self, name: str) -> bool:
         """Return whether the setting ``name`` has this need."""
@@ -66,16 +70,16 @@ class Need(NamedTuple):
         return name in self.settings.split() or (is_in_section and name not in self.requires)
 
     def advised(self, unused: tuple[str, ...] = ()) -> str:
-        """Return the end of a message: what to do, each way by itself.
+        """Return the end of a message: the remedies, each of which is enough.
 
-        Settings whose names begin as ``unused`` says are not advised.
+        Settings whose names begin with one of ``unused`` are not advised.
         """
         others = [(name, x) for name, x in self.requires.items() if not name.startswith(unused)]
         return self.remedy or ", or ".join(["unset it", *starmap(_satisfied, others)])
 
 
 def _satisfied(name: str, fitting: Container[Any]) -> str:
-    """Say how the setting ``name`` comes to one of the values ``fitting``."""
+    """Return the advice that gives the setting ``name`` one of the values ``fitting``."""
     if isinstance(fitting, Other):
         if fitting.excluded == (None,):
             return f"set {name}"
@@ -266,7 +270,7 @@ NEEDS: tuple[Need, ...] = (
         why="the update on the host is fp32",
     ),
     Need("activation.save", requires={"activation.policy": {"selective"}}),
-    # A graph replays what a device computes, over memory that stays where it is.
+    # A CUDA graph replays the work of a device, on memory at fixed addresses.
     Need("compile.cuda_graphs", requires={Fact.CUDA: _HELD}, when={True}),
     Need("compile.cuda_graphs", requires={"optim.offload_fraction": {0}}, when={True}),
     Need(
@@ -315,10 +319,10 @@ NEEDS: tuple[Need, ...] = (
         why="graphs do not support copies of experts",
     ),
     Need("moe.static_capacity", requires={"moe.dispatch_mode": {"static"}}),
-    # An unset coefficient is the model's own, and satisfies the need.
+    # An unset coefficient takes the model's own value, and satisfies the need.
     Need("moe.aux_loss_scope", requires={"moe.aux_loss_coef": _SOME}),
     Need("moe.bias_update_rate", requires={"moe.force_balanced": {False}}),
-    # Base and adapters, without the bias, would choose other experts than the model.
+    # Without the bias, base and adapters would choose other experts than the trained model.
     Need(
         "moe.bias_update_rate",
         requires={"lora.rank": {0}},
@@ -326,7 +330,7 @@ NEEDS: tuple[Need, ...] = (
         why="adapters' files have no place for the bias that it moves",
         remedy="set it to 0",
     ),
-    # exact promises the bits of generation, and only a kernel has them.
+    # ``exact`` promises the same bits as generation, and only a GPU kernel computes them.
     Need("kernels.attention", requires={Fact.CUDA: _HELD}, when={"exact"}),
     Need(
         "kernels.precision",
@@ -350,7 +354,7 @@ NEEDS: tuple[Need, ...] = (
         remedy="unset it, or set log.reporters wandb",
     ),
     Need("log.profile_after", requires={"log.profile": _SOME}),
-    # A run waits for its checkpoints at the end and at a stop in any case.
+    # Only saves during a run can be asynchronous: at its end and at a stop, a run waits for them.
     Need("checkpoint.asynchronous", requires=_SAVES | {"checkpoint.memory_interval": _SOME}),
     Need("checkpoint.memory", requires={"checkpoint.memory_interval": _SOME}),
     Need(
@@ -416,7 +420,7 @@ def unmet(
     """Yield the settings whose value is not their default and has no effect.
 
     Args:
-        values, defaults: of all settings, by dotted name.
+        values, defaults: the values and the defaults of all settings, by dotted name.
         facts: the facts that are known; each maps to the reason why it does not hold, or None.
         unused: beginnings of the names of settings that no message names, since the command does
             not use them.

@@ -4,11 +4,11 @@ Files are read in pieces, which can be read alone and in any order. ``pyarrow`` 
 ``.zst``, and ``datasets`` opens saved data sets and those of a hub. The extra ``data`` installs
 both. Without it, JSON can be read, and JSON in ``.gz``, ``.bz2`` and ``.xz``.
 
-No record larger than :data:`_MOST_BYTES` is held in memory, however small its file is. A larger
-line, element or row is passed over, and counts as a bad record.
+No record larger than :data:`_MOST_BYTES` is held in memory, even if its compressed file is small. A
+larger line, element or row is skipped, and counts as a bad record.
 
-Left out on purpose: remote files other than a hub's data sets. A program can give these to a
-Trainer as an iterable (docs/library.md).
+Left out on purpose: remote files other than a hub's data sets. A program can give the rows of such
+files to a Trainer as an iterable (docs/library.md).
 """
 
 import bz2
@@ -43,7 +43,7 @@ _ARCHIVES = {".zip", ".tar", ".tgz", ".7z"}
 _RECORD_FILES = (".jsonl", ".parquet", ".arrow", *(f".jsonl{c}" for c in sorted(_COMPRESSED)))
 """Suffixes of the files of records in a folder."""
 _JSON_FILES = (".json", *(f".json{c}" for c in sorted(_COMPRESSED)))
-"""Further suffixes. Such files are read in a folder that has none of the others."""
+"""Suffixes of files that are read only in a folder without any of :data:`_RECORD_FILES`."""
 _ABOUT = {
     "config.json",
     "dataset_info.json",
@@ -61,7 +61,7 @@ _RATIO = 4
 _MOST_BYTES = 64 << 20
 """Most bytes of a record."""
 _LINE_PART = 1 << 20
-"""Bytes that are read at once of a line that is passed over."""
+"""Bytes that are read at once from a line that is skipped."""
 _ROWS_AT_ONCE = 256
 """Most rows of a table that are Python objects at the same time."""
 _ROWS = 4096
@@ -74,13 +74,13 @@ class Raw(NamedTuple):
     where: str
     """Its file and line or row, for messages."""
     key: bytes
-    """Identifies it when held-out records are chosen."""
+    """Identifies the record when held-out records are chosen."""
     content: bytes | dict[str, Any]
-    """The text of its JSON, or a table's row."""
+    """The JSON text of the record, or a row of a table."""
     num_bytes: int
-    """Size of its text."""
+    """Size of the record's text."""
     problem: str | None = None
-    """The reason why it was not read. None: it was read."""
+    """The reason why the record was not read. None: it was read."""
 
     @classmethod
     def too_large(cls, where: str, num_bytes: int = 0) -> Self:
@@ -111,11 +111,12 @@ class FilePart(NamedTuple):
 
     file: Path
     start: int = 0
-    """First byte of lines or text, row group of a Parquet file, or row of a table."""
+    """First byte in a file of lines or text, first row group in a Parquet file, or first row in a
+    table."""
     stop: int = sys.maxsize
     """End of the part, in the same unit."""
     size: int = 0
-    """Estimated bytes of its records."""
+    """Estimated bytes of the part's records."""
 
     @property
     def is_whole(self) -> bool:
@@ -136,7 +137,7 @@ class Files:
     """A ``datasets.Dataset``, whose rows are read. None: the files are read."""
 
     def stamps(self) -> list[Any]:
-        """Return a JSON value that differs if the files changed, for the key of the token cache."""
+        """Return a JSON value for the token cache's key. The value differs if the files changed."""
         stats = [(file, file.stat()) for file in self.files]
         found: list[Any] = [[str(file.absolute()), s.st_size, s.st_mtime_ns] for file, s in stats]
         return found if self.table is None else [*found, len(self.table), self.table._fingerprint]
@@ -224,7 +225,7 @@ def _pyarrow(module: str) -> Any:
 
 
 def _rows(piece: FilePart, batches: Iterable[Any]) -> Iterator[Raw]:
-    """Yield the rows of ``batches`` of Arrow, the first of which are those of ``piece``."""
+    """Yield the rows of ``batches`` of Arrow, which begin with the first row of ``piece``."""
     place, number = str(piece.file), piece.start
     if piece.file.suffix.lower() == ".parquet":
         place, number = f"{place}, group {piece.start}", 0
@@ -275,7 +276,7 @@ def _too_large() -> str:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop keys without a value. A row of a table has them only because other rows have a value."""
+    """Drop keys without a value. A row of a table has such keys because other rows have values."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -295,9 +296,9 @@ def _arrow(path: Path) -> Iterator[Any]:
 
 
 def _json(piece: FilePart) -> Iterator[Raw]:
-    """Yield the lines that begin in ``piece``, or the elements of an array that the file is.
+    """Yield the lines that begin in ``piece``, or the elements if the file is one array.
 
-    A compressed file's lines are all of its lines.
+    A piece of a compressed file is the whole file.
     """
     suffix = piece.file.suffix.lower()
     if suffix == ".zst":
@@ -312,7 +313,7 @@ def _json(piece: FilePart) -> Iterator[Raw]:
             return
         if piece.start:
             file.seek(piece.start - 1)
-            # Pass over a line that begins in the piece before.
+            # Skip a line that begins in the previous piece.
             at += len(file.readline(piece.stop - at + 2)) - 1
         for number in count(1):
             if at >= piece.stop or not (line := file.readline(_MOST_BYTES + 1)):
@@ -352,7 +353,7 @@ def find_records(field: str, path: str, split: str, subset: str | None) -> tuple
     Returns:
         The files, and the table of ``datasets`` if ``path`` is a data set, otherwise None.
 
-    Raises ConfigError: there is nothing, or it cannot be read.
+    Raises ConfigError: ``path`` names nothing, or cannot be read.
     """
     is_saved = any(os.path.isfile(os.path.join(path, name)) for name in _SAVED)
     kinds = {".jsonl", ".json", ".txt", *_TABLES, *_COMPRESSED, *_ARCHIVES}
@@ -390,8 +391,8 @@ def list_files(
     Args:
         field: the setting with the value ``path``, for messages.
         path: a file, a folder or a pattern.
-        suffixes: ends of the names of files that are listed in a folder.
-        skipped: names of subfolders that are passed over.
+        suffixes: endings of the names of the files that are listed in a folder.
+        skipped: names of subfolders that are skipped.
 
     Raises ConfigError: there is no file that can be read.
     """
@@ -452,7 +453,7 @@ def _walk(field: str, root: Path, skipped: Set[str]) -> Iterator[Path]:
 
 
 def _check_format(field: str, path: str, file: Path, as_text: bool) -> None:
-    """Raise ConfigError if ``file``, one of ``path``, has a format that is not read."""
+    """Raise ConfigError if ``file``, which ``path`` names or holds, has an unsupported format."""
     suffix = file.suffix.lower()
     if suffix in _ARCHIVES or (suffix in _TABLES | _COMPRESSED and as_text):
         what = "it is" if str(file) == path else f"it holds {file.name!r},"

@@ -1,4 +1,4 @@
-"""Documents, which shares of them are read, and the bad records that are left out."""
+"""Documents, the shares of them that are read, and the bad records that are left out."""
 
 import hashlib
 import re
@@ -20,7 +20,7 @@ class Document(NamedTuple):
     is_end: bool = True
     """True: the document ends with this part."""
     num_bytes: int = 0
-    """Bytes of the source that were read for it, for the progress bar."""
+    """Bytes of the source that were read for the document, for the progress bar."""
     label: bool | None = None
     """For KTO: True for a desirable answer, False for an undesirable one, None without a label."""
     margin: float | None = None
@@ -35,7 +35,7 @@ class HashRange(NamedTuple):
     high: float = 1.0
 
     def holds(self, key: bytes) -> bool:
-        """Return whether a document is in the share. ``key`` is its name or content."""
+        """Return whether a document is in the share. ``key`` is the document's name or content."""
         digest = hashlib.blake2b(key, digest_size=8).digest()
         return self.low <= int.from_bytes(digest, "big") / 2**64 < self.high
 
@@ -47,7 +47,7 @@ class BadRecordError(ConfigError):
         """``field`` is the setting at fault, ``where`` the file and line."""
         self.problem = f"{where}: {error}"
         self.kind = error.kind or _kind_of(str(error))
-        """The sort of problem. Bad records are counted by it."""
+        """The kind of problem, by which bad records are counted."""
         super().__init__(field, self.problem)
 
 
@@ -85,8 +85,8 @@ class Skipped:
 
 
 _VALUE = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+|(?<=\s)[\[{(].*""")
-"""Matches what differs between errors of one kind: texts, numbers, and all that follows the
-beginning of a list or an object."""
+"""Matches the parts that differ between errors of one kind: texts, numbers, and all that follows
+the beginning of a list or an object."""
 
 
 def _kind_of(problem: str) -> str:

@@ -1,12 +1,13 @@
 """Reads records of public data sets with forms of their own, and says what to do with others.
 
-A record is read if its fields tell what is asked and what is answered. These are Glaive's function
-calling, xLAM's, runs of SWE-agent, Capybara's and XTuner's conversations, Llama-Nemotron's and
-Dolphin-R1's answers, Magicoder's problems, and pairs of SHP and of Stack Exchange. Others leave a
-choice to the user, such as which of two judgements counts (PKU-SafeRLHF) or how good an answer must
-be (HelpSteer): these are refused with what to write (:func:`remedy_for`).
+A record is read if its fields tell what is asked and what is answered. The sets with such records
+are Glaive's and xLAM's function calling, runs of SWE-agent, Capybara's and XTuner's conversations,
+Llama-Nemotron's and Dolphin-R1's answers, Magicoder's problems, and pairs of SHP and of Stack
+Exchange. Other sets leave a choice to the user, such as which of two judgements counts
+(PKU-SafeRLHF) or how good an answer must be (HelpSteer). Their records are refused, and the error
+says what to write instead (:func:`remedy_for`).
 
-Left out on purpose: records that differ from the published ones of their set.
+Left out on purpose: records that differ from the published records of their set.
 """
 
 import json
@@ -22,7 +23,7 @@ _GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": 
 _GLAIVE_INTRODUCTION = (
     "You are a helpful assistant with access to the following functions. Use them if required -"
 )
-"""The text before the functions of a system's turn. It means nothing without them."""
+"""The text before the functions in a system turn. It means nothing without the functions."""
 _GLAIVE_CALL = re.compile(r'\{\s*"name":\s*"([^"]+)"\s*(?:,\s*"arguments":\s*(.*?))?\s*\}', re.S)
 
 ABOUT = {
@@ -39,7 +40,8 @@ ABOUT = {
         "rejected_response",
     ),
 }
-"""Fields that may be beside a question and its answer. They are read too, or describe both."""
+"""Fields that may stand beside a question and its answer. Some are read too; others describe the
+question and the answer."""
 _METADATA = ("metadata", "meta", "extra", "extra_info")
 """Fields that describe a record. In Nemotron's records they hold its tools."""
 
@@ -58,9 +60,9 @@ _SEVERAL = ("answers", "completions", "generations", "responses")
 
 
 def read_known_set(found: dict[str, Any]) -> None:
-    """Bring a record of a known set, in place, into a form that is read everywhere.
+    """Convert a record of a known set, in place, into one of the general forms.
 
-    Raises BadLineError: it is of such a set, but a part of it cannot be read.
+    Raises BadLineError: the record is of such a set, but a part of it cannot be read.
     """
     chat = found.get("chat")
     if isinstance(chat, str) and re.match(r"\s*USER:", chat):
@@ -71,7 +73,7 @@ def read_known_set(found: dict[str, Any]) -> None:
         _read_xlam(found)
     if {"history", "human_ref_A", "human_ref_B", "labels"} <= found.keys():
         _read_shp(found)
-    if {"question", "response_j", "response_k"} <= found.keys():  # the first has more votes
+    if {"question", "response_j", "response_k"} <= found.keys():  # response_j has more votes
         found["chosen"], found["rejected"] = found.pop("response_j"), found.pop("response_k")
     if {"problem", "solution", "seed", "lang"} <= found.keys():  # Magicoder-OSS-Instruct
         found["instruction"], found["output"] = found.pop("problem"), found.pop("solution")
@@ -89,7 +91,7 @@ def read_known_set(found: dict[str, Any]) -> None:
 
 
 def read_reasoned_answer(found: dict[str, Any]) -> None:
-    """Read Dolphin-R1's ``reasoning`` and ``answer`` beside ``messages`` that ask."""
+    """Add Dolphin-R1's ``reasoning`` and ``answer`` to ``messages`` that end with a question."""
     turns, answer = found.get("messages"), found.get("answer")
     if not {"reasoning", "answer"} <= found.keys() or not isinstance(turns, list):
         return
@@ -103,7 +105,8 @@ def read_reasoned_answer(found: dict[str, Any]) -> None:
 
 
 def with_tools_of_metadata(record: dict[str, Any]) -> dict[str, Any]:
-    """Return ``record`` with the tools of its metadata in ``tools``, unless it has tools there."""
+    """Return ``record`` with the tools of its metadata in ``tools``, unless it already has tools
+    outside the metadata."""
     found = {**record}
     if not found.get("tools") and not found.get("functions"):
         tools = next(filter(None, (_tools_in(found.get(key)) for key in _METADATA)), None)
@@ -133,7 +136,7 @@ def _tools_in(metadata: object) -> list[Any] | None:
 
 
 def _read_glaive(found: dict[str, Any]) -> None:
-    """Read Glaive's function calling v2: ``system`` and ``chat``, both one text."""
+    """Read Glaive's function calling v2: ``system`` and ``chat``, each of which is one text."""
     chat = found.pop("chat")
     marks = list(_GLAIVE_TURN.finditer(chat))
     ends = [*(mark.start() for mark in marks[1:]), len(chat)]
@@ -206,7 +209,7 @@ def _read_xlam(found: dict[str, Any]) -> None:
 
 
 def _is_swe_agents(turns: object) -> bool:
-    """Return whether ``turns`` are of a run of SWE-agent, with `text` in place of `content`."""
+    """Return whether ``turns`` belong to a run of SWE-agent: `text` in place of `content`."""
     if not isinstance(turns, list) or not turns:
         return False
     return all(
@@ -215,7 +218,7 @@ def _is_swe_agents(turns: object) -> bool:
 
 
 def _read_swe_agent(found: dict[str, Any]) -> None:
-    """Read a run of SWE-agent, whose system's turn has its text in ``system_prompt``.
+    """Read a run of SWE-agent. Its system turn has the text in ``system_prompt``.
 
     In the published runs ``mask`` is true in the answers, which are learned, and false elsewhere.
 
@@ -246,7 +249,7 @@ def _are_exchanges(turns: object) -> bool:
 
 
 def _read_exchanges(found: dict[str, Any]) -> None:
-    """Read a list of questions with their answers. Each may have the system's text."""
+    """Read a list of questions with their answers. Each question may come with a system text."""
     turns: list[dict[str, Any]] = []
     for i, each in enumerate(found.pop("conversation")):
         for key in ("input", "output"):
@@ -270,11 +273,11 @@ def _read_shp(found: dict[str, Any]) -> None:
     found["chosen"], found["rejected"] = answers if label else reversed(answers)
 
 
-# ---- advice for others --------------------------------------------------------------------------
+# ---- advice for other records -------------------------------------------------------------------
 
 
 def remedy_for(record: Mapping[str, Any]) -> str | None:
-    """Return the advice for a ``record`` of no known form. None: there is none."""
+    """Return the advice for a ``record`` of no known form. None: there is no advice."""
     fields = {key for key, value in record.items() if value is not None}
     asked = [key for key in _QUESTIONS if key in fields]
     said = [key for key in ("answer", "response") if isinstance(record.get(key), str)]

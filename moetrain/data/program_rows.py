@@ -1,8 +1,9 @@
 """Reads the rows that a program hands to a trainer, in place of a source of text in the settings.
 
 docs/library.md describes the rows. A sequence is shuffled by ``train.seed``. An iterable keeps its
-order, and it is begun again when it ends. Every rank reads the same rows and takes its own. A
-token's further fields are at the position whose target the token is, where an objective reads them.
+order, and it is begun again when it ends. Every rank reads all rows and keeps its own share. The
+further fields of a token are stored at the position that predicts the token, where an objective
+reads them.
 
 An iterable with ``state_dict`` and ``load_state_dict``, as torch's stateful data sets have them,
 resumes from its state, which the checkpoint holds as JSON. Any other iterable is read again from
@@ -91,7 +92,7 @@ class _IterableRows(Samples):
         return found
 
     def state(self, number: int) -> dict[str, Any]:
-        self._read_to(number)  # the rows of other ranks too
+        self._read_to(number)  # includes the rows of other ranks
         state: dict[str, Any] = {"taken": number, "began_at": self._began_at}
         if hasattr(self.rows, "state_dict"):
             state["rows"] = cast("Any", self.rows).state_dict()
@@ -121,8 +122,8 @@ def data_of_rows(rows: Any, held_out: Any, config: Config, vocab_size: int) -> D
         config: the settings of the run.
         vocab_size: number of token ids that the model takes.
 
-    Raises ConfigError: settings name or shape other data, there are no rows, ``train.epochs`` is
-    set for an iterable, or nothing can be sampled from ``train.sample_prompt``.
+    Raises ConfigError: a user gave a setting that has no effect on rows, there are no rows,
+    ``train.epochs`` is set for an iterable, or nothing can be sampled from ``train.sample_prompt``.
     """
     for name in _OF_TEXT:
         if config.is_users(f"data.{name}"):
@@ -164,12 +165,12 @@ def data_of_rows(rows: Any, held_out: Any, config: Config, vocab_size: int) -> D
 
 def _is_sequence(rows: Any) -> bool:
     """Return True if ``rows`` have a length and an index."""
-    is_stream = isinstance(rows, IterableDataset)  # which may have both, and cannot be indexed
+    is_stream = isinstance(rows, IterableDataset)  # may have both, and still cannot be indexed
     return not is_stream and hasattr(rows, "__getitem__") and hasattr(rows, "__len__")
 
 
 def _sized(rows: Any, seq_len: int, vocab_size: int) -> Dataset:
-    """Return a sequence of rows as a dataset. Return a dataset unchanged."""
+    """Return a sequence of rows as a dataset, or a dataset unchanged."""
     if not hasattr(rows, "row") and not _is_sequence(rows):
         raise ConfigError("eval_data", f"{_name_of(rows)} has no len() and []; give a list of rows")
     if len(rows) == 0:
@@ -184,7 +185,7 @@ def _name_of(rows: Any) -> str:
 def _row_of(entry: Any, what: str, *, seq_len: int, vocab_size: int) -> Row:
     """Make a row of ``entry``, a list of token ids or a mapping with ``input_ids``.
 
-    Raises ConfigError, which begins with ``what``: it is neither, or does not fit.
+    Raises ConfigError, whose text begins with ``what``: ``entry`` is neither, or does not fit.
     """
     fields = entry if isinstance(entry, Mapping) else {"input_ids": entry}
     ids = np.asarray(fields["input_ids"])
@@ -214,10 +215,10 @@ def _row_of(entry: Any, what: str, *, seq_len: int, vocab_size: int) -> Row:
 
 
 def _numbers(field: Any, what: str, length: int) -> np.ndarray | None:
-    """Return a field with an entry for each token. None: it is no list of numbers.
+    """Return ``field`` as an array with an entry for each token. None: it is no list of numbers.
 
-    Raises ConfigError, which begins with ``what``: its entries differ in length, or are not
-    ``length``.
+    Raises ConfigError, whose text begins with ``what``: the entries differ in length, or their
+    number is not ``length``.
     """
     try:
         found = np.asarray(field)

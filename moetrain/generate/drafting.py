@@ -2,10 +2,10 @@
 
 A step reads the last token of a sequence and the K draft tokens after it, and the model chooses a
 token after each. A draft token is right if it equals the token that the model has chosen in its
-place. The noise of a choice depends on its position alone. So after right draft tokens the model
-chooses what it would have chosen without them, and drafts change the number of steps and nothing
-else. This is speculative decoding (arXiv 2211.17192) in the case that both models draw with the
-same noise.
+place. The random noise of a choice depends on the position alone. So after right draft tokens the
+model chooses the same token as without drafts. Drafts change the number of steps and nothing else.
+This is speculative decoding (arXiv 2211.17192) in the case that both models draw with the same
+noise.
 
 Worked example, K = 2, with token a at position 7 and the draft x, y::
 
@@ -18,8 +18,8 @@ Worked example, K = 2, with token a at position 7 and the draft x, y::
 :class:`Lookup` drafts from the text so far. It runs on the host and needs no block.
 
 The block is the model's first MTP block (:mod:`moetrain.models.parts.multi_token`) and has pages of
-its own. It reads the hidden state of every token together with the token after it. So its keys and
-values of position 9 are written again when the model has read z.
+its own. The block reads the hidden state of every token together with the next token. So in the
+example the block's keys and values of position 9 are written again when the model has read z.
 
 Legend: T tokens of a step, N chunks of a step, D model width, K draft tokens.
 """
@@ -41,7 +41,7 @@ DraftBy = Literal["block", "ngram"]
 def check_drafting(model: Transformer, draft: int, by: DraftBy) -> None:
     """Raise ConfigError if ``model``, a ``Transformer``, has no block to draft tokens with.
 
-    Raises ValueError: ``draft`` is negative, or ``by`` is neither.
+    Raises ValueError: ``draft`` is negative, or ``by`` is no :data:`DraftBy`.
     """
     if draft < 0:
         raise ValueError(f"draft {draft} is negative")
@@ -54,12 +54,12 @@ def check_drafting(model: Transformer, draft: int, by: DraftBy) -> None:
 
 
 class Lookup:
-    """Drafts from the text so far: after its last tokens it goes on as it did the last time.
+    """Drafts the tokens that followed an earlier occurrence of the last tokens of the text.
 
-    Worked example: ``a b c d a b`` ends with ``a b``, which occurred before. The draft is what came
-    after it: c, d, a, ... The longest of :data:`_LENGTHS` that is found counts, at its latest
-    occurrence. (Prompt lookup decoding, Saxena 2023,
-    https://github.com/apoorvumang/prompt-lookup-decoding.)
+    Worked example: ``a b c d a b`` ends with ``a b``, which occurred before. The draft has the
+    tokens that followed: c, d, a, ... The longest n-gram of :data:`_LENGTHS` that occurred before
+    counts, at its latest occurrence. This is prompt lookup decoding (Saxena 2023,
+    https://github.com/apoorvumang/prompt-lookup-decoding).
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Lookup:
     def draft(self, tokens: Sequence[int], number: int) -> list[int]:
         """Return a draft of ``number`` tokens after ``tokens``, or an empty one.
 
-        ``tokens`` must begin with those of the call before.
+        ``tokens`` must begin with the ``tokens`` of the previous call.
         """
         for position in range(self._num_indexed, len(tokens)):
             for length in _LENGTHS:
@@ -92,8 +92,8 @@ _LENGTHS = (4, 3, 2)
 def most_drafts(position: int, left: int, carries_state: bool) -> int:
     """Return the number of draft tokens that a step may read after the token at ``position``.
 
-    A layer with a state updates it when a chunk of :data:`CHUNK` tokens is full, and cannot take
-    that back if a draft token is wrong. So a step with drafts ends before the chunk does.
+    A layer with a state updates the state when a chunk of :data:`CHUNK` tokens is full, and cannot
+    undo the update if a draft token is wrong. So a step with drafts ends before the chunk is full.
 
     Args:
         left: number of tokens that are still to be generated.
@@ -112,22 +112,23 @@ class Chunks(NamedTuple):
     end_token_N: torch.Tensor
     """The last token of each chunk."""
     positions_N: torch.Tensor
-    """Its position in its sequence; below 0: the chunk is empty."""
+    """Position of that token in its sequence; below 0: the chunk is empty."""
     num_drafts_N: torch.Tensor
-    """Number of draft tokens of the sequence up to it."""
+    """Number of draft tokens of the sequence up to that token."""
     next_N: torch.Tensor
-    """The known token after it; -1: there is none."""
+    """The known token after that token; -1: there is none."""
     limits_N: torch.Tensor
     """Number of tokens that the sequence's pages hold."""
     chosen_N: torch.Tensor
-    """int64: the token that the model has chosen after it."""
+    """int64: the token that the model has chosen after that token."""
 
     def last_right(self, most: int) -> torch.Tensor:
-        """Return which chunks are the last right ones of their sequences, bool [N].
+        """Return a mask of the chunks that are the last right ones of their sequences, bool [N].
 
-        ``most``: number of draft tokens of a sequence at most.
+        ``most``: the largest number of draft tokens of a sequence.
         """
-        # A draft token is right if it was chosen after the chunk before, and that one is right.
+        # A draft token is right if the previous chunk is right and the model chose this token after
+        # that chunk.
         is_first_N = self.num_drafts_N == 0
         is_right_N = is_first_N | (self.end_token_N == self.chosen_N.roll(1))
         for _ in range(most - 1):
@@ -148,16 +149,16 @@ def draft_tokens(
 ) -> torch.Tensor:
     """Return a draft after each chunk by the MTP block of ``model``, int64 [K, N], K = ``number``.
 
-    It consists of the block's likeliest tokens. The drafts of chunks that are not the last right
-    one of their sequence mean nothing.
+    A draft consists of the block's likeliest tokens. Only the draft after the last right chunk of a
+    sequence has a meaning.
 
     Args:
         model: it must have an MTP block.
         hidden_TD: the model's hidden states of ``tokens_T``, after the final norm.
-        known: token ids from this one on are never drafted.
+        known: number of known token ids. Ids from this number on are never drafted.
         rows: the layout in which the model has read the tokens.
-        lay_out: returns the layout of one token a chunk, given their positions [N] and which of
-            them are left out.
+        lay_out: returns the layout of one token for each chunk, given the tokens' positions [N]
+            and a mask [N] of the tokens that are left out.
     """
     arch, found = model.arch, []
     block = arch.num_layers

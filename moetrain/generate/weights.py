@@ -1,23 +1,23 @@
 """A generator beside a trainer: builds its model, and copies the trainer's weights into it.
 
-Every rank generates with all weights except the experts of other ranks. With efsdp 1 experts are
-cast where they are. Every other FSDP unit travels in one all-gather, in the dtype in which the
-trainer computes, over all ranks that shard it for FSDP or tensor parallelism. No weight goes
-through fp32 or the host, and parameters keep their addresses, which CUDA graphs hold. If the
-generator stores quantised experts, each rank quantises its own, and they travel quantised. Pipeline
-ranks then broadcast what each has gathered for its own stages. Ranks at the same place of their
-stages have the same experts.
+Every rank generates with all weights except the experts of other ranks. With efsdp 1 each rank
+casts its own experts, without communication. Every other FSDP unit travels in one all-gather, in
+the dtype in which the trainer computes, over all ranks that shard it for FSDP or tensor
+parallelism. No weight goes through fp32 or the host, and parameters keep their addresses, which
+CUDA graphs hold. If the generator stores quantised experts, each rank quantises its own experts
+before they travel. Each pipeline rank then broadcasts the weights that it has gathered for its own
+stages. Ranks at the same place within their stages have the same experts.
 
-Worked example, a unit of a [4, 2] (colwise) and b [2] (shared), dp_shard 2 and tp 2; ranks 0 and 1
-are one tensor parallel group, 2 and 3 the other::
+The worked example is a unit of the parameters a [4, 2] (colwise) and b [2] (shared), with dp_shard
+2 and tp 2. Ranks 0 and 1 are one tensor parallel group, ranks 2 and 3 the other::
 
     rank 0 sends  a[0:1], b[0:1]       rank 1 sends  a[2:3], b[1:2]
     rank 2 sends  a[1:2], nothing      rank 3 sends  a[3:4], nothing
 
-:class:`Sampled` is one use of it, at the end of a training run.
+:class:`Sampled` uses such a generator at the end of a training run.
 
-Left out on purpose: a generator with another degree of expert parallelism than the trainer's or
-none; sending only what has changed.
+Left out on purpose: a generator whose degree of expert parallelism is neither 1 nor the trainer's;
+sending only the weights that have changed.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ from moetrain.train.engine import Engine
 
 
 def blank(config: Config, arch: Architecture, dtype: torch.dtype) -> Transformer:
-    """Build a generator's model on meta, in the dtypes in which it computes.
+    """Build a generator's model on the meta device, in the dtypes in which it computes.
 
-    That is ``dtype``, except for a few parameters, and ``rl.generator_dtype`` for experts.
+    Most parameters have ``dtype``. Experts are stored in ``rl.generator_dtype``, and the rules of a
+    few other parameters name another dtype.
     """
     model, rules = plan_model(config, arch, dtype)
     for name, parameter in model.requires_grad_(False).named_parameters():
@@ -73,10 +74,10 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
     """Build a generator's model on this rank, and its :class:`ExpertParallel`. Collective.
 
     Frozen parameters that the engine holds whole, in the right dtype, are the engine's own tensors.
-    All other parameters are zeros. They take :func:`_replica_bytes`, also while they are made.
+    All other parameters are zeros, and take :func:`_replica_bytes`, even while they are being made.
 
-    Instead of an ExpertParallel there is None if this rank has all experts, as it does with
-    ``rl.placement`` apart.
+    The second result is None if this rank has all experts, as every rank has with ``rl.placement``
+    apart.
     """
     config, world = engine.config, engine.world
     assert engine.model.compute_dtype is not None  # place_model has set it
@@ -84,17 +85,18 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
     if world.dims.ep > 1 and not config.rl.apart:
         dispatcher = dispatcher_of(engine.model)
         if isinstance(dispatcher, DeepEP):
-            # Training's sizes do not bound the tokens of a generator's step.
+            # A generator's step may have more tokens than the sizes of training allow.
             dispatcher = dispatcher.counted()
         elif config.kernels.precision != "bf16" or config.moe.redundant_experts:
             dispatcher = (
-                None  # training's quantises tokens, or dispatches them to redundant experts
+                None  # training's dispatcher quantises tokens, or sends them to redundant experts
             )
         group = world.meshes.expert_parameters.get_group("ep")
         experts = ExpertParallel(model, group, config.kernels.backend, dispatcher)
     for name, planned in list(model.named_parameters()):
         values = _frozen_here(engine, name)
-        if values is not None and values.shape == planned.shape:  # else of this rank's experts
+        # The shapes differ where the engine's parameter holds the experts of this rank alone.
+        if values is not None and values.shape == planned.shape:
             owner, _, key = name.rpartition(".")
             parameter = nn.Parameter(values, requires_grad=False)
             model.get_submodule(owner).register_parameter(key, parameter)
@@ -116,7 +118,7 @@ def _replica_bytes(engine: Engine) -> int:
 
 
 def _frozen_here(engine: Engine, name: str) -> torch.Tensor | None:
-    """Return the engine's own parameter if it is frozen, whole and has a replica's dtype."""
+    """Return the engine's own parameter if it is frozen, whole and in the replica's dtype."""
     member, rule = engine.fsdp.members.get(name), engine.stages.rules[name]
     if member is None or rule.trainable or rule.generated is not None:
         return None
@@ -166,7 +168,7 @@ class WeightUpdate:
                 raise ValueError(f"WeightUpdate: {problem}, and the engine's {list(layout.shape)}")
             if shape == layout.local_shape and not layout.is_gathered:
                 self._here.append(pair)
-            elif is_expert:  # large, and gathered alone it needs no second copy
+            elif is_expert:  # experts are large; a gather of one parameter needs no second copy
                 group = everyone.get_group("fsdp") if is_whole else layout.group
                 self._gathers.append(_Gather([pair], group))
             else:
@@ -176,7 +178,7 @@ class WeightUpdate:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Update the weights. Unfinished requests go on with the new ones. Collective."""
+        """Update the weights. Unfinished requests continue with the new weights. Collective."""
         self.engine.fsdp.settle()
         for pair in self._here:
             pair.target.copy_(pair.local())
@@ -184,7 +186,7 @@ class WeightUpdate:
         for gather, before in zip((*gathers, None), (None, *gathers), strict=True):
             if gather is not None:
                 gather.start()
-            if before is not None:  # it was in flight while this one was packed
+            if before is not None:  # ``before`` was in flight while ``gather`` was packed
                 before.finish()
         buffers = dict(self.engine.model.named_buffers())
         for name, buffer in self.generator.model.named_buffers():
@@ -208,7 +210,7 @@ class _Pair:
 
     @property
     def is_one(self) -> bool:
-        """True if both are the same tensor, which :func:`replica` shares where it can."""
+        """True if both are the same tensor. :func:`replica` shares tensors where it can."""
         return self.target.data_ptr() == self.member.local.data_ptr() and self.target.numel() > 0
 
     @property
@@ -241,8 +243,8 @@ class _Gather:
     """Parameters that travel in one all-gather, as bytes, because their dtypes may differ.
 
     A single parameter whose parts are consecutive in rank order is gathered in place. Otherwise
-    every part has a range of the message, as long as that of the rank with the largest part, and is
-    copied out of it.
+    every parameter has a range in each rank's message, as long as the largest part of any rank, and
+    the parts are copied out of the messages.
     """
 
     def __init__(self, pairs: Sequence[_Pair], group: dist.ProcessGroup) -> None:
@@ -269,7 +271,7 @@ class _Gather:
         """Pack this rank's parts and start the all-gather."""
         if self._is_direct:
             (pair,) = self.pairs
-            # Sent as bytes, too: gloo does not know every dtype.
+            # This parameter, too, is sent as bytes: gloo does not know every dtype.
             self._sent_N = pair.local().to(pair.target).view(-1)
             self._received_WN = pair.target.view(self.group.size(), -1)
         else:
@@ -293,7 +295,7 @@ class _Gather:
 
 
 def _part(bytes_N: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return the part of a message that begins at byte ``start``, a view."""
+    """Return a view of the part of a message that begins at byte ``start``."""
     stop = start + shape.numel() * dtype.itemsize
     return bytes_N[start:stop].view(dtype).view(shape)
 
@@ -308,7 +310,7 @@ def _are_chunks(target: torch.Tensor, places: Sequence[Box]) -> bool:
 
 # ---- the sample at the end of a training run -----------------------------------------------------
 
-_PROMPT_TOKENS = 16  # of the start of a held-out row
+_PROMPT_TOKENS = 16  # taken from the start of a held-out row
 _TEMPERATURE = 0.7
 _SPARE = 3 * 2**30
 """Bytes on a GPU for one sequence's cache, and for two units in flight during the update."""
@@ -318,16 +320,16 @@ class Sampled(Callback):
     """Writes a sample to ``sample.txt`` at the end of a training run.
 
     The sample continues ``train.sample_prompt``, or the start of a held-out row. If the row begins
-    with a question, which is not learned, the sample is an answer to it, and its text has the
-    special tokens of the chat template.
+    with a question (tokens that are not learned), the sample is an answer to it, and its text keeps
+    the special tokens of the chat template.
 
-    If there can be no sample, the log says why. The run itself has succeeded.
+    If no sample can be made, the log says why, and the run still succeeds.
     """
 
     writes_sample = True
 
     def on_end(self, run: RunView, error: BaseException | None) -> None:
-        trainer: Any = run  # moetrain.train.loop's, which has data besides
+        trainer: Any = run  # a Trainer of moetrain.train.loop, which also has data
         if error is not None:
             return
         if not trainer.has_text:
@@ -375,10 +377,11 @@ def generator_of(
 ) -> Generator:
     """Build a generator for the model of ``engine``. Collective.
 
-    Its weights come with :class:`WeightUpdate`. ``num_pages`` and ``max_sequences`` are those of
-    :class:`Generator`.
+    Call :class:`WeightUpdate` to fill its weights. ``num_pages`` and ``max_sequences`` are passed
+    to :class:`Generator`.
 
-    Raises ValueError on every rank: a device has no room for it, or the model cannot generate.
+    Raises ValueError on every rank: a device has no room for the generator, or the model cannot
+    generate.
     """
     engine.fsdp.release()
     needed, device = _replica_bytes(engine) + _SPARE, engine.world.device
@@ -392,11 +395,11 @@ def generator_of(
 
 
 def _continue(ids: list[int], generator: Generator, config: Config, is_answer: bool) -> bool:
-    """Append up to ``train.sample_tokens`` tokens to ``ids``. Return False for infinite logits.
+    """Append up to ``train.sample_tokens`` tokens to ``ids``. Return False for non-finite logits.
 
-    It stops at an end token, which is appended only to an answer (``is_answer``). The model sees
-    ``data.seq_len`` tokens at most. When there are more, it continues from the last half of them.
-    Every rank makes the same requests. Collective.
+    Generation stops at an end token, which is appended only to an answer (``is_answer``). The model
+    sees a window of at most ``data.seq_len`` tokens. When the text fills the window, generation
+    continues from the text's last half window. Every rank makes the same requests. Collective.
     """
     train, tokenizer = config.train, generator.tokenizer
     assert tokenizer is not None

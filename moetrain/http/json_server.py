@@ -1,13 +1,13 @@
 """JSON over HTTP for all servers: bounded bodies, strict JSON, errors as JSON, no slow clients.
 
-A client may keep the server waiting for a minute, with a request or while it reads an answer. Then
-its connection is closed. If there are too many connections, which each take a file descriptor, the
-one that the server has waited for longest is closed earlier. Starlette and uvicorn by themselves
-answer in plain text, limit each body but not their sum, and close no slow client.
-:mod:`moetrain.http.access` decides which clients are served at all.
+A client may keep the server waiting for a minute, while it sends a request or reads an answer.
+After that the server closes the connection. Each connection takes a file descriptor. If there are
+too many connections, the server closes the one that it has waited for longest. Starlette and
+uvicorn by themselves answer in plain text, limit each body but not the sum of bodies, and close no
+slow client. :mod:`moetrain.http.access` decides which clients are served at all.
 
-A server that stops gives the requests that it has begun some seconds. Requests that are not
-answered by then, and new ones, get status 503. A stream ends with an error event.
+A stopping server gives the requests that it has begun a few seconds. Requests that are not answered
+by then, and new ones, get status 503. A stream ends with an error event.
 """
 
 import asyncio
@@ -43,13 +43,13 @@ _LARGEST_TOGETHER = 8
 _SLOWEST = 16 << 10
 """Bytes a second, sent or read, below which a client is too slow."""
 _RESUMED = 48 << 10
-"""Bytes that a client has read when asyncio resumes a writer: it pauses above 64 KiB, and resumes
-below a quarter of that."""
+"""Bytes that a client has read when asyncio resumes a writer: asyncio pauses the writer above
+64 KiB, and resumes it below a quarter of that."""
 
 _GRACE_SECONDS = 2.0
-"""Time for requests that are not answered yet when the server stops."""
+"""Seconds that a stopping server gives to requests that are not answered yet."""
 _LAST_WORDS_SECONDS = 0.5
-"""Time after that for clients to read the error."""
+"""Seconds that clients then have to read the error."""
 _RETRY_AFTER = {429: "1", 503: "5"}
 """Seconds after which a client should try again, by status. A restart takes some seconds."""
 
@@ -62,7 +62,7 @@ _A = TypeVar("_A", bound=JsonBody)
 
 
 class JsonServer:
-    """An HTTP server of JSON. Every error is :meth:`error_body`, and bodies take bounded memory.
+    """An HTTP server of JSON. Bodies take bounded memory, and :meth:`error_body` makes each error.
 
     Attributes:
         app: the ASGI application, which does not authenticate clients.
@@ -87,9 +87,10 @@ class JsonServer:
             routes: routes beside ``/health``.
             most_mib: size of the largest body, in MiB.
             setting: name of the setting that gives ``most_mib``.
-            refusals: status and problem of exceptions, by their class. An exception that is neither
-                here nor below gets status 500 and is logged.
-            lifespan: what Starlette runs from start to end of the server.
+            refusals: for each class of exception, a function that returns its status and problem.
+                Exceptions of all other classes, unless the server handles them itself, get status
+                500 and are logged.
+            lifespan: the context that Starlette holds open while the server runs.
         """
         self.most_mib, self.setting = most_mib, setting
         self.arriving = 0
@@ -145,14 +146,14 @@ class JsonServer:
         return self.reply({"status": "ok"})
 
     async def read(self, request: Request, parse: Callable[[Any], _T], wanted: str = _JSON) -> _T:
-        """Return ``parse`` of the body of ``request``, called on another thread.
+        """Return the result of ``parse``, which runs on another thread, on the body of ``request``.
 
         Args:
             wanted: content type of the body. If it is JSON, ``parse`` gets the parsed value, else
                 bytes.
 
         Raises:
-            HTTPException: the body has another type or encoding, is too large, or is no JSON.
+            HTTPException: the body has another type or encoding, is too large, or is not JSON.
             ClientDisconnect: the client disconnected.
         """
         # Browsers let any page post other types to a local server without a preflight request.
@@ -186,7 +187,7 @@ class JsonServer:
 
     @staticmethod
     def parsed(kind: type[_A], then: Callable[[_A], _T], body: object) -> _T:
-        """Check ``body`` as a request of class ``kind`` and return ``then`` of it.
+        """Check ``body`` as a request of class ``kind``, and return the result of ``then`` on it.
 
         Raises HTTPException: the request is refused.
         """
@@ -194,7 +195,7 @@ class JsonServer:
             body = {key: value for key, value in body.items() if value is not None}
         try:
             return then(kind.model_validate(body))
-        except ValueError as error:  # from SamplingParams, ConfigError among others
+        except ValueError as error:  # SamplingParams raises some, ConfigError among others
             raise HTTPException(400, JsonBody.complaint(error)) from None
         except RecursionError:
             raise HTTPException(400, "the body is nested too deeply; send it flatter") from None
@@ -245,18 +246,18 @@ class JsonServer:
             ws="none",
             http=_bounded(self.error_body, most),
             backlog=most // 4,  # asyncio accepts that many at once, before it does anything else
-            # By then every client has its error, and uvicorn may cancel what is left.
+            # By then every client has its error, and uvicorn may cancel the remaining tasks.
             timeout_graceful_shutdown=math.ceil(_GRACE_SECONDS + _LAST_WORDS_SECONDS) + 1,
         )
         return _StoppingServer(config, self), access.listen()
 
     async def _unless_stopped(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request. If the server stops before the answer is whole, end it with an error.
+        """Serve a request. If the server stops first, end the answer with an error.
 
         The task of a request is cancelled only by :meth:`cut_off`, and by uvicorn when it stops.
         """
         sent = list[Message]()
-        """The start of the answer, and the last part of its body."""
+        """The message that starts the answer, and the last message of its body."""
 
         async def record_and_send(message: Message) -> None:
             sent[1:] = [message]
@@ -269,11 +270,12 @@ class JsonServer:
             await self.app(scope, receive, record_and_send)
         except asyncio.CancelledError:
             task.uncancel()
-            with suppress(asyncio.CancelledError):  # a client that does not read is cancelled again
+            # If the client does not read the error, the task is cancelled once more.
+            with suppress(asyncio.CancelledError):
                 if not sent:
                     await self._error(503, self.STOPPED)(scope, receive, send)
                 elif len(sent) > 1 and not sent[1].get("more_body", False):
-                    pass  # it is whole
+                    pass  # the answer is whole
                 elif _is_events(sent[0]):
                     data = self.stream_error(503, self.STOPPED).encode()
                     await send({"type": "http.response.body", "body": data, "more_body": False})
@@ -321,7 +323,10 @@ def _is_events(start: Message) -> bool:
 
 
 def _is_reset(transport: asyncio.Transport) -> bool:
-    """Return True if the peer has reset the connection. After an EOF asyncio does not notice."""
+    """Return True if the peer has reset the connection.
+
+    After an EOF asyncio does not notice a reset.
+    """
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), 0)  # errors are always reported
     return bool(poll.poll(0))
@@ -344,7 +349,7 @@ def _bounded(error_body: Callable[[int, str], object], most: int) -> type[asynci
 
     class Bounded(H11Protocol):
         waited = 0.0
-        """Seconds that the client has kept the server waiting, less those that its bytes earned."""
+        """Seconds that the client has kept the server waiting, less a credit for bytes it moved."""
         moved = 0
         """Bytes that the client has sent or read since the last check."""
         left = 0
@@ -386,7 +391,8 @@ def _bounded(error_body: Callable[[int, str], object], most: int) -> type[asynci
                 self._end()
                 return False
             # A client that has closed its whole socket looks the same until something is sent to
-            # it. HTTP allows this line before an answer, and clients that wait for one skip it.
+            # it. HTTP allows this line before an answer, and a client that waits for the answer
+            # skips the line.
             if not self.cycle.response_started and self.scope["http_version"] == "1.1":
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             return True
@@ -405,7 +411,7 @@ def _bounded(error_body: Callable[[int, str], object], most: int) -> type[asynci
             self.timer = self.loop.call_later(Access.idle_seconds / 60, self._look)
 
         def _look(self) -> None:
-            """Close the connection of a client that was waited for too long."""
+            """Close the connection if the server has waited for the client too long."""
             if self.is_half_closed and _is_reset(self.transport):
                 self.transport.abort()
                 return

@@ -1,10 +1,10 @@
 """The state of a model in training: its weights and moments, spread over ranks, and checkpoints.
 
 :class:`ModelState` builds them, reads and loads them in parts or whole, exports them, and moves
-them to host memory and back; :class:`Snapshots` saves and restores them with a run's progress.
-Ranks hold parts of tensors, and files hold pieces, each of which says where in the whole it lies. A
-checkpoint can thus be resumed on any mesh, where each rank reads only its own part. Training is
-:mod:`moetrain.train.engine`'s business.
+them to host memory and back. :class:`Snapshots` saves and restores them with a run's progress.
+Ranks hold parts of tensors. Files hold pieces, and each piece records its place in the whole
+tensor. So a run can resume from a checkpoint on any mesh, where each rank reads only its own part.
+:mod:`moetrain.train.engine` does the training.
 """
 
 import hashlib
@@ -47,16 +47,20 @@ class ModelState:
 
     Every method is collective: all ranks call them in the same order.
 
-    Attributes: model, fsdp, stages, optimizer: the model, its sharding, its pipeline stages, its
-    optimizer. before_change: called before weights or moments change. A copy in the background sets
-    it.
+    Attributes:
+        model, fsdp, stages, optimizer: the model, its sharding, its pipeline stages, its optimizer.
+        before_change: called before weights or moments change. :class:`Snapshots` sets it if it
+            saves from copies.
     """
 
     GROUPS: ClassVar = ("model", "optim")
     """The groups of tensors of a :meth:`state`."""
 
     def __init__(self, config: Config, arch: Architecture, world: World) -> None:
-        """Build the model of ``arch`` with values; ConfigError: ``model.path`` cannot be loaded."""
+        """Build the model of ``arch``, with its weights.
+
+        Raises ConfigError: ``model.path`` cannot be loaded.
+        """
         self.arch = arch
         self.world = world
         self.stages = Stages(config, arch, world.meshes, world.device)
@@ -80,9 +84,9 @@ class ModelState:
         self.before_change: Callable[[], None] = lambda: None
 
     def work(self) -> AbstractContextManager[None]:
-        """Allow calls of :attr:`model` while inside; its parameters must not change there.
+        """Allow calls of :attr:`model` in this context. Its parameters must not change there.
 
-        Each method enters this context by itself. Around several calls it saves gathers of
+        Each method enters the context by itself. A context around several calls saves gathers of
         parameters.
         """
         return self.fsdp.work()
@@ -107,8 +111,8 @@ class ModelState:
     def state(self) -> dict[str, dict[str, TensorSlice]]:
         """Return groups ``model`` and ``optim``: this rank's own parts of tensors, not copied.
 
-        Gradients are not included, nor are weights that are not trained: those lie where they came
-        from, and :attr:`fingerprint` tells whether they are still the same.
+        Gradients and frozen weights are not included. Frozen weights are loaded from their source
+        again, and :attr:`fingerprint` tells whether they are still the same.
         """
         self._need("weights", "moments")
         self.fsdp.settle()
@@ -123,7 +127,10 @@ class ModelState:
         return {"model": model, "optim": self.optimizer.parts(self.stages)}
 
     def state_bytes(self) -> int:
-        """Return the bytes of a copy of this rank's :meth:`state`; allocates moments."""
+        """Return the bytes of a copy of this rank's :meth:`state`.
+
+        If there are no moments yet, they are allocated for the time of this call.
+        """
         is_new = not self.optimizer.state
         if is_new:
             self.optimizer.begin()
@@ -139,7 +146,7 @@ class ModelState:
 
         Forgets the step's gradients.
 
-        Raises ConfigError: tensors of other names, shapes or dtypes.
+        Raises ConfigError: the tensors have other names, shapes or dtypes.
         """
         self.fsdp.check_idle()
         self._need("weights", "gradients", "moments")
@@ -182,8 +189,8 @@ class ModelState:
     def fingerprint(self) -> str:
         """Hash of the weights that are not trained. Collective at its first use.
 
-        It is the same on any layout and in any dtype that holds the values, and empty where all is
-        trained. It is no hash that withstands an adversary.
+        The hash is the same on any layout and in any dtype that holds the values. It is empty if
+        all weights are trained. It does not withstand an adversary.
         """
         self._need("weights")
         stages, members = self.stages, self.fsdp.members
@@ -204,15 +211,16 @@ class ModelState:
     def weights(
         self, *, hf: bool = False, merged: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every weight whole, by name, on the device, one at a time, valid until a step.
+        """Yield the name and the whole tensor of every weight, on the device, one at a time.
 
-        They are fp32, and frozen ones in the dtype that they are stored in.
+        A tensor is valid until the next step. Weights are fp32, except that frozen ones have the
+        dtype in which they are stored.
 
         Args:
             hf: use the names and pieces of Hugging Face's files, without the buffers that these do
-                not hold; else ours, with all buffers.
-            merged: merge adapters into their weights, in fp32, and leave them out themselves;
-                always so with ``hf``.
+                not hold; otherwise use moetrain's names, with all buffers.
+            merged: merge adapters into their weights, in fp32, and yield no adapters. ``hf``
+                implies it.
         """
         family, merged = FAMILIES[self.arch.family], merged or hf
         source = self.model.source
@@ -241,7 +249,7 @@ class ModelState:
         return Adapter(a, b, self.config.lora.scale, magnitude=magnitude)
 
     def _whole(self, name: str) -> torch.Tensor:
-        self._need("weights")  # on every rank, whichever stage has it: else the others would wait
+        self._need("weights")  # on every rank: if one alone raised, the others would wait
 
         def whole_here() -> torch.Tensor:  # collective over the ranks that have it
             member = self.fsdp.members.get(name)
@@ -254,7 +262,7 @@ class ModelState:
 
     @torch.no_grad()
     def save_peft(self, folder: Path) -> None:
-        """Write the adapters, and what is trained beside them, in PEFT's format. Collective.
+        """Write the adapters and all other trained weights in PEFT's format. Collective.
 
         See :mod:`moetrain.models.hf.peft`.
         """
@@ -284,8 +292,9 @@ class ModelState:
     ) -> None:
         """Write the model, adapters merged, as :func:`moetrain.save_hf` does.
 
-        All ranks write, or the main one alone where machines share no folder. Raises ConfigError:
-        a weight does not fit ``dtype``.
+        All ranks write, or the main rank alone if machines share no folder.
+
+        Raises ConfigError: a weight does not fit ``dtype``.
         """
         with torch.device("meta"):
             whole = Transformer(self.arch)
@@ -314,10 +323,10 @@ class ModelState:
     def offload(self, *what: StateKind) -> None:
         """Move ``what`` (everything, if nothing is named) to host memory until :meth:`reload`.
 
-        Tensors keep their identity, and on a GPU their addresses. Until then methods that need
-        them raise :class:`~moetrain.runtime.arena.OffloadedError`, and nobody else may
-        touch them. Host memory is kept for the next time. Workspaces (gathered parameters) are only
-        freed, and come back with their next use.
+        Tensors keep their identity, and on a GPU their addresses. Until :meth:`reload`, methods
+        that need the tensors raise :class:`~moetrain.runtime.arena.OffloadedError`, and no other
+        code may touch them. The host memory is kept for the next call. Workspaces (gathered
+        parameters) are only freed, and are allocated again at their next use.
 
         Raises:
             ValueError: a name is unknown.
@@ -327,7 +336,7 @@ class ModelState:
         if odd := set(what) - set(OFFLOADED):
             raise ValueError(f"Engine.offload: {sorted(odd)} are none of {', '.join(OFFLOADED)}")
         self.fsdp.check_idle()
-        if not self.fsdp.weights.is_offloaded:  # else there was no step since
+        if not self.fsdp.weights.is_offloaded:  # else there was no step since the last call
             self.fsdp.settle()
         self.before_change()
         what = what or OFFLOADED
@@ -341,7 +350,10 @@ class ModelState:
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
-        """Bring back what is offloaded; torch.OutOfMemoryError: call again once there is room."""
+        """Move everything that is offloaded back to the device.
+
+        After torch.OutOfMemoryError, call again once there is room.
+        """
         for arena in self._arenas.values():  # in the order of their use in a step
             arena.reload(self._link)
 
@@ -354,7 +366,7 @@ class ModelState:
 class Snapshots(Saver):
     """Saves and restores a :class:`ModelState` with the progress of a run. Collective.
 
-    With ``checkpoint.asynchronous`` saves are written in the background, from copies.
+    With ``checkpoint.asynchronous``, checkpoints are written in the background, from copies.
     """
 
     def __init__(self, engine: ModelState) -> None:
@@ -379,11 +391,11 @@ class Snapshots(Saver):
     ) -> None:
         """Begin to write a checkpoint, once the previous one is written.
 
-        It is complete when :meth:`wait` returns. Unless it is written from copies, nothing may
-        change before.
+        The checkpoint is complete when :meth:`wait` returns. Unless it is written from copies, no
+        tensor may change before that.
 
         Args:
-            progress: what ``state.json`` holds.
+            progress: the run's own values in ``state.json``.
             tensors: this rank's parts of groups besides the engine's.
             kinds: the engine's groups that are written.
 
@@ -391,7 +403,7 @@ class Snapshots(Saver):
         """
         self.wait()
         engine, rng = self.engine, {}
-        if engine.world.is_main:  # all ranks have its random numbers after a resumption
+        if engine.world.is_main:  # after resuming, all ranks have the main rank's random numbers
             rng["cpu"] = TensorSlice.all_of(torch.get_rng_state())
             if engine.world.device.type == "cuda":
                 rng["cuda"] = TensorSlice.all_of(torch.cuda.get_rng_state(engine.world.device))
@@ -411,25 +423,25 @@ class Snapshots(Saver):
             self.start(plan, copies, state, ready)
 
     def restore(self, found: Checkpoint, data: str, total_steps: int) -> str:
-        """Load ``found``; every byte is read by some rank, and checked.
+        """Load ``found``. Some rank reads and checks every byte.
 
         Args:
-            data: hash of what the run trains on.
-            total_steps: its length.
+            data: hash of the run's data.
+            total_steps: number of steps of the run.
 
         Returns:
-            What is damaged, the same on every rank, or an empty text. The engine's state is
-            undefined if anything is.
+            A text that describes the damage, the same on every rank, or an empty text. After damage
+            the engine's state is undefined.
 
-        Raises ConfigError: tensors have other names, shapes or dtypes, the frozen weights are
-        others, or the run is over and data or ``model.path`` changed.
+        Raises ConfigError: tensors have other names, shapes or dtypes, the frozen weights differ,
+        or the run is over and data or ``model.path`` changed.
         """
         engine, world = self.engine, self.engine.world
         self._check_same_run(found, data, total_steps)
         self._check_same_frozen(found)
         damaged = ""
         try:
-            for group in engine.GROUPS:  # one after the other: each may be most of the memory
+            for group in engine.GROUPS:  # one after the other: each may take most of the memory
                 engine.load_state({group: found.group(group)})
             self._set_random_numbers(found)
             for name in found.contents.groups.keys() - {*engine.GROUPS, "rng"}:
@@ -474,11 +486,11 @@ class Snapshots(Saver):
     def _check_same_run(self, found: Checkpoint, data: str, total_steps: int) -> None:
         """Refuse to resume a finished run with other data, or from another ``model.path``.
 
-        A run that is not over may go on with other rows, and the checkpoint it began from may have
-        moved: the main rank warns of either. A run that is over would do nothing with them.
+        An unfinished run may go on with other rows, and the checkpoint that it began from may have
+        moved. The main rank warns of both. A finished run would not use the other data at all.
         """
         changed = []
-        if found.state.get("data", data) != data:  # earlier versions did not note it
+        if found.state.get("data", data) != data:  # earlier versions did not record the hash
             changed.append("was trained on other data")
         began = dict(leaves(found.state["config"])).get("model.path")
         paths = {

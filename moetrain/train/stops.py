@@ -1,7 +1,7 @@
 """Requests to end or to save a run: signals, callbacks, the clock, bad steps, hanging ranks.
 
-:class:`StopRequests` collects what this process is asked for and agrees on it with the other ranks
-at every step. :class:`Watchdog` ends a process whose step takes too long.
+:class:`StopRequests` collects the requests that reach this process and agrees on them with the
+other ranks at every step. :class:`Watchdog` ends a process whose step takes too long.
 """
 
 import faulthandler
@@ -15,32 +15,33 @@ from moetrain.parallel.world import World
 from moetrain.runtime.memory import LateValues
 
 _SAVE = 1 << 32
-"""Added to the sum of all ranks' stop signals where the main rank asks for a checkpoint."""
+"""The main rank adds this to the sum of all ranks' stop signals to ask for a checkpoint."""
 _END = 1 << 40
-"""Added to the same sum by every rank on which a callback asks to end the run."""
+"""Every rank on which a callback asks to end the run adds this to the same sum."""
 
 
 class BadSteps(RunFailed):
-    """Too many steps in a row were not finite; the state is that before them."""
+    """Too many steps in a row had a non-finite loss or gradient norm. The state is the one before
+    these steps."""
 
 
 class GivenUp(Exception):
-    """A stop signal came within a step, and nothing of the step is kept."""
+    """A stop signal came during a step, and the results of the step are discarded."""
 
 
 class StopRequests:
     """Requests to stop or to save, and counts of skipped steps. All ranks decide alike.
 
     Each step sums all ranks' requests on the device. The host reads the sums one step late, so it
-    never waits for the step under way. A skipped step changes nothing: one step later the state is
-    still that before the first of them.
+    never waits for the step under way. A skipped step changes nothing. So when the host learns, one
+    step late, that too many steps were skipped, the state is still the one before these steps.
 
     Attributes:
         signals: the stop signals that came to this process.
-        reason: why a callback of this rank asked to end the run, or an empty text.
-        asked_to_save: the main rank asked for a checkpoint, as of the step before the last.
-        asked_to_end: a stop signal came to a rank, or a callback of a rank asked to end the run, as
-            of the step before the last.
+        reason: the reason that a callback of this rank gave to end the run, or an empty text.
+        asked_to_save: True if the main rank asked for a checkpoint in the step before the last.
+        asked_to_end: True if, by the step before the last, a stop signal came to a rank or a
+            callback of a rank asked to end the run.
     """
 
     def __init__(self, world: World, max_bad_steps: int) -> None:
@@ -55,19 +56,21 @@ class StopRequests:
         self._late = LateValues(self._counts)
 
     def end(self, reason: str, *, everywhere: bool) -> None:
-        """Ask to end the run, at most two steps later; the first ``reason`` is kept.
+        """Ask to end the run. It ends at most two steps later. The first ``reason`` is kept.
 
-        With ``everywhere`` all ranks ask at this step, and the run ends with it.
+        ``everywhere`` says that all ranks ask at this step. The run then ends with this step.
         """
         self.reason = self.reason or reason
         self.asked_to_end |= everywhere or self.world.size == 1
 
     def ask_to_save(self) -> None:
-        """Have all ranks save at most two steps later, if this is the main rank."""
+        """Ask all ranks to save, at most two steps later. Only the main rank's request counts."""
         self._wants_save = self.world.is_main
 
     def count(self, skipped: torch.Tensor) -> None:
-        """Count a step, which was skipped or not (0-d bool, the same on every rank). Collective.
+        """Count a step. Collective.
+
+        ``skipped`` says whether the step was skipped (0-d bool, the same on every rank).
 
         Raises BadSteps: the limit was reached by the steps before this one.
         """
@@ -79,8 +82,8 @@ class StopRequests:
         self._late = LateValues(self._counts)
 
     def check(self, *, is_over: bool = False) -> None:
-        """Raise :class:`BadSteps` if the limit was reached by the steps counted so far, or if the
-        run is over and no step of it was good."""
+        """Raise :class:`BadSteps` if the steps counted so far reach the limit, or if the run is
+        over and none of its steps was good."""
         in_row, _, requests = self._late.read().tolist()  # the step before is long done
         self.asked_to_save = requests % _END >= _SAVE
         self.asked_to_end |= requests >= _END or requests % _SAVE > 0
@@ -107,31 +110,33 @@ class StopRequests:
 
     def _sum(self) -> torch.Tensor:
         """Sum all ranks' stop signals, ``_SAVE`` and ``_END`` (0-d)."""
-        # Only the main rank's clock counts, since all must decide alike.
+        # Only the main rank's request to save counts: ranks' clocks differ, and all save together.
         mine = len(self.signals) + _SAVE * self._wants_save + _END * bool(self.reason)
         self._wants_save = False
         return self.world.sum_all(torch.full((), mine, device=self.world.device))
 
 
 class Watchdog:
-    """Ends this process if it is not restarted or paused in time (``launch.hang_seconds``).
+    """Ends this process unless :meth:`restart` or :meth:`pause` is called in time.
 
-    The other ranks of one that hangs, or is stopped, wait for it, and end themselves likewise; then
-    the launcher, which has lost some, kills all and starts them again.
+    The time is ``launch.hang_seconds``. If one rank hangs or is stopped, the other ranks wait for
+    it until their own watchdogs end them. The launcher sees that ranks have ended, kills the
+    remaining ones and starts all ranks again.
     """
 
     def __init__(self, seconds: float) -> None:
-        """``seconds`` until the end, with a traceback of all threads; 0: never."""
+        """Set the ``seconds`` after which the process ends with a traceback of all threads; 0:
+        never."""
         self.seconds = seconds
 
     def restart(self) -> None:
-        """Begin to wait anew."""
+        """Restart the timer."""
         self.pause()
         if self.seconds:
             error = cast("TextIO", sys.__stderr__)
             faulthandler.dump_traceback_later(self.seconds, file=error, exit=True)
 
     def pause(self) -> None:
-        """Wait for nothing until the next :meth:`restart`."""
+        """Stop the timer until the next :meth:`restart`."""
         if self.seconds:
             faulthandler.cancel_dump_traceback_later()
