@@ -100,6 +100,8 @@ os.close(w)
 n = 0
 while n < 12 and (got := os.read(r, 12)):
     n += len(got)
+import time
+time.sleep(0.5)  # all memory is held for ten of the looks at it
 """,
         (),
         0,
