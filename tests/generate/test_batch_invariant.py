@@ -81,6 +81,11 @@ SHAPES = [
 ]
 
 
+@pytest.mark.tier(
+    "quick",
+    long=["lengths9-24-24-192-128-None-True-cpu"],
+    wide=["lengths9-24-24-192-128-None-False-cpu"],
+)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "width", "v_width", "window"), SHAPES)

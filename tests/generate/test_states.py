@@ -82,6 +82,11 @@ RULES = {
 CUTS = {"one by one": (1, 1), "a few": (1, 40), "whole chunks": (CHUNK, CHUNK), "long": (1, 200)}
 
 
+@pytest.mark.tier(
+    "quick",
+    long=["gated delta-fast-one by one-cpu", "state space-fast-a few-cpu"],
+    wide=["state space-fast-one by one-cpu", "state space-fast-long-cpu"],
+)
 @devices
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("kernels", ["fast", "reference"])
