@@ -70,3 +70,12 @@ def test_the_environment_is_read_in_config_alone():
         if any(word in path.read_text() for word in ("os.environ[", "environ.get", "getenv"))
     }
     assert readers <= {"moetrain/config/environment.py"}
+
+
+def test_no_backward_reads_saved_tensors_twice():
+    """Under recomputation a saved tensor can be unpacked once, and the second time is an error."""
+    for path in (ROOT / "moetrain").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                reads = [x for x in ast.walk(node) if getattr(x, "attr", "") == "saved_tensors"]
+                assert len(reads) <= 1, f"{path.name}: {node.name} reads saved_tensors twice"

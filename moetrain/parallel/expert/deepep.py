@@ -271,9 +271,10 @@ class _Arrived(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_x_SD, d_weights_SK = gradients
+        handle = list(ctx.saved_tensors)  # once: recomputed tensors cannot be unpacked again
         d_x_TD, d_weights_TK = _ops.exchange_rows(
             [d_x_SD.contiguous(), d_weights_SK.contiguous()],
-            [*ctx.saved_tensors],
+            handle,
             num_rows=ctx.num_rows,
             is_back=True,
             ways=ctx.ways,
@@ -284,8 +285,7 @@ class _Arrived(torch.autograd.Function):
         no_gradients = dict.fromkeys(
             ("x_SD", "weights_SK", "ways", "num_sms", "precision", "backend"), None
         )
-        d_handle = [None] * len(ctx.saved_tensors)
-        return d_x_TD, d_weights_TK, *no_gradients.values(), *d_handle
+        return d_x_TD, d_weights_TK, *no_gradients.values(), *[None] * len(handle)
 
 
 def why_not(

@@ -390,9 +390,10 @@ def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]
 
 
 def _differentiate_exchange(ctx: Any, d_outputs: list[torch.Tensor]) -> tuple[Any, ...]:
+    handle = list(ctx.saved_tensors)  # once: recomputed tensors cannot be unpacked again
     d_rows = _exchange_rows(
         [d.contiguous() for d in d_outputs],
-        list(ctx.saved_tensors),
+        handle,
         num_rows=ctx.num_rows,
         is_back=not ctx.is_back,
         ways=ctx.ways,
@@ -400,7 +401,7 @@ def _differentiate_exchange(ctx: Any, d_outputs: list[torch.Tensor]) -> tuple[An
         precision=ctx.precision,
         backend=ctx.backend,
     )
-    return gradients(_exchange_rows, rows=d_rows, handle=[None] * len(ctx.saved_tensors))
+    return gradients(_exchange_rows, rows=d_rows, handle=[None] * len(handle))
 
 
 _exchange_rows.register_autograd(_differentiate_exchange, setup_context=_save_exchange)
