@@ -20,8 +20,9 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -137,7 +138,7 @@ def train(stage: Stage, folder: Path, model: dict[str, Any], **mesh: Any) -> Non
         parallel=mesh,
     )
     data = Rows(stage.seq_len, stage.needles, stage.steps * rows, stage.seq_len)
-    Trainer(Config.load("debug", words), data=data).fit()
+    Trainer(Config.load("debug", words), data=cast(Sequence[Any], data)).fit()
 
 
 def train_short(out: Path) -> Path:

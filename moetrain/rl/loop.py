@@ -482,7 +482,7 @@ class RlTrainer(Run):
         """Return which prompts are begun, the trajectories under way, and the reference."""
         parts = self.world.gather(self.collector.unfinished())
         rows, tensors = Trajectory.to_state(t for part in parts for t in part)
-        state = {"sample_index": self.window.taken, "begun": self.window.begun}
+        state: dict[str, Any] = {"sample_index": self.window.taken, "begun": self.window.begun}
         state |= {"under_way": rows, "tasks": self.setup.identity}
         state["chat_template"] = self.tokenizer.given_template
         mine = tensors if self.world.is_main else {}  # every rank has them all
