@@ -22,6 +22,7 @@ from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.hf.save import Export
 from moetrain.train import run_folder
 from moetrain.train.loop import Trainer
+from moetrain.train.state import ModelState
 from tests.lib.checkpointed_runs import losses, names
 from tests.lib.command_lines import settled
 from tests.lib.distributed import spawn
@@ -236,7 +237,7 @@ def test_a_store_brings_back_what_no_machine_has(lost, two, tmp_path):
 
 def export_of_a_machine(words, folder):
     """Train and export in small files, so that each rank would have some to write."""
-    Export.__init__.__kwdefaults__["max_shard_bytes"] = 10_000
+    ModelState.save_hf.__kwdefaults__["max_shard_bytes"] = 10_000
     own = Path(folder, f"out{dist.get_rank()}")
     Trainer(Config.load(None, [*words, f"output_dir={own}"], environ={})).fit()
     return names(own / "hf") if (own / "hf").exists() else None
@@ -255,11 +256,11 @@ def test_the_first_machine_has_the_export(tiny_words, tmp_path):
     files, none = spawn(2, export_of_a_machine, settled(words), str(tmp_path))
     assert none is None
     shared = settled([*words, "checkpoint.shared=yes", f"output_dir={tmp_path / 'both'}"])
-    Export.__init__.__kwdefaults__["max_shard_bytes"] = 10_000
+    ModelState.save_hf.__kwdefaults__["max_shard_bytes"] = 10_000
     try:
         Trainer(Config.load(None, [*shared, "parallel.dp_shard=1"])).fit()
     finally:
-        Export.__init__.__kwdefaults__["max_shard_bytes"] = Export.SHARD_BYTES
+        ModelState.save_hf.__kwdefaults__["max_shard_bytes"] = Export.SHARD_BYTES
     assert files == names(tmp_path / "both" / "hf")
     assert sum(name.endswith(".safetensors") for name in files) > 2
     for name in files:
