@@ -54,11 +54,11 @@ class ParallelSection(Section):
     cp: PositiveInt = 1
     """Context parallel ranks, which share the tokens of the same rows."""
     cp_method: Literal["auto", "ulysses", "all_gather"] = "auto"
-    """How context parallel ranks share attention. ulysses: they share its heads instead of tokens,
-    so cp * tp must divide the query heads, and the key and value heads must be a multiple of cp *
-    tp or a divisor of it; all_gather: each keeps the queries of its tokens and gathers all keys and
-    values; auto: ulysses where the heads allow it. Layers with a recurrent state always share
-    heads, whose number cp * tp must divide."""
+    """The way in which context parallel ranks share attention. ulysses: by heads in place of
+    tokens, so cp * tp must divide the query heads, and the key and value heads must be a multiple
+    of cp * tp or a divisor of it; all_gather: each keeps the queries of its tokens and gathers all
+    keys and values; auto: ulysses where the heads allow it. Layers with a recurrent state always
+    share heads, whose number cp * tp must divide."""
     reshard_after_forward: Annotated[
         bool | int,
         checked(
@@ -74,11 +74,11 @@ class ParallelSection(Section):
     runs; last: once a step, after each rank has added up its own in fp32, which takes 4 bytes for
     every parameter that it gathers."""
     fsdp_transport: Literal["auto", "nccl", "copy"] = "auto"
-    """How FSDP's parameters and gradients travel, with the same bits. nccl: by torch's collectives
-    (gloo on CPUs); copy: by copy engines within one machine, which leaves all SMs to computation,
-    for 2 more bytes for each element that a rank holds, and a bucket of gradients; auto: copy
-    between GPUs that reach one another's memory. Parameters that optim.offload_fraction keeps on
-    the host always use collectives."""
+    """The transport of FSDP's parameters and gradients; results have the same bits. nccl: by
+    torch's collectives (gloo on CPUs); copy: by copy engines within one machine, which leaves all
+    SMs to computation, for 2 more bytes for each element that a rank holds, and a bucket of
+    gradients; auto: copy between GPUs that reach one another's memory. Parameters that
+    optim.offload_fraction keeps on the host always use collectives."""
 
 
 class OptimSection(Section):
@@ -92,8 +92,8 @@ class OptimSection(Section):
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end of the run, as a share of the peak."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """What follows the warmup. cosine: cosine decay; wsd: constant, then a linear decay;
-    constant: no decay."""
+    """The course of the learning rate after the warmup. cosine: cosine decay; wsd: constant, then a
+    linear decay; constant: no decay."""
     warmup_steps: int | None = Field(default=20, ge=0)
     """Steps of linear warmup. Give this or optim.warmup_fraction."""
     warmup_fraction: float | None = Field(default=None, ge=0, lt=1)
@@ -146,8 +146,8 @@ class MoeSection(Section):
     """Routing, balancing and dispatch of MoE layers."""
 
     dispatcher: Literal["auto", "local", "alltoall", "deepep"] = "auto"
-    """How tokens reach their experts; auto: local if parallel.ep is 1, else deepep where it runs,
-    else alltoall."""
+    """The way in which tokens reach their experts. auto: local if parallel.ep is 1, else deepep
+    where it runs, else alltoall."""
     deepep_num_sms: Annotated[
         Literal["auto"] | int,
         checked(
@@ -157,8 +157,8 @@ class MoeSection(Section):
     ] = "auto"
     """SMs that DeepEP uses: an even number, or auto for the fastest at the number of ranks."""
     dispatch_mode: Literal["exact", "static"] = "exact"
-    """How DeepEP sizes a rank's receive buffers. exact: by the counts, for which the host waits
-    once a layer in the forward; static: by moe.static_capacity, so that nothing waits."""
+    """The size of a rank's receive buffers for DeepEP. exact: by the counts, for which the host
+    waits once a layer in the forward; static: by moe.static_capacity, so that nothing waits."""
     static_capacity: float = Field(default=2.0, ge=1)
     """Rows that static reserves for a rank's experts, as a multiple of an even share; more than
     twice that share is rare. A step that overflows runs again in mode exact. None can overflow with
@@ -176,9 +176,9 @@ class MoeSection(Section):
     config.json if output_router_logits is true there, else 0. With adapters and in reinforcement
     learning 0."""
     aux_loss_layers: Literal["auto", "each", "pooled"] = "auto"
-    """How that loss treats layers. each: a mean of every layer's own; pooled: all layers together,
-    as in Hugging Face's models, so that a single one may stay uneven; auto: each for random
-    weights, pooled with model.path."""
+    """The treatment of layers by that loss. each: a mean of every layer's own; pooled: all layers
+    together, as in Hugging Face's models, so that a single one may stay uneven; auto: each for
+    random weights, pooled with model.path."""
     aux_loss_scope: Literal["micro_batch", "global_batch"] = "micro_batch"
     """The tokens whose expert counts that loss uses. micro_batch: one micro-batch of all ranks, so
     that the loss depends on how the batch is split; global_batch: the whole step, for one more
@@ -257,9 +257,9 @@ class ActivationSection(Section):
     """Recomputation in the backward pass. none: nothing; selective: each block, except what
     activation.save names; full: all of each block, whose parameters are gathered again."""
     save: tuple[SavedName, ...] = ("dispatch", "attention", "experts")
-    """What selective keeps, separated by commas: dispatch (tokens that expert parallel ranks
-    exchange), attention (its output), experts (pre-activations of the grouped products), linear
-    (results of dense products)."""
+    """The values that selective keeps, separated by commas: dispatch (tokens that expert parallel
+    ranks exchange), attention (its output), experts (pre-activations of the grouped products),
+    linear (results of dense products)."""
 
 
 class LaunchSection(Section):
@@ -274,8 +274,8 @@ class LaunchSection(Section):
     join_timeout: float = Field(default=300.0, gt=0)
     """Seconds within which all processes of a run must have joined."""
     max_restarts: NonNegativeInt = 0
-    """How often to restart a run from its newest checkpoint after one of its processes failed or
-    was killed. Under torchrun give its own option --max-restarts instead."""
+    """The number of restarts of a run from its newest checkpoint after one of its processes failed
+    or was killed. Under torchrun give its own option --max-restarts instead."""
     hang_seconds: float = Field(default=0.0, ge=0)
     """Seconds that a step may take. After that the process prints where each thread is and exits,
     and its launcher can start the run again; 0: no limit. There is none for a process's first step,

@@ -75,8 +75,8 @@ class RlSection(Section):
     """Estimator of the KL, with d = log(policy / reference). k1: d; k2: d^2 / 2; k3: exp(-d) - 1 +
     d."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL counts. loss: as a term of the loss; reward: subtracted from each trajectory's
-    reward, before advantages."""
+    """The place where the KL counts. loss: as a term of the loss; reward: subtracted from each
+    trajectory's reward, before advantages."""
     teacher: MaybePath = None
     """Model with the same tokenizer that judges each token that the policy writes (on-policy
     distillation), in addition to the rewards or, with rl.advantage none, alone. Either a folder or
@@ -90,17 +90,17 @@ class RlSection(Section):
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy, which is maximised; 0: it is only logged."""
     aggregation: Literal["token", "sequence", "fixed"] = "token"
-    """How tokens' losses are combined. token: mean over the global batch; sequence: mean over
+    """The combination of tokens' losses. token: mean over the global batch; sequence: mean over
     samples of each one's mean; fixed: sum over tokens / (samples x rl.max_tokens), which favours no
     length (Dr. GRPO)."""
     advantage: Literal[
         "dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "none"
     ] = "dr_grpo"
-    """How rewards become advantages. dr_grpo: reward minus the group's mean; grpo: that, divided by
-    the group's standard deviation; rloo: reward minus the mean of the group's others; reinforce_pp:
-    normalised over the global batch, whatever the group; reinforce_pp_baseline: reward minus the
-    group's mean, then normalised over the global batch; none: rewards are only logged, and
-    rl.teacher teaches alone."""
+    """The formula that makes advantages of rewards. dr_grpo: reward minus the group's mean; grpo:
+    that, divided by the group's standard deviation; rloo: reward minus the mean of the group's
+    others; reinforce_pp: normalised over the global batch, whatever the group;
+    reinforce_pp_baseline: reward minus the group's mean, then normalised over the global batch;
+    none: rewards are only logged, and rl.teacher teaches alone."""
     overlong: Literal["keep", "mask", "drop"] = "keep"
     """Treatment of trajectories that rl.max_tokens cut off. keep: as any other; mask: they count
     for advantages but are not trained; drop: neither. Failed ones are always dropped."""
@@ -151,15 +151,15 @@ class RlSection(Section):
     tokens again with the new weights (in-flight updates, arXiv 2509.19128). rl.importance and
     rl.mask correct for what was read with older ones."""
     generator_dtype: Literal["auto", "float8", "mxfp4", "nf4"] = "auto"
-    """How generation stores its copy of routed experts' matrices. float8, mxfp4, nf4: quantised to
-    8 or 4 bits with scales at every update, which takes a half or a quarter of the memory. Its
+    """The storage of generation's copy of routed experts' matrices. float8, mxfp4, nf4: quantised
+    to 8 or 4 bits with scales at every update, which takes a half or a quarter of the memory. Its
     log-probabilities then differ from the trainer's; rl.importance and rl.mask correct for that.
     auto: in the dtype it computes in."""
     resample: NonNegativeInt = 0
     """Rounds in which new prompts replace groups with equal rewards, since such groups teach
     nothing (dynamic sampling, arXiv 2503.14476)."""
     supervised_steps: NonNegativeInt = 0
-    """How many of train.steps, the first ones, learn from the environment's demonstrations."""
+    """The number of first steps that learn from the environment's demonstrations."""
     supervised_lr: float | None = Field(default=None, gt=0)
     """Peak learning rate of the supervised steps; unset: optim.lr."""
     eval_tasks: NonNegativeInt = 64
@@ -221,8 +221,8 @@ class JobsSection(Section):
     port: int = Field(default=8100, ge=0, le=65535)
     """Port of the HTTP server; 0: any free one, which is printed."""
     auth: Literal["auto", "token", "none"] = "auto"
-    """Who is served. token: clients that send the bearer token of jobs.token_file; none: everybody
-    who can connect; auto: none if jobs.host is a loopback address, else token."""
+    """The clients that are served. token: clients that send the bearer token of jobs.token_file;
+    none: everybody who can connect; auto: none if jobs.host is a loopback address, else token."""
     token_file: MaybePath = None
     """File with the bearer token, the API key; unset: output_dir/token, created if missing."""
     max_jobs: PositiveInt = 256

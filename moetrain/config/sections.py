@@ -131,9 +131,10 @@ class ModelSection(Section):
     """Longest row; unset: the model's own. More than the model is made for needs model.rope, unless
     it has no rotary embeddings (Nemotron-3)."""
     rope: Literal["yarn", "linear"] | None = None
-    """How rotary embeddings are stretched to model.max_positions: yarn (arXiv 2309.00071) or linear
-    (arXiv 2306.15595), by the factor that this takes. Exports say so. Unset: as the model has them.
-    A model whose layers have none, or different ones (Gemma-4), takes neither."""
+    """The method that stretches rotary embeddings to model.max_positions: yarn (arXiv 2309.00071)
+    or linear (arXiv 2306.15595). The factor is model.max_positions over the model's own length, and
+    exports have it. Unset: the model's own method. Models without rotary embeddings, or with
+    several (Gemma-4), take neither."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the normal distribution that random weights are drawn from."""
 
@@ -175,7 +176,7 @@ class MixEntry(Section):
 
 
 class DataSection(Section):
-    """Where text comes from, and how it becomes packed rows of tokens."""
+    """The source of text, and its way to packed rows of tokens."""
 
     source: Literal["stdlib", "text", "records", "jsonl", "synthetic"] = "stdlib"
     """Kind of data. stdlib: the source code of Python's standard library; text: a text file, or a
@@ -226,10 +227,10 @@ class DataSection(Section):
     seq_len: int = Field(default=256, gt=1)
     """Tokens in one packed row. Unset with model.path: as many as the model takes, up to 4096."""
     packing: Literal["auto", "whole", "stream"] = "auto"
-    """How documents fill rows. whole: no document is cut, and rows have padding. Only a text that
-    is longer than a row is cut into parts, and data.overlong decides for conversations. stream:
-    documents follow one another and are cut at the end of each row. auto: whole for conversations,
-    else stream."""
+    """The way in which documents fill rows. whole: no document is cut, and rows have padding. Only
+    a text that is longer than a row is cut into parts, and data.overlong decides for conversations.
+    stream: documents follow one another and are cut at the end of each row. auto: whole for
+    conversations, else stream."""
     overlong: Literal["cut", "drop", "error"] = "cut"
     """Conversations that are longer than a row. cut: they lose their end; drop: they are left out;
     error: they end the run. The log says how many. Preference pairs cannot be cut: they are left
@@ -410,10 +411,10 @@ class LoraSection(Section):
     layers.1.moe.experts, *.router. auto: attention, and the routed experts, or the MLPs if
     there are none."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
-    """How the first matrix of an adapter is drawn; the second starts at 0. kaiming: uniformly
+    """The distribution of an adapter's first matrix; the second starts at 0. kaiming: uniformly
     within 1 / sqrt(inputs); gaussian: normally, with standard deviation 1 / rank."""
     base_dtype: Literal["auto", "float8", "mxfp4", "nf4"] = "auto"
-    """How blocks' frozen matrices are stored. auto: in train.dtype; float8 (MXFP8), mxfp4 and nf4
+    """The storage of blocks' frozen matrices. auto: in train.dtype; float8 (MXFP8), mxfp4 and nf4
     (QLoRA's): quantised to 8, 4 and 4 bits with scales, which takes 0.52, 0.27 and 0.26 of bf16's
     memory. They are dequantised whenever a block runs."""
     offload_experts: bool = False
@@ -482,8 +483,8 @@ class CheckpointSection(Section):
     """URL in an object store (s3://, gs:// or another that fsspec knows) to which checkpoints are
     copied. checkpoint.resume auto fetches the newest one if output_dir has none as new."""
     resume: GivenPath = "auto"
-    """Where to resume from. auto: the newest checkpoint of output_dir or in memory, if there is
-    one; never: start anew; or the folder of a checkpoint."""
+    """The checkpoint to resume from. auto: the newest checkpoint of output_dir or in memory, if
+    there is one; never: start anew; or the folder of a checkpoint."""
     save_hf: bool = False
     """Write a Hugging Face checkpoint to output_dir/hf at the end of the run: weights, config,
     tokenizer, and the other tensors and files of model.path."""
@@ -501,7 +502,7 @@ class CheckpointSection(Section):
 
 
 class LogSection(Section):
-    """What a run prints and writes while it trains."""
+    """The output of a run while it trains."""
 
     WARM_STEPS: ClassVar[int] = 1
     """Steps that are traced and thrown away, since the profiler itself loads in them."""

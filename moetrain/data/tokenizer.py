@@ -216,7 +216,7 @@ class _HFTokenizer(Tokenizer):
         ]
         with _library_errors(f"{folder}/{_CONFIG}: its tokens cannot be added"):
             self._tokenizer.add_tokens(self._added)
-            # As in `transformers`, special tokens in texts are then split like other characters.
+            # Special tokens in texts are then split like other characters, as `transformers` does.
             self._splits_special = bool(config.get("split_special_tokens"))
             self._tokenizer.encode_special_tokens = self._splits_special
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -254,7 +254,7 @@ class _HFTokenizer(Tokenizer):
         # Remove the post-processor: its `trim_offsets` removes blanks from the characters that a
         # token covers. The tokens that it puts before a text are in `bos_ids`.
         self._tokenizer.post_processor = None
-        # As in `transformers`, chat_template.jinja replaces all templates in the config.
+        # chat_template.jinja replaces all templates in the config, as in `transformers`.
         if os.path.lexists(folder / _CHAT_TEMPLATE):
             config = {key: value for key, value in config.items() if key != "chat_template"}
         self.chat_template, chat_file = _chat_template(folder, _CHAT_TEMPLATE, config, "default")

@@ -115,7 +115,7 @@ class Chunk(NamedTuple):
 
 
 class TokenScore(NamedTuple):
-    """How likely the model finds a token of a prompt."""
+    """The model's probability of a token of a prompt."""
 
     logprob: float
     """Log-probability at temperature 1, nats."""

@@ -54,7 +54,7 @@ class Step(NamedTuple):
     read_TD: torch.Tensor
     """Hidden states of every token that was read, after the final norm."""
     hidden_ND: torch.Tensor
-    """Those of each chunk's last token."""
+    """The values of each chunk's last token."""
     choices_RN: torch.Tensor
     """The choice after each chunk, without filters
     (:func:`~moetrain.generate.slots.unpack_choices`). It has a draft if the chunk is the last right
@@ -132,7 +132,7 @@ class Steps:
         )
         with_mtp = self.draft > 0 and self.has_block
         self.caches = model.for_generation(caches, with_mtp=with_mtp)
-        """What each layer keeps of the sequences."""
+        """The keys, values and states that each layer keeps of the sequences."""
         self._routers = [m for m in model.modules() if isinstance(m, Router)]
         self._graphs: dict[int, _CapturedStep] = {}
         self._host_slots = HostSlots(

@@ -1,4 +1,4 @@
-"""What the HTTP servers of ``serve``, ``rl`` and ``jobs`` share.
+"""HTTP for the servers of ``serve``, ``rl`` and ``jobs``.
 
 :mod:`~moetrain.http.json_server` is JSON over HTTP with bounded bodies and connections,
 :mod:`~moetrain.http.access` decides which clients are served, :mod:`~moetrain.http.protocol` is

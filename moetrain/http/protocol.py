@@ -66,7 +66,7 @@ class _Asked(JsonBody):
     kind: ClassVar[str]
     """The ``object`` of a whole reply."""
     kind_of_parts: ClassVar = ""
-    """What the ``object`` of a part of a stream has after ``kind``."""
+    """The end of ``object`` in a part of a stream, after ``kind``."""
     counts: ClassVar = ("prompt_tokens", "completion_tokens")
     """The names of the two counts of ``usage``."""
 

@@ -81,6 +81,9 @@ class AdamW(torch.optim.Optimizer):
         """By the bucket's id; empty with float8."""
         self._states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         """The content of :attr:`state` from the first step on."""
+        masters = [bucket.storage for bucket in fsdp.buckets if bucket.storage.has_host_master]
+        if others := {type(x).__name__ for x in masters if not isinstance(x, Offloaded)}:
+            raise TypeError(f"{', '.join(others)}: a master in host memory derives from Offloaded")
         self._offloaded = [
             (bucket, bucket.storage)
             for bucket in fsdp.buckets

@@ -430,3 +430,10 @@ def test_every_mesh_rounds_moments_alike():
         ours = torch.cat([m.flatten() for pair in found.values() for m in pair])
         theirs = torch.cat([m.flatten() for n in found for m in moments[n]])
         assert (ours != theirs).float().mean() < 0.001, name
+
+
+def test_adamw_refuses_a_host_master_that_it_would_not_update():
+    engine = make_engine()
+    next(iter(engine.fsdp.buckets)).storage.has_host_master = True
+    with pytest.raises(TypeError, match="Plain: a master in host memory derives from Offloaded"):
+        AdamW(engine.fsdp, engine.config.optim, seed=0)

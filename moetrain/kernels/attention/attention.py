@@ -461,7 +461,7 @@ def _packed_backward_reference(
         dp_HSS = torch.einsum("qhd,khd->hqk", do, v)
         delta_HS = (do * o).sum(-1).T
         ds_HSS = p_HSS * (dp_HSS - delta_HS[..., None]) * scale
-        # Of queries; of keys and values, summed over the query heads that share them.
+        # Keys and values get the sum over the query heads that share them.
         dk_SHd = torch.einsum("hqk,qhd->khd", ds_HSS, q)
         dv_SHv = torch.einsum("hqk,qhd->khd", p_HSS, do)
         dq_THd[queries] = torch.einsum("hqk,khd->qhd", ds_HSS, k).to(q_THd.dtype)

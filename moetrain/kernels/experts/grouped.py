@@ -28,7 +28,7 @@ from moetrain.kernels.experts import grouped_frame as frame
 from moetrain.runtime.backend import gl, gluon, hopper
 
 # Limits of the sizes for which this kernel is taken, measured on one H100 with 16 to 128 experts.
-# Of two rates in TFLOP/s torch's comes first. docs/log/experts.md has more.
+# Where two rates in TFLOP/s stand, the first one is torch's. docs/log/experts.md has more.
 _NARROWEST = 512
 """The smallest inner and outer width."""
 _LARGEST = 3 << 21

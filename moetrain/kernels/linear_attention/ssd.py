@@ -123,7 +123,8 @@ def _is_fast(
     return True
 
 
-# Those of the gated delta rule, not tuned again; kernels that walk over chunks need two stages.
+# These are the gated delta rule's and not tuned again. Kernels that walk over chunks need two
+# stages.
 _GATES = Launch(1, 1)
 _STATES = Launch(4, 3, 32)
 _OUTPUTS = Launch(4, 1, 128)

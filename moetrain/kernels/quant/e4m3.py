@@ -92,7 +92,7 @@ class Quantised(NamedTuple):
             # Always a product: a cast alone may return the same tensor, and torch 2.11 compiled
             # gives no gradient to an alias in an autograd function's forward.
             return self.values.to(dtype) * self.scales[..., None].to(dtype)
-        # As bytes: opcheck computes with an op's inputs, and torch does not compute in e4m3.
+        # The op takes bytes: opcheck computes with inputs, and torch cannot compute in e4m3.
         values = self.values.contiguous().view(torch.uint8)
         return dequantise_op(values, self.scales.contiguous(), dtype)
 

@@ -77,7 +77,7 @@ register(
             "num_hidden_layers": 46,
             "num_attention_heads": 96,
             "num_key_value_heads": 8,
-            # As in every published file; half of the default of transformers, 42, is odd.
+            # Every published file has 128. The default of transformers is 42, whose half is odd.
             "head_dim": 128,
             "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,

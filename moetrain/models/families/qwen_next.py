@@ -184,7 +184,8 @@ _PACKED = (
 
 # ---- families ----------------------------------------------------------------------------------
 
-# Of the published config.json; rope_theta, max_positions and Qwen3-Next's dense width from memory.
+# The sizes are those of the published config.json, but rope_theta, max_positions and the dense
+# width of Qwen3-Next are from memory.
 _COMMON: dict[str, Any] = {
     "num_heads": 16,
     "num_kv_heads": 2,
