@@ -308,13 +308,13 @@ def test_a_shared_page_is_never_written_again(share):
     shared = 0
     while generator.is_busy:
         now = {}
-        for page, text in pages._text_of.items():
+        for page, text in pages._prefix_of.items():
             now[page, text.serial] = [
                 x[page].clone() for c in own for x in (c.keys_PZGd, c.values_PZGv)
             ]
             before = kept.get((page, text.serial), now[page, text.serial])
             assert all(map(torch.equal, before, now[page, text.serial]))
-            shared += pages._references[page] > 1
+            shared += pages._ref_counts[page] > 1
         kept = now
         for c in generator.step():
             found[c.request_id, c.index] = c

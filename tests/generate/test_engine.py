@@ -108,7 +108,7 @@ def test_hundreds_of_requests_with_arrivals_and_aborts():
                 finished[completion.request_id, completion.index] = completion
         assert len(generator.scheduler.running) <= 40
     assert generator.pages.num_available == 200
-    assert not any(generator.pages._references)
+    assert not any(generator.pages._ref_counts)
     assert generator.scheduler.figures["generator/read_again"] > 0
     assert aborted
     expected = {
