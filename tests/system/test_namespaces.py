@@ -22,8 +22,9 @@ from tests.lib.command_lines import settled
 from tests.lib.recoveries import rank_of
 from tests.lib.typed_commands import losses
 
+ROOT = Path(__file__).parents[2]
 ONE_AFTER_ANOTHER, IMPATIENT = (
-    str(Path(__file__).parents[1] / "lib" / name)
+    str(ROOT / "tests" / "lib" / name)
     for name in ("one_after_another.py", "impatient_train.py")
 )
 STEPS = 3
@@ -110,7 +111,8 @@ def test_every_mesh_over_machines_gives_one_processs_losses(count, ranks, words,
     with Machines(count) as machines:
         folders = own_folders(machines, tmp_path / "own")
         command = [ONE_AFTER_ANOTHER, str(tmp_path / "runs.json")]
-        codes = machines.torchrun(command, ranks, said=outputs(machines, tmp_path))
+        env = {"PYTHONPATH": str(ROOT)}  # the script imports tests.lib
+        codes = machines.torchrun(command, ranks, said=outputs(machines, tmp_path), env=env)
     assert codes == [0] * count, said(tmp_path)
     for name in LAYOUTS[count, ranks]:
         assert losses(tmp_path / name) == pytest.approx(expected, rel=TOLERANCE), name
