@@ -96,7 +96,8 @@ def test_adapters_of_gathered_keys(tmp_path):
     mesh = MESHES[2]["keys"]
     kinds = ("gpt_oss", "deepseek_v3", "qwen3_next")
     words = "lora.rank=8", "moe.bias_update_rate=0"
-    check(2, [case_of(k, 2, k, mesh, "none", *words) for k in kinds], tmp_path)
+    # Rows drawn for another name give a gradient of norm 23 whose rounding alone is 5e-6 of it.
+    check(2, [case_of("lora", 2, k, mesh, "none", *words) for k in kinds], tmp_path)
 
 
 @pytest.mark.tier("long")
