@@ -29,6 +29,11 @@ def main(argv: Sequence[str] | None) -> None:
     add("--prompt", required=True, help="text to continue; with --chat, the user's turn")
     add("--chat", action="store_true", help="format the prompt by the checkpoint's chat template")
     add("--max_tokens", type=int, help="most tokens to generate; default 256, or as many as fit")
+    add(
+        "--special_tokens",
+        action="store_true",
+        help="print special tokens too, such as the marks between GPT-OSS's thoughts and answer",
+    )
     add("--stop", action="append", default=[], help="text to stop before; may be repeated")
     for name, (default, meaning) in _SAMPLING.items():
         add(f"--{name}", type=type(default), default=default, help=meaning)
@@ -66,7 +71,9 @@ def main(argv: Sequence[str] | None) -> None:
     generator = Generator(
         model, tokenizer, num_pages=pages, draft=args.draft, draft_by=args.draft_by
     )
-    text = request.TextStream(tokenizer, params.stop, params.stop_ids)
+    text = request.TextStream(
+        tokenizer, params.stop, params.stop_ids, skip_special_tokens=not args.special_tokens
+    )
     completion = request.Completion("prompt", 0)
     try:
         for completion in generator.stream([request.Request("prompt", ids, params)]):

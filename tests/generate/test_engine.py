@@ -590,6 +590,20 @@ def test_the_command_continues_a_text(checkpoint, capsys):
     assert capsys.readouterr().out
 
 
+def test_the_command_prints_special_tokens_where_asked(tmp_path, capsys):
+    save_hf(make_model(), tmp_path, tokenizer=ByteTokenizer().export())
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_special_tokens([chr(code) for code in range(33, 127)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    words = [str(tmp_path), "--device", "cpu", "--max_tokens", "20", "--prompt", "é"]
+    assert main([*words, "--seed", "3"]) == 0
+    plain = capsys.readouterr().out
+    assert main([*words, "--seed", "3", "--special_tokens"]) == 0
+    shown = capsys.readouterr().out
+    assert shown != plain
+    assert [c for c in shown if not "!" <= c <= "~"] == list(plain)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
