@@ -32,6 +32,7 @@ def test_an_unknown_name_is_one_line(capsys):
     assert line.startswith("error: unknown command 'trian'; choose from train, ")
 
 
+@pytest.mark.tier("long")
 def test_ctrl_c_at_the_exit_ends_a_command_without_a_traceback():
     program = """if True:
         import atexit, time

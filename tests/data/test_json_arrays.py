@@ -115,7 +115,7 @@ def test_an_element_that_is_too_large_is_a_bad_record_and_the_run_goes_on(
 ):
     """As a line that is too large; nothing of it is held, whatever is in it."""
     monkeypatch.setattr("moetrain.data.containers._MOST_BYTES", 1 << 16)
-    large = {"text": ['\\"[{,' * 9, "\\" * (1 << 19)] * 9, "more": [[]] * (1 << 19)}
+    large = {"text": ['\\"[{,' * 9, "\\" * (1 << 17)] * 9, "more": [[]] * (1 << 17)}
     rows = [{"text": f"text number {i}"} for i in range(40)]
     rows[7] = large
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))

@@ -31,6 +31,7 @@ def crash(in_python):
     dist.barrier()
 
 
+@pytest.mark.tier("long")
 def test_a_world_that_lost_a_rank_in_gloo_runs_once_more_and_says_so(tmp_path):
     with pytest.warns(UserWarning, match="run again: rank 1 died with exit code -11"):
         assert spawn(2, crash_until, tmp_path / "fault", False) == [0, 1]
