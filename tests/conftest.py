@@ -1,6 +1,6 @@
 """Shared fixtures: a tiny configuration that trains in a second on a CPU.
 
-Without a GPU, kernels that are asked for by name run in Triton's interpreter.
+Without a GPU, kernels that a test asks for by name run in Triton's interpreter.
 """
 
 import functools
@@ -13,12 +13,13 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-# Of what is started here too. Tests are many processes that compute little: threads only fight, and
-# a pool of compilers for each process takes longer to start than what there is to compile.
+# Processes that tests start inherit these variables. Tests are many processes that compute little:
+# threads only compete, and a pool of compilers takes longer to start than the work that it would
+# do.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Each process that compiles would try the processor's instructions out by compilers and a Python
-# for each set of them, for two seconds.
+# Without this, each process that compiles spends two seconds on probing the processor's instruction
+# sets.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
@@ -27,22 +28,22 @@ if TYPE_CHECKING:
     from moetrain.config import Config
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Started behind a shell's "&": what tests start would inherit it, and ignore their Ctrl-C.
+    # The tests were started behind a shell's "&". Their children would inherit the ignored Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-gc.disable()  # until all tests are imported and collected, of which nothing is garbage
+gc.disable()  # imports and collection make no garbage
 
 
 def pytest_collectstart():
-    """Before a test is imported. A process that only hands tests to others does not come here."""
+    """Prepare this process before a test is imported; xdist's controller imports none."""
     _begin()
 
 
 def keep_frozen():
-    """Keep what is frozen now so, and freeze nothing more, whatever runs in this process.
+    """Keep frozen objects frozen, and freeze no more, whatever runs in this process.
 
-    A run unfreezes all at its end, and each collection after it would look at a million objects of
-    the libraries: that was a sixth of the tests' time.
+    A run ends with `gc.unfreeze`. Each later collection would scan a million objects of the
+    libraries, which took a sixth of the tests' time.
     """
     gc.freeze = gc.unfreeze = lambda: None
 
@@ -53,14 +54,14 @@ def _begin():
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
-        with suppress(ModuleNotFoundError):  # there is no Triton
+        with suppress(ModuleNotFoundError):  # Triton is not installed
             importlib.import_module("tests.lib.quick_interpreter")
     importlib.import_module("tests.lib.forked_python").install()
     torch.set_num_threads(1)
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Skip files that have none of the GPU tests, or of a tier, where only those run."""
+    """Skip files without a GPU test, or without a test of the tier, where only those run."""
     if collection_path.suffix != ".py" or config.args != config.getini("testpaths"):
         return None
     for name, mark in (("gpu", "mark.gpu"), ("long", "mark.tier"), ("wide", "mark.tier")):
@@ -70,7 +71,7 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def tier_of(item) -> str:
-    """``quick``, ``long`` or ``wide``, as the mark ``tier`` says of the test or of its case."""
+    """Return ``quick``, ``long`` or ``wide`` by the mark ``tier`` of the test or of its case."""
     mark = item.get_closest_marker("tier")
     if mark is None:
         return "quick"
@@ -80,12 +81,12 @@ def tier_of(item) -> str:
 
 
 def is_named(case: str, name: str) -> bool:
-    """True if a mark's ``name`` is that of a case; it may end with "..." for the rest of a name."""
+    """Return True if a mark's ``name`` is that of a case; "..." at its end matches any rest."""
     return case.startswith(name[:-3]) if name.endswith("...") else case == name
 
 
 def check_tiers(items) -> None:
-    """Raise UsageError if a mark ``tier`` names a case that its test does not have."""
+    """Raise UsageError if a mark ``tier`` names an unknown case."""
     cases: dict[str, set[str]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], set()).add(
@@ -100,7 +101,7 @@ def check_tiers(items) -> None:
 
 
 def gpus_needed(item) -> int:
-    """Number of CUDA devices that a test needs; 0 for a test without the mark ``gpu``."""
+    """Return the number of CUDA devices that a test needs; 0 without the mark ``gpu``."""
     mark = item.get_closest_marker("gpu")
     if mark is None:
         return 0
@@ -118,7 +119,7 @@ def pytest_collection_modifyitems(config, items):
     if not any("::" in argument for argument in config.args):
         check_tiers(items)
 
-    if config.option.markexpr == "wide":  # what there is time for is another part each time
+    if config.option.markexpr == "wide":  # each commit runs another part of them in its time
         order = os.environ.get("WIDE_ORDER", "")
         items.sort(key=lambda item: hashlib.sha256(f"{order}{item.nodeid}".encode()).digest())
 
@@ -132,7 +133,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_runtest_setup(item):
-    """After the gate's time the remaining tests are skipped, and the summary counts them."""
+    """Skip the remaining tests after the gate's time, so that the summary counts them."""
     end = float(os.environ.get("TESTS_END_AT", "inf"))
     if time.time() > end:
         pytest.skip("the gate's time is over: this test was not run")
@@ -140,7 +141,7 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Without a GPU its tests are rehearsed, and then skipped."""
+    """Rehearse the tests that need a GPU where there is none, then skip them."""
     if "gpu" not in pyfuncitem.keywords:
         return None
     import torch
@@ -156,7 +157,7 @@ def pytest_pyfunc_call(pyfuncitem):
 
 
 def pytest_collection_finish():
-    """Garbage is not looked for in what stays, thousands of tests among it, and less often."""
+    """Exclude the collected tests from garbage collection, and collect less often."""
     gc.collect()
     gc.freeze()
     keep_frozen()

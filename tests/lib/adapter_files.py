@@ -14,7 +14,7 @@ def logits_of(engine):
 
 
 def save_base(words, folder):
-    """The model that the adapters are for, by itself."""
+    """Write the model that the adapters belong to, without adapters."""
     plain = [w for w in words if not w.startswith("lora.")]
     engine = make_engine(base=plain, micro=MICRO)
     engine.save_hf(folder)

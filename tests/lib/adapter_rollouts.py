@@ -23,7 +23,7 @@ def answers_of(generator):
 
 
 def follow(words):
-    """What is generated while an engine learns, and its weights with adapters merged."""
+    """Return the tokens generated while an engine learns, and its weights with merged adapters."""
     engine = adapted(EVERYTHING, *words)
     model, experts = replica(engine)
     generator = Generator(model, experts=experts, num_pages=20, page_size=4)

@@ -41,13 +41,13 @@ def base_of(name):
 
 
 def value_of(name, shape):
-    """A value for an adapter that makes a difference, the same on every mesh."""
+    """Return an adapter's value, the same on every mesh and large enough to change results."""
     generator = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
     return 0.3 * torch.randn(shape, generator=generator)
 
 
 def adapted(*words, base=BASE):
-    """An engine whose adapters are as :func:`value_of` has them."""
+    """Return an engine whose adapters have the values of :func:`value_of`."""
     engine = make_engine(*words, base=base, micro=MICRO)
     for name, entry in engine.stages.table.items():
         if name.endswith(ADAPTER):
@@ -56,7 +56,7 @@ def adapted(*words, base=BASE):
 
 
 def gradients_of(engine):
-    """Whole, of what is trained, on every rank; the engine forgets them."""
+    """Return norm and whole gradients of trained parameters, on every rank, then clear them."""
     norm = engine.fsdp.gradient_norm().item()
     members = engine.fsdp.members
 
@@ -73,7 +73,7 @@ def gradients_of(engine):
 
 
 def learn(words, base=BASE):
-    """Every number of the first step's forward and backward."""
+    """Return the losses, the gradient norm and the gradients of the first step."""
     engine = adapted(*words, base=base)
     world = engine.world
     batches = make_batches(0, MICRO, world.data_rank, world.dims.data_ranks)
@@ -82,7 +82,7 @@ def learn(words, base=BASE):
 
 
 def dense_reference(words, base=BASE):
-    """The same by autograd alone, in fp64; a plain model has the weights W + s B A."""
+    """Compute :func:`learn` by autograd alone, in fp64, in a plain model with weights W + s B A."""
     engine = adapted(*words, base=base)
     mine, arch = {n: x.double().cpu() for n, x in weights_of(engine).items()}, engine.arch
     adapters = {n: x.detach().requires_grad_() for n, x in mine.items() if n.endswith(ADAPTER)}
@@ -129,7 +129,7 @@ class _Backbone(torch.nn.Module):
 
 
 def compare(name, answer, expected):
-    """Losses, the norm and every gradient."""
+    """Compare losses, the norm and every gradient."""
     assert answer[0] == pytest.approx(expected[0], rel=TOLERANCE), name
     assert answer[1] == pytest.approx(expected[1], rel=TOLERANCE), name
     assert set(answer[2]) == set(expected[2]), name
@@ -141,10 +141,11 @@ def compare(name, answer, expected):
 
 
 def learn_all(runs, base=BASE):
-    """:func:`learn` of every run on this rank."""
+    """Run :func:`learn` for every run on this rank."""
     answers = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(apply, "compile_blocks", None)  # put back at the end
+        # registered here, so that it is restored at the end
+        patch.setattr(apply, "compile_blocks", None)
         for name, words in runs.items():
             torch.compiler.reset()
             compile_by_turns(words)

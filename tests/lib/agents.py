@@ -18,7 +18,7 @@ SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"typ
 
 
 class Watched(Generator):
-    """Keeps the tokens of every step, as they come."""
+    """Keeps the tokens of every step in the order of their arrival."""
 
     def __init__(self):
         model = Transformer(ARCH.model_copy(update={"max_positions": 1024}))
@@ -46,7 +46,7 @@ def collector_of(run, lines=None, generator=None, **values):
 
 
 def collected(run, tasks=2, members=2, **values):
-    """The trajectories of ``run``, whose actions are what a small model generated."""
+    """Return the trajectories of ``run``, in which a small model chose the actions."""
     collector = collector_of(run, **values)
     generator, environment = collector.generator, collector.environment
     for task in range(tasks):

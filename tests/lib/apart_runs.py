@@ -25,9 +25,9 @@ def be_rank(rank, world, port, words, silence):
 
 
 def launched(world, words, *, silence=8.0, timeout=60, kill_at=None):
-    """Exit codes of the ranks of a run as a launcher would start them.
+    """Return the exit codes of a run's ranks, started as a launcher starts them.
 
-    ``kill_at``: a function; where it first returns true, the main learner is killed.
+    ``kill_at``: a function; the main learner is killed once it returns true.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -6,7 +6,7 @@ from moetrain.models.families import FAMILIES
 
 
 def make_architecture(*, family, **fields):
-    """An architecture in its family's own class."""
+    """Make an architecture of its family's own class."""
     return FAMILIES[family].architecture(family=family, **fields)
 
 
@@ -26,16 +26,16 @@ TINY_MOE = {
 
 
 def own_part(experts, weight, target):
-    """What of a whole ``weight`` a rank has in ``target``: all of it, or its own experts."""
+    """Return the part of ``weight`` that a rank has in ``target``: all, or its own experts."""
     if weight.shape == target.shape:
         return weight
-    dispatcher = experts._dispatcher  # experts.group may be of more ranks
+    dispatcher = experts._dispatcher  # experts.group may have more ranks
     return weight.chunk(dispatcher.num_ranks)[dispatcher.rank]
 
 
 @torch.no_grad()
 def put_weights(generator, weights):
-    """Copy whole ``weights``, pairs with names, of which a rank may have its own experts alone."""
+    """Copy whole ``weights`` (pairs of name and tensor); a rank may keep its own experts only."""
     targets = dict(generator.model.named_parameters()) | dict(generator.model.named_buffers())
     for name, weight in weights:
         target = targets.pop(name)

@@ -9,7 +9,7 @@ from tests.lib.architectures import make_architecture
 
 
 def write_good(folder: Path) -> Path:
-    """A checkpoint of two shards."""
+    """Write a checkpoint of two shards."""
     arch = make_architecture(
         family="qwen3_moe",
         vocab_size=264,

@@ -1,6 +1,6 @@
 """Helpers of tests/data/test_chat_records.py that other tests use too."""
 
-# What transformers' apply_chat_template takes beside the messages.
+# The arguments of transformers' apply_chat_template beside the messages.
 TOOLS = [
     {
         "type": "function",

@@ -4,4 +4,4 @@ WITHOUT_TOOLS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""ChatML that does not write tools, for models whose positions have no room for them."""
+"""ChatML without tools, for models with too few positions for them."""

@@ -16,7 +16,7 @@ CONVERSATION = [
 
 
 def bpe_tokenizer(folder: Path, **settings: object) -> Path:
-    """A trained byte-level BPE, as Hugging Face files, with ChatML's markers."""
+    """Train a byte-level BPE with ChatML's markers, and write it as Hugging Face files."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

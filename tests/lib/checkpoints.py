@@ -19,12 +19,12 @@ def state_of(step):
 
 
 def alone():
-    """A rendezvous of one rank."""
+    """Return a rendezvous of one rank."""
     return Rendezvous(HashStore(), 0, 1)
 
 
 def save_tensors(root, step, groups, state=None, **plan):
-    """Write whole tensors, by group and name, as one rank does."""
+    """Write whole tensors, by group and name, as a run of one rank does."""
     parts = {
         g: {name: TensorSlice.all_of(x) for name, x in named.items()} for g, named in groups.items()
     }
@@ -37,19 +37,19 @@ def save_tensors(root, step, groups, state=None, **plan):
 
 
 def save(root, step, value=0.0, **plan):
-    """A checkpoint of three groups of one tensor."""
+    """Write a checkpoint of three groups of one tensor."""
     groups = {name: {"x": torch.full((3,), value)} for name in GROUPS}
     return save_tensors(root, step, groups, **plan)
 
 
 def tensors_of(folder):
-    """Every tensor of a checkpoint, by group and name."""
+    """Return every tensor of a checkpoint, by group and name."""
     found = open_checkpoint(Path(folder))
     return {group: found.tensors(group) for group in found.contents.groups}
 
 
 def rewrite(folder, edit):
-    """Let ``edit`` change the tensors of a checkpoint, and write it as if it had been so."""
+    """Let ``edit`` change the tensors of a checkpoint, and write it with matching checksums."""
     folder = Path(folder)
     groups, state = tensors_of(folder), open_checkpoint(folder).state
     state = {name: value for name, value in state.items() if name != "format"}

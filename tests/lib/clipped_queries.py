@@ -10,7 +10,7 @@ from tests.lib.family_cases import architecture_of
 
 MUON = ["optim.name=muon", "moe.aux_loss_scope=global_batch"]
 TAU = 0.02
-"""Less than the largest scores of some heads of small models, and more than those of others."""
+"""A bound that some heads of small models exceed and others do not."""
 
 
 def engine_of(case, *words, micro=ROWS, tau=TAU, **changes):

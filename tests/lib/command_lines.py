@@ -1,4 +1,4 @@
-"""Command lines of tests, and what a bad one gets."""
+"""Command lines of tests, and checks of refused ones."""
 
 import re
 from pathlib import Path
@@ -7,13 +7,13 @@ from moetrain.cli.train import main
 
 
 def settled(words):
-    """``words`` with each setting as it is given last, for a command line may give it only once."""
+    """Keep the last value of each setting: a command line may give a setting only once."""
     last = {word.partition("=")[0]: i for i, word in enumerate(words)}
     return [word for i, word in enumerate(words) if last[word.partition("=")[0]] == i]
 
 
 def assert_refused(words: list[str], field: str, says: str, folder: Path, capsys) -> None:
-    """One line on standard error that begins and reads so, exit code 2, and no file was made."""
+    """Assert that a command prints one such line on stderr, exits with 2 and writes no file."""
     before = sorted(folder.rglob("*"))
     assert main(words) == 2
     out, error = capsys.readouterr()

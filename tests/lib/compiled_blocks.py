@@ -19,14 +19,14 @@ def fresh_model(arch: Architecture, attention="auto", **moe) -> Transformer:
 
 
 def compile_counting(model: Transformer) -> CompileCounterWithBackend:
-    """As ``compile_blocks``, with a backend that is cheap and counts what it compiles."""
+    """Run ``compile_blocks`` with a cheap backend that counts what it compiles."""
     counter = CompileCounterWithBackend("aot_eager")
     compile_blocks(model, backend=counter)
     return counter
 
 
 def batch(step: int) -> Inputs:
-    """Random tokens in documents that end somewhere else in every step and row."""
+    """Return random tokens in documents whose ends differ in every step and row."""
     generator = torch.Generator().manual_seed(step)
     tokens_BS = torch.randint(0, 40, (ROWS, SEQ_LEN), generator=generator)
     starts_BS = torch.rand(ROWS, SEQ_LEN, generator=generator) < 0.2

@@ -1,8 +1,8 @@
-"""Imported by the fork server of tests: what compiling anything brings in and looks up once.
+"""Imports and look-ups that any compilation needs; the fork server of tests makes them once.
 
-Else every process that compiles would take two seconds for it. What is there then is nothing that
-garbage is looked for in, process by process, nor is it looked for after every 700 objects: a
-compiler makes millions, and that was a sixth of its time.
+Without this, every process that compiles spends two seconds on them. Their objects are frozen, and
+garbage is collected less often than after every 700 objects: a compiler makes millions of objects,
+and collections took a sixth of its time.
 """
 
 import gc
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from moetrain.models.transformer import Inputs, Transformer, compile_blocks
 from tests.lib.architectures import TINY_MOE, make_architecture
 
-# No process with threads may be forked.
+# A process with threads must not be forked.
 torch.set_num_threads(1)
 tqdm.tqdm.monitor_interval = 0
 _LINEAR = torch.nn.Linear(2, 2)
@@ -29,7 +29,8 @@ def _recomputed(x: torch.Tensor) -> torch.Tensor:
 torch.compile(_recomputed, backend="aot_eager", fullgraph=True)(torch.ones(3, 2)).sum().backward()
 _MODEL = Transformer(make_architecture(**TINY_MOE, num_layers=1))
 _MODEL.init_weights(std=0.1, seed=0)
-with config.patch(do_not_emit_runtime_asserts=False, recompile_limit=8):  # which are put back
+# reset to these values at the end
+with config.patch(do_not_emit_runtime_asserts=False, recompile_limit=8):
     compile_blocks(_MODEL, "aot_eager")
     _MODEL.backbone(Inputs(torch.zeros(2, 3, dtype=torch.long)))[0].sum().backward()
 del _MODEL

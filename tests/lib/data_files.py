@@ -31,7 +31,7 @@ def write_lines(path: Path, *entries: object) -> Path:
 
 
 def word_tokenizer(folder: Path, *words: str, **settings: object) -> Path:
-    """A whitespace tokenizer over ``words`` as Hugging Face files."""
+    """Write a whitespace tokenizer over ``words`` as Hugging Face files."""
     folder.mkdir(exist_ok=True)
     tokenizer = tokenizers.Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])

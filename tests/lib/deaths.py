@@ -1,4 +1,4 @@
-"""A process that dies before one of its writes, without being one: for tests of what is left."""
+"""A simulated death of the process before one of its writes, for tests of the remaining files."""
 
 import os
 import shutil
@@ -16,18 +16,18 @@ WRITES = (
 
 
 class Died(BaseException):
-    """As no process says before it does; nothing catches it."""
+    """Simulated death of the process; no code catches it."""
 
 
 @contextmanager
 def dying(monkeypatch, after):
-    """Meanwhile every write, rename or removal but the first ``after`` ends this life."""
+    """Raise Died at every write, rename or removal after the first ``after`` of them."""
     left = [after]
 
     def mortal(original):
         def write(*args, **kwargs):
             left[0] -= 1
-            if left[0] < 0:  # and who cleans up behind a death dies too
+            if left[0] < 0:  # clean-up code that runs after a death fails too
                 raise Died
             return original(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Run a function on several processes: :func:`spawn`. For tests of anything that communicates.
+""":func:`spawn` runs a function on several processes, for tests of anything that communicates.
 
 Processes come from a fork server that has imported torch and moetrain once, so a world of four
 starts in about a second. A rank that raises or dies fails the test with that rank's traceback, and
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 SHARED = 3 if "PYTEST_XDIST_WORKER" in os.environ else 1
-"""By how much a timeout is longer where other tests have a part of the machine."""
+"""Factor of a timeout where other tests use the machine at the same time."""
 PRELOAD = [
     "pytest",
     "torch",
@@ -39,12 +39,13 @@ PRELOAD = [
     "torch.nn.attention.flex_attention",
     "moetrain.rl.loop",
 ]
-if torch.version.cuda is None:  # else a backward begins threads for GPUs, which no fork survives
+# with CUDA, a backward starts threads for GPUs, and a process with threads must not be forked
+if torch.version.cuda is None:
     PRELOAD += ["torch._inductor.compile_fx"]
     PRELOAD += ["tests.lib.compiled_once", "tests.lib.quick_interpreter"]
     PRELOAD += ["tests.lib.forked_python", "moetrain.cli.launch", "torch.distributed.run"]
-    # Of files of tests, which every rank imports for its function: transformers' models, and a
-    # client. They begin to use a GPU that they find.
+    # Modules of test files that every rank imports for its function (transformers' models, a
+    # client). They initialise a GPU if they find one.
     PRELOAD += ["tests.models.families.test_families", "openai"]
 
 
@@ -55,7 +56,7 @@ def spawn(
     device_type: str = "cpu",
     timeout: float = 60.0,
 ) -> list[Any]:
-    """``fn(*args)`` on ``world`` ranks of one process group (gloo, or NCCL for "cuda").
+    """Call ``fn(*args)`` on ``world`` ranks of one process group (gloo, or NCCL for "cuda").
 
     Args:
         fn: a function at the top level of a module, called with the default group initialised.
@@ -63,11 +64,11 @@ def spawn(
         timeout: seconds for everything together, on a machine without other work.
 
     Returns:
-        What ``fn`` returned (anything that pickles), by rank.
+        The values that ``fn`` returned (anything that pickles), by rank.
 
     Raises:
-        Failed: a rank raised, died or ran past ``timeout``. A rank that was lost in a thread
-            without Python, gloo's, is warned of, and all run once more (:class:`_LostInGloo`).
+        Failed: a rank raised, died or ran past ``timeout``. If a rank died in one of gloo's
+            threads, all ranks run once more, with a warning (:class:`_LostInGloo`).
     """
     timeout *= SHARED
     call = pickle.dumps((fn, args))
@@ -84,9 +85,9 @@ def spawn(
 class _LostInGloo(Exception):
     """A rank died by a memory fault, or aborted, in a thread that runs no Python.
 
-    Seen four times in some fifteen thousand worlds of loaded machines, each time in another test,
-    with gloo's threads at work; valgrind finds no fault in one of these tests. What is ours would
-    happen again.
+    This was seen four times in some fifteen thousand worlds on loaded machines, each time in
+    another test, in gloo's threads; valgrind finds no fault in one of these tests. A fault of our
+    code would happen in the second run too.
     """
 
 
@@ -115,9 +116,9 @@ def _run(world: int, device_type: str, timeout: float, call: bytes) -> list[Any]
 
 @functools.cache
 def fork_server() -> Any:
-    """The context of processes that have imported all this: its server runs.
+    """Return the context of a running fork server, whose processes have imported all this.
 
-    It imports by name, and finds the repository as what it is started with says.
+    The server imports by name, and finds the repository by the PYTHONPATH that it is started with.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -162,9 +163,10 @@ def _collect(
 
 
 def _look_for_dead(processes: list[Any], folder: Path, value: str, is_on_cpu: bool) -> None:
-    """Fail for ranks that died, if some did: peers raise because of it, and often earlier.
+    """Fail the test if a rank died: the exceptions of its peers, which often arrive first, follow
+    from that.
 
-    ``value``: what a rank raised that did not die.
+    ``value``: the exception of a rank that did not die.
     """
     end = time.monotonic() + 1.0
     while not (dead := [rank for rank, one in enumerate(processes) if one.exitcode]):
@@ -182,11 +184,11 @@ def _look_for_dead(processes: list[Any], folder: Path, value: str, is_on_cpu: bo
 
 
 def compile_by_turns(words: list[str], turn: int = 1) -> None:
-    """Have the blocks of a run of these settings compiled by one rank, the ``turn``-th, alone.
+    """Compile the blocks of a run with these settings on one rank only, the ``turn``-th.
 
-    It meets in every collective the others' plain blocks. To compile takes nearly all of the time
-    of a test of what is compiled. All ranks do it where a backward computes again: compiled, it
-    does so with other collectives.
+    Its collectives meet those of the other ranks' eager blocks. Compilation takes nearly all the
+    time of such a test. All ranks compile if the backward recomputes: a compiled recompute calls
+    other collectives.
     """
     from moetrain.models.transformer import compile_blocks
     from moetrain.parallel import apply
@@ -208,13 +210,13 @@ def rank_main(
     call: bytes,
     pipe: Connection,
 ) -> None:
-    """One rank's process: what ``call`` answers, or how it failed, goes to ``pipe``.
+    """Run one rank's process: send the result of ``call``, or its failure, to ``pipe``.
 
-    The answer goes before the group ends: a world of four was seen to lose a rank by SIGSEGV
-    between its last barrier and that end, with the peers' connections closing.
+    The result is sent before the group ends: a world of four was seen to lose a rank by SIGSEGV
+    between its last barrier and that end, while the peers closed their connections.
     """
     trace = os.open(Path(folder, f"{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(trace, 2)  # where C++ says why it aborts
+    os.dup2(trace, 2)  # C++ writes there why it aborts
     faulthandler.enable()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a test machine's host name may not resolve
     torch.set_num_threads(1)
@@ -231,7 +233,7 @@ def rank_main(
         )
         fn, args = pickle.loads(call)
         answer = (True, fn(*args))
-        dist.barrier()  # a rank that is done must not close connections others still use
+        dist.barrier()  # a rank that is done must not close connections that others still use
     except BaseException:  # noqa: BLE001 - whatever ended this rank is the test's to report
         answer = (False, traceback.format_exc())
     pipe.send_bytes(pickle.dumps(answer))

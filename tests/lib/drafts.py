@@ -19,12 +19,12 @@ def make_arch(case):
 
 
 def make_model(case, seed=0):
-    """In fp64: a product of other many rows has other bits on a CPU."""
+    """Make a model in fp64: a CPU's products depend on the number of rows in their last bits."""
     model = Transformer(make_arch(case)).double()
     model.init_weights(std=0.3, seed=seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("a_log"):  # so that states forget little
+            if name.endswith("a_log"):  # states then forget little
                 parameter.fill_(-4)
     return model
 
@@ -34,9 +34,10 @@ def make_generator(case, draft=0, seed=0, **settings):
 
 
 def foreseen(generator, texts, share=1.0, seed=0):
-    """Let ``generator`` draft what ``texts`` have, by request and index, or at times another token.
+    """Let ``generator`` draft the tokens of ``texts``, by request and index, or a wrong one at
+    times.
 
-    How many it drafts stays its own choice. Returns drafts that were made, right and wrong.
+    The generator still chooses the number of drafts. Returns the counts of right and wrong drafts.
     """
     extend, rng, made = generator._extend, random.Random(seed), Counter()
 

@@ -36,14 +36,14 @@ DENSE = [w for w in WORDS if "expert" not in w and "moe" not in w] + ["model.pre
 
 
 def make_engine(*words, micro=ROWS, base=WORDS):
-    """On the ranks that there are."""
+    """Make an engine on the ranks of the current world."""
     words = [*base, f"train.micro_batch_size={micro}", *words]
     config, arch = resolve_run(Config.load(None, words, environ={}))
     return Engine(config, arch, join_world(config, arch))
 
 
 def make_rows(step):
-    """Tokens and targets of one step's rows, which count on from a number; some have no target."""
+    """Return tokens and targets of one step's rows, which count up; row 0 lacks some targets."""
     first_B = torch.randint(0, VOCAB, (ROWS,), generator=torch.Generator().manual_seed(step))
     tokens_BS = (first_B[:, None] + torch.arange(SEQ_LEN)) % VOCAB
     targets_BS = (tokens_BS + 1) % VOCAB
@@ -52,7 +52,7 @@ def make_rows(step):
 
 
 def make_batches(step, micro=ROWS, rank=0, ranks=1):
-    """A rank's micro-batches of ``micro`` rows."""
+    """Return a rank's micro-batches of ``micro`` rows."""
     parts = zip(*(x_BS.split(micro) for x_BS in make_rows(step)), strict=True)
     ends = torch.arange(0, micro * SEQ_LEN + 1, SEQ_LEN, dtype=torch.int32)
     return [Batch(tokens, targets, None, ends) for tokens, targets in parts][rank::ranks]
@@ -63,7 +63,7 @@ def objective_of(engine):
 
 
 def train(engine, steps, micro=ROWS, lr=1e-2):
-    """Losses and gradient norms."""
+    """Train, and return the cross-entropy and gradient norm of each step."""
     world, numbers = engine.world, []
     for step in steps:
         batches = make_batches(step, micro, world.data_rank, world.dims.data_ranks)
@@ -85,5 +85,5 @@ def assert_near(mine, theirs, tolerance):
 
 
 def copy_of(state):
-    """On one rank, whose parts are all there is."""
+    """Copy an engine's state; it needs one rank, which has whole tensors."""
     return {g: {name: part.tensor.clone() for name, part in x.items()} for g, x in state.items()}

@@ -1,9 +1,10 @@
-"""The estimate of memory of the pipeline rank that takes most."""
+"""Memory estimate of the pipeline rank with the highest peak."""
 
 from moetrain.train.estimates.memory import RankSizes
 
 
 def estimate_memory(config, arch, dims, dtype, sleep=None):
-    """``sleep``: as :meth:`RankSizes.peak` takes it."""
+    """Return the largest estimated peak over pipeline ranks; ``sleep`` as in
+    :meth:`RankSizes.peak`."""
     ranks = RankSizes.of_ranks(config, arch, dims, dtype)
     return max((rank.peak(sleep) for rank in ranks), key=lambda estimate: estimate.total)

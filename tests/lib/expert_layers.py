@@ -17,7 +17,7 @@ from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 from moetrain.runtime.backend import Backend
 from tests.lib.architectures import make_architecture
 
-# More choices of a token than ranks in a world of 2, fewer in one of 4.
+# Experts per token: more than the ranks in a world of 2, fewer than in one of 4.
 EXPERTS, TOP_K, WIDTH = 8, 3, 16
 ARCH = make_architecture(
     family="qwen3_moe",
@@ -34,10 +34,10 @@ ARCH = make_architecture(
 )
 NOTHING: Any = None
 CONTEXT = Context(NOTHING, NOTHING)  # the layer asks for pads alone
-# Tokens of each rank.
+# The number of tokens on each rank.
 EVEN, UNEVEN, ALL_ON_ONE, NONE = (6, 6, 6, 6), (0, 7, 1, 100), (0, 5, 0, 0), (0, 0, 0, 0)
 FEW = (0, 7, 1, 3)  # for Triton's interpreter, which is slow
-# Where the router's choice of each expert goes instead; -1: nowhere.
+# The expert that replaces each expert of the router's choice; -1: none.
 NATURAL = tuple(range(EXPERTS))
 ROUTINGS = {
     "natural": NATURAL,
@@ -50,7 +50,7 @@ ROUTINGS = {
 
 
 class Rerouted(nn.Module):
-    """A router whose choices are replaced: expert e by ``table_E[e]``."""
+    """Router that replaces its choices: expert e becomes ``table_E[e]``."""
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Rerouted(nn.Module):
 
 
 class Pair(NamedTuple):
-    """The layer with all experts, and the same one with this rank's."""
+    """The layer with all experts, and the same layer with this rank's experts."""
 
     whole: MoE
     mine: MoE
@@ -95,7 +95,7 @@ def make_pair(backend: Backend = "auto") -> Pair:
 
 
 def check_step(pair: Pair, tokens: tuple[int, ...], routing: str, seed: int, recompute: bool):
-    """Outputs and every gradient of one forward and backward."""
+    """Compare the outputs and every gradient of one forward and backward."""
     rank, tokens = dist.get_rank(), tokens[: dist.get_world_size()]
 
     def close(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -133,7 +133,7 @@ def check_step(pair: Pair, tokens: tuple[int, ...], routing: str, seed: int, rec
 
 
 class CountExchanges(TorchDispatchMode):
-    """Counts calls of the dispatcher's ops by name."""
+    """Counts the calls of the dispatcher's ops by name."""
 
     def __init__(self) -> None:
         super().__init__()

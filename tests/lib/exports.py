@@ -13,7 +13,7 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{
 
 
 def make_tokenizer(folder: Path, seed_text: str = TEXT) -> None:
-    """A byte-level BPE that ``transformers`` wrote, with special tokens and a template."""
+    """Write a byte-level BPE with special tokens and a template by ``transformers``."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     special = ["<s>", "</s>", "<pad>", "<|im_end|>"]

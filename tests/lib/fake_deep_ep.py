@@ -1,8 +1,9 @@
-"""The package ``deep_ep`` on a CPU: its Buffer's contract within a machine, over gloo.
+"""Fake of the package ``deep_ep`` on a CPU: the contract of its Buffer within one machine, over
+gloo.
 
-What is promised about layouts, handles and order is kept exactly; what is not promised is as
-unhelpful as it may be: uninitialised memory is NaN, ``combine`` spoils the ``send_head`` that it is
-given, and what an asynchronous call gives is garbage until its event was waited for. Use it with
+It keeps the promises about layouts, handles and order exactly, and behaves as badly as allowed
+elsewhere: uninitialised memory is NaN, ``combine`` overwrites the ``send_head`` that it is given,
+and the result of an asynchronous call is garbage until its event was waited for. Use it with
 ``sys.modules["deep_ep"] = fake_deep_ep``.
 
 Legend: W ranks, E experts, T tokens here, K experts a token, S tokens received, C channels.
@@ -19,7 +20,7 @@ from moetrain.parallel.mesh import all_gather_single
 topk_idx_t = torch.int64
 
 calls: Counter[str] = Counter()
-"""Calls of this process by name; ``wait``: a dispatch for which the host waited."""
+"""Calls of this process by name; ``wait`` counts the dispatches that blocked the host."""
 
 
 class Config(NamedTuple):
@@ -32,7 +33,7 @@ class Config(NamedTuple):
 
 
 class Event:
-    """Of results under way."""
+    """Event of an asynchronous call whose results are pending."""
 
     def __init__(self, results=()) -> None:
         self.pairs = [(x, x.clone()) for x in results if x is not None]
@@ -47,7 +48,7 @@ class Event:
 
 def _garbage(x: torch.Tensor) -> float | int | bool:
     if x.dtype == torch.uint8:
-        return 0x7F  # of e4m3's, NaN
+        return 0x7F  # NaN in e4m3
     return float("nan") if x.is_floating_point() else x.dtype == torch.bool or 12345
 
 
@@ -131,7 +132,7 @@ class Buffer:
         assert topk_weights.dtype == torch.float32
         counts_WW = torch.empty(self.size * self.size, dtype=torch.int32)
         all_gather_single(counts_WW, num_tokens_per_rank, group=self.group)
-        # [i, j]: what ranks 0 to i send to rank j.
+        # [i, j]: the rows that ranks 0 to i send to rank j.
         rank_prefix = counts_WW.view(self.size, self.size).cumsum(0).int()
         received = int(rank_prefix[-1, self.rank])
         rows = num_worst_tokens or received
@@ -175,7 +176,7 @@ class Buffer:
             is_token_in_rank,
             send_head,
         )
-        # Whether a token goes to a rank was known before.
+        # The first dispatch has found the ranks that each token goes to.
         late = (x_S, ids_S, weights_S, *handle[:4], send_head)
         event = Event(late) if async_finish else None
         return x_S, ids_S, weights_S, per_expert, handle, event
@@ -200,7 +201,7 @@ class Buffer:
         sent = [int(n) for n in rank_prefix.diff(dim=0, prepend=rank_prefix[:1] * 0)[:, self.rank]]
         is_in_rank = send_head >= 0
         back = is_in_rank.sum(0).tolist()
-        # A token's place in its channel's queue, behind those of the channels before.
+        # A token's position in its channel's queue, after those of earlier channels.
         in_channel_CTW = self._channels(channels, tokens)[:, :, None] & is_in_rank
         before_CW = in_channel_CTW.sum(1).cumsum(0) - in_channel_CTW.sum(1)
         row_TW = (in_channel_CTW * before_CW[:, None]).sum(0) + send_head
@@ -221,7 +222,7 @@ class Buffer:
         return *results, Event(results) if async_finish else None
 
     def _channels(self, channels: int, tokens: int) -> torch.Tensor:
-        """Which tokens [T] each of the channels sends: consecutive ones, the last maybe none."""
+        """Return the consecutive tokens [T] of each channel; the last channel may have none."""
         size = max(1, -(-tokens // channels))
         return torch.arange(tokens) // size == torch.arange(channels)[:, None]
 
@@ -231,7 +232,7 @@ class Buffer:
         return self._send(x.view(torch.uint8), *where).view(x.dtype), self._send(scales, *where)
 
     def _send(self, rows, is_token_in_rank, rank_prefix, num_received):
-        """The rows for each rank to it; what is past those received is garbage."""
+        """Send each rank its rows; the rows past the received ones are garbage."""
         sent = [int(n) for n in is_token_in_rank.sum(0)]
         received = rank_prefix[:, self.rank].diff(prepend=rank_prefix.new_zeros(1)).tolist()
         out = rows.new_full((num_received, *rows.shape[1:]), _garbage(rows))

@@ -1,4 +1,4 @@
-"""Models of the families of mixtures of experts in odd geometries, as transformers has them."""
+"""Cases of the families of mixtures of experts: transformers' models in odd geometries."""
 
 import json
 
@@ -21,7 +21,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "intermediate_size": 40,
     "max_position_embeddings": 64,
-    "pad_token_id": None,  # whose embedding would get no gradient
+    "pad_token_id": None,  # the embedding of a padding token would get no gradient
 }
 GLM = {
     "head_dim": 12,
@@ -55,14 +55,15 @@ HUNYUAN = {"head_dim": 12, "num_experts": 6, "moe_topk": 2}
 NTK = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}
 OLMOE = {"num_experts": 6, "num_experts_per_tok": 2}
 FLEX_OLMO = {
-    # Else norms magnify results that are near zero here, and what rounds off of them.
+    # Otherwise norms magnify results near zero, and with them rounding errors.
     "rms_norm_eps": 0.01,
     "num_experts": 6,
     "num_experts_per_tok": 2,
 }
 MINIMAX = {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 6}
 LINEAR = {
-    "rms_norm_eps": 0.01,  # of a result that is near zero where queries hardly meet their keys
+    # the normalised result is near zero where queries are nearly orthogonal to their keys
+    "rms_norm_eps": 0.01,
     "head_dim": 16,
     "num_hidden_layers": 4,
     "linear_num_key_heads": 2,
@@ -87,7 +88,7 @@ GPT_OSS = {
 }
 TURNS = ["sliding_attention", "full_attention"]
 GEMMA = {
-    "rms_norm_eps": 0.01,  # as Flex-OLMo's, which has norms of results too
+    "rms_norm_eps": 0.01,  # as in Flex-OLMo's case, which also has norms of results
     "head_dim": 8,
     "global_head_dim": 12,
     "num_global_key_value_heads": 2,
@@ -144,7 +145,7 @@ NEMOTRON = {
     "routed_scaling_factor": 2.5,
 }
 MIXERS = NEMOTRON["layers_block_type"]
-# The family, and what is odd about this one.
+# The key names the family and the oddity of this case.
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
     "glm4_moe groups": {**GLM, "n_group": 3, "topk_group": 2, "n_shared_experts": 2},
@@ -152,7 +153,7 @@ CASES = {
     "glm4_moe two dense layers": {**GLM, "first_k_dense_replace": 2, "routed_scaling_factor": 1.0},
     "glm4_moe no dense layer": {**GLM, "first_k_dense_replace": 0, "tie_word_embeddings": True},
     "glm4_moe not normalised": {**GLM, "norm_topk_prob": False, "num_experts_per_tok": 5},
-    # Normalised, one expert's weight would be 1, and its gradient rounding.
+    # With normalisation one expert's weight would be 1, and its gradient only rounding.
     "glm4_moe top-1": {**GLM, "num_experts_per_tok": 1, "norm_topk_prob": False},
     "glm4_moe every expert": {**GLM, "num_experts_per_tok": 6, "use_qk_norm": True},
     "glm4_moe quarter": {**GLM, "head_dim": 8, "partial_rotary_factor": 0.25},
@@ -397,16 +398,16 @@ CASES = {
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
 LINEAR_CASES = [case for case in FAMILY_CASES if case.startswith(("qwen3_", "nemotron_h"))]
-"""Families whose layers carry states."""
+"""Families with layers that carry states."""
 ROUTED_CASES = [case for case in FAMILY_CASES if case != "qwen3_5_text"]
 
 
 def limits(case):
-    """Relative errors that logits and gradients may have.
+    """Return the relative errors that logits and gradients may have.
 
-    Random gated delta nets are ill-conditioned. With an epsilon of 1e-6 their gradients in fp32 are
-    off from the same model in fp64 by up to 6e-4 in transformers and 4e-4 here; with that of these
-    cases the two differ by up to 2.2e-4.
+    Random gated delta nets are ill-conditioned. With an epsilon of 1e-6 their gradients in fp32
+    differ from the same model in fp64 by up to 6e-4 in transformers and 4e-4 here; with the epsilon
+    of these cases the two differ by up to 2.2e-4.
     """
     return (1e-5, 3e-4) if case.startswith("qwen3_") else (1e-5, 1e-5)
 
@@ -419,7 +420,7 @@ EXTRA = {
     "minimax_m2": "model.mtp.0.fc.weight",
     "nemotron_h": "mtp.layers.0.eh_proj.weight",
 }
-"""Tensors of MTP blocks, in the names of families' files."""
+"""Tensors of MTP blocks, under their names in each family's files."""
 AROUND_ONE = ("norm.weight", "layer_scalar", "scale")
 SPREAD = {
     "sinks": 2.0,
@@ -432,7 +433,7 @@ SPREAD = {
 
 
 def architecture_of(case, **changes):
-    """Ours, with fields that are changed."""
+    """Return our architecture of ``case``, with these fields changed."""
     config = AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case]})
     arch = architecture_from_hf(config.to_dict())
     if case not in ROUTED_CASES:
@@ -441,7 +442,7 @@ def architecture_of(case, **changes):
 
 
 def random_reference(case, **sizes):
-    """transformers' own model of ``case``, none of whose choices are near a tie."""
+    """Return transformers' own model of ``case``, in which no routing choice is nearly tied."""
     torch.manual_seed(len(case))
     config = AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case], **sizes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
@@ -453,7 +454,7 @@ def random_reference(case, **sizes):
 
 
 def save_reference(case, folder, **sizes):
-    """Write the model's files into ``folder``, with a tensor of MTP heads."""
+    """Write the model's files into ``folder``, with one tensor of an MTP head."""
     model = random_reference(case, **sizes)
     model.save_pretrained(folder)
     name = EXTRA.get(case.split()[0])

@@ -30,7 +30,7 @@ MESHES = {
 
 
 def drawn(number, world, case, degrees, policy):
-    """A configuration for the machinery of random ones: a family's model on a mesh."""
+    """Return a configuration of a family's model on a mesh, for the machinery of random models."""
     sizes = architecture_of(case, num_experts=8).model_dump()
     is_routed, rows = case in ROUTED_CASES, 4
     own = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
@@ -56,12 +56,12 @@ def drawn(number, world, case, degrees, policy):
         without_targets=(0,),
         is_packed=True,
         has_pads=bool(number % 2),
-        steps=1,  # whose gradients and update are all that is a family's
+        steps=1,  # only gradients and update depend on the family
     )
 
 
 def check(world, runs, folder, run=run_all):
-    """The answers of ``world`` ranks to all ``runs``, which are one process's."""
+    """Check that ``world`` ranks answer all ``runs`` as one process does."""
     assert not any(map(is_refused, runs))
     answers = spawn(world, run, runs, str(folder / "running"), timeout=600)[0]
     assert_agree(runs, answers)
@@ -91,7 +91,7 @@ def run_on_two_ranks(tmp_path, **more):
 
 
 def run_compiled(runs, note):
-    """Each by itself: what is compiled after other sizes is for any, which takes far longer."""
+    """Run each with a fresh compiler: after other sizes it would compile dynamic graphs, slowly."""
     answers = []
     for number, one in enumerate(runs):
         torch.compiler.reset()

@@ -1,15 +1,15 @@
 """Commands that tests start, forked from a process that has imported torch and moetrain.
 
 ``python -m moetrain.train`` takes four seconds of a core to import torch before it does anything,
-and each rank that it starts four more. Once :func:`install` has run, ``subprocess.Popen`` forks
-such a command from the fork server of :mod:`distributed` instead, and a command that was forked
-forks the ranks that it starts. The process is a child of the one that asked for it, with the words,
-environment, folder, files, session, signals and exit code that the command would have.
+and each rank that it starts four more. After :func:`install`, ``subprocess.Popen`` forks such a
+command from the fork server of :mod:`distributed` instead, and a forked command forks the ranks
+that it starts. The process is a child of the one that asked for it, with the arguments,
+environment, folder, files, session, signals and exit code of a fresh command.
 
-A program that has to be a fresh interpreter is one still: one that is no module of :data:`MODULES`
-nor a script of ours and does not import ``moetrain.cli``, one that is asked for help, and one with
-other variables that Python, torch or Triton read as they are imported. Where there is a GPU, all
-programs are.
+Some programs still start a fresh interpreter: those that are no module of :data:`MODULES`, no
+script of ours and do not import ``moetrain.cli``, those with ``--help``, and those whose
+environment differs in a variable that Python, torch or Triton read at import. On a machine with a
+GPU, all programs do.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ import torch
 import moetrain
 
 MODULES = re.compile(r"moetrain\.[\w.]+|torch\.distributed\.run")
-"""Modules that may run in a process which has imported others before."""
+"""Modules that may run in a process that has imported others before."""
 _IMPORTS = re.compile(r"moetrain\.cli\b")
-"""What the text of a program has that may run in one."""
+"""Pattern in the text of a program that may be forked."""
 _OURS = [Path(__file__).parents[1], Path(__file__).parents[2] / "scripts"]
-"""Folders of programs that may, whatever they have."""
+"""Folders of programs that may always be forked."""
 _READ_AT_IMPORT = re.compile(
     r"PYTHON|LD_|OMP_|GOMP_|KMP_|MKL_|MALLOC_|TORCH_|TORCHINDUCTOR_|TRITON_|CUDA_"
 )
 _READ_LATER = {"PYTHONPATH", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
-_READ_LATER |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}  # which torchrun sets
-_READ_LATER |= {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}  # which inductor sets
-# How idle threads wait, which a command of ours sets: tests have no threads that compute.
+_READ_LATER |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}  # torchrun sets it
+_READ_LATER |= {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}  # inductor sets them
+# Commands of ours set how idle OpenMP threads wait; tests have no such threads.
 _READ_LATER |= {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 _NAMESPACES = re.compile(
     r"nsenter --target (?P<pid>\d+) --net --mount --uts --ipc --pid --wd=(?P<folder>\S+) "
@@ -68,37 +68,37 @@ _OWN_PATHS = [
     for path in sys.path
     if path and path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)
 ]
-"""``sys.path`` of the fork server, which imports this, without what its environment adds."""
+"""``sys.path`` of the fork server, which imports this module, without its environment's part."""
 _execute = subprocess.Popen._execute_child  # pyright: ignore
 _libc = ctypes.CDLL(None, use_errno=True)
 _AT_IMPORT = dict(os.environ)
-"""The variables that a test's process and its fork server begin with."""
+"""The variables that a test's process and its fork server start with."""
 _is_forked = False
-"""Whether this process is such a command, and forks those that it starts itself."""
+"""True: this process is a forked command, and forks the commands that it starts by itself."""
 
 
 class _Command(NamedTuple):
-    """A process to become."""
+    """The command that a forked process becomes."""
 
     words: list[str]
-    """Behind the interpreter's: ``-m MODULE ...``, ``-c TEXT ...`` or ``FILE ...``."""
+    """The arguments after the interpreter's: ``-m MODULE ...``, ``-c TEXT ...`` or ``FILE ...``."""
     environment: dict[str, str]
     folder: str | None
     is_session: bool
     group: int
     ignores_ctrl_c: bool
     namespaces: int | None
-    """The process whose namespaces are entered before, by a child."""
+    """The process whose namespaces a child enters first."""
     dies: bool
 
 
 class _Files(NamedTuple):
-    """Descriptors for a process to keep, which travel with it when it is pickled."""
+    """Descriptors that a process keeps; they travel with it when it is pickled."""
 
     standard: list[int]
-    """For standard input, output and error."""
+    """Descriptors for standard input, output and error."""
     ready: int
-    """Where the process says that it stands."""
+    """The descriptor by which the process reports that it has started."""
 
     def __reduce__(self) -> Any:
         return _received, ([reduction.DupFd(fd) for fd in (*self.standard, self.ready)],)
@@ -110,9 +110,9 @@ def _received(sent: list[Any]) -> _Files:
 
 
 def install(*, is_forked: bool = False) -> None:
-    """Have ``subprocess.Popen`` fork from now on, here and in what is forked.
+    """Let ``subprocess.Popen`` fork from now on, here and in forked processes.
 
-    ``is_forked``: this process is itself one of the fork server, and forks without asking it.
+    ``is_forked``: this process was forked by the fork server, and forks without asking it.
     """
     global _is_forked
     _is_forked = is_forked
@@ -121,7 +121,7 @@ def install(*, is_forked: bool = False) -> None:
 
 
 def is_installed() -> bool:
-    """Return whether ``subprocess.Popen`` forks here."""
+    """Return True if ``subprocess.Popen`` forks here."""
     return subprocess.Popen._execute_child is _fork  # pyright: ignore
 
 
@@ -129,12 +129,12 @@ def is_installed() -> bool:
 
 
 def _fork(self: subprocess.Popen[Any], *args: Any) -> None:
-    """In place of ``Popen._execute_child``: fork where that gives the same process."""
+    """Replace ``Popen._execute_child``: fork where that gives the same process."""
     asked = inspect.signature(_execute).bind(self, *args).arguments
     command = _command_of(asked)
     if command is None or asked["pass_fds"]:
         return _execute(self, *args)
-    # Descriptors 0 to 2 of the fork server are not this process's.
+    # Descriptors 0 to 2 of the fork server belong to another process.
     standard = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
     standard = [own if fd == -1 else fd for own, fd in enumerate(standard)]
     pid = _forked_here(command, standard) if _is_forked else _forked_there(command, standard)
@@ -148,7 +148,7 @@ def _fork(self: subprocess.Popen[Any], *args: Any) -> None:
 
 
 def _command_of(asked: Mapping[str, Any]) -> _Command | None:
-    """Give the process to fork for these arguments of ``_execute_child``, or None."""
+    """Return the process to fork for these arguments of ``_execute_child``, or None."""
     plain = ("preexec_fn", "shell", "creationflags", "gid", "gids", "uid", "startupinfo")
     if any(asked[name] not in (None, False, 0) for name in plain) or asked["umask"] >= 0:
         return None
@@ -196,7 +196,8 @@ def _may_fork(words: Sequence[str]) -> bool:
 
 
 def _imports_the_same(environment: Mapping[str, str]) -> bool:
-    """Return whether a fresh interpreter would import what the fork server has, with its values."""
+    """Return True if a fresh interpreter would import the same modules as the fork server, with the
+    same values."""
     for name in filter(_READ_AT_IMPORT.match, {*environment, *_AT_IMPORT} - _READ_LATER):
         if environment.get(name) != _AT_IMPORT.get(name):
             return False
@@ -206,7 +207,7 @@ def _imports_the_same(environment: Mapping[str, str]) -> bool:
 
 
 def _hides_a_module(folder: str) -> bool:
-    """Return whether ``folder``, searched first, has a module that would be found without it."""
+    """Return True if ``folder``, searched first, shadows a module that would be found without."""
     if not os.path.isdir(folder):
         return False
     names = {name.partition(".")[0] for name in os.listdir(folder)}
@@ -222,7 +223,7 @@ def _is_found(name: str, folders: list[str]) -> bool:
 
 def _forked_here(command: _Command, standard: list[int]) -> int:
     read, write = os.pipe()
-    with warnings.catch_warnings():  # of a process with threads, which the command does not use
+    with warnings.catch_warnings():  # the process has threads, but the command does not use them
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -234,10 +235,10 @@ def _forked_here(command: _Command, standard: list[int]) -> int:
 
 
 def _forked_there(command: _Command, standard: list[int]) -> int:
-    """Fork from the fork server; the process becomes this one's child, and its number is given.
+    """Fork from the fork server; return the id of the process, which becomes this one's child.
 
-    The server's child forks once more and ends, so that the kernel looks for another parent: the
-    nearest ancestor that asks for orphans, as this process does meanwhile.
+    The server's child forks once more and ends. The kernel then gives the orphan to the nearest
+    ancestor that is a subreaper, as this process is for that time.
     """
     from tests.lib.distributed import fork_server
 
@@ -278,7 +279,7 @@ def _bear(command: _Command, files: _Files) -> None:
 
 
 def _become(command: _Command, files: _Files) -> NoReturn:
-    """Make this process what a fresh interpreter would be, run the command, and end."""
+    """Make this process like a fresh interpreter, run the command, and end."""
     code = 1
     try:
         _forget()
@@ -310,8 +311,8 @@ def _become(command: _Command, files: _Files) -> NoReturn:
 
 
 def _forget() -> None:
-    """Leave behind whose child this was: what multiprocessing, atexit and logging know."""
-    if _is_forked:  # its parent was a command, whose work at its end is not this one's
+    """Reset what multiprocessing, atexit and logging know of the parent."""
+    if _is_forked:  # its parent was a command, whose exit handlers must not run here
         atexit._clear()
         weakref.finalize._registry.clear()  # pyright: ignore
         weakref.finalize._registered_with_atexit = False  # pyright: ignore
@@ -338,13 +339,13 @@ def _reset_signals() -> None:
         with contextlib.suppress(OSError, ValueError):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the command has it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the command sets its own handler
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def _enter(command: _Command) -> None:
-    """Go on as a child in other namespaces; this process waits for it, as nsenter does."""
+    """Continue as a child in other namespaces; this process waits for it, as nsenter does."""
     for name in ("net", "uts", "ipc", "pid", "mnt"):
         fd = os.open(f"/proc/{command.namespaces}/ns/{name}", os.O_RDONLY)
         if _libc.setns(fd, 0) != 0:
@@ -380,7 +381,7 @@ def _run(command: _Command) -> int:
         if words[0] == "-m":
             sys.path.insert(0, os.getcwd())
             sys.argv = words[1:]
-            sys.modules.pop(words[1], None)  # else runpy warns
+            sys.modules.pop(words[1], None)  # otherwise runpy warns
             call: Callable[[], Any] = lambda: runpy._run_module_as_main(words[1])  # noqa: E731
         elif words[0] == "-c":
             sys.path.insert(0, "")

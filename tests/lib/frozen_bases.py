@@ -6,12 +6,12 @@ from tests.lib.adapters import (
 )
 from tests.lib.engines import weights_of
 
-# Every rank's part of a row is whole groups.
+# Every rank's part of a row consists of whole groups.
 ROUND = ["model.hidden_size=64", "model.head_dim=32", "model.moe_intermediate_size=32"]
 
 
 def merged_of(folder, words):
-    """Of adapters that give nothing yet."""
+    """Write an export with adapters that are still zero; return the weights merged with them."""
     from tests.lib.engines import make_engine
 
     kept = [word for word in BASE if not word.startswith(("model.", "data.path"))]

@@ -39,16 +39,16 @@ def make_generator(seed=0, **settings):
 
 
 def alone(request, **settings):
-    """What a request's completions are with all the room there is and nothing beside it."""
+    """Return the completions of a request with ample memory and no other request."""
     (completions,) = make_generator(**settings).generate([request])
     return [completion.tokens for completion in completions]
 
 
 def draw_request(number, generator=None):
-    """A request with a bit of everything; by its number alone, unless ``generator`` is given."""
+    """Draw a request with mixed options, by ``number`` alone unless ``generator`` is given."""
     generator = generator or random.Random(number)
     prompt = tuple(generator.randrange(256) for _ in range(generator.randrange(1, 40)))
-    if generator.random() < 0.5:  # many begin alike
+    if generator.random() < 0.5:  # many requests share their first tokens
         prompt = tuple(range(32)) + prompt[:20]
     params = SamplingParams(
         max_tokens=generator.randrange(1, 30),

@@ -1,9 +1,9 @@
-"""Runs a Gluon kernel for Hopper on a CPU: its parts as threads, which meet at real barriers.
+"""Runs a Gluon kernel for Hopper on a CPU: its partitions are threads with real barriers.
 
-Triton's interpreter does not run Gluon. Here the Python of a kernel's parts runs as it is, with
-numpy arrays as shared memory: rings that overflow, barriers that two parts count differently,
-wrong rows and columns all show as a wrong result or as a part that waits in vain. What it does not
-show: layouts, and what Triton's compiler makes of the code.
+Triton's interpreter does not run Gluon. Here the Python of a kernel's partitions runs unchanged,
+with numpy arrays as shared memory. Rings that overflow, barriers that two partitions count
+differently, and wrong rows and columns all show as a wrong result or as a partition that waits
+forever. It does not show layouts, nor Triton's code generation.
 """
 
 import threading
@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 PATIENCE = 60.0
-"""Seconds that a part waits at a barrier before the test fails."""
+"""Seconds that a partition waits at a barrier before the test fails."""
 _CHANGED = threading.Condition()
 _FAILED: list[Exception] = []
 
 
 class Barrier:
-    """An mbarrier: a phase is over when all have arrived and all expected bytes are there."""
+    """An mbarrier: a phase ends when all threads have arrived, and all expected bytes too."""
 
     def __init__(self, count):
         self.count = self.missing = count
@@ -36,7 +36,7 @@ class Barrier:
                 _CHANGED.notify_all()
 
     def wait(self, parity):
-        """Wait until the phase of this parity is over, which says nothing of older ones."""
+        """Wait until the phase of this parity has ended; older phases are not tracked."""
         with _CHANGED:
             _CHANGED.wait_for(lambda: _FAILED or self.phases % 2 != parity % 2, PATIENCE)
             assert self.phases % 2 != parity % 2, "a part waits in vain"
@@ -53,7 +53,7 @@ class Barriers:
 
 
 class Memory:
-    """Shared memory, or the part of it that a view shows."""
+    """Shared memory, or the part of it that a view covers."""
 
     def __init__(self, array):
         self.array = array
@@ -79,7 +79,7 @@ class Memory:
 
 
 class Tile(np.ndarray):
-    """Values in registers; the dtype that they are rounded to is left alone."""
+    """Values in registers; casts do not round."""
 
     def to(self, dtype):
         return self
@@ -100,7 +100,7 @@ class Pointer:
 
 
 class Descriptor:
-    """Blocks of a matrix, whose bounds move with a group where coordinates are four."""
+    """TMA descriptor: blocks of a matrix. With four coordinates the bounds move with a group."""
 
     dtype = None
 
@@ -110,7 +110,7 @@ class Descriptor:
     def window(self, at):
         rows, width = self.array.shape
         row, column = int(at[-2]), int(at[-1])
-        if len(at) == 4:  # the end of the group is the row 2^30
+        if len(at) == 4:  # a group ends at row 2^30
             rows = int(at[1])
             row += rows - int(at[0])
         assert min(row, column) >= 0
@@ -119,7 +119,7 @@ class Descriptor:
 
 
 def fetch(descriptor, at, barrier, memory, pred=True):
-    """Load a block, zeros out of bounds; the barrier hears of its bytes, two a number."""
+    """Load a block, with zeros out of bounds; the barrier counts its bytes, two per element."""
     if pred:
         found = descriptor.array[descriptor.window(at)]
         block = np.zeros(descriptor.block, np.float32)
@@ -129,7 +129,7 @@ def fetch(descriptor, at, barrier, memory, pred=True):
 
 
 def store(descriptor, at, memory):
-    """Store what of a block is within bounds."""
+    """Store the part of a block within bounds."""
     window = descriptor.window(at)
     block = memory.array.reshape(descriptor.block)
     rows, columns = (max(0, s.stop - s.start) for s in window)
@@ -156,7 +156,7 @@ def _multiply(a, b, sums, is_async, use_acc=True):
 
 
 def reinterpret(memory, dtype, shape, layout):
-    """Give memory of codes two by two, as numbers of uint16, as what each of them stands for."""
+    """View memory of codes, two in each uint16, as the values that they encode."""
     codes = memory.array.astype(np.uint16).view(np.uint8)
     values = torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn).float().numpy()
     return Memory(values.reshape(shape))
@@ -197,7 +197,7 @@ GL = SimpleNamespace(
 
 
 def run(programs, parts_of):
-    """Run the parts of all programs; ``parts_of()`` lists a program's functions and arguments."""
+    """Run the partitions of all programs; ``parts_of()`` lists a program's functions and args."""
     _FAILED.clear()
 
     def part(function, arguments):

@@ -11,7 +11,7 @@ SCHEMA = {
     },
     "required": ["a", "b"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},  # a model without a mind writes spaces on and on
+    "x-guidance": {"whitespace_flexible": False},  # an untrained model would write spaces forever
 }
 CHOICES = ["yes", "no", "nobody", "yes, of course"]
 GRAMMARS = {

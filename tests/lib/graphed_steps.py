@@ -11,10 +11,10 @@ ON = "compile.cuda_graphs=yes"
 
 
 def packed(step, documents, micro=ROWS):
-    """A step's micro-batches, cut into so many documents each."""
+    """Return a step's micro-batches, each cut into this many documents."""
     batches = []
     for tokens_BS, targets_BS in zip(*(x.split(micro) for x in make_rows(step)), strict=True):
-        inner = torch.arange(SEQ_LEN, micro * SEQ_LEN, SEQ_LEN)  # a row's first token begins one
+        inner = torch.arange(SEQ_LEN, micro * SEQ_LEN, SEQ_LEN)  # every row begins a document
         generator = torch.Generator().manual_seed(step)
         rest = [
             t for t in torch.randperm(micro * SEQ_LEN, generator=generator).tolist() if t % SEQ_LEN
@@ -33,7 +33,7 @@ DOCUMENTS = [9, 12, 16, 20, 9, 30, 16, 9]
 
 
 def run_steps(engine, micro=ROWS, between=lambda engine, step: None):
-    """Losses, norms and routing of steps whose number of documents and learning rate change."""
+    """Return losses, norms and routing of steps with varying document counts and learning rates."""
     objective, numbers = objective_of(engine), []
     rank, ranks = engine.world.data_rank, engine.world.dims.data_ranks
     for step, documents in enumerate(DOCUMENTS):
@@ -48,7 +48,7 @@ def run_steps(engine, micro=ROWS, between=lambda engine, step: None):
 
 
 def look_between(engine, step):
-    """What a run does between steps: evaluations, and a state that is loaded."""
+    """Evaluate and load a state between steps, as a run does."""
     if step == 3:
         engine.forward(packed(9, 12), CrossEntropy())
         with torch.no_grad():
@@ -59,7 +59,7 @@ def look_between(engine, step):
         if engine.world.size == 1:
             engine.load_state({"model": state["model"]})
         for member in engine.fsdp.members.values():
-            if member.local.is_floating_point():  # and no codes
+            if member.local.is_floating_point():  # quantised members are left alone
                 member.local.detach().mul_(0.9)
     if step == 5:
         engine.forward(packed(9, 12), CrossEntropy())
@@ -111,7 +111,7 @@ RANKS_GPU = RANKS | {
 
 
 def numbers_of(folder):
-    """The last losses of each step."""
+    """Return the last logged losses of each step."""
     rows = read_metrics(folder / "metrics.jsonl")
     keys = ("loss", "grad_norm", "eval_loss")
     return {(row["step"], key): row[key] for row in rows for key in keys if key in row}

@@ -20,7 +20,7 @@ UNWRITTEN = -7.0
 
 @pytest.fixture
 def in_threads(monkeypatch):
-    """Make the parts of the kernel plain functions."""
+    """Run the kernel's partitions as plain functions in threads."""
     for name in ("HALF", "COLUMNS", "DEPTH", "STAGES", "PART", "END"):
         monkeypatch.setattr(frame, name, getattr(frame, name).value)
     for name, value in [*vars(frame).items()]:

@@ -1,4 +1,4 @@
-"""``moetrain train``, where a machine has seconds, not a minute, to see what another wrote.
+"""``moetrain train`` that waits seconds, not a minute, for another machine's files.
 
 ``python impatient_train.py SECONDS [WORD ...]``
 """

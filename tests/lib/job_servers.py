@@ -26,7 +26,7 @@ def free_port():
 
 
 def message_of(body, name, number, forward_only=False):
-    """The bytes that the SDK sends for a pass over texts."""
+    """Return the bytes that the SDK sends for a pass over texts."""
     data = []
     for datum in body["data"]:
         inputs = {key: values for key, values in datum.items() if key != "tokens"}
@@ -43,7 +43,7 @@ def message_of(body, name, number, forward_only=False):
 
 
 def result_of(kind, data):
-    """The result in a message, as the service keeps it."""
+    """Return the result in a message, in the form that the service stores."""
     if kind == "asample":
         found = deserialize_proto_response(data, types.SampleResponse)
         sequences = [
@@ -65,13 +65,13 @@ class Failed(Exception):
 
 
 class Remote:
-    """A service by HTTP, without the SDK's patience of minutes: it asks until it is answered."""
+    """HTTP client of a service; it polls for results instead of the SDK's waits of minutes."""
 
     def __init__(self, port, token=None):
         self.url, self.token, self.seqs = f"http://127.0.0.1:{port}/api/v1/", token, {}
 
     def call(self, method, path, body=b"", kind="application/json"):
-        """The answer's JSON, or bytes."""
+        """Return the answer's JSON, or its bytes."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"content-type": kind} | ({"x-api-key": self.token} if self.token else {})
         request = urllib.request.Request(self.url + path, data or None, headers, method=method)
@@ -122,7 +122,7 @@ class Remote:
 
 
 class Process:
-    """The service in a process of its own, which can be killed and started again."""
+    """The service in its own process, which can be killed and restarted."""
 
     def __init__(self, folder, *words, token=None):
         self.folder, self.port = folder, free_port()
@@ -136,7 +136,7 @@ class Process:
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
     def wait(self):
-        """Until it serves."""
+        """Wait until the service answers."""
         self.client.call("GET", "get_server_capabilities")
 
     def kill(self):
@@ -146,7 +146,7 @@ class Process:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A service for many tests, which takes the token "tml-secret"."""
+    """Start a service for many tests; it takes the token "tml-secret"."""
     folder = tmp_path_factory.mktemp("served")
     (folder / "key").write_text("tml-secret\n")
     one = Process(
@@ -162,7 +162,7 @@ def served(tmp_path_factory):
 
 
 def send(served, method, path, data=b"", token="tml-secret", kind="application/json"):
-    """Status and body of a request by hand."""
+    """Send a request by hand; return its status and body."""
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
     headers = {"content-type": kind}
     if token is not None:

@@ -44,7 +44,7 @@ def text_of(seed, length=9):
 
 
 def text(tokens, weights=None, **more):
-    """A datum whose targets are the next tokens."""
+    """Return a datum whose targets are the next tokens."""
     datum = {"tokens": tokens[:-1], "target_tokens": tokens[1:], **more}
     return datum if weights is None else {**datum, "weights": weights}
 
@@ -64,7 +64,7 @@ def prompting(tokens, max_tokens=6, sampler=0, seed=None, **more):
 
 
 def supervised(seed, steps=2):
-    """A job of one kind: yields requests, is sent their results."""
+    """Run a supervised job: a generator that yields requests and is sent their results."""
     for step in range(steps):
         for part in range(2):
             yield "forward_backward", texts(text_of(1000 * seed + 10 * step + part))
@@ -74,7 +74,7 @@ def supervised(seed, steps=2):
 
 
 def policy(seed, steps=2):
-    """A job of the other kind: even tokens are what it is rewarded for."""
+    """Run an RL job, which is rewarded for even tokens: yields requests, is sent their results."""
     for step in range(steps):
         prompt, data = text_of(seed, 3), []
         yield "save_weights_for_sampler", {"sampling_session_seq_id": step}
@@ -98,14 +98,14 @@ KINDS = (supervised, policy)
 
 
 class Course:
-    """One job, as far as it has come, asked through any ``ask(kind, body)``."""
+    """One job and its progress, asked through any ``ask(kind, body)``."""
 
     def __init__(self, seed, ask):
         self.requests, self.ask, self.results = KINDS[seed % 2](seed), ask, []
         self.next = next(self.requests)
 
     def go_on(self):
-        """Whether there is more."""
+        """Send the next request; return True if there is another."""
         self.results.append(self.ask(*self.next))
         try:
             self.next = self.requests.send(self.results[-1])
@@ -115,12 +115,12 @@ class Course:
 
 
 def new(service, seed=0):
-    """The id of a new run."""
+    """Create a job; return its id."""
     return service.create(f"{secrets.token_hex(16)}:train:0", seed).id
 
 
 def target_of(name, kind, body):
-    """The job and the body of a request; saves to load, and samplers, are the job's own."""
+    """Return the job and the body of a request; paths and samplers become the job's own."""
     session = name.partition(":")[0]
     if kind == "asample":
         return f"{session}:sample:{body['sampler']}", {
@@ -132,7 +132,7 @@ def target_of(name, kind, body):
 
 
 def answer_to(service, name, kind, body, number=None):
-    """The answer to a request, without the job's id, which differs from run to run."""
+    """Return the answer to a request, without the job's id, which differs between runs."""
     job, body = target_of(name, kind, body)
     future = service.answer(job, service.submit(job, kind, body, number))
     while not future.done() or service.unfinished:
@@ -159,7 +159,7 @@ def adapter_of(folder, name, save="final"):
 
 
 def run_alone(folder, seed, *words):
-    """The results and the adapter of a job that has a service for itself."""
+    """Return the results and the adapter of a job that has a service for itself."""
     with Service(config_of(folder, *words)) as service:
         name = new(service, seed)
         course = Course(seed, asker(service, name))
@@ -169,7 +169,7 @@ def run_alone(folder, seed, *words):
 
 
 def copies_to_host(monkeypatch):
-    """The jobs whose states are moved to host memory from now on, by id."""
+    """Return a list that collects the ids of jobs whose states are moved to host memory."""
     moved, move_to_host = [], SharedEngine.move_to_host
 
     def note(engine, job):
@@ -182,7 +182,7 @@ def copies_to_host(monkeypatch):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """What blocks are compiled with: it is cheap, and counts what it compiles."""
+    """Compile blocks by a cheap backend, and return it: it counts what it compiles."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(apply, "compile_blocks", partial(apply.compile_blocks, backend=counter))

@@ -9,7 +9,8 @@ from tests.lib.distributed import fork_server
 
 
 class Launcher:
-    """A process that starts ranks; forked, as it would take longer to import torch than to work."""
+    """A process that starts ranks, forked because importing torch would take longer than its
+    work."""
 
     def __init__(self, folder, script, *words, nproc=3):
         (folder / "rank.py").write_text(script)
@@ -23,15 +24,15 @@ class Launcher:
         os.kill(self.process.pid, number)
 
     def end(self, timeout=90):
-        """Its exit code and what was written, once it has ended."""
+        """Wait for its end; return its exit code and output."""
         self.process.join(timeout)
         code = self.process.exitcode
-        self.process.kill()  # where it has not
+        self.process.kill()  # it did not end in time
         return code, *(path.read_text() for path in self.texts)
 
 
 def _launch(command, nproc, texts):
-    for fd, path in enumerate(texts, start=1):  # several processes write at its end
+    for fd, path in enumerate(texts, start=1):  # several processes append to these files
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     forked_python.install(is_forked=True)

@@ -19,7 +19,7 @@ from tests.lib.transports import (
 )
 
 SMALL, WIDE = Size(16, 3, 16, 16), Size(8, 3, 256, 16)
-# Tokens of each rank.
+# The number of tokens on each rank.
 UNEVEN, ALL_ON_ONE, NONE = (9, 0, 1, 40, 7, 0, 0, 13), (0, 11, 0, 0, 0, 0, 0, 0), (0,) * 8
 
 
@@ -33,12 +33,12 @@ def hops_of(per_machine: int) -> ExpertHops:
 
 
 def both(size: Size, per_machine: int, **how) -> tuple[AllToAll, AllToAll]:
-    """One all-to-all over all ranks, and the one that knows machines."""
+    """Return an all-to-all over all ranks, and one that knows machines."""
     hops, world = hops_of(per_machine), dist.group.WORLD
     assert world is not None
     flat, near = (AllToAll(size.experts, world, hops=x, **how) for x in (None, hops))
     assert (flat.hops, near.hops) == (None, hops if per_machine > 1 else None)
-    near.hops = hops  # one rank a machine is two hops here, of which one stays
+    near.hops = hops  # even with one rank per machine there are two hops, one of them to itself
     return flat, near
 
 
@@ -48,18 +48,18 @@ def equal(got: dict, want: dict, case: object) -> None:
 
 
 def be_strict() -> None:
-    """Let fresh memory hold NaN: nothing may come of rows past the counts."""
+    """Fill fresh memory with NaN: rows past the counts must not reach a result."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(1).isnan()
 
 
 def random_batch(size: Size, own, alike, seed: int, dtype: torch.dtype) -> Batch:
-    """Some tokens, few or none, whose experts are anywhere, or mostly on some ranks."""
+    """Draw few or no tokens, with experts on all ranks or mostly on some."""
     tokens = own.choice([0, 1, 2, own.randint(3, 90)])
     batch = make_batch(size, tokens, "uniform", seed, dtype=dtype)
     generator = torch.Generator().manual_seed(own.randrange(1000))
     likely_E = torch.rand(size.experts, generator=generator) ** own.choice([1, 8])
-    if alike.random() < 0.3:  # a range of experts, of one rank or of one machine
+    if alike.random() < 0.3:  # the experts of one rank or machine may fall into this range
         first = alike.randrange(size.experts)
         likely_E[:first] = 0
         likely_E[first + alike.randint(1, size.experts) :] = 0
@@ -72,7 +72,7 @@ def random_batch(size: Size, own, alike, seed: int, dtype: torch.dtype) -> Batch
 
 
 def run_two(transport: AllToAll, pair: list[Batch], experts) -> list[dict[str, torch.Tensor]]:
-    """:func:`run_step` of both, whose forwards run before either's backward."""
+    """Run :func:`run_step` for both batches, with both forwards before the first backward."""
     steps = []
     for batch in pair:
         x_TD, weights_TK = (x.clone().requires_grad_() for x in (batch.x_TD, batch.weights_TK))
@@ -89,7 +89,7 @@ def run_two(transport: AllToAll, pair: list[Batch], experts) -> list[dict[str, t
 
 
 def check_order(near: AllToAll, batch: Batch, case: str) -> None:
-    """What arrives are the tokens of the whole batch in its order, by rank and then by token."""
+    """Check that tokens arrive in the order of the whole batch: by rank, then by token."""
     everything: list = [None] * dist.get_world_size()
     dist.all_gather_object(everything, tuple(batch))
     x_TD, ids_TK, weights_TK, _ = (torch.cat(parts) for parts in zip(*everything, strict=True))
@@ -106,7 +106,7 @@ def check_order(near: AllToAll, batch: Batch, case: str) -> None:
 
 
 def check_kernels(both=both) -> None:
-    """Kernels in Triton's interpreter, and rows that travel in e4m3 over both hops."""
+    """Check kernels in Triton's interpreter, and e4m3 rows over both hops."""
     be_strict()
     few = (0, 7, 1, 3)[dist.get_rank()]
     layer = partial(run_layer, backend="triton")

@@ -18,7 +18,7 @@ BASE += ["output_dir=/no/such/folder", "data.seq_len=12", "train.global_batch_si
 
 
 def make_checkpoint(folder: Path, *, tied: bool = False, rows: int = 0) -> int:
-    """A model and a tokenizer as ``transformers`` writes them; returns the number of tokens."""
+    """Write a model and a tokenizer with ``transformers``; return the number of tokens."""
     make_tokenizer(folder)
     tokens = len(AutoTokenizer.from_pretrained(folder))
     about = {**SIZES, "vocab_size": rows or tokens, "tie_word_embeddings": tied}

@@ -1,8 +1,8 @@
 """Train runs one after another in one process group: ``torchrun one_after_another.py FILE``.
 
-FILE is a JSON list of runs, each a list of words on top of the recipe ``debug``. Between them may
-stand ``{"until": STEP, "words": [...]}``, a run that is cut off there as a killed one is, and
-``{"lose": FOLDER, "of": HOST}``, which empties a folder of a machine's own.
+FILE is a JSON list of runs, each a list of words on top of the recipe ``debug``. An entry
+``{"until": STEP, "words": [...]}`` is a run that is cut off after that step as if it were killed.
+An entry ``{"lose": FOLDER, "of": HOST}`` empties a folder on that machine's own disk.
 """
 
 import json

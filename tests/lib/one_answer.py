@@ -14,7 +14,7 @@ from moetrain.train.metrics import read_metrics
 from moetrain.train.objectives import routing_losses
 from tests.lib.distributed import compile_by_turns
 
-STEPS = 2  # the second is of updated weights; more would be the optimizer's
+STEPS = 2  # the second tests updated weights; more steps would test the optimizer
 TOLERANCE = 1e-5
 
 LAYOUTS = {
@@ -59,11 +59,11 @@ VARIANTS = {
     "accumulate+last": ["train.micro_batch_size=1", "parallel.reduce_at=last"],
     "compile+accumulate": ["compile.enabled=yes", "train.micro_batch_size=1"],
 }
-# What a variant is about shows in these layouts; the others are with every one. Compiling a block
-# takes ten times as long as a run, so that each graph is compiled in one world, the smallest that
-# has it: what data-parallel ranks do lies outside of it, and four ranks only add experts that more
-# share than tokens. (Several micro-batches are counted ahead, for which every block is compiled
-# once more.)
+# These layouts suffice for a variant's subject; the other variants run with every layout. Compiling
+# a block takes ten times as long as a run, so each graph is compiled in one world, the smallest
+# that has it: data-parallel communication lies outside the graph, and four ranks only add experts
+# shared by more ranks than tokens. (Several micro-batches are counted ahead, for which every block
+# is compiled once more.)
 ONLY = {
     2: {
         "recompute": ["ep", "tp", "cp keys"],
@@ -74,14 +74,14 @@ ONLY = {
         "selective": ["ep"],
         "compile+selective": [],
         "compile+selective+reshard": ["ep"],
-        "compile+reshard": [],  # on GPUs
+        "compile+reshard": [],  # needs GPUs
         "reshard": ["dp", "ep"],
     },
     4: {
         "recompute": ["hsdp+ep", "dp+tp+ep"],
         "compile": ["dp+tp+ep"],
         "compile+recompute": [],
-        # Each layout's axes accumulate on two ranks, or in one of these.
+        # Each layout accumulates gradients on two ranks, or in one of these cases.
         "accumulate": ["ep", "hsdp+ep", "hsdp+tp+ep", "hsdp+cp+ep"],
         "accumulate+last": ["hsdp", "ep+efsdp", "dp+tp"],
         "compile+accumulate": [],
@@ -96,7 +96,7 @@ DENSE = ["model.preset=qwen3-0.6b", "model.vocab_size=264"]
 
 
 def words_of(tiny_words, *extra):
-    """Sizes that no number of ranks divides, and every auxiliary loss and the bias switched on."""
+    """Return settings with odd sizes, every auxiliary loss and the bias update."""
     return [
         *tiny_words,
         "model.hidden_size=40",
@@ -106,7 +106,7 @@ def words_of(tiny_words, *extra):
         "train.global_batch_size=8",
         f"train.steps={STEPS}",
         "moe.aux_loss_coef=0.1",
-        "moe.aux_loss_scope=global_batch",  # the one that no split changes
+        "moe.aux_loss_scope=global_batch",  # the only scope that no split changes
         "moe.z_loss_coef=0.01",
         "moe.bias_update_rate=0.01",
         "checkpoint.at_end=no",
@@ -115,7 +115,7 @@ def words_of(tiny_words, *extra):
 
 
 def pad_rows(batches):
-    """The batches with pads at their rows' ends, more or fewer by what a row begins with."""
+    """Pad the ends of the batches' rows; a row's first token decides how far."""
     padded = []
     for batch in batches:
         tokens_BS = batch.tokens_BS
@@ -127,7 +127,7 @@ def pad_rows(batches):
 
 
 def auxiliary_losses(trainer, routing):
-    """Of the whole batch; none for a dense model."""
+    """Return the auxiliary losses of the whole batch; none for a dense model."""
     if routing is None:
         return []
     pooled = trainer.objective.is_pooled
@@ -135,7 +135,7 @@ def auxiliary_losses(trainer, routing):
 
 
 def run(words, pads=False):
-    """Losses, norms, and the whole gradients of the first step (before clipping)."""
+    """Return losses, norms, and the whole gradients of the first step (before clipping)."""
     trainer = Trainer(Config.load(None, words, environ={}))
     if pads:
         next_step = trainer.loader.next_step
@@ -163,16 +163,17 @@ def run(words, pads=False):
 
 
 def compiled_for(item):
-    """What decides about a run's blocks: not how data-parallel ranks share parameters."""
+    """Return the key of a run's compiled blocks: data-parallel sharding does not change them."""
     return [w for w in item[1] if not w.startswith(("parallel.dp_", "parallel.reshard"))]
 
 
 def run_layouts(runs):
-    """``run`` of every layout on this rank; rank 0's answers."""
-    mesh._Groups = functools.cache(mesh._Groups)  # one cut's groups are every layout's
+    """Call ``run`` for every layout on this rank; rank 0 returns the answers."""
+    # all layouts share the groups of a partition of the ranks
+    mesh._Groups = functools.cache(mesh._Groups)
     answers = {}
     for _, alike in itertools.groupby(sorted(runs.items(), key=compiled_for), key=compiled_for):
-        torch.compiler.reset()  # other layouts' graphs are no recompilations of these ones'
+        torch.compiler.reset()  # avoids counting another layout's graphs as recompilations
         for name, words in alike:
             if not torch.cuda.is_available():
                 compile_by_turns(words)
@@ -181,13 +182,13 @@ def run_layouts(runs):
 
 
 def plan_runs(world, words, layouts, variants, only=ONLY):
-    """The words of every run, by layout and variant."""
+    """Return the settings of every run, by layout and variant."""
     runs = {}
     for variant in variants:
         for layout in layouts:
             if layout in only.get(world, {}).get(variant, layouts):
                 shares = sum(axis in layout for axis in ("tp", "cp"))
-                ranks = world // 2**shares  # those with rows of their own
+                ranks = world // 2**shares  # data-parallel ranks
                 whole = f"train.micro_batch_size={8 // ranks}"
                 own = [*LAYOUTS[world][layout], *VARIANTS[variant]]
                 runs[f"{layout} {variant}"] = [*words, whole, *own]
@@ -195,7 +196,7 @@ def plan_runs(world, words, layouts, variants, only=ONLY):
 
 
 def compare(answers, expected, tolerance, step_tolerance=None):
-    """The answers of all ``run`` against the one of a single process."""
+    """Compare the answers of all ``run`` calls with that of a single process."""
     for name, (numbers, gradients, biases) in answers.items():
         torch.testing.assert_close(
             numbers,
@@ -214,7 +215,7 @@ def compare(answers, expected, tolerance, step_tolerance=None):
 
 
 def fit(words):
-    """The losses that a run leaves behind, by step."""
+    """Train, and return the logged losses by step."""
     trainer = Trainer(Config.load(None, words, environ={}))
     trainer.fit()
     rows = read_metrics(trainer.folder / "metrics.jsonl")

@@ -13,7 +13,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(page):
-    """Language, file name (or none) and text of every fenced block."""
+    """Yield language, file name (or none) and text of every fenced block."""
     found = re.findall(r"^```(\w+) ?(\S*)\n(.*?)^```$", page.read_text(), re.M | re.S)
     return [tuple(block) for block in found]
 

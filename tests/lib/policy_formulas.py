@@ -25,14 +25,14 @@ def leaf(x):
 
 
 def softmax_of(hidden, head, sample, temperature):
-    """(log-probability of each next token, entropy), [n - 1] each."""
+    """Return (log-probability of each next token, entropy), [n - 1] each."""
     logp = torch.log_softmax(hidden @ head.T / temperature, -1)
     next_tokens = torch.from_numpy(sample.tokens[1:])
     return logp[range(len(logp)), next_tokens], -(logp.exp() * logp).sum(-1)
 
 
 def importance_of(sample, proximal, s):
-    """(weight, is trained) of each action, by number."""
+    """Return (weight, is trained) of each action, by token index."""
     actions = [t for t in range(len(sample.tokens) - 1) if sample.is_action[t + 1]]
     d = {t: proximal[t].item() - float(sample.logprobs[t + 1]) for t in actions}
     bounds = {"token": (0.5, 5), "sequence": (0, 2), "geometric": (0.999, 1.001)}
@@ -55,7 +55,7 @@ def importance_of(sample, proximal, s):
 
 
 def shift_of(name, p, m):
-    """How far a token's probability has moved from m to p, below 0: down."""
+    """Return how far a token's probability has moved from m to p; negative if it fell."""
     if name == "dppo_tv":
         return p - m
     kl = m * np.log(m / p) + (1 - m) * np.log((1 - m) / (1 - p))
@@ -67,13 +67,13 @@ def kl_of(name, d):
 
 
 def divergence_of(logits, ids, logprobs):
-    """KL over the teacher's tokens ``ids`` and all others as one."""
+    """Return the KL divergence over the teacher's tokens ``ids`` and the rest as one class."""
     p, q = torch.softmax(logits, -1)[ids], logprobs.exp()
     return (p * (p / q).log()).sum() + (1 - p.sum()) * ((1 - p.sum()) / (1 - q.sum())).log()
 
 
 def reference(samples, hiddens, head, proximals, references, teachers, s):
-    """(loss, statistics) of a whole global batch, token by token."""
+    """Return (loss, statistics) of a whole global batch, token by token."""
     low, high = s.clip_range
     kept = []
     given = zip(samples, hiddens, proximals, references, teachers, strict=True)
@@ -155,7 +155,7 @@ def reference(samples, hiddens, head, proximals, references, teachers, s):
 
 
 def in_rows(batches, per_sample, size=()):
-    """[n - 1, ...] of each sample to where it lies in the batches, differentiably."""
+    """Scatter [n - 1, ...] of each sample to its span in the batches, differentiably."""
     rows = []
     for batch in batches:
         flat = torch.zeros(batch.tokens_BS.numel(), *size, dtype=torch.float64)
@@ -167,7 +167,7 @@ def in_rows(batches, per_sample, size=()):
 
 
 def teachers_of(hiddens, head):
-    """For each token the three tokens that another model thinks likeliest, and how likely."""
+    """Return another model's three likeliest tokens at each position, with log-probabilities."""
     found = []
     for hidden in hiddens:
         top = torch.log_softmax((hidden + 0.3) @ head.T, -1).topk(3)
@@ -184,7 +184,7 @@ def taught(batches, teachers, settings):
 
 
 def totals_of(objective, batches, hiddens, head):
-    """The sums of all micro-batches' terms."""
+    """Return the sums of all micro-batches' terms."""
     model = SimpleNamespace(vocabulary=Vocabulary(), head_weight=head)
     sizes = {k: torch.tensor(max(n, 1)) for k, n in objective.sizes(batches).items()}
     found = []

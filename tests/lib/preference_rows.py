@@ -7,8 +7,8 @@ from moetrain.models.transformer import Transformer
 
 
 def whole(engine, merged=False):
-    """The engine's model again, plain and with gradients of its own; without adapters, or merged
-    with them."""
+    """Return the engine's model as a plain module with gradients, merged with adapters on
+    request."""
     model = Transformer(engine.arch)
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():

@@ -12,7 +12,7 @@ FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 
 
 def quantised(folder, case="gpt_oss in mxfp4"):
-    """Write a model in mxfp4 into ``folder / "in"``, and its numbers in bf16 beside."""
+    """Write a model in mxfp4 into ``folder / "in"``, and its values in bf16 beside it."""
     model = random_reference(case).bfloat16()
     model.save_pretrained(folder / "wide")
     stored = load_file(folder / "wide" / "model.safetensors")
@@ -32,7 +32,7 @@ def quantised(folder, case="gpt_oss in mxfp4"):
     save_file(stored, folder / "wide" / "model.safetensors", {"format": "pt"})
     (folder / "in").mkdir()
     kept = {name: x for name, x in stored.items() if not name.endswith(PROJECTIONS)}
-    # In two files, so that some tensors' parts are apart.
+    # The weights are in two files, so that some tensors' parts are separate.
     scales = {name: packed.pop(name) for name in list(packed) if name.endswith("_scales")}
     files = {"model-00001-of-00002.safetensors": packed, "model-00002-of-00002.safetensors": scales}
     files["model-00001-of-00002.safetensors"] |= kept

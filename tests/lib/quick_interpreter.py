@@ -1,10 +1,10 @@
 """Makes Triton's interpreter faster. Import it before kernels run in the interpreter.
 
-- The interpreter replaces the language's functions while a kernel runs, and it looks for all of
-  them again at each call of a device function. One search a launch is enough.
+- The interpreter patches the language's functions while a kernel runs, and searches for all of them
+  again at each call of a device function. One search per launch is enough.
 - It checks each sum and product of integers for overflow, in 64 bits. A GPU does not.
 - It computes the names, sizes and numpy types of a block's type again for each value.
-- Matrices of bf16, which are 16-bit integers to numpy, are multiplied as the numbers that they are.
+- numpy stores bf16 matrices as 16-bit integers. They are multiplied as the values that they encode.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 
 _patch_lang, _launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
 _patched: set[int] = set()
-"""Globals of functions for which it was done in the launch under way."""
+"""Globals of functions that are already patched in the current launch."""
 
 
 def _patch_once(fn):
@@ -69,7 +69,7 @@ _equals = tl.dtype.__eq__
 
 
 def _tensor(self, handle, type):
-    """Make a value; its shape is one of few."""
+    """Make a value; its shape is taken from a cache of few shapes."""
     shape = tuple(type.shape.values) if type.is_block() else ()
     known = _shapes.get(shape)
     if known is None:
@@ -80,7 +80,7 @@ def _tensor(self, handle, type):
 
 
 def _block_type(self, element_ty, shape):
-    """Make a type; shapes that were checked are not checked again."""
+    """Make a type; shapes that were checked before are not checked again."""
     sizes = shape.values if isinstance(shape, tl.tuple) else shape
     if not all(type(size) is int for size in sizes):
         return _make_block_type(self, element_ty, shape)

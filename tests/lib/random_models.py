@@ -24,29 +24,29 @@ STEPS, TOLERANCE = 2, 1e-5
 
 
 class Drawn(NamedTuple):
-    """One configuration."""
+    """One random configuration."""
 
     number: int
     world: int
     sizes: dict
-    """Of :func:`make_architecture`."""
+    """Arguments of :func:`make_architecture`."""
     words: list[str]
     """Settings of every run."""
     mesh: list[str]
-    """Those that are about ranks, and the micro-batch of one of them."""
+    """Settings of the mesh, and the micro-batch of one of its ranks."""
     alone: list[str]
     """The micro-batch of one process."""
     rows: int
-    """Of a step."""
+    """Rows of a step."""
     without_targets: tuple[int, ...]
-    """Of these rows no token is a target."""
+    """Indices of rows in which no token is a target."""
     is_packed: bool
     has_pads: bool
     steps: int = STEPS
 
 
 def draw_mesh(d, number, world, moe):
-    """Degrees that multiply to ``world``; of numbers in a row one of each kind comes first."""
+    """Draw degrees that multiply to ``world``; ``number`` decides which axis is doubled first."""
     degrees = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1)
     kinds = list(degrees)
     for turn in range(world.bit_length() - 1):
@@ -58,7 +58,7 @@ def draw_mesh(d, number, world, moe):
 
 
 def draw_settings(d, degrees, layers, optimizer):
-    """Words of how ranks share the work."""
+    """Draw settings of how ranks share the work."""
     p = {f"parallel.{axis}": degree for axis, degree in degrees.items()}
     if degrees["pp"] > 1:
         name = d.choice(list(SCHEDULES))
@@ -86,19 +86,19 @@ WORDS = [
     "data.source=synthetic",
     "train.device=cpu",
     "train.dtype=float32",
-    "optim.eps=0.1",  # far above the gradients: see the head of this file
+    "optim.eps=0.1",  # far above the gradients: see the docstring of test_everything.py
     "output_dir=no/such/folder",
 ]
 
 
 def resolved(drawn, words):
-    """The settings, and the model; ConfigError: there is no such combination."""
+    """Return settings and architecture; raise ConfigError for an impossible combination."""
     with patch.dict(PRESETS, drawn=make_architecture(**drawn.sizes)):
         return resolve_run(Config.load(None, [*WORDS, *drawn.words, *words], environ={}))
 
 
 def is_refused(drawn):
-    """Whether some setting contradicts another, the model or the mesh."""
+    """Return True if a setting contradicts another, the model or the mesh."""
     try:
         plan_world(*resolved(drawn, drawn.mesh), drawn.world)
         plan_world(*resolved(drawn, drawn.alone), 1)
@@ -108,7 +108,7 @@ def is_refused(drawn):
 
 
 def make_rows(drawn, seq_len, step):
-    """The rows of a step: a batch's fields, of all ranks."""
+    """Return the rows of a step, as the fields of a batch over all ranks."""
     g = torch.Generator().manual_seed(1000 * drawn.number + step)
     shape = (drawn.rows, seq_len)
     tokens_BS = torch.randint(drawn.sizes["vocab_size"], shape, generator=g)
@@ -117,7 +117,7 @@ def make_rows(drawn, seq_len, step):
     targets_BS[targets_BS < 0] = IGNORE_INDEX
     targets_BS[list(drawn.without_targets)] = IGNORE_INDEX
     positions_BS = is_pad_BS = None
-    if drawn.is_packed:  # each row begins a document, and so may any token
+    if drawn.is_packed:  # a document begins at each row, and possibly at any token
         column_S = torch.arange(seq_len).expand(shape)
         starts_BS = (torch.rand(shape, generator=g) < 0.3) | (column_S == 0)
         positions_BS = column_S - (column_S * starts_BS).cummax(1).values
@@ -129,7 +129,7 @@ def make_rows(drawn, seq_len, step):
 
 
 def make_batches(drawn, config, step, rank, ranks):
-    """A rank's micro-batches: every so many rows are one rank's."""
+    """Return a rank's micro-batches: every ``ranks``-th one is its own."""
     micro, batches = config.train.micro_batch_size, []
     rows = make_rows(drawn, config.data.seq_len, step)
     for start in range(rank * micro, drawn.rows, ranks * micro):
@@ -143,7 +143,7 @@ def make_batches(drawn, config, step, rank, ranks):
 
 
 def run(drawn, words):
-    """Losses, their terms and norms of all steps, and all weights in the end."""
+    """Return losses, terms and norms of all steps, and all weights at the end."""
     config, arch = resolved(drawn, words)
     world = join_world(config, arch)
     engine, objective = Engine(config, arch, world), Pretraining.of(config, arch)
@@ -167,7 +167,7 @@ def run(drawn, words):
 
 
 def run_all(configurations, note):
-    """:func:`run` of each on this rank; None: stages, or parts of the model, are refused."""
+    """Call :func:`run` for each on this rank; None: a stage or a part of the model is refused."""
     note, answers = Path(note), []
     with patch.object(mesh, "_Groups", cached_groups()):
         for drawn in configurations:
@@ -181,7 +181,7 @@ def run_all(configurations, note):
 
 
 def cached_groups():
-    """Groups of a cut of the world are every mesh's."""
+    """Return a factory that shares process groups between all meshes."""
     made = {}
     kept = mesh._Groups
     return lambda device_type: made.setdefault(device_type, kept(device_type))
@@ -194,7 +194,7 @@ def describe(drawn):
 
 
 def assert_agree(configurations, answers):
-    """What ranks found is one process's, which runs once for those that differ in ranks alone."""
+    """Assert that ranks agree with one process, which runs once per distinct model and data."""
     wrong, alone = [], {}
     for one, found in zip(configurations, answers, strict=True):
         if found is None:
@@ -207,7 +207,7 @@ def assert_agree(configurations, answers):
 
 
 def differences(found, numbers, weights):
-    """How what the ranks found differs from one process's numbers and weights."""
+    """Describe the differences of losses and weights between the ranks and one process."""
     error = ((found[0] - numbers).abs() / numbers.abs().clamp(min=1e-30)).max()
     if not error <= TOLERANCE:
         yield f"losses and norms are off by {error:.1e}: {found[0].tolist()}, {numbers.tolist()}"

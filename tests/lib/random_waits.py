@@ -1,10 +1,9 @@
 """A fuzzer of streams and threads: :func:`random_waits` delays work and changes no result.
 
-Inside it, a side stream that is entered, a stream that waits for another and a stream that records
-an event may first wait on the device, and a task of a thread pool or a thread may start late and
-end late. Each delay is legal: work stays in the order of its stream. Whatever relies on luck, such
-as a copy that nobody waits for, then reads wrong values, and results differ from those without
-delays.
+Inside it, a side stream may wait on the device when it is entered, waits for another stream or
+records an event, and a thread or a task of a thread pool may start late and end late. Each delay is
+legal: work stays in the order of its stream. Code that relies on luck, such as a copy that no
+stream waits for, then reads wrong values, and results differ from those without delays.
 
 Streams that are being captured into a CUDA graph are left alone.
 """
@@ -24,7 +23,7 @@ import pytest
 import torch
 
 MOST_CYCLES = 4_000_000
-"""The longest wait of a stream; some 2 ms of an H200."""
+"""The longest wait of a stream, some 2 ms on an H200."""
 MOST_SECONDS = 0.003
 """The longest wait of a host thread."""
 
@@ -34,8 +33,8 @@ def random_waits(seed: int, share: float = 0.5) -> Iterator[Counter[str]]:
     """Delay side streams and host threads at random places.
 
     Args:
-        seed: of the places and lengths. Threads take numbers in the order in which they run, so
-            that a seed does not repeat a run exactly.
+        seed: seed of the places and lengths. Threads draw numbers in the order in which they run,
+            so a seed does not repeat a run exactly.
         share: probability of a delay at each place.
 
     Returns:
@@ -48,7 +47,7 @@ def random_waits(seed: int, share: float = 0.5) -> Iterator[Counter[str]]:
             if numbers.random() >= share:
                 return 0.0
             counts[kind] += 1
-            return most * numbers.random() ** 3  # mostly short: many orders, little time
+            return most * numbers.random() ** 3  # mostly short: many orders in little time
 
     def delay_stream(stream: torch.cuda.Stream | None) -> None:
         if stream is None or torch.cuda.is_current_stream_capturing():
@@ -71,7 +70,7 @@ def random_waits(seed: int, share: float = 0.5) -> Iterator[Counter[str]]:
         return delayed
 
     def wait_stream(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
-        delay_stream(other)  # what is waited for is late
+        delay_stream(other)  # the awaited stream is late
         waits(stream, other)
         delay_stream(stream)
 

@@ -26,13 +26,13 @@ MARKED = """\
 
 
 def turns(*said: str) -> list[dict]:
-    """A dialogue that the user begins; ``>`` begins what the system says."""
+    """Return a dialogue that begins with the user; ``>`` marks a system message."""
     roles = ["system"] * said[0].startswith(">") + ["user", "assistant"] * 4
     return [{"role": r, "content": s} for r, s in zip(roles, said, strict=False)]
 
 
-# Per form: its records, and the dialogue that transformers is given for each; the turns before
-# the number are a prompt, of which nothing is learned.
+# For each form: its records, the dialogue for transformers of each, and the number of leading turns
+# that form the prompt, which is not learned.
 DIALOGUES = [turns("Hi thére", "Héllo"), turns(">Be brief.", "Hi", "Ho", "And?", "So long")]
 ALPACA = [
     {"instruction": "Add", "input": "1 2", "output": "3", "system": None},

@@ -8,11 +8,11 @@ from moetrain.train.loop import Trainer
 
 
 class PowerCut(Exception):
-    """Ends a run in the middle, and leaves what a killed one does."""
+    """Ends a run in the middle, and leaves the files of a killed run."""
 
 
 class Cut(Callback):
-    """Raises PowerCut once step ``until`` is done and saved."""
+    """Callback that raises PowerCut once step ``until`` is done and saved."""
 
     def __init__(self, until):
         self.until = until
@@ -24,7 +24,7 @@ class Cut(Callback):
 
 
 def train(config, until=None):
-    """Train, cut off once step ``until`` is done; return the trainer."""
+    """Train until step ``until`` is done, then cut the run off; return the trainer."""
     trainer = Trainer(config, callbacks=[Cut(until)])
     with suppress(PowerCut):
         trainer.fit()

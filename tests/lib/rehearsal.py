@@ -1,13 +1,14 @@
-"""GPU tests on a machine without a GPU: what they make of settings, as far as a CPU can.
+"""Rehearsal of GPU tests on a machine without a GPU: it checks their settings and names.
 
-A test that needs a GPU is skipped where there is none, so that nobody sees how a refactoring breaks
-the names of its cases or a setting that it gives. :func:`rehearse` runs the body of such a test all
-the same. Engines, trainers and groups of processes are stand-ins: they resolve their settings and
-refuse what a rank on an H100 would refuse, and then answer whatever they are asked
-(:class:`Anything`). So a body goes on to its further runs, until it meets something that only a GPU
-has. What goes wrong from then on tells nothing, but for refused settings and unknown names.
+A test that needs a GPU is skipped where there is none, so a refactoring that breaks the names of
+its cases or one of its settings would go unnoticed. :func:`rehearse` runs the body of such a test
+all the same. Engines, trainers and groups of processes are stand-ins: they resolve their settings
+and refuse what a rank on an H100 would refuse, and then answer whatever they are asked
+(:class:`Anything`). So the body continues with its next runs until it needs something that only a
+GPU has. Errors after that point mean nothing, except refused settings and unknown names.
 
-Left out on purpose: numbers, and whatever a kernel test does, whose first tensor is on the GPU.
+Results of computations are not checked, and kernel tests are not rehearsed: their first tensor is
+on the GPU.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from moetrain.models.transformer import compute_dtype, plan_model
 _TESTS = str(Path(__file__).parents[1])
 _GPUS = 8
 _NAMES = (NameError, ImportError, KeyError, AttributeError)
-"""Errors of names; in a test's own lines they are the test's fault."""
+"""Errors of names; raised in a test's own lines, they are the test's fault."""
 _OF_GPUS = ("CUDA", "cuda", "NVIDIA", "triton", "Triton", "Anything")
-"""Words of errors that come of having no GPU."""
+"""Words of errors that come from the lack of a GPU."""
 
 
 class Anything:
-    """An object that has every attribute, is every number and survives every call."""
+    """An object that has every attribute, equals every number and can be called in any way."""
 
     device = torch.device("cuda", 0)
     has_invented = False
-    """Whether one was iterated, so that names may be made up."""
+    """True: one was iterated, so names may be invented."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -105,11 +106,10 @@ for _name in ["lt", "le", "gt", "ge"]:
 
 
 class Rehearsal:
-    """Stand-ins that note the runs that were made of settings, and what was wrong with one.
+    """Stand-ins that record resolved runs and faulty settings.
 
-    Attributes:
-        runs: how many runs were resolved.
-        faults: what was refused or unknown, where the body itself went on.
+    Attributes: runs: how many runs were resolved. faults: refused settings and unknown names after
+    which the body itself continued.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Rehearsal:
         self.faults: list[BaseException] = []
 
     def resolve(self, config: Config, world: int) -> Any:
-        """Refuse what ``world`` ranks would refuse of settings; return what a rank would have."""
+        """Refuse settings that ``world`` ranks would refuse; return what a rank would resolve."""
         from moetrain.parallel.world import plan_world
         from moetrain.train.session import resolve_run
 
@@ -155,7 +155,7 @@ class Rehearsal:
         return found
 
     def spawn(self, world: int, fn: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
-        """Call ``fn`` as one of the ranks; for several runs by name, once for each."""
+        """Call ``fn`` as one of the ranks; once for each of several named runs."""
         self.is_on_gpu = True
         runs = next((i for i, x in enumerate(args) if isinstance(x, dict)), None)
         named = (
@@ -183,7 +183,7 @@ class Rehearsal:
             self.world = before
 
     def command(self, words: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        """Resolve the settings of a command of ours in place of running it."""
+        """Resolve the settings of a command of ours instead of running it."""
         words = [str(word) for word in words]
         if words[:2] != [sys.executable, "-m"] or words[2] not in ("moetrain.train", "moetrain.rl"):
             self.is_on_gpu = True
@@ -199,7 +199,7 @@ class Rehearsal:
     # ---- what goes wrong -----------------------------------------------------------------------
 
     def note(self, error: BaseException) -> None:
-        """Keep ``error`` if it tells something."""
+        """Keep ``error`` if it is meaningful."""
         if isinstance(error, KeyboardInterrupt):
             raise error
         if isinstance(error, pytest.skip.Exception | pytest.fail.Exception | SystemExit):
@@ -214,9 +214,10 @@ class Rehearsal:
 
 
 def rehearse(body: Callable[[], object]) -> int:
-    """Run ``body``, of a test that needs GPUs, without any; return how many runs it would make.
+    """Run ``body``, a test that needs GPUs, without any; return the number of runs that it would
+    make.
 
-    Raises what is wrong with a setting or a name of it.
+    Raises the errors of its settings and names.
     """
     rehearsal, Anything.has_invented = Rehearsal(), False
     with _stand_ins(rehearsal):
@@ -289,7 +290,7 @@ def _stand_ins(rehearsal: Rehearsal) -> Iterator[None]:
 
 
 def _begun_by(make: Callable[..., Any]) -> Callable[..., None]:
-    """Return an ``__init__`` that turns an object into what ``make`` returns."""
+    """Return an ``__init__`` that turns an object into the result of ``make``."""
 
     def begin(self: Any, *args: Any, **kwargs: Any) -> None:
         made = make(*args, **kwargs)
@@ -301,7 +302,7 @@ def _begun_by(make: Callable[..., Any]) -> Callable[..., None]:
 
 @contextmanager
 def _everywhere(function: Any, stand_in: Any) -> Iterator[None]:
-    """Let every module that has imported ``function`` by its name have ``stand_in``."""
+    """Replace ``function`` by ``stand_in`` in every module that has imported it by name."""
     found = [
         (module, name)
         for module in list(sys.modules.values())

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig
 
-EOS = 256  # of the tokenizer of bytes, which has no PAD
+EOS = 256  # the tokenizer of bytes has no PAD
 SIZES = {
     "vocab_size": 259,
     "hidden_size": 32,
@@ -23,11 +23,12 @@ FAMILIES = {
 
 
 def make(kind, folder, family="qwen3_moe", **changes):
-    """A model of transformers with large weights, so that scores differ, saved to ``folder``."""
+    """Write a model of transformers into ``folder``, with large weights so that scores differ."""
     torch.manual_seed(0)
     own = {"pad_token_id": EOS, "eos_token_id": EOS, "bos_token_id": None, **changes}
     config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **own})
-    model = kind.from_config(config, experts_implementation="eager")  # others know no fp64
+    # other implementations lack fp64
+    model = kind.from_config(config, experts_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:

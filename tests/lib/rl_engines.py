@@ -22,10 +22,10 @@ ENGINE_CHOICES = [
 
 
 def train_on_ranks(layouts):
-    """The terms, gradient norm and gradients of every choice on every layout."""
+    """Return the terms, gradient norm and gradients of every combination on every layout."""
     answers = {}
     for name, (words, rows) in layouts.items():
-        # Balancing over the global batch is the one that no split changes.
+        # Balancing over the global batch is the only scope that no split changes.
         engine = make_engine(*words, "moe.aux_loss_scope=global_batch", micro=rows)
         rank, ranks = engine.world.data_rank, engine.world.dims.data_ranks
         samples = make_samples(*LENGTHS)
@@ -48,7 +48,7 @@ def train_on_ranks(layouts):
 
 
 def wobbled(batches, scores, settings):
-    """As if generation, the trainer and the reference had other weights, a little."""
+    """Perturb log-probabilities, as if generation, trainer and reference differed slightly."""
     found, proximal = [], []
     for batch, logprob in zip(batches, scores, strict=True):
         wobble = torch.sin(3.0 * batch.tokens_BS + batch.positions_BS)

@@ -20,7 +20,7 @@ class Even(SolvedEnvironment):
 
 @pytest.fixture(scope="module")
 def even(tmp_path_factory):
-    """An environment in which a model that knows nothing is rewarded, now more, now less."""
+    """Return an environment in which an untrained model gets varying rewards."""
     file = tmp_path_factory.mktemp("even") / "even.py"
     file.write_text(EVEN)
     return {"rl.env": f"{file}:Even"}
@@ -68,7 +68,7 @@ TIMES = ("seconds", "per_second", "memory", "tflops", "mfu")
 
 
 def lines_of(folder):
-    """The metrics without what a clock says."""
+    """Return the metrics without those that a clock measures."""
     return [
         {k: v for k, v in row.items() if not any(time in k for time in TIMES)}
         for row in read_metrics(folder / "metrics.jsonl")

@@ -6,7 +6,7 @@ from moetrain.train.samples import Sample
 
 
 def make_sample(n, seed=0, group=0, routes=None, vocabulary=50):
-    """``n`` tokens of which about half are actions, never the first, and one at least."""
+    """Draw ``n`` tokens, about half of them actions: at least one, and never the first token."""
     rng = np.random.default_rng([seed, n])
     is_action = rng.random(n) < 0.5
     is_action[0], is_action[-1] = False, True

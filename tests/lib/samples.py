@@ -6,7 +6,7 @@ from moetrain.generate import weights
 
 
 def sample_of(words):
-    """What a run writes."""
+    """Return the sample that a run prints."""
     trainer = Trainer(Config.load(None, words, environ={}), callbacks=[weights.Sampled()])
     trainer.fit()
     return trainer, (trainer.folder / "sample.txt").read_text()

@@ -12,7 +12,7 @@ from moetrain.serve.server import CompletionServer
 
 @contextlib.contextmanager
 def serving(generator, **settings):
-    """A server in this process: a client of it, and uvicorn's."""
+    """Serve in this process; yield an HTTP client and the uvicorn server."""
     app = CompletionServer(generator, "tiny", **settings).app
     served = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
     thread = threading.Thread(target=served.run)

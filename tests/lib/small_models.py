@@ -38,7 +38,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
     "rope_theta": 1e4,
 }
-# The family, and what is odd about this one; head_dim 8 is hidden / heads.
+# The key names the family and the oddity of this case; head_dim 8 is hidden / heads.
 CASES = {
     "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
     "qwen3 one kv head, biases": {
@@ -103,7 +103,7 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def gradients_as_checkpoint(model: torch.nn.Module, save, folder: Path) -> dict[str, torch.Tensor]:
-    """Every gradient under its name in a checkpoint file: written out in the weights' place."""
+    """Write every gradient in place of its weight; return them by the names in checkpoint files."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None, name

@@ -10,8 +10,9 @@ FP8 = "kernels.precision=fp8"
 SIX, FOUR = "model.num_layers=6", "model.num_layers=4"
 TWELVE, TWENTY_FOUR = f"{BOTH} model.num_layers=12", f"{BOTH} model.num_layers=24"
 ONE_AFTER_ANOTHER = "model.num_layers=12 train.global_batch_size=16"
-# (GPUs, micro-batch, settings, tokens/s/GPU as the page has it). Rows of plain torch are missing:
-# its kernels have no rates here. Rows that name two figures have the lower one.
+# Rows are (GPUs, micro-batch, settings, tokens/s/GPU as the page has it). Rows of plain torch are
+# missing: its kernels have no rates here. Of two figures in a row of the page the lower one is
+# used.
 ROWS = [
     (1, 4, SIX, "89,320"),
     (1, 4, f"{SIX} {HALF}", "91,450"),

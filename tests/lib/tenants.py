@@ -14,7 +14,7 @@ KINDS = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
 
 
 def body_of(seed, kind="cross_entropy", count=2, length=30):
-    """A request with ``count`` texts."""
+    """Return a request with ``count`` texts."""
     more = {"logprobs": [-3.0] * (length - 1), "advantages": [seed % 3 - 0.5] * (length - 1)}
     texts = [text_of(100 * seed + i, length) for i in range(count)]
     data = [text(tokens, **({} if kind == "cross_entropy" else more)) for tokens in texts]
@@ -22,7 +22,7 @@ def body_of(seed, kind="cross_entropy", count=2, length=30):
 
 
 def program(seed, steps=2):
-    """The requests of a job, of any loss."""
+    """Return the requests of a job, with any loss."""
     kinds = cycle(KINDS[seed % 5 :] + KINDS[: seed % 5])
     for step in range(steps):
         yield "forward_backward", body_of(seed + step, next(kinds))
@@ -33,7 +33,7 @@ def program(seed, steps=2):
 
 
 class Passes:
-    """Counts the passes of a service, and who is in each."""
+    """Counts the passes of a service, and the jobs in each."""
 
     def __init__(self, service):
         engine = service.session.engine
@@ -48,12 +48,12 @@ class Passes:
 
 
 def without_id(result, name):
-    """A result without the session of its job, which differs from run to run."""
+    """Return a result without its job's session, which differs between runs."""
     return json.loads(json.dumps(result).replace(name.partition(":")[0], "SESSION"))
 
 
 def serve_all(service, names, requests):
-    """Results of requests that all wait at once."""
+    """Return the results of requests that all wait at once."""
     asked = zip(names, requests, strict=True)
     futures = [service.answer(name, service.submit(name, *request)) for name, request in asked]
     while service.turn():
@@ -65,7 +65,7 @@ def serve_all(service, names, requests):
 
 
 def run(folder, seeds, *words, one_by_one=False):
-    """Results, adapters, and passes of jobs."""
+    """Return results, adapters and passes of jobs."""
     with Service(config_of(folder, *WORDS, *words)) as service:
         names, results, passes = [new(service, seed) for seed in seeds], [], Passes(service)
         for requests in zip(*map(program, seeds), strict=True):

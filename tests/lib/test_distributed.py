@@ -1,4 +1,4 @@
-"""What :func:`distributed.spawn` does about ranks that die."""
+"""Tests of how :func:`distributed.spawn` handles ranks that die."""
 
 import ctypes
 import time
@@ -17,7 +17,7 @@ def crash_in_a_thread_without_python(aborts=False):
 
 
 def crash_until(file, aborts):
-    """Rank 1 dies where there is no ``file`` yet; then it answers."""
+    """Return an answer if ``file`` exists; otherwise rank 1 dies."""
     if dist.get_rank() == 1 and not file.exists():
         file.touch()
         crash_in_a_thread_without_python(aborts)

@@ -1,4 +1,4 @@
-"""Commands that are forked are those that a fresh interpreter would run."""
+"""Forked commands behave as in a fresh interpreter."""
 
 import json
 import os
@@ -29,7 +29,7 @@ FRESH = {"PYTHONHASHSEED": "0"}
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch):
-    """How many processes were forked."""
+    """Count the forked processes."""
     if not forked_python.is_installed():
         pytest.skip("nothing is forked where there is a GPU")
     forked = []
@@ -134,7 +134,7 @@ def test_a_module_that_hides_an_imported_one_is_imported(name, is_forked, counte
 
 
 def test_variables_that_torch_sets_on_its_way_change_nothing(counted, tmp_path):
-    """Else a worker that has compiled something would fork nothing from then on."""
+    """Forking continues after a worker has compiled something, which sets variables."""
     own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     words = [sys.executable, "-c", "import moetrain.cli"]
     subprocess.run(words, env=os.environ | own, check=True)

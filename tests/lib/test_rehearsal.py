@@ -1,4 +1,4 @@
-"""GPU tests are rehearsed without a GPU: what a rehearsal finds, and what it lets pass."""
+"""Faults that a rehearsal of GPU tests finds, and faults that it ignores."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ ON_GPU = ["train.device=cuda", "train.steps=2", "data.source=synthetic"]
 
 
 def step_on_ranks(runs):
-    """Of each run a step of its engine."""
+    """Make one step of the engine of each run."""
     engines = {n: make_engine("train.device=cuda", *words, micro=2) for n, words in runs.items()}
     return {name: engine.step(1e-3) for name, engine in engines.items()}
 
@@ -50,7 +50,7 @@ def test_rehearse_raises_for_a_setting_that_a_gpu_would_refuse():
 
 
 def test_rehearse_raises_for_a_layout_of_one_of_several_runs_that_ranks_would_refuse():
-    """The other runs, and what is made of their results, hide nothing."""
+    """Neither the other runs nor code that uses their results hides the refusal."""
     runs = {name: VARIANTS[name] for name in ("plain", "odd", "wide")}
     with pytest.raises(ConfigError, match=r"parallel\.tp: .*tp 3 .*world of 2"):
         rehearse(lambda: spawn(2, step_on_ranks, runs, device_type="cuda")[0]["plain"].numpy())

@@ -45,7 +45,7 @@ DECODERS = {
 
 
 class WholeText:
-    """What :class:`TextStream` does, from the start each time."""
+    """Does the work of :class:`TextStream`, from the start each time."""
 
     def __init__(self, tokenizer: Tokenizer, stop=()):
         self.tokenizer, self.stop = tokenizer, stop
@@ -57,7 +57,7 @@ class WholeText:
         return self.told(is_last)
 
     def finish(self):
-        """What is held back, once there is nothing more."""
+        """Return the text that is still held back at the end."""
         return self.told(is_last=True)
 
     def told(self, is_last):
@@ -105,9 +105,9 @@ NAMES = ["bytes", "words", "byte-level", "no decoder", *DECODERS]
 
 
 def random_tokens(rng: random.Random, tokenizer: Tokenizer) -> list[int]:
-    """Now of all tokens, now of a few, now of texts; some in runs longer than any window."""
+    """Draw tokens: from all, from a few or from texts, some in runs longer than any window."""
     tokens: list[int] = []
-    some = [*range(tokenizer.vocab_size), tokenizer.vocab_size + 1]  # the last is no token
+    some = [*range(tokenizer.vocab_size), tokenizer.vocab_size + 1]  # the last id is no token
     texts = ["a the é 中b. ", "中" * 40, "😀é" * 9, "the cat sat. ", "\n \n", "b  ", "EN EN"]
     while len(tokens) < LENGTH:
         kind = rng.randrange(4)
@@ -120,6 +120,6 @@ def random_tokens(rng: random.Random, tokenizer: Tokenizer) -> list[int]:
             tokens += tokenizer.encode_batch([rng.choice(texts)])[0].ids.tolist()
         elif tokenizer.byte_ids:
             spelt = rng.choice(texts).encode()
-            cut = rng.choice((0, 0, 0, 1))  # now and then the last character is not whole
+            cut = rng.choice((0, 0, 0, 1))  # sometimes the last character is incomplete
             tokens += [len(PIECES) + byte for byte in spelt[: len(spelt) - cut]]
     return tokens

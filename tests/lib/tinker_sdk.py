@@ -17,7 +17,7 @@ from tests.lib.job_servers import free_port
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A service of a tiny model with a tokenizer; the SDK's client of it."""
+    """Serve a tiny model with a tokenizer; return the SDK's client of it."""
     folder = tmp_path_factory.mktemp("tinker")
     save_hf(make_model(), folder / "hf", tokenizer=ByteTokenizer().export())
     port, over = free_port(), threading.Event()

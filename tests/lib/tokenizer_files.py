@@ -10,7 +10,7 @@ WORDS = ["<unk>", "</s>", "<s>", "[SEP]", "a", "b", "c", "user", "assistant"]
 
 
 def save(folder: Path, post: object = None, **settings: object) -> Path:
-    """A whitespace tokenizer over WORDS with a post-processor, as Hugging Face files."""
+    """Write a whitespace tokenizer over WORDS with a post-processor, as Hugging Face files."""
     folder.mkdir(exist_ok=True)
     tokenizer = tokenizers.Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
@@ -25,11 +25,11 @@ def save(folder: Path, post: object = None, **settings: object) -> Path:
     return folder
 
 
-# Tokens that only the files beside tokenizer.json have
+# Only the files beside tokenizer.json have these tokens
 
 
 def save_letters(folder: Path, config: dict[str, object], **files: object) -> Path:
-    """A byte-level tokenizer without merges, whose tokenizer.json has one added token, "</s>"."""
+    """Write a byte-level tokenizer without merges, and with one added token, "</s>"."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: i for i, letter in enumerate(letters)} | {"[PLAIN]": 256}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))

@@ -12,7 +12,8 @@ _ASK = "calc "
 
 
 class YesNoMaybe(SolvedEnvironment):
-    """Say one of three words, of which ``maybe`` is worth most; all three are shown equally often.
+    """Task: say one of three words. ``maybe`` is worth most; demonstrations show all three equally
+    often.
 
     This is the smallest task that shows whether a policy learns the reward or the demonstrations.
     """
@@ -41,14 +42,15 @@ def evaluate(text: str) -> int:
 
 
 class Calculator(Arithmetic):
-    """A tool over several turns: sums too long to do in one's head, and a calculator to ask.
+    """Task with a tool over several turns: long sums, and a calculator to ask.
 
         prompt          347*28+912=
         policy          calc 347*28+912<end>
         environment     -> 10628 ;
         policy          10628<end>
 
-    A turn that begins with ``calc`` asks the tool, ``calls`` times at most; any other answers.
+    A turn that begins with ``calc`` asks the tool, at most ``calls`` times; any other turn is the
+    answer.
     """
 
     def __init__(self, prompts, digits=3, terms=3, calls=2):

@@ -1,4 +1,4 @@
-"""One layer of experts over any transport, and batches for it: what tests of transports share."""
+"""One layer of experts over any transport, and its batches, shared by tests of transports."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ SMALL, LARGE = Size(8, 3, 16, 12), Size(32, 8, 1024, 256)
 
 
 class Batch(NamedTuple):
-    """One rank's tokens, and the slope of the loss in what comes out for them."""
+    """One rank's tokens, and the loss gradient of the layer's output for them."""
 
     x_TD: torch.Tensor
     ids_TK: torch.Tensor
@@ -55,13 +55,13 @@ def make_batch(size: Size, tokens: int, routing: str, seed: int, device="cpu", d
         ids_TK = torch.full((tokens, K), -1)
     x_TD, slope_TD = torch.randn(2, tokens, size.width, generator=generator).to(dtype)
     weights_TK = torch.rand(tokens, K, generator=generator)
-    # A copy, for one stride: what is empty counts as contiguous with any.
+    # The copy has one stride: an empty tensor counts as contiguous with any.
     ids_TK = ids_TK.int().clone(memory_format=torch.contiguous_format)
     return Batch(*(x.to(device) for x in (x_TD, ids_TK, weights_TK, slope_TD)))
 
 
 def make_experts(size: Size, device="cpu", dtype=torch.float32) -> list[torch.Tensor]:
-    """This rank's weights: gate and up, down."""
+    """Make this rank's weights: gate and up, down."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     E, D, F = size.experts // dist.get_world_size(), size.width, size.expert_width
     shapes = ((E, 2 * F, D), (E, D, F))
@@ -76,7 +76,7 @@ def run_layer(dispatcher, x_TD, ids_TK, weights_TK, gate_up, down, backend="auto
 
 
 def run_narrow(dispatcher, x_TD, ids_TK, weights_TK, gate_up, down, precision="fp8"):
-    """:func:`run_layer` in e4m3."""
+    """Run :func:`run_layer` in e4m3."""
     sent = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
     matrices = (gate_up, down, "auto", precision)
     y_SD = expert_mlp_fp8(sent.x_SD, sent.weights_SK, sent.indices, *matrices)
@@ -84,13 +84,13 @@ def run_narrow(dispatcher, x_TD, ids_TK, weights_TK, gate_up, down, precision="f
 
 
 def run_step(run, batch: Batch, experts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What comes out and every gradient."""
+    """Return the output and every gradient."""
     x_TD, weights_TK = (x.clone().requires_grad_() for x in (batch.x_TD, batch.weights_TK))
     y_TD = run(x_TD, batch.ids_TK, weights_TK, *experts)
     leaves = {"tokens": x_TD, "weights": weights_TK, "gate_up": experts[0], "down": experts[1]}
     grads = torch.autograd.grad(y_TD, list(leaves.values()), batch.slope_TD)
     results = {"output": y_TD.detach(), **dict(zip(leaves, grads, strict=True))}
-    # The weight of a slot without an expert has no gradient that anyone promised.
+    # The weight of a slot without an expert has no defined gradient.
     results["weights"] = results["weights"].masked_fill(batch.ids_TK < 0, 0)
     return results
 
@@ -118,7 +118,7 @@ def static_sizes(size: Size, capacity: float = 2.0, max_tokens: int = MAX_TOKENS
 
 
 def dispatchers(size: Size, num_sms=6) -> tuple[DeepEP, AllToAll]:
-    """DeepEP, and the one that judges."""
+    """Return DeepEP and the reference dispatcher."""
     group = dist.group.WORLD
     ours = DeepEP(size.experts, group, size.width, num_sms=num_sms)
     return ours, AllToAll(size.experts, group)
@@ -129,7 +129,7 @@ def recomputed(layer, *inputs):
 
 
 def saving(layer, *inputs):
-    """Recomputed, but for what the transport's ops gave."""
+    """Recompute the layer in the backward, except the outputs of the transport's ops."""
 
     def policy(ctx, op, *args, **kwargs):
         keep = "deepep" in op.name()

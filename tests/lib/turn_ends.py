@@ -10,7 +10,7 @@ THOUGHTS = [
     {"role": "assistant", "content": "a2", "reasoning_content": "t2"},
 ]
 
-# A turn ends where the next one begins; thoughts are dropped before the user's last turn.
+# A turn ends where the next one begins; thoughts are dropped before the last user message.
 NO_END = """\
 {%- set last = namespace(user=-1) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}
@@ -27,14 +27,14 @@ NO_END = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|answer|>{%- endif -%}"""
 
-# Roles are words, and nothing but blanks stands between turns.
+# Roles are words, and turns are separated by blanks only.
 WORDS = """\
 {%- for m in messages -%}
 {{ m.role | capitalize + ': ' + m.content + '\\n\\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}Assistant:{%- endif -%}"""
 
-# The generation prompt opens a thought, and turns never have one (as DeepSeek-R1's).
+# The generation prompt opens a thought, and turns never have one (as in DeepSeek-R1).
 DROPS = """\
 {%- for m in messages -%}
 {%- if m.role == 'assistant' -%}<|answer|>{{ m.content.split('</think>')[-1] }}<|end|>
@@ -43,8 +43,8 @@ DROPS = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|answer|><think>{{ '\\n' }}{%- endif -%}"""
 
-# It opens a thought, of which plain answers have an empty one in another form (as Nemotron's), and
-# a line follows each end.
+# The generation prompt opens a thought. Plain answers have an empty thought in another form, and a
+# newline follows each end (as in Nemotron).
 OPENS = """\
 {%- set last = namespace(user=-1) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}
@@ -61,5 +61,5 @@ OPENS = """\
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n<think>\\n' if enable_thinking != false
     else '<|assistant|>\\n<think></think>' }}{% endif %}"""
 
-# A plain answer has an empty thought, whose beginning the generation prompt has (as Qwen3.5's).
+# A plain answer has an empty thought, and the generation prompt has its beginning (as in Qwen3.5).
 EMPTY = OPENS.replace("'<think></think>'", "'<think>\\n\\n</think>\\n\\n'")

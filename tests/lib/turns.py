@@ -15,7 +15,7 @@ STEP = ("optim_step", rate(1e-2))
 
 
 class Slow:
-    """A device that has computed a turn when the service waits for it, or ``turns`` later."""
+    """A device that finishes a turn when the service waits for it, or ``turns`` turns later."""
 
     def __init__(self, service, turns=20):
         self.log, self.turns, session = [], turns, service.session
@@ -73,7 +73,8 @@ class _Mark:
         return self.computed.is_set()
 
     def read(self):
-        if threading.current_thread() is threading.main_thread():  # who waits there, does so now
+        # a wait in the main thread computes now
+        if threading.current_thread() is threading.main_thread():
             self.computed.set()
         assert self.computed.wait(60)
         if self.is_lost:
@@ -96,7 +97,7 @@ def submit_all(service, requests):
 
 
 def answers_of(service, requests):
-    """Answers to requests that all wait at once."""
+    """Return the answers to requests that all wait at once."""
     futures = submit_all(service, requests)
     serve(service)
     return [future.result(0) for future in futures]

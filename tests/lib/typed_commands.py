@@ -9,7 +9,7 @@ from pathlib import Path
 from moetrain.train.metrics import read_metrics
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "TORCHELASTIC_", "MOETRAIN_")
-"""Beginnings of variables that would say that something else has started these processes."""
+"""Prefixes of variables that would tell a process that a launcher has started it."""
 
 
 def losses(folder: Path) -> list[float]:
@@ -26,7 +26,7 @@ def free_port() -> int:
 
 
 def by_slurm(run: list[str]) -> list[tuple[list[str], dict[str, str]]]:
-    """What srun gives to its two tasks."""
+    """Return the variables that srun sets for its two tasks."""
     common = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": str(free_port())}
     common |= {"SLURM_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
     ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
@@ -34,7 +34,7 @@ def by_slurm(run: list[str]) -> list[tuple[list[str], dict[str, str]]]:
 
 
 def run_together(commands: list[tuple[list[str], dict[str, str]]], folder: Path) -> None:
-    """Run these commands of Python beside one another; each must end well."""
+    """Run these commands of Python at the same time; each must succeed."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
     clean |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     running = []

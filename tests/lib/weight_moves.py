@@ -16,13 +16,13 @@ UGLY = ["model.hidden_size=24", "model.num_heads=4", "model.vocab_size=50"]
 
 
 def rows_of(words, world=4):
-    """Of a micro-batch: the global batch in one, over the ranks with rows of their own."""
+    """Return the micro-batch rows of a rank, with the global batch in one micro-batch."""
     degrees = dict(word.removeprefix("parallel.").split("=") for word in words)
     return ROWS * int(degrees.get("tp", 1)) // world
 
 
 def whole_model(engine):
-    """One process's, with the engine's weights: what has been tested elsewhere."""
+    """Return the model of one process with the engine's weights, as the tested reference."""
     model = Transformer(engine.arch, moe=engine.config.moe)
     model.load_state_dict(dict(engine.weights()))
     return model
@@ -35,12 +35,12 @@ def requests(rank=0, tokens=12):
 
 
 def tokens_of(generator, rank=0):
-    """Of sequences that end in the third and in the second page of four tokens."""
+    """Return tokens of sequences that end in the third and in the second page of four tokens."""
     return [c.tokens for (c,) in generator.generate(requests(rank, 6))]
 
 
 def check_values(engine, model, experts):
-    """Every parameter and buffer of ``model`` is the engine's, in the dtype it is used in."""
+    """Check that parameters and buffers of ``model`` equal the engine's, in their own dtypes."""
     found = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, whole in engine.weights():
         value = found.pop(name)
@@ -70,7 +70,7 @@ def counted_calls(monkeypatch):
 
 
 def follow(engine, *, tokens=True, versions=2):
-    """A generator beside ``engine`` while it learns."""
+    """Update a generator beside ``engine`` while it learns, and check it."""
     rank = dist.get_rank() if dist.get_world_size() > 1 else 0
     model, experts = replica(engine)
     lent = {name for name, _ in model.named_parameters() if _frozen_here(engine, name) is not None}
@@ -96,7 +96,7 @@ def follow(engine, *, tokens=True, versions=2):
             assert now == tokens_of(Generator(whole_model(engine)), rank)
             assert now != before
             before = now
-    update()  # nothing has changed
+    update()  # nothing has changed since
     check_values(engine, model, experts)
     assert [p.data_ptr() for p in model.parameters()] == addresses
     assert generator.pages.num_available == 20

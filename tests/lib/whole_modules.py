@@ -17,13 +17,13 @@ PARTS = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
 
 
 def base_for(name):
-    """Without the losses of routers, which PEFT has not."""
+    """Return the base settings without router losses, which PEFT lacks."""
     base = [w for w in base_of(name) if not w.startswith(("moe.aux", "moe.z"))]
     return [*base, "moe.aux_loss_coef=0", "moe.z_loss_coef=0"] if name == "moe" else base
 
 
 def pefts(engine, name: str, folder: Path):
-    """PEFT's model of what ``engine`` writes."""
+    """Load the files of ``engine`` as PEFT's model."""
     save_base(base_for(name), folder / "hf")
     engine.save_peft(folder / "adapter")
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -32,7 +32,7 @@ def pefts(engine, name: str, folder: Path):
 
 
 def check_logits(engine, model, folder: Path, atol: float, apart: float):
-    """The logits of ``model`` (:func:`pefts`) are those of the engine and of all that is read.
+    """Check that the logits of ``model`` (:func:`pefts`), the engine and all readers agree.
 
     They differ from the base's by more than ``apart``.
     """
@@ -55,7 +55,7 @@ def check_logits(engine, model, folder: Path, atol: float, apart: float):
 
 
 def gradients_beside(engine, model):
-    """Gradients of one batch by PEFT's names in ``model``, and by ours in ``engine``."""
+    """Return the gradients of one batch by PEFT's names in ``model``, and by ours in ``engine``."""
     (batch,) = make_batches(0)
     logits_TV = model(batch.tokens_BS).logits.flatten(0, 1)
     F.cross_entropy(logits_TV.double(), batch.targets_BS.flatten(), ignore_index=-100).backward()

@@ -24,8 +24,7 @@ from tests.lib.typed_commands import losses
 
 ROOT = Path(__file__).parents[2]
 ONE_AFTER_ANOTHER, IMPATIENT = (
-    str(ROOT / "tests" / "lib" / name)
-    for name in ("one_after_another.py", "impatient_train.py")
+    str(ROOT / "tests" / "lib" / name) for name in ("one_after_another.py", "impatient_train.py")
 )
 STEPS = 3
 TOLERANCE = 1e-5

@@ -1,4 +1,4 @@
-"""Specs of all kernels, which ``test_kernels.py`` and ``scripts/bench_kernels.py`` walk."""
+"""Specs of all kernels, used by ``test_kernels.py`` and ``scripts/bench_kernels.py``."""
 
 from tests.lib.specs import (
     attention,

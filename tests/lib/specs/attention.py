@@ -25,7 +25,7 @@ def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> 
     v_width = case.get("v", width)
     ends = [0, *itertools.accumulate(lengths)]
     keys, of_keys = tokens, {}
-    if before := case.get("before"):  # each document's keys before its queries, and nobody's
+    if before := case.get("before"):  # each document first has keys that have no query of their own
         first, *counts, last = (before[0], *before[1:-1], before[-1])
         both = (q + k for q, k in zip(lengths, counts, strict=True))
         starts = [*itertools.accumulate(both, initial=first)]
@@ -46,7 +46,7 @@ def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> 
 def _cost(case: Case) -> tuple[Cost, Cost]:
     tokens, heads, kv_heads, width = sum(case["lengths"]), case["H"], case["G"], case["d"]
     v_width = case.get("v", width)
-    # Two products a pair of tokens, half of the pairs hidden. Backward: p again, dp, dq, dk, dv.
+    # Two products per pair of tokens, half of the pairs masked. Backward: p again, dp, dq, dk, dv.
     pairs = sum(heads * length**2 for length in case["lengths"])
     forward, backward = width + v_width, 3 * width + 2 * v_width
     row_bytes = 2.0 * tokens * (width + v_width) * (heads + kv_heads)  # in bf16
@@ -118,13 +118,13 @@ ATTENTION_WITH_SINKS = replace(
     fast=attention_packed_with_sinks,
     reference=partial(attention_packed_with_sinks, backend="reference"),
     make_inputs=_sink_inputs,
-    # In the wider one the sinks' gradients nearly cancel, so rounding shows a hundredfold.
+    # In the wider one the sinks' gradients nearly cancel, so rounding errors grow a hundredfold.
     cases=tuple(case for case in ATTENTION_PACKED.cases if case["d"] < 256),
     benches=(
         Bench({"lengths": (4096,) * 4, "H": 64, "G": 8, "d": 64}),
         Bench({"lengths": (4096,) * 4, "H": 64, "G": 8, "d": 64, "window": 128}),
     ),
-    # A sink's gradient is a sum of either sign over all tokens, of results rounded to bf16.
+    # A sink's gradient is a sum over all tokens, with both signs, of results rounded to bf16.
     tolerance={torch.float32: 2e-6, torch.bfloat16: 2e-2},
     differentiable=("q_THd", "k_TGd", "v_TGv", "sinks_H"),
     ops=(attention_with_sinks_op,),
@@ -149,7 +149,7 @@ def _peaks_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) ->
 
 
 def _peaks_of(backend: Backend, *, peaks_H: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """Without touching its inputs, so that it can run twice on them."""
+    """Leave the inputs unchanged, so that it can run twice on them."""
     peaks_H = peaks_H.clone()
     raise_peaks(peaks_H, **inputs, backend=backend)
     return peaks_H
@@ -157,7 +157,7 @@ def _peaks_of(backend: Backend, *, peaks_H: torch.Tensor, **inputs: Any) -> torc
 
 def _peaks_cost(case: Case) -> tuple[Cost, Cost]:
     tokens, heads, kv_heads, width = sum(case["lengths"]), case["H"], case["G"], case["d"]
-    pairs = sum(heads * length**2 for length in case["lengths"])  # half of them hidden
+    pairs = sum(heads * length**2 for length in case["lengths"])  # half of the pairs are masked
     return Cost(2.0 * tokens * width * (heads + kv_heads), 1.0 * pairs * width), Cost()
 
 

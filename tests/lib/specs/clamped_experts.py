@@ -21,7 +21,7 @@ from tests.lib.specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, 
 def _swiglu_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     rows, width, experts = case["R"], case["F"], case["E"]
     gate_up = 2 * normal(generator, rows, 2 * width)
-    gate_up[rows - case.get("unused", 0) :] = float("nan")  # rows past the last expert's
+    gate_up[rows - case.get("unused", 0) :] = float("nan")  # rows past the last expert's group
     used = rows - case.get("unused", 0)
     ends = (uniform(generator, experts) * (used + 1)).int().sort().values
     ends[-1] = used
@@ -86,7 +86,7 @@ _BIASED = KernelSpec(
     benches=tuple(
         Bench({"T": 16384, "K": 4, "E": e, "D": 2880, "F": 2880, "limit": 7.0}) for e in (8, 32)
     ),
-    # In bf16 some numbers end up on the other side of a clamp, which has no gradient there.
+    # In bf16 some values fall on the other side of a clamp, where the gradient is zero.
     tolerance={torch.float32: 2e-6, torch.bfloat16: 2e-2},
     cpu_dtypes=(torch.float32,),
     cost=lambda case: cost_of(case, 2.0),

@@ -30,7 +30,7 @@ from tests.lib.specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, 
 
 
 def make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    """Tokens, of which ``empty`` have no expert; experts at random, with a ``gate`` or without."""
+    """Draw tokens and random experts; ``empty`` tokens get no expert, ``gate`` adds a gate."""
     tokens, slots, experts = case["T"], case["K"], case["E"]
     dim, width, outer = case["D"], case["F"], _outer(case)
     ids_TK = uniform(generator, tokens, experts).argsort(1)[:, :slots].int()
@@ -46,7 +46,7 @@ def make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> I
 
 
 def _outer(case: Case) -> int:
-    """Rows of an expert's first matrix."""
+    """Return the number of rows of an expert's first matrix."""
     return (2 if case.get("gate", True) else 1) * case["F"]
 
 
@@ -56,7 +56,7 @@ def chosen(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
 
 
 def cost_of(case: Case, flops: float) -> tuple[Cost, Cost]:
-    """Cost at bf16's rate; a multiply-add counts ``flops``, or 2 in weights' gradients."""
+    """Return the cost at bf16's rate; a multiply-add is ``flops``, or 2 in weights' gradients."""
     tokens, dim, width = case["T"], case["D"], case["F"]
     rows, outer = tokens * case["K"], _outer(case)
     forward = flops * rows * dim * (outer + width)
@@ -100,7 +100,7 @@ _MLP_SPECS = (
             {**CASES[0], "activation": "gelu"},
             {**CASES[3], "activation": "gelu"},
         ),
-        # The products' own targets, 560 and 450, and five passes of permutation at theirs.
+        # The targets are those of the products, 560 and 450, and of five permutation passes.
         benches=(
             *(
                 Bench(size, {"total_tflops": target})
@@ -132,7 +132,7 @@ def _block_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) ->
 
 
 def _narrow_cost(case: Case) -> tuple[Cost, Cost]:
-    """All products at twice bf16's rate."""
+    """Return the cost of all products at twice bf16's rate."""
     forward, backward = cost_of(case, 1.0)
     return forward, replace(backward, flops=2 * forward.flops)
 
@@ -147,10 +147,10 @@ _MLP_FP8_SPECS = (
         make_inputs=make_inputs,
         cases=CASES,
         benches=tuple(Bench(size) for size in (*SIZES, _FOUR_RANKS)),
-        # Where a rounding before decides between two numbers of e4m3, they are 6% apart.
+        # Where earlier rounding decides between two neighbours in e4m3, they are 6% apart.
         tolerance={torch.float32: 5e-3, torch.bfloat16: 4e-2},
         cpu_dtypes=(torch.float32,),
-        # At twice bf16's rate.
+        # The cost is at twice bf16's rate.
         cost=lambda case: cost_of(case, 1.0),
         differentiable=("x_TD", "weights_TK", "w_gate_up_E2FD", "w_down_EDF"),
         select_grads={"weights_TK": chosen},
@@ -245,7 +245,7 @@ def _swiglu_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -
     rows, width = case["R"], case["F"]
     gate_up = normal(generator, rows, 2 * width).to(dtype)
     weights = uniform(generator, rows)
-    # Uninitialised rows past the last expert's.
+    # Rows past the last expert's group are uninitialised.
     gate_up[rows - case.get("unused", 0) :] = float("nan")
     return {"gate_up_R2F": gate_up, "weights_R": weights if case.get("weights", True) else None}
 
@@ -311,7 +311,7 @@ _GEGLU_SPECS = (
 def _relu2_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     rows, weights = case["R"], uniform(generator, case["R"])
     a_RF = normal(generator, rows, case["F"]).to(dtype)
-    a_RF[rows - case.get("unused", 0) :] = float("nan")  # rows past the last expert's
+    a_RF[rows - case.get("unused", 0) :] = float("nan")  # rows past the last expert's group
     return {"a_RF": a_RF, "weights_R": weights if case.get("weights", True) else None}
 
 
@@ -338,7 +338,7 @@ _RELU2_SPECS = (
             {"R": 0, "F": 16},
         ),
         benches=(Bench({"R": 98304, "F": 1856}),),
-        # Triton's interpreter cuts a single number's digits off where a GPU rounds them.
+        # Triton's interpreter truncates single values where a GPU rounds them.
         tolerance={torch.float32: 1e-6, torch.bfloat16: 8e-3},
         cost=_relu2_cost,
         differentiable=("a_RF", "weights_R"),
@@ -357,7 +357,7 @@ _RELU2_SPECS = (
 def _swiglu_fp8_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     rows, width = case["R"], case["F"]
     gate_up = normal(generator, rows, 2 * width).to(dtype)
-    gate_up[rows - case.get("unused", 0) :] = float("nan")  # rows past the last expert's
+    gate_up[rows - case.get("unused", 0) :] = float("nan")  # rows past the last expert's group
     tiled = case.get("tiled", False)
     return {"gate_up_R2F": gate_up, "weights_R": uniform(generator, rows), "tiled": tiled}
 
@@ -417,7 +417,7 @@ _CASES = (
     {"R": 0, "F": 16},
     {"R": 9, "F": 384, "unused": 2, "tiled": True},
 )
-# Where the dtype's rounding decides between two numbers of e4m3, they are 6% apart.
+# Where rounding to the dtype decides between two neighbours in e4m3, they are 6% apart.
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2.5e-2}
 
 _SWIGLU_FP8_SPECS = (

@@ -1,5 +1,4 @@
-"""Specs of the gated delta rule, of Mamba-2's recurrence, and of what generation does with both
-and with their convolutions."""
+"""Specs of the gated delta rule, Mamba-2's recurrence, and their steps in generation."""
 
 import itertools
 from typing import Any
@@ -32,7 +31,7 @@ def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> 
     bounds = list(itertools.accumulate(case["lengths"], initial=0))
     bounds_N = torch.tensor(bounds, dtype=torch.int32, device=generator.device)
     q_TQK, k_TQK = (torch.nn.functional.normalize(normal(generator, T, Q, K), dim=-1) for _ in "qk")
-    if case.get("alike"):  # one key: T is far from the identity
+    if case.get("alike"):  # all keys are alike: T is far from the identity
         k_TQK = k_TQK[:1].expand(T, -1, -1).contiguous()
     return {
         "q_TQK": q_TQK.to(dtype),
@@ -61,7 +60,7 @@ def _cost(case: Case) -> tuple[Cost, Cost]:
 
 
 def _make_step_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    """Tokens to read, and slots with states and open chunks as they may be; slot 0 is nobody's."""
+    """Draw tokens to read, and slots with valid states and open chunks; slot 0 has no owner."""
     sequences, number = case["sequences"], len(case["sequences"])
     planned = [(slot + 1, *one) for slot, one in enumerate(sequences)]
     sizes = {name: case[name] for name in "HQKV" if name in case}
@@ -81,7 +80,7 @@ def _make_step_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator
 
 
 def _step(*, reads, in_place, backend="triton", **inputs):
-    """The outputs, and the states that are left; ``in_place``: in ``inputs``, to be timed."""
+    """Return the outputs and the final states; ``in_place``: update ``inputs``, for timing."""
     states = inputs.pop("states_PHKV")
     kept = [inputs.pop(name) for name in list(inputs) if name.startswith("kept_")]
     if not in_place:
@@ -95,7 +94,7 @@ def _step(*, reads, in_place, backend="triton", **inputs):
 
 
 def _step_cost(case: Case) -> tuple[Cost, Cost]:
-    """The states and the open chunks are read once, each chunk's products made once."""
+    """Return the cost: states and open chunks are read once, each product is computed once."""
     H, Q, K = case["H"], case["Q"], case["K"]
     V = case.get("V", K)
     rows = sum(seen % CHUNK + number for seen, number in case["sequences"])
@@ -122,7 +121,7 @@ def _make_convolution_inputs(case: Case, dtype: torch.dtype, generator: torch.Ge
 
 
 def _convolve_step(*, kept_PRC, reads, backend="triton", **given):
-    """The heads, and the inputs that are kept in the slots that have an owner."""
+    """Return the heads, and the inputs that are kept in slots with an owner."""
     kept_PRC = kept_PRC.clone()
     return convolution_step(Convolution(**given), kept_PRC, reads, backend), kept_PRC[1:]
 
@@ -178,8 +177,8 @@ _DELTA_SPECS = (
                 check_case={"lengths": (128,), **_SIZES, "Q": 16},
             ),
         ),
-        # A GPU is within 4.2e-3 in bf16. Triton's interpreter cuts numbers off where a GPU rounds
-        # them, which doubles each error: up to 1.7e-2.
+        # A GPU is within 4.2e-3 in bf16. Triton's interpreter truncates where a GPU rounds, which
+        # doubles each error: up to 1.7e-2.
         tolerance={torch.float32: 5e-6, torch.bfloat16: 2e-2},
         cost=_cost,
         differentiable=("q_TQK", "k_TQK", "v_THV", "g_TH", "beta_TH"),
@@ -214,7 +213,7 @@ _DELTA_SPECS = (
                 check_case={"sequences": ((128, 70), (65, 10)), **_SIZES, "Q": 16},
             ),
         ),
-        # As the rule's, from whose kernels it is made.
+        # The tolerance is that of the rule, whose kernels it uses.
         tolerance={torch.float32: 5e-6, torch.bfloat16: 2e-2},
         cost=_step_cost,
     ),
@@ -285,13 +284,13 @@ def _ssd_fast(q_TQK, k_TQK, u_THV, g_TH, backend="triton", **fields):
 def _ssd_cost(case: Case) -> tuple[Cost, Cost]:
     T, H, Q, K, V = sum(case["lengths"]), *(case[name] for name in "HQKV")
     read = 2 * T * (2 * Q * K + H * V) + 4 * T * H
-    # Products of a chunk: Q K^T and what it weighs, and two with the state.
+    # Products of a chunk: Q K^T, its product with the values, and two with the state.
     products = T * H * (CHUNK * K + CHUNK * V + 2 * K * V)
     forward = Cost(read + 2 * T * H * V, 2.0 * products)
     return forward, Cost(2 * read + 2 * T * H * V, 5.0 * products)
 
 
-_NANO = {"H": 64, "Q": 8, "K": 128, "V": 64}  # of Nemotron-3-Nano
+_NANO = {"H": 64, "Q": 8, "K": 128, "V": 64}  # sizes of Nemotron-3-Nano
 
 _SSD_SPECS = (
     KernelSpec(
@@ -309,7 +308,7 @@ _SSD_SPECS = (
             Bench({"lengths": (16_384,), **_NANO}, check_case={"lengths": (700,), **_NANO}),
             Bench({"lengths": (4096,) * 4, **_NANO}, check_case={"lengths": (90, 300), **_NANO}),
         ),
-        # Triton's interpreter cuts numbers off where a GPU rounds them, which doubles each error.
+        # Triton's interpreter truncates where a GPU rounds, which doubles each error.
         tolerance={torch.float32: 5e-6, torch.bfloat16: 2e-2},
         cost=_ssd_cost,
         differentiable=("q_TQK", "k_TQK", "u_THV", "g_TH"),
@@ -352,7 +351,7 @@ _SSD_STEP_SPECS = (
                 check_case={"sequences": ((128, 70), (65, 10)), **_STEP},
             ),
         ),
-        # As the recurrence's, from whose kernels it is made.
+        # The tolerance is that of the recurrence, whose kernels it uses.
         tolerance={torch.float32: 5e-6, torch.bfloat16: 2e-2},
         cost=_step_cost,
     ),
@@ -362,9 +361,9 @@ SPECS = (*_DELTA_SPECS, *_SSD_SPECS, *_SSD_STEP_SPECS)
 
 
 def recurrence(q_TQK, k_TQK, v_THV, g_TH, beta_TH, bounds_N, scale):
-    """The rule token by token, as it is defined: [T, H, V] in the inputs' dtype.
+    """Compute the rule token by token, by its definition: [T, H, V] in the inputs' dtype.
 
-    Without ``beta`` values are written as they are.
+    Without ``beta`` values are written unscaled.
     """
     repeats = v_THV.shape[1] // k_TQK.shape[1]
     q_THK, k_THK = (x.repeat_interleave(repeats, 1) for x in (q_TQK, k_TQK))

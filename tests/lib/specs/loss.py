@@ -102,7 +102,8 @@ SPECS = (
         reference=partial(_narrow_sum, "reference"),
         cases=(
             {"T": 70, "D": 32, "V": 272, "ignored": 3, "temperature": 0.7},
-            # Five chunks, whose codes are two products; the last is no multiple of 16 tokens.
+            # Five chunks, each with two products of codes; the last chunk is no multiple of 16
+            # tokens.
             {"T": 270, "D": 32, "V": 1008, "chunk_elements": 128 * 1008},
             {"T": 70, "D": 16, "V": 50, "temperature": 2.0, "softcap": 3.0},
             {"T": 1, "D": 16, "V": 1},
@@ -114,7 +115,7 @@ SPECS = (
         # In bf16 the stored 2^x decide between codes that are 12% to 25% apart.
         tolerance={torch.float32: 5e-3, torch.bfloat16: 2e-2},
         cpu_dtypes=(torch.float32,),
-        # Gradients at twice bf16's rate.
+        # The gradients' cost is at twice bf16's rate.
         cost=lambda case: (_cost(case)[0], Cost(flops=_cost(case)[0].flops)),
         bad_inputs=LINEAR_CROSS_ENTROPY_SUM.bad_inputs
         | {

@@ -1,4 +1,4 @@
-"""Specs of products whose rows have the same bits among any number of rows."""
+"""Specs of products in which a row's bits do not depend on the number of rows."""
 
 import torch
 from torch.nn import functional as F

@@ -47,7 +47,7 @@ _CASES = (
     {"N": 9, "D": 24, "late": True},
 )
 _BENCHES = (Bench({"N": 16384, "D": 2048}, {"forward_fraction": 0.8}),)
-# The backward rounds once where autograd through the formula would three times.
+# The backward rounds once; autograd through the formula would round three times.
 _TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 _BAD_WEIGHTS: dict[str, Callable[[Inputs], Inputs]] = {
     r"weight torch.float32 \(39,\)": lambda i: i | {"weight_D": i["weight_D"][1:]},
@@ -96,7 +96,7 @@ _RMS_NORM_SPECS = (
         reference=lambda x, **others: fusible_rms_norm(x.view_as(x), **others, backend="reference"),
         make_inputs=_rms_norm_inputs,
         cases=_CASES,
-        benches=tuple(Bench(bench.case) for bench in _BENCHES),  # the forward is the compiler's
+        benches=tuple(Bench(bench.case) for bench in _BENCHES),  # the compiler makes the forward
         tolerance=_TOLERANCE,
         cost=_rms_norm_cost(2),
         differentiable=("x", "weight_D"),
@@ -182,7 +182,7 @@ def _spec(name: str, fusible: bool, targets: dict[str, float], *ops: Any) -> Ker
 
 _ROTARY_SPECS = (
     _spec("rotary", False, {"forward_fraction": 0.7}, rotary_op, rotary_gradients_op),
-    _spec("fusible_rotary", True, {}, rotary_gradients_op),  # a compiler's forward
+    _spec("fusible_rotary", True, {}, rotary_gradients_op),  # the compiler makes the forward
 )
 
 SPECS = (*_ELEMENTWISE_SPECS, *_RMS_NORM_SPECS, *_ROTARY_SPECS)

@@ -48,7 +48,7 @@ def _adamw_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) ->
 
 
 def _adamw_fast(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
-    """Without touching its inputs, so that it can run twice on them."""
+    """Leave the inputs unchanged, so that it can run twice on them."""
     inputs |= {name: inputs[name].clone() for name in ("param_N", "avg_N", "avg_sq_N")}
     out_N = torch.empty_like(inputs["param_N"], dtype=out_dtype)
     adamw(**inputs, out_N=out_N, backend="triton")
@@ -56,7 +56,7 @@ def _adamw_fast(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor,
 
 
 def _adamw_reference(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
-    """Compute :func:`_adamw_fast` in the dtype of its inputs, where nothing is rounded."""
+    """Compute :func:`_adamw_fast` in the dtype of its inputs, without rounding."""
     inputs |= {name: inputs[name].clone() for name in ("param_N", "avg_N", "avg_sq_N")}
     adamw(**inputs | {"origins_B": None}, backend="reference")
     return inputs["param_N"], inputs["avg_N"], inputs["avg_sq_N"], inputs["param_N"]
@@ -82,7 +82,7 @@ _ADAMW_SPECS = (
             {"N": 0},
         ),
         benches=(),  # timed in place, by scripts/bench_optimizer.py
-        # Moments are rounded to bf16 there, and so is the copy.
+        # Moments and the copy are rounded to bf16 there.
         tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},
         cost=_adamw_cost,
         ops=(adamw_op,),
@@ -127,7 +127,7 @@ _FLOAT8_STATE = ("avg", "avg_scales_RG", "avg_sq", "avg_sq_scales_RG")
 
 
 def _float8_fast(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
-    """Without touching its inputs, so that it can run twice on them; moments as numbers."""
+    """Leave the inputs unchanged, so that it can run twice on them; return moments as values."""
     inputs |= {name: inputs[name].clone() for name in ("param", *_FLOAT8_STATE)}
     out = torch.empty_like(inputs["param"], dtype=out_dtype)
     adamw_float8(**inputs, out=out, backend="triton")
@@ -136,8 +136,7 @@ def _float8_fast(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor
 
 
 def _float8_reference(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
-    """Compute :func:`_float8_fast` by the formulas, in the dtype of its inputs: nothing is
-    rounded."""
+    """Compute :func:`_float8_fast` by its formulas, in the dtype of its inputs, unrounded."""
     param_RC, settings = inputs["param"], inputs["settings"]
     m_RC, v_RC = (x.to(param_RC.dtype) for x in widened(*(inputs[name] for name in _FLOAT8_STATE)))
     clip, decay, size, root, skipped, *_ = inputs["rates_S"].to(param_RC.dtype).unbind()
@@ -157,7 +156,7 @@ def widened(
     avg_sq: torch.Tensor,
     avg_sq_scales_RG: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give moments in float8 as fp64, by a table of the codes' numbers."""
+    """Dequantise float8 moments to fp64 by a table of the codes' values."""
     fields, mantissas = torch.arange(256) // 8, torch.arange(256) % 8 / 8
     second_256 = (1 + mantissas).double() * 2.0 ** (fields - 31)
     signs, fields = 1 - 2 * (fields // 16), fields % 16
@@ -197,7 +196,7 @@ _FLOAT8_SPECS = (
             {"shape": (0, 32)},
         ),
         benches=(),  # timed in place, by scripts/bench_optimizer.py
-        # Steps between codes are a sixteenth to an eighth of a number.
+        # Neighbouring codes differ by a sixteenth to an eighth.
         tolerance={torch.float32: 0.05, torch.bfloat16: 0.05},
         cost=_float8_cost,
         ops=(adamw_float8_op,),
@@ -224,14 +223,14 @@ def _momentum_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator)
 
 
 def _momentum_fast(**inputs: Any) -> tuple[torch.Tensor, ...]:
-    """Without touching its inputs, so that it can run twice on them."""
+    """Leave the inputs unchanged, so that it can run twice on them."""
     inputs |= {name: inputs[name].clone() for name in ("grad_N", "momentum_N")}
     muon_momentum(**inputs, backend="triton")
     return inputs["grad_N"], inputs["momentum_N"]
 
 
 def _momentum_reference(**inputs: Any) -> tuple[torch.Tensor, ...]:
-    """Compute :func:`_momentum_fast` in the dtype of its inputs, where nothing is rounded."""
+    """Compute :func:`_momentum_fast` in the dtype of its inputs, without rounding."""
     inputs |= {name: inputs[name].clone() for name in ("grad_N", "momentum_N")}
     muon_momentum(**inputs | {"origins_B": None}, backend="reference")
     return inputs["grad_N"], inputs["momentum_N"]
@@ -249,7 +248,7 @@ def _update_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -
 
 
 def _update_fast(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
-    """Without touching its inputs, so that it can run twice on them."""
+    """Leave the inputs unchanged, so that it can run twice on them."""
     inputs |= {"param_N": inputs["param_N"].clone()}
     out_N = torch.empty_like(inputs["param_N"], dtype=out_dtype)
     muon_update(**inputs, out_N=out_N, backend="triton")
@@ -300,7 +299,7 @@ _MUON_SPECS = (
         make_inputs=_momentum_inputs,
         cases=({"N": 2 * BLOCK + 9, "gradients": torch.bfloat16},),
         benches=(),
-        # A rounding; Triton's interpreter even cuts off.
+        # The tolerance is one rounding; Triton's interpreter even truncates.
         tolerance={torch.float32: 8e-3, torch.bfloat16: 8e-3},
         cost=_momentum_cost,
         ops=(muon_momentum_op,),
@@ -351,7 +350,7 @@ def _reduction_fast(
     own_N: torch.Tensor | None,
     own: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Without touching its inputs, so that it can run twice on them."""
+    """Leave the inputs unchanged, so that it can run twice on them."""
     out_N, squares_B = (None if x is None else x.clone() for x in (out_N, squares_B))
     out_N = sum_chunks(chunks_RN, out_N, accumulate, "triton", squares_B, own_N, own)
     return (out_N,) if squares_B is None else (out_N, squares_B)
@@ -374,7 +373,7 @@ def _reduction_reference(
 
 
 def block_squares(x_N: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of each block of 1024 numbers."""
+    """Return the sum of squares of each block of 1024 elements."""
     wide_N = x_N.to(torch.promote_types(x_N.dtype, torch.float32))
     padded_N = F.pad(wide_N, (0, num_blocks(x_N.numel()) * 1024 - x_N.numel()))
     return padded_N.view(-1, 1024).square().sum(1)
@@ -390,7 +389,7 @@ def _reduction_cost(case: Case) -> tuple[Cost, Cost]:
 def _symmetric_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     batch, rows, columns = (case[name] for name in "BRC")
     x_BRC = normal(generator, batch, rows, columns).to(dtype)
-    if case.get("tall"):  # a tall matrix is given as the transposed view that it is
+    if case.get("tall"):  # a tall matrix is passed as a transposed view, as in training
         x_BRC = x_BRC.mT.contiguous().mT
     added_BRR = normal(generator, batch, rows, rows)
     return {
@@ -427,7 +426,7 @@ _SYMMETRIC_SPEC = KernelSpec(
         Bench({"B": 42, "R": 768, "C": 768, "added": True}),
         Bench({"B": 4, "R": 4096, "C": 4096}),
     ),
-    # A rounding; Triton's interpreter even cuts off.
+    # The tolerance is one rounding; Triton's interpreter even truncates.
     tolerance={torch.float32: 1e-6, torch.bfloat16: 8e-3},
     cost=_symmetric_cost,
     ops=(symmetric_product_op,),
@@ -487,7 +486,7 @@ _REDUCTION_SPECS = (
             {"R": 2, "N": 0, **_NARROW},
         ),
         benches=tuple(Bench({"R": r, "N": _BENCH_SIZE, **_NARROW}) for r in (1, 4)),
-        # A rounding, of squares twice that; Triton's interpreter even cuts off.
+        # The tolerance is one rounding, doubled for squares; Triton's interpreter even truncates.
         tolerance={torch.float32: 8e-3, torch.bfloat16: 8e-3},
         cost=_reduction_cost,
         ops=(sum_chunks_op,),

@@ -167,7 +167,7 @@ _ROWS_SPECS = (
 
 
 def _transposed_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    """Of rows, or of ``T`` tokens; rows in no group are NaN, and so are tokens that none is of."""
+    """Draw rows, or ``T`` tokens. Rows outside every group, and tokens without a row, are NaN."""
     ends_E = torch.tensor(case["rows"], dtype=torch.int32, device=generator.device).cumsum(0).int()
     used, tokens = int(ends_E[-1]), case.get("T")
     rows = used + case.get("unused", 0)
@@ -182,7 +182,7 @@ def _transposed_inputs(case: Case, dtype: torch.dtype, generator: torch.Generato
         token_R = torch.randint(tokens - 1, (rows,), generator=generator, device=x_RM.device).int()
         token_R[used:] = 1 << 30
     narrow = quantise_rows(x_RM.to(dtype), "reference", tiled=case.get("tiled", False))
-    # As bytes: torch's tests compare and copy no e4m3.
+    # The codes are viewed as bytes: torch's tests cannot compare or copy e4m3.
     return {
         "bytes_RM": narrow.values.view(torch.uint8),
         "scales": narrow.scales,
@@ -200,7 +200,7 @@ def _transposed(backend: Backend, bytes_RM, scales, ends_E, token_R, num_rows):
 
 
 def _weight_grad_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    """Two operands of the same rows, as bytes and scales of groups."""
+    """Draw two operands with the same rows, as bytes and scales of groups."""
     of = {"rows": case["rows"], "tiled": case.get("tiled", False)}
     a, g = (_transposed_inputs(of | {"M": case[x]}, dtype, generator) for x in "MN")
     columns = place_columns(a["ends_E"], a["num_rows"], "reference")
@@ -236,7 +236,7 @@ _TRANSPOSED_SPECS = (
             {"rows": (0, 0), "M": 16, "unused": 2},
             {"rows": (3, 31, 0), "M": 16, "T": 9, "unused": 4},
             {"rows": (16, 130, 7, 0, 0, 200, 1), "M": 272, "T": 33},
-            {"rows": (4200, 5), "M": 16},  # of more rows than a program reads at once
+            {"rows": (4200, 5), "M": 16},  # more rows than a program reads at once
             {"rows": (5, 0, 37, 16, 1), "M": 48, "tiled": True},
             {"rows": (3, 31, 0), "M": 144, "T": 9, "unused": 4, "tiled": True},
             {"rows": (16, 130, 0, 200, 1), "M": 272, "T": 33, "tiled": True},
@@ -267,14 +267,14 @@ _TRANSPOSED_SPECS = (
         ),
         tolerance={torch.bfloat16: 4e-3, torch.float32: 1e-5},
         cpu_dtypes=(torch.float32,),
-        # At twice bf16's rate.
+        # The cost is at twice bf16's rate.
         cost=lambda case: (Cost(flops=sum(case["rows"]) * case["M"] * case["N"]), Cost()),
     ),
 )
 
 
 def _groups_inputs(form: QuantFormat, case: Case, dtype: torch.dtype, generator) -> Inputs:
-    """``apart``: what is shared and scales lie behind the codes, as gathers bring them."""
+    """Draw a weight; ``apart``: shared values and scales follow the codes, as after a gather."""
     ranks, numbers = case["W"], case["U"] * form.unit
     x_WGS = normal(generator, ranks, numbers // form.group_size, form.group_size)
     groups = x_WGS.shape[1]
@@ -289,7 +289,7 @@ def _groups_inputs(form: QuantFormat, case: Case, dtype: torch.dtype, generator)
         parts = [*form.split(rows_WB)]
     start, numel = case.get("start", 0), case.get("numel", numbers)
     room = case.get("room", ranks * numel)
-    # As bytes, since the tests make floating inputs fp64.
+    # The codes are viewed as bytes, because the tests convert floating inputs to fp64.
     parts = [None if x is None else x.view(torch.uint8) for x in parts]
     return {
         **dict(zip(Groups._fields, parts, strict=True)),
@@ -302,7 +302,7 @@ def _groups_inputs(form: QuantFormat, case: Case, dtype: torch.dtype, generator)
 def _dequantised(
     form: QuantFormat, backend: Backend, quantised, scales, shared, out_N, start, numel
 ) -> torch.Tensor:
-    """Without touching its inputs, so that it can run twice on them."""
+    """Leave the inputs unchanged, so that it can run twice on them."""
     out_N = torch.empty_like(out_N)
     table = form.table(out_N.device)
     shared = None if shared is None else shared.view(torch.float32)
@@ -338,7 +338,7 @@ def _groups_spec(form: QuantFormat) -> KernelSpec:
             Bench({"W": 1, "U": 128 * 1536 * 2048 // n}, {"forward_fraction": 0.85}),
             Bench({"W": 2, "U": 2048 * 2048 // n}),
         ),
-        # Numbers of nf4 are rounded to bf16; Triton's interpreter cuts them off.
+        # Values of nf4 are rounded to bf16; Triton's interpreter truncates them.
         tolerance={torch.bfloat16: 4e-3 * is_nested, torch.float32: 0.0},
         cost=lambda case: (
             Cost(bytes=case["W"] * case["U"] * n * (2 + form.bytes_per_element)),
@@ -372,7 +372,8 @@ def _linears(backend: Backend, x_TD, how, **weights) -> tuple[torch.Tensor, ...]
 
 def _cost(case: Case) -> tuple[Cost, Cost]:
     rows, dim, width = case["T"], case["D"], sum(case["N"])
-    # At bf16's rate, which the weights' gradients have; the others' is twice that.
+    # The cost is at bf16's rate, which holds for weights' gradients; the other products have twice
+    # that.
     flops = 1.0 * rows * dim * width
     moved = 2.0 * (rows * (dim + width) + width * dim)
     return Cost(moved, flops), Cost(moved + 2.0 * (rows + width) * dim, 3 * flops)
@@ -390,7 +391,7 @@ def _blocks_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -
 
 
 def _product_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    """Operands as bytes and scales; rows past the last group's are NaN."""
+    """Draw operands as bytes and scales; rows past the last group are NaN."""
     ends_E = torch.tensor(case["rows"], dtype=torch.int32, device=generator.device).cumsum(0).int()
     x_RM = normal(generator, int(ends_E[-1]) + case.get("unused", 0), case["M"])
     x_RM[ends_E[-1] :] = float("nan")
@@ -476,7 +477,7 @@ _LINEAR_FP8_SPECS = (
             Bench({"T": 20480, "D": 2048, "N": (4096, 512, 512)}),
             Bench({"T": 20480, "D": 4096, "N": (2048,)}),
         ),
-        # Where a rounding before decides between two numbers of e4m3, they are 6% apart.
+        # Where earlier rounding decides between two neighbours in e4m3, they are 6% apart.
         tolerance={torch.float32: 5e-3, torch.bfloat16: 1e-2},
         cpu_dtypes=(torch.float32,),
         cost=_cost,

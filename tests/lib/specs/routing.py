@@ -1,4 +1,4 @@
-"""Specs of what routes tokens: router, expert indices and permutation."""
+"""Specs of routing: router, expert indices and permutation."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,13 +29,13 @@ from tests.lib.specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, 
 
 
 def make_indices(case: Case, ids_TK: torch.Tensor) -> ExpertIndices:
-    """The reference's maps of ``ids_TK``, with room for ``case["rows"]`` where the case has it."""
+    """Return the reference's maps of ``ids_TK``, padded to ``case["rows"]`` if the case has it."""
     return expert_indices(ids_TK, case["E"], "reference", num_rows=case.get("rows"))
 
 
 def make_ids(case: Case, generator: torch.Generator) -> torch.Tensor:
-    """Distinct experts a token by ``case["routing"]``: random (one in eight slots empty), even
-    (random, none empty), one (all to the last expert), none (all -1)."""
+    """Draw distinct experts per token by ``case["routing"]``: random (one in eight slots empty),
+    even (random, none empty), one (all to the last expert), none (all -1)."""
     T, K, E = case["T"], case["K"], case["E"]
     routing = case.get("routing", "random")
     ids_TK = uniform(generator, T, E).argsort(1)[:, :K].int()
@@ -66,7 +66,7 @@ INDEX_CASES = (
     {"T": 300, "K": 3, "E": 5, "rows": 700},
     {"T": 7, "K": 4, "E": 128, "routing": "none", "rows": 0},
 )
-# For kernels with a program a token, of which more tokens than a few show nothing more.
+# Kernels with one program per token need few tokens: more show nothing new.
 ROW_CASES = (
     *INDEX_CASES[:3],
     {"T": 11, "K": 8, "E": 128},
@@ -100,7 +100,7 @@ _INDICES_SPECS = (
 
 
 def token_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    """Tokens, weights and indices of a case of :data:`CASES`."""
+    """Draw tokens, weights and indices of a case of :data:`CASES`."""
     ids_TK = make_ids(case, generator)
     return {
         "x_TD": normal(generator, case["T"], case["D"]).to(dtype),
@@ -127,13 +127,14 @@ def _unpermute_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator
 
 
 def used_rows(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
-    """Keep the rows with a token."""
+    """Keep the rows that hold a token."""
     return x[inputs["indices"].row_slot_R >= 0]
 
 
 def _rows_cost(case: Case) -> tuple[Cost, Cost]:
     T, K, D = case["T"], case["K"], case["D"]
-    # Tokens and rows in bf16, each once; a slot's row and, in permute, its weight twice.
+    # Tokens and rows are read in bf16, each once; also a slot's row and, in permute, its weight
+    # twice.
     cost = Cost(bytes=2 * (T + T * K) * D + T * K * 4)
     return cost, cost
 
@@ -173,7 +174,7 @@ _PERMUTATION_SPECS = (
         fast=partial(_permute_tokens, "triton"),
         reference=partial(_permute_tokens, "reference"),
         make_inputs=_permute_tokens_inputs,
-        # The width of a token's routing; that of a token is the backward of unpermute.
+        # The width of a token's row; the backward of unpermute reads that of a token.
         benches=(Bench(INDEX_BENCH | {"D": 16}),),
         differentiable=("x_TD",),
         ops=(permute_op, unpermute_op),
@@ -201,7 +202,8 @@ _PERMUTATION_SPECS = (
 def _router_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     T, E = case["T"], case["E"]
     logits_TE = normal(generator, T, E)
-    # Multiples of 1/32 tie often and never nearly: ids are then the same in every precision.
+    # Multiples of 1/32 are often tied but never nearly tied: ids are then the same in every
+    # precision.
     logits_TE = (logits_TE * 32).round() / 32
     options = {k: v for k, v in case.items() if k not in ("T", "E", "bias", "pads")}
     if case.get("bias"):
@@ -256,7 +258,7 @@ _ROUTER_SPECS = (
         ),
         benches=(
             Bench({"T": 16384, "E": 128, "k": 8}, {"forward_ms": 0.060}),
-            # Checked on few tokens: of many, some score nearly ties and goes either way in fp32.
+            # Few tokens are checked: among many, some scores nearly tie and differ in fp32.
             Bench(
                 {"T": 16384, "E": 256, "k": 8, **_GROUPS},
                 check_case={"T": 257, "E": 256, "k": 8, **_GROUPS},
@@ -281,7 +283,7 @@ _ROUTER_SPECS = (
 
 def _router_logits_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     x_TD, weight_ED = (normal(generator, rows, case["D"]) for rows in (case["T"], case["E"]))
-    # In fp32, as on one device, with values that rounding leaves as they are.
+    # Values are in fp32, as on one device, and rounding leaves them unchanged.
     return {"x_TD": x_TD.to(dtype), "weight_ED": weight_ED.to(dtype).float()}
 
 
