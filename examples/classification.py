@@ -1,11 +1,11 @@
-"""Classification by the language model's own head: an example of an objective of one's own.
+"""Classification by the language model's own head: an example of a custom objective.
 
     from classification import Classification
 
     Trainer(config, data=rows, objective=Classification([token_of_yes, token_of_no])).fit()
 
-A trainer takes any object with these two methods (docs/library.md). Left out on purpose: a head of
-its own, which could be neither exported nor served as the model is.
+A trainer takes any object with these two methods (docs/library.md). Left out on purpose: a separate
+head, because the model could then be neither exported nor served.
 
 Legend: B rows, S tokens of a row, T = B * S, D model width, K classes.
 """
@@ -22,14 +22,15 @@ from moetrain.train.objectives import MicroBatch, Outputs, Sizes, Term
 class Classification:
     """The mean cross-entropy of class labels, and the accuracy.
 
-    A class is a token of the vocabulary, and a label is a target that is one of them. So the
-    vocabulary's head is the classifier's, without new weights, and is exported as any other.
+    A class is a token of the vocabulary, and a label is a target that is one of these tokens. So
+    the vocabulary's head is the classifier's head: there are no new weights, and it is exported as
+    usual.
     """
 
     balances = False
 
     def __init__(self, classes: Sequence[int]) -> None:
-        """Tell ``classes`` apart, each given by its token."""
+        """Distinguish ``classes``, each given by its token."""
         self._classes_K = self._there_K = torch.tensor(classes)
 
     def sizes(self, batches: Sequence[MicroBatch]) -> dict[str, int]:
@@ -41,7 +42,7 @@ class Classification:
         self, model: Transformer, outputs: Outputs, batch: MicroBatch, sizes: Sizes
     ) -> dict[str, Term]:
         hidden_TD, targets_T = outputs.hidden_BSD.flatten(0, 1), batch.targets_BS.flatten()
-        self._there_K = self._there_K.to(targets_T.device)  # which waits once in a run
+        self._there_K = self._there_K.to(targets_T.device)  # waits for the device once in a run
         logits_TK = model.vocabulary.logits_of(hidden_TD, model.head_weight, self._there_K)
         is_class_TK = targets_T[:, None] == self._there_K
         is_label_T, label_T = is_class_TK.any(1), is_class_TK.int().argmax(1)

@@ -1,11 +1,11 @@
-"""A reward for programs: they run with the line's tests, in processes with limits of their own.
+"""A reward for programs: each runs with the line's tests, in a process with its own limits.
 
     python -m moetrain.rl --rl.env jsonl --rl.prompts prompts.jsonl \
         --rl.reward code_reward.py:score_code ...
 
 A line's ``answer`` is its tests, such as ``assert add(3, 4) == 7``.
 
-What holds depends on the machine. ``python code_reward.py`` prints what holds on this one:
+The available guarantees depend on the machine. ``python code_reward.py`` prints those of this one:
 
 ``uid``       The program has a user id of its own. It cannot signal the trainer, nor read its
               memory, its environment or files that not every user may read. Only root can give
@@ -22,8 +22,9 @@ What holds depends on the machine. ``python code_reward.py`` prints what holds o
               process has mapped (of ``memfd_create`` and System V) is not in the sum.
 ``alone``     64 processes are the program's own. Without it the limit counts all of this user's.
 
-Always: 10 s, 1 GiB for each process, 1 MiB for each file and for the output, 64 open files, no
-rights through setuid programs, no inherited files, a folder of its own that is removed.
+Limits on every machine: 10 s, 1 GiB for each process, 1 MiB for each file and for the output, 64
+open files, no rights through setuid programs, no inherited files, a folder of its own that is
+removed.
 
 With neither ``uid`` nor ``pids`` the program may kill or stop the trainer and the process that
 enforces the limits, read the trainer's memory, and leave processes. Train in a container then. The
@@ -53,32 +54,33 @@ _SECONDS = 10
 _MEMORY = 1 << 30
 _PROCESSES = 64
 _SECONDS_TO_DIE = 30
-"""A killed process dies when it next has a core, and programs may have filled all of them."""
+"""A killed process dies only when a core is free, and programs may have filled all cores."""
 _FILE, _FOLDER, _OPEN_FILES = 1 << 20, 64 << 20, 64
 _USES = ("uid", "namespaces", "group")
-"""The means of isolation that are used where a machine has them. Tests leave some out."""
+"""The means of isolation, each used if the machine has it. Tests leave some out."""
 _PYTHON = ("", "py", "python", "python3")
 
 
 def score_code(line: dict[str, Any], answer: str) -> float:
     """Return 1 if the answer's program and then the line's ``answer``, its tests, run to the end.
 
-    The program is the last block between ``` marks, or else all of the text. Its limits are those
-    of this module.
+    The program is the last block between ``` marks, or else all of the text. The module's docstring
+    lists its limits.
 
     Raises RuntimeError: programs cannot be run here, not even one that does nothing.
     """
     uses, _ = _usable(_USES)
     found = re.findall(r"```([^\n`]*)\n(.*?)```", answer, re.DOTALL)
     blocks = [code for kind, code in found if kind.strip().lower() in _PYTHON]
-    ran = secrets.token_hex(8)  # a program that leaves before its tests writes it only on purpose
+    # a program that exits before its tests can print this only on purpose
+    ran = secrets.token_hex(8)
     parts = (blocks[-1] if blocks else answer, str(line["answer"]), f"print('{ran}', flush=True)")
     code, written, _ = _run("\n\n".join(parts), uses)
     return float(code == 0 and ran.encode() in written)
 
 
 def contained() -> frozenset[str]:
-    """Return which of the module's promises hold on this machine, by their names.
+    """Return the names of the module's guarantees that hold on this machine.
 
     Raises RuntimeError: programs cannot be run here.
     """
@@ -87,7 +89,8 @@ def contained() -> frozenset[str]:
 
 @lru_cache(maxsize=8)
 def _usable(uses: tuple[str, ...]) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return what of ``uses`` lets a program run here that does nothing, and what holds then."""
+    """Return the part of ``uses`` with which an empty program runs here, and the resulting
+    guarantees."""
     code, written, report = _run("print('ran')", uses)
     if code == 0 and written == b"ran\n":
         return uses, frozenset(report)
@@ -104,7 +107,7 @@ def _usable(uses: tuple[str, ...]) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 def _run(program: str, uses: tuple[str, ...]) -> tuple[int, bytes, list[str]]:
-    """Run a program; return its exit status, its output, and what holds for it."""
+    """Run a program; return its exit status, its output, and the guarantees that hold for it."""
     folder = tempfile.mkdtemp(prefix="code-reward-")
     limits = {"seconds": _SECONDS, "memory": _MEMORY, "processes": _PROCESSES, "uses": uses}
     limits |= {"file": _FILE, "folder": _FOLDER, "open": _OPEN_FILES, "parent": os.getpid()}
@@ -130,7 +133,8 @@ def _run(program: str, uses: tuple[str, ...]) -> tuple[int, bytes, list[str]]:
             most = _SECONDS + 2 * _SECONDS_TO_DIE
             try:
                 process.communicate(program.encode("utf-8", "replace"), timeout=most)
-            except subprocess.TimeoutExpired:  # the program has stopped what enforces the limits
+            # the program has stopped the process that enforces the limits
+            except subprocess.TimeoutExpired:
                 pass
             finally:
                 _end(process)
@@ -144,7 +148,7 @@ def _run(program: str, uses: tuple[str, ...]) -> tuple[int, bytes, list[str]]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let the process end what it has started, unless it has ended."""
+    """Ask the process to end everything that it has started, unless it has ended."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -154,7 +158,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _remove(folder: str) -> None:
-    """Remove the folder, which may hold a million folders in one another."""
+    """Remove the folder, which may hold a million nested folders."""
     try:
         os.rmdir(folder)
     except OSError:
@@ -176,7 +180,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name: str, *args: object) -> None:
-    """Call a function of the system; OSError: it fails, or the system does not have it."""
+    """Call a function of the system; raise OSError if it fails or does not exist."""
     function = getattr(_LIBC, name, None)
     if function is None:
         raise OSError(0, f"there is no {name}")
@@ -198,12 +202,12 @@ def _status(status: int) -> int:
 def enforce(report: int, limits: dict[str, Any]) -> int:
     """Run the program on standard input, end all of its processes, and return its exit status.
 
-    A line for each promise that holds is written to ``report``; one that begins with ``!`` says why
-    nothing can run.
+    It writes a line to ``report`` for each guarantee that holds. A line that begins with ``!`` says
+    why nothing can run.
     """
     os.set_inheritable(report, False)
     _prctl(_PDEATHSIG, signal.SIGTERM)  # if the trainer dies
-    _prctl(_SUBREAPER, 1)  # so that what is forked twice is still found
+    _prctl(_SUBREAPER, 1)  # so that daemonised processes are still found
     if os.getppid() != limits["parent"]:
         return 1
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
@@ -266,11 +270,11 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _memory_of(pid: int) -> int:
-    """Return the bytes of a process: of pages that it shares with others, its part."""
+    """Return the bytes of a process; shared pages count in part."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
         return sum(int(kib) << 10 for kib in re.findall(r"^(?:Swap)?Pss: +(\d+)", text, re.M))
-    except PermissionError:  # it has closed itself to other processes of this user
+    except PermissionError:  # it has made itself unreadable to other processes of this user
         with suppress(OSError):
             return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
@@ -282,7 +286,7 @@ def _kill_all(uid: int | None) -> None:
     """End all processes below this one."""
     deadline = time.monotonic() + _SECONDS_TO_DIE
     while time.monotonic() < deadline:
-        if uid is not None:  # all at once, so that none can fork meanwhile
+        if uid is not None:  # all at once, so that none can fork in between
             killer = os.fork()
             if not killer:
                 with suppress(OSError):
@@ -302,9 +306,9 @@ def _kill_all(uid: int | None) -> None:
 
 
 def _spare_uid() -> int | None:
-    """Return a user id that nobody has, or None where this root has no other ids.
+    """Return an unused user id, or None if this root may not use other ids.
 
-    It is made from the process's id, so that programs that run at once have different ones.
+    It is derived from the process's id, so that concurrent programs have different ones.
     """
     import pwd
 
@@ -322,10 +326,10 @@ def _spare_uid() -> int | None:
 
 
 class _Group:
-    """Control groups for the program: one, or in their first version one for each resource."""
+    """Control groups for the program: one in version 2, one for each resource in version 1."""
 
     def __init__(self, memory: int, processes: int) -> None:
-        """Make them where the trainer's own group lets it; ``folders`` is empty where not."""
+        """Make the groups if the trainer's own group allows it; otherwise ``folders`` is empty."""
         self.folders: list[Path] = []
         self._limits = {"memory": memory, "pids": processes + 3}
         for kind, places in _places().items():
@@ -337,7 +341,7 @@ class _Group:
             self.folders = []
 
     def _make(self, kind: str, place: Path) -> bool:
-        for old in place.glob("code-reward-*"):  # of processes that were killed
+        for old in place.glob("code-reward-*"):  # left by killed processes
             if not Path("/proc", old.name.rpartition("-")[2]).exists():
                 with suppress(OSError):
                     old.rmdir()
@@ -367,11 +371,11 @@ class _Group:
 
     @property
     def counts(self) -> bool:
-        """True: the number of processes is limited."""
+        """Return True if the number of processes is limited."""
         return any((folder / "pids.max").exists() for folder in self.folders)
 
     def enter(self) -> bool:
-        """Move this process into the groups; False: one does not take it."""
+        """Move this process into the groups; return False if one rejects it."""
         try:
             for folder in self.folders:
                 _put(folder / "cgroup.procs", 0)
@@ -380,7 +384,7 @@ class _Group:
         return True
 
     def was_exceeded(self) -> bool:
-        """Return whether the kernel ended a process for its memory."""
+        """Return True if the kernel ended a process for its memory."""
         for folder in self.folders:
             for name in ("memory.events", "memory.oom_control"):
                 with suppress(OSError):
@@ -397,7 +401,7 @@ class _Group:
                 _put(folder / "cgroup.kill", 1)
 
     def remove(self) -> None:
-        """Remove the groups, which have no processes any more."""
+        """Remove the groups, which have no processes left."""
         for folder in self.folders:
             for _ in range(100):
                 with suppress(FileNotFoundError):
@@ -410,15 +414,15 @@ class _Group:
 
 
 def _put(file: Path, value: int) -> None:
-    with file.open("w") as opened:  # without making a file
+    with file.open("w") as opened:  # does not create a file
         opened.write(str(value))
 
 
 def _places() -> dict[str, list[Path]]:
-    """Return folders of control groups in which a group can be made, by their resource ("": all).
+    """Return folders of control groups in which a group can be made, by resource ("": all).
 
-    In the second version, a group with processes has no limited groups below it, so the group
-    around the trainer's own may be the place.
+    In version 2 a group with processes cannot have limited subgroups, so the parent of the
+    trainer's own group may be the place.
     """
     found: dict[str, list[Path]] = {}
     try:
@@ -464,7 +468,7 @@ def _enter(report: int, limits: dict[str, Any], uid: int | None, group: _Group |
             _become(uid)
     if "namespaces" in limits["uses"] and not is_isolated and os.geteuid() != 0:
         with suppress(OSError):
-            _prctl(_DUMPABLE, 1)  # so that the maps can be written
+            _prctl(_DUMPABLE, 1)  # allows the maps to be written
             user, own = os.getuid(), os.getgid()
             _call("unshare", _NEWUSER | _SPACES)
             is_isolated = True
@@ -473,7 +477,7 @@ def _enter(report: int, limits: dict[str, Any], uid: int | None, group: _Group |
             Path("/proc/self/gid_map").write_text(f"{own} {own} 1")
     if is_isolated:
         promises += ["pids", "network"]
-        # The count of a user's processes is that of this namespace.
+        # The count of a user's processes is kept per namespace.
         promises += [] if uid is not None or has_rights else ["alone"]
     first = os.fork()
     if not first:
@@ -485,11 +489,11 @@ def _become(uid: int) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-    _prctl(_PDEATHSIG, signal.SIGKILL)  # which that has reset
+    _prctl(_PDEATHSIG, signal.SIGKILL)  # the change of user id has reset it
 
 
 def _begin(report: int, limits: dict[str, Any], uid: int | None, promises: list[str]) -> int:
-    """Give up rights, run the program, and wait for it; all others end with this process."""
+    """Drop privileges, run the program, and wait for it; all its processes end with this one."""
     _prctl(_PDEATHSIG, signal.SIGKILL)
     if "pids" in promises and _hide_files(limits["folder"], uid):
         promises.append("files")
@@ -507,9 +511,9 @@ def _begin(report: int, limits: dict[str, Any], uid: int | None, promises: list[
 
 
 def _hide_files(size: int, uid: int | None) -> bool:
-    """Make everything read-only but a new folder in this one's place; False: that is not allowed.
+    """Make everything read-only except a new folder in place of this one; return False if refused.
 
-    What could be done of it stays done.
+    Steps that succeeded before a refusal stay in effect.
     """
     folder, private, recursive = os.getcwd(), 1 << 18, 1 << 14
     options = f"size={size},nr_inodes=10000,mode=700"
@@ -526,7 +530,7 @@ def _hide_files(size: int, uid: int | None) -> bool:
         read_only = struct.pack("QQQQ", 1, 0, 0, 0)
         _call("syscall", _MOUNT_SETATTR, -100, b"/", 0x8000, read_only, len(read_only))
         mount("tmpfs", folder, "tmpfs", nosuid_nodev, options)
-        os.chdir(folder)  # the new one
+        os.chdir(folder)  # enters the new mount
         if os.path.isdir("/dev/shm"):
             mount("tmpfs", "/dev/shm", "tmpfs", nosuid_nodev, options)
     except OSError:
@@ -537,9 +541,10 @@ def _hide_files(size: int, uid: int | None) -> bool:
 
 
 def _open_python(folder: str, mount: Callable[[str, str, str, int, str], None]) -> None:
-    """Let every user reach Python, if a folder on the way to it is closed to others: hide the rest.
+    """Let every user reach Python if a parent folder is closed to others, and hide that folder's
+    rest.
 
-    ``/root/miniconda3`` is read, and ``/root`` then holds nothing else.
+    For example ``/root/miniconda3`` becomes readable, and ``/root`` then holds nothing else.
     """
     needed = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
     needed = {os.path.realpath(path) for path in needed}
@@ -566,7 +571,7 @@ def _execute(report: int, limits: dict[str, Any], promises: list[str]) -> int:
     """Become the program."""
     os.write(report, "".join(f"{name}\n" for name in promises).encode())
     names = {"CPU": limits["seconds"], "AS": limits["memory"], "FSIZE": limits["file"]}
-    # Two processes of the program's user wait for it.
+    # Two helper processes of the program's user wait for it.
     names |= {"NOFILE": limits["open"], "NPROC": limits["processes"] + 2, "CORE": 0}
     for name, most in names.items():
         kind = getattr(resource, "RLIMIT_" + name)

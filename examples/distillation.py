@@ -4,7 +4,7 @@
 
     Trainer(config, data=rows, objective=Distillation(label_weight=0.1)).fit()
 
-Left out on purpose: computing the predictions, which inference servers do.
+Left out on purpose: computing the predictions. Inference servers do that.
 
 Legend: B rows, S tokens of a row, T = B * S, D model width, K candidates of the teacher.
 """
@@ -24,12 +24,12 @@ from moetrain.train.objectives import CrossEntropy, Outputs, Sizes, Term, token_
 class Distillation:
     """The mean divergence KL(teacher || model) over a teacher's likeliest tokens, in nats a token.
 
-    Rows have the fields ``teacher_ids`` and ``teacher_logprobs``, for each token K candidates for
-    it. The teacher's probabilities are taken to sum to 1 over them (arXiv 1503.02531).
+    Rows have the fields ``teacher_ids`` and ``teacher_logprobs``: K candidates for each token. The
+    teacher's probabilities are normalised over these candidates (arXiv 1503.02531).
     """
 
     label_weight: float = 0.0
-    """What the cross-entropy of the targets themselves counts for beside it."""
+    """Weight of the cross-entropy of the targets, beside the divergence."""
     balances: bool = False
 
     def sizes(self, batches: Sequence[Any]) -> dict[str, int]:

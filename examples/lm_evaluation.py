@@ -8,9 +8,9 @@ or, with settings as ``python -m moetrain.train`` takes them:
 
     python examples/lm_evaluation.py arc_easy,gsm8k --interval 1000 --model.path MODEL ...
 
-Answers are written by :class:`~moetrain.generate.engine.Generator`, and scored by the
-log-probabilities that it gives of prompts. With several ranks each serves its share of the
-requests, and all have every answer.
+:class:`~moetrain.generate.engine.Generator` writes answers, and scores texts by their
+log-probabilities as prompts. With several ranks each serves its share of the requests, and all
+ranks get every answer.
 
 The library (``pip install lm-eval``) brings tasks, prompts and scores. Left out on purpose: tasks
 that change while they run, and models that are no generator.
@@ -38,11 +38,11 @@ from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.loop import Trainer
 
 _MOST_TOKENS = 256
-"""Tokens of an answer, where a task says nothing."""
+"""Tokens of an answer for tasks without a limit."""
 _NO_SEEDS: Any = dict.fromkeys(
     ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 )
-"""The library would seed the process, and with it training."""
+"""The library would seed the process, which would affect training."""
 
 
 class Benchmarked(Callback):
@@ -61,7 +61,7 @@ class Benchmarked(Callback):
         """Load the tasks and their data, or raise ConfigError.
 
         Args:
-            limit: the first so many questions of each task; None: all.
+            limit: number of questions of each task; None: all.
             num_fewshot: solved examples before each question; None: as many as the task says.
             chat: ask by the chat template.
             task_folder: folder of further tasks, YAML files in the library's format.
@@ -125,7 +125,7 @@ class Benchmarked(Callback):
 
 
 class _Model(TemplateLM):
-    """A generator as the library wants a model."""
+    """A generator with the library's interface of a model."""
 
     def __init__(self, generator: Generator, tokenizer: Tokenizer, world: World | None) -> None:
         super().__init__()
@@ -145,11 +145,11 @@ class _Model(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
         ids, bos = self.text.encode_batch([string])[0].ids.tolist(), [*self.text.bos_ids]
-        is_begun = ids[: len(bos)] == bos  # by the template of a conversation
+        is_begun = ids[: len(bos)] == bos  # a conversation's template has written it already
         return ids if add_special_tokens is False or is_begun else [*bos, *ids]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        return None  # the checkpoint's, in apply_chat_template
+        return None  # the checkpoint's template, in apply_chat_template
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -200,11 +200,12 @@ class _Model(TemplateLM):
         return [sum(logprob for logprob, _ in islice(scores, count)) for count in counts]
 
     def _scores(self, parts: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """Return the log-probability of the last tokens of texts, and whether they are greedy.
+        """Return the log-probability of the last tokens of each text, and True if all are the
+        likeliest.
 
         A text that is too long for the cache loses its beginning.
 
-        ``parts``: texts, and how many of their last tokens to score.
+        ``parts``: texts, each with the number of its last tokens to score.
         """
         asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
         window = self.generator.longest - 1
@@ -219,7 +220,7 @@ class _Model(TemplateLM):
         return scores
 
     def _served(self, requests: list[Request], pick: Callable[[Completion], Any]) -> list[Any]:
-        """Serve ``requests``, a share on each rank, and return what ``pick`` says of each."""
+        """Serve ``requests``, a share on each rank, and return ``pick`` of each completion."""
         rank, size = (0, 1) if self.world is None else (self.world.rank, self.world.size)
         done = self.generator.generate(requests[rank::size])
         found = [pick(completion) for (completion,) in done]

@@ -1,4 +1,4 @@
-"""A run's logged values in MLflow, by a callback: an example of reporting to any service.
+"""Callback that logs a run's values to MLflow: an example of reporting to any service.
 
     from mlflow_reporter import MLflow
 
@@ -25,7 +25,7 @@ from moetrain.train.callbacks import Callback, Row, RunView
 from moetrain.train.loop import Trainer
 
 _BATCH = 100
-"""Most parameters of a run that MLflow takes at once."""
+"""The largest number of a run's parameters that MLflow takes at once."""
 
 
 class MLflow(Callback):

@@ -3,16 +3,16 @@
     REWARD_MODEL=outputs/MODEL-pairs/hf python -m moetrain.rl --model.path MODEL \\
         --rl.env jsonl --rl.prompts prompts.jsonl --rl.reward examples/model_reward.py:score
 
-``score`` is called for each answer while others are being generated. Answers that come while the
-reward model is busy wait, and then go through it together. Its own tokenizer and chat template
-write the prompt with the answer.
+``score`` is called for each answer while others are being generated. Answers that arrive while the
+reward model is busy wait, and then form one batch. Its own tokenizer and chat template write the
+prompt with the answer.
 
 REWARD_MODEL    folder or hub id of the reward model
 REWARD_CHAT     yes, as rl.chat yes: a prompt that is a text becomes a user's turn
 REWARD_DEVICE   cpu, cuda:1, ...; unset: the GPU of this rank, or the CPU
 
 Each rank that generates holds the whole reward model, which ``--dry_run`` does not count. Left out
-on purpose: one that is spread over several devices, and a server for it.
+on purpose: a reward model on several devices, and a server for it.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ async def score(line: dict, answer: str) -> float:
 
 
 def _record(line: dict, answer: str) -> dict:
-    """Return the prompt of ``line`` with ``answer``, in the form of a record to train on."""
+    """Return the prompt of ``line`` with ``answer``, as a training record."""
     prompt = line["messages"] if line.get("prompt") is None else line["prompt"]
     if isinstance(prompt, str) and os.environ.get("REWARD_CHAT") == "yes":
         prompt = [{"role": "user", "content": prompt}]
@@ -49,7 +49,7 @@ def _record(line: dict, answer: str) -> dict:
 
 
 def _work() -> None:
-    """Score what waits, all of it at once, for ever."""
+    """Score all waiting answers in one batch, forever."""
     while True:
         batch = [_waiting.get()]
         with suppress(Empty):
@@ -60,7 +60,7 @@ def _work() -> None:
         for record, done in batch:
             try:
                 texts[done] = model.encode(record)
-            except BadLineError as error:  # too long, say
+            except BadLineError as error:  # for example, it is too long
                 done.set_exception(error)
         try:
             scores = model.score_tokens([*texts.values()])

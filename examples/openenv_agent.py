@@ -6,10 +6,10 @@
 The reward is the sum of the rewards of an episode's steps. The policy reads each observation and
 answers with a call of a tool: the environment's action, or, where an environment serves MCP, the
 tools that it lists. Text without a call is the action too, as JSON, or as the action's one required
-field. An answer that is no action is told so, and the policy has another turn.
+field. After an answer that is no action, the policy reads so and has another turn.
 
-The task is the seed of ``reset``, or a line of ``rl.prompts``: its ``prompt`` is the first message
-before the observation, and it may have ``reset``, the arguments of that, and ``url``.
+The task is the seed of ``reset``, or a line of ``rl.prompts``. Its ``prompt`` is the first message,
+before the observation; ``reset``, the arguments of that call, and ``url`` are optional.
 
 The library (``pip install openenv-core openai``) brings the client. The server must allow as many
 sessions at once (``max_concurrent_envs``) as there are trajectories in a step. Left out on purpose:
@@ -26,11 +26,12 @@ from openenv.core import GenericEnvClient  # pyright: ignore[reportMissingImport
 
 URL = os.environ.get("OPENENV_URL")
 MOST_TURNS = int(os.environ.get("OPENENV_TURNS", "8"))
-"""Steps of an episode. ``rl.max_turns`` must be at least as many: beyond it there is no reward."""
+"""Steps of an episode. ``rl.max_turns`` must be at least as large: an unfinished episode has no
+reward."""
 MOST_TOKENS = int(os.environ.get("OPENENV_TOKENS", "0"))
-"""Tokens of one answer; 0: what is left of ``rl.max_tokens``."""
+"""Tokens of one answer; 0: all that remain of ``rl.max_tokens``."""
 _OF_MCP = {"Action", "CallToolAction", "ListToolsAction"}
-"""Titles of the action's schema where it is the call of a tool."""
+"""Titles of the action's schema in environments whose actions are tool calls."""
 _ACT = "act"
 
 
@@ -63,9 +64,10 @@ async def run(task: Any, base_url: str) -> float:
 
 
 async def _tools(env: Any, url: str) -> tuple[list[Any], Any]:
-    """Return the tools that the policy gets, and what makes an action of a tool's name and input.
+    """Return the policy's tools, and a function from a tool's name and input to an action.
 
-    The name is None for text without a call; ValueError: the text is no action.
+    The name is None for text without a call. The function raises ValueError if the text is no
+    action.
     """
     http = url.replace("ws://", "http://", 1).replace("wss://", "https://", 1).rstrip("/")
     async with httpx.AsyncClient(timeout=30) as client:
@@ -102,7 +104,7 @@ def _tool(name: str, description: str, parameters: dict[str, Any]) -> dict[str, 
 
 
 async def _step(env: Any, action_of: Any, call: Any, text: str | None) -> tuple[str, float, bool]:
-    """Act as the policy says; return what it reads next, the reward, and whether that was all."""
+    """Take the policy's action; return the next observation, the reward, and True at the end."""
     try:
         if call is not None:
             action = action_of(call.function.name, json.loads(call.function.arguments))
@@ -112,7 +114,8 @@ async def _step(env: Any, action_of: Any, call: Any, text: str | None) -> tuple[
         return f"No action: {error}.", 0.0, False
     try:
         result = await env.step(action)
-    except RuntimeError as error:  # the server's; of an action it does not take, the policy's
+    # raised by the server; for a rejected action it is the policy's fault
+    except RuntimeError as error:
         if "VALIDATION_ERROR" not in str(error):
             raise
         return "No action: its fields are not as the schema says.", 0.0, False
@@ -120,7 +123,7 @@ async def _step(env: Any, action_of: Any, call: Any, text: str | None) -> tuple[
 
 
 def _value(text: str) -> Any:
-    """Return the object that ``text`` is as JSON, or the text."""
+    """Return the object that ``text`` encodes as JSON, or the text itself."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -129,7 +132,7 @@ def _value(text: str) -> Any:
 
 
 def _shown(observation: dict[str, Any]) -> str:
-    """Return the one text that an observation is, or it as JSON."""
+    """Return an observation's only text, or the observation as JSON."""
     parts = {name: value for name, value in observation.items() if name != "metadata"}
     values = [*parts.values()]
     return values[0] if [type(v) for v in values] == [str] else json.dumps(parts)

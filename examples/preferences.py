@@ -1,4 +1,4 @@
-"""Learn from pairs of answers, or with KTO from single ones, given as token ids.
+"""Learn from pairs of answers, or with KTO from single answers, given as token ids.
 
 Trainer(config, **preferences(config, pairs, "dpo", beta=0.1)).fit()
 """

@@ -2,23 +2,23 @@
 
     output_dir/metrics.jsonl, config.json, sample.txt, routing.npz  ->  output_dir/report.html
 
-It is written of a run that is over, or still training, by
+This command writes it, for a finished run or one that still trains:
 
     python examples/report.py FOLDER
 
-or at the end of a program's own by a callback, which keeps ``routing.npz`` too: how many tokens
-each expert got, which metrics.jsonl leaves out.
+A callback writes it at the end of a run. It also keeps ``routing.npz``, the number of tokens of
+each expert, which metrics.jsonl leaves out.
 
     from report import Report
 
     Trainer(config, callbacks=[Report()]).fit()
 
-``report.html.jinja``, which lies beside this file, is the page.
+``report.html.jinja`` beside this file is the template of the page.
 
 Legend: N points in time, L layers with experts, E experts.
 """
 
-if __name__ == "__main__":  # Ctrl-C ends what is imported below without a traceback
+if __name__ == "__main__":  # Ctrl-C during the imports below ends without a traceback
     from moetrain.cli import interrupt_quietly
 
     interrupt_quietly()
@@ -46,12 +46,12 @@ from moetrain.train.callbacks import Callback, Row, RunView
 from moetrain.train.metrics import read_metrics
 
 _POINTS = 256
-"""Points in time of the routing that are kept; of twice as many, neighbours are averaged."""
+"""Points in time of the routing that are kept; at twice as many, neighbours are averaged."""
 _SIZE = {"width": 520, "height": 220, "left": 56, "right": 510}
-"""Pixels of a chart, and where its lines begin and end."""
+"""Pixels of a chart, and the margins of its axes."""
 _COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 _FIRST = ("step", "loss", "eval_loss", "reward", "eval_reward", "tokens", "mfu", "memory_gib")
-"""Metrics whose last values a person asks for first."""
+"""Metrics whose last values the page shows first."""
 _CHARTS = (
     ("Loss (nats a token)", ("loss", "eval_loss")),
     ("Reward", ("reward", "eval_reward")),
@@ -66,11 +66,12 @@ _CHARTS = (
     ("Entropy of the routers (nats)", ("router_entropy",)),
     ("Experts without tokens", ("experts_without_tokens",)),
 )
-"""Titles, and the metrics that a chart draws, with those below them (``NAME/...``)."""
+"""Titles of charts with their metrics; a name also stands for the metrics below it
+(``NAME/...``)."""
 
 
 class Report(Callback):
-    """Writes ``report.html`` when the run ends in order, and keeps ``routing.npz``."""
+    """Writes ``report.html`` when the run ends without an error, and keeps ``routing.npz``."""
 
     def __init__(self) -> None:
         self._steps: list[int] = []
@@ -99,7 +100,7 @@ class Report(Callback):
 
     def on_end(self, run: RunView, error: BaseException | None) -> None:
         is_in_order = error is None or isinstance(error, SystemExit)
-        if run.world.is_main and is_in_order:  # else the disk may be what failed
+        if run.world.is_main and is_in_order:  # after an error the disk may be full
             self._keep(run)
             write_report(run.folder)
 
@@ -143,7 +144,7 @@ def write_report(folder: Path) -> Path:
 
 
 def _routing(folder: Path) -> dict[str, np.ndarray] | None:
-    """Return ``steps`` [N], ``counts`` [N, L, E] and ``layers`` [L]; None: there are none."""
+    """Return ``steps`` [N], ``counts`` [N, L, E] and ``layers`` [L]; None if there are none."""
     file = folder / "routing.npz"
     if not file.exists():
         return None
@@ -154,7 +155,8 @@ def _routing(folder: Path) -> dict[str, np.ndarray] | None:
 def _chart(
     title: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """Place the metrics ``names``, and those below them, over steps; None: there are none."""
+    """Return a chart of the metrics ``names``, and of those below them, over steps; None without
+    values."""
     from matplotlib.ticker import MaxNLocator  # slow to import
 
     series: dict[str, list[tuple[int, float]]] = {}
@@ -185,7 +187,7 @@ def _chart(
 
 
 def _times(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Add up where the time of the logged steps went, as far as a run notes it."""
+    """Sum the parts of the logged steps' time, as far as the run logged them."""
     spent: dict[str, float] = defaultdict(float)
     before = 0
     for row in rows:
@@ -228,7 +230,7 @@ def _experts(kept: Mapping[str, np.ndarray] | None) -> dict[str, Any] | None:
 
 
 def _samples(folder: Path) -> list[str]:
-    """Return texts of the model, without the control characters that no page may hold."""
+    """Return the model's samples, without the control characters that a page may not hold."""
     files = [folder / "sample.txt", *sorted(folder.glob("completions/*.txt"))[-1:]]
     texts = (file.read_text("utf-8") for file in files if file.exists())
     unknown = "\N{REPLACEMENT CHARACTER}"
@@ -242,7 +244,7 @@ def _number(value: float) -> str:
 
 
 def _main() -> None:
-    interrupt_by_exception()  # so that no half of a page stays
+    interrupt_by_exception()  # so that no half-written page stays
     if len(sys.argv) != 2:
         sys.exit("usage: python examples/report.py FOLDER (the output folder of a run)")
     try:

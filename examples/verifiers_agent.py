@@ -3,9 +3,9 @@
     VERIFIERS_CONFIG=env.toml \\
         python -m moetrain.rl --rl.env agent:examples/verifiers_agent.py:run ...
 
-The file has the table ``env`` as verifiers' own programs take it: the taskset, the harness that
-plays it and where that runs. The policy is the model of every agent whose config names none, and
-the reward is the trace's: the weighted sum of the task's rewards.
+The file has the table ``env`` in the form of verifiers' own programs: the taskset, its harness and
+the harness's runtime. The policy is the model of every agent whose config names none, and the
+reward is the trace's: the weighted sum of the task's rewards.
 
     [env.taskset]
     id = "my_taskset"
@@ -13,12 +13,12 @@ the reward is the trace's: the weighted sum of the task's rewards.
     harness.id = "null"
     runtime.type = "subprocess"
 
-The task is the number of one of the taskset's, again from the first after the last; or a line of
-``rl.prompts`` with ``idx``, which is that number, so that held-out tasks are no others.
+The task is an index into the taskset, modulo its length; or a line of ``rl.prompts`` that has the
+index as ``idx``, so that held-out tasks can be chosen.
 
 The library (``pip install verifiers``, of which this is the interface ``verifiers.v1``) brings
 tasksets, harnesses and the client. Left out on purpose: environments with several traces in an
-episode, of which each would have a reward of its own.
+episode, because each would have its own reward.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class _Host:
         self._starting = threading.Lock()
 
     def served(self) -> asyncio.AbstractEventLoop:
-        """Return the loop, which the first call starts."""
+        """Return the event loop; the first call starts it."""
         with self._starting:
             return self._served
 
@@ -59,8 +59,9 @@ class _Host:
         async def serve() -> None:
             try:
                 async with self.env.serving():
-                    # An agent without a shared interception server has its own, and closes it. A
-                    # shared one keeps a client, with its connections, for every episode's address.
+                    # An agent without a shared interception server starts its own, and closes it. A
+                    # shared one would keep a client, with its connections, for every episode's
+                    # address.
                     self.env._interception = None
                     ready.set_result(asyncio.get_running_loop())
                     await asyncio.Event().wait()
@@ -71,7 +72,7 @@ class _Host:
         return ready.result()
 
     async def play(self, number: int, base_url: str) -> float:
-        # No key is read from the environment, and none is needed.
+        # No key is read from the environment, because none is needed.
         endpoint = vf.EvalClientConfig(base_url=base_url, api_key_var="NO_KEY_FOR_THE_POLICY")
         context = vf.ModelContext(model="policy", client=endpoint)
         episode = await self.env.run_episode(self._task(number), context)

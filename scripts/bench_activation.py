@@ -1,11 +1,11 @@
-"""Tokens/s and peak memory by what blocks keep for their backward.
+"""Measure tokens/s and peak memory of every activation policy.
 
     python scripts/bench_activation.py [--micro-batches 8,16] [--steps 5] [--rows NAME,...]
         [--recipe qwen3-30b-a3b] [--layers 6] [--results FILE.jsonl] [--section.key value ...]
 
-One GPU, real steps, optimizer included, compiled. A row is a policy, and one that does not fit says
-so. Per row: tokens/s; the allocator's peak and what ``moetrain.train.estimates.memory`` estimates;
-and the last loss.
+It runs real, compiled steps with the optimizer on one GPU. A row is a policy; a policy that does
+not fit says so. Per row: tokens/s; the allocator's peak and the estimate of
+``moetrain.train.estimates.memory``; and the last loss.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def bench(args: argparse.Namespace, settings: list[str], name: str, size: str) -> dict[str, Any]:
-    """A row's measurements; or its ``problem``."""
+    """Return a row's measurements, or its ``problem``."""
     words = [
         *("--model.num_layers", str(args.layers), "--compile.enabled", "yes"),
         *("--train.micro_batch_size", size, "--train.global_batch_size", size),
@@ -78,12 +78,12 @@ def bench(args: argparse.Namespace, settings: list[str], name: str, size: str) -
 
 
 def measure(trainer: Trainer, steps: int) -> dict[str, Any]:
-    """Time ``steps`` steps after some that warm up."""
+    """Time ``steps`` steps after some warm-up steps."""
     for _ in range(WARMUP_STEPS):
         trainer.train_step()
     wait(trainer)
     if trainer.device.type == "cuda":
-        DeviceBytes.forget_peak(trainer.device)  # not of what compiles and tunes
+        DeviceBytes.forget_peak(trainer.device)  # excludes the peak of compiling and tuning
     start, tokens = time.perf_counter(), trainer.tokens
     losses = [trainer.train_step().loss for _ in range(steps)]
     wait(trainer)
@@ -102,7 +102,7 @@ def measure(trainer: Trainer, steps: int) -> dict[str, Any]:
 
 
 def report(row: dict[str, Any]) -> str:
-    """One line."""
+    """Return the row as one line."""
     head = f"{row['row']:>15}  micro-batch {row['micro_batch']:2}"
     if "problem" in row:
         return f"{head}  {row['problem']}"

@@ -1,14 +1,14 @@
-"""Copies of busy experts (``moe.redundant_experts``): steps under forced skew, and a simulation.
+"""Benchmark redundant experts (``moe.redundant_experts``): forced skew, and a simulation.
 
     torchrun --nproc-per-node 2 scripts/bench_balance.py steps RECIPE [--section.key value ...]
         [--skews 1.2 1.5 1.9] [--places 0 2 4] [--bench-steps 8]
     python scripts/bench_balance.py simulate [--ranks 4 8] [--skew 2.4] [--tokens 40960]
 
-``steps`` trains with given routing: in layer i rank i modulo W gets ``skew`` times the mean, and
-within a rank popularity is log-normal. Rank 0 prints tokens/s/GPU (the median step) beside those of
-even routing without copies. ``simulate`` makes such routing for many ranks, plans, and adds up what
-a layer's forward and backward would take: the busiest rank's rows, and its copies' bytes at the
-rate and with the fixed times that were measured on two H100s (docs/log/experts.md).
+``steps`` trains with forced routing: in layer i, rank i modulo W gets ``skew`` times the mean load,
+and within a rank popularity is log-normal. Rank 0 prints tokens/s/GPU (the median step) beside
+those of even routing without copies. ``simulate`` makes such routing for many ranks, plans the
+copies, and adds up the time of a layer's forward and backward: the busiest rank's rows, and its
+copies' bytes at the rate and with the fixed times measured on two H100s (docs/log/experts.md).
 """
 
 import argparse
@@ -29,15 +29,15 @@ from moetrain.train.loop import Trainer
 
 EXPERTS, TOP_K, EXPERT_BYTES = 128, 8, 3 * 2048 * 768 * 2
 LAYER_MS, EXPERTS_MS, MEASURED_TOKENS = 41.0, 18.75, 40960
-"""A layer's forward and backward, and its experts' share, at so many tokens a rank (2 H200, 12
-layers, micro-batch 10)."""
+"""Milliseconds of a layer's forward and backward, the experts' share of them, and tokens per rank
+(2 H200, 12 layers, micro-batch 10)."""
 FIXED_MS, BYTES_PER_MS, BARRIERS_MS = 0.2, 330e6, 0.11
-"""Counts, plan, sorting and keeping of a forward and a backward; what a rank sends or reads of
-others; the barriers of both ways (two H100s)."""
+"""Milliseconds for counts, plan, sort and saved tensors of a forward and a backward; bytes that a
+rank sends or reads per millisecond; milliseconds of all barriers (two H100s)."""
 
 
 def main() -> None:
-    """Print a line for each skew and number of places."""
+    """Print a line for each skew and number of slots."""
     parser = argparse.ArgumentParser(description="Time copies of experts.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     steps = commands.add_parser("steps")
@@ -60,7 +60,8 @@ def main() -> None:
 def skewed_ids(
     tokens: int, experts: int, top_k: int, ranks: int, skew: float, hot: int, seed: int, device: Any
 ) -> torch.Tensor:
-    """int32 [T, K] of distinct experts; those of rank ``hot`` get ``skew`` times the mean."""
+    """Return int32 [T, K] of distinct experts; those of rank ``hot`` get ``skew`` times the
+    mean."""
     popular_E = torch.randn(experts, generator=torch.Generator().manual_seed(seed)) * 0.7
     rank = dist.get_rank() if dist.is_initialized() else 0
     generator = torch.Generator(device).manual_seed(1000 * seed + rank)
@@ -79,7 +80,8 @@ def skewed_ids(
 
 
 def simulate(ranks: int, spare: int, skew: float, tokens: int, layers: int = 24) -> str:
-    """Plan ``layers`` layers of ``tokens`` tokens a rank; say what is left, and what it costs."""
+    """Plan ``layers`` layers of ``tokens`` tokens per rank; return the remaining imbalance and the
+    cost."""
     sampled, totals = 2048, torch.zeros(7)
     for seed in range(layers):
         many = [
@@ -111,7 +113,7 @@ def simulate(ranks: int, spare: int, skew: float, tokens: int, layers: int = 24)
 
 
 def run_steps(args: argparse.Namespace, settings: list[str]) -> None:
-    """Train with every number of places under every skew."""
+    """Train with every number of slots under every skew."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

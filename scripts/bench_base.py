@@ -7,9 +7,9 @@ sweep  a block's experts of ``qwen3-30b-a3b`` dequantised with other launch sett
        the share of a copy's rate
 steps  whole steps of ``qwen3-30b-a3b`` with adapters, by ``scripts/bench_train.py``: bases in bf16,
        float8, mxfp4 and nf4; then transformers with PEFT and bitsandbytes (``pip install
-       bitsandbytes``) on the same GPU. ``--commands`` only says what would run
+       bitsandbytes``) on the same GPU. ``--commands`` only prints the commands
 
-Without a name all of them. Exit code 1 where bits differ or a command failed.
+Without a name all three parts run. The exit code is 1 if bits differ or a command fails.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from moetrain.kernels.quant.groups import QUANT_FORMATS, Groups, QuantFormat, de
 from moetrain.runtime.backend import INTERPRETED
 
 EXPERTS = 128 * 3 * 768 * 2048
-"""Numbers of a block's experts."""
+"""Elements of a block's experts."""
 ATTENTION = "--lora.rank 16 --lora.targets *.attn.*"
 EVERYTHING = "--lora.rank 8"
 FULL = "--activation.policy full"
 STEPS = [
-    # As docs/benchmarks.md has them.
+    # The settings are those of docs/benchmarks.md.
     "--lora.rank 16 --train.micro_batch_size 2",
     "--lora.rank 16 --train.micro_batch_size 2 --lora.base_dtype float8",
     *(
@@ -40,7 +40,7 @@ STEPS = [
         for form in ("mxfp4", "nf4")
         for rows in (2, 4)
     ),
-    # Towards 20 GiB.
+    # These settings use about 20 GiB.
     *(
         f"{adapters} {FULL} --train.micro_batch_size {rows} --lora.base_dtype {form}"
         for form in ("nf4", "mxfp4")
@@ -51,7 +51,7 @@ STEPS = [
 
 
 def main() -> int:
-    """Run the parts that are asked for."""
+    """Run the requested parts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("parts", nargs="*", help="bits, sweep, steps; none: all")
     parser.add_argument("--commands", action="store_true", help="print the commands of steps")
@@ -69,7 +69,7 @@ def device() -> torch.device:
 
 
 def random_groups(form: QuantFormat, numel: int) -> Groups:
-    """Give stored numbers of all codes, with scales as weights have them."""
+    """Return stored elements of every code, with scales like those of weights."""
     bytes_B = torch.randint(0, 256, (form.num_bytes(numel),), dtype=torch.uint8, device=device())
     given = form.split(bytes_B[None])
     if form.bits == 8:
@@ -85,7 +85,7 @@ def check_bits() -> bool:
     """Compare the kernel with plain torch."""
     is_right, numel = True, 2**14 if INTERPRETED else 2**26
     for form, dtype in itertools.product(QUANT_FORMATS.values(), (torch.float32, torch.bfloat16)):
-        if INTERPRETED and dtype == torch.bfloat16:  # whose rounding is cut off there
+        if INTERPRETED and dtype == torch.bfloat16:  # the interpreter truncates bf16
             continue
         given, table = random_groups(form, numel), form.table(device())
         found = []
@@ -100,7 +100,7 @@ def check_bits() -> bool:
 
 
 def sweep() -> bool:
-    """Time the kernel with other launch settings; the first line of a form is what it has."""
+    """Time the kernel with other launch settings; a format's first line has its own settings."""
     for form in QUANT_FORMATS.values():
         given, table = random_groups(form, EXPERTS), form.table(device())
         out_N = torch.empty(EXPERTS, dtype=torch.bfloat16, device=device())
@@ -118,7 +118,7 @@ def sweep() -> bool:
 
 
 def steps(args: argparse.Namespace) -> bool:
-    """Time whole steps, each in a process of its own; peers last."""
+    """Time whole steps, each in its own process; peers last."""
     here, commands = Path(__file__).parent, []
     for words in STEPS:
         rows = words.split("--train.micro_batch_size ")[1].split()[0]

@@ -1,10 +1,10 @@
-"""Time saving and loading a checkpoint of any recipe, beside what the disk does by itself.
+"""Time saving and loading a checkpoint of any recipe, beside plain files on the same disk.
 
     torchrun --nproc-per-node N scripts/bench_checkpoint.py RECIPE [--layers L] [--folder DIR]
         [--section.key value ...] [--results FILE]
 
-A model with weights and moments as a run has them, on synthetic tokens. Each figure is the slowest
-rank's, from a moment at which all begin:
+The model has weights and moments like a run, and trains on synthetic tokens. Each figure is the
+slowest rank's; all ranks begin together:
 
     reserve    host memory for copies is made and pinned, which a run does before its first step
     blocked    begin_save of an asynchronous save: what keeps the next step from being queued
@@ -17,8 +17,8 @@ rank's, from a moment at which all begin:
     host       the most memory that a process has had, pinned memory included
     same       whether the step after the load has the loss that it had after the save
 
-One checkpoint lies on the disk at a time, below --folder (default: the recipe's output_dir). One
-JSON line is printed, and appended to --results. One process needs no torchrun.
+The disk holds one checkpoint at a time, below --folder (default: the recipe's output_dir). One JSON
+line is printed, and appended to --results. One process needs no torchrun.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SETTINGS += ["train.eval_interval=0", "train.sample_tokens=0", "train.steps=1000
 
 
 def main() -> int:
-    """Measure; exit code 1 where the loaded state is not the saved one."""
+    """Measure; return 1 if the loaded state differs from the saved one."""
     parser = argparse.ArgumentParser(description="Time checkpoints.", allow_abbrev=False)
     parser.add_argument("recipe")
     parser.add_argument("--layers", type=int)
@@ -83,7 +83,7 @@ class Bench:
         self.world, self.device = self.trainer.world, self.trainer.device
 
     def run(self) -> dict[str, Any]:
-        """Every figure."""
+        """Return every figure."""
         trainer = self.trainer
         staging = trainer.checkpointer.snapshots.staging
         assert staging is not None  # SETTINGS ask for it
@@ -104,7 +104,7 @@ class Bench:
         return self.header() | row
 
     def header(self) -> dict[str, Any]:
-        """What was measured, and where."""
+        """Return what was measured, and where."""
         params = resolve_architecture(self.config.model).num_params()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {
@@ -118,7 +118,7 @@ class Bench:
         }
 
     def save(self, name: str) -> dict[str, float]:
-        """An asynchronous save while steps run."""
+        """Time an asynchronous save while steps run."""
         trainer = self.trainer
         self.begin()
         started = time.perf_counter()
@@ -129,7 +129,7 @@ class Bench:
             started = time.perf_counter()
             losses.append(trainer.train_step().loss.item())
             steps.append(time.perf_counter() - started)
-            # All ranks make as many steps: as long as one of them still writes.
+            # All ranks make as many steps: they continue while one of them still writes.
             if not self.largest(not save.done()):
                 saved = trainer.checkpointer.snapshots.wait()
                 assert saved is not None
@@ -148,7 +148,7 @@ class Bench:
         }
 
     def load(self) -> dict[str, Any]:
-        """The checkpoint, from the disk."""
+        """Load the checkpoint from the disk, and time it."""
         trainer = self.trainer
         for path in self.path.iterdir():
             forget(path)
@@ -172,7 +172,7 @@ class Bench:
         }
 
     def disk(self) -> dict[str, float]:
-        """Plain files of the sizes that this rank's have, written and read by as many threads."""
+        """Write and read plain files of the sizes of this rank's files, with as many threads."""
         folder = Path(self.config.output_dir) / f"plain-{self.world.rank}"
         folder.mkdir(parents=True)
         sizes = [FILE_BYTES] * (self.mine // FILE_BYTES) + [self.mine % FILE_BYTES]
@@ -209,7 +209,7 @@ class Bench:
         }
 
     def remove(self) -> None:
-        """The checkpoint goes."""
+        """Remove the checkpoint."""
         self.begin()
         if self.world.is_main:
             shutil.rmtree(self.path)
@@ -218,13 +218,13 @@ class Bench:
     # ---- clocks --------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """All ranks, with nothing left to do on the device."""
+        """Wait until no rank has work left on the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.world.barrier()
 
     def slowest(self, work: Callable[[], object]) -> float:
-        """Seconds of ``work`` on the rank where it takes longest."""
+        """Return the seconds of ``work`` on the slowest rank."""
         self.begin()
         started = time.perf_counter()
         work()
@@ -233,7 +233,7 @@ class Bench:
         return self.largest(time.perf_counter() - started)
 
     def largest(self, number: float) -> float:
-        """Of all ranks."""
+        """Return the largest ``number`` of all ranks."""
         x = torch.tensor(float(number), dtype=torch.float64, device=self.device)
         if self.world.size > 1:
             dist.all_reduce(x, op=dist.ReduceOp.MAX)

@@ -1,20 +1,20 @@
-"""Dispatch and combine alone: DeepEP beside the all-to-all, forward and backward.
+"""Time dispatch and combine alone: DeepEP beside the all-to-all, forward and backward.
 
     torchrun --nproc-per-node 8 scripts/bench_dispatch.py [--tokens N ...] [--num-sms N ...]
         [--mode exact|static] [--precision bf16|fp8] [--results FILE.jsonl] [--per-machine N]
 
-For each number of tokens a rank: milliseconds of one call (the slowest rank's median over calls
-that all ranks begin together), and for all four calls together the GB/s and the share of the floor.
-Both count the bytes that must travel: each token once to every other rank where it chose an expert,
-at NVLink's 450 GB/s; all of them in bf16, of which fp8 sends half in two of the calls. Both
+For each number of tokens per rank it prints milliseconds of one call (the slowest rank's median
+over calls that all ranks begin together), and for all four calls together the GB/s and the share of
+the floor. Both count the bytes that must travel: each token once to every other rank with one of
+its experts, at NVLink's 450 GB/s, in bf16; fp8 sends half of them in two of the calls. Both
 transports are compiled, and a spin before each call hides its launches, as a busy queue does in
-training; what the host launches after it waited for counts is not hidden.
+training. Launches after the host's wait for counts are not hidden.
 
-With ``--per-machine`` N ranks count as a machine, and two ways that send a token once to each are
-timed in DeepEP's place: inside a machine by a collective, and by DeepEP. Results and gradients of
-both must have the bits of the single all-to-all. DeepEP finds the GPUs of a machine by itself. NCCL
-takes ranks of different ``NCCL_HOSTID`` for those of several machines, so that one machine can
-stand for two::
+With ``--per-machine`` N ranks count as a machine. Two transports that send a token once to each
+machine are then timed instead of DeepEP alone: within a machine one uses a collective, the other
+DeepEP. Results and gradients of both must have the bits of the single all-to-all. DeepEP finds the
+GPUs of a machine by itself. NCCL takes ranks of different ``NCCL_HOSTID`` for those of several
+machines, so that one machine can stand for two::
 
     for node in 0 1; do
         NCCL_HOSTID=machine$node CUDA_VISIBLE_DEVICES=$((2 * node)),$((2 * node + 1)) torchrun \\
@@ -49,7 +49,7 @@ CALLS = ("dispatch", "combine", "combine backward", "dispatch backward")
 
 
 def main() -> None:
-    """Print one line a transport and size, on rank 0."""
+    """Print one line per transport and size, on rank 0."""
     parser = argparse.ArgumentParser(description="Time dispatch and combine.")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--num-sms", type=int, nargs="+", default=NUM_SMS)
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def make_batch(tokens: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Random tokens (bf16) that choose distinct experts at random, with weights."""
+    """Return random tokens (bf16) that choose distinct experts at random, with weights."""
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     x_TD = torch.randn(tokens, WIDTH, device=device, generator=generator).bfloat16()
     scores_TE = torch.rand(tokens, EXPERTS, device=device, generator=generator)
@@ -119,7 +119,7 @@ def make_batch(tokens: int, device: torch.device) -> tuple[torch.Tensor, ...]:
 
 
 def count_remote(ids_TK: torch.Tensor, group: dist.ProcessGroup) -> float:
-    """Tokens that a rank sends to others, each once a rank, on average."""
+    """Return the mean number of tokens that a rank sends to others, each counted once per rank."""
     ranks_TK = ids_TK // (EXPERTS // group.size())
     goes_TW = (ranks_TK[:, :, None] == torch.arange(group.size(), device=ids_TK.device)).any(1)
     sent = goes_TW.sum() - goes_TW[:, group.rank()].sum()
@@ -134,7 +134,7 @@ def deepep_transports(
     mode: str,
     precision: Precision,
 ) -> Iterator[tuple[str, ExpertParallelDispatcher]]:
-    """DeepEP by number of SMs."""
+    """Return DeepEP's transports by number of SMs."""
     static = None
     if mode == "static":
         static = StaticSizes.plan(
@@ -151,7 +151,8 @@ def over_machines(
     every_num_sms: Sequence[int],
     precision: Precision,
 ) -> Iterator[tuple[str, ExpertParallelDispatcher]]:
-    """Two hops, the second by a collective and by DeepEP on numbers of SMs."""
+    """Return transports of two hops; the second uses a collective, or DeepEP on each number of
+    SMs."""
     inside = hops.inside.size()
     yield f"{inside} a machine", compiled(AllToAll(EXPERTS, group, hops=hops, precision=precision))
     for num_sms in every_num_sms:
@@ -162,7 +163,7 @@ def over_machines(
 
 
 def compiled(transport: ExpertParallelDispatcher) -> ExpertParallelDispatcher:
-    """``transport`` with its torch operations fused."""
+    """Return ``transport`` with its torch operations fused."""
     for name in ("send", "combine"):
         call = torch.compile(getattr(transport, name), fullgraph=True, dynamic=True)
         setattr(transport, name, call)
@@ -175,7 +176,8 @@ def bits_of(
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """What arrives, what comes back, and gradients of both, by slopes that are no constants."""
+    """Return the dispatched and the combined tokens, and gradients of both with random upstream
+    ones."""
     received = transport.send(x_TD, ids_TK, weights_TK)
     is_here_SK = received.ids_SK >= 0
     scale_S = torch.where(is_here_SK, received.weights_SK, 0).sum(1, keepdim=True)
@@ -192,14 +194,14 @@ def times(
     weights_TK: torch.Tensor,
     group: dist.ProcessGroup,
 ) -> list[float]:
-    """Milliseconds of each of CALLS: the slowest rank's median."""
+    """Return milliseconds of each of CALLS: the slowest rank's median."""
     measured: list[list[float]] = []
     for _ in range(WARMUP + REPEATS):
         received, dispatch_ms = timed(group, transport.send, x_TD, ids_TK, weights_TK)
         y_SD = received.x_SD.detach().requires_grad_()
         y_TD, combine_ms = timed(group, transport.combine, y_SD, received.handle)
         _, combine_backward_ms = timed(group, torch.autograd.grad, y_TD, y_SD, x_TD)
-        # Other ranks' experts have no share in a slot's gradient.
+        # Other ranks' experts contribute nothing to a slot's gradient.
         d_weights_SK = torch.where(received.ids_SK >= 0, 1.0, 0.0)
         outputs, inputs = (received.x_SD, received.weights_SK), (x_TD, weights_TK)
         slopes = torch.ones_like(received.x_SD), d_weights_SK
@@ -211,7 +213,7 @@ def times(
 
 
 def timed(group: dist.ProcessGroup, call: Callable[..., Any], *inputs: Any) -> tuple[Any, float]:
-    """``call(*inputs)`` and its milliseconds, begun by all ranks together."""
+    """Return ``call(*inputs)`` and its milliseconds, begun by all ranks together."""
     dist.barrier(group)
     torch.cuda.synchronize()
     torch.cuda._sleep(SPIN_CYCLES)

@@ -1,13 +1,12 @@
-"""FSDP over copy engines beside FSDP over collectives: the same bits? flat memory? how fast?
+"""Compare FSDP over copy engines with FSDP over collectives: bits, memory over time, and speed.
 
     python scripts/bench_fsdp.py RECIPE [--section.key value ...] [--compare-steps 20]
         [--memory-steps 200]
 
-Both transports train from the same start in one process a rank, one after the other. Compared are
-every parameter and every gradient of the last of ``--compare-steps`` steps, as checksums of their
-bits on every rank; for that, give ``--train.deterministic yes``. The copies go on to
-``--memory-steps``, while what the driver has free is watched. Exit code 1 where bits differ or
-memory does not stay where it is.
+Both transports train from the same start in one process per rank, one after the other. The
+checksums of every parameter and gradient after ``--compare-steps`` steps are compared on every
+rank; give ``--train.deterministic yes`` for that. The copies continue to ``--memory-steps`` while
+the driver's free memory is watched. The exit code is 1 if bits differ or free memory shrinks.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from moetrain.train.metrics import peak_memory_gib
 SETTLED = 50
 """Steps after which nothing new should be allocated."""
 SLACK = 64 << 20
-"""Bytes by which what is free may differ: other processes' are in it too."""
+"""Bytes by which free memory may differ: other processes use it too."""
 NUMBERS = 2**24
-"""Of a tensor, summed up at a time."""
+"""Elements of a tensor that are summed at a time."""
 
 
 def main() -> int:
-    """Start the ranks, or be one; exit code 1 where something is not as it should be."""
+    """Start the ranks, or be one; return 1 if a check fails."""
     parser = argparse.ArgumentParser(description="Compare FSDP's transports.", allow_abbrev=False)
     parser.add_argument("recipe")
     parser.add_argument("--compare-steps", type=int, default=20)
@@ -67,7 +66,7 @@ def main() -> int:
 
 
 def compare(trainer: Trainer, steps: int) -> dict[str, float]:
-    """All losses, and checksums of the last gradients and of what they left for parameters."""
+    """Return all losses, and checksums of the last gradients and of the updated parameters."""
     members, world = trainer.engine.fsdp.members, trainer.world
     losses = [trainer.train_step().loss for _ in range(steps // 2)]
     wait(trainer)
@@ -98,7 +97,7 @@ def compare(trainer: Trainer, steps: int) -> dict[str, float]:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Of bits and their places."""
+    """Return a checksum of bits and their positions."""
     kind = {2: torch.int16, 4: torch.int32}[tensor.itemsize]
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for number, bits in enumerate(tensor.detach().contiguous().view(-1).view(kind).split(NUMBERS)):
@@ -108,7 +107,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def watch(trainer: Trainer, steps: int) -> bool:
-    """Whether as much memory is free after ``steps`` more as was after the first of them."""
+    """Return True if free memory after ``steps`` more steps equals that after the first of them."""
     free = []
     for step in range(steps):
         trainer.train_step()
@@ -125,7 +124,7 @@ def watch(trainer: Trainer, steps: int) -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a GPU's memory; of a CPU's, what the machine has."""
+    """Return the free bytes of a GPU; for a CPU, those of the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -24,7 +24,7 @@ from moetrain.runtime.backend import Backend
 
 HEADS, WIDTH = 32, 128
 CHECKED = 16_384
-"""Tokens up to which results are compared."""
+"""The largest number of tokens for which results are compared."""
 LENGTHS = ((16_384,), (4096,) * 4, (300, 5000, 1084, 2000, 3000, 5000), (65_536,), (4096,) * 16)
 Rule = Callable[..., torch.Tensor]
 
@@ -84,8 +84,8 @@ def errors(rule: Rule, lengths: tuple[int, ...]) -> list[float]:
 
 
 def row(name: str, rule: Rule, lengths: tuple[int, ...], checked: int) -> float:
-    """Print the errors (up to ``checked`` tokens) and times of one rule; return the time of forward
-    and backward."""
+    """Print errors (up to ``checked`` tokens) and times of one rule; return the time of both
+    passes."""
     tokens = sum(lengths)
     off = [f"{error:.1e}" for error in errors(rule, lengths)] if tokens <= checked else []
     inputs = inputs_of(tokens)

@@ -1,4 +1,4 @@
-"""Time generation: decoding at given batch sizes, reading prompts, sleeping; a peer beside it.
+"""Time generation: decoding at given batch sizes, prefill, sleeping, and a peer.
 
     python scripts/bench_generate.py [--preset qwen3-30b-a3b] [--layers N] [--batches 64,256]
         [--context 1024] [--draft N] [--peer COMMAND] [--results FILE.jsonl]
@@ -6,15 +6,14 @@
     torchrun --nproc-per-node 4 scripts/bench_generate.py ...      (expert parallel over all ranks)
 
 With ``--path`` a checkpoint in bf16 continues its own text greedily, without drafts and with one to
-N draft tokens, and prints how many were right; nothing else is timed. Of drafts by random weights
-none is right.
+N draft tokens, and the share of accepted drafts is printed; nothing else is timed. With random
+weights no draft would be accepted.
 
-Otherwise weights are random, in bf16; batch sizes are a rank's. A decoding step is timed from the
-host, with all that a step takes: it plans, runs, waits for the tokens and keeps them; the median of
-30 counts.
-The floor is what memory gives: every weight but the embedding's once (of experts those that some
-token may be expected to choose) and every key and value once, at the rate of a device's own copy.
-Reading prompts is set beside the trainer's compiled forward of as many packed tokens (one rank).
+Otherwise weights are random, in bf16; batch sizes are per rank. A decoding step is timed on the
+host, as a whole: it plans, runs, waits for the tokens and keeps them. The median of 30 steps
+counts. The floor is the memory traffic: every weight once, without the embedding (of experts those
+that some token is expected to choose), and every key and value once, at the rate of a device's own
+copy. Prefill is compared with the trainer's compiled forward of as many packed tokens (one rank).
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ WARMUP, STEPS = 6, 30
 
 
 def main() -> int:
-    """Print a line a figure, on rank 0."""
+    """Print one line per figure, on rank 0."""
     parser = argparse.ArgumentParser(description="Time generation.", allow_abbrev=False)
     parser.add_argument("--preset", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, help="default: the preset's")
@@ -115,7 +114,8 @@ PROMPT = "Explain in detail, with examples, how a hash table works and where it 
 
 
 def drafting(path: str, batches: list[int], most: int) -> None:
-    """Print tokens a second and the share of right drafts, by batch size and number of drafts."""
+    """Print tokens per second and the share of accepted drafts, by batch size and number of
+    drafts."""
     model, tokenizer = load_model(path, "auto", "auto", None, most)
     device, expected = model.embed.weight.device, {}
     try:
@@ -158,7 +158,7 @@ def say(world: World, row: dict[str, Any], name: str, found: dict[str, Any]) -> 
 def make_model(
     config: Config, arch: Architecture, world: World
 ) -> tuple[Transformer, ExpertParallel | None]:
-    """This rank's part, random."""
+    """Return this rank's part of a model with random weights."""
     with torch.device("meta"):
         model = Transformer(arch, kernels=config.kernels).to(torch.bfloat16)
     experts = None
@@ -179,7 +179,7 @@ def make_model(
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a copy reads and writes."""
+    """Return the bytes per second that a copy reads and writes."""
     x, y = (torch.empty(2**30, dtype=torch.uint8, device=device) for _ in range(2))
     times = []
     for _ in range(12):
@@ -190,14 +190,14 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def now(device: torch.device) -> float:
-    """Once everything is done."""
+    """Return the time once the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def submit(generator: Generator, world: World, batch: int, context: int, steps: int) -> list[str]:
-    """``batch`` requests of random tokens."""
+    """Submit ``batch`` requests of random tokens."""
     draw, vocabulary = random.Random(world.rank), generator.model.arch.vocab_size
     names = [f"{batch}-{i}" for i in range(batch)]
     for i, name in enumerate(names):
@@ -209,11 +209,12 @@ def submit(generator: Generator, world: World, batch: int, context: int, steps: 
 def decode(
     generator: Generator, world: World, batch: int, context: int, bandwidth: float
 ) -> dict[str, Any]:
-    """Tokens a second a rank with all of ``batch`` decoding, and the share of the floor."""
+    """Return tokens per second and rank while all of ``batch`` decode, and the share of the
+    floor."""
     names = submit(generator, world, batch, context, steps=1000)
     while generator.experts is None and any_unread(generator):
         generator.step()
-    for _ in range(-(-batch * context // CHUNK) + 2):  # on every rank as many
+    for _ in range(-(-batch * context // CHUNK) + 2):  # all ranks run as many steps
         generator.step()
     for _ in range(WARMUP):
         generator.step()
@@ -235,13 +236,13 @@ def decode(
 
 
 def any_unread(generator: Generator) -> bool:
-    """Whether prompts are still to be read."""
+    """Return True if prompts remain to be prefilled."""
     scheduler = generator.scheduler
     return bool(scheduler.waiting) or any(s.num_unread > 1 for s in scheduler.running)
 
 
 def slowest(seconds: float, world: World) -> float:
-    """Of all ranks."""
+    """Return the largest of all ranks."""
     found = torch.tensor(seconds, device=world.device, dtype=torch.float64)
     if world.size > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -249,7 +250,7 @@ def slowest(seconds: float, world: World) -> float:
 
 
 def bytes_of_step(generator: Generator, world: World, batch: int, context: int) -> float:
-    """Weights and cache that a step must read on a rank."""
+    """Return the bytes of weights and cache that a step must read on a rank."""
     model, arch = generator.model, generator.model.arch
     total = 0.0
     for name, weight in model.named_parameters():
@@ -260,21 +261,22 @@ def bytes_of_step(generator: Generator, world: World, batch: int, context: int) 
         if not name.startswith("embed"):
             total += share * weight.nbytes
     for cache in paged(generator):
-        assert cache.keys_PZGd is not None  # it has been used
+        assert cache.keys_PZGd is not None  # the cache has been used
         total += 2 * batch * context * cache.keys_PZGd[0, 0].nbytes
     return total
 
 
 def paged(generator: Generator) -> list[PagedAttention]:
-    """The caches of keys and values."""
+    """Return the caches of keys and values."""
     return [cache for cache in generator.steps.caches if isinstance(cache, PagedAttention)]
 
 
 def prompts(generator: Generator, world: World, context: int) -> dict[str, Any]:
-    """Tokens a second a rank of steps that read prompts alone."""
+    """Return tokens per second and rank of steps that only prefill."""
     times = []
     for i in range(6):
-        names = submit(generator, world, CHUNK // context, context - i, steps=1)  # no prefix twice
+        # all prefixes differ
+        names = submit(generator, world, CHUNK // context, context - i, steps=1)
         begun = now(world.device)
         generator.step()
         times.append(now(world.device) - begun)
@@ -285,7 +287,8 @@ def prompts(generator: Generator, world: World, context: int) -> dict[str, Any]:
 
 
 def trainer_forward(config: Config, model: Transformer, context: int) -> dict[str, Any]:
-    """Tokens a second of the trainer's compiled forward, of packed rows, on the same weights."""
+    """Return tokens per second of the trainer's compiled forward of packed rows, on the same
+    weights."""
     with torch.device("meta"):
         trained = Transformer(model.arch, kernels=config.kernels)
     trained.load_state_dict(model.state_dict(), assign=True)
@@ -307,7 +310,7 @@ def trainer_forward(config: Config, model: Transformer, context: int) -> dict[st
 
 
 def sleep(generator: Generator, world: World) -> dict[str, Any]:
-    """What sleeping gives back, and that it wakes with the same tokens."""
+    """Print the memory that sleeping frees, and check that the same tokens follow after waking."""
     request = Request("sleep", tuple(range(100)), SamplingParams(max_tokens=20))
     before = generator.generate([request])[0][0].tokens
     caches = [c.keys_PZGd.nbytes for c in paged(generator) if c.keys_PZGd is not None]

@@ -1,22 +1,22 @@
-"""Time the job service on one device: what serving costs beside the engine that it serves with.
+"""Time the job service on one device, beside its engine alone.
 
     python scripts/bench_jobs.py --output_dir OUT [--layers 24] [--section.key value ...]
     python scripts/bench_jobs.py --output_dir OUT --tenants 8 --rows 1 --data.seq_len 512
 
 Random weights of ``qwen3-30b-a3b``, cut to ``--layers``, with adapters of rank 16 on attention and
 experts. A step is a forward_backward of ``--rows`` rows of ``data.seq_len`` random tokens and an
-optim_step. A line each for: the engine by itself; one job of the service; jobs that take turns, so
-that each request has another's state to be copied out and its own copied in; generation; a save;
+optim_step. One line each is printed for: the engine by itself; one job of the service; jobs that
+take turns, so that each request swaps another job's state out and its own in; generation; a save;
 memory after the first and the last switch. Every step waits for the device.
 
-With ``--tenants`` the lines are instead: one job with all rows of a micro-batch, and as many jobs
-that share it, with ``--rows`` each. Every client, in a thread of its own, submits the
-forward_backward and the optim_step of step n + 1 before it waits for the answers of step n, with
-one job as with several. A line below each says where the time of the thread that serves goes:
-passes and updates until all is queued for the device, which then computes (for how long says the
-profiler, in further steps); waiting for turns before; all else of turns; no turn. Requests until
-they are on the disk are time of the clients, spent beside that, as answers are.
-``--model.preset debug --layers 2 --data.seq_len 64`` runs on a laptop.
+With ``--tenants`` the lines are: one job with all rows of a micro-batch, and as many jobs that
+share it, with ``--rows`` each. Every client, in its own thread, submits the forward_backward and
+the optim_step of step n + 1 before it waits for the answers of step n, with one job as with
+several. A line below each divides the time of the serving thread: queueing passes and updates for
+the device; waiting for earlier turns; the rest of turns; time without a turn. The device's own time
+comes from the profiler, in further steps. Clients write requests to the disk and read answers in
+their own threads, at the same time. ``--model.preset debug --layers 2 --data.seq_len 64`` runs on a
+laptop.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Bench:
         return answer["result"]
 
     def by_tenants(self, jobs: list[str], steps: int) -> None:
-        """Steps of all ``jobs``, among which the rows are dealt, and whose clients are ahead."""
+        """Time steps of all ``jobs``, which share the rows and whose clients submit ahead."""
         data, each = self.body["data"], len(self.body["data"]) // len(jobs)
         parts = [{"data": data[i * each : (i + 1) * each]} for i in range(len(jobs))]
         with ThreadPoolExecutor(len(jobs)) as clients:
@@ -81,7 +81,7 @@ class Bench:
                 client.result()
 
     def client(self, job: str, body: dict[str, Any], steps: int) -> None:
-        """Ask for ``steps`` steps of ``job``, of which two are under way at a time."""
+        """Ask for ``steps`` steps of ``job``, with two steps in flight."""
         asked: list[list[tuple[str, int]]] = []
         for step in range(steps + 1):
             if step < steps:
@@ -115,7 +115,7 @@ class Bench:
         timed(self.service, "turn", "turns")
 
     def device_ms(self, jobs: list[str], steps: int) -> str:
-        """How long the device computes for a step of all ``jobs``."""
+        """Return the device's milliseconds for a step of all ``jobs``."""
         if not torch.cuda.is_available():
             return "unknown"
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
@@ -124,7 +124,7 @@ class Bench:
         return f"{total / 1e3 / steps:.1f}"
 
     def breakdown(self, jobs: list[str], steps: int, seconds: float) -> str:
-        """Where the time of one of the last ``steps`` steps, of ``seconds``, went, in ms."""
+        """Divide the time of one of the last ``steps`` steps, which took ``seconds``, in ms."""
         spent = dict(self.spent)
         named = ("passes", "updates", "waits")
         spent["else"] = spent["turns"] - sum(spent[part] for part in named)
@@ -137,7 +137,7 @@ class Bench:
         )
 
     def by_engine(self) -> None:
-        """A step without the service."""
+        """Time a step without the service."""
         session = self.session
         request = ForwardBackward.model_validate(self.body)
         batches = session.deal([datum.sample(0) for datum in request.data]).batches
@@ -146,7 +146,7 @@ class Bench:
         session.queue_updates([session.now], [OptimStep.model_validate(STEP)])[0]()
 
     def by_jobs(self, jobs: list[str]) -> None:
-        """A step of every job, request by request in turn."""
+        """Time a step of every job; the jobs' requests alternate."""
         for job in jobs:
             self.ask(job, "forward_backward", self.body)
         for job in jobs:
@@ -154,7 +154,7 @@ class Bench:
 
 
 def seconds_of(work: Callable[[], object], times: int) -> float:
-    """Of one ``work()``, after one that does not count."""
+    """Return the mean seconds of ``work()``, after one call that does not count."""
     work()
     started = time.perf_counter()
     for _ in range(times):
@@ -190,7 +190,7 @@ def main() -> int:
     given = [f"{key}={value}" for key, value in settings.items()]
     config = Config.load({}, [*given, *words], recipes=Recipes.JOBS)
     started = time.perf_counter()
-    with Service(config) as service, garbage_collector_off():  # as in a process of its own
+    with Service(config) as service, garbage_collector_off():  # like the service's own process
         rows = args.rows * max(1, args.tenants)
         bench, on_gpu = Bench(service, rows), torch.cuda.is_available()
         device = service.session.world.device
@@ -223,7 +223,7 @@ def main() -> int:
         bench.by_jobs(jobs[:1])
         alone = seconds_of(bench.by_engine, args.steps)
         print(f"engine: {alone:.3f} s a step, {bench.tokens / alone:,.0f} tokens/s", flush=True)
-        service.session.forget(jobs[0])  # it has seen steps that nobody asked for
+        service.session.forget(jobs[0])  # it has made steps that no client asked for
         one = seconds_of(lambda: bench.by_jobs(jobs[:1]), args.steps)
         print(f"one job: {one:.3f} s a step, {one / alone - 1:+.1%}", flush=True)
         bench.by_jobs(jobs)

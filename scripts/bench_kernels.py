@@ -1,12 +1,12 @@
-"""Times every kernel against its reference and against what the hardware allows.
+"""Time every kernel against its reference and against the hardware's limits.
 
     python scripts/bench_kernels.py [--only NAME ...] [--json FILE]
 
-Walks the kernel specs: at each benchmark size it first checks the outputs and gradients (bf16
-against the reference in fp32) and that a rerun is bitwise equal; then it times forward and backward
-of the reference, of the reference compiled, and of the kernel. Times are medians of device time:
-the L2 is flushed before each call by a write long enough that the host's launch work is hidden, as
-it is in a compiled training step.
+For each benchmark size of the kernel specs it first checks the outputs and gradients (bf16 against
+the reference in fp32) and that a rerun is bitwise equal; then it times forward and backward of the
+reference, of the reference compiled, and of the kernel. Times are medians of device time: the L2 is
+flushed before each call by a write long enough that the host's launch work is hidden, as it is in a
+compiled training step.
 
 It leaves out tuning: a kernel's launch settings are constants in its file.
 """
@@ -57,7 +57,7 @@ COLUMNS = (
 
 
 def device_ms(function: Callable[[], Any]) -> float:
-    """Median device milliseconds of one call."""
+    """Return the median device milliseconds of one call."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     for _ in range(3):
         function()
@@ -76,7 +76,7 @@ def device_ms(function: Callable[[], Any]) -> float:
 def measure(
     spec: KernelSpec, bench: Bench, implementation: Callable[..., Any], inputs: dict[str, Any]
 ) -> dict[str, float]:
-    """The metrics of one implementation at one size."""
+    """Return the metrics of one implementation at one size."""
     leaves = with_grad(spec, inputs)
     forward_cost, backward_cost = spec.cost(bench.case)
     floors = [c.floor_seconds(BYTES_PER_SECOND, FLOPS_PER_SECOND) for c in spec.cost(bench.case)]
@@ -106,10 +106,10 @@ def measure(
 
 
 def bench_row(spec: KernelSpec, bench: Bench) -> dict[str, Any]:
-    """Check, then time: all that is printed about one size."""
+    """Check, then time; return everything that is printed about one size."""
     generator = torch.Generator("cuda").manual_seed(0)
     check_case = bench.check_case or bench.case
-    # bf16, but for kernels of integers or of fp32 alone.
+    # The inputs are bf16, except for kernels of integers or of fp32 alone.
     dtype = torch.bfloat16 if torch.bfloat16 in spec.tolerance else torch.float32
     inputs = spec.make_inputs(check_case, dtype, generator)
     errors = relative_errors(spec, inputs, wide=torch.float32)
@@ -137,12 +137,12 @@ def bench_row(spec: KernelSpec, bench: Bench) -> dict[str, Any]:
 
 
 def reached(metric: str, value: float, wanted: float) -> bool:
-    """Whether ``value`` is as good as ``wanted``."""
+    """Return True if ``value`` is as good as ``wanted``."""
     return value >= wanted if metric.endswith(AT_LEAST) else value <= wanted
 
 
 def table(rows: list[Mapping[str, Any]]) -> str:
-    """The results as aligned text, one line a size."""
+    """Return the results as aligned text, one line per size."""
     lines = [["kernel", *(title for title, *_ in COLUMNS), "correct", "targets"]]
     for row in rows:
         case = ",".join(f"{k}={_short(v)}" for k, v in row["case"].items())
@@ -166,7 +166,7 @@ def table(rows: list[Mapping[str, Any]]) -> str:
 
 
 def _short(value: Any) -> str:
-    """A case's value as text; a list of equal sizes as ``16x8192``."""
+    """Return a case's value as text; a list of equal sizes as ``16x8192``."""
     if isinstance(value, tuple):
         runs = [(size, len(list(group))) for size, group in itertools.groupby(value)]
         return "+".join(f"{count}x{size}" if count > 1 else f"{size}" for size, count in runs)
@@ -174,7 +174,7 @@ def _short(value: Any) -> str:
 
 
 def main() -> int:
-    """Run the table; exit code 1 where a result is wrong (a missed target is only reported)."""
+    """Print the table; return 1 if a result is wrong (a missed target is only reported)."""
     parser = argparse.ArgumentParser(description="Check and time every kernel.")
     names = [spec.name for spec in SPECS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
@@ -183,7 +183,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("error: bench_kernels needs a CUDA device", file=sys.stderr)
         return 2
-    functorch_config.donated_buffer = False  # one compiled graph runs its backward again
+    functorch_config.donated_buffer = False  # the backward of one compiled graph runs several times
     rows = []
     for spec in SPECS:
         for bench in spec.benches if spec.name in args.only else ():

@@ -1,11 +1,11 @@
-"""Measure what collectives carry between machines: alone, at the same time, and beside products.
+"""Measure the bandwidth of collectives between machines: alone, concurrent, and beside products.
 
 On each machine, with ``FIRST`` the address of one of them:
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST:29500 \\
         scripts/bench_links.py [--seconds 60] [--mib 64 512 1024]
 
-Two GPUs of one machine may stand for two, which speak through sockets:
+Two GPUs of one machine can simulate two machines, connected by sockets:
 
     for node in 0 1; do
         NCCL_HOSTID=machine$node NCCL_P2P_DISABLE=1 CUDA_VISIBLE_DEVICES=$node torchrun \\
@@ -13,10 +13,10 @@ Two GPUs of one machine may stand for two, which speak through sockets:
             --master-port 29500 scripts/bench_links.py &
     done; wait
 
-The last line has the options that scripts/simulate.py takes, of the largest messages. Rates are
-GB/s that arrive at a GPU from other machines. Collectives "at once" have a communicator each; what
-both carry is compared with what they carry one after the other. Those "in turns" have the same one.
-Products are squares in bf16, some at a time, until the collectives beside them are done.
+The last line has the options for scripts/simulate.py, from the largest messages. Rates are GB/s
+that arrive at a GPU from other machines. Collectives "at once" have a communicator each, and are
+compared with the same ones in sequence. Those "in turns" share one communicator. Products are
+square, in bf16, and run in groups until the collectives beside them are done.
 
 Left out on purpose: copies within a machine (scripts/bench_fsdp.py), and anything that trains.
 """
@@ -41,22 +41,23 @@ PAIRS = (
     ("all_to_all", "all_to_all"),
     ("all_gather", "reduce_scatter"),
 )
-"""What is measured at once, each on a communicator of its own; the first is simulate.py's."""
+"""Pairs of collectives that run at once, each on its own communicator; the first is
+simulate.py's."""
 NAMES = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter")
 REPEATED = 3
 AT_A_TIME = 4
-"""Products between two looks at whether the collectives are done."""
+"""Products between two checks of the collectives' completion."""
 
 
 class Links:
-    """The ranks of this run, which call every method alike."""
+    """The ranks of this run; all of them call every method in the same order."""
 
     def __init__(
         self, device: torch.device, seconds: float, groups: Sequence[Any] | None = None
     ) -> None:
         """``seconds``: how long each measurement takes, unless that is less than three times.
 
-        ``groups``: of all ranks, whose communicators are measured; None: two new ones.
+        ``groups``: groups of all ranks whose communicators are measured; None: two new ones.
         """
         self.device, self.seconds = device, seconds
         self.ranks, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -66,7 +67,7 @@ class Links:
         self.square = torch.randn(side, side, dtype=torch.bfloat16, device=device)
 
     def work(self, name: str, size: int, which: int = 0) -> Callable[[], Any]:
-        """Make a collective of bf16 (an all-reduce: fp32) whose whole has ``size`` bytes."""
+        """Make a collective of bf16 (an all-reduce: fp32) with ``size`` bytes in all."""
         numbers = max(1, size // 2 // self.ranks)
         whole = torch.ones(self.ranks * numbers, dtype=torch.bfloat16, device=self.device)
         part, other = whole[:numbers].clone(), torch.empty_like(whole)
@@ -80,7 +81,7 @@ class Links:
         }[name]
 
     def rate(self, name: str, size: int, seconds: float) -> float:
-        """Return GB/s that arrive at a GPU from other machines, counted as simulate.py does."""
+        """Return the GB/s that arrive at a GPU from other machines, by simulate.py's definition."""
         across = size * (1 - 1 / self.machines) * (1 + (name == "all_reduce"))
         return across / (1 if name == "all_to_all" else self.local) / seconds / 1e9
 
@@ -90,24 +91,24 @@ class Links:
             torch.cuda.synchronize()
 
     def begin(self) -> float:
-        """Wait until every rank's device has nothing to do; gives the time."""
+        """Wait until every rank's device is idle; return the time."""
         self.wait()
         dist.barrier()
         return time.perf_counter()
 
     def agreed(self, numbers: Sequence[float]) -> list[int]:
-        """Round the first rank's ``numbers``, which all ranks are to use."""
+        """Return the first rank's ``numbers``, rounded, for all ranks."""
         found = torch.tensor(numbers, device=self.device)
         dist.broadcast(found, 0)
         return [int(x) for x in found.round()]
 
     def repeated(self, measure: Callable[[], float]) -> list[float]:
-        """Repeat it while there is time, but not the first time, and twice at least."""
+        """Repeat the measurement while time is left, at least twice, without the first one."""
         (number,) = self.agreed([self.seconds / measure()])
         return [measure() for _ in range(max(2, min(100, number)))]
 
     def together(self, works: Sequence[Callable[[], Any]]) -> float:
-        """Begin ``works`` in order, all at once; gives the seconds until they are done."""
+        """Begin ``works`` in order, all at once; return the seconds until they are done."""
         begin = self.begin()
         for started in [work() for work in works]:
             started.wait()
@@ -115,12 +116,12 @@ class Links:
         return time.perf_counter() - begin
 
     def alone(self, name: str, size: int, which: int = 0) -> list[float]:
-        """Time one collective by itself, behind another of the same."""
+        """Time one collective behind another of the same kind."""
         works = [self.work(name, size, which)] * 2
         return [seconds / 2 for seconds in self.repeated(lambda: self.together(works))]
 
     def at_once(self, names: Sequence[str], size: int, alone: Mapping[str, float]) -> float:
-        """Return the time of collectives one after the other, as a share of that at once."""
+        """Return the time of collectives in sequence divided by their time at once."""
         longest = max(alone[name] for name in names)
         counts = self.agreed([2 * longest / alone[name] for name in names])
         works = [self.work(name, size, i) for i, name in enumerate(names)]
@@ -129,13 +130,13 @@ class Links:
         return sum(n * alone[name] for n, name in zip(counts, names, strict=True)) / found
 
     def in_turns(self, names: Sequence[str], size: int, alone: Mapping[str, float]) -> float:
-        """Return the same of collectives that take turns on one communicator."""
+        """Return that ratio for collectives that share one communicator."""
         works = [self.work(name, size) for name in names] * 2
         found = statistics.median(self.repeated(lambda: self.together(works)))
         return 2 * sum(alone[name] for name in names) / found
 
     def products(self) -> float:
-        """Compute some products and wait for them; gives the seconds of one."""
+        """Compute some products and wait for them; return the seconds of one."""
         begin = time.perf_counter()
         for _ in range(AT_A_TIME):
             torch.mm(self.square, self.square)
@@ -144,7 +145,7 @@ class Links:
         return (time.perf_counter() - begin) / AT_A_TIME
 
     def beside(self, name: str, size: int, alone: float, product: float) -> tuple[float, float]:
-        """Return the shares of their rates that a collective and products have side by side."""
+        """Return the rates of a collective and of products side by side, relative to each alone."""
         work, seconds, made = self.work(name, size), 0.0, 0
         for _ in range(REPEATED):
             begin = self.begin()
@@ -157,7 +158,7 @@ class Links:
 
 
 def measure(links: Links, sizes: Sequence[int]) -> str:
-    """Print what is measured, as it comes; gives the options of simulate.py."""
+    """Print measurements as they finish; return the options for simulate.py."""
     is_main = dist.get_rank() == 0
     say = print if is_main else lambda *_, **__: None
     where = f"{links.machines} machines of {links.local}"
@@ -213,7 +214,7 @@ def main() -> int:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if is_cuda else "gloo", device_id=device if is_cuda else None)
     number = len(NAMES) * (2 + len(given.mib)) + len(PAIRS) + 4
-    links = Links(device, given.seconds / number / 2)  # the shortest takes twice as long, or more
+    links = Links(device, given.seconds / number / 2)  # the shortest takes at least twice as long
     options = measure(links, [int(mib * 2**20) for mib in given.mib])
     if dist.get_rank() == 0:
         print(options, flush=True)

@@ -1,19 +1,19 @@
-"""Measure what offloading costs: state that leaves the GPU, and updates on the host.
+"""Measure the cost of offloading: moving state off the GPU, and updates on the CPU.
 
     [torchrun --nproc-per-node N] scripts/bench_offload.py [--part cycle|update|losses|all]
         [--preset qwen3-30b-a3b] [--layers N] [--cycles 50] [--section.key value ...]
 
 ``cycle`` times ``Engine.offload`` and ``Engine.reload`` beside one plain copy of pinned memory, and
-says which share of the memory comes free and whether repeated cycles keep it and every address.
+prints the share of memory that is freed and whether repeated cycles keep it and every address.
 
-``update`` trains with ``optim.offload_fraction`` 0, 0.5 and 1: tokens/s, memory, how long updates
-on the host take, and which share of that training did not wait for. Threads of an update are
-torch's: torchrun gives one to each rank, so set OMP_NUM_THREADS to the cores a rank may have.
+``update`` trains with ``optim.offload_fraction`` 0, 0.5 and 1: tokens/s, memory, the time of
+updates on the CPU, and the share of it that training did not wait for. An update uses torch's
+threads. torchrun gives one to each rank, so set OMP_NUM_THREADS to a rank's number of cores.
 
 ``losses`` trains a small model 200 steps with each, and compares the losses.
 
-A line a measurement, of the slowest rank, by rank 0. A part that fails prints why, and the next one
-is measured all the same; exit code 1. On one H200 all takes about three minutes.
+Rank 0 prints a line per measurement, with the slowest rank's figures. A part that fails prints why
+and makes the exit code 1; the next parts still run. On one H200 all takes about three minutes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ WARMUP_STEPS, STEPS = 3, 6
 
 
 def main() -> int:
-    """Run the parts that were asked for."""
+    """Run the requested parts."""
     parser = argparse.ArgumentParser(description="Measure offloading.", allow_abbrev=False)
     parser.add_argument("--part", choices=["all", *PARTS], default="all")
     parser.add_argument("--preset", default="qwen3-30b-a3b")
@@ -77,14 +77,14 @@ def main() -> int:
 
 
 def say(line: str) -> None:
-    """By rank 0."""
+    """Print ``line`` on rank 0."""
     place = launched_place()
     if place is None or place.rank == 0:
         print(line, flush=True)
 
 
 def make_engine(args: argparse.Namespace, settings: list[str], *words: str) -> Engine:
-    """Of random weights on the ranks that there are."""
+    """Return an engine with random weights on the ranks of the world."""
     place = launched_place()
     ranks = 1 if place is None else place.world_size
     common = [f"model.preset={args.preset}", f"model.num_layers={args.layers}"]
@@ -96,7 +96,7 @@ def make_engine(args: argparse.Namespace, settings: list[str], *words: str) -> E
 
 
 def batch_of(engine: Engine, step: int) -> Batch:
-    """Random tokens, this rank's."""
+    """Return this rank's batch of random tokens."""
     seq_len = engine.config.data.seq_len
     generator = torch.Generator().manual_seed(1000 * step + engine.world.data_rank)
     rows = engine.config.train.micro_batch_size
@@ -106,14 +106,15 @@ def batch_of(engine: Engine, step: int) -> Batch:
 
 
 def learn(engine: Engine, step: int) -> torch.Tensor:
-    """One step of one micro-batch; its loss."""
+    """Make one step of one micro-batch; return its loss."""
     totals = engine.forward_backward([batch_of(engine, step)], CrossEntropy())
     engine.step(1e-4)
     return totals.total
 
 
 def timed(world: World, call: Callable[[], object]) -> float:
-    """Seconds of ``call`` and the device's work, begun by all ranks together; the slowest's."""
+    """Return the slowest rank's seconds of ``call`` and its device work, begun by all ranks
+    together."""
     wait(world)
     start = time.perf_counter()
     call()
@@ -122,7 +123,7 @@ def timed(world: World, call: Callable[[], object]) -> float:
 
 
 def slowest(world: World, seconds: float) -> float:
-    """The most of all ranks."""
+    """Return the largest value of all ranks."""
     found = torch.tensor(seconds, device=world.device)
     if world.size > 1:
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
@@ -130,19 +131,19 @@ def slowest(world: World, seconds: float) -> float:
 
 
 def wait(world: World) -> None:
-    """Until every rank's device has done what it was given."""
+    """Wait until every rank's device is idle."""
     torch.cuda.synchronize()
     world.barrier()
 
 
 def free_now() -> int:
-    """Bytes that the driver would give to anybody."""
+    """Return the free bytes of the driver."""
     torch.cuda.synchronize()
     return torch.cuda.mem_get_info()[0]
 
 
 def describe(engine: Engine) -> str:
-    """What is measured on what."""
+    """Return the measured model and the hardware."""
     arch, world = engine.arch, engine.world
     return (
         f"{world.size} x {device_name(world.device)}, torch {torch.__version__}, commit {commit()}"
@@ -157,7 +158,7 @@ FRACTIONS = (0.0, 0.5, 1.0)
 
 
 def update(args: argparse.Namespace, settings: list[str]) -> Iterator[str]:
-    """Tokens a second and memory."""
+    """Measure tokens per second and memory."""
     for fraction in FRACTIONS:
         try:
             yield measured(args, settings, fraction)
@@ -169,7 +170,7 @@ def update(args: argparse.Namespace, settings: list[str]) -> Iterator[str]:
 
 @contextmanager
 def clocked(owner: Any, name: str) -> Iterator[list[float]]:
-    """The seconds of each call of a function inside."""
+    """Collect the seconds of each call of a function inside the context."""
     seconds: list[float] = []
     call = getattr(owner, name)
 
@@ -184,12 +185,12 @@ def clocked(owner: Any, name: str) -> Iterator[list[float]]:
 
 
 def measured(args: argparse.Namespace, settings: list[str], fraction: float) -> str:
-    """One line about ``fraction``."""
+    """Return one line about ``fraction``."""
     words = (f"optim.offload_fraction={fraction}", "activation.policy=selective")
     engine = make_engine(args, settings, *words)
     world = engine.world
     has_hosts = any(b.storage.has_host_master for b in engine.fsdp.buckets)
-    DeviceBytes.forget_peak(world.device)  # an engine may have been here before
+    DeviceBytes.forget_peak(world.device)  # an earlier engine may have run here
     for step in range(WARMUP_STEPS):
         learn(engine, step)
     engine.fsdp.settle()
@@ -197,7 +198,7 @@ def measured(args: argparse.Namespace, settings: list[str], fraction: float) -> 
     def steps() -> None:
         for step in range(STEPS):
             learn(engine, step)
-        engine.fsdp.settle()  # what the last one left to the host is part of it
+        engine.fsdp.settle()  # includes the update that the last step left to the CPU
 
     with (
         clocked(optim, "adamw_on_host") as updates,
@@ -223,7 +224,7 @@ def measured(args: argparse.Namespace, settings: list[str], fraction: float) -> 
 
 
 def losses(args: argparse.Namespace, settings: list[str]) -> Iterator[str]:
-    """How far losses of 200 steps are apart."""
+    """Print the largest difference of the losses of 200 steps."""
     found = []
     small = argparse.Namespace(**{**vars(args), "preset": "debug", "layers": 4, "rows": 4})
     for fraction in FRACTIONS:
@@ -241,7 +242,7 @@ def losses(args: argparse.Namespace, settings: list[str]) -> Iterator[str]:
 
 
 def cycle(args: argparse.Namespace, settings: list[str]) -> Iterator[str]:
-    """Leaving and coming back."""
+    """Time offloading and reloading."""
     engine = make_engine(args, settings, "compile.enabled=no")
     world = engine.world
     for step in range(2):
@@ -292,12 +293,12 @@ def cycle(args: argparse.Namespace, settings: list[str]) -> Iterator[str]:
 
 
 def learn_forward(engine: Engine) -> None:
-    """A forward alone, which needs no moments."""
+    """Run a forward alone, which needs no moments."""
     engine.forward([batch_of(engine, 0)], CrossEntropy())
 
 
 def storages(engine: Engine) -> list[dict[int, int]]:
-    """Bytes by address: of weights, gradients, moments."""
+    """Return bytes by address of weights, gradients and moments."""
     buckets = list(engine.fsdp.buckets)
     moments = [s[k] for s in engine.optimizer.state.values() for k in AdamW.MOMENTS]
     kinds = (
@@ -313,14 +314,14 @@ def storages(engine: Engine) -> list[dict[int, int]]:
 
 
 def addresses(engine: Engine) -> list[int]:
-    """Of every parameter and moment."""
+    """Return the address of every parameter and moment."""
     locals = [member.local for member in engine.fsdp.members.values()]
     moments = [s[k] for s in engine.optimizer.state.values() for k in AdamW.MOMENTS]
     return [tensor.data_ptr() for tensor in (*locals, *moments)]
 
 
 def link_speed(world: World) -> tuple[float, float]:
-    """GiB/s of one copy of pinned memory, down and up, by all ranks at once."""
+    """Return GiB/s of one copy of pinned memory, down and up, by all ranks at once."""
     size = 4 * GIB
     host = HostMemory(world.device, "the benchmark", "use less").reserve(size)
     device = torch.empty(size, dtype=torch.uint8, device=world.device)

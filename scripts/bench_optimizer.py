@@ -1,15 +1,15 @@
-"""AdamW, the cast of its weights and the gradient's norm, at memory speed: ours beside torch's.
+"""Time AdamW, the cast of its weights and the gradient's norm against memory speed and torch.
 
     python scripts/bench_optimizer.py [--parameters 600e6] [--matrices 128x768x2048]
         [--only-muon] [--sweep]
 
-On one GPU, on one flat shard, as a bucket has it. First whether the numbers are right (against
-torch's fused AdamW after a step, and of rounded moments against the reference's bits), then a line
-for each part: median device milliseconds, and the bytes that it must read and write a second, and
-what these are of what a copy reaches here. Then Muon on ``--matrices``: five Newton-Schulz
-iterations, by half of each symmetric product and by whole ones, with what share of the FLOPs a
-second of one large product they reach, counting whole products both times, and whole updates beside
-AdamW's. ``--only-muon`` leaves the rest out; ``--sweep`` times other launch settings.
+It runs on one GPU, on one flat shard like a bucket's. First it checks the results (against torch's
+fused AdamW after a step, and with rounded moments against the reference's bits). Then a line for
+each part has median device milliseconds, the required bytes per second, and their share of a copy's
+rate. Then Muon on ``--matrices``: five Newton-Schulz iterations, by half of each symmetric product
+and by whole products, with their share of one large product's FLOPs per second (whole products are
+counted both times), and whole updates beside AdamW's. ``--only-muon`` leaves the rest out;
+``--sweep`` times other launch settings.
 """
 
 import argparse
@@ -51,7 +51,7 @@ from moetrain.kernels.quant.e4m3 import SCALED
 SETTINGS = Settings(0.9, 0.95, 1e-8, seed=0)
 LR, DECAY = 1e-3, 0.1
 WIDTH = 2048
-"""Numbers of a row, for moments in float8."""
+"""Elements of a row, for moments in float8."""
 REPEATS, WARM_UP = 10, 3
 SWEEP = ((512, 4), (1024, 2), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8))
 SYMMETRIC_SWEEP = (
@@ -66,7 +66,7 @@ SYMMETRIC_SWEEP = (
 
 
 def milliseconds(function: Callable[[], object]) -> float:
-    """Median device time of a call."""
+    """Return the median device milliseconds of a call."""
     times = []
     for _ in range(WARM_UP + REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -79,7 +79,7 @@ def milliseconds(function: Callable[[], object]) -> float:
 
 
 class Bench:
-    """One shard, and how fast a copy of it is."""
+    """A shard, and the rate of a copy of it."""
 
     def __init__(self, numbers: int) -> None:
         self.numbers = numbers
@@ -96,12 +96,12 @@ class Bench:
         self.copied = self.time("copy in fp32", 8, lambda: spare_N.copy_(self.param_N))
 
     def moments(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zeros."""
+        """Return zeros."""
         zeros = (torch.zeros_like(self.param_N, dtype=dtype) for _ in range(2))
         return next(zeros), next(zeros)
 
     def time(self, name: str, bytes_each: float, function: Callable[[], object]) -> float:
-        """Print a line; bytes a second."""
+        """Print a line; return bytes per second."""
         ms = milliseconds(function)
         rate = bytes_each * self.numbers / ms * 1e3
         share = f", {rate / self.copied:4.0%} of a copy's" if self.copied > 1 else ""
@@ -114,14 +114,14 @@ class Bench:
         moments: tuple[torch.Tensor, torch.Tensor],
         out_N: torch.Tensor | None,
     ) -> None:
-        """Ours."""
+        """Run our update."""
         origins_B = self.origins_B if moments[0].dtype == torch.bfloat16 else None
         tensors = (self.param_N, grad_N, *moments, self.rates_S, self.decays_B)
         adamw(*tensors, SETTINGS, origins_B, out_N)
 
 
 def torch_adamw(param_N: torch.Tensor, grad_N: torch.Tensor) -> torch.optim.AdamW:
-    """Torch's fused one."""
+    """Return torch's fused AdamW."""
     param_N = param_N.requires_grad_()
     param_N.grad = grad_N
     betas = (SETTINGS.beta1, SETTINGS.beta2)
@@ -129,7 +129,7 @@ def torch_adamw(param_N: torch.Tensor, grad_N: torch.Tensor) -> torch.optim.Adam
 
 
 def check(bench: Bench) -> bool:
-    """Whether a step's numbers are torch's, and rounded moments the reference's."""
+    """Return True if a step equals torch's, and rounded moments equal the reference's."""
     before_N, moments = bench.param_N.clone(), bench.moments(torch.float32)
     bench.update(bench.grad_N, moments, bench.out_N)
     theirs_N = before_N.clone()
@@ -153,7 +153,7 @@ def check(bench: Bench) -> bool:
 
 
 def float8_moments(rows: int) -> Float8Moments:
-    """Zeros, of rows of :data:`WIDTH` numbers."""
+    """Return zeros in rows of :data:`WIDTH` elements."""
     moments = Float8Moments.of_whole((rows, WIDTH), partial(torch.zeros, device="cuda"))
     for moment in moments:
         moment.zero_()
@@ -161,7 +161,8 @@ def float8_moments(rows: int) -> Float8Moments:
 
 
 def check_float8(bench: Bench) -> bool:
-    """Whether codes and weights in bf16 are the reference's, but for a few at an edge."""
+    """Return True if codes and weights in bf16 equal the reference's, except for a few at an
+    edge."""
     rows, found = (1 << 20) // WIDTH, []
     grads = [x.view(rows, WIDTH) for x in bench.grad_N[: 3 << 20].split(1 << 20)]
     for backend in ("triton", "reference"):
@@ -178,7 +179,7 @@ def check_float8(bench: Bench) -> bool:
 
 
 def compare_float8(bench: Bench) -> None:
-    """Lines of moments in float8, of weights in fp32 and in bf16."""
+    """Print lines of float8 moments, with weights in fp32 and in bf16."""
     rows = bench.numbers // WIDTH
     few = rows * WIDTH
     narrow_N, moments = bench.grad_N[:few].bfloat16(), float8_moments(rows)
@@ -193,7 +194,7 @@ def compare_float8(bench: Bench) -> None:
 
 
 def sweep_float8(bench: Bench) -> None:
-    """Other launch settings of weights in bf16; ``*`` are those in use."""
+    """Time other launch settings with weights in bf16; ``*`` marks those in use."""
     rows = bench.numbers // WIDTH
     few = rows * WIDTH
     param_N, moments = bench.param_N.detach()[:few].bfloat16(), float8_moments(rows)
@@ -214,7 +215,7 @@ def _word(dtype: torch.dtype) -> str:
 
 
 def compare(bench: Bench) -> None:
-    """A line for each part."""
+    """Print a line for each part."""
     narrow_N = bench.grad_N.bfloat16()
     for dtype, bytes_each in ((torch.float32, 24), (torch.bfloat16, 16)):
         moments = bench.moments(dtype)
@@ -246,7 +247,8 @@ def compare(bench: Bench) -> None:
 
 
 def muon(sizes: tuple[int, int, int]) -> bool:
-    """Print the times of Muon's parts and whole; tell whether its matrices are the reference's."""
+    """Print the times of Muon's parts and whole; return True if its matrices equal the
+    reference's."""
     generator = torch.Generator("cuda").manual_seed(0)
     wide_BRC = torch.randn(*sizes, device="cuda", generator=generator)
     x_BRC = wide_BRC.bfloat16()
@@ -288,7 +290,7 @@ def muon(sizes: tuple[int, int, int]) -> bool:
 
 
 def sweep_symmetric(sizes: tuple[int, int, int]) -> None:
-    """Print the times of both symmetric products by launch settings, and by whole products."""
+    """Print the times of both symmetric products by launch settings, and of whole products."""
     batch, short, long = sizes[0], *sorted(sizes[1:])
     x_BRC = torch.randn(batch, short, long, device="cuda").bfloat16()
     gram_BRR = torch.bmm(x_BRC, x_BRC.mT)
@@ -307,7 +309,7 @@ def sweep_symmetric(sizes: tuple[int, int, int]) -> None:
 
 
 def sweep(bench: Bench) -> None:
-    """Other launch settings; ``*`` are those in use."""
+    """Time other launch settings; ``*`` marks those in use."""
     for dtype, bytes_each in ((torch.float32, 30), (torch.bfloat16, 22)):
         moments = bench.moments(dtype)
         for block, warps in SWEEP:
@@ -331,7 +333,7 @@ def sweep(bench: Bench) -> None:
 
 
 def main() -> int:
-    """Exit code 1 if the numbers are wrong."""
+    """Return 1 if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=float, default=600e6)
     parser.add_argument("--sweep", action="store_true")

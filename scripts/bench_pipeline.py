@@ -1,14 +1,13 @@
-"""Pipeline schedules on the GPUs that there are: the same losses, how fast, and how idle.
+"""Compare pipeline schedules on this machine's GPUs: losses, speed, and idle time.
 
     python scripts/bench_pipeline.py --launch.nproc auto [--layers 12] [--sequences N] [--steps 5]
         [--only NAME,...] [--recipe qwen3-30b-a3b-24l] [--results FILE.jsonl] [--profile]
         [--timeout SECONDS] [--section.key value ...]
 
-A row is a run of its own on all GPUs, of the same model on the same batches:
-without stages, then every schedule on 2 pipeline ranks x expert parallel ranks and on pipeline
-ranks alone. Its first losses and its first gradient norm are held against those of the row without
-stages. Then steps are timed, and a few more with marks in the device's queue around everything that
-a rank does:
+A row is a separate run on all GPUs, with the same model and batches: without stages, then every
+schedule on 2 pipeline ranks x expert parallel ranks and on pipeline ranks alone. Its first losses
+and its first gradient norm are compared with those of the row without stages. Then steps are timed,
+and a few more with marks in the device's queue around each action of a rank:
 
     busy      between the marks; they are set after the wait for what has not arrived
     bubble    the mean over ranks of 1 - busy / time from a rank's first mark to its last (of ranks
@@ -16,7 +15,7 @@ a rank does:
     simulated the same by the simulator, with the median times that were measured for each stage
 
 A row that fails says why in a line, and the next one runs. ``--profile``: the share of dispatch and
-combine that is hidden, by a trace of rank 0. A JSON line a row, and a table in the end.
+combine that is hidden, by a trace of rank 0. Each row is a JSON line; a table follows at the end.
 """
 
 from __future__ import annotations
@@ -75,19 +74,19 @@ class Layout(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """Its settings."""
+        """Return the settings of this layout."""
         words = [f"parallel.{key}={getattr(self, key)}" for key in ("pp", "ep")]
         return words + [f"parallel.pp_schedule={self.schedule}"] * (self.pp > 1)
 
 
 def layouts(nproc: int) -> list[Layout]:
-    """All rows, the one without stages first."""
+    """Return all rows, the one without stages first."""
     meshes = dict.fromkeys([(2, nproc // 2), (nproc, 1)])
     return [Layout(1, nproc, "")] + [Layout(*mesh, name) for mesh in meshes for name in SCHEDULES]
 
 
 def main() -> int:
-    """Run every row, or be the launcher or a rank of one; exit code 1 where a row has failed."""
+    """Run every row, or be the launcher or a rank of one; return 1 if a row has failed."""
     parser = argparse.ArgumentParser(description="Time pipelines.", allow_abbrev=False)
     parser.add_argument("--recipe", default="qwen3-30b-a3b-24l")
     parser.add_argument("--layers", type=int, default=12)
@@ -118,10 +117,10 @@ def main() -> int:
 def config_of(
     args: argparse.Namespace, settings: Sequence[str], layout: Layout, nproc: int, folder: str
 ) -> Config:
-    """A row's settings."""
+    """Return a row's settings."""
     words = [f"model.num_layers={args.layers}", "train.micro_batch_size=1"]
     words += [f"train.global_batch_size={args.sequences or 8 * nproc}", "data.source=synthetic"]
-    words.append("moe.aux_loss_coef=0")  # which is another loss for another split into batches
+    words.append("moe.aux_loss_coef=0")  # its loss depends on the split into batches
     words += [f"output_dir={folder}", "log.tensorboard=no", "checkpoint.resume=never"]
     return Config.load(args.recipe, [*words, *settings, *layout.words])
 
@@ -130,7 +129,7 @@ def config_of(
 
 
 def run_rows(args: argparse.Namespace, nproc: int) -> int:
-    """Each in processes of its own, so that none can take the others down."""
+    """Run each row in its own processes, so that a crash does not end the others."""
     wanted = (args.only or "").split(",")
     chosen = [one for one in layouts(nproc) if any(part in one.name for part in wanted)]
     rows, plain = [], None
@@ -150,9 +149,9 @@ def run_rows(args: argparse.Namespace, nproc: int) -> int:
 
 
 def run_row(name: str, timeout: float) -> dict[str, Any]:
-    """What it measured, or ``error``."""
+    """Return a row's measurements, or ``error``."""
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    # Ranks are not started where this file is, which imports another.
+    # The ranks' folder must not be this file's: it imports another script.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     how = {"capture_output": True, "text": True, "timeout": timeout, "env": environment}
     with tempfile.TemporaryDirectory() as folder:
@@ -160,7 +159,7 @@ def run_row(name: str, timeout: float) -> dict[str, Any]:
         command = [sys.executable, __file__, "--row", name, "--out", str(out), *sys.argv[1:]]
         try:
             done = subprocess.run(command, **how)
-        except subprocess.TimeoutExpired:  # its ranks go with it
+        except subprocess.TimeoutExpired:  # its ranks are killed too
             return {"row": name, "error": f"took more than {timeout:.0f} s"}
         if done.returncode == 0 and out.exists():
             return json.loads(out.read_text())
@@ -168,7 +167,7 @@ def run_row(name: str, timeout: float) -> dict[str, Any]:
 
 
 def last_error(text: str) -> str:
-    """The line that says why, of what a failed run printed."""
+    """Return the line of a failed run's output that says why."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [
         line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]*(error|failed)\b", line, re.I)
@@ -177,7 +176,7 @@ def last_error(text: str) -> str:
 
 
 def compared(row: dict[str, Any], plain: dict[str, Any], tolerance: float) -> dict[str, Any]:
-    """How far its numbers are from those without stages, relatively."""
+    """Return the relative differences from the row without stages."""
     losses = max(abs(x / y - 1) for x, y in zip(row["losses"], plain["losses"], strict=True))
     norm = abs(row["norms"][0] / plain["norms"][0] - 1)
     equal = losses <= tolerance and norm <= 10 * tolerance
@@ -186,7 +185,7 @@ def compared(row: dict[str, Any], plain: dict[str, Any], tolerance: float) -> di
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Lines for people."""
+    """Return the table as text."""
     yield (
         f"{'':22} {'ms/step':>8} {'tok/s/GPU':>10} {'of pp1':>6} {'GiB':>6} "
         f"{'loss err':>8} {'norm err':>8} {'bubble':>7} {'simul.':>7} {'hidden':>7}  idle by rank"
@@ -214,7 +213,7 @@ def _percent(share: float | None) -> str:
 
 
 def bench(config: Config, args: argparse.Namespace) -> dict[str, Any] | None:
-    """Measure; the row on rank 0, None elsewhere."""
+    """Measure; return the row on rank 0, None elsewhere."""
     trainer = Trainer(config)
     first = [trainer.train_step() for _ in range(WARMUP_STEPS)]
     wait(trainer)
@@ -247,7 +246,7 @@ def bench(config: Config, args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def gather(mine: Any) -> list[Any]:
-    """Every rank's. Collective."""
+    """Return every rank's value. Collective."""
     found: list[Any] = [mine] * dist.get_world_size()
     if len(found) > 1:
         dist.all_gather_object(found, mine)
@@ -255,12 +254,12 @@ def gather(mine: Any) -> list[Any]:
 
 
 def kind_of(action: Action) -> str:
-    """The action without its micro-batch."""
+    """Return the action without its micro-batch."""
     return f"{action.kind}{action.stage}"
 
 
 def idle_times(trainer: Trainer) -> dict[str, Any]:
-    """The bubble as it was, by rank and in all, and as the simulator has it."""
+    """Return the measured bubble, by rank and in all, and the simulated one."""
     pipeline, stages = trainer.engine.runner.pipeline, trainer.engine.stages
     assert pipeline is not None  # the caller has looked
     makespan, bubbles, idle, everything = 0.0, [], [], defaultdict(list)
@@ -275,7 +274,7 @@ def idle_times(trainer: Trainer) -> dict[str, Any]:
         total = seconds_between(marks[actions[0]][0], marks[actions[-1]][1])
         by_rank = gather((stages.rank, sum(seconds_of.values()), total))
         makespan = max(total for *_, total in by_rank)
-        # Of ranks with the same stages, the mean.
+        # The mean is over ranks with the same stages.
         shares = [
             statistics.mean(1 - busy / makespan for rank, busy, _ in by_rank if rank == wanted)
             for wanted in range(schedule.num_ranks)
@@ -296,7 +295,7 @@ def idle_times(trainer: Trainer) -> dict[str, Any]:
 
 
 def marked_step(trainer: Trainer, actions: Sequence[Action]) -> dict[Action, tuple[Any, Any]]:
-    """A step's marks before and after each of this rank's ``actions``, done."""
+    """Run a step; return the marks before and after each of this rank's ``actions``."""
     found: dict[Action, tuple[Any, Any]] = {}
 
     begins: list[Any] = []
@@ -304,7 +303,7 @@ def marked_step(trainer: Trainer, actions: Sequence[Action]) -> dict[Action, tup
 
     def take_first(run: _Run, *what: Any) -> Any:
         taken = take(run, *what)
-        begins.append(mark(trainer.device))  # once what it needs is there
+        begins.append(mark(trainer.device))  # once its inputs are there
         return taken
 
     def watched(run: _Run, action: Action) -> None:

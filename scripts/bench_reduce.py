@@ -1,10 +1,10 @@
-"""Reduce-scatter: ours (bf16 on the wire, fp32 sums) beside NCCL's in fp32 and in bf16.
+"""Time reduce-scatter: ours (bf16 on the wire, fp32 sums) beside NCCL's in fp32 and in bf16.
 
     torchrun --nproc-per-node 4 scripts/bench_reduce.py
 
-First the errors against an fp64 sum and whether a rerun gives the same bits, then milliseconds:
-median device time of a call, buffers ready. A spin before each call hides the launches, as a busy
-queue does in training. Sizes are bytes of one rank's whole bf16 input.
+It prints the errors against an fp64 sum and whether a rerun gives the same bits, then the median
+device milliseconds of a call with ready buffers. A spin before each call hides the launches, as a
+busy queue does in training. Sizes are bytes of one rank's whole bf16 input.
 """
 
 import os
@@ -22,12 +22,12 @@ SPIN_CYCLES = 4_000_000  # about 2 ms, more than the longest call takes to launc
 
 Reduction = Callable[[], torch.Tensor]
 
-# torch 2.13 renamed it and warns on the old name.
+# torch 2.13 renamed it, and warns about the old name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def main() -> None:
-    """Print one line a size, on rank 0."""
+    """Print one line per size, on rank 0."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
@@ -62,7 +62,7 @@ def say(line: str) -> None:
 
 
 def random_chunks(mib: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    """bf16 [W, N], other numbers on each rank."""
+    """Return bf16 [W, N], different on each rank."""
     length = mib * 2**20 // 2 // group.size()
     generator = torch.Generator(device).manual_seed(group.rank())
     return torch.randn(group.size(), length, device=device, generator=generator).bfloat16()
@@ -71,7 +71,7 @@ def random_chunks(mib: int, group: dist.ProcessGroup, device: torch.device) -> t
 def reductions(
     chunks: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[Reduction, Reduction, Reduction]:
-    """By ours, by NCCL in fp32, by NCCL in bf16."""
+    """Return the reductions: ours, NCCL in fp32, NCCL in bf16."""
     wide, out_bf16 = chunks.float(), chunks.new_empty(chunks.shape[1])
     out = torch.empty_like(out_bf16, dtype=torch.float32)
 
@@ -91,7 +91,7 @@ def reductions(
 
 
 def exact_sum(chunks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's row of the sum, in fp64."""
+    """Return this rank's row of the sum, in fp64."""
     arriving = torch.empty_like(chunks)
     dist.all_to_all_single(arriving, chunks, group=group)
     total = torch.zeros(chunks.shape[1], device=chunks.device, dtype=torch.float64)
@@ -101,7 +101,7 @@ def exact_sum(chunks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def all_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the two have the same bits on every rank."""
+    """Return True if both have the same bits on every rank."""
     differ = torch.tensor(float(not torch.equal(a.view(torch.int32), b.view(torch.int32))))
     differ = differ.to(a.device)
     dist.all_reduce(differ)
@@ -109,7 +109,7 @@ def all_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def milliseconds(function: Reduction) -> float:
-    """Median over calls that all ranks begin together."""
+    """Return the median over calls that all ranks begin together."""
     times = []
     for _ in range(REPEATS + 3):
         dist.barrier()

@@ -1,18 +1,18 @@
-"""Time whole steps of reinforcement learning: generation, updates, and what lies between.
+"""Time whole steps of reinforcement learning: generation, updates, and everything in between.
 
     torchrun --nproc-per-node 4 scripts/bench_rl.py [--layers 24] [--section.key=value ...]
 
-Random weights of ``qwen3-30b-a3b``, cut to ``--layers``; prompts of ``--prompt`` random tokens in
-groups of 8, ``--responses`` tokens each (none ends before), ``--sequences`` trajectories a rank and
-step. With ``--mean M`` lengths are skewed instead: drawn as if each token ended a response with a
-probability of 1 / M, up to ``--responses`` tokens. With ``--rl.placement=apart`` all ranks count,
-and share. The reward is the share of even tokens, so that every group has a spread. The first step
-compiles, captures and connects and is not counted.
+The model is ``qwen3-30b-a3b`` with random weights, cut to ``--layers``. Prompts have ``--prompt``
+random tokens, in groups of 8; every response has ``--responses`` tokens; a rank has ``--sequences``
+trajectories per step. With ``--mean M`` lengths are skewed instead: drawn as if each token ended a
+response with a probability of 1 / M, up to ``--responses`` tokens. With ``--rl.placement=apart``
+all ranks count. The reward is the share of even tokens, so that rewards vary within every group.
+The first step compiles, captures and connects, and is not counted.
 
-A line for the whole, and one for every part: seconds and share. Generated tokens are counted as
-published ones are: of responses alone, over the whole step. Exit code 1 where a log-probability of
-generation differs from training's though the kernels of both are exact and their weights the same
-(``--rl.generator_dtype``, ``--rl.keep_cache``).
+One line is for the whole step, and one for every part: seconds and share. Generated tokens are
+counted as in published figures: responses alone, over the whole step. The exit code is 1 if a
+log-probability of generation differs from training's although both use exact kernels and the same
+weights (``--rl.generator_dtype``, ``--rl.keep_cache``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GROUP = 8
 
 
 class Noise(Episode):
-    """A prompt of random tokens."""
+    """Prompt of random tokens."""
 
     def __init__(self, task: int, length: int, vocabulary: int, most: int | None) -> None:
         rng = random.Random(task)
@@ -51,7 +51,7 @@ class Noise(Episode):
 
 
 class Noises:
-    """Of every number one."""
+    """Task set with one prompt for every number."""
 
     num_tasks: int | None = None
 
@@ -65,14 +65,14 @@ class Noises:
 
 
 class Bench(RlTrainer):
-    """A run in which nothing ends a response but its length."""
+    """Run in which only its length ends a response."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.collector.stop_ids = ()
 
     def finish(self) -> None:
-        """Leave nothing: these weights are of no use."""
+        """Save nothing: these weights are useless."""
 
 
 def main() -> int:
@@ -137,7 +137,7 @@ def main() -> int:
 
 
 def report(rows: Sequence[dict[str, Any]], ranks: int, args: argparse.Namespace) -> str:
-    """The rows of the steps that count, in words."""
+    """Describe the rows of the counted steps."""
     mean = {
         name: sum(row[name] for row in rows) / len(rows)
         for name in rows[0]

@@ -6,15 +6,15 @@
 Real steps, optimizer included: a few to warm up, then the timed ones, then one under the profiler,
 whose GPU time is attributed by kernel and by the part of moetrain that launched it. "Exposed" is
 the time in which communication ran and no computation did. FLOPs are counted as
-``Architecture.flops_per_token`` says: no recomputation, causal attention halved. The first step is
-said to be done so many seconds after this command began: importing, starting ranks and compiling
-are part of it. ``--kernels N`` prints the N kernels that took most of the profiled step.
+``Architecture.flops_per_token`` says: no recomputation, causal attention halved. The time to the
+first step counts from the start of this command, with imports, start of ranks and compilation.
+``--kernels N`` prints the N kernels that took most of the profiled step.
 
-Links that go through sockets are as fast as the processors let them be, which differs from run to
-run. ``--links ROUNDS`` measures a run's own communicator between its steps, so many times, and
-prints the medians with the options of scripts/simulate.py that say so.
+The speed of links through sockets depends on the processors, and differs from run to run. ``--links
+ROUNDS`` measures a run's own communicator between its steps, ROUNDS times, and prints the medians
+as options of scripts/simulate.py.
 
-With several processes (``--launch.nproc``) rank 0 speaks. ``--peer`` runs a shell command
+With several processes (``--launch.nproc``) rank 0 prints. ``--peer`` runs a shell command
 afterwards on the same GPUs, which prints a line that holds ``<number> tok/s/gpu``. ``--results``
 appends to a JSONL. The exit code is 1 if the last loss is not finite.
 """
@@ -44,16 +44,18 @@ from moetrain.config.environment import launched_place
 from moetrain.parallel.processes import num_processes
 from moetrain.train.session import garbage_collector_off
 
-if TYPE_CHECKING:  # the process that starts the ranks has no need of it, and it takes seconds
+# the process that starts the ranks does not need it, and importing it takes seconds
+if TYPE_CHECKING:
     from moetrain.train.loop import Trainer
 
 BEGAN = "BENCH_TRAIN_BEGAN"
-"""Environment variable: when the command began, for its ranks."""
+"""Environment variable with the start time of the command, for its ranks."""
 
 LINKS_MIB = 512
-"""Of the messages by which ``--links`` measures."""
+"""Size of the messages by which ``--links`` measures."""
 
-# What a kernel is for: the first pattern found in "<launching scopes> / <kernel name>".
+# The part that a kernel belongs to: the first pattern found in "<launching scopes> / <kernel
+# name>".
 PARTS = (
     ("FSDP", r"fsdp_.*(nccl|copy_engines)"),
     ("FSDP casts + copies", r"fsdp_"),
@@ -77,7 +79,7 @@ COMMUNICATION = (
 
 
 def main() -> int:
-    """Start the ranks, or be one; exit code 1 where a run failed."""
+    """Start the ranks, or be one; return 1 if a run failed."""
     parser = argparse.ArgumentParser(description="Time training steps.", allow_abbrev=False)
     parser.add_argument("recipe")
     parser.add_argument("--bench-steps", type=int, default=10)
@@ -109,7 +111,7 @@ def main() -> int:
 
 
 def process_seconds() -> float:
-    """Since this process began, where Linux says it; else since main."""
+    """Return the seconds since this process began, if Linux says it; else since main."""
     stat = Path("/proc/self/stat")
     if not stat.exists():
         return 0.0
@@ -120,7 +122,7 @@ def process_seconds() -> float:
 def bench(
     config: Config, steps: int, warm_up: int, kernels: int = 0, rounds: int = 0
 ) -> dict[str, Any] | None:
-    """Measure; the row of results on rank 0, None elsewhere."""
+    """Measure; return the row of results on rank 0, None elsewhere."""
     from moetrain.train.loop import Trainer
     from moetrain.train.metrics import peak_memory_gib
 
@@ -170,7 +172,8 @@ def bench(
 
 
 def between_links(trainer: Trainer, steps: int, rounds: int) -> list[str]:
-    """Measure the communicator of all ranks, then steps, in turns: a line each, then medians."""
+    """Alternate steps and measurements of the communicator of all ranks: a line each, then
+    medians."""
     from bench_links import NAMES, Links
 
     links, size = Links(trainer.device, 1.0, [None]), LINKS_MIB * 2**20
@@ -194,7 +197,7 @@ def between_links(trainer: Trainer, steps: int, rounds: int) -> list[str]:
 
 
 def mark(device: torch.device) -> torch.cuda.Event | float:
-    """This moment in the device's queue; on a CPU, which has none, the time."""
+    """Return a mark in the device's queue; on a CPU, the time."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -203,23 +206,23 @@ def mark(device: torch.device) -> torch.cuda.Event | float:
 
 
 def seconds_between(first: Any, last: Any) -> float:
-    """Between two of :func:`mark`, once the device has passed them."""
+    """Return the seconds between two of :func:`mark`, once the device has passed them."""
     return last - first if isinstance(first, float) else first.elapsed_time(last) / 1e3
 
 
 def wait(trainer: Trainer) -> None:
-    """Until every rank's device has done what it was given."""
+    """Wait until every rank's device is idle."""
     if trainer.device.type == "cuda":
         torch.cuda.synchronize()
     trainer.world.barrier()
 
 
 Span = tuple[str, str, float, float]
-"""A part, a kernel's name and grid, and from when to when it ran, in microseconds."""
+"""Part, kernel's name and grid, and start and end of its run in microseconds."""
 
 
 def profile_step(trainer: Trainer) -> list[Span]:
-    """What ran on the GPU in one step; nothing on a CPU."""
+    """Return the spans of one step on the GPU; none on a CPU."""
     from moetrain.train.callbacks import Profile
 
     if trainer.device.type != "cuda":
@@ -235,7 +238,7 @@ def profile_step(trainer: Trainer) -> list[Span]:
 
 
 def spans_of(events: list[dict[str, Any]]) -> list[Span]:
-    """What ran on the GPU of a trace's events (Chrome's format)."""
+    """Return the GPU spans among a trace's events (Chrome's format)."""
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     launches = {
         e["args"]["correlation"]: e
@@ -256,7 +259,7 @@ def spans_of(events: list[dict[str, Any]]) -> list[Span]:
 
 
 def attribute(spans: list[Span]) -> dict[str, float]:
-    """GPU milliseconds by part, of exposed communication, and without anything."""
+    """Return GPU milliseconds by part, of exposed communication, and of idle time."""
     if not spans:
         return {}
     busy: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -276,7 +279,7 @@ def attribute(spans: list[Span]) -> dict[str, float]:
 
 
 def largest_kernels(spans: list[Span]) -> list[str]:
-    """A line a kernel: milliseconds, how often it ran, and microseconds each time."""
+    """Return a line per kernel: milliseconds, number of calls, and microseconds per call."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for part, name, first, last in spans:
         found[part, name].append(last - first)
@@ -291,7 +294,7 @@ def enclosing_names(
     launches: dict[int, dict[str, Any]],
     scopes: dict[int, list[tuple[float, float, str]]],
 ) -> list[str]:
-    """For each kernel, the names of the host scopes in which it was launched, outermost first."""
+    """Return for each kernel the host scopes in which it was launched, outermost first."""
     found: dict[int, str] = {}
     by_thread = defaultdict(list)
     for index, kernel in enumerate(kernels):
@@ -299,7 +302,7 @@ def enclosing_names(
         if launch is not None:
             by_thread[launch["tid"]].append((launch["ts"], index))
     for thread, launched in by_thread.items():
-        # One sweep over the thread's time with a stack of open scopes.
+        # One sweep over the thread's time keeps a stack of open scopes.
         opening = sorted(scopes[thread], key=lambda s: (s[0], -s[1]))
         stack, cursor = [], 0
         for moment, index in sorted(launched):
@@ -312,7 +315,7 @@ def enclosing_names(
 
 
 def total(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of ``spans``."""
+    """Return the length of the union of ``spans``."""
     length, end = 0.0, float("-inf")
     for start, stop in sorted(spans):
         length += max(0.0, stop - max(start, end))
@@ -321,7 +324,7 @@ def total(spans: list[tuple[float, float]]) -> float:
 
 
 def report(row: dict[str, Any]) -> str:
-    """The row as a few lines of text."""
+    """Return the row as a few lines of text."""
     lines = [
         f"{row['hardware']}, torch {row['torch']}, commit {row['commit']}",
         f"{row['tokens_per_second_per_device']:,.0f} tokens/s/GPU  "
@@ -341,7 +344,7 @@ def report(row: dict[str, Any]) -> str:
 
 
 def run_peer(command: str, results: Path | None) -> int:
-    """Run the peer, find its rate, and print ours over it."""
+    """Run the peer, find its rate, and print our rate divided by it."""
     process = subprocess.run(command, shell=True, capture_output=True, text=True)
     rates = re.findall(r"([\d.,]+) tok/s/gpu", process.stdout)
     if process.returncode or not rates:
@@ -358,12 +361,12 @@ def run_peer(command: str, results: Path | None) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or cpu."""
+    """Return the GPU's name, or cpu."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def commit() -> str:
-    """The checkout's short commit, or unknown."""
+    """Return the checkout's short commit, or unknown."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     process = subprocess.run(git, capture_output=True, text=True)
     return process.stdout.strip() or "unknown"

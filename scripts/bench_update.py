@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 scripts/bench_update.py [--preset qwen3-30b-a3b] [--layers N]
         [--ep DEGREE] [--tp DEGREE] [--results FILE.jsonl]
 
-An engine as a run has it (fp32 weights, no moments before the first step), a replica in the compute
-dtype and its generator. Other weights are drawn into the engine, then: the median of five updates,
-from the moment that all ranks begin to the one when the slowest has finished, and whether
+An engine like a run's (fp32 weights, no moments before the first step) stands beside a replica in
+the compute dtype and its generator. The engine gets other random weights. Printed are the median of
+five updates, from the common start of all ranks to the end of the slowest, and these checks:
 
     addresses   parameters lie where they did before
     values      every rank's pieces are where they belong, in the dtype they are used in, and ranks
@@ -14,7 +14,7 @@ from the moment that all ranks begin to the one when the slowest has finished, a
                 not those of before
     trainer     how many of these tokens the engine's own forward of the whole text prefers
 
-Exit code 1 where one of the first three does not hold. One process needs no torchrun.
+The exit code is 1 if one of the first three does not hold. One process needs no torchrun.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def main() -> int:
 
 
 def bytes_received(update: WeightUpdate) -> int:
-    """Bytes of one update that come from other ranks."""
+    """Return the bytes of one update that come from other ranks."""
     rank = update.engine.stages.rank
     gathered = sum(g.size * (g.group.size() - 1) for g in update._gathers)
     return gathered + sum(x.nbytes for x, holder in update._from_stages if holder != rank)
 
 
 def make_engine(args: argparse.Namespace) -> Engine:
-    """Of random weights on the ranks that there are."""
+    """Return an engine with random weights on the ranks of the world."""
     place = launched_place()
     ranks = 1 if place is None else place.world_size
     words = [f"model.preset={args.preset}", f"parallel.tp={args.tp}"]
@@ -87,15 +87,15 @@ def make_engine(args: argparse.Namespace) -> Engine:
         words.append(f"model.num_layers={args.layers}")
     config, arch = resolve_run(Config.load(None, words))
     engine = Engine(config, arch, join_world(config, arch))
-    assert not engine.optimizer.state  # moments come with the first step
+    assert not engine.optimizer.state  # moments are made in the first step
     return engine
 
 
 def bench(engine: Engine) -> dict[str, Any]:
-    """Measure; the row of results."""
+    """Measure; return the row of results."""
     world = engine.world
     generator, update = make_generator(engine)
-    update()  # connects what has not yet met, and lets the allocator grow
+    update()  # connects the ranks, and lets the allocator grow
     before = tokens_of(engine, generator)
     parameters = list(generator.model.named_parameters())
     addresses = [p.data_ptr() for _, p in parameters]
@@ -130,27 +130,27 @@ def bench(engine: Engine) -> dict[str, Any]:
 
 
 def make_generator(engine: Engine) -> tuple[Generator, WeightUpdate]:
-    """One beside ``engine``, with room for the text of :func:`tokens_of`."""
+    """Return a generator beside ``engine``, with room for the text of :func:`tokens_of`."""
     model, experts = replica(engine)
     generator = Generator(model, num_pages=1, page_size=64, experts=experts)
     return generator, WeightUpdate(engine, generator)
 
 
 def prompt_of(engine: Engine) -> list[int]:
-    """Random ids; tensor parallel ranks have the same, so that they can read them together."""
+    """Return random ids, equal on tensor parallel ranks, which read them together."""
     generator = torch.Generator().manual_seed(engine.world.data_rank)
     return torch.randint(0, engine.arch.vocab_size, (PROMPT,), generator=generator).tolist()
 
 
 def tokens_of(engine: Engine, generator: Generator) -> list[int]:
-    """What is likeliest after this rank's prompt."""
+    """Return the likeliest tokens after this rank's prompt."""
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0)
     ((completion,),) = generator.generate([Request("a", tuple(prompt_of(engine)), params)])
     return completion.tokens
 
 
 def timed(engine: Engine, update: WeightUpdate) -> float:
-    """Seconds of one update, begun by all ranks together and ended by the slowest."""
+    """Return the seconds of one update, from the common start to the slowest rank's end."""
     wait(engine)
     start = time.perf_counter()
     update()
@@ -163,7 +163,7 @@ def timed(engine: Engine, update: WeightUpdate) -> float:
 
 
 def wait(engine: Engine) -> None:
-    """Until every rank's device has done what it was given."""
+    """Wait until every rank's device is idle."""
     if engine.world.device.type == "cuda":
         torch.cuda.synchronize()
     if engine.world.size > 1:
@@ -172,7 +172,7 @@ def wait(engine: Engine) -> None:
 
 @torch.no_grad()
 def values_are_right(engine: Engine, model: Transformer) -> bool:
-    """Whether this rank's pieces are where they belong in ``model``, and ranks have the same."""
+    """Return True if this rank's pieces are in place in ``model``, and ranks agree."""
     parameters, meshes, right = dict(model.named_parameters()), engine.world.meshes, True
     for name, member in engine.fsdp.members.items():
         layout, mine = member.layout, parameters[name]
@@ -191,14 +191,14 @@ def values_are_right(engine: Engine, model: Transformer) -> bool:
 
 
 def on_all(engine: Engine, flag: bool) -> bool:
-    """Whether ``flag`` holds on every rank."""
+    """Return True if ``flag`` holds on every rank."""
     wrong = torch.tensor(float(not flag), device=engine.world.device)
     return engine.world.sum(wrong).item() == 0
 
 
 @torch.no_grad()
 def agreement(engine: Engine, tokens: list[int]) -> float:
-    """Of all ranks' ``tokens``, the share that the engine's own forward finds likeliest."""
+    """Return the share of all ranks' ``tokens`` that the engine's own forward finds likeliest."""
     model, world = engine.model, engine.world
     text = torch.tensor([[*prompt_of(engine), *tokens]], device=world.device)
     with engine.work(), engine.runner.exact_sizes():
@@ -209,7 +209,7 @@ def agreement(engine: Engine, tokens: list[int]) -> float:
 
 
 def report(row: dict[str, Any]) -> str:
-    """The row in words."""
+    """Describe the row."""
     ms, slowest = row["seconds"] * 1e3, row["slowest_seconds"] * 1e3
     written, received = row["bytes_written"] / 2**30, row["bytes_received"] / 2**30
     return "\n".join(

@@ -5,10 +5,10 @@
     torchrun --nproc-per-node 4 scripts/check_bits.py ...       (expert parallel over all ranks)
 
 Requests of random lengths, temperatures, filters and group sizes, some with a common beginning, are
-generated over a cache too small for all that run (so that some are preempted and read again), in
-chunks, over shared prefixes, in graphs. What came is then packed into rows of 4,096, shuffled, and
-goes through the engine's compiled and recomputed ``forward_backward``, and once more eagerly, with
-the routers' choices noted. Exit code 1 where a bit differs.
+generated over a cache too small for all of them (so that some are preempted and prefilled again),
+in chunks, over shared prefixes, in graphs. The texts are then packed into shuffled rows of 4,096,
+and go through the engine's compiled and recomputed ``forward_backward``, and once more eagerly,
+with the routers' choices recorded. The exit code is 1 if a bit differs.
 
 ``--train-steps`` trains first, on the text of Python's standard library. ``--shared`` is for models
 whose fp32 weights do not fit beside the generator's: the trainer's blocks, compiled, then run on
@@ -41,13 +41,13 @@ from moetrain.train.engine import Engine
 from moetrain.train.objectives import Outputs, Pretraining, Term
 from moetrain.train.session import resolve_run
 
-ROW, ROWS = 4096, 4  # tokens, and rows of a micro-batch
-REQUESTS = 400  # of a round
-CACHE_PAGES = 900  # of 64 tokens: too few for the 192 sequences that may run
+ROW, ROWS = 4096, 4  # tokens of a row, and rows of a micro-batch
+REQUESTS = 400  # per round
+CACHE_PAGES = 900  # pages of 64 tokens: too few for the 192 sequences that may run
 
 
 class Collect:
-    """An objective that keeps every token's log-probability."""
+    """Objective that keeps every token's log-probability."""
 
     balances = False
 
@@ -67,7 +67,7 @@ class Collect:
 
 @dataclass
 class Counts:
-    """What was compared and what differed, on this rank."""
+    """Counts of comparisons and differences on this rank."""
 
     tokens: int = 0
     differ: int = 0
@@ -78,7 +78,7 @@ class Counts:
 
 
 def main() -> int:
-    """Print a line a round on rank 0."""
+    """Print a line per round on rank 0."""
     parser = argparse.ArgumentParser(description="Compare bits.", allow_abbrev=False)
     parser.add_argument("--preset", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int)
@@ -121,7 +121,7 @@ def main() -> int:
 
 
 def requests_of(seed: int, vocabulary: int) -> list[Request]:
-    """A mixture of what requests can be."""
+    """Return a mixture of requests with all kinds of parameters."""
     draw = random.Random(seed)
     common = [[draw.randrange(vocabulary) for _ in range(draw.randint(64, 400))] for _ in range(20)]
     made = []
@@ -144,18 +144,19 @@ def requests_of(seed: int, vocabulary: int) -> list[Request]:
 
 @dataclass
 class Text:
-    """One completion, and where its tokens lie in the micro-batches of a round."""
+    """One completion, and the place of its tokens in the micro-batches of a round."""
 
     tokens: list[int]
     start: int
-    """Of the completion."""
+    """First token of the completion."""
     completion: Completion
     batch: int = -1
     first: int = -1
 
 
 def pack(texts: Sequence[Text], least: int) -> list[Batch]:
-    """Best fit, the longest first, into micro-batches of full size; ``least`` of them or more."""
+    """Pack, best fit and longest first, into micro-batches of full size: at least ``least`` of
+    them."""
     rows: list[list[Text]] = []
     used: list[int] = []
     for text in sorted(texts, key=lambda text: -len(text.tokens)):
@@ -192,7 +193,7 @@ def _batch(rows: Sequence[Sequence[Text]], number: int) -> Batch:
 
 
 class Trained:
-    """An engine, and a generator that is brought its weights."""
+    """An engine, and a generator that receives its weights."""
 
     def __init__(self, config: Config, arch, world) -> None:
         self.config, self.arch, self.world = config, arch, world
@@ -258,7 +259,7 @@ class Trained:
             self.compare_routes(text, counts)
 
     def logprobs(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Of every token of each batch, as training computes them."""
+        """Return training's log-probability of every token of each batch."""
         collect = Collect()
         for batch in batches:
             self.engine.forward_backward([batch], collect)
@@ -266,7 +267,7 @@ class Trained:
         return [x.cpu() for x in collect.logprobs]
 
     def eager(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """The same without the compiler; notes the routers' choices."""
+        """Return the same without the compiler; record the routers' choices."""
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), self.engine.work():
             return self.noting(self.engine.model, batches)
 
@@ -327,7 +328,7 @@ class Shared(Trained):
                 0, 0.02, generator=generator
             )
         self.experts, self.models = None, []
-        for _ in range(2):  # compiled, and not
+        for _ in range(2):  # once compiled, once not
             with torch.device("meta"):
                 model = Transformer(self.arch, kernels=self.config.kernels)
             model.load_state_dict(self.model.state_dict(), assign=True)

@@ -1,4 +1,4 @@
-"""Check what a finished default run promises: it learned, stayed small, and left its files.
+"""Check a finished default run: it learned, stayed small, and left its files.
 
 Usage: python scripts/check_run.py OUTPUT_DIR
 """

@@ -1,4 +1,4 @@
-"""Compare what is learned under chat templates with transformers' renderings, and print a table.
+"""Compare the learned spans of chat templates with transformers' renderings, and print a table.
 
     python scripts/check_templates.py FOLDER [--only NAME ...]
 
@@ -17,7 +17,7 @@ values are:
 - The text up to a learned turn is what ``transformers`` renders of the same messages. Of the forms
   that they may have (arguments as objects or text; no content, null or ""; contents as texts or
   parts; developer or system), it is one of which the template shows everything that was written.
-- Of a template with ``{% generation %}`` the spans of ``transformers``' mask are learned. If
+- For a template with ``{% generation %}`` the spans of ``transformers``' mask are learned. If
   FOLDER has ``NAME_training.jinja``, what that one marks of a turn is learned of NAME, without the
   generation prompt. Otherwise it is what the template writes behind the generation prompt, or
   behind what comes before the thought that this one opens.
@@ -65,7 +65,7 @@ Message = dict[str, Any]
 SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
 _BAR = "[|\uff5c]"  # the usual one, and DeepSeek's
 _TOKEN = re.compile(rf"<{_BAR}[^<>|\uff5c\s]+{_BAR}>|<[|]\w+>|<\w+[|]>|</?[\w:]+>|\[/?[A-Z_]+\]")
-"""How the tokens look that published templates write."""
+"""Form of tokens in published templates."""
 _MARKS = re.compile(r"{%[-+]?\s*generation\b")
 
 # ---- the conversations --------------------------------------------------------------------------
@@ -141,12 +141,12 @@ CASES: dict[str, list[Message]] = {
 
 
 class _Fault(Exception):
-    """What is learned differs from what should be; the message says how."""
+    """The learned text differs from the right one; the message says how."""
 
 
 @dataclass
 class _Theirs:
-    """A template as transformers renders it, of messages in one form."""
+    """A template rendered by transformers, for messages in one form."""
 
     source: str
     form: Sequence[Message]
@@ -192,7 +192,7 @@ def _forms(turns: Sequence[Message]) -> Iterator[list[Message]]:
 
 
 def _written(turn: Message) -> Iterator[tuple[str, ...]]:
-    """Yield what ``turn`` says, each as the ways in which a template may write it."""
+    """Yield the texts of ``turn``, each with the ways in which a template may write it."""
     thoughts, closes, content = turn["content"].rpartition("</think>")
     yield from ((text.strip(),) for text in (content,) if text.strip())
     thought = thoughts.removeprefix("<think>").strip() if closes else turn.get("reasoning_content")
@@ -206,7 +206,7 @@ def _written(turn: Message) -> Iterator[tuple[str, ...]]:
 
 
 def _shows(text: str, ways: tuple[str, ...]) -> bool:
-    # Results may be shown as JSON, and templates may indent.
+    # Templates may show results as JSON, and may indent.
     return any(way in text or json.dumps(way)[1:-1] in text for way in ways)
 
 
@@ -215,7 +215,7 @@ def _shows_thoughts(turn: Message) -> bool:
 
 
 def _lost(theirs: _Theirs, turns: Sequence[Message]) -> list[str]:
-    """Return what of ``turns`` transformers does not show; thoughts may be lost."""
+    """Return the texts of ``turns`` that transformers does not show; thoughts may be lost."""
     lost = []
     for i, turn in enumerate(turns):
         views = [len(turns)] + [i + 1] * (turn["role"] == "assistant")
@@ -228,14 +228,14 @@ def _lost(theirs: _Theirs, turns: Sequence[Message]) -> list[str]:
     called = any("tool_calls" in turn for turn in turns)
     if called and "says the weather" not in text:
         lost.append("tools")
-    # Text of JSON within JSON, and objects as Python writes them.
+    # The text may be JSON within JSON, or objects as Python writes them.
     if called and ('{\\"city' in text or str(_ARGUMENTS) in text):
         lost.append("arguments")
     return lost
 
 
 def _right_forms(source: str, turns: Sequence[Message], variables: Any) -> list[_Theirs] | str:
-    """Return the forms of which the template shows everything, or why there is none."""
+    """Return the forms in which the template shows everything, or why there is none."""
     found, reasons = [], []
     for form in _forms(turns):
         theirs = _Theirs(source, form, variables)
@@ -257,13 +257,13 @@ _OPENING = re.compile(
     r"[<\[◁]/?(?:\w+:)?think\w*(?::\w+)?[>\]▷]\s*(?:</think[:\w]*>\s*)?|<\|channel>thought\s*(?:<channel\|>)?"
     r"|<\|START_THINKING\|>(?:<\|END_THINKING\|>)?"
 )
-"""How a generation prompt ends that opens a thought, or says that there is none."""
+"""Endings of generation prompts that open a thought, or say that there is none."""
 
 
 def _compare_marked(
     found: Sequence[tuple[str, list[tuple[int, int]]]], theirs: _Theirs, turns: Sequence[Message]
 ) -> str:
-    """Compare what is learned of a template with marks with transformers' masks."""
+    """Compare the learned spans of a template with marks with transformers' masks."""
     learned = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
     learned = [i for i in learned if turns[i].get("weight", 1)]
     text, spans = theirs.marked(len(turns))
@@ -305,7 +305,7 @@ def _compare(
     training: _Theirs | None,
     turns: Sequence[Message],
 ) -> str:
-    """Compare what is learned of a template without marks, and return the letters of the rules."""
+    """Compare the learned spans of a template without marks; return the letters of the rules."""
     learned = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
     learned = [i for i in learned if turns[i].get("weight", 1)]
     spans = [(text, start, end) for text, spans in found for start, end in spans]
@@ -329,7 +329,7 @@ def _compare_turn(
     turns: Sequence[Message],
     i: int,
 ) -> str:
-    """Compare one learned turn, and return the letters of the rules by which it is right."""
+    """Compare one learned turn; return the letters of the rules by which it is right."""
     letters = ""
     prompt, own = theirs.text(i, asks=True), theirs.text(i + 1).rstrip()
     rest = prompt.removeprefix(before)
@@ -368,9 +368,9 @@ def _compare_turn(
 def _compare_with_marks(
     said: str, body: str, training: _Theirs, turns: Sequence[Message], i: int
 ) -> str:
-    """Compare a turn with what the training variant marks of it.
+    """Compare a turn with the spans that the training variant marks in it.
 
-    ``body``: what is learned of the turn without the beginning of the next one.
+    ``body``: the learned text of the turn without the beginning of the next one.
     """
     text, spans = training.marked(i + 1)
     asked = turns[i - 1]["content"]
@@ -391,7 +391,7 @@ def _compare_with_marks(
 
 
 def _is_thought_before(behind: str, body: str, turn: Message) -> bool:
-    """Return whether ``body`` is the thought of ``turn`` in its marks, and ``behind``."""
+    """Return True if ``body`` is the marked thought of ``turn``, and ``behind``."""
     if not _shows_thoughts(turn) or not body.endswith(behind):
         return False
     first = body.removesuffix(behind)
@@ -402,7 +402,7 @@ def _is_thought_before(behind: str, body: str, turn: Message) -> bool:
 
 
 def _writes_ends(theirs: _Theirs) -> bool:
-    """Return whether the template writes something behind an answer."""
+    """Return True if the template writes something after an answer."""
     form: list[Message] = copy.deepcopy(_THREE[:2])
     for turn in form:
         if isinstance(theirs.form[-1]["content"], list):
@@ -412,7 +412,7 @@ def _writes_ends(theirs: _Theirs) -> bool:
 
 
 def _end_of(theirs: _Theirs, turns: Sequence[Message], i: int) -> str:
-    """Return how the next turn begins: its first token, or all before its content."""
+    """Return how the next turn begins: its first token, or everything before its content."""
     following = turns[i + 1] if i + 1 < len(turns) else {"role": "user", "content": "Next?"}
     form = [*theirs.form[: i + 1], {**following}]
     text = _Theirs(theirs.source, form, theirs.variables).text(i + 2)
@@ -425,7 +425,7 @@ def _end_of(theirs: _Theirs, turns: Sequence[Message], i: int) -> str:
 
 
 def _check_written(said: str, turns: Sequence[Message]) -> None:
-    """Raise _Fault unless ``said`` has all that the assistant wrote."""
+    """Raise _Fault unless ``said`` has everything that the assistant wrote."""
     for turn in turns:
         if turn["role"] == "assistant" and turn.get("weight", 1):
             for ways in _written(turn):
@@ -434,7 +434,7 @@ def _check_written(said: str, turns: Sequence[Message]) -> None:
 
 
 def _parting(ours: str, theirs: str) -> str:
-    """Show two texts from where they part."""
+    """Show two texts from their first difference."""
     pairs = enumerate(zip(ours, theirs, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
     at = max(0, at - 20)
@@ -446,7 +446,7 @@ def check(source: str, training: str | None, turns: Sequence[Message]) -> str:
 
     Args:
         source: the template.
-        training: the same one with marks around what is learned; None: there is none.
+        training: its variant with marks around learned text; None if there is none.
         turns: the conversation.
     """
     variables = {"tools": _TOOLS} if any("tool_calls" in turn for turn in turns) else {}
@@ -478,7 +478,7 @@ def check(source: str, training: str | None, turns: Sequence[Message]) -> str:
 
 @lru_cache
 def _tokens_of(source: str) -> frozenset[str]:
-    """Return the tokens of a template, of which some are in no text before it is rendered."""
+    """Return the tokens in a template's source, some of which appear only there."""
     shown = ""
     for turns, more in [(_THREE, {}), (_calls(_ARGUMENTS), {"tools": _TOOLS})]:
         forms = _right_forms(source, turns, {**SPECIAL, **more})
@@ -509,7 +509,7 @@ def rows(templates: Mapping[str, str], names: Iterable[str]) -> Iterator[list[st
 
 
 def table(found: Sequence[list[str]]) -> Iterator[str]:
-    """Yield the lines of Markdown: rows of one content together, and reasons below by number."""
+    """Yield the lines of Markdown: rows with equal cells together, and numbered reasons below."""
     reasons: list[str] = []
     names: dict[tuple[str, ...], list[str]] = {}
     for name, *cells in found:
@@ -554,5 +554,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)  # what moetrain says of each template
+    logging.disable(logging.WARNING)  # moetrain's own messages about each template
     sys.exit(main())

@@ -1,21 +1,20 @@
-"""What rounding does to the gradients and losses of a recipe: by precision, and by reduction.
+"""Measure how rounding changes a recipe's gradients and losses, by precision and by reduction.
 
     python scripts/compare_precision.py RECIPE [--section.key value ...]
     python scripts/compare_precision.py RECIPE --reductions PICTURE [--seeds 5] [...]
     python scripts/compare_precision.py RECIPE --losses PICTURE [--seeds 5] [...]
 
-The first compares gradients with fp32's. Five runs from the same weights take the same first
-batch, one after the other: ``train.dtype`` float32, bfloat16, and bfloat16 with
-``kernels.precision`` fp8, fp8_gradients and fp8_blocks. A line of the table is a layer, a column
-what its parameters belong to; the numbers are ``|g - g32| / |g32|`` in bf16 and in each fp8, over
-all of these parameters. Where precisions differ the router may send a token elsewhere, which is
-part of all errors.
+The first compares gradients with fp32's. Five runs from the same weights take the same first batch,
+one after the other: ``train.dtype`` float32, bfloat16, and bfloat16 with ``kernels.precision`` fp8,
+fp8_gradients and fp8_blocks. A line of the table is a layer, a column a kind of module; the numbers
+are ``|g - g32| / |g32|`` in bf16 and in each fp8, over all of these parameters. Where precisions
+differ the router may send a token elsewhere, which is part of all errors.
 
 ``--reductions`` compares sums of the same bf16 gradients, one micro-batch's for each of up to 32
-ranks, which it computes one after another. They are added in several orders of the ranks: as FSDP
-does it (sent in bf16, added in fp32 in rank order, by the very kernel), and as a ring does it that
-rounds every partial sum to bf16. By the number of ranks, it shows how far the gradient norm spreads
-over the orders, and how far gradients are from the exact sum.
+ranks, which it computes one after another. They are added in several orders of the ranks: by FSDP's
+kernel (sent in bf16, added in fp32 in rank order), and like a ring that rounds every partial sum to
+bf16. By the number of ranks, it shows how far the gradient norm spreads over the orders, and how
+far gradients are from the exact sum.
 
 ``--losses`` trains the recipe's ``train.steps`` once for each precision and seed from the same
 weights on the same rows, and sends every token to the experts that the fp32 run chose for it, so
@@ -63,19 +62,19 @@ PRECISIONS = {
 
 @contextmanager
 def trainer_of(recipe: str, words: Sequence[str]) -> Iterator[Trainer]:
-    """A trainer whose folder goes with it."""
+    """Return a trainer whose folder is removed with it."""
     with tempfile.TemporaryDirectory() as folder:
         yield Trainer(Config.load(recipe, [*words, f"output_dir={folder}"]))
 
 
 def gradients_of(recipe: str, words: Sequence[str]) -> tuple[float, Gradients]:
-    """The loss and every gradient, before clipping, of a run's first step."""
+    """Return the loss and every gradient, before clipping, of a run's first step."""
     found: Gradients = {}
     with trainer_of(recipe, words) as trainer:
 
         def keep(optimizer: object, args: object, kwargs: object) -> None:
             for name, member in trainer.engine.fsdp.members.items():
-                assert member.local.grad is not None  # a step has been made of it
+                assert member.local.grad is not None  # it has been used in a step
                 found[name] = member.layout.whole(member.local.grad).to("cpu", copy=True)
 
         trainer.optimizer.register_step_pre_hook(keep)
@@ -83,7 +82,7 @@ def gradients_of(recipe: str, words: Sequence[str]) -> tuple[float, Gradients]:
 
 
 def errors_by_group(found: Gradients, exact: Gradients) -> dict[tuple[str, str], float]:
-    """By layer (or the whole model) and part: the error of all its parameters together."""
+    """Return the joint error of all parameters by layer (or the whole model) and part."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, want in exact.items():
         layer = re.match(r"layers\.(\d+)\.(.*)\.", name)
@@ -94,14 +93,15 @@ def errors_by_group(found: Gradients, exact: Gradients) -> dict[tuple[str, str],
 
 
 def _part(module: str) -> str:
-    """``attn.wq`` and ``attn.q_norm`` are both attn; norms of the block are one."""
+    """Return the part of a module: attn for ``attn.wq`` and ``attn.q_norm``; one for a block's
+    norms."""
     if module.endswith("_norm") and "." not in module:
         return "norms"
     return module.removeprefix("moe.").split(".")[0]
 
 
 def table(errors: dict[str, dict[tuple[str, str], float]]) -> str:
-    """A line a layer; ``bf16 / fp8 / fp8_gradients / fp8_blocks`` for each part."""
+    """Return a line per layer; ``bf16 / fp8 / fp8_gradients / fp8_blocks`` for each part."""
     groups = list(next(iter(errors.values())))
     lines = []
     for layer in dict.fromkeys(layer for layer, _ in groups):
@@ -118,12 +118,13 @@ def table(errors: dict[str, dict[tuple[str, str], float]]) -> str:
 
 RANKS = (2, 4, 8, 16, 32)
 ORDERS = 16
-"""Of the ranks, drawn at random, for each seed."""
+"""Random orders of the ranks, for each seed."""
 REDUCTIONS = ("fp32_accum", "bf16 ring")
 
 
 def rank_gradients(recipe: str, words: Sequence[str], ranks: int) -> torch.Tensor:
-    """[ranks, N] bf16: the gradients of what is gathered in bf16, each rank's of a micro-batch."""
+    """Return [ranks, N] bf16: each rank's gradients of a micro-batch, for parameters gathered in
+    bf16."""
     rows: list[torch.Tensor] = []
     with trainer_of(recipe, [*words, "train.dtype=bfloat16"]) as trainer:
         size, engine = trainer.config.train.micro_batch_size, trainer.engine
@@ -131,7 +132,7 @@ def rank_gradients(recipe: str, words: Sequence[str], ranks: int) -> torch.Tenso
 
         def keep(optimizer: object, args: object, kwargs: object) -> None:
             pieces = [
-                member.local.grad.flatten().bfloat16()  # what one rank's sum already is
+                member.local.grad.flatten().bfloat16()  # the sum of one rank
                 for member in engine.fsdp.members.values()
                 if member.local.grad is not None and member.rule.gather is None
             ]
@@ -140,13 +141,13 @@ def rank_gradients(recipe: str, words: Sequence[str], ranks: int) -> torch.Tenso
         trainer.optimizer.register_step_pre_hook(keep)
         for batch in trainer.loader.next_step():
             engine.forward_backward([batch], trainer.objective)
-            engine.step(0.0)  # weights stay
+            engine.step(0.0)  # weights stay the same
     return torch.stack(rows)
 
 
 def ring_sum(rows_WN: torch.Tensor) -> torch.Tensor:
-    """The sum that a ring of W ranks makes: rank r's chunk starts behind it, ends at it, and is
-    rounded to bf16 at every hop."""
+    """Return the sum that a ring of W ranks makes: rank r's chunk starts behind it, ends at it, and
+    is rounded to bf16 at every hop."""
     chunks = []
     for rank, chunk_Wn in enumerate(rows_WN.tensor_split(len(rows_WN), dim=1)):
         first, *others = chunk_Wn.roll(-rank - 1, 0)
@@ -158,7 +159,7 @@ def ring_sum(rows_WN: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Spread:
-    """One seed's numbers for each of :data:`REDUCTIONS`."""
+    """One seed's figures for each of :data:`REDUCTIONS`."""
 
     norm: float
     """Standard deviation of the gradient norm over the orders, as a share of the norm."""
@@ -174,7 +175,8 @@ class Spread:
 
 
 def spreads(rows_WN: torch.Tensor, seed: int) -> dict[tuple[str, int], Spread]:
-    """By reduction and number of ranks; every rank's share of the mean is its row's."""
+    """Return the spread by reduction and number of ranks; every rank's row has an equal share of
+    the mean."""
     found = {}
     generator = torch.Generator().manual_seed(seed)
     for ranks in RANKS:
@@ -213,7 +215,7 @@ def compare_reductions(recipe: str, words: Sequence[str], seeds: Sequence[int], 
                 print("  {:10} {:3} ranks  {:.1e} ({:.1e} to {:.1e})".format(name, *numbers))
         axis.set(xlabel="ranks", title=title)
         axis.set_xscale("log", base=2)
-        axis.set_yscale("log", nonpositive="mask")  # two addends have but one sum
+        axis.set_yscale("log", nonpositive="mask")  # two addends have only one sum
         axis.set_xticks(RANKS, map(str, RANKS))
         axis.grid(alpha=0.3)
         axis.legend()
@@ -249,9 +251,10 @@ class Routed:
 def train(
     recipe: str, words: Sequence[str], routes: Sequence[torch.Tensor] | None = None
 ) -> tuple[list[float], list[torch.Tensor]]:
-    """Each step's loss, and where every micro-batch's tokens went ([B, S, L, K], on the CPU).
+    """Return each step's loss, and the experts of every micro-batch's tokens ([B, S, L, K], on the
+    CPU).
 
-    ``routes``: those of another run, to send tokens there.
+    ``routes``: experts of another run, to send tokens to.
     """
     losses, went = [], []
     with trainer_of(recipe, words) as trainer:
@@ -280,7 +283,7 @@ def compare_losses(recipe: str, words: Sequence[str], seeds: Sequence[int], path
     """Print the differences of each tenth of the steps and draw all."""
     apart: dict[str, list[list[float]]] = {name: [] for name in PRECISIONS if name != "fp32"}
     for seed in seeds:
-        # Eager: what runs it notes, or sends elsewhere, would be compiled again for each of them.
+        # Runs are eager: recording and replacing routes would need a compilation for each of them.
         mine = [*words, f"train.seed={seed}", "compile.enabled=no"]
         exact, routes = train(recipe, [*mine, *PRECISIONS["fp32"]])
         print(f"seed {seed}: fp32's loss goes from {exact[0]:.4f} to {exact[-1]:.4f}", flush=True)
@@ -317,7 +320,7 @@ def compare_gradients(recipe: str, words: Sequence[str]) -> None:
 
 
 def main() -> int:
-    """What the command line asks for."""
+    """Run the command line's comparison."""
     parser = argparse.ArgumentParser(
         description="Compare precisions and reductions.", allow_abbrev=False
     )

@@ -4,12 +4,12 @@
         --run "fp32 moments" optim.state_dtype=float32 \\
         --run "bf16 moments" optim.state_dtype=bfloat16
 
-What comes before the first ``--run`` (a recipe or file, and settings) is common to all; each run
-has a name and settings of its own. OUT is a folder: there lies a folder of each run, and what was
-there before goes; ``losses.png`` shows every run's loss above, and below how far each is from the
-first run's, smoothed; ``losses.json`` has the numbers. A line a run says what the last tenth of the
-steps is on average. With several GPUs ``launch.nproc=auto`` takes them all. ``--at-once N`` trains
-N runs beside each other on the same devices, which a small one leaves idle.
+The words before the first ``--run`` (a recipe or file, and settings) are common to all runs; each
+run adds a name and its own settings. The folder OUT is emptied first, and gets a folder for each
+run. ``losses.png`` shows every run's loss above, and its smoothed difference from the first run's
+below; ``losses.json`` has the numbers. A line per run shows the mean loss of the last tenth of the
+steps. With several GPUs ``launch.nproc=auto`` takes them all. ``--at-once N`` trains N runs
+concurrently on the same devices, because a small run leaves them mostly idle.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SMOOTHED = 0.05
 
 
 def train(folder: Path, words: Sequence[str]) -> list[float]:
-    """The losses of every step of a run of its own."""
+    """Train a run in its own process; return the losses of every step."""
     shutil.rmtree(folder, ignore_errors=True)
     said = [f"output_dir={folder}", "log.interval=1"]
     said += ["checkpoint.at_end=no", "checkpoint.minutes=0"]
@@ -51,12 +51,12 @@ def _option(word: str) -> tuple[str, str]:
 
 
 def smoothed(values: Sequence[float], width: int) -> list[float]:
-    """Means of the last ``width``."""
+    """Return means over windows of ``width`` values."""
     return [statistics.fmean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 
 def draw(losses: dict[str, list[float]], picture: Path) -> None:
-    """Losses above, smoothed differences from the first below."""
+    """Draw losses above, and smoothed differences from the first run below."""
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(7, 6), sharex=True, height_ratios=(3, 2), layout="constrained"
     )
@@ -76,7 +76,7 @@ def draw(losses: dict[str, list[float]], picture: Path) -> None:
 
 
 def main() -> int:
-    """Train, draw, print a line a run; a run that fails ends it."""
+    """Train, draw, and print a line per run; a run that fails ends it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

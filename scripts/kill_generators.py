@@ -1,4 +1,4 @@
-"""Kill the generators of a run again and again, and count what is lost: nothing.
+"""Kill the generators of a run again and again, and check that no prompt is lost.
 
     python scripts/kill_generators.py [--kills 100] [--generators 2] [--stop-every 20]
         [--patience 15] [section.key=value ...]
@@ -6,9 +6,9 @@
 One learner or more (``--learners``) train a tiny model with ``rl.placement`` apart and trajectories
 that run ahead, on CPUs unless ``train.device`` is given. At random times a generator gets SIGKILL,
 and every twentieth time SIGSTOP, which leaves a process that hangs. The next one follows once the
-run has counted this one. At the end the run is stopped by SIGTERM, and its metrics and its
-checkpoint are looked at: every step had all its prompts, and every prompt was trained once, is
-under way, or was not begun.
+run has counted this one. At the end the run is stopped by SIGTERM, and its metrics and checkpoint
+are checked: every step had all its prompts, and every prompt was trained once, is in flight, or was
+not begun.
 """
 
 import argparse

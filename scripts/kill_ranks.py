@@ -1,4 +1,4 @@
-"""Kill ranks, agents and machines of a run again and again, and see that nothing is lost.
+"""Kill ranks, agents and machines of a run again and again, and check that nothing is lost.
 
     python scripts/kill_ranks.py [--kills 100] [--kinds rank hang ...] [--seconds 3000] [--seed 0]
 
@@ -12,11 +12,11 @@ on this one's CPU, with a checkpoint in memory after each step. At random moment
     agent     SIGKILL to a torchrun, whose rank goes on without it; another starts a little later
     machine   SIGKILL to a torchrun and its rank, whose memory is lost; it comes back a little later
 
-Each time what is measured is the time until a step is done that was not done before, in seconds,
-and how many finished steps were computed again. In the end the run is stopped, and its losses are
-compared with those of two ranks that nothing disturbs. An agent that ends by itself, as one does
-if another's answer has not come within 60 s, is started again, and counted. A JSON line says what
-was found; exit code 1: a step is missing, more than one was lost to one kill, or the losses differ.
+Each time it measures the seconds until a new step is done, and the number of finished steps that
+were computed again. At the end the run is stopped, and its losses are compared with those of two
+undisturbed ranks. An agent that ends by itself, as one does if another's answer has not come within
+60 s, is started again, and counted. A JSON line says what was found; exit code 1: a step is
+missing, more than one was lost to one kill, or the losses differ.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Kills:
         self.gave_up = 0
 
     def start(self, number: int) -> subprocess.Popen[bytes]:
-        """One machine's torchrun."""
+        """Start one machine's torchrun."""
         words = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=1000", "--rdzv-backend=c10d"]
         words += [f"--rdzv-endpoint=127.0.0.1:{self.store.port}"]
         words += ["--rdzv-conf=is_host=0,last_call_timeout=2,keep_alive_interval=1"]
@@ -95,7 +95,7 @@ class Kills:
         return max(losses(self.out), default=0)
 
     def resumed(self) -> list[int]:
-        """The steps at which it went on, so far."""
+        """Return the steps at which the run has resumed so far."""
         return [int(n) for n in re.findall(r"resuming from \S*step-(\d+)", self.log.read_text())]
 
     def wait(self, is_so: Callable[[], bool], what: str) -> None:
@@ -162,14 +162,14 @@ class Kills:
 
     def end(self) -> None:
         pids = [pid for agent in self.agents for pid in (agent.pid, *ranks_of(agent.pid))]
-        for pid in pids:  # all of them: one that is left would go on alone
+        for pid in pids:  # all ranks: a remaining one would continue alone
             send(pid, signal.SIGKILL)
         for agent in self.agents:
-            agent.wait()  # whose session exists until then
+            agent.wait()  # its session exists until then
             end_session(agent.pid)
 
     def compare(self) -> float:
-        """The greatest relative difference from the losses of an undisturbed run."""
+        """Return the greatest relative difference from the losses of an undisturbed run."""
         found = losses(self.out)
         check(list(found) == list(range(1, len(found) + 1)), f"steps: {list(found)}")
         away = {"output_dir": self.folder / "alone", "train.steps": len(found)}
@@ -194,7 +194,7 @@ def break_connections(pid: int) -> None:
 
 
 def histogram(seconds: list[float]) -> str:
-    """A line for each five seconds."""
+    """Return a line for each five seconds."""
     bins = Counter(int(each // 5) for each in seconds)
     rows = (f"{5 * n:4}-{5 * n + 5:3} s  {bins[n]:3}  {'#' * bins[n]}" for n in sorted(bins))
     return "\n".join(rows)
@@ -217,7 +217,7 @@ def main() -> int:
             while len(kills.seconds) < options.kills:
                 if time.monotonic() > began + options.seconds:
                     break
-                # Each kind once, and so on, in another order each time.
+                # Each kind comes once per cycle, in another order each time.
                 drawn = random.Random(f"{options.seed} {len(kills.seconds) // len(options.kinds)}")
                 order = drawn.sample(options.kinds, len(options.kinds))
                 kills.kill(order[len(kills.seconds) % len(order)])

@@ -34,11 +34,11 @@ UNSHARED = [*ENDS_WITH_US, "unshare", "--net", "--mount", "--uts", "--ipc", "--p
 UNSHARED += ["--mount-proc", "--fork", "--kill-child"]
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "mount")
 PORT = 29500
-"""Where the first machine serves the rendezvous: every machine has all ports."""
+"""The port of the first machine's rendezvous; every machine has all ports."""
 
 
 def why_not() -> str:
-    """Say in words why there can be no such machines here; nothing if there can."""
+    """Return why machines cannot be made here; an empty text if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
@@ -51,12 +51,12 @@ def why_not() -> str:
 
 
 def do(*words: str) -> None:
-    """Run a program that must end well; CalledProcessError, with what it said, if it does not."""
+    """Run a program that must succeed; otherwise raise CalledProcessError with its output."""
     subprocess.run(words, check=True, capture_output=True, text=True)
 
 
 class _Namespaces:
-    """Namespaces that live as long as their first process, which does nothing."""
+    """Namespaces that live as long as their first process, which only sleeps."""
 
     def __init__(self) -> None:
         words = [*UNSHARED, "sh", "-c", "echo ready; exec sleep infinity"]
@@ -68,20 +68,20 @@ class _Namespaces:
         (self.pid,) = children(self._unshare)
 
     def inside(self, *words: str) -> list[str]:
-        """The command line of ``words`` in here."""
+        """Return the command line that runs ``words`` in these namespaces."""
         enter = ["nsenter", "--target", str(self.pid), "--net", "--mount", "--uts", "--ipc"]
         return [*enter, "--pid", f"--wd={os.getcwd()}", *words]
 
     def end(self) -> None:
-        """Kill all processes; returns when they are gone."""
-        self._unshare.kill()  # and its child, which is what the others hang on
+        """Kill all processes; return when they are gone."""
+        self._unshare.kill()  # its child ends with it, and all others with the child
         self._unshare.wait()
         while Path(f"/proc/{self.pid}").exists():
             time.sleep(0.01)
 
 
 class Machine(_Namespaces):
-    """One machine: ``name``, the first of its names, and ``address``."""
+    """One machine: its ``name`` and its ``address``."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -89,7 +89,8 @@ class Machine(_Namespaces):
         self._jobs: list[subprocess.Popen[str]] = []
 
     def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
-        """Start a program here; ``options`` are Popen's. Its exit code is the program's."""
+        """Start a program here; ``options`` are Popen's. The process's exit code is the
+        program's."""
         words = tuple(self.inside(*ENDS_WITH_US, *words))
         self._jobs.append(subprocess.Popen(words, text=True, **options))
         return self._jobs[-1]
@@ -97,22 +98,22 @@ class Machine(_Namespaces):
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the programs that :meth:`start` started and that still run."""
         for job in self._jobs:
-            for pid in children(job):  # nsenter's own child
+            for pid in children(job):  # the child of nsenter
                 os.kill(pid, number)
 
     def bind(self, source: Path, target: Path) -> None:
-        """Have ``target``, a file or a folder, be ``source`` in the eyes of this machine."""
+        """Bind-mount ``source`` over ``target``, a file or a folder, on this machine only."""
         do(*self.inside("mount", "--bind", str(source), str(target)))
 
     def end(self) -> None:
-        """Lose the machine: all its processes are killed at once."""
+        """Lose the machine: kill all its processes at once."""
         super().end()
         for job in self._jobs:
             job.wait()
 
 
 class Machines:
-    """``count`` machines on one bridge, while inside; they are what it yields.
+    """Context of ``count`` machines on one bridge; it yields them.
 
     Raises CalledProcessError: the kernel does not make them.
     """
@@ -165,7 +166,7 @@ class Machines:
 
     def limit(self, rate: str | None = None, delay: str | None = None) -> None:
         """Give each cable a rate and a delay in each direction, in tc's units; None: no limit."""
-        words = ["noqueue"]  # which a cable has by default
+        words = ["noqueue"]  # the default of a cable
         if delay is not None:
             words = ["netem", "delay", delay, *(["rate", rate] if rate else [])]
         elif rate is not None:
@@ -175,7 +176,7 @@ class Machines:
                 do(*where.inside("tc", "qdisc", "replace", "dev", device, "root", *words))
 
     def cut(self, machine: Machine) -> None:
-        """Take a machine's cable out of the bridge: what it sends and is sent is lost."""
+        """Take a machine's cable out of the bridge: packets to and from it are lost."""
         self._outside("ip", "link", "set", machine.name, "nomaster")
 
     def mend(self, machine: Machine) -> None:
@@ -183,9 +184,9 @@ class Machines:
         self._outside("ip", "link", "set", machine.name, "master", "bridge")
 
     def torchrun(self, words: Sequence[str], ranks: int = 1, **options: Any) -> list[int | None]:
-        """Start ``python WORDS`` as ``ranks`` ranks of every machine; returns their exit codes.
+        """Start ``python WORDS`` as ``ranks`` ranks of every machine; return their exit codes.
 
-        See :meth:`agents`, whose ``options`` these are.
+        ``options`` are those of :meth:`agents`.
         """
         return [agent.wait() for agent in self.agents(words, ranks, **options)]
 
@@ -219,7 +220,7 @@ class Machines:
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:
-    """The processes that ``process`` has started; none if it is gone."""
+    """Return the processes that ``process`` has started; none if it is gone."""
     if process.poll() is not None:
         return []
     listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -227,7 +228,7 @@ def children(process: subprocess.Popen[str]) -> list[int]:
 
 
 def main() -> int:
-    """The highest exit code."""
+    """Return the highest exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machines", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1, help="of each machine")

@@ -3,10 +3,10 @@
     python scripts/peer_qlora.py PRESET [--layers N] [--rows 1] [--seq-len 4096] [--steps 8]
         [--lora-rank 16] [--bf16-experts] [--device cuda]
 
-What a user would write with them: linear layers as ``Linear4bit`` in nf4 with double quantisation,
-experts' stacked matrices by bitsandbytes' ``replace_parameter_4bit``, adapters on the attention's
-projections, layers recomputed, bf16. Weights and tokens are random. The last line holds
-``<number> tok/s/gpu``, which ``scripts/bench_train.py --peer`` reads.
+It does what a user of these libraries would write: linear layers as ``Linear4bit`` in nf4 with
+double quantisation, experts' stacked matrices by bitsandbytes' ``replace_parameter_4bit``, adapters
+on the attention's projections, layers recomputed, bf16. Weights and tokens are random. The last
+line holds ``<number> tok/s/gpu``, which ``scripts/bench_train.py --peer`` reads.
 
 bitsandbytes is not a dependency of moetrain: ``pip install bitsandbytes``.
 """
@@ -80,7 +80,7 @@ def linear_4bit(plain: nn.Linear, device: str) -> nn.Module:
 
 
 def main() -> int:
-    """Print the time of each step, and tokens a second by the median of those timed."""
+    """Print the time of each step, and tokens per second by the median of the timed ones."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("preset")
     parser.add_argument("--layers", type=int)

@@ -4,10 +4,10 @@
         [--attention sdpa] [--no-compile] [--checkpoint]
     torchrun --nproc-per-node 2 scripts/peer_transformers.py ... [--context-parallel]
 
-What a user would write with transformers alone: ``fully_shard`` a layer and the whole, parameters
-and AdamW's moments in fp32, products in bf16, experts by ``grouped_mm``, every layer compiled, and
-the loss that the model itself computes. Weights and tokens are random. The last line holds
-``<number> tok/s/gpu``, which ``scripts/bench_train.py --peer`` reads.
+It does what a user of transformers alone would write: ``fully_shard`` a layer and the whole,
+parameters and AdamW's moments in fp32, products in bf16, experts by ``grouped_mm``, every layer
+compiled, and the loss that the model itself computes. Weights and tokens are random. The last line
+holds ``<number> tok/s/gpu``, which ``scripts/bench_train.py --peer`` reads.
 
 With ``--context-parallel`` all ranks share each row by torch's own context parallelism, and the
 loss is computed in pieces, since the logits of long rows would not fit.
@@ -36,13 +36,13 @@ from moetrain.models.hf.config import exported_config
 from moetrain.models.hf.load import resolve_architecture
 
 WARM_UP = 3
-PIECES = 32  # of the loss, with context parallelism
+PIECES = 32  # pieces of the loss, with context parallelism
 
 
 def loss_in_pieces(
     model: Any, input_ids: torch.Tensor, labels: torch.Tensor, **how: Any
 ) -> torch.Tensor:
-    """Compute the mean loss of these tokens, a piece's logits at a time."""
+    """Compute the mean loss of these tokens; logits of one piece exist at a time."""
 
     def piece(hidden_BSD: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
         logits = model.lm_head(hidden_BSD).float().flatten(0, 1)
@@ -67,7 +67,7 @@ def model_of(
         model = AutoModelForCausalLM.from_config(config).float()
     if in_pieces:
         model.forward = MethodType(loss_in_pieces, model)
-        # Else positions that are not in order are taken for packed rows, which need an S x S mask.
+        # Without this, positions out of order count as packed rows, which need an S x S mask.
         module: Any = sys.modules[type(model).__module__]
         module.create_causal_mask = lambda **_: None
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -91,7 +91,7 @@ def model_of(
 
 @contextlib.contextmanager
 def row_parts(tokens: torch.Tensor) -> Any:
-    """Give this rank's part of the rows, whose attention is over all parts inside."""
+    """Return this rank's part of the rows; attention inside sees all parts."""
     from torch.distributed.tensor.experimental import context_parallel
 
     positions = torch.arange(tokens.shape[1], device="cuda").expand(tokens.shape).contiguous()
@@ -105,7 +105,8 @@ def row_parts(tokens: torch.Tensor) -> Any:
 
 
 def main() -> int:
-    """Print the time of each step, and tokens a second of each GPU by the median of those timed."""
+    """Print the time of each step, and tokens per second and GPU by the median of the timed
+    ones."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("preset")
     parser.add_argument("--layers", type=int)

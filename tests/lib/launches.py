@@ -9,8 +9,7 @@ from tests.lib.distributed import fork_server
 
 
 class Launcher:
-    """A process that starts ranks, forked because importing torch would take longer than its
-    work."""
+    """A process that starts ranks, forked to spare it the import of torch."""
 
     def __init__(self, folder, script, *words, nproc=3):
         (folder / "rank.py").write_text(script)
