@@ -72,7 +72,7 @@ def score_code(line: dict[str, Any], answer: str) -> float:
     uses, _ = _usable(_USES)
     found = re.findall(r"```([^\n`]*)\n(.*?)```", answer, re.DOTALL)
     blocks = [code for kind, code in found if kind.strip().lower() in _PYTHON]
-    # a program that exits before its tests can print this only on purpose
+    # A program that exits before its tests can print this only on purpose.
     ran = secrets.token_hex(8)
     parts = (blocks[-1] if blocks else answer, str(line["answer"]), f"print('{ran}', flush=True)")
     code, written, _ = _run("\n\n".join(parts), uses)
@@ -133,7 +133,7 @@ def _run(program: str, uses: tuple[str, ...]) -> tuple[int, bytes, list[str]]:
             most = _SECONDS + 2 * _SECONDS_TO_DIE
             try:
                 process.communicate(program.encode("utf-8", "replace"), timeout=most)
-            # the program has stopped the process that enforces the limits
+            # The program has stopped the process that enforces the limits.
             except subprocess.TimeoutExpired:
                 pass
             finally:

@@ -114,7 +114,7 @@ async def _step(env: Any, action_of: Any, call: Any, text: str | None) -> tuple[
         return f"No action: {error}.", 0.0, False
     try:
         result = await env.step(action)
-    # raised by the server; for a rejected action it is the policy's fault
+    # The server raised it; for a rejected action it is the policy's fault.
     except RuntimeError as error:
         if "VALIDATION_ERROR" not in str(error):
             raise

@@ -275,7 +275,7 @@ def prompts(generator: Generator, world: World, context: int) -> dict[str, Any]:
     """Return tokens per second and rank of steps that only prefill."""
     times = []
     for i in range(6):
-        # all prefixes differ
+        # All prefixes differ.
         names = submit(generator, world, CHUNK // context, context - i, steps=1)
         begun = now(world.device)
         generator.step()

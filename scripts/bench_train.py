@@ -44,7 +44,7 @@ from moetrain.config.environment import launched_place
 from moetrain.parallel.processes import num_processes
 from moetrain.train.session import garbage_collector_off
 
-# the process that starts the ranks does not need it, and importing it takes seconds
+# The process that starts the ranks does not need it, and importing it takes seconds.
 if TYPE_CHECKING:
     from moetrain.train.loop import Trainer
 

@@ -72,7 +72,7 @@ def described(tree: ast.Module, module: str) -> Iterator[tuple[str, str, str]]:
 def write_chats(folder: Path, held_out: int) -> dict[str, str]:
     """Write chats.jsonl and held-out.jsonl; return the question about each function of ASKED."""
     library = Path(sysconfig.get_path("stdlib"))
-    # keyed by answer, so that no held-out answer is trained on
+    # Keys are answers, so that no held-out answer is trained on.
     found: dict[str, tuple[str, str]] = {}
     for file in sorted(library.rglob("*.py")):
         parts = file.relative_to(library).with_suffix("").parts

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint's folder: one line, soon, and never a traceback.
+"""A bad checkpoint folder is refused in one line, soon, and never with a traceback.
 
 Bad names and shapes of tensors are in test_hf_weights.py and test_hf_export.py.
 """
@@ -50,15 +50,15 @@ def good(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copy(good, tmp_path) -> Path:
-    """A folder to spoil."""
+    """Copy the folder ``good``, for a test to damage."""
     return Path(shutil.copytree(good, tmp_path / "checkpoint"))
 
 
 def refused(path: str | Path) -> str:
-    """What is said of ``path``, in one line, within a second or two of computing."""
+    """Return the one line of error about ``path``, which must come within seconds."""
     start = time.process_time()
     with pytest.raises(ConfigError) as caught:
-        # Unchecked: the settings have rules of their own for what a path may be.
+        # The path is not checked: the settings have their own rules for it.
         resolve_architecture(ModelSection.model_construct(path=str(path)))
     assert time.process_time() - start < 5
     assert caught.value.field == "model.path"
@@ -76,12 +76,13 @@ def test_the_good_one(copy):
 HUGE = 10**18
 SIZE_KEYS = [k for k in (*SIZES, *MOE) if k != "model_type"]
 BAD_VALUES = [-1, 0, HUGE, 2.0, True, "2", [2], {"a": 2}, "NaN", "Infinity", "-Infinity"]
-# null there stands for: as many as query heads, or the width divided by them
+# Null has a meaning there: the number of query heads, or width / heads.
 NULL_MEANS_SOMETHING = {"num_key_value_heads", "head_dim"}
 
 
 def config_text(change: dict) -> str:
-    """JSON of a config; "NaN" and the like become the bare literals that Python's json takes."""
+    """Return JSON of a config; "NaN" and the like become the bare literals that Python's json
+    takes."""
     text = json.dumps({**SIZES, **MOE, **change})
     for literal in ("-Infinity", "Infinity", "NaN"):
         text = text.replace(f'"{literal}"', literal)
@@ -92,7 +93,7 @@ def config_text(change: dict) -> str:
 def test_sizes_that_are_none(key, copy):
     for value in [*BAD_VALUES, *([] if key in NULL_MEANS_SOMETHING else [None])]:
         if (key, value) == ("num_experts", 0):
-            continue  # a dense model, which the weights then contradict
+            continue  # a dense model, which contradicts the weights
         (copy / CONFIG).write_text(config_text({key: value}))
         assert f"{key} is " in refused(copy), (key, value)
 
@@ -172,7 +173,7 @@ def test_layer_types_of_a_dense_model(types, copy):
     assert "layer" in refused(copy) or "sliding" in refused(copy)
 
 
-# Files. Each spoils a folder; the words are in what is said of it.
+# Each function damages a folder; the words are in the error about it.
 def write(name: str, content: bytes | str):
     def spoil(folder: Path) -> None:
         (folder / name).unlink()
@@ -207,7 +208,7 @@ def first_shard(folder: Path) -> Path:
 
 
 def spoil_shard(change):
-    """``change(content)`` in place of the first shard's bytes."""
+    """Apply ``change(content)`` to the bytes of the first shard."""
 
     def spoil(folder: Path) -> None:
         file = first_shard(folder)
@@ -232,7 +233,7 @@ def in_index(file: object, tensor: str = "model.norm.weight"):
 
 
 def outside(folder: Path) -> None:
-    """A file beside the folder is there, and intact."""
+    """Check that a file beside the folder is still there, and intact."""
     save_file({"model.norm.weight": torch.ones(16)}, folder.parent / "outside.safetensors")
     in_index("../outside.safetensors")(folder)
 
@@ -378,7 +379,8 @@ def test_a_config_that_cannot_be_read(copy, monkeypatch):
 
 @pytest.mark.parametrize("name", ["", CONFIG, INDEX, "model-00001-of-00002.safetensors"])
 def test_what_may_not_be_read(name, good):
-    with tempfile.TemporaryDirectory() as root:  # pytest's own folders are this user's alone
+    # Only this user can read pytest's own folders.
+    with tempfile.TemporaryDirectory() as root:
         os.chmod(root, 0o755)
         folder = Path(root) / "checkpoint"
         shutil.copytree(good, folder)
@@ -388,7 +390,7 @@ def test_what_may_not_be_read(name, good):
         assert resolve_architecture(ModelSection(path=str(folder))).num_experts == 4
         (folder / name).chmod(0)
         user = os.geteuid()
-        if user == 0:  # whom no permission binds
+        if user == 0:  # permissions do not bind root
             os.seteuid(65534)
         try:
             said = refused(folder)

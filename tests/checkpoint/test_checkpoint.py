@@ -1,6 +1,6 @@
-"""Checkpoints and the folder they lie in: kills at any instant, damage, branches, two runs at once.
+"""Checkpoints and their folder: kills at any instant, damage, branches, two runs at once.
 
-Most cases save tiny groups of tensors directly; what a user sees is asked of real (tiny) runs.
+Most cases save tiny groups of tensors directly; real (tiny) runs show what a user sees.
 """
 
 import errno
@@ -29,7 +29,7 @@ from tests.lib.command_lines import settled
 
 
 def newest(folder):
-    """What the next run's ``auto`` finds: its step and value; None: nothing."""
+    """Return step and value that the next run's ``auto`` would find; None if nothing."""
     run = RunFolder(folder)
     with run.claimed():
         found = run.find("auto")
@@ -54,10 +54,10 @@ class Killed(BaseException):
 
 @pytest.fixture
 def kill_after(monkeypatch):
-    """``kill_after(n)``: this process's file operations number n and later do not happen."""
+    """Return ``kill_after(n)``: this process's n-th and later file operations do not happen."""
     calls = {"left": None}
 
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # slow, and no power fails here
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # it is slow, and no power fails here
 
     def guard(owner, name, before=None):
         original = getattr(owner, name)
@@ -108,7 +108,7 @@ def test_a_save_killed_between_any_two_file_operations_loses_nothing(case, tmp_p
         except Killed:
             killed = True
         kill_after(None)
-        # Who looks without the lock finds whole checkpoints too, and nothing else.
+        # A reader without the lock finds whole checkpoints too, and nothing else.
         complete = [open_checkpoint(path).state["step"] for path in list_checkpoints(root)]
         assert complete[-1:] == ([step] if step in complete else before[-1:])
         found = newest(folder)
@@ -116,14 +116,14 @@ def test_a_save_killed_between_any_two_file_operations_loses_nothing(case, tmp_p
         seen.add(found)
         hidden = [name for name in (names(root) if root.exists() else []) if name[0] == "."]
         assert hidden == [], f"killed at operation {operation}"
-        for value in (2.0, 3.0):  # later saves of that very step work
+        for value in (2.0, 3.0):  # later saves of the same step work
             save(root, step, value)
             assert newest(folder) == (step, value)
         assert names(root) == [path.name for path in list_checkpoints(root)]
         if not killed:
             break
     assert operation > 10
-    assert seen == allowed  # it was killed before and after the instant that matters
+    assert seen == allowed  # it was killed before and after the decisive operation
 
 
 @pytest.mark.tier("wide")
@@ -201,7 +201,7 @@ def test_auto_passes_over_a_damaged_checkpoint_and_says_so(name, tmp_path, caplo
         RunFolder(tmp_path).find(str(damaged))
     assert str(damaged) in caught.value.problem
     assert len(caught.value.problem.splitlines()) == 1
-    # It is neither counted nor removed by later saves.
+    # Later saves neither count nor remove it.
     for step in (3, 4, 5):
         save(root, step)
     assert [path.name for path in list_checkpoints(root)] == [
@@ -249,7 +249,7 @@ def change(name, make):
 @pytest.mark.parametrize(
     ("group", "edit", "named"),
     [
-        ("model", change("norm.weight", lambda x: x[:1]), "norm.weight"),  # copies would broadcast
+        ("model", change("norm.weight", lambda x: x[:1]), "norm.weight"),  # a copy would broadcast
         ("model", change("norm.weight", lambda x: x.long()), "int64"),
         ("optim", change("norm.weight.exp_avg", lambda x: x[:1]), r"exp_avg"),
         ("optim", change("norm.weight.exp_avg_sq", lambda x: x.sum()), r"exp_avg_sq"),
@@ -322,7 +322,7 @@ def test_failed_runs_are_no_checkpoints_to_go_on_from(tmp_path):
         save(root, step, failed=True)
     assert newest(tmp_path) == (2, 0.0)
     assert names(root) == ["failed-step-00000003", "step-00000001", "step-00000002"]
-    save(root, 3)  # counted by themselves
+    save(root, 3)  # these are counted separately
     assert names(root) == ["failed-step-00000003", "step-00000002", "step-00000003"]
     marked = str(root / "failed-step-00000003")
     assert RunFolder(tmp_path).find(marked) == Path(marked)
@@ -351,7 +351,7 @@ def test_a_second_run_is_refused_and_told_of_the_first(tiny_words, tmp_path, cap
         assert f"process {first.pid} on " in error
         assert set((tmp_path / "out").iterdir()) == before
         first.kill()
-    assert Trainer(Config.load(None, words, environ={})).step == 0  # the lock went with it
+    assert Trainer(Config.load(None, words, environ={})).step == 0  # the lock was released
 
 
 @pytest.mark.tier("wide")
@@ -371,7 +371,7 @@ def test_a_trainer_holds_its_folder_while_it_builds_and_fits_alone(tiny, tmp_pat
     first.train_step = try_another
     first.fit()
     assert refused == [True]
-    second.fit()  # does not find it held by the first
+    second.fit()  # the first does not hold it any more
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, caplog):
@@ -384,7 +384,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(locks.fcntl, "flock", refuse)
     assert newest(tmp_path) == (1, 0.0)
     assert "nothing keeps a second run out" in caplog.text
-    assert half.exists()  # it may be a live process's
+    assert half.exists()  # it may belong to a live process
 
 
 LOADING = """
@@ -419,7 +419,7 @@ def test_ctrl_c_while_loading_is_one_line(ranks, tiny_words, tmp_path):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)  # to one rank that works, and one that waits for it
+        process.send_signal(signal.SIGINT)  # one rank works, and one waits for it
         try:
             _, error = process.communicate(timeout=90)
         finally:
@@ -428,7 +428,7 @@ def test_ctrl_c_while_loading_is_one_line(ranks, tiny_words, tmp_path):
 
 
 def test_a_checkpoint_that_goes_while_room_is_looked_for(tiny, monkeypatch):
-    """Another run in the folder may remove one of its checkpoints; and a file may be a bad link."""
+    """Another run may remove a checkpoint meanwhile, and a file may be a broken link."""
     config = tiny()
     root = Path(config.output_dir) / "checkpoints"
     for step in (1, 2):

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint's files: pieces of tensors, found by any box; and every damage."""
+"""Checkpoint files: pieces of tensors are found by any box, and every damage is detected."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, t
 
 
 class Friends:
-    """A rendezvous of ranks that are saved one after the other, the main one last."""
+    """A rendezvous of ranks that save one after the other, the main one last."""
 
     def __init__(self):
         self.reports, self.rank, self.folder = [], 0, ""
@@ -41,7 +41,7 @@ class Friends:
 
 
 def grid(shape, cuts, random_):
-    """Boxes that lie apart and fill ``shape``: each dim in ``cuts`` of uneven parts."""
+    """Return disjoint boxes that fill ``shape``: each dim in ``cuts`` uneven parts."""
     edges = [
         sorted({0, size, *(random_.randrange(size + 1) for _ in range(cut - 1))})
         for size, cut in zip(shape, cuts, strict=True)
@@ -52,7 +52,7 @@ def grid(shape, cuts, random_):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Checksums of 64 bytes each, and files of 300: as of a large checkpoint."""
+    """Make checksums cover 64 bytes and files hold 300, so that small checkpoints have many."""
     set_chunks(monkeypatch, 64)
 
 
@@ -94,16 +94,16 @@ def test_any_box_is_read_from_any_pieces(seed, small_chunks, tmp_path, monkeypat
     found = open_checkpoint(tmp_path / "step-00000001")
     assert [*found.contents.groups] == ["model", "none"]
     stored = found.group("model")
-    assert set(stored) == {"x", "all"}  # of what has no numbers nothing is kept
+    assert set(stored) == {"x", "all"}  # tensors without elements are not stored
     assert sum(f.size for f in found.contents.files.values()) > 0
-    assert len(found.contents.groups["model"]["all"].pieces) == 1  # though all ranks have it
+    assert len(found.contents.groups["model"]["all"].pieces) == 1  # although all ranks have it
     for name in stored:
         assert (stored[name].shape, stored[name].dtype) == (whole.shape, dtype)
         assert torch.equal(stored[name][()], whole)
         for _ in range(20):
             box = tuple(slice(*sorted(drawn.choices(range(n + 1), k=2))) for n in shape)
             assert torch.equal(stored[name][box], whole[box]), (name, box)
-    for file in found.contents.files:  # other programs read the very files
+    for file in found.contents.files:  # other programs can read the files themselves
         if file.endswith(".safetensors"):
             with safe_open(found.folder / file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  not a mapping
@@ -149,7 +149,7 @@ def test_the_first_format_is_refused_in_one_line(tmp_path):
     assert not isinstance(caught.value, DamagedCheckpoint)
     assert len(str(caught.value).splitlines()) == 1
     save(root, 2)
-    with pytest.raises(ConfigError, match="format 1"):  # nor is it passed over for an older one
+    with pytest.raises(ConfigError, match="format 1"):  # an older checkpoint does not replace it
         RunFolder(tmp_path).find("auto")
 
 
@@ -177,9 +177,9 @@ def test_a_tensor_that_no_rank_has_whole_is_not_saved(tmp_path):
 
 
 def mutate(data, drawn):
-    """Other bytes than ``data``, as accidents make them."""
+    """Return a damaged copy of ``data``, with typical accidents."""
     at, kind = drawn.randrange(len(data)), drawn.randrange(6)
-    if kind == 0:  # a bit
+    if kind == 0:  # cut short
         return data[:at] + bytes([data[at] ^ 1 << drawn.randrange(8)]) + data[at + 1 :]
     if kind == 1:  # cut short
         return data[:at]
@@ -187,9 +187,9 @@ def mutate(data, drawn):
         return data[:at] + data[max(0, at - 9) : at + 1] + data[at:]
     if kind == 3:  # a hole
         return data[:at] + bytes(min(64, len(data) - at)) + data[at + 64 :]
-    if kind == 4:  # other bytes
+    if kind == 4:  # random bytes
         return data[:at] + drawn.randbytes(min(8, len(data) - at)) + data[at + 8 :]
-    to = drawn.randrange(len(data))  # a stretch that lies elsewhere
+    to = drawn.randrange(len(data))  # a misplaced stretch
     stretch = data[at : at + 32]
     rest = data[:at] + data[at + 32 :]
     return rest[:to] + stretch + rest[to:]
@@ -210,7 +210,7 @@ def test_every_one_of_10_000_mutations_is_found(tmp_path, monkeypatch):
     while found < 10_000:
         path = paths[found % len(paths)]
         data = mutate(files[path], drawn)
-        if data == files[path]:  # zeros over zeros
+        if data == files[path]:  # zeros written over zeros
             continue
         path.write_bytes(data)
         with pytest.raises(DamagedCheckpoint) as caught:

@@ -1,7 +1,7 @@
-"""A checkpoint goes on on any mesh: five layouts, each to each, and moves into tensor parallelism.
+"""A checkpoint resumes on any mesh: five layouts, each to each, and moves into tensor parallelism.
 
-One process trains straight on; every move has to give its losses. Each world is spawned once to
-save and once to go on, whatever the number of moves.
+One uninterrupted process gives the expected losses. Each world is spawned once to save and once to
+resume, whatever the number of moves.
 """
 
 import itertools
@@ -28,15 +28,14 @@ LAYOUTS = {
     "tp2": (2, ["parallel.tp=2"]),
     "ddp2+tp2+ep2": (4, ["parallel.dp_replicate=2", "parallel.tp=2", "parallel.ep=2"]),
 }
-BEFORE, AFTER = 2, 2  # the second step goes on from what the first made of the moments
+BEFORE, AFTER = 2, 2  # the second step uses the moments of the first
 EACH = ("one", "dp4", "tp2+ep2", "pp2+dp2", "ep4")
 OTHERS = [("one", "tp2"), ("tp2", "tp2"), ("dp2", "tp2"), ("tp2", "ddp2+tp2+ep2")]
 MOVES = [*itertools.product(EACH, EACH), *OTHERS]
 
 
 def unfused(fsdp, config, seed):
-    """Our optimizer, on whose state torch's AdamW works in plain operations, parameter by
-    parameter."""
+    """Return our optimizer whose state torch's AdamW updates, parameter by parameter."""
     optimizer = AdamW(fsdp, config, seed)
     members = list(fsdp.members.values())
     plain = torch.optim.AdamW(
@@ -67,7 +66,7 @@ def unfused(fsdp, config, seed):
 
 
 def train(words, steps, is_fused):
-    """A trainer that has made ``steps`` steps, and their losses."""
+    """Return a trainer that has made ``steps`` steps, and their losses."""
     state_module.AdamW = AdamW if is_fused else unfused
     trainer = Trainer(Config.load(None, words, environ={}))
     if trainer.step:
@@ -76,7 +75,7 @@ def train(words, steps, is_fused):
 
 
 def check_moments(trainer, source):
-    """They lie in memory as their parameters do, in memory of their own, and are what was saved."""
+    """Check that moments have their parameters' layout, separate memory, and the saved values."""
     saved = tensors_of(Path(source))["optim"]
     for name, member in trainer.engine.fsdp.members.items():
         part = member.local
@@ -102,12 +101,12 @@ def save_all(jobs):
 
 
 def go_on_all(jobs):
-    """The losses after every move, by its name."""
+    """Return the losses after every move, by its name."""
     return {name: train(words, AFTER, is_fused)[1] for name, (words, is_fused) in jobs.items()}
 
 
 def everywhere(jobs_of_world, function):
-    """``function`` of each world's jobs, in that world; rank 0's answers."""
+    """Call ``function`` on each world's jobs, in that world; return rank 0's answers."""
     answers = []
     for world, jobs in jobs_of_world.items():
         if world == 1:
@@ -119,7 +118,7 @@ def everywhere(jobs_of_world, function):
 
 @pytest.mark.tier("long")
 def test_moves_between_meshes_go_on_exactly(tiny_words, tmp_path, monkeypatch):
-    monkeypatch.setattr(state_module, "AdamW", AdamW)  # put back at the end
+    monkeypatch.setattr(state_module, "AdamW", AdamW)  # undone at the end
     moves = [(*move, True) for move in MOVES] + [(*move, False) for move in OTHERS[:2]]
     base = words_of(tiny_words, "optim.schedule=constant", "train.steps=100", "optim.lr=0.01")
     base = [*base, "train.micro_batch_size=2", "model.num_layers=2"]

@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: complete or not there, and fetched where the disk is lost."""
+"""Checkpoints in an object store: they are complete or absent, and fetched if the disk is lost."""
 
 import shutil
 from importlib.util import find_spec
@@ -84,7 +84,7 @@ def test_the_manifest_comes_last_and_a_failure_ends_the_run(tiny, tmp_path, monk
     with pytest.raises(RunFailed, match=r"cannot write .*step-00000003: the bucket is closed"):
         Trainer(tiny(*STORED, "train.steps=4")).fit()
     assert Store(URL).steps() == [1, 2]
-    assert names(tmp_path / "out" / "checkpoints")[-1] == "step-00000003"  # the disk has it
+    assert names(tmp_path / "out" / "checkpoints")[-1] == "step-00000003"  # it is on the disk
 
 
 def test_a_step_that_is_saved_again_is_complete_at_no_wrong_instant(tiny, tmp_path, monkeypatch):
@@ -106,7 +106,7 @@ def test_a_step_that_is_saved_again_is_complete_at_no_wrong_instant(tiny, tmp_pa
 def test_an_older_or_failed_copy_is_left_alone(tiny, tmp_path):
     Trainer(tiny(*STORED, "train.steps=2")).fit()
     Trainer(tiny(*WORDS, "train.steps=3")).fit()
-    trainer = Trainer(tiny(*STORED, "train.steps=4"))  # the disk's is newer
+    trainer = Trainer(tiny(*STORED, "train.steps=4"))  # the disk's checkpoint is newer
     assert trainer.step == 3
     assert names(tmp_path / "out" / "checkpoints") == ["step-00000002", "step-00000003"]
     trainer.checkpointer.save_failed(3, None)

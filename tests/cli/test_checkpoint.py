@@ -1,4 +1,4 @@
-"""``python -m moetrain.checkpoint``: what is in one, whether it is whole, and conversions."""
+"""``python -m moetrain.checkpoint``: inspecting, verifying, comparing and converting."""
 
 import json
 import re
@@ -23,13 +23,13 @@ from tests.lib.exports import make_tokenizer
 
 @pytest.fixture(scope="module")
 def run(corpus, token_cache, tmp_path_factory):
-    """A finished tiny run that has exported itself; tests leave it as it is."""
+    """Train a tiny run that exports itself; tests do not change it."""
     return tmp_path_factory.mktemp("run")
 
 
 @pytest.fixture
 def saved(run, tiny_words, tmp_path):
-    """The output folder of that run, copied."""
+    """Copy the output folder of that run."""
     if not (run / "out").exists():
         words = ["train.steps=2", "checkpoint.save_hf=yes", f"output_dir={run / 'out'}"]
         Trainer(Config.load(None, [*tiny_words, *words], environ={})).fit()
@@ -115,8 +115,8 @@ def test_an_export_is_the_runs_own(saved, tmp_path):
 
 
 def test_an_export_has_the_chat_template_that_was_trained(tiny_words, tmp_path):
-    """With tools and without, as transformers renders it: not the tokenizer's own, and not what
-    its file says by now."""
+    """The export has the template of the training, not the tokenizer's own nor its file's new
+    text."""
     make_tokenizer(tmp_path / "own")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "own")
     theirs.chat_template = {"default": "own", "tool_use": "own with tools"}

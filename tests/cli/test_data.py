@@ -1,4 +1,4 @@
-"""``moetrain data PATH``: what it says of records, lengths and masks."""
+"""``moetrain data PATH`` prints records, lengths and masks."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Starting ranks and ending together: exit codes, one report, nobody left behind; srun's words."""
+"""Ranks start and end together: exit codes, one report, no process left, srun's variables."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from moetrain.parallel.processes import find_ranks
 from tests.lib.command_lines import settled
 from tests.lib.launches import Launcher
 
-# What ranks run: the real command line, with a trainer that does what it is told.
+# The program of the ranks: the real command line, with a trainer that follows instructions.
 RANK = """
 import glob, os, signal, sys, time, types
 from moetrain.cli import launch
@@ -96,7 +96,7 @@ sys.modules["moetrain.train.loop"] = module
 sys.exit(main(["train.sample_tokens=0"]))  # whose callback would import torch
 """
 
-# Ranks that join a world over gloo; then one raises while the others wait for it.
+# Ranks join a world over gloo; then one raises while the others wait for it.
 MEETING = """
 import sys, types
 import torch
@@ -126,7 +126,8 @@ sys.modules["moetrain.train.loop"] = module
 sys.exit(main(["train.device=cpu", "train.global_batch_size=6", "train.micro_batch_size=2"]))
 """
 
-# Two ranks whose collectives give up after three seconds; one works for longer, one falls silent.
+# Two ranks have collectives that give up after three seconds; one works for longer, one falls
+# silent.
 PATIENCE = """
 import sys, time, types
 from datetime import timedelta
@@ -164,7 +165,7 @@ sys.exit(main(["train.device=cpu", "train.micro_batch_size=2"]))
 
 @pytest.fixture
 def start(tmp_path):
-    """``start(behaviour)``: the launcher of ranks that behave so (three), as a running process."""
+    """Return ``start(behaviour)``, which starts a launcher of three ranks with that behaviour."""
     started = []
 
     def launcher(behaviour, **how):
@@ -172,7 +173,7 @@ def start(tmp_path):
         return started[-1]
 
     yield launcher
-    for each in started:  # of a test that failed; their ranks die with them
+    for each in started:  # left by a failed test; their ranks die with them
         each.process.kill()
 
 
@@ -252,7 +253,7 @@ def pids_of(folder):
 
 
 def is_running(pid):
-    """Whether it is a process, and not the remains of one that nobody has asked after."""
+    """Return True if it is a process, and no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -265,7 +266,7 @@ def test_a_wait_for_work_has_no_limit_and_one_for_the_dead_has(tmp_path):
     assert Launcher(tmp_path, PATIENCE, nproc=2).end(timeout=180) == (1, "from 0\n", line)
 
 
-# ---- where ranks meet ---------------------------------------------------------------------------
+# ---- rendezvous ----------------------------------------------------------------------------------
 
 
 def place(rank, size=2, host="127.0.0.1", port=0, is_served=False):
@@ -274,7 +275,7 @@ def place(rank, size=2, host="127.0.0.1", port=0, is_served=False):
 
 @pytest.fixture
 def served():
-    """The port of a store such as a launcher serves."""
+    """Return the port of a store like a launcher's."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield store.port
     del store
@@ -292,7 +293,7 @@ def test_an_unknown_address_is_known_to_be_at_once():
         find_ranks(place(1, host="no.such.host.invalid", port=1234), 300)
     with pytest.raises(ConfigError, match="MASTER_PORT: 70000"):
         find_ranks(place(1, port=70000), 300)
-    assert time.monotonic() - began < 30  # a resolver's own time
+    assert time.monotonic() - began < 30  # the time of a resolver
 
 
 def test_nobody_at_the_address():

@@ -1,4 +1,4 @@
-"""The place that a launcher's variables give a process, and the threads of one that is started."""
+"""Ranks by the variables of a launcher, and the threads of started processes."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def test_the_place_that_a_launcher_gave(variables, address):
     ("variables", "on_machine"),
     [
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, 4),
-        (TORCHRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, None),  # of torchruns
+        (TORCHRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, None),  # of torchrun processes
         (SLURM | {"SLURM_NODELIST": "n", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4),
         (SLURM | {"SLURM_NODELIST": "n", "SLURM_STEP_TASKS_PER_NODE": "8"}, 8),
         (SLURM | {"SLURM_NODELIST": "n", "SLURM_STEP_TASKS_PER_NODE": "5,3"}, None),

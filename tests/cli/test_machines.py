@@ -1,7 +1,7 @@
-"""``moetrain launch``: files that their tools take, and jobs that start again where they were.
+"""``moetrain launch``: its files are valid for their tools, and its jobs resume where they stopped.
 
-Where sbatch, kubectl or SkyPilot is installed, its own parser reads the file. Otherwise Slurm's
-options and the fields of a JobSet and a task are those of their documentation, as tables here.
+Where sbatch, kubectl or SkyPilot is installed, its own parser reads the file. Otherwise tables here
+have Slurm's options and the fields of a JobSet and a task, from their documentation.
 """
 
 import functools
@@ -41,11 +41,11 @@ def _here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def printed(capsys):
-    """What a dry run prints; it writes no file."""
+    """Return the output of a dry run, which writes no file."""
 
     def run(way, recipe, *words):
         before = sorted(Path().iterdir())
-        capsys.readouterr()  # what was printed before
+        capsys.readouterr()  # drops earlier output
         assert main([way, recipe, *OWN[way], *words, "--dry_run"]) == 0
         assert sorted(Path().iterdir()) == before
         return capsys.readouterr().out
@@ -54,7 +54,7 @@ def printed(capsys):
 
 
 def clean(**more):
-    """The environment without what a launcher sets, and with programs of ``bin`` first."""
+    """Remove a launcher's variables from the environment, and put ``bin`` first in its path."""
     path = f"{Path('bin').absolute()}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     kept = {k: v for k, v in os.environ.items() if not k.startswith((*LAUNCHERS, "SKYPILOT"))}
     own = {"PATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -62,14 +62,15 @@ def clean(**more):
 
 
 def program(name, text):
-    """A program ``bin/NAME`` in Python, for the scripts that are run here."""
+    """Write a program ``bin/NAME`` in Python, for the scripts that run here."""
     path = Path("bin") / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!{sys.executable}\nimport json, os, signal, subprocess, sys, time\n{text}")
     path.chmod(0o755)
 
 
-# ---- the tools read them -------------------------------------------------------------------------
+# ---- the tools' own parsers
+# -----------------------------------------------------------------------
 
 SBATCH = {
     "job-name": r"[\w-]+",
@@ -85,7 +86,7 @@ SBATCH = {
     "partition": r"\w+(,\w+)*",
     "time": r"[\d:-]+",
 }
-"""Options of man sbatch, and what they take."""
+"""Options of man sbatch, with their arguments."""
 
 
 def test_a_script_is_one_that_sbatch_takes(printed):
@@ -104,7 +105,7 @@ def test_a_script_is_one_that_sbatch_takes(printed):
     assert given["job-name"] == "mine"
     assert {"requeue", "partition", "time"} <= given.keys()
     body = text.partition("\n\n")[2]
-    assert "#SBATCH" not in body  # which sbatch would not read
+    assert "#SBATCH" not in body  # sbatch would not read it there
     if shutil.which("sbatch"):
         Path("script").write_text(text)
         words = ["sbatch", "--test-only", "script"]
@@ -112,7 +113,7 @@ def test_a_script_is_one_that_sbatch_takes(printed):
         assert not re.search("unrecognized option|[Ii]nvalid (option|.* specification)", said), said
 
 
-# Fields by path, of which "*" is each entry of a list; from the API references of JobSet v1alpha2
+# Fields by path, in which "*" is each entry of a list; from the API references of JobSet v1alpha2
 # and of Kubernetes' batch/v1 and core/v1.
 _JOB = "spec.replicatedJobs.*.template.spec"
 _POD = f"{_JOB}.template.spec"
@@ -156,7 +157,8 @@ TASK = {
 
 
 def assert_fields(value, schema, path=""):
-    """Every mapping has only the fields, of the types, that ``schema`` names at its path."""
+    """Check that every mapping has only the fields, of the types, that ``schema`` names at its
+    path."""
     inside = f"{path}." * bool(path)
     if isinstance(value, dict):
         for key, each in value.items():
@@ -169,7 +171,7 @@ def assert_fields(value, schema, path=""):
 
 
 def whole(value):
-    """``value`` without what kubectl adds, with numbers of resources as it writes them."""
+    """Return ``value`` without kubectl's additions, with resource numbers in its spelling."""
     if isinstance(value, dict):
         own = {k: whole(x) for k, x in value.items() if k not in ("creationTimestamp", "status")}
         return {k: str(x) if k == "nvidia.com/gpu" else x for k, x in own.items() if x != {}}
@@ -180,7 +182,7 @@ def whole(value):
 def test_a_job_set_has_fields_that_there_are(is_file, printed):
     Path("my.toml").write_text(f'[model]\npreset = "debug"\n# {HOSTILE.splitlines()[0]}\n')
     recipe = ["my.toml", "--data.source", "stdlib"] if is_file else ["debug"]
-    hostile = ["--train.sample_prompt", HOSTILE, "--name", "no"]  # which is YAML's false
+    hostile = ["--train.sample_prompt", HOSTILE, "--name", "no"]  # "no" is false in YAML
     text = printed("k8s", *recipe, *TWO, *hostile)
     first, *others = yaml.safe_load_all(text)
     assert_fields(first, JOB_SET)
@@ -193,8 +195,8 @@ def test_a_job_set_has_fields_that_there_are(is_file, printed):
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     assert spec["completions"] == spec["parallelism"] == 2
-    assert pod["restartPolicy"] == "Never"  # which a podFailurePolicy needs
-    # Of JobSet's documentation: POD's host is JOBSET-JOB-INDEX-POD in the domain.
+    assert pod["restartPolicy"] == "Never"  # a podFailurePolicy needs it
+    # JobSet's documentation: the host of POD is JOBSET-JOB-INDEX-POD in the domain.
     assert f"--master-addr=no-{job['name']}-0-0.no" in container["command"]
     volumes = {each["name"] for each in pod["volumes"]}
     assert {each["name"] for each in container["volumeMounts"]} == volumes
@@ -230,11 +232,12 @@ def test_a_task_has_fields_that_there_are(printed):
         assert (read.num_nodes, read.volumes) == (2, {"/shared": "runs"})
 
 
-# ---- what ranks are given ------------------------------------------------------------------------
+# ---- the ranks' arguments
+# -------------------------------------------------------------------------
 
 
 def expanded(word, variables):
-    """A word of a container's command, as Kubernetes expands it."""
+    """Expand a word of a container's command as Kubernetes does."""
 
     def value(match):
         return "$" if match[0] == "$$" else variables.get(match[1], match[0])
@@ -243,7 +246,7 @@ def expanded(word, variables):
 
 
 def started(way, text, node=0):
-    """The words of the program that a file starts on a machine."""
+    """Return the arguments of the program that a file starts on a machine."""
     dump = "print(json.dumps(sys.argv[1:]))"
     if way == "k8s":
         command = next(yaml.safe_load_all(text))
@@ -288,7 +291,7 @@ def test_any_text_comes_through_bash_and_yaml():
     texts = ["".join(drawn.choices(pieces, k=drawn.randrange(12))) for _ in range(500)]
     texts.append(HOSTILE)
     assert [yaml.safe_load(f"- {yaml_word(text)}  # x") for text in texts] == [[x] for x in texts]
-    words = [text.replace("\x00", "") for text in texts]  # which no word can hold
+    words = [text.replace("\x00", "") for text in texts]  # an argument cannot hold it
     script = "printf '%s\\0' " + " ".join(map(shell_word, words))
     assert "\n" not in script
     block = yaml.safe_load(f"run: |\n  {script}\n")["run"]  # as in a task
@@ -297,7 +300,8 @@ def test_any_text_comes_through_bash_and_yaml():
     assert done.stdout == b"".join(os.fsencode(word) + b"\0" for word in words)
 
 
-# ---- what is refused, and what is written --------------------------------------------------------
+# ---- refusals, and written files
+# ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -315,7 +319,7 @@ def test_any_text_comes_through_bash_and_yaml():
         ("slurm debug --nodes 2 --sbatch a=b;c=d\n", r"sbatch: "),
         ("slurm debug --nodes 2 --sbatch=--time=60", r"sbatch: '--time=60' cannot be"),
         ("slurm rl-sort --nodes 2", r"recipe: 'rl-sort' is for another command"),
-        # Meshes that cannot be.
+        # These meshes are impossible.
         ("slurm debug --nodes 3", r"train\.global_batch_size: 16 is not a multiple"),
         ("slurm debug --nodes 2 --parallel.tp 3", r"parallel"),
         ("slurm debug --nodes 2 --launch.nproc 4", r"launch\.nproc: 4: the job starts the ranks"),
@@ -342,7 +346,7 @@ def test_what_a_container_does_not_have_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("MOETRAIN_OPTIM__LR", "1e-4")
     assert main(job) == 2
     assert "error: optim.lr: set in this environment" in capsys.readouterr().err
-    assert main(["slurm", *job[1:2], *TWO, "--dry_run"]) == 0  # sbatch takes it along
+    assert main(["slurm", *job[1:2], *TWO, "--dry_run"]) == 0  # sbatch sends it along
 
 
 def test_a_file_is_written_once(capsys):
@@ -368,7 +372,8 @@ def test_a_file_is_written_once(capsys):
     assert "error: file: 'no/such/folder': No such file" in capsys.readouterr().err
 
 
-# ---- they start again ----------------------------------------------------------------------------
+# ---- restarts
+# -------------------------------------------------------------------------------------
 
 
 SCONTROL = """
@@ -385,12 +390,12 @@ else:
         (0, None, 0, "RUNNING", False),
         (1, None, 0, "RUNNING", True),
         (137, None, 2, "RUNNING", True),
-        (1, None, 3, "RUNNING", False),  # as often as --restarts says
+        (1, None, 3, "RUNNING", False),  # --restarts is exhausted
         (2, None, 0, "RUNNING", False),  # a wrong setting
         (143, signal.SIGUSR1, 9, "RUNNING", True),  # time is up
         (137, signal.SIGUSR1, 9, "RUNNING", True),
-        (0, signal.SIGUSR1, 0, "RUNNING", False),  # it was done just then
-        (143, None, 9, "RUNNING", True),  # a preemption whose signal reaches the ranks alone
+        (0, signal.SIGUSR1, 0, "RUNNING", False),  # it finished at that moment
+        (143, None, 9, "RUNNING", True),  # a preemption that signals only the ranks
         (143, signal.SIGTERM, 9, "RUNNING", True),
         (143, None, 0, "COMPLETING", False),  # scancel
         (143, signal.SIGTERM, 0, "COMPLETING", False),
@@ -432,17 +437,17 @@ ranks = [
 signal.signal(signal.SIGUSR1, lambda n, f: [rank.send_signal(n) for rank in ranks])
 sys.exit(max(code if code >= 0 else 128 - code for code in [rank.wait() for rank in ranks]))
 """
-"""Starts two ranks as on two machines, passes a signal on, and ends with the highest exit code."""
+"""Starts two ranks as if on two machines, forwards a signal, and exits with the highest code."""
 LONG = ["train.steps=60", "train.sample_tokens=0"]
 
 
 UNDISTURBED = []
-"""The losses of two ranks that nothing disturbs, once this process has seen them."""
+"""Losses of two undisturbed ranks, computed once per process."""
 
 
 @pytest.fixture
 def settings(tiny_words, tmp_path):
-    """Words of a run in ``out``, and the losses of two ranks that nothing disturbs."""
+    """Return the settings of a run in ``out``, and the losses of two undisturbed ranks."""
     words = settled([*(w for w in tiny_words if "device" not in w), *LONG, "output_dir=out"])
     if not UNDISTURBED:
         alone = [*words[:-1], "output_dir=alone", "train.device=cpu"]
@@ -472,7 +477,7 @@ def test_a_slurm_job_that_is_stopped_ends_where_an_undisturbed_run_does(printed,
     environment = clean(SLURM_JOB_ID=str(free_port()), MASTER_PORT=str(free_port()))
     job = subprocess.Popen(["bash", "script"], env=environment)
     wait_for_steps([job], 8)
-    job.send_signal(signal.SIGTERM)  # which becomes SIGUSR1, as is tested above
+    job.send_signal(signal.SIGTERM)  # it becomes SIGUSR1, as tested above
     assert job.wait(timeout=120) == 143
     (saved,) = steps_saved()
     assert 8 <= saved < 60
@@ -482,12 +487,12 @@ def test_a_slurm_job_that_is_stopped_ends_where_an_undisturbed_run_does(printed,
         ["bash", "script"], env=environment | more, capture_output=True, text=True, timeout=300
     )
     assert again.returncode == 0, again.stderr
-    assert f"step-{saved:08d}" in again.stderr  # that it resumes from
+    assert f"step-{saved:08d}" in again.stderr  # it resumes from this step
     assert losses(Path("out")) == expected
 
 
 def agents(way, text):
-    """torchrun as a file starts it on each of two machines, which are here both this one."""
+    """Start torchrun as a file does on each of two machines; here both are this one."""
     port = str(free_port())
     for node in (0, 1):
         own = {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2", "SKYPILOT_NODE_RANK": str(node)}
@@ -505,7 +510,7 @@ def agents(way, text):
 
 @pytest.mark.tier("long")
 def test_a_job_whose_machine_is_taken_away_ends_where_an_undisturbed_run_does(printed, settings):
-    """By one tool, and then by the other: both start a run by torchrun in the same words."""
+    """Two tools take turns: both start a run by torchrun with the same arguments."""
     words, expected = settings
     texts = {way: printed(way, "debug", "--nodes", "2", "--gpus", "1", *words) for way in OWN}
     both = [*agents("k8s", texts["k8s"])]
@@ -547,12 +552,12 @@ GresTypes=gpu
 NodeName={name} NodeAddr=127.0.0.1 CPUs={cores} Gres=gpu:2
 PartitionName=all Nodes={name} Default=YES
 """
-"""One node, this machine, with two GPUs that are none."""
+"""One node, this machine, with two fake GPUs."""
 
 
 @pytest.fixture
 def slurm(tmp_path):
-    """A function that runs one of Slurm's commands; its daemons run as Debian installs them."""
+    """Return a function that runs Slurm's commands; its daemons run as Debian installs them."""
     if os.geteuid() != 0 or not all(map(shutil.which, (*DAEMONS, "sbatch"))):
         pytest.skip(f"needs root, and {', '.join(DAEMONS)} (apt-get install slurmctld slurmd)")
     folder, name = tmp_path / "slurm", socket.gethostname().partition(".")[0]
@@ -608,7 +613,7 @@ def test_slurm_queues_a_job_again_until_it_ends_where_an_undisturbed_run_does(
     shown = functools.partial(slurm, "scontrol", "show", "job", job)
 
     def disturb(steps, disturbance):
-        """Once so many steps are logged; it starts again."""
+        """Disturb the job after so many logged steps, and wait for its restart."""
         wait_until(lambda: Path("out/metrics.jsonl").exists())
         wait_for_steps([], steps)
         before = int(re.search(r"Restarts=(\d+)", shown())[1])
@@ -616,9 +621,10 @@ def test_slurm_queues_a_job_again_until_it_ends_where_an_undisturbed_run_does(
         wait_until(lambda: has_started_again(before + 1))
 
     def has_started_again(restarts):
-        """Slurm lets it wait for two minutes from when its processes are gone.
+        """Wait for Slurm's restart, which comes two minutes after the processes end.
 
-        Never started in the second of the requeue, in which Slurm calls its credential revoked.
+        The job must not restart in the second of the requeue: Slurm would call its credential
+        revoked.
         """
         said = shown()
         if f"Restarts={restarts}" not in said:
@@ -633,7 +639,7 @@ def test_slurm_queues_a_job_again_until_it_ends_where_an_undisturbed_run_does(
         (second,) = re.findall(rf"^(\d+) +{job} +0 +1 ", listed, re.M)
         os.kill(int(second), signal.SIGKILL)
 
-    disturb(8, lambda: slurm("scancel", "--batch", "--signal=USR1", job))  # as if time were up
+    disturb(8, lambda: slurm("scancel", "--batch", "--signal=USR1", job))  # as at the time limit
     disturb(20, kill)
     disturb(32, lambda: slurm("scontrol", "requeue", job))
     wait_until(lambda: "JobState=COMPLETED" in shown())

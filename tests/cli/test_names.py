@@ -76,7 +76,7 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(tmp_path
     assert (process.returncode, errors) == (130, b"")
 
 
-LATE = {  # the module in whose import Ctrl-C comes, once a command has read its options
+LATE = {  # Ctrl-C arrives during the import of this module, after a command has parsed its options
     "generate": ["PATH", "--prompt", "a"],
     "serve": ["PATH", "--port", "0"],
     "score": ["PATH", "RECORDS"],

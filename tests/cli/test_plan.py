@@ -1,4 +1,4 @@
-"""``moetrain plan``: what it lists fits, is in order, and is what its command would run."""
+"""``moetrain plan``: the listed layouts fit, are ordered, and match what their commands run."""
 
 import json
 import re
@@ -18,7 +18,7 @@ FIXED = ["--kernels.precision", "bf16", "--optim.state_dtype", "float32"]
 
 
 def plan(capsys, *words):
-    """The rows by column, and the command."""
+    """Return the rows by column, and the command."""
     assert main([*words]) == 0
     out = capsys.readouterr().out.splitlines()
     heads, *rows = (re.split(r" {2,}", line.strip()) for line in out if "  " in line)
@@ -46,7 +46,7 @@ LONG = ["--data.seq_len", "131072", "--model.max_positions", "131072", "--model.
 
 
 def test_ranks_share_the_tokens_of_rows_that_no_layout_holds_otherwise(capsys):
-    """Of 1,048,576 tokens; with short rows sharing them is not tried."""
+    """The rows have 1,048,576 tokens; with short rows context parallelism is not tried."""
     longer = [word.replace("131072", "1048576") for word in LONG]
     axes = [word for axis in ("tp", "pp") for word in (f"--parallel.{axis}", "1")]
     alone = [*SIX, "--gpus", "4", *FIXED, *longer, *axes]
@@ -68,7 +68,8 @@ def test_ranks_share_the_tokens_of_rows_that_no_layout_holds_otherwise(capsys):
     ],
 )
 def test_the_dry_run_says_how_ranks_share_rows(words, says, capsys):
-    """Six layers of bf16, and a rank's 65,536 tokens: by hand."""
+    """The expected values are computed by hand for six layers of bf16 and 65,536 tokens per
+    rank."""
     devices = ["--launch.gpus", "2", "--launch.gpu", "h200", "--parallel.cp", "2"]
     rows = ["--train.global_batch_size", "1", "--train.micro_batch_size", "1", "--dry_run"]
     assert train.main([*SIX, *LONG, *devices, *rows, *words]) == 0

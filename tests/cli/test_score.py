@@ -1,4 +1,4 @@
-"""Scores of a reward model: transformers' own, through the library, the command and an RL run."""
+"""Scores of a reward model equal transformers', through the library, the command and an RL run."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ TEXTS = [
 ]
 CHAT = [{"role": "user", "content": "the cat?"}, {"role": "assistant", "content": "a mat."}]
 PAD = 2
-"""Of the tokenizer; it has an EOS of its own, which is scored."""
+"""The tokenizer's pad id; its EOS is another id, which is scored."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def theirs(folder):
-    """transformers' score of a text."""
+    """Return transformers' score of a text."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
@@ -111,7 +111,7 @@ def test_the_command_adds_scores_to_records(folder, theirs, tmp_path, capsys):
 def test_adapters_alone_are_named_as_they_were_given_and_what_is_advised_works(
     folder, tmp_path, capsys
 ):
-    """The run is resumed with checkpoint.save_hf yes, and its export scores as its adapters do."""
+    """The run is resumed with checkpoint.save_hf yes, and its export scores like its adapters."""
     pairs = [{"prompt": "the cat", "chosen": f" sat {i}.", "rejected": " no."} for i in range(12)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     (tmp_path / "answers.jsonl").write_text(json.dumps(TEXTS[0]))
@@ -164,7 +164,7 @@ def test_the_example_scores_what_waits_together(folder, theirs, monkeypatch):
 
 @pytest.mark.tier("long")
 def test_a_run_is_rewarded_by_a_reward_model(folder, tmp_path, monkeypatch):
-    """The command of the example, on toy models."""
+    """The command of the example runs on toy models."""
     monkeypatch.setenv("REWARD_MODEL", str(folder))
     monkeypatch.setenv("REWARD_DEVICE", "cpu")
     policy = tmp_path / "policy"

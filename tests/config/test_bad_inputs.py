@@ -1,10 +1,10 @@
-"""What only looking at files, folders and the machine shows: one line, and exit code 2.
+"""Errors that only files, folders and the machine reveal: one line, and exit code 2.
 
 Nothing here trains: a bad input is found before that, or this module would take long. In a row of
-:data:`FILES`, ``{tmp}`` is an empty folder, ``{text}`` one of text files, ``{hf}`` a checkpoint of
-which there is only its config.json.
+:data:`FILES`, ``{tmp}`` is an empty folder, ``{text}`` one of text files, ``{hf}`` a checkpoint
+that has only its config.json.
 
-A row is what is given, the setting that the line names, and words that it has.
+A row has the given words, the setting that the line names, and words of the line.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ FILES = [
 ]
 
 
-COMMANDS = [  # the command, its words, the field, words that the line has
+COMMANDS = [  # the command, its words, the field, words of the line
     (checkpoint, "inspect {tmp}/no", "PATH", "no such folder; give a step-... folder, or the out"),
     (
         checkpoint,
@@ -193,7 +193,7 @@ def test_other_commands(run, words, field, says, places, capsys):
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> dict[str, str]:
-    """Where the rows above point."""
+    """Make the files and folders that the rows above name."""
     root = tmp_path_factory.mktemp("places")
     places = {name: str(root / name) for name in ("tmp", "text", "hf", "used", "used2")}
     for folder in places.values():
@@ -245,7 +245,7 @@ def test_a_folder_that_may_not_be_written_to(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "0.06 GiB: 3 checkpoints of 0.02 GiB;"),  # by time: how many is not known
+        ([], "0.06 GiB: 3 checkpoints of 0.02 GiB;"),  # saves by time: their number is unknown
         (["train.steps=2"], "0.04 GiB: 2 checkpoints of 0.02 GiB;"),
         ([NEVER_BY_TIME], "the run will write 0.02 GiB: 1 checkpoint of 0.02 GiB;"),
         ([NEVER_BY_TIME, "checkpoint.interval=100"], "0.06 GiB: 3 checkpoints of 0.02 GiB;"),

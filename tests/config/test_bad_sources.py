@@ -1,4 +1,4 @@
-"""What a user can get wrong in the environment, a TOML file or a mapping of settings."""
+"""User errors in the environment, a TOML file or a mapping of settings."""
 
 from __future__ import annotations
 

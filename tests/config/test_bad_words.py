@@ -1,6 +1,6 @@
-"""What a user can get wrong on a command line: each is one line that names the setting.
+"""User errors on a command line: each is refused in one line that names the setting.
 
-A row is what is given, the setting that the line names, and words that it has.
+A row has the given words, the setting that the line names, and words of the line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from moetrain.config import Config
 from tests.lib.command_lines import assert_refused
 
-UNKNOWN = [  # words, field, what the hint says
+UNKNOWN = [  # words, field, hint
     ("--lr 3e-4", "lr", "did you mean --optim.lr?"),
     ("lr=3e-4", "lr", "did you mean optim.lr?"),
     ("--train.lr 1", "train.lr", "did you mean --optim.lr?"),
@@ -231,7 +231,7 @@ def test_a_power_of_ten_is_an_integer_where_it_is_one(source, words, name, value
 
 @pytest.mark.parametrize(("name", "source"), [("a.jsonl", "jsonl"), ("b.TXT", "text")])
 def test_a_path_alone_says_what_it_holds(name, source):
-    """The default recipe's own source is but a proposal."""
+    """The default recipe's own source is only a proposal, and gives way."""
     config = Config.load(None, ["--data.path", name], environ={})
     assert (config.data.source, config.data.path) == (source, name)
     assert config.model.preset == "debug"

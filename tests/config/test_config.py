@@ -1,4 +1,4 @@
-"""Config: the four sources, their order, and what is refused."""
+"""Config: its four sources, their order, and refused settings."""
 
 import json
 import re
@@ -77,7 +77,7 @@ def test_bad_settings_exit_2_with_one_line(words, field, says, capsys):
 
 
 def test_a_recipes_experts_may_be_absent():
-    words = ["model.preset=qwen3-0.6b", "moe.force_balanced=no"]  # the default, given
+    words = ["model.preset=qwen3-0.6b", "moe.force_balanced=no"]  # the default, but given
     config = load(*words, source="debug")
     assert config.moe.aux_loss_coef == 0.01
     resolve_run(config)

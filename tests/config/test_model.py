@@ -26,7 +26,7 @@ def resolved(preset, **values):
 
 
 def tried(make, **values):
-    """What ``make`` returns and None, or None and the setting that it refuses."""
+    """Return the result of ``make`` and None, or None and the setting that it refuses."""
     try:
         return make(**values), None
     except ConfigError as error:
@@ -34,19 +34,20 @@ def tried(make, **values):
 
 
 def made_of(arch):
-    """Names and shapes of all parameters, and the arithmetic of a token's experts."""
+    """Return names and shapes of all parameters, and the arithmetic of a token's experts."""
     with torch.device("meta"):
         model = Transformer(arch)
     return {n: p.shape for n, p in model.named_parameters()}, arch.num_active_params()
 
 
 def other_values(arch, name):
-    """Values that differ from the preset's: the double, the half and, where it is 0, a few."""
+    """Return values that differ from the preset's: double, half and, where it is 0, a few
+    others."""
     value = getattr(arch, name)
     return [value * 2, value // 2] if value > 1 else [4, 8]
 
 
-# One preset of each architecture's class: more differ in sizes alone.
+# One preset of each architecture's class suffices: others differ only in sizes.
 OF_FAMILY = {type(arch): name for name, arch in sorted(PRESETS.items())}.values()
 
 
@@ -73,7 +74,7 @@ def test_a_width_of_layers_that_are_not_there_is_refused(preset):
 
 
 def logits_of(arch):
-    """A model's logits where positions lie beyond what it was made for."""
+    """Return a model's logits at positions beyond its trained range."""
     model = Transformer(arch)
     model.init_weights(0.2, seed=0)
     with torch.no_grad():
@@ -83,8 +84,9 @@ def logits_of(arch):
 ROPES = ["yarn", "linear"]
 ROPE_REFUSED = {*product(("nemotron_h", "gemma4_text", "hunyuan_v1_moe"), ROPES)}
 ROPE_REFUSED.add(("gpt_oss", "linear"))
-"""Nemotron-3's heads do not rotate, Gemma-4's rotate differently by layer, HunYuan and GPT-OSS are
-stretched already, by NTK and by yarn."""
+"""Architectures that cannot stretch their rotary embeddings: Nemotron-3's heads do not rotate,
+Gemma-4's rotate differently by layer, HunYuan and GPT-OSS are stretched already, by NTK and by
+yarn."""
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -129,7 +131,8 @@ def test_init_std_is_what_every_familys_matrices_are_drawn_with(preset):
     rules = PRESETS[preset].plan().parameters
     drawn = [name for name, rule in rules.items() if rule.init == "normal"]
     assert {"embed.weight"} < {*drawn}
-    assert math.isclose(len(drawn) / len(rules), 0.5, abs_tol=0.45)  # norms and biases are not
+    # Norms and biases are not drawn.
+    assert math.isclose(len(drawn) / len(rules), 0.5, abs_tol=0.45)
 
 
 _OF_BOTH = ("max_positions", "rope", "vocab_size")

@@ -1,4 +1,4 @@
-"""Settings without effect: the table of what each needs, a row at a time, and the rule."""
+"""Settings without effect: every row of the table of needs is applied, and its error is checked."""
 
 import json
 
@@ -134,7 +134,7 @@ def test_an_environment_says_a_setting_once(monkeypatch):
 
 
 def test_what_a_recipe_proposes_goes_back_to_the_default():
-    """And what is resolved loads again, although a mapping is a user's."""
+    """The resolved settings also load again, although a mapping counts as the user's."""
     prompt = Config.load("debug").train.sample_prompt
     config = Config.load("debug", ["train.sample_tokens=0"])
     assert (prompt is None, config.train.sample_prompt) == (False, None)
@@ -150,7 +150,7 @@ ON_A_CPU = ["train.device=cpu", "compile.enabled=no", "model.hidden_size=32", "d
 
 
 def proposed(*words, **values):
-    """Settings and a model; a recipe has proposed ``values``."""
+    """Return settings and a model, where a recipe has proposed ``values``."""
     values = {name.replace("__", "."): value for name, value in values.items()}
     config = Config.load("debug", [*ON_A_CPU, *words], environ={})
     return resolve_run(config.filled(values, "recipe of a test"))
@@ -158,7 +158,7 @@ def proposed(*words, **values):
 
 def test_a_proposal_that_the_device_does_not_take_is_not_what_runs_or_is_planned():
     config, arch = proposed(kernels__attention="exact")
-    assert config.kernels.attention == "exact"  # no device is known yet
+    assert config.kernels.attention == "exact"  # the device is not known yet
     plan = MemoryPlan.of(config, arch, generates=False)
     for found in (Session(config, arch).config, plan.config):
         assert found.kernels.attention == "auto"
@@ -167,7 +167,7 @@ def test_a_proposal_that_the_device_does_not_take_is_not_what_runs_or_is_planned
 
 
 def dispatched():
-    """What an engine of two ranks runs with where a recipe proposed DeepEP."""
+    """Return the dispatcher of an engine of two ranks whose recipe proposed DeepEP."""
     wanted = {"moe__dispatch_mode": "static", "moe__dispatcher": "deepep"}
     config, arch = proposed("parallel.ep=2", "train.micro_batch_size=8", **wanted)
     engine = Engine(config, arch, join_world(config, arch))

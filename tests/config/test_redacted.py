@@ -1,4 +1,4 @@
-"""Passwords, keys and signatures in URLs of settings appear nowhere."""
+"""Passwords, keys and signatures in URLs of settings are printed nowhere."""
 
 import json
 import logging
@@ -16,7 +16,7 @@ URLS = {
     "s3://hunter2@bucket/a": "s3://***@bucket/a",
     "https://a:hunter2%40@[::1]:8000/v1": "https://***@[::1]:8000/v1",
     "https://a:hunter2@x@example.org": "https://***@example.org",
-    # Signed URLs, as the vendors document them.
+    # These are signed URLs from the vendors' documentation.
     "https://b.s3.amazonaws.com/k?X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Credential=hunter2"
     "%2F20260101&X-Amz-Expires=60&X-Amz-Signature=hunter2": "https://b.s3.amazonaws.com/k?"
     "X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Credential=***&X-Amz-Expires=60&X-Amz-Signature=***",

@@ -1,8 +1,8 @@
-"""What the train command refuses, an engine that a program builds refuses in the same line.
+"""An engine that a program builds refuses the same settings as the train command, in the same line.
 
-A command line and a program come to a running engine by different ways. The program here does what
-docs/quickstart.md shows, with settings that were changed after they were loaded (``filled``), so
-that only the engine itself can refuse them.
+A command line and a program reach the engine by different paths. The program here follows
+docs/quickstart.md, but changes its settings after they were loaded (``filled``), so that only the
+engine itself can refuse them.
 """
 
 import ast
@@ -64,7 +64,7 @@ def good_config(*words):
 
 
 def said_by_command(words, folder, capsys, program=main):
-    """The line that the command ends with; nothing was run."""
+    """Return the line with which the command ends; nothing has run."""
     assert program(settled([*words, f"output_dir={folder / 'out'}"])) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1, error
@@ -73,7 +73,8 @@ def said_by_command(words, folder, capsys, program=main):
 
 
 def said_by_engine(base, values, kind=Engine, device="cpu"):
-    """The line of an engine whose settings a program has changed to ``values``, and the error."""
+    """Return the engine's error for settings that a program has changed to ``values``, and its
+    line."""
     good = good_config(*base)
     config = good.filled(values, "a program")
     arch = resolve_architecture((good if config.model.path else config).model)
@@ -94,7 +95,8 @@ def can_be(values):
 
 
 def lacking(need, name):
-    """Values with which ``name`` has no effect, by the row of the table; None: no file has them."""
+    """Return values with which ``name`` has no effect, by a row of the table; None if no file has
+    them."""
     others = [other for other in need.requires if other in DEFAULTS]
     wrong = {}
     for other in others:
@@ -130,9 +132,9 @@ def test_an_engine_refuses_a_setting_without_effect_as_the_command_does(
     base = DENSE if Fact.EXPERTS in facts else GOOD
     by_engine, _ = said_by_engine(base, values)
     assert by_engine.startswith("error: ")
-    if "model.path" in values:  # beside which a command line takes no sizes at all
+    if "model.path" in values:  # a command line takes no sizes beside it
         assert "contradicts model.path 'x'" in by_engine
-    elif any(x.startswith("rl.") for x in values):  # which another command takes
+    elif any(x.startswith("rl.") for x in values):  # another command takes these
         words = [*base, *OTHERS, *as_words(values)]
         with pytest.raises(ConfigError) as caught:
             resolve_run(Config.load(None, settled(words), environ={}))
@@ -166,7 +168,7 @@ def no_cpp_compiler(stack):
 
 
 def on_gpu(stack, capability=(9, 0)):
-    """Every rank has a GPU, as far as checks ask."""
+    """Let checks see a GPU on every rank."""
     cuda, build = torch.device("cuda"), world_module.build_meshes
     stack.enter_context(patch.object(world_module, "claim_device", lambda *_: cuda))
     stack.enter_context(patch.object(world_module, "build_meshes", lambda d, _: build(d, "cpu")))
@@ -252,7 +254,7 @@ def test_an_engine_refuses_a_run_that_cannot_be_as_the_command_does(case, tmp_pa
 
 
 def test_every_refusal_of_the_checks_is_among_the_cases():
-    """A line of the checks that raises and that no case above reaches is one that nobody tried."""
+    """Every raising line of the checks is reached by a case above."""
     path = Path(checks.__file__)
     wanted = {x.lineno for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Raise)}
     reached = set()
@@ -330,7 +332,7 @@ def test_an_engine_computes_reproducibly_if_it_is_asked_to():
 
 
 def test_settings_of_the_cases_are_good_but_for_what_they_change():
-    """Else a case would be refused for another reason than its own."""
+    """Otherwise a case would be refused for another reason than its own."""
     for base in (GOOD, DENSE, GPT_OSS, WIDE):
         config = good_config(*base)
         arch = resolve_architecture(config.model)

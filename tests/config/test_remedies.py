@@ -1,7 +1,7 @@
-"""Each remedy that an error offers is applied here, and then the settings are taken.
+"""Each remedy that an error offers is applied here, and the settings are then accepted.
 
-A row of the table has files, settings that are refused, what the error says, and for each remedy in
-it the settings or files that do as it says.
+A row of the table has files, refused settings, the error's text, and for each remedy in it the
+settings or files that follow it.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from tests.lib.needs_table import NEEDS_OF_ONE
 
 ROOT = Path(__file__).parents[2]
 UNSET = object()
-"""Leaves a setting out."""
+"""Marker that leaves a setting out."""
 
 DEFAULTS = dict(leaves(Config().model_dump()))
 SECTIONS = {name.partition(".")[0] for name in DEFAULTS if "." in name}
 
 
 class Row(NamedTuple):
-    """Settings that are refused, and what to do about it."""
+    """Refused settings, and their remedies."""
 
     files: dict[str, str]
     settings: dict[str, Any]
     says: str
     remedies: list[dict[str, Any]]
-    """Settings, and under ``files`` those that are written anew; None removes one."""
+    """Settings of each remedy, and its rewritten files under ``files``; None removes one."""
 
 
 def chat(*said: str) -> str:
@@ -87,7 +87,7 @@ CONFIG = {
 
 
 def model(**config: Any) -> dict[str, str]:
-    """A folder of a model that is complete but for its weights."""
+    """Write the folder of a model that lacks only weights."""
     files = {f"model/{name}": str(text) for name, text in ByteTokenizer().export().files.items()}
     return files | {"model/config.json": json.dumps(CONFIG | config)}
 
@@ -808,7 +808,7 @@ def write(files: Mapping[str, str | None]) -> None:
 
 
 def use(settings: dict[str, Any]) -> None:
-    """Do what a run does before its first step, but for the weights."""
+    """Do everything that a run does before its first step, except for weights."""
     given = {k: v for k, v in settings.items() if v is not UNSET}
     if "model.path" not in given:
         given = {"model.preset": "debug"} | given
@@ -844,7 +844,7 @@ def test_what_an_error_advises_works(case, tmp_path, monkeypatch):
         use(settings | {k: v for k, v in remedy.items() if k != "files"})
 
 
-# ---- settings that need others: what the table advises, each way with each value -----------------
+# ---- settings that need others: each remedy of the table, with each of its values ----------------
 
 FIELDS = {
     f"{section}.{key}": field
@@ -855,12 +855,12 @@ FIELDS = {
 PROBES = [None, 0, 1, 2, 4, 0.5, 1.5, True, False, "x", ("wandb",), ("experts",), (1, 1)]
 PROBES += [({"path": "a.jsonl"},)]
 BESIDE = {"lora.": {"lora.rank": 8}, "moe.": {"parallel.ep": 2}, "rl.kl": {"rl.kl_coef": 0.1}}
-"""What a user of such settings has set too."""
+"""Settings that a user would set beside these."""
 
 
 @functools.cache
 def possible(name: str) -> list[Any]:
-    """Values that a setting takes: each choice, or some of PROBES."""
+    """Return values of a setting: each choice, or some of PROBES."""
     kinds = [FIELDS[name].annotation, *get_args(FIELDS[name].annotation)]
     found = [x for kind in kinds if get_origin(kind) is Literal for x in get_args(kind)]
     return [x for x in [*found, *PROBES, DEFAULTS[name]] if can_be(name, x)]
@@ -874,12 +874,13 @@ def can_be(name: str, value: Any) -> bool:
 
 
 def read(name: str, text: str) -> Any:
-    """Return the value of ``name`` that is ``text`` on a command line."""
+    """Return the value of ``name`` for ``text`` on a command line."""
     return dict(leaves(Reader(Config).build({name: text}, strict=False).model_dump()))[name]
 
 
 def ways(name: str, advice: str, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield settings that do as ``advice`` on ``name`` says: each way, with each of its values."""
+    """Yield settings that follow ``advice`` on ``name``: each alternative, with each of its
+    values."""
     for way in re.split(r",? or (?=set |raise |unset |use |in )", advice):
         verb, _, rest = way.partition(" ")
         target, _, texts = rest.partition(" ")
@@ -907,7 +908,7 @@ _SETTING = re.compile(rf"\b(?:{'|'.join(SECTIONS)})\.[a-z_0-9]+")
 
 
 def complaints(values: dict[str, Any]) -> dict[tuple[str, ...], str]:
-    """Return the advice of each complaint about ``values`` by the settings that it names."""
+    """Return the advice of each complaint about ``values``, by the settings that it names."""
     config = Config().filled(values, "a test")
     found = unmet(dict(leaves(config.model_dump())), DEFAULTS, {})
     return {(name, *_SETTING.findall(why)): advice for name, why, advice in found}
@@ -920,7 +921,7 @@ OF_SETTINGS = [(need, name) for need, name in NEEDS_OF_ONE if not {*need.require
     ("need", "name"), OF_SETTINGS, ids=[f"{name}-{'-'.join(x.requires)}" for x, name in OF_SETTINGS]
 )
 def test_what_the_error_of_a_need_advises_works(need, name):
-    """Following it ends this complaint, and makes no other."""
+    """Following the advice ends this complaint, and causes no other."""
     beside = {"data.source": "records", "data.path": "a.jsonl"}
     beside |= {
         k: v for start, of in BESIDE.items() if name.startswith(start) for k, v in of.items()
@@ -941,7 +942,8 @@ def test_what_the_error_of_a_need_advises_works(need, name):
             assert after.keys() <= before.keys(), f"{advice}: {way}"
 
 
-# ---- values that a setting does not take ---------------------------------------------------------
+# ---- refused values
+# -------------------------------------------------------------------------------
 
 GIVEN = {
     r"'(\w+)'": lambda name: [name],
@@ -958,7 +960,7 @@ GIVEN = {
     r"auto or a positive (?:even )?number": lambda: ["auto", "2"],
     r"a table|a list of tables(?: in JSON)?": lambda: ['[{"path": "a.jsonl"}]'],
 }
-"""What a message says to give, and texts that are that."""
+"""Phrases of messages that ask for a value, and texts that follow them."""
 WRONG = ["", "x", "-5", "0", "1.5", "1e300", "1e-60", str(10**20), "yes", "[1]", "nan", "a\0", "5"]
 
 
@@ -975,7 +977,7 @@ def test_what_the_error_of_a_value_says_to_give_is_taken(name):
     for wrong in WRONG:
         error = refusal(name, wrong)
         if not error or error.endswith(("; leave it out", "; leave that out")):
-            continue  # nothing is given
+            continue  # it asks for no value
         advice = error.rpartition("give ")[2]
         texts = [
             text
@@ -989,7 +991,7 @@ def test_what_the_error_of_a_value_says_to_give_is_taken(name):
         assert taken if is_any else taken == texts, error
 
 
-# ---- records: what is refused, how it is read, the error, and for each remedy a record -----------
+# ---- records: the refused record, how it is read, the error, and a record for each remedy --------
 
 ASKED = {"role": "user", "content": "a?"}
 SAID = {"role": "assistant", "content": "a!"}
@@ -1002,7 +1004,7 @@ FUNCTION = {"type": "function", "function": {"name": "f", "description": "d", "p
 
 
 def turns(*changed: dict[str, Any]) -> dict[str, Any]:
-    """A conversation that ends with an answer, with further turns before it."""
+    """Return a conversation that ends with an answer, with further turns before it."""
     return {"messages": [ASKED, *changed, SAID]}
 
 
@@ -1267,7 +1269,7 @@ RECORDS: dict[str, tuple[Any, dict[str, Any], str, list[Any]]] = {
         [None],
     ),
 }
-"""A remedy is another record, or how it is read; None: there is none to try."""
+"""A remedy is another record, or another way to read it; None: there is none to try."""
 
 
 @pytest.mark.parametrize("case", RECORDS)
@@ -1522,7 +1524,7 @@ def test_what_an_error_of_a_layout_advises_works(case):
         plan(*remedy)
 
 
-# ---- runs that go on -----------------------------------------------------------------------------
+# ---- resumed runs --------------------------------------------------------------------------------
 
 TINY = {
     "model.hidden_size": 16,
@@ -1639,7 +1641,7 @@ def test_what_an_error_of_a_run_that_goes_on_advises_works(case, trained, tmp_pa
 
 
 def test_what_the_errors_of_a_run_folder_advise_works(trained, tmp_path, monkeypatch, capsys):
-    """A run's folder is none of a model until it is exported, and a model is no run."""
+    """A run's folder is no model until it is exported, and a model is no run."""
     monkeypatch.chdir(shutil.copytree(trained, tmp_path / "0"))
     with pytest.raises(ConfigError) as raised:
         resolve("out")
@@ -1663,7 +1665,7 @@ def test_what_the_errors_of_a_run_folder_advise_works(trained, tmp_path, monkeyp
     capsys.readouterr()
 
 
-# ---- requests to servers: what reads them, the body, the error, and bodies that it advises -------
+# ---- requests to servers: the reader, the body, the error, and bodies that follow its advice -----
 
 PROMPT = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 4}}
 DATUM = {"tokens": [1, 2], "target_tokens": [2, 3]}
@@ -1887,14 +1889,15 @@ def test_what_the_error_of_a_servers_doors_advises_works(tmp_path):
         access(host="no such").listen()
 
 
-# ---- what all messages name ----------------------------------------------------------------------
+# ---- names in all messages -----------------------------------------------------------------------
 
 
 @functools.cache
 def texts() -> dict[str, str]:
-    """Every string of the package but docstrings, by its place; ``{}`` for what is filled.
+    """Return every string of the package except docstrings, by its place, with ``{}`` for formatted
+    parts.
 
-    What ``--help`` says of each setting is among them.
+    The ``--help`` texts of settings are included.
     """
     found = {}
     for file in sorted((ROOT / "moetrain").rglob("*.py")):
@@ -1948,7 +1951,7 @@ UNUSED = [
 def test_no_error_of_a_command_advises_a_setting_that_it_does_not_use(
     program, words, says, monkeypatch, tmp_path
 ):
-    """Leaving the setting out works, and so does each other way."""
+    """Leaving the setting out works, and so does each other remedy."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jinja").write_text(CHATML)
     (tmp_path / "a.jsonl").write_text(CHATS)
@@ -2011,7 +2014,8 @@ def test_every_command_that_a_message_names_is_one():
 
 
 def test_every_file_of_the_repository_that_the_package_names_is_there():
-    """In messages, docstrings and comments; a page of docs with its heading."""
+    """The names are in messages, docstrings and comments; a page of docs may come with a
+    heading."""
     pattern = r"(?<![\w/.{-])((?:docs|examples|scripts|tests)/[\w./-]*\w\.(?:md|py|sh|txt))"
     named = {
         (str(file.relative_to(ROOT)), name)

@@ -1,4 +1,4 @@
-"""What a user can get wrong in data: files, lines, templates and tokenizers."""
+"""User errors in data: files, lines, templates and tokenizers."""
 
 from __future__ import annotations
 
@@ -135,10 +135,11 @@ def test_bad_jsonl_lines_are_named_by_file_and_line(tmp_path: Path, line: bytes,
         build_data(c, BYTE_VOCAB)
 
 
-# ---- kinds that nobody had listed ---------------------------------------------------------------
+# ---- mistakes found by trying
+# ---------------------------------------------------------------------
 
-# Found by trying, as a user would who reads nothing: what is given, the files there are (by name,
-# {} for a folder), the setting that the line names, and words that it has.
+# These were found by trying, as a user who reads nothing would. A row has the given words, the
+# files (by name, {} for a folder), the setting that the line names, and words of the line.
 JSONL = "--data.source jsonl --data.path a.jsonl"
 TEXT = "--data.source text --data.path a.txt"
 CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n'
@@ -156,7 +157,7 @@ def _tokenizer(config: str, tokenizer: str = BPE) -> dict[str, str]:
 
 
 UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
-    # Folders that lie in each other, data that is two things at once.
+    # Nested folders, and data of two kinds at once.
     (
         "--output_dir x",
         {"x/config.json": '{"model_type": "qwen3"}'},
@@ -185,14 +186,14 @@ UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
         "0.5 contradicts data.eval_path 'b.txt'",
     ),
     ("--data.source synthetic --data.packing whole", {}, "data.packing", "contradicts data.source"),
-    # Lists, patterns and addresses for a path.
+    # Lists, patterns and addresses instead of a path.
     ("--data.source jsonl --data.path *.jsonl", {"a.json": CHAT}, "data.path", "matches no file"),
     ("--data.source text --data.path a.txt,b.txt", SOME_TEXT, "data.path", "No such file"),
     ("--data.source jsonl --data.path https://a.b/c.jsonl", {}, "data.path", "No such file"),
     ("--data.source jsonl --data.path /dev/zero", {}, "data.path", "neither a file nor a folder"),
     ("--data.source jsonl --data.path x", {"x/a.json": "{}"}, "data.path", "x/a.json:1: no 'text'"),
     ("--data.source text --data.path x", {"x/.a": "text"}, "data.path", "holds no text files"),
-    # Data sets that are no text, and folders of them.
+    # Data sets without text, and folders of them.
     (
         "--data.source text --data.path x",
         SAVED_DATASET,
@@ -209,7 +210,7 @@ UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
     ("--data.source text --data.path a.gz", {"a.gz": "x"}, "data.path", "no text but .gz; unpack"),
     ("--data.source jsonl --data.path a.zip", {"a.zip": "x"}, "data.path", "but .zip; unpack it"),
     ("--data.path x", {"x/a.csv": "a,b"}, "data.path", "'x' holds no .jsonl files, nor .parquet"),
-    # Text that is none.
+    # Text that cannot be decoded.
     (TEXT, {"a.txt": "some text".encode("utf-16")}, "data.path", "holds no text"),
     (TEXT, {"a.txt": b"\xef\xbb\xbf"}, "data.path", "nothing to predict"),
     (
@@ -218,7 +219,7 @@ UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
         "data.seq_len",
         "256: the 5 tokens of data.path make no row .* lower it",
     ),
-    # Other trainers' lines.
+    # Lines of other trainers.
     (JSONL, {"a.jsonl": f"[[{CHAT.strip()}]]"}, "data.path", "a.jsonl:1, record 1: not a JSON ob"),
     (JSONL, {"a.jsonl": "{\n" + CHAT[1:]}, "data.path", "a.jsonl:1: not JSON"),
     (JSONL, {"a.jsonl": CHAT.replace("\n", "\r") * 2}, "data.path", "a.jsonl:1: not JSON: Extra"),

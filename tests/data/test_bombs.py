@@ -1,4 +1,4 @@
-"""Small files that expand to much: they are read in bounded memory, or refused in one line."""
+"""Small files that expand to much data are read in bounded memory, or refused in one line."""
 
 import bz2
 import gzip
@@ -33,7 +33,7 @@ def records(path, line_bytes=None):
 
 
 class Counted:
-    """A file that counts the largest number of bytes that it returned at once."""
+    """A file that records the largest number of bytes that it returned at once."""
 
     largest = 0
 
@@ -221,7 +221,7 @@ def test_group_size_is_that_of_the_pages_pyarrow_wrote(tmp_path, options):
         found, known = group_size(path, file.metadata, group), file.metadata.row_group(group)
         whole = sum(known.column(i).total_uncompressed_size for i in range(known.num_columns))
         assert found.num_rows == known.num_rows
-        # A page holds at least what its limit was, and is no larger than its column.
+        # A page holds at least its limit, and is no larger than its column.
         assert 1 << 12 < found.page_bytes < whole
     assert [row.content for row in records(path)] == table.to_pylist()
 

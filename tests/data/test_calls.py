@@ -1,6 +1,6 @@
-"""Calls, their results and the tools that a record declares: learned once, and as they are written.
+"""Calls, their results and declared tools: each is learned once, and as written.
 
-The right values are what transformers renders of OpenAI's messages.
+The right values are transformers' renderings of OpenAI's messages.
 """
 
 import json
@@ -50,7 +50,7 @@ def theirs(messages: list[dict], tools: list[dict] | None = None, template: str 
 
 
 def calls(*ids: str | None) -> dict:
-    """A turn that calls a tool at once for each of ``ids``."""
+    """Return a turn that calls a tool once for each of ``ids``."""
     made = [
         {"type": "function", "function": {"name": "rain", "arguments": {"name": f"{i}"}}}
         | ({"id": each} if each else {})
@@ -63,7 +63,8 @@ def result(call_id: str | None, text: str) -> dict:
     return {"role": "tool", "content": text} | ({"tool_call_id": call_id} if call_id else {})
 
 
-# ---- tools that the system's turn has already ---------------------------------------------------
+# ---- tools that the system message already lists
+# --------------------------------------------------
 
 
 def hermes(signatures: str) -> list[dict]:
@@ -108,7 +109,7 @@ def test_a_system_that_names_tools_does_not_declare_them(said: str):
 
 
 def test_tools_with_names_that_are_none_are_shown():
-    """A template may write such tools whole; nothing compares their names."""
+    """A template may write such tools as a whole; nothing compares their names."""
     tools = [{"type": "function", "function": {"name": {"a": 1}}}, {"type": "x"}]
     assert texts({"messages": [USER, calls("c")], "tools": tools}) == [
         theirs([USER, calls("c")], tools)
@@ -159,7 +160,7 @@ def test_results_of_no_call_are_refused(results: list[str], says: str):
     given = [USER, calls("c1", "c2"), *(result(each, "r") for each in results), ANSWER]
     with pytest.raises(BadLineError, match=says):
         texts({"messages": given, "tools": TOOLS})
-    # A server answers nevertheless.
+    # A server answers such a request.
     assert "<|im_start|>tool\nr" in ChatTemplate(CHATML, {}).prompt(given[:-1])
 
 
@@ -189,7 +190,7 @@ def test_calls_of_tools_that_are_not_declared_are_named_once(
 
 @pytest.mark.parametrize("before", [[], [{"from": "gpt", "value": "Let me see."}]])
 def test_a_thought_before_a_call_is_reasoning(before: list[dict]):
-    """LLaMA-Factory's ``function_call`` turns."""
+    """The turns are LLaMA-Factory's ``function_call`` turns."""
     call = json.dumps({"name": "rain", "arguments": {"name": "x"}})
     turns = [
         {"from": "human", "value": "q"},

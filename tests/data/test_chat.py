@@ -1,4 +1,4 @@
-"""Conversations: which tokens of a rendered chat carry loss."""
+"""Conversations: the tokens of a rendered chat that carry loss."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from moetrain.data.packing import IGNORE_INDEX
 from moetrain.http.tool_calls import parse_tools
 from tests.lib.chats import CONVERSATION, bpe_tokenizer
 
-# As Qwen3's: thoughts are kept in the last turn only.
+# As in Qwen3's template, thoughts are kept in the last turn only.
 FORGETFUL = """\
 {%- for m in messages %}
 {{- '<' + m.role + '>' }}
@@ -42,7 +42,7 @@ def build(tmp_path: Path, messages: object, seq_len: int, **data: object) -> Dat
 
 
 def learned(data: Data) -> list[str]:
-    """What the first row's unbroken runs of targets spell, byte by byte; EOS is ``$``."""
+    """Return the texts of the first row's consecutive targets, byte by byte; EOS is ``$``."""
     text = ""
     for target in data.train.row(0).targets_S.tolist():
         text += "|" if target == IGNORE_INDEX else "$" if target == 256 else chr(target)
@@ -50,7 +50,7 @@ def learned(data: Data) -> list[str]:
 
 
 def as_bytes(text: str) -> str:
-    """``text`` with one character for each of its UTF-8 bytes."""
+    """Return ``text`` with one character for each of its UTF-8 bytes."""
     return text.encode().decode("latin-1")
 
 
@@ -71,7 +71,7 @@ def test_bpe_tokens_of_assistant_turns_only(tmp_path: Path):
     for part, loss in [
         ("<|im_start|>system\nBe brief.<|im_end|>\n", False),
         ("<|im_start|>user\nHi thére<|im_end|>\n<|im_start|>assistant\n", False),
-        ("Héllo, you.<|im_end|>", True),  # é is two tokens of one character
+        ("Héllo, you.<|im_end|>", True),  # é is two tokens, one character
         ("\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n", False),
         ("So long<|im_end|>", True),  # already ends in EOS: no second one
     ]:
@@ -156,7 +156,7 @@ def test_turns_after_the_last_answer_and_answers_in_a_row():
 
 
 def test_calls_in_chatml_are_read_back():
-    """Tools and calls are written as Hermes writes them, which is how they are read."""
+    """Tools and calls are written in Hermes' form, in which they are also read."""
     tools = [{"type": "function", "function": {"name": "rain", "parameters": {}}}]
     calls = [{"function": {"name": "rain", "arguments": {"where": w}}} for w in ("Köln", "Ulm")]
     messages = [
@@ -254,7 +254,7 @@ def test_template_files_are_checked_before_any_text(
 
 
 def test_a_template_that_renders_nothing_is_named_with_the_line(tmp_path: Path):
-    """It trained on nothing, with a loss of 0.0000 and exit code 0."""
+    """Such a template used to train on nothing, with a loss of 0.0000 and exit code 0."""
     (tmp_path / "t.jinja").write_text("{{ bos_token }}")
     with pytest.raises(ConfigError, match=r"data\.chat_template: .*chat\.jsonl:1: .* no text for"):
         build(tmp_path, CONVERSATION, 8, chat_template=str(tmp_path / "t.jinja"))
@@ -273,7 +273,7 @@ def test_conversations_without_anything_to_learn(tmp_path: Path):
 
 
 def write_chats(tmp_path: Path, count: int) -> Path:
-    """``count`` conversations of a few to a few hundred bytes."""
+    """Write ``count`` conversations of a few to a few hundred bytes."""
     path = tmp_path / "chats.jsonl"
     turns = (
         [

@@ -1,4 +1,4 @@
-"""Conversations with tools, documents and marks: rendered as transformers renders them."""
+"""Conversations with tools, documents and marks are rendered as by transformers."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ RECORDS = {
 
 
 def tool_tokenizer(folder: Path, template: str, **settings: object):
-    """Ours and that of transformers."""
+    """Return our tokenizer and transformers'."""
     transformers = pytest.importorskip("transformers")
     special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", **settings}
     bpe_tokenizer(folder, chat_template=template, **special)
@@ -50,7 +50,7 @@ def theirs(tokenizer, record: dict, messages: list, **settings: object):
 def test_records_give_transformers_tokens(record: dict, template: str, tmp_path: Path):
     tokenizer, their = tool_tokenizer(tmp_path / "bpe", template)
     want = theirs(their, record, CALLING, return_assistant_tokens_mask=True)
-    ids = want["input_ids"][:-1]  # a newline after the last turn, which is none of ours
+    ids = want["input_ids"][:-1]  # we do not learn the newline after the last turn
     assert their.decode(want["input_ids"][-1:]) == "\n"
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"messages": CALLING, **record}) + "\n")
@@ -123,7 +123,7 @@ def spans_of(template: str, messages: list) -> list[str]:
 
 
 def test_marks_in_macros_and_marks_within_marks():
-    """Where transformers loses count: the text of a macro is not yet in the rendering."""
+    """transformers miscounts here: the text of a macro is not yet in the rendering."""
     turn = "{% macro turn(m) %}<{% generation %}{{ m.content }}{% endgeneration %}>{% endmacro %}"
     loop = "{% for m in messages %}{% if m.role == 'assistant' %}{{ turn(m) }}"
     assert spans_of(
@@ -160,8 +160,8 @@ MARKED_EOS = """\
 {%- endfor %}
 {%- if not add_generation_prompt %}{% generation %}{{ '<eos>' }}{% endgeneration %}{% endif %}"""
 
-# A turn's thought is marked, and dropped once the user has spoken again (as LFM2.5's). It may have
-# a mark of its own.
+# A turn's thought is marked, and dropped after the next user message (as in LFM2.5). It may have
+# its own mark.
 MARKED_THOUGHTS = """\
 {%- set last = namespace(user=-1) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}
@@ -180,14 +180,14 @@ MARKED_APART = MARKED_THOUGHTS.replace(
 
 
 def marks_of(template: str, messages: list[dict]) -> tuple[str, list[str]]:
-    """The text of transformers up to its last mark, and what it marks."""
+    """Return transformers' text up to its last mark, and the marked parts."""
     render = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
     texts, spans = render([messages], chat_template=template, return_assistant_tokens_mask=True)
     return texts[0][: spans[0][-1][1]], [texts[0][a:b] for a, b in spans[0] if a < b]
 
 
 def exchange(*answers: dict) -> list[dict]:
-    """Questions, each with one of ``answers``."""
+    """Return questions, each with one of ``answers``."""
     asked = ({"role": "user", "content": f"q{i}"} for i in range(len(answers)))
     return [turn for q, a in zip(asked, answers, strict=True) for turn in (q, {**a})]
 
@@ -229,7 +229,7 @@ def test_marked_thoughts_that_the_template_drops_later_are_learned_in_texts_of_t
     expected = []
     for i in range(3):
         is_alone = i in thoughtful and i < 2
-        # transformers' mask of the conversation that ends with this answer, else of the whole one
+        # transformers' mask of the conversation that ends with this answer, or of the whole one
         text, marks = marks_of(template, messages[: 2 * i + 2] if is_alone else messages)
         marks = ["".join(marks).split("<|end|>")[i] + "<|end|>"]
         if not is_alone and expected and expected[-1][0] == text:

@@ -1,6 +1,6 @@
-"""Chats of three turns that are learned by heart are answered as they were, and end by themselves.
+"""Memorised chats of three turns are reproduced, and their answers end by themselves.
 
-Each template is our own, and ends a turn as the family does that it is named after.
+Each template is our own, and ends a turn like the family in its name.
 """
 
 import json
@@ -21,7 +21,7 @@ CHATML = """\
 {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
-"""A turn ends with a token of its own."""
+"""A turn ends with its own token."""
 GLM = """\
 {{- '[gMASK]<sop>' }}
 {%- for m in messages %}{{- '<|' + m.role + '|>\\n' + m.content }}{% endfor %}
@@ -34,7 +34,7 @@ HARMONY = """\
 {{- '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}"""
-"""The last turn ends with another token than those before it."""
+"""The last turn ends with another token than the turns before it."""
 LLAMA3 = """\
 {{- bos_token }}
 {%- for m in messages %}
@@ -43,7 +43,7 @@ LLAMA3 = """\
 {%- if add_generation_prompt %}
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}"""
-"""A turn ends with a token that is not the one that ends a text."""
+"""The token that ends a turn differs from the one that ends a text."""
 TEMPLATES = {
     "Qwen3": (CHATML, "<|im_start|> <|im_end|>", "<|im_end|>"),
     "GLM": (GLM, "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|endoftext|>", "<|endoftext|>"),
@@ -70,7 +70,7 @@ CHATS = [
 
 
 def make_tokenizer(folder: Path, template: str, marks: str, eos: str) -> None:
-    """Write the bytes with the template's marks as special tokens."""
+    """Write a tokenizer of bytes with the template's marks as special tokens."""
     folder.mkdir()
     backend = tokenizers.Tokenizer.from_str(str(ByteTokenizer().export().files["tokenizer.json"]))
     backend.add_special_tokens(marks.split())
@@ -97,21 +97,21 @@ def test_chats_that_were_learned_are_answered_and_end(family, tiny_words, tmp_pa
     theirs = AutoTokenizer.from_pretrained(hf)
 
     def said(turns: list[dict[str, str]]) -> list[int]:
-        """The tokens that transformers has for the last turn, without blanks at its end."""
+        """Return transformers' tokens of the last turn, without blanks at its end."""
         asked = theirs.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
         text = theirs.apply_chat_template(turns, tokenize=False)
         assert text.startswith(asked)
         return theirs.encode(text[len(asked) :].rstrip(), add_special_tokens=False)
 
     capsys.readouterr()
-    # The first turn, by the command.
+    # The command answers the first turn.
     for chat in CHATS[:2]:
         asked = ["--chat", "--prompt", chat[0]["content"]]
         assert generate([hf, *asked, "--temperature", "0", "--max_tokens", "40"]) == 0
         wanted = theirs.decode(said(chat[:2]), skip_special_tokens=True)
         assert capsys.readouterr().out.rstrip("\n") == wanted
         assert chat[1]["content"] in wanted
-    # Every turn, with what was said before it.
+    # Each turn is answered after the turns before it.
     model, tokenizer = load_model(hf, "cpu", "auto")
     params = request.SamplingParams(
         max_tokens=40,
@@ -130,6 +130,6 @@ def test_chats_that_were_learned_are_answered_and_end(family, tiny_words, tmp_pa
         wanted = said(CHATS[k][: i + 1])
         assert completion.tokens[: len(wanted)] == wanted
         assert completion.finish_reason == "stop"
-        # Where the template writes no end, the mark of the next role is the end.
+        # If the template writes no end, the mark of the next role is the end.
         ends = [] if wanted[-1] in theirs.added_tokens_decoder else theirs.encode("<|user|>")
         assert completion.tokens[len(wanted) :] == ends

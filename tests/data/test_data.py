@@ -28,7 +28,7 @@ def text_source(path: Path) -> sources.Source:
 
 
 def both_sides(data: DataSection) -> tuple[sources.Source, sources.Source]:
-    """What is trained on and what is held out, as far as hashes decide."""
+    """Return the training and the held-out documents, divided by hashes only."""
     source, border = sources.Source.of(data, ByteTokenizer()), data.eval_fraction
     return source.only(HashRange(low=border)), source.only(HashRange(high=border))
 
@@ -134,14 +134,14 @@ def test_synthetic_rows(tmp_path: Path):
     assert not (tmp_path / "cache").exists()
 
 
-# Where the hash of documents holds out too little
+# Cases in which the hash of documents holds out too little
 
 
 @pytest.mark.parametrize("eval_fraction", [0.02, 1e-9, 0.5, 0.999999])
 def test_one_file_is_divided_inside(
     tmp_path: Path, eval_fraction: float, caplog: pytest.LogCaptureFixture
 ):
-    """``--data.source text --data.path one.txt``, everybody's first try."""
+    """The command is ``--data.source text --data.path one.txt``, a common first try."""
     text = "".join(chr(ord("a") + i // 16) for i in range(16 * 26))
     (tmp_path / "one.txt").write_text(text)
     settings = {"source": "text", "path": str(tmp_path / "one.txt"), "seq_len": 16}
@@ -155,7 +155,7 @@ def test_one_file_is_divided_inside(
     assert train + held_out == text
     assert len(data.eval) == {0.02: 1, 1e-9: 1, 0.5: 13, 0.999999: 25}[eval_fraction]
     targets = {t for i in range(len(data.train)) for t in data.train.row(i).targets_S.tolist()}
-    assert targets - {IGNORE_INDEX} == set(train.encode())  # none is of the held-out rows
+    assert targets - {IGNORE_INDEX} == set(train.encode())  # none from held-out rows
     assert caplog.text.count("of all 26 rows of 16 tokens instead") == 1
 
 
@@ -248,7 +248,7 @@ def test_texts_of_one_token_have_nothing_to_predict(tmp_path: Path):
 
 
 class CountingTokenizer(ByteTokenizer):
-    """Counts the texts it encodes."""
+    """Counts the texts that it encodes."""
 
     def __init__(self, fingerprint: str = "byte") -> None:
         super().__init__()
@@ -276,7 +276,7 @@ def test_cache_is_built_once_and_rebuilt_when_its_inputs_change(tmp_path: Path):
     other = CountingTokenizer(fingerprint="other")
     TokenCache.of(text_source(folder), other, tmp_path / "cache")
     assert other.num_texts == 2
-    assert len(list((tmp_path / "cache").glob("*/"))) == 3  # and nothing temporary is left
+    assert len(list((tmp_path / "cache").glob("*/"))) == 3  # no temporary file is left
 
 
 @pytest.mark.parametrize("change", [{"text_field": "b"}, {"eval_fraction": 0.7}])
@@ -310,7 +310,7 @@ def test_concurrent_builders_share_one_build(tmp_path: Path):
 
     def slow(texts):
         is_first.set()
-        time.sleep(0.3)  # so that the others come meanwhile
+        time.sleep(0.3)  # so that the others arrive meanwhile
         return encode(texts)
 
     tokenizer.encode_batch = slow

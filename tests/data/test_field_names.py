@@ -1,4 +1,4 @@
-"""Records of public data sets, under the names of their fields there."""
+"""Records of public data sets, under their own field names."""
 
 import logging
 
@@ -26,7 +26,7 @@ def read(record, pairs=False, **how):
 
 
 def parts(document):
-    """A document's text up to what is learned, and that."""
+    """Return a document's text before the learned part, and the learned part."""
     ((start, stop),) = document.loss_spans
     assert stop == len(document.text)
     return document.text[:start], document.text[start:]

@@ -1,4 +1,4 @@
-"""Forms of records in files that the libraries themselves wrote, against transformers' tokens."""
+"""Records in files that the libraries themselves wrote, compared with transformers' tokens."""
 
 import json
 import lzma
@@ -39,7 +39,7 @@ zstandard = pytest.importorskip("zstandard")
 
 
 def documents(rows: Dataset) -> list[tuple[list[int], list[bool]]]:
-    """The tokens of each document, and which of them are learned, sorted."""
+    """Return each document's tokens and their mask, sorted."""
     found = []
     for row in map(rows.row, range(len(rows))):
         learned_S = np.append(False, row.targets_S[:-1] != IGNORE_INDEX)
@@ -90,7 +90,7 @@ def test_texts_are_learned_behind_their_prompts(
 
 @pytest.mark.parametrize("container", ["a.parquet", "saved"])
 def test_tools_in_tables_are_those_of_lines(container: str, marked: Path, tmp_path: Path):
-    """A table has keys without a value where other rows have one; a line has none."""
+    """A table has keys with null where other rows have a value; a line omits them."""
     folder = bpe_tokenizer(tmp_path / "bpe", chat_template=TOOL_TEMPLATE, bos_token="<|im_start|>")
     records = [{"messages": CALLING, "tools": TOOLS[:1]}, {"messages": DIALOGUES[0], "tools": None}]
     lines = write_lines(tmp_path / "a.jsonl", *records)

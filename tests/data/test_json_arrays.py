@@ -1,4 +1,4 @@
-"""Records in a JSON array, and folders of texts: what json.load and ``datasets`` read of them."""
+"""Records in a JSON array, and folders of texts, are read as by json.load and ``datasets``."""
 
 import gzip
 import io
@@ -113,7 +113,7 @@ def test_broken_arrays_are_one_line_that_says_where(case: str, tmp_path: Path, m
 def test_an_element_that_is_too_large_is_a_bad_record_and_the_run_goes_on(
     tmp_path: Path, monkeypatch, caplog
 ):
-    """As a line that is too large; nothing of it is held, whatever is in it."""
+    """It is handled like an oversized line; nothing of it is held, whatever it contains."""
     monkeypatch.setattr("moetrain.data.containers._MOST_BYTES", 1 << 16)
     large = {"text": ['\\"[{,' * 9, "\\" * (1 << 17)] * 9, "more": [[]] * (1 << 17)}
     rows = [{"text": f"text number {i}"} for i in range(40)]
@@ -185,4 +185,4 @@ def test_a_folder_of_txt_files_is_text(tmp_path: Path):
     assert source_of(tmp_path / "texts") == "text"
     (tmp_path / "texts" / "b.jsonl").write_text('{"text": "b"}')
     assert source_of(tmp_path / "texts") == "records"
-    assert source_of(tmp_path / "nothing") == "records"  # as a hub's name has no end
+    assert source_of(tmp_path / "nothing") == "records"  # a name on the hub has no suffix

@@ -1,6 +1,7 @@
-"""Records of public data sets in forms of their own: read as what they are, or refused with a way.
+"""Records of public data sets with special forms are recognised, or refused with a remedy.
 
-Fields are those of the data sets' cards. The right texts are transformers' of OpenAI's messages.
+Fields are those of the data sets' cards. The right texts are transformers' renderings of OpenAI's
+messages.
 """
 
 import json
@@ -189,7 +190,7 @@ def test_records_are_read_as_what_they_are(record: dict, messages: list, tools: 
 
 
 def test_the_mask_of_swe_agents_turns_says_which_are_learned():
-    """In the published runs it is true in the model's turns, and false in all others."""
+    """In the published runs the mask is true in the model's turns, and false in all others."""
     said = ["a", "b", "c"]
     turns = [{"role": "system", "system_prompt": "s", "text": None, "mask": False}]
     for text, mask in zip(said, (True, False, True), strict=True):
@@ -232,7 +233,7 @@ AS_OPENAI = [
 
 @pytest.mark.parametrize("left_out", [(), (1,), (2,), (1, 2), (2, 4)], ids=str)
 def test_a_thought_and_calls_of_qwen_agent_are_one_turn(left_out: tuple[int, ...]):
-    """Its messages are one for each; the right text is that of OpenAI's messages."""
+    """Its messages have one for each; the right text is that of OpenAI's messages."""
     given = [turn for i, turn in enumerate(QWEN_AGENT) if i not in left_out]
     wanted = {**AS_OPENAI[1]}
     if 1 in left_out:
@@ -267,7 +268,8 @@ def test_a_pair_of_shp_has_its_preference(labels: int):
 
 
 def test_the_first_answer_of_stack_exchange_paired_is_preferred():
-    """The card: `response_j` was voted for more than `response_k`. As trl's StackLLaMA reads it."""
+    """The card says that `response_j` got more votes than `response_k`; trl's StackLLaMA reads it
+    so."""
     record = {"qid": 1, "question": "q", "date": "2010/10/01", "metadata": ["https://a.b/1"]}
     record |= {"response_j": "A", "response_k": "B"}
     found = [document.text for document in documents(record, pairs=True)]
@@ -275,7 +277,7 @@ def test_the_first_answer_of_stack_exchange_paired_is_preferred():
 
 
 def test_turns_of_a_pair_are_not_read_twice():
-    """distilabel's Capybara pairs have both: the answers, and Capybara's conversation."""
+    """distilabel's Capybara pairs have both the answers and Capybara's conversation."""
     turns = [{"input": "q", "output": "a"}]
     record = {"conversation": turns, "chosen": [USER, ANSWER]}
     record |= {"rejected": [USER, {**ANSWER, "content": "b"}]}
@@ -288,7 +290,7 @@ METADATA = [{"tools": TOOLS}, json.dumps({"tools": TOOLS}), {"tools": json.dumps
 
 @pytest.mark.parametrize("metadata", METADATA, ids=["object", "text", "text in an object"])
 def test_tools_of_the_metadata_are_shown(metadata: object, tmp_path):
-    """Nemotron's records, and lines of rl.prompts."""
+    """The records are Nemotron's, and lines of rl.prompts."""
     calling = [USER, {"role": "assistant", "tool_calls": [call()]}]
     for empty in ({}, {"tools": None}, {"tools": ""}):
         (document,) = documents({"messages": calling, "metadata": metadata, **empty})
@@ -448,7 +450,8 @@ def test_a_single_answer_is_no_pair():
 
 
 def test_steps_before_the_answers_of_a_pair_are_not_lost():
-    """Math-Step-DPO: the answers continue them. A pair without any has all in its prompt."""
+    """In Math-Step-DPO the answers continue the steps. A pair without steps has everything in its
+    prompt."""
     record = {"prompt": "q", "initial_reason_steps": "Step 1: r\nStep 2:", "chosen": " a"}
     record |= {"rejected": " b", "answer": "a"}
     says = r"`initial_reason_steps` stands between .*; write it at the end of `prompt`"

@@ -1,4 +1,4 @@
-"""What is left out of the rows, and what is said of it: bad records, chats longer than a row."""
+"""Bad records and chats longer than a row are left out, and reported."""
 
 import gzip
 import json
@@ -13,7 +13,7 @@ from moetrain.data.documents import BadRecordError, Skipped
 from moetrain.data.loader import build_data
 from moetrain.data.messages import BadLineError
 
-STRICT = (  # as Mistral's and Gemma's templates refuse turns
+STRICT = (  # templates of Mistral and Gemma refuse turns like this
     "{%- for m in messages %}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{- raise_exception('roles must alternate') }}{%- endif %}"
     "{{- '<' + m.role + '>' + m.content + '\n' }}{%- endfor %}"
@@ -40,7 +40,7 @@ BAD = {
 
 
 def built(path: Path, cache: Path, **values: object):
-    """The rows of ``path``, without their order."""
+    """Return the rows of ``path``, sorted."""
     template = path.with_name("t.jinja")
     template.write_text(STRICT)
     settings = {"path": str(path), "seq_len": 64, "cache_dir": str(cache), "eval_fraction": 0}
@@ -135,7 +135,7 @@ def test_a_record_that_is_too_large_is_left_out(kind: str, tmp_path: Path, monke
 
 
 def write_records(folder: Path, kind: str, records: list[dict]) -> Path:
-    """Write a file of ``kind``, of lines that end with no newline or of a table."""
+    """Write a file of ``kind``: lines without a final newline, or a table."""
     text = "\n".join(map(json.dumps, records))
     if kind == "lines":
         return write(folder / "a.jsonl", text)

@@ -1,6 +1,6 @@
-"""Messages in every form that users have them, under templates that differ in what they take.
+"""Messages in every form of users, under templates that take different forms.
 
-The right values are what transformers renders of OpenAI's messages in the form that a template
+The right values are transformers' renderings of OpenAI's messages, in the form that a template
 takes.
 """
 
@@ -28,7 +28,7 @@ _TURNS = """\
 {%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
 _CALLS = "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '[' ~ c.function.name }}CALL"
 _CALLS += "{{ ']' }}{% endfor %}"
-# The ways of published templates: JSON (Qwen2.5, Llama 3.1, GPT-OSS), each argument (Qwen3.5, GLM,
+# Published templates differ: JSON (Qwen2.5, Llama 3.1, GPT-OSS), each argument (Qwen3.5, GLM,
 # Nemotron), JSON or text (Qwen3), text (DeepSeek).
 TEMPLATES = {
     "json": _TURNS.replace("CALLS", _CALLS.replace("CALL", "{{ c.function.arguments | tojson }}")),
@@ -60,7 +60,7 @@ ARGUMENTS = {"where": "Köln", "days": 2}
 
 
 def asked(arguments: object) -> list[dict]:
-    """OpenAI's messages about a call."""
+    """Return OpenAI's messages about a call."""
     call = {"id": "call_0001", "type": "function"}
     call |= {"function": {"name": "rain", "arguments": arguments}}
     return [
@@ -75,7 +75,7 @@ TEXT = json.dumps(ARGUMENTS, ensure_ascii=False)
 
 
 def theirs(template: str, messages: list[dict], **settings: object) -> str:
-    """What transformers renders; it leaves out what is null, if the template can do without."""
+    """Return transformers' rendering, without null values if the template allows that."""
     messages = json.loads(json.dumps(messages))
     if template != TEMPLATES["text"]:
         messages = [{k: v for k, v in turn.items() if v is not None} for turn in messages]
@@ -135,7 +135,7 @@ RECORDS = {
 @pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=list(TEMPLATES))
 def test_calls_are_written_as_the_template_takes_them(template: str, record: dict):
-    """They were JSON in JSON where they came as text, and refused by templates of single ones."""
+    """They used to be JSON within JSON where they came as text, and refused by some templates."""
     arguments = TEXT if template == TEMPLATES["text"] else ARGUMENTS
     want = theirs(template, [*asked(arguments), *ANSWER], tools=TOOLS)
     reader = RecordReader(ChatTemplate(template, {}))
@@ -151,9 +151,10 @@ def test_calls_are_written_as_the_template_takes_them(template: str, record: dic
 
 @pytest.mark.parametrize("name", ["parameters", "args", "input"])
 def test_arguments_have_the_names_of_other_libraries(name: str):
-    """Llama 3's, LangChain's and Anthropic's. A call without arguments was learned in their place.
+    """The names are Llama 3's, LangChain's and Anthropic's; such calls used to lose their
+    arguments.
 
-    What else a call has beside its function is no argument.
+    Other fields of a call than its function are no arguments.
     """
     bare = {"name": "rain", name: ARGUMENTS, "id": "call_0001", "type": "tool_call"}
     nested = {"id": "call_0001", "type": "function", "function": {"name": "rain", name: TEXT}}
@@ -165,7 +166,8 @@ def test_arguments_have_the_names_of_other_libraries(name: str):
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=list(TEMPLATES))
 def test_a_request_has_the_text_that_training_has(template: str):
-    """A template that wants text answered every request whose history had a call with 400."""
+    """A template that wants text used to answer every request with a call in its history with
+    400."""
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = template
     arguments = TEXT if template == TEMPLATES["text"] else ARGUMENTS
@@ -204,9 +206,11 @@ def test_calls_that_are_none_are_named(turn: dict, problem: str):
     assert "\n" not in str(caught.value)
 
 
-# ---- what a template does not show ---------------------------------------------------------------
+# ---- parts that a template does not show
+# ----------------------------------------------------------
 
-# As the first Llama-3's or Mistral's: neither tools nor calls nor reasoning, and no tool's turn.
+# Like the first Llama-3's or Mistral's, it shows neither tools nor calls nor reasoning, and no
+# tool's turn.
 PLAIN = """\
 {%- for m in messages %}{% if m.role in ('system', 'user') and (loop.first or m.role == 'user') %}
 {{- '<' ~ m.role ~ '>' ~ m.content }}{% elif m.role == 'assistant' %}
@@ -254,7 +258,7 @@ SHOWS_ALL = "{% for d in documents or [] %}{{ d.text }}{% endfor %}" + CHATML
 
 @pytest.mark.parametrize(("record", "place"), LOST.values(), ids=list(LOST))
 def test_what_the_template_does_not_show_is_refused(record: dict, place: str):
-    """It vanished in silence. Both remedies of the line help."""
+    """Such parts used to vanish silently. Both remedies in the line help."""
     with pytest.raises(BadLineError) as caught:
         RecordReader(ChatTemplate(PLAIN, {})).documents(record)
     assert str(caught.value) == (
@@ -270,7 +274,7 @@ def test_what_the_template_does_not_show_is_refused(record: dict, place: str):
     "role", ["User", "USER", "human", "prompter", "system", "developer", "Developer"]
 )
 def test_roles_have_openais_names(role: str):
-    """A template knows user and system alone; of developers it does not speak."""
+    """The template knows user and system alone, and no developer."""
     usual = "user" if role.lower() in ("user", "human", "prompter") else "system"
     messages = [{"role": usual, "content": "Be brief."}, USER, SAID]
     ((text, _),) = ChatTemplate(PLAIN, {}).documents([{**messages[0], "role": role}, USER, SAID])
@@ -286,7 +290,7 @@ def test_roles_have_openais_names(role: str):
 
 
 def test_earlier_reasoning_may_be_dropped_where_it_was_learned():
-    """As Qwen3's template drops it: each turn is learned with its own."""
+    """Qwen3's template drops it; each turn is learned with its own reasoning."""
     earlier = {**THOUGHT, "reasoning_content": "mm"}
     template = ChatTemplate(TEMPLATES["json"], {})
     documents = template.documents([USER, earlier, USER, THOUGHT])
@@ -298,9 +302,9 @@ def test_earlier_reasoning_may_be_dropped_where_it_was_learned():
 
 
 def test_thoughts_in_the_content_are_learned_or_refused():
-    """DeepSeek-R1's template drops what is before </think> even in the turn that is learned.
+    """DeepSeek-R1's template drops everything before </think>, even in the learned turn.
 
-    Where the template marks what is learned, nothing can be added to that.
+    Nothing can be added if the template marks the learned text.
     """
     messages = [USER, {**SAID, "content": "<think>\nhm\n</think>\n\nHo"}]
     for template in (PLAIN, MARKED, PLAIN.replace("m.content ~ '<end>'", DROPS)):
@@ -325,7 +329,7 @@ def test_thoughts_in_the_content_are_learned_or_refused():
     ],
 )
 def test_parts_that_are_no_text_are_refused_with_their_place(part: object, remedy: str):
-    """Anthropic's: calls and thoughts were to be left out."""
+    """The parts are Anthropic's calls and thoughts."""
     with pytest.raises(BadLineError) as caught:
         ChatTemplate(PLAIN, {}).documents([USER, {**SAID, "content": [part]}])
     assert str(caught.value).endswith(f"; give texts alone{remedy}")
@@ -340,7 +344,7 @@ TAGGED = TEMPLATES["json"].replace(
 
 @pytest.mark.parametrize("num_results", [1, 2])
 def test_results_are_tagged_once(num_results: int):
-    """As Hermes' records have them, by templates that write the tags (Qwen's) and by others."""
+    """Hermes' records have tags already; some templates write them (Qwen's), others do not."""
     results = ["{'rain': 'no'}", "{'rain': 'yes'}"][:num_results]
     tagged = "\n".join(f"<tool_response>\n{each}\n</tool_response>" for each in results)
     for given in (tagged, f"{tagged}\n", *results[: 2 - num_results]):
@@ -353,7 +357,7 @@ def test_results_are_tagged_once(num_results: int):
 
 
 def test_a_thought_that_is_written_twice_is_one():
-    """It was learned twice where both were shown; of two different ones, one was lost."""
+    """It used to be learned twice if both were shown; of two different ones, one was lost."""
     both = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHo", "reasoning": "hm\n"}
     for messages in ([USER, both], [USER, {**both, "reasoning_content": "hm\n"}]):
         ((text, _),) = ChatTemplate(TEMPLATES["json"], {}).documents(messages)
@@ -366,7 +370,7 @@ def test_a_thought_that_is_written_twice_is_one():
 
 
 def test_roles_with_hyphens_are_those_with_underscores():
-    """smolagents writes tool-call and tool-response. The template wrote roles of these names."""
+    """smolagents writes tool-call and tool-response. Templates used to write these names."""
     call = {"role": "tool-call", "content": json.dumps(BARE)}
     messages = [SWIFT[0], call, {"role": "tool-response", "content": "no"}, *ANSWER]
     ((text, _),) = ChatTemplate(TEMPLATES["json"], {}).documents(messages)
@@ -386,7 +390,7 @@ def test_a_role_that_is_not_known_is_named_once(caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize("channel", ["analysis", "commentary"])
 def test_channels_that_the_template_does_not_read_are_refused(channel: str):
-    """Messages as openai-harmony writes them: the analysis was learned as an answer."""
+    """Messages as openai-harmony writes them: the analysis used to be learned as an answer."""
     messages = [USER, {**SAID, "channel": channel}, {**SAID, "channel": "final"}]
     with pytest.raises(BadLineError, match=rf"messages\[1\]\.channel is '{channel}', .*; give "):
         ChatTemplate(PLAIN, {}).documents(messages)
@@ -396,7 +400,7 @@ def test_channels_that_the_template_does_not_read_are_refused(channel: str):
 
 
 def test_null_is_nothing():
-    """Clients and tables write keys without a value, which templates ask for by their name."""
+    """Clients and tables write keys without a value, and templates test for their presence."""
     asks = PLAIN.replace("m.content ~ '<end>'", "m.content ~ '!' * ('tool_calls' in m) ~ '<end>'")
     nulls = dict.fromkeys(("tool_calls", "function_call", "reasoning_content", "weight", "name"))
     messages = [{**USER, **nulls}, {**SAID, **nulls}]
@@ -451,7 +455,8 @@ TALK = [
 
 
 def weighted(name: str, *values: object) -> list[dict]:
-    """The talk, whose answers have these weights by the key ``name``; None: no such key."""
+    """Return the dialogue with these weights of its answers under the key ``name``; None: no
+    key."""
     given = [{} if value is None else {name: value} for value in values]
     return [{**turn, **given[i // 2]} if i % 2 else turn for i, turn in enumerate(TALK)]
 
@@ -527,7 +532,7 @@ def config_of(**data: object) -> Config:
 
 
 def test_a_run_has_variables_of_its_template(tmp_path: Path):
-    """A record's own come before them, as apply_chat_template's variables do."""
+    """A record's own variables win over them, as in apply_chat_template."""
     (tmp_path / "t.jinja").write_text(STYLED)
     data = config_of(
         chat_template=str(tmp_path / "t.jinja"), chat_template_kwargs='{"style": "short"}'
@@ -557,7 +562,7 @@ def test_variables_that_are_none_are_named(kwargs: str, problem: str):
 
 
 def test_a_template_and_its_variables_in_reinforcement_learning(tmp_path: Path):
-    """data.chat_template was refused there. The model is exported with it."""
+    """Reinforcement learning takes data.chat_template, and the model is exported with it."""
     (tmp_path / "t.jinja").write_text(STYLED)
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = tokenizer.tool_template = CHATML
@@ -575,7 +580,7 @@ def test_a_template_and_its_variables_in_reinforcement_learning(tmp_path: Path):
 
 
 def test_lists_of_parts_are_never_written_as_objects():
-    """A template that reads lists in one role may write those of others as Python does."""
+    """A template that reads lists in one role may print those of others as Python objects."""
     template = (
         "{% for m in messages %}<{{ m.role }}>{% if m.role == 'tool' and m.content is iterable and "
         "m.content is not string %}{{ m.content[0].text }}{% else %}{{ m.content }}{% endif %}"

@@ -1,4 +1,4 @@
-"""Mixtures of sources: which rows a pass has, in any place of a run and on any number of ranks."""
+"""Mixtures of sources: the rows of a pass, at any point of a run and on any number of ranks."""
 
 import gzip
 import json
@@ -30,7 +30,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 def written(
     folder: Path, text: Callable[[str, int], str] = lambda letter, i: letter * 15
 ) -> list[dict[str, object]]:
-    """The entries of a mixture of a table, compressed lines and a saved data set, of a, b and c."""
+    """Write a table, compressed lines and a saved data set; return their entries of a mixture."""
     texts = {letter: [{"text": text(letter, i)} for i in range(40)] for letter in "abc"}
     parquet.write_table(pa.Table.from_pylist(texts["a"]), folder / "a.parquet")
     with gzip.open(folder / "b.jsonl.gz", "wt") as file:
@@ -146,7 +146,7 @@ def test_a_run_over_a_mixture_resumes_and_evaluates_each_source(tmp_path: Path):
 
 
 def noted(words: list[str], notes: Path, dies_behind: int) -> int:
-    """Train, with a line in ``notes`` for what each step reads; SIGKILL behind one of them."""
+    """Train, with a line in ``notes`` for the rows of each step; SIGKILL after one of them."""
     read, train = Loader.next_step, Trainer.train_step
     rank = dist.get_rank()
 
@@ -170,12 +170,13 @@ def noted(words: list[str], notes: Path, dies_behind: int) -> int:
 
 
 def read_notes(notes: Path) -> list[tuple[int, list]]:
-    """What was read, by the number of samples behind it; ranks take micro-batches in turn."""
+    """Return the samples by the number of samples before them; ranks alternate in micro-batches."""
     of_ranks = [
         [json.loads(line) for line in file.read_text().splitlines()]
         for file in sorted(notes.iterdir())
     ]
-    steps = zip(*of_ranks, strict=False)  # one may have begun another when the last was killed
+    # One rank may have begun another step when the last was killed.
+    steps = zip(*of_ranks, strict=False)
     found = [(step[0][0], zip(*(batches for _, batches in step), strict=True)) for step in steps]
     return [(number, [batch for turn in turns for batch in turn]) for number, turns in found]
 
@@ -185,9 +186,10 @@ def read_notes(notes: Path) -> list[tuple[int, list]]:
 def test_a_killed_run_reads_on_what_it_would_have_read(
     streaming: str, tiny_words: list[str], tmp_path: Path
 ):
-    """A table, compressed lines and a saved data set; more than a pass over the smallest.
+    """The sources are a table, compressed lines and a saved data set; the run exceeds a pass over
+    the smallest.
 
-    Two ranks together read what one process does, which runs straight on.
+    Two ranks together read what one uninterrupted process reads.
     """
     ranks = 2
     entries = written(tmp_path, lambda letter, i: f"{letter}{i:013d}\n")
@@ -214,7 +216,7 @@ def test_a_killed_run_reads_on_what_it_would_have_read(
     assert len({json.dumps(batches) for batches in want.values()}) == 40
     assert [number for number, _ in before] == list(range(8, 8 * 25 + 1, 8))
     first = after[0][0]
-    assert first in (88, 168)  # the save of step 20 may not have been over
+    assert first in (88, 168)  # the save of step 20 may not have finished
     assert [number for number, _ in after] == list(range(first, 8 * 40 + 1, 8))
     assert all(batches == want[number] for number, batches in [*before, *after])
 

@@ -1,4 +1,4 @@
-"""New tokens: rows for them, beside transformers' resized model; files; every mesh."""
+"""New tokens: their rows equal those of transformers' resized model; files; every mesh."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_rows_are_those_of_a_model_that_transformers_resized(tied, tmp_path):
     assert again.config.eos_token_id == [1, 3]
     theirs = dict(model.named_parameters())
     for name, weight in again.named_parameters():
-        # transformers draws new rows with 3e-5 of the others' standard deviation about their mean.
+        # transformers draws new rows around the mean with 3e-5 of the others' standard deviation.
         torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-5, msg=name)
     embedding = again.get_input_embeddings().weight
     assert torch.equal(embedding[:count], before)
@@ -50,7 +50,7 @@ def test_rows_are_those_of_a_model_that_transformers_resized(tied, tmp_path):
         theirs = model(tokens).logits
         close = {"rtol": 0, "atol": 1e-5}
         torch.testing.assert_close(ours[:, :-3, :count], theirs[:, :-3, :count], **close)
-        # A small mean's norm enlarges what transformers draws about it.
+        # The norm of a small mean enlarges transformers' random deviation from it.
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
 
 
@@ -72,7 +72,7 @@ def test_texts_are_read_as_by_the_tokenizer_that_transformers_extended(tmp_path)
         assert again.decode(wanted, skip_special_tokens=skip) == decoded
     assert len(again) == len(theirs) == ours.vocab_size
     assert again.eos_token == "</s>"
-    # A run that begins from there, with the same settings, adds none.
+    # A run with the same settings that begins from there adds none.
     later = load_tokenizer(str(tmp_path / "new"), count + 3, NEW)
     assert later.encode_batch([text])[0].ids.tolist() == wanted
     plain = load_tokenizer(str(tmp_path / "old"))
@@ -90,7 +90,7 @@ def test_rows_that_are_there_are_taken(tmp_path):
 
 
 def test_a_tokenizer_that_has_them_and_rows_for_more(tmp_path):
-    """As it was extended by ``transformers``, and the rows rounded up to a multiple."""
+    """The tokenizer was extended by ``transformers``, with rows rounded up to a multiple."""
     make_checkpoint(tmp_path / "old")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "old")
     tokenizer.add_special_tokens({"extra_special_tokens": NEW})
@@ -107,12 +107,12 @@ def test_a_tokenizer_that_has_them_and_rows_for_more(tmp_path):
 
 
 def learn(words: list[str]):
-    """Weights as they begin and after a step, and the step's numbers."""
+    """Return the first weights, those after a step, and the step's losses and norm."""
     engine = make_engine(base=words, micro=2)
     before = weights_of(engine)
     world = engine.world
     batches = make_batches(0, 2, world.data_rank, world.dims.data_ranks)
-    top = engine.arch.vocab_size - 50  # tokens 0 to 49, of which new ones are the last
+    top = engine.arch.vocab_size - 50  # tokens 0 to 49, the last of which are new
     batches = [b._replace(tokens_BS=b.tokens_BS + top, targets_BS=shifted(b, top)) for b in batches]
     totals = engine.forward_backward(batches, objective_of(engine))
     norm, _ = engine.step(1e-2)
@@ -149,7 +149,7 @@ def test_every_mesh_begins_from_the_same_bits_and_learns_the_same(tmp_path):
 
 
 def test_a_run_on_chats_with_new_tokens(tmp_path):
-    """Trained, stopped, resumed, exported at its end and later, and loaded by transformers."""
+    """The run is trained, stopped, resumed and exported, and transformers loads both exports."""
     count = make_checkpoint(tmp_path / "old", tied=True)
     turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
     (tmp_path / "a.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 16)
@@ -198,7 +198,7 @@ def test_a_run_on_chats_with_new_tokens(tmp_path):
 
 
 def test_tensors_that_are_carried_on_get_rows_too(tmp_path):
-    """MTP blocks have copies of embedding and head in some files."""
+    """In some files MTP blocks have copies of embedding and head."""
     count = make_checkpoint(tmp_path / "old")
     file = tmp_path / "old" / "model.safetensors"
     copy = "model.layers.2.embed_tokens.weight"

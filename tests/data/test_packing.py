@@ -1,4 +1,4 @@
-"""Data from tokens on: packed rows, and the order and shape of batches."""
+"""Packed rows, and the order and shape of batches."""
 
 import itertools
 import time
@@ -27,12 +27,13 @@ def packed(
 
 
 def test_rows_by_hand():
-    """The example of StreamDataset's docstring: a a a | b b b b b | c c, four tokens a row."""
+    """This is the example of StreamDataset's docstring: a a a | b b b b b | c c, four tokens a
+    row."""
     data = packed([[1, 2, 3], [4, 5, 6, 7, 8], [9, 10]], seq_len=4)
     assert len(data) == 2
     row = data.row(0)
     assert row.tokens_S.tolist() == [1, 2, 3, 4]
-    assert row.targets_S.tolist() == [2, 3, IGNORE_INDEX, 5]  # 5 lies past the row
+    assert row.targets_S.tolist() == [2, 3, IGNORE_INDEX, 5]  # 5 is in the next row
     assert row.positions_S.tolist() == [0, 1, 2, 0]
     assert row.lengths.tolist() == [3, 1]
     row = data.row(1)
@@ -56,7 +57,8 @@ def test_masked_tokens_are_no_targets():
 
 @pytest.mark.parametrize("seq_len", [2, 7, 100])
 def test_rows_agree_with_a_token_by_token_walk(seq_len: int):
-    """Random documents, single-token ones included, against the definition, one token a time."""
+    """Random documents, with single-token ones, are compared with the definition, token by
+    token."""
     generator = np.random.default_rng(0)
     documents = [generator.integers(0, 1000, n).tolist() for n in generator.integers(1, 40, 60)]
     masked = generator.integers(0, 2, sum(map(len, documents))).tolist()
@@ -93,7 +95,7 @@ def test_parts_of_a_stream_share_no_target():
 
 
 def test_whole_rows_by_hand():
-    """The example of WholeDataset's docstring: a a a a | b b b | c c, six tokens a row."""
+    """This is the example of WholeDataset's docstring: a a a a | b b b | c c, six tokens a row."""
     data = WholeDataset(token_cache([[1, 2, 3, 4], [5, 6, 7], [8, 9]]), seq_len=6)
     assert len(data) == 2
     row = data.row(0)
@@ -105,7 +107,7 @@ def test_whole_rows_by_hand():
     row = data.row(1)
     assert row.tokens_S.tolist() == [5, 6, 7, 0, 0, 0]
     assert row.targets_S.tolist() == [6, 7, *[IGNORE_INDEX] * 4]
-    assert row.positions_S.tolist() == [0, 1, 2, 3, 4, 5]  # pads lie in the segment before them
+    assert row.positions_S.tolist() == [0, 1, 2, 3, 4, 5]  # pads belong to the segment before them
     assert row.lengths.tolist() == [6]
     assert row.is_pad_S.tolist() == [False] * 3 + [True] * 3
     assert all(array.dtype == np.int64 for array in row[:4])
@@ -115,9 +117,9 @@ def test_whole_rows_by_hand():
 
 
 def test_what_is_longer_than_a_row():
-    """A conversation keeps its beginning; a text is cut in parts; nothing to learn, no row."""
+    """A conversation keeps its beginning; a text is split; a part without targets makes no row."""
     conversation, text = list(range(10, 20)), list(range(30, 39))
-    late = [50, 51, 52, 53, 54, 55]  # learned behind the first row only
+    late = [50, 51, 52, 53, 54, 55]  # targets lie after the first row only
     nothing = [60, 61]
     documents = [conversation, text, late, nothing]
     masked = [1, 1, *[0] * 8, *[0] * 9, *[1] * 5, 0, 1, 1]
@@ -126,14 +128,14 @@ def test_what_is_longer_than_a_row():
     assert [row.tokens_S.tolist() for row in rows] == [
         [10, 11, 12, 13],
         [30, 31, 32, 33],
-        [34, 35, 36, 37],  # 38 has no target: it needs no room
+        [34, 35, 36, 37],  # 38 has no target, so it needs no room
     ]
     assert [row.targets_S.tolist() for row in rows] == [
         [IGNORE_INDEX, 12, 13, 14],
         [31, 32, 33, 34],
         [35, 36, 37, 38],
     ]
-    # Of the conversation 12 to 19, of which 15 to 19 are lost; of the late one its only token.
+    # In the conversation 12 to 19 the tokens 15 to 19 are lost; in the late one its only target.
     assert data.describe() == (
         "packed 4 conversations into 3 rows of 4 (100.0% full); 2 longer than a row were cut, "
         "66.7% of their trained tokens lost; 2 with nothing to learn in a row's length left out"
@@ -142,7 +144,7 @@ def test_what_is_longer_than_a_row():
 
 def test_best_fit_by_hand():
     assert best_fit(np.array([3, 2, 5, 4]), 7).tolist() == [1, 0, 0, 1]
-    # 6 and 4 leave rooms of 1 and 3; the 3 takes the room it fills, then nothing has room for 2.
+    # 6 and 4 leave room for 1 and 3; the 3 fills its room exactly, then 2 fits nowhere.
     assert best_fit(np.array([2, 3, 4, 6]), 7).tolist() == [2, 1, 1, 0]
     assert best_fit(np.array([], dtype=np.int64), 7).tolist() == []
 
@@ -152,7 +154,7 @@ def test_whole_rows_agree_with_a_walk_over_documents(seq_len: int):
     """Every document that fits lies in exactly one row, in one piece, with all of its targets."""
     generator = np.random.default_rng(1)
     lengths = generator.integers(1, 40, 80)
-    first = np.cumsum([0, *lengths])  # every token is its own place in the stream
+    first = np.cumsum([0, *lengths])  # every token is its own index in the stream
     documents = [list(range(a, b)) for a, b in itertools.pairwise(first)]
     masked = generator.integers(0, 2, int(lengths.sum())).tolist()
     data = WholeDataset(token_cache(documents, masked), seq_len)
@@ -185,8 +187,8 @@ def test_whole_rows_agree_with_a_walk_over_documents(seq_len: int):
 
 
 def test_chats_fill_their_rows_and_none_that_fits_is_cut():
-    """2,000 chats of mean 449 tokens in rows of 2048: stream packing cut 22% of what they learn
-    from its prompt."""
+    """2,000 chats have a mean of 449 tokens, in rows of 2048: stream packing cut 22% of their
+    targets from the prompt."""
     generator = np.random.default_rng(0)
     lengths = np.clip(generator.gamma(2.0, 449 / 2, 2000).astype(int), 8, 2048)
     rows = best_fit(lengths, 2048)
@@ -199,7 +201,7 @@ def test_packing_a_million_documents_takes_seconds():
     lengths = np.random.default_rng(0).integers(1, 2049, 100_000)
     start = time.perf_counter()
     rows = best_fit(lengths, 2048)
-    assert time.perf_counter() - start < 5  # a tenth of a million's; 0.3 s where this was written
+    assert time.perf_counter() - start < 5  # a tenth of the time for a million; 0.3 s when written
     assert lengths.sum() / (2048 * (rows.max() + 1)) > 0.99
 
 
@@ -220,7 +222,7 @@ def test_batch_by_hand():
 
 
 def numbered(num_rows: int) -> StreamDataset:
-    """Rows of two tokens whose first token is the row's number."""
+    """Return rows of two tokens, the first of which is the row's number."""
     return packed([[i, 1000] for i in range(num_rows)], seq_len=2)
 
 
@@ -256,7 +258,7 @@ def test_samples_do_not_depend_on_the_ranks(world_size: int, micro: int):
         for r in range(world_size)
     ]
     steps = [[rank.next_step() for rank in ranks] for _ in range(4)]
-    # Micro-batch after micro-batch of all ranks together.
+    # The order is micro-batch after micro-batch, over all ranks together.
     batches = [b for step in steps for number in zip(*step, strict=True) for b in number]
     assert [row for batch in batches for row in batch.tokens_BS[:, 0].tolist()] == expected
 
@@ -267,7 +269,7 @@ def test_batches_that_do_not_divide():
 
 
 def eval_rows(batches: list[Batch]) -> list[int]:
-    """The rows with targets, in order; the others count nothing."""
+    """Return the rows with targets, in order; the others do not count."""
     return sorted(
         int(row[0])
         for batch in batches
@@ -282,7 +284,7 @@ def test_evaluation_has_the_same_rows_on_every_layout(num_rows: int, count: int)
     expected = eval_rows(list(eval_batches(data, count, micro_batch_size=1)))
     assert len(set(expected)) == min(num_rows, count)
     if num_rows == 1000:
-        assert max(expected) > 500  # of all rows, not the first ones
+        assert max(expected) > 500  # from all rows, not only the first
     for micro in (2, 3, 16):
         for world in (1, 2, 5):
             ranks = [list(eval_batches(data, count, micro, r, world)) for r in range(world)]

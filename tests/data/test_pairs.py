@@ -1,7 +1,7 @@
-"""Preference records of public forms: what is a prompt, and what is learned.
+"""Preference records of public forms: their prompts and their learned answers.
 
-The right prompts are those of TRL's ``maybe_extract_prompt``, the longest beginning that both
-dialogues have, written out here; texts are ChatML's.
+The right prompts are those of TRL's ``maybe_extract_prompt``, the longest common beginning of both
+dialogues, written out here; texts are in ChatML.
 """
 
 import json
@@ -19,7 +19,7 @@ Q, A, B = "Is 7 prime?", "Yes.", "It is even."
 
 
 def turns(*said):
-    """A dialogue that the user begins; ``>`` begins what the system says."""
+    """Return a dialogue that begins with the user; ``>`` marks a system message."""
     roles = ["system"] * said[0].startswith(">") + ["user", "assistant"] * 4
     return [{"role": r, "content": s} for r, s in zip(roles, said, strict=False)]
 
@@ -29,14 +29,14 @@ def answer(said):
 
 
 def chatml(*said):
-    """The texts of ChatML that lie before the last answer, and the last answer."""
+    """Return ChatML's text before the last answer, and that answer."""
     text = "".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>\n" for t in turns(*said))
     prompt, _, learned = text.rpartition("<|im_start|>assistant\n")
     return prompt + "<|im_start|>assistant\n", learned.removesuffix("\n")
 
 
 def sides(*prompt):
-    """Prompt, chosen and rejected answer of A and B."""
+    """Return prompt, chosen and rejected answer of A and B."""
     (before, chosen), (_, rejected) = chatml(*prompt, A), chatml(*prompt, B)
     return before, chosen, rejected
 
@@ -173,7 +173,7 @@ PAIRS = {
 
 
 def learned(document):
-    """What lies before the first learned text, and what is learned."""
+    """Return the text before the first learned part, and the learned parts."""
     assert document.loss_spans is not None
     first = document.loss_spans[0][0]
     return document.text[:first], [document.text[a:b] for a, b in document.loss_spans]
@@ -189,7 +189,7 @@ def test_a_pair_has_its_question_once_in_every_form(form):
     one, other = reader_of(form="preference", reads_pairs=True).documents(record)
     assert learned(one) == (prompt, [chosen])
     assert learned(other) == (prompt, [rejected])
-    (alone,) = reader_of().documents(record)  # by next_token, whatever else the record has
+    (alone,) = reader_of().documents(record)  # for next_token, whatever else the record has
     assert learned(alone)[1][-1] == chosen
     assert alone.text == one.text
     table = json.loads(json.dumps(record)) | {"score": None, "prompt_id": "1"}
@@ -204,7 +204,7 @@ def test_turns_behind_the_common_beginning_are_learned_without_the_users():
     assert [learned(document)[1] for document in found] == texts
     found = reader.documents({key: told(each) for key, each in said.items()})
     assert [learned(document)[1] for document in found] == [[f" {A}", " Sure."], [f" {B}"]]
-    # One begins the other, or both are the same: the last turn is the answer.
+    # One is a prefix of the other, or both are equal: the last turn is the answer.
     found = reader.documents({"chosen": turns(Q, A, "Sure?", "Sure."), "rejected": turns(Q, A)})
     assert [learned(document)[1] for document in found] == [texts[0], [A + "<|im_end|>"]]
     found = reader.documents({"chosen": told([Q, A]), "rejected": told([Q, A])})
@@ -213,7 +213,7 @@ def test_turns_behind_the_common_beginning_are_learned_without_the_users():
 
 def test_keys_without_a_value_are_no_difference():
     spoken = turns(Q, A)
-    spoken[0]["name"] = None  # as tables have them
+    spoken[0]["name"] = None  # as in tables
     (one, _) = reader_of(form="preference", reads_pairs=True).documents(
         {"chosen": spoken, "rejected": turns(Q, B)}
     )
@@ -221,7 +221,7 @@ def test_keys_without_a_value_are_no_difference():
 
 
 def test_an_answer_that_speaks_the_prompt_again_is_no_repetition():
-    """A list is the whole prompt; a later turn that is alike does not replace it."""
+    """A list is the whole prompt; a similar later turn does not replace it."""
     said = {"chosen": answer("Hm.") + turns("Hi", A), "rejected": answer("Hm.") + turns("Hi", B)}
     reader = reader_of(form="preference", reads_pairs=True)
     found = reader.documents({"prompt": turns("Hi"), **said})
@@ -234,7 +234,7 @@ def test_an_answer_that_speaks_the_prompt_again_is_no_repetition():
     assert found[0].text == "AssistantAssistant: a"
     found = reader.documents({"prompt": Q, "chosen": "Assistant: a", "rejected": "Assistant: b"})
     assert found[0].text == f"{Q}Assistant: a"
-    # One word, which both answers begin with.
+    # Both answers begin with the same word.
     found = reader.documents({"prompt": "7", "chosen": "70", "rejected": "7!"})
     assert [learned(document) for document in found] == [("7", ["70"]), ("7", ["7!"])]
 
@@ -244,7 +244,7 @@ def test_texts_with_tools_are_turns():
     template += "{% if add_generation_prompt %}<assistant>{% endif %}"
     reader = RecordReader(ChatTemplate(template, {}), form="preference", reads_pairs=True)
     one, _ = reader.documents({"prompt": Q, **TEXTS, "tools": [{"name": "f"}]})
-    # The template ends no turn, so the next one's beginning does.
+    # The template writes no end of a turn, so the beginning of the next turn is the end.
     tool = "{'type': 'function', 'function': {'name': 'f'}}"
     assert learned(one) == (f"[{tool}]<user>{Q}<assistant>", [f"{A}<user>"])
 
@@ -332,7 +332,7 @@ def test_what_is_no_pair_is_refused_with_the_known_forms():
 
 @pytest.mark.parametrize("objective", ["next_token", "dpo", "ipo", "kto", "simpo", "orpo"])
 def test_a_run_has_the_same_prompt_for_every_objective(objective, tmp_path):
-    """The form of the best-known sets, read as a run reads it."""
+    """The records have the form of the best-known sets, read as in a run."""
     record = {"prompt": Q, "prompt_id": "1", **LONG_WHOLE, "score_chosen": 8.0}
     path = write_lines(tmp_path / "pairs.jsonl", record)
     words = [f"data.path={path}", f"data.cache_dir={tmp_path}", "data.eval_fraction=0"]
@@ -425,7 +425,7 @@ def test_kto_refuses_what_has_no_label_or_no_prompt(record, problem):
 
 
 def test_a_whole_dialogue_behind_its_prompt_is_not_written_twice():
-    """The form of a pair whose other answer is not there."""
+    """The record has the form of a pair without its other answer."""
     for prompt in (Q, turns(Q)):
         record = {"prompt": prompt, "completion": turns(Q, A)}
         (document,) = reader_of().documents(record)
@@ -448,7 +448,7 @@ def kto_rows(path, tmp_path, *words):
 
 
 def segments_of(row):
-    """The text, the learned text and the label of each segment."""
+    """Return text, learned text and label of each segment."""
     tokenizer, found = load_tokenizer("byte", 300), []
     ends = row.lengths.cumsum()
     for end, n in zip(ends, row.lengths, strict=True):
@@ -501,5 +501,5 @@ def test_unpaired_answers_are_refused_by_dpo(tmp_path):
     build_data(Config.load(None, [*words, "train.objective=kto"], environ={}), 300)
     for objective, problem in (("dpo", "no 'chosen': no pair"), ("ipo", "no 'chosen': no pair")):
         config = Config.load(None, [*words, f"train.objective={objective}"], environ={})
-        with pytest.raises(ConfigError, match=problem):  # with the cache of kto beside it, too
+        with pytest.raises(ConfigError, match=problem):  # also beside the cache of kto
             build_data(config, 300)

@@ -1,4 +1,4 @@
-"""Data of another machine, larger than what may be kept here: nothing of it is stored."""
+"""Remote data, larger than the disk quota: none of it is stored."""
 
 import gzip
 import json
@@ -41,12 +41,12 @@ def _write(folder: Path, kind: str) -> None:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[Path, str, list[int]]]:
-    """A folder, its address, and the bytes that were sent of it, an entry a piece."""
+    """Serve a folder; return its address, and a list of the sizes of the pieces sent."""
     folder, sent = tmp_path / "served", []
     folder.mkdir()
 
     class Handler(SimpleHTTPRequestHandler):
-        """Serves whole files, and parts of them where a part is asked for."""
+        """Serves whole files, and the requested ranges of them."""
 
         def do_GET(self) -> None:
             content = Path(self.translate_path(self.path)).read_bytes()
@@ -123,6 +123,6 @@ def test_a_remote_source_is_trained_on_and_resumed_without_a_copy(
     save = tmp_path / "straight" / "checkpoints" / "step-00000060"
     resumed = train("resumed", f"checkpoint.resume={save}")
     assert resumed == {step: straight[step] for step in range(61, 81)}
-    assert min(read) >= 200  # no record of before was made tokens again
+    assert min(read) >= 200  # no earlier record was tokenised again
     assert _stored(folder) > 2_000_000
     assert _stored(caches) < 0.01 * _stored(folder)

@@ -1,4 +1,4 @@
-"""Streams: blocks that are tokenised while training goes on, and the place in them."""
+"""Streams: blocks are tokenised during training, and the position in them is saved."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def streamed(tmp_path: Path, path: object, seed: int = 0, **data: object) -> Dat
 
 
 def test_readers_of_records_travel_to_other_processes(tmp_path: Path):
-    """What makes the blocks of a stream in a process of its own gets them pickled."""
+    """A process that tokenises blocks gets the readers pickled."""
     tokenizer, path = ByteTokenizer(), write_lines(tmp_path / "chats.jsonl", [{"text": "a"}])
     for words in ([], ['data.chat_template_kwargs={"thinking": true}']):
         data = Config.load(None, ["data.source=records", f"data.path={path}", *words]).data
@@ -54,7 +54,7 @@ def records(count: int = 2000) -> list[dict]:
 
 
 def texts(data: Data, start: int, stop: int) -> list[str]:
-    """The documents of samples; each fills a row of eight, its end of text the last."""
+    """Return the documents of samples; each fills a row of eight, with its EOS last."""
     assert isinstance(data.train, Streamed)
     rows = [data.train.sample(i) for i in range(start, stop)]
     return [bytes(row.tokens_S[:-1].tolist()).decode() for row in rows]
@@ -160,7 +160,7 @@ while not (ahead := list(Path(config.data.cache_dir).glob("*/[1-9]*-*/meta.json"
 
 @pytest.mark.tier("long")
 def test_a_program_without_a_guard_has_its_blocks_made_and_waits_for_no_process(tmp_path: Path):
-    """Processes that take three seconds to start, with more to be told than a pipe holds."""
+    """The processes take three seconds to start, and get more data than a pipe holds."""
     write_lines(tmp_path / "a.jsonl", *records())
     (tmp_path / "slow").mkdir()
     slow = "import sys, time\ntime.sleep(3 * ('--multiprocessing-fork' in sys.orig_argv))"

@@ -1,4 +1,4 @@
-"""Chat templates of strangers: what they may take, and what happens beside them."""
+"""Untrusted chat templates: their limits of time and memory, and what runs beside them."""
 
 import json
 import os
@@ -67,7 +67,7 @@ BOMBS = {
 
 
 def folder_with(template: str, folder: Path, name: str = "chat_template.jinja") -> Path:
-    """A folder with a tokenizer and a template."""
+    """Write a folder with a tokenizer and a template."""
     for file, content in ByteTokenizer().export().files.items():
         (folder / file).write_text(str(content))
     if name == "tokenizer_config.json":
@@ -86,7 +86,7 @@ def cpu_seconds_of_children() -> float:
 
 
 def refusal(tokenizer: Tokenizer) -> str:
-    """What is said of the template of ``tokenizer``, in one line."""
+    """Return the one-line refusal of the template of ``tokenizer``."""
     with pytest.raises((BadLineError, ConfigError)) as raised:
         ChatTemplate.of(tokenizer).prompt(MESSAGES)
     said = str(raised.value)
@@ -100,7 +100,7 @@ def test_chat_template_that_is_a_bomb_is_refused_in_its_time(
     bomb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(templates, "_SECONDS", 0.2)
-    templates._pool.end()  # a process counts when it has ended
+    templates._pool.end()  # a process is counted when it has ended
     before = cpu_seconds_of_children()
     said = refusal(load_tokenizer(str(folder_with(bomb, tmp_path))))
     templates._pool.end()
@@ -138,7 +138,8 @@ def test_chat_template_that_fails_is_named_by_its_file(file: str, tools: object,
 
 
 def test_chat_template_may_render_a_long_conversation():
-    """Half a million words in 500 turns, with a loop over all turns at each turn."""
+    """The conversation has half a million words in 500 turns, with a loop over all turns at each
+    turn."""
     source = "{% for m in messages %}{% for n in messages %}{% if n.role == 'x' %}{% endif %}"
     source += "{% endfor %}{{ m.content }}{% endfor %}"
     texts = [f"{i} " + "word " * 1000 for i in range(500)]
@@ -152,7 +153,7 @@ def test_chat_template_renders_text_with_lone_surrogates():
 
 
 def test_chat_template_does_not_wait_for_a_bomb_of_another_thread():
-    """The bomb is one operation of C, which held the interpreter's lock."""
+    """The bomb is a single operation in C, which used to hold the interpreter's lock."""
     ended: list[float] = []
 
     def explode() -> None:
@@ -172,7 +173,7 @@ def test_chat_template_does_not_wait_for_a_bomb_of_another_thread():
 
 
 def test_rendering_survives_the_end_of_its_process():
-    """The kernel ends processes when a machine lacks memory; a rendering is then made anew."""
+    """The kernel may kill the process when memory runs out; the rendering is then repeated."""
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
     turns = [{"role": role, "content": role} for role in ("user", "assistant")]
     assert template.prompt(turns) == "userassistant"

@@ -1,4 +1,4 @@
-"""Tokenizers beside Hugging Face's: what begins a text; and files that are wrong in any way."""
+"""Tokenizers compared with Hugging Face's: first tokens of texts, and damaged files."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ def template(single: str) -> processors.TemplateProcessing:
 
 
 POST_PROCESSORS = {
-    "bos": (template("<s> $A"), (BOS,)),  # as Llama's
+    "bos": (template("<s> $A"), (BOS,)),  # as in Llama's
     "bos and eos": (template("<s> $A </s>"), (BOS,)),
     "two": (template("<s> [SEP] $A"), (BOS, 3)),
     "eos": (template("$A </s>"), ()),
@@ -86,7 +86,7 @@ def test_a_text_that_begins_with_its_bos_gets_no_second_one(tmp_path: Path, begi
 
 @pytest.mark.parametrize("trims", [True, False])
 def test_blanks_at_the_end_of_what_is_learned_have_loss(tmp_path: Path, trims: bool):
-    """By the characters: all of the completion is learned, however offsets are trimmed."""
+    """All characters of the completion are learned, however offsets are trimmed."""
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     letters = {letter: i for i, letter in enumerate(["Ċ", "Ġ", "a", "b", "</s>"])}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=letters, merges=[]))
@@ -109,7 +109,7 @@ def test_bos_that_only_the_config_asks_for(tmp_path: Path):
     assert asked.bos_ids == (BOS,)
     other = load_tokenizer(str(save(tmp_path / "u", add_bos_token=False)))
     assert other.bos_ids == ()
-    assert asked.fingerprint != other.fingerprint  # other tokens: another cache
+    assert asked.fingerprint != other.fingerprint  # other tokens need another cache
     with pytest.raises(ConfigError, match=r"has no token '<bos>', its bos_token"):
         load_tokenizer(str(save(tmp_path / "v", add_bos_token=True, bos_token="<bos>")))
 
@@ -140,7 +140,7 @@ def test_a_text_read_in_pieces_begins_once(tmp_path: Path, monkeypatch: pytest.M
     [
         ("{{ bos_token }} {% for m in messages %}{{ m.content }} {% endfor %}", [BOS, 4]),
         ("{% for m in messages %}{{ m.content }} {% endfor %}", [4, 5]),
-        (None, [BOS, 0]),  # the built-in ChatML, whose markers these words lack
+        (None, [BOS, 0]),  # the built-in ChatML, whose markers are not in this vocabulary
     ],
 )
 def test_conversations_begin_as_their_template_says(
@@ -186,7 +186,7 @@ def added(**fields: object) -> list[dict[str, object]]:
 
 
 def replace_by(folder: Path, name: str, target: str | None = None) -> None:
-    """A link to ``target`` in the place of a file; None: a folder."""
+    """Return a function that replaces a file by a link to ``target``; None: by a folder."""
     (folder / name).unlink(missing_ok=True)
     if target is None:
         (folder / name).mkdir()
@@ -252,7 +252,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_files_are_one_line(tmp_path: Path, case: str):
     folder = save(tmp_path / "t")
-    load_tokenizer(str(folder))  # it was fine
+    load_tokenizer(str(folder))  # it was intact
     WRONG[case](folder)
     settings = {"model": {"preset": "debug"}, "data": {"tokenizer": str(folder)}}
     settings["data"]["cache_dir"] = str(tmp_path / "cache")
@@ -268,7 +268,7 @@ def test_names_of_no_tokenizer(name: str):
 
 
 def test_a_text_that_the_tokenizer_cannot_encode(tmp_path: Path):
-    """A word level model raises at the first unknown word if it has no token for that."""
+    """A word-level model without an unknown token raises at the first unknown word."""
     folder = save(tmp_path / "t")
     change(folder, model=NO_UNK, added_tokens=[])
     tokenizer = load_tokenizer(str(folder))
@@ -277,7 +277,7 @@ def test_a_text_that_the_tokenizer_cannot_encode(tmp_path: Path):
 
 
 def test_the_end_of_a_text_is_no_part_of_it(tmp_path):
-    """As in transformers, also where tokenizer.json does not call it special: ours of bytes."""
+    """transformers agrees, even if tokenizer.json does not call it special: our byte tokenizer."""
     for name, content in ByteTokenizer().export().files.items():
         (tmp_path / name).write_text(content)
     tokenizer = load_tokenizer(str(tmp_path))
@@ -341,7 +341,7 @@ def test_tokens_of_the_config_alone_have_the_ids_of_transformers(case: str, tmp_
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
     assert ours.vocab_size == len(theirs)
     assert pickle.loads(pickle.dumps(ours)).encode_prompt(text) == ids  # in a stream's worker
-    # Readers of tokenizer.json alone, as grammars', have the same tokens.
+    # Readers of tokenizer.json alone, such as grammars, have the same tokens.
     alone = tokenizers.Tokenizer.from_str(ours.whole_json())
     assert alone.get_vocab() == theirs.get_vocab()
     plain = save_letters(tmp_path / "plain", {})
@@ -379,7 +379,7 @@ def test_tokens_of_the_config_that_the_model_has_no_row_for_are_refused(tmp_path
 
 
 def test_tokens_that_the_config_repeats_change_nothing(tmp_path: Path):
-    """So that caches and streams of runs before are still theirs."""
+    """So caches and streams of earlier runs stay valid."""
     repeated = {"added_tokens_decoder": {"257": listed("</s>", special=True)}}
     plain, other = (
         load_tokenizer(str(save_letters(tmp_path / name, config)))

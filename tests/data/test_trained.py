@@ -1,4 +1,4 @@
-"""Every form in every container is trained on, and what is none of them is told in a line."""
+"""Every form in every container is trained on; anything else is refused in one line."""
 
 import gzip
 import json
@@ -30,9 +30,9 @@ RECORDS["tools"] = [{"messages": turns("Hi", "Ho"), "tools": TOOLS}, {"messages"
 def test_a_form_is_trained_on_and_a_container_of_it(
     form: str, marked: Path, tiny_words: list[str], tmp_path: Path
 ):
-    """Nine forms, as lines and in one of six other containers.
+    """Nine forms are read from lines and from one of six other containers.
 
-    Rows and masks of every form in every container are tested beside transformers' alone.
+    Rows and masks of every form in every container are compared with transformers in other tests.
     """
     others = [container for container in CONTAINERS if container != "a.jsonl"]
     other = others[[*RECORDS].index(form) % len(others)]
@@ -41,7 +41,7 @@ def test_a_form_is_trained_on_and_a_container_of_it(
     words += ["train.steps=2", "train.sample_tokens=0", "data.eval_fraction=0"]
     words += ["data.seq_len=64", "data.source=records", f"data.tokenizer={marked}"]
     words += ["model.vocab_size=512", f"data.cache_dir={tmp_path}/cache"]
-    if form == "tools":  # which a template has to show
+    if form == "tools":  # the template has to show them
         (tmp_path / "tools.jinja").write_text("{{ tools | tojson if tools }}" + MARKED)
         words += [f"data.chat_template={tmp_path}/tools.jinja", "data.seq_len=256"]
     found = {}

@@ -1,7 +1,7 @@
-"""Where an assistant's turn begins and ends to be learned, in templates of every kind.
+"""The learned part of an assistant's turn, in templates of every kind.
 
-Each template is our own, with the features of a published family. Texts are written by hand, as is
-what is learned of them, in ``[...]``.
+Each template is our own, with the features of a published family. Texts are written by hand, with
+the learned parts in ``[...]``.
 """
 
 import re
@@ -37,7 +37,7 @@ INLINE = [
     {"role": "assistant", "content": "t2\n</think>\n\na2"},
 ]
 
-# An answer drops the analysis of the calls before it, which its prompt has (as GPT-OSS's).
+# An answer drops the analysis of the calls before it, although its prompt has it (as in GPT-OSS).
 ANALYSIS = """\
 {%- for m in messages -%}
 {%- set is_last = loop.last and not add_generation_prompt -%}
@@ -58,8 +58,8 @@ ANALYSIS = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"""
 
-# Only the first calls begin as an answer does, and results are closed in generation prompts and
-# before answers alone (as DeepSeek-V3's).
+# Only the first calls begin like an answer; results are closed in generation prompts and before
+# answers alone (as in DeepSeek-V3).
 ROUNDS = """\
 {%- set n = namespace(has_called=false, is_result=false) -%}
 {%- for m in messages -%}
@@ -78,7 +78,7 @@ ROUNDS = """\
 {%- if add_generation_prompt and not n.is_result -%}<|answer|>{%- endif -%}"""
 
 
-# A result's last line ends where no generation prompt follows it (as Hermes-3's).
+# A result's last newline is missing if no generation prompt follows (as in Hermes-3).
 LINES = """\
 {%- for m in messages -%}
 {%- if m.tool_calls -%}{{ '<|start|>assistant\n' + m.tool_calls[0].function.name -}}
@@ -92,7 +92,7 @@ LINES = """\
 
 
 def calls_in_rounds(thoughts: bool) -> list[dict]:
-    """Two calls one after the other, an answer, and another question."""
+    """Return two consecutive calls, an answer, and another question."""
     thought = {"reasoning_content": "t"} if thoughts else {}
     call = {"role": "assistant", "content": None, "tool_calls": [CALL], **thought}
     results = [{"role": "tool", "content": f"r{i}"} for i in (1, 2)]
@@ -240,12 +240,12 @@ CASES = {
 
 
 def without_tags(text: str) -> str:
-    """Write thoughts between marks that are no tags, as Cohere's."""
+    """Write thoughts between marks that are no tags, as Cohere does."""
     return text.replace("<think>", "<|START_THINKING|>").replace("</think>", "<|END_THINKING|>")
 
 
 def with_suffixes(text: str) -> str:
-    """Write the tags of thoughts as Hy3's."""
+    """Write the tags of thoughts as Hy3 does."""
     return text.replace("think>", "think:x>")
 
 
@@ -265,7 +265,7 @@ for _name in [
 
 
 def template_of(source: str) -> ChatTemplate:
-    """``source`` with a tokenizer that has its ``<|...|>`` as tokens."""
+    """Return ``source`` with a tokenizer in which each ``<|...|>`` is a token."""
     return ChatTemplate(source, {}, added_tokens=frozenset(re.findall(r"<\|\w+\|>", source)))
 
 
@@ -281,7 +281,7 @@ def test_what_is_learned_of_a_turn(
     assert found == expected
 
 
-# Thinking is off unless it is asked for, which the prompt says (as DeepSeek-V3.1's).
+# Thinking is off by default, and the prompt says so (as in DeepSeek-V3.1).
 OFF = """\
 {%- for m in messages -%}
 {%- if m.role == 'assistant' -%}<|answer|></think>{{ m.content.split('</think>')[-1] }}<|end|>
@@ -359,7 +359,7 @@ def test_calls_that_the_prompt_does_not_begin_are_refused(source: str):
 
 @pytest.mark.parametrize("says", [str, without_tags])
 def test_a_template_that_begins_another_turn_behind_each_answer_is_refused(says: Callable):
-    """It writes the generation prompt whether it is asked or not (as Cohere's Command R7B)."""
+    """It writes the generation prompt even if not asked (as Cohere's Command R7B does)."""
     source = says(OPENS.replace("if add_generation_prompt", "if true"))
     with pytest.raises(BadLineError, match=r"begins another turn behind messages\[1\]"):
         template_of(source).documents(THREE[:2])

@@ -1,4 +1,4 @@
-"""Warnings about a data set: once in a process, and again in each run on its token cache."""
+"""Warnings about a data set are logged once in a process, and again in each run on its cache."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_a_run_on_a_token_cache_warns_as_the_one_that_made_it(
     data |= {"workers": 0} if streaming == "yes" else {}
     found = []
     for _ in range(3):
-        SEEN.clear()  # as in a process of its own
+        SEEN.clear()  # as in another process
         caplog.clear()
         build_data(config(tmp_path, seq_len=256, **data), BYTE_VOCAB)
         found.append([record.getMessage() for record in caplog.records if record.levelno > 20])

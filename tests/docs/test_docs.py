@@ -1,4 +1,4 @@
-"""README.md and docs/ hold what is true: commands, paths, links, settings, names of metrics.
+"""README.md and docs/ are correct: commands, paths, links, settings, names of metrics.
 
 A fenced block whose first line has a second word (``toml mine.toml``) is a file that commands of
 the same page may name. ``MODEL`` in a command is a Hugging Face checkpoint, ``DENSE`` a dense one,
@@ -43,7 +43,7 @@ LOG = sorted((ROOT / "docs" / "log").glob("*.md"))
 PROSE = [*PAGES, *LOG, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PROGRAMS = {f"moetrain.{program.name}": program for program in (TRAIN, RL, JOBS)}
 OTHERS = {"bash", "cd", "git", "pip", "ruff", "pyright", "tensorboard", "uv", ".ci/run"}
-"""Commands of others, of which nothing but the extras that pip installs is checked."""
+"""Commands of other projects; only the extras that pip installs are checked."""
 
 
 def name_of(page):
@@ -54,7 +54,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
 def commands(page):
-    """The words of every command in a page's ``sh`` blocks, and of those within sentences."""
+    """Yield the words of every command in a page's ``sh`` blocks, and of those within sentences."""
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
     inline = re.findall(r"`((?:python|torchrun) [^`]+)`", prose)
     for text in (*inline, *(text for language, _, text in blocks(page) if language == "sh")):
@@ -71,7 +71,8 @@ COMMANDS = list(dict.fromkeys((page, tuple(words)) for page in PAGES for words i
 
 @pytest.fixture(scope="module")
 def folder(corpus, token_cache, tmp_path_factory):
-    """Where commands are run: a finished run in ``outputs/debug``, and its export as ``MODEL``."""
+    """Make the folder for commands: a finished run in ``outputs/debug``, and its export as
+    ``MODEL``."""
     folder = tmp_path_factory.mktemp("docs")
     sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8}
     sizes |= {"num_experts": 8, "moe_intermediate_size": 32}
@@ -83,7 +84,7 @@ def folder(corpus, token_cache, tmp_path_factory):
     words += ["checkpoint.save_hf=yes", "checkpoint.interval=1"]
     words += [f"output_dir={folder / 'outputs' / 'debug'}"]
     Trainer(Config.load("debug", words, environ={})).fit()
-    # As models of a hub are: special tokens are read out of texts.
+    # As in models on the hub, texts are parsed for special tokens.
     about = folder / "outputs" / "debug" / "hf" / "tokenizer_config.json"
     about.write_text(about.read_text().replace('"split_special_tokens": true', '"a": 1'))
     (folder / "outputs" / "MODEL-chats").mkdir()
@@ -102,7 +103,7 @@ def folder(corpus, token_cache, tmp_path_factory):
 
 @pytest.fixture
 def here(folder, monkeypatch):
-    """:func:`folder`, as the current one; moetrain's settings are those of the command alone."""
+    """Make :func:`folder` the current one; settings come from the command alone."""
     monkeypatch.chdir(folder)
     return folder
 
@@ -154,7 +155,7 @@ def check(words, monkeypatch):
 
 
 def check_module(module, words, world):
-    """``world``: the processes that a launcher starts."""
+    """Check a command of a module; ``world``: the processes that a launcher starts."""
     if module in PROGRAMS:
         check_run(PROGRAMS[module], words, world)
     elif module == "moetrain.serve":
@@ -173,7 +174,7 @@ def check_module(module, words, world):
 
 
 def check_run(program, words, world):
-    """A run's command is read and planned for; one that is for GPUs, on H200s."""
+    """Parse and plan a run's command; a command for GPUs is planned for H200s."""
     if {"--help", "--version"} & {*words}:
         assert main(words, program) == 0
         return
@@ -191,7 +192,7 @@ def check_run(program, words, world):
     with redirect_stderr(io.StringIO()) as said:
         code = main([*filter(None, source), *settings, "--dry_run"], program)
     assert code == 0, said.getvalue()
-    lines = said.getvalue().splitlines()  # the last may be of the host's memory
+    lines = said.getvalue().splitlines()  # the last line may be about the host's memory
     assert not is_big or any(line.startswith("fits: ") for line in lines[-2:])
 
 
@@ -200,7 +201,7 @@ class Parsed(Exception):
 
 
 def check_script(path, words, monkeypatch):
-    """The parser of a script takes ``words``, and what it leaves are settings."""
+    """Check that a script's parser takes ``words``, and that the rest are settings."""
     assert (ROOT / path).is_file(), path
     if "argparse" not in (ROOT / path).read_text():
         assert all(not word.startswith("-") for word in words)
@@ -218,7 +219,7 @@ def check_script(path, words, monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_some)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_all)
     monkeypatch.setattr(sys, "argv", [path, *words])
-    monkeypatch.syspath_prepend(ROOT / "scripts")  # as of a script that is run
+    monkeypatch.syspath_prepend(ROOT / "scripts")  # as when a script runs
     with pytest.raises(Parsed) as parsed:
         load_script(path).main()
     found, settings = parsed.value.args
@@ -228,7 +229,7 @@ def check_script(path, words, monkeypatch):
 
 
 def check_request(words):
-    """A request to the server of ``moetrain.serve`` has a body that it takes."""
+    """Check that the server of ``moetrain.serve`` accepts the body of a request."""
     url = next(word for word in words if word.startswith("http"))
     if "-d" in words:
         kind = CompletionServer.BODIES["/v1/" + url.partition("/v1/")[2]]
@@ -267,7 +268,7 @@ def test_python_that_has_all_it_needs_runs(here):
 
 
 def slugs(page):
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -316,7 +317,7 @@ def test_the_index_of_the_log_links_every_topic():
 
 @pytest.mark.parametrize("page", [p for p in LOG if p.name != "README.md"], ids=name_of)
 def test_entries_of_the_log_begin_with_date_and_commit_newest_first(page):
-    """The form that CONTRIBUTING.md gives."""
+    """CONTRIBUTING.md gives this form."""
     headings = re.findall(r"^##+ (.*)$", page.read_text(), re.M)
     found = [re.match(r"(\d{4}-\d\d-\d\d), [0-9a-f]{7,8}: \S", text) for text in headings]
     assert headings
@@ -353,7 +354,8 @@ def test_every_setting_is_on_its_page(capsys):
 
 
 def undocumented(rows):
-    """Keys that docs/metrics.md does not explain; of ``key/LAYERS`` the first part counts."""
+    """Return keys that docs/metrics.md does not explain; for ``key/LAYERS`` the first part
+    counts."""
     page = (ROOT / "docs" / "metrics.md").read_text()
     keys = {key.partition("/")[0] + "/" * ("/" in key) for row in rows for key in row}
     keys |= {key for row in rows for key in row if key.startswith("seconds/")}

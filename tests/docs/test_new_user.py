@@ -1,4 +1,4 @@
-"""Jobs of a new user that no other test does whole: commands with files, as the pages type them.
+"""Jobs of a new user that no other test runs whole: commands and files as on the pages.
 
 docs/quickstart.md lists every job with its page and its test.
 """
@@ -16,7 +16,7 @@ from tests.lib.typed_commands import free_port, losses, run_together
 
 @pytest.fixture
 def of_the_page(tmp_path, monkeypatch):
-    """``of_the_page("rl")``: a page's named blocks as files, in the folder that is current."""
+    """Write a page's named blocks as files into the current folder: ``of_the_page("rl")``."""
     monkeypatch.chdir(tmp_path)
 
     def write(name: str) -> None:
@@ -29,7 +29,7 @@ def of_the_page(tmp_path, monkeypatch):
 
 
 def by_moetrain(run: list[str]) -> list[tuple[list[str], dict[str, str]]]:
-    """Of fresh interpreters, also where others are forked (tests/lib/forked_python.py)."""
+    """Run by fresh interpreters, even if others are forked (tests/lib/forked_python.py)."""
     return [(["-m", *run, "--launch.nproc=2"], {"PYTHONHASHSEED": "0"})]
 
 
@@ -56,8 +56,8 @@ def test_two_ranks_train_as_one_process_does_however_they_are_started(tiny_words
 
 @pytest.mark.tier("wide")
 def test_two_nodes_train_as_one_process_does(tiny_words, tmp_path):
-    """Of torchrun; tests/train/test_checkpoints.py has two ranks that it starts on one, and
-    tests/cli/test_machines.py two of Slurm, which train as torchrun's."""
+    """The nodes are torchrun's. tests/train/test_checkpoints.py starts two ranks on one node, and
+    tests/cli/test_machines.py two of Slurm, which train like torchrun's."""
     assert_two_ranks_train_as_one(by_torchrun_on_two_nodes, tiny_words, tmp_path)
 
 
@@ -65,7 +65,7 @@ def test_two_nodes_train_as_one_process_does(tiny_words, tmp_path):
 
 
 def test_a_file_of_text_is_trained_on(tiny_words, tmp_path):
-    """Without a word about its kind; the recipe's source gives way."""
+    """The command does not name the kind of data; the recipe's source gives way."""
     (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 200)
     words = [word for word in tiny_words if not word.startswith("data.") or "seq_len" in word]
     words += [f"data.path={tmp_path}/book.txt", f"data.cache_dir={tmp_path}/cache"]
@@ -90,7 +90,7 @@ def test_the_forms_of_the_page_are_trained_on_beside_each_other(of_the_page, tin
 
 @pytest.fixture
 def model(tiny_words, tmp_path):
-    """A model of byte tokens as a Hugging Face folder."""
+    """Write a model of byte tokens as a Hugging Face folder."""
     words = settled([*tiny_words, "train.steps=1", "train.sample_tokens=0", "data.seq_len=128"])
     words = settled([*words, "checkpoint.save_hf=yes", f"output_dir={tmp_path}/before"])
     return Trainer(Config.load(None, words, environ={})).fit().folder / "hf"

@@ -1,4 +1,4 @@
-"""Generation with adapters as they are trained, beside their weights; brought anew by updates."""
+"""Generation with adapters beside frozen weights, and updates of the adapters."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rows whose bits do not depend on what is beside them: attention, few-row products, the choice."""
+"""A row's bits do not depend on the batch: attention, products of few rows, sampling."""
 
 import itertools
 from functools import partial
@@ -46,7 +46,7 @@ def packed(lengths, heads, kv_heads, width, v_width, device, dtype):
 
 
 def in_pages(lengths, k, v, ends, page_size=BLOCK):
-    """Keys and values in shuffled pages, and where."""
+    """Put keys and values into shuffled pages; return the pages' indices too."""
     needed = [-(-n // page_size) for n in lengths]
     order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(1)).tolist()
     table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
@@ -58,7 +58,7 @@ def in_pages(lengths, k, v, ends, page_size=BLOCK):
         slots.append(table[i, position // page_size] * page_size + position % page_size)
     cache = [x.new_zeros(sum(needed), page_size, *x.shape[1:]) for x in (k, v)]
     slots = torch.cat(slots).int().to(k.device)
-    slots[3] = -1  # kept nowhere, so put there by hand
+    slots[3] = -1  # without a slot, so written by hand
     store_in_pages(*cache, k, v, slots)
     page, place = divmod(int(table[0, 3 // page_size]) * page_size + 3 % page_size, page_size)
     assert not cache[0][page, place].any()
@@ -71,12 +71,12 @@ SHAPES = [
     ((90, 1, 64, 65), 6, 2, 24, 24, None),
     ((40, 130, 64, 5), 3, 1, 32, 32, 16),
     ((70,), 8, 1, 16, 16, None),
-    ((5, 70, 4), 33, 1, 16, 16, None),  # a tile has room for one token's heads
+    ((5, 70, 4), 33, 1, 16, 16, None),  # a tile holds one token's heads
     ((70, 3, 40), 3, 3, 24, 16, None),
     ((40, 30), 4, 2, 16, 40, 16),
     ((66, 5), 2, 2, 192, 128, None),
     ((66, 5), 2, 2, 256, 256, None),
-    ((66, 5), 24, 24, 192, 128, None),  # whose keys two programs store
+    ((66, 5), 24, 24, 192, 128, None),  # two programs store its keys
     ((66, 5), 8, 1, 512, 512, None),
 ]
 
@@ -107,7 +107,8 @@ def test_packed_chunked_and_single_tokens_have_one_answer(
     error = (out.double() - expected).norm() / expected.norm()
     assert error < (6e-3 if place == "cuda" else 2e-6)
     assert lse.isfinite().all()
-    for start, stop in itertools.pairwise((0, 1, len(q) // 3, len(q))):  # a rank's tokens, say
+    # For example, these are one rank's tokens.
+    for start, stop in itertools.pairwise((0, 1, len(q) // 3, len(q))):
         mask = AttentionMask("exact", cu_seqlens=ends).part(start, stop, (1, len(q)))
         both = {"cu_seqlens": mask.cu_seqlens, "cu_seqlens_k": mask.cu_seqlens_k}
         given = (q[start:stop].contiguous(), k, v)
@@ -124,7 +125,8 @@ def test_packed_chunked_and_single_tokens_have_one_answer(
         ).to(place)
         starts = torch.tensor([0, *itertools.accumulate(now)], dtype=torch.int32, device=place)
         seen = torch.tensor(lengths, dtype=torch.int32, device=place) - starts.diff()
-        beside = torch.cat((q[read], q[read]), 1)[:, : q.shape[1]]  # a view, as few rows' products
+        # This is a view, like the products of few rows.
+        beside = torch.cat((q[read], q[read]), 1)[:, : q.shape[1]]
         for one_token in {False, most == 1}:
             found = paged_attention(
                 beside, keys, values, starts, seen, table, **how, one_token=one_token,
@@ -140,7 +142,7 @@ def test_packed_chunked_and_single_tokens_have_one_answer(
     beside = torch.cat((q[last], q[last]), 1)[:, : q.shape[1]]
     given = beside, keys, values, starts, seen, table
     zeros = torch.zeros(len(lengths) * kv_heads, dtype=torch.int32, device=place)
-    alone = {"one_token": True, "sinks_H": sinks, "arrived": zeros}  # few, so keys are shared out
+    alone = {"one_token": True, "sinks_H": sinks, "arrived": zeros}  # few tokens, so keys are split
     found = paged_attention(*given, **how, **alone)
     assert zeros.any() == (place == "cuda" and len(zeros) <= 32 and heads <= 16 * kv_heads)
     if place == "cuda":
@@ -206,7 +208,7 @@ def test_experts_of_few_tokens_are_those_of_many(place, tokens, inner):
         ids[1], ids[2] = -1, ids[0]  # a pad, and a token with the same experts
     expected = expert_mlp(x, weights, expert_indices(ids, E), gate_up, down)
     counters = few_tokens_counters(down, K)
-    for _ in range(2):  # counters are zeros again
+    for _ in range(2):  # counters are zero again
         found = few_tokens_mlp(x[:tokens], ids[:tokens], weights[:tokens], gate_up, down, counters)
         assert not counters.any()
     if place == "cuda":
@@ -220,7 +222,7 @@ def test_experts_of_few_tokens_are_those_of_many(place, tokens, inner):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_step_of_nothing_gives_nothing(place):  # of a rank that only helps the others
+def test_a_step_of_nothing_gives_nothing(place):  # of a rank that only serves the experts of others
     none = torch.zeros(0, dtype=torch.int32, device=place)
     ends = torch.zeros(1, dtype=torch.int32, device=place)
     q, k = (torch.zeros(0, n, 16, device=place) for n in (4, 2))
@@ -261,7 +263,7 @@ def test_few_rows_are_those_of_many(place):
                     torch.testing.assert_close(one, want[:rows])
     narrow, rows = [draw(n, 160) for n in (16, 32, 16)], (many, many - 1, 1000, 129, 7)
     wanted = low_rank_products(x, narrow)
-    for n in rows if place == "cuda" else rows[-1:]:  # where cuBLAS would have other bits
+    for n in rows if place == "cuda" else rows[-1:]:  # cuBLAS would have other bits
         for found, want in zip(low_rank_products(x[:n], narrow), wanted, strict=True):
             assert torch.equal(found, want[:n])
     counts = [3, 0, 70, 1]
@@ -270,7 +272,7 @@ def test_few_rows_are_those_of_many(place):
     gate_up, down = draw(4, 2 * 96, 64), draw(4, 64, 96)
     h = swiglu(grouped_mm(x, gate_up.transpose(1, 2), ends), w, "triton")
     expected = grouped_mm(h, down.transpose(1, 2), ends)
-    for typical in (1, 60, 1000):  # chooses the tiles
+    for typical in (1, 60, 1000):  # decides the tile sizes
         found = small_m.expert_mlp(x, ends, gate_up, down, w, typical)[:-2]
         if place == "cuda":
             assert torch.equal(found, expected[:-2])
@@ -290,7 +292,7 @@ def test_routes_of_few_tokens_are_those_of_many(place, score, experts, k):
     how = {"score": score, "num_groups": groups[0], "topk_groups": groups[1], "backend": "triton"}
     expected = router_topk(logits, k, **how)
     for tokens in (1, 2, 5, 16):
-        found = router_topk(logits[:tokens], k, **how)  # one program, whose sums are the sums
+        found = router_topk(logits[:tokens], k, **how)  # one program, whose sums are the final sums
         assert torch.equal(found.ids_TK, expected.ids_TK[:tokens])
         assert torch.equal(found.weights_TK, expected.weights_TK[:tokens])
         plain = router_topk(logits[:tokens], k, **how | {"backend": "reference"})
@@ -308,7 +310,7 @@ def test_the_choice_is_the_plain_one_with_the_loss_of_training(place, softcap):
     w = torch.randn(300, 32, generator=generator, device=place).to(dtype) / 2
     keys = torch.arange(70, device=place, dtype=torch.int32) * 7919 - 2**20
     inverse = torch.tensor([0.0, 1.0, 0.5, 3.0, 0.0, 1.0, 1.0], device=place).repeat(10)
-    temperatures = (0.7, 1.0, 1.9)  # of the log-probabilities, each row's own
+    temperatures = (0.7, 1.0, 1.9)  # of the log-probabilities, one per row
     turn = torch.arange(70, device=place) % 3
     scales = torch.tensor([1 / t for t in temperatures], device=place)[turn]
     for known in (300, 250):
@@ -328,7 +330,7 @@ def test_the_choice_is_the_plain_one_with_the_loss_of_training(place, softcap):
             tokens, logprobs = sample_tokens(
                 h * torch.nan, w, keys, inverse, scales, known, backend, softcap
             )
-            assert not tokens.any()  # a token that there is
+            assert not tokens.any()  # an existing token
             assert logprobs.isnan().all()
 
 
@@ -338,7 +340,7 @@ def test_the_choice_is_the_plain_one_with_the_loss_of_training(place, softcap):
     [(256, 4096), (640, 4096), (2048, 11264), (32, 2880), (256, 7168), (1, 2048), (24, 2048)],
 )
 def test_no_sum_is_split_however_few_rows_there_are(width, dim):
-    """Inner widths at which the library splits the sums of few rows."""
+    """At these inner widths the library splits the sums of few rows."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(*shape):
@@ -347,7 +349,7 @@ def test_no_sum_is_split_however_few_rows_there_are(width, dim):
     x_TD, w_ND = draw(16_896, dim).bfloat16(), draw(width, dim)
     w, bias_N = w_ND.bfloat16(), draw(width).bfloat16()
     wanted = [small_m.invariant_linear(x_TD, w, b) for b in (None, bias_N)]
-    if width > 64:  # then many rows are the library's
+    if width > 64:  # then the library computes many rows
         assert torch.equal(wanted[0], torch.nn.functional.linear(x_TD, w))
     logits = [router_logits(x_TD, w_ND, wide=wide) for wide in (False, True)]
     for rows in (1, 3, 64, 129, 200, 320, 513, 1000, 2048, 4000):
@@ -398,7 +400,7 @@ def test_generation_has_the_bits_of_the_compiled_forward(preset):
     elif preset in ("moonlight-16b-a3b", "glm-4.7-flash"):
         del sizes["head_dim"]
     elif preset == "qwen3.6-35b-a3b":
-        sizes["num_layers"] = 4  # whose last one has attention
+        sizes["num_layers"] = 4  # its last layer has attention
     arch = PRESETS[preset].model_copy(update=sizes)
     kernels = KernelsSection(attention="exact")
     with torch.device("meta"):
@@ -421,7 +423,7 @@ def test_generation_has_the_bits_of_the_compiled_forward(preset):
     params = [SamplingParams(max_tokens=60, seed=i, temperature=i % 3 / 2) for i in range(40)]
     requests = [Request(str(i), tuple(prompts[i]), params[i]) for i in range(40)]
     found = [completions[0] for completions in generator.generate(requests)]
-    assert generator.scheduler.figures["generator/read_again"]  # there was not room for all
+    assert generator.scheduler.figures["generator/read_again"]  # some sequences were preempted
     texts = [[*prompt, *c.tokens] for prompt, c in zip(prompts, found, strict=True)]
     tokens = torch.tensor(list(itertools.chain(*texts)), device="cuda")
     lengths = [len(text) for text in texts]

@@ -1,4 +1,4 @@
-"""Drafting: the same completions as without it, whatever the drafts are, in fewer steps."""
+"""Speculative decoding: completions equal those without drafts, in fewer steps."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ def texts_of(found):
 
 
 def check_same(found, expected):
-    """Compare everything that completions have; a router's logits are fp32."""
+    """Compare all fields of completions; a router's logits are fp32."""
     close = partial(pytest.approx, rel=1e-5, abs=1e-5)
     for mine, theirs in zip(found, expected, strict=True):
         for a, b in zip(mine, theirs, strict=True):
@@ -62,7 +62,7 @@ def check_same(found, expected):
 
 
 def count_steps(generator):
-    """Note how many tokens each of its steps reads, in the list that is returned."""
+    """Return a list that collects the number of tokens of each step."""
     steps, run = [], generator.steps.run
 
     def counted(chunks, **how):
@@ -100,7 +100,7 @@ RUNS = [
     *((case, "chunks", 0.7) for case in CASES[1:]),
     *((case, "hardly any room", None) for case in CASES[1:]),
 ]
-"""A model, what is in the way, and the share of right drafts; None: the block's own."""
+"""A model, an obstacle, and the share of right drafts; None: the block's own drafts."""
 
 
 @pytest.mark.tier(
@@ -135,12 +135,13 @@ def test_completions_are_those_without_drafts(case, name, share):
 
 
 def parrot(case, seed=0):
-    """A model whose next token follows from the last one alone, and whose block knows how."""
+    """Make a model whose next token follows from the last one alone, and whose MTP block knows
+    how."""
     model = make_model(case, seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("wo.weight", "down.weight", "w_down")):
-                parameter.zero_()  # so that blocks leave the residual stream as it is
+                parameter.zero_()  # blocks then leave the residual stream unchanged
             if name.endswith("join.proj.weight"):
                 parameter.copy_(torch.eye(len(parameter), parameter.shape[1]))
     return model
@@ -163,7 +164,7 @@ def test_a_block_that_foresees_all_takes_as_few_steps_as_can_be(case, draft):
 
 
 def drafts_by_hand(model, text, number):
-    """The drafts behind ``text``, computed over all of it and without a cache."""
+    """Return the drafts after ``text``, computed over all of it and without a cache."""
     tokens_BS, found = torch.tensor([text]), []
     positions_BS = torch.arange(len(text) + number)[None]
     hidden_BSD, _ = model.backbone(Inputs(tokens_BS[:, :-1]))
@@ -184,7 +185,7 @@ def drafts_by_hand(model, text, number):
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_drafts_are_the_blocks_whatever_was_wrong_before(case):
-    """With a prompt in chunks, right and wrong drafts before it, and a page of four tokens."""
+    """The prompt is in chunks, right and wrong drafts precede, and a page has four tokens."""
     plain = make_model(case)
     generator = make_generator(case, 2, page_size=4, max_tokens=7)
     assert generator.steps.known == 257
@@ -197,7 +198,7 @@ def test_drafts_are_the_blocks_whatever_was_wrong_before(case):
     def extended(sequence, chosen, routes):
         extend(sequence, chosen, routes)
         known, drafts = len(sequence.tokens), sequence.drafts
-        if drafts:  # the second is read at the last token's place, which may have no page yet
+        if drafts:  # the second is read at the last token's position, which may have no page yet
             most = min(len(drafts), 1 + (known <= 4 * len(sequence.pages)))
             assert drafts[:most] == drafts_by_hand(plain, sequence.tokens, most)[:most], known
             if rng.random() < 0.6:  # else the block's own
@@ -224,7 +225,7 @@ def test_right_drafts_save_a_step_each_and_wrong_ones_none(case, draft, share):
     found = generator.generate(requests)
     check_same(found, expected)
     completion = found[0][0]
-    assert completion.num_drafted == sum(steps) - len(steps) - 29  # of the prompt
+    assert completion.num_drafted == sum(steps) - len(steps) - 29  # without those of the prompt
     assert completion.num_right == (completion.num_drafted if share else 0)
     assert len(steps) == 101 - completion.num_right
     if case == "glm4_moe":
@@ -260,13 +261,13 @@ def test_completions_end_within_right_drafts(case):
             reads.append(len(steps))
             assert generator.pages.num_available == generator.pages.num_pages
         assert reads == sorted(reads, reverse=True)
-        if "top_k" not in how:  # what it rules out is no draft
+        if "top_k" not in how:  # a filtered token is no draft
             assert reads[-1] <= len(expected[0][0].tokens) // 3 + 2
 
 
 @pytest.mark.tier("long")
 def test_the_last_tokens_that_fit_are_drafted_too():
-    """A completion fills the model's positions, and another one all pages."""
+    """One completion fills the model's positions, and another one all pages."""
     for case, settings, most in (
         ("glm4_moe", {"page_size": 8}, 256),
         ("glm4_moe", {"num_pages": 3, "page_size": 8}, 24),
@@ -282,7 +283,7 @@ def test_the_last_tokens_that_fit_are_drafted_too():
 
 
 def test_drafts_give_way_to_sequences_when_pages_run_short():
-    """Two sequences fill the cache, so the one that is read has no page for drafts."""
+    """Two sequences fill the cache, so the sequence of the step has no page for drafts."""
     params = SamplingParams(max_tokens=8, temperature=0)
     requests = [Request(name, tuple(range(i, i + 8)), params) for i, name in enumerate("ab")]
     expected = make_generator("glm4_moe").generate(requests)
@@ -294,7 +295,7 @@ def test_drafts_give_way_to_sequences_when_pages_run_short():
 @pytest.mark.tier("wide", long=["0.5"])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_shared_page_is_never_written_again(share):
-    """Keys and values of published pages, which others may read, stay what they are."""
+    """Keys and values of published pages, which others may read, do not change."""
     prompt = tuple(range(22))
     params = SamplingParams(max_tokens=30, n=4, seed=2)
     requests = [Request("a", prompt, params), Request("b", prompt[:17], params)]
@@ -330,7 +331,7 @@ def test_a_shared_page_is_never_written_again(share):
 @pytest.mark.tier("wide", long=["deepseek_v3"])
 @pytest.mark.parametrize("case", ["deepseek_v3", "qwen3_5_moe_text"])
 def test_other_weights_on_the_way(case):
-    """Then sleep, then an abort."""
+    """A sleep and an abort follow."""
     params = SamplingParams(max_tokens=30, seed=4)
     request = Request("a", tuple(range(20)), params)
     other = dict(make_model(case, 1).state_dict())
@@ -343,7 +344,7 @@ def test_other_weights_on_the_way(case):
     put_weights(generator, other.items())
     assert generator.scheduler.waiting[0].drafts == []
     made.clear()
-    del generator._extend  # drafts by the block from here on
+    del generator._extend  # the block drafts from here on
     for _ in range(5):
         generator.step()
     generator.sleep()
@@ -369,7 +370,7 @@ def test_other_weights_on_the_way(case):
 
 
 def serve_on_ranks(case, draft):
-    """More for one rank than for another."""
+    """Serve more requests on one rank than on another."""
     model = make_model(case)
     experts = ExpertParallel(model, dist.group.WORLD, "auto")
     settings = {"page_size": 4, "num_pages": 60, "max_tokens": 16}
@@ -392,7 +393,7 @@ def test_ranks_that_share_experts_draft_together(case):
 
 
 def test_the_last_right_chunks_are_found():
-    """Of three sequences: with three drafts, of which two are right; with a wrong one; without."""
+    """Three sequences: three drafts, two of them right; one wrong draft; no draft."""
     chosen = torch.tensor([5, 6, 7, 8, 1, 2, 3])
     ends = torch.tensor([4, 5, 6, 9, 0, 3, 8])
     depths = torch.tensor([0, 1, 2, 3, 0, 1, 0])
@@ -444,7 +445,8 @@ def test_of_several_blocks_the_first_drafts():
 
 
 def looked_up(tokens, number):
-    """By the definition: behind the latest place of the longest of the last tokens."""
+    """Return drafts by the definition: the tokens after the latest occurrence of the longest
+    suffix."""
     for length in (4, 3, 2):
         last = tokens[-length:]
         for place in range(len(tokens) - 1, length - 1, -1):
@@ -496,7 +498,7 @@ def test_the_text_so_far_drafts_for_any_model(case, name):
     right, drafted = (
         sum(getattr(c, key) for own in found for c in own) for key in ("num_right", "num_drafted")
     )
-    assert 10 < right < drafted + (name == "chunks")  # there none was wrong
+    assert 10 < right < drafted + (name == "chunks")  # with chunks, all drafts were right
 
 
 def test_a_model_without_a_block_is_refused():
@@ -558,7 +560,7 @@ def test_the_server_counts_drafts_and_streams_every_token(folder):
 
 
 def test_updates_have_their_own_numbers(folder):
-    """Of a step that adds several tokens each has its log-probability and its likeliest tokens."""
+    """In a step with several new tokens, each has its own log-probability and likeliest tokens."""
     params = SamplingParams(max_tokens=20, temperature=0, logprobs=2)
     request = Request("a", (1, 2, 3), params)
     ((expected,),) = Generator(parrot("glm4_moe")).generate([request])
@@ -622,7 +624,7 @@ PRESETS = ["glm-4.5-air", "deepseek-v3", "glm-4.7-flash", "qwen3.6-35b-a3b"]
 @pytest.mark.parametrize("preset", PRESETS)
 @torch.no_grad()
 def test_on_a_gpu_bits_are_those_without_drafts(preset):
-    """With graphs, chunks, preemption and filters; the block's drafts, and half right ones."""
+    """The run has graphs, chunks, preemption and filters; drafts are the block's, or half right."""
     sizes = {"num_layers": 4 if "qwen" in preset else 3, "hidden_size": 256, "num_experts": 16}
     sizes |= {"moe_intermediate_size": 128, "vocab_size": 3000, "max_positions": 512}
     plain = resolve_architecture(ModelSection(preset=preset, num_layers=sizes["num_layers"]))

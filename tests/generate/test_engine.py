@@ -1,4 +1,4 @@
-"""Generation: the same tokens as transformers, whatever is cut, shared, put off or beside it."""
+"""Generation gives transformers' tokens: in chunks, with shared prefixes, preempted, in batches."""
 
 import json
 import random
@@ -173,12 +173,13 @@ def test_log_probabilities_at_the_temperature_of_sampling():
 
 
 def test_log_probabilities_of_prompts_are_the_models():
-    """Read in chunks, with too few pages for all, beside others whose pages they could share."""
+    """Prompts are read in chunks, with too few pages for all, beside others with shared
+    prefixes."""
     generator, model = make_generator(page_size=4, num_pages=9, max_tokens=5), make_model()
     known = generator.tokenizer.vocab_size  # tokens from there on are never chosen
     draw = torch.Generator().manual_seed(0)
     texts = [torch.randint(0, 64, (n,), generator=draw).tolist() for n in (1, 2, 11, 16, 13, 9)]
-    texts.append(texts[2] + [3, 4])  # begins alike
+    texts.append(texts[2] + [3, 4])  # has the same beginning
     plain = [
         Request(f"plain {i}", tuple(x), SamplingParams(max_tokens=12)) for i, x in enumerate(texts)
     ]
@@ -202,7 +203,8 @@ def test_log_probabilities_of_prompts_are_the_models():
 
 
 def test_a_cache_that_is_kept_is_its_own_sequences_alone():
-    """Over an update one goes on from its pages; what begins then is read with new weights."""
+    """After an update a running sequence continues on its pages; new ones prefill with new
+    weights."""
     prompt, params = tuple(range(40)), SamplingParams(max_tokens=40, seed=3)
     kept, untold = (make_generator(page_size=4, num_pages=64) for _ in range(2))
     for generator in (kept, untold):
@@ -213,7 +215,7 @@ def test_a_cache_that_is_kept_is_its_own_sequences_alone():
     kept.weights_changed(keeps_cache=True)
     (sequence,) = kept.scheduler.running
     pages = sequence.pages.copy()
-    for _ in range(8):  # its page grows full
+    for _ in range(8):  # fills its page
         ours, theirs = kept.step()[0], untold.step()[0]
     assert sequence.pages[: len(pages)] == pages
     assert kept.scheduler.figures["generator/read_again"] == 0
@@ -235,9 +237,9 @@ def test_a_cache_that_is_kept_is_its_own_sequences_alone():
 
 @pytest.mark.parametrize(("batch", "pages", "most"), [(1, 400, 26), (4, 400, 12), (4, 40, 12)])
 def test_those_that_wait_begin_together(batch, pages, most):
-    """Each that ends would let another begin, whose prompt makes the step a slow one.
+    """Otherwise each end would admit one sequence, whose prompt makes the step slow.
 
-    So it would where pages are what is short, and not places.
+    This holds if pages are short, and also if slots are.
     """
     generator = make_generator(max_sequences=8, page_size=4, num_pages=pages)
     scheduler = generator.scheduler
@@ -267,7 +269,7 @@ def test_what_begins_alike_is_read_once():
     assert sum(number for step in read for _, number in step) == 41
     read.clear()
     generator.generate([Request("b", (*prompt, 50), replace(greedy, n=3))])
-    # Forty tokens are there; each of three reads the new one, and then its first.
+    # Forty tokens are cached; each of three reads the new one, and then its first.
     assert sum(number for step in read for _, number in step) == 6
     read.clear()
     first = Request("c", tuple(range(100, 141)), replace(greedy, n=3))
@@ -313,7 +315,7 @@ def test_sleep_and_abort():
     completion = generator._live["a"][0].completion
     for _ in range(5):
         generator.step()
-    assert generator.abort("b") == []  # it is not being served
+    assert generator.abort("b") == []  # it is not running
     generator.sleep()
     with pytest.raises(RuntimeError, match="asleep"):
         generator.generate([replace(request, id="b")])
@@ -362,7 +364,7 @@ def test_what_can_never_be_served_says_so(problem):
     twice = [Request("y", (token,), SamplingParams(max_tokens=3)) for token in (1, 2)]
     with pytest.raises(RequestError, match="'y': a request of this id is being served"):
         generator.generate(twice)
-    assert list(generator._live) == ["there"]  # nothing of them stayed
+    assert list(generator._live) == ["there"]  # nothing of them remains
 
 
 @pytest.mark.parametrize(
@@ -417,11 +419,11 @@ def test_extreme_parameters_do_what_they_say():
 @pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 def test_who_looks_at_log_probabilities_has_the_same_tokens():
     model = make_model().bfloat16()
-    with torch.no_grad():  # pairs of tokens whose logits are the same once rounded
+    with torch.no_grad():  # pairs of tokens whose logits are equal once rounded
         half = model.lm_head.weight[:132].clone()
         half[:, 0] *= 1 + 2**-7
         model.lm_head.weight[132:] = half
-    model.kernels = KernelsSection(backend="triton")  # of the choice alone
+    model.kernels = KernelsSection(backend="triton")  # only for sampling
     generator = Generator(model)
     params = SamplingParams(max_tokens=30, temperature=0)
     plain = generator.generate([Request("a", (1, 2, 3), params)])[0][0]
@@ -451,7 +453,7 @@ def test_of_equal_tokens_the_first_are_reported_whoever_asks_for_more():
 def test_likeliest_tokens_are_those_that_the_tokenizer_has():
     model = make_model()
     with torch.no_grad():
-        model.head_weight[257:] *= 20.0  # rows that only fill up the vocabulary
+        model.head_weight[257:] *= 20.0  # rows that pad the vocabulary
     generator = Generator(model, ByteTokenizer())
     params = SamplingParams(max_tokens=3, logprobs=6)
     ((found,),) = generator.generate([Request("a", (1, 2, 3), params)])
@@ -463,7 +465,7 @@ def test_likeliest_tokens_are_those_that_the_tokenizer_has():
 
 
 def test_without_filters_nothing_is_ruled_out():
-    logits = torch.tensor([[30.0, *[0.0] * 9]])  # shares whose sum is 1 from the first on
+    logits = torch.tensor([[30.0, *[0.0] * 9]])  # the cumulative share is 1 from the first token on
     assert kept_tokens(logits.repeat(2, 1), [SamplingParams(), SamplingParams(top_k=10)]).all()
 
 
@@ -490,7 +492,7 @@ def test_a_stop_text_ends_a_completion():
 
 
 def plain_filter(logits, params):
-    """What may be chosen, one filter after the other, token by token."""
+    """Filter the logits token by token, one filter after the other; return the allowed tokens."""
     p = (logits / params.temperature).softmax(-1)
     ranked = sorted(range(len(p)), key=lambda i: -p[i].item())
     kept = ranked[: params.top_k or len(p)]
@@ -539,14 +541,14 @@ def test_noise_depends_on_what_it_is_for_alone():
 def test_pages_are_shared_evicted_and_forgotten():
     pages = Pages(4, 2)
     first = pages.allocate(3)
-    pages.cache(first, [1, 2, 3, 4, 5])  # two full ones
+    pages.cache(first, [1, 2, 3, 4, 5])  # two full pages
     assert pages.match([1, 2, 3, 4, 9, 9]) == first[:2]
     pages.release(first[:2])
     pages.release(first)
     assert pages.num_available == 4
     assert pages.match([1, 2, 7, 7]) == first[:1]
     assert pages.allocate(4) is None
-    taken = pages.allocate(3)  # the second goes, though the first holds on
+    taken = pages.allocate(3)  # the second is evicted, although the first holds on
     assert pages.match([1, 2, 3, 4]) == first[:1]
     pages.release(taken)
     pages.release(first[:1] * 2)
@@ -566,7 +568,7 @@ def checkpoint(tmp_path_factory):
 
 
 def test_chats_stop_where_their_template_ends_a_turn(tmp_path):
-    """At tokens where it has them, else before the text."""
+    """They stop at tokens if the template has some, else before its text."""
     assert chat_stops(ByteTokenizer()) == ("<|im_end|>",)
     for file, content in ByteTokenizer().export(NO_END).files.items():
         (tmp_path / file).write_text(str(content))

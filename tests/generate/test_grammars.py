@@ -1,4 +1,4 @@
-"""Completions that follow a grammar, beside free ones, with drafts, and through the server."""
+"""Completions that follow a grammar, beside unconstrained ones, with drafts, and on the server."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from tests.lib.grammar_cases import CHOICES, GRAMMARS, OTHER, SCHEMA, TOOL, foll
 
 
 def requests_of(**how):
-    """Each grammar and a free request, alone and with filters."""
+    """Return a request for each grammar and an unconstrained one, with and without filters."""
     requests = []
     for name, grammar in [*GRAMMARS.items(), ("free", None)]:
         for kind, filters in {"plain": {}, "filtered": {"top_k": 9, "top_p": 0.9}}.items():
@@ -50,7 +50,7 @@ def seen(completions):
 
 @pytest.mark.tier("long")
 def test_texts_follow_their_grammars_and_change_no_others_bits():
-    model = make_model().double()  # a product of other many rows has other bits on a CPU
+    model = make_model().double()  # on a CPU a product's bits depend on the number of rows
     generator = Generator(model, ByteTokenizer(), max_tokens=16)
     requests = requests_of(logprobs=2)
     together = seen(generator.generate(requests))
@@ -65,7 +65,7 @@ def test_texts_follow_their_grammars_and_change_no_others_bits():
             assert follows(kind, tokenizer.decode(tokens)), tokenizer.decode(tokens)
             assert reason == "stop"
             texts.add((kind, tuple(tokens)))
-        # They are the model's own, whatever is allowed.
+        # Log-probabilities are the model's own, whatever is allowed.
         params = SamplingParams(max_tokens=1, prompt_logprobs=0)
         again = Request("again", (*b"Say: ", *tokens), params)
         scored = generator.generate([again])[0][0].prompt_logprobs[-len(tokens) :]
@@ -75,7 +75,7 @@ def test_texts_follow_their_grammars_and_change_no_others_bits():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_are_drawn_among_those_that_may_follow(temperature):
-    """Against plain choices: by all logits, and the noise that a free request has."""
+    """The reference filters all logits, and uses the noise of an unconstrained request."""
     model, tokens = make_model(), list(b"Say: ")
     generator = Generator(model, ByteTokenizer())
     how = {"temperature": temperature, "seed": 5, "max_tokens": 40}
@@ -106,7 +106,7 @@ def pick(generator, prompt, chosen, after, temperature, seed):
 
 
 def test_the_end_is_no_text():
-    """The byte tokenizer's end reads <|endoftext|>, of letters that this grammar allows."""
+    """The byte tokenizer's end reads <|endoftext|>, with letters that this grammar allows."""
     params = SamplingParams(grammar=("regex", "[a-z<|>]{30}"), max_tokens=40, n=8, stop_ids=(256,))
     generator = Generator(make_model(), ByteTokenizer())
     for completion in generator.generate([Request("a", (1, 2), params)])[0]:
@@ -116,7 +116,7 @@ def test_the_end_is_no_text():
 @pytest.mark.tier("long")
 @pytest.mark.parametrize("draft", [1, 3])
 def test_drafts_change_nothing(draft):
-    # A model without a mind rarely means what a grammar allows, and then drafts nothing.
+    # An untrained model rarely prefers what a grammar allows, and then drafts nothing.
     wide = SamplingParams(grammar=("regex", "([ -O][P-~]){20}"), max_tokens=50, n=16)
     requests = [*requests_of()[:3], Request("wide", tuple(b"Say: "), wide)]
     plain = seen(make_generator("glm4_moe").generate(requests))
@@ -142,7 +142,7 @@ def test_drafts_change_nothing(draft):
         (("json_schema", "[1"), "expected"),
         (("choice", "[1"), "Expecting"),
         (("grammar", 'start: "a" foo'), 'unknown name: "foo"'),
-        (("regex", r"[^\s\S]"), "grammar: "),  # which no text follows
+        (("regex", r"[^\s\S]"), "grammar: "),  # no text follows it
     ],
 )
 def test_bad_grammars_are_one_line(grammar, problem):
@@ -217,7 +217,7 @@ DEFINED = {
             "properties": {"of": {"$ref": "#/$defs/Value"}, "as": {"$ref": "#/$defs/Quoted"}},
             "required": ["of", "as"],
         },
-        "Quoted": {"const": {"$ref": "#/$defs/Value"}},  # a value, and no reference
+        "Quoted": {"const": {"$ref": "#/$defs/Value"}},  # a value, not a reference
     },
 }
 QUOTED = {"$ref": "#/$defs/Value"}
@@ -247,7 +247,7 @@ def defined_by(value):
     ],
 )
 def test_a_tools_parameters_refer_to_their_own_definitions(choice, parameters, arguments, follows):
-    """References start at the parameters' root, by JSON Schema; the other tool has equal names."""
+    """By JSON Schema, references start at the parameters' root; the other tool has equal names."""
     llguidance = pytest.importorskip("llguidance")
     given = {"first": parameters, "second": defined_by(7)}
     tools = [{"function": {"name": name, "parameters": x}} for name, x in given.items()]

@@ -1,4 +1,4 @@
-"""Grammars that overflow the stack or take any time and memory fail only their own request."""
+"""Grammars that overflow the stack or take endless time or memory fail only their request."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ ARCH = make_architecture(
     moe_intermediate_size=16,
 )
 LONGEST_GAP = 2.0
-"""Seconds between two tokens of a stream."""
+"""The longest time in seconds between two tokens of a stream."""
 
 
 def make_generator(**settings):
@@ -103,7 +103,7 @@ def nested_references(number):
 
 
 def rules(number, rule, last, form="r{}: {}\n", name="r{}"):
-    """Return a chain of rules. In ``rule`` the next one's name stands for @."""
+    """Return a chain of rules; @ in ``rule`` stands for the next one's name."""
     chain = (form.format(i, rule.replace("@", name.format(i + 1))) for i in range(number))
     return "".join(chain) + form.format(number, last)
 
@@ -245,7 +245,7 @@ HOSTILE = {
 
 
 async def post(port, path, body):
-    """Return status and value of the answer. ``body`` is a value, or JSON already."""
+    """Return status and value of the answer; ``body`` is a value, or already JSON."""
     reader, writer = await begun(port, path, body)
     got = await reader.read()
     writer.close()
@@ -263,7 +263,7 @@ async def begun(port, path, body):
 
 
 async def follow(port, number, is_over, gaps):
-    """Read one stream after the other, append to ``gaps`` the seconds between tokens.
+    """Read one stream after the other, and append to ``gaps`` the seconds between tokens.
 
     Returns the texts, without repetitions.
     """
@@ -297,7 +297,7 @@ def body_of(path, fields):
 
 @contextlib.contextmanager
 def serving(generator, **settings):
-    """Serve in this process, and give the port."""
+    """Serve in this process, and yield the port."""
     app = CompletionServer(generator, "tiny", **settings).app
     served = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
     thread = threading.Thread(target=served.run)
@@ -330,14 +330,14 @@ def children(process):
 
 
 def is_alive(process):
-    """Return whether ``process`` runs, and is no zombie."""
+    """Return True if ``process`` runs, and is no zombie."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
 
 def forked(generator):
-    """Return the ids of the processes of the generator's grammars."""
+    """Return the ids of the generator's grammar processes."""
     return children(generator.grammars._forking[0].pid)
 
 
@@ -346,7 +346,7 @@ def forked(generator):
 
 @pytest.mark.tier("wide")
 def test_hostile_grammars_delay_no_stream_and_end_no_server():
-    """The limit allows for the longest gap before the attack, which a busy machine makes long."""
+    """The limit includes the longest gap before the attack, which is long on a busy machine."""
     limits = GrammarLimits(seconds=1.0, mib=256)
     generator = make_generator(grammar_limits=limits)
     bodies = [
@@ -370,14 +370,14 @@ def test_hostile_grammars_delay_no_stream_and_end_no_server():
         print(name, status, value.get("error", {}).get("message", ""))
     assert len(HOSTILE) >= 30
     assert max(gaps) < LONGEST_GAP + max(usual)
-    assert all(len(found) == 1 for found in texts)  # the same at each time
+    assert all(len(found) == 1 for found in texts)  # the same in each repetition
     for (name, ((path, _), problem)), (status, value) in zip(HOSTILE.items(), answers, strict=True):
         if status == 200:
             assert problem is None, name
             assert ("output" if path == RESPONSES else "choices") in value
             continue
         says = value["error"]["message"]
-        if status == 429:  # a machine that is slow has no compiler left for the last ones
+        if status == 429:  # on a slow machine no compiler is left for the last ones
             assert "ask again later" in says, (name, says)
             continue
         assert (status, value["error"]["type"]) == (400, "invalid_request_error"), (name, value)
@@ -417,7 +417,7 @@ def test_compiling_ends_when_all_its_clients_hang_up():
             await asyncio.sleep(0.02)
         first.close()
         await asyncio.sleep(0.5)
-        assert len(forked(generator)) == 1  # the other waits for the same
+        assert len(forked(generator)) == 1  # the other waits for the same grammar
         second.close()
 
     with serving(generator) as port:
@@ -436,7 +436,7 @@ def test_submit_refuses_more_grammars_than_the_limit_until_one_ends():
     generator.submit(*requests[:2])
     with pytest.raises(BusyError, match="2 other grammars are in use, which is the most; ask"):
         generator.submit(requests[2])
-    generator.submit(Request("d", (1,), requests[0].params))  # follows one that is there
+    generator.submit(Request("d", (1,), requests[0].params))  # it shares a grammar that exists
     generator.abort("a{5}")
     with pytest.raises(BusyError):
         generator.submit(requests[2])
@@ -507,7 +507,7 @@ def allowed_by(matcher):
     ],
 )
 def test_deep_grammars_compile_where_there_is_time(name, grammar):
-    """They need more stack than the 8 MiB that Linux gives by default."""
+    """They need more stack than Linux's default of 8 MiB."""
     grammars = Grammars(ByteTokenizer(), [256], 257, GrammarLimits(seconds=60))
     text = grammars.begin(grammars.acquire(*grammar))
     allowed = set(np.flatnonzero(grammars.allowed([(text, [])])[0]))
@@ -568,7 +568,7 @@ def test_forking_process_is_replaced_when_it_ends():
 
 
 def test_slow_masks_end_only_their_own_text():
-    """Each mask is within the library's limits, but all together would delay others for long."""
+    """Each mask is within the library's limits, but all together would delay others."""
     grammars = Grammars(ByteTokenizer(), [256], 257, GrammarLimits())
     names = [f"t{i}" for i in range(20)]
     text = 'start: s "."\ns: s s | "a" | ' + " | ".join(names) + "\n"
@@ -587,9 +587,9 @@ def test_slow_masks_end_only_their_own_text():
         np.testing.assert_array_equal(np.flatnonzero(allowed_NV[1]), [97, 98])
         assert number < 400
     print(f"it ended behind {number} tokens; the longest took {longest:.2f} s")
-    assert number > 5  # the library alone goes on for as long as it takes
+    assert number > 5  # the library by itself continues indefinitely
     assert longest < LONGEST_GAP
-    # What has failed can only end, and is compiled again for the next text.
+    # A failed grammar can only end, and is compiled again for the next text.
     assert grammars.allowed([(slow, [])])[0].nonzero()[0].tolist() == [256]
     grammars.end(slow)
     grammars.release(grammar)
@@ -607,7 +607,7 @@ def serve_until_killed(told, wanted):
     forking = grammars._forking[0].pid
     wait_until(lambda: len(children(forking)) == 2, 10)
     other = os.fork()
-    if other == 0:  # it has the sockets too, and lives on
+    if other == 0:  # it has the sockets too, and stays alive
         time.sleep(60)
         os._exit(0)
     os.write(told, json.dumps([forking, other]).encode())

@@ -1,4 +1,4 @@
-"""Pages of the cache: who finds what, and what it costs to publish it."""
+"""Pages of the cache: prefix look-ups, and the cost of publishing."""
 
 import random
 
@@ -8,7 +8,7 @@ from moetrain.generate.pages import Pages
 from moetrain.generate.request import Request, SamplingParams
 from moetrain.generate.scheduler import Running, Scheduler
 
-SIZE = 2  # of pages here
+SIZE = 2  # tokens of a page
 
 
 def test_a_page_that_goes_leaves_what_it_held_to_another_that_holds_the_same():
@@ -36,7 +36,7 @@ def test_of_two_pages_that_hold_the_same_the_second_is_free_when_its_sequence_en
     pages.cache(second, [1, 2])
     pages.release(second)
     pages.release(first)
-    assert sorted(pages.allocate(2)) == [*second, 2]  # not what holds something
+    assert sorted(pages.allocate(2)) == [*second, 2]  # not a page with published content
     assert pages.match([1, 2]) == first
 
 
@@ -53,10 +53,10 @@ def test_sequences_that_run_when_all_is_forgotten_publish_anew():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_sequences_publish_is_found_as_long_as_they_run(seed):
-    """Of two tokens, so that many are alike; read beside each other, in hardly enough pages."""
+    """Texts have two kinds of tokens, so many prefixes match; pages are scarce."""
     rng = random.Random(seed)
     pages = Pages(13, SIZE)
-    holds: dict[int, tuple[int, ...]] = {}  # a page: its sequence as far as to its end
+    holds: dict[int, tuple[int, ...]] = {}  # page: its sequence's tokens up to the page's end
     running: list[tuple[list[int], list[int]]] = []  # tokens, and the pages that hold them
     in_others = 0
 
@@ -87,11 +87,11 @@ def test_what_sequences_publish_is_found_as_long_as_they_run(seed):
             assert [holds[page] for page in found] == prefixes(tokens)
             in_others += found != own
             pages.release(found)
-    assert in_others  # what is found is not all their own
+    assert in_others  # some hits are in other sequences' pages
 
 
 class CountedTokens(list):
-    """Tokens that know how many of them were read."""
+    """Tokens that count how many of them were read."""
 
     num_read = 0
 
@@ -113,7 +113,7 @@ def test_publishing_reads_every_token_once():
         if sequence.num_unread == 0:
             sequence.tokens.append(7)
     read_at_all = 1098  # the last full page ends there
-    assert sequence.tokens.num_read == 99 + read_at_all  # to look for others' pages, to publish
+    assert sequence.tokens.num_read == 99 + read_at_all  # to look for others' pages, and to publish
     scheduler.remove(sequence)
     assert len(scheduler.pages.match(sequence.tokens)) == read_at_all // SIZE
 

@@ -1,4 +1,4 @@
-"""Generation whose experts are stored in codes of 8 or 4 bits (``rl.generator_dtype``)."""
+"""Generation whose experts are stored in 8 or 4 bits (``rl.generator_dtype``)."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ every_form = pytest.mark.parametrize("name", QUANT_FORMATS)
 
 
 def rounded(form, whole):
-    """Experts' matrices as the codes of each stand for them, padded to whole units."""
+    """Return experts' matrices quantised and dequantised, padded to whole units."""
     parts = []
     for matrix in whole:
         padded = torch.zeros(-(-matrix.numel() // form.unit) * form.unit)
@@ -44,7 +44,7 @@ def is_coded(name):
 
 
 def follow(name, words):
-    """What is generated while an engine learns, and the weights that stand for it, as tensors."""
+    """Return tokens generated while an engine learns, and the dequantised weights."""
     how = f"rl.generator_dtype={name}", "moe.bias_update_rate=0"
     engine = make_engine(*how, *words, micro=MICRO)
     model, experts = replica(engine)
@@ -127,7 +127,7 @@ def test_asleep_it_has_no_codes():
 
 @pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h", "gemma4_text"])
 def test_experts_of_every_kind(family):
-    """Those with biases, without a gate, and with GeGLU."""
+    """Experts have biases, no gate, or GeGLU."""
     arch = architecture_of(family)
     model = Transformer(arch)
     model.init_weights(0.3, 0)
@@ -171,11 +171,11 @@ def test_the_kernel_that_reads_codes_has_the_bits_of_dequantised_matrices(name, 
     found = expert_mlp(x, ends, *coded, w, 20)
     assert expected.abs().max() > 0
     if place == "cuda" and name == "nf4":
-        # The kernel may add products in another order, which the few bits of other forms hide.
+        # The kernel may add products in another order; the few bits of other formats hide that.
         torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7 * 2**-8)
     else:
         assert torch.equal(found, expected)
-    # Where sums have one term each, the order is none, and all bits are those of the matrices.
+    # With one term per sum there is no order, and all bits equal those of the matrices.
     one = torch.eye(dim, device=place, dtype=dtype)[: len(x)]
     pick = torch.eye(width, device=place, dtype=dtype)[:, : dim // 2]
     spread = torch.zeros(len(counts), dim, width, device=place, dtype=dtype)
@@ -253,7 +253,7 @@ def test_apart_and_together_have_the_same_codes(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["auto", "mxfp4"])
 def test_all_tokens_are_scored_though_the_first_agree(dtype, tmp_path, monkeypatch):
-    """As those of a policy that is certain do, whatever its weights are rounded to."""
+    """A policy that is certain has equal first tokens, however its weights are rounded."""
     scored, score = [], learn.score
     monkeypatch.setattr(learn.Learner, "_compare", lambda *_: torch.zeros(1, 3).double())
     monkeypatch.setattr(learn, "score", lambda *a: scored.append(len(a[1])) or score(*a))

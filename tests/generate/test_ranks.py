@@ -1,4 +1,4 @@
-"""Generation over ranks that share experts or heads: the tokens are those of one process."""
+"""Generation on ranks that share experts or heads gives the tokens of one process."""
 
 import random
 
@@ -19,21 +19,21 @@ from tests.lib.generators import alone, draw_request, make_generator, make_model
 
 
 def shared_generator(seed=0, **settings):
-    """This rank's, over the experts of all."""
+    """Return this rank's generator, over the experts of all ranks."""
     model = make_model(seed)
     experts = ExpertParallel(model, dist.group.WORLD, "auto")
     return Generator(model, ByteTokenizer(), experts=experts, **settings)
 
 
 def requests_of(rank):
-    """More for one rank than for another, and none for the last."""
+    """Return more requests on one rank than on another, and none on the last."""
     rng = random.Random(rank)
     number = 5 if rank == 0 else 2 if rank + 1 < dist.get_world_size() else 0
     return [draw_request(i, rng) for i in range(number)]
 
 
 def serve():
-    """What this rank generates, with one model's weights and then with another's."""
+    """Return this rank's completions, with one model's weights and then with another's."""
     generator = shared_generator(page_size=4, num_pages=40, max_tokens=16)
     experts = [p for n, p in generator.model.named_parameters() if "experts" in n]
     assert all(p.shape[0] == 6 // dist.get_world_size() for p in experts)
@@ -61,7 +61,7 @@ def test_ranks_with_more_and_fewer_and_no_requests(world):
 
 
 def numbers_beside_training():
-    """Log-probabilities on this rank, where another has other tokens or none."""
+    """Return log-probabilities on this rank, while another has other tokens or none."""
     generator = shared_generator()
     rank = dist.get_rank()
     params = SamplingParams(max_tokens=10, seed=rank, routes=True)
@@ -84,11 +84,11 @@ def test_log_probabilities_are_those_of_one_process():
 # ---- ranks that share heads ----------------------------------------------------------------------
 
 KINDS = ("glm4_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h", "glm4_moe one kv head")
-"""Plain heads, windows and sinks, latents, two kinds of states, and a head for two ranks."""
+"""Plain heads, windows and sinks, latents, two kinds of states, and one head for two ranks."""
 
 
 def cache_bytes(generator):
-    """The bytes of keys and values in each layer that has some."""
+    """Return the bytes of keys and values in each layer that has some."""
     pages = [
         (c.keys_PZGd, c.values_PZGv) for c in generator.steps.caches if hasattr(c, "page_size")
     ]
@@ -96,7 +96,7 @@ def cache_bytes(generator):
 
 
 def answers_of(generator, requests):
-    """All that is known of the completions, and of how they came about."""
+    """Return all fields of the completions, and the counts of how they were made."""
     found = [
         (c.tokens, c.logprobs, c.top_logprobs, c.prompt_logprobs, c.finish_reason)
         for completions in generator.generate(requests)
@@ -112,7 +112,7 @@ def answers_of(generator, requests):
 
 def family_answers(kind, heads=None):
     arch = architecture_of(kind)
-    if kind == "nemotron_h":  # with a width of 10, bits on a CPU depend on where a head lies
+    if kind == "nemotron_h":  # with a width of 10, bits on a CPU depend on a head's position
         arch = arch.model_copy(update={"head_dim": 8})
     model = Transformer(arch)
     model.init_weights(std=0.3, seed=1)
@@ -142,7 +142,7 @@ def split_answers():
 
 @pytest.mark.tier("wide")
 def test_ranks_that_share_heads_have_one_ranks_bits_and_half_its_cache():
-    """Preemption included: there are fewer pages than all sequences need."""
+    """Sequences are preempted: there are fewer pages than all of them need."""
     (expected,) = spawn(1, whole_answers, timeout=100)
     found = zip(KINDS, expected, *spawn(2, split_answers, timeout=200), strict=True)
     for kind, (answers, preempted, size), first, second in found:
@@ -175,13 +175,14 @@ def answers_of_gpus(shares):
 def test_two_gpus_that_share_heads_have_one_gpus_bits():
     (expected,) = spawn(1, answers_of_gpus, False, device_type="cuda", timeout=200)
     first, second = spawn(2, answers_of_gpus, True, device_type="cuda", timeout=200)
-    assert expected[1] > 0  # some gave their pages back
+    assert expected[1] > 0  # some sequences were preempted
     assert first[:2] == expected[:2]
     assert [2 * part for part in first[2]] == [2 * part for part in second[2]] == expected[2]
 
 
 def serve_by_pairs(shares_experts):
-    """What pairs generate that share heads, and perhaps experts with one of another pair."""
+    """Return the completions of pairs that share heads, and optionally experts with another
+    pair."""
     rank, world = dist.get_rank(), dist.get_world_size()
     pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
     heads, experts, model = HeadParallel(pairs[rank // 2]), None, make_model()

@@ -1,4 +1,4 @@
-"""Sampling draws from the softmax: the noise of every word that there is, and what it chooses."""
+"""Sampling draws from the softmax: the noise of every possible word, and its choices."""
 
 import pytest
 import torch
@@ -40,14 +40,14 @@ def _noise_kernel(words_ptr, exponential_ptr, noise_ptr, BLOCK: tl.constexpr):
 
 
 def on_both_paths(words, exact):
-    """-log u of ``words`` on the one path; both give its noise and that of ``exact``."""
+    """Return -log u of ``words`` on one path; both paths give its noise and that of ``exact``."""
     exponential, noise = exponential_of(words), noise_of(words)
     torch.testing.assert_close(exponential.double(), exact, rtol=2e-5, atol=0)
     torch.testing.assert_close(noise.double(), -exact.log(), rtol=0, atol=2e-5)
     fast_exponential, fast_noise = torch.empty_like(noise), torch.empty_like(noise)
     grid = (len(words) // BLOCK,)
     _noise_kernel[grid](words.int(), fast_exponential, fast_noise, BLOCK=BLOCK)
-    # Two libraries' logarithms, one after the other: each is off by its last bit or so.
+    # Two libraries' logarithms differ in about the last bit.
     torch.testing.assert_close(fast_noise, noise, rtol=0, atol=2e-6)
     return exponential, fast_exponential
 
@@ -71,7 +71,7 @@ def test_every_word_has_finite_noise_alike_on_both_paths(place):
     for start in range(0, 2**23, 2**20):
         parts = torch.arange(start, start + 2**20, device=place)
         words = parts << 9 | parts & 0x1FF
-        is_divided = words >= 2**32 - 2**17  # elsewhere the 9 lower bits count for nothing
+        is_divided = words >= 2**32 - 2**17  # below, the 9 lower bits are ignored
         exact = -((parts.double() + 0.5) / 2**23).log()
         exact = exact.where(~is_divided, -torch.log1p(-(MASK - words + 0.5) / 2**32))
         on_both_paths(words, exact)
@@ -100,7 +100,7 @@ def test_the_highest_word_chooses_no_token_that_the_softmax_would_not(place):
     rows = h.to(place), w.to(place), keys.int().to(place), one, one
     for backend in ("triton", "reference"):
         assert sample_tokens(*rows, 300, backend)[0].tolist() == [7, 7, 7]
-    # Equal logits, of which a filter leaves the first.
+    # A filter keeps only the first of equal logits.
     logits, one_of_all = torch.zeros(3, 300, device=place), SamplingParams(top_k=1)
     assert sample_filtered(logits, keys.int().to(place), [1.0] * 3, [one_of_all] * 3).tolist() == [
         0,
@@ -124,7 +124,7 @@ def test_every_filter_is_a_parameter_of_http_clients_and_an_option(capsys):
 def test_a_million_draws_stay_within_their_filters(place):
     logits = torch.randn(24, generator=torch.Generator().manual_seed(1)).sort(descending=True)[0]
     shares, hot = logits.softmax(-1), (logits / 2)[:5].softmax(-1)
-    limits = {  # how many of the likeliest tokens each leaves
+    limits = {  # how many of the likeliest tokens each keeps
         SamplingParams(top_k=2): 2,
         SamplingParams(top_p=0.5): int((shares.cumsum(-1) < 0.5).sum()) + 1,
         SamplingParams(min_p=0.4): int((shares >= 0.4 * shares[0]).sum()),
@@ -134,7 +134,7 @@ def test_a_million_draws_stay_within_their_filters(place):
     kept = kept_tokens(logits.to(place) * inverse[:, None], [*limits])
     masked = logits.to(place).expand(4, -1).masked_fill(~kept, -torch.inf).repeat(2**12, 1)
     inverse, most = inverse.repeat(2**12), torch.tensor([*limits.values()] * 2**12, device=place)
-    for part in range(64):  # of 16,384 draws
+    for part in range(64):  # 16,384 draws each
         positions = torch.arange(len(masked), device=place) + part * len(masked)
         keys = noise_keys(torch.full_like(positions, 5), positions)
         assert (gumbel_argmax(masked, keys, inverse) < most).all()
@@ -144,12 +144,13 @@ def test_a_million_draws_stay_within_their_filters(place):
 @pytest.mark.long
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_draws_from_a_large_vocabulary_follow_the_softmax(place):
-    """Pearson's chi-square. Four tokens have 90 %, a thousand have 9.7 %, all others 0.3 %."""
+    """The test is Pearson's chi-square. Four tokens have 90 %, a thousand have 9.7 %, others 0.3
+    %."""
     shares, heavy = torch.tensor([0.4, 0.3, 0.15, 0.05, 0.097, 0.003]), [0, 999, 99_999, QWEN - 1]
     bin_of = torch.full((QWEN,), 5)
     bin_of[70_000:71_000] = 4
     bin_of[heavy] = torch.arange(4)
-    w = torch.zeros(QWEN, 16)  # whose first column is the logits
+    w = torch.zeros(QWEN, 16)  # the logits are its first column
     w[:, 0] = (shares / bin_of.bincount()).log()[bin_of]
     rows, number = (4, 2**11) if place == "cpu" else (2**10, 2**17)
     w, h, one = w.to(place), torch.eye(1, 16, device=place).repeat(rows, 1), torch.ones(rows)
@@ -159,5 +160,5 @@ def test_draws_from_a_large_vocabulary_follow_the_softmax(place):
         tokens = sample_tokens(h, w, keys, one, one, QWEN)[0].cpu()
         counts += bin_of[tokens].bincount(minlength=6)
     expected = number * shares
-    # Five degrees of freedom: 0.1 % of fair draws have more.
+    # With five degrees of freedom, 0.1 % of fair draws have more.
     assert ((counts - expected).square() / expected).sum() < 20.5, counts

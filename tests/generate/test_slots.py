@@ -1,4 +1,4 @@
-"""A step's slots: the fields that the host writes by name are those that the device reads."""
+"""Slots of a step: the device reads the fields that the host writes by name."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Generation of models whose layers carry a state: the same tokens and bits, however it is cut."""
+"""Models with recurrent states generate the same tokens and bits, however prompts are split."""
 
 import itertools
 import random
@@ -78,7 +78,7 @@ RULES = {
     "gated delta": (gated_delta, gated_delta_step, 5, {"scale": 0.125}),
     "state space": (ssd, ssd_step, 4, {}),
 }
-"""The rule of training and its step, how many of the inputs they take, and what else."""
+"""The rule of training and its step, the number of their inputs, and further arguments."""
 CUTS = {"one by one": (1, 1), "a few": (1, 40), "whole chunks": (CHUNK, CHUNK), "long": (1, 200)}
 
 
@@ -92,7 +92,7 @@ CUTS = {"one by one": (1, 1), "a few": (1, 40), "whole chunks": (CHUNK, CHUNK), 
 @pytest.mark.parametrize("kernels", ["fast", "reference"])
 @pytest.mark.parametrize("name", RULES)
 def test_a_token_has_the_bits_of_training_however_it_is_read(name, kernels, cut, device):
-    """Four sequences, some beside each other, in slots that have had others."""
+    """Four sequences, some at the same time, use slots that held others before."""
     rng, draw = random.Random(cut), torch.Generator(device).manual_seed(0)
     is_fast = kernels == "fast"
     dtype = torch.bfloat16 if is_fast else torch.float32
@@ -111,7 +111,7 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(name, kernels, cut,
     cache = StateCache.empty(4, inputs)
     for tensor in (cache.states_PHKV, *cache.open_PI):  # of whoever had the slots before
         tensor[1:] = torch.nan
-    # And the convolution, of J taps.
+    # Then the convolution, with J taps.
     x_TC = torch.randn(T, 12, generator=draw, device=device)
     filters_C1J = torch.randn(12, 1, 4, generator=draw, device=device)
     bias_C = filters_C1J[:, 0, 0] / 2 if name == "state space" else None
@@ -131,7 +131,8 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(name, kernels, cut,
         sequences = [(slot_of[i], seen[i], number) for i, number in planned]
         rows = [r for i, n in planned for r in range(bounds[i] + seen[i], bounds[i] + seen[i] + n)]
         reads = Reads.of(sequences, device)
-        if all(number == 1 for _, number in planned):  # as decoding has it, and a lane is empty
+        # This is as in decoding, with an empty slot in the batch.
+        if all(number == 1 for _, number in planned):
             slots, places, _ = torch.tensor([*sequences, (0, 0, 1)], device=device).T
             reads, rows = Reads.of_singles(slots.int(), places.int()), [*rows, 0]
         step = [x[rows].contiguous() for x in inputs]
@@ -147,7 +148,7 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(name, kernels, cut,
                 free.append(slot_of.pop(i))
     if is_fast:
         assert torch.equal(got_Thd, want_Thd)
-    else:  # on a CPU silu's rounding depends on a number's place in a vector register
+    else:  # on a CPU silu's rounding depends on an element's place in a vector register
         torch.testing.assert_close(got_Thd, want_Thd, rtol=1e-5, atol=1e-6)
     if is_fast or device == "cpu":
         assert torch.equal(got_THV, want_THV)
@@ -159,9 +160,9 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(name, kernels, cut,
 @devices
 @pytest.mark.parametrize("kernels", ["fast", "reference"])
 def test_tokens_that_do_not_stay_leave_no_trace(kernels, device):
-    """Two sequences, each with drafts behind a token in lanes of one slot, of which some are right.
+    """Two sequences have drafts after a token, in slots' lanes; some drafts are right.
 
-    Other steps read a few tokens at once, with drafts behind them.
+    Other steps read a few tokens at once, with drafts after them.
     """
     rng, draw = random.Random(0), torch.Generator(device).manual_seed(0)
     is_fast, most, taps = kernels == "fast", 3, 4
@@ -184,7 +185,7 @@ def test_tokens_that_do_not_stay_leave_no_trace(kernels, device):
         tensor[1:] = torch.nan
     kept_PRC = x_TC.new_full((3, taps - 1 + most, 12), torch.nan)
     seen = [CHUNK - 14, 0]
-    for i, start in enumerate(bounds[:2]):  # what is read before
+    for i, start in enumerate(bounds[:2]):  # read before
         part = slice(start, start + seen[i])
         if seen[i]:
             reads = Reads.of([(i + 1, 0, seen[i])], device)
@@ -235,7 +236,7 @@ def test_tokens_that_do_not_stay_leave_no_trace(kernels, device):
 @torch.no_grad()
 def test_prompts_longer_than_a_chunk_go_on_as_those_of_transformers(case, tmp_path):
     theirs = random_reference(case, max_position_embeddings=512).eval()
-    for parameter in theirs.parameters():  # so that texts do not repeat one token
+    for parameter in theirs.parameters():  # otherwise texts would repeat one token
         parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
     theirs.save_pretrained(tmp_path)
     generator = Generator(load_hf(tmp_path), num_pages=200, page_size=4, max_tokens=50)
@@ -261,7 +262,7 @@ DISTURBED = {
 
 
 def longer(request, rng):
-    """The request, at times with a prompt of several chunks."""
+    """Return the request, sometimes with a prompt of several chunks."""
     more = tuple(rng.randrange(256) for _ in range(rng.choice([0, 0, 100])))
     return Request(request.id, (*more, *request.tokens), request.params)
 
@@ -382,7 +383,7 @@ def test_graphs_on_a_gpu_go_on_as_the_model_does(preset):
             .gather(1, whole[0, len(prompt) :, None])[:, 0].cpu()
             for model in (models[1], wide)
         )  # fmt: skip
-        # As far from fp32 as the model is in bf16, and no farther.
+        # The distance from fp32 is at most that of the model in bf16.
         error = (torch.tensor(completion.logprobs) - exact_S).abs().mean()
         assert error < 1.5 * (own_S - exact_S).abs().mean()
 
@@ -406,7 +407,7 @@ def test_every_mesh_writes_the_same(folder, tiny_words, tmp_path):
 
 
 def requests_of(rank):
-    """Some for the first rank, and none for others."""
+    """Return some requests on the first rank, and none on others."""
     rng = random.Random(rank)
     return [longer(draw_request(i, rng), rng) for i in range(0 if rank else 5)]
 
@@ -454,7 +455,7 @@ def test_reinforcement_learning(values, folder, even, tmp_path):  # noqa: F811
         learn(words)
     rows = [row for row in lines_of(tmp_path / "out") if "reward" in row]
     assert [row["step"] for row in rows] == [1, 2]
-    assert all(abs(row["mismatch"]) < 1e-8 for row in rows)  # of rounding alone
+    assert all(abs(row["mismatch"]) < 1e-8 for row in rows)  # only rounding differs
 
 
 @pytest.mark.tier("wide", long=["qwen3_5_moe_text"])

@@ -1,4 +1,4 @@
-"""Text of a completion, piece by piece, beside the whole text read anew at every token."""
+"""Streamed text of a completion equals the whole text decoded anew at every token."""
 
 import random
 
@@ -52,7 +52,7 @@ def test_a_token_costs_a_window_and_the_pieces_are_the_text(name, stop, load):
 
     text = "a the 😀 b. 中 é\n the a b b the b " * 200
     tokens = tokenizer.encode_batch([text])[0].ids.tolist()
-    if tokenizer.byte_ids:  # without merges it knows no word: pieces, and bytes between them
+    if tokenizer.byte_ids:  # without merges it knows no word: pieces, with bytes between them
         rng, emoji = random.Random(0), [len(PIECES) + byte for byte in "😀é".encode()]
         tokens = [t for _ in range(1000) for t in (*emoji, *rng.choices(range(2, 6), k=2))]
     stream = TextStream(Counting(), (stop,))

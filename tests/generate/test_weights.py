@@ -1,4 +1,4 @@
-"""Weights from a sharded trainer into a generator: the same on every mesh, in place, few calls."""
+"""Weights go from a sharded trainer into a generator: exact on every mesh, in place, few calls."""
 
 import json
 import sys
@@ -87,7 +87,7 @@ def follow_layouts(layouts):
 @pytest.mark.tier("long")
 def test_a_generator_follows_a_trainer_on_every_mesh():
     for counts in spawn(4, follow_layouts, LAYOUTS, timeout=200):
-        # Two blocks, embedding and head: each gathers once, and where experts are cut each block
+        # Two blocks, embedding and head each gather once; with sharded experts each block also
         # gathers both of its experts' matrices.
         assert counts == {
             "dp": 4 + 4,
@@ -99,14 +99,15 @@ def test_a_generator_follows_a_trainer_on_every_mesh():
             "dp+tp+ep": 4 + 4,
             "hsdp+tp+ep": 4,
             "bf16": 4 + 4,
-            # A block each, and an end; then all 27 tensors from the one that has them to the other.
+            # One call per block, and an end; then all 27 tensors go from their owner to the other
+            # rank.
             "pp": 2 + 2 + 27,
             "pp+ep": 2 + 27,
         }
 
 
 def follow_on_gpus(layouts, words):
-    """In bf16: what a generator has is what its trainer gathers, to the bit."""
+    """In bf16, check that a generator's weights equal the trainer's gathered ones to the bit."""
     return {
         name: follow(engine_of(layout, *words, "train.dtype=bfloat16"), tokens=False)
         for name, layout in layouts.items()
@@ -130,7 +131,8 @@ def test_one_process_has_all_there_is():
 
 
 def other_generators():
-    """All experts on every rank of a trainer that shares them; and what is not the trainer's."""
+    """Make a generator with all experts on every rank of an expert-parallel trainer; and refused
+    ones."""
     engine = engine_of(LAYOUTS["dp+tp+ep"])
     train(engine, [1], rows_of_engine(engine))
     generator = Generator(Transformer(engine.arch, moe=engine.config.moe))
@@ -150,7 +152,7 @@ def test_what_a_generator_may_be():
 
 
 def continue_over_an_update():
-    """A completion that is under way, with the weights of before and after."""
+    """Run a completion across an update, with the old and then the new weights."""
     engine = engine_of(LAYOUTS["ep"])
     model, experts = replica(engine)
     assert dispatcher_of(model) is dispatcher_of(engine.model)
@@ -178,7 +180,7 @@ def test_completions_under_way_go_on_with_the_new_weights():
 
 
 def generate_beside_static_buffers():
-    """More tokens at once than training has buffers for, and no room for an uneven choice."""
+    """Generate more tokens at once than training has buffers for, with uneven routing."""
     use_fake()
     apply.why_not = lambda *_, **__: None
     words = ["parallel.ep=2", "moe.dispatch_mode=static", "moe.static_capacity=1.0"]
@@ -192,7 +194,7 @@ def generate_beside_static_buffers():
     assert found.tokens == expected.tokens
     assert fake_deep_ep.calls["dispatch"] > 0
     assert engine.runner.static is not None
-    assert engine.runner.static.static == (12, 24)  # as before, for the training that goes on
+    assert engine.runner.static.static == (12, 24)  # unchanged, for the continuing training
     disconnect()
 
 
@@ -201,9 +203,9 @@ def test_generation_by_deepep_drops_nothing():
 
 
 def benchmark(results):
-    """The benchmark's command on this rank, which torchrun need not start: exit code and text."""
+    """Run the benchmark's command on this rank without torchrun; return exit code and text."""
     sys.path.insert(0, str(SCRIPTS))
-    import bench_update  # scripts are no package
+    import bench_update  # scripts/ is no package
 
     bench_update.launched_place = lambda: SimpleNamespace(world_size=dist.get_world_size())
     sys.argv = ["bench_update.py", "--preset", "debug", "--layers", "2", "--device", "cpu"]
@@ -223,6 +225,6 @@ def test_the_benchmark_runs_on_a_cpu(tmp_path):
     assert row["values"]
     assert row["tokens"]
     assert row["trainer_agrees"] == 1.0
-    assert row["collectives"] == 2 + 2  # as experts stay where they are
+    assert row["collectives"] == 2 + 2  # experts stay in place
     assert 0 < row["bytes_received"] < row["bytes_written"]
     assert "tokens of the new weights: True" in text

@@ -1,4 +1,4 @@
-"""Who reaches an HTTP server: tokens, names of hosts, connections that keep it waiting."""
+"""Access to an HTTP server: tokens, host names, and slow connections."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ async def echo(request: Request) -> Response:
 
 
 class Echo(JsonServer):
-    """A server of one route."""
+    """A server with one route."""
 
     def __init__(self):
         super().__init__([Route("/echo", echo, methods=["GET", "POST"])], 1, "a setting")
@@ -45,7 +45,7 @@ class Echo(JsonServer):
 
 @pytest.fixture
 def serve():
-    """``serve(access)``: its port; ended with the test."""
+    """Yield ``serve(access)``, which returns a port; servers end with the test."""
     running = []
 
     def begin(access):
@@ -62,7 +62,7 @@ def serve():
 
 
 def ask(port, host=None, **headers):
-    """Status and body."""
+    """Return status and body."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     connection.putrequest("GET", "/echo", skip_host=host is not None)
     if host is not None:
@@ -162,7 +162,7 @@ LATE = {
     "body": (POST.replace(b"10", b"1000"), b"1"),
     "chunks": (CHUNKED, b"1\r\na\r\n"),
 }
-"""How requests begin that have no end, and what may still come of them."""
+"""Beginnings of requests that never end, and the bytes that may still come."""
 
 
 def open_to(port):
@@ -170,7 +170,7 @@ def open_to(port):
 
 
 def all_of(connection):
-    """What comes until the server closes; where it resets, what came before."""
+    """Return everything until the server closes; after a reset, what came before."""
     got = b""
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(1 << 16):
@@ -179,7 +179,7 @@ def all_of(connection):
 
 
 def refusal(got, status):
-    """The problem in an answer of ``status``, which is the only one."""
+    """Return the problem in an answer of ``status``, which must be the only answer."""
     head, _, body = got.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status), got
     assert b"content-type: application/json" in head
@@ -193,7 +193,7 @@ def refusal(got, status):
 def test_a_request_that_does_not_come_is_not_waited_for(
     serve, tmp_path, monkeypatch, sent, drop, drips
 ):
-    """Whether nothing comes any more, or a byte now and then."""
+    """Either nothing more comes, or a byte now and then."""
     monkeypatch.setattr(Access, "idle_seconds", 0.5)
     with open_to(serve(access_to(tmp_path))) as connection:
         start, got = time.monotonic(), b""
@@ -218,7 +218,7 @@ def test_a_connection_without_a_request_is_closed(serve, tmp_path, monkeypatch):
 
 @pytest.mark.tier("long")
 def test_who_sends_slowly_or_waits_long_is_not_idle(serve, tmp_path, monkeypatch):
-    """Some hundred KiB a second for three times as long, and then an answer that takes as long."""
+    """It sends some hundred KiB a second for three times the limit; the answer takes as long."""
     monkeypatch.setattr(Access, "idle_seconds", 0.5)
     length = 12 * (16 << 10)
     post = POST.replace(b"10", b"%d" % length).replace(b"/echo", b"/echo?wait=1.5")
@@ -235,7 +235,7 @@ def test_who_asks_often_is_not_idle(serve, tmp_path, monkeypatch):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     connection.connect()
     for _ in range(8):
-        connection.auto_open = False  # it is the same one to the end
+        connection.auto_open = False  # the connection stays the same
         connection.request("GET", "/echo")
         assert connection.getresponse().read() == b'{"length":0,"more":""}'
         time.sleep(0.2)
@@ -250,7 +250,7 @@ def test_an_answer_is_not_kept_for_who_does_not_read_it(serve, tmp_path, monkeyp
         connection.sendall(ask_for)
         time.sleep(2)
         assert len(all_of(connection)) < length
-    with open_to(port) as connection:  # who reads a MiB ten times a second gets it all
+    with open_to(port) as connection:  # a reader of a MiB ten times a second gets everything
         connection.sendall(ask_for)
         left = length
         while left > 0:
@@ -287,7 +287,7 @@ def test_too_many_connections_cost_the_slowest_its_own(serve, tmp_path, monkeypa
     with open_to(port) as busy, contextlib.ExitStack() as stack:
         busy.sendall(POST.replace(b"/echo", b"/echo?wait=3") + b"1" * 10)
         slow = [stack.enter_context(open_to(port)) for _ in range(7)]
-        time.sleep(1.2)  # two looks at them
+        time.sleep(1.2)  # the server checks twice in this time
         for _ in range(5):
             assert ask(port, "localhost")[0] == 200
         gone = [one for one in slow if is_closed(one)]

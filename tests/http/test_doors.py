@@ -1,4 +1,4 @@
-"""What both servers do at the doors: when they stop, and with unusual requests and connections."""
+"""Both servers at shutdown, and with unusual requests and connections."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ REQUEST += b"Content-Length: 7\r\n\r\n" + b'{"a":1}'
 
 
 class Doors(JsonServer):
-    """Answers at once, late, in parts or never."""
+    """A server that answers at once, late, in parts or never."""
 
     error_body = staticmethod(lambda status, problem: {"error": {"message": problem}})
 
@@ -84,7 +84,7 @@ def wait_until(is_so, seconds=10):
 
 @contextlib.contextmanager
 def running(served):
-    """The port of a server in a thread, and what stops it."""
+    """Yield the port of a server in a thread, and the function that stops it."""
     server, listener = served.listen(Access("127.0.0.1", 0, "auto", None, None))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -110,7 +110,7 @@ def doors(tmp_path):
 
 
 def asked(port, path, body=b'{"a":1}', **headers):
-    """A connection on which a request was sent."""
+    """Return a connection on which a request was sent."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     headers = {"content-type": "application/json", **headers}
     connection.request("POST", f"/{path}", body, headers)
@@ -141,7 +141,7 @@ def test_who_waits_when_a_server_stops_is_told_so_in_the_protocols_form(doors, c
 
 
 def test_who_asks_while_a_server_stops_is_told_so(doors):
-    """As over a connection whose last answer was under way when the signal came."""
+    """A connection may stay open while its last answer was under way at the signal."""
     kept = asked(doors.port, "late")
     slow = asked(doors.port, "never")
     wait_until(lambda: doors.begun)
@@ -167,7 +167,7 @@ def test_job_clients_are_told_that_the_service_stops_however_often_they_ask(tmp_
                 said.append((reply.status, json.load(reply)["error"]))
 
         def service_stops_late(server):
-            """Clients ask for the second time before the server has heard that it stops."""
+            """Let clients ask for the second time before the server has noticed that it stops."""
             wait_until(lambda: len(said) == 2 * len(clients), 30)
 
         with running_jobs(service, service_stops_late) as port:
@@ -214,7 +214,7 @@ def test_completions_that_are_cut_off_say_so_to_openais_client(caplog):
 
 @contextlib.contextmanager
 def running_jobs(service, before_stop):
-    """The port of a service's server, which says that it stops some time before it does."""
+    """Yield the port of a service's server, which announces its stop before it stops."""
     with running(JobRoutes(service)) as (port, _):
         yield port
         service.refuse_waiting()

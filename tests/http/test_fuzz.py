@@ -1,7 +1,7 @@
-"""Hostile requests at random, to all servers: each is answered by the protocol and forgotten.
+"""Random hostile requests to all servers: each is answered by the protocol, and leaves no trace.
 
-Between them a plain request has the tokens that it had before. Which fields there are is read off
-the models of requests, and off the SDK's message: a new one is drawn with the others.
+Between them a plain request gets the same tokens as before. The fields are read from the models of
+requests, and from the SDK's message, so a new field is included.
 """
 
 import asyncio
@@ -46,9 +46,9 @@ HEARD = {"type": "function_call_output", "call_id": "c", "output": "1"}
 ITEMS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, CALL, HEARD]
 TOOLS = [{"type": "function", "name": "f", "parameters": {}}]
 OF_RESPONSES = ["input", "instructions", "include", *_INSTEAD]
-"""Keys that are taken or refused before there is a model."""
+"""Keys that are accepted or refused before a model is made."""
 DEEP = "@deep"
-"""Stands for a list that is nested too deeply for json.dumps."""
+"""Placeholder of a list that is nested too deeply for json.dumps."""
 VALUES = [None, True, -1, 0, 3, 0.5, 1e308, 5e-324, 10**400, 2**63, 2**31, 1 << 20, "", "x"]
 VALUES += ["\ud800", "\0\n", "é" * 9000, [], [[]], {}, {"a": 1}, [1, 2], ["a", 1], [None], [-1]]
 VALUES += [[2**70], [10**400], ["a"] * 30, [0.5] * 9, [["a"]], [[1], [2]], [True], DEEP]
@@ -101,7 +101,7 @@ FRAMES = [
 
 
 def strict(text):
-    """The value of JSON."""
+    """Return the value of JSON."""
 
     def refuse(name):
         raise AssertionError(f"{name} is no JSON")
@@ -114,7 +114,7 @@ def dumped(value):
 
 
 def exchange(port, head, rest, hang_up=False):
-    """What comes in answer to these bytes until the server closes."""
+    """Send these bytes; return everything that arrives until the server closes."""
     got = b""
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -128,14 +128,14 @@ def exchange(port, head, rest, hang_up=False):
 
 
 def post(port, path, data, kind="application/json"):
-    """Status and body."""
+    """Return status and body."""
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     head += f"Content-Type: {kind}\r\nContent-Length: {len(data)}\r\n\r\n"
     return parts(exchange(port, head, data))
 
 
 def parts(got):
-    """Status, content type and body of the one answer in ``got``."""
+    """Return status, content type and body of the one answer in ``got``."""
     head, _, body = got.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").partition(b"\r\n\r\n")
     lines = head.decode().lower().split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines[1:])
@@ -146,7 +146,7 @@ def parts(got):
 
 
 def models_in(annotation, way=()):
-    """Yield the models of values of this type, and the way to them: 0 is any place of a list."""
+    """Yield the models within this type, and the path to each: 0 stands for any place of a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, way
     way = (*way, 0) if get_origin(annotation) is list else way
@@ -155,7 +155,7 @@ def models_in(annotation, way=()):
 
 
 def fields_of(model, way=()):
-    """Yield the way to every field of a body, and the model that has it."""
+    """Yield the path to every field of a body, and the model that has it."""
     for name, field in model.model_fields.items():
         yield (*way, name), model
         for inner, further in models_in(field.annotation, (*way, name)):
@@ -163,7 +163,7 @@ def fields_of(model, way=()):
 
 
 def put(body, way, value):
-    """``body`` with ``value`` at the end of ``way``, on which what is missing is made."""
+    """Return ``body`` with ``value`` at the end of ``way``; missing parents are made."""
     if not way:
         return value
     key, *rest = way
@@ -195,7 +195,7 @@ SCALARS = {
 
 
 def wire_fields(descriptor):
-    """Yield the way to every field of a message that has a value; a map's has a key too."""
+    """Yield the path to every field of a message that has a value; a map's path has a key too."""
     for field in descriptor.fields:
         inner, ways = field.message_type, [(field.name,)]
         if inner is not None and inner.GetOptions().map_entry:
@@ -228,10 +228,10 @@ def put_wire(message, way, draw):
 
 
 class Target:
-    """A server behind its door, and what may be asked of it."""
+    """A server behind its door, and its possible requests."""
 
     MODELS: ClassVar = {}
-    """The models of requests, by what the path ends with."""
+    """Models of requests, by the end of the path."""
 
     def __init__(self, server, folder):
         access = Access("127.0.0.1", 0, "auto", None, folder / "token")
@@ -247,7 +247,7 @@ class Target:
 
     @property
     def fields(self):
-        """Pairs of a path and the way to a field of the bodies there."""
+        """Return pairs of a URL path and the path to a field of its bodies."""
         found = {(path, (name,)) for path, body in self.good.items() if not isinstance(body, bytes)
                  for name in body}  # fmt: skip
         for path in self.good:
@@ -259,7 +259,7 @@ class Target:
 
 
 class Serve(Target):
-    """Completions and chats."""
+    """The server of completions and chats."""
 
     MODELS: ClassVar = {path: [model] for path, model in CompletionServer.BODIES.items()}
     before = ""
@@ -295,7 +295,7 @@ class Serve(Target):
 
 
 class Jobs(Target):
-    """One job, whose tokens nothing changes that is refused."""
+    """The service with one job; refused requests must not change its tokens."""
 
     MODELS: ClassVar = {kind: [KINDS[kind]] for kind in set(KINDS) - {"unserved", "forward"}}
     MODELS |= dict.fromkeys(("sessions/x/finish", "telemetry", "create_session"), ())
@@ -382,7 +382,7 @@ class Jobs(Target):
 
 
 class Agents(Target):
-    """The endpoint of an agent that never ends, and a policy that always says the same."""
+    """The endpoint of an agent that never ends, with a policy that always gives the same answer."""
 
     MODELS: ClassVar = {"chat/completions": [_AgentChat], "responses": [_AgentResponses]}
 
@@ -395,7 +395,7 @@ class Agents(Target):
         self.port = int(self.agents.address.rpartition(":")[2])
         self.thread = threading.Thread(target=lambda: asyncio.run(self.play()))
         self.thread.start()
-        while self.episode.name not in self.agents.episodes:  # until it begins there
+        while self.episode.name not in self.agents.episodes:  # until the episode begins there
             time.sleep(0.01)
         self.before = f"/{self.episode.name}/v1/"
         self.path = f"{self.before}chat/completions"
@@ -437,7 +437,8 @@ def target(request, tmp_path_factory):
 
 
 def hostile(target, draw, field):
-    """What is sent, and what comes; ``field`` is one that may be drawn, and is popped if it is."""
+    """Send a hostile request, and return the answer; ``field``, if not empty, is popped and
+    drawn."""
     kind = draw.choice(["value"] * 6 + ["body", "type", "frame", "path"])
     path = field[-1][0] if kind == "value" else draw.choice(list(target.good))
     if isinstance(target.good[path], bytes):
@@ -508,7 +509,7 @@ def test_whatever_comes_is_answered_and_forgotten(target, seed, times):
 
 
 def test_every_model_of_a_request_is_somewhere_asked_for():
-    """Also those within others; bases are left out, and what the service tells itself."""
+    """Nested models count too; base classes and the service's own messages are left out."""
     parts = [part for target in (Serve, Jobs, Agents) for part in target.MODELS.values()]
     models = [model for part in parts for model in part]
     reached = {model for one in models for _, model in fields_of(one)}

@@ -1,4 +1,4 @@
-"""Responses are chats in another form: the same tokens, read by OpenAI's own client and types."""
+"""Responses are chats in another form: OpenAI's own client and types read the same tokens."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def client():
 
 
 def create(client, **asked):
-    """A response, which is what its types say."""
+    """Return a response, checked against its types."""
     reply = client.responses.create(**{"max_output_tokens": 9, **GREEDY, **asked})
     return Response.model_validate(reply.model_dump(warnings=False), strict=True)
 
@@ -206,7 +206,7 @@ def test_items_become_messages(items, messages):
 
 
 def test_a_tools_keys_come_in_a_chats_order():
-    """As templates write them: the Agents SDK's order is another in its two forms."""
+    """Templates write that order; the Agents SDK has another order in its two forms."""
     tool = {"parameters": {}, "strict": True, "type": "function", "name": "f", "description": "d"}
     (found,) = Responses(input="a", tools=[tool]).tools
     assert json.dumps(found) == (
@@ -263,7 +263,7 @@ def nested(depth):
 
 @pytest.mark.parametrize("depth", [300, 900])
 def test_what_is_nested_deeply_is_read_or_refused(client, depth):
-    """Python's json reads more levels than Python copies."""
+    """Python's json reads more levels than Python can copy."""
     arguments = json.dumps(nested(depth))
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": arguments}
     tool = flat(TOOL) | {"parameters": {"type": "object", "examples": nested(depth)}}
@@ -285,7 +285,8 @@ def test_what_is_nested_deeply_is_read_or_refused(client, depth):
 
 
 def test_the_time_of_a_streams_part_does_not_grow():
-    """Neither with the tools, which no part between repeats, nor with the text so far."""
+    """It depends neither on the tools, which only the first and last part repeat, nor on the text
+    so far."""
     tools = [{"type": "function", "name": f"f{i}"} for i in range(20_000)]
     asked = Responses(input="a", tools=tools, tool_choice="none", stream=True)
     write, began, size = asked.writer(), time.process_time(), 0
@@ -354,7 +355,7 @@ def test_what_is_recorded_is_the_same_by_every_way():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_agent_calls_tools_and_goes_on(stream):
-    """With a scripted policy, since the small model calls none."""
+    """The policy is scripted, because the small model calls no tools."""
     tools, replies = [flat(SEARCH)], []
 
     def run(task, base_url):

@@ -1,4 +1,4 @@
-"""Files of a job that are not what was written: the job is set aside, and the others are served."""
+"""Damaged files of a job: the job is set aside, and the others are served."""
 
 import errno
 import json
@@ -22,7 +22,7 @@ from tests.lib.job_services import answer_to, asker, config_of, new, rate, text_
 SEEDS = (3, 4, 5)
 NAMES = {seed: f"{seed:032x}:train:0" for seed in SEEDS}
 BAD = SEEDS[1]
-"""The one whose copies are damaged."""
+"""The job whose copies are damaged."""
 STEP, LOOK = ("optim_step", rate(1e-2)), ("forward", texts(text_of(6)))
 SAVE = ("save_weights_external", {"path": "more"})
 
@@ -32,13 +32,13 @@ def learn(seed):
 
 
 def finish(service, name):
-    """What comes of what is left to be done for a job."""
+    """Serve the remaining requests of a job; return their results."""
     left = enumerate((learn(9), STEP, LOOK, SAVE), 10)
     return [answer_to(service, name, *request, number) for number, request in left]
 
 
 def fate_of(service, name, expected):
-    """Why a job is not finished; nothing: it is, as is ``expected``."""
+    """Return why a job is not finished; nothing if it is, with the ``expected`` results."""
     try:
         answers = finish(service, name)
     except Refused as refusal:
@@ -65,10 +65,11 @@ def left(tmp_path_factory):
         ask("save_weights", {"path": "kept"})
         ask(*learn(seed))
         ask(*LOOK)
-    for name in NAMES.values():  # which no turn of another job serves
+    for name in NAMES.values():  # a turn of another job does not serve it
         service.submit(name, *STEP)
-        (folder / "jobs" / name / "answers" / ".DS_Store").touch()  # hidden files are nobody's
-    service.release()  # as the kernel ends a claim
+        # The service ignores hidden files.
+        (folder / "jobs" / name / "answers" / ".DS_Store").touch()
+    service.release()  # as the kernel releases a lock
     whole = shutil.copytree(folder, tmp_path_factory.mktemp("whole") / "out")
     with Service(config_of(whole)) as service:
         expected = {seed: finish(service, name) for seed, name in NAMES.items()}
@@ -81,7 +82,7 @@ def bytes_of(folder):
 
 
 def rewrite(name, change):
-    """A damage: the file ``name`` has the bytes that ``change`` makes of its."""
+    """Return a damage: ``change`` is applied to the bytes of the file ``name``."""
 
     def damage(job):
         path = job / name
@@ -153,7 +154,7 @@ AT_ONCE = {
     "answer gone": (remove("answers/00000007.json"), r"answers/00000007\.json .*not there"),
     "answers gone": (lose_answers, "a checkpoint has seen 7 requests of 5"),
 }
-"""What shows when the service starts, and how."""
+"""Damages that show when the service starts, with the message."""
 LATER = {
     "request": (rewrite("requests/00000009.json", half), r"requests/00000009\.json is damaged"),
     "old request": (rewrite("requests/00000007.json", half), r"requests/00000007\.json is dam"),
@@ -175,11 +176,12 @@ LATER = {
         "could not be brought back",
     ),
 }
-"""What shows when the job's turn comes."""
+"""Damages that show in the job's turn."""
 
 
 def copies(left, tmp_path, damages):
-    """A folder with the three jobs, and beside them one for each of ``damages``; their ids."""
+    """Make a folder with the three jobs and one damaged copy for each of ``damages``; return their
+    ids."""
     folder = shutil.copytree(left, tmp_path / "out")
     names = {}
     for number, (key, damage) in enumerate(damages.items()):
@@ -191,7 +193,7 @@ def copies(left, tmp_path, damages):
 
 @pytest.fixture
 def unreadable(monkeypatch):
-    """Files of jobs that nobody may read: root reads all, so this is how they are simulated."""
+    """Simulate unreadable files of jobs, because root reads everything."""
     opened, scanned = Path.read_bytes, store.os.scandir
 
     def refuse(path):
@@ -244,8 +246,8 @@ def test_damaged_jobs_are_set_aside_and_the_others_served(left, tmp_path, unread
     for key, name in names.items():
         assert f"job {name[:8]}:train:0 is set aside" in caplog.text, key
         after = bytes_of(folder / "jobs" / name)
-        assert {path: after[path] for path in before[name]} == before[name], key  # none is lost
-    # The next start finds what was put right, and a job that is deleted is gone.
+        assert {path: after[path] for path in before[name]} == before[name], key  # no file is lost
+    # The next start finds repaired jobs, and a deleted job stays deleted.
     (folder / "jobs" / names["foreign"] / "answers" / "1x.json").unlink()
     with Service(config_of(folder)) as service:
         assert finish(service, names["foreign"]) == left[1][BAD]
@@ -265,12 +267,12 @@ def test_an_old_answer_that_is_damaged_costs_nothing_but_itself(left, tmp_path):
 
 
 def damage_at_random(draw):
-    """A file that is not as it was: cut, flipped, emptied, replaced or gone."""
+    """Return a random damage: a file is cut, flipped, emptied, replaced or removed."""
 
     def damage(job):
         files = sorted(path for path in job.rglob("*") if path.is_file() and path.stat().st_size)
         kinds = sorted({path.parent for path in files} | {path.suffix for path in files}, key=str)
-        kind = draw.choice(kinds)  # else most were of a checkpoint
+        kind = draw.choice(kinds)  # otherwise most would be of a checkpoint
         path = draw.choice([p for p in files if kind in (p.parent, p.suffix)])
         data = bytearray(path.read_bytes())
         match draw.randrange(5):
@@ -302,7 +304,7 @@ def test_whatever_is_damaged_is_a_jobs_own_and_never_a_wrong_result(left, tmp_pa
         for seed in SEEDS:
             assert finish(service, NAMES[seed]) == left[1][seed]
         for name, fate in fates.items():
-            # That its newest request is gone, a job cannot know; its client does.
+            # A job cannot know that its newest request is missing; its client does.
             is_whole = not fate or fate == "number 10 is ahead of the next, 9"
             assert service.find(name).status == ("open" if is_whole else "failed")
             assert is_whole or re.search("is damaged: |cannot read ", fate), fate
@@ -317,7 +319,7 @@ def test_a_base_that_is_damaged_is_one_line(left, tmp_path):
 
 
 def test_an_answer_that_cannot_be_written_is_in_no_checkpoint(left, tmp_path, monkeypatch):
-    """A disk that is full at one moment and takes a checkpoint at the next."""
+    """The disk is full for one moment, and then takes a checkpoint."""
     folder = shutil.copytree(left[0], tmp_path / "out")
     with Service(config_of(folder)) as service, monkeypatch.context() as patch:
 
@@ -352,7 +354,7 @@ def test_a_job_is_saved_by_time(tmp_path, monkeypatch):
         root = tmp_path / "jobs" / name / "checkpoints"
         asker(service, name)(*learn(1))
         service.session.now.saved_time -= 61
-        asker(service, name)(*learn(1))  # in the middle of a step there is none
+        asker(service, name)(*learn(1))  # there is none in the middle of a step
         assert not list(root.glob("*"))
         for request in (STEP, LOOK):
             asker(service, name)(*request)

@@ -1,4 +1,4 @@
-"""The job service against bad luck and bad will: each of these had ended it, or cost a job."""
+"""Accidents and hostile requests: each of these once ended the job service or cost a job."""
 
 import errno
 import json
@@ -43,7 +43,7 @@ def service(tmp_path):
 
 
 def blown_up(service):
-    """A job whose weights are not finite any more, with a sampler."""
+    """Return a job with non-finite weights and a sampler."""
     name = new(service, 2)
     wild = {"adam_params": {"learning_rate": 1e6, "weight_decay": 1e6}}
     for seed in range(5):
@@ -74,9 +74,10 @@ def test_an_answer_is_the_same_when_it_is_read_again(service):
 
 
 def test_samples_are_the_same_together_and_after_a_restart(tmp_path):
-    """Whatever order they come in: a request's noise is its key's.
+    """The order of requests does not matter: a request's noise depends on its key.
 
-    Log-probabilities to rounding: a CPU's products of few rows may have other bits than of many.
+    Log-probabilities agree up to rounding: a CPU's products depend on the number of rows in their
+    bits.
     """
     bodies = {str(key): prompting([1 + key], 5, num_samples=2) for key in range(5)}
     name, found = f"{'ab' * 16}:sample:0", []
@@ -86,11 +87,11 @@ def test_samples_are_the_same_together_and_after_a_restart(tmp_path):
         for key in order:
             service.submit(name, "asample", target_of(name, "asample", bodies[key])[1], int(key))
         if part:
-            service.release()  # as the kernel ends a claim
+            service.release()  # as the kernel releases a lock
             service = Service(config_of(tmp_path / str(part)))
         else:
             assert service.turn()
-            assert service.jobs[name].done == 2  # as many as jobs.max_completions
+            assert service.jobs[name].done == 2  # at most jobs.max_completions
         numbers = [
             service.submit(name, "asample", target_of(name, "asample", bodies[k])[1], int(k))
             for k in bodies
@@ -145,7 +146,7 @@ def test_a_sampler_that_is_refused_leaves_no_weights(tmp_path):
 
 
 def test_a_sampler_has_the_weights_that_it_was_made_of_or_none(tmp_path):
-    """Another save under the same name does not become its own."""
+    """Another save under the same name does not replace it."""
     with Service(config_of(tmp_path, "jobs.max_loaded=1")) as service:
         name = new(service)
         ask, found = asker(service, name), []
@@ -154,7 +155,7 @@ def test_a_sampler_has_the_weights_that_it_was_made_of_or_none(tmp_path):
                 ask(*request)
             sampler = f"{name[:32]}:sample:{number}"
             service.create(sampler, source=f"{name}/sampler_weights/a")
-            service.create(sampler, source=f"{name}/sampler_weights/a")  # again
+            service.create(sampler, source=f"{name}/sampler_weights/a")  # the same name again
             with pytest.raises(Refused, match="or another source"):
                 service.create(sampler, source=f"{name}/sampler_weights/b")
             asked = prompting([1, 2], 2, number, prompt_logprobs=True)
@@ -164,7 +165,8 @@ def test_a_sampler_has_the_weights_that_it_was_made_of_or_none(tmp_path):
                 with pytest.raises(Refused, match="there is no save"):
                     service.create(f"{name[:32]}:sample:9", source=f"{name}/sampler_weights/a")
                 left = tmp_path / "jobs" / name / "sampler_weights" / "a"
-                assert list(left.iterdir())  # until a turn is over: its worker may be writing there
+                # In the middle of a turn the worker may be writing there.
+                assert list(left.iterdir())
                 service.turn()
                 assert not left.exists()
         assert found[0] != found[1]
@@ -174,7 +176,7 @@ def test_a_sampler_has_the_weights_that_it_was_made_of_or_none(tmp_path):
 
 
 def test_what_was_loaded_need_not_be_there_any_more(tmp_path):
-    """A service that dies after a load does not load what has the save's name by then."""
+    """A service that is restarted after a load does not load a newer save of that name."""
     service = Service(config_of(tmp_path, "jobs.save_interval=99"))
     name = new(service)
     ask = asker(service, name)
@@ -182,7 +184,7 @@ def test_what_was_loaded_need_not_be_there_any_more(tmp_path):
     for request in (LEARN, STEP, save, LEARN, STEP, load, LEARN, STEP, save):
         ask(*request)
     expected = ask(*LOOK)
-    service.release()  # as the kernel ends a claim
+    service.release()  # as the kernel releases a lock
     with Service(config_of(tmp_path)) as service:
         assert asker(service, name)(*LOOK) == expected
 
@@ -198,11 +200,11 @@ def test_a_damaged_save_costs_its_own_job(service, tmp_path):
 
 
 def test_a_save_that_its_owner_removes_meanwhile_is_none(service, tmp_path, monkeypatch):
-    """It is no damage to the run, whose next save looks at it."""
+    """The run is undamaged; its next save checks the folder."""
     name = new(service)
     ask = asker(service, name)
     ask("save_weights", {"path": "a"})
-    for file in (".DS_Store", "notes"):  # nor are files of others its end, or the service's
+    for file in (".DS_Store", "notes"):  # nor do files of others, or the service's own, break it
         (tmp_path / "jobs" / name / "weights" / file).touch()
     load = store.read_sealed
 
@@ -225,7 +227,7 @@ def test_many_answers_together_hold_no_more_than_one_may(tmp_path):
         asker(service, name)("save_weights_for_sampler", {"sampling_session_seq_id": 0})
         body = prompting([1, 2], 60, topk_sample_logprobs=50, num_samples=6)
         sampler, body = target_of(name, "asample", body)
-        for number in range(3):  # of which each has 18,000 of 32,768
+        for number in range(3):  # each has 18,000 of 32,768
             service.submit(sampler, "asample", body, number)
         for done in (1, 2, 3):
             service.turn()
@@ -236,11 +238,11 @@ def test_a_message_of_nothing_takes_little_memory():
     message = wire.ForwardBackwardRequest()
     for _ in range(MOST_TEXTS + 9):
         message.data.add()
-    assert len(body_of_pass(message)["data"]) == MOST_TEXTS + 1  # which is then refused
+    assert len(body_of_pass(message)["data"]) == MOST_TEXTS + 1  # it is then refused
 
 
 def test_nothing_of_a_job_is_left_in_the_cache(service):
-    """Kernels read pages whole, and NaN there is no better for a weight of 0."""
+    """Kernels read whole pages, and NaN times a weight of 0 is still NaN."""
     body = prompting(text_of(1, 30), 20, num_samples=4)
     answer_to(service, blown_up(service), "asample", body)
     caches = service.session.generator.steps.caches
@@ -308,7 +310,7 @@ def test_who_has_ended_is_not_brought_back(tmp_path, monkeypatch):
     name = new(service)
     for _ in range(10):
         asker(service, name)(*LEARN)
-    service.release()  # as the kernel ends a claim
+    service.release()  # as the kernel releases a lock
     with Service(config_of(tmp_path)) as service:
         waiting = service.answer(name, service.submit(name, *STEP))
         again, served = service.session.serve, []
@@ -343,13 +345,14 @@ def test_what_is_deleted_is_gone_after_a_stop(tmp_path):
     with Service(config_of(tmp_path)) as service:
         name = new(service)
         gone = service.delete(name)
-        gone.cancel()  # as who waits for it does, when it goes
+        gone.cancel()  # as a waiting client does when it disconnects
     assert not list((tmp_path / "jobs").iterdir())
 
 
 @pytest.mark.tier("long")
 def test_finish_leaves_nothing_wherever_the_service_is_killed(tmp_path, monkeypatch):
-    """As kill -9 would before its first, second, ... write or removal, until all are done."""
+    """The kills come before its first, second, ... write or removal, like kill -9, until all are
+    done."""
     with Service(config_of(tmp_path / "before")) as service:
         name, other = new(service), new(service)
         ask = asker(service, name)
@@ -401,7 +404,7 @@ def test_a_finished_run_goes_with_its_last_save_wherever_the_service_is_killed(
         with dying(monkeypatch, length):
             service.remove_save(name, "weights/last")
             service.turn()
-        service.removals.clear()  # nothing is done of it at the end
+        service.removals.clear()  # so that the end does no removal
     with Service(config_of(tmp_path)) as service:
         if name in service.jobs:
             assert [*service.jobs[name].saves] == ["weights/last"]
@@ -438,7 +441,7 @@ def test_a_full_disk_refuses_and_changes_nothing(service, tmp_path, monkeypatch)
 
 
 def test_a_start_with_other_settings_costs_no_job(tmp_path):
-    """Its requests since its last checkpoint have no room there, and have again after it."""
+    """Its requests since its last checkpoint do not fit there, and fit again later."""
     long = ("forward_backward", texts(text_of(5, 60)))
     with Service(config_of(tmp_path / "a")) as service:
         ask = asker(service, new(service))
@@ -448,7 +451,7 @@ def test_a_start_with_other_settings_costs_no_job(tmp_path):
     service = Service(config_of(tmp_path / "b"))
     name = new(service)
     asker(service, name)(*long)
-    service.release()  # as the kernel ends a claim
+    service.release()  # as the kernel releases a lock
     with Service(config_of(tmp_path / "b", "data.seq_len=32")) as service:
         waiting = service.answer(name, service.submit(name, *STEP))
         service.turn()
@@ -462,7 +465,7 @@ def test_a_start_with_other_settings_costs_no_job(tmp_path):
 
 
 def test_a_sampler_that_was_refused_has_no_checkpoint(tmp_path):
-    """It would hold the moments of the run before it."""
+    """A checkpoint would hold the moments of the run before it."""
     sampler = f"{'ab' * 16}:sample:0"
     _, body = target_of(sampler, "asample", prompting([1, 2], 3, num_samples=4))
     with Service(config_of(tmp_path)) as service:
@@ -474,11 +477,11 @@ def test_a_sampler_that_was_refused_has_no_checkpoint(tmp_path):
     assert not list((tmp_path / "jobs" / sampler / "checkpoints").iterdir())
 
 
-# ---- any order of anything ---------------------------------------------------------------------
+# ---- random orders -----------------------------------------------------------------------------
 
 
 def program(seed):
-    """Requests, most of them possible, of one job."""
+    """Draw the requests of one job; most of them are valid."""
     draw, samplers = random.Random(seed), 0
     for _ in range(14):
         tokens = text_of(draw.randrange(1000), draw.randrange(2, 40))
@@ -560,7 +563,7 @@ def test_what_any_page_can_send_is_refused(served, kind):
 
 
 class Confined(Process):
-    """One that may have 200 files open."""
+    """A service that may have 200 open files."""
 
     def start(self):
         command = [sys.executable, "-m", "moetrain.jobs", *self.words]

@@ -1,4 +1,4 @@
-"""The job service: every job's results are its own, bit for bit, whatever happens beside it."""
+"""The job service: every job's results have the same bits as alone, whatever runs beside it."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ __all__ = ["compiled"]  # a fixture
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """``alone(seed)``: :func:`run_alone`, once."""
+    """Return ``alone(seed)``: a cached :func:`run_alone`."""
     known = {}
 
     def find(seed):
@@ -96,7 +96,7 @@ def test_nothing_is_built_twice(tmp_path, monkeypatch):
         while courses:
             courses = [course for course in courses if course.go_on()]
         assert [pointer for _, pointer in addresses()] == [pointer for _, pointer in before]
-        # One copy of the base model.
+        # One copy of the base model serves all jobs.
         frozen = {n: m.local for n, m in engine.fsdp.members.items() if not m.rule.trainable}
         assert frozen
         for name, local in frozen.items():
@@ -106,7 +106,7 @@ def test_nothing_is_built_twice(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_jobs_with_room_on_the_device_are_never_copied(tmp_path, monkeypatch, dtype):
-    """Nor a job that is there beside one that is not; what all had is saved at the end."""
+    """A resident job is not copied when another is loaded; all states are saved at the end."""
     copied = copies_to_host(monkeypatch)
     words = [f"train.dtype={dtype}"]
     with Service(config_of(tmp_path, "jobs.max_resident=3", *words)) as service:
@@ -124,7 +124,7 @@ def test_jobs_with_room_on_the_device_are_never_copied(tmp_path, monkeypatch, dt
         assert not copied
         asks[3]("forward", texts([1, 2]))
         assert copied
-        assert service.session.held[names[0]].place == "host"  # it was served least recently
+        assert service.session.held[names[0]].place == "host"  # it is the least recently served
         copied.clear()
         for ask in asks[1:3]:
             ask("optim_step", rate(1e-2))
@@ -150,7 +150,7 @@ def test_compiled_blocks_serve_all_jobs(tmp_path, alone, compiled):
         for seed in (0, 1, 2, 5):
             names[seed] = new(service, seed)
             courses[seed] = Course(seed, asker(service, names[seed]))
-        for pair in ((0, 1), (2, 5)):  # of both kinds each
+        for pair in ((0, 1), (2, 5)):  # two kinds of jobs each
             live = [courses[seed] for seed in pair]
             while live:
                 live = [course for course in live if course.go_on()]
@@ -167,7 +167,7 @@ def test_compiled_blocks_serve_all_jobs(tmp_path, alone, compiled):
 
 
 def test_a_job_is_an_engine_of_its_own(tmp_path):
-    """The same steps by an engine that knows no jobs."""
+    """The reference makes the same steps with an engine that knows no jobs."""
     config = config_of(tmp_path, "train.seed=3")
     with Service(config) as service:
         name = new(service, 3)
@@ -200,7 +200,7 @@ def test_a_job_is_an_engine_of_its_own(tmp_path):
 @pytest.mark.tier("wide", long=["words1"])
 @pytest.mark.parametrize("words", [[], ["lora.dropout=0.3", "lora.targets=*.attn.*"]])
 def test_a_service_that_is_gone_at_any_point_has_lost_nothing(tmp_path, words):
-    """As kill -9 would: the next service finds the disk as it is at that moment."""
+    """The end is like kill -9: the next service finds the disk as it is at that moment."""
     expected = {s: run_alone(tmp_path / f"alone{s}", s, *words) for s in (0, 1)}
     names, courses, live = {}, {}, [0, 1]
     while live:
@@ -210,7 +210,7 @@ def test_a_service_that_is_gone_at_any_point_has_lost_nothing(tmp_path, words):
             ask = asker(service, names[seed])
             courses.setdefault(seed, Course(seed, ask)).ask = ask
         live = [seed for seed in live if courses[seed].go_on()]
-        # Gone, without a word: only its claim ends, which the kernel would see to.
+        # The service ends without any clean-up; its lock is released, as the kernel would do.
         service.release()
     for seed, course in courses.items():
         assert (course.results, adapter_of(tmp_path / "all", names[seed])) == expected[seed]
@@ -227,7 +227,7 @@ def test_requests_are_done_once_each_before_whatever_write_a_service_dies(
     def ask(kind, body):
         is_sample = ["sequences" in result for result in course.results]
         number = is_sample.count(False)
-        if kind == "asample":  # of a new sampler a step
+        if kind == "asample":  # a new sampler per step
             number = is_sample[::-1].index(False)
         answer = answer_to(opened[-1], name, kind, body, number)
         assert "result" in answer, answer
@@ -275,7 +275,7 @@ def test_jobs_take_turns(tmp_path):
     ],
 )
 def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded, dtype, resident):
-    """However many others have turns before its end."""
+    """It does not matter how many other jobs have turns before its end."""
     computed, forward_backward = Counter(), Engine.forward_backward
 
     def count(engine, *args):
@@ -371,7 +371,7 @@ def test_what_every_checkpoint_has_seen_is_forgotten(tmp_path, monkeypatch):
 
 
 def rules_of(service):
-    """Everything that no job may change, and that one may leave behind."""
+    """Return everything that no job may change or leave behind."""
     engine, generator = service.session.engine, service.session.generator
     frozen = [m.local for m in engine.fsdp.members.values() if not m.rule.trainable]
     bits = [hashlib.sha256(x.view(-1).view(torch.uint8).numpy()).hexdigest() for x in frozen]
@@ -408,7 +408,7 @@ def fail(service, name, how, monkeypatch):
             answer = answer_to(service, name, "forward_backward", {"data": data})
             assert answer["error"] == "ZeroDivisionError: division by zero"
             patch.undo()
-            # The gradients of its step are gone.
+            # The gradients of its step are dropped.
             assert (
                 "no forward_backward" in answer_to(service, name, "optim_step", rate(1e-3))["error"]
             )
@@ -441,7 +441,7 @@ def fail(service, name, how, monkeypatch):
 
 
 def test_a_job_that_failed_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch):
-    """But for the gradients of its step."""
+    """Only the gradients of its step are dropped."""
     learn = ("forward_backward", texts(text_of(5)))
     step = ("optim_step", rate(1e-2))
     look = ("forward", texts(text_of(6)))
@@ -494,7 +494,7 @@ def test_saves_are_gone_back_to(tmp_path, monkeypatch):
             ("load_weights", {"path": "two"}, "there is no save"),
         ):
             assert says in answer_to(service, name, kind, body)["error"]
-        ask(*step)  # what was refused has cost it nothing
+        ask(*step)  # the refused request has cost nothing
         again = {"path": "one"}
         assert "a save 'one' already" in answer_to(service, name, "save_weights", again)["error"]
         ask("save_weights", {"path": "one", "overwrite": True, "ttl_seconds": 3600})
@@ -556,7 +556,7 @@ def test_generation_is_given_up_between_two_tokens(tmp_path, monkeypatch):
 
 
 ONE = {"tokens": [1], "target_tokens": [2]}
-ODD = [  # of a datum
+ODD = [  # changes of a datum
     ({"tokens": []}, r"data\[0\] has no tokens"),
     ({"tokens": [50]}, "not all of 0 to 49"),
     ({"tokens": [2**70]}, "data.0.tokens.0|not all of 0 to 49"),
@@ -629,7 +629,7 @@ SAMPLES = [
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory):
-    """A service that only refuses."""
+    """Start a service that only refuses."""
     with Service(config_of(tmp_path_factory.mktemp("quiet"), "jobs.max_queued=2")) as service:
         yield service
 
@@ -699,7 +699,7 @@ def test_on_a_gpu_too(tmp_path):
     words += ["model.head_dim=64", "model.moe_intermediate_size=64", "model.vocab_size=64"]
     expected = [run_alone(tmp_path / f"alone-{seed}", seed, *words) for seed in range(4)]
     with Service(config_of(tmp_path / "all", *words)) as service:
-        bad = new(service, 9)  # its weights, and so what it leaves in pages, are NaN
+        bad = new(service, 9)  # its weights are NaN, and so are its pages
         wild = {"adam_params": {"learning_rate": 1e6, "weight_decay": 1e6}}
         for _ in range(5):
             answer_to(service, bad, "forward_backward", texts(text_of(9)))

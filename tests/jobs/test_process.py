@@ -1,4 +1,4 @@
-"""The process of the service: its garbage, and files that are on the disk when they are there."""
+"""The process of the service: garbage collection, and atomic files."""
 
 import errno
 import gc
@@ -77,7 +77,7 @@ def test_other_ranks_follow_with_the_collector_off_and_tidy_themselves(tmp_path,
 
 @pytest.mark.parametrize("size", [0, 1, 10, 1000])
 def test_files_are_written_whole_and_forced_to_the_disk(tmp_path, monkeypatch, size):
-    """A part at a time, if the system takes no more; in the folder only when all of it is there."""
+    """They are written in parts if the system takes no more at once, and renamed when complete."""
     write, sync, log = os.write, os.fsync, []
 
     def note(descriptor):

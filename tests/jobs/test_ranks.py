@@ -1,4 +1,4 @@
-"""Jobs on several ranks: each as if alone on them, and as on one; a service of two processes."""
+"""Jobs on several ranks: each as if alone there, and as on one rank; a service of two processes."""
 
 import json
 import os
@@ -31,10 +31,10 @@ SEEDS = (0, 1, 3)
 
 
 def serve(folder, runs, failing=False):
-    """On every rank: of each of ``runs``, words and seeds, results and adapters (a sum, and what
-    it is of) by seed.
+    """Run on every rank; return results and adapters (a checksum, and its names) by seed for each
+    of ``runs``.
 
-    ``failing``: in the first one another job fails in between.
+    ``failing``: in the first run another job fails in between.
     """
     found = []
     for number, (words, seeds) in enumerate(runs):
@@ -64,7 +64,7 @@ def serve(folder, runs, failing=False):
 
 
 def fail(service, name):
-    """What another job may get wrong."""
+    """Make the errors of another job."""
     answer_to(service, name, "forward_backward", texts([1, 2, 3]))
     assert "no save" in answer_to(service, name, "load_weights", {"path": "x"})["error"]
     forward_backward = service.session.engine.forward_backward
@@ -75,7 +75,7 @@ def fail(service, name):
 
 
 def damage(service, name):
-    """What only the rank that has the files sees, before the others write a save."""
+    """Damage a save so that only the rank with the files sees it, before the others write."""
     answer_to(service, name, "save_weights", {"path": "a"})
     (service.find(name).folder / "weights" / "a" / "save.json").write_text("{")
     answer = answer_to(service, name, "save_weights", {"path": "b"})
@@ -88,7 +88,7 @@ MESHES = ["parallel.ep=2", "parallel.tp=2", "parallel.pp=2", "parallel.cp=2", "d
 
 @pytest.fixture(scope="module")
 def on_one(tmp_path_factory):
-    """What comes of the jobs on one rank, of so many layers."""
+    """Return the results of the jobs on one rank, for each number of layers."""
     found = {}
 
     def jobs(*layers):
@@ -120,7 +120,7 @@ def test_jobs_on_two_ranks(tmp_path, mesh, on_one):
 
 
 def flat(value):
-    """The numbers of a nested list."""
+    """Return the numbers of a nested list."""
     return [x for part in value for x in flat(part)] if isinstance(value, list) else [value]
 
 

@@ -1,4 +1,4 @@
-"""The job service as a process, behind HTTP: killed, left, asked by many, and by strangers."""
+"""The job service as an HTTP process: killed, abandoned, with many clients, and with strangers."""
 
 import hashlib
 import json
@@ -30,12 +30,13 @@ __all__ = ["served"]  # a fixture
 
 JOBS, SEEDS = 30, 15
 CANCELLED = (3, 10, 18, 27)
-"""Of :data:`JOBS`."""
+"""Indices of :data:`JOBS`."""
 
 
 @pytest.fixture
 def start(tmp_path):
-    """``start(*words)``: a :class:`Process` in ``tmp_path / "out"``, ended with the test."""
+    """Return ``start(*words)``, which starts a :class:`Process` in ``tmp_path / "out"``; it ends
+    with the test."""
     started = []
 
     def begin(*words):
@@ -48,7 +49,7 @@ def start(tmp_path):
 
 
 def follow(port, seed, is_cancelled, counts):
-    """One client's job from start to end, or to the middle; every answer is counted."""
+    """Run one client's job to its end, or to the middle; count every answer."""
     client = Remote(port)
     name = client.create(seed)
     course = Course(seed, lambda kind, body: client.ask(name, kind, body))
@@ -72,7 +73,7 @@ def test_thirty_jobs_with_kills_and_cancels_each_as_if_alone(start, tmp_path):
     over, killed, counts = threading.Event(), [], []
 
     def kill_now_and_then():
-        """At moments that nobody has chosen, of a service that has got somewhere since the last."""
+        """Kill the service at random moments, once it has progressed since the last kill."""
         while not over.wait(random.uniform(0.2, 0.6)):
             if len(counts) >= 80 * (len(killed) + 1):
                 service.kill()
@@ -130,7 +131,7 @@ def test_nobody_reads_or_touches_what_is_anothers(served):
         client.ask(mine, f"save_{kind}", {"path": "a"})
     before = client.call("GET", f"training_runs/{mine}/checkpoints")
     assert len(before["checkpoints"]) == 3
-    # What there is has no list, and names lead nowhere else.
+    # Jobs cannot be listed, and paths lead nowhere else.
     for path in ("training_runs", "sessions", "checkpoints", f"sessions/{mine[:32]}"):
         assert send(served, "GET", path)[0] == 404
     for name in ("0" * 32, mine[:-1], mine.upper() + "x", "..", "%2e%2e", "base.json"):
@@ -150,7 +151,7 @@ def test_nobody_reads_or_touches_what_is_anothers(served):
                 client.ask(theirs, "load_weights", load)
     with pytest.raises(Failed, match="there is no save"):
         client.ask(theirs, "load_weights", {"path": "a"})
-    # A run that cannot begin with a save is none.
+    # A run that cannot start from a save does not exist.
     wrong = {"path": f"tinker://{mine}/sampler_weights/a", "optimizer": True}
     begun = {**wrong, "session_id": theirs[:32], "model_seq_id": 7}
     status, body = send(served, "POST", "load_weights", json.dumps(begun).encode())
@@ -262,7 +263,7 @@ def test_bad_bodies_are_refused_in_one_line(served):
 
 
 def test_a_loss_has_its_settings_from_older_sdks_too():
-    """They have one map of numbers; newer ones write both, of which the second counts."""
+    """Older SDKs have one map of numbers; newer ones write both, and the second one counts."""
     body = {"data": texts([1, 2])["data"], "loss_fn": "ppo"}
     body["loss_fn_config"] = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}
     message = wire.ForwardBackwardRequest.FromString(message_of(body, "name", 1))
@@ -274,7 +275,7 @@ def test_a_loss_has_its_settings_from_older_sdks_too():
 
 
 def test_a_refused_request_takes_its_number(served):
-    """The SDK has counted it, and sends the next one."""
+    """The SDK has counted it, and continues with the next number."""
     client = served.client
     name = client.create()
     for kind, body, says in (

@@ -1,4 +1,4 @@
-"""Several jobs' requests in one pass, and their adapters in one product: each as if alone."""
+"""Several jobs share a pass, and their adapters one product: each has its results as if alone."""
 
 import errno
 import threading
@@ -114,7 +114,7 @@ def test_what_does_not_fit_or_differs_has_a_pass_of_its_own(tmp_path):
     ("fails", "passes"), [("pass", [1] * 4), ("request", [3]), ("weights", [4])]
 )
 def test_a_shared_pass_costs_nobody_what_another_has_wrong(tmp_path, fails, passes):
-    """The fourth of four jobs, or the whole pass."""
+    """The error is in the fourth of four jobs, or in the whole pass."""
     seeds = range(3)
     alone, theirs, _ = run(tmp_path / "alone", seeds, one_by_one=True)
     with Service(config_of(tmp_path / "all", *WORDS, "jobs.max_tenants=4")) as service:
@@ -178,7 +178,7 @@ def test_a_disk_that_is_full_after_a_shared_pass_costs_no_job(tmp_path, monkeypa
 def test_updates_of_several_jobs_have_one_turn_and_their_answers_are_written_at_once(
     tmp_path, monkeypatch
 ):
-    """A disk that is full for one of them costs none a step, and no client waits for ever."""
+    """If the disk is full for one job, no job loses a step, and no client waits forever."""
     words, answer = [*WORDS, "jobs.max_tenants=4", "data.seq_len=512"], Job.answer
     passes = [("forward_backward", body_of(seed)) for seed in range(4)]
     with Service(config_of(tmp_path, *words)) as service:
@@ -203,7 +203,7 @@ def test_updates_of_several_jobs_have_one_turn_and_their_answers_are_written_at_
             list(iter(service.turn, False))
         monkeypatch.undo()
     told = [future.result(0) for future in futures]
-    assert told.pop(1)["error"] == service.STOPPED  # whose answer is not on the disk
+    assert told.pop(1)["error"] == service.STOPPED  # its answer is not on the disk
     assert all("result" in answer for answer in told)
     with Service(config_of(tmp_path, *words)) as service:
         serve_all(service, names, passes)
@@ -211,7 +211,7 @@ def test_updates_of_several_jobs_have_one_turn_and_their_answers_are_written_at_
 
 
 def test_updates_that_share_a_turn_wait_once_and_show_no_gradient(tmp_path, monkeypatch):
-    """A step of nothing among them is refused, and costs the others nothing."""
+    """An empty step among them is refused, at no cost to the others."""
     counts, item, tolist = Counter(), torch.Tensor.item, torch.Tensor.tolist
     with Service(config_of(tmp_path, *WORDS, "jobs.max_tenants=4", "data.seq_len=512")) as service:
         names = [new(service, seed) for seed in range(4)]

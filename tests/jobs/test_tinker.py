@@ -24,7 +24,7 @@ def created(client, **words):
 
 @pytest.fixture(scope="module")
 def trained(served):
-    """A training client after three steps, and its losses."""
+    """Return a training client after three steps, and its losses."""
     run, losses = created(served), []
     for _ in range(3):
         passed = run.forward_backward([datum(), datum()], "cross_entropy")
@@ -56,7 +56,7 @@ def test_a_run_learns(trained):
 
 
 def test_targets_are_their_own(served):
-    """They need not be the next tokens, and each has its weight."""
+    """They need not be the next tokens, and each has its own weight."""
     run = created(served)
     targets, weights = [5] * 14, torch.linspace(-1, 1, 14)
     one = datum(target_tokens=targets, weights=weights)
@@ -93,7 +93,7 @@ def formula(name, lp, old, advantage, config):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_its_formula(served, name):
-    """The gradient too: a custom loss of the same formula makes the same step."""
+    """The gradient too: a custom loss with the same formula makes the same step."""
     one, other = created(served), created(served)
     lp = logprobs_of(one)
     generator = torch.Generator().manual_seed(0)
@@ -118,7 +118,7 @@ def test_a_loss_is_its_formula(served, name):
 
 @pytest.mark.tier("long")
 def test_a_step_takes_what_it_is_told(served):
-    """Adam's numbers are the request's: each changes the step, and clipping bounds it."""
+    """The request sets Adam's parameters: each changes the step, and clipping bounds it."""
     found = []
     for change in ({}, {"beta1": 0.0}, {"beta2": 0.5}, {"eps": 1.0}, {"weight_decay": 9.0}, {}):
         run = created(served)
@@ -140,9 +140,9 @@ def test_a_step_takes_what_it_is_told(served):
 
 @pytest.mark.tier("long")
 def test_a_large_batch_comes_in_parts(served):
-    """And its gradients add up to the whole one's, as the loss is a sum."""
+    """The gradients of the parts add up to those of the whole batch, because the loss is a sum."""
     one, other = created(served), created(served)
-    many = [datum(TOKENS[i % 5 : i % 5 + 3]) for i in range(1030)]  # more than is sent at once
+    many = [datum(TOKENS[i % 5 : i % 5 + 3]) for i in range(1030)]  # more than one message holds
     passed = one.forward_backward(many, "cross_entropy").result()
     assert len(passed.loss_fn_outputs) == 1030
     few = [datum(TOKENS[i : i + 3], weights=[206.0] * 2) for i in range(5)]
@@ -221,7 +221,7 @@ def test_states_are_gone_back_to(served, trained):
         one.optim_step(ADAM).result()
     assert torch.equal(logprobs_of(run), logprobs_of(with_moments))
     assert not torch.equal(logprobs_of(run), logprobs_of(without))
-    run.load_state(path).result()  # whose moments are forgotten
+    run.load_state(path).result()  # its moments are reset
     run.forward_backward([datum()], "cross_entropy")
     run.optim_step(ADAM).result()
     assert torch.equal(logprobs_of(run), logprobs_of(without))
@@ -267,7 +267,7 @@ def test_what_there_is_not_is_a_line(served):
         with pytest.raises(tinker.RequestFailedError, match=says) as failed:
             ask().result()
         assert failed.value.category == types.RequestErrorCategory.User
-    assert logprobs_of(run).isfinite().all()  # the run goes on
+    assert logprobs_of(run).isfinite().all()  # the run continues
     for words, says in (
         ({"rank": 4}, "rank 4 is not this service's lora.rank 8"),
         ({"base_model": "x"}, "base_model 'x' is not"),

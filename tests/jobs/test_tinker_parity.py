@@ -1,4 +1,4 @@
-"""Steps that the unmodified ``tinker`` SDK asks for are those of our own loop, to rounding."""
+"""Steps by the unmodified ``tinker`` SDK equal those of our own loop, up to rounding."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ STEPS = 3
 
 
 def config_of(service, folder, loss, **more):
-    """Our loop's settings over the model that ``service`` has."""
+    """Return our loop's settings for the model of ``service``."""
     model = Client.model_of(service)
     settings = {
         **{**ALIKE, **CLIPS[loss]},
@@ -31,7 +31,7 @@ def config_of(service, folder, loss, **more):
         "train.global_batch_size": 24,
         "train.eval_interval": 0,
         "train.device": "cpu",
-        # Adam's steps are then the gradients themselves, so that what is small in them counts.
+        # Adam's steps are then the gradients themselves, so that small gradients count.
         "optim.lr": 10.0,
         "optim.eps": 1.0,
         "rl.chat": False,
@@ -46,7 +46,7 @@ def config_of(service, folder, loss, **more):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """The trajectories of each step of our loop."""
+    """Return the trajectories of each step of our loop."""
     found, next_groups = [], RlTrainer.next_groups
 
     def kept(trainer, number):
@@ -60,7 +60,7 @@ def taken(monkeypatch):
 @pytest.mark.tier("long")
 @pytest.mark.parametrize("loss", CLIPS)
 def test_steps_are_those_of_our_own_loop(loss, served, even, taken, tmp_path):
-    """The same tokens, rewards, gradients and adapters, step by step."""
+    """Tokens, rewards, gradients and adapters agree in every step."""
     config = config_of(served, tmp_path, loss, **even)
     RlTrainer(config).fit()
     client = Client(served, config, loss, "same")
@@ -88,7 +88,7 @@ def test_steps_are_those_of_our_own_loop(loss, served, even, taken, tmp_path):
 
 @pytest.mark.tier("long")
 def test_groups_are_asked_for_at_once(served, even, tmp_path):
-    """As recipes do: each group's answers are of one request, and its own."""
+    """As in recipes, a group's answers come from one request."""
     config = config_of(served, tmp_path, "ppo", **even)
     client = Client(served, config, "ppo", "groups")
     rows = list(client.fit(2))

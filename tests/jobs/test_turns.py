@@ -1,4 +1,4 @@
-"""Turns are begun before the ones before them are finished, and nothing is lost by that."""
+"""Turns begin before earlier ones are finished, and nothing is lost by that."""
 
 import errno
 import threading
@@ -30,7 +30,7 @@ from tests.lib.turns import (
 
 
 def assert_same(one, other, is_shared):
-    """Two answers are equal; those of a shared pass are but for the rounding of its products."""
+    """Assert that two answers are equal; answers of a shared pass may differ by rounding."""
     if isinstance(one, float) and is_shared:
         assert one == pytest.approx(other, rel=1e-6)
     elif isinstance(one, dict):
@@ -88,7 +88,7 @@ def test_a_turn_waits_for_those_that_shared_the_one_before_while_the_device_is_a
         assert service.turn()
         assert device.log == ["begun"] * 2
         submit_all(service, [(name, STEP) for name in names[:2]])
-        while service.find(names[0]).done < 4:  # it does not wait for ever
+        while service.find(names[0]).done < 4:  # the wait is bounded
             assert service.turn()
         assert {service.find(name).begun for name in names} == {3, 4}
 
@@ -97,7 +97,7 @@ def test_a_turn_waits_for_those_that_shared_the_one_before_while_the_device_is_a
 def test_a_pass_waits_a_little_for_those_that_shared_the_one_before(
     tmp_path, patience, monkeypatch
 ):
-    """Not longer than that took."""
+    """The wait is bounded by the time of launching that pass."""
     monkeypatch.setattr(scheduler, "LONGEST_WAIT", 60.0)
     with Service(config_of(tmp_path, *TENANTS, SELDOM)) as service:
         names, passes = [new(service, seed) for seed in range(3)], Passes(service)
@@ -114,7 +114,7 @@ def test_a_pass_waits_a_little_for_those_that_shared_the_one_before(
 
 
 def test_jobs_on_the_device_share_turns_as_they_lie(tmp_path):
-    """Nobody's state is taken up for that, and those that were served last stay there."""
+    """No state is swapped for that, and the most recently served jobs stay resident."""
     with Service(config_of(tmp_path, *TENANTS, SELDOM)) as service:
         *names, other, last = [new(service, seed) for seed in range(5)]
         answers_of(service, [(name, LEARN) for name in names])
@@ -153,7 +153,7 @@ def test_updates_without_a_pass_before_them_do_not_go_first(tmp_path):
 
 
 def test_answers_are_written_while_the_next_turns_are_begun(tmp_path, monkeypatch):
-    """In order, and before a save."""
+    """They are written in order, and before a save."""
     may_write, answer, written = threading.Event(), Job.answer, []
 
     def slowly(job, number, given):
@@ -192,7 +192,7 @@ def test_a_request_that_none_follows_is_answered_when_it_is_computed(tmp_path):
             turns, computed = 0, device.log.count("computed")
             while not future.done():
                 assert service.turn()
-                service.wait(0 if future.done() else 100)  # which does not take so long
+                service.wait(0 if future.done() else 100)  # this returns earlier
                 turns += device.log.count("computed") == computed
             assert 2 < turns < 9
             assert "result" in future.result(0)
@@ -201,9 +201,9 @@ def test_a_request_that_none_follows_is_answered_when_it_is_computed(tmp_path):
 
 
 def results_of(folder, *words, lives=None, seeds=range(3)):
-    """Results and adapters of jobs that submit everything at once, to a slow device.
+    """Return results and adapters of jobs that submit everything at once, to a slow device.
 
-    With ``lives`` a service is killed after every so many turns.
+    With ``lives`` the service is killed after each of these numbers of turns.
     """
     names, more, done = [f"{seed:032x}:train:0" for seed in seeds], {}, False
     while not done:
@@ -233,7 +233,7 @@ def results_of(folder, *words, lives=None, seeds=range(3)):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Results and adapters of jobs that ask for one request at a time."""
+    """Return results and adapters of jobs that ask for one request at a time."""
     return run(tmp_path_factory.mktemp("alone"), range(3), one_by_one=True)[:2]
 
 
@@ -252,7 +252,7 @@ def alone(tmp_path_factory):
 def test_what_is_submitted_ahead_has_the_bits_of_one_request_at_a_time(
     tmp_path, alone, words, lives
 ):
-    """Also if the service is killed between the begin of turns and their end, again and again."""
+    """The service may also be killed repeatedly between the begin and the end of turns."""
     found, mine = results_of(tmp_path, *words, lives=lives)
     assert found == alone[0]
     for one, other in zip(mine, alone[1], strict=True):
@@ -260,7 +260,7 @@ def test_what_is_submitted_ahead_has_the_bits_of_one_request_at_a_time(
 
 
 def checked_saves(session):
-    """The jobs that are saved from now on, each when all that it has seen has an answer."""
+    """Collect the jobs that are saved, and check that all their requests have answers then."""
     write, saved = session.write, []
 
     def check(folder, *kinds):
@@ -289,7 +289,7 @@ def test_jobs_that_give_way_are_saved_with_answers(tmp_path):
 @pytest.mark.tier("long")
 @pytest.mark.parametrize("words", [TENANTS, RESIDENT], ids=["together", "alone"])
 def test_saves_come_between_turns_and_have_seen_only_what_is_answered(tmp_path, words):
-    """Though a client always has a further request, and jobs share all turns."""
+    """A client always has a next request, and jobs share all turns."""
     with slow(tmp_path, *words) as (service, _):
         names, session = [new(service, seed) for seed in range(3)], service.session
         saved = checked_saves(session)

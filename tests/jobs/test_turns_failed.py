@@ -1,4 +1,5 @@
-"""Turns that fail while others are unfinished: whose error it is, and what is left."""
+"""Turns that fail while others are unfinished: the job that gets the error, and the state after
+it."""
 
 import errno
 import gc
@@ -28,7 +29,7 @@ from tests.lib.turns import (
 
 
 def failing(service, error):
-    """Let the results of passes over :data:`BAD` raise ``error``, when the device is done."""
+    """Let the results of passes over :data:`BAD` raise ``error`` when the device is done."""
     session = service.session
     queue = session.queue_pass
 
@@ -47,7 +48,7 @@ BAD = ("forward_backward", texts([49, 49, 49]))
 
 
 def test_a_turn_that_cannot_be_finished_ends_the_service_whoever_is_next(tmp_path):
-    """Also if that job is to be saved, which waits for the turns of others."""
+    """This also holds if that job is to be saved, which waits for the turns of others."""
     words = [*RESIDENT, "jobs.save_interval=3"]
     with suppress(TypeError), slow(tmp_path, *words) as (service, _):
         names = [new(service, seed) for seed in range(2)]
@@ -72,7 +73,7 @@ def test_a_turn_that_cannot_be_finished_ends_the_service_whoever_is_next(tmp_pat
 
 
 def test_turns_behind_one_that_failed_are_not_answered(tmp_path, monkeypatch):
-    """Least of all under its number: also if the disk has room again."""
+    """No answer gets its number, even if the disk has room again."""
     answer, failed = Job.answer, []
 
     def full_once(job, number, given):
@@ -194,7 +195,7 @@ def test_a_sampler_for_which_the_disk_has_no_room_costs_its_run_nothing(tmp_path
 
 @pytest.mark.parametrize("words", [TENANTS, RESIDENT], ids=["together", "alone"])
 def test_a_pass_that_fails_leaves_no_memory_to_the_collector(tmp_path, words):
-    """Which would come a minute later: a device that was full would be until then."""
+    """The collector would free it a minute later, and a full device would stay full until then."""
     made = []
 
     def fail(batches, loss):

@@ -23,7 +23,7 @@ def op_on_cpu(monkeypatch):
 
 
 def packed(*cuts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions and document ends of two rows cut at ``cuts``."""
+    """Return positions and document ends of two rows cut at ``cuts``."""
     ends = sorted({0, *cuts, SEQ_LEN, BATCH * SEQ_LEN})
     positions = [torch.arange(j - i) for i, j in itertools.pairwise(ends)]
     return torch.cat(positions).view(BATCH, SEQ_LEN), torch.tensor(ends, dtype=torch.int32)
@@ -71,7 +71,7 @@ def test_sinks_are_a_part_of_every_backends_softmax(op_on_cpu, backend, rows, wi
     for run_with in (by_hand, attention_with_sinks):
         seen = AttentionMask.of(positions_BS, backend="reference", **sizes)
         inputs = [*qkv(), torch.linspace(-3, 4, HEADS).requires_grad_()]
-        if backend == "flex":  # which has no backward on a CPU
+        if backend == "flex":  # it has no backward on a CPU
             inputs = [x.detach() for x in inputs]
         out = run_with(*inputs[:3], seen if run_with is by_hand else mask, inputs[3])
         results.append([out])
@@ -82,12 +82,12 @@ def test_sinks_are_a_part_of_every_backends_softmax(op_on_cpu, backend, rows, wi
 
 
 PARTS = (0, 1, 20, 25, 57, 70, BATCH * SEQ_LEN)
-"""Where tokens are cut: in documents, between them, after one token, and across rows."""
+"""Cuts of the tokens: within documents, between them, after one token, and across rows."""
 
 
 def run_parts(mask, inputs, sinks=(), *, before=None, differentiates=True):
-    """The result of attention part by part, each over the keys of all tokens, or where it has a
-    window over those that it sees; and gradients."""
+    """Return attention part by part and its gradients; keys are all tokens, or those in a
+    window."""
     q, k, v = (x.flatten(0, 1)[None] for x in inputs)
     run_with = attention_with_sinks if sinks else attention
     found = []
@@ -118,7 +118,7 @@ def test_parts_of_the_tokens_see_what_they_see_in_the_whole(
     sinks = (torch.linspace(-3, 4, HEADS).requires_grad_(),) * has_sinks
     out = (attention_with_sinks if has_sinks else attention)(*inputs, whole, *sinks)
     expected = [out, *torch.autograd.grad(out.square().sum(), [*inputs, *sinks])]
-    if backend == "flex":  # which has no backward on a CPU
+    if backend == "flex":  # it has no backward on a CPU
         inputs = [x.detach() for x in inputs]
         sinks = tuple(x.detach() for x in sinks)
     for before in {None, None if window is None else window - 1}:
@@ -149,7 +149,7 @@ def test_parts_on_a_gpu_match_the_reference(backend, window, has_sinks):
 
 
 def by_hand(q_BSHd, k_BSGd, v_BSGd, mask, sinks_H):
-    """The sink is a key of its own, whose value is 0."""
+    """Compute attention in which the sink is an extra key with value 0."""
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, 2) for x in (k_BSGd, v_BSGd))
     scores = torch.einsum("bqhd,bkhd->bhqk", q_BSHd, k) * WIDTH**-0.5
     scores = scores.masked_fill(~mask.dense_BSS, float("-inf"))

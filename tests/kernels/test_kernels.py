@@ -1,6 +1,7 @@
-"""Every kernel keeps its spec: values, gradients, reproducibility, compilability, errors.
+"""Every kernel keeps the promises of its spec: values, gradients, reproducibility, compilability,
+errors.
 
-The specs hold the sizes and tolerances; nothing here knows a kernel. On a CPU the fast paths run in
+The specs hold the sizes and tolerances; this file knows no kernel. On a CPU the fast paths run in
 Triton's interpreter (tests/conftest.py); the tests marked ``gpu`` walk the same specs compiled.
 """
 
@@ -37,9 +38,9 @@ from tests.lib.specs.spec import (
     with_grad,
 )
 
-# Files of moetrain/kernels without an op of their own: what kernels share, wrappers of torch's and
-# cuDNN's operators, parts of other files' kernels, and what generation alone uses, neither
-# differentiated nor compiled (tests/generate/test_batch_invariant.py).
+# Files of moetrain/kernels without their own op: shared parts of kernels, wrappers of torch's and
+# cuDNN's operators, parts of other files' kernels, and kernels of generation alone, which are
+# neither differentiated nor compiled (tests/generate/test_batch_invariant.py).
 NOT_KERNELS = {
     "moetrain.kernels.attention.batch_invariant",
     "moetrain.kernels.attention.cudnn",
@@ -89,7 +90,7 @@ every_case = pytest.mark.parametrize(
 
 
 def dtypes(spec: KernelSpec, device: str) -> list[torch.dtype]:
-    """What the fast path takes there; the first is the usual one."""
+    """Return the dtypes of the fast path there; the first is the usual one."""
     return [x for x in spec.tolerance if device == "cpu" or x not in spec.cpu_dtypes]
 
 
@@ -111,7 +112,8 @@ def test_matches_the_float64_reference(spec, case, dtype, device):
 @devices
 @specs
 def test_a_rerun_is_bitwise_equal(spec, device):
-    for case in spec.cases[: 1 if device == "cpu" else 3]:  # an interpreter does as it did
+    # An interpreter runs like the first time.
+    for case in spec.cases[: 1 if device == "cpu" else 3]:
         assert rerun_differences(spec, make(spec, case, device)) == [], case
 
 
@@ -120,7 +122,7 @@ def test_a_rerun_is_bitwise_equal(spec, device):
 def test_compiles_without_graph_breaks(spec, device):
     if not spec.ops:
         pytest.skip("is a part of an op")
-    # One wrapper of torch's stands for every kernel, and it compiles one function 8 times at most.
+    # One wrapper of torch's stands for every kernel, and it compiles one function at most 8 times.
     torch.compiler.reset()
     compiled = torch.compile(spec.fast, fullgraph=True, backend="aot_eager")
     inputs = make(spec, spec.cases[0], device)
@@ -145,7 +147,7 @@ def test_takes_expanded_and_missing_gradients(spec, device):
 
 
 class Zeros(TorchDispatchMode):
-    """Keeps the shapes of zeros that are made."""
+    """Records the shapes of new zeros."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +177,7 @@ class GivesNone(torch.autograd.Function):
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("spec", SAVING, ids=lambda spec: spec.name)
 def test_what_is_kept_for_a_backward_gets_no_gradient(spec, how, device):
-    """No zeros of its size; and the backward, where nothing comes back, gives nothing."""
+    """No zeros of its size are made; the backward returns None where no gradient arrives."""
 
     def run(has_gradient, **leaves):
         y, *_ = as_tuple(spec.fast(**leaves))
@@ -195,7 +197,7 @@ def test_what_is_kept_for_a_backward_gets_no_gradient(spec, how, device):
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the arguments of the first call of each wanted op."""
+    """Records the arguments of the first call of each wanted op."""
 
     def __init__(self, ops):
         super().__init__()
@@ -281,7 +283,7 @@ def test_every_custom_op_is_in_a_spec():
     wrapped = {"moetrain::grouped_mm", "moetrain::grouped_outer"}  # torch's, checked below
     ranked = ("start_copies", "expert_mlp_copied", "expert_mlp_copied_backward", "fetch_copies")
     ranked += ("deepep_dispatch", "deepep_combine", "deepep_combine_backward")
-    # These take several ranks: tests/parallel/expert has test_redundant_experts.py, test_deepep.py.
+    # These need several ranks: tests/parallel/expert has test_redundant_experts.py, test_deepep.py.
     wrapped |= {f"moetrain::{name}" for name in (*ranked, "give_back_gradients")}
     assert defined - wrapped == {op._opoverload.name() for spec in SPECS for op in spec.ops}
 
@@ -289,7 +291,7 @@ def test_every_custom_op_is_in_a_spec():
 @devices
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_keep_no_row_of_a_token(name, device):
-    """But pre-activations, and what is as narrow as an adapter: memory's estimate says so too."""
+    """Only pre-activations and adapter-wide rows are kept, as the memory estimate says."""
     (spec,) = (spec for spec in SPECS if spec.name == name)
     case = {"T": 9, "K": 2, "E": 2, "D": 64, "F": 16, "r": 16}
     kept = []
@@ -302,7 +304,7 @@ def test_experts_keep_no_row_of_a_token(name, device):
 @devices
 @pytest.mark.parametrize("name", EXPERTS)
 def test_room_that_no_row_takes_is_not_read(name, device):
-    """Deterministic mode fills what nobody has written with NaN."""
+    """Deterministic mode fills uninitialised memory with NaN."""
     (spec,) = (spec for spec in SPECS if spec.name == name)
     case = {"T": 9, "K": 2, "E": 3, "D": 16, "F": 16, "r": 16, "empty": 0.5, "rows": 17}
     inputs = make(spec, case, device)
@@ -325,10 +327,11 @@ def test_grouped_products_keep_the_rules_of_custom_ops():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("widths", [(10, 12), (8, 9), (1, 16)])
 def test_grouped_products_on_a_cpu_take_any_width(dtype, widths):
-    """torch's grouped product reads rows in 16 bytes alone; others are multiplied by group."""
+    """torch's grouped product reads rows in units of 16 bytes; other widths are multiplied per
+    group."""
     inner, outer = widths
     ends = torch.tensor([2, 2, 7], dtype=torch.int32)
-    a = torch.randn(8, inner, dtype=dtype, requires_grad=True)  # the last row is of no group
+    a = torch.randn(8, inner, dtype=dtype, requires_grad=True)  # the last row is in no group
     b = torch.randn(3, outer, inner, dtype=dtype, requires_grad=True)
     g = torch.randn(8, outer, dtype=dtype)
     y, grads = [], []
@@ -372,7 +375,7 @@ def test_the_sum_of_one_chunk_is_a_cast(device):
     chunk_N = torch.randn(3001, device=device)
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         out_N = torch.empty(3001, dtype=dtype, device=device)
-        # Plain torch on a CPU: Triton's interpreter cuts off what rounds to bf16.
+        # This is plain torch on a CPU: Triton's interpreter truncates where a GPU rounds to bf16.
         assert torch.equal(sum_chunks(chunk_N[None], out_N=out_N), chunk_N.to(dtype))
     with pytest.raises(ValueError, match=r"contiguous \[3001\] of float32 or bfloat16"):
         sum_chunks(chunk_N[None], out_N=out_N, accumulate=True)
@@ -381,7 +384,7 @@ def test_the_sum_of_one_chunk_is_a_cast(device):
 @devices
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_sum_kept_in_bf16_is_rounded_once(dtype, device):
-    """To nearest, of all that is added up in fp32; squares are of what is stored."""
+    """The fp32 sum is rounded to nearest; squares are those of the stored value."""
     chunks_RN = torch.randn(3, 3001, device=device).to(dtype)
     before_N = torch.randn(3001, device=device).bfloat16()
     for accumulate in (False, True):
@@ -391,14 +394,14 @@ def test_a_sum_kept_in_bf16_is_rounded_once(dtype, device):
         sum_chunks(chunks_RN, out_N, accumulate, squares_B=squares_B)
         assert torch.equal(out_N, wide_N.bfloat16())
         torch.testing.assert_close(squares_B, block_squares(out_N), rtol=1e-6, atol=0)
-        # The interpreter cuts off what rounds to bf16; squares it has of that.
+        # The interpreter truncates to bf16; its squares are of that.
         sum_chunks(chunks_RN, kernel_N, accumulate, "triton", squares_B)
         assert ((kernel_N - wide_N).abs() <= 2**-7 * wide_N.abs()).all()
         torch.testing.assert_close(squares_B, block_squares(kernel_N), rtol=1e-6, atol=0)
 
 
 class Ops(TorchDispatchMode):
-    """Notes the names of ops."""
+    """Records the names of ops."""
 
     def __init__(self):
         super().__init__()

@@ -144,7 +144,7 @@ def learn_all(runs, base=BASE):
     """Run :func:`learn` for every run on this rank."""
     answers = {}
     with pytest.MonkeyPatch.context() as patch:
-        # registered here, so that it is restored at the end
+        # The attribute is registered here, so that it is restored at the end.
         patch.setattr(apply, "compile_blocks", None)
         for name, words in runs.items():
             torch.compiler.reset()

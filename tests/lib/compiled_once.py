@@ -29,7 +29,7 @@ def _recomputed(x: torch.Tensor) -> torch.Tensor:
 torch.compile(_recomputed, backend="aot_eager", fullgraph=True)(torch.ones(3, 2)).sum().backward()
 _MODEL = Transformer(make_architecture(**TINY_MOE, num_layers=1))
 _MODEL.init_weights(std=0.1, seed=0)
-# reset to these values at the end
+# The earlier values are restored at the end.
 with config.patch(do_not_emit_runtime_asserts=False, recompile_limit=8):
     compile_blocks(_MODEL, "aot_eager")
     _MODEL.backbone(Inputs(torch.zeros(2, 3, dtype=torch.long)))[0].sum().backward()

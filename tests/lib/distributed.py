@@ -39,7 +39,7 @@ PRELOAD = [
     "torch.nn.attention.flex_attention",
     "moetrain.rl.loop",
 ]
-# with CUDA, a backward starts threads for GPUs, and a process with threads must not be forked
+# With CUDA, a backward starts threads for GPUs, and a process with threads must not be forked.
 if torch.version.cuda is None:
     PRELOAD += ["torch._inductor.compile_fx"]
     PRELOAD += ["tests.lib.compiled_once", "tests.lib.quick_interpreter"]

@@ -62,7 +62,7 @@ FLEX_OLMO = {
 }
 MINIMAX = {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 6}
 LINEAR = {
-    # the normalised result is near zero where queries are nearly orthogonal to their keys
+    # The normalised result is near zero where queries are nearly orthogonal to their keys.
     "rms_norm_eps": 0.01,
     "head_dim": 16,
     "num_hidden_layers": 4,

@@ -169,7 +169,7 @@ def compiled_for(item):
 
 def run_layouts(runs):
     """Call ``run`` for every layout on this rank; rank 0 returns the answers."""
-    # all layouts share the groups of a partition of the ranks
+    # All layouts share the groups of a partition of the ranks.
     mesh._Groups = functools.cache(mesh._Groups)
     answers = {}
     for _, alike in itertools.groupby(sorted(runs.items(), key=compiled_for), key=compiled_for):

@@ -27,7 +27,7 @@ def make(kind, folder, family="qwen3_moe", **changes):
     torch.manual_seed(0)
     own = {"pad_token_id": EOS, "eos_token_id": EOS, "bos_token_id": None, **changes}
     config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **own})
-    # other implementations lack fp64
+    # Other implementations lack fp64.
     model = kind.from_config(config, experts_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -73,7 +73,7 @@ class _Mark:
         return self.computed.is_set()
 
     def read(self):
-        # a wait in the main thread computes now
+        # A wait in the main thread computes now.
         if threading.current_thread() is threading.main_thread():
             self.computed.set()
         assert self.computed.wait(60)

@@ -1,4 +1,4 @@
-"""Advantages against their formulas, and who is left out of them."""
+"""Advantages equal their formulas, and failed trajectories are left out."""
 
 import math
 import statistics
@@ -15,7 +15,7 @@ REWARDS = [[0.5, 1.5, -0.25], [2.0, 7.0], [1.0, 0.0, 0.0, 0.25]]
 
 
 def ended(group, reward, **how):
-    """A trajectory that is over."""
+    """Return a finished trajectory."""
     return Trajectory(group, 0, 0, 0, 1.0, reward=reward, **how)
 
 
@@ -53,7 +53,7 @@ def test_each_is_its_formula(name, expected):
     assert found.values == pytest.approx(expected, rel=1e-12, abs=1e-15)
     assert found.spread == pytest.approx(statistics.stdev(expected), rel=1e-12)
     assert not found.left_out
-    # The order in which trajectories come, over ranks or within one, changes nothing.
+    # The order of trajectories, over ranks or within one, does not matter.
     order = np.random.default_rng(0).permutation(len(OUTCOMES))
     shuffled = values_of([OUTCOMES[i] for i in order], advantage=name)
     assert shuffled == pytest.approx([expected[i] for i in order], rel=1e-12, abs=1e-15)
@@ -100,7 +100,7 @@ def test_a_group_that_tells_nothing_is_counted_and_changes_nothing(name):
 def test_nothing_at_all_to_learn():
     found = advantages([ended(0, 1.0), ended(0, 1.0)], RlSection(advantage="reinforce_pp"))
     assert found.values == [0.0, 0.0]
-    # Of which the mean is another in its last bit.
+    # The last bit of their mean differs.
     found = advantages([ended(i, 0.1) for i in range(7)], RlSection(advantage="reinforce_pp"))
     assert found.values == pytest.approx([0.0] * 7, abs=1e-15)
     assert advantages([], RlSection()).values == []

@@ -1,4 +1,4 @@
-"""Token statistics and policy losses against formulas written plainly here, in fp64.
+"""Token statistics and policy losses equal plain formulas in fp64.
 
 The references walk samples and tokens one by one and know nothing of rows, masks or shards.
 """
@@ -55,7 +55,7 @@ def test_token_stats_are_a_softmaxs(temperature):
     entropy = -(p * p.log()).sum(-1) * (targets >= 0)
     close(-found.loss_T, logprob)
     close(found.entropy_T, entropy)
-    for _ in range(2):  # the first backward leaves what is saved as it was
+    for _ in range(2):  # the first backward leaves the saved tensors unchanged
         for x in mine:
             x.grad = None
         (slopes[1] * found.entropy_T - slopes[0] * found.loss_T).sum().backward(retain_graph=True)
@@ -81,9 +81,10 @@ def test_the_fast_kernel_has_the_same_token_stats():
 
 
 def make_case(seed=0):
-    """Samples; hidden states, the trainer's and a reference's log-probabilities of each; a head.
+    """Return samples; hidden states, the trainer's and a reference's log-probabilities of each; a
+    head.
 
-    Probabilities are near enough to each other for some ratios to be clipped, and some not.
+    Probabilities are so near to each other that some ratios are clipped, and some are not.
     """
     samples = make_samples(*LENGTHS, vocabulary=VOCABULARY)
     per_token = np.linspace(-1, 2, LENGTHS[3], dtype=np.float32)
@@ -109,7 +110,7 @@ def make_case(seed=0):
 def test_a_token_that_does_not_count_has_no_gradient_from_its_teacher():
     logits = torch.tensor([[900.0, 1.0], [0.5, 0.0]]).requires_grad_()
     counts = torch.tensor([False, True])
-    lse = torch.tensor([0.0, 1.5])  # as of a token without a target
+    lse = torch.tensor([0.0, 1.5])  # like a token without a target
     kl = kl_of_likeliest(logits, lse, torch.tensor([[-1.0, -2.0]] * 2), counts)
     kl.sum().backward()
     assert kl[0] == 0
@@ -242,7 +243,7 @@ def test_probabilities_worlds_apart_stay_finite():
         settings = RlSection(**choice)
         mine = [leaf(h) for h in hiddens]
         batches = pack(samples, 13, 2)
-        # Masked, everything would be gone.
+        # With a mask, everything would be dropped.
         batches = [
             b._replace(proximal_BS=p.float(), reference_BS=p.float(), weights_BS=p.exp().float())
             for b, p in zip(batches, in_rows(batches, proximals), strict=True)

@@ -1,7 +1,7 @@
-"""The coefficient of the routers' load-balancing loss, and the log line that says where it is from.
+"""The coefficient of the routers' load-balancing loss, and the log line that names its source.
 
-A gradient norm with the right coefficient is that of transformers' own model, which adds the loss
-where its config.json says ``output_router_logits`` and nowhere else.
+With the right coefficient the gradient norm equals that of transformers' own model, which adds the
+loss only if config.json sets ``output_router_logits``.
 """
 
 import functools
@@ -22,7 +22,7 @@ from moetrain.train.session import resolve_run
 from tests.lib.engines import make_batches, make_engine
 from tests.lib.rl_runs import config_of as rl_config_of
 
-COEFFICIENT = 0.9  # that of gpt-oss-20b's file
+COEFFICIENT = 0.9  # from the file of gpt-oss-20b
 SIZES = {
     "vocab_size": 257,
     "hidden_size": 16,
@@ -68,7 +68,7 @@ def theirs_of(family, flag):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """``saved(family, flag)``: the folder of a model of transformers."""
+    """Return ``saved(family, flag)``: the folder of a model of transformers."""
 
     @functools.cache
     def save(family, flag):
@@ -80,7 +80,7 @@ def saved(tmp_path_factory):
 
 
 def their_norm(theirs, batch):
-    """The norm of transformers' own gradient, of the loss that it computes by its own config."""
+    """Return the norm of transformers' own gradient, for the loss of its own config."""
     theirs.zero_grad(set_to_none=True)
     tokens_BS, labels_BS = batch.tokens_BS, batch.targets_BS
     theirs(tokens_BS, labels=tokens_BS, shift_labels=labels_BS, use_cache=False).loss.backward()
@@ -156,7 +156,7 @@ def test_each_run_says_the_coefficient_in_one_line(saved, tmp_path, monkeypatch)
 
 
 def test_a_checkpoint_is_of_the_same_model_whatever_its_files_ask_for():
-    """So that runs and jobs of versions that did not note it go on, and exports keep the file."""
+    """Runs and jobs of versions without the note therefore resume, and exports keep the file."""
     sizes = {**SIZES, "model_type": "qwen3_moe", "num_experts": 4}
     asks = architecture_from_hf(sizes | {"output_router_logits": True})
     silent = architecture_from_hf(sizes)

@@ -1,4 +1,4 @@
-"""What lives between forward and backward: activations by policy and name, gathered parameters."""
+"""Memory between forward and backward: activations by policy and name, gathered parameters."""
 
 import gc
 import subprocess
@@ -88,12 +88,12 @@ class Watch(TorchDispatchMode):
         return out
 
     def alive(self):
-        """Bytes of those that something still holds."""
+        """Return the bytes of storages that are still alive."""
         return sum(size for storage, size in self.sizes.items() if not storage.expired())
 
 
 def kept_eager(activation):
-    """Bytes that live between a forward and its backward."""
+    """Return the bytes that live between a forward and its backward."""
     model, _ = fresh(activation, compiled=False)
     with Watch() as watch:
         answer = model.backbone(batch(0))
@@ -103,7 +103,8 @@ def kept_eager(activation):
 
 
 def kept_compiled(activation):
-    """The same by what the blocks' graphs saved; no op inside them can be watched."""
+    """Return these bytes from the tensors saved by the graphs; ops inside them cannot be
+    watched."""
     model, _ = fresh(activation, compiled=True)
     sizes = {}
 
@@ -154,7 +155,7 @@ def test_the_backward_repeats_what_was_not_kept(policy):
 def test_every_name_stands_for_ops_that_exist():
     known = set(torch._C._dispatch_get_all_op_names()) | {"flex_attention"}
     routing = backend.saved_ops([])
-    of_copies = {"moetrain::assign_places"}  # there once a test of expert parallelism imported it
+    of_copies = {"moetrain::assign_places"}  # present once a test of expert parallelism imported it
     assert routing - of_copies == {
         "moetrain::router_topk",
         "moetrain::expert_indices",
@@ -163,7 +164,7 @@ def test_every_name_stands_for_ops_that_exist():
     groups = {name: backend.saved_ops([name]) - routing for name in get_args(SavedName)}
     assert all(groups.values())
     assert backend.saved_ops(groups) == routing.union(*groups.values()) <= known
-    assert sum(map(len, groups.values())) == len(set().union(*groups.values()))  # each in one
+    assert sum(map(len, groups.values())) == len(set().union(*groups.values()))  # each in one group
     with pytest.raises(KeyError, match="mlp"):
         backend.worth_saving("mlp", torch.ops.aten.mm.default)  # pyright: ignore
 
@@ -186,7 +187,7 @@ def test_an_op_that_joins_a_group_late_is_kept(monkeypatch):
 
 @pytest.mark.tier("wide")
 def test_a_group_has_ops_once_what_runs_them_is_imported():
-    """No token can travel before."""
+    """No token can travel before that import."""
     program = """
 from moetrain.runtime.backend import saved_ops
 import moetrain.models
@@ -212,7 +213,7 @@ def test_names_are_read_from_words():
 
 
 def train(words, steps=1):
-    """A trainer after some steps on this rank."""
+    """Return a trainer after some steps on this rank."""
     if not torch.cuda.is_available():
         compile_by_turns(words, turn=0)
     trainer = Trainer(Config.load(None, words, environ={}))
@@ -222,7 +223,7 @@ def train(words, steps=1):
 
 
 def count_exchanges(words):
-    """How often rows or counts travelled between ranks in one step."""
+    """Return how often rows or counts travelled between ranks in one step."""
     exchange = Mock(wraps=dispatch.all_to_all_single)
     with patch.object(dispatch, "all_to_all_single", exchange):
         train(words)
@@ -250,9 +251,9 @@ def test_recomputation_sends_no_token_twice(tiny_words):
 
 
 def watch_reshard(words):
-    """Which blocks are unsharded, after the forward and whenever a block is reduced.
+    """Return the unsharded blocks after the forward and whenever a block is reduced.
 
-    And how many pieces of memory all blocks lie in, and the gradients' norm.
+    Also return the number of memory pieces of all blocks, and the gradients' norm.
     """
     trainer = train(words, steps=0)
     sharding = trainer.engine.fsdp
@@ -289,7 +290,7 @@ def watch_all_reshards(runs):
 def test_parameters_are_away_between_forward_and_backward(tiny_words):
     stays = [*tiny_words, "model.num_layers=4"]
     words = [*stays, "parallel.reshard_after_forward=yes"]
-    bf16 = "train.dtype=bfloat16"  # in fp32, local experts are used as they are
+    bf16 = "train.dtype=bfloat16"  # in fp32, local experts are used in place
     runs = {
         "stays": [*stays, "parallel.dp_shard=2"],
         "dp": [*words, "parallel.dp_shard=2"],
@@ -304,7 +305,7 @@ def test_parameters_are_away_between_forward_and_backward(tiny_words):
     assert places == 4
     for name, (seen, places, same_norm) in answers.items():
         assert same_norm == pytest.approx(norm, rel=0.02 if bf16 in runs[name] else 1e-5), name
-        # A block's own, and those of the next under way.
+        # These are a block's own parameters, and the next block's in flight.
         assert seen == [(0, [3, 4]), (4, [3, 4]), (3, [2, 3]), (2, [1, 2]), (1, [1, 2])], name
         assert places == 2, name
 
@@ -324,7 +325,7 @@ GPU = MOE.model_copy(
 
 
 def gpu_step(policy, attention, compiled, count):
-    """Gradients of a GPU model's blocks under ``policy``, and the bytes that its forward left."""
+    """Return a GPU model's gradients under ``policy``, and the bytes that its forward left."""
     model = Transformer(GPU, kernels=KernelsSection(attention=attention), moe=MoeSection())
     model.init_weights(std=0.02, seed=0)
     model.cuda().compute_dtype = torch.bfloat16
@@ -335,7 +336,7 @@ def gpu_step(policy, attention, compiled, count):
     tokens_BS = torch.randint(0, GPU.vocab_size, (2, 512), generator=generator).cuda()
     model.backbone(Inputs(tokens_BS))[0].sum().backward()  # compiles and tunes
     model.zero_grad()
-    gc.collect()  # what is garbage now may be collected in the forward
+    gc.collect()  # so that no earlier garbage is collected in the forward
     before = torch.cuda.memory_allocated()
     hidden_BSD, _ = model.backbone(Inputs(tokens_BS))
     kept = torch.cuda.memory_allocated() - before
@@ -349,10 +350,10 @@ def gpu_step(policy, attention, compiled, count):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("attention", ["sdpa", "cudnn", "flex"])
 def test_policies_on_a_gpu(attention, compiled):
-    """Triton kernels and the attention ops that only a GPU has: gradients, memory, repeated ops."""
+    """Triton kernels and GPU attention ops: gradients, memory, repeated ops."""
     if attention == "cudnn" and not cudnn_attention.runs(torch.device("cuda"), torch.bfloat16):
         pytest.skip("needs nvidia-cudnn-frontend")
-    # Ops inside a graph cannot be counted, and FlexAttention is always one.
+    # Ops inside a graph cannot be counted, and FlexAttention is always a graph.
     counted = not compiled and attention != "flex"
     gradients, kept = {}, {}
     for policy in ("none", "selective", "full"):

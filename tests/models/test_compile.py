@@ -1,4 +1,4 @@
-"""Compiled blocks: one graph each, compiled once for all layers, steps, routings and packings."""
+"""Compiled blocks: one graph each, for all layers, steps, routings and packings."""
 
 import tomllib
 from pathlib import Path
@@ -38,7 +38,7 @@ def fresh_compiler():
 
 
 def train_step(model: Transformer, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One forward, backward and update; the loss and the expert counts."""
+    """Run one forward, backward and update; return the loss and the expert counts."""
     hidden_BSD, routing = model.backbone(batch(step))
     assert routing is not None
     loss = hidden_BSD.float().square().mean() + load_balancing_loss(
@@ -110,7 +110,7 @@ def test_variants_compile_once(name, backend):
 
 @pytest.mark.tier("long")
 def test_a_process_may_build_many_models():
-    """Their blocks share the code, and each shape is compiled for itself."""
+    """Their blocks share the code, and each shape is compiled separately."""
     for width in range(8, 80, 8):  # nine, one more than torch's own limit
         sizes = {"moe_intermediate_size": width, "num_layers": 1}
         model = fresh_model(MOE.model_copy(update=sizes))
@@ -186,7 +186,7 @@ def test_inductor_gives_the_losses_of_eager():
 
 @pytest.mark.tier("long")
 def test_what_was_compiled_is_found_again_unless_the_source_is_another(monkeypatch):
-    """With two norms, whose backwards are an op of ours and a function's."""
+    """With two norms, the backward is an op of ours in one and a function in the other."""
 
     def gradients():
         torch._dynamo.reset()
@@ -213,7 +213,7 @@ def test_what_was_compiled_is_found_again_unless_the_source_is_another(monkeypat
 
 
 def test_few_rows_and_many_compile_once():
-    """Which kernel generation takes for few rows is nothing that training is compiled for."""
+    """Generation's choice of a kernel for few rows is not compiled into training."""
     layer = Linear(16, 16)
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(lambda x: linears(x, [layer])[0], backend=counter, dynamic=True)

@@ -1,4 +1,5 @@
-"""Models against transformers (logits, loss, every gradient), formulas, packing, initial values."""
+"""Models compared with transformers (logits, loss, every gradient), formulas, packing, initial
+values."""
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ VARIANTS = {
 
 
 def random_reference(case: str) -> torch.nn.Module:
-    """transformers' own model of ``case`` with random weights, norms and biases."""
+    """Return transformers' own model of ``case`` with random weights, norms and biases."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case]})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
@@ -85,7 +86,8 @@ def random_reference(case: str) -> torch.nn.Module:
 
 
 def our_loss(model: Transformer, tokens_BS: torch.Tensor) -> torch.Tensor:
-    """Mean next-token loss plus the weighted load-balancing loss: what transformers reports."""
+    """Return the mean next-token loss plus the weighted load-balancing loss, as transformers
+    reports."""
     hidden_BSD, routing = model.backbone(Inputs(tokens_BS))
     losses = linear_cross_entropy(
         hidden_BSD[:, :-1].flatten(0, 1), model.head_weight, tokens_BS[:, 1:].flatten()
@@ -176,7 +178,7 @@ def test_flop_formula_counts_the_built_model(name):
     assert attention == arch.num_layers * 4 * seq_len**2 * arch.num_heads * arch.head_dim
     forward = sum(counts.values()) + expert_flops + attention / 2
     assert 3 * forward == pytest.approx(arch.flops_per_token(seq_len) * seq_len, rel=1e-12)
-    # Frozen matrices multiply twice; the formula counts norms and biases, 1 % of these, among them.
+    # Frozen matrices multiply twice; the formula includes norms and biases, 1 % of these.
     frozen = 2 * (forward - attention / 2) + 3 * attention / 2
     found = arch.flops_per_token(seq_len, is_frozen=True) * seq_len
     assert found == pytest.approx(frozen, rel=0.02)

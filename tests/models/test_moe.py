@@ -1,4 +1,4 @@
-"""The MoE layer against a dumb loop over experts, dispatch, balancing rules, recomputation."""
+"""The MoE layer compared with a plain loop over experts; dispatch, balancing, recomputation."""
 
 from typing import Any
 
@@ -53,13 +53,13 @@ def random_layer(arch: Architecture = ARCH, **settings) -> MoE:
 
 
 def context(is_pad_BS: torch.Tensor | None = None) -> Context:
-    """What the layer alone looks at."""
+    """Return the inputs that the layer alone reads."""
     nothing: Any = None
     return Context(nothing, nothing, is_pad_BS=is_pad_BS)
 
 
 def dumb_moe(layer: MoE, x_TD: torch.Tensor, arch: Architecture) -> torch.Tensor:
-    """Every token through every expert, one at a time, weighted by 0 where it was not chosen."""
+    """Send every token through every expert, one at a time, with weight 0 unless chosen."""
     probs_TE = (x_TD @ layer.router.weight.T).softmax(-1)
     weights_TK, ids_TK = probs_TE.topk(arch.num_experts_per_token)
     if arch.norm_topk_prob:
@@ -140,7 +140,7 @@ def test_router_is_fp32_under_bf16_activations():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_router_logits_of_bf16_lose_nothing(device):
-    """What comes out in fp32 is right to fp32's precision, although bf16 is multiplied."""
+    """Logits have fp32's precision, although the product's inputs are bf16."""
     generator = torch.Generator().manual_seed(0)
     x_TD, weight_ED, slope_TE = (
         torch.randn(shape, generator=generator).to(device)
@@ -175,7 +175,8 @@ DOCUMENTS = ((5, 3), (8,))  # rows of documents
 
 
 def packed(pads=None) -> tuple[torch.Tensor, ...]:
-    """Tokens, positions and padding [B, S] of DOCUMENTS with ``pads[row]`` behind each document."""
+    """Return tokens, positions and padding [B, S] of DOCUMENTS with ``pads[row]`` after each
+    document."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for lengths, behind in zip(DOCUMENTS, pads or [[0] * len(d) for d in DOCUMENTS], strict=True):
@@ -194,7 +195,7 @@ def packed(pads=None) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("pads", [((3, 0), (3,)), ((1, 2), (3,)), ((0, 3), (3,))])
 def test_pads_change_nothing(pads, backend):
-    """Outputs, statistics and every gradient are those of the same documents without pads."""
+    """Outputs, statistics and every gradient equal those of the same documents without pads."""
     results = []
     for tokens_BS, positions_BS, is_pad_BS in (packed(), packed(pads)):
         model = Transformer(ARCH, kernels=KernelsSection(backend=backend))
@@ -207,15 +208,16 @@ def test_pads_change_nothing(pads, backend):
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         results.append((hidden_TD, routing[:5], gradients))
     assert (results[0][1][4], results[1][1][4]) == (16, 16)
-    # By each tensor's norm: single elements may be small differences of large numbers, and what a
-    # product rounds them to depends on its number of rows (2.9e-5 of one of 640, on one CPU).
+    # The error is relative to each tensor's norm: single elements may be small differences of large
+    # values, and a product's rounding depends on its number of rows (2.9e-5 of one of 640, on one
+    # CPU).
     for got, want in zip(map(tensors_of, results[1]), map(tensors_of, results[0]), strict=True):
         for x, y in zip(got, want, strict=True):
             assert (x.double() - y.double()).norm() <= 5e-6 * y.double().norm()
 
 
 def tensors_of(result) -> list[torch.Tensor]:
-    """A tensor, a tuple of tensors or a dict of them, as a list."""
+    """Return a tensor, a tuple of tensors or a dict of them as a list."""
     if isinstance(result, dict):
         return [result[name] for name in sorted(result)]
     return list(result) if isinstance(result, tuple) else [result]
@@ -321,9 +323,9 @@ def test_tokens_are_sent_again_where_they_were_sent():
     again_BSD, again = model.backbone(Inputs(tokens_BS, routes_BSLK=routes_BSLK))
     torch.testing.assert_close(again_BSD, hidden_BSD)
     assert torch.equal(again.counts_LE, stats.counts_LE)
-    # Elsewhere than the router would: by weights that follow its scores, and have gradients.
+    # The route differs from the router's choice; weights follow its scores, and have gradients.
     moved_BSLK = (routes_BSLK + 1) % ARCH.num_experts
-    moved_BSLK[1, 5:] = -1  # as the router chooses
+    moved_BSLK[1, 5:] = -1  # the router chooses here
     chosen.clear()
     moved_BSD, stats = model.backbone(Inputs(tokens_BS, routes_BSLK=moved_BSLK))
     moved_BSD.square().sum().backward()
@@ -357,7 +359,7 @@ def test_bias_updates_even_out_the_load():
     for _ in range(500):
         update_router_bias(router, router(x_TD).counts_E[None], rate=0.002)
     after = router(x_TD).counts_E
-    assert before.max() > 300  # of 200 on average
+    assert before.max() > 300  # 200 on average
     assert after.max() < 230
 
 
@@ -429,7 +431,7 @@ def test_unhealthy_routing_is_said_once_and_only_if_it_lasts():
     assert said == [[]] * UNHEALTHY_LOGS
     said = [watch.update(routing_of(ill, 40)) for _ in range(UNHEALTHY_LOGS)]
     assert said[:-1] == [[]] * (UNHEALTHY_LOGS - 1)
-    (dead,) = said[-1]  # 40 tokens are twice an expert's share, and no more
+    (dead,) = said[-1]  # 40 tokens are twice an expert's share, not more
     assert "2 of 8 experts got no token" in dead
     assert "layers 4" in dead
     assert "moe.aux_loss_coef" in dead
@@ -466,13 +468,13 @@ def test_recompute_gives_the_same_gradients_and_counts():
     (counts, loss, gradients), (counts_again, loss_again, gradients_again) = results
     assert torch.equal(counts, counts_again)
     assert torch.equal(loss, loss_again)
-    # The head takes no part in this loss.
+    # The head has no part in this loss.
     for a, b in zip(gradients[:-1], gradients_again[:-1], strict=True):
         assert torch.equal(a, b)
 
 
 def test_a_wide_router_keeps_its_weights():
-    """In bf16 too its logits are those of fp32, and so is its weight's gradient."""
+    """In bf16 too its logits equal those of fp32, and so does its weight's gradient."""
     generator = torch.Generator().manual_seed(0)
     x_TD = torch.randn(30, 48, generator=generator).bfloat16()
     weight_ED = torch.randn(9, 48, generator=generator).requires_grad_()
@@ -493,7 +495,7 @@ def test_a_wide_router_keeps_its_weights():
 
 @pytest.mark.parametrize("precision", ["bf16", *RECIPES])
 def test_few_tokens_are_computed_as_the_precision_says(precision, monkeypatch):
-    """Their kernels, which a CPU has not, multiply in bf16 alone."""
+    """Their kernels, absent on a CPU, multiply in bf16 only."""
     for name in ("is_few", "fits_few_tokens", "few_tokens_counters", "few_tokens_mlp"):
         monkeypatch.setattr(moe, name, lambda *args, **kwargs: torch.ones(1))
     (sizes,) = {part for part in arch_with(moe_intermediate_size=128).parts() if part.name == "moe"}

@@ -42,9 +42,9 @@ def draw(shape, seed, dtype=torch.float32):
 
 
 def stored(first, second, settings=SETTINGS, step=5):
-    """What a step from zero stores where it should store these moments: the numbers, in fp64.
+    """Return the moments, in fp64, that a step from zero stores for these targets.
 
-    Each is ``[R, C]``: a step takes gradients, and moments of zero make a moment of each.
+    Each is ``[R, C]``: a step takes gradients, and zero moments become a multiple of them.
     """
     one = settings._replace(beta1=0.0, beta2=0.0)
     found = []
@@ -64,7 +64,7 @@ def stored(first, second, settings=SETTINGS, step=5):
 
 def test_float8_first_moments_are_scaled_e4m3():
     codes = torch.arange(256, dtype=torch.uint8)
-    codes = codes[codes % 128 != 127]  # which is no number there
+    codes = codes[codes % 128 != 127]  # these codes are NaN
     scale = torch.full((1, 8), 127 + 8, dtype=torch.uint8)
     zeros = torch.zeros(1, 254, dtype=torch.uint8), torch.zeros(1, 8, dtype=torch.uint8)
     ours = widened(codes[None], scale, *zeros)[0]
@@ -73,17 +73,17 @@ def test_float8_first_moments_are_scaled_e4m3():
 
 @pytest.mark.parametrize("scale", [1.0, 3e-7, 2.0**40])
 def test_float8_moments_keep_representable_values(scale):
-    """Any powers of two times four bits of mantissa, over the whole range of a group."""
+    """The values are powers of two times four bits of mantissa, over the whole range of a group."""
     power = 2.0 ** torch.tensor(scale).log2().round()
     mantissas = 1 + torch.arange(8) / 8
     fields = 2.0 ** torch.arange(-3, 1)
     first = (fields[:, None] * mantissas).flatten()[None] * power
-    small = torch.arange(1, 9) * 2.0**-17  # which lie evenly
+    small = torch.arange(1, 9) * 2.0**-17  # these are evenly spaced
     first[0, :8] = -small * power
     second = (2.0 ** torch.arange(-31, 1)[:, None] * mantissas).float() * power
     second = second.T.contiguous()  # each row has all powers of two
     assert torch.equal(stored(first, first.square())[0].float(), first)
-    # The squares of some roots are a rounding away, where the next code begins.
+    # The squares of some roots differ by a rounding, at the border of the next code.
     found = stored(first, second)[1]
     torch.testing.assert_close(found.float(), second, rtol=1 / 8, atol=0)
     assert (found.float() == second).float().mean() > 0.9
@@ -91,7 +91,7 @@ def test_float8_moments_keep_representable_values(scale):
 
 def test_rounding_is_right_on_average():
     numbers = 2**16
-    top = torch.full((numbers // 31, 1), 1.75)  # the largest of each group, which has a code
+    top = torch.full((numbers // 31, 1), 1.75)  # the largest of each group, which has an exact code
     for value in (1.05, 0.3, 2.0**-10 * 1.3, 2.0**-16 * 1.3, 2.0**-18):
         first = torch.cat([torch.full((len(top), 31), value), top], 1)
         found = stored(first, first)
@@ -100,7 +100,8 @@ def test_rounding_is_right_on_average():
             assert len(rest.unique()) <= 2
             spread = rest.max() - rest.min() if len(rest.unique()) == 2 else 1e-7
             error = rest.mean() - exact[0, 0].double()
-            # Five deviations of the mean of so many coins, and half of what 8 bits tell apart.
+            # The bound is five deviations of the mean of so many coins, and half of the resolution
+            # of 8 bits.
             assert abs(error) < spread * (2.5 / rest.numel() ** 0.5 + 1 / 512), value
         assert (found[0][:, 31:] == 1.75).all()
         signs = stored(-first, first)[0]
@@ -129,7 +130,7 @@ def test_a_second_moment_decays_by_less_than_its_spacing():
 
 
 def test_bf16_weights_move_by_less_than_their_spacing_on_average():
-    value, lr = 1.0, 2.0**-12  # a thirty-second of the way to the next number
+    value, lr = 1.0, 2.0**-12  # a thirty-second of the way to the next value
     param = torch.full((256, 256), value, dtype=torch.bfloat16)
     moments = moments_of(param.shape)
     grad = -torch.ones(param.shape)
@@ -142,7 +143,7 @@ def test_bf16_weights_move_by_less_than_their_spacing_on_average():
 
 
 def test_a_weight_and_its_moments_are_rounded_by_bits_of_their_own():
-    """Numbers between two codes: whether one goes up says nothing of the others."""
+    """Values lie between two codes, and their roundings are uncorrelated."""
     one, shape = SETTINGS._replace(beta1=0.0, beta2=0.0), (512, 512)
     param, moments = torch.ones(shape, dtype=torch.bfloat16), moments_of(shape)
     grad, rates_S = torch.full(shape, 1.05), rates(1, settings=one, lr=1.5e-3, decay=0.0)
@@ -186,7 +187,7 @@ def test_the_kernel_rounds_by_the_references_bits(shape, dtype, device):
 @devices
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_adamw_float8_first_step_matches_torch(backend, device):
-    """Nothing is dequantised yet, and weights in fp32 are not rounded."""
+    """Nothing is dequantised yet, and fp32 weights are not rounded."""
     param, grad = (draw((6, 70), seed).to(device) for seed in (0, 1))
     expected = param.clone()
     torch_adamw = torch.optim.AdamW([expected], 1e-2, (0.9, 0.95), 1e-8, 0.1)
@@ -216,7 +217,8 @@ def test_a_skipped_step_writes_the_copy_alone(backend, device):
 @pytest.mark.parametrize("cut", ["rows", "columns"])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_parts_of_a_weight_are_updated_as_the_whole(cut, backend):
-    """Bit for bit: groups and random bits are the same wherever a rank begins."""
+    """They agree bit for bit: groups and random bits do not depend on where a rank's part
+    begins."""
     shape = (7, 96)
     boxes = {
         "rows": [(slice(0, 3), slice(0, 96)), (slice(3, 7), slice(0, 96))],
@@ -260,7 +262,7 @@ RUNS = {
 
 
 def test_a_first_step_is_that_of_moments_in_fp32():
-    """Nothing is dequantised yet, and what is stored is a rounding away; gradients are clipped."""
+    """Nothing is dequantised yet, and stored values are a rounding away; gradients are clipped."""
     clipped = "optim.max_grad_norm=0.1"
     found, expected = make_engine(MOMENTS, clipped), make_engine(clipped)
     assert train(found, range(1)) == train(expected, range(1))
@@ -347,7 +349,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
 
 
 WIDE = ["model.hidden_size=64", "model.head_dim=32", "model.moe_intermediate_size=32"]
-"""Ranks cut columns of these between what shares a scale."""
+"""Ranks cut columns of these within a scale's group."""
 MESHES = {
     "dp": [],
     "ep": ["parallel.ep=2"],
@@ -369,7 +371,8 @@ def micro_of(name):
 
 
 def go_on(states):
-    """By mesh: numbers and weights of two steps from a state, or from none, and its parts then."""
+    """Return losses and weights of two steps after a state, or none, and its parts then, by
+    mesh."""
     answers = {}
     for name, state in states.items():
         engine = make_engine(*words_of(name), micro=micro_of(name))
@@ -388,7 +391,7 @@ def go_on(states):
 
 
 def together(ranks, name):
-    """The whole state that all ranks' parts make up; copies must be equal."""
+    """Assemble the whole state from all ranks' parts; copies must be equal."""
     state = {"model": {}, "optim": {}}
     for answers in ranks:
         for group, parts in answers[name][2].items():
@@ -405,14 +408,15 @@ def together(ranks, name):
 
 
 def unlike(ours, theirs):
-    """The share of numbers that differ."""
+    """Return the share of elements that differ."""
     pairs = [(ours[name].flatten(), theirs[name].flatten()) for name in theirs]
     return torch.cat([a != b for a, b in pairs]).double().mean().item()
 
 
 @pytest.mark.tier("wide")
 def test_every_mesh_rounds_alike_and_goes_on_from_every_other():
-    """But for the few on the edge between two roundings: gradients are sums in another order."""
+    """Only few elements at the edge between two roundings differ: gradients are sums in another
+    order."""
     one = go_on({"one": None, "other bits": None})
     state, others = (together([one], name) for name in one)
     weights = {key: x for key, x in state["model"].items() if x.dtype == torch.bfloat16}
@@ -436,7 +440,7 @@ def test_every_mesh_rounds_alike_and_goes_on_from_every_other():
             assert answers[name][0] == moved[0][name][0]
         loss = pytest.approx(straight[0][1], rel=1e-3)
         assert moved[0][name][0][1] == loss, name
-        # And back to one process.
+        # The state returns to one process, too.
         back = go_on({"one": found})["one"]
         assert back[0][1] == loss, name
 
@@ -461,7 +465,7 @@ def four_steps(names):
     return answers
 
 
-# ---- what is refused ---------------------------------------------------------------------------
+# ---- refusals ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -514,7 +518,7 @@ def test_the_plan_takes_float8_if_it_is_asked_for(capsys):
 
 
 def fits(words, capsys):
-    """Whether the plan finds a layout."""
+    """Return True if the plan finds a layout."""
     code = main(words)
     said = capsys.readouterr()
     return code in (0, None) and "best: moetrain train" in said.out

@@ -1,7 +1,7 @@
-"""Gradients kept in bf16: of sums made in fp32, each rounded once, to nearest, as it is stored.
+"""Gradients kept in bf16: each is a sum in fp32, rounded once, to nearest, when it is stored.
 
-A run with them is held against one with gradients in fp32 on the same mesh: before anything was
-rounded both have computed the same.
+Each run is compared with a run with fp32 gradients on the same mesh: until the first rounding both
+compute the same.
 """
 
 import pytest
@@ -49,13 +49,13 @@ LAYOUTS = {
 }
 GPU = ["train.device=cuda", "train.deterministic=yes", "model.hidden_size=64"]
 GPU += ["model.head_dim=32", "model.moe_intermediate_size=32"]
-# A routing that rounding cannot turn over.
+# With these settings, rounding cannot change the routing.
 GPU += ["moe.force_balanced=yes", "moe.bias_update_rate=0"]
 GPU_FP32 = [*GPU, "train.dtype=float32"]
 
 
 def engine_of(name, words):
-    """One whose ranks have one micro-batch each of a step; stages have two."""
+    """Return an engine whose ranks have one micro-batch each per step; stages have two."""
     base = [*WORDS, "moe.aux_loss_scope=global_batch"]
     if TIED in name:
         base, words = DENSE, [word for word in words if "moe" not in word]
@@ -77,7 +77,7 @@ def trained(engine):
 
 
 def completed(bucket, gradient_N):
-    """``gradient_N``, its sum over copies of the shard in fp32, rounded once."""
+    """Return ``gradient_N``, summed in fp32 over copies of the shard and rounded once."""
     wide_N = gradient_N.float()
     if (replicas := bucket.members[0].layout.replicas) is not None:
         dist.all_reduce(wide_N, group=replicas)
@@ -91,7 +91,7 @@ def completed(bucket, gradient_N):
 
 
 def rounded(runs):
-    """Of every run the whole gradients, the norm, and the losses of a few steps more."""
+    """Return every run's whole gradients, norm, and the losses of a few more steps."""
     answers = {}
     for name, words in runs.items():
         wide, narrow = (engine_of(name, [*words, *more]) for more in ([], [NARROW]))
@@ -118,7 +118,7 @@ def rounded(runs):
 
 
 def check(world, runs, **kwargs):
-    """What ranks have together is what one process has, to the rounding of bf16."""
+    """Check that the ranks' gradients equal those of one process, up to rounding to bf16."""
     plain = {TIED: [], "adapters": LORA, "": []}
     exact = {}
     for kind, words in plain.items():
@@ -156,17 +156,17 @@ def test_what_is_kept_is_the_rounding_of_what_is_summed(world):
 @pytest.mark.gpu("world")
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_what_is_kept_on_gpus(world):
-    """The kernels that round there."""
+    """On GPUs the kernels round."""
     runs = {
         name: [*words, *(GPU if BF16 in words else GPU_FP32)]
         for name, words in LAYOUTS[world].items()
-        if name != "tp+ep"  # as few heads as this model has
+        if name != "tp+ep"  # this model has too few heads
     }
     check(world, runs, device_type="cuda", timeout=400)
 
 
 def gradients_of(engine):
-    """The step's so far, which stay."""
+    """Return the step's gradients so far, which stay."""
     return [bucket.gradient_N.clone() for bucket in trained(engine)]
 
 
@@ -188,7 +188,7 @@ def test_later_gradients_are_added_in_fp32_to_what_is_kept():
 
 
 def test_micro_batches_that_wait_are_rounded_together():
-    """Two that travel by themselves are rounded twice, so that the sums differ."""
+    """Two micro-batches that are reduced separately are rounded twice, so their sums differ."""
     found = spawn(2, kept_at, timeout=60)
     for each, last, wide in found:
         assert all(torch.equal(a, b.bfloat16()) for a, b in zip(last, wide, strict=True))

@@ -1,4 +1,4 @@
-"""Muon: its orthogonal matrices, its steps beside a loop by hand, and the same bits on any mesh."""
+"""Muon: its orthogonal matrices, its steps beside a plain loop, and equal bits on any mesh."""
 
 import math
 from functools import partial
@@ -143,7 +143,7 @@ def test_batches_change_no_bit(limit):
     orthogonalise(found, 5, 1e-8, 0.2, limit)
     for x_BRC, found_BRC in zip(stacks(), found, strict=True):
         for x_RC, found_RC in zip(x_BRC, found_BRC, strict=True):
-            # In place of another matrix of the same batch.
+            # It takes the place of another matrix of the batch.
             expected_RC = 0.2 * max(x_RC.shape) ** 0.5 * newton_schulz(x_RC[None], 5, 1e-8)[0]
             torch.testing.assert_close(found_RC, expected_RC, rtol=1e-6, atol=1e-6)
             alone = [x_RC[None].clone()]
@@ -153,7 +153,8 @@ def test_batches_change_no_bit(limit):
 
 @pytest.mark.parametrize(("rows", "columns"), [(32, 128), (128, 32), (64, 64)])
 def test_updates_are_as_large_as_the_scale_says(rows, columns):
-    """Of full rank: their root mean square, whichever way a matrix lies."""
+    """The updates have full rank; their root mean square does not depend on a matrix's
+    orientation."""
     stack = [draw(2, rows, columns)]
     orthogonalise(stack, 5, 1e-8, 0.2)
     rms = stack[0].square().mean().sqrt().item()
@@ -164,7 +165,7 @@ def test_flops_are_those_of_the_products():
     x_BRC = draw(3, 12, 20)
     with FlopCounterMode(display=False) as counter:
         newton_schulz(x_BRC, 5, 1e-8)
-    shape = torch.Size([3, 2 * 12, 20])  # two matrices one above the other
+    shape = torch.Size([3, 2 * 12, 20])  # two matrices, one above the other
     assert 2 * counter.get_total_flops() == muon.newton_schulz_flops(shape, 5, 2)
     tall = muon.newton_schulz_flops((20, 12), 5)
     assert 3 * tall == counter.get_total_flops()
@@ -199,7 +200,7 @@ def test_every_matrix_is_dealt_once_and_no_rank_has_much_more(ranks, limit):
 
 
 def test_momentum_in_bf16_is_rounded_by_random_bits():
-    """So that a gradient far below its last digit is not lost."""
+    """A gradient far below the last digit is therefore not lost."""
     numbers = 64 * BLOCK
     settings, (one, no) = Settings(0.9, 0.95, 1e-8, seed=0), torch.tensor([1.0, 0.0])
     momentum_N = torch.ones(numbers, dtype=torch.bfloat16)
@@ -219,12 +220,12 @@ def test_momentum_in_bf16_is_rounded_by_random_bits():
 
 
 def is_hidden(name, weight):
-    """What the documentation says, by name."""
+    """Return True for hidden matrices, as the documentation defines them by name."""
     return name.startswith("layers.") and weight.dim() > 1 and "router" not in name
 
 
 def logical(name, x):
-    """Views of a parameter's matrices, of which the documentation tells."""
+    """Return views of a parameter's matrices, as the documentation defines them."""
     experts = [x] if x.dim() == 2 else list(x)
     if "w_gate_up" in name:
         return [half for expert in experts for half in expert.chunk(2)]
@@ -232,7 +233,7 @@ def logical(name, x):
 
 
 def hand_loop(config, arch, steps, lr=1e-2):
-    """Plain autograd, torch's AdamW, and Muon matrix by matrix."""
+    """Train by plain autograd, torch's AdamW, and Muon matrix by matrix."""
     model = Transformer(arch)
     model.init_weights(config.model.init_std, config.train.seed)
     optim, rules = config.optim, arch.plan().rules(model)
@@ -271,7 +272,7 @@ def hand_loop(config, arch, steps, lr=1e-2):
 
 ONLY = ["moe.aux_loss_coef=0", "moe.z_loss_coef=0", "moe.bias_update_rate=0"]
 CHANGED = ["optim.muon_momentum=0.7", "optim.muon_iterations=3", "optim.muon_scale=0.5"]
-CHANGED += ["optim.max_grad_norm=0.1"]  # which makes steps alike that are not
+CHANGED += ["optim.max_grad_norm=0.1"]  # clipping could hide differences between steps
 
 
 @pytest.mark.parametrize(
@@ -316,10 +317,10 @@ def test_matrices_of_every_family_are_no_stacks_but_of_experts():
 
 @pytest.mark.gpu(2)
 def test_gpus_follow_one_another_and_a_cpu():
-    """As near as the roundings of matrices in bf16."""
+    """They agree up to the rounding of matrices in bf16."""
     sizes = ["model.hidden_size=64", "model.head_dim=32", "model.moe_intermediate_size=32"]
     words = [*sizes, "train.device=cuda", "train.dtype=float32"]
-    # The same weights for all: a GPU draws other initial ones than a CPU.
+    # All get the same weights: a GPU draws other initial values than a CPU.
     begun = {"model": weights_of(make_engine(MUON, *SMALL, *ALIKE, *sizes, micro=ROWS))}
     ((numbers, _, _),) = train_on_ranks({"one": ([*ALIKE, *words], ROWS)}, begun).values()
     ((exact, _, _),) = train_on_ranks({"one": ([*ALIKE, *sizes], ROWS)}, begun).values()
@@ -421,7 +422,7 @@ MESHES = {
 
 
 def give(engine, step):
-    """The same gradients on every mesh, on this rank its parts of them."""
+    """Set the same gradients on every mesh, on this rank its parts of them."""
     names = {id(member): name for name, member in engine.fsdp.members.items()}
     for bucket in engine.fsdp.buckets:
         bucket.gradient_N = torch.zeros(bucket.shard_N.numel(), dtype=bucket.gradient_dtype)
@@ -442,11 +443,11 @@ GIVEN = {
 
 
 def step_on_given_gradients(runs, words, base):
-    """Weights and momenta, whole, after three steps."""
+    """Return the whole weights and momenta after three steps."""
     answers = {}
     for name, mesh in runs.items():
         micro = 2 if "pp" in name else 1
-        # Several rounds, and other batches.
+        # There are several rounds, and other batches.
         few = muon.Matrices if name == "one" else partial(muon.Matrices, limit=300)
         with patch("moetrain.optim.muon.Matrices", few):
             engine = make_engine(MUON, *SMALL, *words, *mesh, micro=micro, base=base)
@@ -485,7 +486,7 @@ def test_every_mesh_gives_the_same_bits(world, case):
 
 
 def train_on_ranks(runs, state=None):
-    """Numbers, weights and whole state of every mesh."""
+    """Return losses, weights and the whole state of every mesh."""
     answers = {}
     for name, (words, micro) in runs.items():
         engine = make_engine(MUON, *SMALL, *words, micro=micro)
@@ -501,7 +502,7 @@ def train_on_ranks(runs, state=None):
 
 
 def runs_of(world):
-    """A rank's micro-batch is such that all have as many rows."""
+    """Return the runs, in which a rank's micro-batch makes all ranks have as many rows."""
     found = {}
     for name, mesh in MESHES[world].items():
         shared = [w for w in mesh if w.startswith(("parallel.tp=", "parallel.cp=", "parallel.pp="))]

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW's numbers, rounded moments, and the copy that gathers send."""
+"""AdamW: its numbers, rounded moments, and the copy that gathers send."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ SETTINGS = Settings(0.9, 0.95, 1e-8, seed=7)
 
 
 def shard(numbers, device="cpu", dtype=torch.float32):
-    """Parameters, gradients and moments; two blocks in three decay."""
+    """Return parameters, gradients and moments; two of three blocks decay."""
     generator = torch.Generator().manual_seed(0)
     blocks = -(-numbers // BLOCK)
     draws = [torch.randn(numbers, generator=generator) for _ in range(4)]
@@ -64,7 +64,7 @@ def test_adamw_matches_torch(backend, device):
     tensors = (param_N, grad_N, avg_N, avg_sq_N, rates(device), decays_B, SETTINGS)
     adamw(*tensors, out_N=out_N, backend=backend)
     for ours, theirs in zip((param_N, avg_N, avg_sq_N), expected, strict=True):
-        # Absolutely: of sums of numbers up to 4 that may cancel.
+        # The error is absolute, because sums of values up to 4 may cancel.
         torch.testing.assert_close(ours, theirs, rtol=3e-7, atol=5e-7)
     assert torch.equal(out_N, param_N)
 
@@ -81,17 +81,17 @@ def test_adamw_kernel_rounds_moments_as_the_reference(first, device):
         found.append(tensors)
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=1e-7)
     for ours, theirs in zip(found[0][2:], found[1][2:], strict=True):
-        # All but a few, whose bits are at the very edge where fp32 results differ by a rounding.
+        # Few elements may differ, at the very edge where fp32 results differ by a rounding.
         assert (ours != theirs).sum() <= 2
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0)
 
 
 def test_stochastic_rounding_is_unbiased_and_repeatable():
     numbers = 64 * BLOCK
-    value = 1 + 3 * 2**-10  # three eighths of the way from 1 to the next number of bf16
+    value = 1 + 3 * 2**-10  # three eighths of the way from 1 to the next value of bf16
 
     def moments(step, first=0, seed=7):
-        """After a step whose gradients keep the moments where they are."""
+        """Return moments after a step whose gradients leave them unchanged on average."""
         settings = SETTINGS._replace(seed=seed, beta1=0.0, beta2=0.0)
         steps, one, no = (torch.tensor(float(x)) for x in (step, 1, 0))
         rates_S = settings.rates(steps, one, no, 0.0, 0.0)
@@ -105,7 +105,7 @@ def test_stochastic_rounding_is_unbiased_and_repeatable():
         avg_N, avg_sq_N = moments(step)
         for x_N, exact in ((avg_N, value), (avg_sq_N, value**2)):
             assert set(x_N.tolist()) <= {1.0, 1 + 2**-7}
-            # The deviation of the mean of so many coins, five times.
+            # The bound is five deviations of the mean of so many coins.
             assert abs(x_N.double().mean() - exact) < 5 * 2**-8 / numbers**0.5
         up = [(x_N > 1).double() for x_N in (avg_N, avg_sq_N)]
         pairs = [up, (up[0][1:], up[0][:-1]), (up[0], (moments(step + 1)[0] > 1).double())]
@@ -132,7 +132,7 @@ def test_a_skipped_step_writes_the_copy_alone(backend, device):
 
 @pytest.mark.gpu
 def test_adamw_copy_is_torchs_cast():
-    """Where it is compiled: Triton's interpreter cuts off what rounds to bf16."""
+    """On a GPU only: Triton's interpreter truncates where a GPU rounds to bf16."""
     tensors, decays_B = shard(BLOCK + 5, "cuda")
     out_N = torch.empty_like(tensors[0], dtype=torch.bfloat16)
     adamw(*tensors, rates("cuda"), decays_B, SETTINGS, out_N=out_N, backend="triton")
@@ -171,7 +171,7 @@ def cast_buckets(engine):
 
 
 def train_twice(runs):
-    """Numbers and weights with every run's copies, and with casts before every gather."""
+    """Return losses and weights of every run with copies, and with casts before every gather."""
     answers = {}
     for name, words in runs.items():
         found = []
@@ -185,7 +185,7 @@ def train_twice(runs):
                     assert all(bucket.is_fresh for bucket in buckets)
                     assert bool(buckets) == (name != "fp32")
                     for bucket in buckets:
-                        for member in bucket.members:  # nobody reads what is between them
+                        for member in bucket.members:  # nothing reads the padding between them
                             copy = member.piece_of(bucket.cast_N)
                             assert torch.equal(copy, member.local.to(bucket.dtype)), name
                 for bucket in buckets:
@@ -214,7 +214,7 @@ GPU += ["model.head_dim=32", "model.moe_intermediate_size=32"]
 @pytest.mark.parametrize("world", COPIES)
 def test_copies_that_updates_write_on_gpus(world):
     runs = {name: [*words, *GPU] for name, words in COPIES[world].items()}
-    runs.pop("tp+ep", None)  # as few heads as this model has
+    runs.pop("tp+ep", None)  # this model has too few heads
     for answers in spawn(world, train_twice, runs, device_type="cuda", timeout=300):
         for name, (kept, cast) in answers.items():
             assert kept[0] == cast[0], name
@@ -225,7 +225,7 @@ def test_copies_that_updates_write_on_gpus(world):
 @pytest.mark.gpu
 @pytest.mark.parametrize("turns", ["no", "yes"])
 def test_an_update_on_one_gpu_takes_no_more_memory_than_the_backward(turns):
-    """Gradients make room for the copies."""
+    """The memory of gradients suffices for the copies."""
     words = [*GPU, BF16, "model.num_layers=8", "model.num_experts=32", "model.hidden_size=512"]
     words += ["model.moe_intermediate_size=512", f"parallel.reshard_after_forward={turns}"]
     engine = make_engine(*words)
@@ -260,7 +260,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("frees", [True, False])
 def test_any_change_of_weights_is_computed_with(change, frees):
-    """Also where memory stays from step to step, as it does on several ranks."""
+    """This also holds if memory stays allocated between steps, as on several ranks."""
     engine, other = make_engine(BF16), make_engine(BF16)
     for one in (engine, other):
         one.fsdp.frees = frees
@@ -314,7 +314,7 @@ NORMS = {
 
 
 def norms(runs):
-    """Of several accumulated micro-batches: ours, and that of the whole gradient."""
+    """Return our norm after several accumulated micro-batches, and that of the whole gradient."""
     answers = {}
     for name, words in runs.items():
         engine, found = make_engine(*words, micro=2), []
@@ -400,7 +400,7 @@ MESHES = {"dp": [], "ep": ["parallel.ep=2"], "replicas": ["parallel.dp_replicate
 
 
 def train_small(runs, micro):
-    """Numbers and whole moments of runs with bf16 moments, and whether replicas are alike."""
+    """Return losses and whole moments of runs with bf16 moments, and whether replicas agree."""
     answers = {}
     for name, words in runs.items():
         engine = make_engine(SMALL, *words, micro=micro)
@@ -415,7 +415,7 @@ def train_small(runs, micro):
 
 
 def test_every_mesh_rounds_moments_alike():
-    """Not only on average: but for the few on the edge between two roundings."""
+    """Elements agree one by one, except for a few at the edge between two roundings."""
     (numbers, moments) = train_small({"one": []}, ROWS)["one"]
     answers = spawn(2, train_small, MESHES, ROWS // 2, timeout=300)
     for name in MESHES:

@@ -1,4 +1,4 @@
-"""QK-clip: weights beside a loop by hand, the same on every mesh, and what it leaves alone."""
+"""QK-clip: weights equal a plain loop's, the same on every mesh, and unaffected parts."""
 
 import functools
 import itertools
@@ -46,7 +46,7 @@ CASES = [
 
 
 class Recorder:
-    """Attention ``core`` that keeps the largest score of each head, by the formula, in fp64.
+    """Attention ``core`` that keeps each head's largest score, by the formula, in fp64.
 
     In each row documents begin at ``starts``.
     """
@@ -70,7 +70,7 @@ class Recorder:
 
 
 def record(engine, starts=(0,)):
-    """A recorder and the part of each attention layer, by path."""
+    """Return a recorder and the part of each attention layer, by path."""
     found = {}
     for i, parts in enumerate(engine.arch.layers()):
         for part in parts:
@@ -83,7 +83,7 @@ def record(engine, starts=(0,)):
 
 
 def scale_by_hand(weights, path, part, head, gamma):
-    """Row by row, as the paper says of latent attention, and the documentation of others."""
+    """Scale row by row, by the paper for latent attention, and by the documentation for others."""
     root = gamma**0.5
 
     def scale(name, start, rows, factor):
@@ -97,7 +97,7 @@ def scale_by_hand(weights, path, part, head, gamma):
         scale(query, head * (nope + rope), nope, root)
         scale(query, head * (nope + rope) + nope, rope, gamma)
         scale("wkv_b", head * (nope + part.v_head_dim), nope, root)
-    else:  # a head's gates lie behind its queries
+    else:  # a head's gates follow its queries
         rows, is_alone = part.head_dim, part.num_heads == part.num_kv_heads
         scale("wq", head * rows * (1 + part.output_gate), rows, root if is_alone else gamma)
         scale("wk", head * rows, rows * is_alone, root)
@@ -125,7 +125,7 @@ def test_three_steps_equal_steps_that_are_clipped_by_hand(case):
 
 
 def test_a_clipped_head_has_scores_at_the_threshold_and_others_the_bits_they_had():
-    """Without an update: the learning rate is next to nothing."""
+    """The learning rate is nearly zero, so that no update interferes."""
     engine = engine_of("deepseek_v3 biases")
     layers = record(engine)
     train(engine, [0], lr=1e-30)
@@ -133,7 +133,7 @@ def test_a_clipped_head_has_scores_at_the_threshold_and_others_the_bits_they_had
     for recorder, _ in layers.values():
         recorder.peaks.clear()
     train(engine, [0], lr=1e-30)
-    first = next(iter(layers))  # what later layers read has changed
+    first = next(iter(layers))  # inputs of later layers have changed
     pairs = [(layers[first][0].peaks[head], peak) for head, peak in before[first].items()]
     assert any(peak > TAU for _, peak in pairs)
     for after, peak in pairs:
@@ -158,7 +158,7 @@ WAYS = {
 }
 CASES_OF_WAYS = [
     *itertools.product(["glm4_moe as many kv heads", "deepseek_v3"], list(WAYS)[:3]),
-    ("glm4_moe as many kv heads", "compiled"),  # which takes most of the time
+    ("glm4_moe as many kv heads", "compiled"),  # it takes most of the time
     ("deepseek_v3", "compiled, recomputed in part"),
 ]
 
@@ -204,7 +204,7 @@ def test_a_skipped_step_scales_nothing_and_forgets_its_scores():
 
 @pytest.mark.parametrize("words", [[], ["train.dtype=bfloat16", "moe.z_loss_coef=0"]])
 def test_a_state_goes_on_bit_for_bit(words):
-    """In bf16 also: what an update leaves for the next forward are the scaled weights."""
+    """In bf16 too: an update leaves the scaled weights for the next forward."""
     first = engine_of("deepseek_v3", *words)
     train(first, range(2))
     state = copy_of(first.state())
@@ -252,7 +252,7 @@ MESH_CASES = ["glm4_moe as many kv heads", "gpt_oss", "deepseek_v3"]
 
 
 def train_on_ranks(runs):
-    """Numbers and weights of every run, and the largest scores of its last step."""
+    """Return losses and weights of every run, and the largest scores of its last step."""
     answers = {}
     for (case, name), (words, micro) in runs.items():
         engine = engine_of(case, *words, micro=micro, num_experts=8)
@@ -298,8 +298,8 @@ def test_every_mesh_gives_the_single_process_answer(world):
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_peaks_are_those_of_the_keys_that_tokens_see(backend, window, device):
-    """Documents of which a part of the queries is here, behind keys of those before."""
-    sizes, heads = [(5, 7), (0, 0), (7, 10)], 32  # of each document's queries and keys
+    """Some of a document's queries are on this rank, after the keys of other documents."""
+    sizes, heads = [(5, 7), (0, 0), (7, 10)], 32  # queries and keys of each document
     ends, ends_k = (torch.tensor([0, *n]).cumsum(0) for n in zip(*sizes, strict=True))
     generator = torch.Generator().manual_seed(0)
     q_THd = torch.randn(int(ends[-1]), heads, 16, generator=generator)
@@ -323,7 +323,7 @@ def test_peaks_are_those_of_the_keys_that_tokens_see(backend, window, device):
 
 
 def packed_batches(step):
-    """Of rows with a document of five tokens and one of the rest."""
+    """Return rows of a document of five tokens and one of the rest."""
     (batch,) = make_batches(step)
     place_S = torch.cat((torch.arange(5), torch.arange(SEQ_LEN - 5)))
     ends = [row * SEQ_LEN + n for row in range(ROWS) for n in (5, SEQ_LEN)]
@@ -349,7 +349,7 @@ WIDE = {
 @pytest.mark.parametrize("rows", BATCHES)
 @pytest.mark.parametrize("case", WIDE)
 def test_scores_are_those_of_what_attention_is_given(case, rows, device):
-    """In bf16 on a GPU, where a kernel finds them among documents that cuDNN sees."""
+    """The run is in bf16 on a GPU, where a kernel finds them among documents that cuDNN sees."""
     make, starts = BATCHES[rows]
     sizes = WIDE[case] | {"moe_intermediate_size": 32}
     engine = engine_of(case, f"train.device={device}", **sizes)
@@ -368,7 +368,7 @@ def test_scores_are_those_of_what_attention_is_given(case, rows, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", WIDE)
 def test_compiled_blocks_on_a_gpu_see_the_scores_that_others_see(case):
-    """As near as the roundings to bf16, in the first layer, before any choice of experts."""
+    """They agree up to rounding to bf16, in the first layer, before any choice of experts."""
     found = []
     for words in ([], ["compile.enabled=yes", "activation.policy=selective"]):
         sizes = WIDE[case] | {"moe_intermediate_size": 32}

@@ -1,4 +1,4 @@
-"""The grouped products for Hopper: their Gluon code in threads, their kernels beside torch's."""
+"""Grouped products for Hopper: their Gluon code in threads, their kernels beside torch's."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ __all__ = ["in_threads"]  # a fixture
 
 
 def launch(mode, a, b, outs, weights, height, width, depth, *, is_gated=False, programs=5):
-    """Run the kernel's parts as :func:`grouped._grouped_kernel` does."""
+    """Run the kernel's partitions as :func:`grouped._grouped_kernel` does."""
     half, columns, deep, part = 64, 256, 64, 128
     a_block = (1, 1, deep, half) if mode == 2 else (half, deep)
     b_block = {0: (columns, deep), 1: (deep, columns), 2: (1, 1, deep, columns)}[mode]
@@ -52,7 +52,7 @@ def launch(mode, a, b, outs, weights, height, width, depth, *, is_gated=False, p
 
 
 def drawn(*shape, tail=False):
-    """Random numbers, not a number in the rows past the last group's."""
+    """Return random values, with NaN in the rows past the last group's."""
     x = np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
     if tail:
         x[ROWS:] = np.nan
@@ -61,7 +61,7 @@ def drawn(*shape, tail=False):
 
 @pytest.mark.parametrize("mode", [frame.FORWARD, frame.TRANSPOSED])
 def test_parts_meet_in_products(in_threads, mode):
-    depth, width = 192, 320  # of which the last tile has no more than a quarter
+    depth, width = 192, 320  # the last tile is at most a quarter full
     a = drawn(ROWS + TAIL, depth, tail=True)
     b = drawn(len(SIZES), depth, width)
     flat = b.reshape(-1, width) if mode else b.transpose(0, 2, 1).reshape(-1, depth)
@@ -107,7 +107,7 @@ def test_a_cpu_takes_torchs_product():
 
 
 def test_what_is_taken(monkeypatch):
-    """By widths, rows and layout, on a GPU that is not there."""
+    """The choice depends on widths, rows and layout; the GPU is simulated."""
     monkeypatch.setattr(frame, "is_hopper", lambda device: True)
     with FakeTensorMode(), torch.no_grad():
 

@@ -1,4 +1,4 @@
-"""The grouped products of e4m3 for Hopper: Gluon code in threads, and kernels beside others."""
+"""Grouped products of e4m3 for Hopper: Gluon code in threads, and kernels beside others."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ DEPTH, WIDTH = 384, 512
 
 @pytest.fixture
 def narrow_in_threads(in_threads, monkeypatch):  # noqa: F811
-    """Make the parts of this kernel plain functions, too."""
+    """Make the partitions of this kernel plain functions, too."""
     monkeypatch.setattr(grouped_e4m3, "_multiply", grouped_e4m3._multiply.fn)
     monkeypatch.setattr(grouped_e4m3, "_PIECE", 128)
     monkeypatch.setattr(grouped_e4m3, "gl", threads.GL)
@@ -25,7 +25,7 @@ def narrow_in_threads(in_threads, monkeypatch):  # noqa: F811
 
 
 def operands(tiled, sizes=SIZES, device="cpu"):
-    """Rows with a tail of none, whose codes are no numbers, and matrices."""
+    """Return matrices, and rows with a tail outside all groups whose codes are NaN."""
     generator = torch.Generator(device).manual_seed(0)
     rows = sum(sizes)
     a_RK = torch.randn(rows + TAIL, DEPTH, generator=generator, device=device)
@@ -86,7 +86,8 @@ def test_a_cpu_does_not_take_it():
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("sizes", [SIZES, (9000, 3, 0, 8200)])
 def test_products_are_those_of_the_other_kernels(sizes, tiled):
-    """torch's bits with a scale a row; with blocks what another order of fp32 sums leaves."""
+    """With a scale per row they have torch's bits; with blocks another order of fp32 sums
+    differs."""
     a, b = operands(tiled, sizes, "cuda")
     ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
     rows = sum(sizes)

@@ -1,4 +1,4 @@
-"""A frozen base in 8 or 4 bits: what is stored, and that all beside it is as with any weights."""
+"""A frozen base in 8 or 4 bits: its stored values, and everything that uses them."""
 
 import math
 
@@ -41,7 +41,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def codebook(name):
-    """All finite numbers that codes of powers of two have, by torch where it knows them."""
+    """Return all finite values of codes with power-of-two scales, by torch where it knows them."""
     if name == "float8":
         codes = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
         return codes[codes.isfinite()]
@@ -50,11 +50,11 @@ def codebook(name):
 
 
 def stored(x, name="float8"):
-    """What is stored of numbers, by search over all codes and scales; of nf4, by its kernel."""
+    """Return the stored values, by search over all codes and scales; for nf4, by its kernel."""
     if name == "nf4":
         return shard_of(x, name).read(0, x.shape)
     codes = codebook(name)
-    # Of 4 bits what would be rounded to 7 is cut off, and 7 itself is not.
+    # In 4 bits, values that would round to 7 are cut off, but 7 itself is not.
     most = {"float8": 448, "mxfp4": math.nextafter(7.0, 0.0)}[name]
     found = torch.empty_like(x)
     for i, group in enumerate(x.view(-1, SCALED)):
@@ -71,7 +71,7 @@ def shard_of(x, name="float8", dtype=torch.float32):
 
 
 def uneven(form):
-    """Numbers of 40 units, of groups of all sizes, zeros and all that is near a scale's end."""
+    """Return 40 units of elements: groups of all sizes, zeros, and values near a scale's limits."""
     x = torch.randn(40, form.unit, generator=torch.Generator().manual_seed(0))
     x *= torch.logspace(-30, 30, 40)[:, None]
     x[3], x[4, 1:], x[5] = 0, 0, 448 * 2.0**-5
@@ -81,8 +81,8 @@ def uneven(form):
     x[10, :size] /= x[10].abs().max()
     x[10, 0] = 6.99
     x[11, 0], x[11, 1:] = 7, 3.4
-    # In nf4: scales at the border of what is kept, whose factor is rounded up; and scales of which
-    # fp32 has a few different ones.
+    # For nf4: scales at the limit of what is kept, whose factor is rounded up; and scales of which
+    # fp32 has only a few distinct ones.
     span = 0.99296875 * (1 - 2.0**-13)
     x[12], x[12, 0] = span / (128 / 1.0001 - 1), span / (1 - 1.0001 / 128)
     x[13] = 1 + 2.0**-18 * torch.rand(form.unit, generator=torch.Generator().manual_seed(1))
@@ -95,7 +95,7 @@ def test_quantised_values_are_the_nearest(name):
     found = shard_of(x, name).read(0, x.shape)
     wanted = stored(x, name)
     error = (found - x).abs()
-    assert torch.equal(error, (wanted - x).abs())  # of two that are as near, either
+    assert torch.equal(error, (wanted - x).abs())  # either of two equally near values
     assert error.max() > 0
     assert torch.equal(found[96:101], found[96:101].bfloat16().float())
 
@@ -111,7 +111,7 @@ def test_nf4_has_the_nearest_quantiles_of_scales_that_are_near():
     quantiles = torch.tensor(form.codebook)
     nearest = (x[..., None] / scales[:, None, None] - quantiles).abs().argmin(-1)
     torch.testing.assert_close(found, quantiles[nearest] * theirs[:, None], rtol=1e-6, atol=0)
-    # A normal distribution's, by the definition of the paper to the digits that were published.
+    # The values are a normal distribution's, by the paper's definition, to the published digits.
     q = torch.distributions.Normal(0, 1).icdf
     high, low = q(torch.linspace(0.9677083, 0.5, 9)[:8]), q(torch.linspace(0.9677083, 0.5, 8)[:7])
     wanted = torch.cat((-low / low[0], torch.zeros(1), high.flip(0) / high[0]))
@@ -126,7 +126,7 @@ def test_what_is_dequantised_is_quantised_to_the_same(name):
     found = shard.read(0, x.shape)
     again = shard_of(found, name)
     assert torch.equal(again.read(0, x.shape), found)
-    if name != "float8":  # where 224 may stand for a number above it, and has a scale of its own
+    if name != "float8":  # 224 may stand for a larger value, which has its own scale
         assert torch.equal(again.bytes, shard.bytes)
         bf16 = shard_of(found.bfloat16(), name)
         ours, theirs = (form.split(one.bytes[None]).quantised for one in (bf16, shard))
@@ -149,7 +149,7 @@ def test_the_kernel_has_the_references_bits(name):
 
 @pytest.mark.parametrize("name", QUANT_FORMATS)
 def test_quantise_groups_works_in_pieces(name, monkeypatch):
-    """So a large tensor takes little memory beside itself; the pieces are those of the whole."""
+    """A large tensor thus needs little extra memory; the pieces equal those of the whole."""
     form, largest, quantise = QUANT_FORMATS[name], [], groups._quantise
     x = torch.randn(9 * form.unit) * torch.logspace(-3, 3, 9 * form.unit)
     whole = quantise(form, x)
@@ -177,7 +177,7 @@ def test_the_worked_examples():
         x[:3] = torch.tensor([largest, -1.2, 0.3])
         codes, scales, _ = quantise_groups(QUANT_FORMATS["mxfp4"], x)
         assert scales.tolist() == [[scale]]
-        assert codes[0, 0] & 15 == {6: 7, 8: 6}[wanted[0]]  # the first number is the lower half
+        assert codes[0, 0] & 15 == {6: 7, 8: 6}[wanted[0]]  # the first element is the lower half
         assert shard_of(x, "mxfp4").read(0, torch.Size([3])).tolist() == wanted
     x = torch.zeros(2048)
     x[:3] = torch.tensor([2, -1, 0.1])
@@ -211,7 +211,7 @@ PARTS = [(4, 16, 7), (3, 100), (5, 64), (1, 1), (2, 3, 96)]
 def test_a_tensor_that_is_written_in_parts_is_what_it_is_at_once(name, shape):
     generator = torch.Generator().manual_seed(0)
     unit = QUANT_FORMATS[name].unit
-    # No number is below the smallest normal code of its group, whichever.
+    # No element is below the smallest normal code of its group.
     whole = torch.rand(shape, generator=generator) + 0.5
     whole *= torch.where(torch.rand(shape, generator=generator) < 0.5, -1, 30)
     start, size = 2 * unit, whole.numel()
@@ -285,7 +285,7 @@ def based(*words):
 
 
 def kept_of(words):
-    """Of a run's settings, what decides its numbers."""
+    """Return the settings of a run that decide its results."""
     return [word for word in words if not word.startswith(("parallel.", "compile.", "activation."))]
 
 
@@ -309,7 +309,8 @@ def test_adapters_equal_a_dense_reference_on_gpus(world):
 
 
 def learned_and_wanted(words):
-    """Numbers and weights after two steps, and those of a run with the values as its weights."""
+    """Return losses and weights after two steps, and those of a run with the values as its
+    weights."""
     engine, plain = adapted(*words), adapted(*words, "lora.base_dtype=auto")
     for name, weight in weights_of(engine).items():
         plain.fsdp.write(name, (), weight)
@@ -359,7 +360,7 @@ def test_base_dtype_quantises_the_matrices_of_blocks(name):
     members = [engine.fsdp.members[parameter] for parameter in narrow]
     numbers = sum(member.local.numel() for member in members)
     shards = {id(member.storage): member.storage for member in members}
-    # Bits of a number, which are known of each form: 4 + 8 / 64 + 64 / 2048 of nf4.
+    # The bits per element of each form are known: 4 + 8 / 64 + 64 / 2048 for nf4.
     bits = {"float8": 8.25, "mxfp4": 4.25, "nf4": 4.15625}[name]
     assert sum(shard.bytes.numel() for shard in shards.values()) == numbers * bits / 8
     plain = weights_of(adapted(EVERYTHING, *ROUND))
@@ -367,7 +368,7 @@ def test_base_dtype_quantises_the_matrices_of_blocks(name):
         if parameter in narrow:
             wanted = stored(plain[parameter].flatten(), name)
             assert torch.equal(weight.flatten(), wanted), parameter
-    # One block's values at a time, whatever the depth.
+    # One block's values exist at a time, whatever the depth.
     regions = {id(unit.region) for unit in engine.fsdp.units if unit.shares_region}
     assert len(regions) == 1
 
@@ -381,7 +382,7 @@ def test_blocks_are_dequantised_once_a_pass(monkeypatch):
 
     monkeypatch.setattr(Quantised, "unpack", counted)
     train(engine, range(1), MICRO)
-    # Of two blocks the second is kept for the backward, which begins with it, and the first for the
+    # The second of two blocks is kept for the backward, which begins with it, and the first for the
     # next of 8 micro-batches. A block has 6 matrices.
     assert len(widened) == 6 * (2 * 8 + 1)
 
@@ -402,7 +403,7 @@ def test_the_same_is_stored_on_every_mesh(name):
     words = [EVERYTHING, f"lora.base_dtype={name}", *ROUND]
     numbers, fingerprint, weights = narrow_numbers(words)
     assert fingerprint != narrow_numbers([EVERYTHING, *ROUND])[1]
-    meshes = ["ep=2", "pp=2", "dp_replicate=2", *["tp=2"][name == "nf4" :]]  # which cuts its rows
+    meshes = ["ep=2", "pp=2", "dp_replicate=2", *["tp=2"][name == "nf4" :]]  # tp cuts its rows
     runs = [[*words, f"parallel.{w}"] for w in meshes]
     for answers in spawn(2, numbers_on, [words, *runs], timeout=200):
         for mine, print_of_mine, theirs in answers:
@@ -508,6 +509,6 @@ def test_the_estimate_knows():
     assert narrow.weights < 0.55 * plain.weights
     assert narrow.gathered < 0.1 * plain.weights
     assert narrow.total < plain.total - 0.4 * plain.weights
-    # 29.9e9 numbers of blocks' matrices.
+    # 29.9e9 elements of blocks' matrices.
     assert narrow.weights - four.weights == pytest.approx(29.9e9 * (8.25 - 4.15625) / 8, rel=0.01)
     assert four.total == pytest.approx(narrow.total - narrow.weights + four.weights)

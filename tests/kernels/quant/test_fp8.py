@@ -1,5 +1,6 @@
-"""kernels.precision fp8: how near its gradients are, that no mesh or policy changes them, what it
-refuses. Its kernels keep their specs in tests/kernels/test_kernels.py.
+"""kernels.precision fp8: accurate gradients, equal on every mesh and policy, and its refusals.
+
+Its kernels have their specs in tests/kernels/test_kernels.py.
 """
 
 import sys
@@ -53,9 +54,9 @@ on_gpu = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 HALF_STEP = 2.0**-4
-"""Of a number of e4m3, relative to it; and 2^-10 of the scale for those below its least power."""
+"""Largest relative rounding error in e4m3; below the least power it is 2^-10 of the scale."""
 NEAR = 0.08
-"""A gradient's error, relative to its norm: sqrt(2 or 3) operands of 2.6% each, and some more."""
+"""A gradient's error, relative to its norm: sqrt(2 or 3) operands of 2.6% each, and a margin."""
 
 ARCH = partial(
     make_architecture,
@@ -107,7 +108,7 @@ def test_what_was_quantised_stays_as_it_is():
 
 def test_zeros_stay_zeros_and_nothing_becomes_infinite():
     x_RM = torch.zeros(3, 16)
-    x_RM[1], x_RM[2] = 2.0**127, 2.0**-126  # the powers that fp32 ends at
+    x_RM[1], x_RM[2] = 2.0**127, 2.0**-126  # the limits of fp32's powers
     back = quantise_rows(x_RM).to(torch.float32)
     assert (back[0] == 0).all()
     assert back.isfinite().all()
@@ -149,7 +150,7 @@ def test_gradients_of_experts_are_near_those_in_fp64(precision):
     exact = [y_TD, *torch.autograd.grad(y_TD, wide, slope_TD.double())]
     for name, got, want in zip(("y", *leaves), found, exact, strict=True):
         error = ((got - want).norm() / want.norm()).item()
-        assert 1e-3 < error < NEAR, f"{name}: {error}"  # it is quantised, and not more than that
+        assert 1e-3 < error < NEAR, f"{name}: {error}"  # it is quantised, but not worse
 
 
 @pytest.mark.parametrize("precision", RECIPES)
@@ -170,7 +171,7 @@ def test_gradients_of_projections_are_near_those_in_fp64(precision):
 
 @pytest.mark.parametrize("precision", ["fp8_gradients", "fp8_blocks"])
 def test_a_weights_gradient_does_not_depend_on_where_its_expert_is(precision):
-    """Beside other experts, in another order of experts, and behind rows of none."""
+    """The expert has other neighbours, another position, or unused rows before it."""
     leaves, ids_TK, slope_TD = make_experts(width=128)
 
     def gradients(order):
@@ -189,7 +190,7 @@ def test_a_weights_gradient_does_not_depend_on_where_its_expert_is(precision):
 
 
 def test_a_group_takes_the_largest_scale_of_its_rows_and_loses_nothing_else():
-    """All values stay as they are above 2^-6 of the group's scale, and are near below it."""
+    """Values above 2^-6 of the group's scale are unchanged, and smaller ones are near."""
     x_RM = torch.randn(40, 32, generator=torch.Generator().manual_seed(0))
     x_RM *= torch.logspace(0, -6, 40)[:, None]
     rows = quantise_rows(x_RM)
@@ -211,7 +212,7 @@ def test_a_group_takes_the_largest_scale_of_its_rows_and_loses_nothing_else():
 
 
 def make_head(tokens=64, dim=64, vocabulary=512, device="cpu"):
-    """Half certain predictions of 40 tokens; all others have some 1e-8 each."""
+    """Return a head with half-certain predictions of 40 tokens; all others have about 1e-8 each."""
     generator = torch.Generator().manual_seed(0)
     h_TD = torch.randn(tokens, dim, generator=generator)
     w_VD = 0.3 * torch.randn(vocabulary, dim, generator=generator)
@@ -235,7 +236,7 @@ def test_gradients_of_the_head_are_near_those_in_fp64(backend):
     expected = torch.autograd.grad(exact.total, wide)
     p_TV = (wide[0] @ wide[1].t()).softmax(1)
     assert 1e-9 < p_TV[:, 40:].median() < 1e-7 < 0.1 < p_TV.amax(1).mean()
-    # Tokens that are no target: e4m3 has no number as small as their gradients.
+    # For tokens that are no target, e4m3 has no value as small as their gradients.
     parts = {"h": (found[0], expected[0]), "w": (found[1], expected[1])}
     parts["rare"] = (found[1][40:], expected[1][40:])
     for name, (got, want) in parts.items():
@@ -252,11 +253,11 @@ def test_gradients_of_the_head_are_near_those_in_fp64(backend):
     ],
 )
 def test_what_is_added_back_to_a_frequent_token_is_not_lost(device):
-    """Each of a hundred terms is less than bf16 keeps beside their sum."""
+    """Each of a hundred terms is smaller than bf16's resolution of their sum."""
     h_TD, w_VD, targets_T, weights_T = make_head(6, device=device)
     with torch.no_grad():
         h_TD, w_VD = h_TD.repeat(100, 1).bfloat16(), (0.01 * w_VD).bfloat16()
-    # Nearly all of a gradient is the target's, which lies between two numbers of e5m2.
+    # Nearly all of a gradient is the target's, which lies between two values of e5m2.
     targets_T, weights_T = targets_T.repeat(100), 1.12 * weights_T.repeat(100)
     errors = {}
     for narrow in (False, True):
@@ -269,7 +270,7 @@ def test_what_is_added_back_to_a_frequent_token_is_not_lost(device):
         (got,) = torch.autograd.grad(loss.total, w)
         errors[narrow] = ((got - want).norm() / want.norm()).item()
     assert errors[False] < 0.02
-    assert errors[True] < 0.045  # 0.022, and 0.107 where it is lost
+    assert errors[True] < 0.045  # 0.022, and 0.107 if it is lost
 
 
 def test_the_step_of_logits_gradients_is_the_least_power_of_two():
@@ -283,8 +284,8 @@ def test_the_step_of_logits_gradients_is_the_least_power_of_two():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_is_small_adds_up_beside_the_target():
-    """Half of each prediction is spread over 50,000 tokens of nearly the same row: tensor cores'
-    own registers would keep nothing of it."""
+    """Half of each prediction is spread over 50,000 tokens with nearly equal rows: the accumulators
+    of tensor cores would lose all of it."""
     h_TD, w_VD, targets_T, weights_T = make_head(256, 256, 50_000, "cuda")
     with torch.no_grad():
         w_VD.mul_(0.1)
@@ -295,13 +296,14 @@ def test_what_is_small_adds_up_beside_the_target():
     wide = [x.detach().double().requires_grad_() for x in (h_TD, w_VD)]
     exact = linear_cross_entropy_sum(*wide, targets_T, weights_T, backend="reference").total
     found, want = torch.autograd.grad(total, h_TD)[0], torch.autograd.grad(exact, wide[0])[0]
-    assert ((found - want).norm() / want.norm()) < 0.035  # 0.026, and 0.046 or more in them
+    # 0.026, and 0.046 or more in such accumulators.
+    assert ((found - want).norm() / want.norm()) < 0.035
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_tokens_without_experts_are_not_read(backend):
     leaves, ids_TK, slope_TD = make_experts(tokens=9, experts=2, slots=1, dim=16, width=16)
-    ids_TK[5:] = -1  # as behind the tokens that have arrived in buffers of fixed sizes
+    ids_TK[5:] = -1  # like unused rows in buffers of fixed sizes
     indices = expert_indices(ids_TK, 2, num_rows=7)
     x, weights, *matrices = leaves.values()
     with torch.no_grad():
@@ -322,7 +324,7 @@ def fresh_model(precision="fp8"):
 
 
 def gradients_of(policy, precision, is_compiled=False):
-    """Of the blocks' parameters after two micro-batches."""
+    """Return gradients of the blocks' parameters after two micro-batches."""
     torch.compiler.reset()
     model = fresh_model(precision)
     model.set_recomputation(ActivationSection(policy=policy))
@@ -373,7 +375,7 @@ def test_recomputation_changes_no_gradient(policy, precision):
 
 @pytest.mark.tier("long")
 def test_compiled_evaluation_gives_the_same_bits():
-    """What is recorded for no backward is a graph of its own, of the parts that a forward has."""
+    """A forward without a backward is a graph of its own."""
     torch.compiler.reset()
     models = [fresh_model() for _ in range(2)]
     counter = compile_counting(models[0])
@@ -398,7 +400,8 @@ def test_every_mesh_gives_the_single_process_answer(world, precision, tiny_words
     names = {2: ("dp", "ep"), 4: ("ep", "ep+efsdp")}[world]
     runs = {f"{name} plain": [*words, *LAYOUTS[world][name]] for name in names}
     if world == 2:
-        # One micro-batch, so that no pass counts ahead: that is evaluation's graph, compiled above.
+        # There is one micro-batch, so that no pass counts ahead: that would be evaluation's graph,
+        # compiled above.
         one = ["compile.enabled=yes", "train.micro_batch_size=4"]
         runs["ep compile"] = [*runs["ep plain"], *one]
         split = ["parallel.pp=2", "train.micro_batch_size=4"]
@@ -410,12 +413,12 @@ def test_every_mesh_gives_the_single_process_answer(world, precision, tiny_words
         if "pp" in name:  # of this stage's blocks
             assert "layers.0.moe.experts.w_down" in answer[1]
             gradients = {parameter: gradients[parameter] for parameter in answer[1]}
-        # A sum in another order rounds otherwise, and what is then quantised is a step apart.
+        # A sum in another order rounds differently, and quantisation turns that into a step.
         compare({name: answer}, (numbers, gradients, biases), 3e-3)
 
 
 def check_transports(precision: Precision) -> None:
-    """Tokens and what comes back of gradients travel in e4m3, and experts see the same bits."""
+    """Check that rows and gradients travel in e4m3, and that experts see the same bits."""
     sys.modules["deep_ep"] = fake_deep_ep
     recipe = RECIPES[precision]
     size, group = Size(8, 3, 160 if recipe.tiled else 32, recipe.multiple), dist.group.WORLD
@@ -487,7 +490,7 @@ def test_generation_computes_in_bf16(tiny):
     assert found == {"bf16"}
 
 
-# What it refuses.
+# Refusals.
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

@@ -1,7 +1,7 @@
-"""Every family of mixtures of experts against transformers, in odd geometries.
+"""Every family of mixtures of experts equals transformers', in odd geometries.
 
 Logits, loss and gradients; packed rows; files there and back bit for bit; greedy generation;
-adapters against PEFT. What all families share is tested by itself in the other files.
+adapters against PEFT. Other files test the parts that all families share.
 """
 
 import json
@@ -73,7 +73,7 @@ from tests.lib.small_models import gradients_as_checkpoint, relative_error
 
 
 def gradients(case, tmp_path):
-    """Logits, the loss and every gradient are those of transformers."""
+    """Check that logits, the loss and every gradient equal transformers'."""
     theirs = random_reference(case)
     theirs.save_pretrained(tmp_path / "weights")
     ours = load_hf(tmp_path / "weights")
@@ -86,7 +86,7 @@ def gradients(case, tmp_path):
     assert relative_error(loss, reference.loss) < 1e-5
 
     for model, total in ((ours, loss), (theirs, reference.loss)):
-        for parameter in model.parameters():  # an expert that nobody chose has none
+        for parameter in model.parameters():  # an unused expert has none
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         total.backward()
         for fixed in (p for p in model.parameters() if not p.requires_grad):
@@ -100,7 +100,7 @@ def gradients(case, tmp_path):
 
 @torch.no_grad()
 def files(case, tmp_path):
-    """Files there and back are the same bits, MTP heads too; transformers reads them."""
+    """Check that loading and saving keeps all bits, MTP heads too; transformers reads the files."""
     save_reference(case, tmp_path / "in")
     model = load_hf(tmp_path / "in")
     save_hf(model, tmp_path / "out")
@@ -111,7 +111,7 @@ def files(case, tmp_path):
         assert torch.equal(tensor, got[name]), name
     configs = [json.loads((tmp_path / f / "config.json").read_text()) for f in ("in", "out")]
     assert configs[0] == configs[1]
-    # Without the source everything is written anew, and means the same.
+    # Without the source everything is written anew, with the same meaning.
     model.source = None
     save_hf(model, tmp_path / "bare")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "bare", attn_implementation="eager")
@@ -122,14 +122,14 @@ def files(case, tmp_path):
 
 @torch.no_grad()
 def packing(case, tmp_path):
-    """Documents in one row do not see each other."""
+    """Check that documents in one row do not see each other."""
     random_reference(case).save_pretrained(tmp_path)
     model = load_hf(tmp_path, dtype=torch.float64)
     first, second = tokens(2, 20).split([7, 13], dim=1)
     positions_BS = torch.cat((torch.arange(7), torch.arange(13))).expand(2, -1)
     alone = torch.cat((model(first), model(second)), dim=1)
     together = model(torch.cat((first, second), dim=1), positions_BS)
-    # Angles of positions are fp32 in any case.
+    # Angles of positions are always fp32.
     torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-6)
 
 
@@ -142,7 +142,7 @@ def test_states_decay_at_rates_of_the_papers_at_first():
     assert rates.mean() == pytest.approx(8, rel=0.05)
     assert layer.dt_bias.eq(1).all()
     assert layer.norm.weight.eq(1).all()
-    assert 0.49 < layer.conv_v.abs().max() <= 0.5  # of four taps
+    assert 0.49 < layer.conv_v.abs().max() <= 0.5  # with four taps
     zero_centred = [model.norm, model.layers[3].attn.q_norm, model.layers[0].mlp_norm]
     assert not any(norm.weight.any() for norm in zero_centred)
 
@@ -166,7 +166,7 @@ KEEPING = {
 
 @pytest.mark.parametrize("name", KEEPING)
 def test_parts_keep_for_their_backward_what_they_say(name):
-    """In eager mode, with the kernels, whose ops keep what they list."""
+    """The run is eager, with the kernels, whose ops list the tensors that they keep."""
     part, seq_len = KEEPING[name], 128
     module = part.build(KernelsSection(backend="triton"), MoeSection())
     for parameter in module.parameters():
@@ -197,19 +197,19 @@ def test_mamba_steps_are_those_of_the_paper_at_first():
     steps = torch.nn.functional.softplus(mixer.dt_bias.detach())
     assert 9.9e-4 < steps.min() < 1.1e-3
     assert 0.09 < steps.max() < 0.101
-    assert steps.log().mean() == pytest.approx(math.log(0.01), abs=0.1)  # the middle
+    assert steps.log().mean() == pytest.approx(math.log(0.01), abs=0.1)  # the middle of the range
     assert 0 < mixer.a_log.detach().exp().min() < 0.1
     assert mixer.d.eq(1).all()
     assert mixer.norm.eq(1).all()
     assert not mixer.conv_b_bias.any()
-    assert 0.49 < mixer.conv_x.abs().max() <= 0.5  # of four taps
+    assert 0.49 < mixer.conv_x.abs().max() <= 0.5  # with four taps
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_mamba_on_a_gpu_is_the_reference(is_compiled):
-    """Logits and every gradient in fp32, over documents of more than one chunk."""
+    """Logits and every gradient agree in fp32, over documents of more than one chunk."""
     sizes = {"mamba_head_dim": 64, "mamba_state_dim": 128, "mamba_num_groups": 2}
     mixers = {"mixers": ("mamba", "moe", "mamba", "mlp"), "num_layers": 4}
     arch = architecture_of("nemotron_h", **sizes, **mixers)
@@ -234,7 +234,8 @@ def test_mamba_on_a_gpu_is_the_reference(is_compiled):
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_wide_heads_on_a_gpu_are_the_reference(is_compiled, is_packed):
-    """Logits and every gradient of a Gemma-4 in fp32, whose full layers are too wide for cuDNN."""
+    """The model is a Gemma-4 in fp32, with full layers too wide for cuDNN; every gradient
+    agrees."""
     sizes = {"head_dim": 64, "global_head_dim": 512, "global_num_kv_heads": 1}
     arch = architecture_of("gemma4_text", **sizes)
     positions_BS = torch.cat((torch.arange(70), torch.arange(131))).expand(2, -1).cuda()
@@ -316,9 +317,9 @@ def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
 
 @torch.no_grad()
 def generation(case, tmp_path):
-    """Greedy tokens are those of transformers."""
+    """Check that greedy tokens equal transformers'."""
     theirs = random_reference(case).eval()
-    for parameter in theirs.parameters():  # so that texts do not repeat one token
+    for parameter in theirs.parameters():  # otherwise texts would repeat one token
         parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
     if case.startswith("gemma4"):  # scaled and tied: each token would be its own successor
         theirs.get_input_embeddings().weight.mul_(0.1)
@@ -331,7 +332,7 @@ def generation(case, tmp_path):
         # transformers' cache of linear layers alone has no length.
         types = getattr(theirs.config, "layer_types", None) or STATES
         how["use_cache"] = any(x.endswith("attention") and x != STATES[0] for x in types)
-        how["use_cache"] &= "least steps" not in case  # which its step behind a cache leaves out
+        how["use_cache"] &= "least steps" not in case  # its step with a cache lacks the bound
         made = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
         expected.append(made[0, length:].tolist())
         params = SamplingParams(max_tokens=10, temperature=0)
@@ -342,7 +343,7 @@ def generation(case, tmp_path):
 
 
 def formulas(case, tmp_path):
-    """Parts know the parameters, rules and products of their modules."""
+    """Check that parts know the parameters, rules and products of their modules."""
     arch, seq_len = architecture_of(case), 16
     assert type(arch).model_validate_json(json.dumps(arch.model_dump())) == arch  # a checkpoint's
     for part in arch.parts():
@@ -386,7 +387,7 @@ def formulas(case, tmp_path):
     )
     found = arch.flops_per_token(seq_len) / 3 - pairs - states
     assert sum(counts.values()) + experts == pytest.approx(found * seq_len, rel=1e-12)
-    if not states:  # which are products of the same kind
+    if not states:  # states have products of the same kind
         assert attention == 2 * seq_len**2 * arch.num_heads * sum(widths)
 
 
@@ -516,7 +517,7 @@ def test_a_router_keeps_its_weight_in_fp32_where_the_family_does(is_fp32):
 
 
 def test_gated_shared_experts_are_those_of_transformers():
-    """Output and every gradient of Qwen2-MoE's layer, which has the gate."""
+    """Output and every gradient of Qwen2-MoE's layer, which has the gate, agree."""
     torch.manual_seed(0)
     config = Qwen2MoeConfig(
         hidden_size=32,
@@ -557,7 +558,7 @@ def test_gated_shared_experts_are_those_of_transformers():
     ("kind", "is_packed"), [("Qwen3_5", False), ("Qwen3_5Moe", False), ("Qwen3_5Moe", True)]
 )
 def test_a_vision_tower_is_carried_on(kind, is_packed, tmp_path):
-    """Of a model of text and pictures the language model is trained, and all else kept."""
+    """The language model of a multimodal model is trained, and everything else is kept."""
     torch.manual_seed(1)
     text = {**SIZES, **(NEXT if kind.endswith("Moe") else LINEAR), "pad_token_id": None}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
@@ -591,7 +592,7 @@ def test_a_vision_tower_is_carried_on(kind, is_packed, tmp_path):
     assert got.keys() == stored.keys()
     assert any(name.startswith("model.visual.") for name in got)
     assert all(torch.equal(got[name], tensor) for name, tensor in stored.items())
-    # A change of the architecture is written where it was read, and all else stays.
+    # A change of the architecture is written where it was read; everything else stays.
     changed = model.arch.model_copy(update={"max_positions": 99})
     configs[0]["text_config"]["mtp_num_hidden_layers"] = 1
     written = exported_config(changed, configs[0])
@@ -674,7 +675,7 @@ def test_adapters_are_those_of_peft(case, layout, tmp_path):
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
     assert relative_error(theirs(tokens_BS, use_cache=False).logits, want) < limits(case)[0]
     folders = ["adapter"]
-    if layout == "fused":  # else PEFT writes another rank, as it has stacked experts
+    if layout == "fused":  # with stacked experts, PEFT would write another rank
         theirs.save_pretrained(tmp_path / "theirs")
         folders.append("theirs")
     for folder in folders:
@@ -744,8 +745,8 @@ def test_a_gate_of_one_row_is_no_product_in_fp8():
         check_widths(config, odd)
 
 
-# Totals that are published, in billions, with the MTP heads where files have them.
-# The figures are those that the hub shows for each checkpoint, from memory.
+# Published totals in billions, with the MTP heads if the files have them. The figures are those
+# that the hub shows for each checkpoint, from memory.
 PUBLISHED = {
     "glm-4.5-air": 110,
     "glm-4.5": 358,
@@ -762,7 +763,7 @@ PUBLISHED = {
     "gpt-oss-120b": 116.8,
     "qwen3-next-80b-a3b": 79.7,  # without the MTP heads, 1.6
     "qwen3.5-35b-a3b": 34.7,  # without the MTP heads and the tower
-    "deepseek-v3": 671,  # without the MTP heads, as the next four
+    "deepseek-v3": 671,  # without the MTP heads, like the next four
     "kimi-k2": 1026,
     "deepseek-v2-lite": 15.7,
     "moonlight-16b-a3b": 16.0,
@@ -785,7 +786,7 @@ def test_presets_have_the_published_sizes(preset):
 @pytest.mark.parametrize(("preset", "billions"), [("gpt-oss-20b", 3.6), ("gpt-oss-120b", 5.1)])
 def test_a_token_uses_the_published_number_of_parameters(preset, billions):
     arch = PRESETS[preset]
-    embedding = arch.vocab_size * arch.hidden_size  # in which a token uses a single row
+    embedding = arch.vocab_size * arch.hidden_size  # a token uses a single row of it
     assert (arch.num_active_params() - embedding) / 1e9 == pytest.approx(billions, abs=0.05)
 
 

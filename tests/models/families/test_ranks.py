@@ -33,15 +33,15 @@ LIKE = {
     "deepseek_v2": "deepseek_v3",
     "glm4_moe_lite": "deepseek_v3",
 }
-"""Families whose blocks run no code but that of another's: the compiler sees the same."""
+"""Families whose blocks run only the code of another family: the compiler sees the same."""
 
 
 def meshes_of(world, number, case):
-    """Names and degrees of the meshes for a family, which is the ``number``-th.
+    """Return names and degrees of the meshes for a family, the ``number``-th.
 
-    No family has anything for two axes without tensor parallelism of which each is another mesh's:
-    every other family is on one of two such meshes. Without experts some meshes are one. A family
-    without code of its own is on one: its rules are those of what its blocks are made of.
+    Two axes without tensor parallelism concern no family in particular, so every other family tests
+    one of two such meshes. Without experts some meshes coincide. A family without its own code
+    tests one mesh: its rules are those of its blocks' parts.
     """
     meshes, is_routed = dict(MESHES[world]), case in ROUTED_CASES
     if world == 4:
@@ -56,7 +56,7 @@ def meshes_of(world, number, case):
 def test_every_mesh_gives_the_single_process_answer(world, tmp_path):
     policies = itertools.cycle(["none", "full", "selective"])
     runs = [
-        # Numbers, and so weights, that are the same whatever other families and meshes there are.
+        # Weights do not depend on the other families and meshes in the run.
         drawn(zlib.crc32(case.encode()), world, case, degrees, next(policies))
         for number, case in enumerate(FAMILY_CASES)
         for name, degrees in meshes_of(world, number, case)
@@ -82,7 +82,7 @@ def follow_families(archs):
         experts = ["parallel.ep=2"] * bool(arch.num_experts)
         for words in (["parallel.tp=2", *experts], ["parallel.pp=2"]):
             config = make_engine(*UGLY, *words, micro=rows_of(words, world=2)).config
-            # Once: that a second update is noticed is no family's.
+            # Once suffices: the detection of a second update is not specific to a family.
             follow(Engine(config, arch, join_world(config, arch)), versions=1)
 
 
@@ -93,7 +93,7 @@ def test_a_generator_follows_a_trainer_of_every_family():
 
 
 SPLIT = {"qwen3_next": ".linear_attn.", "gpt_oss": ".experts.", "nemotron_h": ".mamba."}
-"""Families that have a part of a file's tensor in a parameter, and where."""
+"""Families in which a parameter is part of a file's tensor, and its name."""
 
 
 @pytest.mark.tier(
@@ -103,7 +103,7 @@ SPLIT = {"qwen3_next": ".linear_attn.", "gpt_oss": ".experts.", "nemotron_h": ".
 @pytest.mark.parametrize("case", SPLIT)
 @pytest.mark.parametrize("axis", ["dp_shard", "tp", "pp", "ep"])
 def test_parts_of_a_files_tensor_are_read_and_written_by_two_ranks(axis, case, tmp_path):
-    """Parameters have rows of one tensor, or columns; frozen ones come out as they went in."""
+    """Parameters have rows or columns of one tensor; frozen ones are written back unchanged."""
     save_reference(case, tmp_path / "in")
     words = {"parallel.dp_shard" if axis == "ep" else f"parallel.{axis}": 2}
     words |= {"parallel.ep": 2 if axis == "ep" else 1, "train.freeze": f"*{SPLIT[case]}*"}
@@ -112,7 +112,7 @@ def test_parts_of_a_files_tensor_are_read_and_written_by_two_ranks(axis, case, t
     assert before.keys() == after.keys()
     same = {name for name in before if torch.equal(before[name], after[name])}
     kept = [SPLIT[case]]
-    if case == "nemotron_h":  # whose files call every part a mixer
+    if case == "nemotron_h":  # its files call every part a mixer
         kept = ["layers.0.mixer.", "layers.4.mixer.", "correction_bias", "mtp."]
     assert same == {name for name in before if any(part in name for part in kept)}
 
@@ -157,8 +157,8 @@ def test_a_run_moves_the_selection_bias_and_keeps_mtp_heads(tmp_path):
 def test_compiled_blocks_on_two_ranks(tmp_path):
     """The norm over all heads has a collective inside the block.
 
-    A block that carries states is compiled for a number of documents, one chunk after another, and
-    so for few tokens. One family has an MTP block too.
+    A block with states is compiled for a number of documents, chunk by chunk, and so for few
+    tokens. One family has an MTP block too.
     """
     cases = [case for case in FAMILY_CASES if case not in LIKE]
     assert {*LIKE.values()} <= {*cases}

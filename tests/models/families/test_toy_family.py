@@ -1,4 +1,4 @@
-"""A family that the package has never heard of, from a Hugging Face folder to an export."""
+"""A family unknown to the package, from a Hugging Face folder to an export."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ FROZEN = "model.layers.{}.ffn.in.weight"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A folder as somebody else's program would write it."""
+    """Write a folder like another program's."""
     d, ffn, vocab, layers = 16, 12, 264, range(2)
     shapes = {"model.embed_tokens.weight": (vocab, d), "lm_head.weight": (vocab, d)}
     shapes |= {"model.norm.weight": (d,)}
@@ -62,7 +62,7 @@ def words(tiny_words, checkpoint):
 
 
 def train(words, folder):
-    """Losses and gradient norms of a run that leaves everything in ``folder``."""
+    """Train into ``folder``; return losses and gradient norms."""
     trainer = Trainer(Config.load(None, [*words, f"output_dir={folder}"], environ={}))
     trainer.fit()
     frozen = trainer.engine.fsdp.members["layers.0.mlp.w_in.weight"].local
@@ -165,7 +165,7 @@ def test_what_its_parts_say_is_asked(words, checkpoint):
 
 
 class OwnRouted(nn.Module):
-    """A routed part's module that is no MoE: all that sharding asks for is ``dispatcher``."""
+    """Module of a routed part that is no MoE: sharding only requires ``dispatcher``."""
 
     def __init__(self, part, kernels, moe):
         super().__init__()
@@ -186,7 +186,7 @@ class Routed(Architecture):
 
 
 def own_routed_loss(words):
-    """The first step's loss and norm of a family whose routed module is its own."""
+    """Return the first step's loss and norm of a family with its own routed module."""
     sizes = {"vocab_size": 264, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "head_dim": 8}
     sizes |= {"num_kv_heads": 2, "intermediate_size": 8, "num_experts": 4}
     sizes |= {"num_experts_per_token": 2, "moe_intermediate_size": 8}
@@ -202,7 +202,7 @@ def own_routed_loss(words):
 def test_a_routed_module_of_ones_own_sends_its_tokens(tiny_words, tmp_path):
     words = [*(w for w in tiny_words if not w.startswith("model.")), "model.preset=own-routed"]
     words += ["train.global_batch_size=4"]
-    # In a process of its own: this one's registry stays as it is.
+    # It runs in its own process, so that this one's registry is unchanged.
     local, *want = spawn(1, own_routed_loss, [*words, f"output_dir={tmp_path / 'one'}"])[0]
     apart = [*words, "parallel.ep=2", f"output_dir={tmp_path / 'two'}"]
     sent, *got = spawn(2, own_routed_loss, apart)[0]

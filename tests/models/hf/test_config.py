@@ -1,4 +1,4 @@
-"""Hugging Face configs: both directions, against transformers, and every bad one."""
+"""Hugging Face configs in both directions, compared with transformers, and every bad one."""
 
 import json
 
@@ -12,9 +12,9 @@ from moetrain.models.rope_scaling import RopeScaling
 from tests.lib.architectures import make_architecture
 from tests.lib.hf_configs import CASES, SIZES, config_of
 
-# Other tests register families of their own.
+# The list is taken here, because other tests register their own families.
 OURS = [name for name, f in FAMILIES.items() if f.architecture.__module__.startswith("moetrain.")]
-OURS.remove("kimi_k2")  # which transformers does not know
+OURS.remove("kimi_k2")  # transformers does not know it
 
 
 NEEDED = {
@@ -23,7 +23,7 @@ NEEDED = {
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "gemma4": {"text_config": {"hidden_size_per_layer_input": 0}},
 }
-"""Keys that transformers has no defaults for, or has those of models that are not supported."""
+"""Keys without a usable default in transformers."""
 
 
 @pytest.mark.parametrize("keys", [{}, {"use_sliding_window": True}], ids=["none", "window"])

@@ -1,4 +1,4 @@
-"""Quantised checkpoints are read as bf16, and exported so."""
+"""Quantised checkpoints are read and exported as bf16."""
 
 import json
 import logging

@@ -1,4 +1,5 @@
-"""Exports that are complete: what a checkpoint holds beside our weights comes out as it went in."""
+"""Complete exports: everything that a checkpoint holds beside our weights is written back
+unchanged."""
 
 import json
 import random
@@ -49,7 +50,8 @@ LEFT = ("pytorch_model.bin", "optimizer.pt", ".gitattributes", "pytorch_model.bi
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    """A bf16 mixture of experts with routers in fp32, and everything that a hub folder may hold."""
+    """Write a bf16 mixture of experts with fp32 routers, and everything that a hub folder may
+    hold."""
     folder = tmp_path_factory.mktemp("checkpoint")
     torch.manual_seed(0)
     config = AutoConfig.for_model(
@@ -92,7 +94,7 @@ def read(path: Path):
 
 
 def assert_complete(out: Path, source: Path) -> None:
-    """All that ``source`` holds is in ``out``, weights and extra tensors bit for bit."""
+    """Assert that ``out`` holds all of ``source``, weights and extra tensors bit for bit."""
     assert_same_bits(tensors_in(out), tensors_in(source))
     for name in (CONFIG, GENERATION):
         assert read(out / name) == read(source / name)
@@ -114,7 +116,7 @@ def greedy(model, prompt: list[int], num_tokens: int) -> list[int]:
 
 
 def assert_transformers_agrees(out: Path, ours) -> None:
-    """Logits, and the greedy continuation of a prompt as AutoTokenizer reads it."""
+    """Assert equal logits, and an equal greedy continuation of a prompt read by AutoTokenizer."""
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(out)
     prompt = tokenizer("the cat sat")["input_ids"]
@@ -126,7 +128,7 @@ def assert_transformers_agrees(out: Path, ours) -> None:
     )
     ends = theirs.generation_config.eos_token_id
     ids = greedy(ours, prompt, 8)
-    # transformers never draws an end before the eighth token
+    # transformers draws no end before the eighth token
     assert not set(ids[len(prompt) :]) & set(ends if isinstance(ends, list) else [ends])
     assert got[0].tolist() == ids
 
@@ -141,7 +143,7 @@ def test_load_and_save_keep_everything(checkpoint, tmp_path, caplog, monkeypatch
     moetrain.save_hf(model, tmp_path / "out")
     assert_complete(tmp_path / "out", checkpoint)
     assert_transformers_agrees(tmp_path / "out", model)
-    # As often as one likes, in shards too, and onto itself.
+    # This can be repeated, also in shards, and over the folder itself.
     again = moetrain.load_hf(tmp_path / "out")
     save_hf(again, tmp_path / "out", max_shard_bytes=20_000)
     assert (tmp_path / "out" / INDEX).exists()
@@ -150,7 +152,7 @@ def test_load_and_save_keep_everything(checkpoint, tmp_path, caplog, monkeypatch
 
 
 def test_a_run_from_a_checkpoint_exports_everything(checkpoint, tiny_words, tmp_path):
-    """One step of no size: the bits that come out are those that went in."""
+    """One step with a learning rate of 0 leaves all bits unchanged."""
     words = [w for w in tiny_words if not w.startswith("model.")]
     words += [f"model.path={checkpoint}", f"data.tokenizer={checkpoint}", "train.steps=1"]
     words += ["checkpoint.save_hf=yes", "optim.lr=1e-30", "train.sample_tokens=0"]
@@ -210,14 +212,15 @@ def test_a_changed_architecture_is_written_over_the_sources(checkpoint, tmp_path
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"] == 5e5
 
 
-# What a checkpoint may not hold besides: it contradicts config.json.
+# These tensors contradict config.json.
 CONTRADICTIONS = [
     "model.layers.0.self_attn.q_proj.bias",
     "model.layers.0.mlp.experts.5.gate_proj.weight",
     "model.layers.0.mlp.gate.e_score_correction_bias",
     "model.layers.0.mlp.shared_expert.up_proj.weight",
     "model.layers.1.self_attn.k_proj.weight_scale_inv",
-    "model.layers.4.self_attn.q_proj.weight",  # num_nextn_predict_layers allows a fourth, no fifth
+    # Num_nextn_predict_layers allows a fourth, but no fifth.
+    "model.layers.4.self_attn.q_proj.weight",
     "model.layers.-1.x",
     "model.layers.9999999999999999999999.x",
     "model.norm.bias",
@@ -254,7 +257,7 @@ def test_a_source_that_is_no_longer_there(how, checkpoint, tmp_path):
     assert caught.value.field == "model.path"
     assert str(source) in caught.value.problem
     own = {k: v for k, v in tensors_in(checkpoint).items() if k not in EXTRA}
-    assert_same_bits(tensors_in(out), own)  # what was trained is safe
+    assert_same_bits(tensors_in(out), own)  # the trained weights are safe
     assert read(out / CONFIG) == read(checkpoint / CONFIG)
 
 
@@ -274,7 +277,8 @@ def test_an_export_removes_what_an_earlier_one_left(checkpoint, tmp_path):
     model = moetrain.load_hf(checkpoint)
     save_hf(model, tmp_path, max_shard_bytes=20_000)
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / ".model-00001-of-00007.safetensors.4711.tmp").write_text("half of it")  # killed
+    # Left by a killed process.
+    (tmp_path / ".model-00001-of-00007.safetensors.4711.tmp").write_text("half of it")
     (tmp_path / "model-00009-of-00009.safetensors").write_text("another program's weights")
     model.source = None
     moetrain.save_hf(model, tmp_path)
@@ -305,7 +309,7 @@ def test_another_tokenizer_replaces_the_sources(checkpoint, tmp_path):
 
 
 def test_the_token_that_ended_documents_ends_generation(checkpoint, tmp_path):
-    """The same tokenizer with another end: only that changes."""
+    """With the same tokenizer and another end, only that id changes."""
     tokenizer = load_tokenizer(str(checkpoint))
     files = tokenizer.export()
     assert files.ids == {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}

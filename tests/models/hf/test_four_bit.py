@@ -1,4 +1,5 @@
-"""Checkpoints in four bits beneath adapters: nothing is lost from the file to what is stored."""
+"""Checkpoints in four bits beneath adapters: nothing is lost between the file and the stored
+base."""
 
 import json
 import math
@@ -27,7 +28,7 @@ ARENA = Arena("weights", torch.device("cpu"))
 
 
 def table_of_bytes():
-    """bitsandbytes' ``create_dynamic_map``, by the formula of arXiv 1511.04561."""
+    """Return bitsandbytes' ``create_dynamic_map``, by the formula of arXiv 1511.04561."""
     found = [0.0, 1.0]
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2**i + 1)
@@ -37,8 +38,8 @@ def table_of_bytes():
 
 
 def as_bitsandbytes(name, shape, generator, nested):
-    """A tensor's parts with random contents, and its numbers one by one; ``nested``: how many
-    scales share a factor, or 0."""
+    """Return a tensor's parts with random contents, and its elements; ``nested``: scales per
+    factor, or 0."""
     numbers = math.prod(shape)
     quantiles = torch.tensor(QUANT_FORMATS["nf4"].codebook)
     codes = torch.randint(0, 16, (numbers,), generator=generator)
@@ -61,7 +62,7 @@ def as_bitsandbytes(name, shape, generator, nested):
 
 
 def write_nf4(folder, nested, sizes=ROUND):
-    """Write a Qwen3-MoE as bitsandbytes does; give the numbers of what is in four bits."""
+    """Write a Qwen3-MoE like bitsandbytes; return the elements of its 4-bit tensors."""
     engine = adapted(EVERYTHING, *sizes)
     with torch.device("cpu"):
         model = Transformer(engine.arch)
@@ -80,7 +81,7 @@ def write_nf4(folder, nested, sizes=ROUND):
 
 
 def ours(values):
-    """The stacked experts and the other matrices, under the model's names."""
+    """Return the stacked experts and the other matrices, under the model's names."""
     found = {}
     for i in range(2):
         for part in "qkvo":
@@ -127,17 +128,17 @@ def test_nf4_is_stored_as_it_is_in_the_file(meshes, tmp_path):
 
 
 def test_nf4_of_other_sizes_has_its_codes_and_scales_that_are_near(tmp_path):
-    sizes = [*ROUND[:2], "model.moe_intermediate_size=40"]  # 2,560 numbers a matrix
+    sizes = [*ROUND[:2], "model.moe_intermediate_size=40"]  # 2,560 elements per matrix
     wanted = ours(write_nf4(tmp_path / "base", 64, sizes))
     (found,) = merged_on(tmp_path, [[]])
     for name, weight in wanted.items():
         assert torch.equal(found[name], weight) == (".attn." in name), name
-        # Scales here are random and differ by half; what a set spans is up to all of that.
+        # The scales here are random and differ by half; a set spans up to all of that.
         torch.testing.assert_close(found[name], weight, rtol=0.05, atol=2e-3)
 
 
 def parts_of(shape):
-    """A tensor as it is read, its numbers and its parts."""
+    """Return a tensor as it is read, its elements and its parts."""
     form = format_of({"quantization_config": HOW | {"bnb_4bit_use_double_quant": True}})
     parts, values = as_bitsandbytes("", shape, torch.Generator().manual_seed(0), 32)
     parts = [parts[ending] for ending in form.endings]
@@ -164,7 +165,7 @@ def test_files_with_tables_of_their_own_are_read_by_these():
     shard = Quantised(QUANT_FORMATS["nf4"], 4096, torch.float32, ARENA)
     shard.write(0, torch.Size([64, 64]), (slice(0, 64), slice(0, 64)), given, (slice(0, 64),))
     found = shard.read(0, torch.Size([64, 64]))
-    # Most groups have a 1, and the codes that they have in the file.
+    # Most groups have a 1, and the codes of the file.
     torch.testing.assert_close(found, values / 2, rtol=0.05, atol=2e-3)
 
 
@@ -186,12 +187,12 @@ def test_gpt_oss_has_the_codes_of_its_file(tmp_path):
         theirs = f"model.layers.{layer}.mlp.experts.{leaf[2:]}_proj"
         blocks, scales = files[f"{theirs}_blocks"], files[f"{theirs}_scales"]
         wide = stored[theirs].mT
-        if leaf == "w_gate_up":  # rows of the two lie in turn
+        if leaf == "w_gate_up":  # rows of the two alternate
             blocks, scales, wide = (
                 torch.cat((x[:, 0::2], x[:, 1::2]), 1) for x in (blocks, scales, wide)
             )
         assert torch.equal(weights[name].bfloat16(), wide)
-        # Where a group has a 4 or a 6; others have the same numbers by other codes.
+        # Groups with a 4 or a 6 have the file's codes; others have equal values by other codes.
         both = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
         usual = is_large[both.int()].any(-1).flatten()
         assert usual.float().mean() > 0.99

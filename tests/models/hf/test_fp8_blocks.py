@@ -1,4 +1,4 @@
-"""Checkpoints whose matrices are quantised in blocks of fp8, of every kind of weight map."""
+"""Checkpoints with matrices quantised in fp8 blocks, for every kind of weight map."""
 
 import json
 import logging
@@ -20,13 +20,13 @@ from tests.lib.family_ranks import run_on_two_ranks
 from tests.lib.small_models import relative_error
 
 BLOCK = (16, 12)
-"""Which divides few of the models' widths."""
+"""Block size; it divides few of the models' widths."""
 QUANTISED = ("_proj.weight", "w1.weight", "w2.weight", "w3.weight", "in_proj_qkvz.weight")
 SETTINGS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [*BLOCK]}
 
 
 def quantise(w_NM, block=BLOCK, *, in_powers=False):
-    """Codes, scales (``in_powers`` of two), and the values that they stand for."""
+    """Return codes, scales (``in_powers`` of two), and the dequantised values."""
     (rows, columns), (n, m) = w_NM.shape, block
     scales = torch.empty(-(-rows // n), -(-columns // m))
     codes = torch.empty_like(w_NM, dtype=torch.float8_e4m3fn)
@@ -43,8 +43,8 @@ def quantise(w_NM, block=BLOCK, *, in_powers=False):
 
 
 def save_quantised(case, folder, change=lambda tensors: None, how=quantise, block=BLOCK, **sizes):
-    """Write a model in fp8, its scales in another file; returns the values in fp32 of all tensors,
-    and the names of matrices in fp8."""
+    """Write a model in fp8 with its scales in another file; return all values in fp32, and the
+    names of fp8 matrices."""
     save_reference(case, folder, **sizes)
     stored = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
@@ -109,7 +109,7 @@ def test_matrices_in_blocks_of_fp8_are_read_and_written_in_bf16(case, tmp_path, 
         want = tensor.bfloat16() if name in narrow else tensor
         assert written[name].dtype == want.dtype, name
         assert torch.equal(written[name], want), name
-    # The values themselves, unrounded, are what an fp32 model has.
+    # An fp32 model has the values themselves, unrounded.
     save_hf(model, tmp_path / "wide", dtype="float32")
     wide = load_file(tmp_path / "wide" / "model.safetensors")
     own = [name for name in narrow if not name.endswith("eh_proj.weight")]
@@ -127,8 +127,8 @@ def test_matrices_in_blocks_of_fp8_are_read_and_written_in_bf16(case, tmp_path, 
 @pytest.mark.parametrize("precision", ["fp8_blocks", "fp8_blocks_ue8m0"])
 @torch.no_grad()
 def test_weights_train_as_a_checkpoint_has_them(precision, dtype, tmp_path):
-    """What products multiply is the file's codes and scales, of weights in fp32 and of their copies
-    in bf16, which ranks gather."""
+    """Products multiply the file's codes and scales, with fp32 weights and with their gathered bf16
+    copies."""
     recipe, block = RECIPES[precision], (128, 128)
     in_powers = recipe.blocks == "ue8m0"
 
@@ -153,7 +153,7 @@ def test_weights_train_as_a_checkpoint_has_them(precision, dtype, tmp_path):
         ]
         codes, scales = made.values[at].float(), made.scales[tuple(blocks)]
         want, want_scales = (files[piece.hf_name + x] for x in ("", "_scale_inv"))
-        # A power of two half as large, where the largest code is 224, for numbers that are equal.
+        # Values that are equal may have half the power of two, where the largest code is 224.
         ratio = want_scales / scales
         assert ((ratio == 1) | (ratio == 2) & in_powers).all(), piece.hf_name
         twice += (ratio == 2).sum().item()
@@ -167,7 +167,7 @@ def test_weights_train_as_a_checkpoint_has_them(precision, dtype, tmp_path):
 
 
 def test_scales_of_other_origin_come_back_nearly_and_codes_as_they_were():
-    """Of numbers that were no numbers of bf16."""
+    """The scales are not exact in bf16."""
     w_NM = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
     codes, scales, values = quantise(w_NM, (128, 128))
     for dtype, limit in ((torch.float32, 2.0**-23), (torch.bfloat16, 2.0**-8)):

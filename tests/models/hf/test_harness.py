@@ -1,4 +1,4 @@
-"""Benchmarks: the scores on our generator are those of lm-evaluation-harness's own model."""
+"""Benchmarks: scores on our generator equal those of lm-evaluation-harness's own model."""
 
 import json
 from functools import partial
@@ -50,7 +50,7 @@ metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """A folder of tasks over one file of questions."""
+    """Write a folder of tasks over one file of questions."""
     folder = tmp_path_factory.mktemp("tasks")
     questions = [
         {
@@ -72,7 +72,7 @@ def tasks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The export of a model that has learned a little."""
+    """Export a model that has learned a little."""
     folder = tmp_path_factory.mktemp("run")
     words = ["--train.steps", "6", "--checkpoint.save_hf", "yes", "--data.seq_len", "64"]
     words += ["--train.eval_interval", "0", "--train.sample_tokens", "0"]
@@ -112,7 +112,7 @@ def test_scores_are_those_of_its_own_model(tasks, checkpoint, expected):
 
 
 def run_of(words, **asked):
-    """The logged rows of a run, on its main rank."""
+    """Return the logged rows of a run, from its main rank."""
     callbacks = [Benchmarked(**asked)] if asked else []
     trainer = Trainer(Config.load("debug", words, environ={}), callbacks=callbacks)
     trainer.fit()

@@ -1,4 +1,4 @@
-"""Files of a stranger's folder that are pipes, too large or damaged are refused in one line."""
+"""Pipes, oversized and damaged files in an untrusted folder are refused in one line."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def sparse(path: Path) -> None:
 
 def bind(path: Path) -> None:
     where = os.open(path.parent, os.O_RDONLY)
-    with socket.socket(socket.AF_UNIX) as door:  # whose names may have 108 bytes
+    with socket.socket(socket.AF_UNIX) as door:  # the names of sockets may have 108 bytes
         door.bind(f"/proc/self/fd/{where}/{path.name}")
     os.close(where)
 
@@ -69,7 +69,7 @@ TEXTS: dict[str, bytes] = {
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory) -> Path:
-    """The files of a model, a tokenizer and an adapter."""
+    """Write the files of a model, a tokenizer and an adapter."""
     folder = write_good(tmp_path_factory.mktemp("good"))
     word_tokenizer(folder, "a", "</s>", eos_token="</s>")
     settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
@@ -79,7 +79,7 @@ def good(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(good: Path, tmp_path: Path) -> Path:
-    """Links to the files of ``good``, in a folder of the same kind."""
+    """Make a folder of links to the files of ``good``."""
     for path in good.iterdir():
         os.link(path, tmp_path / path.name)
     (tmp_path / "additional_chat_templates").mkdir()
@@ -88,7 +88,7 @@ def folder(good: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_waiting() -> Iterator[None]:
-    """What waits for ever fails."""
+    """Fail where a read would wait forever."""
 
     def fail(*_: object) -> None:
         raise AssertionError("it waits")
@@ -111,7 +111,7 @@ def read(folder: Path, name: str) -> None:
 
 
 def refused(folder: Path, name: str) -> ConfigError:
-    """The error, of one line, that names the file, without much time or memory."""
+    """Return the one-line error, which names the file, and check its time and memory."""
     seconds = time.process_time()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ConfigError) as caught:

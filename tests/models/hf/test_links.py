@@ -1,4 +1,4 @@
-"""Links in a checkpoint's folder are followed within it and its hub cache, and nowhere else."""
+"""Links in a checkpoint's folder are followed within it and its hub cache only."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def plain(good: Path, folder: Path) -> Path:
 
 
 def cached(good: Path, root: Path) -> Path:
-    """As the hub's cache lays it out."""
+    """Lay the files out like the hub's cache."""
     folder = plain(good, root / "models--o--n" / "snapshots" / "0123abcd")
     blobs = root / "models--o--n" / "blobs"
     blobs.mkdir()
@@ -53,7 +53,7 @@ def cached(good: Path, root: Path) -> Path:
 
 
 def published(folder: Path) -> str:
-    """All text that an export of the checkpoint holds."""
+    """Return all text that an export of the checkpoint holds."""
     out = folder.parent / "export"
     save_hf(load_hf(folder), out)
     kept = [p for p in out.rglob("*") if p.is_file() and p.suffix != ".safetensors"]
@@ -70,7 +70,7 @@ def test_links_within_the_folder_are_followed(good, tmp_path):
     folder = plain(good, tmp_path / "model")
     (folder / "COPYING").symlink_to("LICENSE")
     (folder / "NOTICE").symlink_to(folder / "COPYING")  # a chain, and absolute
-    (tmp_path / "mine").symlink_to(folder)  # the user's own link to all of it
+    (tmp_path / "mine").symlink_to(folder)  # the user's own link to the folder
     assert published(tmp_path / "mine").count("MIT") == 3
 
 

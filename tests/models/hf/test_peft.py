@@ -1,4 +1,4 @@
-"""Adapters in PEFT's files, out and in; merged into weights and taken out again."""
+"""Adapters are written and read in PEFT's files, merged into weights, and unmerged."""
 
 import json
 from functools import partial
@@ -42,7 +42,7 @@ def test_peft_loads_what_is_written(name, words, tmp_path):
         got, want = model(TOKENS_BS).logits, logits_of(engine)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
     assert (want - plain).abs().max() > 0.05
-    # What PEFT itself writes of it is read.
+    # PEFT's own files of it are read.
     model.save_pretrained(tmp_path / "theirs")
     again = load_hf(tmp_path / "hf")
     if "lora.layout=fused" in words:
@@ -52,7 +52,7 @@ def test_peft_loads_what_is_written(name, words, tmp_path):
 
 @pytest.mark.parametrize("case", FAMILY_CASES)
 def test_training_adapters_changes_no_other_parameter_or_buffer(case, monkeypatch):
-    """Else base and adapters, loaded elsewhere, are not the model that was trained."""
+    """Otherwise base and adapters, loaded elsewhere, would not be the trained model."""
     arch = architecture_of(case)
     monkeypatch.setitem(PRESETS, case, arch)
     base = [w for w in WORDS if not w.startswith(("model.", "moe."))]
@@ -136,7 +136,7 @@ def without(tensors, part):
 
 
 def narrowed(tensors, part):
-    """A row is as good as any number of them, for who broadcasts."""
+    """A single row would broadcast to any number of them."""
     name = next(n for n in tensors if part in n)
     return {**tensors, name: tensors[name][:1].clone()}
 
@@ -211,7 +211,7 @@ def test_adapters_of_a_wider_model_are_refused(layout, tmp_path):
 
 
 def test_adapters_that_do_nothing_are_adapters(tmp_path):
-    """Scaled by 0, as who compares with the base model may write it."""
+    """An adapter scaled by 0 may serve for comparisons with the base model."""
     save_base(BASE, tmp_path / "hf")
     adapted().save_peft(tmp_path)
     file = tmp_path / "adapter_config.json"

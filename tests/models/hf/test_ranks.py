@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints on several ranks: each reads its part and writes files of its own."""
+"""Hugging Face checkpoints on several ranks: each reads its part and writes its own files."""
 
 import re
 import threading
@@ -22,12 +22,12 @@ SHARD_BYTES = 10_000_000
 
 
 def anonymous():
-    """Bytes of this process's own memory: mapped files go when the system wants their space."""
+    """Return the bytes of anonymous memory: mapped files are evicted if the system needs memory."""
     return 1024 * int(re.search(r"RssAnon:\s*(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 class Peak:
-    """The most of :func:`anonymous` meanwhile, beyond what there was."""
+    """Measures the peak of :func:`anonymous` beyond its initial value."""
 
     def __enter__(self):
         self.start = self.most = anonymous()
@@ -47,7 +47,7 @@ class Peak:
 
 
 def load_and_export(words, folder):
-    """What the load took, what this rank has of the model, and the files that it wrote."""
+    """Return the bytes of the load, this rank's part of the model, and its written files."""
     config, arch = resolve_run(Config.load(None, words, environ={}))
     world = join_world(config, arch)
     with Peak() as peak:
@@ -56,7 +56,7 @@ def load_and_export(words, folder):
     engine.save_hf(folder, max_shard_bytes=SHARD_BYTES)
     with torch.no_grad():
         next(iter(engine.fsdp.members.values())).local.fill_(7e4 if world.rank else 0.0)
-    try:  # what one rank has, all must hear of
+    try:  # all ranks must learn of one rank's error
         engine.save_hf(folder, dtype="float16")
     except ValueError as error:
         return peak.most, part, str(error)

@@ -28,7 +28,7 @@ LLAMA3 = {
     "rope_theta": 1e4,
 }
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
-# The dense model, what it is upcycled with, and the family of the result.
+# Rows are: dense model, arguments of upcycling, family of the result.
 CASES = {
     "llama": ({"bos_token_id": 3, "eos_token_id": 7}, "", "mixtral"),
     "llama tied": ({"tie_word_embeddings": True, "head_dim": 10}, "--split 2", "mixtral"),
@@ -52,7 +52,7 @@ CASES = {
 
 
 def dense_model(case, folder, dtype=torch.float32):
-    """Write a random dense model whose norms and biases are random too."""
+    """Write a random dense model with random norms and biases."""
     sizes = {**SIZES, "intermediate_size": 48, **CASES[case][0]}
     config = AutoConfig.for_model(case.split()[0], **sizes)
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def logits_of(folder, tokens_BS, dtype=torch.float32):
     model, report = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=dtype, output_loading_info=True
     )
-    # Shared experts of no width, which some classes have in any case.
+    # Shared experts have no width; some classes always have them.
     report["missing_keys"] = {k for k in report["missing_keys"] if model.get_parameter(k).numel()}
     assert not any(report.values()), report
     return model(tokens_BS, use_cache=False).logits
@@ -238,4 +238,4 @@ def test_training_goes_on_where_the_dense_model_was(tmp_path, tiny_words):
     moved = {n: not torch.equal(before[n], p) for n, p in trainer.model.named_parameters()}
     assert all(moved.values()), moved
     router = trainer.model.get_parameter("layers.0.moe.router.weight")
-    assert not torch.equal(router[0], router[1])  # pieces of one group part ways
+    assert not torch.equal(router[0], router[1])  # pieces of one group diverge

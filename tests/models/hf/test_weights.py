@@ -1,4 +1,4 @@
-"""Hugging Face weights: both directions, against transformers, and every bad checkpoint."""
+"""Hugging Face weights in both directions, compared with transformers, and every bad checkpoint."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ transformers.logging.disable_progress_bar()
 
 
 def save_reference(case: str, folder: Path, dtype=torch.float32, **how) -> torch.nn.Module:
-    """A random model of ``case``, saved by transformers (biases and norms random too)."""
+    """Save a random model of ``case`` by transformers (biases and norms random too)."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(case), dtype=dtype).eval()
     with torch.no_grad():
@@ -313,7 +313,7 @@ def test_nothing_is_copied_before_everything_is_checked(good_folder, tmp_path):
 
 # Finding checkpoints.
 class FakeHub:
-    """Stands in for snapshot_download: a cache and a hub, each a folder or None."""
+    """Replaces snapshot_download by a cache and a hub, each a folder or None."""
 
     def __init__(self, cache: Path | None, hub: Path | None) -> None:
         self.cache, self.hub, self.downloads = cache, hub, 0
@@ -397,7 +397,7 @@ def test_weight_map_example():
     ],
 )
 def test_a_part_of_a_file_is_read_where_it_is_indexed(within, is_transposed, tmp_path):
-    """Its slices are those of the same part of the whole tensor, which writing fills."""
+    """Its slices are those of that part of the whole tensor, which writing fills."""
     whole = torch.arange(4 * 7 * 6).view(4, 7, 6)
     if not is_transposed:
         whole = whole.mT.contiguous()

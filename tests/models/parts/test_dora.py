@@ -1,4 +1,4 @@
-"""DoRA: PEFT's logits and gradients, on every mesh; files in PEFT's form, out and in."""
+"""DoRA: PEFT's logits and gradients on every mesh, and PEFT's files in both directions."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ WORDS = ["lora.use_dora=yes", "lora.targets=*.attn.*"]
 
 
 def drawn(name, *words):
-    """An engine whose adapters and lengths of rows make a difference."""
+    """Return an engine whose adapters and row magnitudes change results."""
     engine = adapted(*WORDS, *words, base=base_for(name))
     for parameter, entry in engine.stages.table.items():
         if parameter.endswith(MAGNITUDE):
@@ -49,7 +49,7 @@ def test_logits_and_gradients_are_pefts(name, tmp_path):
 
 
 def test_biases_are_not_scaled(tmp_path):
-    """Qwen2's queries, keys and values have some."""
+    """Qwen2's queries, keys and values have biases."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 24, "vocab_size": 40}
     torch.manual_seed(0)
@@ -94,7 +94,7 @@ def test_a_run_begins_as_its_base_and_goes_on_from_its_state_and_files(tmp_path)
 
 
 def test_it_begins_as_its_base_in_bf16_too():
-    """Lengths that were rounded would scale each row a little."""
+    """Rounded magnitudes would scale each row slightly."""
     words = ["train.dtype=bfloat16", "lora.targets=*.attn.*"]
     plain, scaled = (
         make_engine(*words, more, base=base_for("moe"), micro=MICRO)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: scales, what it keeps, other names of its families, refusals."""
+"""Multi-head latent attention: scales, kept tensors, aliases of its families, refusals."""
 
 import json
 
@@ -55,7 +55,7 @@ def test_norms_of_latents_have_an_epsilon_of_their_own(family):
 
 @pytest.mark.parametrize("preset", ["moonlight-16b-a3b", "deepseek-v3", "glm-4.7-flash"])
 def test_the_estimate_is_what_the_backward_keeps(preset):
-    """Bytes of distinct storages that autograd saves, of bf16 in eager mode."""
+    """The bytes are those of distinct storages that autograd saves, for bf16 in eager mode."""
     arch, size = PRESETS[preset], 64
     part = arch.attention(0)
     module = part.build(KernelsSection(attention="exact"), MoeSection()).bfloat16()
@@ -114,7 +114,7 @@ def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path):
 
 @torch.no_grad()
 def test_groups_are_as_good_as_their_best_expert_in_v2_alone():
-    """One expert's score is the largest, and two of another group together are larger still."""
+    """One expert's score is the largest, but the best two of another group have a larger sum."""
     found = {}
     for family in ("deepseek_v2 one group", "deepseek_v3 groups"):
         sizes = {"num_expert_groups": 3, "topk_expert_groups": 1, "num_experts_per_token": 2}
@@ -127,7 +127,7 @@ def test_groups_are_as_good_as_their_best_expert_in_v2_alone():
     assert found == {"deepseek_v2": [0, 1], "deepseek_v3": [4, 5]}
 
 
-# Published counts of active parameters in billions, which leave out the embedding, or the head too.
+# Published counts of active parameters in billions, without the embedding, or without the head too.
 ACTIVE = {
     "deepseek-v3": (37, 1),
     "kimi-k2": (32, 1),

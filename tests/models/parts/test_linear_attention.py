@@ -1,4 +1,4 @@
-"""The chunks' formulas of linear attention are the rules token by token."""
+"""Linear attention in chunks equals its rule token by token."""
 
 import pytest
 import torch

@@ -41,7 +41,7 @@ TARGETS = {
     "attention": ["lora.targets=*.attn.*"],
     "experts": ["lora.targets=layers.*.moe.experts"],
     "one router": ["lora.targets=layers.1.moe.router"],
-    # Of weights with which fp32 has five digits: with other seeds, autograd's own fp32 gradients of
+    # With these weights fp32 has five digits: with other seeds, autograd's own fp32 gradients of
     # the merged weights are up to 9e-5 from those in fp64.
     "dense": ["lora.rank=3", "train.seed=2"],
 }
@@ -71,7 +71,7 @@ def test_compiled_and_recomputed():
 
 @pytest.mark.tier("long")
 def test_kernels_beside_frozen_experts():
-    """Which have no gradients of weights to make, nor has the head."""
+    """Neither frozen experts nor the head make gradients of weights."""
     words = ["lora.targets=*.attn.*", "kernels.backend=triton"]
     (answer,) = learn_all({"compiled": [*words, "compile.enabled=yes"]}).values()
     compare("compiled", answer, dense_reference(words[:1]))
@@ -104,7 +104,8 @@ def test_every_mesh_equals_the_dense_reference(world):
 
 
 def test_only_adapters_are_kept_and_what_they_adapt_is_as_it_was():
-    """Frozen weights have no moments, no gradients, no place in a checkpoint; and do not change."""
+    """Frozen weights have no moments, no gradients and no place in a checkpoint, and never
+    change."""
     engine = adapted()
     before = weights_of(engine)
     train(engine, range(2), MICRO)
@@ -118,7 +119,8 @@ def test_only_adapters_are_kept_and_what_they_adapt_is_as_it_was():
 
 
 def go_on(words, state, steps):
-    """Numbers of ``steps`` from ``state`` on, the fingerprint, and the state then."""
+    """Return losses and norms of ``steps`` after ``state``, the fingerprint, and the final
+    state."""
     engine = make_engine(*words, base=BASE, micro=MICRO)
     engine.load_state(state)
     return train(engine, steps, MICRO), engine.fingerprint, copy_of(engine.state())["model"]
@@ -224,7 +226,7 @@ def nothing_to_train(words):
 
 
 def test_stages_with_little_to_train():
-    """A stage's statistics need not have gradients; a rank without anything is refused."""
+    """A stage's statistics need not have gradients; a rank without parameters is refused."""
     expected = dense_reference(["lora.targets=layers.0.moe.experts,layers.1.attn.wo"])
     for answer in spawn(2, nothing_to_train, ["parallel.pp=2"], timeout=60):
         compare("pp", answer, expected)

@@ -1,4 +1,4 @@
-"""Adapters that PEFT itself wrote: each gives PEFT's logits, or is refused by a setting's name."""
+"""Adapters written by PEFT itself: each gives PEFT's logits, or is refused by a setting's name."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Of a dense and of a routed model: its folder, and what ``transformers`` makes of it."""
+    """Return a dense and a routed model: folder, and ``transformers``' model."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("moe", "dense")}
     for name, folder in folders.items():
         save_base(base_of(name), folder)
@@ -33,7 +33,7 @@ def bases(tmp_path_factory):
 
 
 def write(base, folder, config, kind="LoraConfig"):
-    """An adapter of PEFT's, with values that make a difference."""
+    """Write an adapter by PEFT, with values that change results."""
     config = getattr(peft, kind)(task_type="CAUSAL_LM", **config)
     model = peft.get_peft_model(copy.deepcopy(base), config)
     draw(model)
@@ -56,7 +56,7 @@ def edit(folder, **changes):
 
 @torch.no_grad()
 def compare(base, folder):
-    """Our logits with PEFT's, and how much the adapter changes them."""
+    """Compare our logits with PEFT's; return how much the adapter changes them."""
     hf, plain = base
     model = load_hf(hf, dtype=torch.float32)
     attach_peft(model, folder)
@@ -195,7 +195,7 @@ def test_other_methods_are_refused_by_name(kind, config, bases, tmp_path):
 
 @pytest.fixture(scope="module")
 def written(bases, tmp_path_factory):
-    """A plain adapter's files."""
+    """Write the files of a plain adapter."""
     folder = tmp_path_factory.mktemp("plain")
     write(bases["moe"][1], folder, {"target_modules": ATTENTION})
     return folder
@@ -253,7 +253,7 @@ def test_settings_of_a_newer_peft_that_are_off(bases, written, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_what_peft_converted_to_plain_lora(init, bases, tmp_path):
-    """The difference from the base model as it was, at twice the rank."""
+    """The conversion holds the difference from the original base model, at twice the rank."""
     config = peft.LoraConfig(target_modules=ATTENTION, r=4, init_lora_weights=init)
     model = peft.get_peft_model(copy.deepcopy(bases["moe"][1]), config)
     model.peft_config["default"].init_lora_weights = True
@@ -271,7 +271,7 @@ def test_what_peft_converted_to_plain_lora(init, bases, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_experts_gate_and_up_may_have_an_a_each(bases, tmp_path):
-    """As PEFT wrote them while every expert was a module of its own."""
+    """PEFT wrote them so when every expert was its own module."""
     save_adapters(["lora.targets=*.experts", "lora.layout=per_expert"], tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     tensors = load_file(file)

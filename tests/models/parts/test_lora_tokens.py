@@ -27,7 +27,7 @@ MATRICES = {"embed.weight": "model.embed_tokens", "lm_head.weight": "lm_head"}
 
 
 def drawn(name, *words):
-    """An engine whose adapters and rows are others than those of its base."""
+    """Return an engine whose adapters and rows differ from those of its base."""
     engine = adapted(*WORDS, *words, base=base_for(name))
     for parameter in MATRICES.keys() & engine.stages.trained.keys():
         shape = engine.stages.table[parameter].shape
@@ -118,7 +118,7 @@ def test_new_tokens_alone_are_learned(tied, tmp_path):
 
 
 def test_a_run_writes_adapters_with_the_tokenizer(tmp_path):
-    """Which is read as docs/finetune.md says, and is the merged model."""
+    """They are loaded as docs/finetune.md says, and equal the merged model."""
     make_checkpoint(tmp_path / "old", tied=True)
     turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": NEW[0]}]
     (tmp_path / "a.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 16)
@@ -220,7 +220,7 @@ def test_files_of_tokens_that_the_model_has_not_say_so(tmp_path):
 
 @pytest.mark.parametrize("how", [{"modules_to_save": ["embed_tokens"]}, {}])
 def test_what_peft_saves_of_a_resized_embedding_is_refused_with_a_remedy(how, tmp_path):
-    """Which works: the same adapters, saved as it says, are read."""
+    """The remedy works: the same adapters, saved as it says, are read."""
     count = make_checkpoint(tmp_path / "old", tied=True)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "old")
     base.resize_token_embeddings(count + 3)

@@ -26,7 +26,7 @@ WORDS = {
 
 
 def drawn(name, *words):
-    """An engine whose adapters, embedding and head are others than those of its base."""
+    """Return an engine whose adapters, embedding and head differ from those of its base."""
     engine = adapted(*WORDS[name], *words, base=base_for(name))
     for parameter in ("embed.weight", "lm_head.weight"):
         if parameter in engine.stages.trained:
@@ -36,7 +36,7 @@ def drawn(name, *words):
 
 
 def pefts_name(name: str) -> str:
-    """Of a parameter that is trained, in PEFT's model."""
+    """Return the name of a trained parameter in PEFT's model."""
     whole = {"embed.weight": "model.embed_tokens", "lm_head.weight": "lm_head"}
     if name in whole:
         return f"base_model.model.{whole[name]}.modules_to_save.default.weight"
@@ -93,7 +93,7 @@ def test_every_mesh_learns_the_same():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_new_tokens_are_learned_beside_adapters(tied, tmp_path):
-    """PEFT's model is the base with as many tokens, as ``transformers`` resizes it."""
+    """PEFT's base has as many tokens, resized by ``transformers``."""
     count = make_checkpoint(tmp_path / "old", tied=tied)
     words = ["lora.rank=8", "lora.targets=*.attn.*", WORDS["dense"][0] if tied else BOTH]
     engine = make_engine(base=words_for(tmp_path / "old", *words), micro=2)

@@ -1,4 +1,5 @@
-"""Multi-token prediction: against transformers, over documents, on meshes, in files and in runs."""
+"""Multi-token prediction: compared with transformers, over documents, on meshes, in files and
+runs."""
 
 import itertools
 import json
@@ -40,7 +41,7 @@ LINEAR = {"qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"}
 
 
 def random_model(arch, seed=0):
-    """A model whose norms are no ones, and none of whose choices are near a tie."""
+    """Return a model with random norms, in which no routing choice is nearly tied."""
     model = Transformer(arch)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -52,7 +53,7 @@ def random_model(arch, seed=0):
 
 
 def save_with_multi_token(case, folder, *, without=(), **changes):
-    """Write a random model of ``case`` with an MTP block, as its family's files."""
+    """Write a random model of ``case`` with an MTP block, in its family's files."""
     model = random_model(with_multi_token(architecture_of(case, **changes)))
     save_hf(model, folder)
     if without:
@@ -64,14 +65,14 @@ def save_with_multi_token(case, folder, *, without=(), **changes):
 
 
 def ours(folder):
-    """The model in ``folder`` with its MTP block."""
+    """Load the model in ``folder`` with its MTP block."""
     model = Transformer(with_multi_token(load_hf(folder).arch))
     load_weights(model, folder)
     return model
 
 
 def theirs(folder):
-    """transformers' model in ``folder``, and its MTP model."""
+    """Load transformers' model in ``folder``, and its MTP model."""
     main_model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
     config = main_model.config
     config.num_mtp_layers = 1
@@ -79,7 +80,7 @@ def theirs(folder):
         config.mtp_layer_types = ["full_attention"]
     if getattr(config, "mlp_layer_types", None) is not None:
         config.mtp_mlp_layer_types = ["sparse"]
-    # Its classes of GLM know the numbers of published models' layers alone.
+    # transformers' classes of GLM know the published numbers of layers alone.
     patterns = [rf"model\.layers\.{config.num_hidden_layers}\..*", r"^mtp.*"]
     main_model._keys_to_ignore_on_load_unexpected = patterns
     mtp_model = MtpModel.from_pretrained(main_model).train()
@@ -88,13 +89,13 @@ def theirs(folder):
 
 
 def batch_of(tokens_BS):
-    """Rows that are documents."""
+    """Return rows that are documents."""
     last_BS = tokens_BS.new_full((len(tokens_BS), 1), -100)
     return Batch(tokens_BS, torch.cat((tokens_BS[:, 1:], last_BS), 1), None, None)
 
 
 def our_name(name):
-    """transformers' name of a parameter of its MTP model, in the names of files."""
+    """Return transformers' name of an MTP parameter, as the files name it."""
     parts = {"enorm": "join.enorm", "hnorm": "join.hnorm", "eh_proj": "join.proj"}
     name = name.removeprefix("layers.0.")
     first, _, rest = name.partition(".")
@@ -193,7 +194,7 @@ def test_documents_in_one_row_do_not_see_each_other(case):
     )
     together = torch.cat((found[0][:, :6], found[0][:, 7:-1]), dim=1)
     torch.testing.assert_close(together, torch.cat(alone, dim=1), rtol=1e-6, atol=1e-6)
-    if routing is not None:  # what lies behind a document's end counts nowhere
+    if routing is not None:  # tokens after a document's end do not count
         counts = sum(one.counts_LE for one in routings)
         assert torch.equal(routing.counts_LE, counts)
         top_k = model.arch.num_experts_per_token
@@ -249,7 +250,7 @@ def test_files_there_and_back_are_the_same_bits(case, tmp_path):
     assert all(torch.equal(want[name], got[name]) for name in want)
     configs = [json.loads((tmp_path / f / "config.json").read_text()) for f in ("in", "out")]
     assert configs[0] == configs[1]
-    # Without asking for it, the same tensors are carried on.
+    # Unless requested, the same tensors are carried along.
     plain = load_hf(tmp_path / "in")
     assert plain.arch.mtp_layers == 0
     save_hf(plain, tmp_path / "plain")
@@ -434,7 +435,7 @@ def test_the_estimate_of_memory_counts_them():
 
 
 def test_depths_follow_each_other():
-    """Two blocks: the second one's hidden states come of the first one's."""
+    """The hidden states of the second block come from the first one."""
     model = random_model(with_multi_token(architecture_of("glm4_moe"), 2))
     tokens_BS, found = tokens(2, 11), []
     model.backbone(Inputs(tokens_BS), multi_token=found)

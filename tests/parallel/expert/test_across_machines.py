@@ -1,6 +1,6 @@
 """Dispatch across machines: the bits of one machine, and fewer bytes between machines.
 
-A machine is simulated by a number of ranks; what crosses is counted at the collectives.
+A machine is simulated by several ranks; the collectives count the bytes that cross machines.
 """
 
 import random
@@ -47,7 +47,7 @@ from tests.lib.transports import (
 
 
 class Crossing:
-    """Counts bytes of rows that stay on a machine or do not."""
+    """Counts bytes of rows that stay on a machine, and of rows that do not."""
 
     def __init__(self, per_machine: int) -> None:
         self.bytes: Counter[str] = Counter()
@@ -71,12 +71,12 @@ class Crossing:
 
 
 def machines_of(world: int) -> list[int]:
-    """Ranks of a machine, where there are several machines."""
+    """Return numbers of ranks per machine for which there are several machines."""
     return [n for n in (1, 2, 4) if n < world]
 
 
 def check_bits() -> None:
-    """Of every routing, and of every number of machines."""
+    """Check every routing, on every number of machines."""
     rank, world = dist.get_rank(), dist.get_world_size()
     be_strict()
     cases = [(tokens, r) for tokens in (UNEVEN, ALL_ON_ONE, NONE) for r in ROUTINGS]
@@ -104,7 +104,7 @@ def check_bits() -> None:
 
 
 def check_random(seeds: int) -> None:
-    """Random sizes, tokens and routings: bit for bit, with two calls in flight."""
+    """Check random sizes, tokens and routings: bit for bit, with two calls in flight."""
     rank, world = dist.get_rank(), dist.get_world_size()
     be_strict()
     for seed in range(seeds):
@@ -124,7 +124,8 @@ def check_random(seeds: int) -> None:
 
 
 def check_one_process(found: dict, batch: Batch, case: str) -> None:
-    """Experts' gradients have the bits of one process with all tokens and all experts."""
+    """Check that experts' gradients have the bits of one process with all tokens and all
+    experts."""
     world, rank = dist.get_world_size(), dist.get_rank()
     everything: list = [None] * world
     mine = (*batch, *(x.detach() for x in make_experts(SMALL)))
@@ -159,9 +160,9 @@ def test_bits_of_kernels_and_in_e4m3():
 
 
 def check_compiled(per_machine: int) -> None:
-    """One graph for every routing, recomputed or not, and the bits of eager.
+    """Check that one graph serves every routing, recomputed or not, with the bits of eager.
 
-    Without recomputation one rank compiles, and meets the other's plain layer in every collective.
+    Without recomputation one rank compiles; its collectives meet those of the other's eager layer.
     """
     _, near = both(SMALL, per_machine)
     for again in (plainly, saving):
@@ -188,14 +189,14 @@ def test_a_layer_is_one_graph():
 
 
 def check_waits(near: AllToAll, batch: Batch, size: Size) -> None:
-    """The host waits once in a forward, and never in a backward."""
+    """Check that the host waits once in a forward, and never in a backward."""
     with CountExchanges() as counted:
         run_step(partial(run_layer, near), batch, make_experts(size))
     assert counted.calls == {"exchange_counts": 1, "exchange_rows": 5}
 
 
 def check_savings() -> None:
-    """With K experts a token, dispatch sends a token once, and the way back sends every row."""
+    """Check that dispatch sends a token once for K experts, and combine sends every row."""
     world, per_machine, tokens = dist.get_world_size(), 2, 400
     size = Size(world * 4, 6, 64, 8)
     flat, near = both(size, per_machine)
@@ -223,7 +224,7 @@ def check_savings() -> None:
     flat_way, flat_back, _ = seen["flat"]
     assert machines * width <= near_way < 1.3 * machines * width
     assert rows * width <= flat_way
-    assert near_back >= rows * width * 0.5  # what others sent here, about as much
+    assert near_back >= rows * width * 0.5  # rows from others, about as many
     assert near_way < 0.85 * flat_way
     assert near_backward < flat_way + flat_back
 
@@ -234,7 +235,7 @@ def test_a_token_crosses_once():
 
 
 def train(words: list[str]) -> None:
-    """The same run where all ranks are on one machine, on two, and on four."""
+    """Train the same run with all ranks on one machine, on two, and on four."""
     one, *others = (run([*words, f"launch.gpus_per_machine={n}"]) for n in (4, 2, 1))
     for per_machine, other in zip((2, 1), others, strict=True):
         case = f"machines of {per_machine}"

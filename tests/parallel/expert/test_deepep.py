@@ -1,7 +1,7 @@
-"""DeepEP on gloo, over a fake of its package. ``test_deepep_gpu.py`` has the package itself.
+"""DeepEP on gloo, over a fake of its package. ``test_deepep_gpu.py`` tests the package itself.
 
-The all-to-all judges: both transports are run on the same tokens by one layer of experts, and what
-comes out and the gradients of tokens, routing weights and experts must agree.
+The all-to-all is the reference: one layer of experts runs both transports on the same tokens, and
+the outputs and the gradients of tokens, routing weights and experts must agree.
 """
 
 import re
@@ -49,7 +49,7 @@ from tests.lib.transports import (
     static_sizes,
 )
 
-# Tokens of each rank.
+# The number of tokens on each rank.
 EVEN, UNEVEN, ALL_ON_ONE, NONE = (6, 6, 6, 6), (0, 7, 1, 101), (0, 5, 0, 0), (0, 0, 0, 0)
 
 
@@ -66,7 +66,8 @@ def check_eager() -> None:
 
 
 def check_compiled() -> None:
-    """One graph for every routing, in each mode and with each kind of recomputation."""
+    """Check that one graph serves every routing, in each mode and with each kind of
+    recomputation."""
     ours, theirs = dispatchers(SMALL)
     experts = make_experts(SMALL)
     tokens = UNEVEN[dist.get_rank()]
@@ -86,7 +87,8 @@ def check_compiled() -> None:
 
 
 def assert_called_once(transport, how) -> None:
-    """The backward neither waits nor dispatches again where the forward's results are kept."""
+    """Assert that the backward neither waits nor dispatches again if the forward's results are
+    kept."""
     dispatches = fake_deep_ep.calls["dispatch"]
     waits = fake_deep_ep.calls.pop("wait", 0)
     assert waits == (dispatches if transport.static is None else 0)
@@ -98,7 +100,7 @@ def assert_called_once(transport, how) -> None:
 
 
 def check_calls() -> None:
-    """Of all ways, compiled and not, but for those that :func:`check_compiled` compiles."""
+    """Check all modes, compiled or not, except those that :func:`check_compiled` compiles."""
     use_fake()
     ours, _ = dispatchers(SMALL)
     experts = make_experts(SMALL)
@@ -119,7 +121,7 @@ def check_calls() -> None:
 
 
 def check_fast_kernels() -> None:
-    """The kernels touch nothing of what is uninitialised either."""
+    """Check that the kernels do not read uninitialised memory either."""
     use_fake()
     ours, theirs = dispatchers(SMALL)
     ours.backend = "triton"
@@ -132,7 +134,7 @@ def check_fast_kernels() -> None:
 
 
 def check_overflow() -> None:
-    """Rows that do not fit are not written anywhere, and counted."""
+    """Check that rows that do not fit are counted, and written nowhere."""
     ours, _ = dispatchers(SMALL)
     experts = make_experts(SMALL)
     batch = make_batch(SMALL, MAX_TOKENS, "first half empty", 0)
@@ -151,7 +153,7 @@ def check_overflow() -> None:
 
 
 def check_order_and_sharing() -> None:
-    """Tokens come by source rank and in order; a buffer is made once for its sizes."""
+    """Check that tokens arrive by source rank and in order; each size of buffer is made once."""
     fake_deep_ep.calls.clear()
     disconnect()
     transports = [DeepEP(8, dist.group.WORLD, 24, num_sms=4) for _ in range(3)]
@@ -187,12 +189,13 @@ def test_what_a_backward_calls():
 
 
 def residual(dispatcher, x_TD, *rest) -> torch.Tensor:
-    """A layer between what the compiler makes itself, and leaves out where there are no tokens."""
+    """A residual layer, whose surroundings the compiler makes itself, and drops without tokens."""
     return x_TD + 2 * run_layer(dispatcher, 3 * x_TD, *rest)
 
 
 def check_under_inductor() -> None:
-    """The compiler's code keeps what a rank without tokens, which alone compiles, must call."""
+    """Check that the compiler keeps the collectives of a rank without tokens, the only one that
+    compiles."""
     use_fake()
     ours, theirs = dispatchers(SMALL)
     experts = make_experts(SMALL)
@@ -214,7 +217,7 @@ def test_fast_kernels():
     spawn(2, check_fast_kernels, timeout=120.0)
 
 
-# ---- who can use it -----------------------------------------------------------------------------
+# ---- availability -------------------------------------------------------------------------------
 
 SIZES = {"num_experts": 128, "num_experts_per_token": 8, "hidden_size": 2048}
 ARCH: Any = SimpleNamespace(**SIZES, sent_size=2048)
@@ -268,7 +271,7 @@ def check_agreement() -> None:
 
 
 def check_one_rank_a_machine(choose, lines: list[str]) -> None:
-    """Where no other rank is on a machine the package makes no buffer."""
+    """Check that the package makes no buffer if each machine has one rank."""
     dims = ParallelDims(2, dp_shard=2, ep=2, per_machine=1)
     hops = build_meshes(dims, "cpu").expert_hops
     buffers = fake_deep_ep.calls["buffer"]
@@ -281,7 +284,7 @@ def check_one_rank_a_machine(choose, lines: list[str]) -> None:
 
 
 def check_machines() -> None:
-    """Over machines of two, DeepEP joins the two."""
+    """Check that DeepEP joins both ranks of a machine."""
     use_fake()
     lines: list[str] = []
     apply.logger.info = lambda text, *args: lines.append(text % args)
@@ -366,13 +369,13 @@ def test_ranks_agree_on_a_transport():
     ("capacity", "top_k", "rows"), [(2.0, 8, 1600), (1.001, 3, 301), (9.0, 8, 3200), (4, 24, 6400)]
 )
 def test_static_rows(capacity, top_k, rows):
-    """A multiple of an even load, but no more than all ranks' choices of 16 local experts."""
+    """They are a multiple of an even load, at most all ranks' choices of 16 local experts."""
     sizes = StaticSizes.plan(100, capacity=capacity, num_experts=64, top_k=top_k, ranks=4)
     assert sizes == (100, rows)
 
 
 def train_by_deepep(words: list[str]) -> tuple[Any, dict[str, torch.Tensor], int]:
-    """A run's numbers, gradients and final count of steps that were done again."""
+    """Return a run's losses, gradients and final count of repeated steps."""
     use_fake()
     apply.why_not = lambda *_, **__: None
     trainers: list[Trainer] = []
@@ -396,7 +399,8 @@ def test_a_step_that_overflows_is_done_again_and_nothing_is_lost(tiny_words):
 
 
 def gradients_of_two_calls(words: list[str]) -> tuple[dict[str, torch.Tensor], int]:
-    """Of one step whose micro-batches come in two calls, and how many of those were repeated."""
+    """Return gradients of one step whose micro-batches come in two calls, and the number of
+    repeats."""
     use_fake()
     apply.why_not = lambda *_, **__: None
     trainer = Trainer(Config.load(None, words, environ={}))
@@ -406,7 +410,7 @@ def gradients_of_two_calls(words: list[str]) -> tuple[dict[str, torch.Tensor], i
     engine.fsdp.gradient_norm()
     members = engine.fsdp.members.items()
     gradients = {name: m.layout.whole(m.local.grad).clone() for name, m in members}
-    assert not engine.step(1e-3).skipped  # which adds up the routing of both, exact and not
+    assert not engine.step(1e-3).skipped  # it adds up the routing of both calls, exact and not
     return gradients, engine.passes.num_retried
 
 

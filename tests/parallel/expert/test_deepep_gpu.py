@@ -1,4 +1,4 @@
-"""DeepEP itself, on GPUs: the all-to-all judges, as in tests/parallel/expert/test_deepep.py."""
+"""DeepEP itself, on GPUs; the all-to-all is the reference, as in test_deepep.py."""
 
 import importlib.util
 from functools import partial
@@ -34,7 +34,7 @@ from tests.lib.transports import (
 )
 
 BF16 = torch.bfloat16
-ROUNDED_TWICE = 2**-7  # ours to bf16, and the judge's: 2**-8 of the largest value each at most
+ROUNDED_TWICE = 2**-7  # ours to bf16, and the reference's: at most 2**-8 of the largest value each
 GPU_TOKENS = 512
 GPU_STEPS = 50
 
@@ -57,13 +57,13 @@ def gpu_static(capacity: float) -> StaticSizes:
 
 
 def check_steps(run, compiled: bool, judge, experts, tolerance: float, case: Any) -> None:
-    """``run`` as ``judge``, whatever the numbers of tokens and the routing."""
+    """Check that ``run`` equals ``judge``, whatever the numbers of tokens and the routing."""
     torch._dynamo.reset()
     if compiled:
         run = torch.compile(run, fullgraph=True)
     rank = dist.get_rank()
     for step in range(GPU_STEPS):
-        # Compiled code is made for a rank's number of tokens: none, one, and many.
+        # Code is compiled for a rank's number of tokens: none, one, and many.
         tokens = (0, GPU_TOKENS, 1, 300)[(rank if compiled else rank + step) % 4]
         routing = ROUTINGS[step % len(ROUTINGS)]
         batch = make_batch(LARGE, tokens, routing, step, f"cuda:{rank}", BF16)
@@ -85,7 +85,7 @@ def check_on_gpus() -> None:
 
 
 def check_narrow_on_gpus() -> None:
-    """Tokens that travel in e4m3 are those that experts in e4m3 make of tokens that do not."""
+    """Check that rows sent in e4m3 equal those that e4m3 experts quantise themselves."""
     _, theirs, experts = gpu_setup()
     ours = DeepEP(LARGE.experts, dist.group.WORLD, LARGE.width, precision="fp8")
     for compiled, ours.static in product(
@@ -116,7 +116,7 @@ def check_nothing_waits() -> None:
 
 
 def check_memory() -> None:
-    """Nothing of a step outlives it, in torch's memory or beside it."""
+    """Check that a step leaves no memory allocated, in torch or outside."""
     ours, _, experts = gpu_setup()
     run = partial(recomputed, partial(run_layer, ours))
     device = f"cuda:{dist.get_rank()}"
@@ -154,7 +154,7 @@ def test_on_gpus(world, check):
 
 
 def check_machines_on_gpus() -> None:
-    """Four GPUs as two machines of two, of which DeepEP joins the two: the bits of one hop."""
+    """Check four GPUs as two machines of two, joined by DeepEP: the bits of one hop."""
     *_, experts = gpu_setup()
     dims = ParallelDims(4, dp_shard=4, ep=4, per_machine=2)
     hops, group = build_meshes(dims, "cuda").expert_hops, dist.group.WORLD
@@ -184,10 +184,11 @@ PACKED += ["parallel.ep=2", "moe.aux_loss_scope=micro_batch", "train.global_batc
 
 
 def train_packed(words, ways):
-    """Each way's numbers of three steps over packed documents, and gradients of the first."""
+    """Return each transport's losses of three steps over packed documents, and the first
+    gradients."""
     answers = {}
     for name, how in ways.items():
-        torch.compiler.reset()  # each has its own sizes: no recompilations of the others' graphs
+        torch.compiler.reset()  # avoids counting another's graphs as recompilations
         answers[name] = one_answer.run([*words, *how])[:2]
     disconnect()
     return answers
@@ -196,7 +197,7 @@ def train_packed(words, ways):
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("compiled", ["no", "yes"])
 def test_packed_documents_travel_as_by_the_all_to_all(compiled, tiny_words):
-    """From text to an update, in exact and in fixed sizes, where tokens are of uneven documents."""
+    """The run goes from text to an update, in exact and in fixed sizes, with uneven documents."""
     if importlib.util.find_spec("deep_ep") is None:
         pytest.skip(f"needs deep_ep: {INSTALL}")
     words = one_answer.words_of(tiny_words, *PACKED, f"compile.enabled={compiled}")
@@ -205,12 +206,12 @@ def test_packed_documents_travel_as_by_the_all_to_all(compiled, tiny_words):
         "alltoall": ["moe.dispatcher=alltoall"],
         "exact": [deepep],
         "static": [deepep, "moe.dispatch_mode=static"],
-        "tight": [deepep, "moe.dispatch_mode=static", "moe.static_capacity=1.0"],  # done again
+        "tight": [deepep, "moe.dispatch_mode=static", "moe.static_capacity=1.0"],  # repeated
     }
     answers, _ = spawn(2, train_packed, words, ways, device_type="cuda", timeout=500)
     numbers, gradients = answers.pop("alltoall")
     for name, (found, mine) in answers.items():
-        # A router's near ties fall otherwise in bf16, and so do few tokens' experts.
+        # A router's near ties differ in bf16, and so do a few tokens' experts.
         torch.testing.assert_close(found, numbers, rtol=0.02, atol=0, msg=name)
         for parameter, gradient in gradients.items():
             error = (mine[parameter] - gradient).norm() / gradient.norm()

@@ -1,6 +1,6 @@
-"""DeepEP inside of machines, over a fake of its package: the bits of one hop by a collective.
+"""DeepEP within machines, over a fake of its package: the bits of one hop by a collective.
 
-tests/parallel/expert/test_deepep_gpu.py has the package itself.
+tests/parallel/expert/test_deepep_gpu.py tests the package itself.
 """
 
 import random
@@ -54,7 +54,7 @@ from tests.lib.transports import (
 
 
 def both(size: Size, per_machine: int, **how) -> tuple[AllToAll, DeepEPInside]:
-    """One all-to-all over all ranks, and two hops, of which DeepEP makes the second."""
+    """Return an all-to-all over all ranks, and one of two hops, the second by DeepEP."""
     sys.modules["deep_ep"] = fake_deep_ep
     world, hops = dist.group.WORLD, hops_of(per_machine)
     flat = AllToAll(size.experts, world, **how)
@@ -82,13 +82,13 @@ def check_bits(per_machine: int) -> None:
         case = f"machines of {per_machine}, {tokens}, {routing}"
         equal(run_step(partial(run_layer, near), batch, experts), want, case)
         check_order(near, batch, case)
-    # No sum is DeepEP's, and the host waits for none of its kernels.
+    # DeepEP computes no sum, and the host waits for none of its kernels.
     called = calls_of(partial(run_layer, near), batch, experts)
     assert called == {"dispatch": 1, "cached dispatch": 1}
 
 
 def check_random(seeds: int) -> None:
-    """Random sizes, tokens and routings: bit for bit, with two calls in flight."""
+    """Check random sizes, tokens and routings: bit for bit, with two calls in flight."""
     rank, world = dist.get_rank(), dist.get_world_size()
     be_strict()
     for seed in range(seeds):
@@ -123,7 +123,7 @@ def test_bits_over_eight_ranks(per_machine):
 
 
 def keeping(layer, *inputs):
-    """Recomputed, but for what selective recomputation keeps of a dispatch."""
+    """Recompute, except the parts of a dispatch that selective recomputation keeps."""
     kept = saved_ops(["dispatch"])
 
     def policy(ctx, op, *args, **kwargs):
@@ -135,9 +135,9 @@ def keeping(layer, *inputs):
 
 
 def check_compiled() -> None:
-    """One graph for every routing; a token is sent again only if nothing that arrived is kept.
+    """Check that one graph serves every routing, and tokens are sent again only if none are kept.
 
-    Without recomputation one rank compiles, and meets the others' plain layers in every collective.
+    Without recomputation one rank compiles; its collectives meet those of the others' eager layers.
     A layer that is recomputed whole is never compiled with its recomputation.
     """
     flat, near = both(SMALL, 2)
@@ -153,7 +153,7 @@ def check_compiled() -> None:
             batch = make_batch(SMALL, UNEVEN[dist.get_rank()], routing, seed)
             want = run_step(partial(run_layer, flat), batch, experts)
             for way in (layer, compiled):
-                # Nothing is compiled where calls are counted.
+                # Nothing is compiled while calls are counted.
                 with CountExchanges() if way is layer else nullcontext() as counted:
                     fake_deep_ep.calls.clear()
                     equal(run_step(way, batch, experts), want, (how.__name__, routing))
@@ -170,7 +170,7 @@ def test_a_layer_is_one_graph():
 
 
 def train(words: list[str]) -> None:
-    """The same run on one machine by an all-to-all, and on two by DeepEP."""
+    """Train the same run on one machine by an all-to-all, and on two by DeepEP."""
     want = run([*words, "launch.gpus_per_machine=4", "moe.dispatcher=alltoall"])
     sys.modules["deep_ep"] = fake_deep_ep
     apply.why_not = lambda *_, **__: None
