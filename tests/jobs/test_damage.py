@@ -50,9 +50,9 @@ def fate_of(service, name, expected):
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):
-    """What a service of three jobs leaves when it is killed, and how each would go on.
+    """Kill a service of three jobs; return its folder, and the expected results of each job.
 
-    Each has two checkpoints, answers that came after them, and a request that waits.
+    Each job has two checkpoints, answers after them, and a pending request.
     """
     folder = tmp_path_factory.mktemp("left")
     service = Service(config_of(folder))

@@ -1,6 +1,7 @@
-"""Context parallelism: both ways to attend give one process's numbers, for every kind of layer.
+"""Context parallelism: both methods of attention give one process's results, for every kind of
+layer.
 
-Documents are packed at random, so that many end at a cut, are one token long, or go over all ranks.
+Documents are packed at random, so many end at a cut, have one token, or span all ranks.
 """
 
 import itertools
@@ -32,11 +33,11 @@ POLICIES = ("none", "full", "selective")
 
 
 def case_of(name, world, kind, degrees, policy, *words, rows=4):
-    """A family's model on a mesh, in rows that its pieces divide."""
+    """Return a configuration of a family's model on a mesh, with rows that its pieces divide."""
     number = zlib.crc32(f"{kind} {name}".encode())
     one = drawn(zlib.crc32(kind.encode()), world, kind, degrees, policy)
     sizes = dict(one.sizes)
-    if kind in STATES:  # layers whose heads all ranks can share
+    if kind in STATES:  # layers with heads that all ranks can share
         sizes[STATES[kind]] = 4
     own = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
     micro = 2 if "pp" in degrees else rows // own
@@ -62,14 +63,15 @@ def test_every_kind_of_layer_gives_the_single_process_answer(world, tmp_path):
         case_of(name, world, kind, degrees, next(policies))
         for number, kind in enumerate(KINDS)
         for name, degrees in MESHES[world].items()
-        if name != ("dp+keys", "pp+keys")[number % 2]  # neither axis looks into a block
+        if name != ("dp+keys", "pp+keys")[number % 2]  # neither axis affects a block
     ]
     check(world, runs, tmp_path)
 
 
 @pytest.mark.tier("long")
 def test_one_row_that_all_ranks_share(tmp_path):
-    """A document longer than all ranks' tokens but one's, and heads that two ranks cannot share."""
+    """A document is longer than the tokens of all ranks but one, and heads cannot be shared by two
+    ranks."""
     runs = []
     for kind in ("gpt_oss", "glm4_moe", "deepseek_v3"):
         one = case_of(f"row {kind}", 2, kind, {"cp": 2}, "none", rows=1)

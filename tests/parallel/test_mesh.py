@@ -1,4 +1,5 @@
-"""ParallelDims' arithmetic and messages; meshes of 1, 2 and 4 gloo ranks, axis by axis."""
+"""Tests of ParallelDims' arithmetic and messages, and of meshes of 1, 2 and 4 gloo ranks by
+axis."""
 
 from contextlib import contextmanager
 
@@ -55,7 +56,7 @@ ULYSSES = {"cp_method": "ulysses"}
         (16, {"pp": 2, "cp": 2, "tp": 2, "ep": 4}, 2, 2),
         (8, {"dp_shard": 2, "tp": 4, "ep": 4}, 2, 2),
         (2, {"tp": 2, "ep": 2}, 1, 1),
-        (8, {"cp": 8, "ep": 4}, 1, 2),  # a copy of every key head on two ranks
+        (8, {"cp": 8, "ep": 4}, 1, 2),  # two ranks hold copies of every key head
         (8, {"cp": 4, "tp": 2}, 1, 8),
     ],
 )
@@ -104,7 +105,7 @@ def test_ranks_share_key_heads_or_have_copies():
 
 
 def test_ranks_share_the_heads_of_layers_with_a_state():
-    arch = PRESETS["qwen3.6-35b-a3b"]  # with 16 key heads there
+    arch = PRESETS["qwen3.6-35b-a3b"]  # it has 16 key heads there
     assert resolve(16, arch, cp=16).cp_method == "ulysses"
     with pytest.raises(ConfigError, match=r"parallel.cp: 32 .* linear_num_key_heads 16"):
         resolve(32, arch, cp=32)
@@ -222,7 +223,7 @@ def test_machines_that_differ_are_refused(tiny, monkeypatch, no_group):
 
 
 def describe_meshes(dims: ParallelDims, device_type: str) -> dict:
-    """What this rank sees of each mesh and group, as plain values."""
+    """Return this rank's view of each mesh and group, as plain values."""
     meshes = build_meshes(dims, device_type)
     meshes.warm_up(torch.device(device_type))
     named: dict[str, DeviceMesh] = {
@@ -250,7 +251,7 @@ def describe_meshes(dims: ParallelDims, device_type: str) -> dict:
 
 
 def round_trip(meshes: Meshes, name: str) -> bool:
-    """Whether a tensor cut over both sharding axes, the last cut last, comes back whole."""
+    """Return True if a tensor cut over both sharding axes, the last cut last, is restored."""
     mesh = getattr(meshes, name)
     whole = torch.arange(48.0, device=mesh.device_type).view(12, 4)
     sharded = distribute_tensor(whole, mesh, [Replicate(), Shard(0), Shard(0)])
@@ -269,7 +270,7 @@ def meshes_of(layouts: list[ParallelDims], device_type: str) -> list[dict]:
 
 
 def groups_along(seen: list[dict], mesh: str, axis: str) -> list[list[int]]:
-    """The distinct groups of an axis; checks that each rank stands where its local rank says."""
+    """Return the distinct groups of an axis, and check each rank's place by its local rank."""
     for rank, mine in enumerate(seen):
         local_rank, ranks = mine[mesh][axis]
         assert ranks[local_rank] == rank
@@ -335,7 +336,7 @@ def test_meshes_of_four_ranks(device_type):
                 len(mine["shared_parameters"][axis][1]) for axis in ("dp_replicate", "one", "fsdp")
             )
             assert (replicas, shards) == (dims.dp_replicate, dims.sharding_ranks), dims
-            # Made once each, by every rank in the same order.
+            # Each is made once, by every rank in the same order.
             mine_made = [len(ranks) for ranks in mine["communicators"]]
             assert mine_made == [len(ranks) for ranks in seen[0]["communicators"]]
             assert len(mine_made) == communicators, dims
@@ -354,7 +355,7 @@ def join(words: list[str]) -> tuple:
     world = join_world(config, MOE)
     total = torch.ones(())
     dist.all_reduce(total)
-    world.leave()  # the group is the caller's: it stays
+    world.leave()  # the caller owns the group: it stays
     return world.rank, world.size, world.data_rank, str(world.device), float(total)
 
 
@@ -365,7 +366,7 @@ def test_joining_a_group_that_exists():
 
 @pytest.fixture
 def no_group():
-    """What an earlier test's run has left would hide who makes one, and who ends it."""
+    """Leave the group of earlier tests, which would hide who makes and destroys one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -377,9 +378,9 @@ def test_one_process_is_a_mesh_of_one(tiny, no_group):
         assert world.meshes.expert_parameters.mesh.shape == (1, 1, 1)
         assert dist.is_initialized()
         assert world.sum(torch.ones(2)).tolist() == [1, 1]
-        again = join_world(tiny(), MOE)  # a run beside it, or after one that failed
+        again = join_world(tiny(), MOE)  # a concurrent run, or one after a failed run
         again.leave()
-        assert dist.is_initialized()  # the first one's
+        assert dist.is_initialized()  # the first one's group
         world.leave()
         assert not dist.is_initialized()
 
@@ -390,7 +391,7 @@ def test_one_process_is_a_mesh_of_one(tiny, no_group):
 )
 @pytest.mark.parametrize("is_left", [False, True])
 def test_one_process_is_no_world_of_several(words, field, is_left, tiny, no_group):
-    if is_left:  # a group of one by an earlier run changes nothing
+    if is_left:  # a group of one from an earlier run changes nothing
         join_world(tiny(), MOE)
     with pytest.raises(ConfigError) as caught:
         join_world(tiny(*words), MOE)

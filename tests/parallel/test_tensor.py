@@ -1,6 +1,6 @@
-"""Tensor parallel parts by themselves: the vocabulary over ranks, biases, layouts that do not fit.
+"""Tensor parallel parts by themselves: vocabulary over ranks, biases, impossible layouts.
 
-That whole runs give the single process's answer is tests/system/test_parallel.py's.
+tests/system/test_parallel.py compares whole runs with a single process.
 """
 
 import pytest
@@ -33,7 +33,7 @@ def make_case(dtype):
     w_VD = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=dtype)
     targets_T = torch.randint(VOCABULARY, (tokens,), generator=generator)
     targets_T[3] = -100
-    # What each rank asks for, of (loss, lse, entropy) of each token.
+    # Each rank's weights of (loss, lse, entropy) of each token.
     slopes_R3T = torch.randn(RANKS, 3, tokens, generator=generator, dtype=dtype)
     return h_TD, w_VD, targets_T, slopes_R3T
 
@@ -58,8 +58,8 @@ def check_vocabulary(softcap):
     assert vocabulary.rows == rows
     h_TD, w_VD, targets_T, slopes_R3T = make_case(torch.float64)
 
-    # Per-token results: the same everywhere; gradients of different wishes add up. Twice, since
-    # the first backward must leave what is saved as it was.
+    # Per-token results are equal everywhere; gradients for different weights add up. The backward
+    # runs twice, because it must leave saved tensors unchanged.
     h, w = leaf(h_TD), leaf(w_VD)
     how |= {"temperature": TEMPERATURE, "backend": "reference"}
     want = linear_cross_entropy(h, w, targets_T, **how)
@@ -87,7 +87,7 @@ def check_vocabulary(softcap):
     close(summed(mine_h.grad), h.grad.float(), 1e-5)
     close(mine_w.grad, w.grad[rows].float(), 1e-5)
 
-    # The embedding: this rank's tokens, gradients of its rows from everyone's.
+    # The embedding: this rank's tokens; gradients of its rows come from every rank.
     tokens_BS = targets_T.clamp(min=0).view(ROWS)
     w = leaf(w_VD.float())
     part = slice(4 * rank, 4 * rank + 4)  # of 12 tokens
@@ -136,12 +136,12 @@ def test_a_vocabulary_over_three_ranks():
     spawn(RANKS, vocabulary_on_a_rank)
 
 
-# Vocabulary, ranks and tokens, whose ranks hold different numbers of rows, down to one.
+# Vocabulary, ranks and tokens; ranks hold different numbers of rows, down to one.
 UNEVEN = [(5, 2, 128), (5, 3, 65), (7, 2, 200), (7, 4, 130), (151, 3, 64), (151, 4, 129), (5, 2, 1)]
 
 
 def uneven_vocabularies_on_a_rank():
-    """Chunks of what the rank with fewest rows holds: the others' rows alone ask for more."""
+    """Check chunk sizes: they follow the rank with fewest rows, and the others would want more."""
     groups = {size: dist.new_group(range(size)) for size in {size for _, size, _ in UNEVEN}}
     for vocab_size, size, tokens in UNEVEN:
         if dist.get_rank() >= size:

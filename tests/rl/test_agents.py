@@ -1,4 +1,5 @@
-"""Agents written for OpenAI's client: what they ask and hear is what is recorded and trained."""
+"""Agents written for OpenAI's client: their requests and answers are recorded and trained
+exactly."""
 
 import asyncio
 import json
@@ -27,7 +28,7 @@ from tests.lib.agents import SEARCH, TEMPLATE, TOKENIZER, Watched, ask, collecte
 
 
 class Patient(Watched):
-    """Generates a turn's next token when its client has heard of those before."""
+    """Generates a turn's next token once its client has received the ones before."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +120,7 @@ def test_another_history_begins_a_segment():
 
 
 def streamed(base_url, messages, hear=lambda number: None, **options):
-    """The message that a stream comes to; ``hear`` is told how many tokens each part has."""
+    """Return the message of a stream; ``hear`` is called with the number of tokens of each part."""
     text, asked = "", {"model": "m", "messages": messages, "stream": True, **options}
     with OpenAI(base_url=base_url, api_key="-", max_retries=0) as client:
         for part in client.chat.completions.create(**asked):
@@ -130,7 +131,8 @@ def streamed(base_url, messages, hear=lambda number: None, **options):
 
 @pytest.mark.parametrize(("asks_again", "stream"), [("x", False), ("y", False), ("x", True)])
 def test_a_resumed_agent_hears_what_it_heard(asks_again, stream):
-    """If it asks the same; else the recorded row would be of another prompt."""
+    """This holds if it sends the same requests; otherwise the recorded row would be of another
+    prompt."""
     asked = ["x"]
 
     def run(task, base_url):
@@ -200,7 +202,7 @@ def test_streams_and_asynchronous_agents(sends_back):
 
 @pytest.mark.parametrize("form", ["chat", "response"])
 def test_a_streams_tokens_come_as_they_are_generated(form):
-    """The generator waits for the client before each token; else a turn would take seconds."""
+    """The generator waits for the client before each token; a buffered turn would take seconds."""
     generator, messages = Patient(), [{"role": "user", "content": "x"}]
     said, parts = [], []
 
@@ -265,7 +267,7 @@ def test_who_leaves_a_stream_has_the_trajectory_of_who_stays():
 
 
 def connected(base_url, body=b"", missing=0):
-    """A connection on which a request, or all of it but ``missing`` bytes, was sent."""
+    """Return a connection on which a request, without its last ``missing`` bytes, was sent."""
     url, own = urlsplit(base_url), socket.create_connection(base_url.split("/")[2].split(":"))
     head = f"POST {url.path}/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: "
     head += f"application/json\r\ncontent-length: {len(body) + missing}\r\n\r\n"
@@ -279,7 +281,7 @@ def test_connections_that_are_left_cost_no_trajectory_and_are_closed():
     reset = socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
 
     def run(task, base_url):
-        before = connected(base_url, whole)  # it is gone before the first token
+        before = connected(base_url, whole)  # it is closed before the first token
         before.setsockopt(*reset)
         before.close()
         amid = connected(base_url, stream)
@@ -310,7 +312,7 @@ def test_connections_that_are_left_cost_no_trajectory_and_are_closed():
 
 
 def connections_to(address):
-    """How many connections this process has accepted at ``address`` and not closed."""
+    """Return the number of open connections that this process has accepted at ``address``."""
     port, number = f":{int(address.rsplit(':')[-1]):04X}", 0
     own = set()
     for entry in os.listdir("/proc/self/fd"):
@@ -392,7 +394,7 @@ def test_the_same_question_has_another_answer():
 
 
 class Marked(ByteTokenizer):
-    """Bytes, and marks that are one token each, of which the end of text is the first."""
+    """A tokenizer of bytes, with marks of one token each; the first mark is the end of text."""
 
     MARKS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|im_end|>")
 
@@ -564,7 +566,7 @@ def test_what_is_no_call_stays_text_and_takes_no_time(text):
 
 
 def test_tools_are_called_and_their_results_read():
-    """With a scripted policy, since the small model calls none."""
+    """The policy is scripted, because the small model calls no tools."""
     heard = []
 
     def run(task, base_url):
@@ -591,7 +593,8 @@ def test_tools_are_called_and_their_results_read():
     last = asyncio.run(play(environment.episode(0)))
     assert (last.reward, last.done) == (1.0, True)
     assert json.loads(heard[0].tool_calls[0].function.arguments) == {"q": 1}
-    assert heard[0].tool_calls[0].id == "call_1_0"  # which templates may show, at every rerun
+    # Templates may show it, so every rerun has the same.
+    assert heard[0].tool_calls[0].id == "call_1_0"
     assert (heard[1].finish_reason, heard[1].message.content) == ("stop", "ok")
 
 

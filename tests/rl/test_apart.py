@@ -1,4 +1,4 @@
-"""Ranks that generate beside those that train: bits of taking turns, deaths of generators."""
+"""Separate generator and learner ranks: bits of shared ranks, and deaths of generators."""
 
 import json
 import os
@@ -68,7 +68,8 @@ def mortal(tmp_path):
 
 @pytest.mark.tier("long")
 def test_apart_and_together_have_the_same_bits(mortal, tmp_path):
-    """One learner and a generator; two and one. A sequence alone has the bits of any batch."""
+    """The layouts are one learner and one generator; two and one. A sequence's bits do not depend
+    on its batch."""
     assert launched(1, words_of(tmp_path / "one", **mortal)) == [0]
     assert launched(2, words_of(tmp_path / "1+1", **mortal, **APART)) == [0, 0]
     assert_same_bits(tmp_path / "one", tmp_path / "1+1")
@@ -94,7 +95,7 @@ def test_a_killed_generator_changes_no_bit(mortal, tmp_path):
 
 @pytest.mark.tier("long")
 def test_a_stopped_generator_is_replaced(mortal, tmp_path):
-    """It is the only one, in the middle of trajectories that run ahead of the weights."""
+    """It is the only generator, in the middle of trajectories that run ahead of the weights."""
     values = mortal | APART | {"rl.env_args": '{"often": 1, "how": "SIGSTOP"}'}
     values |= {"rl.max_staleness": 1, "train.steps": 6, "checkpoint.interval": 1}
     assert launched(2, words_of(tmp_path / "out", **values), silence=3.0) == [0, 0]
@@ -103,13 +104,14 @@ def test_a_stopped_generator_is_replaced(mortal, tmp_path):
     assert rows[-1]["generators_lost"] == 1
     assert rows[-1]["staleness_max"] <= 1
     assert {"mismatch/age_0", "mismatch/age_1"} <= set().union(*rows)
-    # What was read with the weights before is read again: a cache of theirs would be far more off.
+    # Tokens of the old weights are prefilled again: the difference would be larger with a stale
+    # cache.
     assert all(0 <= row.get("mismatch/age_0", 0) < 1e-9 for row in rows)
 
 
 @pytest.mark.tier("long")
 def test_a_cache_may_be_kept_over_updates_and_deaths(mortal, tmp_path):
-    """Nothing is read again but what a dead generator had, and bits of all ages are corrected."""
+    """Only a dead generator's tokens are prefilled again, and all weight versions are corrected."""
     values = mortal | APART | {"rl.env_args": '{"often": 1}', "rl.max_sequences": 4} | QUIET
     values |= {"rl.max_staleness": 2, "train.steps": 6, "rl.keep_cache": "true"}
     values |= {"rl.supervised_steps": 0, "rl.ratio": "proximal"}
@@ -119,7 +121,7 @@ def test_a_cache_may_be_kept_over_updates_and_deaths(mortal, tmp_path):
     assert rows[-1]["generators_lost"] == 1
     assert all(row["staleness_max"] <= 2 for row in rows)
     assert not any(row.get("generator/read_again") for row in rows)
-    assert all("weight" in row for row in rows)  # scored and corrected, whatever the ages
+    assert all("weight" in row for row in rows)  # scored and corrected for all weight versions
     assert max(row["generator/places"] for row in rows) > 2
 
 
@@ -133,7 +135,8 @@ def test_a_task_that_kills_every_generator_ends_the_run(mortal, tmp_path):
 
 @pytest.mark.tier("long")
 def test_generators_end_with_the_main_learner(mortal, tmp_path):
-    """Even where the environment holds one up: within seconds, and no process is left."""
+    """This holds even if the environment blocks one: they end within seconds, and no process is
+    left."""
     values = mortal | APART | {"rl.env_args": '{"often": 1, "how": "sleep", "at": 3}'}
     values |= {"rl.step_timeout": 60}
     died = tmp_path / "env"
@@ -146,7 +149,8 @@ def test_generators_end_with_the_main_learner(mortal, tmp_path):
 
 @pytest.mark.tier("wide")
 def test_trajectories_under_way_are_resumed(mortal, tmp_path):
-    """Saved by a run apart, they go on in one that takes turns, and in another apart."""
+    """A run with separate ranks saves them; one with shared ranks and another separate one resume
+    them."""
     values = mortal | {"rl.max_staleness": 2, "train.steps": 4, "checkpoint.interval": 1}
     values |= {"rl.supervised_steps": 1, "rl.max_sequences": 1, "train.eval_interval": 0}
     values |= {"rl.eval_tasks": 0}
@@ -183,7 +187,7 @@ def test_what_cannot_be_apart_is_refused(tmp_path):
 
 @pytest.mark.tier("wide")
 def test_stale_trajectories_teach_too(tmp_path):
-    """The best word of three, with trajectories that begin up to four updates early."""
+    """The task is the best word of three, with trajectories that begin up to four updates early."""
     values = BEST_WORD | APART | {"rl.max_staleness": 4, "train.steps": 75}
     assert launched(2, words_of(tmp_path / "out", **values)) == [0, 0]
     rows = [row for row in read_metrics(tmp_path / "out" / "metrics.jsonl") if "reward" in row]
@@ -222,7 +226,7 @@ def run(task, base_url):
 
 @pytest.mark.tier("wide")
 def test_agents_code_and_a_teacher_apart(mortal, tmp_path):
-    """Agents talk to a server in the generator's process; a teacher is the learners'."""
+    """Agents talk to a server in the generator's process; the learners score with the teacher."""
     one = mortal | {"train.steps": 1, "rl.supervised_steps": 1, "checkpoint.save_hf": "true"}
     assert launched(1, words_of(tmp_path / "teacher", **one, **QUIET)) == [0]
     (tmp_path / "agent.py").write_text(AGENT.replace("EXAMPLES", EXAMPLES))
@@ -246,7 +250,8 @@ def test_agents_code_and_a_teacher_apart(mortal, tmp_path):
 
 @pytest.fixture
 def fleet(monkeypatch):
-    """A main learner's, whose generators are the test's, and the address of its door."""
+    """Return a main learner's fleet, with the test's own generators, and the address of its
+    door."""
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 3}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -274,7 +279,7 @@ def report(link, groups=(), are_all=False, running=0, **figures):
 
 
 def orders_of(link):
-    """The next orders; weights are received."""
+    """Return the next orders, and receive weights."""
     assert link.poll(10)
     answer = link.recv()
     if answer[0]:
@@ -313,7 +318,7 @@ def test_what_a_dead_generator_had_begins_again_with_all_weights(fleet):
         fleet.start(group, task=3, size=2, seed=0)
     for link in (one, two):
         report(link, running=1)
-        assert orders_of(link)[3] == []  # groups may lack some yet
+        assert orders_of(link)[3] == []  # some groups may be incomplete
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(fleet.finish, range(2))
         report(one)
@@ -333,7 +338,7 @@ def test_what_a_dead_generator_had_begins_again_with_all_weights(fleet):
 
 
 def test_places_are_filled_by_what_still_runs(fleet, monkeypatch):
-    """One trajectory of a group goes on for long: the others' places are given to more groups."""
+    """One trajectory of a group continues for long, so further groups get the other slots."""
     fleet, address, key = fleet
     one = come(address, key, 1)
     monkeypatch.setattr(fleet, "num_expected", 1)
@@ -349,12 +354,12 @@ def test_places_are_filled_by_what_still_runs(fleet, monkeypatch):
     for running in (0, 16, 12, 12, 13):
         report(one, running=running)
         groups.append([t.group for t in orders_of(one)[3]][::4])
-    # Eight places, one that waits for the next, and less than a group.
+    # Eight slots, one of which waits for the next group; fewer remain than a group needs.
     assert groups == [[0, 1, 2, 3], [], [4], [5], []]
 
 
 def test_nothing_begins_with_weights_from_before(fleet):
-    """A group is given while weights are written; and one that dies as it takes them is no end."""
+    """A group is assigned while weights are written; a generator that dies then is handled too."""
     fleet, address, key = fleet
     one, two = (come(address, key, rank) for rank in (1, 2))
     with fleet.updating(0):
@@ -371,7 +376,7 @@ def test_nothing_begins_with_weights_from_before(fleet):
         report(one)
     fleet.finish(())
     names, version, _, begun, _ = orders_of(one)
-    assert (names, version) == (["weight"], 1)  # bias is frozen, and it has that
+    assert (names, version) == (["weight"], 1)  # bias is frozen, and already there
     report(two)
     assert two.poll(10)
     two.recv()

@@ -1,4 +1,4 @@
-"""The reward for programs: what passes, and what limits stop."""
+"""The reward for programs: passing programs, and attacks that the limits stop."""
 
 import functools
 import json
@@ -51,8 +51,8 @@ def test_there_is_no_network():
         assert score_code(TESTS, text + GOOD) == 0
 
 
-# A trainer of its own for each attack, since the attack may hit it. It is told where it may write,
-# and what of the limits is there to be used.
+# Each attack has its own trainer, because it may hit the trainer. It is told a writable folder and
+# the available limits.
 TRAINER = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
@@ -80,11 +80,11 @@ MODES = {
     "as a user": (65534, ("uid", "namespaces", "group")),
     "as a user without namespaces": (65534, ("uid", "group")),
 }
-"""The user (None: this one), and what is used where it is there."""
+"""The user (None: this one), and the means of isolation that are used if available."""
 COMMON_MODES = {"as root", "as root of a container", "as a user", "as a user without namespaces"}
 OWN = ("uid", "pids")  # either of them
 ATTACKS = {
-    # name: (the program, the promises of which one must hold, its reward)
+    # name: (the program, the guarantees of which one must hold, its reward)
     "memory over children": (
         """
 import os
@@ -312,7 +312,7 @@ else:
 
 @functools.cache
 def python_of(user: int | None) -> str:
-    """A Python that this user can run, and what root hands to others."""
+    """Return a Python that this user can run, and the parts that root passes on."""
     for python in (sys.executable, "/usr/bin/python3"):
         words = [python, "-I", "-c", "import pwd, ctypes"]
         user = 65534 if user is None and os.geteuid() == 0 else user
@@ -365,7 +365,7 @@ def begin(
 
 
 def left_of(folder: Path) -> list[str]:
-    """Processes whose environment names the folder, without zombies and this one."""
+    """Return the processes with the folder in their environment, without zombies and this one."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -378,7 +378,7 @@ def left_of(folder: Path) -> list[str]:
 
 @pytest.fixture
 def open_folder():
-    """A folder that other users can reach."""
+    """Make a folder that other users can reach."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 
@@ -445,8 +445,8 @@ def test_root_has_a_user_id_of_its_own_for_each_program():
 def test_groups_of_the_second_version_are_found_in_the_trainers_own_or_the_one_around(
     tmp_path: Path, monkeypatch
 ):
-    """As the kernel's cgroup-v2.rst has it: a folder's ``cgroup.subtree_control`` names what its
-    own children can limit."""
+    """By the kernel's cgroup-v2.rst, a folder's ``cgroup.subtree_control`` names what its children
+    can limit."""
     inner = tmp_path / "user.slice" / "run.scope"
     inner.mkdir(parents=True)
     (inner / "cgroup.subtree_control").write_text("\n")

@@ -1,4 +1,4 @@
-"""Trajectories: many at once over one generator, with environments that may fail in any way."""
+"""Trajectories: many at once on one generator, with environments that may fail in any way."""
 
 import asyncio
 import copy
@@ -20,7 +20,7 @@ from tests.lib.generators import make_generator, make_model
 
 
 class Counting:
-    """Asks ``turns`` times, with ever other words, and rewards the length of every answer."""
+    """Asks ``turns`` times, with different words, and rewards the length of every answer."""
 
     num_tasks = None
 
@@ -73,7 +73,7 @@ def played(environment, groups=5, **values):
 def test_an_answer_is_what_the_generator_says_to_the_prompt():
     _, groups, collector = played(Counting())
     for task, group in enumerate(groups):
-        assert len({tuple(t.tokens) for t in group}) == 3  # seeds of their own
+        assert len({tuple(t.tokens) for t in group}) == 3  # each has its own seed
         for t in group:
             params = SamplingParams(max_tokens=12, seed=t.seed, stop_ids=STOPS)
             request = Request("x", (3, 4, task), params)
@@ -101,7 +101,7 @@ def test_turns_of_several_words():
     for t in whole:
         first, second, third = (t.tokens[start:stop] for start, stop in t.actions)
         assert t.tokens == [3, 4, t.task, *first, 91, 5, *second, 92, 5, *third]
-        assert t.reward == 1.0 + t.num_written  # of the turns before, and of the last
+        assert t.reward == 1.0 + t.num_written  # rewards of the earlier turns, and of the last
         (sample,) = t.samples(0.25)
         assert sample.is_action.sum() == t.num_written == len(first + second + third)
 
@@ -124,7 +124,7 @@ def test_asynchronous_environments_change_nothing(turns):
 def test_what_does_not_fit_is_cut_off_or_dropped():
     _, groups, _ = played(Counting(turns=9), max_tokens=90, longest=20)
     for t in (t for group in groups for t in group):
-        assert len(t.tokens) <= 20  # the environment's last words are not read any more
+        assert len(t.tokens) <= 20  # the environment's last words are not read
         assert t.is_overlong
     _, groups, _ = played(Counting(turns=9), max_tokens=90, max_turns=2)
     assert {len(t.actions) for group in groups for t in group} <= {1, 2}
@@ -141,7 +141,7 @@ async def hang_later():
 
 
 class Odd:
-    """What a careless environment may give for a number."""
+    """A number as a careless environment may return it."""
 
     def __float__(self):
         raise KeyError("score")
@@ -160,8 +160,8 @@ FAULTS = [
     ("nonsense", lambda: Turn((1,), reward=bytearray(b"1"))),
     ("nonsense", lambda: Turn((1,), reward=Odd())),
     ("nonsense", lambda: Turn((1,), reward=10**400)),
-    ("nonsense", lambda: Turn((1,), reward=1e39)),  # finite, and infinite in fp32
-    ("nonsense", lambda: Turn((1,), reward=-1e20)),  # whose square is
+    ("nonsense", lambda: Turn((1,), reward=1e39)),  # finite, but infinite in fp32
+    ("nonsense", lambda: Turn((1,), reward=-1e20)),  # its square is infinite in fp32
     ("nonsense", lambda: Turn((1,), reward=torch.zeros(2))),
     ("nonsense", lambda: Turn((1, 264))),  # beyond the vocabulary
     ("nonsense", lambda: Turn((-1,))),
@@ -172,20 +172,20 @@ FAULTS = [
     ("nonsense", lambda: Turn(((1, 2), (3,)))),
     ("nonsense", lambda: Turn((1,), done=np.array([True, False]))),
 ]
-"""What an environment may give in place of an answer, and by what word it is counted."""
+"""Results of a faulty environment, and the word that counts each."""
 
 
 @pytest.fixture(scope="module")
 def sound():
-    """Two turns each, of tasks 0, 1, ... without a fault."""
+    """Return two turns for each of tasks 0, 1, ... without a fault."""
     return played(Counting(2), groups=len(FAULTS) + 3, max_tokens=30)[0]
 
 
 @pytest.mark.tier("long", wide=["step"])
 @pytest.mark.parametrize("when", ["episode", "reset", "step"])
 def test_a_fault_costs_its_own_trajectory(when, sound):
-    """Every kind at once, each of one task."""
-    # What episode() gives is looked at by calling it.
+    """Every kind of fault happens at once, each in one task."""
+    # The faults of episode() are found by calling it.
     faults = dict(enumerate(FAULTS[:3] if when == "episode" else FAULTS))
 
     class Faulty(Counting):
@@ -283,7 +283,7 @@ def test_what_is_under_way_goes_on_from_a_checkpoint_with_the_same_bits(kind):
             assert said(t)[:2] == said(theirs[member])[:2]
             assert t.reward == theirs[member].reward
             assert t.versions == theirs[member].versions
-            if kind is CountingEpisode:  # else what is read beside what is left to the clock
+            if kind is CountingEpisode:  # otherwise timing decides which sequences run together
                 assert t.logprobs == theirs[member].logprobs
 
 

@@ -1,6 +1,7 @@
-"""Environments of other libraries as agents: the examples play them by the libraries' own parts.
+"""Environments of other libraries as agents: the examples play them with the libraries' own
+clients.
 
-A test with a library skips where it is not installed; those of a scripted policy need none.
+A test with a library is skipped where it is missing; tests with a scripted policy need none.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ from tests.lib.agents import TEMPLATE, TOKENIZER, collected
 
 @contextmanager
 def served(app):
-    """The address of ``app``."""
+    """Return the address of ``app``."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=server.run, args=([listener],))
@@ -46,14 +47,14 @@ def served(app):
 
 
 def agent_of(name, monkeypatch):
-    """``run`` of an example, as rl.env opens it."""
+    """Return ``run`` of an example, opened like rl.env."""
     monkeypatch.chdir(importlib.util.find_spec(name).origin.rpartition("/examples/")[0])
     settings = Config.load("rl-sort", [f"rl.env=agent:examples/{name}.py:run"], environ={}).rl
     return open_environment(settings, TOKENIZER).run
 
 
 def digits(trajectory):
-    """How many digits the policy wrote."""
+    """Count the digits that the policy wrote."""
     return sum(t in b"0123456789" for a, b in trajectory.actions for t in trajectory.tokens[a:b])
 
 
@@ -66,7 +67,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
 
 
 class Client:
-    """A GenericEnvClient: it takes actions of one field, and ends at the third."""
+    """A GenericEnvClient whose actions have one field, and which ends at the third."""
 
     opened: ClassVar = []
 
@@ -271,4 +272,4 @@ def test_a_verifiers_environment(tmp_path, monkeypatch):
     assert all(f"Digits {n}." in text for n, text in zip(number, texts, strict=True))
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
     open_to = [int(line[2].partition(":")[2], 16) for line in lines if line[3] in ("01", "08")]
-    assert not ports & {*open_to}  # nobody keeps a connection for each episode
+    assert not ports & {*open_to}  # no episode leaves a connection open

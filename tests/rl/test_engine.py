@@ -1,4 +1,4 @@
-"""Scores and policy objectives through an engine: packed or padded, on policy, on every mesh."""
+"""Scores and policy objectives of an engine: packed or padded, on policy, on every mesh."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.lib.rl_samples import make_samples
 
 
 def plain_logits(engine, sample):
-    """For every token but the first, without packing or padding."""
+    """Return logits for every token after the first, without packing or padding."""
     with engine.work(), torch.no_grad():
         return engine.model(torch.from_numpy(sample.tokens)[None, :-1])[0]
 
@@ -26,7 +26,7 @@ def plain_logprobs(engine, sample, temperature):
 
 
 def plain_entropy(engine, sample):
-    """Summed over actions."""
+    """Return the entropy, summed over actions."""
     entropies = torch.distributions.Categorical(logits=plain_logits(engine, sample)).entropy()
     return entropies[torch.from_numpy(sample.is_action[1:])].sum().item()
 

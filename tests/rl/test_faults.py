@@ -1,4 +1,4 @@
-"""Environments that are of no use at all: the run ends, says why, and keeps what it has."""
+"""Useless environments: the run ends, says why, and keeps its checkpoint."""
 
 import asyncio
 import json
@@ -43,9 +43,9 @@ def test_a_run_whose_environment_is_gone_ends(tmp_path, capsys):
     assert ": ConnectionError: the sandbox is gone; saved to " in error
     rows = [row for row in lines_of(out) if "reward" in row]
     faults = [row.get("left_out/raised", 0) for row in rows]
-    assert len(rows) == 2 + 1 + HOPELESS_STEPS - 1  # the last of them was not logged any more
+    assert len(rows) == 2 + 1 + HOPELESS_STEPS - 1  # the last of them was not logged
     assert faults[:2] == [0, 0]
-    assert 0 < faults[2] < 16  # which cost nothing but themselves
+    assert 0 < faults[2] < 16  # these cost only themselves
     assert faults[3:] == [16] * 2
     (saved,) = (out / "checkpoints").iterdir()
     assert json.loads((saved / "state.json").read_text())["step"] == 6
@@ -74,7 +74,7 @@ def test_no_reward_that_is_taken_makes_a_step_that_is_skipped(tmp_path):
     assert len(rows) == 4
     assert [row["skipped_steps"] for row in rows] == [0] * 4
     assert all(0 < row["grad_norm"] < float("inf") for row in rows)
-    assert sum(row.get("left_out/nonsense", 0) for row in rows) > 0  # those of 1e39
+    assert sum(row.get("left_out/nonsense", 0) for row in rows) > 0  # those with a reward of 1e39
 
 
 def test_rewards_of_all_turns_are_bounded_together():

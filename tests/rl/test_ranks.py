@@ -1,4 +1,4 @@
-"""Reinforcement learning on several ranks: what one process learns, however the model is spread."""
+"""Reinforcement learning on several ranks equals one process, however the model is spread."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from tests.lib.toy_environments import BEST_WORD
 
 
 def first_steps(folder, runs):
-    """By the name of a run: its metrics, and its weights on this rank."""
+    """Return by run its metrics, and its weights on this rank."""
     found = {}
     for name, values in runs.items():
         trainer = fitted(folder / name, **values)
@@ -35,10 +35,10 @@ LAYOUTS = {
 @pytest.mark.tier("long")
 def test_ranks_learn_what_one_process_does(tmp_path):
     (tmp_path / "even.py").write_text(EVEN)
-    # With its own epsilon AdamW makes of a rounding error near 0 a step of full length.
+    # With its own epsilon AdamW would turn a rounding error near 0 into a full step.
     values = {"rl.env": f"{tmp_path}/even.py:Even", "train.micro_batch_size": 2}
     values |= {"optim.eps": 1e-3, "rl.max_staleness": 1, "rl.routing_replay": "true"}
-    values["moe.aux_loss_scope"] = "global_batch"  # which rows lie together is nobody's business
+    values["moe.aux_loss_scope"] = "global_batch"  # the rows' micro-batch does not matter
     one = {"replayed": values, "free": values | LAYOUTS["dp"]}
     expected = first_steps(tmp_path / "one", one)
     two = {name: values | layout for name, layout in LAYOUTS.items()}
@@ -77,8 +77,8 @@ ON_GPUS = {
 
 
 def learn_words(folder, more):
-    """From nothing to the best word, with another process in the middle; the generator's weights
-    against the trainer's, as the largest difference."""
+    """Train from scratch to the best word, resuming in another process; return the largest
+    difference of the generator's weights from the trainer's."""
     words = WORDS | more
     fitted(folder, **words, **{"train.steps": 54})
     trainer = RlTrainer(config_of(folder, **words, **{"train.steps": 70}))
@@ -111,13 +111,13 @@ def test_two_ranks_that_share_experts_learn_the_best_word(tmp_path):
     first, last = (
         tensors_of(tmp_path / "checkpoints" / f"step-000000{step}")["model"] for step in (40, 70)
     )
-    for name, weight in first.items():  # of every layer
+    for name, weight in first.items():  # all layers
         assert not torch.equal(weight, last[name]), name
 
 
 @pytest.mark.gpu(2)
 def test_two_gpus_that_share_experts_learn_the_best_word(tmp_path):
-    """In bf16, with the generator's graphs and kernels."""
+    """The run is in bf16, with the generator's graphs and kernels."""
     assert spawn(2, learn_words, tmp_path, ON_GPUS, device_type="cuda", timeout=500) == [0, 0]
     rows = [row for row in lines_of(tmp_path) if "reward" in row]
     start, end = (sum(row["reward"] for row in part) / 5 for part in (rows[:5], rows[-5:]))
@@ -143,7 +143,7 @@ class Deadly(Sort):
 
 
 def go_on_and_begin_anew(folder, values):
-    """The run in ``out``, and a whole one beside it."""
+    """Resume the run in ``out``, and make a whole one beside it."""
     for name in ("out", "whole"):
         fitted(folder / name, **values)
 

@@ -1,4 +1,4 @@
-"""Rows of packed samples: what lies where, and that everything comes back."""
+"""Rows of packed samples: their layout, and the way back to samples."""
 
 from itertools import pairwise
 
@@ -53,7 +53,7 @@ def test_samples_lie_whole_in_few_rows_and_come_back():
     samples = make_samples(*lengths)
     batches = pack(samples, 12, 2)
     rows = [batch.tokens_BS.shape for batch in batches]
-    assert rows == [(2, 12)] * 3  # 53 positions fit no fewer than 5 rows of 12
+    assert rows == [(2, 12)] * 3  # 53 positions need at least 5 rows of 12
     for name in ("tokens_BS", "targets_BS", "logprobs_BS", "advantages_BS", "versions_BS"):
         found = unpack(batches, [getattr(batch, name) for batch in batches])
         for sample, values in zip(samples, found, strict=True):

@@ -1,4 +1,4 @@
-"""Runs of reinforcement learning: what they learn, write, and go on from."""
+"""Runs of reinforcement learning: what they learn and write, and how they resume."""
 
 import gzip
 import json
@@ -61,7 +61,7 @@ def test_what_a_run_writes(even, tmp_path, capsys):
         assert row["entropy"] > 1
         assert 0 <= row["mismatch"] < 1e-9
         assert 0 <= row["mismatch_share"] <= 1
-        assert abs(row["kl"]) < 1e-9  # of an on-policy step from itself
+        assert abs(row["kl"]) < 1e-9  # the KL of an on-policy step from itself
         assert row["staleness_max"] == 0
         assert row["prompts"] == 4
         assert row["generated_tokens_per_second"] > 0
@@ -150,7 +150,7 @@ def test_generation_ahead_is_as_stale_as_it_may_be(even, tmp_path):
 
 
 def test_groups_that_teach_nothing_are_replaced(tmp_path):
-    # A model that knows nothing is rewarded nothing, so no group has anything to teach.
+    # An untrained model gets no reward, so no group has anything to teach.
     values = {"rl.supervised_steps": 0, "rl.resample": 2, "train.steps": 2, "optim.lr": 0.1}
     trainer = RlTrainer(config_of(tmp_path, **values, **{"rl.env": "arithmetic"}))
     before = {name: weight.clone() for name, weight in trainer.engine.weights()}
@@ -162,7 +162,7 @@ def test_groups_that_teach_nothing_are_replaced(tmp_path):
     ] * 2
     assert all(r[name] is None for r in rows for name in ("entropy", "kl", "mismatch"))
     assert all(r[name] == 0 for r in rows for name in ("loss", "grad_norm"))
-    # Without anything to learn nothing moves.
+    # Without a signal the weights do not change.
     assert all(torch.equal(before[name], weight) for name, weight in after.items())
 
 
@@ -199,7 +199,7 @@ def test_the_trainers_own_pass_is_left_out_where_bits_are_equal(even, tmp_path, 
             assert row["mismatch_share"] == 1 / number
             assert row["mismatch"] == pytest.approx((math.exp(0.5) - 1.5) / number, rel=1e-5)
             assert scored[0].weights_BS[at[0], at[1]] == pytest.approx(math.exp(0.5), rel=1e-5)
-        else:  # all of another version: nothing to compare
+        else:  # all are of another version, so nothing is compared
             assert row == {}
 
 
@@ -275,7 +275,7 @@ def test_wrong_settings_are_one_line(values, message, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}")
     assert error.count("\n") == 1
-    if "data.seq_len" not in values:  # which demonstrations alone show
+    if "data.seq_len" not in values:  # only demonstrations determine it
         assert not (tmp_path / "out").exists()
 
 
@@ -307,7 +307,7 @@ def test_a_checkpoint_of_reinforcement_learning_is_none_to_pretrain_on(even, tmp
 @pytest.mark.tier("quick", long=["2"])
 @pytest.mark.parametrize("steps", [2, 3])
 def test_a_kl_that_is_asked_for_when_resuming(even, steps, tmp_path):
-    """Its reference is where the policy began: known before the first trajectory, then lost."""
+    """Its reference is the initial policy: known before the first trajectory, then lost."""
     fitted(tmp_path, **even, **{"train.steps": steps})
     values = even | {"train.steps": 5, "rl.kl_coef": 0.1}
     if steps == 2:
@@ -327,7 +327,7 @@ def test_the_mismatch_is_of_generation_whatever_the_updates_move(even, tmp_path)
     assert [row["mismatch"] is None for row in rows] == [False, True]  # all are of older weights
     assert 0 <= rows[0]["mismatch"] < 1e-9
     assert rows[0]["mismatch/age_0"] == rows[0]["mismatch"]
-    # Two updates of each step's rollouts have moved the weights since.
+    # Two updates of each step's rollouts have changed the weights since.
     assert "mismatch/age_0" not in rows[1]
     assert rows[1]["mismatch/age_1"] > 1e-9
 
@@ -370,7 +370,7 @@ def test_settings_of_the_other_command_are_one_line(command, words, message, cap
 @pytest.mark.parametrize("dtype", ["auto", "mxfp4"])
 def test_the_toy_learns_from_its_reward(tmp_path, dtype):
     words = ["--output_dir", str(tmp_path), "--train.steps", "30", "--train.eval_interval", "0"]
-    words += ["--optim.lr", "2e-3", "--rl.supervised_steps", "18"]  # faster than it is meant to
+    words += ["--optim.lr", "2e-3", "--rl.supervised_steps", "18"]  # faster than in the recipe
     words += ["--rl.eval_tasks", "0", "--optim.schedule", "constant"]
     words += ["--rl.generator_dtype", dtype]
     assert run([*words, "--train.device", "cpu", "--log.tensorboard", "false"]) == 0
@@ -382,7 +382,8 @@ def test_the_toy_learns_from_its_reward(tmp_path, dtype):
 
 
 def judged_by_itself(folder, layouts):
-    """How far a policy is from a teacher that has its own weights, by the teacher's scores."""
+    """Return the distance of a policy from a teacher with the same weights, by the teacher's
+    scores."""
     found = {}
     for name, words in layouts.items():
         values = {"model.path": folder, "rl.teacher": folder, "rl.teacher_top_k": 5, **words}
@@ -394,7 +395,7 @@ def judged_by_itself(folder, layouts):
         layers, experts = len(engine.arch.moe_layer_indices), engine.arch.num_experts_per_token
         shape = (*batches[0].tokens_BS.shape, layers, experts)
         routes = torch.arange(experts, dtype=torch.int32).expand(shape).contiguous()
-        # The policy's choices of experts say nothing to the teacher.
+        # The teacher ignores the policy's choices of experts.
         sampled = likely.judged([b._replace(routes_BSLK=routes) for b in batches])
         assert sampled[0].routes_BSLK is routes
         scores = score(engine, batches)
@@ -418,7 +419,7 @@ def test_a_teacher_lies_on_every_mesh_as_the_policy_does(teacher):
 
 @pytest.fixture(scope="module")
 def teacher(even, tmp_path_factory):
-    """A checkpoint that knows the demonstrations."""
+    """Return a checkpoint that has learned the demonstrations."""
     folder = tmp_path_factory.mktemp("teacher")
     words = {"rl.supervised_steps": 6, "train.steps": 6, "rl.supervised_lr": 0.02}
     fitted(folder, **even, **words, **{"checkpoint.save_hf": "true"})
@@ -437,7 +438,7 @@ def test_a_student_learns_a_teachers_distribution(even, tmp_path, teacher, top_k
 
 
 def test_rewards_and_a_teacher_together(even, tmp_path, teacher):
-    """Groups of equal rewards learn from the teacher too."""
+    """Groups of equal rewards learn from the teacher."""
     words = {"rl.teacher": teacher, "rl.supervised_steps": 0, "rl.prompts": tmp_path / "p.jsonl"}
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' * 8)
     words |= {"rl.env": "jsonl", "rl.reward": "zero", "train.steps": 1, "rl.eval_tasks": 0}
@@ -462,7 +463,7 @@ def test_teachers_that_cannot_be_are_one_line(words, problem, tmp_path, capsys):
 
 
 def test_a_mask_acts_without_weights(even, tmp_path, monkeypatch):
-    """With rl.ratio rollout nothing but the mask takes the trainer's own probabilities."""
+    """With rl.ratio rollout only the mask uses the trainer's own probabilities."""
     masked = []
 
     def counted(batches, *how):

@@ -1,4 +1,5 @@
-"""What is refused before a run of reinforcement learning begins, what it takes, what it is of."""
+"""Reinforcement learning before the first step: refusals, the memory estimate, and a run's
+identity."""
 
 import os
 import re
@@ -120,7 +121,7 @@ def test_a_dry_run_refuses_what_a_run_refuses(values, message, tmp_path, capsys)
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 9)
     values = {k: str(v).replace("FOLDER", str(tmp_path)) for k, v in values.items()}
-    if values.get("rl.env") == "jsonl":  # which shows nothing
+    if values.get("rl.env") == "jsonl":  # it has no demonstrations
         values["rl.supervised_steps"] = "0"
     for words in ([], ["--dry_run"]):
         assert run([*words_of(tmp_path / "out", **values), *words]) == 2
@@ -170,7 +171,8 @@ def test_the_estimate_counts_what_generation_takes(tmp_path):
     trainer = RlTrainer(config_of(tmp_path, **{"rl.cache_tokens": 640, "rl.supervised_steps": 0}))
     sizes = trainer.config, trainer.engine.arch, trainer.world.dims, torch.float32
     found = estimate_memory(*sizes, trainer.session.sleep)
-    assert found.generator == pytest.approx(_replica_bytes(trainer.engine), rel=0.02)  # no norms
+    # Without norms.
+    assert found.generator == pytest.approx(_replica_bytes(trainer.engine), rel=0.02)
     trainer.sync_weights()
     trainer.roll_out()
     caches = trainer.generator.steps.caches
@@ -182,7 +184,7 @@ def test_the_estimate_counts_what_generation_takes(tmp_path):
 
 
 def thirty_billion(*words):
-    """24 layers of them on 4 GPUs, and what a step takes with the generator awake."""
+    """Estimate the step of 24 layers on 4 GPUs with an awake generator."""
     sizes = ["parallel.ep=4", "train.global_batch_size=256", "data.seq_len=4096", "rl.env=sort"]
     sizes += ["train.micro_batch_size=2", "compile.enabled=yes"]
     config = Config.load("qwen3-30b-a3b-24l", [*sizes, *words], environ={})
@@ -212,7 +214,7 @@ def test_moments_that_are_away_make_room_for_generation():
         for offload in ("false", "true")
     )
     assert there.total > away.total
-    assert there.activations == 0  # it is generation that takes most
+    assert there.activations == 0  # generation takes most
     capacity = 80 * GIB
     with pytest.raises(ConfigError, match=r"^rl\.cache_tokens: 1000000 takes about .* Lower it"):
         there.check(thirty_billion(*words)[0], capacity)
@@ -268,7 +270,7 @@ def test_what_is_trained_is_what_was_sampled_at_any_temperature(tmp_path):
 
 
 def in_folder(folder):
-    """A run's words, with its prompts and its reward in ``folder``."""
+    """Return a run's settings, with its prompts and its reward in ``folder``."""
     return {
         "rl.env": "jsonl",
         "rl.prompts": folder / "p.jsonl",
@@ -302,7 +304,7 @@ def test_a_moved_folder_goes_on_edited_code_too_and_edited_prompts_do_not(tmp_pa
         RlTrainer(config_of(out, **values, **{"rl.eval_tasks": 4}))
     fitted(out, **values)
     (moved / "reward.py").write_text("def even(line, answer):\n    return float(len(answer))\n")
-    for steps in (3, 4):  # of a run that is over, and of one that goes on
+    for steps in (3, 4):  # for a finished run, and for one that continues
         caplog.clear()
         fitted(out, **values | {"train.steps": steps})
         warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
@@ -326,13 +328,13 @@ class Counted(Sort):
 
 
 def test_an_edited_environment_has_as_many_tasks_as_before(tmp_path):
-    """Else tasks that are held out from here on were trained before."""
+    """Otherwise a task that is now held out could have been trained on before."""
     file, out = tmp_path / "counted.py", tmp_path / "out"
     file.write_text(COUNTED)
     values = {"rl.env": f"{file}:Counted", "rl.supervised_steps": 0, "train.steps": 1}
     fitted(out, **values)
     before = file.stat()
-    file.write_text(COUNTED.replace("30", "40"))  # as long, and in the same second
+    file.write_text(COUNTED.replace("30", "40"))  # the same length, in the same second
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(
         ConfigError, match=r"^rl\.eval_tasks: 5 of 40 is another than .* edited since"

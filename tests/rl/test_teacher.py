@@ -1,4 +1,4 @@
-"""A teacher behind a URL: it says what it says as a checkpoint, and its failures are one line."""
+"""A teacher behind a URL answers like a checkpoint, and its failures are one line."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ from tests.lib.servers import serving
 
 
 def made(vocab_size=257, seed=0):
-    """A model whose tokens are all of the tokenizer's, or fewer."""
+    """Return a model whose vocabulary is the tokenizer's, or smaller."""
     model = Transformer(ARCH.model_copy(update={"vocab_size": vocab_size}))
     model.init_weights(std=0.3, seed=seed)
     return model
@@ -57,13 +57,13 @@ def student(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def teacher(folder):
-    """The URL of a server that has the teacher."""
+    """Serve the teacher, and yield its URL."""
     with serving(Generator(load_hf(folder), load_tokenizer(str(folder)))) as (client, _):
         yield str(client.base_url).removesuffix("/v1/")
 
 
 def judged(student, teacher, top_k, layout=()):
-    """Samples with what ``teacher``, a folder or a URL, thinks of them, and the loss."""
+    """Return samples with the scores of ``teacher``, a folder or a URL, and the loss."""
     values = {"model.path": student, "rl.teacher": teacher, "rl.teacher_top_k": top_k}
     values |= {"data.seq_len": 16, "train.global_batch_size": 4, "train.device": "cpu"}
     engine = make_engine(
@@ -81,7 +81,7 @@ def judged(student, teacher, top_k, layout=()):
 
 @pytest.mark.parametrize("top_k", [0, 5])
 def test_a_served_teacher_says_what_it_says_as_a_checkpoint(student, folder, teacher, top_k):
-    """To the rounding of fp32 in two orders of summation; JSON has every bit."""
+    """They agree up to fp32's rounding in two orders of summation; JSON keeps every bit."""
     (ours, terms), (theirs, expected) = (judged(student, x, top_k) for x in (teacher, folder))
     assert len(ours) == 4
     for mine, other in zip(ours, theirs, strict=True):
@@ -138,7 +138,7 @@ def test_a_run_learns_the_same_from_a_teacher_elsewhere(folder, teacher, tmp_pat
 
 @contextlib.contextmanager
 def answering(reply):
-    """A server of something else."""
+    """Yield the URL of a server that always gives this reply."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):

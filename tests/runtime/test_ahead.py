@@ -1,4 +1,5 @@
-"""A fake step launches what a step launches, and what it launches is compiled before."""
+"""Compilation ahead: a fake step launches the kernels of a real step, and they are compiled
+first."""
 
 import inspect
 import sys
@@ -50,16 +51,16 @@ CASES = {
 
 
 def kind(value):
-    """What a kernel is compiled for, of an argument."""
+    """Return the type by which a kernel is compiled, for an argument."""
     if isinstance(value, TensorDescriptor):
         return ("descriptor", kind(value.base), tuple(value.block_shape))
     if isinstance(value, int) and not isinstance(value, bool):
-        return "one" if value == 1 else "int"  # whether 16 divides it depends on the size of a case
+        return "one" if value == 1 else "int"  # divisibility by 16 depends on the size of a case
     return getattr(value, "dtype", None) or type(value).__name__
 
 
 def signature(kernel, args, settings):
-    """What :class:`Launches` has a kernel compiled for."""
+    """Return the signature that :class:`Launches` compiles a kernel for."""
     hints = kernel.fn.__annotations__
     kinds = [
         value if "constexpr" in str(hints.get(name)) else kind(value)
@@ -69,7 +70,7 @@ def signature(kernel, args, settings):
 
 
 def launched_in(run):
-    """The signatures of what ``run`` launches."""
+    """Return the signatures that ``run`` launches."""
     found, kinds = set(), triton.runtime.jit.KernelInterface
     original = kinds.__getitem__
 
@@ -89,7 +90,7 @@ ONE_LAYER = ["kernels.backend=triton", "compile.enabled=no", "model.num_layers=1
 
 
 def as_on_a_gpu(monkeypatch):
-    """Kernels that have no setting are launched as well."""
+    """Let kernels without a setting be launched too."""
     for kernel in ("adamw", "adamw_float8", "muon", "reduction"):
         monkeypatch.setattr(
             sys.modules[f"moetrain.kernels.optim.{kernel}"],
@@ -135,7 +136,8 @@ INDICES = {"_count_kernel", "_rank_kernel"}
 
 
 def steps_on_ranks(cases):
-    """Of each case, what a fake step launched and what two micro-batches and an update launched."""
+    """Return for each case the launches of a fake step, and those of two micro-batches and an
+    update."""
     with pytest.MonkeyPatch.context() as patch:
         as_on_a_gpu(patch)
         return {name: faked_and_launched(words) for name, words in cases.items()}
@@ -156,7 +158,7 @@ def faked_and_launched(words):
 
 @pytest.mark.tier("long")
 def test_a_fake_step_launches_what_ranks_do():
-    """But for dispatch's indices, which are compiled for a number of experts, or of ranks."""
+    """Dispatch's indices are excluded: they are compiled for a number of experts, or of ranks."""
     for answers in spawn(2, steps_on_ranks, MESHES, timeout=100):
         for name, (found, launched) in answers.items():
             different = {one for one in found ^ launched if one[0] not in INDICES}
@@ -173,7 +175,7 @@ def test_what_has_memory_is_launched_meanwhile():
 
 
 def test_a_fake_step_leaves_no_tables_without_memory():
-    """They would be taken for those of steps, whose kernels then did nothing."""
+    """Real steps would take such tables for their own, and their kernels would then do nothing."""
     _table.cache_clear()
     ahead.launches_of(lambda: [form.table(torch.device("cpu")) for form in QUANT_FORMATS.values()])
     for name, form in QUANT_FORMATS.items():
@@ -216,7 +218,7 @@ def test_a_fake_step_launches_the_kernels_of_gpt_oss():
 
 
 class Kernel:
-    """One whose compilation fails, or is told of."""
+    """A kernel whose compilation fails, or is recorded."""
 
     def __init__(self, seen, fails):
         self.seen, self.fails = seen, fails
@@ -289,4 +291,5 @@ def test_a_fake_step_launches_what_a_step_on_a_gpu_does(case):
     engine = make_engine(*words, *own, **base)
     found = launches_of_fake_step(engine)
     launched = launched_in(lambda: step(engine))
-    assert {one for one in launched if one[0] != "_layout_kernel"} <= found  # attention's library
+    # Attention's library launches it.
+    assert {one for one in launched if one[0] != "_layout_kernel"} <= found

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps: the bits of steps without them, whatever happens in between."""
+"""CUDA graphs of steps have the bits of steps without graphs, whatever happens in between."""
 
 import shutil
 import sys
@@ -37,7 +37,7 @@ TOKENS = ROWS * SEQ_LEN
 
 
 def make_engine(*words, **sizes):
-    """An engine that takes graphs on a CPU too, where what captures them is a stand-in."""
+    """Return an engine that uses graphs even on a CPU, where a stand-in captures them."""
     if torch.cuda.is_available():
         return engines.make_engine(*words, **sizes)
     with patch("moetrain.train.engine.check_run", lambda config, *_: config):
@@ -49,7 +49,7 @@ class Marked:
 
 
 def counting(device="cpu"):
-    """Graphs whose captures and replays are counted, and run on a CPU."""
+    """Return graphs that count captures and replays, and run on a CPU."""
     seen = []
 
     def capture(fn):
@@ -192,7 +192,7 @@ def test_steps_have_the_same_numbers(case):
 @pytest.mark.tier("long", wide=["copies", "recomputed"])
 @pytest.mark.parametrize("case", RANKS)
 def test_ranks_agree_on_graphs_and_have_the_same_numbers(case):
-    """Though each has other numbers of documents."""
+    """Each rank has other numbers of documents."""
     words, micro = RANKS[case]
     first, second = spawn(2, check_steps, words, micro, timeout=120)
     assert first == second
@@ -231,7 +231,7 @@ def shared_copies():
 
 
 def test_what_peers_read_is_up_to_date_after_an_update():
-    """In a replay nothing else would bring it up to date."""
+    """A replay would not update it in any other way."""
     for found in spawn(2, shared_copies):
         assert {*found} == {True, False}
 
@@ -251,7 +251,7 @@ def differing(graphs):
 def test_ranks_with_other_shapes_run_without_graphs():
     plain, ours = (spawn(2, differing, words) for words in ([], [ON]))
     assert [x[:2] for x in ours] == [x[:2] for x in plain]
-    assert {x[2] for x in ours} == {2}  # where shapes are alike, and the update
+    assert {x[2] for x in ours} == {2}  # where shapes agree, and the update
 
 
 @pytest.mark.gpu
@@ -276,7 +276,8 @@ def test_steps_of_ranks_have_the_same_bits_on_gpus(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("preset", ["qwen3-next-80b-a3b", "nemotron-3-nano-30b-a3b", "gpt-oss-20b"])
 def test_steps_of_other_families_have_the_same_bits_on_a_gpu(preset):
-    """Of layers with a state, and with sinks in windows; the sixth of Nemotron-3 has attention."""
+    """The models have recurrent layers, and sinks in windows; Nemotron-3's sixth layer has
+    attention."""
     check_steps([*GPU, f"model.preset={preset}", "model.num_layers=6"], ROWS)
 
 
@@ -322,7 +323,7 @@ def test_a_step_that_waits_for_the_device_cannot_be_captured():
     engine.step(1e-2)
     with pytest.raises(ConfigError, match=r"compile.cuda_graphs: true, and this run's step cannot"):
         engine.forward_backward(packed(0, 12), objective)
-    assert torch.zeros(3, device="cuda").sum().item() == 0  # the device works on
+    assert torch.zeros(3, device="cuda").sum().item() == 0  # the device still works
 
 
 @pytest.mark.gpu
@@ -343,7 +344,7 @@ def test_memory_that_comes_back_elsewhere_is_captured_anew():
 
 @pytest.mark.gpu
 def test_a_run_has_the_same_losses_and_its_checkpoints_go_on_without_graphs(tiny_words, tmp_path):
-    """With evaluations, samples of text and checkpoints in the background."""
+    """The run has evaluations, samples of text and checkpoints in the background."""
     words = [*tiny_words, "train.device=cuda", "train.steps=12", "train.eval_interval=5"]
     words += ["model.hidden_size=64", "model.head_dim=16", "model.moe_intermediate_size=32"]
     words += ["checkpoint.interval=4", "checkpoint.keep=9", "checkpoint.asynchronous=yes"]
@@ -396,7 +397,7 @@ MICRO_16 = "train.micro_batch_size=16"
 
 
 class OnGPU:
-    """A world whose device is a GPU, as far as sizes go."""
+    """A world whose device claims to be a GPU, for sizes."""
 
     device = torch.device("cuda")
 
@@ -418,7 +419,7 @@ class OnGPU:
     ],
 )
 def test_auto_is_where_graphs_can_be_and_pay(words, sleep, graphs, tiny_words, monkeypatch):
-    """On a GPU that is not there, of 60 GB: the last model fits, and not twice."""
+    """The simulated GPU has 60 GB: the last model fits once, but not twice."""
     base = ["train.dtype=bfloat16", "compile.cuda_graphs=auto"]
     base += ["train.global_batch_size=16", "train.micro_batch_size=1", "data.seq_len=512"]
     if "model.preset=qwen3-30b-a3b" in words:
@@ -459,7 +460,7 @@ def test_memory_stays_and_graphs_go_with_it():
 
 
 def test_what_a_replay_reads_is_up_to_date():
-    """A replay casts nothing: weights that somebody changed are cast before."""
+    """A replay casts nothing: weights that were changed outside are cast before it."""
     engine, objective = make_engine(ON, "train.dtype=bfloat16"), CrossEntropy()
 
     def capture(fn):
@@ -480,7 +481,7 @@ def test_what_a_replay_reads_is_up_to_date():
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_capture_holds_the_casts_of_what_takes_turns(layers):
-    """A replay's update changes no count that would tell what is not up to date."""
+    """A replay's update does not change the counter that marks stale copies."""
     base = [*LORA, "lora.base_dtype=nf4", "train.dtype=bfloat16"]
     engine = make_engine(ON, *base, f"model.num_layers={layers}")
     engine.forward_backward(packed(0, 12), CrossEntropy())
@@ -496,7 +497,7 @@ def test_a_capture_holds_the_casts_of_what_takes_turns(layers):
 
 @pytest.mark.parametrize("words", [[], [ON]])
 def test_a_step_is_as_long_as_the_learning_rate(words):
-    """AdamW's first one moves every weight by about it."""
+    """AdamW's first step moves every weight by about the learning rate."""
     engine = make_engine("optim.weight_decay=0", *words)
     before = weights_of(engine)
     engine.forward_backward(packed(0, 12), CrossEntropy())

@@ -1,4 +1,4 @@
-"""Streams that wait for words of memory."""
+"""Streams that wait for words in memory."""
 
 import ctypes
 import time
@@ -62,7 +62,7 @@ def test_a_graph_waits_anew_in_each_replay():
 def test_a_stream_goes_on_when_the_word_is_there(first):
     word, seen = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
     there, waiting = torch.cuda.Event(), torch.cuda.Stream()
-    seen.copy_(word)  # what is launched for the first time may wait for all that is under way
+    seen.copy_(word)  # a first launch may wait for all running work
     torch.cuda._sleep(1)
     write_word(word, first - 1)
     torch.cuda.synchronize()

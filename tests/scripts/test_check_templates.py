@@ -1,4 +1,4 @@
-"""The table of chat templates: what it calls equal, refused, and a fault."""
+"""The table of chat templates: equal, refused and faulty cases."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ MARKS_A_PART = TURNS.replace(
 
 
 def cells(folder: Path, capsys: pytest.CaptureFixture[str], **templates: str):
-    """The exit code, the cells of the row by the names of the cases, and the first reason."""
+    """Return the exit code, the row's cells by case, and the first reason."""
     for name, source in templates.items():
         (folder / f"{name}.jinja").write_text(source)
     code = check_templates.main([str(folder), "--only", "plain"])

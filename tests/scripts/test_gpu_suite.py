@@ -1,4 +1,5 @@
-"""The GPU suite on a CPU: its files import without optional libraries, its script counts right."""
+"""The GPU suite on a CPU: its files import without optional libraries, and its script counts
+right."""
 
 import ast
 import json
@@ -31,7 +32,7 @@ GPU_FILES = [
 
 
 def file_of(module):
-    """The file of a module of this repository; None for a library's."""
+    """Return the file of a module of this repository; None for a library's."""
     place = Path(*module.split("."))
     for folder in (ROOT, ROOT / "scripts"):
         for path in (folder / place.with_suffix(".py"), folder / place / "__init__.py"):
@@ -41,7 +42,8 @@ def file_of(module):
 
 
 def imported_at_once(statements):
-    """Modules that are imported as a file is: not in functions, nor where a failure is handled."""
+    """Return the modules imported at the top level, but not in functions or where a failure is
+    handled."""
     for node in statements:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -54,13 +56,14 @@ def imported_at_once(statements):
 
 @cache
 def imports_of(file):
-    """Modules that a file imports at once, each with its file if it is of this repository."""
+    """Return the modules that a file imports at once, with the files of those in this
+    repository."""
     names = imported_at_once(ast.parse(file.read_text()).body)
     return {name: file_of(name) for name in names}
 
 
 def libraries_of(path):
-    """Libraries that importing a file imports, each with the files on the way to it."""
+    """Return the libraries that importing a file imports, each with the chain of files."""
     found, waiting, seen = {}, [(path, ())], {path}
     while waiting:
         file, way = waiting.pop()
@@ -86,7 +89,7 @@ def test_import_walk_finds_an_optional_library():
 
 
 def test_every_world_of_gpus_is_counted(request):
-    """The mark ``gpu`` of a test with ranks asks for as many devices as there are ranks."""
+    """A test with ranks has a mark ``gpu`` for as many devices as ranks."""
     path = str(ROOT / "tests" / "conftest.py")
     conftest = request.config.pluginmanager.get_plugin(path)
     for item in request.session.items:

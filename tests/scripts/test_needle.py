@@ -1,4 +1,4 @@
-"""scripts/demo_needle.py at a small size: what ranks that share rows learn, one process recalls."""
+"""scripts/demo_needle.py at a small size: ranks train on shared rows, and one process recalls."""
 
 import sys
 from pathlib import Path
@@ -18,13 +18,13 @@ FAR = 512
 
 def demo():
     sys.path.insert(0, str(SCRIPTS))
-    import demo_needle  # scripts are no package
+    import demo_needle  # scripts/ is no package
 
     return demo_needle
 
 
 def tuned(folder, near, name, **mesh):
-    """The losses of a fine-tuning on longer rows, and the share of needles found then."""
+    """Return the losses of a fine-tuning on longer rows, and the share of needles found then."""
     far = demo().Stage(seq_len=FAR, needles=24, rows=1, steps=24, lr=1e-3)
     model = {"path": near, "max_positions": far.seq_len, "rope": "yarn"}
     demo().train(far, folder / name, model, **mesh)
@@ -35,7 +35,8 @@ def tuned(folder, near, name, **mesh):
 
 
 def alone(folder, near):
-    """Train a model on rows of 64 tokens; the share that it finds in longer ones, and tuned."""
+    """Train a model on rows of 64 tokens; return its share in longer ones, before and after
+    tuning."""
     first = demo().SHORT[0]._replace(steps=200)
     demo().train(first, near.parent, demo().GEOMETRY | {"max_positions": first.seq_len})
     before = demo().accuracy(demo().reaching(near, folder / "before", FAR), FAR, haystacks=2)
@@ -55,5 +56,5 @@ def test_needles_of_rows_that_ranks_shared_are_found(tmp_path):
     both, _ = spawn(2, together, tmp_path, near, timeout=200)
     for name, (shared, found) in zip(METHODS, both, strict=True):
         assert found > 0.9, name
-        # A model also learns around wrong attention: its losses tell.
+        # A model also learns with wrong attention, but its losses show that.
         assert shared == pytest.approx(losses, rel=1e-3), name

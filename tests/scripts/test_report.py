@@ -1,4 +1,4 @@
-"""examples/report.py: what the page of a run shows, parsed, and in a browser where there is one."""
+"""examples/report.py: the page of a run, parsed, and in a browser if there is one."""
 
 import runpy
 import shutil
@@ -27,7 +27,7 @@ def run(tiny):
 
 @pytest.fixture
 def command(monkeypatch):
-    """The example as a command, called with its words."""
+    """Return the example as a function of its command-line arguments."""
 
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["report.py", *map(str, words)])
@@ -61,7 +61,7 @@ def test_the_page_of_a_run_has_its_parts(run, command, capsys):
     assert {x.get("title").rpartition(" ")[2] for x in page.iter("span") if x.get("title")} == {
         row[2].text for row in page.iter("tr") if row[0].text in parts
     }
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")  # nothing is fetched
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")  # nothing is downloaded
     sample = (folder / "sample.txt").read_text()
     assert sample[:8] in "".join(x.text for x in page.iter("pre"))
     (folder / "report.html").unlink()

@@ -1,4 +1,5 @@
-"""scripts/simulate.py: against what was measured, formulas of pipelines, and what must be so."""
+"""scripts/simulate.py: compared with measurements, with formulas of pipelines, and with
+invariants."""
 
 import json
 import os
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EIGHT = f"{BOTH} model.num_layers=8"
 LONG = f"parallel.cp=2 train.global_batch_size=1 activation.policy=selective {HALF} model.rope=yarn"
 ROW = "data.seq_len=131072 model.max_positions=131072"
-# The same as ROWS, of other settings and GPUs, that no rate was taken from.
+# Rows like ROWS with other settings and GPUs, which were not used to fit the rates.
 OTHERS = [
     ("h100", 1, 12, f"{SIX} {HALF}", "102,460"),
     ("h100", 1, 12, f"{SIX} {HALF} {FP8}", "108,290"),
@@ -51,7 +52,7 @@ UNEVEN = [
     ("h200", 4, 8, 2.4, "100,100", "77.2 %"),
 ]
 OFF = [
-    # Its script has no balancing loss, and how uneven its routing was is not known.
+    # Its script has no balancing loss, and its routing's imbalance is unknown.
     ("h200", 2, 1, f"{ONE_AFTER_ANOTHER} parallel.ep=2", "41,300", 0.15),
     # It was not profiled.
     (
@@ -113,8 +114,8 @@ def works_of(config):
 
 
 def test_a_block_and_the_head_take_what_was_measured():
-    """Of pipelines on two H200s (docs/log/pipeline.md, 3796cb2), where a backward takes more than
-    twice its forward, since every micro-batch adds gradients of all experts up."""
+    """The pipelines ran on two H200s (docs/log/pipeline.md, 3796cb2). A backward takes more than
+    twice its forward there, since every micro-batch adds the gradients of all experts."""
     first, last = works_of(config_of(2, 1, f"{ONE_AFTER_ANOTHER} parallel.pp=2"))
     (parts, *_) = first.blocks.values()
     assert sum(part.forward for part in parts) == pytest.approx(1.4e-3, rel=0.1)
@@ -124,7 +125,7 @@ def test_a_block_and_the_head_take_what_was_measured():
 
 
 def test_of_two_machines_a_token_comes_to_either_once():
-    """Of eight experts a token, on 2 machines of 8 ranks, 1.0 rows cross instead of 3.2."""
+    """With eight experts per token on 2 machines of 8 ranks, 1.0 rows cross instead of 3.2."""
     (work,) = works_of(config_of(16, 1, f"{SIX} parallel.ep=16"))
     _, experts = work.blocks[0]
     ((axis, size, _),) = experts.exchanges
@@ -146,7 +147,7 @@ def step_of(works, schedule, links=FREE, slow=None, **degrees):
 
 
 def uniform(schedule, forward, backward, **more):
-    """Works of ranks whose stages are one block each, and alike."""
+    """Return the work of ranks with equal stages of one block each."""
     owners = list(enumerate(schedule.rank_of_stage))
     parts = [PartWork(forward, backward)]
     blocks = [{s: parts for s, r in owners if r == rank} for rank in range(schedule.num_ranks)]
@@ -156,7 +157,7 @@ def uniform(schedule, forward, backward, **more):
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 16), (8, 2, 8)])
 def test_bubbles_are_those_of_the_formulas(name, p, v, m):
-    """Of p ranks, each idles for (p - 1)(f + b) / v."""
+    """Each of p ranks idles for (p - 1)(f + b) / v."""
     v = v if v in SCHEDULES[name].stages_per_rank else 1
     schedule = Schedule.make(name, p, v, m)
     seconds = step_of(uniform(schedule, 3.0 / v, 6.0 / v), schedule).run()
@@ -169,14 +170,14 @@ def test_messages_between_stages_take_the_link_that_there_is():
     works = uniform(schedule, 1.0, 2.0, border=10.0)
     near = Links(inside=5.0, across=2.0, hop=0.25, start=0.5)
     assert step_of(works, schedule, near).run() == pytest.approx(6 + 2 * (2 + 0.5) + 0.5)
-    # One GPU a machine; the sum of norms passes a machine too.
+    # There is one GPU per machine; the sum of norms crosses machines too.
     assert step_of(works, schedule, near, per_machine=1).run() == pytest.approx(
         6 + 2 * (5 + 0.75) + 0.75
     )
 
 
 def test_the_head_is_in_the_last_stages_forward():
-    """Its loss makes gradients at once, so that gpipe's first rank waits for every head."""
+    """Its loss makes gradients at once, so gpipe's first rank waits for every head."""
     schedule = Schedule.make("gpipe", 2, 1, 8)
     works = uniform(schedule, 1.0, 2.0, head=3.0)
     last = works[1]
@@ -188,7 +189,7 @@ def test_the_head_is_in_the_last_stages_forward():
 
 
 def sharded(forward=1e-9, backward=1e-9, **more):
-    """Six blocks, gathered and reduced."""
+    """Return the work of six blocks, gathered and reduced."""
     blocks = {i: [PartWork(forward, backward)] for i in range(6)}
     sizes = {i: {"fsdp": 100.0} for i in blocks}
     return Work(blocks, sizes, {"fsdp": 50.0}, **{"turns": 6, **more})
@@ -219,7 +220,7 @@ def test_a_link_twice_as_slow_doubles_a_step_that_it_bounds(slower):
 
 
 def test_a_ring_brings_a_machine_everything_once_and_an_all_to_all_each_gpu_its_own():
-    """Gathers of 16 ranks on two machines take an eighth of a reduction's bytes between them."""
+    """Gathers of 16 ranks on two machines send an eighth of a reduction's bytes between them."""
     _, simulation = run_sharded(Links(inside=1e9, across=1e3, hop=0.0, start=0.0))
     times = {}
     for one in simulation.operations:
@@ -253,7 +254,7 @@ def test_all_reduces_and_a_tokens_way_across_may_have_rates_of_their_own_too():
 
 
 def test_collectives_of_the_same_ranks_share_a_communicator_and_go_in_order():
-    """As of two machines of one rank, where expert parallel ranks are those that shard the rest."""
+    """On two machines of one rank, the expert parallel ranks are also those that shard the rest."""
     part = PartWork(1.0, 1.0, [("ep", 20.0, (2, 2))])
     work = sharded()
     work = Work({i: [part] for i in work.blocks}, work.gathered, work.vocabulary)
@@ -262,7 +263,7 @@ def test_collectives_of_the_same_ranks_share_a_communicator_and_go_in_order():
     first = {one.label: one for one in reversed(simulation.operations)}
     ahead = first["gather block 2"]
     assert first["dispatch F0.0, block 1, across"].start == pytest.approx(ahead.end)
-    # Of four ranks a pair exchanges tokens, beside the gather of all.
+    # A pair of four ranks exchanges tokens, beside the gather of all.
     _, simulation = run_sharded(links, work, world=4, per_machine=1, ep=2)
     first = {one.label: one for one in reversed(simulation.operations)}
     assert first["dispatch F0.0, block 1, across"].start < first["gather block 2"].end
@@ -287,7 +288,7 @@ def test_an_adapter_may_carry_less_while_several_send_and_while_the_gpu_computes
     shared = {"world": 4, "per_machine": 1, "ep": 2}
     whole, simulation = run_sharded(links, work, **shared)
     sent = [x for x in simulation.operations if x.label == "dispatch F0.0, block 0, across"]
-    assert sent[0].end - sent[0].start == pytest.approx(2.0)  # beside the gather: half each
+    assert sent[0].end - sent[0].start == pytest.approx(2.0)  # half each, beside the gather
     less, simulation = run_sharded(links._replace(together=0.5), work, **shared)
     sent = [x for x in simulation.operations if x.label == "dispatch F0.0, block 0, across"]
     assert sent[0].end - sent[0].start == pytest.approx(4.0)
@@ -307,11 +308,12 @@ def test_one_unit_is_gathered_ahead_and_reductions_are_waited_for_one_later():
     backward = [first[f"B0.0, block {i}"] for i in range(6)]
     for i in range(6):
         assert first[f"reduce block {i}"].start == pytest.approx(backward[i].end)
-    # Two regions: the last two blocks are still there when the backward begins.
+    # There are two buffers: the last two blocks are still unsharded when the backward begins.
     gathers = [one.label for one in simulation.operations if one.kind == "gather"]
     assert gathers.count("gather block 5") == gathers.count("gather block 4") == 1
     assert gathers.count("gather block 3") == 2
-    # The embedding comes before everything, its gradient after it; the rest is hidden but for one.
+    # The embedding comes before everything, its gradient after it; only one other exchange is
+    # exposed.
     assert seconds < 6 * 3 + 0.3
 
 
@@ -415,7 +417,7 @@ def test_no_stream_runs_two_things_at_once_and_no_link_more_than_it_can(words):
     assert all(seconds <= whole * (1 + 1e-9) for seconds in busy.values())
 
 
-# Rows of docs/machines.md: settings, milliseconds, and by how much the simulation may be off.
+# Rows of docs/machines.md: settings, milliseconds, and the tolerance of the simulation.
 MACHINES = [
     ("--rows 4 --parallel.dp_shard 2", "3.15, 2.07, 3.09", "1,586", "1,596"),
     (
@@ -469,7 +471,7 @@ def test_what_is_bound_elsewhere_leaves_the_rest():
     far = simulation.queue("x", "far", [(0, "a")], uses={"near": 1.0, "far": 1.0})
     near = simulation.queue("x", "near", [(0, "b")], uses={"near": 10.0})
     simulation.run()
-    assert far.end == pytest.approx(1.1)  # both grow alike: 10 / 11 of what each has alone
+    assert far.end == pytest.approx(1.1)  # both grow alike: to 10 / 11 of each one's rate alone
     assert near.end == pytest.approx(1.1)
 
 
@@ -482,7 +484,7 @@ def test_rates_grow_until_everything_is_bound():
     )
     simulation.run()
     assert [one.end for one in (both, *others)] == pytest.approx([3.0] * 3)
-    assert first.end == pytest.approx(1.5)  # two thirds, of which the others leave a third
+    assert first.end == pytest.approx(1.5)  # two thirds; the others leave a third
 
 
 def test_a_stream_goes_in_order_and_a_collective_waits_for_all_of_its_own():
@@ -558,7 +560,7 @@ def test_what_cannot_be_is_one_line(words, says, capsys):
 
 @pytest.mark.tier("long")
 def test_what_links_were_measured_to_carry_is_given_by_options(monkeypatch, capsys):
-    """Of a process for each of two machines, on this one's CPU."""
+    """Each of two machines has one process, on this machine's CPU."""
     sent = [sys.executable, str(ROOT / "scripts" / "bench_links.py"), "--seconds", "1"]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port, machines = str(free.getsockname()[1]), []

@@ -1,6 +1,6 @@
-"""What clients of OpenAI's protocol and of vLLM send beside a prompt.
+"""Parameters that clients of OpenAI's protocol and of vLLM send beside a prompt.
 
-Right values are those of ``transformers`` for the checkpoint that is served, and of the generator
+The right values are those of ``transformers`` for the served checkpoint, and of the generator
 without a server.
 """
 
@@ -42,7 +42,7 @@ def generator(folder):
 
 @pytest.fixture(scope="module")
 def ask(generator):
-    """``ask(path, **body)``: the reply's JSON."""
+    """Return ``ask(path, **body)``, which returns the reply's JSON."""
     with TestClient(CompletionServer(generator, "tiny").app) as http:
         yield lambda path="completions", **body: http.post(f"/v1/{path}", json=body).json()
 
@@ -88,7 +88,7 @@ def test_parameters_that_would_change_something_are_refused(ask, body, says):
 
 
 def test_tokens_that_end_a_completion(ask, folder):
-    # Not the server's generator, whose thread may still be at work.
+    # The server's generator is not used, because its thread may still be at work.
     generator = Generator(load_hf(folder), load_tokenizer(str(folder)))
 
     def directly(**params):
@@ -118,7 +118,7 @@ def test_special_tokens_are_text_where_they_are_asked_for(ask, folder):
 
 
 def joined(parts):
-    """The choices of a stream's parts."""
+    """Return the choices of a stream, with their parts joined."""
     choices = {}
     for part in parts:
         (choice,) = part["choices"]
@@ -134,7 +134,7 @@ def joined(parts):
 @pytest.mark.parametrize("max_tokens", [0, 1, 3])
 @pytest.mark.parametrize("streams", [False, True])
 def test_an_echo_has_the_prompts_log_probabilities(folder, ask, generator, max_tokens, streams):
-    """As lm-evaluation-harness asks: ``echo`` with ``logprobs``."""
+    """lm-evaluation-harness asks so: ``echo`` with ``logprobs``."""
     given = {"prompt": [PROMPT, PROMPT[:3]], "temperature": 0, "logprobs": 2, "echo": True}
     given |= {"max_tokens": max_tokens, "ignore_eos": True}
     if streams:
@@ -149,7 +149,7 @@ def test_an_echo_has_the_prompts_log_probabilities(folder, ask, generator, max_t
     for choice, prompt in zip(found, given["prompt"], strict=True):
         ids = prompt
         for _ in range(max_tokens):
-            with torch.no_grad():  # of the tokens that the tokenizer has
+            with torch.no_grad():  # over the tokenizer's tokens
                 known = model(torch.tensor([ids])).logits[0, -1, : ByteTokenizer.vocab_size]
                 ids = [*ids, int(known.argmax())]
         with torch.no_grad():

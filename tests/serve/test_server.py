@@ -1,4 +1,4 @@
-"""The HTTP server, asked by OpenAI's own client: the tokens that generation gives without it."""
+"""The HTTP server, asked by OpenAI's own client, gives the generator's tokens."""
 
 import contextlib
 import http.client
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 @contextlib.contextmanager
 def process_serving(folder):
-    """The process that serves, and a client of it."""
+    """Start a serving process; return it and a client."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -79,7 +79,7 @@ def server(folder):
 
 @pytest.fixture(scope="module")
 def directly(folder):
-    """``directly(prompt, **params)``: what the generator gives without a server."""
+    """Return ``directly(prompt, **params)``, which generates without a server."""
     tokenizer = load_tokenizer(str(folder))
     generator = Generator(load_hf(folder), tokenizer)
 
@@ -162,7 +162,7 @@ def test_a_stop_text_ends_the_text_before_it(server):
 
 
 def test_who_hangs_up_is_served_no_further(folder):
-    """By a server in this process, whose steps are slow: to the end it would take six seconds."""
+    """The server in this process has slow steps: generating to the end would take six seconds."""
     generator = Generator(load_hf(folder), load_tokenizer(str(folder)))
     held_back(generator)
     with serving(generator) as (client, _):
@@ -180,14 +180,14 @@ ASKED = {"model": "tiny", "max_tokens": 9, "seed": 1, "temperature": 0.8}
 
 
 def held_back(generator):
-    """Steps take 250 ms each, until the list that this gives is empty."""
+    """Make steps take 250 ms each, until the yielded list is empty."""
     step, slow = generator.step, [True]
     generator.step = lambda: (slow and time.sleep(0.25)) or step()
     return slow
 
 
 def begin(client, body, small=False):
-    """A connection over which ``body`` was asked for; ``small``: that holds little unread."""
+    """Return a connection on which ``body`` was sent; ``small``: it buffers little."""
     connection = socket.socket()
     if small:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -209,7 +209,7 @@ def test_prompts_have_log_probabilities_as_vllm_gives_them(server, directly):
     asked = {"model": "tiny", "prompt": [[65, 66, 67], [68, 69]], **how}
     choices = client.completions.create(**asked).choices
     parts = [part.choices[0] for part in client.completions.create(stream=True, **asked)]
-    choices += sorted(parts, key=lambda choice: choice.index)  # of one token each
+    choices += sorted(parts, key=lambda choice: choice.index)  # one token each
     for i, choice in enumerate(choices):
         prompt = asked["prompt"][i // 2 % 2]
         (done,) = directly(prompt, max_tokens=1, prompt_logprobs=2)
@@ -356,7 +356,7 @@ def test_a_stream_that_fails_says_so(folder):
 
 @pytest.mark.tier("long")
 def test_more_than_the_queue_holds_is_refused(folder):
-    """And what was refused can be asked for once others are done, or have hung up."""
+    """A refused request can be repeated once others are done, or have hung up."""
     generator = Generator(load_hf(folder), load_tokenizer(str(folder)), max_sequences=1)
     slow = held_back(generator)
     with serving(generator, max_queue=3) as (client, _):
@@ -383,22 +383,22 @@ def test_more_than_the_queue_holds_is_refused(folder):
 
 
 def test_who_does_not_read_holds_nobody_up(folder):
-    """A stream that nobody reads is generated to its end, and its place is another's."""
+    """An unread stream is generated to its end, and another request gets its slot."""
     generator = Generator(load_hf(folder), load_tokenizer(str(folder)))
     with serving(generator, max_queue=16) as (client, served):
-        # So that little is on its way: connections have what their listener has.
+        # Buffers are small: connections inherit the listener's.
         served.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         body = {"prompt": "A", "n": 16, "max_tokens": 40, "seed": 1, "stream": True}
         stuck = begin(client, body | {"logprobs": 20, "temperature": 3.0}, small=True)
         wait_until(lambda: generator.is_busy, 10)
         wait_until(lambda: not generator.is_busy, 60)
-        time.sleep(0.1)  # until the last step is told
+        time.sleep(0.1)  # until the last step is reported
         assert len(client.completions.create(prompt="A", n=16, **ASKED).choices) == 16
-        wait_until(lambda: len(served.server_state.tasks) == 1, 10)  # has still much to send
+        wait_until(lambda: len(served.server_state.tasks) == 1, 10)  # much is still unsent
         stuck.close()
 
 
-def test_the_server_stops_in_order(server):  # the last test here
+def test_the_server_stops_in_order(server):  # must be the last test of this server
     process, client = server
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) in (0, -signal.SIGTERM)

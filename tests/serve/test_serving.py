@@ -1,4 +1,4 @@
-"""Asynchronous generation: the synchronous one's tokens, whoever listens, hangs up or fails."""
+"""Asynchronous generation gives the synchronous tokens, whoever listens, hangs up or fails."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from tests.lib.generators import alone, draw_request, make_generator
 
 
 async def serve(work, **settings):
-    """``work(serving)``, closed in the end; and nothing stays in the cache."""
+    """Run ``work(serving)`` and close; check that nothing stays in the cache."""
     serving = Serving(make_generator(**settings))
     try:
         return await work(serving)
@@ -25,7 +25,7 @@ async def serve(work, **settings):
 
 
 async def complete(serving, request):
-    """The completions of ``request``, finished."""
+    """Return the finished completions of ``request``."""
     ended = {}
     async for update in serving.stream(request):
         if update.finish_reason is not None:
@@ -63,7 +63,7 @@ def test_who_hangs_up_aborts_and_disturbs_nobody():
         completions = await beside
         with pytest.raises(asyncio.CancelledError):
             await cancelled
-        await serving.call(lambda: None)  # behind the aborts
+        await serving.call(lambda: None)  # after the aborts
         assert not serving.generator.is_busy
         assert seen == alone(long)[0][:5]
         return completions[0].tokens

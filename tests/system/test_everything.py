@@ -1,20 +1,20 @@
-"""Random models on random meshes, with everything that can be combined: one process's numbers.
+"""Random models on random meshes, with all combinations of settings, equal one process.
 
-A configuration is drawn by its number: sizes, family, mesh, schedule, what is recomputed,
-resharded, frozen, adapted, offloaded, how rows are packed and which ranks have targets. Two
-processes (or as many as are asked for) train it for two steps, and every loss, gradient norm and
-weight is compared with one process's, in fp32. ``EVERYTHING`` says which; else there are a few:
+A configuration is drawn by its number: sizes, family, mesh, schedule, recomputation, resharding,
+frozen parts, adapters, offloading, packing, and the ranks with targets. Two processes (or as many
+as are asked for) train it for two steps, and every loss, gradient norm and weight is compared with
+one process's, in fp32. ``EVERYTHING`` selects configurations; by default there are a few:
 
     EVERYTHING=200:1000 python -m pytest tests/system/test_everything.py  200 from number 1000 on
     EVERYTHING=100:5000:4 python -m pytest tests/system/test_everything.py      on four processes
 
-Some gradients are 0 but for rounding: keys' biases, a window of one token, a router that takes
-every expert, an adapter whose other half is 0. AdamW would move these parameters by the learning
-rate, up or down as rounding has it. So its epsilon is far above any gradient here: what it divides
-by is all but constant, and such parameters stay where they are. No parameter begins as 0, so that
-each has a size that its error can be compared with. Every third configuration without adapters has
-Muon, to whose matrices' norms the epsilon is added. The optimizers themselves are tested in
-tests/optim/test_optim.py and tests/optim/test_muon.py.
+Some gradients are 0 up to rounding: keys' biases, a window of one token, a router that takes every
+expert, an adapter whose other half is 0. AdamW would move these parameters by the learning rate, in
+a direction that rounding decides. So its epsilon is far above any gradient here: the divisor is
+nearly constant, and such parameters stay in place. No parameter begins as 0, so that each has a
+size to compare its error with. Every third configuration without adapters has Muon, which adds the
+epsilon to its matrices' norms. The optimizers themselves are tested in tests/optim/test_optim.py
+and tests/optim/test_muon.py.
 """
 
 import os
@@ -31,11 +31,11 @@ from tests.lib.random_models import (
 )
 
 FEW = "8:0:2"
-"""Two of each kind of mesh of two processes."""
+"""Two configurations for each kind of mesh of two processes."""
 
 
 def draw(number, world):
-    """The configuration of this number, which may be one that cannot be."""
+    """Return the configuration of this number, which may be impossible."""
     d = random.Random(number)
     moe = d.random() < 0.7
     family = d.choice(["qwen3_moe", "mixtral"] if moe else ["llama", "qwen2", "qwen3"])
@@ -81,7 +81,8 @@ def draw(number, world):
         words["train.freeze"] = ",".join(d.sample(patterns, d.choice([1, 2])))
     if number % 3 == 1 and "lora.rank" not in words:
         words["optim.name"] = "muon"
-    # By micro-batches another loss is balanced: then they are alike, else one has all rows.
+    # The loss of each micro-batch is balanced differently: rows are then alike, or all in one
+    # micro-batch.
     is_split = words.get("moe.aux_loss_coef") and words["moe.aux_loss_scope"] == "micro_batch"
     idle = d.randrange(own)
     last = {row for row in range(rows) if row // micro % own == idle}
@@ -104,11 +105,11 @@ def draw(number, world):
 
 
 def draw_sizes(d, family, moe, degrees):
-    """Sizes that are odd where they may be."""
+    """Draw sizes that are odd where possible."""
     tp, layers = degrees["tp"], d.choice([1, 2, 3, 5] if degrees["pp"] == 1 else [2, 3, 5])
     cp = degrees["cp"]
     groups = tp * d.choice([1, 2, 3] if cp == 1 else [1, cp, 2 * cp, 3])
-    whole = cp if groups % (tp * cp) else 1  # fewer key heads than ranks, which each has a copy of
+    whole = cp if groups % (tp * cp) else 1  # with fewer key heads than ranks, each rank has a copy
     sizes = {
         "family": family,
         "vocab_size": d.choice([37, 41, 50, 131]),
@@ -124,7 +125,7 @@ def draw_sizes(d, family, moe, degrees):
         "out_bias": family == "llama" and d.random() < 0.3,
         "mlp_bias": family == "llama" and d.random() < 0.3,
     }
-    if sizes["qk_norm"]:  # of two numbers: near 0 it makes any rounding large
+    if sizes["qk_norm"]:  # a norm over two elements near 0 magnifies any rounding
         sizes["head_dim"] = max(4, sizes["head_dim"])
     windows = [d.choice([None, None, 1, 3]) for _ in range(layers)]
     if family == "mixtral":
@@ -146,7 +147,7 @@ def draw_sizes(d, family, moe, degrees):
 
 
 def draw_variant(d, sizes):
-    """What other families of mixtures of experts have, one by one or together."""
+    """Draw features of other families of mixtures of experts, one by one or together."""
     groups = d.choice([n for n in (1, 1, 2, 3) if sizes["num_experts"] % n == 0])
     size, chosen = sizes["num_experts"] // groups, sizes["num_experts_per_token"]
     return {

@@ -1,4 +1,4 @@
-"""On a GPU: attention backends agree, blocks compile whole, and the trainer trains in bf16."""
+"""GPU tests: attention backends agree, blocks compile whole, and the trainer trains in bf16."""
 
 import statistics
 import subprocess
@@ -61,7 +61,7 @@ def test_attention_backends_agree_with_fp32(backend, packed, window, width, v_wi
 
 
 def train(folder, *words):
-    """The logged losses of 20 steps of the debug model."""
+    """Return the logged losses of 20 steps of the debug model."""
     common = ["train.steps=20", "train.eval_interval=0", "train.sample_tokens=0", "log.interval=1"]
     common += [f"output_dir={folder}", f"data.cache_dir={folder.parent / 'cache'}"]
     trainer = Trainer(Config.load(None, [*common, *words], environ={}))
@@ -77,10 +77,10 @@ LATENT += ["model.moe_intermediate_size=128", "model.num_experts=8", "model.voca
 
 
 def gradients_of(trainer, batches):
-    """The loss of ``batches`` at the present weights, and every gradient as one vector."""
+    """Return the loss of ``batches`` at the current weights, and all gradients as one vector."""
     totals = trainer.engine.forward_backward(batches, trainer.objective)
     members = trainer.engine.fsdp.members.values()
-    trainer.engine.fsdp.gradient_norm()  # the sums are complete after it
+    trainer.engine.fsdp.gradient_norm()  # it completes the sums
     grads = [m.local.grad.float().flatten() for m in members if m.local.grad is not None]
     return totals.total.item(), torch.cat(grads)
 
@@ -90,8 +90,8 @@ def gradients_of(trainer, batches):
 def test_compiled_bf16_step_is_the_eager_step(source, words, tmp_path):
     """At each of 20 steps compiled blocks start from the eager run's weights.
 
-    Two whole runs are no test: with the latent model and lr 3e-3 roundings grow until one run has
-    a spike that the other has not (docs/log/tests.md, bb1ba7b4).
+    Two whole runs cannot be compared: with the latent model and lr 3e-3 rounding errors grow until
+    one run has a spike that the other has not (docs/log/tests.md, bb1ba7b4).
     """
     common = ["train.steps=20", "train.eval_interval=0", "train.sample_tokens=0"]
     common += [f"data.source={source}", f"data.cache_dir={tmp_path / 'cache'}", *words]
@@ -119,9 +119,9 @@ def test_compiled_bf16_step_is_the_eager_step(source, words, tmp_path):
         errors.append(((mine - gradient).norm() / gradient.norm()).item())
         eager.engine.step(1e-3 * min(1, (step + 1) / 5))
         compiled.engine.forget()
-    # One H200: medians of 1.6e-3 and less on text. Of random tokens the gradient is what is left of
-    # terms that cancel, and has 1.2e-2. A step where rounding turns over a router's near tie has
-    # more (0.11 once).
+    # On one H200, medians are 1.6e-3 and less on text. With random tokens the terms of the gradient
+    # nearly cancel, and the median is 1.2e-2. A step in which rounding changes a router's near tie
+    # has more (0.11 once).
     assert statistics.median(errors) < {"stdlib": 5e-3, "synthetic": 3e-2}[source], errors
     if source == "stdlib":
         assert losses[-1] < 0.85 * losses[0]
@@ -181,7 +181,7 @@ def test_a_run_that_stopped_goes_on_with_its_bits_on_two_gpus(precision, tmp_pat
 
 
 def declared(call, waits):
-    """``call``, which may wait for the device: noted in ``waits``."""
+    """Wrap ``call``, which may wait for the device, and record it in ``waits``."""
 
     def waiting(*args):
         waits.append(call)
@@ -196,9 +196,10 @@ def declared(call, waits):
 
 
 def waits_of_steps(runs):
-    """Of each run, how often the host waits in a step where it is declared; elsewhere it raises.
+    """Return for each run how often the host waits at declared places of a step; elsewhere it
+    raises.
 
-    Torch sees what waits for a stream, not what waits for an event: numbers that are read late.
+    Torch detects waits for a stream, but not waits for an event, for values that are read late.
     """
     waits, found = [], {}
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -214,7 +215,7 @@ def waits_of_steps(runs):
                     engine.forward_backward(batches, objective)
                     engine.step(1e-3)
 
-            learn(range(2))  # kernels are compiled, memory is taken, ranks tell one another names
+            learn(range(2))  # compiles kernels, allocates memory, and exchanges names between ranks
             torch.cuda.synchronize()
             waits.clear()
             torch.cuda.set_sync_debug_mode("error")
@@ -252,7 +253,8 @@ def test_hosts_wait_for_the_exchange_of_counts_alone_on_two_gpus():
     dp = {f"dp {name}": [*words, "parallel.dp_shard=2"] for name, words in WAYS.items()}
     tp, pp = {"tp": ["parallel.tp=2"]}, {"pp": ["parallel.pp=2"]}
     sent = ["parallel.ep=2", "moe.dispatcher=alltoall"]
-    # Of two layers and two micro-batches; again where all is recomputed, or is counted ahead.
+    # There are two layers and two micro-batches; waits repeat with recomputation, or a pass that
+    # counts ahead.
     ep = {"ep": (sent, 4), "ep recompute": ([*sent, "activation.policy=full"], 8)}
     ep["ep global"] = ([*sent, "moe.aux_loss_scope=global_batch"], 8)
     runs = dp | tp | pp | {name: words for name, (words, _) in ep.items()}

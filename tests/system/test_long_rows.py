@@ -1,4 +1,4 @@
-"""Rows beyond what a model was made for: ``model.max_positions`` and ``model.rope``."""
+"""Rows beyond a model's trained positions: ``model.max_positions`` and ``model.rope``."""
 
 import json
 
@@ -62,7 +62,7 @@ def test_what_cannot_be_is_refused_in_one_line(words, setting, says):
 
 @pytest.fixture
 def scaled(tmp_path):
-    """Write the config.json of a model whose rotary embeddings are scaled; returns its setting."""
+    """Write the config.json of a model with scaled rotary embeddings; return its setting."""
 
     def write(kind, positions, **rope):
         config = exported_config(resolved(PRESET), None)

@@ -1,7 +1,7 @@
-"""Two and four machines, each with network, host name, mounts and processes of its own.
+"""Two and four machines, each with its own network, host name, mounts and processes.
 
-They are namespaces of this one (scripts/namespaces.py), on each of which torchrun starts ranks on
-the CPU, as docs/machines.md has it.
+They are namespaces of this machine (scripts/namespaces.py). On each of them torchrun starts ranks
+on the CPU, as in docs/machines.md.
 """
 
 import json
@@ -36,14 +36,14 @@ ACROSS = {
     "cp": ["parallel.cp=4", "parallel.cp_method=all_gather"],
 }
 LAYOUTS = {
-    # machines, ranks of each: what they do
+    # machines, ranks of each: layouts
     (2, 2): ACROSS | {"tp inside": ["parallel.tp=2"]},
     (4, 1): ACROSS | {"pp of four": ["parallel.pp=4"]},
 }
 RESUMES = {"hsdp": "fsdp", "cp": "ep"}
-"""Which goes on from what another has saved in the middle, too: all are the same run."""
+"""Layouts that also resume from another layout's checkpoint of the middle: all are the same run."""
 MICRO_BATCH = {"cp": 8, "pp of four": 2}
-"""Rows that a rank takes at once, of eight; 2 in others."""
+"""Rows that a rank takes at once, of eight; 2 for other layouts."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,7 +55,7 @@ def _can_be():
 
 @pytest.fixture
 def words(corpus, token_cache):
-    """Words of a run of the preset ``debug`` over ``corpus``."""
+    """Return the settings of a run of the preset ``debug`` over ``corpus``."""
     settings = {
         "data.source": "text",
         "data.path": corpus,
@@ -67,7 +67,7 @@ def words(corpus, token_cache):
         "train.eval_rows": 4,
         "train.sample_tokens": 0,
         "train.device": "cpu",
-        "moe.aux_loss_scope": "global_batch",  # the one that no split changes
+        "moe.aux_loss_scope": "global_batch",  # the only scope that no split changes
         "compile.enabled": "no",
         "log.interval": 1,
         "log.tensorboard": "no",
@@ -118,18 +118,18 @@ def test_every_mesh_over_machines_gives_one_processs_losses(count, ranks, words,
     for name in RESUMES:
         resumed = losses(tmp_path / f"{name} resumed")
         assert resumed == pytest.approx(expected[2:], rel=TOLERANCE), name
-    # The run has begun once: the first machine has lost the metrics of step 1 alone.
+    # The run has begun before: only the first machine has lost the metrics of step 1.
     assert losses(folders[0]) == pytest.approx(expected[1:], rel=TOLERANCE)
     files = [names(folder / "checkpoints" / "step-00000003") for folder in folders]
     at = [{rank_of(file) for file in found} - {None} for found in files]
     ring = [*range(count), 0]
     of = [{*range(n * ranks, (n + 1) * ranks)} for n in range(count)]
     assert at == [of[n] | of[n - 1] for n in ring[:-1]]
-    assert not list((tmp_path / "own").iterdir())  # which no machine sees
+    assert not list((tmp_path / "own").iterdir())  # no machine sees it
 
 
 def own_folders(machines, folder):
-    """Have ``folder`` be another one on each machine; return those."""
+    """Mount another folder over ``folder`` on each machine; return these folders."""
     folder.mkdir(exist_ok=True)
     found = [folder.with_name(f"{folder.name}.{machine.name}") for machine in machines]
     for machine, mine in zip(machines, found, strict=True):
@@ -180,7 +180,7 @@ def test_machines_that_lose_power_and_one_its_disk_go_on(words, tmp_path):
 
 
 def wait_for_steps(folder, steps, agents):
-    """Wait until so many are logged; returns the seconds of each."""
+    """Wait until this many steps are logged; return the seconds of each."""
     end = time.monotonic() + 300
     while True:
         rows = [row for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
@@ -193,13 +193,13 @@ def wait_for_steps(folder, steps, agents):
 
 @pytest.mark.tier("long")
 def test_a_cable_that_is_slow_and_then_cut(words, tmp_path):
-    """Slow steps; no machine is left waiting behind the cut; and the run goes on where it was."""
+    """Steps become slow; no machine keeps waiting after the cut, and the run resumes."""
     words = [*words, "model.num_layers=2", "train.steps=12", "optim.lr=1e-4"]
     words += ["checkpoint.interval=2", f"output_dir={tmp_path}/out"]
     Trainer(Config.load("debug", settled([*words, f"output_dir={tmp_path}/one"]), environ={})).fit()
     command = ["-m", "moetrain.train", "debug", *words]
     with Machines(2) as machines:
-        for machine in machines:  # TCP's patience, of a quarter of an hour
+        for machine in machines:  # TCP would wait for a quarter of an hour
             do(*machine.inside("sysctl", "-w", "net.ipv4.tcp_retries2=4"))
         agents = machines.agents(command, said=outputs(machines, tmp_path))
         fast = min(wait_for_steps(tmp_path / "out", 5, agents))

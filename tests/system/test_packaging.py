@@ -1,4 +1,4 @@
-"""The wheel holds all that a run needs, and runs without the checkout."""
+"""The wheel holds everything that a run needs, and runs without the checkout."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with what the wheel installs, built from a copy of the sources."""
+    """Return a folder with the installed wheel, built from a copy of the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     package = (path for path in (ROOT / "moetrain").rglob("*") if path.is_file())
     kinds = (".py", ".toml", ".jinja", ".typed")
@@ -36,7 +36,7 @@ def installed(tmp_path_factory):
 
 
 def run(installed, *words):
-    """Run Python where only the wheel's moetrain can be imported."""
+    """Run Python in which only the wheel's moetrain can be imported."""
     environment = {**os.environ, "PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
     return subprocess.run(
         [sys.executable, *words], cwd=installed, env=environment, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""One answer on every mesh: losses, every gradient and its norm equal the single process's.
+"""On every mesh losses, every gradient and its norm equal the single process's.
 
 All layouts of a world size run in one set of processes, each as a real training run of two steps
 over packed documents of uneven length.
@@ -46,7 +46,7 @@ def test_every_mesh_gives_the_single_process_answer(world, family, tiny_words):
 
 
 def check(world, words, runs, tolerance, *, step_tolerance=None, device_type="cpu", pads=False):
-    """Every run's numbers of all steps and gradients of the first against one process's."""
+    """Compare every run's losses of all steps and first gradients with one process's."""
     expected = run([*words, "train.micro_batch_size=8"], pads)
     answers = spawn(world, run_layouts, runs, device_type=device_type, timeout=300)[0]
     assert set(answers) == set(runs)
@@ -55,7 +55,8 @@ def check(world, words, runs, tolerance, *, step_tolerance=None, device_type="cp
 
 @pytest.mark.tier("long")
 def test_kernels_beside_experts_of_several_ranks(tiny_words):
-    """Compiled; with short rows, as their interpreter takes each token by itself."""
+    """The blocks are compiled; rows are short, because the interpreter takes each token by
+    itself."""
     words = words_of(tiny_words, "data.seq_len=4")
     own = ["kernels.backend=triton", "compile.enabled=yes", "train.micro_batch_size=4"]
     check(2, words, {"ep kernels": [*words, *LAYOUTS[2]["ep"], *own]}, TOLERANCE)
@@ -63,7 +64,8 @@ def test_kernels_beside_experts_of_several_ranks(tiny_words):
 
 @pytest.mark.tier("wide")
 def test_pads_on_every_mesh(tiny_words):
-    """Ranks with different numbers of tokens: what is not padding counts the same everywhere."""
+    """Ranks have different numbers of tokens: each token that is no padding counts the same
+    everywhere."""
     words = words_of(tiny_words)
     runs = plan_runs(2, words, ["dp", "ep", "tp+ep"], ["plain", "accumulate"])
     runs |= plan_runs(2, words, ["tp+ep"], ["compile"], only={})
@@ -72,7 +74,7 @@ def test_pads_on_every_mesh(tiny_words):
 
 @pytest.mark.tier("wide")
 def test_without_auxiliary_losses_on_two_ranks(tiny_words):
-    """Nothing then uses the routers' sums, and no gradient comes back to them."""
+    """The routers' sums are then unused, and no gradient comes back to them."""
     off = ["moe.aux_loss_coef=0", "moe.aux_loss_scope=micro_batch", "moe.z_loss_coef=0"]
     words = words_of(tiny_words, *off)
     variants = ["plain", "reshard", "compile+selective", "accumulate"]
@@ -82,7 +84,7 @@ def test_without_auxiliary_losses_on_two_ranks(tiny_words):
 @pytest.mark.tier("wide", long=["4"])
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_micro_batches_of_all_ranks_are_balanced_together(world, tiny_words):
-    """Without the pass that counts ahead, W ranks with micro-batches of m rows are one process with
+    """Without a pass that counts ahead, W ranks with micro-batches of m rows are one process with
     micro-batches of W * m."""
     words = words_of(tiny_words, "moe.aux_loss_scope=micro_batch")
     expected = {
@@ -99,12 +101,12 @@ def test_micro_batches_of_all_ranks_are_balanced_together(world, tiny_words):
     }
     answers = spawn(world, run_layouts, runs, timeout=300)[0]
     for name, answer in answers.items():
-        ranks = world // (2 if "tp" in name else 1)  # those with rows of their own
+        ranks = world // (2 if "tp" in name else 1)  # data-parallel ranks
         compare({name: answer}, expected[ranks], TOLERANCE)
 
 
 def held_out_losses(runs):
-    """The held-out loss before training and the first step's loss, of every run."""
+    """Return every run's held-out loss before training, and its first loss."""
     answers = {}
     for name, words in runs.items():
         trainer = Trainer(Config.load(None, words, environ={}))
@@ -117,8 +119,8 @@ def held_out_losses(runs):
 
 @pytest.mark.tier("long")
 def test_held_out_loss_on_every_mesh(tiny_words, tmp_path):
-    """The same rows whatever the layout, fewer than a micro-batch too (which crashed under tp), of
-    texts and of conversations, whose rows end in pads."""
+    """All layouts evaluate the same rows, even if fewer than a micro-batch (which once crashed
+    under tp), of texts and of conversations whose rows end in pads."""
     lines = []
     for i in range(60):
         turns = [("user", f"Say {'go ' * (i % 5)}{i}"), ("assistant", f"{'gone ' * (i % 7)}{i}")]
@@ -147,9 +149,9 @@ def test_held_out_loss_on_every_mesh(tiny_words, tmp_path):
 @pytest.mark.gpu("world")
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_every_mesh_gives_the_single_gpu_answer(world, tiny_words):
-    """The same on NCCL, in fp32, with the fast kernels."""
+    """The runs use NCCL, in fp32, with the fast kernels."""
     words = words_of(tiny_words, "train.device=cuda", "train.dtype=float32")
-    words += ["kernels.attention=reference"]  # in fp32 throughout
+    words += ["kernels.attention=reference"]  # fp32 throughout
     eager = ["plain", "recompute", "selective", "reshard", "accumulate"]
     runs = plan_runs(world, words, LAYOUTS[world], eager)
     compiled = {2: ["tp+ep"], 4: ["ep+efsdp", "dp+tp+ep"]}[world]  # it takes most of the time
@@ -160,7 +162,7 @@ def test_every_mesh_gives_the_single_gpu_answer(world, tiny_words):
 @pytest.mark.gpu("world")
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_every_mesh_in_bf16(world, tiny_words):
-    """To bf16 rounding, with a routing that rounding cannot turn over."""
+    """They agree up to bf16's rounding, with a routing that rounding cannot change."""
     words = words_of(tiny_words, "model.hidden_size=64", "model.moe_intermediate_size=32")
     words += ["model.head_dim=32", "train.device=cuda"]
     words += ["moe.force_balanced=yes", "moe.bias_update_rate=0"]
@@ -187,7 +189,7 @@ def test_a_checkpoint_goes_on_on_another_mesh(tiny_words, tmp_path):
 
 @pytest.mark.gpu(2)
 def test_a_checkpoint_goes_on_on_other_gpus(tiny_words, tmp_path):
-    """Written behind the steps, by NCCL's ranks, from pinned memory."""
+    """It is written in the background, by NCCL's ranks, from pinned memory."""
     words = words_of(tiny_words, "optim.schedule=constant", "checkpoint.at_end=yes")
     words += ["train.device=cuda", "train.dtype=float32", "kernels.attention=reference"]
     words += ["checkpoint.interval=1", "checkpoint.asynchronous=yes", "compile.enabled=no"]

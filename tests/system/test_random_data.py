@@ -1,10 +1,10 @@
-"""Random mixtures and streams that stop at random steps and go on on other numbers of ranks.
+"""Random mixtures and streams that stop at random steps and resume on other numbers of ranks.
 
 Each case is drawn by its number: sources (their containers, records, weights, repeats, limits),
-packing, streaming, batches, and where the run stops. What is read with stops is what is read
-without; a plain count says that each pass over a source has each of its records once, that shares
-are those asked for, and that no held-out record is trained on. ``RANDOM_DATA`` says which cases;
-else there are a few:
+packing, streaming, batches, and where the run stops. The rows read with stops must equal those
+without. A plain count checks that each pass over a source has each of its records once, that the
+shares are right, and that no held-out record is trained on. ``RANDOM_DATA`` selects cases; by
+default there are a few:
 
     RANDOM_DATA=100:1000 python -m pytest tests/system/test_random_data.py  100 from 1000 on
 """
@@ -35,7 +35,7 @@ def small_blocks(monkeypatch):
 
 
 def write_source(d, folder, letter, count, has_lengths):
-    """A file of ``count`` texts that begin with ``letter``; returns it and them."""
+    """Write ``count`` texts that begin with ``letter``; return the file and the texts."""
     pads = (d.randrange(9) if has_lengths else 1 for _ in range(count))
     texts = [f"{letter}{i:05d}{'x' * pad}" for i, pad in enumerate(pads)]
     records, kind = [{"text": text} for text in texts], d.choice(["jsonl", "jsonl.gz", "parquet"])
@@ -49,13 +49,13 @@ def write_source(d, folder, letter, count, has_lengths):
 
 
 def texts_in(tokens):
-    """The documents of a row; pads are tokens of 0."""
+    """Return the documents of a row; pads are tokens of 0."""
     whole = bytes(token if token != END else 10 for token in tokens if token)
     return whole.decode().split("\n")[:-1]
 
 
 def rows_of(steps):
-    """Each step's rows, as ranks' micro-batches lie in the whole batch."""
+    """Return each step's rows, with the ranks' micro-batches in the order of the whole batch."""
     return [row.tolist() for batch in steps for row in batch.tokens_BS]
 
 
@@ -139,7 +139,8 @@ def compare(number, folder):
 
 
 def check_passes(rows, entries, texts, has_all):
-    """Each pass over a source has the same records, each once; returns all that were seen."""
+    """Check that each pass over a source has the same records, each once; return all seen
+    records."""
     by_source, trained = {}, set()
     for row in rows:
         found = texts_in(row)
@@ -154,7 +155,7 @@ def check_passes(rows, entries, texts, has_all):
         known = set(texts[letter][:limit])
         assert set(documents) <= known
         if number == len(own):
-            continue  # no pass is over
+            continue  # no pass is complete
         assert not has_all or set(documents) == known
         for start in range(0, len(own) - number + 1, number):
             assert set(own[start : start + number]) == set(own[:number])

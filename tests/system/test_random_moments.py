@@ -1,9 +1,9 @@
-"""Random updates of float8 moments and bf16 weights: their mean is AdamW's, in fp64.
+"""Random updates of float8 moments and bf16 weights: their mean equals AdamW's in fp64.
 
-Each case is drawn by its number: a shape, rates, a state that some steps have made, and a gradient.
-The same step is taken with many seeds of the random bits. The mean of the weights, and of both
-moments, is compared with the formula of arXiv 1711.05101 from the same dequantised state, within
-the standard errors of so many roundings. ``RANDOM_MOMENTS`` says which cases; else there are a few:
+Each case is drawn by its number: a shape, rates, the state after some steps, and a gradient. The
+same step is taken with many seeds of the random bits. The mean of the weights, and of both moments,
+is compared with the formula of arXiv 1711.05101 from the same dequantised state, within the
+standard errors of so many roundings. ``RANDOM_MOMENTS`` selects cases; by default there are a few:
 
     RANDOM_MOMENTS=100:1000 python -m pytest tests/system/test_random_moments.py  100 from 1000 on
 """
@@ -20,7 +20,7 @@ from tests.lib.float8_moments import moments_of
 
 SEEDS = 300
 LIMIT = 6.0
-"""Standard errors of a mean that no number of a case may be away."""
+"""The largest allowed distance of a mean, in standard errors."""
 
 
 def widened(moments):
@@ -32,7 +32,7 @@ def widened(moments):
 
 
 def compare(number):
-    """What is off, in standard errors, in words; nothing if all is well."""
+    """Describe the means that are off, in standard errors; nothing if all are right."""
     d = random.Random(number)
     shape = (d.choice([1, 2, 5]), d.choice([1, 31, 32, 33, 70]))
     g = torch.Generator().manual_seed(number)
@@ -72,7 +72,7 @@ def compare(number):
         for i, x in enumerate((weight.double(), *widened(moments))):
             sums[2 * i] += x
             sums[2 * i + 1] += x.square()
-    # Second moments below 2^-31 of their group's largest are not 0 on purpose.
+    # Second moments below 2^-31 of their group's largest are deliberately not 0.
     whole = torch.nn.functional.pad(second, (0, -shape[1] % 32)).unflatten(1, (-1, 32))
     largest = whole.amax(-1, keepdim=True).expand_as(whole).flatten(1)[:, : shape[1]]
     wrong = []
@@ -80,8 +80,8 @@ def compare(number):
         mean = sums[2 * i] / SEEDS
         spread = (sums[2 * i + 1] / SEEDS - mean.square()).clamp(min=0).sqrt()
         error = (mean - exact).abs()
-        # A number that has nearly a code is rounded the other way too rarely for so few to tell:
-        # its distance to the code is then below a few roundings of all of them.
+        # A value very near a code is rounded the other way too rarely for this sample: its distance
+        # to the code must then be below a few roundings of all samples.
         step_size = exact.abs() / 8 + largest.sqrt() * 2.0**-17
         step_size = exact.abs() / 128 if name == "weight" else step_size
         bits = 2.0**-8 if name == "first" else 2.0**-12

@@ -1,7 +1,8 @@
 """Random settings of reinforcement learning's losses and advantages, against formulas in fp64.
 
-Each case is drawn by its number: the settings, the samples with their actions and advantages, how
-far the policies are apart, rows and micro-batches. ``RANDOM_RL`` says which; else there are a few:
+Each case is drawn by its number: the settings, the samples with their actions and advantages, the
+distance of the policies, rows and micro-batches. ``RANDOM_RL`` selects cases; by default there are
+a few:
 
     RANDOM_RL=1000:5000 python -m pytest tests/system/test_random_rl.py  1,000 from number 5,000 on
 """
@@ -35,7 +36,7 @@ from tests.lib.policy_formulas import (
 )
 
 TOKENS = 17
-"""Of the vocabulary."""
+"""Tokens of the vocabulary."""
 
 
 def numbers(few):
@@ -60,7 +61,7 @@ def draw_settings(d):
         "kl_in": d.choice(["loss", "loss", "reward"]),
     }
     if d.random() < 0.5:
-        # A divergence in fp32 does not tell 0 from a rise of 1e-8: its bound is not 0 here.
+        # A divergence in fp32 cannot distinguish 0 from a rise of 1e-8, so its bound is not 0 here.
         low = 0.001 if policy == "dppo_kl" else 0.0
         words |= {"clip_low": d.choice([low, 0.01, 0.1, 0.5, 1])}
         words |= {"clip_high": d.choice([low, 0.01, 0.1, 0.5, 2])}
@@ -93,7 +94,7 @@ def draw_samples(d, rng):
 
 
 def compare(number):
-    """False: nothing is trained."""
+    """Compare one case; return False if nothing is trained."""
     d, rng = random.Random(number), np.random.default_rng(number)
     words = draw_settings(d)
     settings, samples = RlSection(**words), draw_samples(d, rng)
@@ -187,7 +188,7 @@ def test_random_settings_have_one_processs_gradients_on_every_mesh():
 
 
 def plain_advantages(trajectories, settings, kls):
-    """The advantage of each trajectory by its number, of those that are trained."""
+    """Return the advantage of each trained trajectory by its number."""
     rewards, groups = {}, {}
     for i, t in enumerate(trajectories):
         reward = t.reward - (settings.kl_coef * kls[i] if kls else 0.0)

@@ -1,10 +1,10 @@
-"""Random jobs beside one another, against PEFT, torch's AdamW and the losses' formulas in fp64.
+"""Random concurrent jobs equal PEFT, torch's AdamW and the losses' formulas in fp64.
 
-Each case is drawn by its number: how many jobs, the requests of each (texts, weights, advantages,
-losses and their bounds, the optimizer's settings), and the service's sizes. All requests wait at
-once, so the service decides which of them share a pass. Every log-probability that a request
-returns, and every adapter in the end, is compared with a loop that knows one job alone.
-``RANDOM_TENANTS`` says which cases; else there are a few:
+Each case is drawn by its number: the number of jobs, the requests of each (texts, weights,
+advantages, losses and their bounds, the optimizer's settings), and the service's sizes. All
+requests wait at once, so the service decides which of them share a pass. Every returned
+log-probability and every final adapter is compared with a loop for one job alone.
+``RANDOM_TENANTS`` selects cases; by default there are a few:
 
     RANDOM_TENANTS=50:1000 python -m pytest tests/system/test_random_tenants.py  50 from 1000 on
 """
@@ -42,7 +42,7 @@ def draw_loss(d):
 
 
 def draw_pass(d):
-    """A request: one to four texts, some of whose tokens do not count."""
+    """Draw a request: one to four texts, some of whose tokens have no weight."""
     kind, config = draw_loss(d)
     data = []
     for _ in range(d.randint(1, 4)):
@@ -79,11 +79,11 @@ def draw_requests(d):
     yield "save_weights_external", {"path": "final"}
 
 
-# ---- one job in a loop of its own --------------------------------------------------------------
+# ---- one job in its own loop -------------------------------------------------------------------
 
 
 def plain_loss(kind, config, datum, logp):
-    """The sum over a text's targets, by the formulas that the SDK documents."""
+    """Return the sum over a text's targets, by the SDK's documented formulas."""
     total = torch.zeros((), dtype=torch.float64)
     low = config.get("clip_low_threshold", 0.8)
     high = config.get("clip_high_threshold", 1.2)
@@ -106,7 +106,7 @@ def plain_loss(kind, config, datum, logp):
 
 
 class Alone:
-    """A job's adapter, and what becomes of it."""
+    """One job's adapter, trained by the plain loop."""
 
     def __init__(self, base, first):
         model = AutoModelForCausalLM.from_pretrained(
@@ -150,7 +150,7 @@ class Alone:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A random model of two layers."""
+    """Make a random model of two layers."""
     folder = tmp_path_factory.mktemp("base")
     config = AutoConfig.for_model(
         "qwen3_moe",
@@ -178,7 +178,7 @@ def base(tmp_path_factory):
 
 
 def serve(folder, base, d, programs):
-    """The answers to all requests of each job, and its adapters in the beginning and the end."""
+    """Return the answers to all requests of each job, and its first and last adapters."""
     words = [
         f"model.path={base}",
         f"data.seq_len={d.choice([24, 64, 200])}",
@@ -194,7 +194,7 @@ def serve(folder, base, d, programs):
         names = [new(service, seed) for seed in range(len(programs))]
         for name in names:
             ask_all(service, [(name, ("save_weights_external", {"path": "first"}))])
-        # The order between jobs is drawn, that within a job is its own.
+        # the order between jobs is random; within a job it is fixed
         order = [number for number, program in enumerate(programs) for _ in program]
         d.shuffle(order)
         iterators = [iter(program) for program in programs]
@@ -207,7 +207,7 @@ def serve(folder, base, d, programs):
 
 
 def config_with(folder, words):
-    """The settings of test_jobs.py, but for the model's sizes, and ``words``."""
+    """Return the settings of test_jobs.py with ``words``, and without the model's sizes."""
     kept = [word for word in WORDS if not word.startswith("model.")]
     words = settled([*kept, *words, f"output_dir={folder}"])
     return Config.load(None, words, environ={}, recipes=Recipes.JOBS)

@@ -1,6 +1,6 @@
-"""Random stop texts and random grammars, against plain implementations.
+"""Random stop texts and random grammars equal plain implementations.
 
-Each case is drawn by its number. ``RANDOM_TEXT`` says which; else there are a few:
+Each case is drawn by its number. ``RANDOM_TEXT`` selects cases; by default there are a few:
 
     RANDOM_TEXT=200:1000 python -m pytest tests/system/test_random_text.py  200 from number 1000 on
 
@@ -64,18 +64,18 @@ def make_model(seed):
 
 
 def draw_stops(d, text):
-    """One to three texts, most of which occur: slices of ``text``, whose ends cut its tokens."""
+    """Draw one to three texts, most of which occur: slices of ``text`` that cut its tokens."""
     stops = []
     for _ in range(d.choice([1, 1, 2, 3])):
         size, start = d.choice([1, 2, 3, 5, 12]), d.randrange(max(1, len(text)))
         stops.append(text[start : start + size] or "NEVER")
-    if d.random() < 0.3:  # one inside another, so that which one comes first matters
+    if d.random() < 0.3:  # one inside another, so their order matters
         stops.append(stops[0][1:] or "END")
     return tuple(stop for stop in stops if "\ufffd" not in stop) or ("END",)
 
 
 def plain_stop(tokenizer, tokens, stops):
-    """How many tokens it takes until a stop text is in their text; None: there is none."""
+    """Return the number of tokens until a stop text appears; None if none does."""
     for number in range(1, len(tokens) + 1):
         if any(stop in tokenizer.decode(tokens[:number]) for stop in stops):
             return number
@@ -123,7 +123,7 @@ def test_completions_end_at_the_first_stop_text_and_the_server_leaves_it_out(nam
             what = (stops, again(number, f"'leaves_it_out and {name}'"))
             assert found.tokens == whole.tokens[:end], what
             assert found.finish_reason == ("length" if end is None else "stop"), what
-            # An interrupted completion goes on with what it has written.
+            # A resumed completion continues after its text.
             most = end or MOST
             if most > 1:
                 done = d.randrange(1, most)
@@ -149,7 +149,7 @@ def test_completions_end_at_the_first_stop_text_and_the_server_leaves_it_out(nam
                 assert tokens == whole.tokens[:end], what
                 spoken = tokens[:-1] if tokens[-1] in ends else tokens
                 wanted = cut(tokenizer.decode(spoken), stops)
-                if stream:  # what was sent stays, even if a later byte spoils it
+                if stream:  # sent text stays, even if a later byte would spoil it
                     plain = WholeText(tokenizer, stops)
                     pieces = [plain.push(token) for token in spoken[:-1]]
                     is_end = len(spoken) == len(tokens)
@@ -171,7 +171,8 @@ def events(text):
 
 
 def draw_regex(d, depth=3):
-    """A pattern of bytes that Python, ``regex`` and grammars read alike, without backtracking."""
+    """Draw a pattern of bytes that Python, ``regex`` and grammars read alike, without
+    backtracking."""
     kind = d.randrange(7 if depth else 3)
     if kind <= 1:
         return "".join(d.choice("abcxyz 019-") for _ in range(d.randint(1, 4)))
@@ -188,7 +189,7 @@ def draw_regex(d, depth=3):
 
 
 def plain_next(logits, allowed, params):
-    """Each allowed token's probability after temperature and filters, renormalised; fp64."""
+    """Return each allowed token's probability after temperature and filters, renormalised; fp64."""
     kept = sorted(allowed, key=lambda token: -logits[token])
     scaled = torch.tensor([logits[token] for token in kept], dtype=torch.float64)
     if params.temperature == 0:
@@ -286,7 +287,7 @@ def draw_schema(d, depth=2):
 
 
 def is_valid(schema, value):
-    """What JSON Schema says of the keywords that :func:`draw_schema` uses."""
+    """Return True if ``value`` is valid by JSON Schema, for the keywords of :func:`draw_schema`."""
     if "enum" in schema:
         return any(is_valid({"const": one}, value) for one in schema["enum"])
     if "const" in schema:

@@ -1,15 +1,14 @@
-"""Random runs of the trainer, against transformers and torch's AdamW in fp64.
+"""Random runs of the trainer equal transformers with torch's AdamW in fp64.
 
 Each run is drawn by its number: a family, its sizes, a mesh of two processes and often another one
-on which the run is resumed, what is frozen, which tokens have labels, which rows are short, the
-batches, and the rows that are evaluated. Every loss, gradient norm, held-out loss and exported
-weight is compared with the plain loop's; frozen weights keep every bit. Other runs begin from a
-dense model that was upcycled, whose losses must be the dense model's on every mesh.
-``RANDOM_TRAINING`` says which numbers; else there are a few:
+on which the run is resumed, frozen parameters, tokens with labels, short rows, batches, and
+held-out rows. Every loss, gradient norm, held-out loss and exported weight is compared with the
+plain loop's; frozen weights keep every bit. Other runs begin from an upcycled dense model, and must
+have its losses on every mesh. ``RANDOM_TRAINING`` selects numbers; by default there are a few:
 
     RANDOM_TRAINING=100:1000 python -m pytest tests/system/test_random_training.py  100 from 1000 on
 
-AdamW's epsilon is large beside gradients that are 0 but for rounding, as in test_everything.py.
+AdamW's epsilon is large beside gradients that are 0 up to rounding, as in test_everything.py.
 """
 
 import copy
@@ -52,20 +51,20 @@ PATTERNS = {
     "*.experts.*": r"\.experts\.",
     "layers.*": r"layers\.",
 }
-"""What train.freeze may say, and which parameters of transformers that means."""
+"""Values of train.freeze, and the parameters of transformers that they match."""
 NO_DECAY = r"norm|bias|embed_tokens|mlp\.gate\."
 LABELS = -100
 
 
 class Drawn(NamedTuple):
-    """One run."""
+    """One random run."""
 
     number: int
     family: str
     sizes: dict
     words: list[str]
     meshes: list[list[str]]
-    """Those of the run until it stops, and until its end."""
+    """The meshes of the run until its stop, and until its end."""
     ends: list[int]
     """The steps at which these end."""
     freeze: list[str]
@@ -81,12 +80,12 @@ class Drawn(NamedTuple):
 
 
 def draw(number, world=2):
-    """The run of this number; some are refused."""
+    """Return the run of this number; some are refused."""
     d = random.Random(number)
     family = d.choice(["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe", "mixtral"])
     moe = family in ("qwen3_moe", "mixtral")
     sizes = {
-        "vocab_size": d.choice([257, 260]),  # of bytes
+        "vocab_size": d.choice([257, 260]),  # the tokenizer of bytes
         "hidden_size": d.choice([16, 24]),
         "num_hidden_layers": d.choice([2, 3]),
         "num_attention_heads": 4,
@@ -145,7 +144,7 @@ def draw(number, world=2):
 
 
 def draw_row(d, seq_len, vocabulary):
-    """A row that may be short, and of which some tokens have no label."""
+    """Draw a row that may be short, with some tokens unlabelled."""
     length = d.choice([seq_len, seq_len, d.randint(2, seq_len)])
     tokens = [d.randrange(vocabulary) for _ in range(length)]
     share = d.choice([0.0, 0.3, 0.9])
@@ -154,7 +153,7 @@ def draw_row(d, seq_len, vocabulary):
 
 
 class InOrder:
-    """Rows that come as they are, again and again."""
+    """Rows in a fixed order, repeated."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -180,7 +179,7 @@ def make_theirs(drawn):
 
 
 def sums_of(model, rows, size, aux):
-    """(sum of the targets' losses, number of targets, the balancing loss) of rows."""
+    """Return (sum of the targets' losses, number of targets, the balancing loss) of rows."""
     width = max(len(row["input_ids"]) for row in rows)
 
     def padded(key, fill):
@@ -199,7 +198,7 @@ def sums_of(model, rows, size, aux):
 
 
 def plain_run(drawn, theirs):
-    """(loss and gradient norm of each step, held-out losses by name); ``theirs`` is trained."""
+    """Train ``theirs``; return (loss and gradient norm of each step, held-out losses by name)."""
     model = theirs.double()
     frozen = [PATTERNS[p] for p in drawn.freeze]
     trained = {True: [], False: []}
@@ -225,7 +224,7 @@ def plain_run(drawn, theirs):
         (loss + drawn.aux * balance).backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf"))
         for parameter in parameters:
-            if parameter.grad is None:  # an expert that nobody chose
+            if parameter.grad is None:  # an unused expert
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad *= min(1.0, drawn.clip / (norm.item() + 1e-30))
         optimizer.step()
@@ -245,7 +244,7 @@ def plain_run(drawn, theirs):
 
 
 def train(drawn, folder, number):
-    """Train on the ``number``-th mesh; False: it is refused."""
+    """Train on the ``number``-th mesh; return False if it is refused."""
     words = [
         f"model.path={folder / 'start'}",
         f"output_dir={folder / 'run'}",
@@ -276,7 +275,7 @@ def train(drawn, folder, number):
 
 
 def train_all(runs, folder):
-    """The refusals of all runs."""
+    """Return the refusals of all runs."""
     said = []
     with patch.object(mesh, "_Groups", cached_groups()):
         for drawn in runs:
@@ -295,7 +294,7 @@ def describe(drawn):
 
 
 def differences(drawn, folder, theirs):
-    """How the trainer's numbers and weights differ from the plain loop's."""
+    """Describe differences of the trainer's results and weights from the plain loop's."""
     start = copy.deepcopy(theirs)
     numbers, held_out = plain_run(drawn, theirs)
     rows = read_metrics(folder / "run" / "metrics.jsonl")
@@ -304,9 +303,9 @@ def differences(drawn, folder, theirs):
         if found[step] != pytest.approx(wanted, rel=2e-5, abs=1e-7):
             yield f"step {step}: loss and norm {found[step]}, not {wanted}"
     last = [row for row in rows if "eval_loss" in row][-1]
-    # What is no number, since no row has a label, is null in JSON.
+    # A loss that is NaN because no row has a label is null in JSON.
     last = {key: float("nan") if value is None else value for key, value in last.items()}
-    # A set whose rows have no label has no loss, and is left out of the mean.
+    # A set without labels has no loss, and is left out of the mean.
     measured = [value for value in held_out.values() if not math.isnan(value)]
     mean = sum(measured) / len(measured) if measured else float("nan")
     if last["eval_loss"] != pytest.approx(mean, rel=2e-5, nan_ok=True):
@@ -362,7 +361,7 @@ def test_training_is_the_plain_loops_whatever_the_mesh_and_what_is_frozen(tmp_pa
 
 
 def draw_upcycled(number):
-    """(a run of one step that hardly moves, and how its dense model is upcycled)."""
+    """Return a run of one step with hardly any update, and the upcycling of its dense model."""
     d = random.Random(f"upcycled {number}")
     family = d.choice(["llama", "qwen2", "qwen3"])
     split = d.choice([1, 1, 2, 3])
@@ -401,7 +400,7 @@ def draw_upcycled(number):
 
 
 def upcycled_differences(drawn, folder, theirs):
-    """How the losses of the upcycled model differ from the dense one's."""
+    """Describe differences of the upcycled model's losses from the dense one's."""
     rows = read_metrics(folder / "run" / "metrics.jsonl")
     found = {key: value for row in rows for key, value in row.items() if key.endswith("loss")}
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""Streams and host threads that are late at random places change no bit of a step.
+"""Random delays of streams and host threads change no bit of a step.
 
-``random_waits`` delays them. On a CPU only the threads are delayed: updates in host memory, saves
+``random_waits`` makes the delays. On a CPU only threads are delayed: updates in host memory, saves
 in the background, compilation ahead.
 """
 
@@ -37,7 +37,7 @@ SEVERAL_GPUS = RANKS_GPU | {
 
 
 def offloaded_between(engine, step):
-    """Whatever ``look_between`` does, and a trip of all state to the host."""
+    """Do what ``look_between`` does, and offload and reload all state."""
     look_between(engine, step)
     if step in (1, 4):
         engine.offload()
@@ -45,14 +45,14 @@ def offloaded_between(engine, step):
 
 
 def steps_of(words, micro):
-    """Numbers of eight steps, and the weights after them."""
+    """Return losses and norms of eight steps, and the weights after them."""
     engine = make_engine(*words, micro=micro)
     between = look_between if "compile.cuda_graphs=yes" in words else offloaded_between
     return run_steps(engine, micro, between), weights_of(engine)
 
 
 def check_steps(words, micro):
-    """Steps with waits have the bits of steps without; returns how many waits there were."""
+    """Check that delayed steps have the bits of undelayed ones; return the number of delays."""
     numbers, weights = steps_of(words, micro)
     total = 0
     for seed in SEEDS:
@@ -71,7 +71,7 @@ def test_late_threads_change_no_bit(case):
 
 
 def test_late_threads_are_found_where_nobody_waits():
-    """The fuzzer sees a task whose end nobody waits for."""
+    """The fuzzer finds a task whose end nobody waits for."""
 
     def unawaited():
         box = []
@@ -88,7 +88,7 @@ def test_late_threads_are_found_where_nobody_waits():
 
 @pytest.mark.gpu
 def test_late_streams_are_found_where_nobody_waits():
-    """The fuzzer sees a copy on a side stream that does not wait for what it reads."""
+    """The fuzzer finds a copy on a side stream that does not wait for its source."""
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
 
     def copied(waits):
@@ -131,7 +131,7 @@ def test_late_streams_change_no_bit_on_gpus(case):
 
 @pytest.mark.gpu
 def test_saves_behind_late_streams_hold_their_step(tiny_words, tmp_path):
-    """Checkpoints that are written in the background, with evaluations and samples between."""
+    """Checkpoints are written in the background, with evaluations and samples in between."""
     words = [*tiny_words, "train.device=cuda", "train.steps=8", "train.eval_interval=3"]
     words += ["model.hidden_size=64", "model.head_dim=16", "model.moe_intermediate_size=32"]
     words += ["checkpoint.interval=1", "checkpoint.keep=9", "checkpoint.asynchronous=yes"]

@@ -1,4 +1,4 @@
-"""The rules of the package's structure: imports run one way, models know no ranks.
+"""Rules of the package's structure: imports run one way, models know no ranks.
 
 Nothing here counts lines, files, names or widths: a file is as long as its content.
 """
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_imports_run_one_way(tmp_path):
-    # In a process of its own: the library takes over the process's logging.
+    # It runs in its own process, because the library takes over the logging.
     call = (
         "import sys; from importlinter.cli import lint_imports; "
         "sys.exit(lint_imports(cache_dir=sys.argv[1]))"
@@ -73,7 +73,7 @@ def test_the_environment_is_read_in_config_alone():
 
 
 def test_no_backward_reads_saved_tensors_twice():
-    """Under recomputation a saved tensor can be unpacked once, and the second time is an error."""
+    """Under recomputation a saved tensor can be unpacked only once; a second time is an error."""
     for path in (ROOT / "moetrain").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):

@@ -1,8 +1,8 @@
-"""A run's updates, learning rates and metrics, beside torch's own and formulas written out here.
+"""A run's updates, learning rates and metrics equal torch's own and formulas written out here.
 
-Nothing here asks moetrain what it should have done: weights are updated by ``torch.optim.AdamW``
-after ``clip_grad_norm_``, learning rates come from torch's schedulers, and what has weight decay is
-a list of names.
+No expected value comes from moetrain: weights are updated by ``torch.optim.AdamW`` after
+``clip_grad_norm_``, learning rates come from torch's schedulers, and the parameters with weight
+decay are a list of names.
 """
 
 import functools
@@ -28,8 +28,8 @@ from tests.lib.distributed import spawn
 from tests.lib.engines import make_batches, make_engine, objective_of, train
 
 DECAYED = {"wq", "wk", "wv", "wo", "w_gate_up", "w_down", "lm_head"}
-"""What has weight decay, by the last part of its name; nothing else has."""
-STRONG = [  # every setting far from its default, and of weight beside the others
+"""Parameters with weight decay, by the last part of their names; no others have it."""
+STRONG = [  # every setting is far from its default, and matters beside the others
     "optim.beta1=0.6",
     "optim.beta2=0.7",
     "optim.eps=0.002",
@@ -40,14 +40,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Beside:
-    """torch's AdamW, which takes every gradient that an optimizer of ours takes.
+    """torch's AdamW, which gets every gradient that our optimizer gets.
 
-    ``with Beside(): ...`` follows whatever runs inside, on each rank the whole model.
+    ``with Beside(): ...`` follows every optimizer inside, on each rank with the whole model.
     """
 
     def __init__(self, follow_moments=False):
         self.follow_moments = follow_moments
-        """Whether moments are taken over before each step: ours are rounded."""
+        """True: our moments are copied before each step, because ours are rounded."""
         self.weights, self.norms, self.rates, self.torchs = {}, [], [], None
 
     def __enter__(self):
@@ -94,7 +94,7 @@ class Beside:
 
 
 def gradient_of(member, ours):
-    """This rank's piece, wherever it lies."""
+    """Return this rank's piece of a gradient, wherever it is stored."""
     if member.local.grad is not None:
         return member.local.grad
     member.storage.await_gradient()
@@ -106,7 +106,7 @@ def decays(name):
 
 
 def assert_same_moments(ours, torchs):
-    """Those of the last step; in bf16 ours are a neighbour of torch's."""
+    """Compare the moments of the last step; in bf16 ours may be a neighbouring value of torch's."""
     for name, member in torchs.members:
         for key in MOMENTS:
             moment = member.layout.whole(ours.state[member.local][key])
@@ -120,7 +120,7 @@ def assert_same_moments(ours, torchs):
 
 
 def check_steps(cases):
-    """Five steps with each case's words, of different learning rates."""
+    """Make five steps with each case's settings, with different learning rates."""
     for words in cases:
         small = "optim.state_dtype=bfloat16" in words
         engine = make_engine(*words, micro=2)
@@ -130,10 +130,11 @@ def check_steps(cases):
                 found += [norm for _, norm in train(engine, [step], micro=2, lr=lr)]
         assert found == pytest.approx(beside.norms, rel=1e-5), words
         assert beside.rates == [0.03, 0.01, 0.02, 0.001, 0.005]
-        assert min(found) > 0.3 or "optim.max_grad_norm=100" in words  # so that clipping clips
+        # So that clipping has an effect.
+        assert min(found) > 0.3 or "optim.max_grad_norm=100" in words
         for name, weight in engine.weights():
             if name in beside.weights:
-                # The first step alone moves a weight by 0.01 and more.
+                # The first step alone changes a weight by 0.01 and more.
                 torch.testing.assert_close(
                     weight, beside.weights[name], rtol=1e-5, atol=1e-5, msg=f"{words} {name}"
                 )
@@ -170,7 +171,7 @@ def test_updates_on_two_ranks_are_those_of_torchs_adamw():
 
 
 def rates_of(make_scheduler, peak, steps):
-    """The learning rates with which torch makes so many steps."""
+    """Return the learning rates of torch's scheduler for this many steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     scheduler, rates = make_scheduler(optimizer), []
     for _ in range(steps):
@@ -181,7 +182,7 @@ def rates_of(make_scheduler, peak, steps):
 
 
 def torch_rates(schedule, total, warmup, decaying, peak=0.01, ratio=0.25):
-    """Of a whole run; ``decaying`` steps of a wsd."""
+    """Return the rates of a whole run; ``decaying`` is the number of decay steps of wsd."""
     to_peak = functools.partial(
         lr_scheduler.LinearLR, start_factor=1 / max(warmup, 1), total_iters=max(warmup - 1, 1)
     )
@@ -218,7 +219,7 @@ def test_a_runs_metrics_are_those_of_torch(schedule, tiny_words, tmp_path):
     words = [*tiny_words, *STRONG, *rate_words(schedule), "optim.warmup_steps=3", "train.steps=10"]
     words += ["train.sample_tokens=0"]
     with Beside() as beside:
-        # A setting is given once: the last of these words that names it.
+        # Each setting counts once: the last of these words that names it.
         assert main(list({word.partition("=")[0]: word for word in words}.values())) == 0
     rows = [row for row in read_metrics(tmp_path / "out/metrics.jsonl") if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, 11))
@@ -304,7 +305,7 @@ def test_a_deterministic_run_refuses_what_is_not(tiny):
 
 
 def test_the_balancing_loss_weighs_micro_batches_by_their_tokens():
-    """Each has its own E * sum_e f_e * P_e; with pads one has fewer tokens than another."""
+    """Each has its own E * sum_e f_e * P_e; with pads, their numbers of tokens differ."""
     engine = make_engine("moe.aux_loss_coef=3", "moe.z_loss_coef=0", micro=4)
     is_pad_BS = torch.zeros(4, 12, dtype=torch.bool)
     is_pad_BS[:, 3:] = True

@@ -1,4 +1,4 @@
-"""Runs and their checkpoints: saved behind steps, milestones, damage, restarts, stop signals."""
+"""Runs and their checkpoints: background saves, milestones, damage, restarts, stop signals."""
 
 import errno
 import json
@@ -58,7 +58,7 @@ def assert_same_tensors(one, two):
 
 @pytest.fixture
 def slow_writes(monkeypatch):
-    """Writes wait until the fixture's event is set, or a moment has passed."""
+    """Let writes wait until the fixture's event is set, or a moment has passed."""
     write, go = checkpoint_save.write_tensors, threading.Event()
 
     def slowly(*args):
@@ -152,7 +152,7 @@ def test_milestones_are_kept_for_good(tmp_path, tiny_words):
 
 
 def flip(folder, group):
-    """One bit in the middle of a group's tensors."""
+    """Flip one bit in the middle of a group's tensors."""
     (file,) = folder.glob(f"{group}-*")
     data = bytearray(file.read_bytes())
     data[-len(data) // 8] ^= 4
@@ -220,7 +220,7 @@ def test_a_killed_rank_starts_the_run_again_from_its_last_checkpoint(
 ):
     (tmp_path / "killed.py").write_text(KILLED)
     root = tmp_path / "out" / "checkpoints"
-    save(root, 9)  # an earlier run's, which the first start puts away
+    save(root, 9)  # an earlier run's, which the first start moves away
     own = ["train.steps=6", "checkpoint.resume=never", "launch.max_restarts=1"]
     words = settled([*tiny_words, *QUIET, *own])
     done = subprocess.run(
@@ -244,11 +244,11 @@ def test_a_run_killed_before_its_first_save_begins_again_where_it_did(tiny, tmp_
     first = tmp_path / "first"
     Trainer(tiny(*QUIET, "train.steps=2", f"output_dir={first}")).fit()
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / RUN_FILE).touch()  # all that was left
+    (tmp_path / "out" / RUN_FILE).touch()  # nothing else was left
     place = LaunchedPlace(0, 0, 1, "host:1", None, None, True, restarts=1, max_restarts=3)
     monkeypatch.setattr("moetrain.train.run_folder.launched_place", lambda: place)
     named = first / "checkpoints" / "step-00000002"
-    for step in (2, 3):  # then auto is meant: the run has a checkpoint of its own
+    for step in (2, 3):  # with "auto" meant, because the run has its own checkpoint
         trainer = Trainer(tiny(*QUIET, "train.steps=3", f"checkpoint.resume={named}"))
         assert trainer.step == step
         trainer.fit()
@@ -263,9 +263,9 @@ def test_restarts_that_nobody_would_make_are_an_error(tiny, monkeypatch):
 
 
 def soak(words):
-    """The exit code of scripts/soak.py, and its row."""
+    """Return the exit code of scripts/soak.py, and its row."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-    import soak  # scripts are no package
+    import soak  # scripts/ is no package
 
     with redirect_stdout(StringIO()) as text:
         code = soak.main(words.split())
@@ -274,10 +274,10 @@ def soak(words):
 
 @pytest.mark.tier("wide")
 def test_a_run_that_is_killed_again_and_again_comes_to_the_same_end():
-    """The short form of scripts/soak.py: one process, and so the same bits."""
+    """This is the short form of scripts/soak.py: one process, and so equal bits."""
     words = "--seconds 500 --runs 1 --disturbances 2 --steps 30 --patience 1 --seed 1"
     words += " --layouts one --same --kinds launcher stop flip"
-    ((code, row),) = spawn(1, soak, words, timeout=550)  # which need not import torch
+    ((code, row),) = spawn(1, soak, words, timeout=550)  # need not import torch
     assert code == 0, row
     assert (row["runs"], row["steps"], sum(row["disturbances"].values())) == (1, 30, 2)
 
@@ -286,7 +286,8 @@ def test_a_run_that_is_killed_again_and_again_comes_to_the_same_end():
 
 
 def on_a_machine_of_its_own(folder, case):
-    """Every rank's ``out`` is another folder, unless ``case`` says otherwise; what each is told."""
+    """Give every rank its own ``out``, unless ``case`` says otherwise; return each rank's
+    message."""
     rank = dist.get_rank()
     here = Path(folder) / f"node{rank}"
     here.mkdir()
@@ -347,7 +348,7 @@ def test_machines_without_a_shared_folder_are_told_before_the_first_step(
         assert re.match(rf"output_dir: 'out' is not .* on node1 \(rank 1\) {says} choose", error)
         assert "file system that all machines of the run share" in error
     (_, left), (_, its) = found
-    assert left == []  # of what was made for it
+    assert left == []  # nothing that was made for it
     assert its == ([] if case == "missing" else ["out"])
     assert not list((tmp_path / "node1").glob("out/*"))
 
@@ -388,7 +389,7 @@ def test_a_main_rank_that_can_neither_write_nor_remove_raises_as_the_others_do(
 
 
 def end_of_a_process(rank, port, folder, words):
-    """Be one of two processes that a launcher of each machine has started."""
+    """Be one of two processes, each started by the launcher of a machine."""
     run_folder._VISIBLE_SECONDS = 0.3
     place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
@@ -440,7 +441,7 @@ class Clock:
 @pytest.mark.parametrize(
     ("words", "steps"),
     [
-        # Time is up after step 3, which all ranks know after the next.
+        # The time is up after step 3, and all ranks know it after the next.
         (["checkpoint.minutes=3"], [4, 8, 12, 13]),
         (["checkpoint.minutes=3", "checkpoint.interval=6"], [4, 6, 10, 12, 13]),
         (["checkpoint.minutes=3", "checkpoint.asynchronous=yes"], [4, 8, 12, 13]),
@@ -482,7 +483,7 @@ class OwnClock(Callback):
 
 
 def saved_by_one_clock(words):
-    """The saves of a run whose ranks' clocks say different things."""
+    """Return the saves of a run with different clocks on its ranks."""
     config, saved = Config.load(None, words, environ={}), []
     trainer = Trainer(config, callbacks=[OwnClock()])
     begin = trainer.begin_save
@@ -498,7 +499,7 @@ def test_ranks_save_by_the_clock_of_one(tiny_words, tmp_path):
 
 
 def run_slowly(words):
-    """A run whose steps take a moment."""
+    """Run with slow steps."""
     step = Trainer.train_step
     Trainer.train_step = lambda trainer: time.sleep(0.1) or step(trainer)
     sys.exit(main(settled(words)))

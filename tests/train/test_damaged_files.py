@@ -1,4 +1,4 @@
-"""Files of a run with bytes that nobody wrote, when the run goes on."""
+"""Files of a run with damaged bytes, when the run resumes."""
 
 import json
 from types import SimpleNamespace
@@ -62,7 +62,7 @@ def test_a_damaged_name_of_a_run_is_one_line(tiny, tmp_path, data):
 
 
 def test_damaged_references_of_preferences_are_one_line(tmp_path):
-    """Whichever byte is another, or the last: nothing but a ConfigError comes of it."""
+    """A changed or missing byte anywhere causes only a ConfigError."""
     dataset = SimpleNamespace(identity={"of": "é"}, reference_PS=np.zeros((2, 3), np.float32))
     run = SimpleNamespace(step=3, folder=tmp_path)
     file = tmp_path / "reference.npz"

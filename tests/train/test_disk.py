@@ -1,4 +1,4 @@
-"""A disk that fails under a run: one line that says where, exit code 1, never a traceback."""
+"""Disk failures during a run: one line with the path, exit code 1, never a traceback."""
 
 import contextlib
 import errno
@@ -23,12 +23,12 @@ from moetrain.train.run_folder import RunFolder
 from tests.lib.command_lines import settled
 
 BOARD_FILE = "tensorboard.summary.writer.record_writer.RecordWriter.write"  # in a thread
-# Which is what pytest makes of a traceback that a thread prints.
+# pytest turns a traceback that a thread prints into this warning.
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
 
 def last_line(words, capsys):
-    """The one line of a run that fails for lack of disk."""
+    """Return the one line of a run that fails for lack of disk space."""
     assert main(settled(words)) == 1
     error = capsys.readouterr().err
     assert "Traceback" not in error
@@ -39,7 +39,7 @@ def last_line(words, capsys):
 @pytest.mark.parametrize("board", ["no", "yes"])
 @pytest.mark.parametrize("longest", [20, 2_000, 10_000, 40_000, 100_000])
 def test_no_file_may_grow_beyond_a_size(longest, board, tiny, tiny_words, capsys):
-    """A real limit: whichever file of the run is the first to reach it."""
+    """The limit is real: any file of the run may reach it first."""
     build_data(tiny(), vocab_size=1000)  # the token cache is no file of the run
     capsys.readouterr()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -157,7 +157,7 @@ def test_an_output_folder_that_is_moved_under_a_run(when, board, tiny_words, tmp
     ],
 )
 def test_memory_needs_room_for_three_checkpoints(words, says, tiny_words, tmp_path, monkeypatch):
-    """With replicas on two machines each has them all; what lies there goes."""
+    """With replicas on two machines each needs room for all; old files there are removed."""
     memory = tmp_path / "memory"
     words = [*tiny_words, "train.steps=3", f"checkpoint.memory={memory}", *words]
     words += ["checkpoint.at_end=no", "checkpoint.minutes=0"]
@@ -207,7 +207,7 @@ def test_what_a_checkpoint_takes_is_known_before_it_is_written(words, tiny_words
 
 
 class World:
-    """Of a process alone."""
+    """The world of a single process."""
 
     def __init__(self):
         self.rank, self.endings = 0, []

@@ -1,4 +1,4 @@
-"""The engine alone: no data, no folder, no trainer; on tensors made here."""
+"""The engine alone: no data, no folder, no trainer; its tensors are made here."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from tests.lib.engines import (
 
 
 def gradients_of(engine):
-    """The step's, by name; the engine forgets them."""
+    """Return the step's gradients by name, and clear them."""
     engine.fsdp.gradient_norm()
     found = {name: m.local.grad.clone() for name, m in engine.fsdp.members.items()}
     engine.fsdp.clear_gradients()
@@ -42,7 +42,7 @@ def gradients_of(engine):
 
 
 def hand_loop(config, arch, steps, lr=1e-2):
-    """Plain autograd and AdamW, on whole batches; no selection bias."""
+    """Train by plain autograd and AdamW on whole batches, without a selection bias."""
     model = Transformer(arch)
     model.init_weights(config.model.init_std, config.train.seed)
     optim, rules = config.optim, arch.plan().rules(model)
@@ -129,7 +129,7 @@ def test_weights_are_the_models_or_a_files(base, is_tied, tmp_path):
 
 
 class Completions(NamedTuple):
-    """A batch of another kind, with a field of its own."""
+    """A batch of another kind, with its own field."""
 
     tokens_BS: torch.Tensor
     targets_BS: torch.Tensor
@@ -144,7 +144,7 @@ class Completions(NamedTuple):
 
 
 class PolicyGradient(CrossEntropy):
-    """Cross-entropy, and the advantages' policy gradient (REINFORCE)."""
+    """Cross-entropy with the advantages' policy gradient (REINFORCE)."""
 
     def sizes(self, batches: Any):
         return {**super().sizes(batches), "rows": sum(len(b.tokens_BS) for b in batches)}
@@ -194,7 +194,7 @@ def test_several_calls_make_one_step():
 
 
 class NoHeadWithoutTargets(CrossEntropy):
-    """What many write for a batch without targets; the head has no gradient then."""
+    """A common way to handle a batch without targets: the head then has no gradient."""
 
     def terms(self, model, outputs, batch, sizes):
         if bool((batch.targets_BS >= 0).any()):
@@ -203,7 +203,8 @@ class NoHeadWithoutTargets(CrossEntropy):
 
 
 def learn_beside_a_rank_without_targets(layouts):
-    """The gradient norms of a step where half of the ranks have no target, by two objectives."""
+    """Return the gradient norms of a step in which half of the ranks have no target, by two
+    objectives."""
     found = []
     for words, rows in layouts:
         tokens_BS, targets_BS = make_rows(0)
@@ -222,7 +223,7 @@ def learn_beside_a_rank_without_targets(layouts):
 
 
 def test_an_objective_may_leave_parameters_out_on_one_rank():
-    # The head, which tensor parallel ranks cut, travels by itself.
+    # Tensor parallel ranks shard the head, which has its own bucket.
     layouts = [(["parallel.tp=2"], 4), (["parallel.tp=2", "parallel.reduce_at=last"], 2)]
     expected = learn_beside_a_rank_without_targets([([], ROWS)])[0]
     for norms in spawn(4, learn_beside_a_rank_without_targets, layouts):
@@ -242,7 +243,8 @@ def test_a_step_without_a_finite_loss_changes_nothing():
             return {**terms, "endless": Term(torch.full((), torch.inf))}
 
     engine.forward_backward(make_batches(1), Endless())
-    engine.forward_backward(make_batches(1), objective_of(engine))  # a good one saves nothing
+    # A good step afterwards cannot save it.
+    engine.forward_backward(make_batches(1), objective_of(engine))
     assert engine.step(0.1).skipped
     for name, weight in engine.weights():
         assert torch.equal(weight, before[name]), name
@@ -356,12 +358,12 @@ def test_released_memory_comes_back():
 
 
 def train_on_ranks(runs):
-    """Numbers, weights by our names and Hugging Face's, of every layout."""
+    """Return losses, weights by our names and Hugging Face's, of every layout."""
     answers = {}
     for name, (words, micro) in runs.items():
         engine = make_engine(*words, micro=micro)
         numbers = train(engine, range(3), micro, lr=1e-3)
-        # The same rows on every rank: of each denominator there is as much more.
+        # All ranks have the same rows, so each denominator grows by that factor.
         rows = Completions(*make_rows(0), torch.linspace(-1, 1, ROWS * SEQ_LEN).view(ROWS, -1))
         totals = engine.forward_backward([rows], PolicyGradient())
         numbers.append((totals.terms["policy"].item(), engine.fsdp.gradient_norm().item()))

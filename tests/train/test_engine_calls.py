@@ -1,8 +1,8 @@
-"""Calls of an engine in any order, under settings that move its memory: nothing else may change.
+"""Calls of an engine in any order, under settings that move its memory, change no result.
 
-Two engines are given the same calls, drawn at random: a plain one, and one of which weights,
-moments, gradients and activations come and go. Both must give the same numbers, bit by bit; only
-updates on the host round in other places.
+Two engines get the same random calls: a plain one, and one whose weights, moments, gradients and
+activations are offloaded and reloaded. Both must give equal bits; only updates on the CPU round in
+other places.
 """
 
 import random
@@ -27,7 +27,7 @@ SHARED = [
     ["optim.state_dtype=float8", "optim.weight_dtype=bfloat16"],
     ["activation.policy=full"],
 ]
-"""What both engines are set to, beside a dtype."""
+"""Settings of both engines, beside a dtype."""
 MOVES = {
     "optim.offload_fraction": [0, 0.4, 1],
     "parallel.reshard_after_forward": ["no", "yes"],
@@ -36,7 +36,7 @@ BASE = ["model.num_layers=5", "moe.bias_update_rate=0"]
 
 
 def copied(engine):
-    """The engine's state whole, as it can be loaded. Collective."""
+    """Return the engine's whole state, in a form that can be loaded. Collective."""
     members, found = engine.fsdp.members, {}
     for group, parts in engine.state().items():
         found[group] = {}
@@ -71,7 +71,7 @@ class Player:
 
         def fail(*arguments):
             reduce(*arguments)
-            if fsdp._is_last:  # and the first unit's reductions are under way
+            if fsdp._is_last:  # while the first unit's reductions are in flight
                 raise KeyError("backward")
 
         fsdp.reduce = fail
@@ -127,10 +127,10 @@ CALLS += ["look", "fail", "save", "load", "merge", "write"]
 
 
 def play(words, moves, seed):
-    """What the calls of ``seed`` gave; ``moves``: and what leaves in between."""
+    """Return the results of the calls of ``seed``; ``moves``: also offload in between."""
     calls, leaves = random.Random(seed), random.Random(seed)
     player, found = Player(words), []
-    torch.manual_seed(seed)  # which what is dropped follows from
+    torch.manual_seed(seed)  # dropout follows from it
     for _ in range(24):
         call = partial(getattr(player, calls.choice(CALLS)), calls.randrange(100))
         if moves and leaves.random() < 0.6:
@@ -147,7 +147,7 @@ def play(words, moves, seed):
 
 
 def drawn(seed):
-    """Settings that both engines have, and those of the one whose memory moves."""
+    """Return the settings of both engines, and those of the engine whose memory moves."""
     draw = random.Random(seed)
     words = [*draw.choice(SHARED), f"train.dtype={draw.choice(['float32', 'bfloat16'])}"]
     moves = {name: draw.choice(values) for name, values in MOVES.items()}
@@ -161,7 +161,7 @@ def compare(seeds, mesh):
         words, moves = drawn(seed)
         rounds = moves["optim.offload_fraction"] > 0
         if rounds:
-            words[-1] = "train.dtype=float32"  # or a rounding would be a whole bf16
+            words[-1] = "train.dtype=float32"  # otherwise a rounding would be a whole bf16 step
         set_to = [f"{name}={value}" for name, value in moves.items()]
         expected = play([*words, *mesh], False, seed)
         mine = play([*words, *mesh, *set_to], True, seed)

@@ -1,4 +1,4 @@
-"""Silent faults: the first tensor that is not finite is named, and a rank with other bits is."""
+"""Silent faults: the first non-finite tensor is named, and a rank with different bits."""
 
 import logging
 import re
@@ -32,7 +32,7 @@ FIND = "log.find_nan=yes"
 
 
 class _Spoilt(torch.autograd.Function):
-    """The same numbers, with another gradient."""
+    """An identity with another gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -44,7 +44,7 @@ class _Spoilt(torch.autograd.Function):
 
 
 def spoil(engine, name, how):
-    """Let what the module ``name`` computes be infinite, or the gradient that it is given."""
+    """Make the output of the module ``name`` infinite, or the gradient that it gets."""
     module = engine.model.get_submodule(name)
     forward = module.forward
 
@@ -154,7 +154,7 @@ LORA = ["moe.bias_update_rate=0", "lora.rank=4", "lora.dropout=0.3", "lora.targe
 @pytest.mark.tier("quick", long=["clip", "more1"])
 @pytest.mark.parametrize("more", [[], LORA, ["optim.offload_fraction=0.5"], "clip"])
 def test_a_run_goes_on_with_the_same_bits(more, caplog):
-    """Dropout draws numbers, and Muon's clip has seen the largest scores."""
+    """Dropout draws random numbers, and Muon's clip has recorded the largest scores."""
     found = []
     for words in ([], [FIND]):
         engine = engine_of("gpt_oss", *words) if more == "clip" else make_engine(*words, *more)
@@ -238,7 +238,8 @@ def test_of_a_pipeline_the_stage_is_named(name, how, says, schedule):
 
 
 def spoilt_replica(words, name, victim):
-    """What is said after a step, before and after one bit of a weight changes on one rank."""
+    """Return the messages after a step, before and after one bit of a weight changes on one
+    rank."""
     engine = make_engine(*words)
     world, said = engine.world, []
     for is_spoilt in (False, True):

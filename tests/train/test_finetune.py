@@ -1,4 +1,4 @@
-"""Fine-tuning as the README types it: a checkpoint and a tokenizer of transformers, and chats."""
+"""Fine-tuning as in the README: a checkpoint and a tokenizer of transformers, and chats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-POSITIONS = 512  # a quarter of what the README types, with as many rows
+POSITIONS = 512  # a quarter of the README's, with as many rows
 CHATS = 280
 
 
@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory) -> Path:
 def write_checkpoint(
     folder: Path, template: str, special: list[str], eos_token: str = "<|im_end|>"
 ) -> None:
-    """A Qwen3-MoE of 40 k parameters with a byte-level tokenizer, as transformers writes them."""
+    """Write a Qwen3-MoE of 40 k parameters with a byte-level tokenizer, by transformers."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -71,7 +71,7 @@ def write_checkpoint(
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory) -> Path:
-    """Conversations of 30 to 200 tokens, most of them short, with something to learn."""
+    """Write conversations of 30 to 200 tokens, most of them short, with something to learn."""
     file = tmp_path_factory.mktemp("data") / "chats.jsonl"
     with file.open("w") as lines:
         for i in range(CHATS):
@@ -85,7 +85,7 @@ def chats(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def words(checkpoint, chats, tmp_path, monkeypatch):
-    """The README's command line, run in ``tmp_path``."""
+    """Return the README's command line, run in ``tmp_path``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     typed = (
@@ -114,7 +114,7 @@ def test_the_readmes_command(words, tmp_path, capsys, caplog):
     assert held_out[-1] < held_out[0]
     assert "recipe sft, as model.path is set, the data is jsonl and none is named" in said
     assert f"{steps} steps, by train.epochs" in said
-    # Whole conversations in full rows: none that fits is cut, and every one of them is there.
+    # Full rows hold whole conversations: none that fits is cut, and none is missing.
     packed = re.findall(
         r"packed ([\d,]+) conversations into ([\d,]+) rows .*\((.*)% full\)", caplog.text
     )
@@ -129,7 +129,7 @@ def test_the_readmes_command(words, tmp_path, capsys, caplog):
     ]
     assert all(changed)
     assert_greedy_tokens_agree(folder / "hf", exported)
-    # The same again has nothing to do, and says so.
+    # The same command again has nothing to do, and says so.
     assert main([*words, "--data.eval_fraction", "0.1", "--train.sample_tokens", "4"]) == 0
     assert "nothing is left to do: raise train.epochs to go on" in capsys.readouterr().out
 
@@ -153,7 +153,7 @@ def test_a_model_that_learned_chats_of_several_turns_stops_by_itself(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ):
-    """It is asked the first question, whose answer no EOS follows in what it learned."""
+    """It is asked the first question; in the training data no EOS follows the answer."""
     special = ["<|endoftext|>", *sorted(set(re.findall(r"<\|\w+\|>", template)))]
     write_checkpoint(tmp_path / "model", template, special, "<|endoftext|>")
     chats = tmp_path / "chats.jsonl"
@@ -171,7 +171,7 @@ def test_a_model_that_learned_chats_of_several_turns_stops_by_itself(
 
 
 def assert_greedy_tokens_agree(folder: Path, theirs: transformers.PreTrainedModel) -> None:
-    """``transformers`` continues a prompt from the export with the tokens that we do."""
+    """Assert that ``transformers`` continues a prompt from the export with our tokens."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     question = [{"role": "user", "content": "3 + 4?"}]
     text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)

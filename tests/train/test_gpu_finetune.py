@@ -1,4 +1,5 @@
-"""On a GPU: fine-tuning's objectives and adapters, compiled with kernels, follow the references."""
+"""GPU tests: fine-tuning's objectives and adapters, compiled with kernels, follow the
+references."""
 
 import json
 
@@ -27,7 +28,8 @@ CHANGES = {
     "rows of tokens": [*ATTENTION, "lora.trainable_tokens=32,101,111"],
     "experts": [*ADAPTERS, "lora.targets=*.attn.*,*.moe.experts"],
 }
-"""What is trained. The ids of single bytes are rows of the debug model's embedding."""
+"""Settings of the trained parameters. The ids of single bytes are rows of the debug model's
+embedding."""
 OBJECTIVES = {
     "next_token": ["data.format=completion"],
     **{kind: [f"train.objective={kind}", "data.format=preference"] for kind in KINDS},
@@ -40,7 +42,7 @@ CASES += [("dpo", "experts"), ("kto of singles", "DoRA"), ("reward", "experts")]
 
 
 def words_of(objective, change, folder):
-    """The settings of 12 steps, and their data."""
+    """Return the settings of 12 steps, and their data."""
     rows = SINGLES if objective == "kto of singles" else PAIRS
     if objective == "next_token":
         rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]
@@ -56,7 +58,7 @@ def words_of(objective, change, folder):
 
 
 def settings_of(name, objective, change, folder):
-    """A run's configuration: ``plain`` compiles nothing and has reference kernels."""
+    """Return a run's configuration: ``plain`` compiles nothing and has reference kernels."""
     words = [*words_of(objective, change, folder), "train.device=cuda"]
     words += [f"output_dir={folder / name}"]
     if name == "plain":
@@ -68,7 +70,7 @@ def settings_of(name, objective, change, folder):
 
 
 def curve(config):
-    """The logged losses and gradient norms of a run."""
+    """Return the logged losses and gradient norms of a run."""
     trainer = Trainer(config)
     trainer.fit()
     rows = [row for row in read_metrics(trainer.reporter.log.path) if "loss" in row]
@@ -78,7 +80,7 @@ def curve(config):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("objective", "change"), CASES, ids=[" of ".join(case) for case in CASES])
 def test_compiled_training_follows_the_references(objective, change, tmp_path):
-    """Twelve steps in bf16 with compiled blocks and kernels, and with neither."""
+    """Twelve steps run in bf16 with compiled blocks and kernels, and with neither."""
     plain, fast = (
         curve(settings_of(name, objective, change, tmp_path)) for name in ("plain", "fast")
     )

@@ -1,4 +1,4 @@
-"""Host memory that settings ask for: how much, whether the machine has it, and what is refused."""
+"""Host memory of settings: the estimate, the machine's limits, and refusals."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ def takes_of(world, *words):
 def test_what_settings_take():
     assert takes_of(4, "ep=4")[0] == [{}]
     (half,), estimate, arch = takes_of(4, "ep=4", "optim.offload_fraction=0.5")
-    # Masters, gradients and two moments in fp32, a quarter of half of them.
+    # Masters, gradients and two moments in fp32, for a quarter of one half.
     assert half == {"optim.offload_fraction": pytest.approx(16 * arch.num_params() / 8)}
     words = ["optim.offload_fraction=0.5", "rl.offload=true"]
     (every,), estimate, _ = takes_of(4, "ep=4", *words)
@@ -53,7 +53,7 @@ def test_adapters_take_as_little_as_is_trained():
 
 
 def machine(folder, groups, mine, *, available=24 * GIB):
-    """Files as the kernel shows them: ``groups`` by folder and name."""
+    """Write files like the kernel's: ``groups`` by folder and name."""
     proc, root = folder / "proc", folder / "cgroup"
     (proc / "self").mkdir(parents=True)
     lines = f"MemTotal: 99 kB\nMemAvailable:   {available // KIB} kB\nHugePages_Total: 0\n"
@@ -79,7 +79,7 @@ def test_room_of_control_groups(tmp_path):
     }
     found = machine(tmp_path / "a", inner, "0::/job/step\n")
     assert found == Room(24 * GIB, (64 - 10 + 2) * GIB)
-    # A container's own group is its root, and called by a name that is not there.
+    # A container's own group is its root, under a name that does not exist there.
     own = {f"memory.{name}": text for name, text in (("max", 8 * GIB), ("current", 9 * GIB))}
     assert machine(tmp_path / "b", own, "0::/kubepods/pod7\n").allowed == 0
 
@@ -140,7 +140,7 @@ def test_who_asks_for_nothing_is_not_measured(monkeypatch, tmp_path):
 
 
 def test_a_dry_run_says_it(capsys, monkeypatch):
-    with_room(monkeypatch, 21.4 * GIB)  # it may be that the run is for another machine
+    with_room(monkeypatch, 21.4 * GIB)  # the run may be planned for another machine
     words = "qwen3-30b-a3b --launch.gpus 4 --optim.offload_fraction 1 --train.global_batch_size 8"
     assert main([*words.split(), "--dry_run"]) == 0
     printed = capsys.readouterr()
@@ -164,7 +164,7 @@ def test_processes_of_a_machine_take_together():
     arch = resolve_run(Config.load("debug", DEBUG))[1]
     whole = 16 * arch.num_params()
     assert spawn(2, problem_with_room, 1.01 * whole) == [None, None]
-    # Each would have enough for itself.
+    # Each would have enough alone.
     found = spawn(2, problem_with_room, 0.6 * whole)
     assert found[0] == found[1]
     assert found[0][0] == "optim.offload_fraction"

@@ -1,4 +1,4 @@
-"""Training from a program of one's own: data, objectives, callbacks, and the result."""
+"""Training from a user's program: data, objectives, callbacks, and the result."""
 
 import json
 
@@ -27,7 +27,7 @@ def rows_of(number, seed=0, length=SIZE):
 
 
 class Counting(IterableDataset):
-    """A stream whose state is a number; it notes what it gives."""
+    """A stream whose state is a number; it records what it yields."""
 
     def __init__(self, number=1000):
         self.number, self.at, self.given = number, 0, []
@@ -47,7 +47,7 @@ class Counting(IterableDataset):
 
 
 class Plain:
-    """An iterable without state, which can be begun again."""
+    """An iterable without state, which can be restarted."""
 
     def __init__(self, number):
         self.number = number
@@ -58,7 +58,7 @@ class Plain:
 
 @pytest.fixture
 def own(tiny_words):
-    """``own("train.steps=2", ...)``: settings without data."""
+    """Return ``own("train.steps=2", ...)``: settings without data."""
 
     def make(*overrides):
         words = [w for w in tiny_words if not w.startswith(("data.source", "data.path"))]
@@ -163,7 +163,7 @@ def test_held_out_rows_without_a_target_are_left_out_of_the_mean(own, tmp_path, 
 @pytest.mark.tier("long")
 @pytest.mark.parametrize("kind", ["stateful", "plain", "sequence"])
 def test_a_resumed_run_reads_on_where_it_was(kind, own, tmp_path):
-    """Eleven rows, four a step: the iterables are begun again within a step."""
+    """There are eleven rows and four per step: the iterables restart within a step."""
     make = {"stateful": lambda: Counting(11), "plain": lambda: Plain(11), "sequence": rows_of}[kind]
     make = (lambda: rows_of(11)) if kind == "sequence" else make
     words = ["train.steps=6", "checkpoint.interval=4", "checkpoint.keep=9", "optim.lr=1e-2"]
@@ -200,7 +200,7 @@ def test_ranks_share_a_stream(own, tiny_words, tmp_path):
 
 
 class Confident(CrossEntropy):
-    """The cross-entropy, and a price of log-partition functions far from 0."""
+    """The cross-entropy, with a penalty for log-partition functions far from 0."""
 
     def terms(self, model, outputs, batch, sizes):
         hidden_TD, targets_T = outputs.hidden_BSD.flatten(0, 1), batch.targets_BS.flatten()
@@ -227,7 +227,7 @@ def test_an_objective_of_ones_own_is_minimised_logged_and_evaluated(own):
 
 
 class Diary(Callback):
-    """Notes the hooks; it ends the run at ``last``, and its state is the steps it saw."""
+    """Records the hooks; it ends the run at ``last``, and its state is the steps that it saw."""
 
     def __init__(self, last=99):
         self.said, self.last, self.seen = [], last, 0
@@ -337,7 +337,7 @@ def test_the_best_checkpoint_is_kept_and_a_run_without_progress_ends(tiny, tmp_p
     assert [path.name for path in list_checkpoints(root)] == ["step-00000002", "step-00000005"]
     assert (root / "best").resolve() == result.best.resolve() == (root / "step-00000002").resolve()
     assert "no better in 3 evaluations (train.patience)" in result.reason
-    # Its patience is still at an end, and longer patience goes on with what was the best.
+    # Its patience is still exhausted, and longer patience continues with the earlier best.
     assert Scripted(tiny(*words)).fit().step == 5
     result = Scripted(tiny(*words, "train.patience=4")).fit()
     assert (result.step, result.best_step) == (6, 6)

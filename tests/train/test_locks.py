@@ -1,4 +1,4 @@
-"""Locks of folders when their holder is killed, and what it started lives on."""
+"""Locks of folders after their holder was killed while its child lives on."""
 
 import ctypes
 import os
@@ -41,7 +41,8 @@ class Process:
 
 @pytest.fixture
 def killed(tmp_path):
-    """``killed(forks)``: the number of a killed process that had the folder, whose child lives."""
+    """Return ``killed(forks)``: the id of a killed process that had the folder, with a living
+    child."""
     children = []
 
     def kill(forks):
@@ -78,7 +79,7 @@ def test_a_folder_is_free_when_its_process_is_killed_whatever_children_it_leaves
 
 
 def test_a_folder_stays_claimed_when_its_process_forks(tmp_path):
-    """Neither the child's end nor its release of what it has inherited frees the parent's claim."""
+    """Neither the child's end nor its release of inherited locks frees the parent's claim."""
     folder = RunFolder(tmp_path / "out")
     context = folder.claimed()
     context.__enter__()
@@ -102,7 +103,7 @@ def test_of_many_that_take_a_killed_processs_folder_one_gets_it(forks, killed, t
 
     def claim(tell):
         os.close(opened)
-        os.read(gate, 1)  # which returns once this process has closed its end
+        os.read(gate, 1)  # returns once this process has closed its end
         try:
             with RunFolder(tmp_path / "out").claimed():
                 tell("in")
@@ -123,7 +124,8 @@ def test_of_many_that_take_a_killed_processs_folder_one_gets_it(forks, killed, t
 
 
 def test_a_folder_of_a_process_that_cannot_be_looked_for_is_refused(killed, tmp_path):
-    """One in another container or on another machine may live, though nothing here has its id."""
+    """A process in another container or on another machine may live, although its id is unknown
+    here."""
     killed("c")
     lock = tmp_path / "out" / ".lock"
     first, second = lock.read_text().splitlines()
@@ -133,7 +135,7 @@ def test_a_folder_of_a_process_that_cannot_be_looked_for_is_refused(killed, tmp_
             RunFolder(tmp_path / "out").claimed().__enter__()
     place, ticks = second.split()
     lock.write_text(f"process {os.getpid()} on here\n{place} {int(ticks) + 10**9}\n")
-    with RunFolder(tmp_path / "out").claimed():  # another process has its number since
+    with RunFolder(tmp_path / "out").claimed():  # another process has its id since
         pass
 
 

@@ -27,14 +27,15 @@ def config_of(words, *more):
 
 
 def teacher(rng, length, k=K):
-    """Candidates of a teacher for each token, and their log-probabilities, which miss some mass."""
+    """Return a teacher's candidates for each token, and log-probabilities that sum to less than
+    1."""
     ids = np.stack([rng.permutation(256)[:k] for _ in range(length)])
     logprobs = np.log(rng.dirichlet(np.ones(k), length) * 0.9)
     return {"teacher_ids": ids, "teacher_logprobs": logprobs}
 
 
 def distilled(number, seed=0):
-    """Rows of several lengths, some of whose tokens are not learned."""
+    """Return rows of several lengths, in which some tokens are not learned."""
     rng, rows = np.random.default_rng(seed), []
     for i in range(number):
         ids = rng.integers(0, 256, SIZE - i % 7)
@@ -44,7 +45,7 @@ def distilled(number, seed=0):
 
 
 def labelled(number):
-    """Rows that end with a class, of which nothing else is learned."""
+    """Return rows that end with a class, the only learned token."""
     rng, rows = np.random.default_rng(1), []
     for i in range(number):
         ids = [*rng.integers(0, 256, 3 + i % 11).tolist(), CLASSES[i % 3]]
@@ -68,30 +69,31 @@ class PackedTeacher:
         positions_S = np.concatenate([np.arange(n) for n in lengths])
         fields = teacher(rng, SIZE)
         fields["teacher_logprobs"] = fields["teacher_logprobs"].astype(np.float32)
-        fields["teacher_logprobs"][np.cumsum(lengths) - 1] = -np.inf  # a teacher of nothing
+        # The teacher gives no probability.
+        fields["teacher_logprobs"][np.cumsum(lengths) - 1] = -np.inf
         return Row(tokens_S, targets_S, positions_S, lengths, None, fields)
 
 
 def by_document(model, batch):
-    """Logits of a plain model that sees one document at a time."""
+    """Return logits of a plain model that sees one document at a time."""
     tokens_T, ends = batch.tokens_BS.flatten(), batch.cu_seqlens.tolist()
     return torch.cat([model(tokens_T[None, a:b])[0] for a, b in pairwise(ends)])
 
 
 def classified(logits_TV, batch):
-    """The loss and the accuracy, label by label."""
+    """Compute the loss and the accuracy label by label."""
     losses, right = [], []
     for logits_V, target in zip(logits_TV, batch.targets_BS.flatten().tolist(), strict=True):
         if target in CLASSES:
             chosen_K = logits_V[list(CLASSES)]
             losses.append(-chosen_K.log_softmax(0)[CLASSES.index(target)])
             right.append(float(chosen_K.argmax() == CLASSES.index(target)))
-    assert len(set(right)) == 2  # else the accuracy proves nothing
+    assert len(set(right)) == 2  # otherwise the accuracy proves nothing
     return {"classification": torch.stack(losses).mean(), "accuracy": torch.tensor(right).mean()}
 
 
 def divergence(logits_TV, batch):
-    """KL(teacher || model), the teacher's probabilities made to sum to 1, position by position."""
+    """Compute KL(teacher || model) position by position, with normalised teacher probabilities."""
     targets_T = batch.targets_BS.flatten()
     ids_TK = batch.extra["teacher_ids"].flatten(0, 1)
     logprobs_TK = batch.extra["teacher_logprobs"].flatten(0, 1)
@@ -106,7 +108,7 @@ def divergence(logits_TV, batch):
 
 @pytest.fixture
 def packed_labels(tmp_path):
-    """A file of texts with classes, of which several share a row."""
+    """Write a file of texts with classes, several of which share a row."""
     rng, file = np.random.default_rng(2), tmp_path / "labels.jsonl"
     texts = ["".join(map(chr, rng.integers(97, 123, 3 + i % 5))) for i in range(40)]
     records = [{"prompt": x, "completion": "yn?"[i % 3]} for i, x in enumerate(texts)]
@@ -116,7 +118,7 @@ def packed_labels(tmp_path):
 
 @pytest.mark.parametrize("kind", ["classes", "packed classes", "teacher", "packed teacher"])
 def test_loss_and_every_gradient_are_the_formulas(kind, tiny_words, packed_labels):
-    """In one process, two micro-batches, against a plain copy of the model."""
+    """One process has two micro-batches; the reference is a plain copy of the model."""
     is_file = kind == "packed classes"
     words = ["moe.aux_loss_coef=0", "optim.max_grad_norm=1e9", *packed_labels * is_file]
     given = {"classes": labelled(8), "teacher": distilled(8), "packed teacher": PackedTeacher()}
@@ -132,7 +134,7 @@ def test_loss_and_every_gradient_are_the_formulas(kind, tiny_words, packed_label
     batches = trainer.loader.next_step()
     assert len(batches) == 2
     found = engine.forward_backward(batches, objective).terms
-    engine.fsdp.gradient_norm()  # which waits for them
+    engine.fsdp.gradient_norm()  # it waits for them
     logits_TV = torch.cat([by_document(copy, batch) for batch in batches])
     fields = {name: torch.cat([b.extra[name] for b in batches]) for name in batches[0].extra}
     targets_BS = torch.cat([batch.targets_BS for batch in batches])
@@ -148,7 +150,7 @@ def test_loss_and_every_gradient_are_the_formulas(kind, tiny_words, packed_label
 
 
 def trained(words):
-    """The logged rows of both objectives, with the routers' losses that the settings ask for."""
+    """Return the logged rows of both objectives, with the routers' losses of the settings."""
     found = []
     given = (labelled(12), Classification(CLASSES)), (distilled(12), Distillation(0.5))
     for data, objective in given:

@@ -1,6 +1,6 @@
-"""Machines of which each has an ``output_dir`` of its own (``checkpoint.shared no``).
+"""Machines with an ``output_dir`` of their own (``checkpoint.shared no``).
 
-Machines are processes here, told apart by their folders.
+Machines are processes here, distinguished by their folders.
 """
 
 import errno
@@ -42,9 +42,9 @@ SHARDED = "parallel.dp_shard=2"
 
 
 def run_of_a_machine(words, folder, until=None, ends=False, half=""):
-    """Be one of several machines; return the step where it begins, or the error, and its files.
+    """Be one of several machines; return its first step, or the error, and its files.
 
-    Of a file named ``half`` that is fetched only half is written.
+    A fetched file named ``half`` is written only by half.
     """
     write = os.write
 
@@ -73,7 +73,7 @@ def run_of_a_machine(words, folder, until=None, ends=False, half=""):
 
 @pytest.fixture
 def two(tiny_words, tmp_path):
-    """Run two machines: ``two(WORD, ..., until=STEP)``."""
+    """Return ``two(WORD, ..., until=STEP)``, which runs two machines."""
 
     def run(*words, until=None, ends=False, half=""):
         own = settled([*tiny_words, *WORDS, STEPS, *words])
@@ -144,7 +144,7 @@ def test_without_copies_a_lost_machine_is_one_line_and_nothing_begins_anew(two, 
 
 @pytest.mark.tier("long")
 def test_replicas_of_data_need_no_copies(two, tmp_path):
-    """Each rank of a replica writes a share; what one machine has alone is lost with it."""
+    """Each rank of a replica writes a share; parts that only one machine has are lost with it."""
     two("parallel.dp_replicate=2", TWO, until=2)
     shutil.rmtree(tmp_path / "out0")
     assert [began for began, _ in two("parallel.dp_replicate=2", TWO)] == [2, 2]
@@ -162,7 +162,7 @@ def test_what_is_damaged_is_mended_from_a_copy_and_else_passed_over(two, tmp_pat
     for path in (mine, theirs):
         (path / "model-00000-00.safetensors").unlink()
     assert [began for began, _ in two(SHARDED, TWO)] == [2, 2]
-    assert mine.exists()  # until a run goes on
+    assert mine.exists()  # until a run resumes
     assert theirs.exists()
 
 
@@ -212,7 +212,7 @@ def test_an_own_earlier_step_can_be_named(two, tmp_path):
     ((began, mine), (other, theirs)) = two(SHARDED, named, until=3)
     assert (began, other) == (3, 3)
     assert mine.keys() == theirs.keys() == {"step-00000002", "step-00000003"}
-    for n in range(2):  # both have moved what came after it
+    for n in range(2):  # both have moved later checkpoints
         assert names(tmp_path / f"out{n}" / "earlier-1" / "checkpoints") == ["step-00000003"]
     for path in paths(tmp_path, 2):
         (path / "model-00001-00.safetensors").unlink()

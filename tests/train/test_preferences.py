@@ -1,4 +1,4 @@
-"""Preferences: trl's formulas, the reference, and a toy whose margin grows."""
+"""Preferences: trl's formulas, the reference, and a toy task with a growing margin."""
 
 import json
 import math
@@ -41,17 +41,18 @@ SINGLES = [
     {"prompt": [n, n + 1], "completion": [7] * (1 + n % 3), "label": n % 4 == 0}
     for n in range(20, 33)
 ]
-"""Single answers, of which a quarter are desirable."""
+"""Single answers, a quarter of which are desirable."""
 
 
 GAMMA = 0.5
-"""SimPO's margin."""
+"""Margin of SimPO."""
 
 
 def formula(kind, logps, references, numbers, kl, beta):
-    """trl's: DPOTrainer with loss_type sigmoid and ipo, KTOTrainer with loss_type kto.
+    """Compute trl's formulas: DPOTrainer with loss_type sigmoid and ipo, KTOTrainer with loss_type
+    kto.
 
-    Of SimPO equation 6 of arXiv 2405.14734, of ORPO equations 4 to 7 of arXiv 2403.07691.
+    SimPO is equation 6 of arXiv 2405.14734, ORPO equations 4 to 7 of arXiv 2403.07691.
     """
     if kind in WITHOUT_REFERENCE:
         means = [p / n for p, n in zip(logps, numbers, strict=True)]
@@ -100,7 +101,7 @@ def test_a_loss_is_trls_with_its_gradient(kind):
 
 
 def test_ktos_weights_are_factors_of_each_kinds_losses():
-    """trl's KTOTrainer: mean(cat(desirable_weight * chosen, undesirable_weight * rejected))."""
+    """trl's KTOTrainer has mean(cat(desirable_weight * chosen, undesirable_weight * rejected))."""
     ratios, labels = torch.tensor([0.5, -2.0, 1.0, 9.0]), torch.tensor([1, -1, -1, 0])
     segments = Segments(ratios, torch.ones(4), labels, labels)
     given = {"beta": 0.5, "desirable_weight": 3.0, "undesirable_weight": 0.25}
@@ -115,7 +116,7 @@ def test_ktos_weights_are_factors_of_each_kinds_losses():
 
 
 def logp_of(model, prompt, answer):
-    """The log-probability of an answer that goes through a plain model by itself."""
+    """Return the log-probability of an answer that goes through a plain model by itself."""
     ids = torch.tensor([[*prompt, *answer]])
     logp_T = model(ids)[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     return logp_T[len(prompt) - 1 :].sum()
@@ -127,7 +128,7 @@ def padded(sequences):
 
 
 def sequences_for_trl(sides, prefix=""):
-    """Token ids and masks of answers, as trl's collators pad them."""
+    """Return token ids and masks of answers, padded like trl's collators."""
     texts = [[*pair["prompt"], *answer] for pair, answer in sides]
     masks = [[0] * len(pair["prompt"]) + [1] * len(answer) for pair, answer in sides]
     names = ("input_ids", "attention_mask", "completion_mask")
@@ -136,7 +137,7 @@ def sequences_for_trl(sides, prefix=""):
 
 
 def for_trl(model):
-    """``model`` as trl calls one: log-probabilities of labels, without a product over the head."""
+    """Wrap ``model`` for trl: log-probabilities of labels, without a product over the head."""
 
     def called(input_ids, labels, **_):
         logp = model(input_ids)[:, :-1].log_softmax(-1)
@@ -152,7 +153,7 @@ WEIGHTS = {"desirable_weight": 3.0, "undesirable_weight": 0.5}
 
 
 def singles_by_formula(policy, reference, singles, beta):
-    """KTO's loss of single answers that go through the models one at a time."""
+    """Return KTO's loss of single answers that go through the models one at a time."""
 
     def ratios(shift):
         answers = [singles[(i + shift) % len(singles)]["completion"] for i in range(len(singles))]
@@ -161,7 +162,7 @@ def singles_by_formula(policy, reference, singles, beta):
         return own - torch.stack([logp_of(reference, s["prompt"], x) for s, x in pairs]).detach()
 
     kl = ratios(1).mean().clamp(min=0).detach()
-    assert kl > 0  # else the other answers prove nothing
+    assert kl > 0  # otherwise the other answers prove nothing
     losses = [
         3.0 * (1 - F.sigmoid(beta * (ratio - kl)))
         if single["label"]
@@ -172,7 +173,8 @@ def singles_by_formula(policy, reference, singles, beta):
 
 
 def by_formula(kind, policy, reference, pairs, beta):
-    """The loss of answers that go through the models one at a time, without packing or caches."""
+    """Return the loss of answers that go through the models one at a time, without packing or
+    caches."""
     if "label" in pairs[0]:
         return singles_by_formula(policy, reference, pairs, beta)
 
@@ -188,16 +190,16 @@ def by_formula(kind, policy, reference, pairs, beta):
     numbers = [torch.tensor([len(pair[key]) for pair in pairs]) for key in ("chosen", "rejected")]
     others = (of_all(model, "chosen", 1).detach() for model in (policy, reference))
     kl = torch.sub(*others).mean().clamp(min=0)
-    assert kl > 0 or kind != "kto"  # else the third segments prove nothing
+    assert kl > 0 or kind != "kto"  # otherwise the third segments prove nothing
     return formula(kind, logps, references.detach(), numbers, kl, beta)
 
 
 def by_trl(kind, policy, reference, pairs, beta):
-    """The same by trl's own function."""
+    """Return the same by trl's own function."""
     if kind in WITHOUT_REFERENCE:
         pytest.skip("trl's function is in none of these trainers")
     trainers = pytest.importorskip("trl.trainer")
-    policy.is_gradient_checkpointing = False  # trl asks
+    policy.is_gradient_checkpointing = False  # trl reads it
     is_single = "label" in pairs[0]
     if is_single:
         inputs = sequences_for_trl([(p, p["completion"]) for p in pairs])
@@ -242,7 +244,8 @@ def by_trl(kind, policy, reference, pairs, beta):
 @pytest.mark.parametrize("theirs", [by_formula, by_trl])
 @pytest.mark.parametrize("kind", [*KINDS, "kto of single answers"])
 def test_loss_and_every_gradient_through_a_model_are_trls(kind, theirs, own_words):
-    """Packed pairs and a cached reference, against plain copies of the model and its reference."""
+    """Packed pairs and a cached reference are compared with plain copies of the model and its
+    reference."""
     config = config_of(own_words, "moe.aux_loss_coef=0", "optim.max_grad_norm=1e9")
     kind, _, is_single = kind.partition(" ")
     pairs = SINGLES[:4] if is_single else PAIRS[:4]
@@ -253,14 +256,14 @@ def test_loss_and_every_gradient_through_a_model_are_trls(kind, theirs, own_word
     if has_reference:
         Reference([given["data"]]).on_start(trainer)
     reference = whole(trainer.engine)
-    with torch.no_grad():  # another policy than its reference
+    with torch.no_grad():  # the policy differs from its reference
         for parameter in trainer.model.parameters():
             parameter.mul_(1.5 if kind != "kto" else 0.7)  # with kto nearer to uniform: kl > 0
     policy = whole(trainer.engine)
     batch = Batch.of([given["data"].row(i) for i in range(4)])
     loss = trainer.engine.forward_backward([batch], given["objective"]).terms["preference"]
     members = trainer.engine.fsdp.members
-    trainer.engine.fsdp.gradient_norm()  # which waits for them
+    trainer.engine.fsdp.gradient_norm()  # it waits for them
     expected = theirs(kind, policy, reference, pairs, 0.5)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
@@ -287,11 +290,11 @@ MESHES = {
     ),
     "pp": (["train.micro_batch_size=1", "parallel.pp=2"], 2),
 }
-"""Settings of 4 rows, and how many processes they take."""
+"""Settings of 4 rows, and their numbers of processes."""
 
 
 def moved(words, folder, pairs):
-    """A trainer of 4 pairs whose weights have moved away from the reference, and its pairs."""
+    """Return a trainer of 4 pairs whose weights differ from the reference, and its pairs."""
     config = config_of([*words, f"output_dir={folder}"])
     weights = WEIGHTS if "label" in pairs[0] else {}
     given = preferences(config, pairs, "kto", beta=0.5, **weights)
@@ -309,7 +312,7 @@ def moved(words, folder, pairs):
 
 
 def kto_on_meshes(words, meshes, folder, pairs):
-    """Loss, loss without gradients, and gradient norm of each mesh."""
+    """Return loss, loss without gradients, and gradient norm of each mesh."""
     found = {}
     for name, mesh in meshes.items():
         trainer, given, _ = moved([*words, *mesh], f"{folder}/{name}", pairs)
@@ -329,7 +332,7 @@ def kto_on_meshes(words, meshes, folder, pairs):
 @pytest.mark.parametrize("pairs", [PAIRS[:4], SINGLES[:4]], ids=["pairs", "single answers"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ktos_divergence_is_of_the_global_batch_on_every_mesh(ranks, pairs, own_words, tmp_path):
-    """However the pairs are split, loss and gradient are the formula's in fp64.
+    """However the pairs are split, loss and gradient equal the formula in fp64.
 
     The third answers' log-ratios have both signs, so a mean over half of them is clamped.
     """
@@ -370,7 +373,7 @@ def test_a_margin_grows(kind, own_words):
 
 @pytest.fixture
 def pair_words(tiny_words, tmp_path):
-    """The words of a run on a file of pairs."""
+    """Return the settings of a run on a file of pairs."""
     lines = [
         json.dumps({"prompt": f"Say {n}:", "chosen": " yes" + "!" * (n % 3), "rejected": " no"})
         for n in range(30)
@@ -421,7 +424,7 @@ def trained_of_settings(words):
 
 
 def trained_on_meshes(words, kinds, folder):
-    """Each kind's rows on each mesh of two ranks."""
+    """Return each kind's logged rows on each mesh of two ranks."""
     return {
         (kind, mesh): trained_of_settings(
             [*words, f"train.objective={kind}", mesh, f"output_dir={folder}/{kind}-{mesh}"]
@@ -449,7 +452,8 @@ def test_settings_alone_learn_from_a_file_on_every_mesh(pair_words, tmp_path):
 
 
 def test_the_reference_has_the_adapters_that_were_loaded(own_words, tmp_path):
-    """As trl's, whose reference of a PEFT model is that model before training (DPOTrainer)."""
+    """trl's DPOTrainer does the same: the reference of a PEFT model is that model before
+    training."""
     words, pairs = [*own_words, "lora.rank=8"], PAIRS[:4]
     config = config_of([*words, f"output_dir={tmp_path / 'adapters'}"])
     engine = Trainer(config, **preferences(config, pairs)).engine

@@ -1,4 +1,4 @@
-"""``log.profile``: what is traced and written, that it changes nothing, that nothing stays on."""
+"""``log.profile``: the traced steps and files; it changes no result, and stops completely."""
 
 import gzip
 import json
@@ -30,7 +30,7 @@ def files(trainer):
 
 
 def ranges(file):
-    """How often the trace ``file`` has each range of ours."""
+    """Count the named ranges of ours in the trace ``file``."""
     with gzip.open(file) as opened:
         events = json.load(opened)["traceEvents"]
     names = (e["name"] for e in events if e.get("cat") == "user_annotation")
@@ -38,7 +38,7 @@ def ranges(file):
 
 
 def sizes(events, name):
-    """The MiB that each range ``name`` says it moves."""
+    """Return the MiB in the labels of each range ``name``."""
     labels = (e["name"] for e in events if e.get("name", "").startswith(f"{name}, "))
     return [float(label.removeprefix(f"{name}, ").removesuffix(" MiB")) for label in labels]
 
@@ -85,7 +85,7 @@ def test_a_stop_writes_what_was_traced_so_far(tiny, at, capsys):
 
     def stop():
         result = step()
-        if trainer.step == at:  # the next one is given up
+        if trainer.step == at:  # the next step is given up
             os.kill(os.getpid(), signal.SIGTERM)
         return result
 
@@ -98,7 +98,7 @@ def test_a_stop_writes_what_was_traced_so_far(tiny, at, capsys):
     assert f"steps 3 to {at} were traced" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("at", [2, 3])  # the one that warms up, and one that is kept
+@pytest.mark.parametrize("at", [2, 3])  # the warm-up step, and a recorded one
 def test_an_error_leaves_no_profiler_on(tiny, at):
     trainer = Trainer(tiny(*STEPS))
     step = trainer.train_step
@@ -126,7 +126,7 @@ def test_a_resumed_run_with_too_few_steps_left_says_so(tiny, capsys):
     trainer = fit(tiny(*STEPS, "train.steps=10"))
     assert files(trainer) == ["steps-9-10-rank-0.json.gz"]
     capsys.readouterr()
-    fit(tiny(*STEPS, "train.steps=10"))  # is over
+    fit(tiny(*STEPS, "train.steps=10"))  # completes the run
     assert "traced" not in capsys.readouterr().out
 
 
@@ -154,8 +154,8 @@ def test_every_rank_writes_its_own(tiny_words):
     assert mine == theirs == [f"steps-3-4-rank-{rank}.json.gz" for rank in range(2)]
     for name in ("layer 1 forward", "layer 1 backward", "fsdp_gather", "fsdp_reduce"):
         assert found[name] == others[name] > 0
-    # Two steps of one micro-batch, two layers: dispatch and combine, forward and backward. Their
-    # 512 tokens of 2 KiB go to one rank or to both.
+    # Two steps of one micro-batch and two layers have dispatch and combine, forward and backward.
+    # Their 512 tokens of 2 KiB go to one rank or to both.
     assert len(sent) == 2 * 2 * 4
     assert max(sent) < 2.1
     assert sum(sent) / len(sent) > 0.9

@@ -1,6 +1,6 @@
-"""Runs that die and go on: from machines' memory, from other machines' copies, with fewer of them.
+"""Runs that die and resume: from machines' memory, from other machines' copies, on fewer machines.
 
-Machines are processes here, each with a folder of its own for its memory.
+Machines are processes here, each with its own folder for its memory.
 """
 
 import errno
@@ -38,7 +38,7 @@ EACH = [*QUIET, "checkpoint.memory_interval=1"]
 
 @pytest.fixture
 def memory(tmp_path):
-    """The words for a folder of memory, and what lies there."""
+    """Return the settings for a folder of memory, and a function that lists it."""
     (tmp_path / "memory").mkdir()
 
     def there():
@@ -75,7 +75,7 @@ def test_memory_and_disk_hold_the_same_and_the_newer_one_is_resumed(tiny, memory
     train(tiny(*words), until=3)
     train(tiny(*words), until=5)
     disk = tmp_path / "out" / "checkpoints"
-    assert names(disk) == ["step-00000003"]  # which needs none in memory
+    assert names(disk) == ["step-00000003"]  # memory needs no copy of it
     assert [path.name for path in memory()] == ["step-00000004", "step-00000005"]
     train(tiny(*words), until=6)
     assert Trainer(tiny(*words)).checkpointer.newest == disk / "step-00000006"
@@ -139,7 +139,7 @@ def test_memory_of_another_run_is_passed_over(tiny, memory, tmp_path, caplog):
         for x in said(caplog)
     )
     train(tiny(*EACH, *memory.words, "train.steps=9", "checkpoint.resume=never"), until=1)
-    assert len(memory()) == 1  # that of the run that began anew
+    assert len(memory()) == 1  # that of the restarted run
 
 
 @pytest.mark.tier("long")
@@ -162,7 +162,7 @@ def test_memory_without_room_ends_the_run_with_one_line(tiny, memory, monkeypatc
 
 
 def run_of_a_machine(words, folder, until=None):
-    """Train as one of several machines; return the step it began at, and its memory's files."""
+    """Train as one of several machines; return its first step, and its memory's files."""
     rank = dist.get_rank()
     memory_module.machine = lambda: f"machine {rank}"
     own = Path(folder, f"memory{rank}")
@@ -211,7 +211,7 @@ def test_machines_without_copies_complete_one_another(tiny_words, tmp_path):
     assert [files["step-00000002"] for _, files in after] == [whole, whole]
     shutil.rmtree(tmp_path / "memory1")
     assert [began for began, _ in spawn(2, run_of_a_machine, words, str(tmp_path))] == [2, 2]
-    shutil.rmtree(tmp_path / "memory1")  # and what the other had fetched
+    shutil.rmtree(tmp_path / "memory1")  # with the fetched parts of the other
     for file in tmp_path.glob("memory0/*/*/*/*-00001-*"):
         file.unlink()
     assert [began for began, _ in spawn(2, run_of_a_machine, words, str(tmp_path))] == [0, 0]
@@ -221,7 +221,7 @@ def test_machines_without_copies_complete_one_another(tiny_words, tmp_path):
 
 
 def started(command, log, **more):
-    """A process in a session of its own, without the variables of other launchers."""
+    """Start a process in its own session, without the variables of other launchers."""
     own = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
     own |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with log.open("a") as file:
@@ -248,7 +248,7 @@ def ranks_of(launcher):
 
 
 def kill_machine(launcher):
-    """Kill a launcher and its ranks, which have sessions of their own."""
+    """Kill a launcher and its ranks, which have their own sessions."""
     for pid in [*ranks_of(launcher), launcher.pid]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -267,13 +267,14 @@ def test_a_rank_that_hangs_is_noticed_and_one_step_is_lost_at_most(tiny_words, t
         hangs = time.monotonic()
         os.kill(ranks_of(run)[1], signal.SIGSTOP)
         wait_for(lambda: "starting again: 1 of 1" in log.read_text(), [run])
-        assert time.monotonic() - hangs < 8 + 8  # and five in which ranks may say why they end
+        # And five seconds in which ranks may say why they end.
+        assert time.monotonic() - hangs < 8 + 8
         assert run.wait(240) == 0
     finally:
         kill_machine(run)
     text = log.read_text()
     assert "Timeout (0:00:08)!" in text
-    assert "moetrain/train/run.py" in text or "train_step" in text  # where it was
+    assert "moetrain/train/run.py" in text or "train_step" in text  # where it hung
     rows = [row["step"] for row in read_metrics(out / "metrics.jsonl") if "loss" in row]
     assert rows == [*range(1, 41)]
     assert int(re.search(r"resuming from \S*step-(\d+)", text)[1]) >= 2  # three were done
@@ -332,10 +333,10 @@ def by_hand(words):
 
 @pytest.mark.tier("long")
 def test_killed_ranks_lose_no_step():
-    """The short form of scripts/kill_ranks.py."""
+    """This is the short form of scripts/kill_ranks.py."""
     script = Path(__file__).parents[2] / "scripts" / "kill_ranks.py"
     words = ["--kills", "2", "--kinds", "rank", "disk", "--hang_seconds", "30"]
-    # Fresh interpreters, not forked ones (tests/lib/forked_python.py): forked agents hung here.
+    # The interpreters are fresh, not forked (tests/lib/forked_python.py): forked agents hung here.
     fresh = {**os.environ, "PYTHONHASHSEED": "1"}
     command = [sys.executable, script, *words]
     done = subprocess.run(command, capture_output=True, text=True, env=fresh)

@@ -1,4 +1,4 @@
-"""Reporters: what each library's own reader finds of a run, and of a run that was resumed."""
+"""Reporters: each library's own reader finds a run's values, also after a resume."""
 
 import math
 
@@ -19,7 +19,7 @@ def read_tensorboard(folder, project):
 
 
 def wandb_records(file):
-    """The records of a W&B file: LevelDB's log of blocks, behind a header of 7 bytes."""
+    """Return the records of a W&B file: LevelDB's log of blocks, behind a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     data, block, at, whole = file.read_bytes(), 32768, 7, b""
@@ -31,7 +31,7 @@ def wandb_records(file):
         size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
         whole += data[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # it is all, or the last part
+        if kind in (1, 4):  # a whole record, or its last part
             yield wandb_internal_pb2.Record.FromString(whole)
             whole = b""
 
@@ -70,7 +70,7 @@ def offline(monkeypatch):
 
 
 def callbacks_of(name):
-    """The callback of ``examples/``; the others are reporters of our own."""
+    """Return the callback of ``examples/``; the other reporters are our own."""
     if name != "mlflow":
         return []
     from mlflow_reporter import MLflow

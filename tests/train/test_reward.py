@@ -1,4 +1,5 @@
-"""Reward models: the formula over transformers in fp64, on every mesh, out and in again."""
+"""Reward models: the formula over transformers in fp64, on every mesh, and files in both
+directions."""
 
 import json
 
@@ -61,7 +62,7 @@ def ids_of(pair, key):
 
 
 def by_formula(model, centering=CENTERING):
-    """TRL's RewardTrainer over transformers' forward, one text at a time, in fp64."""
+    """Compute TRL's RewardTrainer over transformers' forward, one text at a time, in fp64."""
     chosen, rejected = (
         torch.stack([model(torch.tensor([ids_of(pair, key)])).logits[0, 0] for pair in PAIRS])
         for key in ("chosen", "rejected")
@@ -78,7 +79,7 @@ def whole_gradient(member):
 
 
 def learned(words, folder):
-    """Terms, the gradients of the whole model by names in files, and their norm."""
+    """Return terms, the whole gradients by their names in files, and their norm."""
     trainer = Trainer(config_of(words, f"output_dir={folder}"))
     engine, world, size = trainer.engine, trainer.world, trainer.config.train.micro_batch_size
     rows = [trainer.data.train.row(i) for i in range(len(PAIRS))]
@@ -87,7 +88,7 @@ def learned(words, folder):
     terms = engine.forward_backward(here, trainer.objective).terms
     found = {name: value.item() for name, value in terms.items()}
     forward = {k: v.item() for k, v in engine.forward(here, trainer.objective).terms.items()}
-    engine.fsdp.gradient_norm()  # which waits for them
+    engine.fsdp.gradient_norm()  # it waits for them
     gradients = {name: whole_gradient(member) for name, member in engine.fsdp.members.items()}
     norm = engine.step(0.0).grad_norm.item()
     return found, forward, gradients, norm
@@ -170,7 +171,7 @@ def scores_by_transformers(folder, **how):
 @pytest.mark.tier("wide", long=["qwen3_moe"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_language_model_becomes_a_reward_model_that_transformers_loads(family, words, tmp_path):
-    """Trained, exported, scored by transformers as by the run, and read back."""
+    """It is trained, exported, scored alike by transformers and the run, and loaded again."""
     before = make(AutoModelForCausalLM, tmp_path / "model", family)
     more = [f"model.path={tmp_path / 'model'}", "train.steps=12", "optim.lr=1e-2"]
     trainer = Trainer(config_of(words, *more, "checkpoint.save_hf=yes", "model.init_std=0.02"))
@@ -205,7 +206,7 @@ def test_a_language_model_becomes_a_reward_model_that_transformers_loads(family,
 
 
 def test_last_places_are_transformers():
-    """Of GenericForSequenceClassification: the rightmost token that is not PAD."""
+    """GenericForSequenceClassification takes the rightmost token that is not PAD."""
     tokens = torch.tensor([[5, 6, 0, 7, 8, 0], [0, 0, 3, 0, 4, 0]])
     ends = torch.tensor([0, 3, 6, 8, 12], dtype=torch.int32)
     is_pad = torch.tensor([[0] * 6, [0, 0, 0, 0, 0, 1]]).bool()
@@ -317,7 +318,7 @@ def test_a_head_may_be_frozen_but_beside_adapters(words, tmp_path):
 
 
 def test_peft_classifiers_adapters_are_read_and_others_refused(words, tmp_path):
-    """Adapters that PEFT itself wrote for a classifier with one label."""
+    """PEFT itself wrote the accepted adapters, for a classifier with one label."""
     peft = pytest.importorskip("peft")
     model = make(AutoModelForSequenceClassification, tmp_path / "model", "llama", num_labels=1)
     settings = peft.LoraConfig(

@@ -1,4 +1,5 @@
-"""The sample at the end of a run: what plain forwards go on with, on every mesh, or a reason."""
+"""The sample at the end of a run: the continuation by plain forwards, on every mesh, or a
+reason."""
 
 import json
 
@@ -20,7 +21,7 @@ GREEDY = ["train.steps=2", "train.sample_tokens=60", "optim.lr=1e-2", "model.ini
 
 @torch.no_grad()
 def plain_continuation(model, ids, number, window):
-    """Greedy tokens of plain forwards: a full window goes on from its last half."""
+    """Return greedy tokens of plain forwards; a full window restarts from its last half."""
     ids, start = list(ids), 0
     for _ in range(number):
         if len(ids) - start >= window:
@@ -81,7 +82,7 @@ def test_every_mesh_writes_the_same(family, tiny_words, tmp_path):
 
 
 def run_without_memory(words):
-    """Whether there is a sample, where one rank has no room for it; and what was said."""
+    """Return whether there is a sample if one rank has no room for it, and the log."""
     said = []
     weights._free_bytes = lambda device: 3 * 2**30 * (2 - dist.get_rank())
     trainer = Trainer(Config.load(None, words, environ={}), callbacks=[weights.Sampled()])

@@ -1,4 +1,4 @@
-"""A rank that others wait for is named; where all are alike, nobody is."""
+"""A rank that others wait for is named; no rank is named if all are alike."""
 
 import statistics
 import time
@@ -20,11 +20,11 @@ SECONDS = 0.1
 
 
 def run_with(slow, where, words):
-    """Train with a slow rank, or none (-1), which sleeps at ``where``; return what is said."""
+    """Train with a slow rank, or none (-1), which sleeps at ``where``; return the messages."""
     trainer = Trainer(Config.load(None, words, environ={}))
     said = []
     trainer.rank_watch._say = said.append
-    if slow >= 0:  # a busy machine makes others slow now and then
+    if slow >= 0:  # a busy machine makes other ranks slow at times
         metrics.UNHEALTHY_LOGS = 5
     if dist.get_rank() == slow:
         if where == "step":

@@ -1,4 +1,4 @@
-"""The training loop: resuming, accumulation, skipping, stopping, and what a run leaves behind."""
+"""The training loop: resuming, accumulation, skipping, stopping, and a run's files."""
 
 import functools
 import gc
@@ -42,7 +42,7 @@ def losses(trainer, key="loss"):
 
 
 def weights_of(trainer):
-    """All of them, whole, by name: plain tensors, which outlive the run's process group."""
+    """Return all whole weights by name, as plain tensors that outlive the run's process group."""
     return {name: x.clone() for name, x in trainer.engine.weights()}
 
 
@@ -54,7 +54,7 @@ def assert_same_weights(a, b):
 
 
 def gradients(config):
-    """Every gradient of the first step, and that step's result."""
+    """Return every gradient of the first step, and that step's result."""
     trainer = Trainer(config)
     kept = {}
 
@@ -73,7 +73,7 @@ def test_20_steps_equal_10_kill_resume_10_bit_for_bit(tiny, tmp_path):
 
     def stop_at_10():
         result = step()
-        if first.step == 10:  # the next one is given up
+        if first.step == 10:  # the next step is given up
             os.kill(os.getpid(), signal.SIGTERM)
         return result
 
@@ -112,7 +112,7 @@ def test_gradients_do_not_depend_on_the_split_into_micro_batches(tiny, z):
     )
     for name, gradient in whole.items():
         assert (split[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
-    # What costs nothing is another gradient: the exact pass is not for nothing.
+    # The cheaper loss has another gradient, so the exact pass is not redundant.
     router = next(n for n in whole if "router" in n)
     words = [*common, "train.micro_batch_size=2", "moe.aux_loss_scope=micro_batch"]
     cheap, _ = gradients(tiny(*words))
@@ -170,7 +170,7 @@ def test_recomputation_changes_no_gradient(tiny):
 
 
 def poison(trainer, factor):
-    """Every gradient is ``factor`` times what it is, from now on."""
+    """Multiply every gradient by ``factor`` from now on."""
     backward = trainer.engine.fsdp.backward
     trainer.engine.fsdp.backward = lambda loss, *, is_last: backward(loss * factor, is_last=is_last)
 
@@ -205,9 +205,9 @@ def test_what_a_failed_run_saves_is_marked_and_found_by_its_path_alone(tiny, cap
     failed = trainer.folder / "checkpoints" / f"failed-step-{trainer.step:08d}"
     assert f"{failed}, which only checkpoint.resume" in str(caught.value)
     assert "auto goes on from step-00000004" in str(caught.value)
-    assert trainer.step in (8, 9)  # noticed one step late at most
+    assert trainer.step in (8, 9)  # noticed at most one step late
     assert read_metrics(trainer.reporter.log.path)[-1]["skipped_steps"] >= 3
-    # Saves of the steps that failed (6, 8) would have pruned the good one.
+    # Saves of the failed steps (6, 8) would have pruned the good one.
     assert list_checkpoints(failed.parent) == [failed.with_name("step-00000004")]
     assert Trainer(tiny("train.steps=50")).step == 4
     resumed = Trainer(tiny("train.steps=50", f"checkpoint.resume={failed}"))
@@ -234,7 +234,7 @@ def test_uneven_routing_is_said_by_the_runs_log(tiny, monkeypatch, capsys, caplo
     )
     fit(tiny("train.steps=1"))
     assert capsys.readouterr().out.count("uneven!") == 1
-    assert "uneven!" not in caplog.text  # which every rank has
+    assert "uneven!" not in caplog.text  # every rank has it
 
 
 def test_a_run_that_is_over_does_nothing_more(tiny):
@@ -267,7 +267,7 @@ def test_what_a_run_leaves_behind(tiny):
 
 @pytest.mark.parametrize("eval_rows", [3, 7, 10_000])
 def test_held_out_loss_does_not_depend_on_the_micro_batch(tiny, eval_rows):
-    """Five rows by file order and as many as the micro-batch made whole: it was another number."""
+    """Five rows were once padded by file order to whole micro-batches, which changed the loss."""
     answers = []
     for micro in (1, 2, 8):
         words = [f"train.eval_rows={eval_rows}", "train.global_batch_size=8"]
@@ -277,7 +277,7 @@ def test_held_out_loss_does_not_depend_on_the_micro_batch(tiny, eval_rows):
         answers.append(losses(trainer, "eval_loss")[0])
     rows = [trainer.data.eval.row(i) for i in range(len(trainer.data.eval))]
     assert answers == pytest.approx([answers[0]] * 3, rel=1e-6)
-    if eval_rows > len(rows):  # all of them, each token once
+    if eval_rows > len(rows):  # all rows, each token once
         with trainer.engine.work(), torch.no_grad():
             tokens_BS = torch.tensor(np.stack([row.tokens_S for row in rows]))
             positions_BS = torch.tensor(np.stack([row.positions_S for row in rows]))
@@ -303,7 +303,7 @@ def test_rows_without_a_target_have_no_held_out_loss(tiny):
 
 
 def chats(path, count):
-    """``count`` short conversations as jsonl."""
+    """Write ``count`` short conversations as jsonl."""
     turns = [
         [
             {"role": "user", "content": f"Say {'go ' * (i % 5)}{i}"},
@@ -329,7 +329,7 @@ def test_conversations_train_on_whole_rows(tiny, tmp_path, words, monkeypatch):
     assert row.is_pad_S is not None
     curve = losses(trainer, "eval_loss")
     assert curve[30] < 0.9 * curve[0]
-    # The router saw no pads: its counts are of the real tokens alone.
+    # The router saw no pads: it counts the real tokens alone.
     batches = trainer.loader.next_step()
     assert sum(b.num_tokens for b in batches) < sum(b.tokens_BS.numel() for b in batches)
     routing = trainer.engine.forward(batches[:1], CrossEntropy()).routing
@@ -373,7 +373,7 @@ def test_data_that_changed_under_a_finished_run_is_an_error(tiny, tmp_path, capl
     longer.checkpointer.snapshots.engine = SimpleNamespace(
         config=longer.config, world=SimpleNamespace(is_main=False)
     )
-    longer.checkpointer.snapshots._check_same_run(found, "other data", 9)  # one rank says it
+    longer.checkpointer.snapshots._check_same_run(found, "other data", 9)  # one rank reports it
     assert not caplog.records
 
 
@@ -405,7 +405,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny, tiny_words, capsys):
     assert error.startswith("error: checkpoint.resume: ")
     assert "num_layers 2, this run's 3" in error
     with pytest.raises(ConfigError, match=r"checkpoint\.resume: .*not a checkpoint"):
-        Trainer(tiny("checkpoint.resume=no/such/folder", "data.path=missing"))  # looked at first
+        Trainer(tiny("checkpoint.resume=no/such/folder", "data.path=missing"))  # checked first
 
 
 @pytest.mark.parametrize(
@@ -511,7 +511,7 @@ def test_sigterm_again_waits_for_the_checkpoint_too(tiny, monkeypatch):
 
 
 def test_the_last_checkpoint_comes_before_all_else_that_a_run_leaves(tiny, monkeypatch):
-    """The last evaluation may take long, and who is impatient then loses no step."""
+    """The last evaluation may take long; an impatient user who kills it loses no step."""
     trainer = Trainer(tiny())
 
     def give_up():
@@ -534,7 +534,7 @@ def test_a_sample_that_cannot_be_made_takes_nothing_from_the_run(tiny, capsys, w
             torch.nn.init.constant_(trainer.model.norm.weight, float("nan"))
 
         trainer.save = poison
-    else:  # a prompt that this tokenizer has nothing for
+    else:  # a prompt without tokens in this tokenizer
         monkeypatch.setattr("moetrain.generate.weights._prompt", lambda data, text: [])
     trainer.fit()
     assert "no sample: " in capsys.readouterr().out
@@ -577,7 +577,7 @@ def test_a_selection_bias_that_comes_or_goes_is_named(tiny, before, now):
 
 @pytest.mark.tier("long")
 def test_ctrl_c_within_a_step_gives_it_up(tiny_words, tmp_path):
-    """Of a step of a million rows nobody waits for the end; what was trained before it is kept."""
+    """A step of a million rows is not awaited; the steps before it are kept."""
 
     def run(name, *words):
         words = [*tiny_words, "train.micro_batch_size=1", f"output_dir={tmp_path / name}", *words]

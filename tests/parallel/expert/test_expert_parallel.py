@@ -1,4 +1,5 @@
-"""Expert parallelism on gloo: every rank's tokens, gradients and experts equal the whole's."""
+"""Expert parallelism on gloo: every rank's tokens, gradients and experts equal those of one
+process."""
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def check_eager() -> None:
 
 
 def check_kernels() -> None:
-    """The fast paths, in Triton's interpreter."""
+    """Check the fast paths in Triton's interpreter."""
     pair = make_pair("triton")
     for seed, routing in enumerate(ROUTINGS):
         check_step(pair, FEW, routing, seed, recompute=False)
@@ -59,7 +60,8 @@ def check_compiled() -> None:
 
 
 def check_waits() -> None:
-    """Only ``exchange_counts`` waits for the device: once a forward, never in a backward."""
+    """Check that only ``exchange_counts`` waits for the device: once a forward, never in a
+    backward."""
     layer = make_pair().mine
     for recompute, waits, exchanges in ((False, 1, 4), (True, 2, 6)):
         x_BSD = torch.randn(1, 5, WIDTH, requires_grad=True)
@@ -74,9 +76,9 @@ def check_waits() -> None:
 
 
 def check_empty_rank_under_inductor() -> None:
-    """Inductor drops what computes nothing; a collective must stay, or the other ranks hang.
+    """Check that inductor keeps collectives on a rank without tokens, or the others would hang.
 
-    The rank without tokens alone compiles.
+    Only the rank without tokens compiles.
     """
     dispatcher = make_dispatcher()
 
@@ -95,7 +97,7 @@ def check_empty_rank_under_inductor() -> None:
 
 
 def check_interleaved() -> None:
-    """Two calls in flight do not disturb each other; bf16 rows stay bf16, weights fp32."""
+    """Check that two calls in flight do not disturb each other, and that dtypes are kept."""
     dispatcher = make_dispatcher()
     first, second = torch.randn(4, WIDTH).bfloat16(), torch.randn(9, WIDTH).bfloat16()
     calls = []
@@ -110,7 +112,7 @@ def check_interleaved() -> None:
 
 
 def check_transport(device: str, backend: str, dtype: torch.dtype) -> None:
-    """A token arrives once at each rank that it chose, whole, and comes back as often."""
+    """Check that a token arrives once, whole, at each rank that it chose, and returns as often."""
     rank, world = dist.get_rank(), dist.get_world_size()
     transport = AllToAll(EXPERTS, dist.group.WORLD)
     compiled = torch.compile(transport.send, fullgraph=True, backend=backend)
@@ -124,7 +126,7 @@ def check_transport(device: str, backend: str, dtype: torch.dtype) -> None:
         weights_TK = torch.rand(ids_TK.shape, generator=generator).to(device)
         local = local_experts()
         is_here_TK = (ids_TK >= local.start) & (ids_TK < local.stop)
-        arriving = is_here_TK.any(1)  # source rank, then token: the order of the whole batch
+        arriving = is_here_TK.any(1)  # by source rank, then token: the order of the whole batch
 
         mine = weights_TK[part].clone().requires_grad_()
         got: Received = dispatch(x_TD[part].contiguous(), ids_TK[part].contiguous(), mine)
@@ -154,7 +156,7 @@ def check_errors() -> None:
 
 
 def check_everything() -> None:
-    # Fills fresh memory with NaN: nothing may come of rows past the counts.
+    # Fresh memory is filled with NaN: rows past the counts must not reach a result.
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(1).isnan()
     check_eager()

@@ -1,4 +1,4 @@
-"""Copies of busy experts on idle ranks: nothing but the order of sums changes."""
+"""Redundant experts on idle ranks change nothing but the order of sums."""
 
 import itertools
 from typing import Any
@@ -33,14 +33,15 @@ from tests.lib.expert_layers import (
 from tests.lib.one_answer import TOLERANCE, Trainer, compare, plan_runs, run, run_layouts, words_of
 
 SIZES = [
-    # Ranks, experts of one, places for copies, choices of a token.
+    # Ranks, experts of a rank, slots for copies, experts per token.
     *[(1, 3, 2, 2), (2, 1, 1, 1), (2, 5, 2, 3), (3, 2, 1, 2), (3, 1, 4, 1)],
     *[(4, 3, 0, 2), (4, 2, 3, 2), (8, 2, 1, 3), (8, 3, 4, 2)],
 ]
 
 
 def routings(ranks, experts, top_k):
-    """Each rank's ids: few tokens or none, evenly or to few experts, some nowhere."""
+    """Yield each rank's ids: few tokens or none, evenly or to few experts, some without an
+    expert."""
     for seed, power in itertools.product(range(4), (0, 1, 8)):
         generator = torch.Generator().manual_seed(seed)
         popular_E = torch.rand(experts, generator=generator) ** power
@@ -80,7 +81,7 @@ def test_every_row_goes_to_its_expert_and_no_rank_has_more_than_its_share(size, 
         before_W = counts_WE.sum(0).view(ranks, local).sum(1)
         assert load_W.max() <= max(share, before_W.max())
         copied = plan.experts_WN >= 0
-        if least == 1 and not copied.all(1).any():  # places were left
+        if least == 1 and not copied.all(1).any():  # slots were left
             assert load_W.max() <= share
         for rank, e in zip(*copied.nonzero(as_tuple=True), strict=True):
             assert plan.rows_WE[rank, plan.experts_WN[rank, e]] >= least
@@ -96,7 +97,8 @@ def test_the_plan_of_the_kernel_s_own_example():
 
 
 def with_copies(spare: int, backend: Backend = "auto", *, room: bool = False) -> Pair:
-    """The layer with all experts, and one with this rank's and copies, behind which is ``room``."""
+    """Return the layer with all experts, and one with this rank's and copies, followed by
+    ``room``."""
     pair, group = make_pair(backend), dist.distributed_c10d._get_default_group()
     redundant = RedundantExperts(EXPERTS, spare, group, torch.device("cpu"), backend)
     redundant.least_rows = 1
@@ -112,7 +114,8 @@ def with_copies(spare: int, backend: Backend = "auto", *, room: bool = False) ->
 
 
 def check_eager() -> None:
-    """Every second step recomputes: of each routing and number of tokens, and of copies, some."""
+    """Check eager layers: each routing and number of tokens, some copies; every second step
+    recomputes."""
     for number, spare in enumerate((1, 3, 9)):
         pair = with_copies(spare)
         for seed, tokens in enumerate((EVEN, UNEVEN, ALL_ON_ONE, NONE)):
@@ -121,7 +124,7 @@ def check_eager() -> None:
 
 
 def check_kernels() -> None:
-    """On two ranks; on more every second routing, of which check_eager has them all."""
+    """Check kernels on every routing with two ranks, and on every second one with more."""
     for room in (True, False):
         pair = with_copies(2, "triton", room=room)
         for seed, routing in enumerate([*ROUTINGS][room :: dist.get_world_size() // 2]):
@@ -139,10 +142,10 @@ COPIED: Any = torch.ops.moetrain
 
 
 def inputs_of_copied(room: bool) -> tuple[Pair, dict[str, list[Any]]]:
-    """Arguments of every op on this rank, with a copy in each place and rows of each expert.
-    The layers, which hold what carries copies, must live as long.
+    """Return arguments of every op on this rank, with a copy in each slot and rows of each expert.
 
-    With ``room`` there is memory behind the experts, which the ops that take them may use.
+    The layers hold the transport of copies, and must stay alive. With ``room`` there is memory
+    behind the experts, which the ops that take them may use.
     """
     pair = with_copies(2, "triton", room=room)
     gate_up, down = pair.mine.experts.w_gate_up, pair.mine.experts.w_down
@@ -172,9 +175,9 @@ def inputs_of_copied(room: bool) -> tuple[Pair, dict[str, list[Any]]]:
 
 
 def check_ops() -> None:
-    """Each op's inputs stay as they are, its shapes are those it says, and compilers may trace it.
+    """Check that each op leaves its inputs unchanged, declares its shapes, and can be traced.
 
-    On every rank alike, for all ops communicate.
+    All ranks run it, because all ops communicate.
     """
     _pair, inputs = inputs_of_copied(room=False)
     for name, args in inputs.items():
@@ -182,7 +185,8 @@ def check_ops() -> None:
 
 
 def check_room() -> None:
-    """Memory behind the experts changes no bit, and ops write nothing that a tensor shows."""
+    """Check that memory behind the experts changes no bit, and ops write nothing that a tensor
+    shows."""
     found = []
     for room in (False, True):
         results = []
@@ -205,7 +209,7 @@ def test_ops_with_copies_change_none_of_their_inputs(check):
 
 
 def check_clones() -> None:
-    """A copy of the experts without the memory behind them is an error, not another's memory."""
+    """Check that a clone of the experts without the memory behind them is an error."""
     _pair, inputs = inputs_of_copied(room=True)
     args = inputs["expert_mlp_copied"]
     args[4] = args[4].detach().clone()
@@ -218,7 +222,7 @@ def test_expert_mlp_copied_refuses_experts_without_the_memory_behind_them():
 
 
 class Skewed(Trainer):
-    """All its tokens choose the first expert, which is one rank's."""
+    """All its tokens choose the first expert, which one rank owns."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -270,10 +274,10 @@ def test_a_run_with_copies_is_the_single_process_s(world, tiny_words, monkeypatc
 @pytest.mark.gpu("world")
 @pytest.mark.parametrize("world", RUNS)
 def test_run_with_copies_is_the_single_gpu_s(world, tiny_words, monkeypatch):
-    """The same in fp32 on GPUs, with the fast kernels and memory behind the experts."""
+    """The runs are in fp32 on GPUs, with the fast kernels and memory behind the experts."""
     monkeypatch.setattr(one_answer, "Trainer", Skewed)
     words = words_of(tiny_words, "train.device=cuda", "train.dtype=float32")
-    words += ["kernels.attention=reference"]  # in fp32 throughout
+    words += ["kernels.attention=reference"]  # fp32 throughout
     expected = run([*words, "train.micro_batch_size=8"])
     layouts = sorted({layout for found in RUNS[world].values() for layout in found})
     runs = plan_runs(world, words, layouts, RUNS[world], only=RUNS)

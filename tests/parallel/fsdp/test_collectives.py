@@ -1,4 +1,4 @@
-"""Reduce-scatter against an fp64 sum, and all-gather, on gloo."""
+"""Reduce-scatter compared with an fp64 sum, and all-gather, on gloo."""
 
 import itertools
 
@@ -19,7 +19,7 @@ def random_chunks(rank: int, world: int, size: int, dtype: torch.dtype) -> torch
 
 
 def exact_sum(world: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's result in fp64, and the sum of magnitudes that bounds rounding errors."""
+    """Return this rank's result in fp64, and the sum of magnitudes that bounds rounding errors."""
     rank = dist.get_rank()
     rows = torch.stack([random_chunks(r, world, size, dtype)[rank] for r in range(world)]).double()
     return rows.sum(0), rows.abs().sum(0)
@@ -46,7 +46,7 @@ def check_reductions() -> None:
         want_N, magnitude_N = exact_sum(world, size, dtype)
         # An fp32 sum of W numbers rounds W - 1 times, by at most half a unit in the last place.
         assert ((out_N - want_N).abs() <= (world - 1) * 2**-24 * magnitude_N).all(), case
-        if dtype == torch.bfloat16:  # whose fp32 sums are rounded once at most, at the end
+        if dtype == torch.bfloat16:  # its fp32 sums are rounded at most once, at the end
             assert torch.equal(out_N, want_N.float()), case
         assert torch.equal(out_N, reduced(chunks_WN)), case
         base_N = torch.linspace(-1, 1, size)
@@ -54,7 +54,7 @@ def check_reductions() -> None:
 
 
 def check_small_numbers_are_not_lost() -> None:
-    """A large number, its negative and small ones between them: their sum is the small ones'."""
+    """Check that a large value and its negative leave the sum of small values between them."""
     world, rank = dist.get_world_size(), dist.get_rank()
     large = {0: 256.0, world - 1: -256.0}.get(rank, 0.0)
     chunks_WN = torch.full((world, 5), large + 0.5 * (large == 0), dtype=torch.bfloat16)

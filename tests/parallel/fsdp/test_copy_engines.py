@@ -1,7 +1,7 @@
 """FSDP over copy engines gives the bits of FSDP over collectives, whatever comes in between.
 
-On CPUs the memory that ranks share is a file's, and copies are done at once: all but the order of
-streams is the same. ``gpu`` tests have the rest.
+On CPUs the ranks share a file's memory, and copies finish at once: only the order of streams is not
+tested. ``gpu`` tests have the rest.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from tests.lib.engines import make_batches, make_engine, objective_of
 from tests.lib.launches import Launcher
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
-# Nothing that any number of ranks divides: shards are uneven, and some are empty.
+# No number of ranks divides the sizes: shards are uneven, and some are empty.
 BASE = ["train.dtype=bfloat16", "model.num_experts=6", "model.num_layers=3"]
 MICRO = 2  # rows of 8: several micro-batches a step
 RUNS = {
@@ -64,7 +64,7 @@ GPU = [
 
 
 def tell(words):
-    """What an engine is after each part of a long story, by the part's name."""
+    """Return the engine's state after each part of a long sequence of calls, by the part's name."""
     engine, found = make_engine(*BASE, *words, micro=MICRO), {}
     world = engine.world
 
@@ -104,7 +104,7 @@ def tell(words):
     step("updated with nothing gathered")
     evaluate()
     state = {name: weight.clone() for name, weight in engine.weights()}
-    for name in list(engine.fsdp.members)[::2]:  # behind the optimizer's back
+    for name in list(engine.fsdp.members)[::2]:  # without the optimizer's knowledge
         engine.fsdp.write(name, (), 1.5 * state[name])
     evaluate()
     learn(50)
@@ -114,7 +114,7 @@ def tell(words):
     ):  # stages would wait for stages
         with failing_at_its_third_call(method), pytest.raises(ZeroDivisionError):
             learn(60)
-    with engine.work():  # two at once gather once
+    with engine.work():  # two contexts at once gather once
         learn(61)
         evaluate()
     step("failed before")
@@ -131,7 +131,7 @@ def locals_of(engine):
 
 @contextlib.contextmanager
 def failing_at_its_third_call(method):
-    """Of FSDP's, with copies under way."""
+    """Let a method of FSDP raise at its third call, while copies are in flight."""
     original, calls = getattr(FSDP, method), []
 
     def failing(*args, **kwargs):
@@ -146,7 +146,8 @@ def failing_at_its_third_call(method):
 
 
 def differences(runs):
-    """Where copies give other bits than collectives; which buckets they have carried."""
+    """Return the bits that differ between copies and collectives, and the buckets that copies
+    carried."""
     differ, carried = [], {}
     for name, words in runs.items():
         torch.compiler.reset()
@@ -182,7 +183,7 @@ COPY = [*BASE, "parallel.fsdp_transport=copy"]
 
 
 def late(device):
-    """Let the device, and this rank, come to what follows long after the others."""
+    """Delay the device and this rank, so that their next work comes long after the others'."""
     if device.type == "cuda":
         torch.cuda._sleep(2**28)
     else:
@@ -190,7 +191,8 @@ def late(device):
 
 
 def slow_rank(words):
-    """What rank 1 has read and summed, which the others do not wait for; and what it would have."""
+    """Return what rank 1 has read and summed while the others did not wait for it, and the right
+    values."""
     answers = []
     for slow in (False, True):
         engine = make_engine(*COPY, *words, "moe.aux_loss_coef=0", micro=1)
@@ -237,7 +239,7 @@ def test_nobody_overwrites_what_a_slow_rank_still_needs():
 
 
 def memory_comes_and_goes(words):
-    """Of what ranks share: bytes that are there after a work, and after it was given back."""
+    """Return the bytes of shared memory after a work, and after they were released."""
     engine = make_engine(*COPY, *words, micro=1)
     (session,) = engine.fsdp.sessions
     (shared,) = session.peers.values()
@@ -261,7 +263,7 @@ def test_shared_memory_is_made_by_a_work_and_given_back():
 
 
 def changes_in_the_middle():
-    """What comes of an update while peers read."""
+    """Change parameters while peers read them; return the error."""
     engine = make_engine(*COPY, micro=1)
     batches = make_batches(0, 1, engine.world.rank, 2)
     with engine.work():
@@ -277,7 +279,7 @@ def test_parameters_that_change_in_a_work_are_an_error():
 
 
 def maps_after_release():
-    """Of all ranks, how often they map what they share, once the first one has given it back."""
+    """Return how often each rank maps the shared memory after the first one has released it."""
     engine = make_engine(*COPY, micro=1)
     rank = engine.world.rank
     engine.forward(make_batches(0, 1, rank, 2), objective_of(engine))
@@ -332,7 +334,7 @@ def test_reasons_against_copies(monkeypatch):
 
 
 def dies_in_the_middle():
-    """Rank 1 is killed while it copies; the other has to find out."""
+    """Kill rank 1 while it copies; the other must notice."""
     engine = make_engine(*COPY, micro=1)
     world = engine.world
     batches = make_batches(0, 1, world.rank, 2)
@@ -350,7 +352,7 @@ def dies_in_the_middle():
 
 
 def survivor(folder, timeout=30.0):
-    """What the rank says that was not killed."""
+    """Return the output of the surviving rank."""
     context = multiprocessing.get_context("forkserver")
     call = pickle.dumps((dies_in_the_middle, ()))
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
@@ -382,7 +384,7 @@ def test_a_killed_rank_ends_the_others(tmp_path):
     assert "onnection" in said
 
 
-# The real command line, of which rank 1 is killed in a backward of the second step.
+# The real command line runs; rank 1 is killed in a backward of the second step.
 DIES = """
 import os, signal, sys
 from moetrain.parallel.fsdp.fsdp import FSDP
@@ -404,7 +406,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def check_killed_run(words, folder, timeout):
-    """Other ranks wait for the killed one on their device; who started them ends them."""
+    """Check that the launcher ends the ranks that wait for the killed one on their device."""
     words = [*words, "parallel.fsdp_transport=copy", "log.interval=1"]
     code, out, error = Launcher(folder, DIES, *settled(words), nproc=2).end(timeout)
     assert code == 1, out + error
@@ -453,7 +455,7 @@ def test_a_run_on_gpus_ends_with_a_killed_rank(tiny_words, tmp_path):
 
 
 def released_bytes(words):
-    """What each of several releases gave back to the driver, of what ranks share."""
+    """Return the bytes that each of several releases of shared memory gave back to the driver."""
     engine = make_engine(*COPY, *words, micro=1)
     (session,) = engine.fsdp.sessions
     (shared,) = session.peers.values()

@@ -56,7 +56,7 @@ VARIANTS = {
 
 
 def placed(words):
-    """A model in its place, and the world."""
+    """Return a sharded model, and the world."""
     config = Config.load(None, words, environ={})
     arch = resolve_architecture(config.model)
     world = join_world(config, arch)
@@ -66,7 +66,7 @@ def placed(words):
 
 
 def tokens_of(world, number):
-    """A micro-batch of this rank's, [2, 32]; tensor parallel ranks have the same."""
+    """Return a micro-batch of this rank, [2, 32], equal on tensor parallel ranks."""
     generator = torch.Generator().manual_seed(10 * number + world.data_rank)
     return torch.randint(0, 260, (2, 32), generator=generator).to(world.device)
 
@@ -79,7 +79,7 @@ def loss_of(model, hidden_BSD, tokens_BS):
 
 
 def gradients_of(fsdp):
-    """This rank's, by name; forgotten by FSDP."""
+    """Return this rank's gradients by name, and clear them."""
     fsdp.gradient_norm()
     found = {name: m.local.grad.to("cpu", copy=True) for name, m in fsdp.members.items()}
     fsdp.clear_gradients()
@@ -87,7 +87,7 @@ def gradients_of(fsdp):
 
 
 def in_order(model, fsdp, world, order):
-    """The gradients of two micro-batches whose forwards and backwards run in ``order``."""
+    """Return the gradients of two micro-batches whose forwards and backwards run in ``order``."""
     losses = {}
     words = order.split()
     with fsdp.work():
@@ -102,7 +102,7 @@ def in_order(model, fsdp, world, order):
 
 
 def all_orders(runs):
-    """What differs from the sequential order's gradients, by run and order."""
+    """Return the differences from the sequential order's gradients, by run and order."""
     differ = {}
     for name, words in runs.items():
         torch.compiler.reset()
@@ -123,7 +123,7 @@ def all_orders(runs):
 @pytest.mark.tier("wide", long=["1"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_micro_batches_in_flight_give_the_sequential_orders_gradients(world, tiny_words):
-    """Bit for bit: two terms add up to the same whichever comes first."""
+    """They agree bit for bit: a sum of two terms does not depend on their order."""
     base = [*tiny_words, "model.num_layers=5", "model.num_kv_heads=2"]
     kept = VARIANTS if world > 1 else ["dp", "dp reshard", "compile reshard"]
     runs = {name: [*base, *VARIANTS[name]] for name in kept}
@@ -143,7 +143,8 @@ def test_micro_batches_in_flight_on_gpus(world, tiny_words):
 
 @pytest.mark.parametrize("reshard", ["no", "yes"])
 def test_stages_by_hand_are_the_whole_model(tiny_words, reshard):
-    """run(0..k) and run(k..n), with the gradient handed over: losses and gradients bit for bit."""
+    """run(0..k) and run(k..n), with the gradient handed over, give equal bits of losses and
+    gradients."""
     words = [*tiny_words, "model.num_layers=5", f"parallel.reshard_after_forward={reshard}"]
     model, fsdp, world = placed(words)
     tokens_BS = tokens_of(world, 1)
@@ -170,7 +171,7 @@ def test_stages_by_hand_are_the_whole_model(tiny_words, reshard):
 
 @pytest.mark.parametrize("reshard", ["no", "yes"])
 def test_one_backward_of_two_forwards(tiny_words, reshard):
-    """What one process unshards stays until the last graph that reads it is gone."""
+    """Parameters that one process unshards stay until the last graph that reads them is freed."""
     words = [*tiny_words, "train.dtype=bfloat16", f"parallel.reshard_after_forward={reshard}"]
     model, fsdp, world = placed(words)
     expected = in_order(model, fsdp, world, "f1 b1 f2 b2")
@@ -183,7 +184,7 @@ def test_one_backward_of_two_forwards(tiny_words, reshard):
 
 
 def plain_backwards(words):
-    """The gradients of one micro-batch, by a backward that does not say whether it is the last."""
+    """Return the gradients of one micro-batch, by backwards that do not announce the last one."""
     model, fsdp, world = placed(words)
     tokens_BS = tokens_of(world, 1)
     with fsdp.work():
@@ -223,7 +224,7 @@ def test_chunks_lays_gradients_where_members_lie_in_the_shard(tenants, tiny_word
 
 
 class Bytes(Storage):
-    """A storage that is not the package's: ranks exchange the bytes of values, and unpack them."""
+    """A storage outside the package: ranks exchange the bytes of values, and unpack them."""
 
     is_packed = True
 
@@ -258,7 +259,7 @@ class Bytes(Storage):
 
 
 class Counted(Collectives):
-    """A transport that is not the package's: it counts what it carries."""
+    """A transport outside the package, which counts its traffic."""
 
     def __init__(self, group, counts):
         super().__init__(group)
@@ -274,8 +275,8 @@ class Counted(Collectives):
 
 
 def with_registered(words):
-    """Parameters that differ in their gradients from those with the package's own storages and
-    transports, and what the registered ones carried."""
+    """Return the parameters whose gradients differ from those of the package's own storages and
+    transports, and the traffic of the registered ones."""
     counts = Counter()
 
     def connect(buckets, setting, device):
@@ -308,7 +309,8 @@ def test_a_storage_and_a_transport_plug_in_by_their_registries(tiny_words):
 
 
 def gathers(words):
-    """How often each unit was gathered over four micro-batches, and where parameters then lay."""
+    """Return how often each unit was gathered over four micro-batches, and the addresses of
+    parameters."""
     model, fsdp, world = placed(words)
     counts = [0] * len(fsdp.units)
     places = [set() for _ in fsdp.units]
@@ -333,11 +335,12 @@ def test_parameters_are_gathered_once_a_step_and_lie_where_they_lay(tiny_words):
         assert places == [1] * 6
     resharded = [*base, "parallel.reshard_after_forward=yes"]
     for counts, places in spawn(2, gathers, resharded):
-        # Two of four blocks are there when the backward begins, and two when the next forward does.
+        # Two of four blocks are unsharded when the backward begins, and two when the next forward
+        # does.
         assert counts == [2, 6, 6, 4, 4, 2]
         assert places == [1] * 6
     for counts, places in spawn(2, gathers, [*base, "parallel.reshard_after_forward=3"]):
-        # Of the first three, the second has one of both regions to itself.
+        # Among the first three, the second has one of both buffers to itself.
         assert counts == [2, 6, 2, 4, 2, 2]
         assert places == [1] * 6
 
@@ -374,7 +377,8 @@ def test_a_region_keeps_its_address_and_its_tensors():
 
 
 def whole_again(shapes):
-    """Which parameters do not come back whole from their pieces, or are not cut as DTensor cuts."""
+    """Return the parameters that are not restored from their pieces, or are not cut as DTensor
+    cuts."""
     tp = build_meshes(ParallelDims(4, tp=4), "cpu")
     both = build_meshes(ParallelDims(4, dp_shard=2, tp=2, ep=2), "cpu")
     wrong = []
@@ -412,7 +416,8 @@ def test_a_backward_after_its_work_is_refused(tiny_words):
 
 
 def reduce_what_the_last_lacks(words):
-    """Gradients of two micro-batches, of which the last has none of the head, by ``reduce_at``."""
+    """Return gradients of two micro-batches by ``reduce_at``; the last one has none for the
+    head."""
     found = []
     for reduce_at in ("each", "last"):
         model, fsdp, world = placed([*words, f"parallel.reduce_at={reduce_at}"])

@@ -1,4 +1,4 @@
-"""Frozen experts whose codes lie in host memory, and come to the device as blocks run."""
+"""Frozen quantised experts in host memory, loaded to the device block by block."""
 
 import pytest
 import torch
@@ -20,7 +20,8 @@ HOSTED = "lora.offload_experts=yes"
 
 
 def learned(words):
-    """Numbers, weights and a fingerprint after two steps, and which codes lie on the host."""
+    """Return losses, weights and a fingerprint after two steps, and the names of codes on the
+    host."""
     engine = adapted(EVERYTHING, *ROUND, *words)
     hosted = {n for n, m in engine.fsdp.members.items() if m.storage.loads_packed}
     return train(engine, range(2), MICRO), weights_of(engine), engine.fingerprint, hosted
@@ -77,7 +78,7 @@ def test_the_next_blocks_codes_come_before_it_runs(monkeypatch):
 
     engine.model.call_block = called
     engine.forward_backward(make_batches(0, MICRO)[:1], objective_of(engine))
-    # A block has two matrices of experts. When the backward begins, the last two are still there.
+    # A block has two matrices of experts. When the backward begins, the last two are still loaded.
     assert seen[:12] == [0, 0, 1, 1, "block 0", 2, 2, "block 1", 3, 3, "block 2", "block 3"]
     assert seen[12:] == [1, 1, 0, 0]
 

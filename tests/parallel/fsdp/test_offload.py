@@ -1,6 +1,6 @@
-"""State that leaves for host memory and comes back: the same tensors, and training goes on.
+"""State that is offloaded to host memory and reloaded: the tensors and the training are unchanged.
 
-``gpu`` tests measure what a CPU cannot show: addresses, memory that is free, link speed.
+``gpu`` tests measure addresses, free memory and link speed, which a CPU cannot show.
 """
 
 import gc
@@ -48,7 +48,7 @@ GPU = [
 
 
 def tensors_of(engine):
-    """Whatever lives from step to step, by name."""
+    """Return everything that lives from step to step, by name."""
     found = {}
     for name, member in engine.fsdp.members.items():
         found[name] = member.local
@@ -62,7 +62,8 @@ def tensors_of(engine):
 
 
 def identity_of(engine):
-    """By name, which tensor and which storage; and on a GPU where, but for what comes and goes."""
+    """Return each tensor's and storage's identity by name, and on a GPU the address of permanent
+    ones."""
     found = {}
     for name, tensor in tensors_of(engine).items():
         is_fixed = tensor.is_cuda and not (name.startswith("gradient") and engine.fsdp.frees)
@@ -73,7 +74,8 @@ def identity_of(engine):
 
 
 def steps_with(engine, steps, cycle, lr=1e-2):
-    """Losses and norms of steps of two calls each; ``cycle(engine, where)`` around them."""
+    """Return losses and norms of steps of two calls each; ``cycle(engine, where)`` runs around
+    them."""
     numbers, objective, world = [], objective_of(engine), engine.world
     for step in steps:
         cycle(engine, "before")
@@ -96,7 +98,7 @@ def disturb(what, engine, where):
 
 
 def compare(words, what, steps=3):
-    """Steps with everything away in between are those without; every weight changes."""
+    """Check that steps with offloads in between equal those without; every weight changes."""
     undisturbed, disturbed = (make_engine(*words, micro=MICRO) for _ in range(2))
     first = weights_of(disturbed)
     expected = steps_with(undisturbed, range(steps), lambda engine, where: None)
@@ -287,12 +289,13 @@ def test_addresses_go_with_their_last_tensor_and_a_lack_of_memory_is_survived():
     stream = torch.cuda.Stream()
     arena.offload(stream)
     assert before - free_now() < 16 << 20
-    torch.cuda.empty_cache()  # or what torch holds would come free while it makes room for the hog
+    # Otherwise torch's free memory would be released while it makes room for the hog.
+    torch.cuda.empty_cache()
     hog = torch.empty(free_now() - (128 << 20), dtype=torch.uint8, device=device)
     with pytest.raises(torch.OutOfMemoryError):
         arena.reload(stream)
     assert arena.is_offloaded
-    del hog  # torch's allocator keeps it; the arena has it given back
+    del hog  # torch's allocator keeps it; the arena makes torch release it
     arena.reload(stream)
     arena.need()
     assert tensor.data_ptr() == address
@@ -310,12 +313,13 @@ def test_addresses_go_with_their_last_tensor_and_a_lack_of_memory_is_survived():
 
 
 def hosted(engine):
-    """The buckets whose masters lie in host memory."""
+    """Return the buckets whose master weights are in host memory."""
     return [bucket for bucket in engine.fsdp.buckets if bucket.storage.has_host_master]
 
 
 def check_share(engine, fraction):
-    """As near as whole buckets allow, but for what another stage has too."""
+    """Check the offloaded share, up to whole buckets and to parameters that another stage has
+    too."""
     sizes = {id(b): b.shard_N.numel() for b in engine.fsdp.buckets if b.is_trained}
     tied = sum(
         b.shard_N.numel()
@@ -328,13 +332,13 @@ def check_share(engine, fraction):
 
 
 def train_with(fraction, words, micro=MICRO, steps=4, **kwargs):
-    """An engine, and the losses and norms of its steps, each of two calls."""
+    """Return an engine, and the losses and norms of its steps, each of two calls."""
     engine = make_engine(f"optim.offload_fraction={fraction}", *words, micro=micro, **kwargs)
     return engine, train(engine, range(steps), micro, lr=1e-3)
 
 
 def assert_same_run(mine, theirs, tolerance):
-    """Numbers and weights of two engines' runs, to rounding."""
+    """Assert that losses and weights of two engines' runs agree up to rounding."""
     (engine, numbers), (other, expected) = mine, theirs
     torch.testing.assert_close(
         torch.tensor(numbers), torch.tensor(expected), rtol=tolerance, atol=0
@@ -367,7 +371,7 @@ def each_fraction(words, tolerance, fractions=(0.3, 0.5, 1.0), **kwargs):
     ids=" ".join,
 )
 def test_updates_on_the_host_are_the_devices(words):
-    # In bf16 a weight that is rounded the other way moves a loss by more than fp32's roundings.
+    # In bf16 a weight that is rounded the other way changes a loss by more than fp32's roundings.
     each_fraction(words, 1e-5 if "train.dtype=float32" in words else 2e-3)
 
 
@@ -400,7 +404,7 @@ def test_updates_on_the_host_on_any_mesh(names):
 
 
 def with_one_late_rank(layouts):
-    """Each layout's numbers and weights, where rank 1's host is slow and rank 0's is not."""
+    """Return each layout's losses and weights, with a slow CPU on rank 1 only."""
     update, start = AdamW._update_on_host, AdamW._start_on_host
 
     def slowly(self, *task):
@@ -616,7 +620,7 @@ def test_the_estimate_knows_what_the_host_has():
 @pytest.mark.parametrize("words", [[], ["parallel.reshard_after_forward=yes"], LORA], ids=" ".join)
 def test_updates_on_the_host_on_a_gpu(words):
     each_fraction([*GPU, "train.dtype=float32", *words], 1e-4)
-    # Without the bias, a step of which is taken whole wherever rounding moves a token.
+    # The selection bias is off: any token that rounding reroutes would change it by a whole step.
     each_fraction([*GPU, "train.dtype=bfloat16", "moe.bias_update_rate=0", *words], 1e-2)
 
 

@@ -1,4 +1,4 @@
-"""One answer however a model is cut into stages: losses, every gradient, norms, checkpoints.
+"""Pipeline parallelism gives one process's losses, gradients, norms and checkpoints on any stages.
 
 All runs of a world size share its processes.
 """
@@ -40,18 +40,18 @@ BASE = ["train.micro_batch_size=1", "model.num_layers=4", "parallel.pp=2"]
 
 
 def schedule(name, **settings):
-    """Words of a schedule, and of other settings in ``parallel``."""
+    """Return the settings of a schedule, and further ones of ``parallel``."""
     return [f"parallel.{key}={value}" for key, value in ({"pp_schedule": name} | settings).items()]
 
 
 class Case(NamedTuple):
-    """Runs whose answers are one process's."""
+    """Runs that must equal one process."""
 
     words: list[str]
-    """Of all of them."""
+    """Settings of all runs."""
     layouts: dict[str, list[str]]
     rows: int = 8
-    """Of one process's micro-batch; by default the whole batch."""
+    """Micro-batch rows of one process; by default the whole batch."""
     pads: bool = False
 
 
@@ -60,10 +60,10 @@ def cases(world, tiny_words):
     kept = [w for w in tiny_words if "expert" not in w and "moe_" not in w]
     tied = [w for w in words_of(kept, *DENSE) if not w.startswith("moe.")]
     assert resolve_run(Config.load(None, tied, environ={}))[1].tie_embeddings
-    # Balanced without a pass that counts ahead: ranks with rows of their own are one larger batch.
+    # Balancing does not count ahead: data-parallel ranks form one larger batch.
     by_batch = words_of(tiny_words, "moe.aux_loss_scope=micro_batch")
     if world == 2:
-        # With three terms fewer, whose gradients then do not come back.
+        # Three terms are off, so their gradients do not come back.
         seven = ["train.global_batch_size=7", "moe.aux_loss_coef=0", "moe.z_loss_coef=0"]
         seven += ["moe.aux_loss_scope=micro_batch"]
         interleaved = schedule("interleaved_1f1b")
@@ -108,7 +108,7 @@ def cases(world, tiny_words):
 
 
 def run(words, pads=False):
-    """Losses and norms of all steps; this rank's gradients of the first, and its biases."""
+    """Return losses and norms of all steps; this rank's first gradients, and its biases."""
     trainer = Trainer(Config.load(None, words, environ={}))
     if pads:
         next_step = trainer.loader.next_step
@@ -128,7 +128,8 @@ def run(words, pads=False):
 
 
 def run_all(runs):
-    """:func:`run` of each on this rank. No schedule changes a graph: compiled runs share theirs."""
+    """Call :func:`run` for each on this rank. Schedules share graphs, so compiled runs share
+    theirs."""
     apply.compile_blocks = functools.partial(apply.compile_blocks, backend="aot_eager")
     return {name: run(*how) for name, how in runs.items()}
 
@@ -142,14 +143,15 @@ def test_every_pipeline_gives_the_single_process_answer(world, tiny_words):
 @pytest.mark.gpu("world")
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_pipeline_gives_the_single_gpu_answer(world, tiny_words):
-    """In fp32, with the fast kernels; beside expert parallel ranks where there are four GPUs."""
+    """The runs are in fp32 with the fast kernels, beside expert parallel ranks if there are four
+    GPUs."""
     words = [*tiny_words, "train.device=cuda", "train.dtype=float32", "kernels.attention=reference"]
-    words += ["compile.enabled=no"]  # but where a case says so
+    words += ["compile.enabled=no"]  # except where a case enables it
     check_cases(world, cases(world, words), "cuda")
 
 
 def check_cases(world, found, device_type="cpu"):
-    """Every layout of every case on ``world`` ranks against one process."""
+    """Check every layout of every case on ``world`` ranks against one process."""
     runs = {
         (case, name): ([*one.words, *BASE, *layout], one.pads)
         for case, one in found.items()
@@ -210,7 +212,7 @@ def test_larger_worlds_give_the_single_process_answer(world, tiny_words):
 
 
 def check(name, answers, expected):
-    """The numbers of all ranks against one process's; copies of a tensor are alike."""
+    """Check the results of all ranks against one process's; copies of a tensor are equal."""
     gradients, biases = {}, {}
     for numbers, mine, buffers in answers:
         for parameter, gradient in mine.items():
@@ -224,7 +226,7 @@ def check(name, answers, expected):
 
 
 def fit_all(runs):
-    """The losses of every run, one after another."""
+    """Return the losses of every run, one after another."""
     return [fit(words) for words in runs][-1]
 
 
@@ -277,9 +279,9 @@ SETTINGS = [word for key, value in BENCHMARK.items() for word in (f"--{key}", va
 
 
 def measured(names, folder):
-    """What the benchmark's rows of these names are."""
+    """Return the benchmark's rows of these names."""
     sys.path.insert(0, str(SCRIPTS))
-    import bench_pipeline  # scripts are no package
+    import bench_pipeline  # scripts/ is no package
 
     args = Namespace(recipe="debug", layers=2, sequences=4, steps=1, profile=False)
     layouts = {one.name: one for one in bench_pipeline.layouts(2)}
@@ -309,7 +311,7 @@ def test_the_benchmark_outlives_a_row_that_fails(tmp_path, monkeypatch, capsys):
     words += ["--layers", "2", "--sequences", "4", "--only", "interleaved"]
     words += ["--results", str(results)]
     monkeypatch.syspath_prepend(SCRIPTS)
-    import bench_pipeline  # scripts are no package
+    import bench_pipeline  # scripts/ is no package
 
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -320,7 +322,7 @@ def test_the_benchmark_outlives_a_row_that_fails(tmp_path, monkeypatch, capsys):
 
 
 def names_of_equal_objectives(rank_that_keeps):
-    """What two ranks are told of objectives that are equal, of which one forgets the first."""
+    """Return the names that two ranks get for equal objectives, when one rank forgets the first."""
     told, kept = [], []
     stages = Namespace(plan=Namespace(rank_of_stage=[0, 1]), group=dist.group.WORLD)
     pipeline = Pipeline(None, None, stages)

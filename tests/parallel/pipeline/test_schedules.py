@@ -1,4 +1,4 @@
-"""Pipeline schedules, simulated: order, deadlock, bubble and activations of every one."""
+"""Pipeline schedules in simulation: order, deadlocks, bubble and activations."""
 
 import subprocess
 import sys
@@ -26,14 +26,14 @@ CASES = [
 
 
 def counts(name, ranks):
-    """Numbers of micro-batches: fewer than ranks, awkward ones, and 64 (or as near as may be)."""
+    """Return numbers of micro-batches: fewer than ranks, odd ones, and 64 (or nearly)."""
     if SCHEDULES[name].by_rounds:
         return [ranks, 2 * ranks, 3 * ranks, 64 // ranks * ranks]
     return sorted({1, 2, ranks - 1, ranks, 2 * ranks - 1, 2 * ranks + 3, 37, 64})
 
 
 def times(forward, backward):
-    """How long an action takes."""
+    """Return the time of an action."""
     return lambda action: forward if action.kind == "F" else backward
 
 
@@ -44,7 +44,8 @@ def idle_times(schedule, costs):
 
 
 def published_peak(name, r, p, v, m):
-    """The most (stage, micro-batch) pairs whose activations rank r of p has at once."""
+    """Return the largest number of (stage, micro-batch) activations on rank r of p, as
+    published."""
     interleaved = (v - 1) * p + 2 * (p - r) - 1
     return min(v * m, {"gpipe": m, "1f1b": p - r, "interleaved_1f1b": interleaved}[name])
 
@@ -55,7 +56,7 @@ def test_bubble_and_peak_are_the_published_ones(name, ranks, virtual):
         schedule = Schedule.make(name, ranks, virtual, number)
         check_actions(schedule, "FB", number)
         for costs in ((1, 2), (2, 4)):
-            wanted = (ranks - 1) * sum(costs)  # of stages 1/v as long: (p - 1)(f + b) / v
+            wanted = (ranks - 1) * sum(costs)  # with stages 1/v as long: (p - 1)(f + b) / v
             assert idle_times(schedule, costs) == pytest.approx([wanted] * ranks), (number, costs)
         for rank in range(ranks):
             held = schedule.in_flight(rank)
@@ -70,7 +71,7 @@ def test_a_worked_example():
 
 
 def test_less_bubble_for_the_same_memory():
-    """What each schedule is for, at one size: the shares of idle time."""
+    """The table has each schedule's share of idle time at one size."""
 
     def share(name, virtual=1):
         time_of = times(1 / virtual, 2 / virtual)
@@ -83,12 +84,12 @@ def test_less_bubble_for_the_same_memory():
 def test_communication_makes_it_longer():
     schedule = Schedule.make("1f1b", 4, 1, 8)
     fast, slow = (schedule.simulate(communication=c).makespan for c in (0, 0.5))
-    assert slow - fast >= 2 * 3 * 0.5  # there and back at least
+    assert slow - fast >= 2 * 3 * 0.5  # at least there and back
 
 
 @pytest.mark.parametrize(("name", "ranks", "virtual"), CASES)
 def test_transfers_never_wait_for_each_other(name, ranks, virtual):
-    """Even if every batch blocks its rank until all its partners have posted theirs."""
+    """This holds even if every batch blocks its rank until all its partners have posted theirs."""
     for number in counts(name, ranks)[:-1]:
         schedule = Schedule.make(name, ranks, virtual, number)
         check_steps(schedule)
@@ -98,7 +99,7 @@ def test_transfers_never_wait_for_each_other(name, ranks, virtual):
 
 
 def check_actions(schedule, kinds, number):
-    """Every stage's rank does all that is to be done, once, after what it needs of itself."""
+    """Check that every stage's rank runs each action once, after the actions that it depends on."""
     wanted = product(kinds, range(schedule.num_stages), range(number))
     assert sorted(chain(*schedule.actions)) == sorted(wanted)
     for rank, actions in enumerate(schedule.actions):
@@ -143,7 +144,7 @@ def check_steps(schedule):
             done.add(step)
             at[rank], moved = at[rank] + 1, True
     assert at == [len(plan) for plan in plans], f"{schedule.name}: ranks wait for ever at {at}"
-    # Between two ranks, messages of one direction go in the same order on both.
+    # Between two ranks, both order the messages of one direction alike.
     for rank, plan in enumerate(plans):
         for other, theirs in enumerate(plans):
             mine, same = (
@@ -192,7 +193,7 @@ def test_a_drawing_of_a_schedule(tmp_path):
         ([1] * 24, 4, (0, 1, 2, 3), (7, 7, 7, 3)),  # a head of four blocks
         ([5, 1, 1, 1, 1, 1], 0, (0, 1), (1, 5)),  # a first block unlike the others
         ([1] * 4, 9, (0, 1, 2, 3), (1, 1, 1, 1)),
-        # A rank with the head may have less of the rest in whatever stage.
+        # A rank with the head may have fewer blocks in any of its stages.
         ([1] * 12, 4.3, (0, 1, 0, 1), (4, 3, 4, 1)),
     ],
 )
@@ -201,7 +202,8 @@ def test_ranks_are_balanced(costs, head, ranks, sizes):
 
 
 def test_blocks_weigh_what_they_take_on_a_gpu():
-    """Two H200s, micro-batches of 4,096 tokens: 8 blocks took 49.2 ms, 4 and the head 36.1."""
+    """On two H200s, with micro-batches of 4,096 tokens: 8 blocks took 49.2 ms, 4 and the head
+    36.1."""
     words = ["model.num_layers=12", "train.micro_batch_size=1", "train.global_batch_size=16"]
     config, arch = resolve_run(Config.load("qwen3-30b-a3b-24l", [*words, "parallel.pp=2"]))
     assert [len(blocks) for blocks in StagePlan(config, arch).ranges] == [7, 5]

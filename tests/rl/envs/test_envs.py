@@ -1,4 +1,4 @@
-"""Environments: what they ask, show and reward; and calls of them, which may fail in any way."""
+"""Environments: their prompts, demonstrations and rewards; and calls of them, with any failure."""
 
 import asyncio
 import json
@@ -210,7 +210,7 @@ def test_variables_beside_a_prompt_that_is_no_chat_are_refused(name, lines):
     with pytest.raises(ConfigError, match=f"line 1: `{name}` beside a `prompt` .* rl.chat yes"):
         opened("jsonl", prompts=lines, reward="exact")
     row = {"prompt": "hi", "answer": 1, **dict.fromkeys(VARIABLES), "tools": []}
-    lines.write_text(json.dumps(row))  # as a table has what is not there
+    lines.write_text(json.dumps(row))  # null, as in tables
     assert bytes(opened("jsonl", prompts=lines, reward="exact").episode(0).reset().tokens) == b"hi"
 
 
@@ -222,7 +222,7 @@ def test_rewards_of_a_user(lines):
     assert asyncio.run(environment.episode(0).step(ids("abc"))) == Turn(reward=0.75, done=True)
     environment = opened("jsonl", prompts=lines, reward=f"{file}:takes")
     scores = [environment.episode(0).step(ids("")).reward for _ in range(2)]
-    assert scores == [4, 4]  # what one call does to its line, the next does not see
+    assert scores == [4, 4]  # a call cannot change the line for the next one
     own = opened(f"{file}:Mine", env_args='{"power": 3}')
     assert (own.num_tasks, own.power) == (3, 3)
 
@@ -284,7 +284,7 @@ def test_wrong_settings_are_one_line(values, message, lines):
 
 
 def test_a_line_ends_where_json_says(lines):
-    """Not at what else Unicode calls a line end, which JSON allows within a text."""
+    """Lines end only at newlines, not at Unicode's other line ends, which JSON allows in a text."""
     row = {"prompt": "a\u2028b\x85c", "answer": 1}
     lines.write_text(json.dumps(row, ensure_ascii=False) + "\r\n" + json.dumps(row), "utf-8")
     environment = opened("jsonl", prompts=lines, reward="exact")
@@ -299,7 +299,7 @@ def test_a_line_without_answer(lines):
 
 
 def test_a_line_of_what_was_a_table(lines):
-    """Whose columns that are not there are null."""
+    """Absent columns of a table are null."""
     said = [{"role": "user", "content": "a"}]
     rows = [{"prompt": None, "messages": said, "answer": "b"}, {"prompt": "a", "messages": None}]
     rows[1]["answer"] = "b"
@@ -381,7 +381,7 @@ def test_calls_that_fail_do_not_touch_the_others():
     assert {key: found[key].reason for key in reasons} == reasons
     assert "ZeroDivisionError" in found["raises"].detail
     assert found["hangs"] == Failed("timeout", "no answer within rl.step_timeout")
-    calls.start("again", later, 3)  # beside what was cancelled or hangs
+    calls.start("again", later, 3)  # beside cancelled and hanging calls
     assert calls.all_finished() == {"again": 3}
 
 
@@ -412,7 +412,7 @@ def test_slow_calls_are_made_together():
     for i in range(300):
         calls.start(i, time.sleep, 0.2)
     assert calls.finished() == [(i, None) for i in range(300)]
-    assert time.monotonic() - started < 10  # of the minute that they take one after the other
+    assert time.monotonic() - started < 10  # one after the other they take a minute
 
 
 # ---- which prompts when ------------------------------------------------------------------------
@@ -422,7 +422,7 @@ def test_the_window_of_its_docstring():
     window = PromptWindow(ahead=4)
     assert window.advance(4) == (range(8), range(4))
     assert window.advance(4) == (range(8, 12), range(4, 8))
-    assert window.advance(2) == (range(12, 14), range(8, 10))  # groups to replace some
+    assert window.advance(2) == (range(12, 14), range(8, 10))  # groups that replace others
     assert window.advance(4) == (range(14, 18), range(10, 14))
     assert PromptWindow(ahead=0).advance(3) == (range(3), range(3))
 
@@ -455,7 +455,8 @@ def test_quick_calls_share_a_thread():
         for i in range(500):
             calls.start(i, pow, i, 2)
         assert calls.finished() == [(i, i * i) for i in range(500)]
-    assert threading.active_count() - before < 50  # the loop's, and some where a core was away
+    # The loop's threads, and some for times without a free core.
+    assert threading.active_count() - before < 50
 
 
 def test_rewards_see_special_tokens_where_they_are_asked_for(tmp_path):

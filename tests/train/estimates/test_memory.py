@@ -1,4 +1,4 @@
-"""The memory estimate against allocator peaks that were measured, and what is refused by it."""
+"""The memory estimate compared with measured allocator peaks, and its refusals."""
 
 import itertools
 import json
@@ -26,10 +26,10 @@ from tests.lib.engines import make_batches, make_engine, objective_of
 from tests.lib.estimates import estimate_memory
 
 # (recipe, H200s, micro-batch of 4096-token rows, accumulated micro-batches, settings, peak in GiB):
-# max_memory_allocated over four steps, torch 2.11, deep_ep 1.2.1; both MoE recipes route random
-# tokens as it comes; rank 0's where there are several, between which collectives carried. Those of
-# four while experts still kept the rows that tokens are copied to (up to 9 GiB more without
-# recomputation).
+# max_memory_allocated over four steps, torch 2.11, deep_ep 1.2.1. Both MoE recipes route random
+# tokens without balancing. With several ranks the peak is rank 0's, with collectives as transport.
+# Rows with four ranks are from a version in which experts kept the rows that tokens are copied to
+# (up to 9 GiB more without recomputation).
 LONG = (
     "parallel.cp=2 parallel.fsdp_transport=copy activation.policy=selective model.rope=yarn "
     "optim.state_dtype=bfloat16 train.global_batch_size=1 data.seq_len={0} model.max_positions={0}"
@@ -116,9 +116,9 @@ def estimate(recipe, world, micro_batch, accumulated, words, dtype=torch.bfloat1
 def test_the_estimate_is_within_a_tenth_of_what_was_measured(case):
     *run, peak = case
     _, found = estimate(*run)
-    # Of long rows there is little beside the tensors of one block, which the estimate counts.
+    # With long rows, one block's tensors are nearly everything, and the estimate counts them.
     assert found.total / GIB == pytest.approx(peak, rel=0.03 if "max_positions" in run[-1] else 0.1)
-    # Parts are bytes of something.
+    # Parts are in bytes.
     assert all(value >= 0 for value in vars(found).values())
 
 
@@ -127,7 +127,7 @@ LARGER = [
     *("model.moe_intermediate_size=64", "model.vocab_size=4096", "train.dtype=bfloat16"),
     "parallel.fsdp_transport=copy",
 ]
-"""Sizes beside which what members of a bucket are padded with is small."""
+"""Sizes at which the padding of a bucket's members is negligible."""
 LAYOUTS = [
     "",
     "parallel.ep=2",
@@ -141,15 +141,15 @@ LAYOUTS = [
     "optim.name=muon",
     "optim.name=muon parallel.ep=2 optim.state_dtype=bfloat16",
     "optim.state_dtype=float8",
-    # Norms are padded to whole blocks, beside matrices in bf16 of which there must be enough.
+    # Norms are padded to whole blocks, so bf16 matrices must be large in comparison.
     "optim.state_dtype=float8 optim.weight_dtype=bfloat16 model.moe_intermediate_size=512",
     "optim.state_dtype=float8 optim.weight_dtype=bfloat16 model.moe_intermediate_size=512 "
-    "parallel.ep=2",  # experts are used where they lie
+    "parallel.ep=2",  # experts are used in place
 ]
 
 
 def bytes_estimated_and_held():
-    """Of each layout, by part: what was estimated of this rank, and what it has after a step."""
+    """Return for each layout, by part, this rank's estimate and its bytes after a step."""
     return {words: estimated_and_held(words.split()) for words in LAYOUTS}
 
 
@@ -178,7 +178,7 @@ def estimated_and_held(words):
 @pytest.mark.parametrize("taps", [4, 2])
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_a_gated_delta_net_keeps_what_the_estimate_says(is_compiled, taps):
-    """In bf16, by the kernels, with the compiler's choice of what to compute again."""
+    """The run is in bf16 with the kernels, and the compiler chooses what to recompute."""
     if not torch.cuda.is_available() and not INTERPRETED:
         pytest.skip("needs Triton")
     device, tokens = "cuda" if torch.cuda.is_available() else "cpu", 640
@@ -222,13 +222,13 @@ def test_the_estimate_of_state_is_what_a_rank_allocates():
 def test_moments_in_fp32_take_twice_the_weights():
     _, found = estimate("qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6")
     assert found.moments == 2 * found.weights
-    # And a scale for 32 numbers.
+    # There is one scale per 32 elements.
     _, narrow = estimate("qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6 optim.state_dtype=float8")
     assert narrow.moments == found.moments * 33 / 32 / 4
 
 
 def test_parts_of_a_block_are_recomputed_together_unless_it_is_compiled():
-    """What is kept is what need not be computed again; compiled, the largest part is all."""
+    """Kept are the tensors that need no recomputation; compiled, the largest part is everything."""
     sums = {}
     for is_compiled, policy in itertools.product(("no", "yes"), ("full", "selective")):
         words = f"model.num_layers=1 compile.enabled={is_compiled} activation.policy={policy}"
@@ -247,11 +247,11 @@ def test_muon_has_a_momentum_and_a_bounded_working_set():
     attention = 6 * 2 * (32 + 4) * 128 * 2048
     assert adamw.moments - muon.moments == 4 * (experts + attention)
     assert adamw.moments == 8 * arch.num_params()
-    # All gradients are there, and 42 experts' matrices: several times in bf16.
+    # All gradients exist, and 42 experts' matrices, several times in bf16.
     assert muon.gradients == 4 * arch.num_params()
     assert muon.working_set == 2 * 5 * 2**26
     assert muon.activations == 0
-    # Where activations take more, the update is not the peak.
+    # If activations take more, the update is not the peak.
     large = "model.num_layers=6 activation.policy=none"
     peaks = [
         estimate("qwen3-30b-a3b", 1, 8, 1, f"{large}{name}")[1] for name in ("", " optim.name=muon")
@@ -273,7 +273,7 @@ def test_more_ranks_take_less_each(layout):
 
 @pytest.mark.parametrize("preset", ["qwen3-30b-a3b-24l", "deepseek-v3"])
 def test_gathered_keys_and_values_are_those_of_all_tokens(preset):
-    """Beside a rank's own they are of as many tokens again, by hand."""
+    """They hold as many tokens as all ranks together, computed by hand."""
     words = "model.num_layers=5 parallel.cp=2 activation.policy=none"
     run = ("qwen3-30b-a3b-24l", 2, 1, 1)
     if preset == "deepseek-v3":
@@ -303,7 +303,7 @@ def test_moments_in_bf16_take_half():
     ],
 )
 def test_gradients_in_bf16_take_half(world, accumulated, words):
-    """Of what is kept: what is still to travel is fp32."""
+    """Only the kept gradients are halved: those that are still to be reduced are fp32."""
     run = ("qwen3-30b-a3b-24l", world, 1, accumulated)
     config, wide = estimate(*run, words)
     _, half = estimate(*run, f"{words} optim.gradient_dtype=bfloat16")
@@ -369,7 +369,7 @@ def test_dry_run_says_for_what_it_plans_and_whether_it_fits(words, says, capsys,
 
 
 def with_gpus(monkeypatch, count, kind="h200"):
-    """As on a machine with so many of them."""
+    """Simulate a machine with this many GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {kind.upper()}")
     here = SimpleNamespace(total_memory=GPUS[kind].memory_gib * GIB)
@@ -446,7 +446,7 @@ WITHOUT_ROOM = [
 
 @pytest.mark.parametrize(("words", "says"), WITHOUT_ROOM, ids=lambda x: x[:80])
 def test_what_does_not_fit_is_said_with_what_would(words, says, capsys):
-    """And that, asked for, is said to fit."""
+    """The proposed settings are then reported to fit."""
     recipe, *given = [*words.split(), "--train.global_batch_size", "96"]
 
     def verdict(settings):

@@ -1,4 +1,5 @@
-"""The estimate of a step's time against every row of docs/benchmarks.md that it can express."""
+"""The estimate of a step's time compared with every row of docs/benchmarks.md that it can
+express."""
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.lib.speed_rows import FP8, HALF, ONE_AFTER_ANOTHER, PAGE, ROWS, SIX, 
 
 
 def rate(gpus, rows, words, gpu="h200"):
-    """Tokens a second and GPU."""
+    """Return tokens per second and GPU."""
     batch = [f"train.micro_batch_size={rows}", f"train.global_batch_size={rows * gpus}"]
     names = {word.partition("=")[0] for word in words.split()}
     batch = [word for word in batch if word.partition("=")[0] not in names]
@@ -81,7 +82,8 @@ def test_muon_takes_as_long_as_its_products():
     """For 128 matrices of 768 x 2048 five iterations take 7.7 ms on an H200."""
     seconds = [4 * 4096 / rate(1, 4, f"{SIX} optim.name={name}") for name in ("muon", "adamw")]
     layer = 3 * 7.7e-3 * 478 / 482
-    # Attention's matrices, each as large as three of an expert's or more, and idle time are beside.
+    # Attention's matrices, each as large as three of an expert's or more, and idle time add to
+    # that.
     assert 6 * layer < seconds[0] - seconds[1] < 1.25 * 6 * layer
     shared = [rate(4, 4, f"{TWENTY_FOUR} optim.name={name}") for name in ("muon", "adamw")]
     assert 0.6 * shared[1] < shared[0] < shared[1]
