@@ -141,7 +141,7 @@ def test_who_waits_when_a_server_stops_is_told_so_in_the_protocols_form(doors, c
 
 
 def test_who_asks_while_a_server_stops_is_told_so(doors):
-    """A connection may stay open while its last answer was under way at the signal."""
+    """The client asks again on a connection whose last answer was in progress at the signal."""
     kept = asked(doors.port, "late")
     slow = asked(doors.port, "never")
     wait_until(lambda: doors.begun)

@@ -165,7 +165,7 @@ def test_a_sampler_has_the_weights_that_it_was_made_of_or_none(tmp_path):
                 with pytest.raises(Refused, match="there is no save"):
                     service.create(f"{name[:32]}:sample:9", source=f"{name}/sampler_weights/a")
                 left = tmp_path / "jobs" / name / "sampler_weights" / "a"
-                # In the middle of a turn the worker may be writing there.
+                # The files stay until a turn is over, because its worker may be writing there.
                 assert list(left.iterdir())
                 service.turn()
                 assert not left.exists()

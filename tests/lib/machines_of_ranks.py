@@ -59,7 +59,7 @@ def random_batch(size: Size, own, alike, seed: int, dtype: torch.dtype) -> Batch
     batch = make_batch(size, tokens, "uniform", seed, dtype=dtype)
     generator = torch.Generator().manual_seed(own.randrange(1000))
     likely_E = torch.rand(size.experts, generator=generator) ** own.choice([1, 8])
-    if alike.random() < 0.3:  # the experts of one rank or machine may fall into this range
+    if alike.random() < 0.3:  # a range of experts, possibly of one rank or machine
         first = alike.randrange(size.experts)
         likely_E[:first] = 0
         likely_E[first + alike.randint(1, size.experts) :] = 0

@@ -46,7 +46,7 @@ class Drawn(NamedTuple):
 
 
 def draw_mesh(d, number, world, moe):
-    """Draw degrees that multiply to ``world``; ``number`` decides which axis is doubled first."""
+    """Draw degrees that multiply to ``world``; ``number`` decides the first axis to double."""
     degrees = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1)
     kinds = list(degrees)
     for turn in range(world.bit_length() - 1):

@@ -186,7 +186,7 @@ def test_inductor_gives_the_losses_of_eager():
 
 @pytest.mark.tier("long")
 def test_what_was_compiled_is_found_again_unless_the_source_is_another(monkeypatch):
-    """With two norms, the backward is an op of ours in one and a function in the other."""
+    """The backward of one norm is an op of ours, that of the other an autograd function."""
 
     def gradients():
         torch._dynamo.reset()

@@ -42,9 +42,9 @@ def draw(shape, seed, dtype=torch.float32):
 
 
 def stored(first, second, settings=SETTINGS, step=5):
-    """Return the moments, in fp64, that a step from zero stores for these targets.
+    """Return the moments, in fp64, that a step from zero stores for these values.
 
-    Each is ``[R, C]``: a step takes gradients, and zero moments become a multiple of them.
+    Each is ``[R, C]``: with betas of 0 a step's gradient becomes its moment.
     """
     one = settings._replace(beta1=0.0, beta2=0.0)
     found = []

@@ -70,8 +70,7 @@ def test_every_kind_of_layer_gives_the_single_process_answer(world, tmp_path):
 
 @pytest.mark.tier("long")
 def test_one_row_that_all_ranks_share(tmp_path):
-    """A document is longer than the tokens of all ranks but one, and heads cannot be shared by two
-    ranks."""
+    """A document spans both ranks, and two ranks cannot share the heads."""
     runs = []
     for kind in ("gpt_oss", "glm4_moe", "deepseek_v3"):
         one = case_of(f"row {kind}", 2, kind, {"cp": 2}, "none", rows=1)

@@ -354,7 +354,7 @@ def test_places_are_filled_by_what_still_runs(fleet, monkeypatch):
     for running in (0, 16, 12, 12, 13):
         report(one, running=running)
         groups.append([t.group for t in orders_of(one)[3]][::4])
-    # Eight slots, one of which waits for the next group; fewer remain than a group needs.
+    # At most 13 run or wait: eight slots, an eighth more, and a group of four.
     assert groups == [[0, 1, 2, 3], [], [4], [5], []]
 
 

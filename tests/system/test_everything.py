@@ -81,8 +81,8 @@ def draw(number, world):
         words["train.freeze"] = ",".join(d.sample(patterns, d.choice([1, 2])))
     if number % 3 == 1 and "lora.rank" not in words:
         words["optim.name"] = "muon"
-    # The loss of each micro-batch is balanced differently: rows are then alike, or all in one
-    # micro-batch.
+    # With the scope micro_batch the loss depends on the split: one process then has equal
+    # micro-batches. Otherwise it has all rows in one.
     is_split = words.get("moe.aux_loss_coef") and words["moe.aux_loss_scope"] == "micro_batch"
     idle = d.randrange(own)
     last = {row for row in range(rows) if row // micro % own == idle}

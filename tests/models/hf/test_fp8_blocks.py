@@ -153,7 +153,7 @@ def test_weights_train_as_a_checkpoint_has_them(precision, dtype, tmp_path):
         ]
         codes, scales = made.values[at].float(), made.scales[tuple(blocks)]
         want, want_scales = (files[piece.hf_name + x] for x in ("", "_scale_inv"))
-        # Values that are equal may have half the power of two, where the largest code is 224.
+        # Equal values may have a power of two half as large, if the largest code is 224.
         ratio = want_scales / scales
         assert ((ratio == 1) | (ratio == 2) & in_powers).all(), piece.hf_name
         twice += (ratio == 2).sum().item()
@@ -167,7 +167,7 @@ def test_weights_train_as_a_checkpoint_has_them(precision, dtype, tmp_path):
 
 
 def test_scales_of_other_origin_come_back_nearly_and_codes_as_they_were():
-    """The scales are not exact in bf16."""
+    """The values are not exact in bf16."""
     w_NM = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
     codes, scales, values = quantise(w_NM, (128, 128))
     for dtype, limit in ((torch.float32, 2.0**-23), (torch.bfloat16, 2.0**-8)):

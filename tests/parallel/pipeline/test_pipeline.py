@@ -60,10 +60,10 @@ def cases(world, tiny_words):
     kept = [w for w in tiny_words if "expert" not in w and "moe_" not in w]
     tied = [w for w in words_of(kept, *DENSE) if not w.startswith("moe.")]
     assert resolve_run(Config.load(None, tied, environ={}))[1].tie_embeddings
-    # Balancing does not count ahead: data-parallel ranks form one larger batch.
+    # Without a pass that counts ahead, data-parallel ranks are balanced as one larger batch.
     by_batch = words_of(tiny_words, "moe.aux_loss_scope=micro_batch")
     if world == 2:
-        # Three terms are off, so their gradients do not come back.
+        # Without auxiliary losses, no gradients of the routers' sums come back.
         seven = ["train.global_batch_size=7", "moe.aux_loss_coef=0", "moe.z_loss_coef=0"]
         seven += ["moe.aux_loss_scope=micro_batch"]
         interleaved = schedule("interleaved_1f1b")
@@ -128,8 +128,7 @@ def run(words, pads=False):
 
 
 def run_all(runs):
-    """Call :func:`run` for each on this rank. Schedules share graphs, so compiled runs share
-    theirs."""
+    """Call :func:`run` for each on this rank; all schedules share their compiled graphs."""
     apply.compile_blocks = functools.partial(apply.compile_blocks, backend="aot_eager")
     return {name: run(*how) for name, how in runs.items()}
 

@@ -26,10 +26,10 @@ from tests.lib.engines import make_batches, make_engine, objective_of
 from tests.lib.estimates import estimate_memory
 
 # (recipe, H200s, micro-batch of 4096-token rows, accumulated micro-batches, settings, peak in GiB):
-# max_memory_allocated over four steps, torch 2.11, deep_ep 1.2.1. Both MoE recipes route random
-# tokens without balancing. With several ranks the peak is rank 0's, with collectives as transport.
-# Rows with four ranks are from a version in which experts kept the rows that tokens are copied to
-# (up to 9 GiB more without recomputation).
+# max_memory_allocated over four steps, torch 2.11, deep_ep 1.2.1. Routing of both MoE recipes is
+# not forced, and tokens are random. With several ranks the peak is rank 0's, with collectives as
+# transport. Rows with four ranks are from a version in which experts kept the rows that tokens are
+# copied to (up to 9 GiB more without recomputation).
 LONG = (
     "parallel.cp=2 parallel.fsdp_transport=copy activation.policy=selective model.rope=yarn "
     "optim.state_dtype=bfloat16 train.global_batch_size=1 data.seq_len={0} model.max_positions={0}"
