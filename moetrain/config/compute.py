@@ -66,9 +66,9 @@ class ParallelSection(Section):
         ),
     ] = False
     """Free a block's gathered parameters after its forward, and gather them again one block ahead
-    of its backward: less memory for one more gather. A number N: only the first N blocks of a rank
-    do so. The last blocks keep theirs, because their backward comes first. With activation.policy
-    full: all do, or N."""
+    of its backward. This takes less memory and one more gather. A number N: only the first N blocks
+    of a rank do so. The last blocks keep theirs, because their backward comes first. With
+    activation.policy full: all do, or N."""
     reduce_at: Literal["each", "last"] = "each"
     """When gradients are reduced over ranks. each: after every micro-batch, while its backward
     runs; last: once a step, after each rank has added up its own in fp32, which takes 4 bytes for
@@ -157,18 +157,19 @@ class MoeSection(Section):
     ] = "auto"
     """SMs that DeepEP uses: an even number, or auto for the fastest at the number of ranks."""
     dispatch_mode: Literal["exact", "static"] = "exact"
-    """The size of a rank's receive buffers for DeepEP. exact: by the counts, for which the host
-    waits once a layer in the forward; static: by moe.static_capacity, so that nothing waits."""
+    """The size of a rank's receive buffers for DeepEP. exact: the number of received tokens, for
+    which the host waits once a layer in the forward; static: by moe.static_capacity, without a
+    wait."""
     static_capacity: float = Field(default=2.0, ge=1)
     """Rows that static reserves for a rank's experts, as a multiple of an even share; more than
     twice that share is rare. A step that overflows runs again in mode exact. None can overflow with
     the value of parallel.ep."""
     redundant_experts: int = Field(default=0, ge=0)
-    """Slots that each rank has for copies of other ranks' experts. In every layer the busiest
-    experts are copied to idle ranks for as long as it computes, so that ranks compute equally many
-    rows; gradients go back, and nothing but the order of sums changes. Four ranks of 32 experts
-    each, the busiest with 2.4 times the mean, need 4 (simulated). A slot takes up to twice an
-    expert's memory in every layer."""
+    """Slots that each rank has for copies of other ranks' experts. While a layer computes, its
+    busiest experts are copied to idle ranks, so that all ranks compute equally many rows. Gradients
+    go back, and only the order of sums changes. Four ranks of 32 experts each, the busiest with 2.4
+    times the mean, need 4 (simulated). A slot takes up to twice an expert's memory in every
+    layer."""
     force_balanced: bool = False
     """Ignore the router's choice and send every expert equally many tokens, for benchmarks."""
     aux_loss_coef: float | None = Field(default=None, ge=0)
@@ -237,10 +238,10 @@ class CompileSection(Section):
     C++ compiler."""
     cuda_graphs: bool | Literal["auto"] = False
     """Capture forward, backward and update as CUDA graphs, one for each number of micro-batches and
-    bucket of documents, which the host then launches at once. The bits are the same. For small
-    models, where the host is what limits a step; on one GPU it takes memory for gradients and
-    compute values that is freed otherwise. auto: where a micro-batch takes less than 2 TFLOP a
-    layer, the run fits in half of the GPU's memory, it generates nothing, and no other setting
+    bucket of documents, which the host then launches at once. The bits are the same. This speeds up
+    small models, whose steps the host limits. On one GPU it keeps memory for gradients and compute
+    copies of weights that would otherwise be freed. auto: if a micro-batch takes less than 2 TFLOP
+    a layer, the run fits in half of the GPU's memory, it generates nothing, and no other setting
     prevents it."""
 
     @property
@@ -278,8 +279,8 @@ class LaunchSection(Section):
     or was killed. Under torchrun give its own option --max-restarts instead."""
     hang_seconds: float = Field(default=0.0, ge=0)
     """Seconds that a step may take. After that the process prints where each thread is and exits,
-    and its launcher can start the run again; 0: no limit. There is none for a process's first step,
-    evaluations and checkpoints on disk."""
+    and its launcher can start the run again; 0: no limit. A process's first step, evaluations and
+    checkpoints on disk have no limit."""
     gpus: int | None = Field(default=None, gt=0)
     """GPUs that --dry_run plans for; unset: those of this run, on this machine or under a launcher,
     or as many as the degrees in parallel multiply to."""
@@ -290,7 +291,7 @@ class LaunchSection(Section):
         int | Literal["auto"],
         checked(lambda n: n == "auto" or n > 0, "give auto or a positive number of GPUs"),
     ] = "auto"
-    """GPUs, or processes, that reach one another by fast links, with neighbouring ranks. What is
-    made for such links stays inside (parallel.tp, DeepEP, copy engines), and a token that goes to
-    experts of another machine is sent to it once. auto: as many as a launcher has started on a
-    machine, or 8 where none has."""
+    """GPUs, or processes, that fast links connect; they have consecutive ranks. Communication made
+    for such links (parallel.tp, DeepEP, copy engines) stays among them, and a token is sent to
+    another machine only once, however many of its experts it goes to. auto: as many as a launcher
+    has started on a machine, or 8 where none has."""

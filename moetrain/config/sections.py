@@ -145,20 +145,20 @@ class ModelSection(Section):
 
 
 class MixEntry(Section):
-    """One source of a mixture, a table [[data.mix]]. What is unset is as in the section data."""
+    """One source of a mixture, a table [[data.mix]]. Unset fields are those of the section data."""
 
     path: GivenPath
-    """File, folder, pattern or hub's name to read."""
+    """File, folder, pattern or OWNER/NAME on a hub to read."""
     name: str | None = None
     """Its name in metrics (eval_loss/NAME); unset: the last part of its path."""
     weight: float | None = Field(default=None, gt=0)
-    """Share of the rows, among the weights of all; unset in all: as many as there are."""
+    """Share of the rows, relative to the weights of all sources; unset in all: all rows of each."""
     repeat: PositiveInt = 1
-    """Times that one pass over the mixture reads its rows, or with weights may read them."""
+    """Passes over its rows in one pass over the mixture. With weights it is the largest number."""
     limit: PositiveInt | None = None
-    """Number of its first records or files that are read; unset: all."""
+    """Number of its first records or files to read; unset: all."""
     source: Literal["text", "records"] | None = None
-    """Kind of data; unset: by the end of its path."""
+    """Kind of data; unset: the suffix of its path decides."""
     eval_path: MaybePath = None
     """File or folder to evaluate on; unset: data.eval_fraction of the entry is held out."""
     split: str | None = None
@@ -241,8 +241,7 @@ class DataSection(Section):
     the first one of each kind."""
     streaming: Literal["auto", "yes", "no"] = "auto"
     """Begin to train while later blocks of the data are tokenised. The number of rows in a pass
-    over a stream is estimated from its first block. auto: for files over 64 MiB, of which no part
-    is limited."""
+    over a stream is estimated from its first block. auto: for files over 64 MiB without a limit."""
     workers: NonNegativeInt | None = None
     """Processes of each rank that tokenise a stream ahead; unset: a core each, up to 8."""
     cache_dir: MaybePath = None
@@ -320,9 +319,9 @@ class TrainSection(Section):
     undesirable_weight: float = Field(default=1.0, gt=0)
     """Factor of kto's loss of rejected answers and of answers with the label false."""
     mtp_weight: float = Field(default=0.0, ge=0)
-    """Weight of the loss of multi-token prediction, 0.3 or 0.1 as a rule: blocks behind the model's
-    own (DeepSeek's, GLM's, Qwen's) are trained to predict further tokens; 0: they stay as they
-    are."""
+    """Weight of the multi-token prediction loss, usually 0.3 or 0.1. It trains the blocks after the
+    model's own (DeepSeek's, GLM's, Qwen's) to predict further tokens. 0: these blocks are not
+    trained."""
     seed: NonNegativeInt = 0
     """Seed of the initial weights, of the order of the data and of sampling."""
     micro_batch_size: PositiveInt = 8
@@ -474,8 +473,8 @@ class CheckpointSection(Section):
     memory: GivenPath = "/dev/shm"
     """Folder for checkpoints in memory, local to each machine."""
     replicas: PositiveInt = 1
-    """Machines, at most all, that hold each file of a checkpoint in memory or in an output_dir of
-    their own. 2: one may be lost."""
+    """Machines that hold each file of a checkpoint in memory or in an output_dir of their own; at
+    most all. 2: one may be lost."""
     shared: bool = True
     """All machines share output_dir. no: each machine has a folder of its own, with its part of
     each checkpoint; metrics and exports are written on the first machine."""
