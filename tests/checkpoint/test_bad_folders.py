@@ -67,7 +67,7 @@ def refused(path: str | Path) -> str:
     return caught.value.problem
 
 
-def test_the_good_one(copy):
+def test_undamaged_folder_is_read(copy):
     arch = resolve_architecture(ModelSection(path=str(copy)))
     assert arch.num_experts == 4
 
@@ -90,7 +90,7 @@ def config_text(change: dict) -> str:
 
 
 @pytest.mark.parametrize("key", SIZE_KEYS)
-def test_sizes_that_are_none(key, copy):
+def test_config_json_with_bad_sizes_is_refused(key, copy):
     for value in [*BAD_VALUES, *([] if key in NULL_MEANS_SOMETHING else [None])]:
         if (key, value) == ("num_experts", 0):
             continue  # a dense model, which contradicts the weights
@@ -161,13 +161,13 @@ OTHER_VALUES = {
 
 
 @pytest.mark.parametrize("case", OTHER_VALUES)
-def test_values_that_make_no_model(case, copy):
+def test_config_json_with_bad_values_is_refused(case, copy):
     (copy / CONFIG).write_text(config_text(OTHER_VALUES[case]))
     refused(copy)
 
 
 @pytest.mark.parametrize("types", [5, "full_attention", [1, 2], [None, {}], ["full_attention"] * 3])
-def test_layer_types_of_a_dense_model(types, copy):
+def test_config_json_with_bad_layer_types_is_refused(types, copy):
     config = {**SIZES, "model_type": "qwen3", "layer_types": types}
     (copy / CONFIG).write_text(json.dumps(config))
     assert "layer" in refused(copy) or "sliding" in refused(copy)
@@ -362,7 +362,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
-def test_files_that_are_no_checkpoint(case, copy):
+def test_damaged_files_are_refused(case, copy):
     spoil, message = BAD_FILES[case]
     spoil(copy)
     said = refused(copy)
@@ -378,7 +378,7 @@ def test_a_config_that_cannot_be_read(copy, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["", CONFIG, INDEX, "model-00001-of-00002.safetensors"])
-def test_what_may_not_be_read(name, good):
+def test_files_without_read_permission_are_refused(name, good):
     # Only this user can read pytest's own folders.
     with tempfile.TemporaryDirectory() as root:
         os.chmod(root, 0o755)
@@ -420,7 +420,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize("path", PATHS, ids=range(len(PATHS)))
-def test_paths_that_lead_nowhere(path, monkeypatch, tmp_path):
+def test_model_path_that_does_not_exist_is_refused(path, monkeypatch, tmp_path):
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     assert PATHS[path] in refused(path)

@@ -80,7 +80,7 @@ def test_a_run_stands_for_its_export(saved):
     assert resolve(saved) == resolve(saved / "hf") == saved / "hf"
 
 
-def test_diff(saved, tmp_path, capsys):
+def test_diff_command_names_changed_tensors(saved, tmp_path, capsys):
     one, two = (saved / "checkpoints" / "step-00000002", tmp_path / "two" / "step-00000002")
     shutil.copytree(one, two)
     assert main(["diff", str(saved), str(two)]) == 0
@@ -181,7 +181,9 @@ def test_an_import_is_where_a_run_begins(saved, tmp_path, tiny_words):
         (["import-hf", "nowhere", "out"], 2, "nowhere"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(words, code, says, capsys, monkeypatch):
+def test_checkpoint_command_refuses_bad_requests_in_one_line(
+    words, code, says, capsys, monkeypatch
+):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(words) == code

@@ -31,7 +31,9 @@ def test_rows_lengths_and_masks_are_shown(
     assert "█" * 40 in out
 
 
-def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_data_command_reports_bad_data_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "x", "answer": "y"})
     assert command.main([str(path), "--data.cache_dir", str(tmp_path)]) == 2
     assert "nearest is" in capsys.readouterr().err

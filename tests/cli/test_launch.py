@@ -186,7 +186,7 @@ def assert_nobody_is_left(folder):
 
 
 @pytest.mark.tier("long")
-def test_success(start, tmp_path):
+def test_launcher_exits_with_0_when_all_ranks_succeed(start, tmp_path):
     code, out, error = start("succeed").end()
     assert (code, error) == (0, "")
     assert sorted(out.splitlines()) == ["out 0", "out 1", "out 2"]
@@ -201,7 +201,7 @@ def test_success(start, tmp_path):
         ("all_fail", 1, "failed: too many bad steps"),
     ],
 )
-def test_what_all_ranks_find_is_said_once(behaviour, code, line, start):
+def test_launcher_prints_an_error_of_all_ranks_once(behaviour, code, line, start):
     found, _, error = start(behaviour, nproc=2).end()
     assert (found, error) == (code, line + "\n")
 
@@ -296,7 +296,7 @@ def test_an_unknown_address_is_known_to_be_at_once():
     assert time.monotonic() - began < 30  # the time of a resolver
 
 
-def test_nobody_at_the_address():
+def test_find_ranks_fails_if_nobody_serves_the_address():
     port = free_port()
     with pytest.raises(RunFailed, match=rf"rank 1 of 2 found nobody at 127\.0\.0\.1:{port} within"):
         find_ranks(place(1, port=port), 0.3)

@@ -37,7 +37,7 @@ BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"} 
         (SLURM | {"MASTER_ADDR": "m", "MASTER_PORT": "99", "SLURM_NODELIST": "n1"}, "m:99"),
     ],
 )
-def test_the_place_that_a_launcher_gave(variables, address):
+def test_launched_place_reads_the_variables_of_launchers(variables, address):
     assert launched_place(variables) == LaunchedPlace(5, 1, 8, address, None, None)
 
 
@@ -51,7 +51,7 @@ def test_the_place_that_a_launcher_gave(variables, address):
         (SLURM | {"SLURM_NODELIST": "n", "SLURM_STEP_TASKS_PER_NODE": "5,3"}, None),
     ],
 )
-def test_the_ranks_of_a_machine(variables, on_machine):
+def test_launched_place_counts_the_ranks_of_a_machine(variables, on_machine):
     place = launched_place(variables)
     assert place is not None
     assert place.on_machine == on_machine
@@ -60,7 +60,7 @@ def test_the_ranks_of_a_machine(variables, on_machine):
 @pytest.mark.parametrize(
     "variables", [{}, {"RANK": "0"}, BATCH_SCRIPT, SLURM | {"SLURM_STEP_NUM_TASKS": "1"}]
 )
-def test_a_process_alone(variables):
+def test_launched_place_is_none_without_a_launcher(variables):
     assert launched_place(variables) is None
 
 

@@ -328,7 +328,7 @@ def test_any_text_comes_through_bash_and_yaml():
         ("slurm debug --nodes 2 --train.device cpu", r"launch\.gpus: .*train\.device 'cpu'"),
     ],
 )
-def test_what_cannot_be_is_one_line(words, says, capsys):
+def test_launch_command_refuses_bad_jobs_in_one_line(words, says, capsys):
     assert main(words.split(" ")) == 2
     out, error = capsys.readouterr()
     assert out == ""

@@ -89,7 +89,7 @@ def test_a_model_whose_experts_have_no_fp8_is_planned_in_bf16(preset, capsys):
     assert {row["precision"] for row in rows} == {"bf16"}
 
 
-def test_what_a_user_sets_stays(capsys):
+def test_plan_keeps_settings_of_the_user(capsys):
     given = ["--parallel.ep", "2", "--train.global_batch_size", "12", "--activation.policy", "full"]
     _, rows, command = plan(capsys, *SIX, "--gpus", "4", *FIXED, *given, "--parallel.tp", "1")
     assert {row["ep"] for row in rows} == {"2"}
@@ -121,7 +121,7 @@ def test_several_numbers_of_gpus_are_planned_one_by_one(capsys):
     assert any(line.startswith("128 machines: estimated with 400 Gbit/s") for line in out)
 
 
-def test_machines_of_other_sizes(capsys):
+def test_plan_takes_gpus_per_machine(capsys):
     axes = [word for axis in ("pp", "ep") for word in (f"--parallel.{axis}", "1")]
     more = ["--train.micro_batch_size", "2", "--launch.gpus_per_machine", "2"]
     out, rows, command = plan(capsys, *SIX, "--gpus", "4", *FIXED, *axes, *more)
@@ -159,7 +159,7 @@ def test_a_folder_or_a_hubs_cache_with_nothing_but_a_config(capsys, tmp_path, mo
         ("debug --gpus 1 --optim.lrr 1", r"^error: optim\.lrr: "),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(words, says, capsys):
+def test_plan_command_refuses_bad_settings_in_one_line(words, says, capsys):
     assert main(words.split()) == 2
     said = capsys.readouterr().err
     assert re.search(says, said), said

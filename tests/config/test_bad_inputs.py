@@ -181,7 +181,7 @@ COMMANDS = [  # the command, its words, the field, words of the line
 
 
 @pytest.mark.parametrize(("run", "words", "field", "says"), COMMANDS)
-def test_other_commands(run, words, field, says, places, capsys):
+def test_commands_refuse_bad_inputs_in_one_line(run, words, field, says, places, capsys):
     for name, place in places.items():
         words, says = (text.replace("{" + name + "}", place) for text in (words, says))
     assert run(words.split()) == 2
@@ -218,7 +218,9 @@ def places(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("words", "field", "says"), FILES, ids=[row[0][:60] for row in FILES])
-def test_files_folders_and_layouts(words, field, says, places, tmp_path, capsys, monkeypatch):
+def test_train_refuses_bad_files_folders_and_layouts(
+    words, field, says, places, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for name, place in places.items():
         words = words.replace("{" + name + "}", place)
@@ -265,7 +267,7 @@ def test_no_room_for_what_will_be_written(words, says, tmp_path, capsys, monkeyp
     assert_refused(words, "output_dir", f"has room for 0.00 GiB, and .*{says}", tmp_path, capsys)
 
 
-def test_no_compiler(tmp_path, capsys):
+def test_compile_enabled_without_a_compiler_is_refused(tmp_path, capsys):
     from torch._inductor import config
 
     words = ["compile.enabled=yes", f"output_dir={tmp_path / 'out'}", "train.device=cpu"]

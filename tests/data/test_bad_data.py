@@ -69,7 +69,9 @@ from tests.lib.data_files import BYTE_VOCAB, config, word_tokenizer, write_files
         ),
     ],
 )
-def test_mistakes_name_the_setting(tmp_path: Path, settings: dict, message: str):
+def test_bad_data_is_refused_by_the_name_of_its_setting(
+    tmp_path: Path, settings: dict, message: str
+):
     (tmp_path / "empty").mkdir()
     write_files(tmp_path / "text", one="first", two="other")
     write_files(tmp_path / "blank", one="", two=" \n")
@@ -286,7 +288,7 @@ UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
     UNLISTED,
     ids=[f"{i}-{row[3][:30]}" for i, row in enumerate(UNLISTED)],
 )
-def test_kinds_that_nobody_had_listed(
+def test_mistakes_found_by_trying_are_refused(
     words, files, field, says, tmp_path, tmp_path_factory, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)

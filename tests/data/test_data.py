@@ -441,7 +441,7 @@ def test_hf_tokenizer_from_file_and_folder(tmp_path: Path):
     assert load_tokenizer(str(other)).fingerprint != tokenizer.fingerprint
 
 
-def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_load_tokenizer_downloads_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = word_tokenizer(tmp_path / "t", "a", "</s>")
     asked = []
 

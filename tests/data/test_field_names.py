@@ -68,7 +68,7 @@ def parts(document):
     ],
     ids=str,
 )
-def test_single_answers(record, asked):
+def test_columns_of_single_answers_are_read(record, asked):
     (document,) = read(record)
     assert parts(document) == (asked, SAID)
 
@@ -88,7 +88,7 @@ def test_single_answers(record, asked):
     ],
     ids=str,
 )
-def test_pairs(record):
+def test_columns_of_pairs_are_read(record):
     chosen, rejected = read(record, pairs=True)
     assert parts(chosen) == (ASKED, SAID)
     assert parts(rejected) == (ASKED, "bad<end>")
@@ -118,7 +118,7 @@ def test_next_token_learns_the_messages_of_swifts_pairs():
     ],
     ids=str,
 )
-def test_what_would_be_lost_is_refused(record, says):
+def test_columns_that_would_be_lost_are_refused(record, says):
     with pytest.raises(BadLineError, match=says):
         read(record)
 

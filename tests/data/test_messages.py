@@ -399,7 +399,7 @@ def test_channels_that_the_template_does_not_read_are_refused(channel: str):
     assert ChatTemplate(reads, {}).documents(messages)
 
 
-def test_null_is_nothing():
+def test_null_fields_of_messages_are_absent():
     """Clients and tables write keys without a value, and templates test for their presence."""
     asks = PLAIN.replace("m.content ~ '<end>'", "m.content ~ '!' * ('tool_calls' in m) ~ '<end>'")
     nulls = dict.fromkeys(("tool_calls", "function_call", "reasoning_content", "weight", "name"))

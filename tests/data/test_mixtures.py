@@ -233,7 +233,7 @@ def test_a_killed_run_reads_on_what_it_would_have_read(
         ('[{"path": "a/x"}, {"path": "b/x"}]', r"data\.mix: two entries have one name"),
     ],
 )
-def test_a_mixture_that_is_none(mix: str, says: str):
+def test_bad_mixtures_are_refused(mix: str, says: str):
     with pytest.raises(ConfigError, match=says):
         Config.load(overrides=["--data.mix", mix])
 

@@ -230,7 +230,7 @@ def test_tensors_that_are_carried_on_get_rows_too(tmp_path):
         (["data.source=synthetic"], r"data\.new_tokens: .* contradicts data\.source 'synthetic'"),
     ],
 )
-def test_what_cannot_be_is_one_line(words, problem, tmp_path):
+def test_bad_new_tokens_are_refused_in_one_line(words, problem, tmp_path):
     make_checkpoint(tmp_path)
     if "data.source=synthetic" in words:
         words = [*words, "data.path=None"]

@@ -19,7 +19,7 @@ def test_adapters_are_used_and_updated():
     check(*follow([]))
 
 
-def test_what_is_frozen_is_there_once():
+def test_replica_borrows_frozen_weights():
     engine = adapted(EVERYTHING)
     model, experts = replica(engine)
     generator = Generator(model, experts=experts, num_pages=20, page_size=4)
@@ -63,7 +63,7 @@ def follow_all(runs):
 
 
 @pytest.mark.tier("long")
-def test_on_ranks():
+def test_adapters_are_used_and_updated_on_two_ranks():
     runs = [["parallel.ep=2"], ["parallel.tp=2"], ["parallel.pp=2"]]
     for answers in spawn(2, follow_all, runs, timeout=100):
         for answer in answers:

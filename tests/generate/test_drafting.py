@@ -330,7 +330,7 @@ def test_a_shared_page_is_never_written_again(share):
 
 @pytest.mark.tier("wide", long=["deepseek_v3"])
 @pytest.mark.parametrize("case", ["deepseek_v3", "qwen3_5_moe_text"])
-def test_other_weights_on_the_way(case):
+def test_drafts_follow_weights_that_change_in_a_request(case):
     """A sleep and an abort follow."""
     params = SamplingParams(max_tokens=30, seed=4)
     request = Request("a", tuple(range(20)), params)
@@ -579,7 +579,7 @@ def test_updates_have_their_own_numbers(folder):
 
 
 @pytest.mark.tier("long")
-def test_what_has_no_block_is_refused_in_one_line(folder, tmp_path, capsys):
+def test_draft_of_a_model_without_mtp_is_refused_in_one_line(folder, tmp_path, capsys):
     save_hf(make_plain_model(), tmp_path / "none", tokenizer=ByteTokenizer().export())
     stored = load_file(folder / "model.safetensors")
     shutil.copytree(folder, tmp_path / "part")

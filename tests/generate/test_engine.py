@@ -258,7 +258,7 @@ def test_those_that_wait_begin_together(batch, pages, most):
     assert figures["generator/places"] / figures["generator/steps"] > 4
 
 
-def test_what_begins_alike_is_read_once():
+def test_generator_prefills_a_shared_prefix_once():
     generator = make_generator(page_size=4, num_pages=64)
     read = []
     plan = generator.scheduler.plan
@@ -284,7 +284,7 @@ def test_what_begins_alike_is_read_once():
     assert sum(number for step in read for _, number in step) == 3 * 42
 
 
-def test_other_weights_answer_for_themselves():
+def test_generator_continues_with_new_weights():
     request = Request("a", tuple(range(20)), SamplingParams(max_tokens=30, temperature=0))
     generator = make_generator(page_size=4, num_pages=32)
     addresses = [p.data_ptr() for p in generator.model.parameters()]
@@ -354,7 +354,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("problem", BAD)
-def test_what_can_never_be_served_says_so(problem):
+def test_submit_refuses_impossible_requests(problem):
     request, settings = BAD[problem]
     generator = make_generator(**settings)
     generator.submit(Request("there", (1,), SamplingParams(max_tokens=3)))
@@ -417,7 +417,7 @@ def test_extreme_parameters_do_what_they_say():
 
 @pytest.mark.tier("long")
 @pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
-def test_who_looks_at_log_probabilities_has_the_same_tokens():
+def test_logprobs_do_not_change_tokens():
     model = make_model().bfloat16()
     with torch.no_grad():  # pairs of tokens whose logits are equal once rounded
         half = model.lm_head.weight[:132].clone()

@@ -154,7 +154,7 @@ def test_bad_grammars_are_one_line(grammar, problem):
     assert not generator.is_busy
 
 
-def test_what_a_grammar_needs(monkeypatch):
+def test_grammar_without_its_needs_is_refused(monkeypatch):
     request = Request("a", (1, 2), SamplingParams(grammar=GRAMMARS["regex"], max_tokens=9))
     with pytest.raises(RequestError, match="a generator with a tokenizer"):
         Generator(make_model()).submit(request)
@@ -305,7 +305,7 @@ def test_a_stream_with_tools_has_the_call_at_its_end(client):
         ({"tools": [OTHER], "tool_choice": 3}, "3 is neither"),
     ],
 )
-def test_what_the_server_refuses(client, fields, problem):
+def test_server_refuses_bad_grammars(client, fields, problem):
     assert problem in ask(client, **fields)
 
 

@@ -78,7 +78,7 @@ def follow_all(runs):
 
 
 @pytest.mark.tier("wide")
-def test_on_ranks():
+def test_generation_on_two_ranks_is_that_of_dequantised_experts():
     runs = [("mxfp4", ["parallel.ep=2"]), ("float8", ["parallel.pp=2"]), ("nf4", [])]
     for answers in spawn(2, follow_all, runs, timeout=100):
         for answer in answers:
@@ -111,7 +111,7 @@ def test_adapters_lie_beside_coded_experts():
     assert found["answers"].isfinite().all()
 
 
-def test_asleep_it_has_no_codes():
+def test_sleep_frees_quantised_experts():
     engine = make_engine("rl.generator_dtype=float8", micro=MICRO)
     model, _ = replica(engine)
     generator = Generator(model, num_pages=20, page_size=4)
@@ -206,7 +206,7 @@ def test_the_estimate_counts_codes(name):
     assert sizes[name] < 0.7 * sizes["auto"]
 
 
-def test_exact_bits_are_not_promised():
+def test_generator_dtype_refuses_exact_bits():
     words = [*WORDS, "rl.generator_dtype=float8", "kernels.attention=exact"]
     words += ["train.micro_batch_size=2"]
     with pytest.raises(ConfigError, match=r"rl\.generator_dtype: 'float8' contradicts kernels"):

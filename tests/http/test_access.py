@@ -126,7 +126,7 @@ def test_everybody_is_served_where_that_was_asked_for(serve, tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_what_cannot_be_is_one_line(tmp_path):
+def test_bad_settings_of_access_are_refused_in_one_line(tmp_path):
     for host, auth in (("127.0.0.1", "auto"), ("localhost", "auto"), ("0.0.0.0", "none")):
         match = rf"^jobs\.token_file: 'x' contradicts jobs\.auth '{auth}'.*set jobs\.auth token$"
         with pytest.raises(ConfigError, match=match):
@@ -229,7 +229,7 @@ def test_who_sends_slowly_or_waits_long_is_not_idle(serve, tmp_path, monkeypatch
         assert b'{"length":%d' % length in all_of_length(connection)
 
 
-def test_who_asks_often_is_not_idle(serve, tmp_path, monkeypatch):
+def test_connection_with_frequent_requests_is_not_idle(serve, tmp_path, monkeypatch):
     monkeypatch.setattr(Access, "idle_seconds", 0.5)
     port = serve(access_to(tmp_path))
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)

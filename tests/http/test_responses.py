@@ -72,7 +72,7 @@ def test_a_conversation_has_the_tokens_that_it_has_as_a_chat(client):
 
 
 @pytest.mark.tier("long")
-def test_calls_are_items(client):
+def test_responses_return_tool_calls_as_items(client):
     asked = {"tools": [flat(TOOL), flat(OTHER)], "max_output_tokens": 150}
     choice = {"type": "function", "name": "add"}
     reply = create(
@@ -199,7 +199,7 @@ def test_a_stream_has_the_events_of_its_items(client, kind):
         ),
     ],
 )
-def test_items_become_messages(items, messages):
+def test_responses_input_items_become_messages(items, messages):
     assert Responses(input=items).messages == messages
     first = {"role": "system", "content": "x"}
     assert Responses(input=items, instructions="x").messages == [first, *messages]
@@ -249,7 +249,7 @@ def test_a_tools_keys_come_in_a_chats_order():
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_refused(client, asked, says):
+def test_bad_responses_requests_are_refused(client, asked, says):
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as found:
             client.responses.create(**{"input": "a", **GREEDY, **asked}, stream=stream)
@@ -340,7 +340,7 @@ converse_in_streams = partial(converse_in_responses, stream=True)
 
 
 @pytest.mark.tier("long")
-def test_what_is_recorded_is_the_same_by_every_way():
+def test_agents_record_equal_tokens_by_chats_and_responses():
     def by_name(run):
         found = {(t.group, t.member): t for t in collected(run)}
         assert {(t.fault, t.reward, t.starts == []) for t in found.values()} == {(None, 0.25, True)}

@@ -269,7 +269,7 @@ def test_nothing_of_a_job_is_left_in_the_cache(service):
         ),
     ],
 )
-def test_a_refusal_is_a_line(service, kind, body, says):
+def test_bad_requests_are_refused_in_one_line(service, kind, body, says):
     name = f"{'ab' * 16}:train:0"
     for job in (name, f"{'ab' * 16}:sample:0"):
         service.create(job)
@@ -305,7 +305,7 @@ def test_a_bad_body_takes_no_more_memory_than_a_good_one(kind, body):
     assert found.value.error_count() <= 2
 
 
-def test_who_has_ended_is_not_brought_back(tmp_path, monkeypatch):
+def test_ended_job_is_not_restored(tmp_path, monkeypatch):
     service = Service(config_of(tmp_path))
     name = new(service)
     for _ in range(10):
@@ -341,7 +341,7 @@ def test_an_id_is_taken_until_its_job_is_gone(service):
     asker(service, name)(*LEARN)
 
 
-def test_what_is_deleted_is_gone_after_a_stop(tmp_path):
+def test_deleted_job_is_gone_after_a_stop(tmp_path):
     with Service(config_of(tmp_path)) as service:
         name = new(service)
         gone = service.delete(name)

@@ -73,7 +73,7 @@ def test_jobs_beside_each_other_have_the_bits_they_have_alone(tmp_path, alone, w
 
 
 @pytest.mark.tier("long")
-def test_nothing_is_built_twice(tmp_path, monkeypatch):
+def test_service_builds_one_engine_for_all_jobs(tmp_path, monkeypatch):
     built = Counter()
     for kind in (AdamW, Engine, Generator):
         original = kind.__init__
@@ -467,7 +467,7 @@ def test_a_job_that_failed_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch)
         assert ask(*look) == expected
 
 
-def test_saves_are_gone_back_to(tmp_path, monkeypatch):
+def test_load_weights_restores_a_save(tmp_path, monkeypatch):
     learn = ("forward_backward", texts(text_of(5)))
     step, look = ("optim_step", rate(1e-2)), ("forward", texts(text_of(6)))
     with Service(config_of(tmp_path, "jobs.max_saves=2")) as service:
@@ -653,7 +653,7 @@ def test_what_can_never_be_sampled_is_refused(quiet, body, says):
     assert quiet.find(name).accepted == 0
 
 
-def test_a_queue_has_an_end(quiet):
+def test_submit_refuses_more_requests_than_the_queue_holds(quiet):
     name = new(quiet)
     for _ in range(2):
         quiet.submit(name, "optim_step", rate(1.0))
@@ -694,7 +694,7 @@ def test_a_damaged_job_fails_alone(tmp_path, alone):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_too(tmp_path):
+def test_jobs_on_a_gpu_have_the_bits_they_have_alone(tmp_path):
     words = ["train.device=cuda", "train.deterministic=yes", "model.hidden_size=128"]
     words += ["model.head_dim=64", "model.moe_intermediate_size=64", "model.vocab_size=64"]
     expected = [run_alone(tmp_path / f"alone-{seed}", seed, *words) for seed in range(4)]

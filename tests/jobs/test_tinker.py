@@ -47,7 +47,7 @@ def logprobs_of(run, one=None):
     return found["logprobs"].to_torch()
 
 
-def test_a_run_learns(trained):
+def test_sdk_training_lowers_the_loss(trained):
     run, losses = trained
     assert losses[0] > losses[1] > losses[2]
     info = run.get_info()
@@ -175,7 +175,7 @@ def test_samplers_keep_the_weights_that_they_were_made_of(served, trained):
     assert part == [None] * 12 + fresh[12:]
 
 
-def test_samples(served):
+def test_sdk_sampling_parameters(served):
     (model,) = served.get_server_capabilities().supported_models
     sampler = served.create_sampling_client(base_model=model.model_name).result()
     prompt = types.ModelInput.from_ints(TOKENS[:4])
@@ -208,7 +208,7 @@ def test_samples(served):
 
 
 @pytest.mark.tier("long")
-def test_states_are_gone_back_to(served, trained):
+def test_sdk_restores_saved_states(served, trained):
     run, _ = trained
     path = run.save_state("state", ttl_seconds=3600).result().path
     with_moments = served.create_training_client_from_state_with_optimizer(path).result()
@@ -253,7 +253,7 @@ def test_an_adapter_is_downloaded(served, trained):
     assert any(x.any() for name, x in tensors.items() if "lora_B" in name)
 
 
-def test_what_there_is_not_is_a_line(served):
+def test_sdk_requests_that_are_unsupported_fail_with_one_line(served):
     run = created(served)
     for ask, says in (
         (lambda: run.forward_backward([datum()], "gspo"), "loss_fn 'gspo' is not one of"),

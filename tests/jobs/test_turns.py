@@ -73,7 +73,7 @@ def test_turns_that_jobs_share_are_begun_early_too(tmp_path):
         assert device.log == ["begun"] * 3 + ["computed"]
 
 
-def test_a_turn_waits_for_those_that_shared_the_one_before_while_the_device_is_at_work(tmp_path):
+def test_scheduler_waits_for_previous_group_while_device_is_busy(tmp_path):
     with slow(tmp_path, *TENANTS, SELDOM) as (service, device):
         names = [new(service, seed) for seed in range(3)]
         answers_of(service, [(name, LEARN) for name in names])

@@ -48,7 +48,7 @@ def normalised(values):
         ),
     ],
 )
-def test_each_is_its_formula(name, expected):
+def test_advantages_match_their_formulas(name, expected):
     found = advantages(OUTCOMES, RlSection(advantage=name))
     assert found.values == pytest.approx(expected, rel=1e-12, abs=1e-15)
     assert found.spread == pytest.approx(statistics.stdev(expected), rel=1e-12)
@@ -63,7 +63,7 @@ def test_dr_grpo_is_the_default():
     assert values_of(OUTCOMES) == values_of(OUTCOMES, advantage="dr_grpo")
 
 
-def test_who_failed_is_in_nobodys_advantage():
+def test_failed_trajectories_change_no_advantage():
     bad = [
         ended(0, 100.0, fault="timeout"),
         ended(1, math.nan),
@@ -88,7 +88,7 @@ def test_an_overlong_trajectory_counts_is_masked_or_is_gone():
 
 
 @pytest.mark.parametrize("name", ["dr_grpo", "grpo", "rloo", "reinforce_pp_baseline"])
-def test_a_group_that_tells_nothing_is_counted_and_changes_nothing(name):
+def test_groups_without_variance_are_counted_and_left_out(name):
     flat = [ended(7, 0.1 + 0.2), ended(7, 0.3), ended(8, 0.0), ended(8, 0.0)]
     alone = [ended(9, 5.0), ended(9, 6.0, fault="timeout")]
     found = advantages([*flat, *alone, *OUTCOMES], RlSection(advantage=name))
@@ -97,7 +97,7 @@ def test_a_group_that_tells_nothing_is_counted_and_changes_nothing(name):
     assert found.left_out == {"no_variance": 4, "alone": 1, "timeout": 1}
 
 
-def test_nothing_at_all_to_learn():
+def test_advantages_without_any_spread_are_0():
     found = advantages([ended(0, 1.0), ended(0, 1.0)], RlSection(advantage="reinforce_pp"))
     assert found.values == [0.0, 0.0]
     # The last bit of their mean differs.

@@ -282,7 +282,7 @@ def test_initial_values_by_kind():
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_compute_dtype(name):
+def test_model_computes_in_its_compute_dtype(name):
     model = Transformer(VARIANTS[name])
     model.init_weights(std=0.1, seed=0)
     tokens_BS = torch.randint(0, 48, (2, 9))

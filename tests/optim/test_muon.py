@@ -70,7 +70,7 @@ def test_singular_values_are_near_one_and_vectors_stay():
     assert 0.65 < values.diag().min() <= values.diag().max() < 1.25
 
 
-def test_the_worked_example():
+def test_newton_schulz_worked_example():
     found = newton_schulz_reference(torch.tensor([[3.0, 0], [0, 4]]), 1, 0.0)
     assert found.diag().tolist() == pytest.approx([1.1933, 0.9764], abs=1e-3)
 
@@ -104,7 +104,7 @@ def test_a_symmetric_product_is_exactly_so_and_the_same_in_any_batch(sizes, dtyp
 
 
 @devices
-def test_the_worked_example_of_symmetric_products(device):
+def test_symmetric_product_worked_example(device):
     x_1RC = torch.tensor([[[1.0, 2], [3, 4]]], device=device)
     added_1RR = torch.tensor([[[0.0, 1], [1, 0]]], device=device)
     for backend in ("reference", "triton"):
@@ -174,7 +174,7 @@ def test_flops_are_those_of_the_products():
 # ---- dealing ------------------------------------------------------------------------------------
 
 
-def test_the_worked_example_of_dealing():
+def test_deal_worked_example():
     assert muon._deal([(8, 8), (8, 8), (8, 8), (4, 4)], 2) == [[[0, 2], [1, 3]]]
 
 

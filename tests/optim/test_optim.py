@@ -259,7 +259,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("frees", [True, False])
-def test_any_change_of_weights_is_computed_with(change, frees):
+def test_forward_uses_weights_after_any_change(change, frees):
     """This also holds if memory stays allocated between steps, as on several ranks."""
     engine, other = make_engine(BF16), make_engine(BF16)
     for one in (engine, other):

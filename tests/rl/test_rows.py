@@ -11,7 +11,7 @@ from moetrain.train.samples import Sample, pack, unpack
 from tests.lib.rl_samples import make_sample, make_samples
 
 
-def test_the_worked_example():
+def test_packed_rows_worked_example():
     a = Sample(
         tokens=np.array([10, 11, 12, 13]),
         is_action=np.array([False, False, True, True]),

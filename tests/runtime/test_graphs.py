@@ -77,7 +77,7 @@ def test_the_first_call_runs_the_second_is_captured_and_others_are_replayed():
     assert seen == ["capture", "replay", "replay", "replay"]
 
 
-def test_results_are_copies():
+def test_results_of_graphs_are_copies():
     held = torch.zeros(2)
 
     def fn(x):
@@ -185,7 +185,7 @@ def check_steps(words, micro):
 
 
 @pytest.mark.parametrize("case", ["plain", "accumulated", "muon", "coded"])
-def test_steps_have_the_same_numbers(case):
+def test_graphed_steps_equal_plain_steps(case):
     check_steps(*CASES[case])
 
 
@@ -230,7 +230,7 @@ def shared_copies():
     return found
 
 
-def test_what_peers_read_is_up_to_date_after_an_update():
+def test_shared_copies_are_updated_by_replays():
     """A replay would not update it in any other way."""
     for found in spawn(2, shared_copies):
         assert {*found} == {True, False}
@@ -435,7 +435,7 @@ def test_auto_is_where_graphs_can_be_and_pay(words, sleep, graphs, tiny_words, m
     assert Session(config, arch, sleep).config.compile.cuda_graphs is graphs
 
 
-def test_leaving_ends_graphs():
+def test_leaving_the_world_drops_graphs():
     engine, objective = make_engine(ON), CrossEntropy()
     engine.graphs.capture = lambda fn: fn
     for _ in range(2):

@@ -81,12 +81,12 @@ def check(gpu, gpus, rows, words, measured, tolerance=0.1):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}-{row[2]}-{row[3]}")
-def test_a_step_takes_what_was_measured(row):
+def test_simulated_rates_match_measured_ones(row):
     check("h200", *row)
 
 
 @pytest.mark.parametrize("row", OTHERS, ids=lambda row: f"{row[1]}-{row[0]}-{row[3]}-{row[4]}")
-def test_so_does_what_no_rate_was_taken_from(row):
+def test_simulated_rates_match_measurements_that_fitted_no_rate(row):
     check(*row)
 
 
@@ -101,7 +101,7 @@ def test_the_hottest_rank_is_waited_for(row, monkeypatch):
 
 
 @pytest.mark.parametrize("row", OFF, ids=lambda row: row[4])
-def test_what_is_off_by_more(row):
+def test_simulated_rates_with_larger_errors(row):
     check(*row)
 
 
@@ -500,7 +500,7 @@ def test_a_stream_goes_in_order_and_a_collective_waits_for_all_of_its_own():
     assert simulation.busy()[0, "a"] == 3.0
 
 
-def test_what_waits_for_itself_is_an_error():
+def test_simulation_raises_at_a_deadlock():
     simulation = Simulation()
     first = simulation.queue("x", "first", [(0, "a")])
     second = simulation.queue("x", "second", [(0, "a")])
@@ -551,7 +551,7 @@ def test_the_command_says_what_each_stream_waits_for(capsys):
         (["--gpus", "8", "--parallel.ep", "3"], "error: parallel.ep: 3"),
     ],
 )
-def test_what_cannot_be_is_one_line(words, says, capsys):
+def test_simulate_refuses_bad_settings_in_one_line(words, says, capsys):
     assert script.main(["qwen3-30b-a3b", *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith(says)

@@ -90,7 +90,7 @@ def said_of(log):
         (None, "weight", "the weight layers.1.moe.experts.w_down"),
     ],
 )
-def test_the_first_tensor_is_named(name, how, says, activation, caplog):
+def test_find_nan_names_the_first_tensor(name, how, says, activation, caplog):
     engine = make_engine(FIND, f"activation.policy={activation}")
     before = weights_of(engine)
     if how == "weight":
@@ -189,7 +189,7 @@ def spoilt_on_one_rank(words):
 
 
 @pytest.mark.tier("wide")
-def test_the_rank_is_named():
+def test_find_nan_names_the_rank():
     for words in ([], ["parallel.ep=2", "moe.dispatcher=alltoall"]):
         for skipped, said in spawn(2, spoilt_on_one_rank, [*words, "train.micro_batch_size=4"]):
             assert skipped

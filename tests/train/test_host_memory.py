@@ -30,7 +30,7 @@ def takes_of(world, *words):
     return [rank.on_host() for rank in RankSizes.of_ranks(*sizes)], estimate_memory(*sizes), arch
 
 
-def test_what_settings_take():
+def test_host_memory_of_settings():
     assert takes_of(4, "ep=4")[0] == [{}]
     (half,), estimate, arch = takes_of(4, "ep=4", "optim.offload_fraction=0.5")
     # Masters, gradients and two moments in fp32, for a quarter of one half.
@@ -134,12 +134,12 @@ def test_a_limit_that_allows_it_leaves_a_warning(monkeypatch, tmp_path, caplog):
     assert "though its control group may use more" in message
 
 
-def test_who_asks_for_nothing_is_not_measured(monkeypatch, tmp_path):
+def test_host_memory_is_not_measured_without_such_settings(monkeypatch, tmp_path):
     monkeypatch.setattr(plan, "room_here", None)
     Trainer(Config.load("debug", ["train.device=cpu", "train.steps=1", f"output_dir={tmp_path}"]))
 
 
-def test_a_dry_run_says_it(capsys, monkeypatch):
+def test_dry_run_prints_host_memory(capsys, monkeypatch):
     with_room(monkeypatch, 21.4 * GIB)  # the run may be planned for another machine
     words = "qwen3-30b-a3b --launch.gpus 4 --optim.offload_fraction 1 --train.global_batch_size 8"
     assert main([*words.split(), "--dry_run"]) == 0

@@ -293,7 +293,7 @@ def test_one_machine_of_two_goes_on_alone(tiny_words, tmp_path):
     assert began == 3
 
 
-def test_one_process_alone(tiny):
+def test_own_folders_with_one_process(tiny):
     words = tiny(*WORDS, STEPS)
     train(words, until=3)
     trainer = Trainer(words)

@@ -336,7 +336,7 @@ def test_conversations_train_on_whole_rows(tiny, tmp_path, words, monkeypatch):
     assert routing.num_tokens == batches[0].num_tokens
 
 
-def test_learning_happens(tiny):
+def test_trainer_lowers_the_loss(tiny):
     trainer = fit(tiny("train.steps=40", "optim.lr=0.01", "log.interval=10"))
     first, last = losses(trainer)[1], losses(trainer)[40]
     assert last < 0.75 * first

@@ -60,7 +60,7 @@ def drawn(*shape, tail=False):
 
 
 @pytest.mark.parametrize("mode", [frame.FORWARD, frame.TRANSPOSED])
-def test_parts_meet_in_products(in_threads, mode):
+def test_grouped_partitions_compute_products(in_threads, mode):
     depth, width = 192, 320  # the last tile is at most a quarter full
     a = drawn(ROWS + TAIL, depth, tail=True)
     b = drawn(len(SIZES), depth, width)
@@ -72,7 +72,7 @@ def test_parts_meet_in_products(in_threads, mode):
     assert (out[ROWS:] == UNWRITTEN).all()
 
 
-def test_parts_meet_in_weights_gradients(in_threads):
+def test_grouped_partitions_compute_weight_gradients(in_threads):
     height, width = 256, 320
     a, g = drawn(ROWS + TAIL, height, tail=True), drawn(ROWS + TAIL, width, tail=True)
     out = np.full((len(SIZES) * height, width), UNWRITTEN, np.float32)
@@ -81,7 +81,7 @@ def test_parts_meet_in_weights_gradients(in_threads):
     np.testing.assert_allclose(out, expected, atol=1e-3)
 
 
-def test_parts_meet_in_the_gated_product(in_threads):
+def test_grouped_partitions_compute_the_gated_product(in_threads):
     depth, width = 128, 256
     x, w = drawn(ROWS + TAIL, depth, tail=True), drawn(len(SIZES), 2 * width, depth)
     weights = drawn(ROWS + TAIL)
@@ -106,7 +106,7 @@ def test_a_cpu_takes_torchs_product():
         assert not grouped.takes_gated(a, b)
 
 
-def test_what_is_taken(monkeypatch):
+def test_grouped_takes_widths_and_layouts_that_it_supports(monkeypatch):
     """The choice depends on widths, rows and layout; the GPU is simulated."""
     monkeypatch.setattr(frame, "is_hopper", lambda device: True)
     with FakeTensorMode(), torch.no_grad():
@@ -134,7 +134,7 @@ def test_what_is_taken(monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize(("depth", "width"), [(2048, 1536), (768, 2048), (512, 648)])
 @pytest.mark.parametrize("sizes", [SIZES, (9000, 3, 0, 8200), (0, 0)])
-def test_bits_are_those_of_torchs_products(depth, width, sizes):
+def test_grouped_products_have_the_bits_of_torchs(depth, width, sizes):
     def draw(*shape):
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
 

@@ -43,7 +43,7 @@ def expected(a: Quantised, b: Quantised | QuantisedBlocks):
 
 
 @pytest.mark.parametrize("tiled", [False, True])
-def test_parts_meet(narrow_in_threads, tiled):
+def test_grouped_e4m3_partitions_compute_products(narrow_in_threads, tiled):
     a, b = operands(tiled)
     out = np.full((ROWS + TAIL, WIDTH), UNWRITTEN, np.float32)
     counter = threads.Pointer(np.zeros(1, np.int64))
@@ -77,7 +77,7 @@ def test_parts_meet(narrow_in_threads, tiled):
     assert (out[ROWS:] == UNWRITTEN).all()
 
 
-def test_a_cpu_does_not_take_it():
+def test_grouped_e4m3_does_not_take_a_cpu():
     a, b = operands(True)
     assert not grouped_e4m3.takes(a.values, b.values)
 
@@ -85,7 +85,7 @@ def test_a_cpu_does_not_take_it():
 @pytest.mark.gpu
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("sizes", [SIZES, (9000, 3, 0, 8200)])
-def test_products_are_those_of_the_other_kernels(sizes, tiled):
+def test_grouped_e4m3_products_match_other_kernels(sizes, tiled):
     """With a scale per row they have torch's bits; with blocks another order of fp32 sums
     differs."""
     a, b = operands(tiled, sizes, "cuda")

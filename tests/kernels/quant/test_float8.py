@@ -167,7 +167,7 @@ def test_quantise_groups_works_in_pieces(name, monkeypatch):
     assert groups._AT_ONCE % form.unit == 0
 
 
-def test_the_worked_examples():
+def test_quantise_groups_worked_examples():
     x = torch.zeros(SCALED)
     x[:2] = torch.tensor([3.0, 1000.0])
     codes, scales, _ = quantise_groups(QUANT_FORMATS["float8"], x)
@@ -186,7 +186,7 @@ def test_the_worked_examples():
 
 
 @every_form
-def test_what_is_not_finite_stays_bad(name):
+def test_quantised_groups_keep_values_that_are_not_finite(name):
     unit = QUANT_FORMATS[name].unit
     x = torch.ones(3 * unit)
     x[5], x[unit] = float("nan"), float("inf")
@@ -451,7 +451,7 @@ def test_generation_on_ranks():
 
 
 @every_form
-def test_it_is_offloaded_and_comes_back(name):
+def test_quantised_base_is_offloaded_and_reloaded(name):
     words = [EVERYTHING, f"lora.base_dtype={name}", *ROUND]
     engine, other = (adapted(*words) for _ in range(2))
     train(engine, range(1), MICRO)
@@ -462,7 +462,7 @@ def test_it_is_offloaded_and_comes_back(name):
 
 @pytest.mark.tier("long")
 @pytest.mark.parametrize("form", ["float8", "nf4"])
-def test_a_run_goes_on_beside_it_alone(tiny, form):
+def test_run_resumes_only_with_the_same_quantised_base(tiny, form):
     words = ["lora.rank=8", "optim.schedule=constant", "checkpoint.interval=2"]
     words.append(f"lora.base_dtype={form}")
     straight = Trainer(tiny(*words))
@@ -478,7 +478,7 @@ def test_a_run_goes_on_beside_it_alone(tiny, form):
 
 
 @pytest.mark.parametrize("form", ["float8", "nf4"])
-def test_jobs_learn_beside_it(tmp_path, form):
+def test_jobs_learn_beside_a_quantised_base(tmp_path, form):
     words = f"lora.base_dtype={form}"
     with Service(config_of(tmp_path / "all", words)) as service:
         names = [new(service, seed) for seed in range(2)]
@@ -491,12 +491,12 @@ def test_jobs_learn_beside_it(tmp_path, form):
         assert (course.results, adapter_of(tmp_path / "all", names[seed])) == (results, adapter)
 
 
-def test_who_has_no_adapters_has_no_base():
+def test_base_dtype_without_adapters_is_refused():
     with pytest.raises(ConfigError, match=r"lora\.base_dtype: 'float8' contradicts lora\.rank 0"):
         Config.load(None, [FLOAT8], environ={})
 
 
-def test_the_estimate_knows():
+def test_memory_estimate_counts_a_quantised_base():
     words = ["train.micro_batch_size=1", "train.global_batch_size=1", "lora.rank=16"]
     words += ["compile.enabled=yes"]
     found = []

@@ -100,7 +100,7 @@ def test_every_number_is_within_half_a_step():
     assert ((values * scales - x_RM).abs() <= half_step).all()
 
 
-def test_what_was_quantised_stays_as_it_is():
+def test_quantise_rows_is_idempotent():
     for dtype in (torch.float32, torch.bfloat16):
         once = quantise_rows(rows_of_all_sizes().to(dtype)).to(dtype)
         assert torch.equal(quantise_rows(once).to(dtype), once)
@@ -464,7 +464,7 @@ def test_generation_over_ranks_sends_tokens_as_they_are(tiny_words):
 
 
 @pytest.mark.tier("wide")
-def test_it_learns_as_bf16_does(tiny):
+def test_fp8_learns_as_bf16_does(tiny):
     last = {}
     for precision in ("bf16", "fp8", "fp8_gradients", "fp8_blocks"):
         words = [
@@ -503,14 +503,14 @@ def test_generation_computes_in_bf16(tiny):
         ("kernels.attention=exact", "'fp8' contradicts kernels.attention 'exact'"),
     ],
 )
-def test_what_it_refuses(words, problem):
+def test_fp8_refuses_unsupported_settings(words, problem):
     found = [p for p in RECIPES if f"'{p}'" in problem]
     precision = f"kernels.precision={found[0] if found else 'fp8'}"
     with pytest.raises(ConfigError, match=f"kernels.precision: .*{problem}"):
         resolve_run(Config.load(None, [precision, words], environ={}))
 
 
-def test_reinforcement_learning_refuses_it(tmp_path):
+def test_reinforcement_learning_refuses_fp8(tmp_path):
     from moetrain.config import Recipes
     from moetrain.rl.setup import Setup
 

@@ -152,7 +152,7 @@ def test_a_part_must_know_the_parameters_of_its_module(checkpoint):
         Forgetful(**model.arch.model_dump()).plan().rules(model)
 
 
-def test_what_its_parts_say_is_asked(words, checkpoint):
+def test_parallel_degrees_are_checked_by_the_parts_of_a_family(words, checkpoint):
     config = Config.load(None, [*words, "parallel.tp=8", "launch.nproc=8"], environ={})
     arch = resolve_architecture(config.model)
     with pytest.raises(ConfigError, match="does not divide the model's num_heads 4"):
@@ -210,7 +210,7 @@ def test_a_routed_module_of_ones_own_sends_its_tokens(tiny_words, tmp_path):
     assert got == pytest.approx(want, rel=1e-5)
 
 
-def test_processes_that_would_not_know_it(words, capsys):
+def test_launch_refuses_a_family_registered_in_one_process(words, capsys):
     assert main(settled([*words, "launch.nproc=2"])) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: launch.nproc: 2, but family 'toy' was registered in this proce")

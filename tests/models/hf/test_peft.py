@@ -70,7 +70,7 @@ def test_training_adapters_changes_no_other_parameter_or_buffer(case, monkeypatc
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_shapes_and_names(layout, tmp_path):
+def test_save_peft_writes_pefts_shapes_and_names(layout, tmp_path):
     engine = adapted("lora.targets=*.wo,*.experts", f"lora.layout={layout}", "model.path=None")
     engine.save_peft(tmp_path)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -163,7 +163,7 @@ def unshared(tensors):
     ],
 )
 @pytest.mark.parametrize("attached", [False, True])
-def test_what_cannot_be_read_is_one_line(words, change, problem, attached, tmp_path):
+def test_bad_peft_adapters_are_refused_in_one_line(words, change, problem, attached, tmp_path):
     if attached and (words or "no lora.targets" in problem):
         pytest.skip("has no settings of its own")
     adapted().save_peft(tmp_path)

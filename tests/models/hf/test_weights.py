@@ -53,7 +53,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 # Weights.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
-def test_round_trip(case, dtype, tmp_path):
+def test_load_hf_and_save_hf_round_trip(case, dtype, tmp_path):
     reference = save_reference(case, tmp_path / "in", dtype)
     model = load_hf(tmp_path / "in", dtype=dtype)
     save_hf(model, tmp_path / "out")
@@ -85,7 +85,7 @@ def test_bf16_checkpoint_is_exact_in_fp32(tmp_path):
     assert_same_bits(narrowed, tensors_in(tmp_path / "in"))
 
 
-def test_shards(tmp_path):
+def test_load_and_save_of_sharded_files(tmp_path):
     save_reference("qwen3_moe", tmp_path / "in", max_shard_size="8KB")
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 3
     model = load_hf(tmp_path / "in")

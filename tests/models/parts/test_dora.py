@@ -119,7 +119,7 @@ def test_every_mesh_learns_the_same():
 
 
 @pytest.mark.tier("long")
-def test_compiled():
+def test_compiled_dora_equals_eager():
     runs = {"compiled": [*WORDS, "compile.enabled=yes", "activation.policy=selective"]}
     compare("compiled", learn_all(runs)["compiled"], learn(WORDS, base_of("moe")))
 
@@ -133,7 +133,7 @@ def test_compiled():
         (["parallel.tp=2"], r"lora\.use_dora: True contradicts parallel\.tp 2"),
     ],
 )
-def test_what_cannot_be_is_one_line(words, problem):
+def test_dora_refuses_unsupported_settings_in_one_line(words, problem):
     with pytest.raises(ConfigError, match=problem):
         make_engine(*WORDS, *words, base=base_of("moe"), micro=MICRO)
 

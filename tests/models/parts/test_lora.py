@@ -62,7 +62,7 @@ VARIANTS = {
 
 
 @pytest.mark.tier("long")
-def test_compiled_and_recomputed():
+def test_compiled_and_recomputed_adapters_equal_the_dense_reference():
     runs = {name: [EVERYTHING, *words] for name, words in VARIANTS.items()}
     expected = dense_reference([EVERYTHING])
     for name, answer in learn_all(runs).items():
@@ -214,7 +214,7 @@ def test_a_frozen_router_keeps_its_selection_bias():
         (["train.freeze=*"], r"train\.freeze: '\*' leaves nothing to train"),
     ],
 )
-def test_what_cannot_be_is_one_line(words, problem):
+def test_bad_settings_of_lora_are_refused_in_one_line(words, problem):
     with pytest.raises(ConfigError, match=problem):
         make_engine(*words, base=BASE, micro=MICRO)
 

@@ -157,7 +157,7 @@ def test_a_run_writes_adapters_with_the_tokenizer(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_is_one_line(words, problem, tmp_path):
+def test_bad_lora_tokens_are_refused_in_one_line(words, problem, tmp_path):
     make_checkpoint(tmp_path)
     base = words_for(tmp_path, "lora.rank=8", f"lora.trainable_tokens={','.join(NEW)}")
     with pytest.raises(ConfigError, match=problem):

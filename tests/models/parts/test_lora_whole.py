@@ -135,7 +135,7 @@ def test_new_tokens_are_learned_beside_adapters(tied, tmp_path):
         ("moe", ["lora.modules_to_save=norm"], r"lora\.modules_to_save"),
     ],
 )
-def test_what_cannot_be_is_one_line(name, words, problem):
+def test_bad_whole_modules_are_refused_in_one_line(name, words, problem):
     with pytest.raises(ConfigError, match=problem):
         make_engine(*words, base=base_for(name), micro=MICRO)
 

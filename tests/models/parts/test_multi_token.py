@@ -472,7 +472,7 @@ def test_depths_follow_each_other():
         ),
     ],
 )
-def test_what_cannot_be_is_one_line(words, says, tmp_path):
+def test_bad_settings_of_mtp_are_refused_in_one_line(words, says, tmp_path):
     save_with_multi_token("glm4_moe", tmp_path)
     given = [f"model.path={tmp_path}", "data.source=synthetic", "train.mtp_weight=0.3", *words]
     given = [w for w in given if not w.endswith("path=")]

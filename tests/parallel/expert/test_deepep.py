@@ -184,7 +184,7 @@ def test_deepep_equals_the_all_to_all(world):
 
 
 @pytest.mark.tier("long")
-def test_what_a_backward_calls():
+def test_backward_neither_waits_nor_dispatches_again():
     spawn(2, check_calls, timeout=200.0)
 
 
@@ -213,7 +213,7 @@ def test_a_rank_without_tokens_under_inductor():
     spawn(2, check_under_inductor, timeout=300.0)
 
 
-def test_fast_kernels():
+def test_deepep_with_fast_kernels():
     spawn(2, check_fast_kernels, timeout=120.0)
 
 
@@ -368,7 +368,7 @@ def test_ranks_agree_on_a_transport():
 @pytest.mark.parametrize(
     ("capacity", "top_k", "rows"), [(2.0, 8, 1600), (1.001, 3, 301), (9.0, 8, 3200), (4, 24, 6400)]
 )
-def test_static_rows(capacity, top_k, rows):
+def test_static_sizes_plan_rows_of_an_even_load(capacity, top_k, rows):
     """They are a multiple of an even load, at most all ranks' choices of 16 local experts."""
     sizes = StaticSizes.plan(100, capacity=capacity, num_experts=64, top_k=top_k, ranks=4)
     assert sizes == (100, rows)

@@ -147,7 +147,7 @@ def check_memory() -> None:
     ],
 )
 @pytest.mark.parametrize("world", [2, 4])
-def test_on_gpus(world, check):
+def test_deepep_on_gpus(world, check):
     if importlib.util.find_spec("deep_ep") is None:
         pytest.skip(f"needs deep_ep: {INSTALL}")
     spawn(world, check, device_type="cuda", timeout=500.0)
@@ -171,7 +171,7 @@ def check_machines_on_gpus() -> None:
 
 
 @pytest.mark.gpu(4)
-def test_machines_on_gpus():
+def test_deepep_over_machines_on_gpus():
     if importlib.util.find_spec("deep_ep") is None:
         pytest.skip(f"needs deep_ep: {INSTALL}")
     spawn(4, check_machines_on_gpus, device_type="cuda", timeout=500.0)

@@ -296,7 +296,7 @@ def maps_after_release():
     return before, mapped()
 
 
-def test_what_is_given_back_no_rank_maps_any_more():
+def test_released_shared_memory_is_mapped_by_no_rank():
     assert spawn(2, maps_after_release) == [([1, 1], [0, 0])] * 2
 
 
@@ -320,7 +320,7 @@ def test_copies_between_machines_are_refused():
     assert spawn(2, on_two_machines) == [problem] * 2
 
 
-def test_reasons_against_copies(monkeypatch):
+def test_why_unreachable_names_gpus_that_cannot_copy(monkeypatch):
     assert why_unreachable([("a", None), ("a", None)]) is None
     assert (
         why_unreachable([("a", 0), ("a", 0)]) == "ranks call their GPUs 0, 0, and each must see all"

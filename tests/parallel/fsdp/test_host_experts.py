@@ -38,7 +38,7 @@ def check_same(mine, theirs):
 @pytest.mark.parametrize(
     ("name", "policy"), [("float8", "none"), ("mxfp4", "selective"), ("nf4", "full")]
 )
-def test_bits_are_those_of_codes_on_the_device(name, policy):
+def test_offloaded_experts_change_no_bit(name, policy):
     words = [f"lora.base_dtype={name}", f"activation.policy={policy}", "model.num_layers=3"]
     check_same(learned([*words, HOSTED]), learned(words))
 
@@ -48,7 +48,7 @@ def learned_twice(runs):
 
 
 @pytest.mark.tier("long")
-def test_bits_on_ranks():
+def test_offloaded_experts_on_two_ranks_change_no_bit():
     runs = [["parallel.ep=2"], ["parallel.pp=2"], ["parallel.dp_replicate=2"]]
     for answers in spawn(2, learned_twice, [["lora.base_dtype=nf4", *w] for w in runs]):
         for mine, theirs in answers:
@@ -83,7 +83,7 @@ def test_the_next_blocks_codes_come_before_it_runs(monkeypatch):
     assert seen[12:] == [1, 1, 0, 0]
 
 
-def test_memory_is_estimated():
+def test_memory_estimate_counts_offloaded_experts():
     how = "lora.rank=8 lora.base_dtype=nf4 train.micro_batch_size=1 train.global_batch_size=1"
     sizes = {}
     for hosted in (False, True):
@@ -123,7 +123,7 @@ def test_memory_is_estimated():
         ),
     ],
 )
-def test_where_it_cannot_be_it_is_one_line(words, message, capsys):
+def test_offload_experts_is_refused_in_one_line(words, message, capsys):
     given = [f"--{word}" for word in words.split()]
     given = [part for word in given for part in word.split("=")]
     assert main(["debug", *given, "--lora.offload_experts", "yes", "--dry_run"]) == 2

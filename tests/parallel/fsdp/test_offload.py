@@ -136,7 +136,7 @@ def test_offloaded_on_ranks(words):
     assert spawn(2, on_ranks, ["train.dtype=bfloat16", *words], timeout=120) == [True, True]
 
 
-def test_what_needs_something_that_is_away_says_so(tmp_path):
+def test_calls_that_need_offloaded_state_are_refused(tmp_path):
     engine = make_engine("train.dtype=bfloat16")
     train(engine, range(1))
     batches, objective = make_batches(0), objective_of(engine)
@@ -231,7 +231,7 @@ def test_ten_steps_on_a_gpu_have_the_same_bits(what):
 
 
 @pytest.mark.gpu
-def test_adapters_on_a_gpu():
+def test_adapters_are_offloaded_and_reloaded_on_a_gpu():
     compare([*GPU, *LORA, "train.dtype=bfloat16"], (), steps=3)
 
 

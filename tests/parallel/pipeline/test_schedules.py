@@ -64,7 +64,7 @@ def test_bubble_and_peak_are_the_published_ones(name, ranks, virtual):
             assert max(held) == published_peak(name, rank, ranks, virtual, number)
 
 
-def test_a_worked_example():
+def test_1f1b_worked_example():
     schedule = Schedule.make("1f1b", 2, 1, 3)
     text = [" ".join(map(str, actions)) for actions in schedule.actions]
     assert text == ["F0.0 F1.0 B0.0 F2.0 B1.0 B2.0", "F0.1 B0.1 F1.1 B1.1 F2.1 B2.1"]
@@ -209,5 +209,5 @@ def test_blocks_weigh_what_they_take_on_a_gpu():
     assert [len(blocks) for blocks in StagePlan(config, arch).ranges] == [7, 5]
 
 
-def test_stages_go_round():
+def test_interleaved_stages_alternate_over_ranks():
     assert Schedule.make("interleaved_1f1b", 3, 2, 3).rank_of_stage == (0, 1, 2, 0, 1, 2)

@@ -82,7 +82,7 @@ def test_sorting_is_rewarded_up_to_the_first_wrong_digit():
 
 
 @pytest.mark.parametrize("operations", ["+", "-", "*", "+-*"])
-def test_sums(operations):
+def test_arithmetic_answers_are_the_values_of_their_sums(operations):
     args = {"digits": 3, "terms": 6, "operations": operations}
     environment = opened("arithmetic", env_args=json.dumps(args))
     for task in range(40):
@@ -91,7 +91,7 @@ def test_sums(operations):
 
 
 @pytest.mark.parametrize("text", ["", "2**9", "1+", "x", "__import__('os')", "9" * 21, "1/2"])
-def test_what_is_no_sum(text):
+def test_evaluate_refuses_text_that_is_no_sum(text):
     with pytest.raises(ValueError, match="no sum"):
         evaluate(text)
 

@@ -261,7 +261,7 @@ def test_muon_has_a_momentum_and_a_bounded_working_set():
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "tp=4", "ep=4", "dp_replicate=2", "ep=2 parallel.tp=2"])
-def test_more_ranks_take_less_each(layout):
+def test_memory_estimate_falls_with_more_ranks(layout):
     words = f"parallel.{layout} activation.policy=none"
     _, one = estimate("qwen3-30b-a3b-24l", 1, 1, 1, "activation.policy=none")
     _, four = estimate("qwen3-30b-a3b-24l", 4, 1, 1, words)
@@ -332,7 +332,7 @@ def test_what_cannot_fit_is_refused_with_the_remedy():
         long.check(config, gpu)
 
 
-def test_this_machine_has_memory():
+def test_device_capacity_of_the_cpu():
     assert device_capacity(torch.device("cpu")) > GIB
 
 
@@ -445,7 +445,7 @@ WITHOUT_ROOM = [
 
 
 @pytest.mark.parametrize(("words", "says"), WITHOUT_ROOM, ids=lambda x: x[:80])
-def test_what_does_not_fit_is_said_with_what_would(words, says, capsys):
+def test_dry_run_proposes_settings_that_fit(words, says, capsys):
     """The proposed settings are then reported to fit."""
     recipe, *given = [*words.split(), "--train.global_batch_size", "96"]
 
@@ -464,6 +464,6 @@ def test_what_does_not_fit_is_said_with_what_would(words, says, capsys):
         assert again.startswith(f"fits: {size} of "), (way, again)
 
 
-def test_what_nothing_makes_fit(capsys):
+def test_dry_run_says_when_no_setting_makes_it_fit(capsys):
     assert main(["qwen3-30b-a3b", "--train.device", "cpu", "--dry_run"]) == 0
     assert re.search(r"\ndoes not fit: .*; nothing tried would\n$", capsys.readouterr().err)

@@ -59,7 +59,7 @@ def check(row, tolerance, gpu="h200"):
         ("compile.enabled=no", r"^compile\.enabled: False: its time is not estimated"),
     ],
 )
-def test_what_was_not_measured_is_refused(words, says):
+def test_speed_estimate_refuses_unmeasured_settings(words, says):
     with pytest.raises(ConfigError, match=says):
         rate(1, 1, f"{SIX} {words}")
 
@@ -74,7 +74,7 @@ def test_what_was_not_measured_is_refused(words, says):
         ("parallel.tp=4", ""),
     ],
 )
-def test_what_costs_time_is_seen(slow, fast):
+def test_speed_estimate_sees_costly_settings(slow, fast):
     assert rate(4, 2, slow) <= rate(4, 2, fast)
 
 
