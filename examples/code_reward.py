@@ -89,8 +89,7 @@ def contained() -> frozenset[str]:
 
 @lru_cache(maxsize=8)
 def _usable(uses: tuple[str, ...]) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return the part of ``uses`` with which an empty program runs here, and the resulting
-    guarantees."""
+    """Return the part of ``uses`` with which an empty program runs here, and its guarantees."""
     code, written, report = _run("print('ran')", uses)
     if code == 0 and written == b"ran\n":
         return uses, frozenset(report)

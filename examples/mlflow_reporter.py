@@ -29,7 +29,7 @@ _BATCH = 100
 
 
 class MLflow(Callback):
-    """Reports settings and logged values; a resumed run goes on with its record."""
+    """Reports settings and logged values; a resumed run continues its record."""
 
     def __init__(self, experiment: str = "moetrain") -> None:
         self.experiment = experiment

@@ -26,8 +26,7 @@ from openenv.core import GenericEnvClient  # pyright: ignore[reportMissingImport
 
 URL = os.environ.get("OPENENV_URL")
 MOST_TURNS = int(os.environ.get("OPENENV_TURNS", "8"))
-"""Steps of an episode. ``rl.max_turns`` must be at least as large: an unfinished episode has no
-reward."""
+"""Steps of an episode. ``rl.max_turns`` must be at least as large, or there is no reward."""
 MOST_TOKENS = int(os.environ.get("OPENENV_TOKENS", "0"))
 """Tokens of one answer; 0: all that remain of ``rl.max_tokens``."""
 _OF_MCP = {"Action", "CallToolAction", "ListToolsAction"}

@@ -155,8 +155,7 @@ def _routing(folder: Path) -> dict[str, np.ndarray] | None:
 def _chart(
     title: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """Return a chart of the metrics ``names``, and of those below them, over steps; None without
-    values."""
+    """Return a chart of the metrics ``names``, and of those below them; None without values."""
     from matplotlib.ticker import MaxNLocator  # slow to import
 
     series: dict[str, list[tuple[int, float]]] = {}

@@ -60,8 +60,7 @@ def main() -> None:
 def skewed_ids(
     tokens: int, experts: int, top_k: int, ranks: int, skew: float, hot: int, seed: int, device: Any
 ) -> torch.Tensor:
-    """Return int32 [T, K] of distinct experts; those of rank ``hot`` get ``skew`` times the
-    mean."""
+    """Return int32 [T, K] of distinct experts; rank ``hot`` gets ``skew`` times the mean."""
     popular_E = torch.randn(experts, generator=torch.Generator().manual_seed(seed)) * 0.7
     rank = dist.get_rank() if dist.is_initialized() else 0
     generator = torch.Generator(device).manual_seed(1000 * seed + rank)
@@ -80,8 +79,7 @@ def skewed_ids(
 
 
 def simulate(ranks: int, spare: int, skew: float, tokens: int, layers: int = 24) -> str:
-    """Plan ``layers`` layers of ``tokens`` tokens per rank; return the remaining imbalance and the
-    cost."""
+    """Plan ``layers`` layers of ``tokens`` tokens per rank; return imbalance and cost."""
     sampled, totals = 2048, torch.zeros(7)
     for seed in range(layers):
         many = [

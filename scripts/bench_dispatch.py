@@ -151,8 +151,7 @@ def over_machines(
     every_num_sms: Sequence[int],
     precision: Precision,
 ) -> Iterator[tuple[str, ExpertParallelDispatcher]]:
-    """Return transports of two hops; the second uses a collective, or DeepEP on each number of
-    SMs."""
+    """Return transports of two hops; the second is a collective, or DeepEP by number of SMs."""
     inside = hops.inside.size()
     yield f"{inside} a machine", compiled(AllToAll(EXPERTS, group, hops=hops, precision=precision))
     for num_sms in every_num_sms:
@@ -176,8 +175,7 @@ def bits_of(
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Return the dispatched and the combined tokens, and gradients of both with random upstream
-    ones."""
+    """Return dispatched and combined tokens, and gradients of both for random upstream ones."""
     received = transport.send(x_TD, ids_TK, weights_TK)
     is_here_SK = received.ids_SK >= 0
     scale_S = torch.where(is_here_SK, received.weights_SK, 0).sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Times the gated delta rule beside that of flash-linear-attention.
+"""Time the gated delta rule beside that of flash-linear-attention.
 
     pip install --no-deps fla-core einops
     python scripts/bench_gated_delta.py [--times-only]
@@ -84,8 +84,7 @@ def errors(rule: Rule, lengths: tuple[int, ...]) -> list[float]:
 
 
 def row(name: str, rule: Rule, lengths: tuple[int, ...], checked: int) -> float:
-    """Print errors (up to ``checked`` tokens) and times of one rule; return the time of both
-    passes."""
+    """Print errors (up to checked tokens) and times of a rule; return its total time."""
     tokens = sum(lengths)
     off = [f"{error:.1e}" for error in errors(rule, lengths)] if tokens <= checked else []
     inputs = inputs_of(tokens)

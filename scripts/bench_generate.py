@@ -114,8 +114,7 @@ PROMPT = "Explain in detail, with examples, how a hash table works and where it 
 
 
 def drafting(path: str, batches: list[int], most: int) -> None:
-    """Print tokens per second and the share of accepted drafts, by batch size and number of
-    drafts."""
+    """Print tokens per second and the share of accepted drafts, by batch size and drafts."""
     model, tokenizer = load_model(path, "auto", "auto", None, most)
     device, expected = model.embed.weight.device, {}
     try:
@@ -209,8 +208,7 @@ def submit(generator: Generator, world: World, batch: int, context: int, steps: 
 def decode(
     generator: Generator, world: World, batch: int, context: int, bandwidth: float
 ) -> dict[str, Any]:
-    """Return tokens per second and rank while all of ``batch`` decode, and the share of the
-    floor."""
+    """Return tokens per second and rank while all of ``batch`` decode, and the floor's share."""
     names = submit(generator, world, batch, context, steps=1000)
     while generator.experts is None and any_unread(generator):
         generator.step()
@@ -287,8 +285,7 @@ def prompts(generator: Generator, world: World, context: int) -> dict[str, Any]:
 
 
 def trainer_forward(config: Config, model: Transformer, context: int) -> dict[str, Any]:
-    """Return tokens per second of the trainer's compiled forward of packed rows, on the same
-    weights."""
+    """Return tokens per second of the trainer's compiled forward with the same weights."""
     with torch.device("meta"):
         trained = Transformer(model.arch, kernels=config.kernels)
     trained.load_state_dict(model.state_dict(), assign=True)

@@ -113,8 +113,7 @@ def learn(engine: Engine, step: int) -> torch.Tensor:
 
 
 def timed(world: World, call: Callable[[], object]) -> float:
-    """Return the slowest rank's seconds of ``call`` and its device work, begun by all ranks
-    together."""
+    """Return the slowest rank's seconds of ``call`` and its device work; all begin together."""
     wait(world)
     start = time.perf_counter()
     call()

@@ -172,8 +172,7 @@ def bench(
 
 
 def between_links(trainer: Trainer, steps: int, rounds: int) -> list[str]:
-    """Alternate steps and measurements of the communicator of all ranks: a line each, then
-    medians."""
+    """Alternate steps and measurements of the communicator: a line each, then medians."""
     from bench_links import NAMES, Links
 
     links, size = Links(trainer.device, 1.0, [None]), LINKS_MIB * 2**20

@@ -155,8 +155,7 @@ class Text:
 
 
 def pack(texts: Sequence[Text], least: int) -> list[Batch]:
-    """Pack, best fit and longest first, into micro-batches of full size: at least ``least`` of
-    them."""
+    """Pack, best fit and longest first, into at least ``least`` micro-batches of full size."""
     rows: list[list[Text]] = []
     used: list[int] = []
     for text in sorted(texts, key=lambda text: -len(text.tokens)):

@@ -93,8 +93,7 @@ def errors_by_group(found: Gradients, exact: Gradients) -> dict[tuple[str, str],
 
 
 def _part(module: str) -> str:
-    """Return the part of a module: attn for ``attn.wq`` and ``attn.q_norm``; one for a block's
-    norms."""
+    """Return the part of a module: attn for ``attn.wq``; one part for all norms of a block."""
     if module.endswith("_norm") and "." not in module:
         return "norms"
     return module.removeprefix("moe.").split(".")[0]
@@ -123,8 +122,7 @@ REDUCTIONS = ("fp32_accum", "bf16 ring")
 
 
 def rank_gradients(recipe: str, words: Sequence[str], ranks: int) -> torch.Tensor:
-    """Return [ranks, N] bf16: each rank's gradients of a micro-batch, for parameters gathered in
-    bf16."""
+    """Return [ranks, N] bf16: each rank's gradients of a micro-batch, for bf16 parameters."""
     rows: list[torch.Tensor] = []
     with trainer_of(recipe, [*words, "train.dtype=bfloat16"]) as trainer:
         size, engine = trainer.config.train.micro_batch_size, trainer.engine
@@ -175,8 +173,7 @@ class Spread:
 
 
 def spreads(rows_WN: torch.Tensor, seed: int) -> dict[tuple[str, int], Spread]:
-    """Return the spread by reduction and number of ranks; every rank's row has an equal share of
-    the mean."""
+    """Return the spread by reduction and number of ranks, whose rows have equal shares."""
     found = {}
     generator = torch.Generator().manual_seed(seed)
     for ranks in RANKS:

@@ -69,8 +69,7 @@ def fine_tune(model: Path, out: Path, seed: int, words: argparse.Namespace) -> P
 
 
 def reward(model: Path, to: Path, seed: int, how: str, steps: int, words: Any) -> dict[str, Any]:
-    """Learn from right results; return steps and the solved shares of held-out and sampled
-    problems."""
+    """Learn from right results; return steps and solved shares of held-out and sampled problems."""
     task = ["--rl.env", "jsonl", "--rl.prompts", words.out / "problems.jsonl"]
     task += ["--rl.reward", f"{words.out / 'reward.py'}:right_result"]
     task += ["--rl.eval_tasks", words.held_out, "--data.seq_len", 1024, "--rl.group_size", 8]

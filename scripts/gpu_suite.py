@@ -58,8 +58,7 @@ COVERED = (
     "tests/lib/distributed.py",
     "tests/lib/specs",
 )
-"""Files that GPU tests execute on a device; test files with the mark ``gpu`` belong to them as
-well."""
+"""Files that GPU tests execute on a device; files with the mark ``gpu`` also belong to them."""
 
 
 @dataclass(frozen=True)
@@ -168,12 +167,13 @@ def run_phase(
 
 
 def is_good(phase: dict[str, Any]) -> bool:
-    """True if the phase ran to its end without a failure. Pytest's code 5: it had no tests."""
+    """Return True if the phase ran to its end without a failure. Pytest's code 5: it had no
+    tests."""
     return phase["exit_code"] in (0, 5)
 
 
 def counts(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """Numbers of passed, failed and skipped tests."""
+    """Return the numbers of passed, failed and skipped tests."""
     found = Counter(row["outcome"] for row in rows)
     return {outcome: found[outcome] for outcome in ("passed", "failed", "skipped")}
 
@@ -185,7 +185,7 @@ def output_of(*words: str) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Commit, cards and versions."""
+    """Return commit, cards and versions."""
     import torch
     import triton
 
@@ -200,7 +200,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def report_text(machine: dict[str, Any], done: list[dict[str, Any]]) -> str:
-    """The report as Markdown."""
+    """Return the report as Markdown."""
     rows = [row for phase in done for row in phase["rows"]]
     lines = ["# GPU tests", ""]
     lines += [f"- {name}: {value}" for name, value in machine.items()]
@@ -267,7 +267,7 @@ def run(
 
 
 def is_covered(path: str) -> bool:
-    """True if GPU tests execute this file, or if it holds GPU tests."""
+    """Return True if GPU tests execute this file, or if it holds GPU tests."""
     if any(path == place or path.startswith(f"{place}/") for place in COVERED):
         return True
     file = ROOT / path

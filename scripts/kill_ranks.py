@@ -121,7 +121,7 @@ class Kills:
     # ---- kills ---------------------------------------------------------------------------------
 
     def kill(self, kind: str) -> None:
-        """Do ``kind``, and wait until the run goes on."""
+        """Make a fault of ``kind``, and wait until the run continues."""
         self.settle()
         time.sleep(self.drawn.uniform(0, 1))
         number = self.drawn.randrange(2)

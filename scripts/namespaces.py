@@ -89,8 +89,7 @@ class Machine(_Namespaces):
         self._jobs: list[subprocess.Popen[str]] = []
 
     def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
-        """Start a program here; ``options`` are Popen's. The process's exit code is the
-        program's."""
+        """Start a program here; ``options`` are Popen's. Its exit code is the program's."""
         words = tuple(self.inside(*ENDS_WITH_US, *words))
         self._jobs.append(subprocess.Popen(words, text=True, **options))
         return self._jobs[-1]

@@ -105,8 +105,7 @@ def row_parts(tokens: torch.Tensor) -> Any:
 
 
 def main() -> int:
-    """Print the time of each step, and tokens per second and GPU by the median of the timed
-    ones."""
+    """Print each step's time, and tokens per second and GPU by the median of the timed ones."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("preset")
     parser.add_argument("--layers", type=int)

@@ -120,8 +120,7 @@ class Result(NamedTuple):
     CAUSES = (("gather",), ("reduce", "replicas", "norm"), ("dispatch", "tp", "cp"), ("pipeline",))
 
     def cells(self) -> list[str]:
-        """Return its row of the table; the last cells are shares of the step in which computing
-        waits."""
+        """Return its row of the table; the last cells are shares of the step spent waiting."""
         names = ("world_size", *(name for name in self.HEADS if hasattr(self.dims, name)))
         waits = self.waits()
         shares = [sum(waits.get(kind, 0.0) for kind in kinds) for kinds in self.CAUSES]
@@ -165,8 +164,7 @@ def simulate(
     links: Links | None = None,
     slow: Mapping[int, float] | None = None,
 ) -> Result:
-    """Simulate a step on ``launch.gpus`` GPUs of a kind; raise ConfigError for an impossible
-    run."""
+    """Simulate a step on ``launch.gpus`` GPUs; raise ConfigError for an impossible run."""
     config, arch = resolve_run(config, needs_weights=False)
     machine = planned_machine(config)
     dims = plan_world(config, arch, machine.processes)
@@ -195,8 +193,7 @@ def simulate(
 
 
 def configured(given: argparse.Namespace, words: Sequence[str], gpus: int) -> Config:
-    """Return settings for this number of GPUs, with a fitting mesh and batch where none is
-    given."""
+    """Return settings for this number of GPUs, with a fitting mesh and batch by default."""
     source, own = source_of(given.recipe, words)
     planned = [f"launch.gpus={gpus}", f"launch.gpu={given.gpu}"]
     planned.append(f"launch.gpus_per_machine={given.machine}")

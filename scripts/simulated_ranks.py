@@ -110,8 +110,7 @@ class Group(NamedTuple):
         return len(self.ranks) // self.machines
 
     def hop(self, rank: int, way: str) -> tuple[int, ...]:
-        """Return the ranks that ``rank`` meets ``inside`` its machine, ``across`` machines, or
-        all."""
+        """Return the ranks that ``rank`` meets ``inside`` its machine, ``across``, or all."""
         at = self.ranks.index(rank)
         first = at - at % self.local
         if way == "across":

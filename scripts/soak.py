@@ -243,8 +243,7 @@ class Soak:
         check(len(intact) <= WORDS["checkpoint.keep"], f"kept: {intact}")
 
     def compare(self) -> None:
-        """Check that the curve equals that of the undisturbed run, without a gap, as far as it
-        goes."""
+        """Check that the curve equals that of the undisturbed run, without a gap, up to its end."""
         found = losses(self.out)
         check(list(found) == list(range(1, len(found) + 1)), f"steps: {list(found)}")
         for step, loss in found.items():

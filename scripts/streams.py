@@ -50,8 +50,7 @@ class Operation:
     end: float = -1.0
     blocker: Operation | None = None
     missing: int = 0
-    """The number of streams in which it is not first, and of needed operations that are not
-    done."""
+    """The number of streams in which it is not first, and of needs that are not done."""
     waiting: list[Operation] = field(default_factory=list)
     """The operations that need it."""
     left: float = 1.0
@@ -155,8 +154,7 @@ class Simulation:
         self._at(self.now + operation.latency, operation)
 
     def _happen(self, event: _Event) -> None:
-        """Handle an event: a latency is over, work is done, or the event is void because the rate
-        has changed."""
+        """Handle an event: a latency or work is over, or a changed rate makes it void."""
         operation = event.operation
         if event.turn != operation.turn:
             return
@@ -256,8 +254,7 @@ class Simulation:
         return found
 
     def waits(self) -> dict[Stream, dict[str, float]]:
-        """Return the seconds in which each stream was blocked, by the kind of the blocking
-        operation."""
+        """Return the seconds in which each stream was blocked, by the kind of the blocker."""
         found: dict[Stream, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         last: dict[Stream, float] = defaultdict(float)
         for one in self.operations:

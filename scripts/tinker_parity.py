@@ -136,8 +136,7 @@ class Client:
         return model.model_name
 
     def fit(self, every: int) -> Iterator[dict[str, float]]:
-        """Train to the end; yield the row of each step, or of an evaluation every ``every``
-        steps."""
+        """Train to the end; yield the row of each step, or of an evaluation every every."""
         for step in range(self.config.train.steps or 0):
             if step % every == 0:
                 yield self.evaluate()
@@ -376,8 +375,7 @@ def show(rows: Sequence[Mapping[str, Any]], window: int, bar: float) -> bool:
 
 
 def settings_of(args: argparse.Namespace, given: Sequence[str]) -> dict[str, Any]:
-    """Make the start, unless it exists; return the settings with which our loop continues from
-    it."""
+    """Make the start, unless it exists; return the settings of our loop's continuation."""
     if odd := [word for word in given if not (word.startswith("--") and "=" in word)]:
         sys.exit(f"error: {odd[0]!r} is no option, and no setting --SECTION.KEY=VALUE")
     more = dict(word.removeprefix("--").split("=", 1) for word in given)

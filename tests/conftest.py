@@ -167,7 +167,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """A folder of text files, enough for a few dozen rows of 32 tokens."""
+    """Write a folder of text files, enough for a few dozen rows of 32 tokens."""
     folder = tmp_path_factory.mktemp("corpus")
     for i in range(40):
         (folder / f"{i:02}.txt").write_text(f"document {i}: " + "the cat sat on a mat. " * (i + 1))
@@ -176,13 +176,13 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def token_cache(tmp_path_factory):
-    """One token cache for the whole session."""
+    """Return one token cache for the whole session."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
 def tiny_words(corpus, token_cache, tmp_path):
-    """Command-line words of a tiny run over ``corpus`` into ``tmp_path / "out"``."""
+    """Return the settings of a tiny run over ``corpus`` into ``tmp_path / "out"``."""
     settings = {
         "model.hidden_size": 16,
         "model.num_layers": 2,
@@ -214,7 +214,7 @@ def tiny_words(corpus, token_cache, tmp_path):
 
 @pytest.fixture
 def tiny(tiny_words):
-    """``tiny("train.steps=2", ...)``: the tiny run's Config with overrides."""
+    """Return ``tiny("train.steps=2", ...)``, which makes the tiny run's Config with overrides."""
     from moetrain.config import Config
 
     def make(*overrides: str) -> "Config":

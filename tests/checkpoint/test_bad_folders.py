@@ -81,8 +81,7 @@ NULL_MEANS_SOMETHING = {"num_key_value_heads", "head_dim"}
 
 
 def config_text(change: dict) -> str:
-    """Return JSON of a config; "NaN" and the like become the bare literals that Python's json
-    takes."""
+    """Return JSON of a config; "NaN" and the like become bare literals, as Python's json takes."""
     text = json.dumps({**SIZES, **MOE, **change})
     for literal in ("-Infinity", "Infinity", "NaN"):
         text = text.replace(f'"{literal}"', literal)

@@ -115,8 +115,7 @@ def test_an_export_is_the_runs_own(saved, tmp_path):
 
 
 def test_an_export_has_the_chat_template_that_was_trained(tiny_words, tmp_path):
-    """The export has the template of the training, not the tokenizer's own nor its file's new
-    text."""
+    """The export has the training's template, not the tokenizer's nor its file's new text."""
     make_tokenizer(tmp_path / "own")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "own")
     theirs.chat_template = {"default": "own", "tool_use": "own with tools"}

@@ -157,8 +157,7 @@ TASK = {
 
 
 def assert_fields(value, schema, path=""):
-    """Check that every mapping has only the fields, of the types, that ``schema`` names at its
-    path."""
+    """Check that every mapping has only the fields, of the types, that ``schema`` has there."""
     inside = f"{path}." * bool(path)
     if isinstance(value, dict):
         for key, each in value.items():

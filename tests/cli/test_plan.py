@@ -68,8 +68,7 @@ def test_ranks_share_the_tokens_of_rows_that_no_layout_holds_otherwise(capsys):
     ],
 )
 def test_the_dry_run_says_how_ranks_share_rows(words, says, capsys):
-    """The expected values are computed by hand for six layers of bf16 and 65,536 tokens per
-    rank."""
+    """The values are computed by hand for six layers of bf16 and 65,536 tokens per rank."""
     devices = ["--launch.gpus", "2", "--launch.gpu", "h200", "--parallel.cp", "2"]
     rows = ["--train.global_batch_size", "1", "--train.micro_batch_size", "1", "--dry_run"]
     assert train.main([*SIX, *LONG, *devices, *rows, *words]) == 0

@@ -73,7 +73,7 @@ FILES = [
         "no config.json",
     ),
     ("--model.path {file} --data.source text --data.path {text}", "model.path", ""),
-    # What the model decides.
+    # Settings that depend on the model.
     (HF, "data.tokenizer", "not set, and model.path '.*hf' holds no tokenizer.json"),
     (
         HF + " --data.tokenizer byte --data.seq_len 65",

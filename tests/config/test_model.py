@@ -41,8 +41,7 @@ def made_of(arch):
 
 
 def other_values(arch, name):
-    """Return values that differ from the preset's: double, half and, where it is 0, a few
-    others."""
+    """Return values that differ from the preset's: double, half and, for 0, a few others."""
     value = getattr(arch, name)
     return [value * 2, value // 2] if value > 1 else [4, 8]
 

@@ -73,8 +73,7 @@ def said_by_command(words, folder, capsys, program=main):
 
 
 def said_by_engine(base, values, kind=Engine, device="cpu"):
-    """Return the engine's error for settings that a program has changed to ``values``, and its
-    line."""
+    """Return the engine's error for settings that a program changed to ``values``, and its line."""
     good = good_config(*base)
     config = good.filled(values, "a program")
     arch = resolve_architecture((good if config.model.path else config).model)
@@ -95,8 +94,7 @@ def can_be(values):
 
 
 def lacking(need, name):
-    """Return values with which ``name`` has no effect, by a row of the table; None if no file has
-    them."""
+    """Return values with which ``name`` has no effect by a row of the table, or None."""
     others = [other for other in need.requires if other in DEFAULTS]
     wrong = {}
     for other in others:

@@ -879,8 +879,7 @@ def read(name: str, text: str) -> Any:
 
 
 def ways(name: str, advice: str, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield settings that follow ``advice`` on ``name``: each alternative, with each of its
-    values."""
+    """Yield settings that follow ``advice`` on ``name``: each alternative with each value."""
     for way in re.split(r",? or (?=set |raise |unset |use |in )", advice):
         verb, _, rest = way.partition(" ")
         target, _, texts = rest.partition(" ")
@@ -2014,8 +2013,7 @@ def test_every_command_that_a_message_names_is_one():
 
 
 def test_every_file_of_the_repository_that_the_package_names_is_there():
-    """The names are in messages, docstrings and comments; a page of docs may come with a
-    heading."""
+    """The names are in messages, docstrings and comments; a docs page may have a heading."""
     pattern = r"(?<![\w/.{-])((?:docs|examples|scripts|tests)/[\w./-]*\w\.(?:md|py|sh|txt))"
     named = {
         (str(file.relative_to(ROOT)), name)

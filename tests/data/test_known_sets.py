@@ -268,8 +268,7 @@ def test_a_pair_of_shp_has_its_preference(labels: int):
 
 
 def test_the_first_answer_of_stack_exchange_paired_is_preferred():
-    """The card says that `response_j` got more votes than `response_k`; trl's StackLLaMA reads it
-    so."""
+    """By the card, `response_j` got more votes than `response_k`; trl's StackLLaMA agrees."""
     record = {"qid": 1, "question": "q", "date": "2010/10/01", "metadata": ["https://a.b/1"]}
     record |= {"response_j": "A", "response_k": "B"}
     found = [document.text for document in documents(record, pairs=True)]
@@ -450,8 +449,7 @@ def test_a_single_answer_is_no_pair():
 
 
 def test_steps_before_the_answers_of_a_pair_are_not_lost():
-    """In Math-Step-DPO the answers continue the steps. A pair without steps has everything in its
-    prompt."""
+    """In Math-Step-DPO the answers continue the steps. Without steps, the prompt has everything."""
     record = {"prompt": "q", "initial_reason_steps": "Step 1: r\nStep 2:", "chosen": " a"}
     record |= {"rejected": " b", "answer": "a"}
     says = r"`initial_reason_steps` stands between .*; write it at the end of `prompt`"

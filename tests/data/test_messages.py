@@ -166,8 +166,7 @@ def test_arguments_have_the_names_of_other_libraries(name: str):
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=list(TEMPLATES))
 def test_a_request_has_the_text_that_training_has(template: str):
-    """A template that wants text used to answer every request with a call in its history with
-    400."""
+    """A template that wants text used to answer each request with an earlier call with 400."""
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = template
     arguments = TEXT if template == TEMPLATES["text"] else ARGUMENTS
@@ -455,8 +454,7 @@ TALK = [
 
 
 def weighted(name: str, *values: object) -> list[dict]:
-    """Return the dialogue with these weights of its answers under the key ``name``; None: no
-    key."""
+    """Return the dialogue with these weights of its answers under the key ``name``, if not None."""
     given = [{} if value is None else {name: value} for value in values]
     return [{**turn, **given[i // 2]} if i % 2 else turn for i, turn in enumerate(TALK)]
 

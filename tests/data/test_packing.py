@@ -27,8 +27,7 @@ def packed(
 
 
 def test_rows_by_hand():
-    """This is the example of StreamDataset's docstring: a a a | b b b b b | c c, four tokens a
-    row."""
+    """The example of StreamDataset's docstring: a a a | b b b b b | c c, four tokens a row."""
     data = packed([[1, 2, 3], [4, 5, 6, 7, 8], [9, 10]], seq_len=4)
     assert len(data) == 2
     row = data.row(0)
@@ -57,8 +56,7 @@ def test_masked_tokens_are_no_targets():
 
 @pytest.mark.parametrize("seq_len", [2, 7, 100])
 def test_rows_agree_with_a_token_by_token_walk(seq_len: int):
-    """Random documents, with single-token ones, are compared with the definition, token by
-    token."""
+    """Random documents, also of single tokens, agree with the definition, token by token."""
     generator = np.random.default_rng(0)
     documents = [generator.integers(0, 1000, n).tolist() for n in generator.integers(1, 40, 60)]
     masked = generator.integers(0, 2, sum(map(len, documents))).tolist()

@@ -138,8 +138,7 @@ def test_chat_template_that_fails_is_named_by_its_file(file: str, tools: object,
 
 
 def test_chat_template_may_render_a_long_conversation():
-    """The conversation has half a million words in 500 turns, with a loop over all turns at each
-    turn."""
+    """The conversation has half a million words in 500 turns, and each turn loops over all."""
     source = "{% for m in messages %}{% for n in messages %}{% if n.role == 'x' %}{% endif %}"
     source += "{% endfor %}{{ m.content }}{% endfor %}"
     texts = [f"{i} " + "word " * 1000 for i in range(500)]

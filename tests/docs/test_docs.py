@@ -71,8 +71,7 @@ COMMANDS = list(dict.fromkeys((page, tuple(words)) for page in PAGES for words i
 
 @pytest.fixture(scope="module")
 def folder(corpus, token_cache, tmp_path_factory):
-    """Make the folder for commands: a finished run in ``outputs/debug``, and its export as
-    ``MODEL``."""
+    """Make the folder for commands: a run in ``outputs/debug``, and its export as ``MODEL``."""
     folder = tmp_path_factory.mktemp("docs")
     sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8}
     sizes |= {"num_experts": 8, "moe_intermediate_size": 32}
@@ -354,8 +353,7 @@ def test_every_setting_is_on_its_page(capsys):
 
 
 def undocumented(rows):
-    """Return keys that docs/metrics.md does not explain; for ``key/LAYERS`` the first part
-    counts."""
+    """Return keys that docs/metrics.md lacks; for ``key/LAYERS`` the first part counts."""
     page = (ROOT / "docs" / "metrics.md").read_text()
     keys = {key.partition("/")[0] + "/" * ("/" in key) for row in rows for key in row}
     keys |= {key for row in rows for key in row if key.startswith("seconds/")}

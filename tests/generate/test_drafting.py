@@ -135,8 +135,7 @@ def test_completions_are_those_without_drafts(case, name, share):
 
 
 def parrot(case, seed=0):
-    """Make a model whose next token follows from the last one alone, and whose MTP block knows
-    how."""
+    """Make a model whose next token follows from the last alone, and whose MTP block knows how."""
     model = make_model(case, seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -445,8 +444,7 @@ def test_of_several_blocks_the_first_drafts():
 
 
 def looked_up(tokens, number):
-    """Return drafts by the definition: the tokens after the latest occurrence of the longest
-    suffix."""
+    """Return drafts by definition: the tokens after the latest match of the longest suffix."""
     for length in (4, 3, 2):
         last = tokens[-length:]
         for place in range(len(tokens) - 1, length - 1, -1):

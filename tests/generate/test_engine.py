@@ -173,8 +173,7 @@ def test_log_probabilities_at_the_temperature_of_sampling():
 
 
 def test_log_probabilities_of_prompts_are_the_models():
-    """Prompts are read in chunks, with too few pages for all, beside others with shared
-    prefixes."""
+    """Prompts are read in chunks, with too few pages, beside others with shared prefixes."""
     generator, model = make_generator(page_size=4, num_pages=9, max_tokens=5), make_model()
     known = generator.tokenizer.vocab_size  # tokens from there on are never chosen
     draw = torch.Generator().manual_seed(0)
@@ -203,8 +202,7 @@ def test_log_probabilities_of_prompts_are_the_models():
 
 
 def test_a_cache_that_is_kept_is_its_own_sequences_alone():
-    """After an update a running sequence continues on its pages; new ones prefill with new
-    weights."""
+    """After an update a sequence continues on its pages; new ones prefill with new weights."""
     prompt, params = tuple(range(40)), SamplingParams(max_tokens=40, seed=3)
     kept, untold = (make_generator(page_size=4, num_pages=64) for _ in range(2))
     for generator in (kept, untold):

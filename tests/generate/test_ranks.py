@@ -181,8 +181,7 @@ def test_two_gpus_that_share_heads_have_one_gpus_bits():
 
 
 def serve_by_pairs(shares_experts):
-    """Return the completions of pairs that share heads, and optionally experts with another
-    pair."""
+    """Return completions of pairs that share heads, and optionally experts with another pair."""
     rank, world = dist.get_rank(), dist.get_world_size()
     pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
     heads, experts, model = HeadParallel(pairs[rank // 2]), None, make_model()

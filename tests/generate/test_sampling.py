@@ -144,8 +144,7 @@ def test_a_million_draws_stay_within_their_filters(place):
 @pytest.mark.long
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_draws_from_a_large_vocabulary_follow_the_softmax(place):
-    """The test is Pearson's chi-square. Four tokens have 90 %, a thousand have 9.7 %, others 0.3
-    %."""
+    """Pearson's chi-square: four tokens have 90 %, a thousand have 9.7 %, all others 0.3 %."""
     shares, heavy = torch.tensor([0.4, 0.3, 0.15, 0.05, 0.097, 0.003]), [0, 999, 99_999, QWEN - 1]
     bin_of = torch.full((QWEN,), 5)
     bin_of[70_000:71_000] = 4

@@ -109,7 +109,7 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(name, kernels, cut,
     want_THV = rule(*inputs, Documents.of(bounds_N, T), **how)
 
     cache = StateCache.empty(4, inputs)
-    for tensor in (cache.states_PHKV, *cache.open_PI):  # of whoever had the slots before
+    for tensor in (cache.states_PHKV, *cache.open_PI):  # left by the slots' earlier owners
         tensor[1:] = torch.nan
     # Then the convolution, with J taps.
     x_TC = torch.randn(T, 12, generator=draw, device=device)

@@ -131,8 +131,7 @@ def test_one_process_has_all_there_is():
 
 
 def other_generators():
-    """Make a generator with all experts on every rank of an expert-parallel trainer; and refused
-    ones."""
+    """Make a generator with all experts on every rank of an expert-parallel trainer."""
     engine = engine_of(LAYOUTS["dp+tp+ep"])
     train(engine, [1], rows_of_engine(engine))
     generator = Generator(Transformer(engine.arch, moe=engine.config.moe))

@@ -437,8 +437,7 @@ def target(request, tmp_path_factory):
 
 
 def hostile(target, draw, field):
-    """Send a hostile request, and return the answer; ``field``, if not empty, is popped and
-    drawn."""
+    """Send a hostile request and return the answer; a given ``field`` is popped and drawn."""
     kind = draw.choice(["value"] * 6 + ["body", "type", "frame", "path"])
     path = field[-1][0] if kind == "value" else draw.choice(list(target.good))
     if isinstance(target.good[path], bytes):

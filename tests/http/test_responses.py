@@ -285,8 +285,7 @@ def test_what_is_nested_deeply_is_read_or_refused(client, depth):
 
 
 def test_the_time_of_a_streams_part_does_not_grow():
-    """It depends neither on the tools, which only the first and last part repeat, nor on the text
-    so far."""
+    """It depends neither on the tools, in the first and last part only, nor on earlier text."""
     tools = [{"type": "function", "name": f"f{i}"} for i in range(20_000)]
     asked = Responses(input="a", tools=tools, tool_choice="none", stream=True)
     write, began, size = asked.writer(), time.process_time(), 0

@@ -180,8 +180,7 @@ LATER = {
 
 
 def copies(left, tmp_path, damages):
-    """Make a folder with the three jobs and one damaged copy for each of ``damages``; return their
-    ids."""
+    """Make a folder with the three jobs and a copy for each of ``damages``; return their ids."""
     folder = shutil.copytree(left, tmp_path / "out")
     names = {}
     for number, (key, damage) in enumerate(damages.items()):

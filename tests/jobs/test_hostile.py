@@ -351,8 +351,7 @@ def test_deleted_job_is_gone_after_a_stop(tmp_path):
 
 @pytest.mark.tier("long")
 def test_finish_leaves_nothing_wherever_the_service_is_killed(tmp_path, monkeypatch):
-    """The kills come before its first, second, ... write or removal, like kill -9, until all are
-    done."""
+    """The kills come before its first, second, ... write or removal, until all are done."""
     with Service(config_of(tmp_path / "before")) as service:
         name, other = new(service), new(service)
         ask = asker(service, name)

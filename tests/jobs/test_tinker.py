@@ -1,4 +1,4 @@
-"""The unmodified ``tinker`` SDK against the job service, in this process."""
+"""The unmodified ``tinker`` SDK as a client of the job service, in this process."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,4 @@
-"""Turns that fail while others are unfinished: the job that gets the error, and the state after
-it."""
+"""Turns that fail while others are unfinished: which job gets the error, and what is left."""
 
 import errno
 import gc

@@ -86,8 +86,7 @@ PARTS = (0, 1, 20, 25, 57, 70, BATCH * SEQ_LEN)
 
 
 def run_parts(mask, inputs, sinks=(), *, before=None, differentiates=True):
-    """Return attention part by part and its gradients; keys are all tokens, or those in a
-    window."""
+    """Return attention part by part and its gradients; keys are all tokens or a window's."""
     q, k, v = (x.flatten(0, 1)[None] for x in inputs)
     run_with = attention_with_sinks if sinks else attention
     found = []

@@ -327,8 +327,7 @@ def test_grouped_products_keep_the_rules_of_custom_ops():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("widths", [(10, 12), (8, 9), (1, 16)])
 def test_grouped_products_on_a_cpu_take_any_width(dtype, widths):
-    """torch's grouped product reads rows in units of 16 bytes; other widths are multiplied per
-    group."""
+    """torch's grouped product reads 16 bytes at a time; other widths are multiplied per group."""
     inner, outer = widths
     ends = torch.tensor([2, 2, 7], dtype=torch.int32)
     a = torch.randn(8, inner, dtype=dtype, requires_grad=True)  # the last row is in no group

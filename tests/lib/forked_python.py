@@ -196,8 +196,7 @@ def _may_fork(words: Sequence[str]) -> bool:
 
 
 def _imports_the_same(environment: Mapping[str, str]) -> bool:
-    """Return True if a fresh interpreter would import the same modules as the fork server, with the
-    same values."""
+    """Return True if a fresh interpreter would import the fork server's modules alike."""
     for name in filter(_READ_AT_IMPORT.match, {*environment, *_AT_IMPORT} - _READ_LATER):
         if environment.get(name) != _AT_IMPORT.get(name):
             return False

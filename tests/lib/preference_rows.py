@@ -7,8 +7,7 @@ from moetrain.models.transformer import Transformer
 
 
 def whole(engine, merged=False):
-    """Return the engine's model as a plain module with gradients, with adapters merged on
-    request."""
+    """Return the engine's model as a plain module with gradients, without adapters or merged."""
     model = Transformer(engine.arch)
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():

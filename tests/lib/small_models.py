@@ -97,7 +97,7 @@ CASES = {
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """||got - want|| / ||want||; 0 where both are zero (an expert without tokens)."""
+    """Return ||got - want|| / ||want||; 0 where both are zero (an expert without tokens)."""
     difference = (got - want).norm().item()
     return difference / want.norm().item() if difference else 0.0
 

@@ -23,7 +23,7 @@ print(json.dumps({
     "ctrl_c": signal.getsignal(2) is signal.default_int_handler,
 }))
 """
-# What is no fact of the program, and is of the fresh interpreter alone.
+# These are not the program's own, or only a fresh interpreter has them.
 FRESH = {"PYTHONHASHSEED": "0"}
 
 

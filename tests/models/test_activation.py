@@ -103,8 +103,7 @@ def kept_eager(activation):
 
 
 def kept_compiled(activation):
-    """Return these bytes from the tensors saved by the graphs; ops inside them cannot be
-    watched."""
+    """Return these bytes from the tensors that graphs save; ops inside cannot be watched."""
     model, _ = fresh(activation, compiled=True)
     sizes = {}
 

@@ -1,5 +1,4 @@
-"""Models compared with transformers (logits, loss, every gradient), formulas, packing, initial
-values."""
+"""Models compared with transformers; formulas, packing, initial values."""
 
 import pytest
 import torch
@@ -86,8 +85,7 @@ def random_reference(case: str) -> torch.nn.Module:
 
 
 def our_loss(model: Transformer, tokens_BS: torch.Tensor) -> torch.Tensor:
-    """Return the mean next-token loss plus the weighted load-balancing loss, as transformers
-    reports."""
+    """Return the mean next-token loss plus the weighted load-balancing loss, as in transformers."""
     hidden_BSD, routing = model.backbone(Inputs(tokens_BS))
     losses = linear_cross_entropy(
         hidden_BSD[:, :-1].flatten(0, 1), model.head_weight, tokens_BS[:, 1:].flatten()

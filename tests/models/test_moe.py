@@ -175,8 +175,7 @@ DOCUMENTS = ((5, 3), (8,))  # rows of documents
 
 
 def packed(pads=None) -> tuple[torch.Tensor, ...]:
-    """Return tokens, positions and padding [B, S] of DOCUMENTS with ``pads[row]`` after each
-    document."""
+    """Return tokens, positions and padding [B, S] of DOCUMENTS, ``pads[row]`` after each."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for lengths, behind in zip(DOCUMENTS, pads or [[0] * len(d) for d in DOCUMENTS], strict=True):

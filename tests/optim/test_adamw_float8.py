@@ -217,8 +217,7 @@ def test_a_skipped_step_writes_the_copy_alone(backend, device):
 @pytest.mark.parametrize("cut", ["rows", "columns"])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_parts_of_a_weight_are_updated_as_the_whole(cut, backend):
-    """They agree bit for bit: groups and random bits do not depend on where a rank's part
-    begins."""
+    """They agree bit for bit: groups and random bits do not depend on a rank's part."""
     shape = (7, 96)
     boxes = {
         "rows": [(slice(0, 3), slice(0, 96)), (slice(3, 7), slice(0, 96))],
@@ -371,8 +370,7 @@ def micro_of(name):
 
 
 def go_on(states):
-    """Return losses and weights of two steps after a state, or none, and its parts then, by
-    mesh."""
+    """Return losses and weights of two steps after a state, or none, and its parts, by mesh."""
     answers = {}
     for name, state in states.items():
         engine = make_engine(*words_of(name), micro=micro_of(name))
@@ -415,8 +413,7 @@ def unlike(ours, theirs):
 
 @pytest.mark.tier("wide")
 def test_every_mesh_rounds_alike_and_goes_on_from_every_other():
-    """Only few elements at the edge between two roundings differ: gradients are sums in another
-    order."""
+    """Only a few elements near a rounding's edge differ: gradients are sums in another order."""
     one = go_on({"one": None, "other bits": None})
     state, others = (together([one], name) for name in one)
     weights = {key: x for key, x in state["model"].items() if x.dtype == torch.bfloat16}

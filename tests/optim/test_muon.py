@@ -153,8 +153,7 @@ def test_batches_change_no_bit(limit):
 
 @pytest.mark.parametrize(("rows", "columns"), [(32, 128), (128, 32), (64, 64)])
 def test_updates_are_as_large_as_the_scale_says(rows, columns):
-    """The updates have full rank; their root mean square does not depend on a matrix's
-    orientation."""
+    """The updates have full rank; their root mean square does not depend on orientation."""
     stack = [draw(2, rows, columns)]
     orthogonalise(stack, 5, 1e-8, 0.2)
     rms = stack[0].square().mean().sqrt().item()

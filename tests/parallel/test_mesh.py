@@ -1,5 +1,4 @@
-"""Tests of ParallelDims' arithmetic and messages, and of meshes of 1, 2 and 4 gloo ranks by
-axis."""
+"""ParallelDims' arithmetic and messages, and meshes of 1, 2 and 4 gloo ranks by axis."""
 
 from contextlib import contextmanager
 

@@ -1,5 +1,4 @@
-"""Agents written for OpenAI's client: their requests and answers are recorded and trained
-exactly."""
+"""Agents written for OpenAI's client: requests and answers are recorded and trained exactly."""
 
 import asyncio
 import json
@@ -131,8 +130,7 @@ def streamed(base_url, messages, hear=lambda number: None, **options):
 
 @pytest.mark.parametrize(("asks_again", "stream"), [("x", False), ("y", False), ("x", True)])
 def test_a_resumed_agent_hears_what_it_heard(asks_again, stream):
-    """This holds if it sends the same requests; otherwise the recorded row would be of another
-    prompt."""
+    """This holds if it sends the same requests; else the recorded row would be another prompt's."""
     asked = ["x"]
 
     def run(task, base_url):

@@ -135,8 +135,7 @@ def test_a_task_that_kills_every_generator_ends_the_run(mortal, tmp_path):
 
 @pytest.mark.tier("long")
 def test_generators_end_with_the_main_learner(mortal, tmp_path):
-    """This holds even if the environment blocks one: they end within seconds, and no process is
-    left."""
+    """Even if the environment blocks one, they end within seconds, and no process is left."""
     values = mortal | APART | {"rl.env_args": '{"often": 1, "how": "sleep", "at": 3}'}
     values |= {"rl.step_timeout": 60}
     died = tmp_path / "env"
@@ -149,8 +148,7 @@ def test_generators_end_with_the_main_learner(mortal, tmp_path):
 
 @pytest.mark.tier("wide")
 def test_trajectories_under_way_are_resumed(mortal, tmp_path):
-    """A run with separate ranks saves them; one with shared ranks and another separate one resume
-    them."""
+    """A run with separate ranks saves them; runs of either placement resume them."""
     values = mortal | {"rl.max_staleness": 2, "train.steps": 4, "checkpoint.interval": 1}
     values |= {"rl.supervised_steps": 1, "rl.max_sequences": 1, "train.eval_interval": 0}
     values |= {"rl.eval_tasks": 0}
@@ -250,8 +248,7 @@ def test_agents_code_and_a_teacher_apart(mortal, tmp_path):
 
 @pytest.fixture
 def fleet(monkeypatch):
-    """Return a main learner's fleet, with the test's own generators, and the address of its
-    door."""
+    """Return a main learner's fleet, with the test's own generators, and its address."""
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 3}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -445,8 +445,7 @@ def test_root_has_a_user_id_of_its_own_for_each_program():
 def test_groups_of_the_second_version_are_found_in_the_trainers_own_or_the_one_around(
     tmp_path: Path, monkeypatch
 ):
-    """By the kernel's cgroup-v2.rst, a folder's ``cgroup.subtree_control`` names what its children
-    can limit."""
+    """The kernel lists in ``cgroup.subtree_control`` what a folder's children can limit."""
     inner = tmp_path / "user.slice" / "run.scope"
     inner.mkdir(parents=True)
     (inner / "cgroup.subtree_control").write_text("\n")

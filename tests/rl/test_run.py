@@ -382,8 +382,7 @@ def test_the_toy_learns_from_its_reward(tmp_path, dtype):
 
 
 def judged_by_itself(folder, layouts):
-    """Return the distance of a policy from a teacher with the same weights, by the teacher's
-    scores."""
+    """Return the distance of a policy from a teacher with equal weights, by its scores."""
     found = {}
     for name, words in layouts.items():
         values = {"model.path": folder, "rl.teacher": folder, "rl.teacher_top_k": 5, **words}

@@ -1,5 +1,4 @@
-"""Reinforcement learning before the first step: refusals, the memory estimate, and a run's
-identity."""
+"""Reinforcement learning before its first step: refusals, memory estimate, a run's identity."""
 
 import os
 import re

@@ -1,5 +1,4 @@
-"""Compilation ahead: a fake step launches the kernels of a real step, and they are compiled
-first."""
+"""Compilation ahead: a fake step launches the kernels of a real step to compile them."""
 
 import inspect
 import sys
@@ -136,8 +135,7 @@ INDICES = {"_count_kernel", "_rank_kernel"}
 
 
 def steps_on_ranks(cases):
-    """Return for each case the launches of a fake step, and those of two micro-batches and an
-    update."""
+    """Return for each case the launches of a fake step, and of two micro-batches and an update."""
     with pytest.MonkeyPatch.context() as patch:
         as_on_a_gpu(patch)
         return {name: faked_and_launched(words) for name, words in cases.items()}

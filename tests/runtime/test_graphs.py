@@ -276,8 +276,7 @@ def test_steps_of_ranks_have_the_same_bits_on_gpus(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("preset", ["qwen3-next-80b-a3b", "nemotron-3-nano-30b-a3b", "gpt-oss-20b"])
 def test_steps_of_other_families_have_the_same_bits_on_a_gpu(preset):
-    """The models have recurrent layers, and sinks in windows; Nemotron-3's sixth layer has
-    attention."""
+    """The models have recurrent layers and sinks in windows; Nemotron-3's sixth has attention."""
     check_steps([*GPU, f"model.preset={preset}", "model.num_layers=6"], ROWS)
 
 

@@ -1,5 +1,4 @@
-"""The GPU suite on a CPU: its files import without optional libraries, and its script counts
-right."""
+"""The GPU suite on a CPU: its files import without optional libraries, its counts are right."""
 
 import ast
 import json
@@ -42,8 +41,7 @@ def file_of(module):
 
 
 def imported_at_once(statements):
-    """Return the modules imported at the top level, but not in functions or where a failure is
-    handled."""
+    """Return modules imported at the top level, outside functions and handled failures."""
     for node in statements:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -56,8 +54,7 @@ def imported_at_once(statements):
 
 @cache
 def imports_of(file):
-    """Return the modules that a file imports at once, with the files of those in this
-    repository."""
+    """Return the modules that a file imports at once, with the files of this repository's."""
     names = imported_at_once(ast.parse(file.read_text()).body)
     return {name: file_of(name) for name in names}
 

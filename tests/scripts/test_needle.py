@@ -35,8 +35,7 @@ def tuned(folder, near, name, **mesh):
 
 
 def alone(folder, near):
-    """Train a model on rows of 64 tokens; return its share in longer ones, before and after
-    tuning."""
+    """Train a model on rows of 64 tokens; return its share in longer ones, and after tuning."""
     first = demo().SHORT[0]._replace(steps=200)
     demo().train(first, near.parent, demo().GEOMETRY | {"max_positions": first.seq_len})
     before = demo().accuracy(demo().reaching(near, folder / "before", FAR), FAR, haystacks=2)

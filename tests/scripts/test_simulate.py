@@ -1,5 +1,4 @@
-"""scripts/simulate.py: compared with measurements, with formulas of pipelines, and with
-invariants."""
+"""scripts/simulate.py compared with measurements, with formulas, and with invariants."""
 
 import json
 import os

@@ -55,8 +55,7 @@ def check(world, words, runs, tolerance, *, step_tolerance=None, device_type="cp
 
 @pytest.mark.tier("long")
 def test_kernels_beside_experts_of_several_ranks(tiny_words):
-    """The blocks are compiled; rows are short, because the interpreter takes each token by
-    itself."""
+    """The blocks are compiled; rows are short, because the interpreter is slow."""
     words = words_of(tiny_words, "data.seq_len=4")
     own = ["kernels.backend=triton", "compile.enabled=yes", "train.micro_batch_size=4"]
     check(2, words, {"ep kernels": [*words, *LAYOUTS[2]["ep"], *own]}, TOLERANCE)
@@ -64,8 +63,7 @@ def test_kernels_beside_experts_of_several_ranks(tiny_words):
 
 @pytest.mark.tier("wide")
 def test_pads_on_every_mesh(tiny_words):
-    """Ranks have different numbers of tokens: each token that is no padding counts the same
-    everywhere."""
+    """Ranks have different numbers of tokens: each real token counts the same everywhere."""
     words = words_of(tiny_words)
     runs = plan_runs(2, words, ["dp", "ep", "tp+ep"], ["plain", "accumulate"])
     runs |= plan_runs(2, words, ["tp+ep"], ["compile"], only={})

@@ -139,8 +139,7 @@ def compare(number, folder):
 
 
 def check_passes(rows, entries, texts, has_all):
-    """Check that each pass over a source has the same records, each once; return all seen
-    records."""
+    """Check that passes over a source have the same records, each once; return all records."""
     by_source, trained = {}, set()
     for row in rows:
         found = texts_in(row)

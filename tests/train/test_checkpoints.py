@@ -286,8 +286,7 @@ def test_a_run_that_is_killed_again_and_again_comes_to_the_same_end():
 
 
 def on_a_machine_of_its_own(folder, case):
-    """Give every rank its own ``out``, unless ``case`` says otherwise; return each rank's
-    message."""
+    """Give every rank its own ``out``, unless ``case`` says otherwise; return all messages."""
     rank = dist.get_rank()
     here = Path(folder) / f"node{rank}"
     here.mkdir()

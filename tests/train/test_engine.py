@@ -203,8 +203,7 @@ class NoHeadWithoutTargets(CrossEntropy):
 
 
 def learn_beside_a_rank_without_targets(layouts):
-    """Return the gradient norms of a step in which half of the ranks have no target, by two
-    objectives."""
+    """Return gradient norms of a step in which half of the ranks have no target."""
     found = []
     for words, rows in layouts:
         tokens_BS, targets_BS = make_rows(0)

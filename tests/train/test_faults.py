@@ -238,8 +238,7 @@ def test_of_a_pipeline_the_stage_is_named(name, how, says, schedule):
 
 
 def spoilt_replica(words, name, victim):
-    """Return the messages after a step, before and after one bit of a weight changes on one
-    rank."""
+    """Return the messages after steps before and after a bit of a weight changes on one rank."""
     engine = make_engine(*words)
     world, said = engine.world, []
     for is_spoilt in (False, True):

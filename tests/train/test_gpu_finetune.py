@@ -1,5 +1,4 @@
-"""GPU tests: fine-tuning's objectives and adapters, compiled with kernels, follow the
-references."""
+"""GPU tests: fine-tuning's objectives and adapters, compiled, follow the references."""
 
 import json
 
@@ -28,8 +27,7 @@ CHANGES = {
     "rows of tokens": [*ATTENTION, "lora.trainable_tokens=32,101,111"],
     "experts": [*ADAPTERS, "lora.targets=*.attn.*,*.moe.experts"],
 }
-"""Settings of the trained parameters. The ids of single bytes are rows of the debug model's
-embedding."""
+"""Settings of what is trained. The ids of single bytes are rows of the debug embedding."""
 OBJECTIVES = {
     "next_token": ["data.format=completion"],
     **{kind: [f"train.objective={kind}", "data.format=preference"] for kind in KINDS},

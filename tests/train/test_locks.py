@@ -41,8 +41,7 @@ class Process:
 
 @pytest.fixture
 def killed(tmp_path):
-    """Return ``killed(forks)``: the id of a killed process that had the folder, with a living
-    child."""
+    """Return ``killed(forks)``: the id of a killed holder of the folder, with a living child."""
     children = []
 
     def kill(forks):
@@ -124,8 +123,7 @@ def test_of_many_that_take_a_killed_processs_folder_one_gets_it(forks, killed, t
 
 
 def test_a_folder_of_a_process_that_cannot_be_looked_for_is_refused(killed, tmp_path):
-    """A process in another container or on another machine may live, although its id is unknown
-    here."""
+    """A process in another container or on another machine may live, though its id is unknown."""
     killed("c")
     lock = tmp_path / "out" / ".lock"
     first, second = lock.read_text().splitlines()

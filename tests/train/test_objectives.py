@@ -27,8 +27,7 @@ def config_of(words, *more):
 
 
 def teacher(rng, length, k=K):
-    """Return a teacher's candidates for each token, and log-probabilities that sum to less than
-    1."""
+    """Return a teacher's candidates for each token, with log-probabilities that lack some mass."""
     ids = np.stack([rng.permutation(256)[:k] for _ in range(length)])
     logprobs = np.log(rng.dirichlet(np.ones(k), length) * 0.9)
     return {"teacher_ids": ids, "teacher_logprobs": logprobs}

@@ -173,8 +173,7 @@ def singles_by_formula(policy, reference, singles, beta):
 
 
 def by_formula(kind, policy, reference, pairs, beta):
-    """Return the loss of answers that go through the models one at a time, without packing or
-    caches."""
+    """Return the loss of answers that go through the models one by one, without caches."""
     if "label" in pairs[0]:
         return singles_by_formula(policy, reference, pairs, beta)
 
@@ -244,8 +243,7 @@ def by_trl(kind, policy, reference, pairs, beta):
 @pytest.mark.parametrize("theirs", [by_formula, by_trl])
 @pytest.mark.parametrize("kind", [*KINDS, "kto of single answers"])
 def test_loss_and_every_gradient_through_a_model_are_trls(kind, theirs, own_words):
-    """Packed pairs and a cached reference are compared with plain copies of the model and its
-    reference."""
+    """Packed pairs and a cached reference equal plain copies of the model and its reference."""
     config = config_of(own_words, "moe.aux_loss_coef=0", "optim.max_grad_norm=1e9")
     kind, _, is_single = kind.partition(" ")
     pairs = SINGLES[:4] if is_single else PAIRS[:4]
@@ -452,8 +450,7 @@ def test_settings_alone_learn_from_a_file_on_every_mesh(pair_words, tmp_path):
 
 
 def test_the_reference_has_the_adapters_that_were_loaded(own_words, tmp_path):
-    """trl's DPOTrainer does the same: the reference of a PEFT model is that model before
-    training."""
+    """trl's DPOTrainer does the same: a PEFT model's reference is that model before training."""
     words, pairs = [*own_words, "lora.rank=8"], PAIRS[:4]
     config = config_of([*words, f"output_dir={tmp_path / 'adapters'}"])
     engine = Trainer(config, **preferences(config, pairs)).engine

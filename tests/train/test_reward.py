@@ -1,5 +1,4 @@
-"""Reward models: the formula over transformers in fp64, on every mesh, and files in both
-directions."""
+"""Reward models: the formula over transformers in fp64, on every mesh, and their files."""
 
 import json
 

@@ -1,5 +1,4 @@
-"""The sample at the end of a run: the continuation by plain forwards, on every mesh, or a
-reason."""
+"""The sample at the end of a run: the continuation by plain forwards, or a reason."""
 
 import json
 

@@ -86,8 +86,7 @@ def test_grouped_e4m3_does_not_take_a_cpu():
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("sizes", [SIZES, (9000, 3, 0, 8200)])
 def test_grouped_e4m3_products_match_other_kernels(sizes, tiled):
-    """With a scale per row they have torch's bits; with blocks another order of fp32 sums
-    differs."""
+    """With a scale per row they have torch's bits; with blocks the order of sums differs."""
     a, b = operands(tiled, sizes, "cuda")
     ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
     rows = sum(sizes)

@@ -309,8 +309,7 @@ def test_adapters_equal_a_dense_reference_on_gpus(world):
 
 
 def learned_and_wanted(words):
-    """Return losses and weights after two steps, and those of a run with the values as its
-    weights."""
+    """Return losses and weights after two steps, and those of a run with dequantised weights."""
     engine, plain = adapted(*words), adapted(*words, "lora.base_dtype=auto")
     for name, weight in weights_of(engine).items():
         plain.fsdp.write(name, (), weight)

@@ -56,9 +56,9 @@ class KernelSpec:
     make_inputs: Callable[[Case, torch.dtype, torch.Generator], Inputs]
     """Inputs of a case, on the generator's device."""
     cases: tuple[Case, ...]
-    """Sizes the tests walk, ugly on purpose. The first is an ordinary one with nothing unspecified
-    (opcheck compares all): the compile test uses it, and opcheck, which goes on until it has seen
-    every op of ``ops``."""
+    """Sizes of the tests, ugly on purpose. The first is an ordinary one with nothing unspecified
+    (opcheck compares all). The compile test uses it, and opcheck continues until it has seen every
+    op of ``ops``."""
     benches: tuple[Bench, ...]
     """Sizes the benchmark times on a GPU, in bf16."""
     tolerance: Mapping[torch.dtype, float]
@@ -74,7 +74,7 @@ class KernelSpec:
     select_grads: Mapping[str, Callable[[Inputs, torch.Tensor], torch.Tensor]] = field(
         default_factory=dict
     )
-    """By input name: drops what is unspecified from its gradient."""
+    """Maps an input's name to a function that drops what is unspecified from its gradient."""
     cpu_dtypes: tuple[torch.dtype, ...] = ()
     """The dtypes of ``tolerance`` that the fast path takes on a CPU alone."""
     ops: tuple[Any, ...] = ()
@@ -194,7 +194,7 @@ def _upstream_grads(
     grads = []
     for x, mask in zip(wanted, masks, strict=True):
         grad = torch.randn(x.shape, generator=generator, device=x.device)
-        # Rounded to bf16, so that every dtype is given the same values.
+        # Values are rounded to bf16, so that every dtype gets the same ones.
         grads.append(grad.bfloat16().to(x.dtype).masked_fill(mask == 0, poison))
     return grads
 
@@ -206,7 +206,7 @@ def _error(ours: torch.Tensor, expected: torch.Tensor) -> float:
         expected = expected.float()  # nothing computes in e4m3
     if not ours.is_floating_point():
         return 0.0 if torch.equal(ours, expected) else float("inf")
-    # By parts: the difference in the wide dtype may not fit beside the tensors.
+    # The comparison goes by parts: the difference in the wide dtype may not fit beside the tensors.
     difference, norm = 0.0, 0.0
     parts = zip(ours.reshape(-1).split(1 << 28), expected.reshape(-1).split(1 << 28), strict=True)
     for a, b in parts:

@@ -234,8 +234,7 @@ def test_mamba_on_a_gpu_is_the_reference(is_compiled):
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_wide_heads_on_a_gpu_are_the_reference(is_compiled, is_packed):
-    """The model is a Gemma-4 in fp32, with full layers too wide for cuDNN; every gradient
-    agrees."""
+    """A Gemma-4 in fp32, with full layers too wide for cuDNN: every gradient agrees."""
     sizes = {"head_dim": 64, "global_head_dim": 512, "global_num_kv_heads": 1}
     arch = architecture_of("gemma4_text", **sizes)
     positions_BS = torch.cat((torch.arange(70), torch.arange(131))).expand(2, -1).cuda()

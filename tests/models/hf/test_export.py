@@ -1,5 +1,4 @@
-"""Complete exports: everything that a checkpoint holds beside our weights is written back
-unchanged."""
+"""Complete exports: what a checkpoint holds beside our weights is written back unchanged."""
 
 import json
 import random
@@ -50,8 +49,7 @@ LEFT = ("pytorch_model.bin", "optimizer.pt", ".gitattributes", "pytorch_model.bi
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    """Write a bf16 mixture of experts with fp32 routers, and everything that a hub folder may
-    hold."""
+    """Write a bf16 mixture of experts with fp32 routers, and all that a hub folder may hold."""
     folder = tmp_path_factory.mktemp("checkpoint")
     torch.manual_seed(0)
     config = AutoConfig.for_model(

@@ -1,5 +1,4 @@
-"""Checkpoints in four bits beneath adapters: nothing is lost between the file and the stored
-base."""
+"""Checkpoints in four bits beneath adapters: the stored base loses nothing of the file."""
 
 import json
 import math

@@ -127,8 +127,7 @@ def test_matrices_in_blocks_of_fp8_are_read_and_written_in_bf16(case, tmp_path, 
 @pytest.mark.parametrize("precision", ["fp8_blocks", "fp8_blocks_ue8m0"])
 @torch.no_grad()
 def test_weights_train_as_a_checkpoint_has_them(precision, dtype, tmp_path):
-    """Products multiply the file's codes and scales, with fp32 weights and with their gathered bf16
-    copies."""
+    """Products multiply the file's codes and scales, from fp32 weights and from bf16 copies."""
     recipe, block = RECIPES[precision], (128, 128)
     in_powers = recipe.blocks == "ue8m0"
 

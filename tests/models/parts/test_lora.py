@@ -104,8 +104,7 @@ def test_every_mesh_equals_the_dense_reference(world):
 
 
 def test_only_adapters_are_kept_and_what_they_adapt_is_as_it_was():
-    """Frozen weights have no moments, no gradients and no place in a checkpoint, and never
-    change."""
+    """Frozen weights have no moments, gradients or place in a checkpoint, and never change."""
     engine = adapted()
     before = weights_of(engine)
     train(engine, range(2), MICRO)
@@ -119,8 +118,7 @@ def test_only_adapters_are_kept_and_what_they_adapt_is_as_it_was():
 
 
 def go_on(words, state, steps):
-    """Return losses and norms of ``steps`` after ``state``, the fingerprint, and the final
-    state."""
+    """Return losses and norms of ``steps`` after ``state``, the fingerprint, and the new state."""
     engine = make_engine(*words, base=BASE, micro=MICRO)
     engine.load_state(state)
     return train(engine, steps, MICRO), engine.fingerprint, copy_of(engine.state())["model"]

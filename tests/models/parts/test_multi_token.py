@@ -1,5 +1,4 @@
-"""Multi-token prediction: compared with transformers, over documents, on meshes, in files and
-runs."""
+"""Multi-token prediction compared with transformers, over documents, on meshes, in files."""
 
 import itertools
 import json

@@ -124,8 +124,7 @@ def check_random(seeds: int) -> None:
 
 
 def check_one_process(found: dict, batch: Batch, case: str) -> None:
-    """Check that experts' gradients have the bits of one process with all tokens and all
-    experts."""
+    """Check that experts' gradients have the bits of one process with all tokens and experts."""
     world, rank = dist.get_world_size(), dist.get_rank()
     everything: list = [None] * world
     mine = (*batch, *(x.detach() for x in make_experts(SMALL)))

@@ -87,8 +87,7 @@ def check_compiled() -> None:
 
 
 def assert_called_once(transport, how) -> None:
-    """Assert that the backward neither waits nor dispatches again if the forward's results are
-    kept."""
+    """Assert that a backward neither waits nor dispatches again if the results are kept."""
     dispatches = fake_deep_ep.calls["dispatch"]
     waits = fake_deep_ep.calls.pop("wait", 0)
     assert waits == (dispatches if transport.static is None else 0)
@@ -194,8 +193,7 @@ def residual(dispatcher, x_TD, *rest) -> torch.Tensor:
 
 
 def check_under_inductor() -> None:
-    """Check that the compiler keeps the collectives of a rank without tokens, the only one that
-    compiles."""
+    """Check that the compiler keeps the collectives of a rank without tokens."""
     use_fake()
     ours, theirs = dispatchers(SMALL)
     experts = make_experts(SMALL)
@@ -399,8 +397,7 @@ def test_a_step_that_overflows_is_done_again_and_nothing_is_lost(tiny_words):
 
 
 def gradients_of_two_calls(words: list[str]) -> tuple[dict[str, torch.Tensor], int]:
-    """Return gradients of one step whose micro-batches come in two calls, and the number of
-    repeats."""
+    """Return gradients of a step with micro-batches in two calls, and the number of repeats."""
     use_fake()
     apply.why_not = lambda *_, **__: None
     trainer = Trainer(Config.load(None, words, environ={}))

@@ -184,8 +184,7 @@ PACKED += ["parallel.ep=2", "moe.aux_loss_scope=micro_batch", "train.global_batc
 
 
 def train_packed(words, ways):
-    """Return each transport's losses of three steps over packed documents, and the first
-    gradients."""
+    """Return each transport's losses of three steps over packed documents, and first gradients."""
     answers = {}
     for name, how in ways.items():
         torch.compiler.reset()  # avoids counting another's graphs as recompilations

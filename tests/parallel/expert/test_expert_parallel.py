@@ -1,5 +1,4 @@
-"""Expert parallelism on gloo: every rank's tokens, gradients and experts equal those of one
-process."""
+"""Expert parallelism on gloo: each rank's tokens, gradients and experts equal one process's."""
 
 import pytest
 import torch
@@ -60,8 +59,7 @@ def check_compiled() -> None:
 
 
 def check_waits() -> None:
-    """Check that only ``exchange_counts`` waits for the device: once a forward, never in a
-    backward."""
+    """Check that only ``exchange_counts`` waits for the device, once a forward."""
     layer = make_pair().mine
     for recompute, waits, exchanges in ((False, 1, 4), (True, 2, 6)):
         x_BSD = torch.randn(1, 5, WIDTH, requires_grad=True)

@@ -40,8 +40,7 @@ SIZES = [
 
 
 def routings(ranks, experts, top_k):
-    """Yield each rank's ids: few tokens or none, evenly or to few experts, some without an
-    expert."""
+    """Yield each rank's ids: few tokens or none, evenly or to few experts, some to none."""
     for seed, power in itertools.product(range(4), (0, 1, 8)):
         generator = torch.Generator().manual_seed(seed)
         popular_E = torch.rand(experts, generator=generator) ** power
@@ -97,8 +96,7 @@ def test_the_plan_of_the_kernel_s_own_example():
 
 
 def with_copies(spare: int, backend: Backend = "auto", *, room: bool = False) -> Pair:
-    """Return the layer with all experts, and one with this rank's and copies, followed by
-    ``room``."""
+    """Return the layer with all experts, and one with this rank's, copies and ``room``."""
     pair, group = make_pair(backend), dist.distributed_c10d._get_default_group()
     redundant = RedundantExperts(EXPERTS, spare, group, torch.device("cpu"), backend)
     redundant.least_rows = 1
@@ -114,8 +112,7 @@ def with_copies(spare: int, backend: Backend = "auto", *, room: bool = False) ->
 
 
 def check_eager() -> None:
-    """Check eager layers: each routing and number of tokens, some copies; every second step
-    recomputes."""
+    """Check eager layers: each routing and number of tokens; every second step recomputes."""
     for number, spare in enumerate((1, 3, 9)):
         pair = with_copies(spare)
         for seed, tokens in enumerate((EVEN, UNEVEN, ALL_ON_ONE, NONE)):
@@ -185,8 +182,7 @@ def check_ops() -> None:
 
 
 def check_room() -> None:
-    """Check that memory behind the experts changes no bit, and ops write nothing that a tensor
-    shows."""
+    """Check that memory behind the experts changes no bit, and that ops write only there."""
     found = []
     for room in (False, True):
         results = []

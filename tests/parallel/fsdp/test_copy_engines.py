@@ -146,8 +146,7 @@ def failing_at_its_third_call(method):
 
 
 def differences(runs):
-    """Return the bits that differ between copies and collectives, and the buckets that copies
-    carried."""
+    """Return the bits that differ between copies and collectives, and the copied buckets."""
     differ, carried = [], {}
     for name, words in runs.items():
         torch.compiler.reset()
@@ -191,8 +190,7 @@ def late(device):
 
 
 def slow_rank(words):
-    """Return what rank 1 has read and summed while the others did not wait for it, and the right
-    values."""
+    """Return what rank 1, for which nobody waits, has read and summed, and the right values."""
     answers = []
     for slow in (False, True):
         engine = make_engine(*COPY, *words, "moe.aux_loss_coef=0", micro=1)

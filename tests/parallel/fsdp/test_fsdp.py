@@ -143,8 +143,7 @@ def test_micro_batches_in_flight_on_gpus(world, tiny_words):
 
 @pytest.mark.parametrize("reshard", ["no", "yes"])
 def test_stages_by_hand_are_the_whole_model(tiny_words, reshard):
-    """run(0..k) and run(k..n), with the gradient handed over, give equal bits of losses and
-    gradients."""
+    """run(0..k) and run(k..n), with the gradient handed over, change no bit."""
     words = [*tiny_words, "model.num_layers=5", f"parallel.reshard_after_forward={reshard}"]
     model, fsdp, world = placed(words)
     tokens_BS = tokens_of(world, 1)
@@ -309,8 +308,7 @@ def test_a_storage_and_a_transport_plug_in_by_their_registries(tiny_words):
 
 
 def gathers(words):
-    """Return how often each unit was gathered over four micro-batches, and the addresses of
-    parameters."""
+    """Return how often each unit was gathered over four micro-batches, and its addresses."""
     model, fsdp, world = placed(words)
     counts = [0] * len(fsdp.units)
     places = [set() for _ in fsdp.units]
@@ -377,8 +375,7 @@ def test_a_region_keeps_its_address_and_its_tensors():
 
 
 def whole_again(shapes):
-    """Return the parameters that are not restored from their pieces, or are not cut as DTensor
-    cuts."""
+    """Return the parameters that are not restored from pieces, or not cut as by DTensor."""
     tp = build_meshes(ParallelDims(4, tp=4), "cpu")
     both = build_meshes(ParallelDims(4, dp_shard=2, tp=2, ep=2), "cpu")
     wrong = []
@@ -416,8 +413,7 @@ def test_a_backward_after_its_work_is_refused(tiny_words):
 
 
 def reduce_what_the_last_lacks(words):
-    """Return gradients of two micro-batches by ``reduce_at``; the last one has none for the
-    head."""
+    """Return gradients of two micro-batches by ``reduce_at``; the last has none for the head."""
     found = []
     for reduce_at in ("each", "last"):
         model, fsdp, world = placed([*words, f"parallel.reduce_at={reduce_at}"])

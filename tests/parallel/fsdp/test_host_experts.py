@@ -20,8 +20,7 @@ HOSTED = "lora.offload_experts=yes"
 
 
 def learned(words):
-    """Return losses, weights and a fingerprint after two steps, and the names of codes on the
-    host."""
+    """Return losses, weights and a fingerprint after two steps, and names of codes on the host."""
     engine = adapted(EVERYTHING, *ROUND, *words)
     hosted = {n for n, m in engine.fsdp.members.items() if m.storage.loads_packed}
     return train(engine, range(2), MICRO), weights_of(engine), engine.fingerprint, hosted

@@ -62,8 +62,7 @@ def tensors_of(engine):
 
 
 def identity_of(engine):
-    """Return each tensor's and storage's identity by name, and on a GPU the address of permanent
-    ones."""
+    """Return each tensor's and storage's identity, and on a GPU the fixed addresses."""
     found = {}
     for name, tensor in tensors_of(engine).items():
         is_fixed = tensor.is_cuda and not (name.startswith("gradient") and engine.fsdp.frees)
@@ -74,8 +73,7 @@ def identity_of(engine):
 
 
 def steps_with(engine, steps, cycle, lr=1e-2):
-    """Return losses and norms of steps of two calls each; ``cycle(engine, where)`` runs around
-    them."""
+    """Return losses and norms of steps of two calls each, with ``cycle(engine, where)`` around."""
     numbers, objective, world = [], objective_of(engine), engine.world
     for step in steps:
         cycle(engine, "before")
@@ -318,8 +316,7 @@ def hosted(engine):
 
 
 def check_share(engine, fraction):
-    """Check the offloaded share, up to whole buckets and to parameters that another stage has
-    too."""
+    """Check the offloaded share, up to whole buckets and parameters shared by stages."""
     sizes = {id(b): b.shard_N.numel() for b in engine.fsdp.buckets if b.is_trained}
     tied = sum(
         b.shard_N.numel()

@@ -142,8 +142,7 @@ def test_every_pipeline_gives_the_single_process_answer(world, tiny_words):
 @pytest.mark.gpu("world")
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_pipeline_gives_the_single_gpu_answer(world, tiny_words):
-    """The runs are in fp32 with the fast kernels, beside expert parallel ranks if there are four
-    GPUs."""
+    """The runs are in fp32 with fast kernels, beside expert parallel ranks on four GPUs."""
     words = [*tiny_words, "train.device=cuda", "train.dtype=float32", "kernels.attention=reference"]
     words += ["compile.enabled=no"]  # except where a case enables it
     check_cases(world, cases(world, words), "cuda")

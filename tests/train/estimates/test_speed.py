@@ -1,5 +1,4 @@
-"""The estimate of a step's time compared with every row of docs/benchmarks.md that it can
-express."""
+"""The estimate of a step's time compared with the rows of docs/benchmarks.md."""
 
 import pytest
 
