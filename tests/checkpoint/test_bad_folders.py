@@ -435,7 +435,7 @@ def test_a_path_to_something_else_than_a_folder(copy, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["heads", "deep config", "file outside", "shard cut in its data"])
-def test_the_command_says_so_before_it_does_anything(case, copy, tmp_path, capsys, monkeypatch):
+def test_train_refuses_a_bad_folder_before_it_writes(case, copy, tmp_path, capsys, monkeypatch):
     if case == "heads":
         (copy / CONFIG).write_text(config_text({"num_attention_heads": 0}))
     else:

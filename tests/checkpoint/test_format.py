@@ -110,7 +110,7 @@ def test_any_box_is_read_from_any_pieces(seed, small_chunks, tmp_path, monkeypat
                     assert opened.get_tensor(name).dtype == dtype
 
 
-def test_a_rank_reads_what_it_needs_alone(small_chunks, tmp_path, monkeypatch):
+def test_rank_reads_only_its_own_pieces(small_chunks, tmp_path, monkeypatch):
     x = torch.arange(10_000.0).view(100, 100)
     stored = open_checkpoint(save_tensors(tmp_path, 1, {"model": {"x": x}})).group("model")["x"]
     read, sizes, empty = os.preadv, [], torch.empty
@@ -240,7 +240,7 @@ def test_every_file_is_missed(kind, tmp_path):
         assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_read_only_folder_and_what_was_there(tmp_path, monkeypatch):
+def test_save_into_a_read_only_folder_keeps_earlier_files(tmp_path, monkeypatch):
     first = save(tmp_path, 1)
     real = os.mkdir
 

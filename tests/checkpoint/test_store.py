@@ -61,7 +61,7 @@ def test_the_store_keeps_what_the_disk_does(tiny, tmp_path):
     assert there == {f"step-0000000{n}" for n in (3, 6, 7)}
 
 
-def test_what_is_half_there_is_not_read_and_is_removed(tiny, tmp_path):
+def test_incomplete_checkpoint_in_the_store_is_removed(tiny, tmp_path):
     Trainer(tiny(*STORED, "train.steps=4")).fit()
     FILES.rm_file(f"/bucket/run/step-00000004/{MANIFEST}")
     shutil.rmtree(tmp_path / "out")
@@ -130,7 +130,7 @@ def flipped(data):
 
 
 @pytest.mark.parametrize("spoiled", [flipped, lambda data: data[:-1]], ids=["flipped", "cut"])
-def test_what_is_damaged_on_the_disk_is_fetched_again(spoiled, tiny, tmp_path):
+def test_damaged_file_on_the_disk_is_fetched_from_the_store(spoiled, tiny, tmp_path):
     Trainer(tiny(*STORED, "train.steps=4")).fit()
     file = tmp_path / "out" / "checkpoints" / "step-00000004" / "model-00000-00.safetensors"
     whole = file.read_bytes()

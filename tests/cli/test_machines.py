@@ -336,7 +336,7 @@ def test_launch_command_refuses_bad_jobs_in_one_line(words, says, capsys):
     assert not list(Path().iterdir())
 
 
-def test_what_a_container_does_not_have_is_refused(monkeypatch, capsys):
+def test_launch_refuses_paths_that_a_container_lacks(monkeypatch, capsys):
     job = ["k8s", "debug", *CONTAINER, *TWO]
     for folder in ("/scratch/run", "../run", "/shared/../run"):
         assert main([*job, f"--output_dir={folder}"]) == 2

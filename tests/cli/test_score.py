@@ -140,7 +140,7 @@ def test_adapters_alone_are_named_as_they_were_given_and_what_is_advised_works(
     assert scores[1] != scores[0]
 
 
-def test_the_example_scores_what_waits_together(folder, theirs, monkeypatch):
+def test_model_reward_example_scores_waiting_answers_in_one_batch(folder, theirs, monkeypatch):
     monkeypatch.setenv("REWARD_MODEL", str(folder))
     monkeypatch.setenv("REWARD_DEVICE", "cpu")
     example, passes = load_script("examples/model_reward.py"), []

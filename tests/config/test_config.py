@@ -285,7 +285,7 @@ def test_values_of_a_file_keep_their_types(tmp_path):
     assert Config.load(config.to_dict(), environ={}).to_dict() == config.to_dict()
 
 
-def test_what_is_filled_in_is_set_and_has_an_origin():
+def test_filled_settings_are_set_and_have_an_origin():
     config = load("--train.steps", "9")
     filled = config.filled({"data.num_documents": 3, "output_dir": "x"}, "the test")
     assert (filled.data.num_documents, filled.output_dir, filled.train.steps) == (3, "x", 9)

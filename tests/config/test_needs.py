@@ -119,7 +119,7 @@ GIVEN = [
 
 
 @pytest.mark.parametrize(("words", "says"), GIVEN, ids=lambda x: x[:50])
-def test_what_a_user_sets_without_effect_is_one_line(words, says, tmp_path, capsys):
+def test_settings_without_effect_are_refused_in_one_line(words, says, tmp_path, capsys):
     where = ["--train.device", "cpu", "--output_dir", str(tmp_path / "out")]
     assert main([*words.split(), *where]) == 2
     error = capsys.readouterr().err
@@ -133,7 +133,7 @@ def test_an_environment_says_a_setting_once(monkeypatch):
         Config.load(environ={"MOETRAIN_TRAIN__SEED": "1", "moetrain_train__seed": "2"})
 
 
-def test_what_a_recipe_proposes_goes_back_to_the_default():
+def test_proposals_of_a_recipe_without_effect_become_defaults():
     """The resolved settings also load again, although a mapping counts as the user's."""
     prompt = Config.load("debug").train.sample_prompt
     config = Config.load("debug", ["train.sample_tokens=0"])
@@ -187,7 +187,7 @@ def test_a_default_asks_for_nothing(tmp_path):
         Config.load(toml, environ={})
 
 
-def test_what_a_gpu_has_is_not_refused_for_one():
+def test_settings_for_a_gpu_are_not_refused_with_one():
     config = Config.load("debug", ["kernels.attention=exact"])
     gpus = MemoryPlan.of(
         *resolve_run(config.filled({"launch.gpus": 1}, "the test")), generates=False

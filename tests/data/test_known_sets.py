@@ -184,7 +184,7 @@ GLAIVE_CALL = """<functioncall> {"name": "rain", "arguments": '{"where": "Köln"
         "Magicoder",
     ],
 )
-def test_records_are_read_as_what_they_are(record: dict, messages: list, tools: list | None):
+def test_records_of_known_sets_are_recognised(record: dict, messages: list, tools: list | None):
     (document,) = documents(record)
     assert document.text == theirs(messages, tools)
 

@@ -114,7 +114,7 @@ def test_whole_rows_by_hand():
     assert batch.num_tokens == 9
 
 
-def test_what_is_longer_than_a_row():
+def test_whole_rows_with_documents_longer_than_a_row():
     """A conversation keeps its beginning; a text is split; a part without targets makes no row."""
     conversation, text = list(range(10, 20)), list(range(30, 39))
     late = [50, 51, 52, 53, 54, 55]  # targets lie after the first row only

@@ -319,7 +319,7 @@ def test_nothing_that_is_beside_a_pair_is_lost(name):
             reader.documents(record)
 
 
-def test_what_is_no_pair_is_refused_with_the_known_forms():
+def test_records_that_are_no_pairs_are_refused():
     reader = reader_of(form="preference", reads_pairs=True)
     for record in ({"prompt": Q, "completion": A}, {"prompt": Q, "chosen": A}, {"text": Q}):
         with pytest.raises(BadLineError, match=r"no '(chosen|rejected)': no pair .*`instruction`"):

@@ -148,7 +148,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 @pytest.mark.parametrize("streaming", ["no", "yes"])
 @pytest.mark.parametrize("case", HOSTILE)
-def test_what_cannot_be_trained_on_is_one_line(
+def test_data_that_cannot_be_trained_on_is_refused_in_one_line(
     case: str, streaming: str, marked: Path, tmp_path: Path
 ):
     write, says = HOSTILE[case]

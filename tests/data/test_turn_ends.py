@@ -270,7 +270,7 @@ def template_of(source: str) -> ChatTemplate:
 
 
 @pytest.mark.parametrize(("source", "messages", "expected"), CASES.values(), ids=list(CASES))
-def test_what_is_learned_of_a_turn(
+def test_learned_spans_of_a_turn_under_each_template(
     source: str, messages: list[dict[str, object]], expected: list[str]
 ):
     found = []

@@ -11,7 +11,7 @@ from moetrain.generate.scheduler import Running, Scheduler
 SIZE = 2  # tokens of a page
 
 
-def test_a_page_that_goes_leaves_what_it_held_to_another_that_holds_the_same():
+def test_evicted_page_leaves_its_prefix_to_an_equal_page():
     pages = Pages(5, SIZE)
     (gone,), mine = pages.allocate(1), pages.allocate(1)
     pages.cache([gone], [1, 2])
@@ -29,7 +29,7 @@ def test_a_page_that_goes_leaves_what_it_held_to_another_that_holds_the_same():
     assert pages.match([1, 2, 3, 4]) == mine
 
 
-def test_of_two_pages_that_hold_the_same_the_second_is_free_when_its_sequence_ends():
+def test_duplicate_page_is_freed_when_its_sequence_ends():
     pages = Pages(3, SIZE)
     first, second = pages.allocate(1), pages.allocate(1)
     pages.cache(first, [1, 2])
@@ -40,7 +40,7 @@ def test_of_two_pages_that_hold_the_same_the_second_is_free_when_its_sequence_en
     assert pages.match([1, 2]) == first
 
 
-def test_sequences_that_run_when_all_is_forgotten_publish_anew():
+def test_running_sequences_publish_again_after_clear_cache():
     pages = Pages(3, SIZE)
     own = pages.allocate(2)
     pages.cache(own, [1, 2, 3, 4])
@@ -52,7 +52,7 @@ def test_sequences_that_run_when_all_is_forgotten_publish_anew():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_sequences_publish_is_found_as_long_as_they_run(seed):
+def test_published_prefixes_match_while_their_sequences_run(seed):
     """Texts have two kinds of tokens, so many prefixes match; pages are scarce."""
     rng = random.Random(seed)
     pages = Pages(13, SIZE)
@@ -118,7 +118,7 @@ def test_publishing_reads_every_token_once():
     assert len(scheduler.pages.match(sequence.tokens)) == read_at_all // SIZE
 
 
-def test_what_was_longest_unused_goes_first():
+def test_pages_are_evicted_least_recently_used_first():
     pages = Pages(2, page_size=1)
     for token in (5, 6):
         mine = pages.allocate(1)

@@ -159,7 +159,7 @@ def test_a_token_has_the_bits_of_training_however_it_is_read(name, kernels, cut,
 @pytest.mark.tier("quick", long=["fast-cpu"])
 @devices
 @pytest.mark.parametrize("kernels", ["fast", "reference"])
-def test_tokens_that_do_not_stay_leave_no_trace(kernels, device):
+def test_rejected_drafts_leave_states_unchanged(kernels, device):
     """Two sequences have drafts after a token, in slots' lanes; some drafts are right.
 
     Other steps read a few tokens at once, with drafts after them.
@@ -459,7 +459,7 @@ def test_reinforcement_learning(values, folder, even, tmp_path):  # noqa: F811
 
 
 @pytest.mark.tier("wide", long=["qwen3_5_moe_text"])
-def test_the_server_serves_it(arch, folder):
+def test_server_serves_a_model_with_states(arch, folder):
     prompt, how = list(range(70)), {"max_tokens": 9, "temperature": 0}
     ((expected,),) = make_generator(arch).generate(
         [Request("a", tuple(prompt), SamplingParams(**how))]

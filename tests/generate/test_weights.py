@@ -146,7 +146,7 @@ def other_generators():
         WeightUpdate(engine, Generator(larger))
 
 
-def test_what_a_generator_may_be():
+def test_weight_update_refuses_foreign_generators():
     spawn(4, other_generators, timeout=180)
 
 

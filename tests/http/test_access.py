@@ -107,7 +107,7 @@ def test_a_name_that_a_page_may_have_made_is_refused(serve, tmp_path):
 
 
 @pytest.mark.parametrize(("host", "auth"), [("127.0.0.1", "token"), ("0.0.0.0", "auto")])
-def test_who_has_the_token_may_use_any_name(serve, tmp_path, host, auth):
+def test_client_with_the_token_may_use_any_host_name(serve, tmp_path, host, auth):
     access = access_to(tmp_path, host, auth)
     port, token = serve(access), access.token()
     assert token == (tmp_path / "made" / "token").read_text().strip()
@@ -120,7 +120,7 @@ def test_who_has_the_token_may_use_any_name(serve, tmp_path, host, auth):
         assert ask(port, name, authorization=f"Basic {token}")[0] == 401
 
 
-def test_everybody_is_served_where_that_was_asked_for(serve, tmp_path):
+def test_auth_none_serves_every_client(serve, tmp_path):
     port = serve(access_to(tmp_path, "0.0.0.0", "none"))
     assert ask(port, "any.example")[0] == 200
     assert not (tmp_path / "made").exists()
@@ -217,7 +217,7 @@ def test_a_connection_without_a_request_is_closed(serve, tmp_path, monkeypatch):
 
 
 @pytest.mark.tier("long")
-def test_who_sends_slowly_or_waits_long_is_not_idle(serve, tmp_path, monkeypatch):
+def test_slow_connection_is_not_idle(serve, tmp_path, monkeypatch):
     """It sends some hundred KiB a second for three times the limit; the answer takes as long."""
     monkeypatch.setattr(Access, "idle_seconds", 0.5)
     length = 12 * (16 << 10)
@@ -242,7 +242,7 @@ def test_connection_with_frequent_requests_is_not_idle(serve, tmp_path, monkeypa
 
 
 @pytest.mark.tier("long")
-def test_an_answer_is_not_kept_for_who_does_not_read_it(serve, tmp_path, monkeypatch):
+def test_answer_that_is_not_read_is_dropped(serve, tmp_path, monkeypatch):
     monkeypatch.setattr(Access, "idle_seconds", 0.5)
     port, length = serve(access_to(tmp_path)), 20_000_000
     ask_for = POST.replace(b"/echo", b"/echo?n=%d" % length) + b"1" * 10
@@ -272,7 +272,7 @@ def test_an_answer_is_not_kept_for_who_does_not_read_it(serve, tmp_path, monkeyp
         (b"GET /ec", "no end"),
     ],
 )
-def test_what_is_no_request_is_told_so(serve, tmp_path, sent, says):
+def test_malformed_request_is_answered_with_an_error(serve, tmp_path, sent, says):
     with open_to(serve(access_to(tmp_path))) as connection:
         connection.sendall(sent)
         if says == "no end":

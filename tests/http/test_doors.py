@@ -117,7 +117,7 @@ def asked(port, path, body=b'{"a":1}', **headers):
     return connection
 
 
-def test_who_waits_when_a_server_stops_is_told_so_in_the_protocols_form(doors, caplog):
+def test_waiting_clients_get_the_protocols_error_at_shutdown(doors, caplog):
     slow, stream, half = (asked(doors.port, path) for path in ("never", "stream", "half"))
     kept = asked(doors.port, "echo")
     assert json.load(kept.getresponse()) == {"a": 1}
@@ -140,7 +140,7 @@ def test_who_waits_when_a_server_stops_is_told_so_in_the_protocols_form(doors, c
     assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
 
 
-def test_who_asks_while_a_server_stops_is_told_so(doors):
+def test_requests_during_shutdown_are_answered_with_503(doors):
     """The client asks again on a connection whose last answer was in progress at the signal."""
     kept = asked(doors.port, "late")
     slow = asked(doors.port, "never")
@@ -230,7 +230,7 @@ def test_port_0_is_any_free_port_which_is_printed(tmp_path, capsys):
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 @pytest.mark.parametrize("path", [b"echo", b"late"])
-def test_who_has_sent_all_and_says_so_gets_an_answer(doors, path, version):
+def test_client_that_closes_its_sending_side_gets_an_answer(doors, path, version):
     with socket.create_connection(("127.0.0.1", doors.port), timeout=20) as connection:
         connection.sendall(REQUEST % (path, version))
         connection.shutdown(socket.SHUT_WR)
@@ -258,7 +258,7 @@ def test_half_a_request_of_who_sends_no_more_is_refused(doors):
 
 
 @pytest.mark.parametrize("path", [b"never", b"stream"])
-def test_who_closes_the_connection_is_served_no_further(doors, path):
+def test_closed_connection_ends_its_request(doors, path):
     connection = socket.create_connection(("127.0.0.1", doors.port))
     connection.sendall(REQUEST % (path, b"1.1"))
     wait_until(lambda: doors.begun)

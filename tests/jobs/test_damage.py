@@ -333,7 +333,7 @@ def test_an_answer_that_cannot_be_written_is_in_no_checkpoint(left, tmp_path, mo
             assert finish(service, NAMES[seed]) == left[1][seed]
 
 
-def test_a_job_of_which_nobody_was_told_is_none(tmp_path, monkeypatch):
+def test_job_without_an_acknowledgement_is_dropped(tmp_path, monkeypatch):
     service = Service(config_of(tmp_path))
     for after in range(3):
         with dying(monkeypatch, after):

@@ -175,7 +175,7 @@ def test_a_sampler_has_the_weights_that_it_was_made_of_or_none(tmp_path):
         assert ask("asample", asked)["prompt_logprobs"] == found[1]
 
 
-def test_what_was_loaded_need_not_be_there_any_more(tmp_path):
+def test_restart_does_not_need_the_loaded_save(tmp_path):
     """A service that is restarted after a load does not load a newer save of that name."""
     service = Service(config_of(tmp_path, "jobs.save_interval=99"))
     name = new(service)
@@ -556,7 +556,7 @@ def served(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["text/plain; json", "text/json", ""])
-def test_what_any_page_can_send_is_refused(served, kind):
+def test_service_refuses_cross_site_requests(served, kind):
     status, body = send(served, "POST", "create_session", b"", None, kind)
     assert (status, json.loads(body)["error"]) == (415, "the body is not application/json")
 

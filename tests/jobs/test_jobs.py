@@ -311,7 +311,7 @@ def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded,
     assert computed == {"calls": 4 * 5}
 
 
-def test_what_a_killed_service_had_aside_is_of_no_use_to_the_next(tmp_path):
+def test_restart_ignores_states_that_a_killed_service_swapped_out(tmp_path):
     words, data = ["jobs.max_loaded=1"], [text([1, 2, 3])]
     service = Service(config_of(tmp_path, *words))
     names = [new(service, seed) for seed in range(3)]
@@ -355,7 +355,7 @@ def test_a_request_is_done_once_however_often_it_is_sent(tmp_path):
         assert answer_to(service, name, "forward_backward", body, 0)["result"] == first["result"]
 
 
-def test_what_every_checkpoint_has_seen_is_forgotten(tmp_path, monkeypatch):
+def test_requests_before_every_checkpoint_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "KEPT_ANSWERS", 4)
     with Service(config_of(tmp_path)) as service:
         name = new(service)
@@ -635,7 +635,7 @@ def quiet(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("kind", "body", "says"), BAD)
-def test_what_can_never_be_served_is_refused_before_it_is_kept(quiet, kind, body, says):
+def test_submit_refuses_impossible_passes(quiet, kind, body, says):
     name = quiet.create(f"{'ef' * 16}:train:0").id
     with pytest.raises(Refused, match=says) as found:
         quiet.submit(name, kind, body)
@@ -644,7 +644,7 @@ def test_what_can_never_be_served_is_refused_before_it_is_kept(quiet, kind, body
 
 
 @pytest.mark.parametrize(("body", "says"), SAMPLES)
-def test_what_can_never_be_sampled_is_refused(quiet, body, says):
+def test_submit_refuses_impossible_samples(quiet, body, says):
     name = f"{'ef' * 16}:sample:0"
     quiet.create(name)
     with pytest.raises(Refused, match=says) as found:

@@ -102,7 +102,7 @@ def test_thirty_jobs_with_kills_and_cancels_each_as_if_alone(start, tmp_path):
 
 
 @pytest.mark.tier("long")
-def test_who_has_no_token_is_told_nothing(served):
+def test_service_answers_nothing_without_the_token(served):
     name = served.client.create()
     for method, path in (
         ("GET", f"training_runs/{name}"),
@@ -122,7 +122,7 @@ def test_who_has_no_token_is_told_nothing(served):
     assert send(served, "GET", f"training_runs/{name}")[0] == 200
 
 
-def test_nobody_reads_or_touches_what_is_anothers(served):
+def test_clients_cannot_reach_other_clients_jobs(served):
     client = served.client
     mine, theirs = client.create(1), client.create(2)
     client.ask(mine, "forward_backward", texts([1, 2, 3]))
@@ -308,7 +308,7 @@ def test_the_service_stops_in_order(start):
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]
 
 
-def test_a_token_is_made_for_who_listens_to_others(tmp_path):
+def test_service_makes_a_token_for_other_addresses(tmp_path):
     for words, has_token in (
         (["jobs.host=0.0.0.0"], True),
         (["jobs.host=::"], True),

@@ -95,7 +95,7 @@ def test_a_shared_pass_copies_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.tier("long")
-def test_what_does_not_fit_or_differs_has_a_pass_of_its_own(tmp_path):
+def test_large_or_different_requests_get_their_own_pass(tmp_path):
     words = ["jobs.max_tenants=4", "data.seq_len=128", "train.micro_batch_size=1"]
     with Service(config_of(tmp_path, *WORDS, *words, "train.global_batch_size=1")) as service:
         names, passes = [new(service, seed) for seed in range(5)], Passes(service)
@@ -271,7 +271,7 @@ def test_a_job_that_only_shares_passes_is_saved_too(tmp_path):
         ["lora.targets=*.router"],
     ],
 )
-def test_what_cannot_share_a_pass_is_refused(tmp_path, words, monkeypatch):
+def test_max_tenants_refuses_settings_without_shared_passes(tmp_path, words, monkeypatch):
     biased = PRESETS["debug"].model_copy(update={"selection_bias": True})
     monkeypatch.setitem(PRESETS, "biased", biased)
     with pytest.raises(ConfigError, match=r"jobs.max_tenants: 2, but .*; use 1"):

@@ -55,7 +55,7 @@ def test_sdk_training_lowers_the_loss(trained):
     assert run.get_tokenizer().encode("ab") == [97, 98]
 
 
-def test_targets_are_their_own(served):
+def test_sdk_targets_and_weights_are_arbitrary(served):
     """They need not be the next tokens, and each has its own weight."""
     run = created(served)
     targets, weights = [5] * 14, torch.linspace(-1, 1, 14)
@@ -117,7 +117,7 @@ def test_a_loss_is_its_formula(served, name):
 
 
 @pytest.mark.tier("long")
-def test_a_step_takes_what_it_is_told(served):
+def test_sdk_optim_step_applies_the_adam_params(served):
     """The request sets Adam's parameters: each changes the step, and clipping bounds it."""
     found = []
     for change in ({}, {"beta1": 0.0}, {"beta2": 0.5}, {"eps": 1.0}, {"weight_decay": 9.0}, {}):

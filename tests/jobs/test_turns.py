@@ -249,9 +249,7 @@ def alone(tmp_path_factory):
     ],
     ids=["together", "together-killed", "resident", "saved-killed", "put away-killed"],
 )
-def test_what_is_submitted_ahead_has_the_bits_of_one_request_at_a_time(
-    tmp_path, alone, words, lives
-):
+def test_requests_submitted_ahead_have_the_bits_of_single_requests(tmp_path, alone, words, lives):
     """The service may also be killed repeatedly between the begin and the end of turns."""
     found, mine = results_of(tmp_path, *words, lives=lives)
     assert found == alone[0]

@@ -97,7 +97,7 @@ def test_a_forked_program_gets_signals_and_is_waited_for():
             assert process.wait(60) == -number
 
 
-def test_what_a_forked_program_starts_is_forked_too(tmp_path):
+def test_children_of_a_forked_program_are_forked(tmp_path):
     inner = "import moetrain.cli, os; print(os.getppid(), os.environ['MINE'])"
     outer = (
         "import moetrain.cli, os, subprocess, sys; from tests.lib import forked_python;"
@@ -119,7 +119,7 @@ def test_what_a_forked_program_starts_is_forked_too(tmp_path):
         (["-c", "import moetrain.cli"], {"PYTHONHASHSEED": "1"}),
     ],
 )
-def test_what_has_to_be_a_fresh_interpreter_is_one(words, more, counted):
+def test_programs_that_need_a_fresh_interpreter_get_one(words, more, counted):
     subprocess.run([sys.executable, *words], env=os.environ | more, capture_output=True, check=True)
     assert counted == []
 

@@ -119,7 +119,7 @@ def kept_compiled(activation):
 
 @pytest.mark.tier("quick", wide=["kept_compiled"])
 @pytest.mark.parametrize("kept", [kept_eager, kept_compiled])
-def test_what_is_named_is_kept_and_no_more(kept):
+def test_activation_save_keeps_only_the_named_values(kept):
     kept = {name: kept(activation) for name, activation in POLICIES.items()}
     assert kept["full"] < kept["attention alone"] < kept["selective"] < kept["none"]
     if kept is kept_eager:  # a compiled block that repeats attention keeps a generator's 5 KB state
@@ -139,7 +139,7 @@ class Count(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_backward_repeats_what_was_not_kept(policy):
+def test_backward_recomputes_the_ops_that_were_not_saved(policy):
     model, _ = fresh(POLICIES[policy], compiled=False)
     hidden_BSD, _ = model.backbone(batch(0))
     with Count() as count:

@@ -185,7 +185,7 @@ def test_inductor_gives_the_losses_of_eager():
 
 
 @pytest.mark.tier("long")
-def test_what_was_compiled_is_found_again_unless_the_source_is_another(monkeypatch):
+def test_compile_cache_hits_unless_the_source_changed(monkeypatch):
     """The backward of one norm is an op of ours, that of the other an autograd function."""
 
     def gradients():

@@ -305,7 +305,7 @@ def test_a_loaded_state_goes_on_bit_for_bit(words):
     assert train(other, range(2, 5)) != numbers[2:]
 
 
-def test_they_take_four_bytes_a_parameter():
+def test_float8_states_take_four_bytes_a_parameter():
     engine = make_engine(*SMALL, "model.hidden_size=64", "model.moe_intermediate_size=64")
     expected = engine.state_bytes()
     train(engine, range(1))

@@ -149,13 +149,13 @@ def check(world, runs, **kwargs):
 
 @pytest.mark.tier("long", wide=["4"])
 @pytest.mark.parametrize("world", LAYOUTS)
-def test_what_is_kept_is_the_rounding_of_what_is_summed(world):
+def test_bf16_gradients_are_rounded_fp32_sums(world):
     check(world, LAYOUTS[world], timeout=300)
 
 
 @pytest.mark.gpu("world")
 @pytest.mark.parametrize("world", LAYOUTS)
-def test_what_is_kept_on_gpus(world):
+def test_bf16_gradients_are_rounded_fp32_sums_on_gpus(world):
     """On GPUs the kernels round."""
     runs = {
         name: [*words, *(GPU if BF16 in words else GPU_FP32)]
@@ -205,7 +205,7 @@ def kept_at():
     return answers
 
 
-def test_a_step_takes_what_is_kept_and_goes_on_bit_for_bit():
+def test_step_uses_bf16_gradients_and_resumes_bit_for_bit():
     straight = engine_of("one", [NARROW])
     numbers = train(straight, range(4))
     assert numbers[1:] != train(engine_of("one", []), range(4))[1:]

@@ -168,7 +168,7 @@ CROSSING = [
 
 
 @pytest.mark.parametrize(("words", "world", "says"), CROSSING)
-def test_what_must_not_leave_a_machine_is_refused(words, world, says, tiny):
+def test_axes_that_must_not_cross_machines_are_refused(words, world, says, tiny):
     batch = ["train.micro_batch_size=4", f"train.global_batch_size={4 * world}"]
     config = tiny(*words.split(), *batch, "launch.gpus_per_machine=2")
     with pytest.raises(ConfigError) as caught:
@@ -182,7 +182,7 @@ def test_what_must_not_leave_a_machine_is_refused(words, world, says, tiny):
     "words",
     ["ep=4", "ep=4 fsdp_transport=nccl", "dp_replicate=-1 fsdp_transport=copy ep=2", "tp=2 pp=2"],
 )
-def test_what_may_leave_a_machine_does(words, tiny):
+def test_other_axes_may_cross_machines(words, tiny):
     batch = ["train.micro_batch_size=4", "train.global_batch_size=16"]
     named = [f"parallel.{word}" for word in words.split()]
     config = tiny(*named, *batch, "launch.gpus_per_machine=2", "model.num_layers=2")

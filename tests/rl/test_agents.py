@@ -239,7 +239,7 @@ def test_the_policy_is_described_by_every_name():
     assert {(t.fault, t.reward) for t in collected(run, 1, 1)} == {(None, 1.0)}
 
 
-def test_who_leaves_a_stream_has_the_trajectory_of_who_stays():
+def test_agent_that_leaves_a_stream_keeps_its_trajectory():
     generator, messages = Patient(), [{"role": "user", "content": "x"}]
     after = [{"role": "user", "content": "y"}]
 
@@ -368,7 +368,7 @@ def asks_nonsense(task, base_url):
         (asks_nonsense, "raised", "RuntimeError: done"),
     ],
 )
-def test_what_fails_costs_its_own_trajectory(run, fault, detail):
+def test_failing_agents_cost_only_their_trajectory(run, fault, detail):
     def some(task, base_url):
         if task == 0:
             return run(task, base_url)
@@ -469,7 +469,7 @@ def test_what_an_episode_does_not_follow_is_refused():
     assert {(t.fault, t.reward) for t in collected(run)} == {(None, 1.0)}
 
 
-def test_who_is_cut_off_hears_of_it():
+def test_agent_is_told_when_it_is_cut_off():
     heard = []
 
     def run(task, base_url):

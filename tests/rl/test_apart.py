@@ -166,7 +166,7 @@ def test_trajectories_under_way_are_resumed(mortal, tmp_path):
     assert all(row["prompts"] == 4 and row["staleness_max"] <= 2 for row in rows)
 
 
-def test_what_cannot_be_apart_is_refused(tmp_path):
+def test_placement_apart_refuses_unsupported_settings(tmp_path):
     (tmp_path / "even.py").write_text(EVEN)
     values = {"rl.env": f"{tmp_path}/even.py:Even", **APART}
     config, arch = resolve_run(config_of(tmp_path / "out", **values))
@@ -290,7 +290,7 @@ def over(group, reward=0.0):
     return [Trajectory(group, member, 0, 0, 1.0, reward, is_over=True) for member in range(2)]
 
 
-def test_strangers_hold_up_nobody(fleet):
+def test_unknown_connections_do_not_delay_generators(fleet):
     fleet, address, key = fleet
     silent = [socket.create_connection(address) for _ in range(3)]
     with pytest.raises(AuthenticationError):

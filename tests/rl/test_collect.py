@@ -121,7 +121,7 @@ def test_asynchronous_environments_change_nothing(turns):
 
 
 @pytest.mark.tier("long")
-def test_what_does_not_fit_is_cut_off_or_dropped():
+def test_collect_cuts_off_or_drops_long_trajectories():
     _, groups, _ = played(Counting(turns=9), max_tokens=90, longest=20)
     for t in (t for group in groups for t in group):
         assert len(t.tokens) <= 20  # the environment's last words are not read

@@ -40,7 +40,7 @@ def test_steps_of_generation_are_traced_as_others_are(even, tmp_path):
     assert {"forward_backward", "layer 1 forward", "layer 1 backward", "update"} <= names
 
 
-def test_what_a_run_writes(even, tmp_path, capsys):
+def test_rl_run_writes_its_files(even, tmp_path, capsys):
     assert run(words_of(tmp_path / "out", **even, **{"checkpoint.save_hf": "true"})) == 0
     rows = read_metrics(tmp_path / "out" / "metrics.jsonl")
     supervised, learned = (

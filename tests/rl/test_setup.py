@@ -151,7 +151,7 @@ def test_a_reward_function_that_fails_on_trial_is_told_of(score, says, tmp_path,
     assert re.search(f"^rl.reward: '{name}', .*{says}", caplog.messages[0])
 
 
-def test_what_only_a_gpu_or_a_model_refuses(capsys):
+def test_setup_refuses_by_gpu_and_model(capsys):
     words = ["--kernels.backend", "reference", "--train.device", "cuda", "--dry_run"]
     assert run(words) == 2
     assert capsys.readouterr().err.startswith("error: kernels.backend: 'reference' has no gener")

@@ -98,7 +98,7 @@ def test_results_of_graphs_are_copies():
         ([0], torch.ones(3), 1),
     ],
 )
-def test_what_is_unlike_is_captured_by_itself(other):
+def test_graphs_capture_each_shape_separately(other):
     graphs, seen = counting()
     objects = [object(), object()]
     for _ in range(2):
@@ -458,7 +458,7 @@ def test_memory_stays_and_graphs_go_with_it():
     assert not engine.graphs._kept
 
 
-def test_what_a_replay_reads_is_up_to_date():
+def test_replay_reads_weights_changed_outside():
     """A replay casts nothing: weights that were changed outside are cast before it."""
     engine, objective = make_engine(ON, "train.dtype=bfloat16"), CrossEntropy()
 

@@ -85,7 +85,7 @@ def test_a_stream_goes_on_when_the_word_is_there(first):
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_who_waits_takes_no_multiprocessor():
+def test_waiting_stream_occupies_no_multiprocessor():
     word = torch.zeros(1, dtype=torch.int32, device="cuda")
     a_NN = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -454,7 +454,7 @@ def test_two_gpus_as_two_machines_take_what_was_measured(words, rates, measured,
 # ---- streams -------------------------------------------------------------------------------------
 
 
-def test_what_shares_a_link_takes_as_long_as_one_after_the_other():
+def test_operations_that_share_a_link_take_as_long_as_in_sequence():
     simulation = Simulation({"link": 10.0})
     short, long = (
         simulation.queue("x", name, [(0, name)], uses={"link": size})
@@ -465,7 +465,7 @@ def test_what_shares_a_link_takes_as_long_as_one_after_the_other():
     assert long.end == pytest.approx(8.0)
 
 
-def test_what_is_bound_elsewhere_leaves_the_rest():
+def test_operation_bound_elsewhere_leaves_the_rest_of_a_link():
     simulation = Simulation({"near": 10.0, "far": 1.0})
     far = simulation.queue("x", "far", [(0, "a")], uses={"near": 1.0, "far": 1.0})
     near = simulation.queue("x", "near", [(0, "b")], uses={"near": 10.0})

@@ -161,7 +161,7 @@ def test_a_stop_text_ends_the_text_before_it(server):
     assert "".join(part.choices[0].text for part in parts) == before
 
 
-def test_who_hangs_up_is_served_no_further(folder):
+def test_server_stops_generating_when_a_client_hangs_up(folder):
     """The server in this process has slow steps: generating to the end would take six seconds."""
     generator = Generator(load_hf(folder), load_tokenizer(str(folder)))
     held_back(generator)
@@ -382,7 +382,7 @@ def test_more_than_the_queue_holds_is_refused(folder):
         assert len(client.completions.create(prompt="A", n=3, **ASKED).choices) == 3
 
 
-def test_who_does_not_read_holds_nobody_up(folder):
+def test_unread_stream_does_not_block_other_requests(folder):
     """An unread stream is generated to its end, and another request gets its slot."""
     generator = Generator(load_hf(folder), load_tokenizer(str(folder)))
     with serving(generator, max_queue=16) as (client, served):
@@ -407,7 +407,7 @@ def test_the_server_stops_in_order(server):  # must be the last test of this ser
 
 
 @pytest.mark.tier("wide")
-def test_others_are_served_for_a_token(folder, tmp_path):
+def test_server_requires_a_token_from_other_machines(folder, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -447,7 +447,7 @@ def test_others_are_served_for_a_token(folder, tmp_path):
         (["--auth", "maybe"], "serve: argument --auth: invalid choice"),
     ],
 )
-def test_settings_of_who_is_served(words, says, folder, capsys):
+def test_bad_settings_of_access_are_refused(words, says, folder, capsys):
     assert main([str(folder), *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {says}")

@@ -44,7 +44,7 @@ def test_requests_beside_each_other_have_the_tokens_they_have_alone():
         assert all(c.finish_reason for c in completions)
 
 
-def test_who_hangs_up_aborts_and_disturbs_nobody():
+def test_hanging_up_aborts_only_that_request():
     long = Request("long", (1, 2), SamplingParams(max_tokens=100, seed=1))
     other = Request("other", (3,), SamplingParams(max_tokens=40, seed=2))
 
@@ -71,7 +71,7 @@ def test_who_hangs_up_aborts_and_disturbs_nobody():
     assert asyncio.run(serve(work)) == alone(other)[0]
 
 
-def test_who_is_cancelled_before_it_is_served_is_served_no_further():
+def test_request_cancelled_in_the_queue_is_not_served():
     request = Request("a", (1,), SamplingParams(max_tokens=100))
 
     async def work(serving):
@@ -97,7 +97,7 @@ def test_who_is_cancelled_before_it_is_served_is_served_no_further():
     asyncio.run(serve(work))
 
 
-def test_closing_is_an_error_to_who_listens():
+def test_close_raises_in_listeners():
     request = Request("a", (1,), SamplingParams(max_tokens=100))
 
     async def work(serving):
@@ -132,7 +132,7 @@ def test_completions_are_the_generators():
         assert replace(found, routes=None) == replace(wanted, routes=None)
 
 
-def test_errors_reach_whom_they_concern():
+def test_serving_errors_reach_their_request():
     good = Request("good", (1,), SamplingParams(max_tokens=3))
 
     async def work(serving):

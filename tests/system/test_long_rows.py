@@ -55,7 +55,7 @@ def test_longer_rows_scale_the_rotary_embeddings_and_exports_say_so(words, kind,
         (["data.seq_len=50000"], "data.seq_len", "model.max_positions with model.rope yarn"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(words, setting, says):
+def test_bad_rope_settings_are_refused_in_one_line(words, setting, says):
     with pytest.raises(ConfigError, match=rf"(?s)^{setting}: [^\n]*{says}[^\n]*$"):
         resolved(PRESET, *words)
 

@@ -70,7 +70,7 @@ def slow_writes(monkeypatch):
 
 
 @pytest.mark.tier("long")
-def test_what_is_saved_behind_the_steps_is_what_a_step_left(tiny, tmp_path, slow_writes):
+def test_background_save_holds_the_state_of_its_step(tiny, tmp_path, slow_writes):
     words = [*QUIET, "checkpoint.keep=9", "moe.bias_update_rate=0.1"]
     slow_writes.set()
     Trainer(tiny(*words, f"output_dir={tmp_path / 'a'}")).fit()

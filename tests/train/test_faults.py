@@ -122,7 +122,7 @@ def test_a_gradient_of_a_weight_is_named(monkeypatch, caplog):
     assert said.endswith("the first is the gradient of layers.1.attn.wq.weight")
 
 
-def test_what_is_finite_the_second_time_is_said_to_be(monkeypatch, caplog):
+def test_find_nan_reports_a_repeated_step_that_is_finite(monkeypatch, caplog):
     engine = make_engine(FIND)
     whole, seen = engine.fsdp.gradient_norm, []
 

@@ -114,7 +114,9 @@ def with_room(monkeypatch, available, allowed=math.inf):
         ((9e12, 2e6), r"it has 0\.0 GiB left of its control group's limit; ask for less"),
     ],
 )
-def test_what_cannot_fit_ends_with_one_line(room, says, monkeypatch, tmp_path, capsys):
+def test_settings_beyond_host_memory_are_refused_in_one_line(
+    room, says, monkeypatch, tmp_path, capsys
+):
     with_room(monkeypatch, *room)
     words = [f"--{word}" for word in (*DEBUG, f"output_dir={tmp_path}")]
     assert main(["debug", *words]) == 2

@@ -151,7 +151,7 @@ def test_replicas_of_data_need_no_copies(two, tmp_path):
 
 
 @pytest.mark.tier("wide")
-def test_what_is_damaged_is_mended_from_a_copy_and_else_passed_over(two, tmp_path):
+def test_damaged_part_is_repaired_from_a_copy_or_skipped(two, tmp_path):
     two(SHARDED, TWO, until=3)
     mine, theirs = paths(tmp_path, 3)
     for name in (MANIFEST, "model-00000-00.safetensors"):
@@ -312,7 +312,7 @@ def test_own_folders_with_one_process(tiny):
         ("checkpoint.replicas=2", ""),
     ],
 )
-def test_what_needs_a_shared_folder_is_refused(word, says, tmp_path, capsys):
+def test_own_folders_refuse_settings_that_need_a_shared_one(word, says, tmp_path, capsys):
     words = ["checkpoint.shared=no", *word.split(), f"output_dir={tmp_path / 'out'}", "--dry_run"]
     assert main(["debug", "train.device=cpu", *words]) == (2 if says else 0)
     assert says in capsys.readouterr().err

@@ -188,7 +188,7 @@ def test_a_bad_step_changes_nothing_and_is_counted(tiny):
 
 
 @pytest.mark.tier("long")
-def test_what_a_failed_run_saves_is_marked_and_found_by_its_path_alone(tiny, capsys, tiny_words):
+def test_checkpoint_of_a_failed_run_is_marked_and_not_resumed_by_auto(tiny, capsys, tiny_words):
     every = "checkpoint.interval=2"
     trainer = Trainer(tiny("train.steps=50", "train.max_bad_steps=3", every, "checkpoint.keep=1"))
     step, good = trainer.train_step, {}
@@ -245,7 +245,7 @@ def test_a_run_that_is_over_does_nothing_more(tiny):
     assert losses(trainer) == before
 
 
-def test_what_a_run_leaves_behind(tiny):
+def test_run_writes_its_files(tiny):
     config = tiny("train.eval_interval=2", "log.tensorboard=yes", "checkpoint.interval=1")
     folder = Trainer(config, callbacks=[Sampled()]).fit().folder
     rows = read_metrics(folder / "metrics.jsonl")
@@ -576,7 +576,7 @@ def test_a_selection_bias_that_comes_or_goes_is_named(tiny, before, now):
 
 
 @pytest.mark.tier("long")
-def test_ctrl_c_within_a_step_gives_it_up(tiny_words, tmp_path):
+def test_ctrl_c_abandons_the_current_step(tiny_words, tmp_path):
     """A step of a million rows is not awaited; the steps before it are kept."""
 
     def run(name, *words):

@@ -119,7 +119,7 @@ def test_nf4_has_the_nearest_quantiles_of_scales_that_are_near():
 
 
 @every_form
-def test_what_is_dequantised_is_quantised_to_the_same(name):
+def test_quantise_groups_is_idempotent(name):
     form = QUANT_FORMATS[name]
     x = uneven(form)
     shard = shard_of(x, name)
@@ -208,7 +208,7 @@ PARTS = [(4, 16, 7), (3, 100), (5, 64), (1, 1), (2, 3, 96)]
     ("name", "shape"),
     [*(("float8", shape) for shape in PARTS), ("mxfp4", (2, 4, 32)), ("nf4", (2, 4, 2048))],
 )
-def test_a_tensor_that_is_written_in_parts_is_what_it_is_at_once(name, shape):
+def test_shard_written_in_parts_equals_one_written_at_once(name, shape):
     generator = torch.Generator().manual_seed(0)
     unit = QUANT_FORMATS[name].unit
     # No element is below the smallest normal code of its group.
@@ -433,7 +433,7 @@ def test_a_checkpoint_is_loaded_and_saved(ranks, tmp_path):
 
 
 @every_form
-def test_generation_has_what_is_stored(name):
+def test_generation_uses_the_quantised_base(name):
     check(*follow([f"lora.base_dtype={name}", *ROUND]))
 
 
@@ -442,7 +442,7 @@ def follow_all(runs):
 
 
 @pytest.mark.tier("long")
-def test_generation_on_ranks():
+def test_generation_on_ranks_uses_the_quantised_base():
     runs = [["parallel.ep=2"], ["parallel.tp=2"], ["parallel.pp=2"], ["lora.base_dtype=nf4"], []]
     for answers in spawn(2, follow_all, runs, timeout=200):
         for answer in answers:

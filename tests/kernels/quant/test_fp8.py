@@ -252,7 +252,7 @@ def test_gradients_of_the_head_are_near_those_in_fp64(backend):
         pytest.param("cuda", marks=on_gpu),
     ],
 )
-def test_what_is_added_back_to_a_frequent_token_is_not_lost(device):
+def test_fp8_head_gradient_of_a_frequent_token_is_not_lost(device):
     """Each of a hundred terms is smaller than bf16's resolution of their sum."""
     h_TD, w_VD, targets_T, weights_T = make_head(6, device=device)
     with torch.no_grad():
@@ -283,7 +283,7 @@ def test_the_step_of_logits_gradients_is_the_least_power_of_two():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_what_is_small_adds_up_beside_the_target():
+def test_fp8_head_gradient_sums_small_terms():
     """Half of each prediction is spread over 50,000 tokens with nearly equal rows: the accumulators
     of tensor cores would lose all of it."""
     h_TD, w_VD, targets_T, weights_T = make_head(256, 256, 50_000, "cuda")
@@ -446,7 +446,7 @@ def check_transports(precision: Precision) -> None:
 
 
 @pytest.mark.parametrize(("world", "precision"), [(2, "fp8"), (4, "fp8"), (2, "fp8_blocks")])
-def test_what_is_sent_in_e4m3_changes_nothing(world, precision):
+def test_rows_sent_in_e4m3_change_no_bit(world, precision):
     spawn(world, check_transports, precision, timeout=200)
 
 

@@ -934,7 +934,7 @@ def test_fewer_or_more_layers_of_a_preset():
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of a llama"),
     ],
 )
-def test_what_is_not_supported_is_refused_in_one_line(family, change, problem, tmp_path):
+def test_unsupported_configs_of_families_are_refused_in_one_line(family, change, problem, tmp_path):
     own = next((CASES[case] for case in CASES if case.split()[0] == family), {})
     config = {**FAMILIES[family].defaults, "model_type": family, **SIZES, **own, **change}
     (tmp_path / "config.json").write_text(json.dumps(config))

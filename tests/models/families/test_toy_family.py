@@ -82,7 +82,7 @@ def assert_same(got, want):
         assert torch.equal(got[name], tensor), name
 
 
-def test_it_is_read_and_written_bit_for_bit(checkpoint, tmp_path):
+def test_toy_family_is_read_and_written_bit_for_bit(checkpoint, tmp_path):
     model = moetrain.load_hf(checkpoint)
     assert isinstance(model.arch, toy_family.Toy)
     assert model.arch.num_features == 12

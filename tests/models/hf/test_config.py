@@ -147,7 +147,7 @@ def test_bad_config(case):
     assert "\n" not in str(caught.value)
 
 
-def test_what_a_format_cannot_express_is_an_error():
+def test_config_that_a_format_cannot_express_is_an_error():
     arch = architecture_from_hf({"model_type": "llama", **SIZES})
     for change in ({"qk_norm": True}, {"qkv_bias": True}, {"sliding_windows": (4, 4, 4)}):
         with pytest.raises(ValueError, match=rf"llama.*cannot express .*{next(iter(change))}"):

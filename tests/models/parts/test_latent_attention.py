@@ -161,7 +161,7 @@ def test_presets_have_the_published_active_sizes(preset):
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "names 1 layers"),
     ],
 )
-def test_what_is_not_supported_is_refused_in_one_line(family, change, problem):
+def test_unsupported_latent_attention_is_refused_in_one_line(family, change, problem):
     config = {**FAMILIES[family].defaults, "model_type": family, **SIZES, **CASES[family], **change}
     with pytest.raises(ConfigError, match=problem) as caught:
         architecture_from_hf(config)

@@ -162,7 +162,7 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("problem", "config"), REFUSED.items(), ids=list(REFUSED))
-def test_others_are_refused_by_name(problem, config, bases, tmp_path):
+def test_unsupported_peft_adapters_are_refused_by_name(problem, config, bases, tmp_path):
     write(bases["moe"][1], tmp_path, {"target_modules": ATTENTION} | config)
     with pytest.raises(ConfigError, match=rf"lora\.path: .*{problem}"):
         attach_peft(load_hf(bases["moe"][0]), tmp_path)

@@ -291,6 +291,6 @@ def test_run_with_copies_is_the_single_gpu_s(world, tiny_words, monkeypatch):
         ("parallel.ep=2 optim.offload_fraction=0.5", "optim.offload_fraction 0.5"),
     ],
 )
-def test_what_does_not_go_with_copies(words, said, tiny):
+def test_redundant_experts_refuse_unsupported_settings(words, said, tiny):
     with pytest.raises(ConfigError, match=f"moe.redundant_experts: 2 contradicts {said}"):
         tiny("moe.redundant_experts=2", *words.split())

@@ -326,7 +326,7 @@ def gathers(words):
     return counts, [len(found) for found in places]
 
 
-def test_parameters_are_gathered_once_a_step_and_lie_where_they_lay(tiny_words):
+def test_fsdp_gathers_parameters_once_a_step_at_fixed_addresses(tiny_words):
     base = [*tiny_words, "model.num_layers=4"]
     for counts, places in spawn(2, gathers, base):
         assert counts == [2] * 6  # two steps of two micro-batches

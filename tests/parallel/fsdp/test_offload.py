@@ -444,7 +444,7 @@ def test_ranks_whose_hosts_are_not_equally_fast_gather_in_one_order():
             assert_near(found, weights, 1e-5)
 
 
-def test_what_the_host_sent_is_not_copied_again(monkeypatch):
+def test_weights_updated_on_the_host_are_not_copied_again(monkeypatch):
     stale, start_gather = [], Bucket.start_gather
 
     def watched(bucket, staging):
@@ -499,7 +499,7 @@ def test_a_slow_host_is_waited_for(monkeypatch):
             assert torch.equal(part.tensor, theirs[group][name].tensor), name
 
 
-def test_what_is_written_during_an_update_stays(monkeypatch):
+def test_write_during_a_host_update_is_kept(monkeypatch):
     update = AdamW._update_on_host
 
     def slowly(self, *task):
@@ -599,7 +599,7 @@ def test_settings_that_contradict_each_other(name):
         Config.load(None, ["optim.offload_fraction=0.5", f"optim.{name}=bfloat16"], environ={})
 
 
-def test_the_estimate_knows_what_the_host_has():
+def test_memory_estimate_excludes_offloaded_state():
     found = []
     for fraction in (0, 0.5, 1):
         words = ["model.preset=qwen3-30b-a3b", "parallel.ep=4", "launch.nproc=4"]

@@ -80,7 +80,7 @@ def test_less_bubble_for_the_same_memory():
     assert share("interleaved_1f1b", 2) == pytest.approx(1.5 / 9.5)
 
 
-def test_communication_makes_it_longer():
+def test_communication_lengthens_a_schedule():
     schedule = Schedule.make("1f1b", 4, 1, 8)
     fast, slow = (schedule.simulate(communication=c).makespan for c in (0, 0.5))
     assert slow - fast >= 2 * 3 * 0.5  # at least there and back
