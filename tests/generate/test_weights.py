@@ -131,7 +131,7 @@ def test_one_process_has_all_there_is():
 
 
 def other_generators():
-    """Make a generator with all experts on every rank of an expert-parallel trainer."""
+    """Update a generator with all experts on every rank; refuse other architectures."""
     engine = engine_of(LAYOUTS["dp+tp+ep"])
     train(engine, [1], rows_of_engine(engine))
     generator = Generator(Transformer(engine.arch, moe=engine.config.moe))
@@ -146,7 +146,7 @@ def other_generators():
         WeightUpdate(engine, Generator(larger))
 
 
-def test_weight_update_refuses_foreign_generators():
+def test_weight_update_takes_all_experts_and_refuses_other_models():
     spawn(4, other_generators, timeout=180)
 
 
