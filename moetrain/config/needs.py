@@ -180,11 +180,6 @@ NEEDS: tuple[Need, ...] = (
     Need("train.mtp_weight", requires={"parallel.pp": {1}}, why="the last stage has no embedding"),
     Need("train.mtp_weight", requires={"lora.rank": {0}}, why="PEFT's models have no such blocks"),
     Need("moe.redundant_experts", requires={"lora.rank": {0}}, why="adapters are not copied"),
-    Need(
-        "kernels.precision",
-        requires={"lora.rank": {0}},
-        why="adapters lie between the experts' products",
-    ),
     Need("data.workers", requires={"data.streaming": ("auto", "yes")}),
     Need("data.num_documents", requires={"data.source": {"synthetic"}}),
     Need("train.compare_replicas", requires={"parallel.dp_replicate": Other(1)}, when=_SOME),

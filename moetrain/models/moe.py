@@ -21,7 +21,6 @@ from moetrain.config import ConfigError, KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
 from moetrain.kernels.experts.few_tokens import few_tokens_counters, few_tokens_mlp, fits_few_tokens
 from moetrain.kernels.experts.mlp import adapted_expert_mlp, expert_mlp
-from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.permutation import ExpertIndices, expert_indices
 from moetrain.kernels.experts.products import router_logits
 from moetrain.kernels.experts.routed import Routed, balanced_ids, rerouted
@@ -314,15 +313,19 @@ class Experts(KernelModule, Adaptable):
         super().__init__()
         num_experts, dim, width = sizes.num_experts, sizes.hidden_size, sizes.moe_intermediate_size
         self.use_kernels(kernels)
+        self.check_width(width)
+        self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, dim))
+        self.w_down = nn.Parameter(torch.empty(num_experts, dim, width))
+        self.counters: torch.Tensor | None = None
+
+    def check_width(self, width: int) -> None:
+        """Raise ConfigError if the precision's kernels do not take experts of this width."""
         if self.precision in RECIPES and width % (multiple := RECIPES[self.precision].multiple):
             raise ConfigError(
                 "kernels.precision",
                 f"{self.precision!r} takes experts of a width that is a multiple of {multiple}, and"
                 f" theirs is {width}; use bf16",
             )
-        self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, dim))
-        self.w_down = nn.Parameter(torch.empty(num_experts, dim, width))
-        self.counters: torch.Tensor | None = None
 
     def store_as(self, quant_format: QuantFormat) -> None:
         """Store the matrices in ``quant_format`` from now on, without values and gradients."""
@@ -370,15 +373,6 @@ class Experts(KernelModule, Adaptable):
                 scale=up.scale,
                 backend=self.backend,
                 activation=self.activation,
-            )
-        if self.precision != "bf16":
-            return expert_mlp_fp8(
-                x_SD,
-                weights_SK,
-                indices,
-                self.matrices(first, dtype),
-                self.matrices(second, dtype),
-                backend=self.backend,
                 precision=self.precision,
             )
         return expert_mlp(
@@ -390,6 +384,7 @@ class Experts(KernelModule, Adaptable):
             backend=self.backend,
             typical_rows=typical_rows,
             activation=self.activation,
+            precision=self.precision,
         )
 
     def of_few(self, x_TD: torch.Tensor, routed: Routed) -> torch.Tensor | None:

@@ -92,7 +92,7 @@ def check_widths(config: Config, arch: Architecture) -> None:
         with torch.device("meta"):
             part.build(config.kernels, config.moe)
         for name, weight in part.weights.items():
-            is_product = len(weight.shape) > 1 and weight.rule.gather is None
+            is_product = len(weight.shape) > 1 and weight.rule.is_matrix
             if is_product and any(width % MULTIPLE for width in weight.shape[-2:]):
                 problem = f"takes widths that are multiples of {MULTIPLE}, and {part.name}.{name}"
                 problem = f"{precision!r} {problem} is {list(weight.shape[-2:])}"

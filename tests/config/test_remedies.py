@@ -232,23 +232,11 @@ ROWS = {
         "kernels.precision: 'fp8' takes widths that are multiples of 16, .*; use bf16, or other",
         [{"kernels.precision": "bf16"}, {"model.hidden_size": 32}],
     ),
-    "fp8 of biased experts": Row(
+    "fp8 in blocks of experts 2,880 wide": Row(
         {},
-        SYNTHETIC | {"model.preset": "gpt-oss-20b", "kernels.precision": "fp8"},
+        SYNTHETIC | {"model.preset": "gpt-oss-20b", "kernels.precision": "fp8_blocks"},
         "kernels.precision: .*; use bf16",
-        [{"kernels.precision": "bf16"}],
-    ),
-    "fp8 of gelu": Row(
-        {},
-        SYNTHETIC | {"model.preset": "gemma-4-26b-a4b", "kernels.precision": "fp8"},
-        "kernels.precision: .* has no experts with GELU; use bf16",
-        [{"kernels.precision": "bf16"}],
-    ),
-    "fp8 of squared ReLU": Row(
-        {},
-        SYNTHETIC | NEMOTRON | {"kernels.precision": "fp8"},
-        "kernels.precision: .*; use bf16",
-        [{"kernels.precision": "bf16"}],
+        [{"kernels.precision": "bf16"}, {"kernels.precision": "fp8"}],
     ),
     "QK-clip of normalised heads": Row(
         {},

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import (
 )
 
 from moetrain.kernels.experts.mlp import expert_mlp
-from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
 from moetrain.parallel.expert.dispatch import AllToAll
 
@@ -78,8 +77,7 @@ def run_layer(dispatcher, x_TD, ids_TK, weights_TK, gate_up, down, backend="auto
 def run_narrow(dispatcher, x_TD, ids_TK, weights_TK, gate_up, down, precision="fp8"):
     """Run :func:`run_layer` in e4m3."""
     sent = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
-    matrices = (gate_up, down, "auto", precision)
-    y_SD = expert_mlp_fp8(sent.x_SD, sent.weights_SK, sent.indices, *matrices)
+    y_SD = expert_mlp(sent.x_SD, sent.weights_SK, sent.indices, gate_up, down, precision=precision)
     return dispatcher.combine(y_SD, sent.ctx)
 
 

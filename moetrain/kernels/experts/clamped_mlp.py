@@ -18,21 +18,22 @@ Worked example, one row, D = F = 1, b1 0, x 1, gate 0, up 3, down 1, b2 5, w 2: 
 ``y = 10``; for ``dy = 1``, ``da = [2 * 4 * 1/2, 0] = [4, 0]``, ``dw = 5``, ``d_b2 = 2`` and
 ``dx = 0``.
 
-Left out on purpose: products in fp8, and kernels for few rows.
+Left out on purpose: kernels for few rows.
 
 Legend: T tokens, K experts a token, R rows sorted by expert, E experts, D model width, F expert
 width, r rank of the adapters.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from moetrain.config.compute import Precision
 from moetrain.kernels.experts import frame
-from moetrain.kernels.experts.frame import Adapter, Clamped, Projection
 from moetrain.kernels.experts.mlp import check_experts
 from moetrain.kernels.experts.permutation import ExpertIndices
+from moetrain.kernels.experts.projections import Adapter, Clamped, Projection, Saved, Tokens
 from moetrain.runtime.backend import Backend, gradients, refusal, use_fast, worth_saving
 
 
@@ -49,6 +50,7 @@ def clamped_expert_mlp(
     adapters: Sequence[torch.Tensor] = (),
     scale: float = 1.0,
     backend: Backend = "auto",
+    precision: Precision = "bf16",
 ) -> torch.Tensor:
     """Sum each token's experts, times their routing weights: ``y_TD`` in ``x``'s dtype.
 
@@ -61,8 +63,17 @@ def clamped_expert_mlp(
         adapters: A [E, r, D] and B [E, 2F, r] beside the first matrix, A [E, r, F] and B [E, D, r]
             beside the second; empty: none. With adapters, matrices and biases get no gradient.
         scale: multiplies the adapters' results.
+        precision: of the products with the matrices; those with adapters are in bf16.
     """
-    check_experts("clamped_expert_mlp", x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
+    check_experts(
+        "clamped_expert_mlp",
+        x_TD,
+        weights_TK,
+        indices,
+        w_gate_up_E2FD,
+        w_down_EDF,
+        precision=precision,
+    )
     matrices = [w_gate_up_E2FD, b_gate_up_E2F, w_down_EDF, b_down_ED]
     _check_sizes(x_TD, matrices, adapters)
     if not use_fast(backend, x_TD):
@@ -71,7 +82,7 @@ def clamped_expert_mlp(
         first, second, activation = _parts(
             matrices, adapters, limit, alpha, scale, indices.offsets_E
         )
-        return frame.reference(x_TD, weights_TK, indices, first, second, activation)
+        return frame.reference(x_TD, weights_TK, indices, first, second, activation, precision)
     y_TD, *_ = clamped_expert_mlp_op(
         x_TD.contiguous(),
         weights_TK.contiguous(),
@@ -82,6 +93,7 @@ def clamped_expert_mlp(
         limit,
         alpha,
         scale,
+        precision,
         indices.row_slot_R.shape[0],
     )
     return y_TD
@@ -143,21 +155,25 @@ def clamped_expert_mlp_op(
     limit: float,
     alpha: float,
     scale: float,
+    precision: str,
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return ``y_TD``, and ``a_R2F``, ``u_Rr`` and ``v_Rr`` for the backward.
 
     ``matrices`` are w_gate_up, b_gate_up, w_down and b_down.
     """
-    tokens = frame.Tokens(x_TD, weights_TK, slot_row_TK, offsets_E)
+    tokens = Tokens(x_TD, weights_TK, slot_row_TK, offsets_E)
     first, second, activation = _parts(matrices, adapters, limit, alpha, scale, offsets_E)
-    y_TD, saved = frame.forward(tokens, num_rows, first, second, activation)
+    y_TD, saved = frame.forward(
+        tokens, num_rows, first, second, activation, cast("Precision", precision)
+    )
     return y_TD, saved.a_RA, saved.u_Rr, saved.v_Rr
 
 
 @clamped_expert_mlp_op.register_fake
 def _(
-    x_TD, weights_TK, slot_row_TK, offsets_E, matrices, adapters, limit, alpha, scale, num_rows
+    x_TD, weights_TK, slot_row_TK, offsets_E, matrices, adapters, limit, alpha, scale, precision,
+    num_rows,
 ):  # fmt: skip
     a_R2F = x_TD.new_empty(num_rows, matrices[0].shape[1])
     low = (num_rows, adapters[0].shape[1]) if adapters else (0,)
@@ -177,13 +193,22 @@ def clamped_expert_mlp_backward_op(
     limit: float,
     alpha: float,
     scale: float,
+    precision: str,
     is_trained: bool,
 ) -> list[torch.Tensor]:
     """Return the gradients of x, weights, and the adapters or, if ``is_trained``, the matrices."""
-    tokens = frame.Tokens(x_TD, weights_TK, slot_row_TK, offsets_E)
+    tokens = Tokens(x_TD, weights_TK, slot_row_TK, offsets_E)
     first, second, activation = _parts(matrices, adapters, limit, alpha, scale, offsets_E)
-    kept = frame.Saved(*saved)
-    found = frame.backward(dy_TD, tokens, first, second, activation, kept, is_trained)
+    found = frame.backward(
+        dy_TD,
+        tokens,
+        first,
+        second,
+        activation,
+        Saved(*saved),
+        is_trained,
+        cast("Precision", precision),
+    )
     if adapters:
         trained = [*found.first.of_adapter(), *found.second.of_adapter()]
     else:
@@ -194,7 +219,7 @@ def clamped_expert_mlp_backward_op(
 @clamped_expert_mlp_backward_op.register_fake
 def _(
     dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, matrices, adapters, saved, limit, alpha, scale,
-    is_trained,
+    precision, is_trained,
 ):  # fmt: skip
     differentiated = adapters or (matrices if is_trained else [])
     return [torch.empty_like(x) for x in (x_TD, weights_TK, *differentiated)]
@@ -205,7 +230,7 @@ def _save(
     inputs: tuple[Any, ...],
     output: tuple[torch.Tensor, ...],
 ) -> None:
-    *tokens, matrices, adapters, ctx.limit, ctx.alpha, ctx.scale, _ = inputs
+    *tokens, matrices, adapters, ctx.limit, ctx.alpha, ctx.scale, ctx.precision, _ = inputs
     ctx.num_adapters = len(adapters)
     ctx.is_trained = not adapters and any(x.requires_grad for x in matrices)
     _, a_R2F, u_Rr, v_Rr = output
@@ -231,6 +256,7 @@ def _differentiate(ctx: Any, dy_TD: torch.Tensor | None, *_: None) -> tuple[Any,
         limit=ctx.limit,
         alpha=ctx.alpha,
         scale=ctx.scale,
+        precision=ctx.precision,
         is_trained=ctx.is_trained,
     )
     if ctx.is_trained:

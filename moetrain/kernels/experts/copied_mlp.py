@@ -32,11 +32,6 @@ from moetrain.kernels.experts.mlp import (
     expert_mlp_op,
     gradient_shapes,
 )
-from moetrain.kernels.experts.mlp_fp8 import (
-    expert_mlp_fp8,
-    expert_mlp_fp8_backward_op,
-    expert_mlp_fp8_op,
-)
 from moetrain.kernels.experts.permutation import ExpertIndices
 from moetrain.kernels.experts.replicas import copy_used
 from moetrain.runtime.backend import Backend, gradients, use_fast, worth_saving
@@ -135,11 +130,16 @@ def copied_expert_mlp(
     gate_up, down = experts
     if not use_fast(backend, x_TD):
         gate_up, down = _fetch(gate_up, down, copies_WN, group)
-        if precision == "bf16":
-            return expert_mlp(
-                x_TD, weights_TK, indices, gate_up, down, backend, activation=activation
-            )
-        return expert_mlp_fp8(x_TD, weights_TK, indices, gate_up, down, backend, precision)
+        return expert_mlp(
+            x_TD,
+            weights_TK,
+            indices,
+            gate_up,
+            down,
+            backend,
+            activation=activation,
+            precision=precision,
+        )
     copies_gate_up, copies_down = copies
     y_TD, _ = expert_mlp_copied_op(
         x_TD.contiguous(),
@@ -217,16 +217,14 @@ def expert_mlp_copied_op(
     room: bool,
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of the op of ``precision`` for experts and copies."""
+    """Return the results of :func:`expert_mlp_op` for experts and copies."""
     courier = COURIERS[group]
     courier.wait()
     gate_up, down = _Matrices(
         w_gate_up_L2FD, w_down_LDF, copies_gate_up_N2FD, copies_down_NDF, copies_WN
     ).joined(courier.rank, room)
     tokens = x_TD, weights_TK, slot_row_TK, offsets_E
-    if precision == "bf16":
-        return expert_mlp_op(*tokens, gate_up, down, activation, num_rows)
-    return expert_mlp_fp8_op(*tokens, gate_up, down, precision, num_rows)
+    return expert_mlp_op(*tokens, gate_up, down, activation, precision, num_rows)
 
 
 @expert_mlp_copied_op.register_fake
@@ -265,14 +263,9 @@ def expert_mlp_copied_backward_op(
         w_gate_up_L2FD, w_down_LDF, copies_gate_up_N2FD, copies_down_NDF, copies_WN
     ).joined(courier.rank, room)
     tokens = x_TD, weights_TK, slot_row_TK, offsets_E
-    if precision == "bf16":
-        d_x_TD, d_weights_TK, d_gate_up, d_down = expert_mlp_backward_op(
-            dy_TD, *tokens, gate_up, down, a_R2F, activation, is_trained
-        )
-    else:
-        d_x_TD, d_weights_TK, d_gate_up, d_down = expert_mlp_fp8_backward_op(
-            dy_TD, *tokens, gate_up, down, a_R2F, precision, is_trained
-        )
+    d_x_TD, d_weights_TK, d_gate_up, d_down = expert_mlp_backward_op(
+        dy_TD, *tokens, gate_up, down, a_R2F, activation, precision, is_trained
+    )
     if is_trained:
         courier.give_back((d_gate_up, d_down), copies_WN)
         local = len(w_down_LDF)

@@ -39,25 +39,35 @@ With E = 2, S = 2, T = 4, K = 1 and tokens for experts 0, 1, 0, 1::
 
 Experts may have no gate: if the first matrix has F rows, ``h = relu(a)^2 * w`` replaces SwiGLU
 (:mod:`moetrain.kernels.experts.relu2`). With the activation ``gelu``, GeGLU replaces it. The
-products for few rows (:mod:`moetrain.kernels.small_m`) exist for SwiGLU alone.
+products for few rows (:mod:`moetrain.kernels.small_m`) exist for SwiGLU in bf16 alone.
 
 The ops here choose the parts of :mod:`moetrain.kernels.experts.frame`, which computes these
-formulas.
+formulas, with products in e4m3 where ``precision`` says so.
 
 Legend: T tokens, K experts a token, R rows sorted by expert, E experts, D model width, F expert
 width, r rank of the adapters.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.library import CustomOpDef
 
+from moetrain.config.compute import Precision
 from moetrain.kernels import small_m
 from moetrain.kernels.experts import frame
-from moetrain.kernels.experts.frame import Activation, Adapter, Gated, Projection, SquaredRelu
 from moetrain.kernels.experts.permutation import ExpertIndices, permute, unpermute
+from moetrain.kernels.experts.projections import (
+    Activation,
+    Adapter,
+    Gated,
+    Projection,
+    Saved,
+    SquaredRelu,
+    Tokens,
+)
+from moetrain.kernels.quant.e4m3 import MULTIPLE
 from moetrain.kernels.quant.groups import QuantisedMatrices
+from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.runtime.backend import Backend, gradients, refusal, use_fast, worth_saving
 
 
@@ -71,6 +81,7 @@ def expert_mlp(
     *,
     typical_rows: int | None = None,
     activation: str = "silu",
+    precision: Precision = "bf16",
 ) -> torch.Tensor:
     """Sum each token's experts, times their routing weights: ``y_TD`` in ``x``'s dtype.
 
@@ -83,15 +94,28 @@ def expert_mlp(
             products' kernels.
         typical_rows: the usual number of rows, if ``indices`` have room for more.
         activation: the activation of the gate, if there is one: silu or gelu.
+        precision: as the setting ``kernels.precision``; for fp8, D is a multiple of 16, and F of
+            the recipe's ``multiple``.
+
+    Raises:
+        ValueError: shapes, dtypes or widths do not fit.
     """
     check_experts(
-        "expert_mlp", x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF, needs_gate=False
+        "expert_mlp",
+        x_TD,
+        weights_TK,
+        indices,
+        w_gate_up_E2FD,
+        w_down_EDF,
+        needs_gate=False,
+        precision=precision,
     )
     is_fast = use_fast(backend, x_TD)
     rows = indices.row_slot_R.shape[0]
     typical = rows if typical_rows is None else typical_rows
     is_swiglu = activation == "silu" and w_gate_up_E2FD.shape[1] != w_down_EDF.shape[2]
-    if is_fast and is_swiglu and small_m.runs_experts(x_TD, w_down_EDF, typical):
+    is_plain = is_swiglu and precision == "bf16"
+    if is_fast and is_plain and small_m.runs_experts(x_TD, w_down_EDF, typical):
         x_RD, weights_R = permute(x_TD.contiguous(), weights_TK, indices, backend)
         y_RD = small_m.expert_mlp(
             x_RD, indices.offsets_E, w_gate_up_E2FD, w_down_EDF, weights_R, typical
@@ -109,6 +133,7 @@ def expert_mlp(
             Projection(w_gate_up),
             Projection(w_down),
             _activation(activation, w_gate_up, w_down),
+            precision,
         )
     y_TD, _ = expert_mlp_op(
         x_TD.contiguous(),
@@ -118,6 +143,7 @@ def expert_mlp(
         w_gate_up.contiguous(),
         w_down.contiguous(),
         activation,
+        precision,
         rows,
     )
     return y_TD
@@ -132,8 +158,9 @@ def check_experts(
     w_down_EDF: torch.Tensor | QuantisedMatrices,
     *,
     needs_gate: bool = True,
+    precision: Precision = "bf16",
 ) -> None:
-    """Raise ValueError, naming ``kernel``, if shapes or dtypes do not fit together."""
+    """Raise ValueError, naming ``kernel``, if shapes, dtypes or widths do not fit."""
     experts, dim, width = w_down_EDF.shape
     rows = (2 * width,) if needs_gate else (2 * width, width)
     fits = w_gate_up_E2FD.shape in [(experts, n, dim) for n in rows] and x_TD.shape[1:] == (dim,)
@@ -144,6 +171,11 @@ def check_experts(
     if weights_TK.shape != slot_row_TK.shape or x_TD.shape[:1] != weights_TK.shape[:1]:
         takes = "[T, D], [T, K] and [T, K]"
         raise refusal(kernel, takes, x=x_TD, weights=weights_TK, slot_row=slot_row_TK)
+    if precision != "bf16":
+        multiple = RECIPES[precision].multiple
+        if dim % MULTIPLE or width % multiple:
+            takes = f"multiples of {MULTIPLE} and {multiple} in {precision}"
+            raise refusal(kernel, takes, widths=(dim, width))
 
 
 def _activation(name: str, w_gate_up: torch.Tensor, w_down: torch.Tensor) -> Activation:
@@ -161,22 +193,25 @@ def expert_mlp_op(
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
     activation: str,
+    precision: str,
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``y_TD``, and ``a_R2F`` for the backward."""
     y_TD, saved = frame.forward(
-        frame.Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),
+        Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),
         num_rows,
         Projection(w_gate_up_E2FD),
         Projection(w_down_EDF),
         _activation(activation, w_gate_up_E2FD, w_down_EDF),
+        cast("Precision", precision),
     )
     return y_TD, saved.a_RA
 
 
 @expert_mlp_op.register_fake
 def _(
-    x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_E2FD, w_down_EDF, activation, num_rows
+    x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_E2FD, w_down_EDF, activation, precision,
+    num_rows,
 ):  # fmt: skip
     return torch.empty_like(x_TD), x_TD.new_empty(num_rows, w_gate_up_E2FD.shape[1])
 
@@ -192,6 +227,7 @@ def expert_mlp_backward_op(
     w_down_EDF: torch.Tensor,
     a_R2F: torch.Tensor,
     activation: str,
+    precision: str,
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x, weights, w_gate_up and w_down.
@@ -201,12 +237,13 @@ def expert_mlp_backward_op(
     none = dy_TD.new_empty(0)
     found = frame.backward(
         dy_TD,
-        frame.Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),
+        Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),
         Projection(w_gate_up_E2FD),
         Projection(w_down_EDF),
         _activation(activation, w_gate_up_E2FD, w_down_EDF),
-        frame.Saved(a_R2F, none, none),
+        Saved(a_R2F, none, none),
         is_trained,
+        cast("Precision", precision),
     )
     if found.first.w is None or found.second.w is None:
         return found.x_TD, found.weights_TK, none, dy_TD.new_empty(0)
@@ -216,7 +253,7 @@ def expert_mlp_backward_op(
 @expert_mlp_backward_op.register_fake
 def _(
     dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_E2FD, w_down_EDF, a_R2F, activation,
-    is_trained,
+    precision, is_trained,
 ):  # fmt: skip
     return gradient_shapes(x_TD, weights_TK, w_gate_up_E2FD, w_down_EDF, is_trained)
 
@@ -235,39 +272,31 @@ def gradient_shapes(
     return torch.empty_like(x_TD), torch.empty_like(weights_TK), d_gate_up, d_down
 
 
-def register_experts(forward: CustomOpDef, backward: CustomOpDef) -> None:
-    """Register the gradient of an op with the inputs of :func:`expert_mlp_op`.
-
-    The seventh input of ``forward``, which ``backward`` takes too, may be another setting than the
-    activation.
-    """
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        *tensors, ctx.setting, _ = inputs
-        _, a_R2F = output
-        ctx.save_for_backward(*tensors, a_R2F)
-        ctx.set_materialize_grads(False)  # no zeros of a's size: it has no gradient
-
-    def differentiate(ctx: Any, dy_TD: torch.Tensor | None, _: None) -> tuple[Any, ...]:
-        if dy_TD is None:
-            return gradients(forward)
-        is_trained = any(ctx.needs_input_grad[4:6])
-        # The kernels read rows, and the gradient of a sum is expanded: its stride is 0.
-        d_x_TD, d_weights_TK, d_gate_up, d_down = backward(
-            dy_TD.contiguous(), *ctx.saved_tensors, ctx.setting, is_trained
-        )
-        return gradients(
-            forward,
-            x_TD=d_x_TD,
-            weights_TK=d_weights_TK,
-            w_gate_up_E2FD=d_gate_up if is_trained else None,
-            w_down_EDF=d_down if is_trained else None,
-        )
-
-    forward.register_autograd(differentiate, setup_context=save)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *tensors, ctx.activation, ctx.precision, _ = inputs
+    _, a_R2F = output
+    ctx.save_for_backward(*tensors, a_R2F)
+    ctx.set_materialize_grads(False)  # no zeros of a's size: it has no gradient
 
 
-register_experts(expert_mlp_op, expert_mlp_backward_op)
+def _differentiate(ctx: Any, dy_TD: torch.Tensor | None, _: None) -> tuple[Any, ...]:
+    if dy_TD is None:
+        return gradients(expert_mlp_op)
+    is_trained = any(ctx.needs_input_grad[4:6])
+    # The kernels read rows, and the gradient of a sum is expanded: its stride is 0.
+    d_x_TD, d_weights_TK, d_gate_up, d_down = expert_mlp_backward_op(
+        dy_TD.contiguous(), *ctx.saved_tensors, ctx.activation, ctx.precision, is_trained
+    )
+    return gradients(
+        expert_mlp_op,
+        x_TD=d_x_TD,
+        weights_TK=d_weights_TK,
+        w_gate_up_E2FD=d_gate_up if is_trained else None,
+        w_down_EDF=d_down if is_trained else None,
+    )
+
+
+expert_mlp_op.register_autograd(_differentiate, setup_context=_save)
 worth_saving("experts", torch.ops.moetrain.expert_mlp.default)
 
 
@@ -285,6 +314,7 @@ def adapted_expert_mlp(
     backend: Backend = "auto",
     *,
     activation: str = "silu",
+    precision: Precision = "bf16",
 ) -> torch.Tensor:
     """Compute :func:`expert_mlp` with LoRA adapters beside frozen matrices.
 
@@ -293,6 +323,7 @@ def adapted_expert_mlp(
         a_gate_up_ErD, b_gate_up_E2Fr, a_down_ErF, b_down_EDr: one adapter an expert, or
             [S, E, ...] each for S tenants.
         scale: multiplies the adapters' results.
+        precision: of the products with the frozen matrices; those with the adapters are in bf16.
     """
     check_experts(
         "adapted_expert_mlp",
@@ -302,6 +333,7 @@ def adapted_expert_mlp(
         w_gate_up_E2FD,
         w_down_EDF,
         needs_gate=False,
+        precision=precision,
     )
     _check_adapters(
         x_TD,
@@ -327,6 +359,7 @@ def adapted_expert_mlp(
             ),
             Projection(w_down_EDF, adapter=Adapter(a_down_ErF, b_down_EDr, scale, offsets_G)),
             _activation(activation, w_gate_up_E2FD, w_down_EDF),
+            precision,
         )
     y_TD, *_ = adapted_expert_mlp_op(
         x_TD.contiguous(),
@@ -342,6 +375,7 @@ def adapted_expert_mlp(
         b_down_EDr,
         scale,
         activation,
+        precision,
         indices.row_slot_R.shape[0],
     )
     return y_TD
@@ -412,15 +446,17 @@ def adapted_expert_mlp_op(
     b_down: torch.Tensor,
     scale: float,
     activation: str,
+    precision: str,
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return ``y_TD``, and ``a_R2F``, ``u_Rr`` and ``v_Rr`` for the backward."""
     y_TD, saved = frame.forward(
-        frame.Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),
+        Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),
         num_rows,
         Projection(w_gate_up_E2FD, adapter=Adapter(a_gate_up, b_gate_up, scale, offsets_G)),
         Projection(w_down_EDF, adapter=Adapter(a_down, b_down, scale, offsets_G)),
         _activation(activation, w_gate_up_E2FD, w_down_EDF),
+        cast("Precision", precision),
     )
     return y_TD, saved.a_RA, saved.u_Rr, saved.v_Rr
 
@@ -428,7 +464,7 @@ def adapted_expert_mlp_op(
 @adapted_expert_mlp_op.register_fake
 def _(
     x_TD, weights_TK, slot_row_TK, offsets_E, offsets_G, w_gate_up_E2FD, w_down_EDF, a_gate_up,
-    b_gate_up, a_down, b_down, scale, activation, num_rows,
+    b_gate_up, a_down, b_down, scale, activation, precision, num_rows,
 ):  # fmt: skip
     a_R2F = x_TD.new_empty(num_rows, w_gate_up_E2FD.shape[1])
     u_Rr, v_Rr = (x_TD.new_empty(num_rows, a_gate_up.shape[-2]) for _ in range(2))
@@ -454,16 +490,18 @@ def adapted_expert_mlp_backward_op(
     v_Rr: torch.Tensor,
     scale: float,
     activation: str,
+    precision: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x, weights, a_gate_up, b_gate_up, a_down and b_down."""
     found = frame.backward(
         dy_TD,
-        frame.Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),
+        Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),
         Projection(w_gate_up_E2FD, adapter=Adapter(a_gate_up, b_gate_up, scale, offsets_G)),
         Projection(w_down_EDF, adapter=Adapter(a_down, b_down, scale, offsets_G)),
         _activation(activation, w_gate_up_E2FD, w_down_EDF),
-        frame.Saved(a_R2F, u_Rr, v_Rr),
+        Saved(a_R2F, u_Rr, v_Rr),
         is_trained=False,
+        precision=cast("Precision", precision),
     )
     d_a_gate_up, d_b_gate_up = found.first.of_adapter()
     d_a_down, d_b_down = found.second.of_adapter()
@@ -473,7 +511,7 @@ def adapted_expert_mlp_backward_op(
 @adapted_expert_mlp_backward_op.register_fake
 def _(
     dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, offsets_G, w_gate_up_E2FD, w_down_EDF,
-    a_gate_up, b_gate_up, a_down, b_down, a_R2F, u_Rr, v_Rr, scale, activation,
+    a_gate_up, b_gate_up, a_down, b_down, a_R2F, u_Rr, v_Rr, scale, activation, precision,
 ):  # fmt: skip
     differentiated = (x_TD, weights_TK, a_gate_up, b_gate_up, a_down, b_down)
     return tuple(torch.empty_like(x) for x in differentiated)
@@ -484,7 +522,7 @@ def _save_adapted(
     inputs: tuple[Any, ...],
     output: tuple[torch.Tensor, ...],
 ) -> None:
-    *tensors, ctx.scale, ctx.activation, _ = inputs
+    *tensors, ctx.scale, ctx.activation, ctx.precision, _ = inputs
     _, a_R2F, u_Rr, v_Rr = output
     ctx.save_for_backward(*tensors, a_R2F, u_Rr, v_Rr)
     ctx.set_materialize_grads(False)  # no zeros for outputs that have no gradient
@@ -495,7 +533,7 @@ def _differentiate_adapted(ctx: Any, dy_TD: torch.Tensor | None, *_: None) -> tu
         return gradients(adapted_expert_mlp_op)
     d_x_TD, d_weights_TK, d_a_gate_up, d_b_gate_up, d_a_down, d_b_down = (
         adapted_expert_mlp_backward_op(
-            dy_TD.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.activation
+            dy_TD.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.activation, ctx.precision
         )
     )
     return gradients(

@@ -7,7 +7,7 @@ every 128 products in fp32 costs a quarter of the rate on one H200.
 
 :func:`linears_fp8` is a dense layer, ``y = q(x) @ q(w)^T``, for several ``w`` at once, so that rows
 are quantised once both ways and the gradients of all ``w`` are added in fp32. For an upstream
-``dy``, with q() as in :mod:`moetrain.kernels.experts.mlp_fp8`::
+``dy``, with q() as in :mod:`moetrain.kernels.experts.frame_fp8`::
 
     dx = q(dy) @ q(w)        dw = dy^T @ x  (in bf16)
 

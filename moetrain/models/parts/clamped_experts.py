@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from moetrain.config import ConfigError, KernelsSection, MoeSection
+from moetrain.config import KernelsSection, MoeSection
 from moetrain.kernels.experts.clamped_mlp import clamped_expert_mlp
 from moetrain.kernels.experts.permutation import ExpertIndices
 from moetrain.models.architecture import Architecture, Weight
@@ -33,9 +33,6 @@ class ClampedExperts(RoutedExperts):
     swiglu_alpha: float
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> MoE:
-        if kernels.precision != "bf16":
-            problem = "there are no such products for experts with biases; use bf16"
-            raise ConfigError("kernels.precision", f"{kernels.precision!r}, and {problem}")
         return _ClampedMoE(self, moe, kernels)
 
     @property
@@ -118,6 +115,7 @@ class _BiasedExperts(Experts):
             adapters=adapters,
             scale=scale,
             backend=self.backend,
+            precision=self.precision,
         )
 
 

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from moetrain.config import ConfigError, KernelsSection, MoeSection
+from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
 from moetrain.kernels.experts.router import Routed
 from moetrain.kernels.norm.rms_norm import fusible_rms_norm, rms_norm
@@ -126,9 +126,6 @@ class GemmaExperts(RoutedExperts):
         return GeGLU(hidden_size=self.hidden_size, intermediate_size=self.intermediate_size)
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> "_GemmaMoE":
-        if kernels.precision != "bf16":
-            problem = f"{kernels.precision!r} has no experts with GELU; use bf16"
-            raise ConfigError("kernels.precision", problem)
         return _GemmaMoE(self, moe, kernels)
 
     @property

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from moetrain.config import ConfigError, KernelsSection, MoeSection
+from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
 from moetrain.kernels.experts.routed import Routed
 from moetrain.models.architecture import Part, Weight, Workload, linear
@@ -95,9 +95,6 @@ class SquaredReLUExperts(RoutedExperts):
         return SquaredReLU(hidden_size=self.hidden_size, intermediate_size=width) if width else None
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> "_SquaredReLUMoE":
-        if kernels.precision != "bf16":
-            problem = f"{kernels.precision!r} has no experts with squared ReLU; use bf16"
-            raise ConfigError("kernels.precision", problem)
         return _SquaredReLUMoE(self, moe, kernels)
 
     @property
@@ -152,6 +149,7 @@ class _UngatedExperts(Experts):
         self.use_kernels(kernels)
         experts = sizes.num_experts
         width = sizes.moe_intermediate_size
+        self.check_width(width)
         row = sizes.row_size
         self.w_up = nn.Parameter(torch.empty(experts, width, row))
         self.w_down = nn.Parameter(torch.empty(experts, row, width))

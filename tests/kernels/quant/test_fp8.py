@@ -17,8 +17,8 @@ from moetrain.config import ActivationSection, Config, ConfigError, KernelsSecti
 from moetrain.config.compute import Precision
 from moetrain.generate.engine import Generator
 from moetrain.generate.weights import replica
-from moetrain.kernels.experts.mlp import expert_mlp
-from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
+from moetrain.kernels.experts.clamped_mlp import clamped_expert_mlp
+from moetrain.kernels.experts.mlp import adapted_expert_mlp, expert_mlp
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.quant.e4m3 import LARGEST_E4M3, quantise_columns, quantise_rows
 from moetrain.kernels.quant.products import linears_fp8
@@ -142,7 +142,7 @@ def test_gradients_of_experts_are_near_those_in_fp64(precision):
     leaves, ids_TK, slope_TD = make_experts(width=128)
     indices = expert_indices(ids_TK, 5)
     x, weights, *matrices = leaves.values()
-    y_TD = expert_mlp_fp8(x, weights, indices, *matrices, precision=precision)
+    y_TD = expert_mlp(x, weights, indices, *matrices, precision=precision)
     found = [y_TD, *torch.autograd.grad(y_TD, list(leaves.values()), slope_TD)]
 
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves.values()]
@@ -151,6 +151,53 @@ def test_gradients_of_experts_are_near_those_in_fp64(precision):
     for name, got, want in zip(("y", *leaves), found, exact, strict=True):
         error = ((got - want).norm() / want.norm()).item()
         assert 1e-3 < error < NEAR, f"{name}: {error}"  # it is quantised, but not worse
+
+
+def run_kind(kind, leaves, indices, precision):
+    """The experts of ``kind`` from ``leaves``, by name."""
+    x, weights, first, second, *others = leaves.values()
+    if "clamped" in kind:
+        biases, adapters = others[:2], others[2:]
+        matrices = first, biases[0], second, biases[1]
+        more = {"limit": 7.0, "alpha": 1.702, "adapters": adapters, "precision": precision}
+        return clamped_expert_mlp(x, weights, indices, *matrices, **more)
+    if "lora" in kind:
+        more = {"scale": 0.75, "precision": precision}
+        return adapted_expert_mlp(x, weights, indices, first, second, *others, **more)
+    activation = "gelu" if kind == "gelu" else "silu"
+    more = {"activation": activation, "precision": precision}
+    return expert_mlp(x, weights, indices, first, second, **more)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "squared relu", "clamped", "lora", "clamped lora"])
+@pytest.mark.parametrize("precision", RECIPES)
+def test_gradients_of_other_experts_are_near_those_in_fp64(precision, kind):
+    """A bias, an adapter and a gate other than SiLU's, or none, between products in e4m3."""
+    leaves, ids_TK, slope_TD = make_experts(width=128)
+    generator = torch.Generator().manual_seed(1)
+    if kind == "squared relu":
+        leaves["w_gate_up"] = leaves["w_gate_up"].detach()[:, :128].contiguous().requires_grad_()
+    shapes = [(5, 256), (5, 64)] if "clamped" in kind else []
+    if "lora" in kind:
+        shapes += [(5, 8, 64), (5, 256, 8), (5, 8, 128), (5, 64, 8)]
+    for i, shape in enumerate(shapes):
+        value = torch.randn(shape, generator=generator)
+        value = value * shape[-1] ** -0.5 if len(shape) > 2 else value
+        leaves[f"other {i}"] = value.requires_grad_()
+    if "lora" in kind:
+        for name in [name for name, x in leaves.items() if name[0] == "w" or x.dim() == 2]:
+            leaves[name].requires_grad_(name in ("x_TD", "weights_TK"))
+        leaves["w_gate_up"].requires_grad_(False)
+    indices = expert_indices(ids_TK, 5)
+    trained = [name for name, x in leaves.items() if x.requires_grad]
+    y_TD = run_kind(kind, leaves, indices, precision)
+    found = [y_TD, *torch.autograd.grad(y_TD, [leaves[name] for name in trained], slope_TD)]
+    wide = {name: x.detach().double().requires_grad_(x.requires_grad) for name, x in leaves.items()}
+    y_TD = run_kind(kind, wide, indices, "bf16")
+    exact = [y_TD, *torch.autograd.grad(y_TD, [wide[n] for n in trained], slope_TD.double())]
+    for name, got, want in zip(("y", *trained), found, exact, strict=True):
+        error = ((got - want).norm() / want.norm()).item()
+        assert 1e-3 < error < 1.25 * NEAR, f"{name}: {error}"
 
 
 @pytest.mark.parametrize("precision", RECIPES)
@@ -181,7 +228,7 @@ def test_a_weights_gradient_does_not_depend_on_where_its_expert_is(precision):
         x, weights, *matrices = leaves.values()
         matrices = [w[list(order)].detach().requires_grad_() for w in matrices]
         indices = expert_indices(ids, len(order))
-        y_TD = expert_mlp_fp8(x, weights, indices, *matrices, precision=precision)
+        y_TD = expert_mlp(x, weights, indices, *matrices, precision=precision)
         return torch.autograd.grad(y_TD, matrices, slope_TD)
 
     alone, among = gradients([3]), gradients([4, 3, 0, 1])
@@ -308,7 +355,7 @@ def test_tokens_without_experts_are_not_read(backend):
     x, weights, *matrices = leaves.values()
     with torch.no_grad():
         x[5:], slope_TD[5:] = float("nan"), float("nan")
-    y_TD = expert_mlp_fp8(x, weights, indices, *matrices, backend)
+    y_TD = expert_mlp(x, weights, indices, *matrices, backend, precision="fp8")
     assert (y_TD[5:] == 0).all()
     grads = torch.autograd.grad(y_TD, list(leaves.values()), slope_TD)
     assert all(g.isfinite().all() for g in (grads[0][:5], grads[1][:5], *grads[2:]))
@@ -417,6 +464,35 @@ def test_every_mesh_gives_the_single_process_answer(world, precision, tiny_words
         compare({name: answer}, (numbers, gradients, biases), 3e-3)
 
 
+OTHERS = {
+    "biases": ["model.preset=gpt-oss-20b", "model.moe_intermediate_size=32"],
+    "biases and adapters": [
+        "model.preset=gpt-oss-20b",
+        "model.moe_intermediate_size=32",
+        "lora.rank=8",
+        "moe.bias_update_rate=0",
+    ],
+    "gelu": ["model.preset=gemma-4-26b-a4b", "model.moe_intermediate_size=32"],
+    "squared relu": [
+        "model.preset=nemotron-3-nano-30b-a3b",
+        "model.moe_intermediate_size=32",
+        "model.num_layers=6",  # the first with attention
+    ],
+    "adapters": ["lora.rank=8", "model.moe_intermediate_size=32", "moe.bias_update_rate=0"],
+}
+
+
+@pytest.mark.tier("long", wide=["gelu", "squared relu", "adapters"])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_ranks_with_other_experts_give_the_single_process_answer(kind, tiny_words):
+    words = words_of(tiny_words, "model.hidden_size=32", "model.head_dim=16", *OTHERS[kind])
+    words += ["kernels.precision=fp8_gradients", "model.num_experts_per_token=2"]
+    expected = run([*words, "train.micro_batch_size=8"])
+    runs = {name: [*words, *LAYOUTS[2][name]] for name in ("dp", "ep")}
+    for name, answer in spawn(2, run_layouts, runs, timeout=300)[0].items():
+        compare({name: answer}, expected, 3e-3)
+
+
 def check_transports(precision: Precision) -> None:
     """Check that rows and gradients travel in e4m3, and that experts see the same bits."""
     sys.modules["deep_ep"] = fake_deep_ep
@@ -499,7 +575,6 @@ def test_generation_computes_in_bf16(tiny):
         ("model.moe_intermediate_size=192", "'fp8_blocks' takes .* multiple of 128, .* is 192"),
         ("model.hidden_size=24", "'fp8_gradients' takes widths that are multiples of 16"),
         ("parallel.tp=2", "'fp8' contradicts parallel.tp 2"),
-        ("lora.rank=8", "'fp8' contradicts lora.rank 8"),
         ("kernels.attention=exact", "'fp8' contradicts kernels.attention 'exact'"),
     ],
 )

@@ -1,5 +1,6 @@
 """Specs of experts with biases and a clamped SwiGLU."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -103,6 +104,10 @@ _BIASED = KernelSpec(
     bad_inputs=_BAD_INPUTS,
 )
 
+# Where a rounding before decides between two numbers of e4m3, they are 6% apart. In bf16, numbers
+# end up on the other side of a clamp, too.
+_FP8_TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 6e-2}
+
 SPECS = (
     KernelSpec(
         name="clamped_swiglu",
@@ -133,6 +138,24 @@ SPECS = (
         },
     ),
     _BIASED,
+    replace(
+        _BIASED,
+        name="clamped_expert_mlp_fp8",
+        fast=partial(_mlp, "triton", precision="fp8"),
+        reference=partial(_mlp, "reference", precision="fp8"),
+        cases=(*CASES, {**CASES[0], "E": 33, "limit": 1.0}),
+        tolerance=_FP8_TOLERANCE,
+        cost=lambda case: cost_of(case, 1.0),
+    ),
+    replace(
+        _BIASED,
+        name="clamped_expert_mlp_fp8_gradients",
+        fast=partial(_mlp, "triton", precision="fp8_gradients"),
+        reference=partial(_mlp, "reference", precision="fp8_gradients"),
+        cases=(CASES[0], CASES[3]),
+        tolerance=_FP8_TOLERANCE,
+        cost=lambda case: cost_of(case, 1.0),
+    ),
     KernelSpec(
         name="adapted_clamped_expert_mlp",
         fast=_BIASED.fast,

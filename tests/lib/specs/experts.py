@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from moetrain.config.compute import Precision
 from moetrain.kernels.experts.mlp import (
     adapted_expert_mlp,
     adapted_expert_mlp_backward_op,
@@ -14,16 +15,10 @@ from moetrain.kernels.experts.mlp import (
     expert_mlp_op,
     tenant_offsets,
 )
-from moetrain.kernels.experts.mlp_fp8 import (
-    expert_mlp_fp8,
-    expert_mlp_fp8_backward_op,
-    expert_mlp_fp8_op,
-    swiglu_backward_quantised,
-    swiglu_quantised,
-)
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.experts.relu2 import relu2, relu2_backward_op, relu2_op
 from moetrain.kernels.experts.swiglu import swiglu, swiglu_backward_op, swiglu_op
+from moetrain.kernels.experts.swiglu_fp8 import swiglu_backward_quantised, swiglu_quantised
 from moetrain.kernels.quant.e4m3 import quantise_rows
 from moetrain.runtime.backend import Backend
 from tests.lib.specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
@@ -119,16 +114,17 @@ _MLP_SPECS = (
 )
 
 
-def _narrow(backend: Backend, **inputs) -> torch.Tensor:
-    return expert_mlp_fp8(**inputs, backend=backend, precision="fp8_gradients")
+def _in_fp8(backend: Backend, precision: Precision, **inputs) -> torch.Tensor:
+    return expert_mlp(**inputs, backend=backend, precision=precision)
 
 
-def _in_blocks(backend: Backend, how, **inputs) -> torch.Tensor:
-    return expert_mlp_fp8(**inputs, backend=backend, precision=how)
+def _adapted_in_fp8(backend: Backend, **inputs) -> torch.Tensor:
+    return adapted_expert_mlp(**inputs, backend=backend, precision="fp8")
 
 
 def _block_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    return make_inputs(case, dtype, generator) | {"how": case.get("how", "fp8_blocks")}
+    precision = case.get("precision", "fp8_blocks")
+    return make_inputs(case, dtype, generator) | {"precision": precision}
 
 
 def _narrow_cost(case: Case) -> tuple[Cost, Cost]:
@@ -142,10 +138,15 @@ _FOUR_RANKS = {"T": 20480, "K": 8, "E": 32, "D": 2048, "F": 768}
 _MLP_FP8_SPECS = (
     KernelSpec(
         name="expert_mlp_fp8",
-        fast=lambda **inputs: expert_mlp_fp8(**inputs, backend="triton"),
-        reference=lambda **inputs: expert_mlp_fp8(**inputs, backend="reference"),
+        fast=partial(_in_fp8, "triton", "fp8"),
+        reference=partial(_in_fp8, "reference", "fp8"),
         make_inputs=make_inputs,
-        cases=CASES,
+        cases=(
+            *CASES,
+            {**GATELESS, "F": 48},
+            {**GATELESS, "F": 32, "K": 3, "empty": 0.5, "rows": 17},
+            {**CASES[3], "activation": "gelu"},
+        ),
         benches=tuple(Bench(size) for size in (*SIZES, _FOUR_RANKS)),
         # Where earlier rounding decides between two neighbours in e4m3, they are 6% apart.
         tolerance={torch.float32: 5e-3, torch.bfloat16: 4e-2},
@@ -154,7 +155,7 @@ _MLP_FP8_SPECS = (
         cost=lambda case: cost_of(case, 1.0),
         differentiable=("x_TD", "weights_TK", "w_gate_up_E2FD", "w_down_EDF"),
         select_grads={"weights_TK": chosen},
-        ops=(expert_mlp_fp8_op, expert_mlp_fp8_backward_op),
+        ops=(expert_mlp_op, expert_mlp_backward_op),
         bad_inputs=BAD_INPUTS
         | {
             "takes multiples of 16 and 16": lambda x: (
@@ -462,19 +463,19 @@ SPECS = (
     replace(
         _MLP_FP8_SPECS[0],
         name="expert_mlp_fp8_gradients",
-        fast=partial(_narrow, "triton"),
-        reference=partial(_narrow, "reference"),
+        fast=partial(_in_fp8, "triton", "fp8_gradients"),
+        reference=partial(_in_fp8, "reference", "fp8_gradients"),
         cost=_narrow_cost,
     ),
     replace(
         _MLP_FP8_SPECS[0],
         name="expert_mlp_fp8_blocks",
-        fast=partial(_in_blocks, "triton"),
-        reference=partial(_in_blocks, "reference"),
+        fast=partial(_in_fp8, "triton"),
+        reference=partial(_in_fp8, "reference"),
         make_inputs=_block_inputs,
         cases=(
             CASES[0] | {"D": 144, "F": 128},
-            CASES[3] | {"D": 48, "F": 256, "how": "fp8_blocks_ue8m0"},
+            CASES[3] | {"D": 48, "F": 256, "precision": "fp8_blocks_ue8m0"},
         ),
         cost=_narrow_cost,
         bad_inputs={
@@ -488,6 +489,20 @@ SPECS = (
         },
     ),
     *_MLP_LORA_SPECS,
+    replace(
+        _MLP_LORA_SPECS[0],
+        name="adapted_expert_mlp_fp8",
+        fast=partial(_adapted_in_fp8, "triton"),
+        reference=partial(_adapted_in_fp8, "reference"),
+        cases=(
+            {**CASES[0], "r": 8},
+            {**CASES[3], "r": 16},
+            {**CASES[2], "r": 8, "activation": "gelu"},
+            {**GATELESS, "F": 32, "r": 8},
+            {"T": 15, "K": 2, "E": 3, "D": 16, "F": 32, "r": 8, "S": 3},
+        ),
+        tolerance=_MLP_FP8_SPECS[0].tolerance,
+    ),
     *_SWIGLU_SPECS,
     *_GEGLU_SPECS,
     *_RELU2_SPECS,

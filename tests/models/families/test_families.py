@@ -826,20 +826,19 @@ def test_what_gpt_oss_has_no_kernels_for_is_refused_in_one_line():
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert "no such products for experts with biases; use bf16" in problem("kernels.precision=fp8")
+    # Experts are 2,880 wide, which no block of 128 divides.
+    assert "multiple of 128, and theirs is 2880; use bf16" in problem(
+        "kernels.precision=fp8_blocks"
+    )
     assert "one tensor of all experts; use fused" in problem(
         "lora.rank=8", "lora.layout=per_expert"
     )
     assert "which attention with sinks needs; use auto" in problem("kernels.attention=sdpa")
 
 
-def test_what_gemma_has_no_kernels_for_is_refused_in_one_line():
+def test_gemmas_widest_head_is_refused_by_cudnn_alone():
     words = ["model.preset=gemma-4-26b-a4b", "data.source=synthetic", "train.device=cpu"]
     arch = resolve_architecture(Config.load(None, words, environ={}).model)
-    with pytest.raises(ConfigError, match="'fp8' has no experts with GELU; use bf16"):
-        plan_model(
-            Config.load(None, [*words, "kernels.precision=fp8"], environ={}), arch, torch.bfloat16
-        )
     cuda = torch.device("cuda")
     with pytest.raises(ValueError, match="head width 512; it takes multiples of 8 to 256"):
         cudnn.require(cuda, torch.bfloat16, arch.widest_head())
@@ -853,11 +852,13 @@ def test_fewer_or_more_blocks_of_a_pattern():
         type(arch).model_validate({**arch.model_dump(), "num_layers": 5})
 
 
-def test_experts_with_squared_relu_are_no_product_in_fp8():
-    words = ["model.preset=nemotron-3-nano-30b-a3b", "kernels.precision=fp8"]
-    config = Config.load(None, [*words, "data.source=synthetic"], environ={})
-    with pytest.raises(ConfigError, match="'fp8' has no experts with squared ReLU; use bf16"):
-        plan_model(config, resolve_architecture(config.model), torch.bfloat16)
+@pytest.mark.parametrize("preset", ["gpt-oss-20b", "gemma-4-26b-a4b", "nemotron-3-nano-30b-a3b"])
+def test_experts_of_other_activations_take_fp8(preset):
+    words = [f"model.preset={preset}", "kernels.precision=fp8", "data.source=synthetic"]
+    config = Config.load(None, words, environ={})
+    arch = resolve_architecture(config.model)
+    plan_model(config, arch, torch.bfloat16)
+    check_model(config, arch)
 
 
 def test_fewer_or_more_layers_of_a_preset():
