@@ -36,7 +36,7 @@ from bench_train import commit, device_name
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import launched_place
 from moetrain.generate.engine import Generator, load_model
-from moetrain.generate.pages import PagedAttention
+from moetrain.generate.paged_attention import PagedAttention
 from moetrain.generate.ranks import ExpertParallel
 from moetrain.generate.request import Request, SamplingParams, chat_ids
 from moetrain.models.architecture import Architecture

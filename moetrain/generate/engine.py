@@ -5,10 +5,10 @@
     generator.submit(request); generator.step(); ...
 
 The generator runs the trainer's own model, with attention over a paged cache
-(:mod:`moetrain.generate.pages`), and computes log-probabilities with the function that the loss
-uses. On Hopper in bf16 they equal those of training with ``kernels.attention = "exact"`` bit for
-bit. On other devices, and where projections have biases or layers carry states, they agree up to
-rounding. There is no tensor parallelism yet.
+(:mod:`moetrain.generate.paged_attention`), and computes log-probabilities with the function that
+the loss uses. On Hopper in bf16 they equal those of training with ``kernels.attention = "exact"``
+bit for bit. On other devices, and where projections have biases or layers carry states, they agree
+up to rounding. There is no tensor parallelism yet.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

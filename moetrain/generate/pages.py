@@ -1,13 +1,11 @@
-"""The key/value cache: pages of memory, and the attention that reads and writes them.
+"""The bookkeeping of the key/value cache: pages of memory, and the texts that they hold.
 
 A page holds the keys and values of ``page_size`` consecutive tokens of one sequence. A full page is
 cached under its tokens and the tokens before them, so that sequences with the same beginning share
 it, for example the ``n`` completions of one request. A page that no sequence uses keeps its content
 until its memory is needed; the least recently used page is evicted first. Keys and values depend on
-the weights, so :meth:`Pages.clear_cache` must follow every update of them.
-
-Legend: T tokens of a step, P pages, Z tokens of a page, H query heads, G key/value heads, d width
-of a query and a key, v of a value.
+the weights, so :meth:`Pages.clear_cache` must follow every update of them. There are no tensors
+here: layers have the memory of the pages (:mod:`moetrain.generate.paged_attention`).
 """
 
 from collections import OrderedDict, deque
@@ -18,9 +16,6 @@ from itertools import count
 import torch
 
 from moetrain.config import Config, ConfigError
-from moetrain.kernels.attention.paged import PagedRows, attend_over_pages
-from moetrain.kernels.norm.rotary import rotate_into_pages
-from moetrain.models.layers import Context, RMSNorm
 from moetrain.models.transformer import Transformer
 
 _CPU_TOKENS = 16_384
@@ -43,7 +38,7 @@ class _Prefix:
 
 
 class Pages:
-    """The bookkeeping of ``num_pages`` pages: reference counts and cached content. No tensors."""
+    """The bookkeeping of ``num_pages`` pages: reference counts and cached content."""
 
     SIZE = 64
     """Default number of tokens in a page. The CUDA kernels read as many tokens at once."""
@@ -190,96 +185,3 @@ class Pages:
         del prefix.pages[page]
         if not prefix.pages:
             del self._prefixes[prefix.key]
-
-
-@dataclass(eq=False)
-class PagedAttention:
-    """The attention core of one layer, over pages. A step is one row of tokens, [1, T]."""
-
-    rotates = True
-
-    num_pages: int
-    page_size: int
-    window: int | None
-    """Number of tokens that a token attends to, itself included. None: it attends to all."""
-    keys_PZGd: torch.Tensor | None = None
-    """None until the first use, which allocates the memory of both keys and values."""
-    values_PZGv: torch.Tensor | None = None
-
-    def free(self) -> None:
-        """Free the memory of the pages."""
-        self.keys_PZGd = self.values_PZGv = None
-
-    def wipe(self) -> None:
-        """Fill the pages with zeros."""
-        for pages in (self.keys_PZGd, self.values_PZGv):
-            if pages is not None:
-                pages.zero_()
-
-    def __call__(
-        self,
-        q_BSHd: torch.Tensor,
-        k_BSGd: torch.Tensor,
-        v_BSGv: torch.Tensor,
-        context: Context,
-        scale: float | None = None,
-        *,
-        sinks_H: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Store keys and values, and attend. The parameters are those of every attention core."""
-        rows = context.mask
-        assert isinstance(rows, PagedRows)
-        k_TGd, v_TGv = k_BSGd[0], v_BSGv[0]
-        o_THv = attend_over_pages(
-            q_BSHd[0],
-            k_TGd,
-            v_TGv,
-            self._cache(k_TGd, v_TGv),
-            rows,
-            window=self.window,
-            scale=scale,
-            sinks_H=sinks_H,
-        )
-        return o_THv[None]
-
-    def _cache(self, k_TGd: torch.Tensor, v_TGv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.keys_PZGd is None or self.values_PZGv is None:
-            # Pages begin as zeros: tokens past a sequence's end have weight 0, and 0 * inf is NaN.
-            size = self.num_pages, self.page_size
-            self.keys_PZGd, self.values_PZGv = (
-                x.new_zeros(*size, *x.shape[1:]) for x in (k_TGd, v_TGv)
-            )
-        return self.keys_PZGd, self.values_PZGv
-
-    def rotate(
-        self,
-        q_BSHd: torch.Tensor,
-        k_BSGd: torch.Tensor,
-        v_BSGv: torch.Tensor,
-        context: Context,
-        *,
-        q_norm: RMSNorm | None,
-        k_norm: RMSNorm | None,
-        interleaved: bool,
-    ) -> tuple[torch.Tensor, Context]:
-        """Rotate queries and keys, and store keys and values.
-
-        Returns the queries, and the context for :meth:`__call__`.
-        """
-        rows = context.mask
-        assert isinstance(rows, PagedRows)  # generation lays out its rows so
-        k_TGd, v_TGv = k_BSGd[0], v_BSGv[0]
-        cos_Tp, sin_Tp = (x.flatten(0, 2) for x in context.rotation)
-        q_THd, arrived = rotate_into_pages(
-            q_BSHd[0],
-            k_TGd,
-            v_TGv,
-            self._cache(k_TGd, v_TGv),
-            rows.slots_T,
-            cos_Tp,
-            sin_Tp,
-            q_norm,
-            k_norm,
-            interleaved,
-        )
-        return q_THd[None], context._replace(mask=rows._replace(arrived=arrived))

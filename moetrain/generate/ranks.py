@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moetrain.generate.pages import PagedAttention
+from moetrain.generate.paged_attention import PagedAttention
 from moetrain.models.layers import Context
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.apply import set_dispatcher

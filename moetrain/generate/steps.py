@@ -27,7 +27,8 @@ import numpy as np
 import torch
 
 from moetrain.generate.drafting import Chunks, draft_tokens
-from moetrain.generate.pages import PagedAttention, Pages
+from moetrain.generate.paged_attention import PagedAttention
+from moetrain.generate.pages import Pages
 from moetrain.generate.ranks import ExpertParallel, HeadParallel, SplitAttention
 from moetrain.generate.request import Request
 from moetrain.generate.sampling import sample_filtered
@@ -203,6 +204,7 @@ class Steps:
     # ---- steps of any shape --------------------------------------------------------------------
 
     def _read_chunks(self, chunks: Sequence[Chunk], routes: bool) -> Step:
+        """Take a step over ``chunks`` of any lengths."""
         step: _MixedStep = self.from_leader(self._mixed_step(chunks))
         tokens_T, positions_T, cache_slots_T, ends_N, starts_N, slots_NC = (
             torch.from_numpy(x).to(self.device)
@@ -222,6 +224,7 @@ class Steps:
         return self._read(tokens_T, read, ends_N[1:].long() - 1, slots, routes)
 
     def _mixed_step(self, chunks: Sequence[Chunk]) -> _MixedStep:
+        """Lay out the tokens of ``chunks`` one after another, in arrays of the host."""
         tokens: list[int] = []
         positions, cache_slots = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
         read: dict[int, tuple[int, int, int]] = {}
