@@ -35,7 +35,8 @@ import torch
 from bench_train import device_name
 
 from moetrain.config import Config, Recipes
-from moetrain.jobs.api import ClientLoss, ForwardBackward, JobsObjective, OptimStep
+from moetrain.jobs.api import ForwardBackward, OptimStep
+from moetrain.jobs.losses import ClientLoss, JobsObjective
 from moetrain.jobs.scheduler import Service
 from moetrain.train.session import garbage_collector_off
 

@@ -39,6 +39,7 @@ from moetrain.generate.ranks import sharing_heads
 from moetrain.generate.request import Request, end_ids
 from moetrain.generate.weights import WeightUpdate, replica
 from moetrain.jobs import api
+from moetrain.jobs.losses import ClientLoss, JobsObjective
 from moetrain.jobs.shared import JobState, SharedEngine
 from moetrain.jobs.store import SAMPLERS, Job, Sampler, SaveFolder, StoredRequest, read_request
 from moetrain.models.architecture import Architecture
@@ -279,6 +280,7 @@ class JobSession:
         self._run(Activate(job=job, seed=seed, folder=folder, source=source))
 
     def _activate(self, command: Activate) -> None:
+        """Do this rank's part of :class:`Activate`."""
         if self.now.id == command.job:
             return
         held = self.held.pop(command.job, None)
@@ -417,6 +419,7 @@ class JobSession:
         return self._run(Serve(number=number, waits=waits), [request])
 
     def _serve(self, number: int, request: api.JobRequest, waits: bool) -> LateResult:
+        """Do this rank's part of :class:`Serve`."""
         torch.manual_seed(zlib.crc32(f"{self.now.seed}.{number}".encode()))  # of dropout
         late = self._queue(request)
         self.now.seen = number + 1
@@ -494,8 +497,8 @@ class JobSession:
         # 1. The texts as rows, and the losses of the jobs.
         samples = [datum.sample(i) for i, request in enumerate(requests) for datum in request.data]
         dealt = self.deal(samples, len(requests))
-        losses = [api.ClientLoss.of(r.loss_fn, r.loss_fn_config) for r in requests]
-        objective = api.JobsObjective(tuple(losses))
+        losses = [ClientLoss.of(r.loss_fn, r.loss_fn_config) for r in requests]
+        objective = JobsObjective(tuple(losses))
         # 2. The pass. Only a pipeline's last stage computes the loss, so that a pipeline's
         #    log-probabilities come from a pass of their own.
         has_logprobs = engine.runner.pipeline is None

@@ -29,7 +29,8 @@ from moetrain.generate.request import JsonBody
 from moetrain.http.access import Access
 from moetrain.http.protocol import _INSTEAD, Responses, _Asked
 from moetrain.jobs import server as jobs_server
-from moetrain.jobs.api import CLIP_THRESHOLDS, KINDS, Datum, Forward, JobBody, Pass, Unserved
+from moetrain.jobs.api import KINDS, Datum, Forward, JobBody, Pass, Unserved
+from moetrain.jobs.losses import CLIP_THRESHOLDS
 from moetrain.jobs.scheduler import Service
 from moetrain.jobs.server import JobRoutes
 from moetrain.models.hf.load import load_hf

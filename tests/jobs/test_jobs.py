@@ -12,7 +12,8 @@ from moetrain.config import ConfigError
 from moetrain.config.sources import RunFailed
 from moetrain.generate.engine import Generator
 from moetrain.jobs import store
-from moetrain.jobs.api import ClientLoss, ForwardBackward, JobsObjective, Refused
+from moetrain.jobs.api import ForwardBackward, Refused
+from moetrain.jobs.losses import ClientLoss, JobsObjective
 from moetrain.jobs.scheduler import Service
 from moetrain.optim.adamw import AdamW
 from moetrain.parallel.world import join_world
