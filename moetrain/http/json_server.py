@@ -17,6 +17,7 @@ import resource
 import select
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import partial
 from http import HTTPStatus
@@ -184,6 +185,28 @@ class JsonServer:
                 return await asyncio.to_thread(lambda: parse(made(bytes(data))))
         finally:
             self.arriving -= len(data)
+
+    async def call(
+        self, work: Callable[..., Any], request: Request, *, wanted: str = _JSON
+    ) -> Response:
+        """Answer ``request`` with the result of ``work``, which runs on another thread.
+
+        Args:
+            work: takes the names in the path, and for POST the body before them, as :meth:`read`
+                parses it. It returns a response, the JSON of one, None, or futures to wait for.
+            wanted: content type of the body.
+        """
+        names = request.path_params
+        if request.method == "POST":
+            answer = await self.read(request, partial(work, **names), wanted)
+        else:
+            answer = await asyncio.to_thread(work, **names)
+        if isinstance(answer, Future):
+            answer = [answer]
+        if isinstance(answer, list):
+            await asyncio.gather(*map(asyncio.wrap_future, answer))
+            answer = None
+        return answer if isinstance(answer, Response) else self.reply(answer or {})
 
     @staticmethod
     def parsed(kind: type[_A], then: Callable[[_A], _T], body: object) -> _T:

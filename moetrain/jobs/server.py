@@ -15,7 +15,6 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
@@ -53,11 +52,7 @@ _T = TypeVar("_T", bound=BaseModel)
 
 
 class JobRoutes(JsonServer):
-    """The HTTP application of a service.
-
-    Most routes are functions that run in another thread. They take the names in the path, and for
-    POST the body before them. They return the JSON of the answer, or None, or futures to wait for.
-    """
+    """The HTTP application of a service. Most routes are functions for :meth:`call`."""
 
     @staticmethod
     def error_body(status: int, problem: str) -> dict[str, str]:
@@ -84,7 +79,6 @@ class JobRoutes(JsonServer):
             "POST create_model": self.create_model,
             "POST load_weights": self.load_weights,
             "POST create_sampling_session": self.create_sampler,
-            "POST forward_backward": self.forward_backward,
             **{f"POST {kind}": partial(self.ask, kind) for kind in kinds},
             "POST asample": self.sample,
             "POST get_info": self.info,
@@ -97,33 +91,18 @@ class JobRoutes(JsonServer):
         }
         saves = "/api/v1/training_runs/{job}/checkpoints/external_weights"
         routes = [Route("/api/v1/retrieve_future", self.retrieve, methods=["POST"])]
+        learn = partial(self.call, self.forward_backward, wanted=_PROTOBUF)
+        routes.append(Route("/api/v1/forward_backward", learn, methods=["POST"]))
         routes.append(Route(f"{saves}/{{save}}/{{file}}", self.external))
         for place, work in table.items():
             method, path = place.split()
-            handler = partial(self._handle, work)
+            handler = partial(self.call, work)
             routes.append(Route(f"/api/v1/{path}", handler, methods=[method]))
         refusals = {
             Refused: lambda error: (error.status, str(error)),
             OSError: lambda error: (507, f"it cannot be kept: {error.strerror}"),
         }
         super().__init__(routes, jobs.max_request_mib, "jobs.max_request_mib", refusals)
-
-    async def _handle(self, work: Callable[..., Any], request: HTTPRequest) -> Response:
-        names = request.path_params
-        if request.method == "POST":
-            parse = partial(work, **names)
-            if work == self.forward_backward:
-                answer = await self.read(request, parse, _PROTOBUF)
-            else:
-                answer = await self.read(request, parse)
-        else:
-            answer = await asyncio.to_thread(work, **names)
-        if isinstance(answer, Future):  # a removal, which may have to wait for a long turn
-            answer = [answer]
-        if isinstance(answer, list):
-            await asyncio.gather(*map(asyncio.wrap_future, answer))
-            answer = None
-        return answer if isinstance(answer, Response) else self.reply(answer or {})
 
     # ---- jobs of a session ---------------------------------------------------------------------
 
@@ -345,6 +324,7 @@ def _floats(values: list[float | None]) -> bytes:
 
 
 def _pass_message(result: dict[str, Any]) -> bytes:
+    """Return the result of a pass as the SDK's message."""
     message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     message.metrics["loss:sum"] = math.nan if result["loss"] is None else result["loss"]
     texts = result["logprobs"]
@@ -356,6 +336,7 @@ def _pass_message(result: dict[str, Any]) -> bytes:
 
 
 def _samples_message(result: dict[str, Any]) -> bytes:
+    """Return the result of a request to a sampler as the SDK's message."""
     message = wire.SampleResponse()
     if result["prompt_logprobs"] is not None:
         message.prompt_logprobs = _floats(result["prompt_logprobs"])
