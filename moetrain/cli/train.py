@@ -64,6 +64,7 @@ class Program(NamedTuple):
 
 
 def _train(config: Config) -> None:
+    """Train, and write a sample after it unless the settings ask for none."""
     samples = config.train.sample_tokens and config.train.objective != "reward"
     callbacks: list[Callback] = []
     with quiet_imports():
@@ -278,6 +279,7 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
 
 
 def _fit(config: Config, program: Program, place: LaunchedPlace | None) -> int:
+    """Run the command as one rank. Return the exit code; failures are printed."""
     from safetensors import SafetensorError
 
     try:

@@ -164,6 +164,7 @@ class Engine(ModelState):
         return outcome
 
     def _update(self, done: Sequence[Totals]) -> StepOutcome:
+        """Update with the gradients of the passes ``done``. Nothing here waits for the device."""
         norm = self.fsdp.gradient_norm()
         loss = torch.stack([totals.total for totals in done]).sum()
         skipped = ~(torch.isfinite(norm) & torch.isfinite(loss))

@@ -124,6 +124,7 @@ class GradientPasses:
     def _pass(
         self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]
     ) -> Pass[_B]:
+        """Run one pass with gradients now, without a look at its dropped rows."""
         drops = self.config.lora.dropout > 0
         with self._work(), self._own_draws() if drops else nullcontext():
             return Pass(

@@ -482,6 +482,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+        """Begin to reduce the gradients of the unit's full parameters."""
         if ctx.work != ctx.fsdp._num_works:  # nobody would finish its reductions
             raise RuntimeError("a backward came after the FSDP.work() of its forward")
         ctx.fsdp.reduce(ctx.unit, gradients)
