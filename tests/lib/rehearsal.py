@@ -247,6 +247,10 @@ def _stand_ins(rehearsal: Rehearsal) -> Iterator[None]:
             return Anything()
 
     make_tensor = torch.tensor
+    # At the first use of a device as a context torch keeps the functions that it applies to. They
+    # must not be the stand-ins.
+    with torch.device("cpu"):
+        make_tensor(0)
     with ExitStack() as stack:
         for cls, stand_in in (
             (Engine, "engine"),

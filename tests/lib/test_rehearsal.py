@@ -72,3 +72,16 @@ def test_rehearse_lets_pass_what_comes_of_having_no_gpu():
     assert (
         rehearse(lambda: make_engine("train.device=cuda").state()["model"].data_ptr().sort()) == 1
     )
+
+
+def test_rehearse_leaves_the_constructors_that_torch_keeps():
+    """Torch keeps them at the first use of a device as a context, which may be a rehearsed one."""
+    torch.utils._device._device_constructors.cache_clear()
+
+    def body():
+        with torch.device("meta"):
+            torch.zeros(1)
+
+    rehearse(body)
+    with torch.device("meta"):
+        assert torch.tensor(0).is_meta
