@@ -83,7 +83,7 @@ class Folders:
         """
         self.root = root
         """The folder of the checkpoints on this machine."""
-        self.rank, self.gather, self._copies = rank, gather, copies
+        self.rank, self.gather, self.num_copies = rank, gather, copies
         places = gather(f"{machine()} {os.path.realpath(root)}" if copies else "")
         # For each rank, the first rank of its machine.
         self._keepers = [places.index(place) for place in places]
@@ -99,7 +99,7 @@ class Folders:
     def share(self) -> float:
         """The share of each checkpoint that lies on this machine, if all ranks write equally
         much."""
-        return min(1.0, max(1, self._copies) / len(self._machines))
+        return min(1.0, max(1, self.num_copies) / len(self._machines))
 
     # ---- checkpoints on all machines -----------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Folders:
         for name, known in contents.files.items():
             source = int(_RANK.search(name)[1])  # pyright: ignore
             at = self._machines.index(self._keepers[source])
-            for step in range(1, min(self._copies, count)):
+            for step in range(1, min(self.num_copies, count)):
                 target = self._machines[(at + step) % count]
                 moves.append(_Move(name, known.size, source, target))
         return moves

@@ -33,7 +33,7 @@ from fsspec.core import url_to_fs
 from moetrain.checkpoint import read
 from moetrain.checkpoint.memory import Folders, Memory
 from moetrain.config import ConfigError, logger
-from moetrain.config.files import fsync
+from moetrain.config.files import disk_remedy, fsync
 from moetrain.config.sources import RunFailed
 from moetrain.parallel.mesh import TensorSlice
 from moetrain.parallel.processes import Rendezvous
@@ -50,6 +50,7 @@ long as a write to the page cache."""
 
 _LEFTOVER = re.compile(r"\.((?:failed-)?step-\d{8,})\.(\w+)")
 
+_ERRNO = re.compile(r"\[Errno (\d+)\]")
 _Groups = Mapping[str, Mapping[str, TensorSlice]]
 
 
@@ -69,7 +70,8 @@ class Store:
         try:
             self._files, self._root = url_to_fs(url)
         except (ValueError, ImportError) as error:
-            raise ConfigError("checkpoint.store", f"{url!r}: {error}") from None
+            problem = f"{url!r}: {error}; name another, or unset it"
+            raise ConfigError("checkpoint.store", problem) from None
 
     def steps(self, before: int | None = None) -> list[int]:
         """Return the steps of the store's complete checkpoints in ascending order.
@@ -235,29 +237,53 @@ class Saver:
     def _copy_to(self, store: Store, plan: SavePlan) -> None:
         is_main, path = self._rank == 0, plan.path
         # A complete checkpoint of this step may be there already: its files are replaced.
-        self._do(lambda: store.remove_but({*store.steps()} - {plan.step}), plan, is_main)
-        self._do(lambda: store.put(path, f"*-{self._rank:05d}-*"), plan)
+        self._do(
+            lambda: store.remove_but({*store.steps()} - {plan.step}), plan, is_main, is_copy=True
+        )
+        self._do(lambda: store.put(path, f"*-{self._rank:05d}-*"), plan, is_copy=True)
         last = read.STATE, read.MANIFEST
-        self._do(lambda: [store.put(path, file) for file in last], plan, is_main)
-        self._do(lambda: store.remove_but(plan.kept(store.steps(plan.step + 1))), plan, is_main)
+        self._do(lambda: [store.put(path, file) for file in last], plan, is_main, is_copy=True)
+        self._do(
+            lambda: store.remove_but(plan.kept(store.steps(plan.step + 1))),
+            plan,
+            is_main,
+            is_copy=True,
+        )
 
-    def _do(self, act: Callable[[], object], plan: SavePlan, is_mine: bool = True) -> None:
+    def _do(
+        self,
+        act: Callable[[], object],
+        plan: SavePlan,
+        is_mine: bool = True,
+        *,
+        is_copy: bool = False,
+    ) -> None:
         """Run ``act`` on the ranks with ``is_mine``; raise RunFailed on all ranks if one fails."""
         reports = self._rendezvous.gather(_attempt(lambda: str(act()) if is_mine else ""))
-        self._tell_all(lambda: str(len(_values(reports))), plan)
+        self._tell_all(lambda: str(len(_values(reports))), plan, is_copy=is_copy)
 
-    def _tell_all(self, act: Callable[[], str], plan: SavePlan) -> str:
+    def _tell_all(self, act: Callable[[], str], plan: SavePlan, *, is_copy: bool = False) -> str:
         """Run ``act`` on the main rank, and return its result on all ranks; RunFailed: ``act``
-        failed."""
+        failed. ``is_copy``: the checkpoint is complete on the disk, and is copied to the store."""
         outcome = _attempt(act) if self._rank == 0 else ""
         answer = json.loads(self._rendezvous.broadcast(outcome))
         if "error" in answer:
             left = "there is no earlier one, so the next run begins where this one did"
             if read.list_checkpoints(plan.root):
                 left = "earlier ones are as they were, and the next run goes on from the newest"
+            problem = f"cannot write the checkpoint {plan.path}: {answer['error']}"
+            number = _ERRNO.search(answer["error"])
+            remedy = disk_remedy(number and int(number[1]), "output_dir")
             if isinstance(plan.folders, Memory):
-                left = f"name another checkpoint.memory, or lower checkpoint.replicas; {left}"
-            raise RunFailed(f"cannot write the checkpoint {plan.path}: {answer['error']}; {left}")
+                remedy = (
+                    "name another checkpoint.memory, or unset it and checkpoint.memory_interval"
+                )
+                if plan.folders.num_copies > 1:
+                    remedy = f"lower checkpoint.replicas, {remedy}"
+            if is_copy:
+                problem = f"cannot copy {plan.path} to checkpoint.store: {answer['error']}"
+                remedy = "name another checkpoint.store, or unset it"
+            raise RunFailed(f"{problem}; {remedy}; {left}")
         return answer["value"]
 
     def _write_parts(self, folder: Path, mine: _Groups, ready: Callable[[], object]) -> Any:

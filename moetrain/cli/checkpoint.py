@@ -156,7 +156,9 @@ def _diff(words: argparse.Namespace) -> int:
 def _check_out(out: Path, source: Path) -> None:
     """Raise ConfigError if an export to ``out`` would overwrite files of a checkpoint or a run."""
     if out.resolve().is_relative_to(source.resolve()):
-        raise ConfigError("checkpoint", f"OUT {str(out)!r} is in the checkpoint itself")
+        raise ConfigError(
+            "checkpoint", f"OUT {str(out)!r} is in the checkpoint itself; give another"
+        )
     if read.list_checkpoints(out.resolve() / "checkpoints"):  # the run could not be resumed then
         problem = "is a run's output folder, whose config.json would be replaced; give another"
         raise ConfigError("checkpoint", f"OUT {str(out)!r} {problem}")

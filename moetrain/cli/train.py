@@ -28,6 +28,7 @@ from moetrain.cli import interrupt_by_exception, launch, quiet_imports
 from moetrain.cli.main import error_line, reader_may_leave, version
 from moetrain.config import Config, ConfigError, Recipes, logger
 from moetrain.config.environment import LaunchedPlace, launched_place, let_idle_threads_sleep
+from moetrain.config.files import disk_remedy
 from moetrain.config.help import as_typed, values_in_words
 from moetrain.config.rl import RlSection
 from moetrain.config.sections import CheckpointSection
@@ -314,7 +315,9 @@ def _why_no_disk(error: Exception, folder: str) -> str | None:
     is_ours = Path(folder).absolute() in Path(file).absolute().parents
     if number is None or not (is_ours or errno.errorcode.get(number) in _DISK_ERRORS):
         return None
-    return f"{os.strerror(number)}: {file or f'in output_dir {folder!r}'}"
+    said = f"{os.strerror(number)}: {file or f'in output_dir {folder!r}'}"
+    remedy = disk_remedy(number, "output_dir") if is_ours or not file else ""
+    return f"{said}; {remedy}" if remedy else said
 
 
 @contextmanager

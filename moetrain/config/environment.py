@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from moetrain.config.sources import ConfigError
+from moetrain.config.sources import ConfigError, shortened
 
 GIB = 2**30
 
@@ -70,6 +70,8 @@ class LaunchedPlace(NamedTuple):
     """Most restarts that the launcher will make."""
 
 
+_MOST_DIGITS = 9
+"""Digits of the largest number that a launcher may give."""
 _SLURM_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoing connections
 
 
@@ -97,12 +99,15 @@ def launched_place(variables: Mapping[str, str] = os.environ) -> LaunchedPlace |
     on_machine = _number(variables, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in variables else None
     # ``4(x2)`` means 4 tasks on each of two machines.
     of_tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counted = "LOCAL_WORLD_SIZE"
     if on_machine is None and of_tasks and names[0] == "SLURM_PROCID":
-        on_machine = int(of_tasks[1])
+        on_machine, counted = int(of_tasks[1]), "SLURM_STEP_TASKS_PER_NODE"
     for name, value, of, count in (
         (names[0], rank, names[2], world_size),
-        (names[1], local_rank, "LOCAL_WORLD_SIZE", on_machine),
+        (names[1], local_rank, counted, on_machine),
     ):
+        if count == 0:
+            raise ConfigError(of, "0 processes are none; give their number, 1 or more")
         if count is not None and value >= count:
             raise ConfigError(name, f"{value} contradicts {of} {count}: give 0 to {count - 1}")
     is_served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -130,8 +135,9 @@ def _text(variables: Mapping[str, str], name: str) -> str:
 
 def _number(variables: Mapping[str, str], name: str) -> int:
     text = _text(variables, name)
-    if not text.isdecimal():
-        raise ConfigError(name, f"{text!r} is not a number")
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
+        problem = f"{shortened(text)} is not a whole number of up to {_MOST_DIGITS} digits"
+        raise ConfigError(name, f"{problem}; give one")
     return int(text)
 
 

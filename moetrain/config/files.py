@@ -7,6 +7,7 @@ none of them may import another's helpers.
 import errno
 import os
 import re
+import resource
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,24 @@ def remove_temporaries(folder: Path) -> None:
     for path in folder.iterdir():
         if _TEMPORARY.fullmatch(path.name):
             path.unlink()
+
+
+def disk_remedy(number: int | None, setting: str) -> str:
+    """Return what to do about the disk's error ``number`` in the folder that ``setting`` names.
+
+    The text is empty where another folder would not help, as for a closed standard output.
+    """
+    has_limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+    if number == errno.EFBIG and has_limit:
+        return "raise the limit of this process's files (ulimit -f)"
+    if number == errno.EPIPE:
+        return ""
+    first = ""
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        first = "make room, or "
+    elif number in (errno.EROFS, errno.EACCES, errno.EPERM):
+        first = "make it writable, or "
+    return f"{first}choose another {setting}"
 
 
 def fsync(path: Path) -> None:

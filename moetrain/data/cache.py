@@ -47,6 +47,7 @@ from rich.progress import Progress
 
 from moetrain.config import ConfigError, logger
 from moetrain.config.environment import launched_place, one_tokenizer_thread
+from moetrain.config.files import disk_remedy
 from moetrain.config.locks import file_lock
 from moetrain.data.documents import Document, HashRange, Skipped
 from moetrain.data.sources import Source
@@ -388,7 +389,8 @@ def _build(
         if os.path.isdir(folder):
             return
         problem = f"{str(parent)!r} cannot be written: {error}"
-        raise ConfigError("data.cache_dir", problem) from None
+        remedy = disk_remedy(error.errno, "data.cache_dir")
+        raise ConfigError("data.cache_dir", f"{problem}; {remedy}") from None
     if meta["num_documents"] and total is not None:
         logger.info("tokenised %(num_documents)d documents into %(num_tokens)d tokens", meta)
 

@@ -151,7 +151,8 @@ class Grammars:
             TooManyGrammarsError: ``limits.number`` other grammars are in use.
         """
         if self._tokenizer is None:
-            raise ConfigError("grammar", "it takes a generator with a tokenizer")
+            problem = "it takes a generator with a tokenizer; build it with one (tokenizer=)"
+            raise ConfigError("grammar", problem)
         if find_spec("llguidance") is None:
             remedy = "install it: pip install 'moetrain[grammar]'"
             raise ConfigError("grammar", f"it takes llguidance; {remedy}")

@@ -11,6 +11,7 @@ has died, which is the launcher's business.
 
 import itertools
 import os
+import queue
 import socket
 import threading
 import time
@@ -27,7 +28,7 @@ from torch.distributed import TCPStore
 
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import GIB, GPUS, LaunchedPlace, launched_place
-from moetrain.config.sources import RunFailed
+from moetrain.config.sources import RunFailed, shortened
 
 _MOST_ON_CORE = 16
 """The most processes for each core: enough to try a large layout on a small machine."""
@@ -109,7 +110,8 @@ def planned_machine(config: Config) -> Machine:
     if launch.gpus is not None:
         size, why = launch.gpus, "launch.gpus"
         if launch.nproc not in ("auto", 1, size):
-            raise ConfigError("launch.nproc", f"{launch.nproc} contradicts launch.gpus {size}")
+            problem = f"{launch.nproc} contradicts launch.gpus {size}"
+            raise ConfigError("launch.nproc", f"{problem}; leave one of the two out")
     elif place is not None:
         size, why = place.world_size, "those that the launcher started"
     else:
@@ -247,22 +249,16 @@ def find_ranks(place: LaunchedPlace, seconds: float, *, again: bool = False) -> 
         raise ConfigError("MASTER_PORT", f"{port} is not a port; give 1 to 65535")
     try:
         socket.getaddrinfo(host, int(port))
-    except OSError as error:
-        problem = f"{host!r}, where the ranks are to meet, is unknown: {error.strerror}"
-        raise ConfigError("MASTER_ADDR", problem) from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is too long
+        reason = getattr(error, "strerror", None) or error
+        problem = f"{shortened(host)}, where the ranks are to meet, is unknown: {reason}"
+        remedy = "give the name or the address of rank 0's machine"
+        raise ConfigError("MASTER_ADDR", f"{problem}; {remedy}") from None
     serves = place.rank == 0 and not place.store_is_served
     if not serves:
         _await_server(place, host, int(port), seconds)
     try:
-        # The server listens on every address of its machine, and need not know the machine's name.
-        store = TCPStore(
-            "localhost" if serves else host,
-            int(port),
-            place.world_size,
-            is_master=serves,
-            timeout=TIMEOUT,
-            wait_for_workers=False,
-        )
+        store = _open_store(place, host, int(port), serves, seconds)
         # A launcher's store outlives the ranks, so each restart has a prefix of its own. A store of
         # rank 0 ends with it, and torchrun's agents on several machines count restarts apart.
         restarts = place.restarts if place.store_is_served else 0
@@ -271,8 +267,48 @@ def find_ranks(place: LaunchedPlace, seconds: float, *, again: bool = False) -> 
             _await_ranks(dist.PrefixStore("join", store), place, seconds, deadline)
     except dist.DistError as error:
         problem = f"rank {place.rank} of {place.world_size} could not meet the others"
-        raise RunFailed(f"{problem} at {place.address}: {_first_line(error)}") from None
+        remedy = "; give all ranks another MASTER_PORT" if serves else ""
+        raise RunFailed(f"{problem} at {place.address}: {_first_line(error)}{remedy}") from None
     return store
+
+
+def _open_store(
+    place: LaunchedPlace, host: str, port: int, serves: bool, seconds: float
+) -> dist.Store:
+    """Return the store at the address; with ``serves`` this process serves it.
+
+    torch waits without end for the answer of a server that is no store, so a thread waits for it.
+    """
+    opened: queue.SimpleQueue[dist.Store | RuntimeError] = queue.SimpleQueue()
+
+    def open_store() -> None:
+        try:
+            # The server listens on every address of its machine, whose name it need not know.
+            store = TCPStore(
+                "localhost" if serves else host,
+                port,
+                place.world_size,
+                is_master=serves,
+                timeout=TIMEOUT,
+                wait_for_workers=False,
+            )
+        except RuntimeError as error:  # torch's errors of networks are such
+            opened.put(error)
+        else:
+            opened.put(store)
+
+    threading.Thread(target=open_store, daemon=True).start()
+    try:
+        found = opened.get(timeout=seconds)
+    except queue.Empty:
+        raise RunFailed(
+            f"what answers at {host}:{port} is not rank 0 of this run (rank {place.rank} of "
+            f"{place.world_size} waited {seconds:g} s, launch.join_timeout); give all ranks "
+            "another MASTER_PORT"
+        ) from None
+    if isinstance(found, RuntimeError):
+        raise found
+    return found
 
 
 def _await_server(place: LaunchedPlace, host: str, port: int, seconds: float) -> None:
@@ -297,7 +333,8 @@ def _await_ranks(store: dist.Store, place: LaunchedPlace, seconds: float, deadli
     rank, size = place.rank, place.world_size
     theirs = int(store.compare_set("size", "", str(size)))
     if theirs != size:
-        raise ConfigError("WORLD_SIZE", f"{size} for rank {rank}, and {theirs} for another")
+        problem = f"{size} for rank {rank}, and {theirs} for another; give all the same"
+        raise ConfigError("WORLD_SIZE", problem)
     if store.add(f"rank/{rank}", 1) > 1:
         raise ConfigError("RANK", f"{rank} is that of two processes of {size}; number them from 0")
     store.add("came", 1)

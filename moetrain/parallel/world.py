@@ -220,7 +220,7 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
     """
     if (apart := config.rl.apart) >= size:
         problem = f"{apart} of {size} processes leave none to train"
-        raise ConfigError("rl.generators", f"{problem}; lower it, or raise launch.nproc")
+        raise ConfigError("rl.generators", f"{problem}; lower it, or start more (launch.nproc)")
     per_machine = _ranks_per_machine(config, size)
     dims = ParallelDims.resolve(config.parallel, size - apart, arch, per_machine)
     check_layout(config, arch, dims)
@@ -298,7 +298,8 @@ def claim_device(config: Config, gpu: int) -> torch.device:
         return torch.device("cpu")
     if gpu >= gpus:
         problem = f"local rank {gpu} needs a GPU of its own and torch sees {gpus}"
-        raise ConfigError("train.device", f"{wanted!r}, but {problem}")
+        remedy = f"start {gpus} processes on this machine (launch.nproc auto), or use cpu"
+        raise ConfigError("train.device", f"{wanted!r}, but {problem}; {remedy}")
     torch.cuda.set_device(gpu)
     if not allocator_is_set():
         # Routing changes the size of activations every step, and segments that grow in place

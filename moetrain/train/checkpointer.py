@@ -165,7 +165,7 @@ class Checkpointer:
         folder, world = self.folder, self.engine.world
         while damaged := self.snapshots.restore(found, identity, total_steps):
             if folder.resume_now(self.settings.resume, world) != "auto":
-                raise ConfigError("checkpoint.resume", damaged)
+                raise ConfigError("checkpoint.resume", f"{damaged}; name another one, or set never")
             if world.is_main:
                 logger.warning("a damaged checkpoint is passed over: %s", damaged)
             before: int | None = found.state["step"]

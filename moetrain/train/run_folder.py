@@ -18,7 +18,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -28,6 +28,7 @@ from moetrain.checkpoint.memory import Folders, Memory
 from moetrain.checkpoint.save import Store, begin, remove_leftovers
 from moetrain.config import CheckpointSection, Config, ConfigError, logger
 from moetrain.config.environment import launched_place
+from moetrain.config.files import disk_remedy
 from moetrain.config.locks import LockHeldError, file_lock
 from moetrain.config.sources import RunFailed, shortened
 from moetrain.models.architecture import Architecture
@@ -44,6 +45,16 @@ _VISIBLE_SECONDS = 60.0
 _EXPORT_BYTES = 4
 """Bytes of a parameter in fp32."""
 _FILES = ("metrics.jsonl", "config.json", "sample.txt")
+_WRITING: dict[str, Callable[[CheckpointSection], object]] = {
+    "checkpoint.keep": lambda x: x.keep > 1 and (x.interval or x.minutes),
+    "checkpoint.keep_every": lambda x: x.keep_every,
+    "checkpoint.interval": lambda x: x.interval,
+    "checkpoint.minutes": lambda x: x.minutes,
+    "checkpoint.at_end": lambda x: x.at_end,
+    "checkpoint.best": lambda x: x.best,
+    "checkpoint.save_hf": lambda x: x.save_hf,
+}
+"""The settings that let a run write more, and whether they do now."""
 _FOLDERS = ("checkpoints", "tensorboard", "wandb", "hf", "adapter", "completions", "profile")
 """Folders that a run writes."""
 
@@ -129,7 +140,8 @@ class RunFolder:
             # The oldest is removed when the newest is complete; new ones replace those here.
             there = _bytes_of_checkpoints(self.checkpoints) * (checkpoint.resume != "never")
             exports = checkpoint.save_hf and self.disk.rank == 0  # into the main rank's folder
-            less = "checkpoint.keep, checkpoint.interval, checkpoint.minutes, checkpoint.at_end"
+            fewer = [name for name, writes in _WRITING.items() if writes(checkpoint)]
+            less = f", or write less ({', '.join(fewer)})" if fewer else ""
             _check_free(
                 "output_dir",
                 self.path,
@@ -137,7 +149,7 @@ class RunFolder:
                 copies=min(saves, keep + 1 + milestones),
                 one=saved * self.disk.share,
                 export=arch.num_params() * _EXPORT_BYTES * exports,
-                remedy=f"choose another, or write less ({less})",
+                remedy=f"choose another{less}",
             )
         if self.memory is not None and self.memory.keeps:
             _check_free(
@@ -147,7 +159,8 @@ class RunFolder:
                 copies=3 if steps is None else min(3, steps // checkpoint.memory_interval),
                 one=saved * self.memory.share,
                 export=0.0,
-                remedy="enlarge it (mount -o remount,size=), or set checkpoint.memory_interval 0",
+                remedy="enlarge it (mount -o remount,size=), name another, or unset it and "
+                "checkpoint.memory_interval",
             )
 
     @contextmanager
@@ -177,7 +190,8 @@ class RunFolder:
                 ) from None
             except (OSError, ValueError) as error:  # a name with a NUL is the latter
                 problem = f"{str(folder)!r} cannot be written: {error}"
-                raise ConfigError("output_dir", problem) from None
+                remedy = disk_remedy(getattr(error, "errno", None), "output_dir")
+                raise ConfigError("output_dir", f"{problem}; {remedy}") from None
             if is_locked:
                 remove_leftovers(self.checkpoints)
             else:
@@ -254,12 +268,12 @@ class RunFolder:
         mark = self.path / RUN_FILE
         if not self.disk.keeps or not mark.exists():
             return "", ""
+        remedy = "remove it, and the run goes on from the newest checkpoint on the disk"
         try:
             data = mark.read_bytes()
         except OSError as error:
-            return "", f"{str(mark)!r} cannot be read: {error.strerror}"
+            return "", f"{str(mark)!r} cannot be read: {error.strerror}; {remedy}"
         if not _RUN_NAME.fullmatch(data):
-            remedy = "remove it, and the run goes on from the newest checkpoint on the disk"
             problem = f"{str(mark)!r} holds {shortened(data)}, which is not the name of a run"
             return "", f"{problem}: it is damaged; {remedy}"
         return data.decode().strip(), ""
@@ -285,7 +299,11 @@ class RunFolder:
             is_own = self.own is not None and chosen.resolve().parent == self.checkpoints.resolve()
             chosen, only = self.disk.gather((chosen, chosen.name * is_own))[0]
             if not only:
-                return read.open_checkpoint(chosen).folder
+                try:
+                    return read.open_checkpoint(chosen).folder
+                except read.DamagedCheckpoint as error:
+                    problem = f"{error.problem}; name another one, or set never"
+                    raise ConfigError("checkpoint.resume", problem) from None
         newest, problems = self.disk.newest(before, only)
         if newest and (read.step_of(newest) or 0) >= least:
             for problem in problems if before is None and self.disk.rank == 0 else ():
@@ -320,7 +338,8 @@ class RunFolder:
             new.rename(final)
             self._stored = there[-1]
         except OSError as error:
-            raise RunFailed(f"cannot fetch from checkpoint.store: {error}") from error
+            problem = f"cannot fetch from checkpoint.store: {error}"
+            raise RunFailed(f"{problem}; name one that can be read, or unset it") from error
         return str(there[-1])
 
     def open(

@@ -1423,7 +1423,7 @@ LAYOUTS = {
     "generators of all ranks": (
         ["rl.placement=apart", "rl.generators=2"],
         2,
-        "rl.generators: 2 of 2 processes leave none to train; lower it, or raise launch.nproc",
+        r"rl.generators: 2 of 2 .* none to train; lower it, or start more \(launch.nproc\)",
         [
             (["rl.placement=apart", "rl.generators=1"], 2),
             (["rl.placement=apart", "rl.generators=2"], 4),

@@ -104,11 +104,11 @@ class MemoryEstimate:
             field = "model.path" if config.model.path is not None else "model.preset"
             name = config.model.path or config.model.preset
             raise ConfigError(field, f"{name!r} {problem}. Use more devices or a smaller model")
-        raise ConfigError(
-            "train.micro_batch_size",
-            f"{config.train.micro_batch_size} {problem}. Lower it, or recompute activations "
-            "(activation.policy full)",
-        )
+        remedy = "Lower it"
+        if config.activation.policy != "full":
+            remedy += ", or recompute activations (activation.policy full)"
+        size = config.train.micro_batch_size
+        raise ConfigError("train.micro_batch_size", f"{size} {problem}. {remedy}")
 
     def describe(self) -> str:
         """Write ``65.1 GiB a device: weights 16.2, gradients 16.2, ...``."""
