@@ -178,7 +178,7 @@ def test_memory_needs_room_for_three_checkpoints(words, says, tiny_words, tmp_pa
     check(4, whole // 2 - 5)
     start = f"checkpoint.memory: {str(memory)!r} has room for .* GiB, and the run will write "
     start += f"{whole >> 30}.00 GiB: "
-    remedy = r"; enlarge it .* checkpoint\.memory_interval 0"
+    remedy = r"; enlarge it .* unset it and checkpoint\.memory_interval"
     with pytest.raises(ConfigError, match=f"{start}{says} 100.00 GiB{remedy}"):
         check(1, whole - 6)
     with pytest.raises(ConfigError, match=r"checkpoint\.memory: "):
