@@ -81,7 +81,9 @@ def test_the_manifest_comes_last_and_a_failure_ends_the_run(tiny, tmp_path, monk
         return put(self, sources, targets, **more)
 
     monkeypatch.setattr(type(FILES), "put", refuse)
-    with pytest.raises(RunFailed, match=r"cannot write .*step-00000003: the bucket is closed"):
+    with pytest.raises(
+        RunFailed, match=r"cannot copy .*step-00000003 to checkpoint.store: the bucket is closed"
+    ):
         Trainer(tiny(*STORED, "train.steps=4")).fit()
     assert Store(URL).steps() == [1, 2]
     assert names(tmp_path / "out" / "checkpoints")[-1] == "step-00000003"  # it is on the disk

@@ -261,6 +261,7 @@ def taken():
         yield server.getsockname()[1]
 
 
+@pytest.mark.tier("quick", long=["a..b"])
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "a" * 300, "a..b"])
 def test_what_the_error_of_an_unknown_host_advises_works(host):
     port = free_port()
@@ -409,11 +410,11 @@ def disk(tmp_path):
 NO_CHECKPOINTS = {"checkpoint.minutes": 0, "checkpoint.at_end": "no"}
 
 
-def begins(settings: Mapping[str, Any]) -> Trainer:
+def begins(settings: dict[str, Any]) -> Trainer:
     return Trainer(made(TINY | settings))
 
 
-def refused(settings: Mapping[str, Any], says: str) -> None:
+def refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as raised:
         begins(settings)
     assert re.search(says, str(raised.value)), str(raised.value)
@@ -473,7 +474,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-def damage(file: str) -> Callable[[], None]:
+def damage(file: str) -> Callable[[], object]:
     return lambda: Path(file).write_bytes(Path(file).read_bytes()[:-9])
 
 
@@ -625,7 +626,7 @@ def test_what_the_error_of_a_folder_in_use_advises_works(trained, tmp_path, monk
     assert begins(settings).step == 2
 
 
-def run(settings: Mapping[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
+def run(settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
     """Run the command; return the line with which it failed, or an empty text."""
     given = (TINY | settings).items()
     code = main(["debug", *(f"--{name}={value}" for name, value in given if value is not UNSET)])
@@ -840,7 +841,7 @@ def test_what_the_error_of_a_device_advises_works(case, monkeypatch):
     monkeypatch.setattr("moetrain.train.checks.INTERPRETED", False)
     sizes = {"train.device": UNSET, "model.head_dim": 16, "model.moe_intermediate_size": 16}
 
-    def check(changed: Mapping[str, Any]) -> None:
+    def check(changed: dict[str, Any]) -> None:
         config, arch = resolve_run(made(TINY | sizes | changed))
         on_cpu = device == CPU or config.train.device == "cpu"
         check_device(config, arch, torch.device("cpu" if on_cpu else "cuda"))
@@ -879,7 +880,7 @@ def test_what_the_error_of_a_machine_without_compilers_advises_works(
 
 
 def test_what_the_error_of_a_model_beyond_a_devices_memory_advises_works():
-    def peak(changed: Mapping[str, Any]) -> tuple[Config, Any]:
+    def peak(changed: dict[str, Any]) -> tuple[Config, Any]:
         settings = TINY | {"model.num_layers": 4, "data.seq_len": 512} | changed
         config, arch = resolve_run(made(settings))
         dims = world_module.plan_world(config, arch, 1)
