@@ -138,10 +138,13 @@ def check_device(config: Config, arch: Architecture, device: torch.device) -> Co
             cudnn_attention.require(device, dtype, arch.widest_head())
         except ValueError as error:
             if (name := config.kernels.attention) != "auto":
-                problem = f"{name!r}: {error}, or use auto"
-                raise ConfigError("kernels.attention", problem) from None
-            problem = f"{config.optim.muon_qk_clip:g}: {error}, or set 0"
-            raise ConfigError("optim.muon_qk_clip", problem) from None
+                setting, problem = "kernels.attention", f"{name!r}: {error}, or use auto"
+            elif wants_documents:
+                clip = config.optim.muon_qk_clip
+                setting, problem = "optim.muon_qk_clip", f"{clip:g}: {error}, or set 0"
+            else:
+                setting, problem = "kernels.attention", str(error)
+            raise ConfigError(setting, problem) from None
     if config.kernels.backend == "triton" and device.type == "cpu" and not INTERPRETED:
         raise ConfigError("kernels.backend", "'triton' takes a CUDA device; use auto or reference")
     if (precision := config.kernels.precision) != "bf16" and device.type == "cuda":

@@ -82,10 +82,10 @@ def test_the_dry_run_says_how_ranks_share_rows(words, says, capsys):
 
 
 @pytest.mark.parametrize("preset", ["gemma-4-26b-a4b", "gpt-oss-20b"])
-def test_a_model_whose_experts_have_no_fp8_is_planned_in_bf16(preset, capsys):
+def test_plan_of_experts_with_other_activations_has_fp8(preset, capsys):
     sizes = ["--model.num_layers", "6", "--optim.state_dtype", "float32"]
     _, rows, _ = plan(capsys, preset, "--gpus", "2", *sizes)
-    assert {row["precision"] for row in rows} == {"bf16"}
+    assert {row["precision"] for row in rows} == {"bf16", "fp8"}
 
 
 def test_plan_keeps_settings_of_the_user(capsys):

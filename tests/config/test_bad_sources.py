@@ -45,7 +45,7 @@ def test_environment(variable, value, field, says, tmp_path, capsys, monkeypatch
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "http"},
             "MASTER_PORT",
-            "'http' is not a number",
+            "'http' is not a whole number",
         ),
         ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_LAUNCH_NODE_IPADDR", "not set"),
     ],

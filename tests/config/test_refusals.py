@@ -196,7 +196,7 @@ CASES = {
     "sdpa with sinks": (GPT_OSS, {"kernels.attention": "sdpa"}, None, "kernels.attention"),
     "rows too long": (GOOD, {"data.seq_len": 2**20}, None, "data.seq_len"),
     "fp8 of odd widths": (GOOD, FP8 | {"model.hidden_size": 24}, None, "kernels.precision"),
-    "fp8 of biased experts": (GPT_OSS, FP8, None, "kernels.precision"),
+    "fp8 of narrow experts with biases": (GPT_OSS, FP8, None, "kernels.precision"),
     "fp8 blocks of narrow experts": (
         WIDE,
         {"kernels.precision": "fp8_blocks", "model.moe_intermediate_size": 64},
