@@ -209,7 +209,7 @@ def test_a_fake_step_launches_the_kernels_of_gpt_oss():
         shapes = (3, 16, 16), (3, 16), (3, 16, 8), (3, 16)
         matrices = [torch.empty(shape, **how) for shape in shapes]
         routing = slots.float(), slots, ends
-        torch.ops.moetrain.clamped_expert_mlp(x, *routing, matrices, [], 7.0, 1.7, 1.0, 18)
+        torch.ops.moetrain.clamped_expert_mlp(x, *routing, matrices, [], 7.0, 1.7, 1.0, "bf16", 18)
 
     kernels = [kernel.fn.__name__ for kernel in ahead.launches_of(fake_step)]
     assert kernels == ["_attend_kernel", "_copy_kernel", "_forward_kernel", "_sum_kernel"]
