@@ -247,9 +247,9 @@ class Attention(CoreAttention):
         q, k, v = linears(x_BSD, (self.wq, self.wk, self.wv))
         gate = None
         if self.output_gate:
-            both = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+            both = torch.unflatten(q, -1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
             q, gate = (half.flatten(-2) for half in both)
-        q_BSHd, k_BSGd, v_BSGd = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        q_BSHd, k_BSGd, v_BSGd = (torch.unflatten(x, -1, (-1, self.head_dim)) for x in (q, k, v))
         norm, cache = self.q_norm, self.cache
         # The kernel that stores into a cache rotates too, and knows one order of norm and rotation.
         is_plain = norm is None or (self.norm_of == "head" and not norm.late)
@@ -286,10 +286,10 @@ class Attention(CoreAttention):
         if norm is not None and self.norm_of == "width":
             x, norm = norm(x), None
         weight, eps = None, 0.0
-        x_THd = x.flatten(0, 1).unflatten(-1, (-1, self.head_dim))
+        x_THd = torch.unflatten(x.flatten(0, 1), -1, (-1, self.head_dim))
         if not self.rotates:
             y_THd = x_THd if norm is None else norm(x_THd)
-            return y_THd.unflatten(0, x.shape[:2])
+            return torch.unflatten(y_THd, 0, x.shape[:2])
         if norm is not None and self.norm_of == "head":
             if norm.late:  # the op's own norm rounds before it multiplies by the weight
                 x_THd = norm(x_THd)
@@ -308,4 +308,4 @@ class Attention(CoreAttention):
         )
         if norm is not None and self.norm_of == "rotated":
             y_THd = norm(y_THd)
-        return y_THd.unflatten(0, x.shape[:2])
+        return torch.unflatten(y_THd, 0, x.shape[:2])

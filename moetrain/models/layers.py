@@ -251,7 +251,7 @@ def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor
     else:
         product = small_m.invariant_linear if modules[0].batch_invariant else F.linear
         made = [product(x_TD, w, b) for w, b in zip(weights, biases, strict=True)]
-    return tuple(y.unflatten(0, leading) for y in _adapted(x_TD, made, modules))
+    return tuple(torch.unflatten(y, 0, leading) for y in _adapted(x_TD, made, modules))
 
 
 def _adapted(
@@ -366,7 +366,8 @@ class DenseMLP(KernelModule):
         gate, up = linears(x_BSD, (self.w_gate, self.w_up))
         if self.batch_invariant:
             both = torch.cat((gate, up), dim=-1)
-            y = self.gated(both.flatten(0, -2), backend=self.backend).unflatten(0, gate.shape[:-1])
+            y_TF = self.gated(both.flatten(0, -2), backend=self.backend)
+            y = torch.unflatten(y_TF, 0, gate.shape[:-1])
         else:
             y = self.activation(gate) * up
         return self.w_down(y), None

@@ -244,7 +244,8 @@ class Router(Adaptable):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Router":
         before_E = self.bias
-        super()._apply(fn, recurse)
+        # Torch's method has no types.
+        super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
         if before_E is not None and self.bias is not None and self.bias.dtype != before_E.dtype:
             self.bias = before_E.to(self.bias.device)
         return self
@@ -329,7 +330,8 @@ class Experts(KernelModule, Adaptable):
 
     def store_as(self, quant_format: QuantFormat) -> None:
         """Store the matrices in ``quant_format`` from now on, without values and gradients."""
-        self.quant_format, self._shapes = quant_format, {}
+        self.quant_format = quant_format
+        self._shapes: dict[str, torch.Size] = {}
         for name in self.weights:
             whole = self.get_parameter(name)
             self._shapes[name] = whole.shape[1:]

@@ -39,12 +39,15 @@ from moetrain.models.rules import ADAPTER, Rule
 from moetrain.runtime.ahead import cache_compiled_blocks, prepare_compiler
 from moetrain.runtime.annotate import annotate, annotate_backward
 from moetrain.runtime.recompute import forward_keeping, recomputed
+from moetrain.runtime.typed import compile_module
 
 Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """The residual stream [B, S, D], or two summands of it (:attr:`Block.defers`)."""
 
 CallBlock = Callable[..., tuple[Stream, RouterStats | None]]
 """Calls a block, its first argument, with the block's inputs."""
+
+_RunPart = Callable[[torch.Tensor, Context], torch.Tensor | tuple[torch.Tensor, RouterStats | None]]
 
 _KERNELS = KernelsSection()
 _MOE = MoeSection()
@@ -92,7 +95,7 @@ class Block(nn.Module):
         x_BSD: torch.Tensor
         y_BSD: torch.Tensor | None
         x_BSD, y_BSD = stream if isinstance(stream, tuple) else (stream, None)
-        stats = None
+        stats: RouterStats | None = None
         for before, part, after in self.parts:
             norm: RMSNorm | None = getattr(self, before) if before else None
             if norm is None:
@@ -101,7 +104,8 @@ class Block(nn.Module):
                 x_BSD, normed_BSD = norm.with_stream(x_BSD)
             else:
                 x_BSD, normed_BSD = norm.with_sum(x_BSD, y_BSD)
-            result = getattr(self, part)(normed_BSD, context)
+            run: _RunPart = getattr(self, part)
+            result = run(normed_BSD, context)
             if isinstance(result, tuple):
                 result, stats = result
             y_BSD = getattr(self, after)(result) if after else result
@@ -504,7 +508,9 @@ def _check_adapters(model: Transformer, layout: str) -> None:
             raise ConfigError("lora.layout", problem)
 
 
-def compile_blocks(model: Transformer, backend: str | Callable[..., Callable] = "inductor") -> None:
+def compile_blocks(
+    model: Transformer, backend: str | Callable[..., Callable[..., object]] = "inductor"
+) -> None:
     """Compile every block as one graph; blocks of one kind share the compiled code."""
     prepare_compiler()
     if backend == "inductor":
@@ -514,4 +520,4 @@ def compile_blocks(model: Transformer, backend: str | Callable[..., Callable] = 
         # Fused operations then round as single ones do, which is how generation runs them.
         options = {"emulate_precision_casts": True}
     for block in model.layers:
-        block.compile(fullgraph=True, backend=backend, options=options)
+        compile_module(block, fullgraph=True, backend=backend, options=options)

@@ -4,13 +4,13 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as functional
 
 from moetrain.config import OptimSection
 from moetrain.kernels.optim.adamw import Rates
 from moetrain.kernels.optim.muon import Matrices, MatrixShape, muon_momentum
 from moetrain.optim.adamw import AdamW
 from moetrain.optim.qk_clip import QKClip, ScaledRows
+from moetrain.parallel.collectives import all_reduce, new_all_to_all_single
 from moetrain.parallel.fsdp.bucket import Bucket
 from moetrain.parallel.fsdp.fsdp import FSDP
 
@@ -43,7 +43,7 @@ class Muon(AdamW):
         self._clip = clip
         self._gamma_LH: torch.Tensor | None = None
         """Factor of each attention layer's heads in this step; None without ``clip``."""
-        self._reduce_max = partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=everyone)
+        self._reduce_max = partial(all_reduce, op=dist.ReduceOp.MAX, group=everyone)
         self._scaled: dict[int, ScaledRows] = {}
         """The rows that QK-clip scales, by the member's id."""
         if clip is not None:
@@ -62,7 +62,7 @@ class Muon(AdamW):
                 for rank in dist.get_process_group_ranks(group)
             ],
             rank=group.rank(),
-            exchange=partial(functional.all_to_all_single, group=group),
+            exchange=partial(new_all_to_all_single, group=group),
         )
 
     def _before_updates(self, rates_S: torch.Tensor) -> None:

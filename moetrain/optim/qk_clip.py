@@ -40,6 +40,7 @@ from moetrain.models.attention import Core, GroupedQueryAttention
 from moetrain.models.layers import Context
 from moetrain.models.parts.latent_attention import LatentAttention
 from moetrain.runtime.backend import Backend
+from moetrain.runtime.typed import named_modules
 
 
 class _WatchedCore:
@@ -128,7 +129,7 @@ class QKClip:
                 heads.
         """
         self.peaks_LH = self.peaks_LH.to(device)
-        here: dict[str, Any] = dict(model.named_modules())
+        here: dict[str, Any] = dict(named_modules(model))
         for peaks_H, (path, part) in zip(self.peaks_LH, self.parts.items(), strict=True):
             if (holder := here.get(path)) is None:
                 continue

@@ -44,10 +44,11 @@ from moetrain.parallel.fsdp.storage.protocol import HostLink, ShardSpec
 from moetrain.parallel.fsdp.storage.registry import make_storage
 from moetrain.parallel.fsdp.transport.collectives import Collectives
 from moetrain.parallel.fsdp.transport.registry import connect
-from moetrain.parallel.mesh import ExpertHops, Layout
+from moetrain.parallel.mesh import ExpertHops, Layout, Sliced
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.tensor import ShardedVocabulary, TokenParts
 from moetrain.parallel.world import World
+from moetrain.runtime.typed import named_modules, split, vector_norm
 
 _CHECKED_NUMBERS = 2**24
 """Elements of a tensor that a fingerprint sums at a time."""
@@ -84,7 +85,7 @@ def place_model(
     if config.model.path is not None:
         buffers = dict(model.named_buffers())
 
-        def write(name: str, place: tuple[Any, ...], tensor: Any) -> None:
+        def write(name: str, place: tuple[Any, ...], tensor: Sliced) -> None:
             if name in buffers:
                 buffers[name][place].copy_(tensor[...])
             else:
@@ -121,7 +122,7 @@ def _parallelize(
         num_regions=shared_regions(config, world.size),
     )
     _shard_model(model, config, world, stages, fsdp)
-    here = {name for name, module in model.named_modules() if [*module.parameters()]}
+    here = {name for name, module in named_modules(model) if [*module.parameters()]}
     all_styles = model.arch.plan().styles
     styles: dict[str, PartStyle] = {name: all_styles[name] for name in all_styles if name in here}
     fsdp.sessions = connect([*fsdp.buckets], config.parallel, device)
@@ -389,7 +390,8 @@ def _chosen(sizes: Sequence[int], wanted: float) -> set[int]:
     The last ones come first: their gradients are ready first, and their weights are needed last.
     Worked example: of (5, 1, 4), 4.4 takes only the 4, since with the 1 it would be further off.
     """
-    chosen, taken = set(), 0
+    chosen: set[int] = set()
+    taken = 0
     for i, size in reversed(list(enumerate(sizes))):
         if taken + size / 2 <= wanted:
             chosen.add(i)
@@ -501,7 +503,7 @@ def _measure_rows(fsdp: FSDP) -> None:
         if name.endswith(MAGNITUDE):
             matrix = fsdp.members[name.removesuffix(MAGNITUDE)]
             rows = matrix.layout.box[:1]
-            member.write(rows, matrix.read().float().norm(dim=1))
+            member.write(rows, vector_norm(matrix.read().float(), dim=1))
 
 
 def checksum(member: Member) -> torch.Tensor:
@@ -513,7 +515,7 @@ def checksum(member: Member) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     if not local.numel():
         return total
-    for part in local.split(max(1, _CHECKED_NUMBERS // local[0].numel())):
+    for part in split(local, max(1, _CHECKED_NUMBERS // local[0].numel())):
         bits_RN = part.float().reshape(part.shape[0], -1).view(torch.int32)
         numbers_R = torch.arange(number, number + part.shape[0], device=local.device)
         total += (bits_RN.sum(1, dtype=torch.int64) * numbers_R).sum()

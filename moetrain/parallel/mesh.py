@@ -23,20 +23,28 @@ Left out on purpose: layouts that put a machine's ranks anywhere but side by sid
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moetrain.config import ConfigError, ParallelSection
 from moetrain.models.architecture import Architecture
 from moetrain.models.rules import ParameterStyle
+from moetrain.parallel.collectives import (
+    all_gather_single,
+    all_reduce,
+    all_to_all_single,
+    new_subgroups,
+    sharded_dim,
+    split_group,
+)
+from moetrain.runtime.typed import ints, rows_of_ints
 
 _DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
@@ -236,8 +244,8 @@ class Meshes:
         """
         for group in self.communicators:
             x_W = torch.zeros(group.size(), device=device)
-            dist.all_reduce(x_W, group=group)  # connects rings and trees
-            dist.all_to_all_single(torch.empty_like(x_W), x_W, group=group)  # connects every pair
+            all_reduce(x_W, group=group)  # connects rings and trees
+            all_to_all_single(torch.empty_like(x_W), x_W, group=group)  # connects every pair
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
@@ -250,7 +258,7 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     fsdp_ranks = dense_ranks.movedim(-1, 2).flatten(3)  # pp, dp_replicate, tp, fsdp
     shared_ranks = dense_ranks.flatten(2).unsqueeze(2)  # pp, dp_replicate, one, fsdp
     efsdp_ranks = expert_ranks.transpose(2, 3)  # pp, dp_replicate, ep, efsdp
-    placed_ranks = expert_ranks.unflatten(3, (dims.machines(dims.ep), -1))
+    placed_ranks = torch.unflatten(expert_ranks, 3, (dims.machines(dims.ep), -1))
     data_ranks = dense_ranks.movedim((1, 2), (3, 4)).flatten(3)  # pp, cp, tp, dp
     # All ranks make these groups in one order, that of the arguments.
     return Meshes(
@@ -269,6 +277,10 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     )
 
 
+_Cut = tuple[tuple[int, ...], ...]
+"""The ranks of the world in groups, each in order."""
+
+
 class _Groups:
     """Makes process groups, each way to cut the world once."""
 
@@ -276,19 +288,19 @@ class _Groups:
         self.device_type = device_type
         whole = tuple(range(dist.get_world_size()))
         assert dist.group.WORLD is not None  # get_world_size needed it too
-        self.made: dict[Any, dist.ProcessGroup] = {(whole,): dist.group.WORLD}
+        self.made: dict[_Cut, dist.ProcessGroup] = {(whole,): dist.group.WORLD}
 
     def group(self, ranks: torch.Tensor, axis: int) -> dist.ProcessGroup:
         """Return this rank's group along ``axis`` of ``ranks``, which holds every rank once."""
-        rows = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
+        rows = rows_of_ints(ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]))
         cut = tuple(sorted(map(tuple, rows)))
         if cut not in self.made:
             parts = [list(part) for part in cut]
             if self.device_type == "cuda":  # one collective split, instead of one for each part
-                group = dist.split_group(split_ranks=parts)
+                group = split_group(split_ranks=parts)
             else:
-                group, _ = dist.new_subgroups_by_enumeration(parts)
-            assert isinstance(group, dist.ProcessGroup)  # every rank is in a part
+                group, _ = new_subgroups(parts)
+            assert group is not None  # every rank is in a part
             self.made[cut] = group
         return self.made[cut]
 
@@ -319,12 +331,16 @@ STYLES: dict[ParameterStyle, Placement] = {
 Box = tuple[slice, ...]
 
 
-class Sliceable(Protocol):
-    """A whole tensor, in memory or in a file. Its parts are read by slicing."""
+class Sliced(Protocol):
+    """A tensor, in memory or in a file, that is read where it is indexed."""
 
     def __getitem__(self, box: Any, /) -> torch.Tensor:
-        """Return the part in ``box``, or all of it for ``()``."""
+        """Return the part in ``box``."""
         ...
+
+
+class Sliceable(Sliced, Protocol):
+    """A whole tensor of known shape. ``[()]`` reads all of it."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -400,17 +416,17 @@ class Layout:
 
     def box_of(self, rank: int) -> Box:
         """Return the part that ``rank`` of the world holds, which must be in the mesh."""
-        return self._box((self.mesh.mesh == rank).nonzero()[0].tolist())
+        return self._box(ints((self.mesh.mesh == rank).nonzero()[0]))
 
     def _box(self, coordinate: Sequence[int]) -> Box:
         """Cut the whole by the placements of the first axes, as many as ``coordinate`` has."""
         box = [slice(0, size) for size in self.shape]
         for axis, index in enumerate(coordinate):
-            placement = self.placements[axis]
-            if isinstance(placement, Shard):
-                whole = box[placement.dim]
+            dim = sharded_dim(self.placements[axis])
+            if dim is not None:
+                whole = box[dim]
                 part = chunk_of(whole.stop - whole.start, self.mesh.size(axis), index)
-                box[placement.dim] = slice(whole.start + part.start, whole.start + part.stop)
+                box[dim] = slice(whole.start + part.start, whole.start + part.stop)
         return tuple(box)
 
     def part(self, local: torch.Tensor) -> TensorSlice:
@@ -470,7 +486,8 @@ class Layout:
             shape=self.shape,
             stride=stride,
         )
-        self._specs[local.dtype] = made._spec
+        # Torch has no public name for it.
+        self._specs[local.dtype] = made._spec  # pyright: ignore[reportPrivateUsage]
         return made
 
     @cached_property
@@ -481,10 +498,10 @@ class Layout:
         """Return the whole, gathered from every rank's ``local``. Collective."""
         # Not DTensor.full_tensor: torch 2.11 has none for meshes whose axes are not in rank order.
         whole = _gather_rows(local, self.gathered_shape[0], self.group)
-        placement = STYLES[self.style]
-        if not isinstance(placement, Shard) or self.mesh.size(1) == 1:
+        dim = sharded_dim(STYLES[self.style])
+        if dim is None or self.mesh.size(1) == 1:
             return whole
-        dim, group = placement.dim, self.mesh.get_group(1)
+        group = self.mesh.get_group(1)
         return _gather_rows(whole.movedim(dim, 0), self.shape[dim], group).movedim(0, dim)
 
     def overlap(
@@ -517,20 +534,6 @@ def chunk_of(size: int, ranks: int, rank: int) -> slice:
     """Return ``rank``'s part of ``size`` rows, by ``torch.chunk``'s rule."""
     rows = math.ceil(size / ranks)
     return slice(min(rank * rows, size), min((rank + 1) * rows, size))
-
-
-# Torch 2.13 renamed this function, and warns at the old name.
-all_gather_single: Callable[..., Any] = getattr(
-    dist, "all_gather_single", dist.all_gather_into_tensor
-)
-
-
-def resolve_group(name: Any) -> dist.ProcessGroup:
-    """Return the process group of a name, which ops that communicate take.
-
-    Torch's own function is private, and the name's type differs between its versions.
-    """
-    return distributed_c10d._resolve_process_group(name)
 
 
 def all_gather_start(

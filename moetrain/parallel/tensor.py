@@ -41,6 +41,7 @@ from moetrain.models.layers import Vocabulary
 from moetrain.models.rules import PartStyle
 from moetrain.parallel.mesh import all_gather_start, chunk_of
 from moetrain.runtime.backend import Backend
+from moetrain.runtime.typed import OpContext
 
 # The ops of functional collectives, which the compiler sees inside blocks. Torch's functions around
 # them wrap a result in a tensor that waits at its first use; here everything waits at once, so it
@@ -127,12 +128,14 @@ class _Exchange(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: torch.Tensor, kind: str, ranks: int, group: str) -> torch.Tensor:
+    def forward(
+        ctx: OpContext, x_TD: torch.Tensor, kind: str, ranks: int, group: str
+    ) -> torch.Tensor:
         ctx.backward_kind, ctx.ranks, ctx.group = _BACKWARD[kind], ranks, group
         return _exchange(x_TD, kind, ranks, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: OpContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (d_y_TD,) = gradients
         d_x_TD = _exchange(d_y_TD.contiguous(), ctx.backward_kind, ctx.ranks, ctx.group)
         return d_x_TD, None, None, None  # kind, ranks and group have no gradients

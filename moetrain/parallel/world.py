@@ -9,17 +9,24 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import lcm
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import GPUS_OF_MACHINE, allocator_is_set, launched_place
 from moetrain.kernels.experts.deepep import disconnect
 from moetrain.models.architecture import Architecture
 from moetrain.parallel import processes
+from moetrain.parallel.collectives import (
+    HashStore,
+    Store,
+    all_gather_object,
+    all_reduce,
+    barrier,
+    default_store,
+)
 from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes
 from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.parallel.waits import waiting
@@ -51,9 +58,11 @@ class World:
     """True: :meth:`leave` ends the default process group, which was made for this run."""
     rendezvous: processes.Rendezvous
     """Lets ranks wait for one another on the host."""
-    store: dist.Store | None = None
+    store: Store | None = None
     """The store where generator ranks (``rl.generators``) meet these; None: there are none."""
-    endings: list[Callable[[], object]] = field(default_factory=list, compare=False)
+    endings: list[Callable[[], object]] = field(
+        default_factory=list[Callable[[], object]], compare=False
+    )
     """Calls that :meth:`leave` makes first."""
 
     @property
@@ -82,8 +91,8 @@ class World:
         """Return every rank's object, by rank. Collective; the host waits."""
         if self.size == 1:
             return [mine]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, mine)
+        found = [mine] * self.size
+        all_gather_object(found, mine)
         return found
 
     def barrier(self) -> None:
@@ -101,7 +110,7 @@ class World:
 
     def own_rendezvous(self) -> processes.Rendezvous:
         """Make another :attr:`rendezvous`, for a thread of its own. Collective."""
-        return processes.Rendezvous(_get_default_store(), self.rank, self.size)
+        return processes.Rendezvous(default_store(), self.rank, self.size)
 
     def leave(self) -> None:
         """End the process group after work that succeeded. Collective.
@@ -115,7 +124,7 @@ class World:
         self.rendezvous.end()
         if self.owns_group and dist.is_initialized():  # a run of one process may go on after it
             disconnect()
-            dist.barrier()  # gloo's connections end at once, even if others still read from them
+            barrier()  # gloo's connections end at once, even if others still read from them
             dist.destroy_process_group()
 
 
@@ -123,7 +132,7 @@ def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     x = x.clone()
     if group.size() > 1:
         with waiting(x.device):
-            dist.all_reduce(x, group=group)
+            all_reduce(x, group=group)
     return x
 
 
@@ -178,7 +187,7 @@ def join_world(config: Config, arch: Architecture) -> World:
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if owns_group and size == 1:  # nothing travels in a mesh of one, so it needs no GPU
         store = processes.find_ranks(place, config.launch.join_timeout) if place and apart else None
-        dist.init_process_group("gloo", store=store or dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=store or HashStore(), rank=0, world_size=1)
     elif owns_group:
         assert place is not None  # else the size is one
         with compiler_started(device) if config.compile.enabled is True else nullcontext():
@@ -199,7 +208,7 @@ def join_world(config: Config, arch: Architecture) -> World:
     meshes = build_meshes(dims, device.type)
     if size > 1:
         meshes.warm_up(device)
-    rendezvous = processes.Rendezvous(_get_default_store(), rank, size)
+    rendezvous = processes.Rendezvous(default_store(), rank, size)
     return World(
         rank=rank,
         local_rank=gpu,
@@ -304,5 +313,8 @@ def claim_device(config: Config, gpu: int) -> torch.device:
     if not allocator_is_set():
         # Routing changes the size of activations every step, and segments that grow in place
         # fit any: 121.0 GiB reserved for 120.6 in use. What fixed ones take was not measured.
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        # Torch has no public name for it.
+        torch._C._accelerator_setAllocatorSettings(  # pyright: ignore[reportPrivateUsage]
+            "expandable_segments:True"
+        )
     return torch.device("cuda", gpu)

@@ -69,6 +69,7 @@ from moetrain.kernels.quant.e4m3 import MULTIPLE
 from moetrain.kernels.quant.groups import QuantisedMatrices
 from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.runtime.backend import Backend, gradients, refusal, use_fast, worth_saving
+from moetrain.runtime.typed import OpContext, fake_of, register_gradient
 
 
 def expert_mlp(
@@ -208,11 +209,18 @@ def expert_mlp_op(
     return y_TD, saved.a_RA
 
 
-@expert_mlp_op.register_fake
+@fake_of(expert_mlp_op)
 def _(
-    x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_E2FD, w_down_EDF, activation, precision,
-    num_rows,
-):  # fmt: skip
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    slot_row_TK: torch.Tensor,
+    offsets_E: torch.Tensor,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    activation: str,
+    precision: str,
+    num_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x_TD), x_TD.new_empty(num_rows, w_gate_up_E2FD.shape[1])
 
 
@@ -250,11 +258,20 @@ def expert_mlp_backward_op(
     return found.x_TD, found.weights_TK, found.first.w, found.second.w
 
 
-@expert_mlp_backward_op.register_fake
+@fake_of(expert_mlp_backward_op)
 def _(
-    dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_E2FD, w_down_EDF, a_R2F, activation,
-    precision, is_trained,
-):  # fmt: skip
+    dy_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    slot_row_TK: torch.Tensor,
+    offsets_E: torch.Tensor,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    a_R2F: torch.Tensor,
+    activation: str,
+    precision: str,
+    is_trained: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return gradient_shapes(x_TD, weights_TK, w_gate_up_E2FD, w_down_EDF, is_trained)
 
 
@@ -272,14 +289,14 @@ def gradient_shapes(
     return torch.empty_like(x_TD), torch.empty_like(weights_TK), d_gate_up, d_down
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(ctx: OpContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *tensors, ctx.activation, ctx.precision, _ = inputs
     _, a_R2F = output
     ctx.save_for_backward(*tensors, a_R2F)
     ctx.set_materialize_grads(False)  # no zeros of a's size: it has no gradient
 
 
-def _differentiate(ctx: Any, dy_TD: torch.Tensor | None, _: None) -> tuple[Any, ...]:
+def _differentiate(ctx: OpContext, dy_TD: torch.Tensor | None, _: None) -> tuple[object, ...]:
     if dy_TD is None:
         return gradients(expert_mlp_op)
     is_trained = any(ctx.needs_input_grad[4:6])
@@ -296,7 +313,7 @@ def _differentiate(ctx: Any, dy_TD: torch.Tensor | None, _: None) -> tuple[Any, 
     )
 
 
-expert_mlp_op.register_autograd(_differentiate, setup_context=_save)
+register_gradient(expert_mlp_op, _differentiate, _save)
 worth_saving("experts", torch.ops.moetrain.expert_mlp.default)
 
 
@@ -426,8 +443,8 @@ def tenant_offsets(
     return torch.minimum(torch.searchsorted(key_R, groups, right=True), offsets_E[-1]).int()
 
 
-@tenant_offsets.register_fake
-def _(offsets_E, row_slot_R, tenants, slots):
+@fake_of(tenant_offsets)
+def _(offsets_E: torch.Tensor, row_slot_R: torch.Tensor, tenants: int, slots: int) -> torch.Tensor:
     return offsets_E.new_empty(offsets_E.shape[0] * tenants)
 
 
@@ -461,11 +478,24 @@ def adapted_expert_mlp_op(
     return y_TD, saved.a_RA, saved.u_Rr, saved.v_Rr
 
 
-@adapted_expert_mlp_op.register_fake
+@fake_of(adapted_expert_mlp_op)
 def _(
-    x_TD, weights_TK, slot_row_TK, offsets_E, offsets_G, w_gate_up_E2FD, w_down_EDF, a_gate_up,
-    b_gate_up, a_down, b_down, scale, activation, precision, num_rows,
-):  # fmt: skip
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    slot_row_TK: torch.Tensor,
+    offsets_E: torch.Tensor,
+    offsets_G: torch.Tensor,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    a_gate_up: torch.Tensor,
+    b_gate_up: torch.Tensor,
+    a_down: torch.Tensor,
+    b_down: torch.Tensor,
+    scale: float,
+    activation: str,
+    precision: str,
+    num_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     a_R2F = x_TD.new_empty(num_rows, w_gate_up_E2FD.shape[1])
     u_Rr, v_Rr = (x_TD.new_empty(num_rows, a_gate_up.shape[-2]) for _ in range(2))
     return torch.empty_like(x_TD), a_R2F, u_Rr, v_Rr
@@ -508,17 +538,33 @@ def adapted_expert_mlp_backward_op(
     return found.x_TD, found.weights_TK, d_a_gate_up, d_b_gate_up, d_a_down, d_b_down
 
 
-@adapted_expert_mlp_backward_op.register_fake
+@fake_of(adapted_expert_mlp_backward_op)
 def _(
-    dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, offsets_G, w_gate_up_E2FD, w_down_EDF,
-    a_gate_up, b_gate_up, a_down, b_down, a_R2F, u_Rr, v_Rr, scale, activation, precision,
-):  # fmt: skip
+    dy_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    slot_row_TK: torch.Tensor,
+    offsets_E: torch.Tensor,
+    offsets_G: torch.Tensor,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    a_gate_up: torch.Tensor,
+    b_gate_up: torch.Tensor,
+    a_down: torch.Tensor,
+    b_down: torch.Tensor,
+    a_R2F: torch.Tensor,
+    u_Rr: torch.Tensor,
+    v_Rr: torch.Tensor,
+    scale: float,
+    activation: str,
+    precision: str,
+) -> tuple[torch.Tensor, ...]:
     differentiated = (x_TD, weights_TK, a_gate_up, b_gate_up, a_down, b_down)
     return tuple(torch.empty_like(x) for x in differentiated)
 
 
 def _save_adapted(
-    ctx: Any,
+    ctx: OpContext,
     inputs: tuple[Any, ...],
     output: tuple[torch.Tensor, ...],
 ) -> None:
@@ -528,7 +574,9 @@ def _save_adapted(
     ctx.set_materialize_grads(False)  # no zeros for outputs that have no gradient
 
 
-def _differentiate_adapted(ctx: Any, dy_TD: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
+def _differentiate_adapted(
+    ctx: OpContext, dy_TD: torch.Tensor | None, *_: None
+) -> tuple[object, ...]:
     if dy_TD is None:
         return gradients(adapted_expert_mlp_op)
     d_x_TD, d_weights_TK, d_a_gate_up, d_b_gate_up, d_a_down, d_b_down = (
@@ -547,5 +595,5 @@ def _differentiate_adapted(ctx: Any, dy_TD: torch.Tensor | None, *_: None) -> tu
     )
 
 
-adapted_expert_mlp_op.register_autograd(_differentiate_adapted, setup_context=_save_adapted)
+register_gradient(adapted_expert_mlp_op, _differentiate_adapted, _save_adapted)
 worth_saving("experts", torch.ops.moetrain.adapted_expert_mlp.default)

@@ -30,6 +30,10 @@ for), D width.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# Triton has no types: the bodies of kernels, and what calls them, consist of unknown ones.
 
 from typing import Any, NamedTuple
 
@@ -46,6 +50,7 @@ from moetrain.runtime.backend import (
     use_fast,
     worth_saving,
 )
+from moetrain.runtime.typed import OpContext, fake_of, register_gradient
 
 # Launch settings, measured on one H200.
 _TILE, _WARPS = 128, 4
@@ -147,7 +152,7 @@ def _empty_indices(
     return counts, offsets, row_slot, slot_row
 
 
-expert_indices_op.register_fake(_empty_indices)
+fake_of(expert_indices_op)(_empty_indices)
 # In the reference the sort orders the rows.
 worth_saving("routing", torch.ops.moetrain.expert_indices.default, torch.ops.aten.sort.stable)
 
@@ -287,8 +292,13 @@ def permute_op(
     return rows_of(x_TD, weights_TK, slot_row_TK, num_rows)
 
 
-@permute_op.register_fake
-def _(x_TD, weights_TK, slot_row_TK, num_rows):
+@fake_of(permute_op)
+def _(
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    slot_row_TK: torch.Tensor,
+    num_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     weights_R = x_TD.new_empty(0) if weights_TK is None else weights_TK.new_empty(num_rows)
     return x_TD.new_empty(num_rows, x_TD.shape[1]), weights_R
 
@@ -304,19 +314,21 @@ def unpermute_op(
     return x_TD, weights_TK
 
 
-@unpermute_op.register_fake
-def _unpermute_fake(x_RD, weights_R, slot_row_TK):
+@fake_of(unpermute_op)
+def _unpermute_fake(
+    x_RD: torch.Tensor, weights_R: torch.Tensor | None, slot_row_TK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     x_TD = x_RD.new_empty(slot_row_TK.shape[0], x_RD.shape[1])
     return x_TD, x_RD.new_empty(0) if weights_R is None else weights_R.new_empty(slot_row_TK.shape)
 
 
-def _save_permuted(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+def _save_permuted(ctx: OpContext, inputs: tuple[Any, ...], output: object) -> None:
     _, weights_TK, slot_row_TK, _ = inputs
     ctx.save_for_backward(slot_row_TK)
     ctx.has_weights = weights_TK is not None
 
 
-def _save_summed(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+def _save_summed(ctx: OpContext, inputs: tuple[Any, ...], output: object) -> None:
     x_RD, weights_R, slot_row_TK = inputs
     ctx.save_for_backward(slot_row_TK)
     ctx.has_weights = weights_R is not None
@@ -324,7 +336,7 @@ def _save_summed(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
 
 
 def _differentiate_permute(
-    ctx: Any, d_x_RD: torch.Tensor, d_weights_R: torch.Tensor
+    ctx: OpContext, d_x_RD: torch.Tensor, d_weights_R: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     (slot_row_TK,) = ctx.saved_tensors
     d_x_TD, d_weights_TK = unpermute_op(
@@ -334,7 +346,7 @@ def _differentiate_permute(
 
 
 def _differentiate_unpermute(
-    ctx: Any, d_x_TD: torch.Tensor, d_weights_TK: torch.Tensor
+    ctx: OpContext, d_x_TD: torch.Tensor, d_weights_TK: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     (slot_row_TK,) = ctx.saved_tensors
     d_x_RD, d_weights_R = permute_op(
@@ -346,8 +358,8 @@ def _differentiate_unpermute(
     return gradients(unpermute_op, x_RD=d_x_RD, weights_R=d_weights_R if ctx.has_weights else None)
 
 
-permute_op.register_autograd(_differentiate_permute, setup_context=_save_permuted)
-unpermute_op.register_autograd(_differentiate_unpermute, setup_context=_save_summed)
+register_gradient(permute_op, _differentiate_permute, _save_permuted)
+register_gradient(unpermute_op, _differentiate_unpermute, _save_summed)
 
 
 def rows_of(

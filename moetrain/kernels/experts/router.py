@@ -19,6 +19,10 @@ P programs, C tile columns (E with each group padded to a power of two), S slots
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# Triton has no types: the bodies of kernels, and what calls them, consist of unknown ones.
 
 from typing import Any, Literal
 
@@ -34,6 +38,7 @@ from moetrain.runtime.backend import (
     use_fast,
     worth_saving,
 )
+from moetrain.runtime.typed import OpContext, fake_of, register_gradient
 
 _MAX_EXPERTS = 512
 _MAX_K = 32
@@ -263,23 +268,39 @@ def _empty_outputs(logits_TE: torch.Tensor, k: int) -> _Outputs:
     )
 
 
-@router_topk_op.register_fake
+@fake_of(router_topk_op)
 def _(
-    logits_TE, bias_E, is_pad_T, k, sigmoid, normalize, num_groups, topk_groups, best_of_group,
-    scale, min_sum,
-):  # fmt: skip
+    logits_TE: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    is_pad_T: torch.Tensor | None,
+    k: int,
+    sigmoid: bool,
+    normalize: bool,
+    num_groups: int,
+    topk_groups: int,
+    best_of_group: bool,
+    scale: float,
+    min_sum: float,
+) -> _Outputs:
     return _empty_outputs(logits_TE, k)
 
 
-@router_topk_backward_op.register_fake
+@fake_of(router_topk_backward_op)
 def _(
-    logits_TE, ids_TK, grad_weights_TK, grad_prob_sum_E, grad_z_sum, sigmoid, normalize, scale,
-    min_sum,
-):  # fmt: skip
+    logits_TE: torch.Tensor,
+    ids_TK: torch.Tensor,
+    grad_weights_TK: torch.Tensor,
+    grad_prob_sum_E: torch.Tensor,
+    grad_z_sum: torch.Tensor,
+    sigmoid: bool,
+    normalize: bool,
+    scale: float,
+    min_sum: float,
+) -> torch.Tensor:
     return logits_TE.new_empty(logits_TE.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(ctx: OpContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     logits_TE, _, _, _, ctx.sigmoid, ctx.normalize, _, _, _, ctx.scale, ctx.min_sum = inputs
     _, _, _, entropy_sum, ids_TK, counts_E = output
     ctx.mark_non_differentiable(ids_TK, counts_E, entropy_sum)
@@ -287,7 +308,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 
 def _differentiate(
-    ctx: Any,
+    ctx: OpContext,
     grad_weights_TK: torch.Tensor,
     grad_prob_sum_E: torch.Tensor,
     grad_z_sum: torch.Tensor,
@@ -308,7 +329,7 @@ def _differentiate(
     return gradients(router_topk_op, logits_TE=grad_logits_TE)
 
 
-router_topk_op.register_autograd(_differentiate, setup_context=_save)
+register_gradient(router_topk_op, _differentiate, _save)
 # In the reference the sort makes the choice.
 worth_saving("routing", torch.ops.moetrain.router_topk.default, torch.ops.aten.sort.stable)
 

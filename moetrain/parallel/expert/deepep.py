@@ -20,11 +20,11 @@ experts a token, A tokens that reach this machine through this rank, S tokens re
 the local experts, D width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from copy import copy
 from math import ceil
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,12 +33,15 @@ from moetrain.config import ConfigError
 from moetrain.config.compute import Precision
 from moetrain.kernels.experts.deepep import connect, load_deep_ep
 from moetrain.kernels.quant.recipes import RECIPES
+from moetrain.kernels.small_m import multiprocessors
 from moetrain.models.architecture import Architecture
+from moetrain.parallel.collectives import all_gather_object
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher, Received
 from moetrain.parallel.expert.redundant import RedundantExperts
 from moetrain.parallel.mesh import ExpertHops
 from moetrain.parallel.processes import machine
 from moetrain.runtime.backend import Backend
+from moetrain.runtime.typed import OpContext
 
 _ops: Any = torch.ops.moetrain
 _RANKS = (2, 4, 8)  # the kernels within a machine are built for these
@@ -98,7 +101,7 @@ class DeepEP(ExpertParallelDispatcher):
         self.num_sms = _AUTO_NUM_SMS[self.num_ranks] if num_sms == "auto" else num_sms
         self.static = static
         if torch.cuda.is_available():
-            available = torch.cuda.get_device_properties().multi_processor_count
+            available = multiprocessors(torch.device("cuda"))
             if num_sms == "auto":
                 self.num_sms = min(self.num_sms, available // 2 * 2)  # an H20 has 78
             if self.num_sms > available:
@@ -117,7 +120,7 @@ class DeepEP(ExpertParallelDispatcher):
         return other
 
     @contextmanager
-    def sized(self, static: StaticSizes | None) -> Iterator[None]:
+    def sized(self, static: StaticSizes | None) -> Generator[None]:
         """Use these sizes inside; None: the counted mode."""
         before, self.static = self.static, static
         try:
@@ -250,9 +253,14 @@ class _Arrived(torch.autograd.Function):
     Their gradients travel home in one hop, over the group of all ranks.
     """
 
+    if TYPE_CHECKING:  # torch's has no types
+
+        @classmethod
+        def apply(cls, *args: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]: ...
+
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: OpContext,
         x_TD: torch.Tensor,
         weights_TK: torch.Tensor,
         x_SD: torch.Tensor,
@@ -269,7 +277,7 @@ class _Arrived(torch.autograd.Function):
         return x_SD.view_as(x_SD), weights_SK.view_as(weights_SK)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: OpContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_x_SD, d_weights_SK = gradients
         handle = list(ctx.saved_tensors)  # once: recomputed tensors cannot be unpacked again
         d_x_TD, d_weights_TK = _ops.exchange_rows(
@@ -313,7 +321,7 @@ def why_not(
     )
     mine = machine(), dist.get_process_group_ranks(near), reason
     ranks = [mine] * group.size()
-    dist.all_gather_object(ranks, mine, group=group)
+    all_gather_object(ranks, mine, group=group)
     hosts = (len({host for host, near, _ in ranks if near == each}) for _, each, _ in ranks)
     if (most := max(hosts)) > 1:
         of = "" if near.size() == group.size() else " of a machine (launch.gpus_per_machine)"

@@ -34,7 +34,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import all_to_all_single
 
 from moetrain.config.compute import Precision
 from moetrain.kernels.experts import permutation
@@ -42,11 +41,20 @@ from moetrain.kernels.experts.routed import Routed
 from moetrain.kernels.quant.e4m3 import E4M3, Quantised
 from moetrain.kernels.quant.recipes import RECIPES, Recipe
 from moetrain.models.moe import Dispatched, Dispatcher, Experts, MoEOutput
+from moetrain.parallel.collectives import all_to_all_single, resolve_group
 from moetrain.parallel.expert.redundant import RedundantExperts
-from moetrain.parallel.mesh import ExpertHops, resolve_group
+from moetrain.parallel.mesh import ExpertHops
 from moetrain.parallel.waits import waiting
 from moetrain.runtime.annotate import annotate
 from moetrain.runtime.backend import Backend, gradients, worth_saving
+from moetrain.runtime.typed import (
+    OpContext,
+    fake_of,
+    ints,
+    register_gradient,
+    rows_of_ints,
+    unknown_size,
+)
 
 
 class Received(NamedTuple):
@@ -314,14 +322,13 @@ def _exchange_counts(counts_CW: torch.Tensor, group: str) -> list[torch.Tensor]:
         all_to_all_single(received_WC, sent_WC, group=ranks)
     # The one wait for the device: memory for what arrives cannot be reserved without its size.
     both_CW = torch.stack((sent_WC, received_WC)).transpose(1, 2).cpu().long()
-    sizes = (counts_CW.new_empty(size, 0) for size in both_CW[1].sum(1).tolist())
+    sizes = (counts_CW.new_empty(size, 0) for size in ints(both_CW[1].sum(1)))
     return [*sizes, *(x.clone(memory_format=torch.contiguous_format) for x in both_CW)]
 
 
-@_exchange_counts.register_fake
-def _(counts_CW, group):
-    ctx = torch.library.get_ctx()
-    sizes = (counts_CW.new_empty(ctx.new_dynamic_size(), 0) for _ in counts_CW)
+@fake_of(_exchange_counts)
+def _(counts_CW: torch.Tensor, group: str) -> list[torch.Tensor]:
+    sizes = (counts_CW.new_empty(unknown_size(), 0) for _ in counts_CW)
     counts = (torch.empty(counts_CW.shape, dtype=torch.int64, device="cpu") for _ in range(2))
     return [*sizes, *counts]
 
@@ -378,18 +385,27 @@ def _exchange_rows(
     return rows
 
 
-@_exchange_rows.register_fake
-def _(rows, handle, num_rows, is_back, ways, num_sms, precision, backend):
+@fake_of(_exchange_rows)
+def _(
+    rows: Sequence[torch.Tensor],
+    handle: Sequence[torch.Tensor],
+    num_rows: int,
+    is_back: bool,
+    ways: str,
+    num_sms: int,
+    precision: str,
+    backend: str,
+) -> list[torch.Tensor]:
     return [x.new_empty(num_rows, *x.shape[1:]) for x in rows]
 
 
-def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+def _save_exchange(ctx: OpContext, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     rows, handle, _, ctx.is_back, ctx.ways, ctx.num_sms, ctx.precision, ctx.backend = inputs
     ctx.save_for_backward(*handle)
     ctx.num_rows = rows[0].shape[0]
 
 
-def _differentiate_exchange(ctx: Any, d_outputs: list[torch.Tensor]) -> tuple[Any, ...]:
+def _differentiate_exchange(ctx: OpContext, d_outputs: list[torch.Tensor]) -> tuple[object, ...]:
     handle = list(ctx.saved_tensors)  # once: recomputed tensors cannot be unpacked again
     d_rows = _exchange_rows(
         [d.contiguous() for d in d_outputs],
@@ -404,7 +420,7 @@ def _differentiate_exchange(ctx: Any, d_outputs: list[torch.Tensor]) -> tuple[An
     return gradients(_exchange_rows, rows=d_rows, handle=[None] * len(handle))
 
 
-_exchange_rows.register_autograd(_differentiate_exchange, setup_context=_save_exchange)
+register_gradient(_exchange_rows, _differentiate_exchange, _save_exchange)
 
 
 def _travel(
@@ -419,12 +435,12 @@ def _travel(
     From each rank come rows of all M machines. The result is sorted by machine, then by rank. With
     one machine it has at least ``room`` rows; rows past those received are unspecified.
     """
-    sent, received = ([sum(x) for x in each.tolist()] for each in (sent_GM, received_GM))
+    sent, received = ([sum(x) for x in rows_of_ints(each)] for each in (sent_GM, received_GM))
     arriving, leaving, ranks = sum(received), sum(sent), resolve_group(group)
     outputs = [x.new_empty(max(arriving, room), *x.shape[1:]) for x in rows]
     leaves = [x[:leaving] for x in rows]
     with annotate("exchange_rows", *leaves):
-        works: list[Any] = [
+        works = [
             all_to_all_single(x[:arriving], y, received, sent, group=ranks, async_op=True)
             for x, y in zip(outputs, leaves, strict=True)
         ]

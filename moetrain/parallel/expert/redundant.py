@@ -36,10 +36,12 @@ from moetrain.kernels.experts.replicas import (
     take_copies,
 )
 from moetrain.models.moe import Dispatched, Experts
+from moetrain.parallel.collectives import resolve_group
 from moetrain.parallel.fsdp.transport import peers
-from moetrain.parallel.mesh import all_gather_start, resolve_group
+from moetrain.parallel.mesh import all_gather_start
 from moetrain.runtime.annotate import annotate
 from moetrain.runtime.backend import Backend, use_fast, worth_saving
+from moetrain.runtime.typed import fake_of, split
 
 
 @dataclass(eq=False)
@@ -204,7 +206,7 @@ class RedundantExperts:
         if self._memory is None:
             sizes = [c.nbytes for c in copies]
             self._memory = self._streams.shared(sum(sizes), self.group)
-            pieces = [part.split(sizes) for part in self._memory.parts]
+            pieces = [split(part, sizes) for part in self._memory.parts]
             for i, matrix in enumerate(copies):
                 parts = [p[i].view(matrix.dtype).view(self.spare, -1) for p in pieces]
                 addresses = torch.tensor([p.data_ptr() for p in parts], device=self.device)
@@ -232,8 +234,15 @@ def _assign(
     return place_ids(ids_TK, indices, plan, ranks.rank(), kernels), plan.experts_WN
 
 
-@_assign.register_fake
-def _(ids_TK, num_experts, spare, group, least, backend):
+@fake_of(_assign)
+def _(
+    ids_TK: torch.Tensor,
+    num_experts: int,
+    spare: int,
+    group: str,
+    least: int,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(ids_TK), ids_TK.new_empty(resolve_group(group).size(), spare)
 
 

@@ -11,7 +11,7 @@ Legend: W ranks of the FSDP axis, N elements of one rank's shard of a bucket.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,9 @@ from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 from moetrain.models.rules import Rule
 from moetrain.parallel.fsdp.storage.protocol import Storage
 from moetrain.parallel.fsdp.transport.protocol import Transport, Wait
-from moetrain.parallel.mesh import Layout
+from moetrain.parallel.mesh import Layout, Sliced
 from moetrain.runtime.arena import Arena, aligned
+from moetrain.runtime.typed import vector_norm
 
 
 class GatherBuffer:
@@ -105,7 +106,7 @@ class Member:
         """Return the values of this rank's piece: a view of the shard, or a copy."""
         return self.storage.read(self.start, self.local.shape)
 
-    def write(self, place: tuple[int | slice, ...], tensor: Any) -> None:
+    def write(self, place: tuple[int | slice, ...], tensor: Sliced) -> None:
         """Write this rank's part of ``parameter[place] = tensor``. Only that part of ``tensor`` is
         read, by slicing."""
         if (overlap := self.layout.overlap(place)) is None:
@@ -171,7 +172,7 @@ class Bucket:
     """A copy of the shard in the dtype that is gathered, or for other ranks to read."""
     _version: int | None = None
     """The shard's version when that copy was written; None if the copy may be overwritten."""
-    _rows: list[torch.Tensor] = field(default_factory=list)
+    _rows: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """Views of the gathered members."""
 
     @property
@@ -481,13 +482,13 @@ class Bucket:
                 member.piece_of(self.gradient_N).masked_fill_(is_other_R[:, None], 0.0)
         elif count == 1 and self.has_gradient and self.squares_B is not None:
             return self.squares_B
-        norm = torch.linalg.vector_norm(self.gradient_N, dtype=torch.float32)
+        norm = vector_norm(self.gradient_N, dtype=torch.float32)
         return (norm.square() / count)[None]
 
     @cached_property
     def _other_rows(self) -> list[tuple[Member, torch.Tensor]]:
         """Members with rows that are not trained, and a mask of those on this rank: bool [rows]."""
-        found = []
+        found: list[tuple[Member, torch.Tensor]] = []
         for member in self.members:
             if member.rule.rows is not None:
                 here = range(member.layout.box[0].start, member.layout.box[0].stop)

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from moetrain.parallel.collectives import all_reduce
 from moetrain.parallel.waits import waiting
 
 
@@ -15,7 +16,7 @@ class ReplicaCopies:
     def add(self, gradient_N: torch.Tensor) -> None:
         """Sum ``gradient_N`` (fp32) over the replicas, in place. Collective."""
         with waiting(gradient_N.device):
-            dist.all_reduce(gradient_N, group=self.group)
+            all_reduce(gradient_N, group=self.group)
 
 
 class TiedCopy:

@@ -24,23 +24,25 @@ tensors in a region, which holds the right values whenever they are read.
 Left out on purpose: gradients of different units in one collective; parameters that change shape.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from moetrain.config import ParallelSection
 from moetrain.models.transformer import Sharding
+from moetrain.parallel.collectives import all_reduce
 from moetrain.parallel.fsdp.bucket import Bucket, GatherBuffer, Member
 from moetrain.parallel.fsdp.transport.protocol import Session, Wait
+from moetrain.parallel.mesh import Sliced
 from moetrain.parallel.waits import waiting
 from moetrain.runtime.annotate import annotate
 from moetrain.runtime.arena import Arena
+from moetrain.runtime.typed import OpContext, split
 
 
 @dataclass(eq=False)
@@ -116,16 +118,18 @@ class _Unit:
     def swap_in(self, full: Sequence[torch.Tensor]) -> None:
         """Give modules the ``full`` parameters in place of their DTensors."""
         for member, tensor in zip(self.members, full, strict=True):
+            # Not setattr, which refuses a plain tensor in the place of a parameter.
             member.module._parameters[member.name] = tensor  # pyright: ignore
 
     def swap_out(self) -> None:
         """Give modules their DTensors again."""
         for member in self.members:
-            member.module._parameters[member.name] = member.parameter
+            # As in swap_in: torch has no public name for the dict.
+            member.module._parameters[member.name] = member.parameter  # pyright: ignore
 
 
 def _parts(memory: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-    return memory[: sum(sizes)].split(list(sizes))
+    return split(memory[: sum(sizes)], list(sizes))
 
 
 @dataclass(eq=False)
@@ -137,6 +141,7 @@ class FSDP(Sharding):
         gradients: the memory of gradients.
         units: every unit, in the order of forwards.
         trained: the buckets that are trained.
+        num_works: the number of :meth:`work` so far, by which a late backward is recognised.
     """
 
     setting: ParallelSection
@@ -171,7 +176,7 @@ class FSDP(Sharding):
         """The reductions under way."""
         self._reduced: list[Bucket] = []
         """Buckets that give their gradients to their storage after these reductions."""
-        self._is_working, self._is_last, self._num_works = False, False, 0
+        self._is_working, self._is_last, self.num_works = False, False, 0
         self.before_reduce: Callable[[], object] = lambda: None
         """A call that waits for what others still add to a unit's gradients."""
         self.shows_gradients = True
@@ -208,7 +213,7 @@ class FSDP(Sharding):
     # ---- the life cycle ------------------------------------------------------------------------
 
     @contextmanager
-    def work(self) -> Iterator[None]:
+    def work(self) -> Generator[None]:
         """Enclose the forwards and backwards of one step, or of one evaluation, in any order.
 
         Parameters must not change inside. Afterwards every reduction is done, and every module
@@ -230,7 +235,7 @@ class FSDP(Sharding):
                 session.finish()
             self._is_working, self._is_last = False, False
             self._reducing, self._reduced = [], []  # what failed leaves nothing to finish
-            self._num_works += 1
+            self.num_works += 1
             for unit in self.units:
                 unit.graphs = 0
                 unit.swap_out()
@@ -282,7 +287,8 @@ class FSDP(Sharding):
         """Begin the unit's reductions, then finish those of the unit before it."""
         self.before_reduce()
         with annotate(f"fsdp_reduce {unit.label}"):
-            started, rest = [], list(gradients)
+            started: list[Wait | None] = []
+            rest = list(gradients)
             for bucket in unit.buckets:
                 mine, rest = rest[: len(bucket.members)], rest[len(bucket.members) :]
                 if bucket.is_trained:
@@ -309,7 +315,7 @@ class FSDP(Sharding):
     # ---- the model's seam: moetrain.models.transformer.Sharding --------------------------------
 
     @contextmanager
-    def unsharded(self, block: nn.Module) -> Iterator[None]:
+    def unsharded(self, block: nn.Module) -> Generator[None]:
         """Give the modules of ``block`` its full parameters, and begin to gather the next unit."""
         unit = self._unit_of[block]
         full = self._hand_out(unit)
@@ -377,7 +383,7 @@ class FSDP(Sharding):
             outputs, gradients = zip(*wanted, strict=True)
         torch.autograd.backward(outputs, gradients)
 
-    def write(self, name: str, place: tuple[int | slice, ...], tensor: Any) -> None:
+    def write(self, name: str, place: tuple[int | slice, ...], tensor: Sliced) -> None:
         """Write this rank's part of ``parameter[place] = tensor``."""
         self.settle()  # an update under way would overwrite it, or be sent half of it
         if (member := self.members.get(name)) is not None:
@@ -396,7 +402,7 @@ class FSDP(Sharding):
         total = torch.cat(squares).sum(dtype=torch.float64)
         if self.world_size > 1:
             with waiting(self.device):
-                dist.all_reduce(total)
+                all_reduce(total)
         for bucket in self.trained:  # only now: it takes the host longer than the sum the device
             bucket.give_gradient()
             if self.shows_gradients:
@@ -469,11 +475,16 @@ class _Unshard(torch.autograd.Function):
     outlive the graph.
     """
 
+    if TYPE_CHECKING:  # torch's has no types
+
+        @classmethod
+        def apply(cls, *args: object, **options: object) -> tuple[torch.Tensor, ...]: ...
+
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, fsdp: FSDP, unit: _Unit
+        ctx: OpContext, anchor: torch.Tensor, fsdp: FSDP, unit: _Unit
     ) -> tuple[torch.Tensor, ...]:
-        ctx.fsdp, ctx.unit, ctx.work = fsdp, unit, fsdp._num_works
+        ctx.fsdp, ctx.unit, ctx.work = fsdp, unit, fsdp.num_works
         ctx.set_materialize_grads(False)
         rows = [row for bucket in unit.buckets for row in bucket.rows()]
         pairs = zip(rows, unit.members, strict=True)
@@ -481,9 +492,9 @@ class _Unshard(torch.autograd.Function):
         return tuple(rows)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+    def backward(ctx: OpContext, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
         """Begin to reduce the gradients of the unit's full parameters."""
-        if ctx.work != ctx.fsdp._num_works:  # nobody would finish its reductions
+        if ctx.work != ctx.fsdp.num_works:  # nobody would finish its reductions
             raise RuntimeError("a backward came after the FSDP.work() of its forward")
         ctx.fsdp.reduce(ctx.unit, gradients)
         return None, None, None
@@ -495,16 +506,21 @@ class _BeforeBackward(torch.autograd.Function):
     Its backward runs before the block's own backward, and unshards the block again.
     """
 
+    if TYPE_CHECKING:  # torch's has no types
+
+        @classmethod
+        def apply(cls, *args: object, **options: object) -> tuple[torch.Tensor, ...]: ...
+
     @staticmethod
     def forward(
-        ctx: Any, fsdp: FSDP, unit: _Unit, *outputs: torch.Tensor
+        ctx: OpContext, fsdp: FSDP, unit: _Unit, *outputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.fsdp, ctx.unit = fsdp, unit
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: OpContext, *gradients: torch.Tensor | None) -> tuple[object, ...]:
         ctx.fsdp.unshard(ctx.unit)
         if ctx.unit.index > 0:
             ctx.fsdp.start_unshard(ctx.fsdp.units[ctx.unit.index - 1], beside=ctx.unit)

@@ -8,13 +8,14 @@ updates there. A storage overrides what differs.
 Legend: N elements of one rank's shard of a bucket, W ranks of its group.
 """
 
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 
 from moetrain.models.rules import Rule
 from moetrain.parallel.fsdp.transport.protocol import Wait
+from moetrain.parallel.mesh import Sliced
 from moetrain.runtime.arena import Arena
 
 
@@ -88,7 +89,7 @@ class Storage:
         start: int,
         shape: torch.Size,
         place: tuple[int | slice, ...],
-        source: Any,
+        source: Sliced,
         there: tuple[int | slice, ...],
     ) -> None:
         """Assign ``tensor[place] = source[there]``; the tensor begins at element ``start``."""

@@ -19,7 +19,7 @@ from moetrain.kernels.quant.groups import Groups, QuantFormat, dequantise_groups
 from moetrain.models.hf.formats import Dequantised
 from moetrain.parallel.fsdp.storage.protocol import HostLink, ShardSpec, Storage
 from moetrain.parallel.fsdp.transport.protocol import Wait
-from moetrain.parallel.mesh import all_gather_start
+from moetrain.parallel.mesh import Sliced, all_gather_start
 from moetrain.runtime.arena import Arena
 from moetrain.runtime.memory import HostMemory
 
@@ -84,7 +84,7 @@ class Quantised(Storage):
         start: int,
         shape: torch.Size,
         place: tuple[int | slice, ...],
-        source: Any,
+        source: Sliced,
         there: tuple[int | slice, ...] = (),
     ) -> None:
         """Assign ``tensor[place] = source[there]``, rounded; the tensor begins at ``start``.

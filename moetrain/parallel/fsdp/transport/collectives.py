@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moetrain.kernels.optim.reduction import sum_chunks
+from moetrain.parallel.collectives import all_to_all_single
 from moetrain.parallel.fsdp.transport.protocol import Wait
 from moetrain.parallel.mesh import all_gather_start
 
@@ -66,7 +67,7 @@ def reduce_scatter_start(
     work, arriving_WN = None, chunks_WN
     if group.size() > 1:
         arriving_WN = torch.empty_like(chunks_WN)
-        work = dist.all_to_all_single(arriving_WN, chunks_WN, group=group, async_op=True)
+        work = all_to_all_single(arriving_WN, chunks_WN, group=group, async_op=True)
 
     def wait() -> None:
         if work is not None:

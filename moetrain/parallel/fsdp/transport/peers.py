@@ -34,7 +34,7 @@ Legend: W ranks of the group, N elements of one rank's shard of a bucket.
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import permutations
@@ -42,17 +42,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _SymmetricMemory
+from torch._C._distributed_c10d import (
+    _SymmetricMemory,  # pyright: ignore[reportPrivateUsage]  # torch has no public name for it
+)
 from torch.distributed import _symmetric_memory
 
 from moetrain.config import ConfigError, ParallelSection, logger
 from moetrain.kernels.optim.reduction import sum_chunks
+from moetrain.parallel import collectives
 from moetrain.parallel.fsdp.bucket import Bucket
 from moetrain.parallel.fsdp.transport.protocol import Wait
 from moetrain.parallel.processes import machine
 from moetrain.runtime.annotate import annotate, annotated
 from moetrain.runtime.arena import aligned
 from moetrain.runtime.memory import DeviceBytes, on_words
+from moetrain.runtime.typed import split
 
 _OPENED, _SHARED, WRITTEN, FREE = _BARRIERS = range(4)
 _TAKE = (("wait", 1), ("write", 0))
@@ -129,8 +133,8 @@ class _MappedMemory:
             os.ftruncate(file, ranks * size)
         dist.broadcast_object_list(name, group=group, group_src=0)
         whole = torch.from_file(name[0], shared=True, size=ranks * size, dtype=torch.uint8)
-        self.parts = list(whole.split(size))
-        dist.barrier(group)
+        self.parts = list(split(whole, size))
+        collectives.barrier(group)
         if file is not None:
             os.close(file)
 
@@ -138,7 +142,7 @@ class _MappedMemory:
         """Do nothing: :meth:`wait` waits until all ranks have come as far."""
 
     def wait(self, barrier: int) -> None:
-        dist.barrier(self.group)
+        collectives.barrier(self.group)
 
 
 class CopyStreams:
@@ -168,7 +172,7 @@ class CopyStreams:
         return kind(size, group, self.device)
 
     @contextmanager
-    def behind(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+    def behind(self, stream: torch.cuda.Stream | None) -> Generator[None]:
         """Queue the work inside on ``stream``, after all work of the current stream so far."""
         self.used.add(stream)
         if stream is not None:
@@ -247,7 +251,7 @@ class Peers:
         if self._memory is not None:
             self._memory = None
             self._found.clear()
-            dist.barrier(self.group)
+            collectives.barrier(self.group)
 
     def own(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return this rank's ``numel`` elements from byte ``start`` on."""
@@ -413,7 +417,7 @@ def reachable(
 
     Raises ConfigError: the setting is copy, and ranks do not reach one another's memory.
     """
-    found = []
+    found: list[str] = []
     for name, group in groups.items() if wants_copies(setting, device.type) else ():
         reason = why_apart(group, device)
         if reason is None:
@@ -429,7 +433,7 @@ def reachable(
 def why_apart(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Return why ranks of ``group`` cannot map one another's memory; None: they can. Collective."""
     devices = [(machine(), device.index)] * group.size()
-    dist.all_gather_object(devices, devices[0], group=group)
+    collectives.all_gather_object(devices, devices[0], group=group)
     return why_unreachable(devices)
 
 
