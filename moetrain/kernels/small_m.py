@@ -41,6 +41,7 @@ from moetrain.runtime.backend import (
     use_fast,
     worth_saving,
 )
+from moetrain.runtime.typed import OpContext
 
 _MAX_ROWS = 128
 """The most rows of :func:`linears`. With more cuBLAS is as fast, and if the inner width is small it
@@ -151,14 +152,14 @@ def _(x_TD, w_ND, bias_N):
 
 
 def _save_linear(
-    ctx: Any,
+    ctx: OpContext,
     inputs: tuple[Any, ...],
     output: torch.Tensor,
 ) -> None:
     ctx.save_for_backward(*inputs[:2])
 
 
-def _differentiate_linear(ctx: Any, dy_TN: torch.Tensor) -> tuple[Any, ...]:
+def _differentiate_linear(ctx: OpContext, dy_TN: torch.Tensor) -> tuple[object, ...]:
     x_TD, w_ND = ctx.saved_tensors
     for_x, for_w, for_bias = ctx.needs_input_grad
     return (
@@ -464,7 +465,7 @@ class _OfTenants(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: OpContext,
         y_STN: torch.Tensor | None,
         x_STD: torch.Tensor,
         w_SND: torch.Tensor,
@@ -477,7 +478,7 @@ class _OfTenants(torch.autograd.Function):
         return torch.baddbmm(y_STN, x_STD, w_SND.mT, alpha=scale)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: OpContext, *gradients: torch.Tensor) -> tuple[object, ...]:
         (g_STN,), (x_STD, w_SND) = gradients, ctx.saved_tensors
         needs_y, needs_x, needs_w, _ = ctx.needs_input_grad
         dx_STD = g_STN @ w_SND if needs_x else None
@@ -509,7 +510,7 @@ def _(x_TD, weights):
     return x_TD.new_empty(x_TD.shape[0], sum(a.shape[0] for a in weights))
 
 
-def _differentiate(ctx: Any, du_TR: torch.Tensor) -> tuple[Any, ...]:
+def _differentiate(ctx: OpContext, du_TR: torch.Tensor) -> tuple[object, ...]:
     x_TD, *weights = ctx.saved_tensors
     da_RD = du_TR.t() @ x_TD if any(ctx.needs_input_grad[1]) else None
     dx_TD = du_TR @ torch.cat(weights) if ctx.needs_input_grad[0] else None

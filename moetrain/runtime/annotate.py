@@ -17,6 +17,8 @@ import torch
 from torch.autograd import Variable
 from torch.profiler import record_function
 
+from moetrain.runtime.typed import OpContext
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Values = TypeVar("_Values")
@@ -26,7 +28,7 @@ def _is_traced() -> bool:
     return not torch.compiler.is_compiling() and torch.autograd._profiler_enabled()
 
 
-def annotate(name: str, *moved: torch.Tensor) -> AbstractContextManager[Any]:
+def annotate(name: str, *moved: torch.Tensor) -> AbstractContextManager[object]:
     """Label everything inside by ``name``, and by the MiB of ``moved``, in profiler traces."""
     if not _is_traced():
         return nullcontext()
@@ -67,12 +69,12 @@ class _Named(torch.autograd.Function):
     """The range that is under way."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+    def forward(ctx: OpContext, x: torch.Tensor, name: str) -> torch.Tensor:
         ctx.name = name
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: OpContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         if _Named._open is None:
             Variable._execution_engine.queue_callback(_Named._end)
         _Named._end()

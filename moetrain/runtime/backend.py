@@ -26,6 +26,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from moetrain.config.compute import SavedName
+from moetrain.runtime.typed import OpContext
 
 if TYPE_CHECKING:
     import triton
@@ -145,13 +146,13 @@ def launch(op: Any, written: Sequence[torch.Tensor], *arguments: Any) -> None:
         torch.autograd.graph.increment_version(written)
 
 
-def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+def save_inputs(ctx: OpContext, inputs: tuple[Any, ...], output: object) -> None:
     """Save an op's inputs, tensors and lists of tensors, one after the other for its backward."""
     lists = [x if isinstance(x, Sequence) else (x,) for x in inputs]
     ctx.save_for_backward(*itertools.chain.from_iterable(lists))
 
 
-def gradients(op: Any, **by_name: Any) -> tuple[Any, ...]:
+def gradients(op: Any, **by_name: object) -> tuple[object, ...]:
     """Return the gradients of a custom op's inputs in their order, as its autograd formula must.
 
     An input that is not named gets None. One that is a list of tensors takes a list of gradients.

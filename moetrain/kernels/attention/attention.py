@@ -44,6 +44,7 @@ from moetrain.config.compute import AttentionName
 from moetrain.kernels.attention import batch_invariant
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.runtime.backend import gradients, refusal, worth_saving
+from moetrain.runtime.typed import OpContext
 
 # cuDNN first, the fastest on Hopper without a mask; the others serve what it does not take.
 _SDPA_ORDER = [
@@ -584,13 +585,15 @@ def _(
     return torch.empty_like(q_THd), torch.empty_like(k_TGd), torch.empty_like(v_TGv)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(
+    ctx: OpContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     q_THd, k_TGd, v_TGv, cu_seqlens, cu_seqlens_k, max_seqlen, window, scale, _ = inputs
     ctx.max_seqlen, ctx.window, ctx.scale = max_seqlen, window, scale
     ctx.save_for_backward(q_THd, k_TGd, v_TGv, *output, cu_seqlens, cu_seqlens_k)
 
 
-def _differentiate(ctx: Any, do_THv: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+def _differentiate(ctx: OpContext, do_THv: torch.Tensor, _: torch.Tensor) -> tuple[object, ...]:
     q_THd, k_TGd, v_TGv, o_THv, lse_HT, cu_seqlens, cu_seqlens_k = ctx.saved_tensors
     dq_THd, dk_TGd, dv_TGv = attention_packed_backward_op(
         do_THv.contiguous(),

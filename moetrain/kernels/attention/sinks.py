@@ -36,6 +36,7 @@ from moetrain.kernels.attention.attention import (
     score_scale,
 )
 from moetrain.runtime.backend import gradients, refusal, worth_saving
+from moetrain.runtime.typed import OpContext
 
 
 def attention_with_sinks(
@@ -220,13 +221,15 @@ def _(
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(
+    ctx: OpContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     q_THd, k_TGd, v_TGv, sinks_H, cu_seqlens, cu_seqlens_k, max_seqlen, window, scale, _ = inputs
     ctx.max_seqlen, ctx.window, ctx.scale = max_seqlen, window, scale
     ctx.save_for_backward(q_THd, k_TGd, v_TGv, sinks_H, cu_seqlens, cu_seqlens_k, *output)
 
 
-def _differentiate(ctx: Any, do_THv: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+def _differentiate(ctx: OpContext, do_THv: torch.Tensor, _: torch.Tensor) -> tuple[object, ...]:
     q_THd, k_TGd, v_TGv, sinks_H, cu_seqlens, cu_seqlens_k, o_THv, lse_HT = ctx.saved_tensors
     dq_THd, dk_TGd, dv_TGv = attention_packed_backward_op(
         do_THv.contiguous(),

@@ -35,6 +35,7 @@ from moetrain.kernels.experts.mlp import check_experts
 from moetrain.kernels.experts.permutation import ExpertIndices
 from moetrain.kernels.experts.projections import Adapter, Clamped, Projection, Saved, Tokens
 from moetrain.runtime.backend import Backend, gradients, refusal, use_fast, worth_saving
+from moetrain.runtime.typed import OpContext
 
 
 def clamped_expert_mlp(
@@ -226,7 +227,7 @@ def _(
 
 
 def _save(
-    ctx: Any,
+    ctx: OpContext,
     inputs: tuple[Any, ...],
     output: tuple[torch.Tensor, ...],
 ) -> None:
@@ -238,7 +239,7 @@ def _save(
     ctx.set_materialize_grads(False)  # no zeros for outputs that have no gradient
 
 
-def _differentiate(ctx: Any, dy_TD: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
+def _differentiate(ctx: OpContext, dy_TD: torch.Tensor | None, *_: None) -> tuple[object, ...]:
     d_matrices, d_adapters = [None] * 4, [None] * ctx.num_adapters
     if dy_TD is None:
         return gradients(clamped_expert_mlp_op, matrices=d_matrices, adapters=d_adapters)

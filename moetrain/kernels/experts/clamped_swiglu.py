@@ -38,6 +38,7 @@ from moetrain.runtime.backend import (
     triton,
     use_fast,
 )
+from moetrain.runtime.typed import OpContext
 
 _COLS, _WARPS = 1024, 4  # as swiglu's
 
@@ -187,12 +188,12 @@ def sum_by_expert(
     return sums_EN8.sum(-1, dtype=torch.float32).to(x_RN.dtype)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save(ctx: OpContext, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     gate_up_R2F, weights_R, bias_E2F, offsets_E, ctx.limit, ctx.alpha = inputs
     ctx.save_for_backward(gate_up_R2F, weights_R, bias_E2F, offsets_E)
 
 
-def _differentiate(ctx: Any, dy_RF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _differentiate(ctx: OpContext, dy_RF: torch.Tensor) -> tuple[object, ...]:
     gate_up_R2F, weights_R, bias_E2F, offsets_E = ctx.saved_tensors
     d_gate_up_R2F, d_weights_R, d_bias_E2F = clamped_swiglu_backward_op(
         dy_RF.contiguous(), gate_up_R2F, weights_R, bias_E2F, offsets_E, ctx.limit, ctx.alpha

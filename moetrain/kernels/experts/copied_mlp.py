@@ -35,6 +35,7 @@ from moetrain.kernels.experts.mlp import (
 from moetrain.kernels.experts.permutation import ExpertIndices
 from moetrain.kernels.experts.replicas import copy_used
 from moetrain.runtime.backend import Backend, gradients, use_fast, worth_saving
+from moetrain.runtime.typed import OpContext
 
 
 class Courier(Protocol):
@@ -282,14 +283,14 @@ def _(
     return gradient_shapes(x_TD, weights_TK, w_gate_up_L2FD, w_down_LDF, is_trained)
 
 
-def _save_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save_mlp(ctx: OpContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *tensors, ctx.group, ctx.precision, ctx.activation, ctx.room, _ = inputs
     _, a_R2F = output
     ctx.save_for_backward(*tensors, a_R2F)
     ctx.set_materialize_grads(False)  # the second result has no gradient
 
 
-def _differentiate_mlp(ctx: Any, dy_TD: torch.Tensor | None, _: None) -> tuple[Any, ...]:
+def _differentiate_mlp(ctx: OpContext, dy_TD: torch.Tensor | None, _: None) -> tuple[object, ...]:
     if dy_TD is None:
         return gradients(expert_mlp_copied_op)
     is_trained = any(ctx.needs_input_grad[4:6])
@@ -362,14 +363,14 @@ def _(d_gate_up_E2FD, d_down_EDF, copies_WN, group):
     return d_gate_up, d_down
 
 
-def _save_fetch(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+def _save_fetch(ctx: OpContext, inputs: tuple[Any, ...], output: object) -> None:
     _, _, copies_WN, ctx.group = inputs
     ctx.save_for_backward(copies_WN)
 
 
 def _differentiate_fetch(
-    ctx: Any, d_gate_up: torch.Tensor, d_down: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
+    ctx: OpContext, d_gate_up: torch.Tensor, d_down: torch.Tensor
+) -> tuple[object, ...]:
     (copies_WN,) = ctx.saved_tensors
     d_gate_up, d_down = _give_back(d_gate_up, d_down, copies_WN, ctx.group)
     return gradients(_fetch, w_gate_up_L2FD=d_gate_up, w_down_LDF=d_down)

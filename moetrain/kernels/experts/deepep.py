@@ -28,7 +28,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -37,6 +37,7 @@ from moetrain.kernels.quant.e4m3 import Quantised
 from moetrain.kernels.quant.recipes import RECIPES
 from moetrain.runtime.annotate import annotate
 from moetrain.runtime.backend import gradients, worth_saving
+from moetrain.runtime.typed import OpContext
 
 INSTALL = "pip install tokenspeed-deepep==1.2.1.post20251110"
 """The command that installs the package."""
@@ -72,25 +73,52 @@ _RECEIVE_TOKENS = 256
 """Tokens of each rank for which a channel has room."""
 
 
+_Tokens = torch.Tensor | tuple[torch.Tensor, ...]
+"""Tokens, or their values and scales."""
+
+
+class _Group(Protocol):
+    """A process group."""
+
+    @property
+    def group_name(self) -> str: ...
+
+    def size(self) -> int: ...
+
+
+class _Buffer(Protocol):
+    """A ``deep_ep.Buffer``."""
+
+    def dispatch(
+        self, x: _Tokens, /, **options: object
+    ) -> tuple[
+        _Tokens, torch.Tensor, torch.Tensor, list[int], tuple[torch.Tensor, ...], object
+    ]: ...
+
+    def combine(
+        self, x_SD: torch.Tensor, handle: tuple[torch.Tensor, ...], /, **options: object
+    ) -> tuple[torch.Tensor, ...]: ...
+
+    def destroy(self) -> None: ...
+
+
 class _Connection(NamedTuple):
     """A buffer that a group's ranks map into each other, and the settings of kernels over it."""
 
-    group: Any
-    """The process group."""
-    buffer: Any
-    """The ``deep_ep.Buffer``."""
+    group: _Group
+    buffer: _Buffer
     ids_dtype: torch.dtype
     """The dtype in which the package takes ids of experts."""
-    dispatch_config: Any
+    dispatch_config: object
     """The ``deep_ep.Config`` of dispatch."""
-    combine_config: Any
+    combine_config: object
     """The ``deep_ep.Config`` of combine."""
 
 
 _CONNECTIONS: dict[tuple[str, int, int], _Connection] = {}
 
 
-def connect(group: Any, hidden_size: int, num_sms: int) -> None:
+def connect(group: _Group, hidden_size: int, num_sms: int) -> None:
     """Make the connection of a process group for these sizes, if there is none. Collective."""
     key = (group.group_name, hidden_size, num_sms)
     if key in _CONNECTIONS and _CONNECTIONS[key].group is group:
@@ -197,7 +225,7 @@ def _dispatch(
     return *arrived, rows_R0, *handle
 
 
-def _quantised(x_TD: torch.Tensor, precision: str) -> torch.Tensor | tuple[torch.Tensor, ...]:
+def _quantised(x_TD: torch.Tensor, precision: str) -> _Tokens:
     """Return tokens as the package takes them: as they are, or e4m3 values and scales by token."""
     if precision not in RECIPES:
         return x_TD
@@ -206,7 +234,7 @@ def _quantised(x_TD: torch.Tensor, precision: str) -> torch.Tensor | tuple[torch
 
 
 def _dequantised(
-    x_SD: torch.Tensor | tuple[torch.Tensor, ...],
+    x_SD: _Tokens,
     dtype: torch.dtype,
     precision: str,
 ) -> torch.Tensor:
@@ -256,12 +284,12 @@ def _combine(
     """
     *others, send_head_TW = handle
     # The package overwrites send_head, which autograd has saved.
-    handle = (*others, send_head_TW.clone())
+    copied = (*others, send_head_TW.clone())
     x_SD, *weights = sent
     with annotate("deepep sum", x_SD), _connection(group, x_SD.shape[1], num_sms) as found:
         sums = found.buffer.combine(
             x_SD,
-            handle,
+            copied,
             topk_weights=weights[0] if weights else None,
             config=found.combine_config,
         )
@@ -296,7 +324,7 @@ def _(d_y_TD, handle, group, num_sms, precision, came_WM=None):
 
 
 def _save_dispatch(
-    ctx: Any,
+    ctx: OpContext,
     inputs: tuple[Any, ...],
     output: tuple[torch.Tensor, ...],
 ) -> None:
@@ -308,7 +336,7 @@ def _save_dispatch(
 
 
 def _differentiate_dispatch(
-    ctx: Any,
+    ctx: OpContext,
     d_x_SD: torch.Tensor,
     d_ids: None,
     d_weights_SK: torch.Tensor | None,
@@ -327,7 +355,7 @@ def _differentiate_dispatch(
 
 
 def _save_combine(
-    ctx: Any,
+    ctx: OpContext,
     inputs: tuple[Any, ...],
     output: list[torch.Tensor],
 ) -> None:
@@ -335,7 +363,7 @@ def _save_combine(
     ctx.save_for_backward(*handle)
 
 
-def _differentiate_combine(ctx: Any, d_sums: list[torch.Tensor]) -> tuple[Any, ...]:
+def _differentiate_combine(ctx: OpContext, d_sums: list[torch.Tensor]) -> tuple[object, ...]:
     (d_y_TD,) = d_sums
     handle = list(ctx.saved_tensors)
     d_y_SD = _combine_backward(d_y_TD.contiguous(), handle, ctx.group, ctx.num_sms, ctx.precision)

@@ -28,7 +28,7 @@ width, A width of ``a`` (2F with a gate, F without), M and N outer and inner wid
 r rank of the adapters.
 """
 
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -64,6 +64,7 @@ from moetrain.kernels.quant.transposed import (
     scaled_weight_grad,
     transpose_rows,
 )
+from moetrain.runtime.typed import OpContext
 
 
 class _Rows(NamedTuple):
@@ -310,8 +311,7 @@ def _differentiate(
             with_dequantised=with_values,
             with_quantised=with_quantised,
         )
-        is_quantised = isinstance(made.y, Quantised)
-        h = _Rows(made.y, None) if is_quantised else _Rows(None, cast("Any", made.y))
+        h = _Rows(made.y, None) if isinstance(made.y, Quantised) else _Rows(None, made.y)
         return _Rows(made.d_gate_up, made.d_gate_up_R2F), h, made.d_weights_R
     h_RF = torch.empty_like(dh_RF)
     da_RA, d_weights_R = activation.gradients(dh_RF, a_RA, weights_R, offsets_E, h_RF)
@@ -363,7 +363,7 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: OpContext,
         x: torch.Tensor,
         precision: Precision,
         is_value: bool,
@@ -374,7 +374,7 @@ class _Rounded(torch.autograd.Function):
         return ctx.recipe.rows(x, "reference").to(x.dtype) if is_value else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: OpContext, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (g,) = grads
         g = ctx.recipe.rows(g, "reference").to(g.dtype) if ctx.is_gradient else g
         return g, None, None, None
@@ -385,7 +385,7 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: OpContext,
         x_RM: torch.Tensor,
         w_ENM: torch.Tensor,
         offsets_E: torch.Tensor,
@@ -397,7 +397,9 @@ class _GroupedProduct(torch.autograd.Function):
         return grouped_mm(x.to(x_RM.dtype), w.to(x_RM.dtype).transpose(1, 2), offsets_E)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(
+        ctx: OpContext, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         (g_RN,), (x_RM, w_ENM, offsets_E) = grads, ctx.saved_tensors
         recipe: Recipe = ctx.recipe
         g = recipe.rows(g_RN, "reference")

@@ -337,7 +337,7 @@ def _save_summed(ctx: OpContext, inputs: tuple[Any, ...], output: object) -> Non
 
 def _differentiate_permute(
     ctx: OpContext, d_x_RD: torch.Tensor, d_weights_R: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[object, ...]:
     (slot_row_TK,) = ctx.saved_tensors
     d_x_TD, d_weights_TK = unpermute_op(
         d_x_RD.contiguous(), d_weights_R.contiguous() if ctx.has_weights else None, slot_row_TK
@@ -347,7 +347,7 @@ def _differentiate_permute(
 
 def _differentiate_unpermute(
     ctx: OpContext, d_x_TD: torch.Tensor, d_weights_TK: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[object, ...]:
     (slot_row_TK,) = ctx.saved_tensors
     d_x_RD, d_weights_R = permute_op(
         d_x_TD.contiguous(),

@@ -14,8 +14,6 @@ numbers that hold its leading 16 bits, ``d = high + low + O(2^-17) d``::
 Legend: R rows, T tokens, E groups (experts), M and N the inner and outer widths, D width.
 """
 
-from typing import Any
-
 import torch
 from torch.nn import functional as F
 from torch.nn.functional import grouped_mm as _grouped_mm
@@ -30,6 +28,7 @@ from moetrain.runtime.backend import (
     use_fast,
     worth_saving,
 )
+from moetrain.runtime.typed import OpContext
 
 _ALIGNMENT_BYTES = 16
 """torch's grouped GEMM reads rows in vectors of 16 bytes."""
@@ -132,7 +131,7 @@ def grouped_weight_grad(
     return _grouped_mm(a_RM.t(), g_RN, offs=offsets_E)
 
 
-def _differentiate_mm(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _differentiate_mm(ctx: OpContext, g_RN: torch.Tensor) -> tuple[object, ...]:
     a_RM, b_EMN, offsets_E = ctx.saved_tensors
     _, is_trained, _ = ctx.needs_input_grad
     g_RN = g_RN.contiguous()  # the product rejects an expanded gradient
@@ -241,7 +240,9 @@ def _(parts_T2E, x_TD, weight_ED):
     return torch.empty_like(x_TD), x_TD.new_empty(2 * experts, width, dtype=torch.float32)
 
 
-def _differentiate_logits(ctx: Any, d_logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _differentiate_logits(
+    ctx: OpContext, d_logits_TE: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     x_TD, weight_ED = ctx.saved_tensors
     # Outside the op, so that the compiler fuses the split.
     high_TE = d_logits_TE.to(x_TD.dtype)

@@ -14,8 +14,6 @@ Legend: R rows, F expert width.
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
-from typing import Any
-
 import torch
 
 from moetrain.runtime.backend import (
@@ -27,6 +25,7 @@ from moetrain.runtime.backend import (
     triton,
     use_fast,
 )
+from moetrain.runtime.typed import OpContext
 
 _COLS, _WARPS = 1024, 4  # as SwiGLU's
 
@@ -103,7 +102,7 @@ def relu2_gradients(
     return d_a_RF, d_weights_R
 
 
-def _differentiate(ctx: Any, dy_RF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _differentiate(ctx: OpContext, dy_RF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     a_RF, weights_R = ctx.saved_tensors
     return relu2_backward_op(dy_RF.contiguous(), a_RF, weights_R)
 

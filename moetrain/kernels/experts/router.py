@@ -313,7 +313,7 @@ def _differentiate(
     grad_prob_sum_E: torch.Tensor,
     grad_z_sum: torch.Tensor,
     *_: None,
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[object, ...]:
     logits_TE, ids_TK = ctx.saved_tensors
     grad_logits_TE = router_topk_backward_op(
         logits_TE,

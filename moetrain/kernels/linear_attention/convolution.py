@@ -36,6 +36,7 @@ from moetrain.runtime.backend import (
     triton,
     use_fast,
 )
+from moetrain.runtime.typed import OpContext
 
 _EPS = 1e-6
 
@@ -139,12 +140,12 @@ def _(
     return x_TC.new_empty(x_TC.shape[0], x_TC.shape[1] // width, width)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save(ctx: OpContext, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x_TC, filters_C1J, ctx.width, ctx.normalised, bias_C, place_T = inputs
     ctx.save_for_backward(x_TC, filters_C1J, bias_C, place_T)
 
 
-def _differentiate(ctx: Any, dy_Thd: torch.Tensor) -> tuple[Any, ...]:
+def _differentiate(ctx: OpContext, dy_Thd: torch.Tensor) -> tuple[object, ...]:
     """Return the gradients by plain formulas, which the compiler fuses.
 
     With s the sums, y = silu(s), and r = 1 / sqrt(|y|^2 + eps) of each head::

@@ -51,6 +51,7 @@ from moetrain.runtime.backend import (
     use_fast,
     worth_saving,
 )
+from moetrain.runtime.typed import OpContext
 
 CHUNK = 64
 """Tokens of a chunk. Larger chunks need more products within them, smaller ones more states."""
@@ -602,14 +603,14 @@ def _(
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(ctx: OpContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *tensors, ctx.scale = inputs
     _, inverse_CHII, sums_TH = output
     ctx.save_for_backward(*tensors, inverse_CHII, sums_TH)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, do_THV: torch.Tensor | None, *_: object) -> tuple[Any, ...]:
+def _differentiate(ctx: OpContext, do_THV: torch.Tensor | None, *_: object) -> tuple[object, ...]:
     if do_THV is None:
         return gradients(gated_delta_op)
     # All inputs but the scale, then the forward's results: the gradients' op has that order too.

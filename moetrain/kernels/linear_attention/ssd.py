@@ -61,6 +61,7 @@ from moetrain.runtime.backend import (
     use_fast,
     worth_saving,
 )
+from moetrain.runtime.typed import OpContext
 
 
 def ssd(
@@ -390,13 +391,13 @@ def _(
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(ctx: OpContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     _, sums_TH = output
     ctx.save_for_backward(*inputs, sums_TH)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, do_THV: torch.Tensor | None, *_: object) -> tuple[Any, ...]:
+def _differentiate(ctx: OpContext, do_THV: torch.Tensor | None, *_: object) -> tuple[object, ...]:
     if do_THV is None:
         return gradients(ssd_op)
     # All inputs, then the sums: the gradients' op has that order too.

@@ -5,12 +5,11 @@ into, and the last bit may differ. Where generation must have training's bits, `
 and torch's own kernels run; the compiler fuses their gradients as it likes.
 """
 
-from typing import Any
-
 import torch
 from torch.nn import functional as F
 
 from moetrain.runtime.backend import refusal
+from moetrain.runtime.typed import OpContext
 
 
 def sigmoid(x: torch.Tensor, *, fusible: bool) -> torch.Tensor:
@@ -55,25 +54,25 @@ def _empty_like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def _save_input(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+def _save_input(ctx: OpContext, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _save_output(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+def _save_output(ctx: OpContext, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
     ctx.save_for_backward(output)
 
 
-def _sigmoid_gradient(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+def _sigmoid_gradient(ctx: OpContext, dy: torch.Tensor) -> torch.Tensor:
     (y,) = ctx.saved_tensors
     return dy * (1 - y) * y
 
 
-def _softplus_gradient(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+def _softplus_gradient(ctx: OpContext, dy: torch.Tensor) -> torch.Tensor:
     (x,) = ctx.saved_tensors
     return dy * x.sigmoid()
 
 
-def _exp_gradient(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+def _exp_gradient(ctx: OpContext, dy: torch.Tensor) -> torch.Tensor:
     (y,) = ctx.saved_tensors
     return dy * y
 

@@ -32,6 +32,7 @@ from moetrain.runtime.backend import (
     triton,
     use_fast,
 )
+from moetrain.runtime.typed import OpContext
 
 
 def rms_norm(
@@ -272,7 +273,7 @@ class _FusibleNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool
+        ctx: OpContext, x: torch.Tensor, weight_D: torch.Tensor, eps: float, late: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(x, weight_D)
         ctx.set_materialize_grads(False)  # x may have no other use
@@ -280,7 +281,7 @@ class _FusibleNorm(torch.autograd.Function):
         return x.view_as(x), rms_norm(x, weight_D, eps, "reference", late=late)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: OpContext, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ds, dy = grads
         x, weight_D = ctx.saved_tensors
         if dy is None:
@@ -289,24 +290,26 @@ class _FusibleNorm(torch.autograd.Function):
         return dx, dw_D, None, None
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save(ctx: OpContext, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight_D, ctx.eps, ctx.late = inputs
     ctx.save_for_backward(x, weight_D)
 
 
-def _differentiate(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+def _differentiate(ctx: OpContext, dy: torch.Tensor) -> tuple[object, ...]:
     x, weight_D = ctx.saved_tensors
     dx, dw_D = _gradients(dy, x, weight_D, ctx.eps, ctx.late)
     return gradients(rms_norm_op, x=dx, weight_D=dw_D)
 
 
-def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_sum(
+    ctx: OpContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     _, _, weight_D, ctx.eps, ctx.late = inputs
     s, _ = output
     ctx.save_for_backward(s, weight_D)
 
 
-def _differentiate_sum(ctx: Any, ds: torch.Tensor, dy: torch.Tensor) -> tuple[Any, ...]:
+def _differentiate_sum(ctx: OpContext, ds: torch.Tensor, dy: torch.Tensor) -> tuple[object, ...]:
     s, weight_D = ctx.saved_tensors
     d_sum, dw_D = _gradients(dy, s, weight_D, ctx.eps, ctx.late, ds)
     return gradients(add_rms_norm_op, x=d_sum, y=d_sum, weight_D=dw_D)

@@ -31,6 +31,7 @@ from moetrain.runtime.backend import (
     triton,
     use_fast,
 )
+from moetrain.runtime.typed import OpContext
 
 _HEADS = 8  # heads of one token that a program rotates
 
@@ -432,14 +433,16 @@ def _rotary_gradients_kernel(
         tl.store(dw + second, dw2, mask=is_in)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save(ctx: OpContext, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x_THd, cos_Sp, sin_Sp, weight_d, ctx.eps, ctx.interleaved = inputs
     ctx.has_weight = weight_d is not None
     # A norm's backward needs its input and weight; without one the angles suffice.
     ctx.save_for_backward(cos_Sp, sin_Sp, *((x_THd, weight_d) if ctx.has_weight else ()))
 
 
-def _input_gradients(ctx: Any, dy_THd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _input_gradients(
+    ctx: OpContext, dy_THd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradients of ``x`` and of the weight."""
     cos_Sp, sin_Sp, *normed = ctx.saved_tensors
     x_THd, weight_d = normed if ctx.has_weight else (None, None)
@@ -449,7 +452,7 @@ def _input_gradients(ctx: Any, dy_THd: torch.Tensor) -> tuple[torch.Tensor, torc
     return dx_THd, None if weight_d is None else dw_d.to(weight_d.dtype)
 
 
-def _differentiate(ctx: Any, dy_THd: torch.Tensor) -> tuple[Any, ...]:
+def _differentiate(ctx: OpContext, dy_THd: torch.Tensor) -> tuple[object, ...]:
     dx_THd, dw_d = _input_gradients(ctx, dy_THd)
     return gradients(rotary_op, x_THd=dx_THd, weight_d=dw_d)
 
@@ -466,7 +469,7 @@ class _FusibleRotary(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: OpContext,
         x_THd: torch.Tensor,
         cos_Sp: torch.Tensor,
         sin_Sp: torch.Tensor,
@@ -479,7 +482,7 @@ class _FusibleRotary(torch.autograd.Function):
         return y_NSHd
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: OpContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (dy_NSHd,) = grads
         dx_THd, dw_d = _input_gradients(ctx, dy_NSHd.flatten(0, 1))
         return dx_THd, None, None, dw_d, None, None

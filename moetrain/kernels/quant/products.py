@@ -38,6 +38,7 @@ from moetrain.runtime.backend import (
     use_fast,
     worth_saving,
 )
+from moetrain.runtime.typed import OpContext
 
 
 def scaled_mm(
@@ -114,7 +115,7 @@ class _DenseProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: torch.Tensor, w_ND: torch.Tensor, precision: Precision
+        ctx: OpContext, x_TD: torch.Tensor, w_ND: torch.Tensor, precision: Precision
     ) -> torch.Tensor:
         ctx.recipe = recipe = RECIPES[precision]
         ctx.save_for_backward(x_TD, w_ND)
@@ -122,7 +123,9 @@ class _DenseProduct(torch.autograd.Function):
         return F.linear(x.to(x_TD.dtype), w.to(x_TD.dtype)[0])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    def backward(
+        ctx: OpContext, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         (dy_TN,) = grads
         x_TD, w_ND = ctx.saved_tensors
         dy = ctx.recipe.rows(dy_TN, "reference")
@@ -203,12 +206,12 @@ def _(
     return torch.empty_like(x_TD), torch.empty_like(w_ND) if is_trained else w_ND.new_empty(0)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save(ctx: OpContext, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x_TD, weights, ctx.precision = inputs
     ctx.save_for_backward(x_TD, *weights)
 
 
-def _differentiate(ctx: Any, dy_TN: torch.Tensor) -> tuple[Any, ...]:
+def _differentiate(ctx: OpContext, dy_TN: torch.Tensor) -> tuple[object, ...]:
     x_TD, *weights = ctx.saved_tensors
     is_trained = any(ctx.needs_input_grad[1])
     w_ND = _stacked(weights, ctx.precision)  # made again, not kept since the forward

@@ -45,6 +45,7 @@ from moetrain.kernels.vocabulary.fp8_gradients import (
     gradient_step,
 )
 from moetrain.runtime.backend import Backend, gradients, refusal, tl, triton, use_fast
+from moetrain.runtime.typed import OpContext
 
 _SCALE_BLOCK = 4096
 
@@ -191,7 +192,7 @@ class _Fp8Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: OpContext,
         h_TD: torch.Tensor,
         w_VD: torch.Tensor,
         targets_T: torch.Tensor,
@@ -210,7 +211,7 @@ class _Fp8Sum(torch.autograd.Function):
         return (weights_T * loss_T).sum(), loss_T, stats.lse_C, stats.mean_C
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: OpContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_total, *_ = grads
         d_h_TD, d_w_VD = ((x * grad_total).to(x.dtype) for x in ctx.saved_tensors)
         return d_h_TD, d_w_VD, None, None, None, None
@@ -435,12 +436,12 @@ def _(
     return weights_T.new_empty(()), loss_T, lse_T, mean_T, torch.empty_like(h_TD), grad_w_VD
 
 
-def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save_tokens(ctx: OpContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     h_TD, w_VD, targets_T, ctx.scale, ctx.chunk_elements, ctx.softcap = inputs
     ctx.save_for_backward(h_TD, w_VD, targets_T)
 
 
-def _tokens_backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+def _tokens_backward(ctx: OpContext, *grads: torch.Tensor) -> tuple[object, ...]:
     h_TD, w_VD, targets_T = ctx.saved_tensors
     grad_loss_T, grad_lse_T, grad_mean_T = grads
     is_trained = ctx.needs_input_grad[1]
@@ -459,14 +460,16 @@ def _tokens_backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
     return gradients(token_losses_op, h_TD=grad_h_TD, w_VD=grad_w_VD if is_trained else None)
 
 
-def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save_sum(ctx: OpContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     _, loss_T, lse_T, mean_T, grad_h_TD, grad_w_VD = output
     ctx.mark_non_differentiable(loss_T, lse_T, mean_T, grad_h_TD, grad_w_VD)
     ctx.set_materialize_grads(False)  # no zeros of w's size for outputs that have no gradient
     ctx.save_for_backward(grad_h_TD, grad_w_VD)
 
 
-def _sum_backward(ctx: Any, grad_total: torch.Tensor | None, *_: object) -> tuple[Any, ...]:
+def _sum_backward(
+    ctx: OpContext, grad_total: torch.Tensor | None, *_: object
+) -> tuple[object, ...]:
     if grad_total is None:
         return gradients(summed_loss_op)
     grad_h_TD, grad_w_VD = ctx.saved_tensors

@@ -15,7 +15,6 @@ Legend: T tokens, D model width, L rows of the vocabulary matrix here, C tokens 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -34,6 +33,7 @@ from moetrain.kernels.vocabulary.linear_cross_entropy import (
     token_stats_reference,
 )
 from moetrain.runtime.backend import Backend, use_fast
+from moetrain.runtime.typed import OpContext
 
 _IGNORED = -100
 """The target of a token without one."""
@@ -157,7 +157,7 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: OpContext,
         h_TD: torch.Tensor,
         w_LD: torch.Tensor,
         targets_T: torch.Tensor,
@@ -170,7 +170,7 @@ class _TokenLosses(torch.autograd.Function):
         return stats.lse_C - stats.target_logit_C, stats.lse_C, stats.mean_C
 
     @staticmethod
-    def backward(ctx: Any, *d_results: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: OpContext, *d_results: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_results_3T = torch.stack(d_results)
         ctx.shard.all_reduce(d_results_3T)
         grads = LossGrads(*d_results_3T.unbind())
@@ -185,7 +185,7 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: OpContext,
         h_TD: torch.Tensor,
         w_LD: torch.Tensor,
         targets_T: torch.Tensor,
@@ -203,7 +203,7 @@ class _SummedLoss(torch.autograd.Function):
         return total, loss_T, stats.lse_C, stats.mean_C
 
     @staticmethod
-    def backward(ctx: Any, *d_results: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: OpContext, *d_results: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_total, *_ = d_results
         factor = d_total.clone()
         ctx.shard.all_reduce(factor)
