@@ -26,6 +26,11 @@ from moetrain.config.compute import SavedName
 from moetrain.models.rope_scaling import RopeScaling, Rotation
 from moetrain.models.rules import COLWISE, NORM, SCORE, ZERO_NORM, PartStyle, Rule, ShardingPlan
 
+ConfigJson = Mapping[str, Any]
+"""A parsed ``config.json`` of a checkpoint, or some of its keys."""
+Fields = dict[str, Any]
+"""Values by name: fields of an architecture, or keys of a ``config.json``."""
+
 FP32 = 4
 """Bytes of an fp32 element."""
 

@@ -4,17 +4,17 @@ Tensors have the names of Llama's and Mixtral's files, with one tensor for each 
 completes or replaces entries of these maps and defaults.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moetrain.models.architecture import Architecture, Part
+from moetrain.models.architecture import Architecture, Fields, Part
 from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.family import Piece, Rename, WeightMap, match
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts
 
-COMMON_DEFAULTS: Mapping[str, Any] = {
+COMMON_DEFAULTS: Fields = {
     "hidden_size": 4096,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,

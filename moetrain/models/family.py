@@ -13,11 +13,11 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, ConfigJson, Fields
 
 
 class Piece(NamedTuple):
@@ -147,14 +147,14 @@ class Family:
     """The architecture class, which names the parts of layers."""
     hf_class: str
     """Name of the ``transformers`` class, for the key ``architectures``."""
-    defaults: Mapping[str, Any]
+    defaults: ConfigJson
     """All keys of config.json that describe a model, with the defaults of the ``transformers``
     config class; a file may omit them."""
     weight_map: WeightMap
     """The map of the published files."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Architecture fields, and the keys that hold them, where these are not the usual ones."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Fields = field(default_factory=dict)
     """Architecture fields that have one value in the whole family."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names that files use for keys."""
@@ -175,10 +175,10 @@ class Family:
     None: the model's keys are at the top."""
     activation: str = "silu"
     """The one value of ``hidden_act`` that is supported."""
-    read_layers: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    read_layers: Callable[[ConfigJson], Fields] = lambda config: {}
     """Computes the fields that depend on several keys, or that differ between layers, from the
     config with ``defaults`` filled in."""
-    write_layers: Callable[[Architecture], dict[str, Any]] = lambda arch: {}
+    write_layers: Callable[[Architecture], Fields] = lambda arch: {}
     """Inverts ``read_layers``."""
     presets: Mapping[str, Architecture] = field(default_factory=dict)
     """The named architectures, for ``model.preset``."""

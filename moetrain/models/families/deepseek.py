@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, ConfigJson, Fields
 from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
@@ -51,7 +51,7 @@ class LatentDecoder(MoEDecoder):
 
     @model_validator(mode="before")
     @classmethod
-    def _whole_heads(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _whole_heads(cls, values: Fields) -> Fields:
         """Set the width of a head to the sum of its two parts."""
         widths = [values.get(f"qk_{part}_head_dim") for part in ("nope", "rope")]
         # JSON's arrays are lists, and a strict model does not accept them as tuples.
@@ -63,7 +63,7 @@ class V3Decoder(MultiTokenDecoder, LatentDecoder):
     """A latent decoder that can have MTP blocks."""
 
 
-def check_keys(config: Mapping[str, Any], expected: Mapping[str, tuple[Any, ...]]) -> None:
+def check_keys(config: ConfigJson, expected: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise ConfigError for a key of ``config`` with a value that is not ``expected``."""
     for key, values in expected.items():
         if (value := config.get(key, values[0])) not in values:
@@ -72,7 +72,7 @@ def check_keys(config: Mapping[str, Any], expected: Mapping[str, tuple[Any, ...]
             raise error("config.json", f"{problem}; use a model that has it")
 
 
-def read_v3_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_v3_layers(config: ConfigJson) -> Fields:
     """Read as :func:`read_deepseek_layers`, and refuse values that no model like V3 has."""
     known = {"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
     check_keys(config, known)
@@ -96,11 +96,11 @@ LATENT_MAP: WeightMap = DENSE + _renamed(
 _WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LATENT_FIELDS: Mapping[str, str] = {name: name for name in _WIDTHS}
 # The width of a head is the sum of two others; files hold a head_dim that nothing reads.
-_FIXED: Mapping[str, Any] = {**SIGMOID_ROUTER, "head_dim": 0}
+_FIXED: Fields = {**SIGMOID_ROUTER, "head_dim": 0}
 _MAP, _MAP_WITHOUT_COPIES = behind_layers(
     LATENT_MAP + moe_block(bias="gate.e_score_correction_bias", shared="shared_experts")
 )
-V3: Mapping[str, Any] = {
+V3: Fields = {
     "architecture": V3Decoder,
     "hf_class": "DeepseekV3ForCausalLM",
     "defaults": {
@@ -142,7 +142,7 @@ V3: Mapping[str, Any] = {
 
 # Sizes of presets are those of the published config.json, from memory; their totals of parameters
 # agree with what is published (tests/models/families/test_families.py).
-_COMMON: Mapping[str, Any] = {
+_COMMON: Fields = {
     "family": "deepseek_v3",
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
@@ -150,7 +150,7 @@ _COMMON: Mapping[str, Any] = {
     "v_head_dim": 128,
     **_FIXED,
 }
-_LARGE: Mapping[str, Any] = {
+_LARGE: Fields = {
     **_COMMON,
     "hidden_size": 7168,
     "num_layers": 61,

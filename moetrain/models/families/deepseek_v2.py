@@ -9,7 +9,7 @@ Left out on purpose: biases of feed-forward layers (``mlp_bias``), which no publ
 from collections.abc import Mapping
 from typing import Any
 
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, ConfigJson, Fields
 from moetrain.models.decoders import moe_block
 from moetrain.models.families.deepseek import (
     LATENT_FIELDS,
@@ -23,7 +23,7 @@ from moetrain.models.hf.files import error
 from moetrain.models.parts.deepseek_router import read_deepseek_layers, write_deepseek_layers
 from moetrain.models.rope_scaling import RopeScaling
 
-_FIXED: Mapping[str, Any] = {
+_FIXED: Fields = {
     "router_fp32": True,
     "norm_topk_prob": False,
     "best_of_group": True,
@@ -47,7 +47,7 @@ _KNOWN: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_layers(config: ConfigJson) -> Fields:
     """Read the layers as V3 does, and the groups of experts if ``topk_method`` uses them."""
     check_keys(config, _KNOWN)
     read = read_deepseek_layers(config)
@@ -59,7 +59,7 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     return read
 
 
-def _write_layers(arch: Architecture) -> dict[str, Any]:
+def _write_layers(arch: Architecture) -> Fields:
     return {
         **write_deepseek_layers(arch),
         "topk_method": _GROUPED if arch.num_expert_groups > 1 else _GREEDY,

@@ -3,10 +3,7 @@
 The first layers are dense, and the others have shared experts.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, ConfigJson, Fields
 from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
@@ -25,11 +22,11 @@ from moetrain.models.parts.deepseek_router import (
 _FIXED = {**SIGMOID_ROUTER, "qk_norm": True}
 
 
-def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_layers(config: ConfigJson) -> Fields:
     return read_windows(config) | read_deepseek_layers(config)
 
 
-def _write_layers(arch: Architecture) -> dict[str, Any]:
+def _write_layers(arch: Architecture) -> Fields:
     written = write_windows(arch) | write_deepseek_layers(arch)
     del written["use_sliding_window"]
     return written

@@ -5,10 +5,7 @@ The router's scores are a softmax. Some layers may be dense, and the others may 
 Left out on purpose: biases of linear layers (``use_bias``), which no published model has.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, ConfigJson, Fields
 from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
@@ -18,7 +15,7 @@ from moetrain.models.decoders import (
 from moetrain.models.family import Family, register
 from moetrain.models.hf.files import error
 
-_FIXED: dict[str, Any] = {
+_FIXED: Fields = {
     "rope_interleaved": True,
     "norm_topk_prob": True,
     "router_fp32": True,
@@ -26,7 +23,7 @@ _FIXED: dict[str, Any] = {
 }
 # Sizes of presets are those of the published config.json, from memory; their totals of parameters
 # agree with what is published (tests/models/families/test_families.py).
-_COMMON: dict[str, Any] = {
+_COMMON: Fields = {
     "family": "ernie4_5_moe",
     "vocab_size": 103_424,
     "head_dim": 128,
@@ -40,7 +37,7 @@ _COMMON: dict[str, Any] = {
 }
 
 
-def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_layers(config: ConfigJson) -> Fields:
     """Read the MoE layers and the width of shared experts."""
     if config["use_bias"]:
         raise error("config.json", "use_bias true is not supported; use a model without biases")
@@ -56,7 +53,7 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"moe_layers": tuple(routed), "shared_intermediate_size": width}
 
 
-def _write_layers(arch: Architecture) -> dict[str, Any]:
+def _write_layers(arch: Architecture) -> Fields:
     routed = arch.moe_layer_indices or [arch.num_layers]
     return {
         "use_bias": False,

@@ -5,9 +5,9 @@ are experts like any others.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, Fields
 from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.decoders import (
     COMMON_DEFAULTS,
@@ -44,12 +44,12 @@ _PAD = 100_277
 """The ``pad_token_id`` of a file that does not name one."""
 
 
-def _write_layers(arch: Architecture) -> dict[str, Any]:
+def _write_layers(arch: Architecture) -> Fields:
     return {"pad_token_id": None} if arch.vocab_size <= _PAD else {}
 
 
 _NORMS = {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
-_FIXED: dict[str, Any] = {"qk_norm": True, "qk_norm_of": "width", "late_norms": True}
+_FIXED: Fields = {"qk_norm": True, "qk_norm_of": "width", "late_norms": True}
 register(
     Family(
         name="flex_olmo",

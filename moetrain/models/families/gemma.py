@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from moetrain.models.architecture import Architecture, AttentionPart, Part
+from moetrain.models.architecture import Architecture, AttentionPart, ConfigJson, Fields, Part
 from moetrain.models.decoders import COMMON_DEFAULTS, DENSE, beside_vision
 from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
@@ -79,7 +79,7 @@ class _Gemma4(Architecture):
 
 _ROPE = "layer_rope"
 """Our name of the key ``rope_parameters``, which has an entry for each type of layers."""
-_ROPES: dict[str, dict[str, Any]] = {
+_ROPES: dict[str, Fields] = {
     _SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
     _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
@@ -89,7 +89,7 @@ _UNSUPPORTED = {
 }
 
 
-def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_layers(config: ConfigJson) -> Fields:
     for key, (taken, what) in _UNSUPPORTED.items():
         if config[key] != taken:
             problem = f"{key} {config[key]!r:.80} ({what}) is not supported"
@@ -98,7 +98,7 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
         problem = f"use_bidirectional_attention {config['use_bidirectional_attention']!r:.80}"
         raise error("config.json", f"{problem} is not supported; use a model that looks back alone")
     types = _layer_types(config)
-    found: dict[str, Any] = {
+    found: Fields = {
         "sliding_windows": tuple(config["sliding_window"] if t == _SLIDING else None for t in types)
     }
     found |= _read_widths(config, types) | _read_ropes(config)
@@ -114,7 +114,7 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _layer_types(config: Mapping[str, Any]) -> list[str]:
+def _layer_types(config: ConfigJson) -> list[str]:
     count = config["num_hidden_layers"]
     types = config["layer_types"] or [_FULL if (i + 1) % 6 == 0 else _SLIDING for i in range(count)]
     unknown = sorted({str(kind) for kind in types} - {_SLIDING, _FULL})
@@ -123,7 +123,7 @@ def _layer_types(config: Mapping[str, Any]) -> list[str]:
     return [*types[:-1], _FULL]  # transformers ignores the last entry too
 
 
-def _read_widths(config: Mapping[str, Any], types: list[str]) -> dict[str, Any]:
+def _read_widths(config: ConfigJson, types: list[str]) -> Fields:
     """Read the heads of layers with full attention, from keys of their own or layer by layer."""
     is_shared = config["attention_k_eq_v"]
     per_layer = config["per_layer_config"]
@@ -156,8 +156,8 @@ _EXPERT_KEYS = {
 }
 
 
-def _read_ropes(config: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _read_ropes(config: ConfigJson) -> Fields:
+    found: Fields = {}
     ropes = _ROPES if config.get(_ROPE) is None else config[_ROPE]
     for kind, prefix in ((_SLIDING, ""), (_FULL, "global_")):
         rope = ropes.get(kind) if isinstance(ropes, Mapping) else ropes
@@ -178,7 +178,7 @@ def _read_ropes(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _write_layers(arch: Architecture) -> dict[str, Any]:
+def _write_layers(arch: Architecture) -> Fields:
     assert isinstance(arch, _Gemma4)
     windows = [arch.window(i) for i in range(arch.num_layers)]
     moe = {theirs: getattr(arch, ours) for ours, theirs in _EXPERT_KEYS.items()}
@@ -201,7 +201,7 @@ def _write_layers(arch: Architecture) -> dict[str, Any]:
     }
 
 
-def _write_rope(rope: RopeScaling, theta: float) -> dict[str, Any]:
+def _write_rope(rope: RopeScaling, theta: float) -> Fields:
     found = {"rope_type": rope.kind, "rope_theta": theta}
     if rope.kind == "proportional":
         found |= {"partial_rotary_factor": rope.share, "factor": rope.factor}
@@ -238,7 +238,7 @@ _MAP: WeightMap = (
     *(Rename(f"layers.{{layer}}.{ours}", f"{_LAYER}.{x}") for ours, x in _TENSORS.items()),
 )
 _ACTIVATION = "gelu_pytorch_tanh"
-_FIXED: dict[str, Any] = {
+_FIXED: Fields = {
     "qk_norm": True,
     "late_norms": True,
     "layer_scalars": True,

@@ -5,8 +5,7 @@ model's own layers; an export carries them on, or they are trained
 (:mod:`moetrain.models.parts.multi_token`).
 """
 
-from typing import Any
-
+from moetrain.models.architecture import Fields
 from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
@@ -33,7 +32,7 @@ _MAP, _MAP_WITHOUT_COPIES = behind_layers(
 _FIXED = {**SIGMOID_ROUTER, "out_bias": False}
 # Sizes of presets are those of the published config.json, from memory; their totals of parameters
 # agree with what is published (tests/models/families/test_families.py).
-_COMMON: dict[str, Any] = {
+_COMMON: Fields = {
     "family": "glm4_moe",
     "vocab_size": 151_552,
     "num_heads": 96,

@@ -4,10 +4,7 @@ Files hold MTP blocks behind the model's own layers; an export carries them on, 
 (:mod:`moetrain.models.parts.multi_token`).
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, ConfigJson, Fields
 from moetrain.models.families.deepseek import (
     V3,
     V3Decoder,
@@ -22,7 +19,7 @@ _ROUTED = "sparse"
 _FIRST = "first_k_dense_replace"
 
 
-def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_layers(config: ConfigJson) -> Fields:
     """Read the MoE layers, by default all but the first."""
     kinds = config["mlp_layer_types"]
     if kinds is None:
@@ -34,7 +31,7 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**read, "moe_layers": tuple(kind == _ROUTED for kind in kinds)}
 
 
-def _write_layers(arch: Architecture) -> dict[str, Any]:
+def _write_layers(arch: Architecture) -> Fields:
     written = write_deepseek_layers(arch)
     routed = arch.moe_layer_indices
     del written[_FIRST]
@@ -43,7 +40,7 @@ def _write_layers(arch: Architecture) -> dict[str, Any]:
 
 
 _DEFAULTS = {key: value for key, value in V3["defaults"].items() if key != _FIRST}
-_OWN: Mapping[str, Any] = {
+_OWN: Fields = {
     "hf_class": "Glm4MoeLiteForCausalLM",
     "defaults": {
         **_DEFAULTS,

@@ -5,12 +5,9 @@ element. They are dequantised to bf16, or stay quantised beneath adapters (``lor
 an export has them in bf16.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from pydantic import Field
 
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, ConfigJson, Fields
 from moetrain.models.decoders import COMMON_DEFAULTS, DENSE
 from moetrain.models.family import Family, Rename, register
 from moetrain.models.hf.files import error
@@ -31,7 +28,7 @@ class _GptOss(Architecture):
     swiglu_alpha: float = Field(default=1.702, gt=0, allow_inf_nan=False)
 
 
-def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_layers(config: ConfigJson) -> Fields:
     """Read the layers' windows; without ``layer_types`` every other layer has one."""
     count = config["num_hidden_layers"]
     window = config["sliding_window"]
@@ -42,7 +39,7 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_windows": tuple(window if kind == _SLIDING else None for kind in types)}
 
 
-def _write_layers(arch: Architecture) -> dict[str, Any]:
+def _write_layers(arch: Architecture) -> Fields:
     windows = [arch.window(i) for i in range(arch.num_layers)]
     found = {
         "layer_types": [_FULL if window is None else _SLIDING for window in windows],
@@ -76,7 +73,7 @@ _WEIGHT_MAP = (
     InterleavedExperts(f"{_OURS}.experts.w_down", f"{_THEIRS}.experts.down_proj"),
     Rename(f"{_OURS}.experts.b_down", f"{_THEIRS}.experts.down_proj_bias"),
 )
-_FIXED: dict[str, Any] = {"norm_topk_prob": True, "late_norms": True}
+_FIXED: Fields = {"norm_topk_prob": True, "late_norms": True}
 
 
 def _preset(num_layers: int, num_experts: int) -> _GptOss:

@@ -4,11 +4,9 @@ Rotary embeddings have a base that ``alpha`` stretches. Files may list the numbe
 experts for each layer; lists that differ between layers are refused.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, ConfigJson, Fields
 from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
@@ -19,7 +17,7 @@ from moetrain.models.family import Family, register
 from moetrain.models.hf.files import error
 from moetrain.models.rope_scaling import RopeScaling
 
-_FIXED: dict[str, Any] = {
+_FIXED: Fields = {
     "qk_norm": True,
     "qk_norm_of": "rotated",
     "norm_topk_prob": True,
@@ -33,7 +31,7 @@ def _renamed(theirs: str) -> str:
     return f"{module}.{_NORMS[leaf]}" if leaf in _NORMS else theirs
 
 
-def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_layers(config: ConfigJson) -> Fields:
     """Read the number of a token's experts, from one number or one for each layer."""
     value = config["moe_topk"]
     counts = set(value) if isinstance(value, list) else {value}
@@ -44,7 +42,7 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_experts_per_token": count}
 
 
-def _write_layers(arch: Architecture) -> dict[str, Any]:
+def _write_layers(arch: Architecture) -> Fields:
     return {"moe_topk": arch.num_experts_per_token}
 
 

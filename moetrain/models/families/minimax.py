@@ -3,10 +3,7 @@
 A part of each head rotates; files have it as ``rotary_dim`` or as ``partial_rotary_factor``.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, ConfigJson, Fields
 from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
@@ -15,7 +12,7 @@ from moetrain.models.decoders import (
 )
 from moetrain.models.family import Family, register
 
-_FIXED: dict[str, Any] = {
+_FIXED: Fields = {
     "qk_norm": True,
     "qk_norm_of": "width",
     "norm_topk_prob": True,
@@ -24,12 +21,12 @@ _FIXED: dict[str, Any] = {
 }
 
 
-def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_layers(config: ConfigJson) -> Fields:
     width = config["rotary_dim"]
     return {} if width is None else {"partial_rotary_factor": width / config["head_dim"]}
 
 
-def _write_layers(arch: Architecture) -> dict[str, Any]:
+def _write_layers(arch: Architecture) -> Fields:
     return {"rotary_dim": arch.attention(0).rotary_dim}
 
 

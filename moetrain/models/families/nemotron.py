@@ -11,9 +11,9 @@ of multi-token prediction (``mtp``).
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from moetrain.models.architecture import Architecture, Part
+from moetrain.models.architecture import Architecture, ConfigJson, Fields, Part
 from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.decoders import COMMON_DEFAULTS, StackExperts
 from moetrain.models.family import Family, Rename, WeightMap, register
@@ -67,11 +67,11 @@ class _NemotronH(Architecture):
 _OFF = ("use_bias", "mlp_bias", "attention_bias", "mamba_proj_bias", "tie_word_embeddings")
 _OFF += ("residual_in_fp32", "sliding_window")
 """Keys that must be false or null."""
-_GIVEN: Mapping[str, Any] = {"n_shared_experts": 1, "mamba_hidden_act": "silu"}
+_GIVEN: Fields = {"n_shared_experts": 1, "mamba_hidden_act": "silu"}
 """Keys with a single supported value."""
 
 
-def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_layers(config: ConfigJson) -> Fields:
     """Read the blocks' parts, and refuse unsupported values."""
     for key in _OFF:
         if config.get(key):
@@ -101,7 +101,7 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_layers": len(mixers), "mixers": mixers, "moe_latent_size": latent} | none
 
 
-def _write_layers(arch: Architecture) -> dict[str, Any]:
+def _write_layers(arch: Architecture) -> Fields:
     assert isinstance(arch, _NemotronH)
     letters = {mixer: letter for letter, mixer in _LETTERS.items()}
     mixers = arch.mixers or ("attention",) * arch.num_layers
@@ -170,7 +170,7 @@ _MAP: WeightMap = (
 
 # ---- the family --------------------------------------------------------------------------------
 
-_FIXED: dict[str, Any] = {**SIGMOID_ROUTER, "partial_rotary_factor": 0.0, "tie_embeddings": False}
+_FIXED: Fields = {**SIGMOID_ROUTER, "partial_rotary_factor": 0.0, "tie_embeddings": False}
 _COMMON = {key: COMMON_DEFAULTS[key] for key in COMMON_DEFAULTS if key != "rms_norm_eps"}
 
 register(

@@ -3,10 +3,7 @@
 Left out on purpose: ``clip_qkv``, which no published model uses.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, ConfigJson, Fields
 from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
@@ -16,17 +13,17 @@ from moetrain.models.decoders import (
 from moetrain.models.family import Family, register
 from moetrain.models.hf.files import error
 
-_FIXED: dict[str, Any] = {"qk_norm": True, "qk_norm_of": "width"}
+_FIXED: Fields = {"qk_norm": True, "qk_norm_of": "width"}
 
 
-def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_layers(config: ConfigJson) -> Fields:
     if (limit := config["clip_qkv"]) is not None:
         problem = f"clip_qkv {limit!r:.80} is not supported; use a model that has null there"
         raise error("config.json", problem)
     return {}
 
 
-def _write_layers(arch: Architecture) -> dict[str, Any]:
+def _write_layers(arch: Architecture) -> Fields:
     return {"clip_qkv": None}
 
 

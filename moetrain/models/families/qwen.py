@@ -5,10 +5,7 @@ windows in some layers, with the same keys. Qwen3-MoE has Qwen3's attention and 
 layers may be dense.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, ConfigJson, Fields
 from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
@@ -35,7 +32,7 @@ _DEFAULTS = {
 _NULLABLE = {"sliding_window": int, "layer_types": list}
 
 
-def read_windows(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_windows(config: ConfigJson) -> Fields:
     """Read the layers' windows from ``layer_types``, or without it from ``max_window_layers``."""
     window = config["sliding_window"] if config.get("use_sliding_window", True) else None
     types = config["layer_types"]
@@ -52,7 +49,7 @@ def read_windows(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_windows": tuple(window if kind == _SLIDING else None for kind in types)}
 
 
-def write_windows(arch: Architecture) -> dict[str, Any]:
+def write_windows(arch: Architecture) -> Fields:
     """Invert :func:`read_windows`."""
     windows = [arch.window(i) for i in range(arch.num_layers)]
     window = next((w for w in windows if w is not None), None)
@@ -107,7 +104,7 @@ register(
 )
 
 
-def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_layers(config: ConfigJson) -> Fields:
     """Read the window of all layers, and the MoE layers."""
     layers = range(config["num_hidden_layers"])
     step = config["decoder_sparse_step"]
@@ -121,7 +118,7 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_layers(arch: Architecture) -> dict[str, Any]:
+def _write_layers(arch: Architecture) -> Fields:
     routed = arch.moe_layer_indices
     return {
         "use_sliding_window": arch.window(0) is not None,

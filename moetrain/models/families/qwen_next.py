@@ -6,10 +6,9 @@ has dense models. Its published files also hold a vision tower, and an export ca
 on; files of a ``_text`` family hold the language model alone.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
-from moetrain.models.architecture import Architecture, AttentionPart
+from moetrain.models.architecture import Architecture, AttentionPart, ConfigJson, Fields
 from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.decoders import (
     COMMON_DEFAULTS,
@@ -53,7 +52,7 @@ _FIELDS = {
 }
 _EXPERTS_FIXED = {**_FIXED, "shared_gate": True}
 _EXPERTS_FIELDS = {**_FIELDS, "shared_intermediate_size": "shared_expert_intermediate_size"}
-_DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: Fields = {
     **COMMON_DEFAULTS,
     "num_attention_heads": 16,
     "max_position_embeddings": 32768,
@@ -68,7 +67,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "layer_types": None,
     "full_attention_interval": 4,
 }
-_EXPERTS_DEFAULTS: Mapping[str, Any] = {
+_EXPERTS_DEFAULTS: Fields = {
     **_DEFAULTS,
     "hidden_size": 2048,
     "num_key_value_heads": 2,
@@ -80,7 +79,7 @@ _EXPERTS_DEFAULTS: Mapping[str, Any] = {
 _NULLABLE = {"layer_types": list}
 
 
-def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_layers(config: ConfigJson) -> Fields:
     """Read the linear layers from ``layer_types``, or without it from
     ``full_attention_interval``."""
     types, interval = config["layer_types"], config["full_attention_interval"]
@@ -96,13 +95,13 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"linear_layers": tuple(kind == _LINEAR for kind in types)}
 
 
-def _write_layers(arch: Architecture) -> dict[str, Any]:
+def _write_layers(arch: Architecture) -> Fields:
     kinds = arch.linear_layers or (False,) * arch.num_layers
     multi_token = {"mtp_num_hidden_layers": arch.mtp_layers} if arch.mtp_layers else {}
     return {"layer_types": [_LINEAR if is_linear else _FULL for is_linear in kinds], **multi_token}
 
 
-def _read_next_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_next_layers(config: ConfigJson) -> Fields:
     """Read as :func:`_read_layers`, and the MoE layers."""
     step = config["decoder_sparse_step"]
     dense = config["mlp_only_layers"] or []
@@ -113,7 +112,7 @@ def _read_next_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_read_layers(config), "moe_layers": routed}
 
 
-def _write_next_layers(arch: Architecture) -> dict[str, Any]:
+def _write_next_layers(arch: Architecture) -> Fields:
     dense = [i for i in range(arch.num_layers) if i not in arch.moe_layer_indices]
     return {**_write_layers(arch), "decoder_sparse_step": 1, "mlp_only_layers": dense}
 
@@ -186,7 +185,7 @@ _PACKED = (
 
 # The sizes are those of the published config.json, but rope_theta, max_positions and the dense
 # width of Qwen3-Next are from memory.
-_COMMON: dict[str, Any] = {
+_COMMON: Fields = {
     "num_heads": 16,
     "num_kv_heads": 2,
     "head_dim": 256,

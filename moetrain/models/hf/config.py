@@ -13,11 +13,10 @@ Left out on purpose: settings of training (attention dropout, router jitter), an
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from pydantic import ValidationError
 
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, ConfigJson, Fields
 from moetrain.models.families import FAMILIES
 from moetrain.models.family import Family
 from moetrain.models.hf.files import error
@@ -29,14 +28,14 @@ _TIED = "tie_word_embeddings"
 _PAD = "pad_token_id"
 _CLASSIFIES = "ForSequenceClassification"
 """End of the name of the ``transformers`` class of models that score a text by its last token."""
-_DERIVED: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
+_DERIVED: Mapping[str, Callable[[ConfigJson], int]] = {
     "num_key_value_heads": lambda config: config["num_attention_heads"],
     "head_dim": lambda config: config["hidden_size"] // max(1, config["num_attention_heads"]),
 }
 """Keys of files that may be null, and the functions that then compute their values."""
 
 
-def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
+def architecture_from_hf(config: ConfigJson) -> Architecture:
     """Return the architecture that the parsed ``config.json`` of a checkpoint describes.
 
     Raises ConfigError: an unsupported model type, activation, rope type or quantization, or a value
@@ -48,7 +47,7 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
         if key in own and other in own and own[key] != own[other]:
             raise _error(f"{other} {own[other]!r} contradicts {key} {own[key]!r}")
     own = {family.aliases.get(key, key): value for key, value in own.items()}
-    values: dict[str, Any] = {**family.defaults, **own}
+    values: Fields = {**family.defaults, **own}
     _check_types(values, family)
     if values["hidden_act"] != family.activation:
         raise _error(
@@ -71,13 +70,13 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
     return _canonical(arch)
 
 
-def is_reward_model(config: Mapping[str, Any]) -> bool:
+def is_reward_model(config: ConfigJson) -> bool:
     """Return True if the parsed ``config.json`` is that of a ``*ForSequenceClassification``."""
     names = config.get("architectures")
     return isinstance(names, list) and any(str(name).endswith(_CLASSIFIES) for name in names)
 
 
-def _read_head(config: Mapping[str, Any]) -> int | None:
+def _read_head(config: ConfigJson) -> int | None:
     """Return ``pad_token_id``; ConfigError: it is not an id, or the head has several rows."""
     labels, pad = config.get("id2label"), config.get(_PAD)
     # transformers takes a config.json without labels for one with two.
@@ -90,7 +89,7 @@ def _read_head(config: Mapping[str, Any]) -> int | None:
     return pad
 
 
-def _own_keys(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+def _own_keys(config: ConfigJson, family: Family) -> ConfigJson:
     """Return the keys of ``config`` that describe the model, those in ``Family.section`` if it has
     one.
 
@@ -116,19 +115,19 @@ def _first_problem(error: ValidationError, family: Family) -> str:
     return f"{family.keys.get(field, field)} is {problem['input']!r:.80}: {message}"
 
 
-def _to_hf(arch: Architecture) -> dict[str, Any]:
+def _to_hf(arch: Architecture) -> Fields:
     """Return the whole ``config.json`` of ``arch``, without a source's other keys."""
     family = _family_of(arch.family)
     own = family.write_layers(arch)
     if "rope_parameters" not in own:  # transformers reads either of the two keys
         own = {"rope_scaling": arch.rope.to_hf(), **own}
     keys = {theirs: getattr(arch, ours) for ours, theirs in family.keys.items()}
-    config: dict[str, Any] = {"hidden_act": family.activation, **keys, **own}
+    config: Fields = {"hidden_act": family.activation, **keys, **own}
     name = family.hf_class
     if arch.num_labels:
         name = re.sub(r"For\w+$", _CLASSIFIES, name)
         config[_PAD] = arch.pad_token_id
-    head: dict[str, Any] = {"architectures": [name], "model_type": arch.family}
+    head: Fields = {"architectures": [name], "model_type": arch.family}
     if arch.num_labels:
         head |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     if family.section is not None:
@@ -143,7 +142,7 @@ def _to_hf(arch: Architecture) -> dict[str, Any]:
     return config
 
 
-def exported_config(arch: Architecture, source: Mapping[str, Any] | None) -> dict[str, Any]:
+def exported_config(arch: Architecture, source: ConfigJson | None) -> Fields:
     """Return the ``config.json`` of ``arch``; inverts :func:`architecture_from_hf`.
 
     ``source`` is the config that the architecture was read from. Its other keys are carried on. It
@@ -166,7 +165,7 @@ def exported_config(arch: Architecture, source: Mapping[str, Any] | None) -> dic
     return _carried(source, {*own, *spelled}) | own
 
 
-def _carried(source: Mapping[str, Any], spelled: set[str]) -> dict[str, Any]:
+def _carried(source: ConfigJson, spelled: set[str]) -> Fields:
     return {key: value for key, value in source.items() if key not in spelled}
 
 
@@ -177,7 +176,7 @@ def _family_of(model_type: object) -> Family:
     return FAMILIES[model_type]
 
 
-def _check_types(values: Mapping[str, Any], family: Family) -> None:
+def _check_types(values: ConfigJson, family: Family) -> None:
     """Raise ConfigError for a value that has another type than the key's default."""
     nullable = dict.fromkeys(_DERIVED, int) | dict(family.nullable)
     for key, default in family.defaults.items():
@@ -208,7 +207,7 @@ _ROPE_KEYS = {"rope_scaling", "rope_parameters", "partial_rotary_factor", RopeSc
 """The keys of files that describe rope, except for ``rope_theta``."""
 
 
-def _read_rope(config: Mapping[str, Any], family: Family) -> tuple[float, float, RopeScaling]:
+def _read_rope(config: ConfigJson, family: Family) -> tuple[float, float, RopeScaling]:
     """Read ``rope_theta``, the rotating share of a head and the scaling.
 
     They are in ``rope_scaling``, or in newer files in ``rope_parameters``.

@@ -31,6 +31,7 @@ from safetensors.torch import _TYPES
 
 from moetrain.config import ConfigError, logger
 from moetrain.config.files import open_regular, read_regular, write_atomically
+from moetrain.models.architecture import ConfigJson
 from moetrain.models.family import Piece, WeightMap
 from moetrain.models.hf.formats import Dequantised, Format, format_of
 from moetrain.models.hf.lazy import LazyTensor
@@ -67,9 +68,9 @@ class HFSource:
     """The contents of a checkpoint's files, for a model and for an export that carries them on."""
 
     folder: Path
-    config: Mapping[str, Any]
+    config: ConfigJson
     """The whole ``config.json``."""
-    generation: Mapping[str, Any] | None
+    generation: ConfigJson | None
     """The whole ``generation_config.json``, if there is one."""
     stored: Mapping[str, FileTensor]
     """Every tensor of the files, in their order."""
@@ -460,7 +461,7 @@ def _is_inside(name: object) -> bool:
 
 
 # Writing.
-def write_files(folder: Path, files: Mapping[str, Path | str | Mapping[str, Any]]) -> list[str]:
+def write_files(folder: Path, files: Mapping[str, Path | str | ConfigJson]) -> list[str]:
     """Write copies, texts and JSON, each atomically; return the copies whose source is gone."""
     lost = []
     for name, content in files.items():

@@ -27,6 +27,7 @@ import torch
 from moetrain.config import ConfigError
 from moetrain.kernels.quant.blocks import BlockScaled
 from moetrain.kernels.quant.groups import QUANT_FORMATS, Groups, QuantFormat
+from moetrain.models.architecture import ConfigJson
 from moetrain.models.hf.lazy import LazyTensor
 
 
@@ -290,7 +291,7 @@ def _nf4(is_nested: bool) -> Format:
     )
 
 
-def format_of(config: Mapping[str, Any]) -> Format | None:
+def format_of(config: ConfigJson) -> Format | None:
     """Return the format of a checkpoint's quantised tensors; None: its config.json names none.
 
     Raises ConfigError: the format is not known.

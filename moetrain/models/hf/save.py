@@ -17,7 +17,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from statistics import mode
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from moetrain.config import ConfigError, logger
 from moetrain.config.files import remove_temporaries, write_atomically
+from moetrain.models.architecture import ConfigJson, Fields
 from moetrain.models.families import FAMILIES
 from moetrain.models.family import Piece
 from moetrain.models.hf import files as hf_files
@@ -35,7 +36,7 @@ from moetrain.models.transformer import Transformer
 ExportDtype = Literal["auto", "bfloat16", "float16", "float32"]
 _METADATA = {"format": "pt"}
 """``transformers`` refuses files that do not name the framework that wrote them."""
-_File = Path | str | Mapping[str, Any]
+_File = Path | str | ConfigJson
 _EOS, _PAD = "eos_token_id", "pad_token_id"
 
 
@@ -112,7 +113,7 @@ class Export:
             dtypes = [] if source is None else [source.stored[n].dtype for n in source.own]
             name = str(dtype or mode(dtypes)).removeprefix("torch.")
             config |= dict.fromkeys(keys or ["torch_dtype"], name)
-        generation: dict[str, Any] = dict(source.generation or {}) if source is not None else {}
+        generation: Fields = dict(source.generation or {}) if source is not None else {}
         files: dict[str, _File] = {}
         if source is not None:
             kept = (f for f in source.files if tokenizer is None or not tokenizer.has(f))
@@ -132,7 +133,7 @@ class Export:
         return files | {hf_files.CONFIG: config}
 
     def _new_ids(
-        self, tokenizer: hf_files.TokenizerFiles, *configs: Mapping[str, Any]
+        self, tokenizer: hf_files.TokenizerFiles, *configs: ConfigJson
     ) -> Mapping[str, int | None]:
         """Return the tokenizer's special ids to write to ``configs``.
 

@@ -31,12 +31,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
 
 import torch
 
 from moetrain.config import ConfigError
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, Fields
 from moetrain.models.family import FAMILIES
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts
@@ -83,7 +82,7 @@ class Upcycling:
         self._check(dense)
         family = FAMILIES[name]
         width = dense.intermediate_size // self.split
-        values: dict[str, Any] = {
+        values: Fields = {
             **dense.model_dump(),
             **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), width),
             "num_experts": self.num_experts,

@@ -1,11 +1,10 @@
 """DeepSeek-V3's router, and its keys of config.json for layers; many families share both."""
 
 from collections.abc import Mapping
-from typing import Any
 
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, ConfigJson, Fields
 
-SIGMOID_ROUTER: Mapping[str, Any] = {
+SIGMOID_ROUTER: Fields = {
     "router_score": "sigmoid",
     "router_fp32": True,
     "selection_bias": True,
@@ -22,7 +21,7 @@ DEEPSEEK_FIELDS: Mapping[str, str] = {
 """Entries of ``Family.fields`` for the keys of DeepSeek's config.json."""
 
 
-def read_deepseek_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_deepseek_layers(config: ConfigJson) -> Fields:
     """Read the MoE layers and the width of shared experts (a ``Family.read_layers``)."""
     layers = range(config["num_hidden_layers"])
     first = config["first_k_dense_replace"]
@@ -30,7 +29,7 @@ def read_deepseek_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"moe_layers": tuple(i >= first for i in layers), "shared_intermediate_size": width}
 
 
-def write_deepseek_layers(arch: Architecture) -> dict[str, Any]:
+def write_deepseek_layers(arch: Architecture) -> Fields:
     """Invert :func:`read_deepseek_layers`."""
     return {
         "first_k_dense_replace": min(arch.moe_layer_indices, default=arch.num_layers),

@@ -34,12 +34,7 @@ from torch import nn
 
 from moetrain.config import ConfigError, KernelsSection, MoeSection
 from moetrain.losses.balancing import RouterStats
-from moetrain.models.architecture import (
-    Architecture,
-    Part,
-    Weight,
-    linear,
-)
+from moetrain.models.architecture import Architecture, ConfigJson, Part, Weight, linear
 from moetrain.models.family import Operation, Piece, Rename, WeightMap
 from moetrain.models.hf.files import error
 from moetrain.models.layers import Linear, RMSNorm
@@ -125,7 +120,7 @@ class MultiTokenDecoder(Architecture):
         return (parts,) * self.mtp_layers
 
 
-def num_multi_token_layers(config: Mapping[str, Any]) -> int:
+def num_multi_token_layers(config: ConfigJson) -> int:
     """Read from ``config.json`` the number of layers behind the model's own that are MTP blocks."""
     value = config.get(_COUNT)
     if value is not None and (type(value) is not int or value < 0):
@@ -135,7 +130,7 @@ def num_multi_token_layers(config: Mapping[str, Any]) -> int:
 
 def with_multi_token(
     arch: Architecture,
-    config: Mapping[str, Any],
+    config: ConfigJson,
     setting: str = "train.mtp_weight",
 ) -> Architecture:
     """Return ``arch`` with the number of MTP blocks that its ``config.json`` names.
