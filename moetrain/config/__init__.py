@@ -43,7 +43,16 @@ from moetrain.config.sections import (
     TrainSection,
     checked,
 )
-from moetrain.config.sources import ConfigError, Reader, Recipes, Unused, leaves, redacted
+from moetrain.config.sources import (
+    ConfigError,
+    Reader,
+    Recipes,
+    Unused,
+    is_list,
+    is_table,
+    leaves,
+    redacted,
+)
 
 logger = logging.getLogger("moetrain")
 """The logger of the whole package. Passwords and keys in URLs do not appear in its lines."""
@@ -95,7 +104,7 @@ class Config(Section):
     @classmethod
     def load(
         cls,
-        source: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        source: str | os.PathLike[str] | Mapping[str, object] | None = None,
         overrides: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
         recipes: Recipes = Recipes.TRAIN,
@@ -141,7 +150,7 @@ class Config(Section):
         """Return True if a user has set ``name``; a recipe's proposal does not count."""
         return not self._origins.get(name, Reader.PROPOSED).startswith(Reader.PROPOSED)
 
-    def filled(self, values: Mapping[str, Any], origin: str) -> Self:
+    def filled(self, values: Mapping[str, object], origin: str) -> Self:
         """Return a copy with ``values``, by dotted name, from the source ``origin``."""
         mine = dict(leaves(self.model_dump(exclude_unset=True)))
         filled = Reader(type(self)).build({**mine, **values})
@@ -185,7 +194,8 @@ class Config(Section):
 
         Passwords and keys in URLs are ``***``: give them again to start a run from these values.
         """
-        return _without_secrets(self.model_dump(mode="json"))
+        values = self.model_dump(mode="json")
+        return {key: _without_secrets(value) for key, value in values.items()}
 
     def describe(self) -> str:
         """Name the recipe and why, then each non-default setting with its value and source."""
@@ -221,9 +231,9 @@ def _name_of_run(config: Config) -> str:
     return f"{path.name}-{name}"
 
 
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, dict):
+def _without_secrets(value: object) -> object:
+    if is_table(value):
         return {key: _without_secrets(inner) for key, inner in value.items()}
-    if isinstance(value, list):
+    if is_list(value):
         return [_without_secrets(inner) for inner in value]
     return redacted(value) if isinstance(value, str) else value

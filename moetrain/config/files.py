@@ -69,7 +69,7 @@ def open_regular(path: Path) -> int:
     return descriptor
 
 
-_KINDS = (
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISCHR, "a device"),

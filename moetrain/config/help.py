@@ -4,6 +4,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from moetrain.config.sections import MixEntry
+from moetrain.config.sources import is_tuple
 
 _TYPES = {bool: "yes or no", int: "a whole number", float: "a number", str: "text"}
 
@@ -25,12 +26,12 @@ def values_in_words(annotation: Any, quote: str = "") -> str:
     return " or ".join(kinds)
 
 
-def as_typed(value: Any) -> str:
+def as_typed(value: object) -> str:
     """Return a default as a person types it on the command line."""
     if value is None:
         return "unset"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, tuple):
+    if is_tuple(value):
         return ",".join(map(str, value)) or "(none)"
     return str(value)

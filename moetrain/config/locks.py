@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -76,7 +76,7 @@ os.register_at_fork(
 
 
 @contextmanager
-def file_lock(path: Path, *, waits: bool = False) -> Iterator[bool]:
+def file_lock(path: Path, *, waits: bool = False) -> Generator[bool]:
     """Hold the lock of the file ``path`` within the context. The file is created, and stays.
 
     Yields False where the file system has no locks: then nothing keeps others out.

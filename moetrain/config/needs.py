@@ -9,7 +9,9 @@ gave the setting, it goes back to its default (:meth:`moetrain.config.Config.fit
 from collections.abc import Container, Iterable, Iterator, Mapping
 from enum import StrEnum
 from itertools import starmap
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
+
+from moetrain.config.sources import is_tuple
 
 
 class Fact(StrEnum):
@@ -24,10 +26,10 @@ class Fact(StrEnum):
     DRY_RUN = "--dry_run"
 
 
-class Other(Container[Any]):
+class Other(Container[object]):
     """A container of every value except ``excluded``."""
 
-    def __init__(self, *excluded: Any) -> None:
+    def __init__(self, *excluded: object) -> None:
         self.excluded = excluded
 
     def __contains__(self, value: object) -> bool:
@@ -54,9 +56,9 @@ class Need(NamedTuple):
 
     settings: str
     """Dotted names with spaces between, or ``section.*`` for the others of a section."""
-    requires: Mapping[str, Container[Any]]
+    requires: Mapping[str, Container[object]]
     """Other settings or facts, each with the values that satisfy the need. One is enough."""
-    when: Container[Any] = _ANY
+    when: Container[object] = _ANY
     """Values of the settings that have this need."""
     why: str = ""
     """The reason in words, for the message, where the values alone do not tell it."""
@@ -78,14 +80,14 @@ class Need(NamedTuple):
         return self.remedy or ", or ".join(["unset it", *starmap(_satisfied, others)])
 
 
-def _satisfied(name: str, fitting: Container[Any]) -> str:
+def _satisfied(name: str, fitting: Container[object]) -> str:
     """Return the advice that gives the setting ``name`` one of the values ``fitting``."""
     if isinstance(fitting, Other):
         if fitting.excluded == (None,):
             return f"set {name}"
         is_least = fitting.excluded in ((0,), (1,))
         return f"raise {name}" if is_least else f"use another {name}"
-    values = [x for x in cast("Iterable[Any]", fitting) if x not in (None, ())]
+    values = [x for x in cast("Iterable[object]", fitting) if x not in (None, ())]
     if not values:
         return f"unset {name}"
     *words, last = (("no", "yes")[x] if isinstance(x, bool) else str(x) for x in values)
@@ -407,8 +409,8 @@ NEEDS: tuple[Need, ...] = (
 
 
 def unmet(
-    values: Mapping[str, Any],
-    defaults: Mapping[str, Any],
+    values: Mapping[str, object],
+    defaults: Mapping[str, object],
     facts: Mapping[str, str | None],
     unused: tuple[str, ...] = (),
 ) -> Iterator[tuple[str, str, str]]:
@@ -441,8 +443,8 @@ def unmet(
                 yield name, shown(values[name]) + problem, advice
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a setting's value as messages show it."""
     if value is None:
         return "none"
-    return repr(",".join(map(str, value)) if isinstance(value, tuple) else value)
+    return repr(",".join(map(str, value)) if is_tuple(value) else value)

@@ -25,7 +25,7 @@ from pydantic import (
     field_validator,
 )
 
-from moetrain.config.sources import ConfigError, source_by_suffix
+from moetrain.config.sources import ConfigError, is_list, is_tuple, source_by_suffix
 
 _POWER_OF_TEN = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,4}")
 _FP32_LEAST, _FP32_MOST = 2.0**-126, 2.0**128
@@ -45,12 +45,12 @@ class Section(BaseModel):
         kind = cls.model_fields[info.field_name or ""].annotation
         kinds = get_args(kind) or (kind,)
         if tuple in map(get_origin, (kind, *kinds)):
-            words = value
+            words: object = value
             if isinstance(value, str):
                 words = value.split(",") if value.strip() else []
-            if isinstance(words, list) and any(isinstance(x, str) and not x.strip() for x in words):
+            if is_list(words) and any(isinstance(x, str) and not x.strip() for x in words):
                 raise ValueError("an entry is empty; leave it out")
-            return tuple(words) if isinstance(words, list) else words
+            return tuple(words) if is_list(words) else words
         if int not in kinds or float in kinds:
             return value
         is_text = isinstance(value, str) and _POWER_OF_TEN.fullmatch(value.strip())
@@ -251,12 +251,12 @@ class DataSection(Section):
 
     @field_validator("mix", mode="before")
     @classmethod
-    def _read_tables(cls, value: Any) -> Any:
+    def _read_tables(cls, value: object) -> object:
         try:
-            tables = json.loads(value) if isinstance(value, str) else value
+            tables: object = json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
             raise ValueError(f"give a list of tables in JSON ({error})") from None
-        if tables is None or isinstance(tables, list | tuple):
+        if tables is None or is_list(tables) or is_tuple(tables):
             return tables
         raise ValueError("give a list of tables")
 

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any, Generic, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -103,7 +103,7 @@ def _is_recipe(source: object) -> bool:
     return isinstance(source, str | os.PathLike) and os.fspath(source) in recipe_names()
 
 
-_Layers = Mapping[str, Mapping[str, Any]]
+_Layers = Mapping[str, Mapping[str, object]]
 """Layers of settings, weakest first. A key is the origin of a layer in words, and its value holds
 the settings of the layer by dotted name."""
 
@@ -128,8 +128,9 @@ class Reader(Generic[_C]):
         self._config = config
         self._may_be_unset: dict[str, bool] = {}  # by dotted name
         for name, field in config.model_fields.items():
-            section = type(field.default)
-            inner = section.model_fields if issubclass(section, BaseModel) else {"": field}
+            inner = {"": field}
+            if isinstance(field.default, BaseModel):
+                inner = type(field.default).model_fields
             for key, setting in inner.items():
                 may = type(None) in get_args(setting.annotation)
                 self._may_be_unset[f"{name}.{key}".rstrip(".")] = may
@@ -137,7 +138,7 @@ class Reader(Generic[_C]):
 
     def read(
         self,
-        source: str | os.PathLike[str] | Mapping[str, Any] | None,
+        source: str | os.PathLike[str] | Mapping[str, object] | None,
         overrides: Sequence[str],
         environ: Mapping[str, str],
         recipes: Recipes,
@@ -162,7 +163,7 @@ class Reader(Generic[_C]):
         values, origins = _merged(layers)
         return self.build(values), origins, why
 
-    def build(self, values: Mapping[str, Any], *, strict: bool = True) -> _C:
+    def build(self, values: Mapping[str, object], *, strict: bool = True) -> _C:
         """Make a config of ``values`` by dotted name.
 
         If ``strict`` is True, values must have exactly the right types. Otherwise they may be
@@ -179,7 +180,7 @@ class Reader(Generic[_C]):
         except ValidationError as error:
             raise self._told(error) from None
 
-    def _typed(self, texts: Mapping[str, Any]) -> dict[str, Any]:
+    def _typed(self, texts: Mapping[str, object]) -> dict[str, object]:
         return dict(leaves(self.build(texts, strict=False).model_dump(exclude_unset=True)))
 
     def _told(self, error: ValidationError) -> ConfigError:
@@ -192,7 +193,7 @@ class Reader(Generic[_C]):
         ways = " or ".join([first_way, *(way.removeprefix("give ") for way in others)])
         return ConfigError(field, f"{shortened(first['input'])}: {ways}")
 
-    def _of_source(self, source: str | os.PathLike[str] | Mapping[str, Any]) -> _Layers:
+    def _of_source(self, source: str | os.PathLike[str] | Mapping[str, object]) -> _Layers:
         """Read a recipe, a TOML file (UTF-8, perhaps with a byte order mark) or a mapping."""
         origin = "mapping" if isinstance(source, Mapping) else os.fspath(source)
         try:
@@ -205,7 +206,7 @@ class Reader(Generic[_C]):
             problem = f"{shortened(origin)} cannot be read as TOML: {error}"
             raise ConfigError("config file", problem) from None
 
-    def _known(self, flat: dict[str, Any]) -> dict[str, Any]:
+    def _known(self, flat: dict[str, object]) -> dict[str, object]:
         """Return ``flat`` without empty sections."""
         for name, value in flat.items():
             if name in self._sections and value != {}:
@@ -215,10 +216,10 @@ class Reader(Generic[_C]):
                 raise ConfigError(_cut(name), f"unknown setting{self._hint(name)}")
         return {name: value for name, value in flat.items() if name in self._may_be_unset}
 
-    def _of_environment(self, environ: Mapping[str, str]) -> dict[str, Any]:
+    def _of_environment(self, environ: Mapping[str, str]) -> dict[str, str | None]:
         """Turn ``MOETRAIN_A__B=v`` into ``{"a.b": "v"}``."""
         known = {_variable(name): name for name in self._may_be_unset}
-        values = {}
+        values: dict[str, str | None] = {}
         for variable, text in environ.items():
             if not variable.upper().startswith(_PREFIX):
                 continue
@@ -230,9 +231,10 @@ class Reader(Generic[_C]):
             values[name] = self._value(name, text)
         return values
 
-    def _of_words(self, words: Sequence[str], once: bool) -> dict[str, Any]:
+    def _of_words(self, words: Sequence[str], once: bool) -> dict[str, str | None]:
         """Turn ``--a.b v``, ``--a.b=v`` or ``a.b=v`` into ``{"a.b": "v"}``."""
-        values, rest = {}, list(words)
+        values: dict[str, str | None] = {}
+        rest = list(words)
         while rest:
             word = rest.pop(0)
             key, has_value, text = word.removeprefix("--").partition("=")
@@ -299,7 +301,7 @@ def _check_once(name: str, values: Mapping[str, str | None], text: str, where: s
         raise ConfigError(name, f"given twice {where}, {both}; leave one out")
 
 
-def _flat(layers: _Layers) -> dict[str, Any]:
+def _flat(layers: _Layers) -> dict[str, object]:
     """Return the settings of all layers, by dotted name; later layers win."""
     return {name: value for values in layers.values() for name, value in values.items()}
 
@@ -382,7 +384,7 @@ def _holds_texts_alone(folder: str) -> bool:
     return number > 0
 
 
-def _merged(layers: _Layers) -> tuple[dict[str, Any], dict[str, str]]:
+def _merged(layers: _Layers) -> tuple[dict[str, object], dict[str, str]]:
     """Merge layers, weakest first. Returns the values, and the origin of each value."""
     values = _flat(layers)
     origins = {name: origin for origin, values in layers.items() for name in values}
@@ -436,12 +438,14 @@ def redacted(text: str) -> str:
     return _PARAMETER.sub(r"\1***", _USER.sub("***", text)) if "://" in text else text
 
 
-def shortened(value: Any) -> str:
+def shortened(value: object) -> str:
     """Return ``repr(value)``, short enough for a line that a person reads."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of more than 4,300 digits
-        text = f"a number of {value.bit_length()} bits"
+    except ValueError:  # an integer of more than 4,300 digits, or what holds one
+        text = "a value that holds a number of thousands of digits"
+        if isinstance(value, int):
+            text = f"a number of {value.bit_length()} bits"
     except RecursionError:
         text = "a deeply nested value"
     return _cut(text)
@@ -452,10 +456,25 @@ def _cut(text: str, longest: int = 200) -> str:
     return text if len(text) <= longest else f"{text[: longest - 40]}...{text[-20:]}"
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def is_list(value: object) -> TypeGuard[list[object]]:
+    """Return whether ``value``, of JSON or TOML, is a list."""
+    return isinstance(value, list)
+
+
+def is_tuple(value: object) -> TypeGuard[tuple[object, ...]]:
+    """Return whether ``value``, of a setting, is a tuple."""
+    return isinstance(value, tuple)
+
+
+def is_table(value: object) -> TypeGuard[Mapping[str, object]]:
+    """Return whether ``value``, of JSON or TOML, is a table."""
+    return isinstance(value, Mapping)
+
+
+def leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield dotted names and values of a nested mapping; a dotted key counts as nested."""
     for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
+        if is_table(value) and value:
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -112,3 +112,8 @@ def test_what_a_run_writes_has_no_password(tiny, tmp_path, capsys, caplog):
     del settings["checkpoint"]["store"]
     again = Config.load(settings, [], environ={})
     assert again.train.steps == 3
+
+
+def test_shortened_takes_numbers_that_python_does_not_print():
+    assert shortened(10**5000) == "a number of 16610 bits"
+    assert shortened([10**5000]) == "a value that holds a number of thousands of digits"
