@@ -21,9 +21,9 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ from moetrain.config import CheckpointSection, logger
 from moetrain.config.files import read_regular, write_durably
 from moetrain.config.sources import RunFailed
 from moetrain.parallel.processes import TIMEOUT, machine
+
+_T = TypeVar("_T")
 
 _RANK = re.compile(r"-(\d{5,})-\d+\.safetensors$")
 
@@ -59,6 +61,16 @@ class _Held(NamedTuple):
     """The damage found on this machine; empty: none."""
 
 
+class Gather(Protocol):
+    """Returns the objects of all ranks, by rank, on every rank."""
+
+    def __call__(self, mine: _T, /) -> list[_T]: ...
+
+
+def _alone(mine: _T) -> list[_T]:
+    return [mine]
+
+
 class Folders:
     """The machines' folders of checkpoints; copies files between them.
 
@@ -70,7 +82,7 @@ class Folders:
         root: Path,
         *,
         rank: int = 0,
-        gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+        gather: Gather = _alone,
         copies: int = 0,
     ) -> None:
         """Find out which ranks share a folder. Collective.
@@ -91,9 +103,11 @@ class Folders:
         self.keeper = self._keepers[rank]
         self.keeps = rank == self.keeper
         """True: this rank makes, completes and removes its machine's checkpoints."""
-        self._group: Any = None
+        self._group: dist.ProcessGroup | None = None
         if len(self._machines) > 1:
-            self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+            group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+            assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+            self._group = group
 
     @property
     def share(self) -> float:
@@ -211,7 +225,7 @@ class Memory(Folders):
         output_dir: Path,
         *,
         rank: int = 0,
-        gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+        gather: Gather = _alone,
     ) -> None:
         """Choose the folder of the run that writes to ``output_dir``.
 

@@ -95,7 +95,7 @@ def _plain(name: str) -> str:
 
 
 _Name = Annotated[str, AfterValidator(_plain)]
-DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _TYPES.items()}
 
 
 class FilePiece(NamedTuple):
@@ -150,7 +150,7 @@ class Contents:
     files: dict[_Name, FileSum]
     groups: dict[str, dict[str, ManifestEntry]]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the object that the manifest holds."""
         return _CONTENTS.dump_python(self, mode="json")
 
@@ -307,9 +307,7 @@ class StoredTensor:
         finally:
             os.close(descriptor)
 
-    def _read_chunk(
-        self, descriptor: int, piece: FilePiece, index: int, chunk: np.ndarray[Any, Any]
-    ) -> None:
+    def _read_chunk(self, descriptor: int, piece: FilePiece, index: int, chunk: np.ndarray) -> None:
         view, done = memoryview(chunk.data), 0
         while done < len(view):
             got = os.preadv(descriptor, [view[done:]], piece.offset + index * CHUNK + done)

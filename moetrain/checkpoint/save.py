@@ -28,10 +28,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
-from fsspec.core import url_to_fs
 
 from moetrain.checkpoint import read
 from moetrain.checkpoint.memory import Folders, Memory
+from moetrain.checkpoint.remote import file_system
 from moetrain.config import ConfigError, logger
 from moetrain.config.files import disk_remedy, fsync
 from moetrain.config.sources import RunFailed
@@ -39,6 +39,7 @@ from moetrain.parallel.mesh import TensorSlice
 from moetrain.parallel.processes import Rendezvous
 from moetrain.runtime.arena import aligned
 from moetrain.runtime.memory import HostMemory
+from moetrain.runtime.typed import split
 
 FILE_BYTES = 2 << 30
 """The largest number of bytes of tensors in a file, unless a single tensor has more. This size
@@ -68,7 +69,7 @@ class Store:
     def __init__(self, url: str) -> None:
         """Raises ConfigError: fsspec does not know such URLs, or needs a package for them."""
         try:
-            self._files, self._root = url_to_fs(url)
+            self._files, self._root = file_system(url)
         except (ValueError, ImportError) as error:
             problem = f"{url!r}: {error}; name another, or unset it"
             raise ConfigError("checkpoint.store", problem) from None
@@ -176,7 +177,7 @@ class Saver:
         self,
         plan: SavePlan,
         groups: _Groups,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         ready: Callable[[], object] = lambda: None,
     ) -> None:
         """Start to save; call :meth:`wait` or :meth:`finished` before the next start.
@@ -204,7 +205,11 @@ class Saver:
     # ---- in the thread -------------------------------------------------------------------------
 
     def _save(
-        self, plan: SavePlan, groups: _Groups, state: Mapping[str, Any], ready: Callable[[], object]
+        self,
+        plan: SavePlan,
+        groups: _Groups,
+        state: Mapping[str, object],
+        ready: Callable[[], object],
     ) -> Saved:
         started = time.perf_counter()
         new = Path(self._tell_all(lambda: str(begin(plan.path)), plan))
@@ -286,7 +291,9 @@ class Saver:
             raise RunFailed(f"{problem}; {remedy}; {left}")
         return answer["value"]
 
-    def _write_parts(self, folder: Path, mine: _Groups, ready: Callable[[], object]) -> Any:
+    def _write_parts(
+        self, folder: Path, mine: _Groups, ready: Callable[[], object]
+    ) -> dict[str, object]:
         """Write this rank's files; return their :meth:`Contents.to_json`."""
         ready()
         jobs = [
@@ -295,14 +302,18 @@ class Saver:
             for number, parts in enumerate(cut_to_files(all_parts))
         ]
         with ThreadPoolExecutor(WRITERS, thread_name_prefix="checkpoint-write") as writers:
-            written = list(writers.map(lambda job: write_tensors(*job), jobs))
+            written = list(writers.map(_write_job, jobs))
         whole = read.Contents({}, {group: {} for group in mine})
         for contents in written:
             whole.add(contents)
         return whole.to_json()
 
 
-def _attempt(act: Callable[[], Any]) -> str:
+def _write_job(job: tuple[Path, str, Mapping[str, TensorSlice]]) -> read.Contents:
+    return write_tensors(*job)
+
+
+def _attempt(act: Callable[[], object]) -> str:
     """Return the result of ``act``, or the OSError that it raises, as JSON."""
     try:
         return json.dumps({"value": act()})
@@ -404,12 +415,12 @@ def write_tensors(path: Path, group: str, parts: Mapping[str, TensorSlice]) -> r
     # Wide dtypes first, so that every tensor is aligned.
     names = sorted(parts, key=lambda name: -parts[name].tensor.element_size())
     header, offsets, end = _header({name: parts[name].tensor for name in names})
-    entries = {}
+    entries: dict[str, read.ManifestEntry] = {}
     with path.open("xb", buffering=0) as file:
         _write_all(file.fileno(), header)
         for name in names:
             tensor, shape, box, *_ = parts[name]
-            crcs = []
+            crcs: list[str] = []
             for chunk in _host_chunks(tensor.detach()):
                 crcs.append(read.crc_of(chunk))
                 _write_all(file.fileno(), chunk)
@@ -448,7 +459,7 @@ def _host_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     bounce = torch.empty(0)
     if flat.is_cuda:
         bounce = torch.empty(min(read.CHUNK, flat.numel()), dtype=torch.uint8, pin_memory=True)
-    for chunk in flat.split(read.CHUNK) if flat.numel() else ():
+    for chunk in split(flat, read.CHUNK) if flat.numel() else ():
         if chunk.is_cuda:
             chunk = bounce[: chunk.numel()].copy_(chunk)
         # chunk.numpy() would keep torch from resizing the storage, and offloading resizes it.
@@ -485,7 +496,7 @@ def begin(final: Path, new: Path | None = None) -> Path:
     return new
 
 
-def commit(new: Path, final: Path, contents: read.Contents, state: Mapping[str, Any]) -> None:
+def commit(new: Path, final: Path, contents: read.Contents, state: Mapping[str, object]) -> None:
     """Complete ``new``, whose ``contents`` are on the disk, and rename it to ``final``.
 
     The function writes ``state.json``, and a manifest of it and of all files of ``contents``. If

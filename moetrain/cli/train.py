@@ -15,7 +15,7 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -321,7 +321,7 @@ def _why_no_disk(error: Exception, folder: str) -> str | None:
 
 
 @contextmanager
-def _disk_errors_of_threads_unprinted(folder: str) -> Iterator[None]:
+def _disk_errors_of_threads_unprinted(folder: str) -> Generator[None]:
     """Do not print disk errors of threads.
 
     The run itself meets the disk errors of TensorBoard's thread again.

@@ -207,7 +207,7 @@ class Blocks:
         self._source, self._share, self._tokenizer = source, share, tokenizer
         self._warned: set[str] = set()
         names = [[part.file.name, *part[1:]] for part in parts]
-        self.identity = ["blocks", _FORMAT, tokenizer.fingerprint, share, names]
+        self.identity: list[object] = ["blocks", _FORMAT, tokenizer.fingerprint, share, names]
         self.identity += source.identity()[2:]  # without the files' places
         key = json.dumps([self.identity, source.identity()])
         self._folder = cache_dir / hashlib.sha256(key.encode()).hexdigest()[:32]

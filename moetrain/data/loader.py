@@ -35,6 +35,7 @@ from moetrain.data.records import RecordReader
 from moetrain.data.sources import Source
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.transformer import Inputs
+from moetrain.runtime.typed import from_array
 
 
 class HeldOut(NamedTuple):
@@ -104,7 +105,7 @@ def build_data(config: Config, vocab_size: int) -> Data:
     else:
         train, sources, template = _mixed(data, data.mix, tokenizer, seed)
         held_out = next((source.rows for source in sources.values()), None)
-    identities: Any = None if held_out is None else held_out.identity
+    identities: list[object] | None = None if held_out is None else held_out.identity
     if data.mix is not None:
         identities = [source.rows.identity for source in sources.values()]
     fingerprint = hashlib.sha256(json.dumps([train.identity, identities]).encode()).hexdigest()
@@ -134,11 +135,13 @@ def _mixed(
 
     A pass over the mixture is as long as weights and repeats allow.
     """
-    parts, held_out, template = {}, {}, None
+    parts: dict[str, Samples] = {}
+    held_out: dict[str, Dataset] = {}
+    template = None
     for entry, (name, section) in zip(mix, data.sources().items(), strict=True):
         rows = _from_text(section, tokenizer, seed, entry.limit)
-        is_streamed = isinstance(rows.train, packing.Streamed)
-        parts[name] = rows.train if is_streamed else Shuffled(rows.train, seed)
+        part = rows.train
+        parts[name] = part if isinstance(part, packing.Streamed) else Shuffled(part, seed)
         template = template or rows.chat_template
         if rows.held_out is not None:
             held_out[name] = rows.held_out
@@ -277,8 +280,9 @@ def _rows(cache: TokenCache, data: DataSection, first: int = 0, stop: int | None
 
     Raises ConfigError: a conversation is longer than a row, and data.overlong is error.
     """
-    if data.packing in RecordReader.PAIRED:
-        for_kto = data.packing == "answers"
+    kind = RecordReader.kind_of_rows(data)
+    if kind in RecordReader.PAIRED:
+        for_kto = kind == "answers"
         rows = packing.PairDataset(cache, data.seq_len, for_kto=for_kto, first=first, stop=stop)
     elif _is_whole(cache, data):
         drops = data.overlong == "drop"
@@ -313,7 +317,7 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
     is_stream = not _is_whole(_learnable(cache, source), data)
     total = len(cache.tokens) // data.seq_len if is_stream else cache.num_documents
     what = f"rows of {data.seq_len} tokens" if is_stream else "documents"
-    if data.packing in RecordReader.PAIRED:
+    if RecordReader.kind_of_rows(data) in RecordReader.PAIRED:
         total = len(packing.preference_starts(cache)) - 1
         what = "pairs" if cache.labels is None else "pairs and answers"
     if total == 0:
@@ -387,7 +391,7 @@ class Batch(NamedTuple):
             tokens_BS=_stacked([row.tokens_S for row in rows]),
             targets_BS=_stacked([row.targets_S for row in rows]),
             positions_BS=_stacked(positions) if positions else None,
-            cu_seqlens=torch.from_numpy(cu_seqlens),
+            cu_seqlens=from_array(cu_seqlens),
             is_pad_BS=_stacked(is_pad) if is_pad else None,
             extra={name: _stacked([row.extra[name] for row in rows]) for name in shapes[0]},
         )
@@ -414,7 +418,7 @@ class Batch(NamedTuple):
 
 
 def _stacked(arrays: Sequence[np.ndarray]) -> torch.Tensor:
-    return torch.from_numpy(np.stack(arrays))
+    return from_array(np.stack(arrays))
 
 
 def tensors_on(device: torch.device, fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -480,7 +484,7 @@ class Loader:
         Raises ValueError: the dataset returns a row with other shapes than those of :class:`Row`.
         """
         size, end = self.micro_batch_size, self.sample_index + self.global_batch_size
-        batches = []
+        batches: list[Batch] = []
         for first in range(self.sample_index, end, size)[self.rank :: self.world_size]:
             self.before_batch()
             batches.append(Batch.of([self._row(i) for i in range(first, first + size)]))

@@ -47,7 +47,8 @@ class Row(NamedTuple):
         Pads fill up the row. They belong to the last segment.
         """
         tokens_S, targets_S = np.zeros(size, np.int64), np.full(size, IGNORE_INDEX)
-        positions_S, lengths, at = np.empty(size, np.int64), [], 0
+        positions_S, at = np.empty(size, np.int64), 0
+        lengths: list[int] = []
         for tokens_T, targets_T in segments:
             end = at + len(tokens_T)
             tokens_S[at:end], targets_S[at:end] = tokens_T, targets_T
@@ -67,7 +68,7 @@ class Row(NamedTuple):
 class Dataset(Protocol):
     """A sequence of rows."""
 
-    identity: list[Any]
+    identity: list[object]
     """A JSON value that differs if the rows differ."""
 
     def __len__(self) -> int: ...
@@ -90,7 +91,7 @@ class Samples(Dataset, Protocol):
     def row(self, index: int) -> Row:
         return self.sample(index)
 
-    def state(self, number: int) -> Any:
+    def state(self, number: int) -> object:
         """Return a JSON value from which :meth:`resume` finds sample ``number`` fast.
 
         None: :meth:`resume` needs no value.
@@ -136,7 +137,7 @@ class Mixture(Samples):
 
     def __init__(self, parts: Mapping[str, Samples], counts: Sequence[int], seed: int) -> None:
         pairs = zip(parts.values(), counts, strict=True)
-        self.identity = ["mix", [[part.identity, count] for part, count in pairs]]
+        self.identity: list[object] = ["mix", [[part.identity, count] for part, count in pairs]]
         self.parts, self._counts, self._seed = dict(parts), counts, seed
         self._pass = -1
 
@@ -160,10 +161,10 @@ class Mixture(Samples):
         part = int(self._part[index])
         return part, number_of_pass * self._counts[part] + int(self._number_in_part[index])
 
-    def state(self, number: int) -> Any:
+    def state(self, number: int) -> object:
         number_of_pass, index = divmod(number, len(self))
         self._find(number)
-        states = {}
+        states: dict[str, object] = {}
         for part, (name, samples) in enumerate(self.parts.items()):
             before = int((self._part[:index] == part).sum())
             states[name] = samples.state(number_of_pass * self._counts[part] + before)
@@ -195,7 +196,7 @@ class Streamed(Samples):
         """
         first, num_bytes = blocks.first()
         rows = rows_of(first)
-        self.identity = [blocks.identity, rows.identity]
+        self.identity: list[object] = [blocks.identity, rows.identity]
         self._size = max(1, round(len(rows) * blocks.num_bytes / num_bytes))
         self._blocks, self._rows_of, self._seed = blocks, rows_of, seed
         self._recent: deque[_BlockRows] = deque(maxlen=4)
@@ -218,7 +219,7 @@ class Streamed(Samples):
         span = next(s for s in reversed(self._recent) if s.first <= number)
         return span.rows.row(int(span.order[number - span.first]))
 
-    def state(self, number: int) -> Any:
+    def state(self, number: int) -> object:
         found = [span for span in self._recent if span.first <= number]
         if found:
             return [found[-1].first, *found[-1].place]
@@ -265,7 +266,7 @@ class StreamDataset:
         If ``stop`` is None, all rows from ``first`` on are taken.
         """
         stop = len(cache.tokens) // seq_len if stop is None else stop
-        self.identity: list[Any] = ["stream", cache.content, seq_len, first, stop]
+        self.identity: list[object] = ["stream", cache.content, seq_len, first, stop]
         self._cache = cache
         self._seq_len = seq_len
         self._first = first
@@ -302,7 +303,7 @@ class SyntheticDataset:
         self, num_rows: int, seq_len: int, vocab_size: int, seed: int, first: int = 0
     ) -> None:
         """Take rows ``first:first + num_rows`` of the endless sequence that ``seed`` decides."""
-        self.identity: list[Any] = ["synthetic", num_rows, seq_len, vocab_size, seed, first]
+        self.identity: list[object] = ["synthetic", num_rows, seq_len, vocab_size, seed, first]
         self._num_rows, self._seq_len, self._vocab_size = num_rows, seq_len, vocab_size
         self._seed, self._first = seed, first
 
@@ -352,7 +353,7 @@ class WholeDataset:
         If ``stop`` is None, all documents from ``first`` on are packed.
         """
         stop = cache.num_documents if stop is None else stop
-        self.identity: list[Any] = ["whole", cache.content, seq_len, first, stop]
+        self.identity: list[object] = ["whole", cache.content, seq_len, first, stop]
         self.identity += ["drop"] * drops_overlong
         self._cache = cache
         self._seq_len = seq_len
@@ -379,7 +380,8 @@ class WholeDataset:
         parts_D = np.where(is_text_D, -(-(lengths_D - 1) // seq_len), 1)
         parts_D[kept_D == 0] = 0
         first_item_D = np.cumsum(parts_D) - parts_D
-        skipped_I = seq_len * (np.arange(parts_D.sum()) - np.repeat(first_item_D, parts_D))
+        number_I = np.arange(int(parts_D.sum()))
+        skipped_I = seq_len * (number_I - np.repeat(first_item_D, parts_D))
         left_I = np.repeat(lengths_D, parts_D) - skipped_I
         self._starts_I = np.repeat(starts_D, parts_D) + skipped_I
         self._lengths_I = np.minimum(left_I, seq_len)
@@ -395,7 +397,7 @@ class WholeDataset:
         return len(self._ends)
 
     def row(self, index: int) -> Row:
-        segments = []
+        segments: list[tuple[np.ndarray, np.ndarray]] = []
         for i in self._order_I[self._ends[index - 1] if index else 0 : self._ends[index]]:
             start, length = int(self._starts_I[i]), int(self._lengths_I[i])
             # The target of the last token lies behind the item, if the document goes on.
@@ -458,7 +460,7 @@ class PairDataset:
         """
         starts = preference_starts(cache)
         stop = len(starts) - 1 if stop is None else stop
-        self.identity: list[Any] = ["pairs", cache.content, seq_len, for_kto, first, stop]
+        self.identity: list[object] = ["pairs", cache.content, seq_len, for_kto, first, stop]
         self._cache, self._seq_len, self._starts = cache, seq_len, starts
         self._for_kto, self._first, self._stop = for_kto, first, stop
         masked = np.empty(0) if cache.masked is None else cache.masked
@@ -555,6 +557,9 @@ def best_fit(lengths_I: np.ndarray, size: int) -> np.ndarray:
     rows_by_room: list[list[int]] = [[] for _ in range(size + 1)]
     rooms, num_rows = 0, 0  # bit r of rooms is set if some row has room for r more tokens
     by_length = np.argsort(-lengths_I, kind="stable")
+    i: int
+    length: int
+    room: int
     for i, length in zip(by_length.tolist(), lengths_I[by_length].tolist(), strict=True):
         # The lowest bit from `length` on is the least room that holds the item.
         if fitting := rooms >> length:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
 from moetrain.config import ConfigError, DataSection
 from moetrain.config.sources import shortened
@@ -44,6 +44,9 @@ _ALIKE = 0.5
 _MOST_MARGIN = 1e30
 """The largest margin of a pair. fp32 holds this number, and sums of such numbers."""
 
+RowKind = Literal["auto", "whole", "stream", "pairs", "answers", "ranked"]
+"""A value of data.packing, or one of :attr:`RecordReader.PAIRED`."""
+
 
 @dataclass(frozen=True)
 class RecordReader:
@@ -73,6 +76,11 @@ class RecordReader:
     skips_bad: bool = False
     """True: bad records are left out (``data.bad_records skip``)."""
 
+    @staticmethod
+    def kind_of_rows(data: DataSection) -> RowKind:
+        """Return ``data.packing``, in whose place train.objective may have put another value."""
+        return cast("RowKind", data.packing)
+
     @classmethod
     def of(cls, data: DataSection, tokenizer: Tokenizer) -> Self:
         """Make the reader that ``data`` asks for.
@@ -88,9 +96,10 @@ class RecordReader:
             train_on=data.train_on,
             skips_bad=data.skips_bad,
         )
-        if data.packing not in cls.PAIRED:
+        kind = cls.kind_of_rows(data)
+        if kind not in cls.PAIRED:
             return reader
-        if data.packing == "answers":
+        if kind == "answers":
             if data.format == "text":
                 problem = "'text', and train.objective kto learns from answers with a label"
                 raise ConfigError("data.format", f"{problem}; set auto or another")
@@ -98,7 +107,7 @@ class RecordReader:
         if data.format not in ("auto", "preference"):
             problem = f"{data.format!r}, and train.objective learns from pairs alone"
             raise ConfigError("data.format", f"{problem}; set preference")
-        reads_margins = data.packing == "ranked"
+        reads_margins = kind == "ranked"
         return replace(reader, form="preference", reads_pairs=True, reads_margins=reads_margins)
 
     def identity(self) -> list[Any]:

@@ -56,7 +56,7 @@ _IN_GRAPHS = ("torch.nn.attention._backend_from_string", "torch.nn.attention._sd
 """Functions of torch's attention that blocks call: they choose among kernels. They depend only on
 their arguments; the compiler's cache does not know that."""
 
-_Launch = tuple[tuple[Any, ...], dict[str, Any]]
+_Launch = tuple[tuple[object, ...], dict[str, object]]
 """A kernel's arguments and launch settings; tensors are Triton's MockTensor."""
 _Launches = dict[Any, list[_Launch]]
 """All launches, by kernel."""
@@ -123,7 +123,7 @@ def _caught(found: _Launches) -> Iterator[None]:
     original = kinds.__getitem__
 
     def at(kernel: Any, grid: Any) -> Callable[..., Any]:
-        def launch(*args: Any, **settings: Any) -> Any:
+        def launch(*args: object, **settings: object) -> object:
             if not any(map(_is_fake, args)):
                 return original(kernel, grid)(*args, **settings)
             found.setdefault(kernel, []).append((tuple(map(_without_tensor, args)), settings))
@@ -137,11 +137,11 @@ def _caught(found: _Launches) -> Iterator[None]:
         kinds.__getitem__ = original
 
 
-def _is_fake(value: Any) -> bool:
+def _is_fake(value: object) -> bool:
     return isinstance(value.base if isinstance(value, TensorDescriptor) else value, FakeTensor)
 
 
-def _without_tensor(value: Any) -> Any:
+def _without_tensor(value: object) -> object:
     if isinstance(value, TensorDescriptor):
         base = _without_tensor(value.base)
         return TensorDescriptor(base, value.shape, value.strides, value.block_shape)

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from moetrain.config import ConfigError
 
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 _B = TypeVar("_B")
 _MAX_KEYS = 64
 """Keys that are kept; objectives or shapes that are new in every step would add more and more."""
@@ -55,11 +56,11 @@ class Marked(Protocol):
 class Captured(NamedTuple):
     """A captured call."""
 
-    objects: list[Any]
+    objects: list[object]
     """The objects that its key names by id. They are kept so that no others get their ids."""
     inputs: list[torch.Tensor]
     """The tensors that the graph reads."""
-    replay: Callable[[], Any]
+    replay: Callable[[], object]
     """Launches the kernels; returns what the function returned, with values of this launch."""
     marks: Any
     """The marks after the call."""
@@ -75,7 +76,7 @@ class Graphs:
     def __init__(self, device: torch.device, marked: Marked) -> None:
         self.device, self.marked = device, marked
         self._pool: Any = None
-        self._kept: dict[Hashable, Captured | list[Any]] = {}
+        self._kept: dict[Hashable, Captured | list[object]] = {}
         """By key: a captured call, or the objects of one that has run once."""
 
     def clear(self) -> None:
@@ -88,7 +89,7 @@ class Graphs:
         """All captured calls."""
         return [known for known in self._kept.values() if isinstance(known, Captured)]
 
-    def run(self, objects: Sequence[Any], fn: Callable[[_T], Any], inputs: _T) -> Any:
+    def run(self, objects: Sequence[object], fn: Callable[[_T], _R], inputs: _T) -> _R:
         """Return ``fn(inputs)``: tensors, in any nesting.
 
         Args:
@@ -125,7 +126,7 @@ class Graphs:
         self.marked.marks = known.marks
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, known.replay())
 
-    def capture(self, fn: Callable[[], Any]) -> Callable[[], Any]:
+    def capture(self, fn: Callable[[], _R]) -> Callable[[], _R]:
         """Capture the kernels of ``fn`` without running them; return what replays them."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -139,14 +140,14 @@ class Graphs:
             problem = f"true, and this run's step cannot be captured ({reason}); set no"
             raise ConfigError("compile.cuda_graphs", problem) from error
 
-        def replay() -> Any:
+        def replay() -> _R:
             graph.replay()
             return results
 
         return replay
 
 
-def _shape(leaf: Any) -> Hashable:
+def _shape(leaf: object) -> Hashable:
     """Return what a graph depends on of an input: a tensor's shape and dtype, or a plain value."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype

@@ -5,10 +5,11 @@ Legend: B batch, S sequence, D model width.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -19,8 +20,10 @@ from torch.utils.checkpoint import (
 from moetrain.config.compute import SavedName
 from moetrain.runtime.backend import saved_ops
 
+_R = TypeVar("_R")
 
-def recomputed(block: nn.Module, x_BSD: torch.Tensor, context: Any, *, draws: bool) -> Any:
+
+def recomputed(block: nn.Module, x_BSD: torch.Tensor, context: object, *, draws: bool) -> Any:
     """Run the block; the backward runs it again, with the parameters that it has now.
 
     Args:
@@ -32,7 +35,9 @@ def recomputed(block: nn.Module, x_BSD: torch.Tensor, context: Any, *, draws: bo
 
 # Routing is always kept. A choice that is made again may come out differently, since code that is
 # fused otherwise rounds otherwise, and rows that were sent must fit their indices.
-def _policy(ops: frozenset[str], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(
+    ops: frozenset[str], ctx: object, op: OpOverload, *args: object, **kwargs: object
+) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op.name() in ops else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -49,7 +54,7 @@ def forward_keeping(names: Sequence[SavedName], draws: bool) -> Callable[..., An
     # By it the compiler's cache distinguishes choices of names.
     contexts.cache_hash = repr(sorted(saved_ops(names)))  # pyright: ignore[reportAttributeAccessIssue]
 
-    def forward(block: nn.Module, *inputs: Any) -> Any:
+    def forward(block: nn.Module, *inputs: object) -> Any:
         run = partial(type(block).forward, block)
         if not torch.compiler.is_compiling():  # in a graph parameters are inputs
             run = _with_current_parameters(block, run)
@@ -60,11 +65,11 @@ def forward_keeping(names: Sequence[SavedName], draws: bool) -> Callable[..., An
     return forward
 
 
-def _with_current_parameters(block: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+def _with_current_parameters(block: nn.Module, run: Callable[..., _R]) -> Callable[..., _R]:
     """Return ``run`` over the parameters that ``block`` has now, before they are resharded."""
     now = dict(block.named_parameters())
 
-    def run_with_them(*inputs: Any) -> Any:
+    def run_with_them(*inputs: object) -> _R:
         with _reparametrize_module(block, {**now}):  # a copy, since it is written to
             return run(*inputs)
 

@@ -17,7 +17,7 @@ import torch
 
 from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import Config, ConfigError
-from moetrain.data.loader import Data, Loader, build_data, eval_batches
+from moetrain.data.loader import Data, HeldOut, Loader, build_data, eval_batches
 from moetrain.data.packing import Dataset
 from moetrain.data.program_rows import data_of_rows
 from moetrain.losses.balancing import RoutingStats
@@ -225,7 +225,8 @@ class Trainer(Run):
             return
         self.clock.stop()
         started = time.perf_counter()
-        parts, row = self.data.sources or {"": (rows, 1.0)}, {}
+        parts = self.data.sources or {"": HeldOut(rows, 1.0)}
+        row: dict[str, float] = {}
         try:
             found = {name: self.held_out_terms(part) for name, (part, _) in parts.items()}
         except GivenUp:

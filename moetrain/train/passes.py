@@ -117,10 +117,10 @@ class Pass(Generic[_B]):
     reads_dropped: bool = True
     """True: :attr:`dropped` is read back to the host while the last backward runs."""
     num_batches: int = 0
-    names: list[str] = field(default_factory=list)
-    values: list[torch.Tensor] = field(default_factory=list)
+    names: list[str] = field(default_factory=list[str])
+    values: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """Total and terms of each micro-batch."""
-    routings: list[RoutingStats] = field(default_factory=list)
+    routings: list[RoutingStats] = field(default_factory=list[RoutingStats])
     lost: torch.Tensor | None = None
     """The number of dropped rows of all ranks; None: no row can be dropped."""
     dropped: LateValues | None = None
@@ -129,7 +129,7 @@ class Pass(Generic[_B]):
     """``Outputs.load_LE`` of all micro-batches; None: each is balanced by its own."""
     batch_sums: Mapping[str, torch.Tensor] | None = None
     """``Outputs.batch_sums``; None: the objective needs none, or they are not known yet."""
-    multi_token: list[torch.Tensor] = field(default_factory=list)
+    multi_token: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """Hidden states of the MTP blocks for this micro-batch, where these are trained."""
 
     def run(self, batches: Sequence[_B]) -> Self:

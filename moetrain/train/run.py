@@ -68,6 +68,10 @@ class Run:
         expert_counts_LE: as :class:`~moetrain.train.callbacks.RunView` says.
     """
 
+    step: int
+    tokens: int
+    evaluated_at: int
+
     def __init__(
         self,
         session: Session,

@@ -18,7 +18,7 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -287,7 +287,7 @@ def _set_by_checkpoint(
 
 
 @contextmanager
-def stop_signals() -> Iterator[list[int]]:
+def stop_signals() -> Generator[list[int]]:
     """Collect SIGTERM and SIGINT in a list while inside; a second Ctrl-C interrupts at once.
 
     SIGUSR1, which batch systems send some time before the end, counts as SIGTERM.
@@ -311,7 +311,7 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 @contextmanager
-def garbage_collector_off() -> Iterator[None]:
+def garbage_collector_off() -> Generator[None]:
     """Disable automatic garbage collection while inside, and exclude objects made before from
     it."""
     gc.collect()

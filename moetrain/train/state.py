@@ -494,7 +494,7 @@ class Snapshots(Saver):
             changed.append("was trained on other data")
         began = dict(leaves(found.state["config"])).get("model.path")
         paths = {
-            path and os.path.realpath(os.path.expanduser(path))
+            path and os.path.realpath(os.path.expanduser(str(path)))
             for path in (began, self.engine.config.model.path)
         }
         if len(paths) > 1:

@@ -13,6 +13,7 @@ import torch
 from moetrain.config.sources import RunFailed
 from moetrain.parallel.world import World
 from moetrain.runtime.memory import LateValues
+from moetrain.runtime.typed import ints
 
 _SAVE = 1 << 32
 """The main rank adds this to the sum of all ranks' stop signals to ask for a checkpoint."""
@@ -84,7 +85,7 @@ class StopRequests:
     def check(self, *, is_over: bool = False) -> None:
         """Raise :class:`BadSteps` if the steps counted so far reach the limit, or if the run is
         over and none of its steps was good."""
-        in_row, _, requests = self._late.read().tolist()  # the step before is long done
+        in_row, _, requests = ints(self._late.read())  # the step before is long done
         self.asked_to_save = requests % _END >= _SAVE
         self.asked_to_end |= requests >= _END or requests % _SAVE > 0
         if in_row >= self.max_bad_steps:
