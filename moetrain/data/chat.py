@@ -53,6 +53,7 @@ from moetrain.data.templates import (
     render,
 )
 from moetrain.data.tokenizer import Tokenizer
+from moetrain.data.tools import read_tools, without_filled
 from moetrain.data.turn_ends import TurnEnds, turn_ends
 from moetrain.data.warned import warn_once
 
@@ -238,6 +239,7 @@ class ChatTemplate:
             ConfigError: the template itself is wrong.
         """
         turns, num_given = self._read(messages, num_given, strict=strict)
+        turns = without_filled(turns, variables.get("tools"))
         variables = _with_tools_once(turns, variables) if strict else variables
         if self.with_tools is not None and variables.get("tools") is not None:
             return self.with_tools.documents(
@@ -587,6 +589,7 @@ class ChatTemplate:
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return the turns of :meth:`prompt` and their variables."""
         turns, _ = self._read(messages, strict=strict)
+        turns = without_filled(turns, variables.get("tools"))
         return turns, _with_tools_once(turns, variables) if strict else variables
 
     def _prompt_turns(
@@ -608,8 +611,8 @@ class ChatTemplate:
         ``tools`` and ``documents`` are lists of objects, ``chat_template_kwargs`` an object of
         other variables (``{"enable_thinking": false}``), as in TRL's data sets and vLLM's requests.
         Each may be JSON as text, as in tables. An empty text counts as no value. The template gets
-        no other keys. Tools get the form that ``transformers`` takes: a function alone, and each of
-        OpenAI's older ``functions``, become ``{"type": "function", "function": {...}}``.
+        no other keys. Tools get the form that ``transformers`` takes
+        (:func:`~moetrain.data.tools.read_tools`).
 
         Raises BadLineError: a value has another type, or a variable has a reserved name.
         """
@@ -636,7 +639,7 @@ class ChatTemplate:
                     raise BadLineError(f"{said}; give one, as JSON or in JSON's text")
             found[key] = None if value is None else entries
         if found["tools"] is not None:
-            found["tools"] = [*map(_as_function, found["tools"])]
+            found["tools"] = read_tools(found["tools"])
         return {**(variables or {}), **found}
 
     def _read(
@@ -959,14 +962,6 @@ def _warn_of_unread(name: str) -> None:
 def _parsed(value: Any, what: str) -> Any:
     """Return ``value``, or the JSON in it if it is a text. Raises BadLineError: it is not JSON."""
     return parse_json(value, what) if isinstance(value, str) else value
-
-
-def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``tool`` as an object of OpenAI's ``tools``. It may be given as a lone function."""
-    is_alone = isinstance(tool.get("name"), str) and tool.get("type", "function") == "function"
-    if "function" in tool or not is_alone:
-        return {**tool}
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
 def _with_tools_once(

@@ -35,6 +35,7 @@ from moetrain.config.sources import shortened
 from moetrain.data.json_array import array_elements, is_array
 from moetrain.data.messages import BadLineError
 from moetrain.data.parquet_pages import group_size
+from moetrain.data.tools import TABLED, without_nulls
 
 _TABLES = {".arrow", ".parquet"}
 _OPEN: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -235,7 +236,9 @@ def _rows(piece: FilePart, batches: Iterable[Any]) -> Iterator[Raw]:
                 yield Raw.too_large(f"{place}, row {number}")
                 number += 1
                 continue
-            for row in map(_without_nulls, few.to_pylist()):
+            for row in few.to_pylist():
+                # A table has keys without a value because other rows have one.
+                row = without_nulls(row, kept=TABLED)
                 key = json.dumps(row, sort_keys=True, default=str, ensure_ascii=False)
                 encoded = key.encode(errors="replace")
                 where = f"{place}, row {number}"
@@ -273,13 +276,6 @@ def _shares_bytes(kind: Any) -> bool:
 def _too_large() -> str:
     size = f"more than {_MOST_BYTES >> 20} MiB"
     return f"the record has {size}; make several records of it, or leave it out"
-
-
-def _without_nulls(value: Any) -> Any:
-    """Drop keys without a value. A row of a table has such keys because other rows have values."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _arrow(path: Path) -> Iterator[Any]:

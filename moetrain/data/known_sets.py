@@ -17,6 +17,7 @@ from typing import Any
 
 from moetrain.config.sources import shortened
 from moetrain.data.messages import WEIGHTS, BadLineError, parse_json, role_of
+from moetrain.data.tools import are_tools
 
 _GLAIVE_TURN = re.compile(r"(?:\A|\n\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
 _GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
@@ -130,9 +131,8 @@ def _tools_in(metadata: object) -> list[Any] | None:
     tools = metadata.get("tools") if isinstance(metadata, dict) else None
     if isinstance(tools, str) and tools.lstrip().startswith("["):
         tools = parse_json(tools, "`tools` of metadata")
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        return None  # a template cannot use names of tools alone
-    return tools if all({"name", "function"} & tool.keys() for tool in tools) else None
+    # A template cannot use names of tools alone.
+    return tools if isinstance(tools, list) and are_tools(tools) else None
 
 
 def _read_glaive(found: dict[str, Any]) -> None:
@@ -200,12 +200,15 @@ def _read_xlam(found: dict[str, Any]) -> None:
     """Read xLAM's function calling: ``query``, ``tools`` and the calls in ``answers``."""
     answers = found["answers"]
     calls = parse_json(answers, "`answers`") if isinstance(answers, str) else answers
-    if not isinstance(calls, list) or not calls or not all(isinstance(x, dict) for x in calls):
+    if calls == []:
+        said = "`answers` has no call: no tool suits the question, and nothing says what to answer"
+        raise BadLineError(f"{said}; leave such records out, or write them as `messages`")
+    if not isinstance(calls, list) or not all(isinstance(x, dict) for x in calls):
         said = f"`answers` is no list of calls: {shortened(answers)}"
         raise BadLineError(f'{said}; give [{{"name": ..., "arguments": {{...}}}}]')
     del found["answers"]
     asked = {"role": "user", "content": found.pop("query")}
-    found["messages"] = [asked, {"role": "tool_call", "content": calls}]
+    found["messages"] = [asked, {"role": "tool_call", "content": answers}]
 
 
 def _is_swe_agents(turns: object) -> bool:

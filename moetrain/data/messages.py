@@ -18,6 +18,7 @@ from itertools import product
 from typing import Any, Literal, NamedTuple
 
 from moetrain.config.sources import shortened
+from moetrain.data.tools import KEYWORDS, without_nulls
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a turn's reasoning in ``transformers``. The first is the usual one."""
@@ -238,6 +239,7 @@ def _read_calls(value: object, where: str) -> list[dict[str, Any]]:
 
     Raises BadLineError: a call has no function with a name, or its arguments are no object.
     """
+    is_text = isinstance(value, str)
     value = parse_json(value, where) if isinstance(value, str) else value
     calls: list[dict[str, Any]] = []
     for call in value if isinstance(value, list) else [value]:
@@ -265,6 +267,8 @@ def _read_calls(value: object, where: str) -> list[dict[str, Any]]:
         if not isinstance(arguments, dict | str):
             said = f"{where}: `arguments` is not an object: {shortened(arguments)}"
             raise BadLineError(f"{said}; give an object, as JSON or in JSON's text")
+        if is_text and isinstance(arguments, dict) and arguments != without_nulls(arguments):
+            arguments = json.dumps(arguments, ensure_ascii=False)  # nulls in a text are meant
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return calls
 
@@ -469,6 +473,10 @@ _SECRET = secrets.token_hex(6)
 """Part of each mark, so that no conversation or template contains one."""
 
 
+_KIND = "the parameters of `tools`"
+"""Kind of the pieces that are names of parameters."""
+
+
 class Piece(NamedTuple):
     """A text that a user wrote, and the marks in its place that a template should show."""
 
@@ -597,10 +605,50 @@ class _Marker:
     def _tool(self, tool: Mapping[str, Any], place: str) -> dict[str, Any]:
         function = tool.get("function")
         if isinstance(function, dict) and isinstance(function.get("name"), str):
-            return {**tool, "function": {**function, "name": self.add(place, "`tools`", None)[0]}}
-        if isinstance(tool.get("name"), str):
-            return {**tool, "name": self.add(place, "`tools`", None)[0]}
-        return {**tool}
+            return {**tool, "function": self._named(function, place)}
+        return self._named(tool, place) if isinstance(tool.get("name"), str) else {**tool}
+
+    def _named(self, function: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """Return a function with marks in place of its name and of those of its parameters."""
+        made = {**function, "name": self.add(place, "`tools`", None)[0]}
+        if function.get("parameters"):
+            made["parameters"] = self._parameters(function["parameters"], place)
+        return made
+
+    def _parameters(self, given: Any, place: str) -> Any:
+        """Return parameters with marks in place of their names, or of a text."""
+        if isinstance(given, str):
+            return self.add(f"{place}.parameters", _KIND, None)[0]
+        if isinstance(given, list):  # as no JSON schema has them
+            return [
+                {**each, "name": self._parameter(each["name"], place)}
+                if isinstance(each, dict) and isinstance(each.get("name"), str)
+                else self.add(f"{place}.parameters", _KIND, None)[0]
+                for each in given
+            ]
+        if not isinstance(given, dict):
+            return given
+        made = {**given}
+        for key in ("allOf", "anyOf", "oneOf"):
+            if isinstance(given.get(key), list):
+                made[key] = [self._parameters(each, place) for each in given[key]]
+        if not isinstance(given.get("properties"), dict):
+            return {
+                key
+                if key in KEYWORDS or key.startswith(("$", "x-"))
+                else self._parameter(key, place): value
+                for key, value in made.items()
+            }
+        names = {name: self._parameter(name, place) for name in given["properties"]}
+        made["properties"] = {names[name]: each for name, each in given["properties"].items()}
+        if isinstance(required := given.get("required"), list):
+            made["required"] = [
+                names.get(each, each) if isinstance(each, str) else each for each in required
+            ]
+        return made
+
+    def _parameter(self, name: str, place: str) -> str:
+        return self.add(f"the parameter {shortened(name)} of {place}", _KIND, None)[0]
 
     def _document(self, document: Mapping[str, Any], place: str) -> dict[str, Any]:
         text = document.get("text")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from moetrain.config.sources import shortened
 from moetrain.data.messages import BadLineError, Message
+from moetrain.data.tools import without_nulls
 
 KNOWN_FORMS = (
     "`prompt`, `question`, `messages`, or `instruction` with `input`, optionally with `system`, "
@@ -275,10 +276,7 @@ def _num_shared(answers: Sequence[Sequence[Any]]) -> int:
     The last turn of each does not count. Keys with None, which tables add, are ignored.
     """
     most = min(map(len, answers)) - 1
-    known = [
-        [{k: v for k, v in turn.items() if v is not None} for turn in answer[:most]]
-        for answer in answers
-    ]
+    known = [without_nulls(answer[:most]) for answer in answers]
     return next((i for i in range(most) if any(x[i] != known[0][i] for x in known)), most)
 
 

@@ -319,7 +319,8 @@ def test_other_metadata_is_no_tools(metadata: object):
         (glaive(glaive_chat("<functioncall> {'name"), FUNCTION), "a call that cannot be read"),
         (glaive(glaive_chat(GLAIVE_CALL[:-4] + "'}"), FUNCTION), "a call that cannot be read"),
         (glaive("USER: q\n\n\nASSISTANT: a <|endoftext|> b"), "<|endoftext|> within a turn"),
-        ({"query": "q", "tools": "[]", "answers": "[]"}, "`answers` is no list of calls"),
+        ({"query": "q", "tools": "[]", "answers": "[]"}, "has no call: .*; leave such records out"),
+        ({"query": "q", "tools": "[]", "answers": "[1]"}, "`answers` is no list of calls"),
         ({"query": "q", "tools": "[]", "answers": "a"}, "`answers` is text that is not JSON"),
         *(
             (
