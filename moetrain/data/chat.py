@@ -650,9 +650,9 @@ class ChatTemplate:
         The first ``num_given`` messages are the given prompt. If ``strict`` is True, results that
         cannot be put into the order of their calls are refused.
         """
-        turns = read_messages(messages, num_given=num_given)
+        turns = read_messages(messages, num_given=num_given, strict=strict)
         if num_given and isinstance(messages, list):
-            num_given = len(read_messages(messages[:num_given]))
+            num_given = len(read_messages(messages[:num_given], strict=strict))
         if "<tool_response>" in self.source:
             untagged = [*map(without_tags, turns)]
             if untagged != turns:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moetrain.config.sources import shortened
-from moetrain.data.messages import WEIGHTS, BadLineError, parse_json, role_of
+from moetrain.data.messages import BadLineError, parse_json, role_of, says_what_is_learned
 from moetrain.data.tools import are_tools
 
 _GLAIVE_TURN = re.compile(r"(?:\A|\n\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
@@ -221,27 +221,12 @@ def _is_swe_agents(turns: object) -> bool:
 
 
 def _read_swe_agent(found: dict[str, Any]) -> None:
-    """Read a run of SWE-agent. Its system turn has the text in ``system_prompt``.
-
-    In the published runs ``mask`` is true in the answers, which are learned, and false elsewhere.
-
-    Raises BadLineError: the masks do not tell which answers are learned.
-    """
+    """Read a run of SWE-agent. Its system turn has the text in ``system_prompt``."""
     turns = found.pop("trajectory")
-    masks = [(role_of(turn) == "assistant", turn.get("mask")) for turn in turns]
-    of_answers = [mask for is_answer, mask in masks if is_answer]
-    has_masks = any(mask is not None for _, mask in masks)
-    tells = all(isinstance(mask, bool) for mask in of_answers) and True in of_answers
-    tells &= all(mask in (False, None) for is_answer, mask in masks if not is_answer)
-    if has_masks and not tells:
-        problem = "`trajectory` has a `mask` that does not say which answers are learned"
-        remedy = 'leave `mask` out, and write "weight": 0 in turns that are not learned'
-        raise BadLineError(f"{problem}, as true in an answer and false elsewhere would; {remedy}")
     found["messages"] = [
         {"role": turn["role"], "content": turn["text"] or turn.get("system_prompt")}
-        | {key: turn[key] for key in WEIGHTS if key in turn}
-        | ({"train": mask} if has_masks and is_answer else {})
-        for turn, (is_answer, mask) in zip(turns, masks, strict=True)
+        | {key: value for key, value in turn.items() if says_what_is_learned(key)}
+        for turn in turns
     ]
 
 

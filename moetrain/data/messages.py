@@ -22,8 +22,22 @@ from moetrain.data.tools import KEYWORDS, without_nulls
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a turn's reasoning in ``transformers``. The first is the usual one."""
-WEIGHTS = ("weight", "train", "training", "loss")
-"""Names of a turn's weight in the loss: OpenAI's and Mistral's, axolotl's two, ms-swift's."""
+_WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_scale", "loss_weight")
+"""Names of a turn's weight in the loss: OpenAI's and Mistral's, axolotl's two, the Tinker
+cookbook's, ms-swift's two, and one that is none's own."""
+_OF_LOSS = {
+    *("mask", "masks", "masked", "loss", "train", "trained", "training", "trainable"),
+    *("learn", "learned", "learning", "weight", "weights"),
+}
+_BESIDE = {
+    *("assistant", "completion", "compute", "detail", "details", "do", "example", "exclude", "for"),
+    *("ignore", "in", "include", "is", "label", "labels", "message", "no", "on", "only", "prompt"),
+    *("response", "sample", "scale", "skip", "span", "spans", "the", "this", "to", "token"),
+    *("tokens", "turn", "turns", "use"),
+}
+"""Words of which names of masks and weights consist. At least one of them is in the first set."""
+_NOT_LEARNED = {"mask", "masked", "ignore", "no", "skip", "exclude"}
+"""Words with which a name says what is not learned, if it is true."""
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 """Names of a call's arguments: OpenAI's, Llama 3's, LangChain's, Anthropic's."""
 _CALL = "tool_call"
@@ -67,7 +81,9 @@ class BadLineError(Exception):
         self.field, self.kind = field, kind
 
 
-def read_messages(messages: object, name: str = "messages", num_given: int = 0) -> list[Message]:
+def read_messages(
+    messages: object, name: str = "messages", num_given: int = 0, *, strict: bool = True
+) -> list[Message]:
     """Read a conversation, and return it as OpenAI's messages.
 
     Known roles get OpenAI's names, and calls become ``tool_calls`` of the assistant's turns. Keys
@@ -79,8 +95,9 @@ def read_messages(messages: object, name: str = "messages", num_given: int = 0) 
         messages: the messages, or their JSON as text, as in tables.
         name: the field that holds the messages, for errors.
         num_given: number of first messages that are a prompt. A call behind them begins a turn.
+        strict: True: refuse masks that are not read. False: ignore them.
 
-    Raises BadLineError: ``messages`` are no conversation.
+    Raises BadLineError: ``messages`` are no conversation, or a mask of theirs cannot be read.
     """
     if isinstance(messages, str) and messages.lstrip().startswith("["):
         messages = parse_json(messages, f"`{name}`")
@@ -88,11 +105,14 @@ def read_messages(messages: object, name: str = "messages", num_given: int = 0) 
         said = f"`{name}` is not a list of turns: {shortened(messages)}"
         raise BadLineError(f"{said}; give one turn or more")
     turns: list[Message] = []
+    has_masks = strict and _has_masks(messages, name)
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
             said = f"{name}[{i}] is not an object: {shortened(message)}"
             raise BadLineError(f'{said}; give {{"role": ..., "content": ...}}')
-        turn = _read_turn(message, f"{name}[{i}]")
+        if strict:
+            _refuse_masks(message, f"{name}[{i}]")
+        turn = _read_turn(message, f"{name}[{i}]", has_masks)
         begins = not turns or turns[-1]["role"] != "assistant" or 0 < i == num_given
         if turn["role"] == _CALL:
             turn = {**turn, "role": "assistant"}
@@ -136,8 +156,11 @@ def role_of(message: Mapping[str, Any]) -> object:
     return _ROLES.get(role.strip().lower().replace("-", "_"), role)
 
 
-def _read_turn(message: Mapping[str, Any], where: str) -> Message:
-    """Read a message as :func:`read_messages` does. A lone call keeps the role ``_CALL``."""
+def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Message:
+    """Read a message as :func:`read_messages` does. A lone call keeps the role ``_CALL``.
+
+    ``has_masks``: True: ``mask`` says whether the turn is learned.
+    """
     turn = {key: value for key, value in message.items() if value is not None}
     for key, other in (("role", "from"), ("content", "value")):
         if key not in turn and other in turn:
@@ -149,7 +172,7 @@ def _read_turn(message: Mapping[str, Any], where: str) -> Message:
         said = f"{where}.from is {shortened(role)}, which is no known role"
         raise BadLineError(f"{said}; write human, gpt, system or observation")
     turn["role"] = role
-    weight = _read_weight(turn, where)
+    weight = _read_weight(turn, where, has_masks)
     if role == _CALL:
         thought, content = _without_thought(content)
         calls = _read_calls(content, f"{where}, a call,")
@@ -200,16 +223,22 @@ def _without_repeated(reasoning: Sequence[object], content: object, where: str) 
     return found[2].lstrip("\n") if found is not None and is_repeated else content
 
 
-def _read_weight(turn: dict[str, Any], where: str) -> dict[str, int]:
+# ---- what is learned ----------------------------------------------------------------------------
+
+
+def _read_weight(turn: dict[str, Any], where: str, has_masks: bool) -> dict[str, int]:
     """Remove the weight from ``turn``, and return ``{"weight": 0}`` if it is 0."""
-    weights = {key: turn.pop(key) for key in WEIGHTS if key in turn}
+    mask = turn.pop("mask", None)
+    is_answer = turn["role"] in ("assistant", _CALL)
+    weights = {key: turn.pop(key) for key in _WEIGHTS if key in turn}
+    weights |= {"mask": mask} if has_masks and is_answer else {}
     for key, value in weights.items():
         check_weight(value, f"{where}.{key}")
     if len({bool(value) for value in weights.values()}) > 1:
         said = f"{where} has {' and '.join(map(repr, weights))}, which contradict each other"
         raise BadLineError(f"{said}; leave one of them out")
     is_learned = all(weights.values())
-    if weights and is_learned and turn["role"] not in ("assistant", _CALL):
+    if weights and is_learned and not is_answer:
         said = (
             f"{where}.{next(iter(weights))} asks to learn a turn of role {shortened(turn['role'])}"
         )
@@ -222,6 +251,86 @@ def check_weight(value: object, where: str) -> None:
     if value not in (0, 1):
         said = f"{where} is {shortened(value)}, and a weight is 0 (not learned) or 1 (learned)"
         raise BadLineError(f"{said}; give one of these, and write records again that count more")
+
+
+def _has_masks(messages: Sequence[Any], name: str) -> bool:
+    """Return whether the ``mask`` of turns says which answers are learned.
+
+    In the published runs of SWE-agent it is true in the answers that are learned, and false in all
+    other turns. Other programs mean the contrary by it: so it is read only where the others' say
+    which one is meant.
+
+    Raises BadLineError: the masks do not tell it.
+    """
+    masks = [
+        (role_of(turn) in ("assistant", _CALL), turn.get("mask"))
+        for turn in messages
+        if isinstance(turn, dict)
+    ]
+    if all(mask is None for _, mask in masks):
+        return False
+    of_answers = [mask for is_answer, mask in masks if is_answer]
+    of_others = [mask for is_answer, mask in masks if not is_answer]
+    tells = all(mask in (False, None) for mask in of_others)
+    if of_answers:
+        tells &= all(isinstance(mask, bool) for mask in of_answers) and True in of_answers
+        tells &= False in of_others
+    if not tells:
+        problem = f"`{name}` has a `mask` that does not say which answers are learned"
+        remedy = 'leave `mask` out, and write "weight": 0 in turns that are not learned'
+        raise BadLineError(f"{problem}, as true in an answer and false elsewhere would; {remedy}")
+    return bool(of_answers)
+
+
+def says_what_is_learned(key: str) -> bool:
+    """Return whether ``key`` is a name of a mask or a weight, such as ``loss_mask``."""
+    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+", key)}
+    return not words.isdisjoint(_OF_LOSS) and words <= _OF_LOSS | _BESIDE
+
+
+def _refuse_masks(message: Mapping[str, Any], where: str) -> None:
+    """Raise BadLineError if ``message`` has a mask that is not read."""
+    read = (*_WEIGHTS, "mask")
+    for key, value in message.items():
+        if key not in read and says_what_is_learned(key) and is_mask(value):
+            raise _unread_mask(f"{where}.{key}", value, "turns")
+    parts = message.get("content")
+    for part in parts if isinstance(parts, list) else ():
+        for key, value in part.items() if isinstance(part, dict) else ():
+            if says_what_is_learned(key) and is_mask(value) and value not in (1, True):
+                raise _unread_mask(f"`{key}` of a part of {where}.content", value, "turns")
+
+
+def refuse_masks_of_record(record: Mapping[str, Any]) -> None:
+    """Raise BadLineError if ``record`` has a mask that is not read, or is not to be learned.
+
+    ``weight`` is read elsewhere. A number in ``loss`` is a loss that was measured. ``mask`` may
+    name the role that is not learned, as in NeMo's chats.
+    """
+    for key, value in record.items():
+        if key == "mask" and isinstance(value, str):
+            is_read = role_of({"role": value}) != "assistant"
+        elif key == "weight" or not says_what_is_learned(key) or not is_mask(value):
+            is_read = True
+        elif isinstance(value, bool):
+            is_read = value and _NOT_LEARNED.isdisjoint(key.lower().split("_"))
+        else:
+            is_read = isinstance(value, int | float) and (key == "loss" or value == 1)
+        if not is_read:
+            raise _unread_mask(f"`{key}`", value, "records or turns")
+
+
+def is_mask(value: object) -> bool:
+    """Return whether ``value`` can be a mask or a weight."""
+    if isinstance(value, str):
+        return re.fullmatch(r"\s*(true|false|yes|no|[\d.]+)\s*", value, re.I) is not None
+    return isinstance(value, int | float) or (isinstance(value, list) and value != [])
+
+
+def _unread_mask(where: str, value: object, what: str) -> BadLineError:
+    said = f"{where} is {shortened(value)}, which seems to say what is learned, and is not read"
+    remedy = f'write "weight": 0 in {what} that are not learned'
+    return BadLineError(f"{said}; {remedy}, and leave this out")
 
 
 def _read_part(part: object, where: str) -> dict[str, Any]:

@@ -25,8 +25,10 @@ from moetrain.data.messages import (
     BadLineError,
     Message,
     check_weight,
+    is_mask,
     parse_json,
     read_messages,
+    refuse_masks_of_record,
     role_of,
 )
 from moetrain.data.pairs import (
@@ -126,10 +128,11 @@ class RecordReader:
         """
         record = self._named(record)
         form = self._form(record)
-        if isinstance(weight := record.get("weight"), int | float):
+        if is_mask(weight := record.get("weight")):
             check_weight(weight, "`weight`")
             if not weight:
                 return []
+        refuse_masks_of_record(record)
         if self.reads_labels and form != "preference":
             found = self._labelled(record, form)
         else:

@@ -189,21 +189,33 @@ def test_records_of_known_sets_are_recognised(record: dict, messages: list, tool
     assert document.text == theirs(messages, tools)
 
 
-def test_the_mask_of_swe_agents_turns_says_which_are_learned():
-    """In the published runs the mask is true in the model's turns, and false in all others."""
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("trajectory", ("ai", "text")),
+        *((name, ("assistant", "content")) for name in ("messages", "conversations", "trajectory")),
+    ],
+)
+def test_the_mask_of_swe_agents_turns_says_which_are_learned(name: str, keys: tuple[str, str]):
+    """In the published runs the mask is true in the model's turns, and false in all others.
+
+    Others write such runs as ``role`` and ``content``.
+    """
     said = ["a", "b", "c"]
-    turns = [{"role": "system", "system_prompt": "s", "text": None, "mask": False}]
+    turns = [{"role": "system", keys[1]: "s", "mask": False}]
     for text, mask in zip(said, (True, False, True), strict=True):
-        turns.append({"role": "user", "text": "q", "mask": False})
-        turns.append({"role": "ai", "text": text, "mask": mask})
-    (document,) = documents({"trajectory": turns})
+        turns.append({"role": "user", keys[1]: "q", "mask": False})
+        turns.append({"role": keys[0], keys[1]: text, "mask": mask})
+    (document,) = documents({name: turns})
     assert document.loss_spans is not None
     learned = [document.text[a:b].partition("<")[0] for a, b in document.loss_spans]
     assert learned == ["a", "c"]
     assert "b<|im_end|>" in document.text
-    turns[2] |= {"weight": 0}
-    with pytest.raises(BadLineError, match="'weight' and 'train', which contradict each other"):
-        documents({"trajectory": turns})
+    with pytest.raises(BadLineError, match="'weight' and 'mask', which contradict each other"):
+        documents({name: [*turns[:2], {**turns[2], "weight": 0}, *turns[3:]]})
+    others = [{**turn, "mask": None} if turn["role"] != keys[0] else turn for turn in turns]
+    with pytest.raises(BadLineError, match="`mask` that does not say which answers are learned"):
+        documents({name: others})
 
 
 QWEN_AGENT = [
