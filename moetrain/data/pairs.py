@@ -36,6 +36,11 @@ _NAMES = ("human", "user", "assistant", "system", "question", "answer")
 """Names of roles in texts that hold several turns."""
 _OF_DIALOGUES = ("history", "tools", "documents", "chat_template_kwargs")
 """Fields that only a chat template can show."""
+_LABELS = {
+    "desirable": ("true", "1", "1.0", "good", "desirable"),
+    "undesirable": ("false", "0", "0.0", "bad", "undesirable"),
+}
+"""Labels of a single answer, in lower case."""
 _MARK = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 """Matches the beginning of a turn in a whole text."""
 
@@ -110,21 +115,24 @@ def _unknown(record: Mapping[str, Any]) -> BadLineError:
     return BadLineError(f"{said}; known forms are {KNOWN_FORMS}")
 
 
-def label_of(record: Mapping[str, Any], takes_numbers: bool = True) -> bool | None:
+def label_of(record: Mapping[str, Any]) -> bool | None:
     """Return the ``label`` of a single answer, True if desirable; None: there is no label.
 
-    ``kto_tag`` is another name of the field. With ``takes_numbers`` 1 and 0 count as true and
-    false.
+    ``kto_tag`` is another name of the field. Words and numbers of :data:`_LABELS` are labels too.
+
+    Raises BadLineError: both fields are there, and differ.
     """
-    for key in ("label", "kto_tag"):
-        label = record.get(key)
-        if isinstance(label, str):
-            label = {"true": True, "false": False}.get(label.strip().lower())
-        if isinstance(label, bool):
-            return label
-        if takes_numbers and isinstance(label, int | float) and label in (0, 1):
-            return bool(label)
-    return None
+    labels = {key: found for key in ("label", "kto_tag") if (found := _label(record.get(key)))}
+    if len({*labels.values()}) > 1:
+        said = f"`label` is {shortened(record['label'])}, `kto_tag` {shortened(record['kto_tag'])}"
+        raise BadLineError(f"{said}: they contradict each other; leave one of them out")
+    return None if not labels else "desirable" in labels.values()
+
+
+def _label(value: object) -> str | None:
+    """Return ``desirable`` or ``undesirable``. None: ``value`` is no label."""
+    words = str(value).strip().lower() if isinstance(value, str | int | float) else None
+    return next((name for name, known in _LABELS.items() if words in known), None)
 
 
 # ---- the question --------------------------------------------------------------------------------
@@ -273,7 +281,7 @@ def _check(turns: list[Any]) -> None:
 def _num_shared(answers: Sequence[Sequence[Any]]) -> int:
     """Return the number of turns that all answers share at their beginning.
 
-    The last turn of each does not count. Keys with None, which tables add, are ignored.
+    The last turn of each does not count. Keys with null, which tables add, are ignored.
     """
     most = min(map(len, answers)) - 1
     known = [without_nulls(answer[:most]) for answer in answers]

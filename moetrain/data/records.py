@@ -340,15 +340,13 @@ def _margin_of(record: Mapping[str, Any]) -> float:
 
 
 def _refuse_unwanted(record: Mapping[str, Any], form: str) -> None:
-    """Raise BadLineError if the ``label`` of a record says that its answer is a bad one.
-
-    The label 0 counts only beside a prompt and its completion, as in data sets for KTO. In other
-    forms the number may be the index of some class.
-    """
-    if form not in ("text", "preference") and label_of(record, form == "completion") is False:
-        problem = "`label` is false: the answer is one to avoid, and train.objective next_token "
-        problem += f"would learn it: {shortened(record)}"
-        raise BadLineError(f"{problem}; set train.objective kto, or leave such records out")
+    """Raise BadLineError if the ``label`` of a record says that its answer is a bad one."""
+    if form not in ("text", "preference") and label_of(record) is False:
+        key = "label" if "label" in record else "kto_tag"
+        problem = f"`{key}` is {shortened(record[key])}: the answer is one to avoid, and "
+        problem += f"train.objective next_token would learn it: {shortened(record)}"
+        remedy = "set train.objective kto, leave such records out, or rename the field if it "
+        raise BadLineError(f"{problem}; {remedy}means something else")
 
 
 def has_answer(record: Mapping[str, Any]) -> bool:

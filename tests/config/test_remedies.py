@@ -1152,8 +1152,20 @@ RECORDS: dict[str, tuple[Any, dict[str, Any], str, list[Any]]] = {
     "an answer to avoid": (
         {"prompt": "a", "completion": "b", "label": False},
         {},
-        "`label` is false: .*; set train.objective kto, or leave such records out",
-        [LABELS, None],
+        "`label` is False: .*; set train.objective kto, leave such records out, or rename",
+        [LABELS, None, {"prompt": "a", "completion": "b", "class": False}],
+    ),
+    "a mask of a turn": (
+        {"messages": [ASKED, {**SAID, "train_detail": [{"train": False}]}, ASKED, SAID]},
+        {},
+        r"messages\[1\].train_detail is .*; write \"weight\": 0 in turns that are not learned",
+        [{"messages": [ASKED, {**SAID, "weight": 0}, ASKED, SAID]}],
+    ),
+    "a mask of a record": (
+        {"prompt": "a", "completion": "b", "loss_mask": [0]},
+        {},
+        r"`loss_mask` is .*; write \"weight\": 0 in records or turns that",
+        [None, CHAT],
     ),
     # ---- pairs
     "a pair of two kinds": (

@@ -377,6 +377,13 @@ UNWANTED = {
         "label": False,
     },
     "alpaca": {"instruction": Q, "output": B, "kto_tag": False},
+    "messages, a number": {"messages": turns(Q, B), "label": 0},
+    "messages, a float": {"messages": turns(Q, B), "label": 0.0},
+    "alpaca, a number": {"instruction": Q, "output": B, "label": 0},
+    "question, a number": {"question": Q, "answer": B, "kto_tag": 0},
+    "question, a text": {"question": Q, "answer": B, "label": "0"},
+    "messages, a word": {"messages": turns(Q, B), "label": "bad"},
+    "messages, KTO's word": {"messages": turns(Q, B), "label": "Undesirable"},
 }
 
 
@@ -385,13 +392,14 @@ def test_an_unwanted_answer_is_learned_by_kto_alone(form):
     record = UNWANTED[form]
     with pytest.raises(BadLineError) as raised:
         reader_of().documents(record)
-    assert "`label` is false" in str(raised.value)
-    assert "set train.objective kto, or leave such records out" in str(raised.value)
+    key = "kto_tag" if "kto_tag" in record else "label"
+    assert f"`{key}` is {record[key]!r}: the answer is one to avoid" in str(raised.value)
+    assert "set train.objective kto, leave such records out, or rename" in str(raised.value)
     (document,) = reader_of(reads_pairs=True, reads_labels=True).documents(record)
     wanted = (Q, f" {B}") if "prompt" in record and record["prompt"] == Q else chatml(Q, B)
     assert (learned(document)[0], *learned(document)[1]) == wanted
     assert document.label is False
-    liked = {**record, "kto_tag" if "kto_tag" in record else "label": True}
+    liked = {**record, key: True}
     (same,) = reader_of(reads_pairs=True, reads_labels=True).documents(liked)
     assert same == document._replace(label=True)
     assert reader_of().documents(liked)[0].text == document.text
@@ -400,8 +408,11 @@ def test_an_unwanted_answer_is_learned_by_kto_alone(form):
 def test_labels_that_are_classes_of_something_else_are_no_preference():
     for record in (
         {"text": Q, "label": 0},
-        {"messages": turns(Q, A), "label": 0},
+        {"messages": turns(Q, A), "label": 3},
         {"messages": turns(Q, A), "label": "sums"},
+        {"messages": turns(Q, A), "label": "A question about primes, and its answer."},
+        {"messages": turns(Q, A), "label": [0, 1]},
+        {"instruction": Q, "output": A, "label": 0.3},
         {"prompt": Q, "completion": A, "label": 3},
         {"prompt": Q, "completion": A, "label": None},
     ):
@@ -412,7 +423,11 @@ def test_labels_that_are_classes_of_something_else_are_no_preference():
     ("record", "problem"),
     [
         ({"prompt": Q, "completion": A}, "no answer with a `label` that is true or false"),
-        ({"prompt": Q, "completion": A, "label": "good"}, "no answer with a `label`"),
+        ({"prompt": Q, "completion": A, "label": "sums"}, "no answer with a `label`"),
+        (
+            {"prompt": Q, "completion": A, "label": 1, "kto_tag": False},
+            "`label` is 1, `kto_tag` False: they contradict each other; leave one",
+        ),
         ({"prompt": Q, "completion": A, "label": 2}, "no answer with a `label`"),
         ({"text": Q, "label": True}, "no answer with a `label`.*`completion`.*`chosen`"),
         ({"prompt": "", "completion": A, "label": True}, "no prompt is found"),
