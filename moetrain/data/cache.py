@@ -453,7 +453,8 @@ def encoded(
     """Tokenise documents.
 
     A document begins with ``bos_ids`` once, unless a template rendered it. Every document ends with
-    EOS.
+    EOS. An empty span at the end of a text that no template rendered is an empty answer, of which
+    EOS is learned.
 
     Yields:
         Each document, or part of one, with its ids [T] and its mask, uint8 [T]: 1 for a token
@@ -466,13 +467,17 @@ def encoded(
             has_bos, masked_T = is_start and not document.is_rendered, None
             bos_T = np.array(tokenizer.missing_bos(encoded.ids) if has_bos else (), np.uint32)
             ids_T = np.concatenate([bos_T, encoded.ids])
-            lacks_eos = document.is_end and ids_T[-1:].tolist() != [tokenizer.eos_id]
+            last = document.loss_spans[-1] if document.loss_spans else (0, 1)
+            ends_at_once = last[0] == last[1] == len(document.text) and not document.is_rendered
+            has_eos = ids_T[-1:].tolist() == [tokenizer.eos_id] and not ends_at_once
+            lacks_eos = document.is_end and not has_eos
             ids_T = np.append(ids_T, np.array([tokenizer.eos_id] * lacks_eos, np.uint32))
             if document.loss_spans is not None:
                 masked_T = _masked(encoded.offsets(), document.loss_spans)
-                # EOS has loss if any token of the document has loss.
+                # EOS has loss if any token of the document has loss, or if an answer is empty.
                 around = len(bos_T), int(lacks_eos)
-                masked_T = np.pad(masked_T, around, constant_values=(1, masked_T.min(initial=1)))
+                of_eos = 0 if ends_at_once else masked_T.min(initial=1)
+                masked_T = np.pad(masked_T, around, constant_values=(1, of_eos))
             is_start = document.is_end
             yield document, ids_T, masked_T
 

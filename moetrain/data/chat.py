@@ -38,6 +38,7 @@ from moetrain.data.messages import (
     are_listed,
     forms_of,
     in_order_of_calls,
+    lost_thought,
     marked,
     parse_json,
     read_messages,
@@ -289,7 +290,7 @@ class ChatTemplate:
     ) -> None:
         """Warn of undeclared tools and unknown roles.
 
-        Raises BadLineError: a thought is in a channel.
+        Raises BadLineError: a thought is in a channel, or has a name that is not read.
         """
         name = undeclared_call(turns, learned, variables.get("tools") or ())
         if name is not None:
@@ -298,6 +299,11 @@ class ChatTemplate:
         if role is not None:
             _warn_of_role(role)
         for i in learned:
+            key = lost_thought(turns[i])
+            if key is not None and not re.search(rf"\.{key}\b|['\"]{key}['\"]", self.source):
+                said = f"messages[{i}].{key} is a thought that the chat template does not read"
+                said = f"{said}: {shortened(turns[i][key])}"
+                raise BadLineError(f"{said}; write it as `reasoning_content`, or leave it out")
             channel = turns[i].get("channel")
             if channel in ("analysis", "commentary") and not _READS_CHANNELS.search(self.source):
                 said = f"messages[{i}].channel is {channel!r}, which the chat template does not "

@@ -57,7 +57,7 @@ def renamed(
         _read_question(found, reads_pairs)
     if reads_pairs and "chosen" not in found:
         _read_swifts_pair(found)
-    # Keep fields that are null: a record with `system` is a dialogue even if `system` is null.
+    # Fields that are null mean nothing. Errors show them.
     return {**{key: None for key in record if record[key] is None}, **found}
 
 

@@ -53,6 +53,15 @@ _ROLES: dict[str, str] = {
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.S)
 _RESULTS = re.compile(r"\s*<tool_response>\n?(.*?)\n?</tool_response>\s*", re.S)
 _OF_SYSTEM = ("system", "developer")
+_THOUGHTS = (
+    "thought",
+    "thoughts",
+    "cot",
+    "chain_of_thought",
+    "reasoning_text",
+    "reasoning_details",
+)
+"""Other names of a thought, which are not read: SWE-agent's, GitHub Copilot's, OpenRouter's."""
 _ELSEWHERE = {
     "thinking": ", and thoughts as `reasoning_content`",
     "tool_use": ", and calls as `tool_calls`",
@@ -145,6 +154,35 @@ def _goes_on(
         return True
     is_thought = "reasoning_content" in before and "tool_calls" not in before
     return is_thought and not before.get("content")
+
+
+def thoughts_in(value: object) -> list[str]:
+    """Return the texts of a thought under another name than reasoning.
+
+    It is a text, a list of texts (s1K), or a list of objects with ``text`` or ``summary``
+    (OpenRouter's ``reasoning_details``).
+    """
+    parts = value if isinstance(value, list) else [value]
+    found = [x.get("text") or x.get("summary") if isinstance(x, dict) else x for x in parts]
+    return [text for text in found if isinstance(text, str) and text.strip()]
+
+
+def is_said(text: str, *others: object) -> bool:
+    """Return whether one of the texts ``others`` contains ``text``, whatever its white space."""
+    words = " ".join(text.split())
+    return any(words in " ".join(x.split()) for x in others if isinstance(x, str))
+
+
+def lost_thought(turn: Mapping[str, Any]) -> str | None:
+    """Return the key of a thought that neither the content nor the reasoning of ``turn`` has.
+
+    SWE-agent's ``thought`` is a part of its ``content``. None: there is no such key.
+    """
+    shown = (_text_of(turn), turn.get("reasoning_content"))
+    for key in _THOUGHTS:
+        if any(not is_said(text, *shown) for text in thoughts_in(turn.get(key))):
+            return key
+    return None
 
 
 def role_of(message: Mapping[str, Any]) -> object:

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moetrain.config.sources import shortened
-from moetrain.data.messages import BadLineError, Message
+from moetrain.data.messages import BadLineError, Message, parse_json
 from moetrain.data.tools import without_nulls
+from moetrain.data.warned import warn_once
 
 KNOWN_FORMS = (
     "`prompt`, `question`, `messages`, or `instruction` with `input`, optionally with `system`, "
@@ -34,7 +35,7 @@ _QUESTIONS = ("prompt", "question", "instruction", "input")
 """Fields that may hold the question, in the order of the search."""
 _NAMES = ("human", "user", "assistant", "system", "question", "answer")
 """Names of roles in texts that hold several turns."""
-_OF_DIALOGUES = ("history", "tools", "documents", "chat_template_kwargs")
+_OF_DIALOGUES = ("system", "history", "tools", "functions", "documents", "chat_template_kwargs")
 """Fields that only a chat template can show."""
 _LABELS = {
     "desirable": ("true", "1", "1.0", "good", "desirable"),
@@ -43,6 +44,8 @@ _LABELS = {
 """Labels of a single answer, in lower case."""
 _MARK = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 """Matches the beginning of a turn in a whole text."""
+_NOTHING = ("", "[]", "{}", "null")
+"""Texts of fields that have no value, as tables write them."""
 
 
 class Dialogues(NamedTuple):
@@ -60,7 +63,8 @@ class Texts(NamedTuple):
     texts: list[str]
     """For each answer, the prompt followed by the answer."""
     spans: list[list[tuple[int, int]]]
-    """For each text, the characters ``(start, end)`` of the answer; empty: the answer is blank."""
+    """For each text, the characters ``(start, end)`` of the answer. There are none if the answer
+    has no turn of the assistant."""
 
 
 class _Asked(NamedTuple):
@@ -169,16 +173,18 @@ def _asked(record: Mapping[str, Any], needs_prompt: bool) -> _Asked:
         messages = [{"role": "user", "content": text}]
     elif lists:
         name, messages = next(iter(lists.items()))
+    for key, other in lists.items():
+        is_same = len(other) == len(messages) and all(map(_is_same, other, messages))
+        if key != name and not is_same:
+            raise BadLineError(f"`{name}` and `{key}` differ; leave one of them out")
     for key, other in texts.items():
         if needs_prompt and not any(_contains(turn, other) for turn in messages):
             problem = f"`{key}` is not in `{name}`, beside which it would be lost"
             raise BadLineError(f"{problem}: {shortened(other)}; leave one of them out")
     # Add history and system.
-    messages = [*read_history(record), *messages]
-    if system and not any(_contains(turn, system) for turn in _systems(messages)):
-        messages = [{"role": "system", "content": system}, *messages]
-    # A data set with a system column holds dialogues, even where the column is empty.
-    of_dialogues = lists or "system" in record or any(record.get(key) for key in _OF_DIALOGUES)
+    messages = with_system([*read_history(record), *messages], system, name)
+    # A field without a value decides nothing, whether it is null, empty, or missing.
+    of_dialogues = lists or any(_has_value(record.get(key)) for key in _OF_DIALOGUES)
     is_plain = name == "prompt" and not of_dialogues
     return _Asked(
         name=name,
@@ -188,16 +194,106 @@ def _asked(record: Mapping[str, Any], needs_prompt: bool) -> _Asked:
     )
 
 
+def _has_value(value: object) -> bool:
+    """Return whether a field has a value: it is not null, empty, or the text of an empty list."""
+    return value not in _NOTHING if isinstance(value, str) else bool(value)
+
+
+def with_system(messages: Sequence[Message], system: object, name: str) -> list[Message]:
+    """Return ``messages`` behind the text ``system``, unless their system turn has this text.
+
+    Args:
+        messages: the messages of the field ``name``.
+        system: the field ``system`` of the same record. It may be empty.
+        name: the field that holds the messages, for errors.
+
+    Raises BadLineError: ``system`` is no text, or the messages have another system turn.
+    """
+    if not system:
+        return [*messages]
+    if not isinstance(system, str):
+        raise BadLineError(f"`system` is not text: {shortened(system)}; write a text there")
+    own = _systems(messages)
+    if any(_contains(turn, system) for turn in own):
+        return [*messages]
+    if other := next((turn for turn in own if turn.get("role") == "system"), None):
+        texts = f"{shortened(system)} and {shortened(text_of(other))}"
+        problem = f"`system` and the system's turn of `{name}` differ, {texts}"
+        raise BadLineError(f"{problem}; leave one of them out")
+    return [{"role": "system", "content": system}, *messages]
+
+
 def read_history(record: Mapping[str, Any]) -> list[Message]:
     """Return alpaca's ``history``, pairs of a question and its answer, as messages."""
     messages: list[Message] = []
-    for pair in record.get("history") or []:
+    history = record.get("history") or []
+    if isinstance(history, str) and history.lstrip().startswith("["):
+        history = parse_json(history, "`history`")
+    for pair in history:
         if not isinstance(pair, list) or len(pair) != 2:
             problem = f"`history` has {shortened(pair)}, which is no question with its answer"
             raise BadLineError(f"{problem}; write a list of two texts for each")
         roles = zip(("user", "assistant"), pair, strict=True)
         messages += [{"role": role, "content": text} for role, text in roles]
     return messages
+
+
+def dialogues_of_lists(
+    record: Mapping[str, Any], keys: Sequence[str]
+) -> tuple[str, list[list[Message]]] | None:
+    """Read a question and its answers that are lists of texts, as Chatbot Arena writes them.
+
+    ``["q", "r"]`` and ``["a", "b"]``, or the texts of their JSON, are the dialogue q, a, r, b. An
+    answer alone that is such a list is an answer in JSON, and stays as it is.
+
+    Args:
+        record: the record.
+        keys: the fields that hold the answers.
+
+    Returns:
+        The field of the question, and for each answer the dialogue. None: the question is no list
+        of texts.
+
+    Raises BadLineError: the question is a list of texts, and an answer is no list of as many.
+    """
+    fields = [key for key in _QUESTIONS if record.get(key) not in (None, "", [])]
+    asked = _texts_in(record[fields[0]]) if fields else None
+    if asked is None or fields[:2] == ["instruction", "input"]:  # which are one text
+        return None
+    name, dialogues = fields[0], []
+    for key in keys:
+        said = _texts_in(record[key])
+        if not asked or said is None or len(said) != len(asked):
+            problem = f"`{name}` is a list of texts, {shortened(record[name])}, and `{key}` is no "
+            problem += f"list of as many: {shortened(record[key])}"
+            remedy = "write the turns, or such a text itself, as `messages`"
+            raise BadLineError(f"{problem}; {remedy}")
+        if None in (*asked, *said):
+            problem = f"`{name if None in asked else key}` has null in place of a text"
+            raise BadLineError(f"{problem}; leave such records out")
+        turns: list[Message] = []
+        for question, answer in zip(asked, said, strict=True):
+            turns.append({"role": "user", "content": question})
+            turns.append({"role": "assistant", "content": answer})
+        dialogues.append(turns)
+    warn_once(
+        "lists of texts",
+        f"`{name}` and its answers are lists of texts, which are read as the turns of a dialogue; "
+        "write them as `messages` to learn such lists themselves",
+    )
+    return name, dialogues
+
+
+def _texts_in(value: object) -> list[str | None] | None:
+    """Return the texts of a list, or of the JSON of one. None: ``value`` is no such list."""
+    if isinstance(value, str) and re.match(r"""\s*\[\s*["n\]]""", value):
+        try:
+            value = parse_json(value, "a text")
+        except BadLineError:
+            return None
+    if not isinstance(value, list) or not all(isinstance(x, str | None) for x in value):
+        return None
+    return value
 
 
 def _systems(messages: Sequence[Message]) -> list[Message]:
@@ -210,7 +306,8 @@ def _is_answer(turn: Any) -> bool:
     return isinstance(turn, dict) and turn.get("role") == "assistant"
 
 
-def _text_of(turn: Message) -> str:
+def text_of(turn: Message) -> str:
+    """Return the text of a turn's ``content``, of which the parts are joined."""
     content = turn.get("content") or ""
     parts = content if isinstance(content, list) else [content]
     return "".join(str(x.get("text") or "") if isinstance(x, dict) else str(x) for x in parts)
@@ -224,12 +321,12 @@ def _words(text: str) -> str:
 def _contains(turn: Message, text: str) -> bool:
     """Return whether the content of ``turn`` contains ``text`` as whole words."""
     part = re.escape(_words(text))
-    return re.search(rf"(?<!\w){part}(?!\w)", _words(_text_of(turn))) is not None
+    return re.search(rf"(?<!\w){part}(?!\w)", _words(text_of(turn))) is not None
 
 
 def _is_same(turn: Message, other: Message) -> bool:
     is_same_role = turn.get("role") == other.get("role")
-    return is_same_role and _words(_text_of(turn)) == _words(_text_of(other))
+    return is_same_role and _words(text_of(turn)) == _words(text_of(other))
 
 
 def _writes_out(text: str, turns: Sequence[Message]) -> bool:
@@ -240,7 +337,7 @@ def _writes_out(text: str, turns: Sequence[Message]) -> bool:
     """
     rest = _words(text)
     for turn in turns:
-        part = _words(_text_of(turn))
+        part = _words(text_of(turn))
         if part not in rest and turn.get("role") not in _SYSTEM:
             return False
         rest = rest.replace(part, " ", 1)
@@ -302,7 +399,7 @@ def _before(
     shared = answers[0][:num_shared]
     systems, own = _systems(asked.messages), _systems(shared)
     turns = asked.messages[len(systems) :]
-    lost = [turn for turn in systems if not any(_contains(x, _text_of(turn)) for x in own)]
+    lost = [turn for turn in systems if not any(_contains(x, text_of(turn)) for x in own)]
     if lost and own:
         raise _other("system" if record.get("system") else asked.name, lost[0])
     is_answer = all(answer[0].get("role") not in (*_SYSTEM, "user") for answer in answers)
@@ -345,7 +442,7 @@ def _num_repeated(
 
 def _other(name: str, turn: Message) -> BadLineError:
     """Make the error for answers that do not repeat ``turn`` of the field ``name``."""
-    problem = f"`{name}` is not in the dialogues beside it: {shortened(_text_of(turn))}"
+    problem = f"`{name}` is not in the dialogues beside it: {shortened(text_of(turn))}"
     return BadLineError(f"{problem}; leave it out, or begin the dialogues with it")
 
 
@@ -368,11 +465,10 @@ def _learned(text: str, start: int) -> list[tuple[int, int]]:
 
     The spans of an answer with several turns are the assistant's turns.
     """
-    spans = [(start, len(text))]
-    if _is_whole(text[:start]):
-        turns = [(max(turn.start, start), turn.end) for turn in _turns(text) if turn.is_answer]
-        spans = [(a, b) for a, b in turns if a < b]
-    return [(a, b) for a, b in spans if text[a:b].strip()]
+    if not text[start:].strip() or not _is_whole(text[:start]):
+        return [(start, len(text))]
+    turns = [(max(turn.start, start), turn.end) for turn in _turns(text) if turn.is_answer]
+    return [(a, b) for a, b in turns if text[a:b].strip()]
 
 
 def _is_whole(text: str) -> bool:

@@ -20,29 +20,46 @@ from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import OBJECTS
 from moetrain.data.documents import Document
 from moetrain.data.field_names import renamed
-from moetrain.data.known_sets import remedy_for
+from moetrain.data.known_sets import is_dialogue, read_known_set, remedy_for
 from moetrain.data.messages import (
     BadLineError,
     Message,
     check_weight,
     is_mask,
+    is_said,
     parse_json,
     read_messages,
     refuse_masks_of_record,
     role_of,
+    thoughts_in,
 )
 from moetrain.data.pairs import (
     KNOWN_FORMS,
     KNOWN_LABELLED,
     Dialogues,
+    dialogues_of_lists,
     label_of,
     read_answers,
     read_history,
+    text_of,
+    with_system,
 )
 from moetrain.data.tokenizer import Tokenizer
 
 _ALIKE = 0.5
 """An error names the nearest form if the record has at least this share of the form's fields."""
+_DIALOGUES = ("messages", "conversations", "conversation", "trajectory")
+"""Fields that may hold a dialogue."""
+_THOUGHTS = {
+    *("reasoning", "reasoning_content", "reasoning_text", "reasoning_details", "reasoning_trace"),
+    *("thinking", "thought", "thoughts", "cot", "chain_of_thought", "complex_cot", "rationale"),
+    *("thinking_trajectory", "thinking_trajectories", "deepseek_reasoning"),
+    *("deepseek_thinking_trajectory", "gemini_thinking_trajectory"),
+}
+"""Names, in lower case, of a thought beside an answer: medical-o1's, s1K's, OpenThoughts' and
+others."""
+_MODES = {"on", "off", "true", "false", "yes", "no", "none", "minimal", "low", "medium", "high"}
+"""Values of such fields that are no thoughts. Nemotron's ``reasoning`` is on or off."""
 _MOST_MARGIN = 1e30
 """The largest margin of a pair. fp32 holds this number, and sums of such numbers."""
 
@@ -138,6 +155,10 @@ class RecordReader:
         else:
             _refuse_unwanted(record, form)
             found = _FORMS[form].read(self, record)
+        if self.form == "auto":
+            _refuse_second_dialogue(record, form)
+        if form not in ("text", "preference"):
+            _refuse_lost_thoughts(record, found)
         # Lone surrogates, which JSON can spell and no tokenizer accepts, become a question mark.
         return [
             document._replace(text=document.text.encode(errors="replace").decode())
@@ -154,7 +175,7 @@ class RecordReader:
     def _form(self, record: dict[str, Any]) -> str:
         """Return the form of a record whose fields are renamed already."""
         if self.form != "auto":
-            missing = [key for key in self._needed(self.form) if key not in record]
+            missing = [key for key in self._needed(self.form) if record.get(key) is None]
             if missing and self.reads_pairs:
                 said = f"no {missing[0]!r}: no pair of answers, {shortened(record)}"
                 remedy = remedy_for(record)
@@ -210,7 +231,8 @@ class RecordReader:
         return (self.text_field,) if form == "text" else _FORMS[form].fields
 
     def _text(self, record: dict[str, Any]) -> list[Document]:
-        if {"role", "parent_id"} <= record.keys():  # a row of OASST
+        # A row of OASST. The first one of a dialogue has no parent, and tables leave that out.
+        if {"role", "parent_id"} <= record.keys() or record.get("role") == "prompter":
             problem = f"a turn of a dialogue and no document: {shortened(record)}"
             raise BadLineError(f"{problem}; give whole dialogues as `messages`")
         text = record[self.text_field]
@@ -220,9 +242,22 @@ class RecordReader:
         return [Document(text)] if text.strip() else []
 
     def _dialogue(
-        self, messages: object, record: dict[str, Any], num_given: int = 0
+        self,
+        messages: list[Message],
+        record: dict[str, Any],
+        num_given: int = 0,
+        *,
+        needs_text: bool = False,
     ) -> list[Document]:
-        """Render ``messages``. The first ``num_given`` of them are a prompt, and not learned."""
+        """Render ``messages``. The first ``num_given`` of them are a prompt, and not learned.
+
+        With ``needs_text``, and in a labelled answer, empty answers give no document.
+        """
+        said = [turn for turn in messages[num_given:] if turn.get("role") == "assistant"]
+        said = said[-1:] if self.train_on == "last" else said
+        if said and (needs_text or self.reads_labels) and not any(map(_is_filled, said)):
+            return []
+        _refuse_other_functions(record)
         variables = ChatTemplate.variables_of(record)
         rendered = self.template.documents(
             messages, variables, train_on=self.train_on, num_given=num_given
@@ -230,20 +265,26 @@ class RecordReader:
         return [Document(each.text, each.spans, is_rendered=True) for each in rendered]
 
     def _chat(self, record: dict[str, Any]) -> list[Document]:
-        return self._dialogue(_with_system(record, read_messages(record["messages"])), record)
+        return self._messages(record, "messages")
 
     def _sharegpt(self, record: dict[str, Any]) -> list[Document]:
-        messages = read_messages(record["conversations"], "conversations")
-        return self._dialogue(_with_system(record, messages), record)
+        return self._messages(record, "conversations")
+
+    def _messages(self, record: dict[str, Any], name: str) -> list[Document]:
+        messages = read_messages(record[name], name)
+        return self._dialogue(with_system(messages, record.get("system"), name), record)
 
     def _alpaca(self, record: dict[str, Any]) -> list[Document]:
-        asked = [_text_in(record, key) for key in ("instruction", "input")]
-        messages = [
-            *read_history(record),
-            {"role": "user", "content": "\n\n".join(filter(None, asked))},
-            {"role": "assistant", "content": _text_in(record, "output")},
-        ]
-        return self._dialogue(_with_system(record, messages), record)
+        if found := dialogues_of_lists(record, ["output"]):
+            (messages,) = found[1]
+        else:
+            asked = [_text_in(record, key) for key in ("instruction", "input")]
+            messages = [
+                {"role": "user", "content": "\n\n".join(filter(None, asked))},
+                {"role": "assistant", "content": _text_in(record, "output")},
+            ]
+        messages = [*read_history(record), *messages]
+        return self._dialogue(with_system(messages, record.get("system"), "history"), record)
 
     def _preference(self, record: dict[str, Any]) -> list[Document]:
         keys = ("chosen", "rejected")
@@ -257,8 +298,17 @@ class RecordReader:
         return [documents[0]._replace(margin=margin) for documents in answers]
 
     def _completion(self, record: dict[str, Any]) -> list[Document]:
-        """Return a prompt with its answer. Both may be texts or lists of messages."""
-        return self._answers(record, ("completion",), num_learned=1, needs_prompt=False)[0]
+        """Return a prompt with its answer. Both may be texts or lists of messages.
+
+        An empty answer is learned too, as an answer that ends at once.
+        """
+        (found,) = self._answers(record, ("completion",), num_learned=1, needs_prompt=False)
+        if any(document.loss_spans == [] for document in found):
+            problem = "`completion` has no turn of the assistant, which could be learned"
+            raise BadLineError(f"{problem}: {shortened(record)}; leave such records out")
+        if any(not document.text for document in found):
+            raise BadLineError("`prompt` and `completion` are empty; leave such records out")
+        return found
 
     def _labelled(self, record: dict[str, Any], form: str) -> list[Document]:
         """Return the document of a single answer with its label.
@@ -287,20 +337,29 @@ class RecordReader:
     ) -> list[list[Document]]:
         """Return the documents of the first ``num_learned`` answers, each behind its prompt.
 
-        ``keys``: the fields that hold the answers.
+        Args:
+            record: the record.
+            keys: the fields that hold the answers.
+            num_learned: number of answers to return.
+            needs_prompt: True: refuse answers without a prompt, and give no document of an answer
+                without a text. The answers are of a pair, or have a label.
         """
+        if lists_of_texts := dialogues_of_lists(record, keys):
+            asked, dialogues = lists_of_texts
+            record = {key: value for key, value in record.items() if key != asked}
+            record |= dict(zip(keys, dialogues, strict=True))
         lists = {*keys, "prompt", "messages", "conversations"}
         record = {k: _as_messages(k, x) if k in lists else x for k, x in record.items()}
         found = read_answers(record, keys, needs_prompt)
         documents: list[list[Document]] = []
-        for i, key in enumerate(keys[:num_learned]):
-            if isinstance(answer := record[key], str) and not answer.strip():
-                documents.append([])
-            elif isinstance(found, Dialogues):
-                documents.append(self._dialogue(found.dialogues[i], record, found.num_given))
-            else:
-                spans = found.spans[i]
-                documents.append([Document(found.texts[i], spans)] if spans else [])
+        for i in range(num_learned):
+            if isinstance(found, Dialogues):
+                said, num_given = found.dialogues[i], found.num_given
+                documents.append(self._dialogue(said, record, num_given, needs_text=needs_prompt))
+                continue
+            text, spans = found.texts[i], found.spans[i]
+            is_blank = not any(text[a:b].strip() for a, b in spans)
+            documents.append([] if needs_prompt and is_blank else [Document(text, spans)])
         return documents
 
 
@@ -349,6 +408,55 @@ def _refuse_unwanted(record: Mapping[str, Any], form: str) -> None:
         raise BadLineError(f"{problem}; {remedy}means something else")
 
 
+def _refuse_second_dialogue(record: Mapping[str, Any], form: str) -> None:
+    """Raise BadLineError if another field than the one that is read holds another dialogue."""
+    name = {"messages": "messages", "sharegpt": "conversations"}.get(form)
+    if name is None:
+        return
+    for other in _DIALOGUES:
+        if other == name or (said := _said(record.get(other), other)) is None:
+            continue
+        if said != _said(record[name], name):
+            problem = f"`{name}` and `{other}` differ; leave one of them out"
+            raise BadLineError(f"{problem}, or set data.format {form}, which reads `{name}`")
+
+
+def _said(turns: object, name: str) -> list[Any] | None:
+    """Return what the turns of the field ``name`` say. None: they are no turns that can be read."""
+    turns = _turns_in(turns) if isinstance(turns, str) else turns
+    found = {name: turns}
+    try:
+        if name not in ("messages", "conversations"):
+            read_known_set(found)
+        turns = found.get("messages", turns)
+        read = read_messages(turns, name) if is_dialogue(turns) else None
+    except BadLineError:
+        return None
+    keys = ("tool_calls", "reasoning_content")
+    return read and [[x["role"], text_of(x), *(x.get(key) for key in keys)] for x in read]
+
+
+def _refuse_other_functions(record: Mapping[str, Any]) -> None:
+    """Raise BadLineError if ``tools`` and their older name ``functions`` differ."""
+    if record.get("tools") and record.get("functions"):
+        both = [ChatTemplate.variables_of({"tools": record[key]}) for key in ("tools", "functions")]
+        if both[0] != both[1]:
+            raise BadLineError("`tools` and `functions` differ; leave one of them out")
+
+
+def _refuse_lost_thoughts(record: Mapping[str, Any], documents: Sequence[Document]) -> None:
+    """Raise BadLineError if a field beside the answer has a thought that no document shows."""
+    for key in record:
+        if key.lower() not in _THOUGHTS:
+            continue
+        for text in thoughts_in(record[key]):
+            is_shown = not documents or any(is_said(text, x.text) for x in documents)
+            if not is_shown and text.strip().lower() not in _MODES:
+                problem = f"`{key}` may be a part of the question or of the answer"
+                remedy = "write it as `reasoning_content` of an answer in `messages`, or leave it"
+                raise BadLineError(f"{problem}: {shortened(text)}; {remedy} out")
+
+
 def has_answer(record: Mapping[str, Any]) -> bool:
     """Return whether ``messages`` or ``conversations`` end with an answer.
 
@@ -395,11 +503,9 @@ def _turns_in(text: str) -> Any:
     return found if are_turns else text
 
 
-def _with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """Return ``messages`` behind the system prompt of ``record``, if there is one."""
-    system = record.get("system")
-    turn = {"role": "system", "content": system}
-    return [turn, *messages] if system and messages[:1] != [turn] else messages
+def _is_filled(turn: Message) -> bool:
+    """Return whether an assistant's turn has a text, a thought or a call."""
+    return bool(text_of(turn).strip() or turn.get("reasoning_content") or turn.get("tool_calls"))
 
 
 def _text_in(record: Mapping[str, Any], key: str) -> str:
@@ -407,7 +513,8 @@ def _text_in(record: Mapping[str, Any], key: str) -> str:
 
     Raises BadLineError: the field holds no text.
     """
-    value = record.get(key) or ""
+    value = record.get(key)
+    value = "" if value is None else value
     if not isinstance(value, str):
         raise BadLineError(f"{key!r} is not text: {shortened(value)}; write a text there")
     return value

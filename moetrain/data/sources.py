@@ -140,6 +140,7 @@ class Source(Files):
 
         Raises BadRecordError: a record is bad, and bad records are not skipped.
         """
+        num_records = num_chats = num_plain = 0
         for each in found:
             if isinstance(each, Document):
                 yield each
@@ -154,9 +155,22 @@ class Source(Files):
                 if skipped is not None:
                     skipped.add(error)
                 continue
+            num_records += 1
+            num_chats += any(document.is_rendered for document in documents)
+            num_plain += any(
+                not document.is_rendered and document.loss_spans is not None
+                for document in documents
+            )
             for document in documents:
                 yield document._replace(num_bytes=num_bytes)
                 num_bytes = 0
+        if num_chats and num_plain:
+            warn_once(
+                f"chats and plain texts {self.path}",
+                f"{self.path}: of {num_records:,} records {num_chats:,} are chats, and in "
+                f"{num_plain:,} a prompt and its answer are joined as plain text, without the chat "
+                "template; write these as lists of messages to make all of them chats",
+            )
 
     def _read_by(self, read: Callable[[RecordReader, Any], _T], raw: Raw) -> _T:
         """Return the result of ``read`` for a record. Raises BadRecordError: the record is bad."""

@@ -101,7 +101,7 @@ class RewardModel:
         if is_dialogue and "completion" not in kept and not has_answer(kept):
             problem = f"a record's last turn is no answer: {shortened(kept)}"
             raise BadLineError(f"{problem}; end with the assistant's turn, or give `completion`")
-        found: list[Document] = self._reader.documents(_with_blank_answer(kept))
+        found: list[Document] = self._reader.documents(kept)
         if len(found) != 1:
             problem = f"becomes {len(found)} texts" if found else "has no text"
             raise BadLineError(f"a record {problem}: {shortened(kept)}")
@@ -166,14 +166,3 @@ def _device_of(given: str | torch.device) -> torch.device:
         problem = f"{str(given)!r}, but torch sees {count} CUDA devices; use cpu"
         raise ConfigError("device", f"{problem} or a number below {count}" if count else problem)
     return device
-
-
-def _with_blank_answer(record: dict[str, Any]) -> dict[str, Any]:
-    """Return ``record`` in a form that may have a blank answer, which training would skip."""
-    prompt, answer = record.get("prompt"), record.get("completion")
-    if not isinstance(answer, str) or answer.strip():
-        return record
-    rest = {key: x for key, x in record.items() if key not in ("prompt", "completion")}
-    if isinstance(prompt, list):
-        return {**rest, "messages": [*prompt, {"role": "assistant", "content": answer}]}
-    return {**rest, "text": prompt + answer} if isinstance(prompt, str) else record

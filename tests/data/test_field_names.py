@@ -111,6 +111,7 @@ def test_next_token_learns_the_messages_of_swifts_pairs():
         ({"system": "a", "system_prompt": "b", "messages": [USER, GOOD]}, "`system_prompt` differ"),
         ({"question": "q", "answer": "a", "response": "b"}, "no known form"),
         ({"text": "q", "role": "prompter", "parent_id": None}, "a turn of a dialogue"),
+        ({"text": "q", "role": "prompter", "message_id": "1"}, "a turn of a dialogue"),
         (
             {"conversations": [{"from": "humann", "value": "q"}, {"from": "gpt", "value": "a"}]},
             r"conversations\[0\]\.from is 'humann', which is no known role; write human",
