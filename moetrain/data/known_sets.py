@@ -54,8 +54,14 @@ _ANSWERS = {
 """Fields that may be an answer to a prompt."""
 _OF_TWO = re.compile(r"(?:response|answer|completion|conversation|output)_?[012ab]", re.I)
 """Matches names of two answers: PKU-SafeRLHF's, HelpSteer's, WebGPT's, Chatbot Arena's."""
-_JUDGES = re.compile(r".*_response_id|(?:overall_)?preference(?:_strength)?|winner(?:_model_[ab])?")
+_JUDGES = re.compile(
+    r".*_response_id|(?:overall_)?preference(?:_strength)?|winner(?:_model_[ab])?|label"
+)
 """Matches names of fields that tell the better one of two answers."""
+_OF_PAIRS = {"chosen", "rejected", "label"}
+"""Fields of pairs and of labelled answers."""
+_QUESTIONS_OF_PAIRS = ("prompt", "question", "instruction", "input")
+"""Fields that may hold the question of a pair."""
 _SEVERAL = ("answers", "completions", "generations", "responses")
 """Fields with a list of answers: Nectar's and Stack Exchange's, UltraFeedback's, distilabel's."""
 
@@ -83,7 +89,9 @@ def read_known_set(found: dict[str, Any]) -> None:
         said = (
             f"`initial_reason_steps` stands between the prompt and the answers: {shortened(steps)}"
         )
-        raise BadLineError(f"{said}; write it at the end of `prompt`")
+        prompt = found.get("prompt")
+        if not isinstance(prompt, str) or not prompt.rstrip().endswith(steps.rstrip()):
+            raise BadLineError(f"{said}; write it at the end of `prompt`")
     if "chosen" not in found and _are_exchanges(found.get("conversation")):
         _read_exchanges(found)
     if is_dialogue(found.get("input")) and isinstance(found.get("output"), str):
@@ -277,30 +285,67 @@ def remedy_for(record: Mapping[str, Any]) -> str | None:
         names = f", the one that {judges} names," * bool(judges)
         return (
             f"it has two answers; write the better one{names} as `chosen`, the other as `rejected`"
+            f"{_also_prompt(record)}"
         )
     if not fields & _ANSWERS:
         for key in _SEVERAL:
             if isinstance(record.get(key), list) and len(record[key]) > 1:
+                name = "output" if asked[:1] != ["prompt"] else "completion"
+                also = f" and `{asked[0]}` as `instruction`" if asked else " and the question as "
+                also += "" if asked else "`instruction`"
+                also *= name == "output" and "instruction" not in fields
                 return (
-                    f"it has several answers in `{key}`; write a good one as `completion`, or of "
-                    "two the better one as `chosen`, the other as `rejected`"
+                    f"it has several answers in `{key}`; write a good one as `{name}`{also}, or of "
+                    f"two the better one as `chosen`, the other as `rejected`{_also_prompt(record)}"
                 )
     if "prompt" in asked and "response" in said:
         scores = ", ".join(f"`{key}`" for key in record if isinstance(record[key], int | float))
         kept = f"keep the records whose {scores} suffice, and " * bool(scores)
-        return f"{kept}write `response` as `completion`"
+        as_chat = ", or write both as `instruction` and `output` for a chat"
+        as_chat = f" for plain text{as_chat}" if isinstance(record["prompt"], str) else ""
+        return f"{kept}write `response` as `completion`{as_chat}"
     if len(said) > 1:
         return f"it has {' and '.join(f'`{key}`' for key in said)}; leave one of them out"
     if asked and said and asked[0] in ("question", "query"):
         others = [f"`{k}`" for k in fields - {*asked, *said} if k not in ABOUT]
         return (
             f"{', '.join(sorted(others))} may be a part of the question or of the answer; write "
-            f"what is asked as `instruction` and what is learned as `output`"
+            "what is asked as `instruction` and what is learned as `output`, and leave the others "
+            "out"
         )
+    of_policy = (
+        "let a policy answer it for a reward: moetrain rl reads `prompt` or `messages` from "
+    )
+    of_policy += "rl.prompts"
     if asked and not fields & _ANSWERS:
-        return (
-            f"`{asked[0]}` has no answer of a known name beside it; write what is to be learned as "
-            "`completion` beside `prompt`, or let a policy answer it for a reward: moetrain rl "
-            "reads `prompt` or `messages` from rl.prompts"
-        )
+        write = f"`{asked[0]}` as `instruction` and what is to be learned as `output`"
+        if asked[0] == "prompt":
+            write = "what is to be learned as `completion` beside `prompt`"
+        problem = f"`{asked[0]}` has no answer of a known name beside it"
+        return f"{problem}; write {write}, or {of_policy}"
+    answers = [key for key in record if key in fields & _ANSWERS - _OF_PAIRS]
+    if "instruction" in fields and "output" not in fields and answers:
+        return f"write {_one_of(answers)} as `output`"
+    if asked and asked[0] != "prompt" and answers:
+        write = f"write `{asked[0]}` as `instruction` and {_one_of(answers)} as `output`"
+        return f"{write}, or {of_policy}"
     return None
+
+
+def _one_of(names: list[str]) -> str:
+    quoted = " and ".join(f"`{name}`" for name in names)
+    return quoted if len(names) == 1 else f"one of {quoted}"
+
+
+def _also_prompt(record: Mapping[str, Any]) -> str:
+    """Return the advice for the question of two answers. Empty: the question is read as it is."""
+    known = (*_QUESTIONS_OF_PAIRS, "messages", "conversations")
+    if any(isinstance(record.get(key), str | list) for key in known):
+        return ""
+    if any(is_dialogue(value) for key, value in record.items() if _OF_TWO.fullmatch(key)):
+        return ""  # whole dialogues begin with their question
+    for key in ("context", "query", "problem"):
+        if record.get(key) is not None:
+            return f", and `{key}` as `prompt`"
+    where = "the text of `question`" if record.get("question") is not None else "what is asked"
+    return f", and {where} as `prompt`"

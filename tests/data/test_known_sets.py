@@ -114,9 +114,11 @@ GLAIVE_CALL = """<functioncall> {"name": "rain", "arguments": '{"where": "Köln"
         (
             {
                 "instance_id": "x-1",
-                "messages": json.dumps([USER, {**ANSWER, "agent": "main", "thought": "t"}]),
+                "messages": json.dumps(
+                    [USER, {**ANSWER, "content": "t\na", "agent": "main", "thought": "t"}]
+                ),
             },
-            [USER, ANSWER],
+            [USER, {**ANSWER, "content": "t\na"}],
             None,
         ),
         (
@@ -411,7 +413,11 @@ def test_other_metadata_is_no_tools(metadata: object):
         ),
         ({"instruction": "q", "completions": ["a", "b"]}, "several answers in `completions`"),
         ({"conversation": [{"input": "q"}]}, r"conversation\[0\] has no text `output`"),
-        ({"prompt": "q", "response": "a"}, "; write `response` as `completion`, or"),
+        (
+            {"prompt": "q", "response": "a"},
+            "; write `response` as `completion` for plain text, or write both as `instruction` and "
+            "`output` for a chat",
+        ),
         (
             {"history": "q", "human_ref_A": "A", "human_ref_B": "B", "labels": 2},
             "`labels` is 2, and 1 says that `human_ref_A` is preferred",
@@ -441,6 +447,201 @@ def test_other_metadata_is_no_tools(metadata: object):
 def test_other_records_are_refused_with_what_to_write(record: dict, says: str):
     with pytest.raises(BadLineError, match=says.replace("<|", r"<\|").replace("|>", r"\|>")):
         documents(record)
+
+
+CHAT, PLAIN = theirs([USER, ANSWER]), "qa"
+OTHER_CHAT = theirs([USER, {**ANSWER, "content": "b"}])
+DIALOGUE_A, DIALOGUE_B = [USER, ANSWER], [USER, {**ANSWER, "content": "b"}]
+BOTH = {"chosen": "a", "rejected": "b"}
+ULTRA = {"instruction": "q", "completions": [{"response": "a"}, {"response": "b"}]}
+SAFE = {"prompt": "q", "response_0": "a", "response_1": "b", "safer_response_id": 0}
+ARENA = {"prompt": '["q"]', "response_a": '["a"]', "response_b": '["b"]', "winner_model_a": 1}
+STEER = {"context": [USER], "response1": "a", "response2": "b", "overall_preference": -1}
+WEBGPT = {"question": {"full_text": "q"}, "answer_0": "a", "answer_1": "b", "score_0": 1.0}
+WEBGPT_2 = {"question": {"full_text": "q"}, "answer_0": "a"}
+STEPS = {"prompt": "q", "initial_reason_steps": "r:", "chosen": "a", "rejected": "b"}
+FOLLOWED = [
+    (ULTRA, "write a good one as `output`, or", {**ULTRA, "output": "a"}, [CHAT]),
+    (ULTRA, "better one as `chosen`, the other as `rejected`, or name", {**ULTRA, **BOTH}, 0),
+    (
+        {"prompt": "q", "answers": ["a", "b"]},
+        "write a good one as `completion`, or",
+        {"prompt": "q", "answers": ["a", "b"], "completion": "a"},
+        [PLAIN],
+    ),
+    (
+        {"question": "q", "answers": ["a", "b"]},
+        "write a good one as `output` and `question` as `instruction`, or",
+        {"instruction": "q", "answers": ["a", "b"], "output": "a"},
+        [CHAT],
+    ),
+    (
+        {"question": "q", "answers": ["a", "b"]},
+        "better one as `chosen`, the other as `rejected`, or name",
+        {"question": "q", "answers": ["a", "b"], **BOTH},
+        0,
+    ),
+    (
+        {"problem": "q", "generations": ["a", "b"]},
+        "better one as `chosen`, the other as `rejected`, and `problem` as `prompt`",
+        {"prompt": "q", "generations": ["a", "b"], **BOTH},
+        1,
+    ),
+    (
+        {"generations": ["a", "b"]},
+        "write a good one as `output` and the question as `instruction`",
+        {"generations": ["a", "b"], "output": "a", "instruction": "q"},
+        [CHAT],
+    ),
+    (SAFE, "names, as `chosen`, the other as `rejected`, or name", {**SAFE, **BOTH}, 1),
+    (
+        {"prompt": "q", "response_0": "a", "response_1": "b", "label": 1},
+        "the one that `label` names, as `chosen`",
+        {"prompt": "q", **BOTH, "label": 1},
+        1,
+    ),
+    (
+        ARENA,
+        "that `winner_model_a` names, as `chosen`, the other as `rejected`, or name",
+        {**ARENA, "chosen": '["a"]', "rejected": '["b"]'},
+        0,
+    ),
+    (
+        STEER,
+        "as `chosen`, the other as `rejected`, and `context` as `prompt`",
+        {"prompt": [USER], **BOTH, "overall_preference": -1},
+        0,
+    ),
+    (
+        WEBGPT,
+        "the other as `rejected`, and the text of `question` as `prompt`",
+        {**WEBGPT_2, "prompt": "q", **BOTH},
+        1,
+    ),
+    (
+        {"query": "q", "response_a": "a", "response_b": "b"},
+        "the other as `rejected`, and `query` as `prompt`",
+        {"prompt": "q", **BOTH},
+        1,
+    ),
+    (
+        {"conversation_a": DIALOGUE_A, "conversation_b": DIALOGUE_B, "winner": "model_a"},
+        "as `chosen`, the other as `rejected`, or name",
+        {"chosen": DIALOGUE_A, "rejected": DIALOGUE_B, "winner": "model_a"},
+        0,
+    ),
+    (
+        {"prompt": "q", "response": "a", "helpfulness": 3},
+        "write `response` as `completion` for plain text",
+        {"prompt": "q", "completion": "a", "helpfulness": 3},
+        [PLAIN],
+    ),
+    (
+        {"prompt": "q", "response": "a"},
+        "or write both as `instruction` and `output` for a chat",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (
+        {"prompt": [USER], "response": "a"},
+        "; write `response` as `completion`, or name",
+        {"prompt": [USER], "completion": "a"},
+        [CHAT],
+    ),
+    (
+        {"question": "q", "answer": "a", "cot": "t", "passage": "p"},
+        "what is asked as `instruction` and what is learned as `output`, and leave the others out",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (
+        {"question": "q", "answer": "a", "response": "b"},
+        "leave one of them out",
+        {"question": "q", "answer": "a"},
+        [CHAT],
+    ),
+    (
+        {"instruction": "q", "completion": "a"},
+        "write `completion` as `output`",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (
+        {"problem": "q", "solution": "a"},
+        "write `problem` as `instruction` and `solution` as `output`, or let .*" + _OF_RL,
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (
+        {"problem": "q", "solution": "a", "answer": "3"},
+        "`problem` as `instruction` and one of `solution` and `answer` as `output`, .*" + _OF_RL,
+        {"instruction": "q", "output": "a", "answer": "3"},
+        [CHAT],
+    ),
+    (
+        {"prompt": "q"},
+        "write what is to be learned as `completion` beside `prompt`",
+        {"prompt": "q", "completion": "a"},
+        [PLAIN],
+    ),
+    (
+        {"question": "q", "id": 3},
+        "write `question` as `instruction` and what is to be learned as `output`",
+        {"instruction": "q", "output": "a", "id": 3},
+        [CHAT],
+    ),
+    (
+        {"trajectory": [{"action": "ls"}], "history": DIALOGUE_A},
+        "write its turns .* as `messages`",
+        {"trajectory": [{"action": "ls"}], "messages": DIALOGUE_A},
+        [CHAT],
+    ),
+    (
+        {"messages": DIALOGUE_A, "reasoning": "t", "answer": "b"},
+        "leave them, or that turn, out",
+        {"messages": DIALOGUE_A},
+        [CHAT],
+    ),
+    (
+        {"messages": DIALOGUE_B, "reasoning": "t", "answer": "a"},
+        "leave them, or that turn, out",
+        {"messages": [USER], "reasoning": "t", "answer": "a"},
+        [theirs([USER, {**ANSWER, "reasoning_content": "t"}])],
+    ),
+    (STEPS, "write it at the end of `prompt`", {**STEPS, "prompt": "qr:"}, ["qr:a", "qr:b"]),
+    (
+        {"history": "q", "human_ref_A": "a", "human_ref_B": "b", "labels": 2},
+        "give one of these",
+        {"history": "q", "human_ref_A": "a", "human_ref_B": "b", "labels": 1},
+        0,
+    ),
+    (
+        {"conversation": [{"input": "q"}]},
+        "give both, or write the turns as `messages`",
+        {"conversation": [{"input": "q"}], "messages": DIALOGUE_A},
+        [CHAT],
+    ),
+    (
+        {"query": "q", "tools": "[]", "answers": "a"},
+        "write it with a JSON library",
+        {"query": "q", "tools": "[]", "answers": json.dumps([call()["function"]])},
+        [theirs([USER, {"role": "assistant", "tool_calls": [call()]}])],
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "says", "followed", "right"), FOLLOWED, ids=str)
+def test_what_a_line_advises_is_learned_as_it_says(
+    record: dict, says: str, followed: dict, right: list | int
+):
+    """``right`` 0 stands for a pair of chats, 1 for a pair of plain texts."""
+    with pytest.raises(BadLineError, match=says):
+        documents(record)
+    is_pair = isinstance(right, int) or len(right) == 2
+    if isinstance(right, int):
+        right = [PLAIN, "qb"] if right else [CHAT, OTHER_CHAT]
+    assert [document.text for document in documents(followed, pairs=is_pair)] == right
+    assert documents(followed)[0].text == right[0]
 
 
 def test_a_single_answer_is_no_pair():
