@@ -48,16 +48,29 @@ def main(argv: Sequence[str] | None) -> int:
     parser = Parser("checkpoint", __doc__)
     parser.add_argument("command", choices=list(COMMANDS))
     parser.add_argument("path", metavar="PATH", type=Path)
-    parser.add_argument("other", metavar="OUT", type=Path, nargs="?", help="OTHER for diff")
+    parser.add_argument(
+        "other",
+        metavar="OUT",
+        type=Path,
+        nargs="?",
+        help="folder to write; for diff the OTHER checkpoint",
+    )
     parser.add_argument("--tensors", action="store_true", help="inspect: list every tensor")
     dtypes = ["auto", "bfloat16", "float16", "float32"]
-    parser.add_argument("--dtype", choices=dtypes, default="auto", help="export-hf: what to store")
+    parser.add_argument(
+        "--dtype", choices=dtypes, default="auto", help="export-hf: dtype of the stored weights"
+    )
     upcycle = parser.add_argument_group("upcycle")
-    upcycle.add_argument("--num_experts", type=int, default=8)
-    upcycle.add_argument("--num_experts_per_token", type=int, default=2)
-    upcycle.add_argument("--split", type=int, default=1, help="pieces of a feed-forward's width")
-    upcycle.add_argument("--noise", type=float, default=0.0, help="on copies, as part of their std")
-    upcycle.add_argument("--family", help="of what is written; unset: the usual one")
+    add = upcycle.add_argument
+    add("--num_experts", type=int, default=8, help="experts of each layer; default 8")
+    meaning = "experts that each token is sent to; default 2"
+    add("--num_experts_per_token", type=int, default=2, help=meaning)
+    meaning = "number of pieces into which the width of a feed-forward is cut; default 1"
+    add("--split", type=int, default=1, help=meaning)
+    meaning = "noise on copies of experts, as a share of their standard deviation; default 0"
+    add("--noise", type=float, default=0.0, help=meaning)
+    meaning = "family of the written model; unset: the one with the dense model's attention"
+    add("--family", help=meaning)
     words = parser.parse_args(argv)
     if (words.other is None) != (words.command in ("inspect", "verify")):
         takes = "a second path" if words.other is None else "one path"

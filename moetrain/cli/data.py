@@ -32,9 +32,13 @@ _COLOURS = {"rejected": "red", "undesirable": "red", _COMPARED: "yellow"}
 
 @command
 def main(argv: Sequence[str] | None) -> None:
-    parser = Parser("data", "Show what would be trained on: rows, lengths, and what is learned.")
+    parser = Parser(
+        "data", "Show the rows that a run would train on, their lengths, and what is learned."
+    )
     parser.prog = "moetrain data"
-    parser.add_argument("path", metavar="PATH", help="as data.path; further settings follow")
+    parser.add_argument(
+        "path", metavar="PATH", help="value of the setting data.path; further settings may follow"
+    )
     parser.add_argument("--show", type=int, default=2, help="rows to print (default: 2)")
     options, settings = parser.parse_known_args(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)

@@ -12,11 +12,14 @@ from moetrain.cli.main import Parser, command
 from moetrain.config import ConfigError
 
 _SAMPLING = {
-    "temperature": (1.0, "0 takes the likeliest token"),
-    "top_k": (0, "sample among the k likeliest; 0: all"),
-    "top_p": (1.0, "nucleus sampling"),
-    "min_p": (0.0, "share of the largest"),
-    "seed": (0, None),
+    "temperature": (1.0, "temperature of sampling; 0: always the likeliest token; default 1"),
+    "top_k": (0, "sample among this many of the likeliest tokens; 0: all (default)"),
+    "top_p": (
+        1.0,
+        "sample among the likeliest tokens that have this probability together; default 1",
+    ),
+    "min_p": (0.0, "smallest probability of a token, as a share of the likeliest one's; default 0"),
+    "seed": (0, "seed of sampling; default 0"),
 }
 """Options with the same names as in SamplingParams, each with its default and meaning."""
 
@@ -28,13 +31,22 @@ def main(argv: Sequence[str] | None) -> None:
     add = parser.add_argument
     add("--prompt", required=True, help="text to continue; with --chat, the user's turn")
     add("--chat", action="store_true", help="format the prompt by the checkpoint's chat template")
-    add("--max_tokens", type=int, help="most tokens to generate; default 256, or as many as fit")
+    add(
+        "--max_tokens",
+        type=int,
+        help="most tokens to generate; default 256, or as many as the model's positions allow",
+    )
     add(
         "--special_tokens",
         action="store_true",
         help="print special tokens too, such as the marks between GPT-OSS's thoughts and answer",
     )
-    add("--stop", action="append", default=[], help="text to stop before; may be repeated")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        help="text that ends the continuation and is not printed; may be given several times",
+    )
     for name, (default, meaning) in _SAMPLING.items():
         add(f"--{name}", type=type(default), default=default, help=meaning)
     args = parser.parse_args(argv)
@@ -86,4 +98,4 @@ def main(argv: Sequence[str] | None) -> None:
     print()
     if args.draft:
         share = f"{completion.num_right} of {completion.num_drafted}"
-        print(f"drafted tokens that were right: {share}", file=sys.stderr)
+        print(f"drafted tokens that were accepted: {share}", file=sys.stderr)

@@ -33,16 +33,28 @@ command that submits the file; the options that belong to other kinds."""
 _FOLDER = "/shared"
 """Mount point of the shared volume in a container; a run's paths are relative to it."""
 _OPTIONS = {
-    "nodes": (r"[1-9]\d{,4}", None, "machines"),
-    "gpus": (r"[1-9]\d?", "8", "GPUs of each machine"),
+    "nodes": (r"[1-9]\d{,4}", None, "number of machines"),
+    "gpus": (r"[1-9]\d?", "8", "number of GPUs of each machine"),
     "gpu": ("|".join(GPUS), "h100", f"kind of GPU: {', '.join(GPUS)}"),
-    "restarts": (r"\d{1,4}", "3", "how often all start again after a failure"),
-    "save_seconds": (r"[1-9]\d{,4}", "300", "how long a run that is stopped may save"),
-    "name": (r"([a-z]([-a-z0-9]{,38}[a-z0-9])?)?", "", "of the job, up to 40 of a-z, 0-9 and -"),
-    "file": (".*", "", "to write; NAME.sbatch, NAME.jobset.yaml or NAME.sky.yaml by default"),
-    "sbatch": (r"(\w[^\s\"'#\\]*( |$))*", "", "slurm: more options, 'partition=gpu time=60'"),
+    "restarts": (r"\d{1,4}", "3", "how often the job may start all ranks again after a failure"),
+    "save_seconds": (r"[1-9]\d{,4}", "300", "seconds that a stopped run has to save a checkpoint"),
+    "name": (
+        r"([a-z]([-a-z0-9]{,38}[a-z0-9])?)?",
+        "",
+        "name of the job, up to 40 of a-z, 0-9 and -",
+    ),
+    "file": (".*", "", "file to write; default NAME.sbatch, NAME.jobset.yaml or NAME.sky.yaml"),
+    "sbatch": (
+        r"(\w[^\s\"'#\\]*( |$))*",
+        "",
+        "slurm: more options of sbatch, such as 'partition=gpu time=60'",
+    ),
     "image": (r"\S+", None, "k8s, sky: container image that has moetrain"),
-    "volume": ("[a-z0-9][-.a-z0-9]*", None, f"k8s, sky: volume of all machines, seen as {_FOLDER}"),
+    "volume": (
+        "[a-z0-9][-.a-z0-9]*",
+        None,
+        f"k8s, sky: volume that all machines share, mounted at {_FOLDER}",
+    ),
 }
 """Each option's values, its default (None: it must be given) and its meaning."""
 

@@ -35,14 +35,14 @@ COMMANDS = {
         "moetrain.cli.checkpoint:main",
         "inspect, verify, convert, compare checkpoints",
     ),
-    "data": ("moetrain.cli.data:main", "show the rows that training would use"),
+    "data": ("moetrain.cli.data:main", "show the rows that a run would train on"),
     "launch": (
         "moetrain.cli.machines:main",
         "write a job for several machines: slurm, k8s, sky",
     ),
     "plan": (
         "moetrain.cli.plan:main",
-        "list layouts that fit in memory, with their speed",
+        "list parallel layouts that fit in memory, with their speed",
     ),
 }
 """For each command, its ``MODULE:FUNCTION``, imported when it is called, and its purpose."""
@@ -124,7 +124,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, name: str, description: str | None) -> None:
         super().__init__(
             prog=f"python -m moetrain.{name}",
-            description=description,
+            description=description and description.replace("``", ""),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -135,11 +135,16 @@ class Parser(argparse.ArgumentParser):
         """Add the options that name a model and the device it runs on."""
         self.add_argument("path", metavar="PATH", help="Hugging Face folder or hub id")
         self.add_argument("--adapter", help="folder of a LoRA adapter in PEFT's format")
-        self.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-        self.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+        meaning = "auto: cuda if there is a GPU"
+        self.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=meaning)
+        meaning = "dtype of weights and computation; auto: bfloat16 on CUDA, float32 on a CPU"
+        dtypes = ["auto", "bfloat16", "float32"]
+        self.add_argument("--dtype", choices=dtypes, default="auto", help=meaning)
         meaning = "speculative decoding: tokens drafted per step (the text does not change)"
         self.add_argument("--draft", type=int, choices=range(9), default=0, help=meaning)
-        meaning = "what drafts: the model's multi-token prediction block, or n-grams of the text"
+        meaning = (
+            "what drafts: the model's multi-token prediction block, or n-grams of the text so far"
+        )
         self.add_argument("--draft_by", choices=["block", "ngram"], default="block", help=meaning)
 
     def error(self, message: str) -> NoReturn:

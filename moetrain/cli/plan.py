@@ -1,9 +1,9 @@
 """``moetrain plan MODEL --gpus N``: list the layouts that fit, with their speed and command.
 
-Tries meshes, micro-batches, recomputation, precisions and dtypes of states by the estimates of
-memory (:mod:`moetrain.train.estimates.memory`) and of time (:mod:`moetrain.train.estimates.speed`).
-The GPUs need not be here. Settings of the user are kept; a recipe's may change. Left out on
-purpose: settings that trade host memory for device memory, which the dry run proposes.
+The command estimates memory and time for many combinations of parallel degrees, micro-batch sizes,
+recomputation, precisions and dtypes of optimizer states. It needs no GPU. Settings that you give
+are kept; those of a recipe may change. Settings that move memory from the GPUs to the host are not
+tried; a run's --dry_run proposes them. The estimates are those of moetrain.train.estimates.
 """
 
 import math
@@ -67,13 +67,17 @@ def main(argv: Sequence[str] | None) -> None:
     parser.usage = (
         "%(prog)s MODEL --gpus N [N ...] [--gpu KIND] [--top N] [--section.key value ...]"
     )
-    parser.add_argument("model", metavar="MODEL", help="preset, recipe, folder or hub id on disk")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="preset, recipe, Hugging Face folder, or hub id whose files are in the hub's cache",
+    )
     parser.add_argument(
         "--gpus",
         type=int,
         nargs="+",
         required=True,
-        help="number of GPUs; several numbers are planned one by one",
+        help="number of GPUs; for several numbers, one plan each",
     )
     parser.add_argument("--gpu", choices=get_args(GpuName), default="h200", help="kind of GPU")
     parser.add_argument("--top", type=int, default=10, help="number of layouts to list")

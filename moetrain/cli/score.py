@@ -25,10 +25,20 @@ def main(argv: Sequence[str] | None) -> None:
     parser = Parser("score", __doc__)
     add = parser.add_argument
     add("path", metavar="PATH", help="Hugging Face folder or hub id of a reward model")
-    add("records", metavar="RECORDS", help="as data.path")
+    add(
+        "records",
+        metavar="RECORDS",
+        help="file, folder or pattern of records, or OWNER/NAME on the hub",
+    )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N; auto: cuda if there is a GPU")
-    add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
-    add("--max_tokens", type=int, default=16384, help="tokens of one pass; default 16384")
+    meaning = "dtype of weights and computation; auto: bfloat16 on CUDA, float32 on a CPU"
+    add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help=meaning)
+    add(
+        "--max_tokens",
+        type=int,
+        default=16384,
+        help="most tokens in one forward pass; default 16384",
+    )
     args = parser.parse_args(argv)
     # These imports take seconds, which would delay --help and errors in options.
     with quiet_imports():

@@ -16,20 +16,20 @@ from moetrain.config.environment import user_cache_dir
 from moetrain.http.access import Access
 
 _NUMBERS = {
-    "cache_tokens": (2**16, "tokens in the key/value cache"),
-    "max_sequences": (64, "completions generated at once"),
-    "max_step_tokens": (2048, "most tokens in one step"),
+    "cache_tokens": (2**16, "tokens that the key/value cache holds"),
+    "max_sequences": (64, "most completions that are generated at once"),
+    "max_step_tokens": (2048, "most tokens in one forward pass"),
     "max_queue": (
         1024,
-        "completions that may run or wait; requests for more are answered with 429",
+        "completions that may run or wait; requests beyond that are answered with 429",
     ),
     "max_request_mib": (4, "largest body of a request, in MiB"),
     "max_grammars": (
         64,
-        "different grammars in use at once; requests for more are answered with 429",
+        "different grammars in use at once; requests beyond that are answered with 429",
     ),
-    "grammar_seconds": (5, "seconds that compiling a grammar may take"),
-    "grammar_mib": (512, "memory of one grammar, in MiB"),
+    "grammar_seconds": (5, "most seconds to compile a grammar"),
+    "grammar_mib": (512, "most memory of one grammar, in MiB"),
 }
 """Options whose values are 1 or more, each with its default and meaning."""
 
@@ -38,8 +38,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("serve", __doc__)
     parser.add_model()
     add = parser.add_argument
-    add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=int, default=8000, help="0: any free port, which is printed")
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; default 127.0.0.1, which only this machine reaches",
+    )
+    add(
+        "--port",
+        type=int,
+        default=8000,
+        help="port to listen on; 0: any free port, which is printed; default 8000",
+    )
     add(
         "--auth",
         choices=["auto", "token", "none"],
@@ -47,10 +56,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="token: serve those who send the bearer token; none: serve everybody who can connect; "
         "auto: none where --host is a loopback address, else token",
     )
-    add("--token_file", help="file with the bearer token; unset: one is made and named")
-    add("--name", help="model's name in replies; default PATH")
+    add(
+        "--token_file",
+        help="file with the bearer token; unset: a token is made, and its file is printed",
+    )
+    add("--name", help="name of the model in requests and replies; default PATH")
     for name, (default, meaning) in _NUMBERS.items():
-        add(f"--{name}", type=int, default=default, help=meaning)
+        add(f"--{name}", type=int, default=default, help=f"{meaning}; default {default}")
     args = parser.parse_args(argv)
     for name in _NUMBERS:
         if getattr(args, name) < 1:

@@ -218,10 +218,10 @@ def _help(program: Program) -> str:
         f"usage: python -m moetrain.{program.name} [RECIPE | FILE.toml] [--section.key value ...]",
         "",
         f"recipes: {', '.join(recipe_names())}",
-        f"default: {recipes.default}; with model.path, {with_path}",
-        "environment: MOETRAIN_SECTION__KEY=value, weaker than the command line",
-        "--dry_run prints the resolved config as JSON and whether it fits; --help prints this",
-        "--version prints the version",
+        f"default recipe: {recipes.default}; with model.path, {with_path}",
+        "environment: MOETRAIN_SECTION__KEY=value; the command line overrides it",
+        "--dry_run prints the resolved config as JSON and whether it fits in memory",
+        "--help prints this text; --version prints the version",
         "A recipe may set other values than the defaults shown here.",
     ]
     for key, field in Config.model_fields.items():

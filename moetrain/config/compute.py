@@ -24,8 +24,8 @@ class ParallelSection(Section):
     """Degrees of parallelism: dp_replicate * dp_shard * tp * pp * cp is the number of processes."""
 
     dp_replicate: _PositiveOrRest = 1
-    """Replicas of the sharded model (HSDP). -1: as many as a given dp_shard leaves ranks for, else
-    one for each machine (launch.gpus_per_machine)."""
+    """Replicas of the sharded model (HSDP). -1: if parallel.dp_shard is given, as many as the ranks
+    allow; else one for each machine (launch.gpus_per_machine)."""
     dp_shard: _PositiveOrRest = -1
     """Ranks that shard parameters (FSDP); -1: all ranks that the other degrees leave."""
     tp: PositiveInt = 1
@@ -35,7 +35,7 @@ class ParallelSection(Section):
     pp_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
     """The order in which stages work on micro-batches. gpipe: all forwards first; 1f1b: each
     backward as soon as it can run, for less memory; interleaved_1f1b: the same with several stages
-    a rank, for shorter waits; it takes micro-batches in multiples of pp."""
+    a rank, for shorter waits, which needs a multiple of pp as the number of micro-batches."""
     pp_stages: Literal["auto"] | int = "auto"
     """Stages of each rank: 2 or more with interleaved_1f1b (auto: 2), else 1."""
     pp_split: Annotated[
@@ -45,20 +45,21 @@ class ParallelSection(Section):
             "a stage has one block at least; give positive numbers",
         ),
     ] = None
-    """Blocks of each stage in order, separated by commas, the head with the last; unset: a split
-    that gives the slowest rank the least arithmetic."""
+    """Numbers of blocks in each stage in order, separated by commas; the last stage also has the
+    head. Unset: a split that gives the slowest rank the least arithmetic."""
     ep: PositiveInt = 1
     """Expert parallel ranks; must divide dp_shard * cp * tp. 1: every rank gathers all experts of a
-    block, the fastest on four GPUs of one machine (by 4 %). More: tokens travel to their experts,
-    which takes less memory."""
+    block, which was the fastest on four GPUs of one machine (by 4 %). More: tokens travel to the
+    ranks of their experts, which takes less memory."""
     cp: PositiveInt = 1
     """Context parallel ranks, which share the tokens of the same rows."""
     cp_method: Literal["auto", "ulysses", "all_gather"] = "auto"
-    """The way in which context parallel ranks share attention. ulysses: by heads in place of
-    tokens, so cp * tp must divide the query heads, and the key and value heads must be a multiple
-    of cp * tp or a divisor of it; all_gather: each keeps the queries of its tokens and gathers all
-    keys and values; auto: ulysses where the heads allow it. Layers with a recurrent state always
-    share heads, whose number cp * tp must divide."""
+    """The way in which context parallel ranks share attention. ulysses: each rank computes all
+    tokens of some heads, so cp * tp must divide the number of query heads, and the number of key
+    and value heads must be a multiple or a divisor of cp * tp; all_gather: each rank keeps the
+    queries of its tokens and gathers all keys and values; auto: ulysses where the numbers of heads
+    allow it. In layers with a recurrent state each rank always computes some heads, so cp * tp must
+    divide their number."""
     reshard_after_forward: Annotated[
         bool | int,
         checked(
@@ -67,8 +68,9 @@ class ParallelSection(Section):
     ] = False
     """Free a block's gathered parameters after its forward, and gather them again one block ahead
     of its backward. This takes less memory and one more gather. A number N: only the first N blocks
-    of a rank do so. The last blocks keep theirs, because their backward comes first. With
-    activation.policy full: all do, or N."""
+    of a rank do so. The last blocks keep theirs, because their backward comes first. Even with the
+    value no, all blocks do so with activation.policy full outside of a pipeline, and with
+    lora.base_dtype."""
     reduce_at: Literal["each", "last"] = "each"
     """When gradients are reduced over ranks. each: after every micro-batch, while its backward
     runs; last: once a step, after each rank has added up its own in fp32, which takes 4 bytes for
@@ -76,9 +78,9 @@ class ParallelSection(Section):
     fsdp_transport: Literal["auto", "nccl", "copy"] = "auto"
     """The transport of FSDP's parameters and gradients; results have the same bits. nccl: by
     torch's collectives (gloo on CPUs); copy: by copy engines within one machine, which leaves all
-    SMs to computation, for 2 more bytes for each element that a rank holds, and a bucket of
-    gradients; auto: copy between GPUs that reach one another's memory. Parameters that
-    optim.offload_fraction keeps on the host always use collectives."""
+    SMs to computation and takes more memory: 2 bytes for each element that a rank holds, and one
+    bucket of gradients; auto: copy between GPUs that can access one another's memory. Parameters
+    that optim.offload_fraction keeps on the host always use collectives."""
 
 
 class OptimSection(Section):
@@ -105,7 +107,8 @@ class OptimSection(Section):
     beta2: float = Field(default=0.95, ge=0, lt=1)
     """Decay rate of AdamW's second moment."""
     eps: float = Field(default=1e-8, gt=0)
-    """Epsilon, added to the root of AdamW's second moment, and to the norm of Muon's matrices."""
+    """Epsilon, which is added to the root of AdamW's second moment and to the norm of Muon's
+    matrices."""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     """Decay rate of Muon's momentum (Nesterov's), which replaces both moments of AdamW."""
     muon_iterations: int = Field(default=5, ge=1, le=20)
@@ -114,7 +117,7 @@ class OptimSection(Section):
     """Root mean square of Muon's updates at learning rate 1; 0.2 is near that of AdamW's."""
     muon_qk_clip: float = Field(default=0.0, ge=0)
     """The largest attention score that a head may have; weights of its queries and keys are scaled
-    down after a step with a larger one (QK-clip). 0: off; Kimi K2 has 100."""
+    down after a step with a larger one (QK-clip). 0: off; Kimi K2 used 100."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices. Norms, biases, embeddings and routers do not decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -132,8 +135,8 @@ class OptimSection(Section):
     gradients are lost beside the sum, unless parallel.reduce_at is last."""
     offload_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of the trained parameters, in bytes, whose fp32 weights and moments live in host
-    memory, where the CPU updates them while the device goes on. For each of them the device holds
-    the 2 bytes that it computes with, and the host 16: weight, moments and gradient."""
+    memory, where the CPU updates them while the device goes on. For each such parameter the device
+    holds the 2 bytes that it computes with, and the host 16: weight, moments and gradient."""
 
     def warmup(self, total_steps: int) -> int:
         """Return the steps of linear warmup in a run of ``total_steps``."""
@@ -161,35 +164,35 @@ class MoeSection(Section):
     which the host waits once a layer in the forward; static: by moe.static_capacity, without a
     wait."""
     static_capacity: float = Field(default=2.0, ge=1)
-    """Rows that static reserves for a rank's experts, as a multiple of an even share; more than
-    twice that share is rare. A step that overflows runs again in mode exact. None can overflow with
-    the value of parallel.ep."""
+    """Rows that moe.dispatch_mode static reserves for a rank's experts, as a multiple of an even
+    share. A rank rarely receives more than twice that share. A step that overflows runs again in
+    mode exact. With the value of parallel.ep no step can overflow."""
     redundant_experts: int = Field(default=0, ge=0)
     """Slots that each rank has for copies of other ranks' experts. While a layer computes, its
-    busiest experts are copied to idle ranks, so that all ranks compute equally many rows. Gradients
-    go back, and only the order of sums changes. Four ranks of 32 experts each, the busiest with 2.4
-    times the mean, need 4 (simulated). A slot takes up to twice an expert's memory in every
-    layer."""
+    busiest experts are copied to idle ranks, so that all ranks compute equally many rows. The
+    gradients of copies are sent back to their experts, and only the order of sums changes. Four
+    ranks of 32 experts each, the busiest with 2.4 times the mean, need 4 (simulated). A slot takes
+    up to twice an expert's memory in every layer."""
     force_balanced: bool = False
     """Ignore the router's choice and send every expert equally many tokens, for benchmarks."""
     aux_loss_coef: float | None = Field(default=None, ge=0)
     """Weight of the load-balancing loss; unset: router_aux_loss_coef of the preset, or of
-    config.json if output_router_logits is true there, else 0. With adapters and in reinforcement
-    learning 0."""
+    config.json if output_router_logits is true there, else 0. With adapters, and in reinforcement
+    learning, unset means 0."""
     aux_loss_layers: Literal["auto", "each", "pooled"] = "auto"
-    """The treatment of layers by that loss. each: a mean of every layer's own; pooled: all layers
-    together, as in Hugging Face's models, so that a single one may stay uneven; auto: each for
-    random weights, pooled with model.path."""
+    """How the load-balancing loss combines layers. each: the mean of a loss for every layer;
+    pooled: one loss for all layers together, as in Hugging Face's models, so that a single layer
+    may stay uneven; auto: each for random weights, pooled with model.path."""
     aux_loss_scope: Literal["micro_batch", "global_batch"] = "micro_batch"
-    """The tokens whose expert counts that loss uses. micro_batch: one micro-batch of all ranks, so
-    that the loss depends on how the batch is split; global_batch: the whole step, for one more
-    forward pass of each micro-batch, unless it is the only one."""
+    """The tokens whose expert counts the load-balancing loss uses. micro_batch: one micro-batch of
+    all ranks, so that the loss depends on how the batch is split; global_batch: the whole step, for
+    one more forward pass of each micro-batch, unless it is the only one."""
     z_loss_coef: float = Field(default=0.0, ge=0)
     """Weight of the router z-loss, the mean squared logsumexp of the router's logits."""
     bias_update_rate: float = Field(default=0.0, ge=0)
     """Step by which the selection bias of auxiliary-loss-free balancing (arXiv 2408.15664) moves
-    after each optimizer step; 0: it stays as the model has it, if it has one. Adapters
-    (lora.rank) take 0, since their files hold no bias."""
+    after each optimizer step; 0: it stays as the model has it, if it has one. With adapters
+    (lora.rank) it must be 0, since their files hold no bias."""
 
 
 class KernelsSection(Section):
@@ -205,8 +208,8 @@ class KernelsSection(Section):
     installed and the GPU is Hopper or newer, else flex; in reinforcement learning exact where it
     runs. Attention with sinks (GPT-OSS) never takes sdpa; on CUDA auto takes flex for heads wider
     than 256 (Gemma-4). With exact (Hopper, bfloat16) a token's forward has the same bits whatever
-    it is computed beside, so training computes the log-probabilities that generation reported. It
-    has cudnn's backward, and the compiler does not fuse norms, rotations and SwiGLU."""
+    it is computed beside, so training computes the log-probabilities that generation reported. Its
+    backward is cudnn's, and the compiler does not fuse norms, rotations and SwiGLU."""
     precision: Precision = "bf16"
     """Precision of matrix products. bf16: the compute dtype. fp8: routed experts and dense
     projections multiply e4m3 values with a scale for each row, in the forward and for the gradients
@@ -214,9 +217,9 @@ class KernelsSection(Section):
     experts' weights, in e4m3, and those of the head of next-token losses, in e5m2. fp8_blocks: as
     fp8, with DeepSeek-V3's scales, one for each 128 elements of a row and each 128 x 128 of a
     weight, and with the gradients of experts' weights in e4m3; fp8_blocks_ue8m0: the same with
-    powers of two as weights' scales, as DeepSeek-V3.1. All but bf16 take a Hopper GPU (a CPU
-    computes the same values, slowly) and widths that are multiples of 16 (for experts in blocks, of
-    128); generation computes in bf16."""
+    powers of two as weights' scales, as in DeepSeek-V3.1. All but bf16 need a Hopper GPU or later
+    (a CPU computes the same values, slowly) and widths that are multiples of 16 (with fp8_blocks,
+    for experts, of 128). Generation computes in bf16."""
 
     @property
     def batch_invariant(self) -> bool:
@@ -230,8 +233,8 @@ class KernelsSection(Section):
 
 class CompileSection(Section):
     """torch.compile, one block at a time: the compiler cannot trace FSDP's gathers, which run one
-    block ahead, and equal blocks share one graph. 16 layers compile in 1 s, as one graph in 15 s
-    (aot_eager on a CPU)."""
+    block ahead, and equal blocks share one graph. 16 layers compile in 1 s; as one graph they would
+    take 15 s (aot_eager on a CPU)."""
 
     enabled: bool | Literal["auto"] = "auto"
     """Compile every transformer block, with fullgraph=True. auto: on CUDA. On a CPU, yes needs a
@@ -256,7 +259,8 @@ class ActivationSection(Section):
 
     policy: Literal["none", "selective", "full"] = "none"
     """Recomputation in the backward pass. none: nothing; selective: each block, except what
-    activation.save names; full: all of each block, whose parameters are gathered again."""
+    activation.save names; full: the whole block. Its parameters are then gathered again, except in
+    a pipeline."""
     save: tuple[SavedName, ...] = ("dispatch", "attention", "experts")
     """The values that selective keeps, separated by commas: dispatch (tokens that expert parallel
     ranks exchange), attention (its output), experts (pre-activations of the grouped products),
@@ -271,12 +275,12 @@ class LaunchSection(Section):
         checked(lambda n: n == "auto" or n > 0, "give auto or a positive number of processes"),
     ] = 1
     """Processes to start on this machine; auto: one for each GPU, or one on a CPU. Under torchrun
-    or srun nothing is started: the run takes its place among their processes."""
+    or srun nothing is started, because this process is one of theirs already."""
     join_timeout: float = Field(default=300.0, gt=0)
     """Seconds within which all processes of a run must have joined."""
     max_restarts: NonNegativeInt = 0
-    """The number of restarts of a run from its newest checkpoint after one of its processes failed
-    or was killed. Under torchrun give its own option --max-restarts instead."""
+    """Most restarts of a run, each from its newest checkpoint, after one of its processes failed or
+    was killed. Under torchrun give torchrun's own option --max-restarts instead."""
     hang_seconds: float = Field(default=0.0, ge=0)
     """Seconds that a step may take. After that the process prints where each thread is and exits,
     and its launcher can start the run again; 0: no limit. A process's first step, evaluations and
@@ -291,7 +295,7 @@ class LaunchSection(Section):
         int | Literal["auto"],
         checked(lambda n: n == "auto" or n > 0, "give auto or a positive number of GPUs"),
     ] = "auto"
-    """GPUs, or processes, that fast links connect; they have consecutive ranks. Communication made
-    for such links (parallel.tp, DeepEP, copy engines) stays among them, and a token is sent to
-    another machine only once, however many of its experts it goes to. auto: as many as a launcher
-    has started on a machine, or 8 where none has."""
+    """GPUs (or processes) that fast links such as NVLink connect; they have consecutive ranks.
+    Communication made for such links (parallel.tp, DeepEP, copy engines) stays among them, and a
+    token is sent to another machine only once, however many of its experts it goes to. auto: as
+    many as a launcher has started on a machine, or 8 where none has."""

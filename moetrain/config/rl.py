@@ -37,28 +37,30 @@ class RlSection(Section):
     policy: _PolicyName = "clip"
     """Loss of the policy; its baselines are those of rl.advantage, and there is no critic. clip:
     the clipped ratio of PPO and GRPO, for each token; gspo: a clipped ratio of whole sequences;
-    cispo: every token learns, weighted by its clipped ratio; dppo_tv, dppo_kl: the ratio, without
-    tokens whose probability has already moved too far in that direction by total variation or KL
-    (DPPO; its paper has rl.ratio rollout); reinforce: log-probability times advantage, without a
-    ratio."""
+    cispo: every token learns, weighted by its clipped ratio; dppo_tv, dppo_kl: the ratio without
+    clipping, but without tokens whose probability has already moved too far in the direction of the
+    advantage, by total variation or KL (DPPO; its paper uses rl.ratio rollout); reinforce:
+    log-probability times advantage, without a ratio."""
     clip_low: float | None = Field(default=None, ge=0, le=1)
-    """Ratios below 1 - clip_low are clipped, or for dppo falls of a probability by more than that;
-    unset: 0.2 for clip, 3e-4 for gspo, 1 (never) for cispo, 0.15 for dppo_tv, 0.05 for dppo_kl."""
+    """Ratios below 1 - clip_low are clipped. dppo leaves out tokens of negative advantage whose
+    probability has fallen by more than clip_low. Unset: 0.2 for clip, 3e-4 for gspo, 1 (never) for
+    cispo, 0.15 for dppo_tv, 0.05 for dppo_kl."""
     clip_high: float | None = Field(default=None, ge=0)
-    """Ratios above 1 + clip_high are clipped, or for dppo rises of a probability by more than that;
-    unset: 0.28 for clip, 4e-4 for gspo, 4 for cispo, and as clip_low for dppo."""
+    """Ratios above 1 + clip_high are clipped. dppo leaves out tokens of positive advantage whose
+    probability has risen by more than clip_high. Unset: 0.28 for clip, 4e-4 for gspo, 4 for cispo,
+    and as clip_low for dppo."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Largest ratio that counts with a negative advantage, for clip alone; unset: no bound. 3 is
-    common."""
+    """With rl.policy clip, the largest ratio that counts with a negative advantage; unset: no
+    bound. 3 is common."""
     ratio: Literal["current", "proximal", "rollout"] = "proximal"
     """Denominator of the ratio. current: the current probabilities, so that the ratio is 1 (for one
     update per rollout); proximal: the trainer's probabilities before the update, which take one
     more forward pass if generation's bits differ from the trainer's; rollout: the probabilities
     that generation reported."""
     importance: Literal["auto", "none", "token", "sequence"] = "auto"
-    """Importance weights, proximal over rollout probability, for generation that differs from the
-    trainer. token: one for each token; sequence: their product over a sample; auto: token, or none
-    with rl.ratio rollout, whose ratio contains them."""
+    """Importance weights, proximal over rollout probability, for generation whose bits differ from
+    the trainer's. token: one for each token; sequence: their product over a sample; auto: token, or
+    none with rl.ratio rollout, whose ratio contains them."""
     importance_high: float = Field(default=2.0, gt=0)
     """Upper bound of the importance weights: larger ones are clipped to it."""
     mask: Literal["none", "token", "sequence", "geometric"] = "none"
@@ -76,8 +78,8 @@ class RlSection(Section):
     """Estimator of the KL, with d = log(policy / reference). k1: d; k2: d^2 / 2; k3: exp(-d) - 1 +
     d."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """The place where the KL counts. loss: as a term of the loss; reward: subtracted from each
-    trajectory's reward, before advantages."""
+    """Where the KL counts. loss: as a term of the loss; reward: subtracted from each trajectory's
+    reward, before advantages."""
     teacher: MaybePath = None
     """Model with the same tokenizer that judges each token that the policy writes (on-policy
     distillation), in addition to the rewards or, with rl.advantage none, alone. Either a folder or
@@ -145,14 +147,14 @@ class RlSection(Section):
     between. That keeps the generator full, and separate generators busy while the other ranks
     train."""
     placement: Literal["together", "apart"] = "together"
-    """Ranks that generate. together: all ranks, in turns with training; apart: the last
+    """Ranks that generate. together: all ranks, which generate and train by turns; apart: the last
     rl.generators ranks, while the others train."""
     generators: PositiveInt = 1
     """Ranks that generate with rl.placement apart, each with a copy of the weights."""
     keep_cache: bool = False
-    """At an update keep keys and values of the trajectories under way, in place of reading their
+    """At an update keep the keys and values of trajectories under way, instead of reading their
     tokens again with the new weights (in-flight updates, arXiv 2509.19128). rl.importance and
-    rl.mask correct for what was read with older ones."""
+    rl.mask correct for tokens that were read with older weights."""
     generator_dtype: Literal["auto", "float8", "mxfp4", "nf4"] = "auto"
     """The storage of generation's copy of routed experts' matrices. float8, mxfp4, nf4: quantised
     to 8 or 4 bits with scales at every update, which takes a half or a quarter of the memory. Its
@@ -162,7 +164,8 @@ class RlSection(Section):
     """Rounds in which new prompts replace groups with equal rewards, since such groups teach
     nothing (dynamic sampling, arXiv 2503.14476)."""
     supervised_steps: NonNegativeInt = 0
-    """The number of first steps that learn from the environment's demonstrations."""
+    """Number of steps, at the start of the run, that learn from the environment's
+    demonstrations."""
     supervised_lr: float | None = Field(default=None, gt=0)
     """Peak learning rate of the supervised steps; unset: optim.lr."""
     eval_tasks: NonNegativeInt = 64
@@ -170,11 +173,12 @@ class RlSection(Section):
     eval_temperature: float = Field(default=0.0, ge=0)
     """Temperature of sampling in evaluations; 0: always the likeliest token."""
     offload: bool = False
-    """Keep the optimizer's moments in host memory and free gradients during generation: 8 bytes for
-    each parameter of a device's share, or 12 with several devices, for the time to copy them."""
+    """During generation keep the optimizer's moments in host memory, and free gradients. This frees
+    8 bytes for each parameter of a device's share, or 12 with several devices, and costs the time
+    to copy them."""
     routing_replay: bool = False
     """Train with the experts that generation chose for each token (arXiv 2510.11370), weighted by
-    the router's current scores; for generation whose bits differ from the trainer's."""
+    the router's current scores. This helps where generation's bits differ from the trainer's."""
     max_sequences: PositiveInt = 64
     """Trajectories that one rank, or the ranks of parallel.cp together, generate at once."""
     cache_tokens: int | None = Field(default=None, gt=0)
@@ -235,7 +239,7 @@ class JobsSection(Section):
     max_request_mib: int = Field(default=64, gt=0, le=1024)
     """Largest request, in MiB."""
     max_completions: PositiveInt = 1024
-    """Completions of one sample request, and of all requests to a sampler in one batch."""
+    """Most completions of one sample request, and of all requests to a sampler in one batch."""
     max_saves: PositiveInt = 16
     """Saves of each kind that a training run may have, and samplers of a session. A further sampler
     replaces the one that was idle for longest."""

@@ -106,9 +106,9 @@ class ModelSection(Section):
     path: str | None = None
     """Hugging Face checkpoint to start from, a local folder or a hub id, instead of a preset."""
     vocab_size: int | None = _SIZE
-    """Vocabulary size; unset: the preset's, or the checkpoint's with rows for data.new_tokens. With
-    more than a checkpoint has, its embedding and head get further rows, which begin as the mean of
-    the others."""
+    """Vocabulary size; unset: the preset's, or the checkpoint's plus the rows that data.new_tokens
+    needs. If it is larger than the checkpoint's, embedding and head get further rows, which begin
+    as the mean of the others."""
     hidden_size: int | None = _SIZE
     """Model width; unset: the preset's."""
     num_layers: int | None = Field(default=None, gt=0, le=10_000)
@@ -128,13 +128,13 @@ class ModelSection(Section):
     moe_intermediate_size: int | None = _SIZE
     """Width of one expert; unset: the preset's."""
     max_positions: PositiveInt | None = None
-    """Longest row; unset: the model's own. More than the model is made for needs model.rope, unless
-    it has no rotary embeddings (Nemotron-3)."""
+    """Tokens of the longest row that the model takes; unset: the model's own limit. A larger value
+    than that limit needs model.rope, unless the model has no rotary embeddings (Nemotron-3)."""
     rope: Literal["yarn", "linear"] | None = None
     """The method that stretches rotary embeddings to model.max_positions: yarn (arXiv 2309.00071)
     or linear (arXiv 2306.15595). The factor is model.max_positions over the model's own length, and
-    exports have it. Unset: the model's own method. Models without rotary embeddings, or with
-    several (Gemma-4), take neither."""
+    exports contain it. Unset: the model's own method. Neither is possible for models without rotary
+    embeddings, or with several (Gemma-4)."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the normal distribution that random weights are drawn from."""
 
@@ -152,9 +152,10 @@ class MixEntry(Section):
     name: str | None = None
     """Its name in metrics (eval_loss/NAME); unset: the last part of its path."""
     weight: float | None = Field(default=None, gt=0)
-    """Share of the rows, relative to the weights of all sources; unset in all: all rows of each."""
+    """Share of the rows, relative to the weights of all sources. Unset in all entries: a pass has
+    all rows of each source."""
     repeat: PositiveInt = 1
-    """Passes over its rows in one pass over the mixture. With weights it is the largest number."""
+    """Passes over its rows in one pass over the mixture; with weights, the most such passes."""
     limit: PositiveInt | None = None
     """Number of its first records or files to read; unset: all."""
     source: Literal["text", "records"] | None = None
@@ -181,17 +182,17 @@ class DataSection(Section):
     source: Literal["stdlib", "text", "records", "jsonl", "synthetic"] = "stdlib"
     """Kind of data. stdlib: the source code of Python's standard library; text: a text file, or a
     folder of them; records: files of records (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow), a
-    saved data set, or one on a hub; jsonl: another name for records; synthetic: random tokens.
-    Unset, the end of data.path decides."""
+    data set that `datasets` saved, or one on the Hugging Face hub; jsonl: another name for records;
+    synthetic: random tokens. Unset: the suffix of data.path decides."""
     path: MaybePath = None
-    """File, folder or pattern (data/*.parquet) to read, or a hub's OWNER/NAME of records."""
+    """File, folder or pattern (data/*.parquet) to read, or OWNER/NAME of a data set on the hub."""
     mix: tuple[MixEntry, ...] | None = None
     """Sources of a mixture, instead of data.path: tables [[data.mix]] with path, name, weight,
     repeat, limit and others of this section; on a command line a list in JSON."""
     split: str = "train"
-    """Split of a data set that was saved or that a hub has."""
+    """Split to read, of a saved data set or of one on the hub."""
     subset: str | None = None
-    """Configuration of a hub's data set; unset: its default."""
+    """Configuration (subset) to read of a data set on the hub; unset: its default."""
     format: Literal[
         "auto", "messages", "sharegpt", "preference", "completion", "alpaca", "text"
     ] = "auto"
@@ -208,7 +209,7 @@ class DataSection(Section):
     """Share of the documents that is held out for evaluation, chosen by a hash of their names or
     text. With too few documents, the last tokens are held out instead, in the same share."""
     text_field: str = "text"
-    """Field of a record that holds its text, if it is no conversation."""
+    """Field that holds the text of a record that is no conversation."""
     chat_template: MaybePath = None
     """Jinja file that formats `messages`; unset: the tokenizer's own template, else ChatML."""
     chat_template_kwargs: str | None = None
@@ -222,8 +223,8 @@ class DataSection(Section):
         checked(lambda x: len({*x}) == len(x), "names a token twice; once is enough"),
     ] = ()
     """Texts that become special tokens of the tokenizer, one each, separated by commas
-    (<|tool|>,<|result|>). Embedding and head get rows for them where they have too few
-    (model.vocab_size). Exports have them."""
+    (<|tool|>,<|result|>). If embedding and head have too few rows, they get further ones
+    (model.vocab_size). Exports contain the tokens."""
     seq_len: int = Field(default=256, gt=1)
     """Tokens in one packed row. Unset with model.path: as many as the model takes, up to 4096."""
     packing: Literal["auto", "whole", "stream"] = "auto"
@@ -241,9 +242,11 @@ class DataSection(Section):
     the first one of each kind."""
     streaming: Literal["auto", "yes", "no"] = "auto"
     """Begin to train while later blocks of the data are tokenised. The number of rows in a pass
-    over a stream is estimated from its first block. auto: for files over 64 MiB without a limit."""
+    over a stream is estimated from its first block. auto: yes for more than 64 MiB of files. A
+    source of data.mix with a limit is never streamed."""
     workers: NonNegativeInt | None = None
-    """Processes of each rank that tokenise a stream ahead; unset: a core each, up to 8."""
+    """Processes of each rank that tokenise a stream ahead; unset: as many as the rank's share of
+    the cores, up to 8."""
     cache_dir: MaybePath = None
     """Folder of the token cache; unset: the user's cache folder (XDG_CACHE_HOME/moetrain)."""
     num_documents: int = Field(default=1024, gt=0, lt=2**31)
@@ -297,7 +300,7 @@ class TrainSection(Section):
     steps: int | None = Field(default=300, gt=0)
     """Optimizer steps. Give this or train.epochs."""
     epochs: float | None = Field(default=None, gt=0)
-    """Passes over the data, which may be a fraction. Give this or train.steps."""
+    """Passes over the data; a fraction is allowed. Give this or train.steps."""
     objective: Literal["next_token", "dpo", "ipo", "kto", "simpo", "orpo", "reward"] = "next_token"
     """The loss. next_token learns the next token of the text. The others learn which of two
     answers is preferred, from records of data.format preference: dpo, ipo and kto compare the model
@@ -306,12 +309,12 @@ class TrainSection(Section):
     a text by its last token takes the vocabulary's place, and the chosen answer is to score higher
     than the rejected one (Bradley-Terry), by the record's `margin` if it has one."""
     reward_centering: float = Field(default=0.0, ge=0)
-    """In objective reward, weight of the mean squared sum of both answers' rewards. It keeps
-    rewards around 0 (TRL's center_rewards_coefficient; 0.01 is usual). 0: none."""
+    """In objective reward, weight of a second loss that keeps rewards around 0: the mean square of
+    the sum of both answers' rewards (TRL's center_rewards_coefficient; 0.01 is usual). 0: none."""
     beta: float = Field(default=0.1, gt=0)
     """Weight of the log-ratio of model and reference in dpo, ipo and kto: the larger, the closer
-    the model stays to the reference. In simpo it is the weight of the mean log-probabilities (2 to
-    10 is usual), in orpo that of the odds ratio beside the chosen answer's loss."""
+    the model stays to the reference. In simpo: weight of the mean log-probabilities (2 to 10 is
+    usual). In orpo: weight of the odds ratio, which is added to the chosen answer's loss."""
     simpo_gamma: float = Field(default=0.5, ge=0)
     """Margin by which the rewards of the two answers are to differ in simpo."""
     desirable_weight: float = Field(default=1.0, gt=0)
@@ -350,8 +353,8 @@ class TrainSection(Section):
     eval_interval: NonNegativeInt = 100
     """Steps between evaluations on held-out rows; 0: only at the end."""
     eval_rows: PositiveInt = 256
-    """Held-out rows that an evaluation uses, the same ones at each, whatever train.seed and the
-    layout are; all, if there are fewer."""
+    """Held-out rows that each evaluation uses; all of them if there are fewer. They are the same at
+    every evaluation, whatever train.seed and the number of ranks are."""
     patience: NonNegativeInt = 0
     """End the run after this many evaluations in a row that do not improve the best held-out loss
     (in reinforcement learning, the best held-out reward); 0: never."""
@@ -392,19 +395,19 @@ class LoraSection(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685) beside frozen weights."""
 
     rank: int = Field(default=0, ge=0, le=1024)
-    """Rank of the adapters, for routed experts a multiple of 8; 0: no adapters. With adapters
-    nothing else is trained but lora.modules_to_save, lora.trainable_tokens and a reward model's
-    head, and other weights are stored frozen in the compute dtype."""
+    """Rank of the adapters, for routed experts a multiple of 8; 0: no adapters. With adapters, only
+    these, lora.modules_to_save, lora.trainable_tokens and a reward model's head are trained. All
+    other weights are frozen, and stored in the compute dtype."""
     alpha: float = Field(default=32.0, gt=0)
     """The output of an adapter is multiplied by alpha / rank."""
     rs: bool = False
     """Multiply by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
     use_dora: bool = False
     """Also train the length of each row of the adapted matrices (DoRA, arXiv 2402.09353). Linear
-    layers take it, routed experts and routers do not."""
+    layers support it; routed experts and routers do not."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of an adapter's inputs that is dropped in training. Adapters of routed experts and
-    routers take none."""
+    routers do not support it."""
     targets: tuple[str, ...] = ("auto",)
     """Patterns of the modules that get adapters, separated by commas: *.attn.*, *.wq, *.mlp.*,
     layers.1.moe.experts, *.router. auto: attention, and the routed experts, or the MLPs if
@@ -413,7 +416,7 @@ class LoraSection(Section):
     """The distribution of an adapter's first matrix; the second starts at 0. kaiming: uniformly
     within 1 / sqrt(inputs); gaussian: normally, with standard deviation 1 / rank."""
     base_dtype: Literal["auto", "float8", "mxfp4", "nf4"] = "auto"
-    """The storage of blocks' frozen matrices. auto: in train.dtype; float8 (MXFP8), mxfp4 and nf4
+    """Storage of the blocks' frozen matrices. auto: in train.dtype; float8 (MXFP8), mxfp4 and nf4
     (QLoRA's): quantised to 8, 4 and 4 bits with scales, which takes 0.52, 0.27 and 0.26 of bf16's
     memory. They are dequantised whenever a block runs."""
     offload_experts: bool = False
@@ -432,8 +435,9 @@ class LoraSection(Section):
     save: bool = True
     """Write the adapters in PEFT's format to output_dir/adapter at the end of the run."""
     layout: Literal["auto", "per_expert", "fused"] = "auto"
-    """Layout of routed experts' adapters in these files. per_expert: one module for each expert;
-    fused: PEFT's target_parameters; auto: as servers of the model's family load them."""
+    """Layout of routed experts' adapters in files in PEFT's format. per_expert: one module for each
+    expert; fused: PEFT's target_parameters; auto: the layout that inference servers load for the
+    model's family."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -465,22 +469,25 @@ class CheckpointSection(Section):
     """Save at an evaluation that is the best so far, and keep that checkpoint besides the newest;
     checkpoints/best is a link to it."""
     asynchronous: bool = False
-    """Write checkpoints while training goes on, from a copy in host memory (pinned, with a GPU) of
-    weights and moments: over all processes 12 bytes a parameter, or 8 with moments in bfloat16."""
+    """Write checkpoints while training goes on, from a copy of weights and moments in host memory
+    (pinned if there is a GPU). Over all processes the copy takes 12 bytes a parameter, or 8 with
+    moments in bfloat16."""
     memory_interval: NonNegativeInt = 0
     """Steps between checkpoints in the machines' memory, from which a run that starts again can
     resume; 0: none. The two newest are kept, and removed at the end of the run."""
     memory: GivenPath = "/dev/shm"
     """Folder for checkpoints in memory, local to each machine."""
     replicas: PositiveInt = 1
-    """Machines that hold each file of a checkpoint in memory or in an output_dir of their own; at
-    most all. 2: one may be lost."""
+    """Machines that hold a copy of each file of a checkpoint, at most all machines, where
+    checkpoints are in memory (checkpoint.memory_interval) or each machine has its own output_dir
+    (checkpoint.shared no). With 2, one machine may be lost."""
     shared: bool = True
     """All machines share output_dir. no: each machine has a folder of its own, with its part of
     each checkpoint; metrics and exports are written on the first machine."""
     store: str | None = None
     """URL in an object store (s3://, gs:// or another that fsspec knows) to which checkpoints are
-    copied. checkpoint.resume auto fetches the newest one if output_dir has none as new."""
+    copied. With checkpoint.resume auto a run fetches the newest one, unless output_dir has one as
+    new."""
     resume: GivenPath = "auto"
     """The checkpoint to resume from. auto: the newest checkpoint of output_dir or in memory, if
     there is one; never: start anew; or the folder of a checkpoint."""
@@ -488,7 +495,8 @@ class CheckpointSection(Section):
     """Write a Hugging Face checkpoint to output_dir/hf at the end of the run: weights, config,
     tokenizer, and the other tensors and files of model.path."""
     hf_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Dtype of those weights. auto: that of each tensor in model.path; for a preset, float32."""
+    """Dtype of the weights that checkpoint.save_hf writes. auto: that of each tensor in model.path;
+    for a preset, float32."""
 
     def check(self) -> None:
         """Raise ConfigError if no checkpoint would ever be at a multiple of ``keep_every``."""
@@ -518,7 +526,7 @@ class LogSection(Section):
     progress: bool = True
     """Draw a progress bar when standard output is a terminal."""
     profile: NonNegativeInt = 0
-    """Steps to profile; 0: none. Only these are slower. Each rank writes a trace (for
+    """Steps to profile; 0: none. Only these steps are slower. Each rank writes a trace (for
     ui.perfetto.dev) and on CUDA a history of memory (for pytorch.org/memory_viz) to
     output_dir/profile."""
     profile_after: PositiveInt = 4

@@ -336,7 +336,7 @@ def test_help_and_dry_run(capsys):
     assert run(["--help"]) == 0
     text = capsys.readouterr().out
     assert "python -m moetrain.rl" in text
-    assert "default: rl-sort; with model.path, rl" in text
+    assert "default recipe: rl-sort; with model.path, rl" in text
     assert "--rl.max_staleness (a whole number; default: 0)" in text
     assert run(["--dry_run", "--rl.env", "arithmetic"]) == 0
     shown = json.loads(capsys.readouterr().out)
