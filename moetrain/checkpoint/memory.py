@@ -242,7 +242,7 @@ class Memory(Folders):
             return
         for other in self._base.iterdir() if self._base.is_dir() else ():
             if other.name != run:
-                logger.warning("memory of another run is passed over: %s", other)
+                logger.warning("checkpoints in memory of another run are removed: %s", other)
                 shutil.rmtree(other)
         for path in self.root.iterdir() if self.root.is_dir() else ():
             is_later = since is not None and (read.step_of(path) or 0) > since

@@ -184,7 +184,7 @@ class Contents:
             sizes = {name: sum(p.numel for p in entry.pieces) for name, entry in entries.items()}
             lacking = [n for n, size in sizes.items() if size != math.prod(entries[n].shape)]
             if lacking:
-                raise ValueError(f"nobody has all of {lacking[:3]} of group {group!r}")
+                raise ValueError(f"group {group!r} lacks parts of {lacking[:3]}")
         return whole
 
 
@@ -253,7 +253,7 @@ class StoredTensor:
         lacking = whole.numel()
         lacking -= sum(self._copy(piece, wanted, whole) for piece in self.entry.pieces)
         if lacking:
-            problem = f"no file has {lacking} numbers of a tensor"
+            problem = f"it lists no file for {lacking} elements of a tensor"
             raise DamagedCheckpoint(self.folder / MANIFEST, problem)
         return whole
 
@@ -348,7 +348,9 @@ class Checkpoint:
         """Return the tensors of a group, unread; DamagedCheckpoint: there is no such group."""
         groups = self.contents.groups
         if name not in groups:
-            raise DamagedCheckpoint(self.folder, f"it has no group {name!r}, but {[*groups]}")
+            raise DamagedCheckpoint(
+                self.folder, f"it has no group {name!r}; its groups are {[*groups]}"
+            )
         return {key: StoredTensor(self.folder, entry) for key, entry in groups[name].items()}
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
@@ -376,7 +378,7 @@ def open_checkpoint(folder: Path, *, is_whole: bool = True) -> Checkpoint:
         raise _without_manifest(folder)
     contents, state = _read_manifest(folder, is_whole)
     if step_of(folder) not in (None, state["step"]):
-        problem = f"its 'step' is {shortened(state['step'])}, not that of its folder"
+        problem = f"its 'step' is {shortened(state['step'])}, but the folder's name has another"
         raise DamagedCheckpoint(folder / STATE, problem)
     return Checkpoint(folder, state, contents)
 
@@ -445,7 +447,7 @@ def _check_version(version: object, folder: Path) -> None:
     if version != FORMAT:
         raise ConfigError(
             "checkpoint.resume",
-            f"{str(folder)!r} has checkpoint format {version!r:.20}, and this version reads "
+            f"{str(folder)!r} has checkpoint format {version!r:.20}, but this version reads "
             f"{FORMAT} alone; continue with the version that wrote it, or export its weights "
             "there (checkpoint.save_hf yes) and begin from the export as model.path",
         )

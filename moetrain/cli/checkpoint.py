@@ -73,8 +73,10 @@ def main(argv: Sequence[str] | None) -> int:
     add("--family", help=meaning)
     words = parser.parse_args(argv)
     if (words.other is None) != (words.command in ("inspect", "verify")):
-        takes = "a second path" if words.other is None else "one path"
-        raise ConfigError("checkpoint", f"{words.command} takes {takes}")
+        takes = (
+            "needs a second path" if words.other is None else "takes one path; leave out the second"
+        )
+        raise ConfigError("checkpoint", f"{words.command} {takes}")
     try:
         return COMMANDS[words.command](words)
     except read.DamagedCheckpoint as error:
@@ -101,7 +103,7 @@ def _architecture(found: read.Checkpoint) -> Architecture:
         kind = FAMILIES[fields["family"]].architecture
         return kind.model_validate_json(json.dumps(fields))
     except (KeyError, ValidationError) as error:
-        what = f"{str(found.folder)!r} is of a model that this version cannot build"
+        what = f"{str(found.folder)!r} has a model that this version of moetrain cannot build"
         raise ConfigError("checkpoint", f"{what}: {error}") from None
 
 
@@ -230,7 +232,9 @@ def _import_hf(words: argparse.Namespace) -> int:
         commit(new, plan.path, read.Contents.together(reports), state)
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    print(f"{plan.path}: begin from it with checkpoint.resume, and model.path {folder}")
+    print(
+        f"wrote {plan.path}; to begin from it, set checkpoint.resume to it and model.path {folder}"
+    )
     return 0
 
 

@@ -99,7 +99,10 @@ def _parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     options, words = parser.parse_known_args(argv)
     for name, (form, _, meaning) in mine.items():
         if re.fullmatch(form, getattr(options, name)) is None:
-            raise ConfigError(name, f"{getattr(options, name)!r} cannot be: {meaning} (as {form})")
+            raise ConfigError(
+                name,
+                f"{getattr(options, name)!r} is not allowed ({meaning}); give what matches {form}",
+            )
     return options, words
 
 
@@ -113,11 +116,15 @@ def _estimate(options: Namespace, words: Sequence[str]) -> str:
     config = TRAIN.load(options.recipe, words)
     for name in ("launch.nproc", "launch.max_restarts", "checkpoint.resume"):
         if (value := attrgetter(name)(config)) not in ("auto", attrgetter(name)(Config())):
-            problem = "the job starts the ranks, and again by --restarts, to resume their work"
+            problem = (
+                "the job itself starts the ranks, restarts them (--restarts) and lets them resume"
+            )
             raise ConfigError(name, f"{value!r}: {problem}; leave it out")
     for name, origin in config.origins.items():
         if in_container and origin == "environment":
-            raise ConfigError(name, f"set in this environment, not in the job's; give --{name}")
+            raise ConfigError(
+                name, f"set in this environment, but not in the job's; give --{name} instead"
+            )
     folder = PurePath(_FOLDER, config.output_dir)
     if in_container and (".." in folder.parts or not folder.is_relative_to(_FOLDER)):
         problem = f"machines share {_FOLDER} alone; give a path below it, or a relative one"

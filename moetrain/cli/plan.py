@@ -106,11 +106,13 @@ def _show(model: str, gpus: int, gpu: GpuName, top: int, words: Sequence[str]) -
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
     if gpu != "h200":
-        print("Rates were measured on H200s; others are taken to reach the same shares of theirs.")
+        print(
+            "Rates were measured on H200s; others are assumed to reach the same share of their own."
+        )
     machines = math.ceil(gpus / per_machine)
     if machines > 1:
         rate = f"{8 * NETWORK_RATE / 1e9:.0f} Gbit/s a GPU"
-        print(f"{machines} machines: estimated with {rate} between them, not measured.")
+        print(f"The network between {machines} machines is assumed to have {rate}; not measured.")
     print("best:", _command(config, source, [*own, *words], found[0].change, gpus))
 
 

@@ -271,9 +271,9 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
         if (family := resolve_run(config)[1].family) not in families.SHIPPED:
             raise ConfigError(
                 "launch.nproc",
-                f"{nproc}, but family {family!r} was registered in this process, and those that "
-                "would be started know nothing of it; leave it out, and start your script by "
-                f"torchrun --nproc-per-node {nproc} SCRIPT.py",
+                f"{nproc}, but family {family!r} was registered in this process, and the "
+                "processes that it would start do not know the family; leave it out, and start "
+                f"your script by torchrun --nproc-per-node {nproc} SCRIPT.py",
             )
     command = ["-m", f"moetrain.{program.name}", *words]
     return launch.start_ranks(command, nproc, max_restarts)

@@ -211,7 +211,9 @@ class Config(Section):
         """Raise ConfigError for settings that contradict each other."""
         m, t = self.model, self.train
         if m.path is None and m.preset is None:
-            raise ConfigError("model.preset", "not set; name a preset, or a checkpoint: model.path")
+            raise ConfigError(
+                "model.preset", "not set; name a preset, or set model.path to a checkpoint"
+            )
         if t.steps is None and t.epochs is None:
             raise ConfigError("train.steps", "not set; give it, or train.epochs")
         t.micro_batches()  # for one rank; plan_world asks again for all

@@ -42,7 +42,7 @@ class ParallelSection(Section):
         tuple[int, ...] | None,
         checked(
             lambda sizes: sizes is None or min(sizes, default=0) > 0,
-            "a stage has one block at least; give positive numbers",
+            "a stage has at least one block; give positive numbers",
         ),
     ] = None
     """Numbers of blocks in each stage in order, separated by commas; the last stage also has the
@@ -63,7 +63,7 @@ class ParallelSection(Section):
     reshard_after_forward: Annotated[
         bool | int,
         checked(
-            lambda n: isinstance(n, bool) or n > 1, "give yes, no, or a number of blocks from 2 on"
+            lambda n: isinstance(n, bool) or n > 1, "give yes, no, or a number of blocks, 2 or more"
         ),
     ] = False
     """Free a block's gathered parameters after its forward, and gather them again one block ahead

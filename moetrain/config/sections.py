@@ -67,7 +67,7 @@ class Section(BaseModel):
             raise ValueError("is empty; leave it out")
         # Surrogates: bytes that are not UTF-8, or half a character.
         if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
-            raise ValueError("holds what is not text; leave that out")
+            raise ValueError("has characters that are not text; leave them out")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError("is beyond 64 bits; give a number nearer to 0")
         if isinstance(value, float) and value and not _FP32_LEAST <= abs(value) < _FP32_MOST:
@@ -279,9 +279,11 @@ class DataSection(Section):
         """Return the settings of each source of the mixture by name; raises ConfigError."""
         entries = {entry.label(): entry for entry in self.mix or ()}
         if len(entries) < len(self.mix or ()):
-            raise ConfigError("data.mix", "two entries have one name; give each a name of its own")
+            raise ConfigError("data.mix", "two entries have the same name; give each its own")
         if len({entry.weight is None for entry in entries.values()}) > 1:
-            raise ConfigError("data.mix", "some entries have a weight; give all one, or none")
+            raise ConfigError(
+                "data.mix", "only some entries have a weight; give one to all entries, or to none"
+            )
         own = ("path", "eval_path", "split", "subset", "format", "text_field")
         return {
             name: self.model_copy(
@@ -499,12 +501,19 @@ class CheckpointSection(Section):
     for a preset, float32."""
 
     def check(self) -> None:
-        """Raise ConfigError if no checkpoint would ever be at a multiple of ``keep_every``."""
-        if self.keep_every and (not self.interval or self.keep_every % self.interval):
+        """Raise ConfigError if a multiple of ``keep_every`` would have no checkpoint."""
+        if self.keep_every and not self.interval:
             raise ConfigError(
                 "checkpoint.keep_every",
-                f"{self.keep_every} is not a multiple of checkpoint.interval {self.interval}: "
-                "no checkpoint would be kept for good; make it one",
+                f"{self.keep_every}, but checkpoint.interval 0 writes none at its multiples; "
+                f"set checkpoint.interval {self.keep_every}",
+            )
+        if self.keep_every and self.keep_every % self.interval:
+            raise ConfigError(
+                "checkpoint.keep_every",
+                f"{self.keep_every} is not a multiple of checkpoint.interval {self.interval}, so "
+                "some of its multiples would have no checkpoint; set "
+                f"{-(-self.keep_every // self.interval) * self.interval}",
             )
 
 
@@ -542,7 +551,7 @@ class LogSection(Section):
         if self.profile and needed > steps:
             raise ConfigError(
                 "log.profile",
-                f"{self.profile}, but the run has {steps} steps, and {needed} are needed: "
-                f"log.profile_after {self.profile_after}, one to warm up, and those; lower it, or "
-                "train longer",
+                f"{self.profile}, but the run has {steps} steps and needs {needed}: "
+                f"{self.profile_after} before (log.profile_after), {self.WARM_STEPS} to warm up "
+                f"the profiler, and {self.profile} to profile; lower it, or train longer",
             )

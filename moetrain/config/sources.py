@@ -72,10 +72,10 @@ class Unused(NamedTuple):
             if not name.startswith(self.beginnings):
                 continue
             if origin.startswith(Reader.PROPOSED):
-                problem = f"{origin.split()[1]!r} is for another command: it sets {name}, which"
-                use = f"python -m moetrain.{self.command} has no use for; its own is"
-                raise ConfigError("recipe", f"{problem} {use} {self.recipe}")
-            problem = f"set ({origin}), but python -m moetrain.{self.command} has no use for it"
+                command = f"python -m moetrain.{self.command}"
+                problem = f"{origin.split()[1]!r} sets {name}, which {command} does not use"
+                raise ConfigError("recipe", f"{problem}; give a recipe for it, as {self.recipe}")
+            problem = f"set ({origin}), but python -m moetrain.{self.command} does not use it"
             raise ConfigError(name, f"{problem}; leave it out")
 
 
@@ -210,7 +210,7 @@ class Reader(Generic[_C]):
         """Return ``flat`` without empty sections."""
         for name, value in flat.items():
             if name in self._sections and value != {}:
-                problem = f"is given for a section; put settings under [{name}]"
+                problem = f"is given, but {name} is a section; put settings under [{name}]"
                 raise ConfigError(name, f"{shortened(value)} {problem}")
             if name not in self._sections and name not in self._may_be_unset:
                 raise ConfigError(_cut(name), f"unknown setting{self._hint(name)}")
@@ -239,8 +239,10 @@ class Reader(Generic[_C]):
             word = rest.pop(0)
             key, has_value, text = word.removeprefix("--").partition("=")
             if not word.startswith("--") and not has_value:
-                problem = "is not a setting; write --section.key value; a run takes one recipe or "
-                raise ConfigError(shortened(word), f"{problem}file, as its first word")
+                problem = (
+                    "is not a setting: write --section.key value, and a recipe or file only as"
+                )
+                raise ConfigError(shortened(word), f"{problem} the first word")
             if key not in self._may_be_unset:
                 spelt = "--{}".format if word.startswith("--") else str
                 near = self._hint(key, spelt, ("dry_run", "help", "version"))
@@ -365,8 +367,8 @@ def source_by_suffix(path: object, field: str = "data.path") -> str:
         raise ConfigError(
             "data.source",
             f"not set, and {field} {shortened(path)} ends in none of "
-            f"{', '.join(filter(None, _OF_SUFFIX))}; set text (a file of any text, or a folder of "
-            "such) or records (a file or folder of records, or a hub's data set); stdlib and "
+            f"{', '.join(filter(None, _OF_SUFFIX))}; set text (for text files or folders of them) "
+            "or records (for files or folders of records, or a data set of the hub); stdlib and "
             "synthetic take no path",
         )
     return kind

@@ -103,7 +103,9 @@ class Generator:
             if size is not None and size < 1:
                 raise ValueError(f"{name} {size} is not positive; choose 1 or more")
         if model.embed.weight.is_cuda and page_size % BLOCK:
-            raise ValueError(f"page_size {page_size}: on CUDA it is a multiple of {BLOCK}")
+            raise ValueError(
+                f"page_size {page_size} is not a multiple of {BLOCK}, as CUDA needs; choose one"
+            )
         if model.arch.num_labels:
             problem = "a reward model, whose head predicts no token"
             raise ConfigError("model", f"{problem}; moetrain.score scores texts by it")
@@ -112,7 +114,7 @@ class Generator:
         self.tokenizer = tokenizer
         self.experts = experts
         if heads is not None and draft:
-            raise ConfigError("draft", f"{draft}, and ranks share heads; use 0")
+            raise ConfigError("draft", f"{draft}, but ranks that share heads do not draft; use 0")
         ranks = 1 if heads is None else heads.group.size()
         num_pages = num_pages or Pages.number_that_fits(model, page_size, max_sequences, ranks)
         self.pages = Pages(num_pages, page_size)
@@ -366,7 +368,7 @@ class Generator:
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """Return the finished completions of every request. Other requests are served meanwhile."""
         if self.is_asleep:
-            raise RuntimeError("the generator is asleep: generate() would never end")
+            raise RuntimeError("the generator sleeps; call wake() before generate()")
         self.submit(*requests)
         mine = [self._live[request.id] for request in requests]
         served = [sequence.completion for sequences in mine for sequence in sequences]
@@ -392,11 +394,13 @@ class Generator:
     def _check(self, request: Request) -> None:
         params, arch, heads = request.params, self.model.arch, self.steps.heads
         if heads is not None and not heads.leads:
-            raise RequestError(request.id, "of ranks that share heads the first one takes requests")
+            raise RequestError(
+                request.id, "only the first of the ranks that share heads takes requests"
+            )
         if not request.tokens:
-            raise RequestError(request.id, "it has no tokens to go on from")
+            raise RequestError(request.id, "it has no tokens to continue")
         if not 0 <= min(request.tokens) <= max(request.tokens) < arch.vocab_size:
-            raise RequestError(request.id, f"its tokens are not all of 0 to {arch.vocab_size - 1}")
+            raise RequestError(request.id, f"it has a token outside of 0 to {arch.vocab_size - 1}")
         number, what = len(request.tokens), "the model's positions"
         if self.longest < arch.max_positions:
             what = "the cache"

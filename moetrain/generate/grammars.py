@@ -154,8 +154,10 @@ class Grammars:
             problem = "it takes a generator with a tokenizer; build it with one (tokenizer=)"
             raise ConfigError("grammar", problem)
         if find_spec("llguidance") is None:
-            remedy = "install it: pip install 'moetrain[grammar]'"
-            raise ConfigError("grammar", f"it takes llguidance; {remedy}")
+            remedy = "pip install 'moetrain[grammar]'"
+            raise ConfigError(
+                "grammar", f"grammars need llguidance, which is not installed; {remedy}"
+            )
         with self._lock:
             compiled = self._live.get((kind, text))
             if compiled is None:
@@ -164,7 +166,7 @@ class Grammars:
                 if len(self._live) >= most and idle is not None:
                     self._drop(idle)
                 if len(self._live) >= most:
-                    problem = f"{most} other grammars are in use, which is the most"
+                    problem = f"{most} other grammars are in use, as many as may be"
                     raise TooManyGrammarsError(f"grammar: {problem}; ask again later")
                 compiled = Compiled((kind, text), next(self._numbers))
                 self._live[compiled.grammar] = compiled
@@ -213,7 +215,7 @@ class Grammars:
                 raise ValueError(f"grammar: {problem}")
             with self._lock:
                 if not compiled.is_usable:  # it was cancelled just now
-                    raise ValueError("grammar: nobody waits for it")
+                    raise ValueError("grammar: the requests for it were cancelled")
                 compiled.is_compiled = True
         except BaseException:
             self._drop(compiled)

@@ -88,7 +88,7 @@ class Pages:
         room = int(_MEMORY_SHARE * free - (max_sequences + 1) * states)
         fitting = room // (max(1, numbers) * weight.element_size() * page_size)
         if fitting < 1:
-            raise ValueError(f"num_pages: there is no room for one; {free} bytes are free")
+            raise ValueError(f"num_pages: not one page fits in the {free} bytes of free memory")
         return min(int(fitting), -(-1024 * model.arch.max_positions // page_size))
 
     @property

@@ -142,7 +142,9 @@ class WeightUpdate:
         self.generator = generator
         targets = dict(generator.model.named_parameters())
         if odd := set(targets) ^ set(engine.stages.rules):
-            raise ValueError(f"WeightUpdate: models of other parameters: {sorted(odd)[:3]}")
+            raise ValueError(
+                f"WeightUpdate: generator and engine differ in parameters: {sorted(odd)[:3]}"
+            )
         names = {id(member): name for name, member in engine.fsdp.members.items()}
         self._here: list[_Pair] = []
         """Parameters that are copied on this rank, without communication."""
@@ -387,7 +389,9 @@ def generator_of(
     needed, device = _replica_bytes(engine) + _SPARE, engine.world.device
     lacking = torch.tensor([float(_free_bytes(device) < needed)], device=device)
     if engine.world.sum_all(lacking).item() > 0:
-        raise ValueError(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
+        raise ValueError(
+            f"a device has less free memory than the generator's {needed / 2**30:.1f} GiB"
+        )
     model, experts = replica(engine)
     return Generator(
         model, tokenizer, num_pages=num_pages, max_sequences=max_sequences, experts=experts

@@ -62,7 +62,8 @@ class Access:
             raise self._error("port", f"{self.port} is not a port, 1 to 65535 (0: any free one)")
         missing = [name for name in self.packages if find_spec(name) is None]
         if missing:
-            problem = f"{self.port} needs {' and '.join(missing)}, not installed here"
+            needed, is_one = " and ".join(missing), len(missing) == 1
+            problem = f"a server needs {needed}, which {'is' if is_one else 'are'} not installed"
             extra = self.section[:-1] or "serve"
             raise self._error("port", f"{problem}; pip install 'moetrain[{extra}]'")
         if self.is_open and self.token_file is not None:
@@ -92,7 +93,7 @@ class Access:
             raise self._error("token_file", problem) from None
         if not token:
             problem = f"{shortened(str(path))} holds no token"
-            raise self._error("token_file", f"{problem}; write one there, or leave this out")
+            raise self._error("token_file", f"{problem}; write one there, or unset token_file")
         print(f"the bearer token is in {path}", flush=True)
         return token
 
@@ -106,7 +107,7 @@ class Access:
             given = given if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
             if hmac.compare_digest(given.strip(), token.encode()):
                 return None
-            return 401, "no bearer token, or another than the server's"
+            return 401, "the request has no bearer token, or another than the server's"
         host = headers.get(b"host", b"").decode("latin-1")
         try:
             name = urlsplit(f"//{host}").hostname or ""
@@ -123,13 +124,13 @@ class Access:
             family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
         except (OSError, UnicodeError) as error:
             raise self._error(
-                "host", f"{self.host!r} is no address: {error}; choose another"
+                "host", f"{self.host!r} is not an address: {error}; choose another"
             ) from None
         try:
             listener = socket.create_server((self.host, self.port), family=family, backlog=1024)
         except OSError as error:
-            problem = f"at {self.host} cannot be listened at: {error.strerror}; choose another"
-            raise self._error("port", f"{self.port} {problem}") from None
+            problem = f"{self.port}: cannot listen at {self.host}: {error.strerror}"
+            raise self._error("port", f"{problem}; choose another") from None
         _listeners.add(listener)
         return listener
 

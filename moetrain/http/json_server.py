@@ -160,13 +160,15 @@ class JsonServer:
         # Browsers let any page post other types to a local server without a preflight request.
         kind, *parameters = request.headers.get("content-type", "").lower().split(";")
         if kind.strip() != wanted:
-            raise HTTPException(415, f"the body is not {wanted}")
+            raise HTTPException(415, f"the content-type is {shortened(kind.strip())}, not {wanted}")
         for name, _, value in (one.partition("=") for one in parameters):
             if name.strip() == "charset" and (charset := value.strip(' \t"')) not in _CHARSETS:
-                raise HTTPException(415, f"charset {shortened(charset)} is not read; send UTF-8")
+                raise HTTPException(
+                    415, f"charset {shortened(charset)} is not supported; send UTF-8"
+                )
         coding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
         if coding not in ("", "identity"):
-            problem = f"content-encoding {shortened(coding)} is not read; send the body as it is"
+            problem = f"content-encoding {shortened(coding)} is not supported; send the body plain"
             raise HTTPException(415, problem, {"accept-encoding": "identity"})
         data, most = bytearray(), self.most_mib << 20
         try:
@@ -177,7 +179,7 @@ class JsonServer:
                     problem = f"the body has more than the {self.most_mib} MiB of {self.setting}"
                     raise HTTPException(413, problem)
                 if len(data) > _SMALL_BYTES and self.arriving > _LARGEST_TOGETHER * most:
-                    problem = "too many large bodies arrive at once; send it again later"
+                    problem = "too many large bodies arrive at once; send this one again later"
                     raise HTTPException(429, problem)
             # Parsed values take many times the memory of their JSON, so one large body at a time.
             async with self._turn if len(data) > _SMALL_BYTES else nullcontext():
@@ -221,7 +223,7 @@ class JsonServer:
         except ValueError as error:  # SamplingParams raises some, ConfigError among others
             raise HTTPException(400, JsonBody.complaint(error)) from None
         except RecursionError:
-            raise HTTPException(400, "the body is nested too deeply; send it flatter") from None
+            raise HTTPException(400, "the body is nested too deeply; send fewer levels") from None
 
     @staticmethod
     async def unless_disconnected(request: Request, work: Awaitable[_T]) -> _T:

@@ -113,8 +113,8 @@ class _Asked(JsonBody):
             if body[name] in neutral:
                 del body[name]
             elif name not in cls.model_fields:
-                said = f"{name!r} is not supported, and {shortened(body[name])} would change"
-                raise ValueError(f"{said} something; leave it out, or send {neutral[0]!r}")
+                said = f"{name!r} {shortened(body[name])} is not supported"
+                raise ValueError(f"{said}; leave it out, or send {neutral[0]!r}")
         return body
 
     def grammars(self, tokenizer: Tokenizer) -> list[tuple[Any, Any]]:
@@ -122,7 +122,7 @@ class _Asked(JsonBody):
         form, schema = self.response_format, self.response_format.json_schema.get("schema")
         schemas = {"text": None, "json_object": {"type": "object"}, "json_schema": schema}
         if form.type == "json_schema" and schema is None:
-            raise ValueError("response_format: json_schema has no schema; give it")
+            raise ValueError("response_format: json_schema has no schema; send one")
         given = [
             ("json_schema", schemas[form.type]),
             ("json_schema", self.guided_json),
@@ -186,7 +186,9 @@ class Completions(_Asked):
     @model_validator(mode="after")
     def _asks_for_something(self) -> Completions:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise ValueError("max_tokens 0 asks for nothing; raise it, or send echo true")
+            raise ValueError(
+                "max_tokens 0 asks for nothing; raise it, or send echo true or prompt_logprobs"
+            )
         return self
 
     @property
@@ -202,7 +204,7 @@ class Completions(_Asked):
         if not isinstance(prompt, list) or not prompt:
             raise ValueError("prompt is neither text nor token ids, nor a list of either")
         if not all(isinstance(one, str) or _is_ids(one) for one in prompt):
-            raise ValueError("prompt is a list of something else than texts or token ids")
+            raise ValueError("prompt is a list, but not of texts or token ids only")
         try:
             return [
                 tuple(tokenizer.encode_prompt(one) if isinstance(one, str) else one)
@@ -290,7 +292,7 @@ class Chat(_Asked):
     @model_validator(mode="after")
     def _is_consistent(self) -> Chat:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens is max_completion_tokens by another name; send one")
+            raise ValueError("max_tokens and max_completion_tokens mean the same; send only one")
         given = {"add_generation_prompt", "continue_final_message"} & self.model_fields_set
         if len(given) == 2 and self.add_generation_prompt and self.continue_final_message:
             problem = "add_generation_prompt and continue_final_message exclude each other"
@@ -490,11 +492,12 @@ def _turns_of(items: list[Any]) -> list[Any]:
             case {"type": "function_call_output", "call_id": to, "output": said}:
                 turns.append({"role": "tool", "tool_call_id": to, "content": _joined(said)})
             case {"tool_calls": [_, *_]} | {"tool_call_id": str()}:
-                raise ValueError(f"input: {shortened(item)} is a chat's; send it as an item")
+                problem = "is of a chat; send a function_call or function_call_output item"
+                raise ValueError(f"input: {shortened(item)} {problem}")
             case {"role": role, "content": said} if item.get("type", "message") == "message":
                 turns.append({"role": role, "content": _joined(said)})
             case _:
-                problem = "is no message, function_call or function_call_output; send those alone"
+                problem = "is no message, function_call or function_call_output; send only these"
                 raise ValueError(f"input: {shortened(item)} {problem}")
     return turns
 

@@ -93,7 +93,7 @@ def _read(
         found = found if isinstance(found, list) else [found]
         calls = [(call["name"], call.get("arguments", call.get("parameters"))) for call in found]
     if any(name not in schemas or not isinstance(arguments, dict) for name, arguments in calls):
-        raise ValueError("no call of a tool")
+        raise ValueError("the text calls no tool of the request")
     return [(name, json.dumps(arguments, allow_nan=False)) for name, arguments in calls]
 
 
@@ -156,8 +156,8 @@ def call_grammar(tools: Any, choice: Any, template: str) -> str:
     Raises ValueError: the template does not write such calls, or there is no such tool.
     """
     if "<tool_call>" not in template or any(x in template for x in ("<function=", "<arg_key>")):
-        problem = "this model's template writes no calls as JSON between <tool_call> tags"
-        raise ValueError(f"tool_choice: {problem}; send auto, and a guided_grammar")
+        problem = "this model's chat template does not write calls as JSON in <tool_call> tags"
+        raise ValueError(f"tool_choice: {problem}; send auto with a guided_grammar")
     try:
         functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         names = list(functions) if choice == "required" else [choice["function"]["name"]]

@@ -66,7 +66,7 @@ class Limits:
         if not tokens:
             raise ValueError(f"{name} has no tokens; send one or more")
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
-            raise ValueError(f"{name}: its tokens are not all of 0 to {self.vocab_size - 1}")
+            raise ValueError(f"{name} has a token outside of 0 to {self.vocab_size - 1}")
 
     def parse(self, kind: str, body: object) -> "JobRequest":
         """Return the request that the JSON value ``body`` is; Refused: it cannot be served."""
@@ -107,8 +107,8 @@ class Datum(JsonBody):
         limits.check_tokens(f"{name}.target_tokens", self.target_tokens)
         if len(self.tokens) > limits.longest_row:
             raise ValueError(
-                f"{name} has {len(self.tokens)} tokens, and a row of data.seq_len "
-                f"{limits.longest_row} takes {limits.longest_row}; shorten it"
+                f"{name} has {len(self.tokens)} tokens, more than the {limits.longest_row} of a "
+                "row (data.seq_len); shorten it"
             )
         needed, unused = {"logprobs", "advantages"}, {"weights"}
         if loss == "cross_entropy":
@@ -120,13 +120,15 @@ class Datum(JsonBody):
             if values is None:
                 continue
             if key in unused:
-                problem = f"{name} has {key}, of which loss {loss!r} has no use"
+                problem = f"{name} has {key}, which loss {loss!r} does not use"
                 raise ValueError(f"{problem}; leave them out")
             if len(values) != len(self.tokens):
                 problem = f"{name} has {len(values)} {key} for {len(self.tokens)} tokens"
                 raise ValueError(f"{problem}; send one for each")
             if key != "target_tokens" and (largest := np.max(np.abs(values))) > _FP32_LARGEST:
-                raise ValueError(f"{name}: {largest} is infinite in fp32")
+                raise ValueError(
+                    f"{name}.{key}: {largest} is infinite in fp32; send smaller numbers"
+                )
 
     def sample(self, group: int) -> Sample:
         """Return the text as a sample, with its weights in place of advantages if it has any."""
@@ -260,22 +262,25 @@ class Sampling(JobBody):
             )
         if self.num_samples > limits.max_completions:
             raise ValueError(
-                f"num_samples {shortened(self.num_samples)} are more than jobs.max_completions "
+                f"num_samples {shortened(self.num_samples)} is more than jobs.max_completions "
                 f"{limits.max_completions}; ask in parts"
             )
         if self.prompt_logprobs_last_n and not self.prompt_logprobs:
-            raise ValueError("prompt_logprobs_last_n is for prompt_logprobs; ask for these too")
+            raise ValueError(
+                "prompt_logprobs_last_n has no effect without prompt_logprobs; send both"
+            )
         params = self.params(0, limits)
         if params.stop and not limits.end_ids:
-            raise ValueError("stop: there is no tokenizer (data.tokenizer); give token ids")
+            raise ValueError("stop: stop texts need a tokenizer (data.tokenizer); send token ids")
         if params.logprobs > limits.vocab_size:
             raise ValueError(
-                f"topk_sample_logprobs {shortened(params.logprobs)} are more than there are tokens"
+                f"topk_sample_logprobs {shortened(params.logprobs)} is more than the model's "
+                f"{limits.vocab_size} tokens; lower it"
             )
         if params.logprobs * params.max_tokens * params.n > limits.max_logprobs:
             raise ValueError(
-                f"topk_sample_logprobs {params.logprobs} of every token are more than an answer of "
-                "jobs.max_request_mib holds; ask in parts"
+                f"topk_sample_logprobs {params.logprobs} for every token makes an answer larger "
+                "than jobs.max_request_mib; lower it, or ask in parts"
             )
 
     def answer(self, completion: Completion) -> dict[str, Any]:
@@ -307,7 +312,7 @@ class Save(JobBody):
 
     def check(self, limits: Limits) -> None:
         if self.path is None:
-            raise ValueError("path is missing; give the save a name")
+            raise ValueError("path is missing; send a name for the save")
 
 
 class SavePeft(Save):
@@ -327,7 +332,7 @@ class SaveForSampler(Save):
 
     def check(self, limits: Limits) -> None:
         if (self.path is None) == (self.sampling_session_seq_id is None):
-            raise ValueError("it takes path or sampling_session_seq_id, and not both")
+            raise ValueError("send either path or sampling_session_seq_id, and not both")
 
 
 class Load(JobBody):
@@ -342,7 +347,9 @@ class Load(JobBody):
 
     def check(self, limits: Limits) -> None:
         if "/weights/" not in source_of(self.path) and self.optimizer:
-            raise ValueError("path: sampler_weights have no optimizer state; load weights")
+            raise ValueError(
+                "path: sampler_weights have no optimizer state; load weights, or load without it"
+            )
 
 
 class Unserved(JobBody):
@@ -379,5 +386,5 @@ def finite(values: Sequence[float]) -> Sequence[float | None]:
 def source_of(path: str) -> str:
     """Return a save's ``path`` relative to the folder of jobs; Refused: it is no save's path."""
     if _SOURCE.fullmatch(path) is None:
-        raise Refused(f"path: {shortened(path)} is not tinker://RUN/weights/NAME of this service")
+        raise Refused(f"path: {shortened(path)} does not have the form tinker://RUN/weights/NAME")
     return path.removeprefix("tinker://")

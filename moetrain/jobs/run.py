@@ -63,7 +63,7 @@ class JobRun:
                 (service.folder / "config.json").write_text(settings, "utf-8")
                 logger.info("settings:\n%s", service.config.describe())
                 work = sum(job.has_work for job in service.jobs.values())
-                logger.info("%d jobs, of which %d have something to do", len(service.jobs), work)
+                logger.info("%d jobs, %d of them with waiting requests", len(service.jobs), work)
                 service.is_stopping = lambda: bool(stop)
                 while not stop:
                     service.turn()

@@ -169,7 +169,7 @@ class Service(AbstractContextManager["Service"]):
             job.status = "failed"
             job.error = error
             job.fail_waiting(error)
-        logger.warning("job %s is set aside, with its folder as it is: %s", job.label, error)
+        logger.warning("job %s is served no more; its folder stays as it is: %s", job.label, error)
 
     # ---- for clients, from any thread ----------------------------------------------------------
 
@@ -187,10 +187,10 @@ class Service(AbstractContextManager["Service"]):
             OSError: it cannot be written, and there is no such job.
         """
         if not JOB_ID.fullmatch(name):
-            raise Refused(f"{shortened(name)} is not the id of a job")
+            raise Refused(f"{shortened(name)} cannot be the id of a job")
         seed = zlib.crc32(name.encode()) if seed is None else seed
         if not 0 <= seed < 2**63:
-            raise Refused(f"seed {seed!r:.40} is out of range")
+            raise Refused(f"seed {seed!r:.40} is not from 0 to 2^63 - 1")
         root = self.folder / "jobs"
         with self._lock:
             job, most = self.jobs.get(name), self.config.jobs.max_jobs
@@ -205,11 +205,11 @@ class Service(AbstractContextManager["Service"]):
                         f"there are {most} jobs, as many as jobs.max_jobs; delete some", 429
                     )
                 if any(job.id == name for job, _ in self.removals):  # its folder is still there
-                    raise Refused("the job of this id is being deleted; ask again when it is", 429)
+                    raise Refused("the job of this id is being deleted; ask again later", 429)
                 job.create()
                 self.jobs[name] = job
             elif job.seed not in (None, seed) or source not in (None, dirname(job.source or "")):
-                raise Refused(f"this job has seed {job.seed}, or another source")
+                raise Refused(f"a job of this id exists, with seed {job.seed} or another source")
             return job
 
     def _make_room(self, session: str) -> None:
@@ -217,7 +217,10 @@ class Service(AbstractContextManager["Service"]):
         mine = [x for x in self.jobs.values() if x.session == session and x.is_sampler]
         if len(mine) >= self.config.jobs.max_saves:
             if not (idle := [x for x in mine if x.status != "open" or x.done == x.accepted]):
-                raise Refused(f"{len(mine)} samplers of this session are at work already", 429)
+                raise Refused(
+                    f"{len(mine)} samplers of this session are at work already; ask again later",
+                    429,
+                )
             self.delete(idle[0].id)
 
     def finish(self, session: str) -> list[Future[None]]:
@@ -243,7 +246,7 @@ class Service(AbstractContextManager["Service"]):
     def folder_of(self, name: str, save: str) -> Path:
         """Return the folder of a save; Refused: there is none."""
         if save not in self.find(name).saves:
-            raise Refused("there is no such thing", 404)
+            raise Refused("there is no such save", 404)
         return self.find(name).folder / save
 
     def remove_save(self, name: str, save: str) -> None:
@@ -260,14 +263,14 @@ class Service(AbstractContextManager["Service"]):
     def find(self, name: str) -> Job:
         """Return a job. This method and those below raise Refused if there is none."""
         if (job := self.jobs.get(name)) is None:
-            raise Refused("there is no such thing", 404)
+            raise Refused("there is no such job", 404)
         return job
 
     def submit(self, name: str, kind: str, body: object, number: int | None = None) -> int:
         """Parse and :meth:`accept` a request; Refused: it cannot be served."""
         job = self.find(name)  # raises Refused before the body is parsed
         if job.is_sampler is not (kind == "asample"):
-            raise Refused(f"{shortened(kind)} is no request to this kind of job")
+            raise Refused(f"{shortened(kind)} is not a request to this kind of job")
         return self.accept(name, self.session.limits.parse(kind, body), number)
 
     def accept(self, name: str, request: JobRequest, number: int | None = None) -> int:
@@ -479,7 +482,8 @@ class Service(AbstractContextManager["Service"]):
                 self.session.forget(job.id)
             if isinstance(error, RunFailed | OSError):
                 raise
-            logger.warning("%d jobs shared a turn that failed: %s", len(jobs), _line_of(error))
+            text = "a turn that %d jobs shared failed, and each is served by itself: %s"
+            logger.warning(text, len(jobs), _line_of(error))
             self.session.wait_for_device()
             return {}
         return {job: [_answer_with(late)] for job, late in zip(jobs, results, strict=True)}

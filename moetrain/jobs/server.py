@@ -112,19 +112,23 @@ class JobRoutes(JsonServer):
         self._check_base(new.base_model, new.optimizer_config)
         rank, lora = self.config.lora.rank, new.lora_config or types.LoraConfig(rank=0)
         if lora.rank != rank:
-            raise Refused(f"rank {shortened(lora.rank)} is not this service's lora.rank {rank}")
+            raise Refused(
+                f"rank {shortened(lora.rank)} is not this service's lora.rank; send {rank}"
+            )
         for part, is_trained in self.service.session.trains.items():
             if is_trained and not getattr(lora, f"train_{part}"):
-                raise Refused(f"train_{part} False, but lora.targets of this service has such")
+                raise Refused(
+                    f"train_{part} is False, but this service's lora.targets train these; send True"
+                )
         name = f"{new.session_id}:train:{new.model_seq_id}"
         self.service.create(name, lora.seed)
         return {"request_id": f"{name}:new"}
 
     def _check_base(self, base: str | None, optimizer: Any = None) -> None:
         if base not in (None, self.model):
-            raise Refused(f"base_model {shortened(base)} is not {self.model!r}")
+            raise Refused(f"base_model {shortened(base)} is not this service's {self.model!r}")
         if optimizer is not None and optimizer.type != "adamw":
-            raise Refused(f"optimizer {shortened(optimizer.type)} is not 'adamw'")
+            raise Refused(f"optimizer {shortened(optimizer.type)} is not supported, only 'adamw'")
 
     def load_weights(self, body: Any) -> dict[str, Any]:
         """Let a training run load a save. A body with the id of a session is for a new run."""
@@ -162,7 +166,7 @@ class JobRoutes(JsonServer):
         try:
             message = wire.ForwardBackwardRequest.FromString(data)
         except DecodeError as error:
-            raise Refused(f"the body is no such message: {error}") from None
+            raise Refused(f"the body is not a ForwardBackwardRequest: {error}") from None
         kind = "forward" if message.forward_only else "forward_backward"
         return self._accept(kind, message.model_id, message.seq_id, lambda: body_of_pass(message))
 
@@ -171,7 +175,7 @@ class JobRoutes(JsonServer):
         job = self.service.find(str(name))
         first = int(job.source is None)  # number 0 is the load with which a run began
         if type(seq) is not int or not first <= seq < 10**8:
-            raise Refused(f"seq_id {shortened(seq)} is not a number from {first}")
+            raise Refused(f"seq_id {shortened(seq)} is not a whole number from {first} on")
         try:
             self.service.submit(job.id, kind, body(), seq - first)
         except Refused as error:
@@ -185,7 +189,7 @@ class JobRoutes(JsonServer):
         asked = _request_of(body)
         name, seq = str(body.get("sampling_session_id")), body.get("seq_id")
         if type(seq) is not int or not 0 <= seq < 2**63:
-            raise Refused(f"seq_id {shortened(seq)} is not a number")
+            raise Refused(f"seq_id {shortened(seq)} is not a whole number from 0 on")
         number = self.service.submit(name, "asample", asked, seq)
         ids = [f"{name}:{seq}:{i}" for i in range(asked.get("num_samples", 1))]
         return {"request_id": f"{name}:{number}", "sample_sequence_ids": ids}
@@ -194,7 +198,7 @@ class JobRoutes(JsonServer):
         """Answer with a future's result, or after some seconds that the client may try again."""
         asked = await self.read(request, partial(_parsed, types.FutureRetrieveRequest))
         if (found := _FUTURE.fullmatch(asked.request_id)) is None:
-            raise Refused("there is no such thing", 404)
+            raise Refused("there is no such request", 404)
         name, number = found[1], found[5]
         if number == "new":
             return self.reply({"model_id": self.service.find(name).id})
@@ -262,7 +266,7 @@ class JobRoutes(JsonServer):
         if file in _FILES:
             return FileResponse(folder / file)
         if file != "external_weights_urls":
-            raise Refused("there is no such thing", 404)
+            raise Refused("there is no such file", 404)
         here = f"{request.base_url}{dirname(request.url.path)[1:]}"
         urls = {one: f"{here}/{one}" for one in _FILES}
         return self.reply({"urls": urls, "expires": _time(time.time() + 3600)})
@@ -294,7 +298,7 @@ def body_of_pass(message: Any) -> dict[str, Any]:
     """Return a message's pass as the body of a :class:`moetrain.jobs.api.Pass`; raises Refused."""
     values, config = message.loss_fn_config_v2, {**message.loss_fn_config}  # the latter: older SDKs
     if any(one.WhichOneof("value") == "text" for one in values.values()):
-        raise Refused("loss_fn_config has a text, and no loss here takes one")
+        raise Refused("loss_fn_config has a text, but the losses here take only numbers")
     config |= {key: one.number for key, one in values.items()}
     data = []
     for i, datum in enumerate(islice(message.data, MOST_TEXTS + 1)):
@@ -312,9 +316,9 @@ def body_of_pass(message: Any) -> dict[str, Any]:
 def _numbers(tensor: Any) -> list[Any]:
     """Return the values of a tensor of one dimension; ValueError: it has another form."""
     if tensor.WhichOneof("encoding") == "sparse_csr" or len(tensor.shape) > 1:
-        raise ValueError("a tensor has two dimensions, and each position takes one number")
+        raise ValueError("a tensor has more than one dimension, but each position takes one number")
     if tensor.dtype not in _DTYPES:
-        raise ValueError("a tensor is not of int32, int64 or float32")
+        raise ValueError("a tensor's dtype is not int32, int64 or float32")
     return np.frombuffer(tensor.dense, _DTYPES[tensor.dtype]).tolist()
 
 

@@ -323,7 +323,7 @@ class JobSession:
                 self.engine.move_to_host(held)
         except RuntimeError as error:
             raise RunFailed(
-                f"there is no host memory for a job between its turns ({error}); "
+                f"host memory has no room for a job between its turns ({error}); "
                 "lower jobs.max_loaded"
             ) from None
         # 2. From there into checkpoints, or, in the middle of a step, into files of this process.
@@ -335,7 +335,10 @@ class JobSession:
             self._aside.mkdir(exist_ok=True)
             file = self._aside / f"{job}-{self.world.rank}.safetensors"
             if problem := self.world.any(self.held[job].move_to_file(file)):
-                raise RunFailed(f"a job cannot be put aside, {problem}; raise jobs.max_loaded")
+                raise RunFailed(
+                    f"a job cannot be written to disk between its turns: {problem}; raise "
+                    "jobs.max_loaded"
+                )
 
     def _evict(self, job: str) -> None:
         """Save ``job`` unless it is in the middle of a step or a sampler, and drop its state."""
@@ -444,7 +447,7 @@ class JobSession:
             case api.Save():
                 if not self.engine.is_between_steps:
                     raise api.Refused(
-                        "a step is not over: its gradients are part of no save; step first"
+                        "gradients of an unfinished step cannot be saved; send optim_step first"
                     )
                 result = self._keep(request, "weights", self.write)
             case api.Load():

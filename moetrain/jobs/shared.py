@@ -92,7 +92,9 @@ class JobState:
 def check_settings(config: Config) -> None:
     """Raise ConfigError for settings that a service of jobs cannot have."""
     if not config.lora.rank:
-        raise ConfigError("lora.rank", "0, but jobs train adapters beside one model; set it")
+        raise ConfigError(
+            "lora.rank", "0, but jobs train adapters of one model; set it, for example to 8"
+        )
     if config.lora.use_dora:
         raise ConfigError("lora.use_dora", "yes, but jobs train plain adapters; set no")
     for name in ("modules_to_save", "trainable_tokens"):
@@ -101,7 +103,7 @@ def check_settings(config: Config) -> None:
             problem += " and data.new_tokens" * bool(config.data.new_tokens)  # which needs it
             raise ConfigError(f"lora.{name}", problem)
     if share := config.optim.offload_fraction:
-        problem = f"{share}, but jobs take turns at one optimizer's state, on the device"
+        problem = f"{share}, but jobs take turns with one optimizer's state on the device"
         raise ConfigError("optim.offload_fraction", f"{problem}; leave it 0")
 
 
@@ -272,8 +274,8 @@ class SharedEngine(Engine):
         kinds = {type(module) for _, module in adaptable(self.model.layers) if module.lora_scale}
         odd = self.config.lora.dropout or [*self.model.buffers()] or kinds - {Linear, Experts}
         if self.config.jobs.max_tenants > 1 and (odd or self.world.size > 1):
-            takes = "one process, no lora.dropout, no selection bias, and adapters of no router"
-            problem = f"but a shared pass takes {takes} or experts other than SwiGLU"
+            needs = "one process, no lora.dropout, no selection bias, and no adapters of routers"
+            problem = f"but a shared pass needs {needs} or of experts other than SwiGLU"
             problem = f"{self.config.jobs.max_tenants}, {problem}; use 1"
             raise ConfigError("jobs.max_tenants", problem)
 

@@ -74,8 +74,8 @@ def check_base(folder: Path, mine: Mapping[str, Any]) -> None:
     except DamagedJob as error:
         raise ConfigError(
             "output_dir",
-            f"in {str(folder)!r} {error}; put it back, or, where model, lora and "
-            "optim.state_dtype are as they were for its jobs, remove it",
+            f"in {str(folder)!r} {error}; restore the file, or remove it if model, lora and "
+            "optim.state_dtype are as they were for the folder's jobs",
         ) from None
     for key in mine:
         if theirs.get(key) != mine[key]:
@@ -338,7 +338,10 @@ class Job:
             name = Path(os.fsdecode(error.filename or "")).name
             raise DamagedJob(f"its folder ({name})", error.strerror) from None
         if seen > self.done:
-            raise DamagedJob("its log", f"a checkpoint has seen {seen} requests of {self.done}")
+            raise DamagedJob(
+                "its log",
+                f"a checkpoint has seen {seen} requests, but only {self.done} are answered",
+            )
 
     def _count(self, seen: int) -> None:
         """Count requests and answers on the disk.
@@ -353,7 +356,7 @@ class Job:
             for entry in os.scandir(self.folder / kind):
                 is_ours = entry.is_file() and _NAME.fullmatch(entry.name)
                 if not is_ours and not entry.name.startswith("."):
-                    raise DamagedJob(f"{kind}/{shortened(entry.name)}", "it is no file of a job")
+                    raise DamagedJob(f"{kind}/{shortened(entry.name)}", "it is not a file of a job")
         fsync(self.folder)
         requests, answers = self._numbers(_REQUESTS), self._numbers(_ANSWERS)
         done = 1 + max(answers, default=-1)
@@ -405,12 +408,14 @@ class Job:
             number = self._numbers_of.get(str(key), self.accepted)
         if number < self.accepted:
             if self.entry(number)["digest"] != entry["digest"]:
-                raise Refused(f"number {key} was another request; the next is {self.accepted}")
+                raise Refused(f"request {key} was another one; the next number is {self.accepted}")
             return number
         if number > self.accepted:
-            raise Refused(f"number {number} is ahead of the next, {self.accepted}")
+            raise Refused(f"request {number} comes too early; the next number is {self.accepted}")
         if self.accepted - self.done >= max_queued:
-            raise Refused(f"{max_queued} requests of this job wait already (jobs.max_queued)", 429)
+            raise Refused(
+                f"{max_queued} requests of this job wait already (jobs.max_queued); ask later", 429
+            )
         write_sealed(self.folder / _file(_REQUESTS, self.accepted), entry, body)
         self._entries[self.accepted] = entry
         if self.is_sampler:

@@ -354,13 +354,16 @@ class Architecture(BaseModel):
         for name in ("sliding_windows", "moe_layers", "linear_layers"):
             value = getattr(self, name)
             if value and len(value) != self.num_layers:
-                problem = f"{name} names {len(value)} layers, num_layers is {self.num_layers}"
+                problem = f"{name} has {len(value)} entries, but num_layers is {self.num_layers}"
                 raise ValueError(problem)
         if self.num_labels and (self.tie_embeddings or self.mtp_layers):
-            problem = "a reward model's head is not the embedding's, and predicts no tokens"
+            problem = (
+                "a reward model has neither a tied embedding nor multi-token prediction blocks"
+            )
             raise ValueError(f"num_labels {self.num_labels}: {problem}")
         if self.num_params() > _MAX_PARAMS:  # making the parts also checks their sizes
-            raise ValueError(f"these sizes make a model of {self.num_params():.1e} parameters")
+            problem = f"these sizes make a model of {self.num_params():.1e} parameters"
+            raise ValueError(f"{problem}, more than the {_MAX_PARAMS:.0e} that are supported")
         return self
 
     def scoring(self, pad_token_id: int | None) -> Self:

@@ -73,10 +73,10 @@ class RoutedExperts(Part):
             raise ValueError(f"{problem} num_experts {self.num_experts}")
         for name in ("num_experts_per_token", "moe_intermediate_size"):
             if getattr(self, name) == 0:
-                raise ValueError(f"{name} is 0, and num_experts {self.num_experts}")
+                raise ValueError(f"{name} is 0, but num_experts is {self.num_experts}")
         groups, chosen = self.num_expert_groups, self.topk_expert_groups
         if self.num_experts % groups or not chosen <= groups:
-            problem = f"topk_expert_groups {chosen} of num_expert_groups {groups} cannot be"
+            problem = f"topk_expert_groups {chosen} of num_expert_groups {groups} is not possible"
             raise ValueError(f"{problem} with num_experts {self.num_experts}")
         if self.num_experts // groups * chosen < self.num_experts_per_token:
             problem = f"num_experts_per_token {self.num_experts_per_token} is more than the experts"
@@ -324,8 +324,8 @@ class Experts(KernelModule, Adaptable):
         if self.precision in RECIPES and width % (multiple := RECIPES[self.precision].multiple):
             raise ConfigError(
                 "kernels.precision",
-                f"{self.precision!r} takes experts of a width that is a multiple of {multiple}, and"
-                f" theirs is {width}; use bf16",
+                f"{self.precision!r} needs experts whose width is a multiple of {multiple}, and "
+                f"these have {width}; use bf16",
             )
 
     def store_as(self, quant_format: QuantFormat) -> None:

@@ -254,16 +254,18 @@ def _frozen(rules: Mapping[str, Rule], freeze: Sequence[str], saved: set[str]) -
     for pattern in freeze:
         matched = {name for name in rules if fnmatchcase(name, pattern)}
         if not matched:
-            problem = f"{pattern!r} matches no parameter; they have names like {list(rules)[-1]}"
+            problem = (
+                f"{pattern!r} matches no parameter; parameters have names like {list(rules)[-1]}"
+            )
             raise ConfigError("train.freeze", problem)
         if both := matched & saved:
-            problem = f"{pattern!r} freezes {min(both)}, which settings of lora are to train"
-            raise ConfigError("train.freeze", f"{problem}; leave it out of one of the two")
+            problem = f"{pattern!r} freezes {min(both)}, which settings of lora train"
+            raise ConfigError("train.freeze", f"{problem}; name it in one of the two only")
         if has_adapters and SCORE in matched:
             problem = f"{pattern!r} freezes {SCORE}, the reward, which is trained beside adapters"
             raise ConfigError("train.freeze", f"{problem}; leave it out")
         frozen |= matched
     if all(name in frozen or not rule.trainable for name, rule in rules.items()):
         problem = f"{','.join(freeze)!r} leaves nothing to train"
-        raise ConfigError("train.freeze", f"{problem}; leave patterns out")
+        raise ConfigError("train.freeze", f"{problem}; leave some patterns out")
     return frozen

@@ -317,8 +317,8 @@ class Transformer(nn.Module):
                 if cache is None:
                     raise ConfigError(
                         "model",
-                        f"{self.arch.family} has layers that have no cache here, so it cannot"
-                        " generate; other programs can serve its export",
+                        f"{self.arch.family} cannot generate here, because some of its layers have "
+                        "no cache; serve its export with another program",
                     )
                 found.append(cache)
         for module in self.modules():
@@ -496,12 +496,14 @@ def _check_adapters(model: Transformer, layout: str) -> None:
         shape = model.get_parameter(name).shape
         piece = family.pieces({name: shape}, model.arch)[0]
         if fnmatchcase(name, family.unadaptable):
-            problem = f"PEFT takes no adapter of {name} in a {family.name}"
+            problem = f"PEFT does not load an adapter of {name} in a {family.name}"
             raise ConfigError("lora.targets", f"{problem}; leave it out")
         if piece.is_whole:
             continue
         if len(shape) == 2:
-            problem = f"of {piece.hf_name} {name} has some rows, whose adapter PEFT cannot express"
+            problem = (
+                f"{name} is only some rows of {piece.hf_name}, and PEFT cannot adapt these alone"
+            )
             raise ConfigError("lora.targets", f"{problem}; leave it out")
         if layout == "per_expert":
             problem = f"'per_expert', but {piece.hf_name} is one tensor of all experts; use fused"

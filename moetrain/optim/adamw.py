@@ -310,9 +310,9 @@ class AdamW(torch.optim.Optimizer):
         if odd := set(state) ^ wanted:
             raise ConfigError(
                 "checkpoint.resume",
-                f"its optimizer state is not of this model, optim.state_dtype "
-                f"{self.config.state_dtype!r} and optim.name {self.config.name!r}; "
-                f"set these as they were, or set never; {sorted(odd)[:3]} differ",
+                f"its optimizer state does not fit this model, optim.state_dtype "
+                f"{self.config.state_dtype!r} and optim.name {self.config.name!r} "
+                f"({sorted(odd)[:3]} differ); set these as they were, or set never",
             )
         for name, member in members.items():
             for key in self.moments_of(member.rule):

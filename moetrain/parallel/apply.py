@@ -257,7 +257,7 @@ def choose_dispatcher(
         redundant=redundant,
     )
     logger.info(
-        "tokens reach other ranks%s by DeepEP on %d SMs, %s sizes, in %s: it can run here",
+        "tokens reach other ranks%s by DeepEP on %d SMs, with %s sizes, in %s",
         " of a machine" * (machines > 1),
         near.num_sms,
         moe.dispatch_mode,

@@ -162,8 +162,8 @@ class ParallelDims:
         if self.tp not in fits:
             raise ConfigError(
                 "parallel.tp",
-                f"{self.tp} {where} is too much for the model's vocab_size {size}: in parts of "
-                f"{math.ceil(size / self.tp)} the last rank has none; use {fits[-1]}",
+                f"{self.tp} {where} is too much for the model's vocab_size {size}: with parts of "
+                f"{math.ceil(size / self.tp)} rows the last rank gets none; use {fits[-1]}",
             )
 
     def _context_method(self, wanted: str, arch: Architecture) -> str:
@@ -176,7 +176,7 @@ class ParallelDims:
             if part.carries_state:
                 sizes = {name: getattr(part, name) for name in part.divided}
                 if bad := [f"{name} {size}" for name, size in sizes.items() if size % ranks]:
-                    problem = f"{where} the {bad[0]} of a layer with a state"
+                    problem = f"{where} the {bad[0]} of a layer with a recurrent state"
                     raise ConfigError("parallel.cp", f"{problem}; let cp x tp divide it")
                 continue
             heads, groups = getattr(part, "num_heads", 1), getattr(part, "num_kv_heads", 0)

@@ -50,9 +50,9 @@ def num_processes(config: Config) -> int:
     on_cpu = config.train.device == "cpu" or (config.train.device == "auto" and gpus == 0)
     if nproc == "auto":
         return 1 if on_cpu else max(1, gpus)
-    problem = f"{nproc} processes, and this machine has "
+    problem = f"{nproc} processes, but this machine has "
     if not on_cpu and nproc > max(1, gpus):
-        problem += f"{gpus} GPUs; use auto, which is one for each"
+        problem += f"{gpus} GPUs; use auto, which starts one for each"
         raise ConfigError("launch.nproc", problem)
     if on_cpu and nproc > _MOST_ON_CORE * cores:
         problem += f"{cores} cores and no GPU to use; use {cores} or fewer"

@@ -173,15 +173,15 @@ def join_world(config: Config, arch: Architecture) -> World:
         if size > 1:
             raise ConfigError(
                 "launch.nproc",
-                f"{config.launch.nproc} means {size} processes, and this is one; start them with "
-                "python -m moetrain.train, or with torchrun",
+                f"{config.launch.nproc} means {size} processes, but this program is one; start it "
+                "by python -m moetrain.train or torchrun, or leave launch.nproc out",
             )
     dims = plan_world(config, arch, size)
     owns_group, size, apart = not dist.is_initialized(), dims.world_size, config.rl.apart
     store = None
     if apart and not (place and owns_group and rank < size):
-        problem = "'apart' takes processes of its own, each a rank of a launcher's"
-        raise ConfigError("rl.placement", f"{problem}, and a run that generates; use together")
+        problem = "'apart' needs processes that a launcher started, and a run that generates"
+        raise ConfigError("rl.placement", f"{problem}; use together")
     device = claim_device(config, gpu)
     if config.compile.cuda_graphs:  # NCCL would try to register segments that grow, and fail
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
@@ -194,7 +194,7 @@ def join_world(config: Config, arch: Architecture) -> World:
             store = processes.find_ranks(place, config.launch.join_timeout)
             mine = str(dims.per_machine)
             if (theirs := store.compare_set("per_machine", "", mine).decode()) != mine:
-                problem = f"auto is {mine} for rank {rank}, and {theirs} for another; give a number"
+                problem = f"auto is {mine} on rank {rank} but {theirs} on another; give a number"
                 raise ConfigError("launch.gpus_per_machine", problem)
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
@@ -249,11 +249,11 @@ def check_layout(config: Config, arch: Architecture, dims: ParallelDims) -> None
         raise ConfigError(
             "train.global_batch_size",
             f"{t.global_batch_size}: a step's {rows} rows of {seq_len} tokens take {need:,.0f} GiB "
-            f"of host memory in each process, and this machine has {room:,.0f}; lower it, to "
-            f"{int(room / need * t.global_batch_size):.0e} at the most",
+            f"of host memory in each process, and this machine has {room:,.0f}; lower it to at "
+            f"most {int(room / need * t.global_batch_size)}",
         )
     if config.lora.offload_experts and dims.efsdp > 1:
-        problem = f"true, but {dims.efsdp} ranks shard the same experts"
+        problem = f"yes, but {dims.efsdp} ranks shard the same experts"
         remedy = f"use parallel.ep {dims.sharding_ranks}, or unset it"
         raise ConfigError("lora.offload_experts", f"{problem}; {remedy}")
     if dims.pp > 1:

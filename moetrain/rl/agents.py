@@ -45,7 +45,7 @@ _NOT_IN_EPISODES = ("stop_token_ids", "ignore_eos", "skip_special_tokens")
 _NOT_IN_EPISODES += ("add_generation_prompt", "continue_final_message")
 """Fields of a chat that would change what is sampled. Only the run's settings may."""
 _GUIDED = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
-_OVER = "no episode is at this address, or it is over"
+_OVER = "no episode has this address, or it is over"
 
 
 class _AgentChat(Chat):
@@ -56,12 +56,14 @@ class _AgentChat(Chat):
     @model_validator(mode="after")
     def _is_served(self) -> "_AgentChat":
         if self.n != 1 or self.logprobs:
-            raise ValueError("an episode has one choice, n 1, and logprobs false")
+            raise ValueError("an episode needs n 1 and logprobs false; send these")
         fields = type(self).model_fields
         if changed := [x for x in _NOT_IN_EPISODES if getattr(self, x) != fields[x].default]:
-            raise ValueError(f"{changed[0]}: an episode's turns are chats as the run samples them")
+            raise ValueError(
+                f"{changed[0]}: the run's settings decide this in an episode; leave it out"
+            )
         if self.response_format.type != "text" or self.model_fields_set & _GUIDED:
-            raise ValueError("an episode follows no response_format and no guided_*; ask in words")
+            raise ValueError("an episode supports no response_format and no guided_*; ask in words")
         return self
 
 
@@ -119,7 +121,7 @@ class AgentEnvironment(OpenAIServer, Environment):
         try:
             inspect.signature(run).bind(0, "")
         except TypeError as error:
-            problem = f"the agent is called with a task and a base_url: {error}"
+            problem = f"the agent must take a task and a base_url ({error}); let it take these two"
             raise ConfigError("rl.env", problem) from None
         self.prompts, self.run, self.lines = prompts, run, lines
         self.num_tasks = None if lines is None else len(lines)

@@ -265,11 +265,13 @@ class Fleet(Collector):
         """Wait, with the lock released, until ``condition``; RunFailed: no generator comes."""
         while not condition():
             if self._in_vain >= MAX_IN_VAIN:
-                problem = f"{MAX_IN_VAIN} generators in a row died, and nothing was over between"
+                problem = (
+                    f"{MAX_IN_VAIN} generators in a row died, and no group was finished in between"
+                )
                 raise RunFailed(problem)
             if not self._changed.wait_for(lambda: self.peers, self._limit):
-                problem = f"no generator came within {self._limit:g} s (launch.join_timeout)"
-                raise RunFailed(f"{problem}; {self._counts['generators_lost']} died")
+                problem = f"no generator joined within {self._limit:g} s (launch.join_timeout)"
+                raise RunFailed(f"{problem}; {self._counts['generators_lost']} have died")
             self._changed.wait(1.0)
 
     def _hand_out(self) -> None:
@@ -328,7 +330,7 @@ class Fleet(Collector):
                 if peer in self.peers:
                     self.peers.remove(peer)
                     number = sum(peer.groups.values())
-                    text = "generator %d is gone: %d trajectories begin again"
+                    text = "generator %d is lost; its %d trajectories begin again"
                     logger.warning(text, peer.index, number)
                     self._counts["trajectories_restarted"] += number
                     self._counts["generators_lost"] += 1

@@ -59,7 +59,7 @@ def try_reward(environment: Jsonl, name: str, limit: float) -> None:
         case = f"{name!r}, of line 1 of rl.prompts and the answer {shortened(answer)}"
         if isinstance(found, Failed):
             logger.warning(
-                "rl.reward: %s, failed (%s): %s; trajectories for which it does are dropped",
+                "rl.reward: %s, failed (%s): %s; trajectories whose reward fails are dropped",
                 *(case, found.reason, found.detail[:400]),
             )
         elif (problem := reward_problem(found)) is not None:
@@ -106,19 +106,19 @@ def _turn_of(answer: Any, trajectory: Trajectory, vocabulary: int) -> Turn | Fai
     if isinstance(answer, Failed):
         return answer
     if not isinstance(answer, Turn):
-        return Failed("nonsense", f"{type(answer).__name__} where a Turn is due")
+        return Failed("nonsense", f"it returned a {type(answer).__name__}, not a Turn")
     reward, done = _number(answer.reward), _number(answer.done)
     problem = reward_problem(answer.reward, trajectory.reward)
     if problem is not None or reward is None:
         problem = f"its reward is {problem}"
     elif done is None:
-        problem = f"its done, a {type(answer.done).__name__}, is no number"
+        problem = f"its done is a {type(answer.done).__name__}, not true or false"
     elif not _are_tokens(answer.tokens, vocabulary):
-        problem = f"its tokens are no tuple of integers of 0 to {vocabulary - 1}"
+        problem = f"its tokens are not a tuple of integers from 0 to {vocabulary - 1}"
     elif not trajectory.answers and (done or not answer.tokens):
-        problem = "its prompt is empty or over"
+        problem = "its first turn has no tokens, or is done"
     elif not _are_limits(answer.max_tokens, answer.stop):
-        problem = "its max_tokens is no number above 0, or its stop no tuple of texts"
+        problem = "its max_tokens is not a positive integer, or its stop not a tuple of texts"
     else:
         return answer._replace(reward=reward, done=bool(done))
     return Failed("nonsense", problem)
@@ -240,8 +240,8 @@ class Collector:
             self._demonstrations.start(number, environment.demonstrate, task)
         for number, found in sorted(self._demonstrations.all_finished().items()):
             problem = (
-                "is none: a Demonstration is a tuple of two or more tokens of 0 to "
-                f"{vocabulary - 1}, and as many truth values, of which the first is false"
+                "is not valid: a Demonstration has a tuple of two or more tokens from 0 to "
+                f"{vocabulary - 1}, and a mask of as many truth values, the first of them false"
             )
             if isinstance(found, Failed):
                 problem = f"failed ({found.reason}): {found.detail[:400]}"
@@ -330,7 +330,7 @@ class Collector:
         if reason not in self._logged:  # once a reason: a bad environment fails at every call
             self._logged.add(reason)
             logger.warning(
-                "a trajectory of task %d is dropped (%s): %s; it is counted, and so will others be",
+                "a trajectory of task %d is dropped (%s): %s; later ones are counted, not logged",
                 *(trajectory.task, reason, detail),
             )
 
@@ -410,5 +410,5 @@ async def _replay(
             answer = episode.step(action)
         answer = await answer if isinstance(answer, Awaitable) else answer
         if tokens is not None and answer.tokens != tokens:
-            raise RuntimeError("resumed, it does not say what it said before")
+            raise RuntimeError("replayed on resuming, it gave other tokens than before")
     return episode, answer

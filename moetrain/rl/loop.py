@@ -251,7 +251,7 @@ class RlTrainer(Run):
             saved = f"; saved to {self.save()}" if saves else ""
             raise RunFailed(
                 f"rl.env {shortened(rl.env)}: every trajectory of {HOPELESS_STEPS} steps in a row "
-                f"failed ({last.fault}), and nothing was learned; of task {last.task}: "
+                f"failed ({last.fault}), and nothing was learned; one of task {last.task}: "
                 f"{last.detail[:400]}{saved}"
             )
         return learned
@@ -496,7 +496,9 @@ class RlTrainer(Run):
         """Go on from ``found``, or from an earlier checkpoint if it is damaged."""
         for name in self.setup.edited_since(found):
             if self.world.is_main:
-                text = "%s: its code was edited since %s; the run goes on with it as it is now"
+                text = (
+                    "%s: the code was edited since %s; the run goes on with the code as it is now"
+                )
                 logger.warning(text, name, found.folder)
         found = self.restore(found)
         if "under_way" not in found.state:
@@ -509,8 +511,8 @@ class RlTrainer(Run):
         if self.config.rl.kl_coef and found.state["sample_index"] and not has_reference:
             raise ConfigError(
                 "rl.kl_coef",
-                f"{self.config.rl.kl_coef}, but {str(found.folder)!r} is of a run without, and "
-                "holds no reference; set 0, or begin again from its export",
+                f"{self.config.rl.kl_coef}, but {str(found.folder)!r} is of a run without "
+                "rl.kl_coef and holds no reference; set 0, or begin again from its export",
             )
         self.window.taken, self.window.begun = found.state["sample_index"], found.state["begun"]
         if self.config.rl.kl_coef and has_reference:

@@ -212,8 +212,8 @@ class PolicyObjective:
         terms = {"policy": Term((shares * weighted).sum())}
         if settings.kl_coef and settings.kl_in == "loss":
             if batch.reference_BS is None:
-                problem = f"rl.kl_coef is {settings.kl_coef}, and a batch has no reference_BS"
-                raise ValueError(f"PolicyObjective: {problem} to stay near to")
+                problem = f"rl.kl_coef is {settings.kl_coef}, but a batch has no reference_BS"
+                raise ValueError(f"PolicyObjective: {problem}")
             kl = kl_estimate(settings.kl, logprob, batch.reference_BS)
             terms["kl_penalty"] = Term((shares * kl).sum(), settings.kl_coef)
         if settings.entropy_coef:

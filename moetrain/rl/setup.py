@@ -125,7 +125,7 @@ class Setup:
                 value = shortened(attrgetter(name)(self.config))
             raise ConfigError(
                 name,
-                f"{value} is another than {str(found.folder)!r} was trained with, or was edited "
+                f"{value} is not what {str(found.folder)!r} was trained with, or was edited "
                 "since; put that back, or begin again with checkpoint.resume never or another "
                 "output_dir",
             )

@@ -187,7 +187,7 @@ def _start_compiler(device: torch.device) -> None:
             import_module(name)
         import_module("torch._inductor.async_compile").maybe_warm_pool()
     except Exception as error:  # noqa: BLE001 - it only costs seconds later
-        _logger.warning("the compiler will start at its first use: %s", error)
+        _logger.warning("the compiler could not be started ahead of its first use: %s", error)
 
 
 def can_compile_ahead(device: torch.device) -> bool:

@@ -137,7 +137,7 @@ class Graphs:
                 results = fn()
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            problem = f"true, and this run's step cannot be captured ({reason}); set no"
+            problem = f"true, but this run's step cannot be captured ({reason}); set no"
             raise ConfigError("compile.cuda_graphs", problem) from error
 
         def replay() -> _R:
@@ -153,7 +153,7 @@ def _shape(leaf: object) -> Hashable:
         return leaf.shape, leaf.dtype
     if leaf is None or isinstance(leaf, (bool, int, float, str)):
         return leaf
-    problem = f"true, and a micro-batch holds a {type(leaf).__name__}, which is no tensor; set no"
+    problem = f"true, but a micro-batch holds a {type(leaf).__name__}, not a tensor; set no"
     raise ConfigError("compile.cuda_graphs", problem)
 
 

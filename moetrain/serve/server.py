@@ -109,10 +109,11 @@ class _Served(Answer):
         prompts = asked.prompts(server.tokenizer)
         longest, most = max(map(len, prompts)), server.generator.longest
         if longest >= most:
-            raise ValueError(f"a prompt of {longest} tokens leaves no room: {most} is the longest")
+            problem = f"a prompt of {longest} tokens leaves no room for an answer"
+            raise ValueError(f"{problem}: together they may have {most}; shorten it")
         (limit, wanted), grammars = asked.limit, asked.grammars(server.tokenizer)
         if len(grammars) > 1:
-            problem = "a text follows one of them"
+            problem = "a text can follow only one of them; send one"
             raise ValueError(f"response_format, guided_* and tool_choice: {problem}")
         kind, text = grammars[0] if grammars else (None, None)
         self.is_empty = wanted == 0

@@ -56,14 +56,16 @@ def check_model(config: Config, arch: Architecture) -> Config:
     absent = None if arch.num_experts else f"{arch.family} has no experts"
     config = config.fitted().fitted({Fact.EXPERTS: absent})
     if arch.mtp_layers > 1 and config.parallel.tp > 1:
-        problem = f"not with {arch.mtp_layers} multi-token prediction blocks; use 1, or unset"
-        raise ConfigError("parallel.tp", f"{config.parallel.tp}, {problem} train.mtp_weight")
+        problem = (
+            f"{config.parallel.tp} is not supported with {arch.mtp_layers} multi-token prediction"
+        )
+        raise ConfigError("parallel.tp", f"{problem} blocks; use 1, or unset train.mtp_weight")
     check_widths(config, arch)
     if config.optim.muon_qk_clip:
         QKClip(arch, config.optim.muon_qk_clip)  # raises for models that it does not suit
     spare = config.moe.redundant_experts
     if spare and any(n.startswith("experts.b_") for part in arch.parts() for n in part.weights):
-        problem = f"{spare}, and this model's experts have biases, which are not copied; set 0"
+        problem = f"{spare}, but this model's experts have biases, which are not copied; set 0"
         raise ConfigError("moe.redundant_experts", problem)
     if config.kernels.attention == "sdpa" and any(part.needs_lse for part in arch.attentions()):
         problem = "'sdpa' has no log-sum-exp, which attention with sinks needs; use auto"
@@ -127,7 +129,7 @@ def check_device(config: Config, arch: Architecture, device: torch.device) -> Co
     check_rows(config, arch, device)
     dtype = compute_dtype(config, device)
     no_cuda = None if device.type == "cuda" else "this run is on a CPU"
-    dry_run = "this is a run, which takes the machine as it is"
+    dry_run = "only --dry_run uses it"
     config = config.fitted({Fact.CUDA: no_cuda, Fact.DRY_RUN: dry_run})
     if config.kernels.attention == "flex" and device.type == "cpu":
         raise ConfigError("kernels.attention", "'flex' has no backward on a CPU; use auto or sdpa")
@@ -151,9 +153,9 @@ def check_device(config: Config, arch: Architecture, device: torch.device) -> Co
         problem = None
         if torch.cuda.get_device_capability(device) < (9, 0):
             name = torch.cuda.get_device_name(device)
-            problem = f"takes a Hopper GPU or later, and this is a {name}"
+            problem = f"needs a Hopper GPU or later, but this is a {name}"
         elif dtype != torch.bfloat16:
-            problem = f"takes train.dtype bfloat16, and this run computes in {dtype}"
+            problem = f"needs train.dtype bfloat16, but this run computes in {dtype}"
         if problem is not None:
             raise ConfigError("kernels.precision", f"{precision!r} {problem}; use bf16")
     check_compilers(config, device)
@@ -176,6 +178,6 @@ def check_compilers(config: Config, device: torch.device) -> None:
         except InvalidCxxCompiler:
             raise ConfigError(
                 "compile.enabled",
-                "true, which on a CPU needs a C++ compiler, and there is none; install g++, name "
+                "true, which on a CPU needs a C++ compiler, but there is none; install g++, name "
                 "one in CXX, or leave it off",
             ) from None

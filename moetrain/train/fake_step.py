@@ -34,7 +34,10 @@ def compile_step_ahead(config: Config, arch: Architecture, world: World) -> None
         launches = launches_of(FakeStep.of(config, arch, world).run)
         compile_ahead(launches, device, rank, size)
     except Exception as error:  # noqa: BLE001 - nothing is lost but seconds
-        logger.warning("kernels will be compiled as they are launched: %s", error)
+        logger.warning(
+            "kernels could not be compiled ahead, so each is compiled at its first launch: %s",
+            error,
+        )
 
 
 @dataclass(frozen=True)

@@ -248,8 +248,10 @@ class Trainer(Run):
         """Log once that these held-out sets have no target among the rows that are evaluated."""
         if names and not self._said_what_counts_nothing:
             what = "the held-out rows" if names == [""] else f"held-out rows of {', '.join(names)}"
-            problem = "no token that is a target in the first train.eval_rows"
-            rest = "eval_loss is not measured" if names == [""] else "eval_loss leaves them out"
+            problem = "no target token in the first train.eval_rows"
+            rest = (
+                "eval_loss is not measured" if names == [""] else "eval_loss does not include them"
+            )
             self.say(f"{what} have {problem} {self.config.train.eval_rows}: {rest}")
             self._said_what_counts_nothing = True
 

@@ -136,7 +136,7 @@ class Pass(Generic[_B]):
         """Run forwards, and backwards if it learns; ValueError: there is no micro-batch."""
         self.num_batches = len(batches)
         if not batches:
-            raise ValueError("Engine: a call takes one micro-batch at least")
+            raise ValueError("Engine: a call takes at least one micro-batch")
         self._look_ahead(batches)
         if self.learns:
             self.runner.run(

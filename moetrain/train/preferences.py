@@ -182,7 +182,7 @@ class Reference(Callback):
         try:
             with np.load(file) as kept:
                 if json.loads(str(kept["identity"])) != identity:
-                    problem = f"{file} is of other pairs; {_AGAIN}"
+                    problem = f"{file} was computed for other pairs; {_AGAIN}"
                     raise ConfigError("checkpoint.resume", problem)
                 for i, dataset in enumerate(self._datasets):
                     dataset.reference_PS[:] = kept[f"arr_{i}"]

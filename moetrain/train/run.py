@@ -209,7 +209,9 @@ class Run:
         """Begin a checkpoint if it is time for one, and report one that is complete."""
         kind = self.checkpointer.due(self.step, asked=self.stops.asked_to_save)
         if kind and self.stops.skipped_in_row():  # a bad one would push out a good one
-            self.say(f"step {self.step} was skipped, not finite: no checkpoint of it")
+            self.say(
+                f"step {self.step} was skipped because it was not finite, so it has no checkpoint"
+            )
         elif kind:
             if kind == "disk":
                 self.watchdog.pause()  # a disk may take long

@@ -70,15 +70,19 @@ class Sample:
         self.targets = np.array(self.tokens[1:] if targets is None else targets, np.int64)
         """int64 [n - 1]: what each token but the last predicts; by default the next token."""
         if n < 2:
-            raise ValueError(f"Sample: {n} tokens; it takes two, of which one predicts the other")
+            raise ValueError(
+                f"Sample: {n} tokens, but at least two are needed, of which one predicts the next"
+            )
         for name in ("is_action", "logprobs", "versions", "advantage"):
             values = getattr(self, name)
             if values.ndim and len(values) != n:
-                raise ValueError(f"Sample: {len(values)} {name} of {n} tokens")
+                raise ValueError(f"Sample: {name} has {len(values)} values for {n} tokens")
         if self.is_action[0]:
-            raise ValueError("Sample: the first token is an action, and nothing predicts it")
+            raise ValueError("Sample: the first token is an action, but nothing predicts it")
         if routes is not None and len(routes) != n - 1:
-            raise ValueError(f"Sample: routes of {len(routes)} tokens; {n - 1} were read")
+            raise ValueError(
+                f"Sample: routes has {len(routes)} entries, but {n - 1} tokens were read"
+            )
 
 
 class Span(NamedTuple):

@@ -85,7 +85,10 @@ class Session:
         dtype, capacity = compute_dtype(config, device), device_capacity(device)
         graphs = config.compile.cuda_graphs
         if graphs is True and sleep is not None:
-            raise ConfigError("compile.cuda_graphs", "true, and this run generates; set no")
+            raise ConfigError(
+                "compile.cuda_graphs",
+                "true, but a run that generates cannot use CUDA graphs; set no",
+            )
         ranks = RankSizes.of_ranks(config, arch, self.world.dims, dtype)
         if sleep == "auto":
             # All ranks sleep alike, since capturing graphs anew sends tokens to other ranks.
@@ -250,16 +253,16 @@ def _check_new_rows(config: Config, arch: Architecture, tokenizer: Callable[[], 
         new |= {i: str(i) for i in beyond if i not in new}
     left = [new[i] for i in sorted(new.keys() - set(lora.token_ids))]
     if lora.token_ids and left:
-        problem = f"they leave out {listing(left)}, whose rows would stay as they begin"
+        problem = f"rows of the other new tokens {listing(left)} would not be trained"
         raise ConfigError("lora.trainable_tokens", f"{problem}; name these too")
     has_head = not (arch.tie_embeddings or arch.num_labels)
     matrices = [*SAVED_MODULES] if has_head else ["embed_tokens"]
     frozen = [name for name in matrices if name not in lora.modules_to_save]
     if left and frozen:
         said = (
-            "rows of the new tokens %s stay as they begin in %s; lora.modules_to_save %s, or these"
+            "rows of the new tokens %s are not trained in %s; to train them, set "
+            "lora.modules_to_save %s, or name the tokens in lora.trainable_tokens"
         )
-        said += " in lora.trainable_tokens, trains them"
         logger.warning(said, listing(left), " and ".join(frozen), ",".join(matrices))
 
 

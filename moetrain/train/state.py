@@ -170,9 +170,7 @@ class ModelState:
                 "bias; set it as it was, or start again with checkpoint.resume never",
             )
         if odd:
-            problem = (
-                f"it is of another model, or other parts of it were trained: {sorted(odd)[:3]}"
-            )
+            problem = f"it is of another model, or of other trained parts: {sorted(odd)[:3]} differ"
             remedy = "set model, lora and train.freeze as they were, or set never"
             raise ConfigError("checkpoint.resume", f"{problem}; {remedy}")
         for name, entry in saved.items():
@@ -505,7 +503,7 @@ class Snapshots(Saver):
                 "output_dir",
                 f"the run in it is over (step {found.state['step']}, {str(found.folder)!r}) and "
                 f"{what}; choose another output_dir, set checkpoint.resume never to start again, "
-                "or make train.steps or train.epochs longer to go on with it",
+                "or raise train.steps or train.epochs to go on with it",
             )
         if changed and self.engine.world.is_main:
-            logger.warning("%s %s; the run goes on from it", found.folder, what)
+            logger.warning("the run goes on from %s, which %s", found.folder, what)

@@ -94,7 +94,7 @@ class StopRequests:
             raise BadSteps(f"{problem} (train.max_bad_steps); {remedy}")
         if is_over and 0 < self._steps == in_row:
             problem = f"all {self._steps} steps had a non-finite loss or gradient norm: nothing was"
-            remedy = "look at the weights it started from, and at the data"
+            remedy = "look at the weights that the run started from, and at the data"
             raise BadSteps(f"{problem} trained; {remedy}")
 
     def skipped_in_row(self) -> int:

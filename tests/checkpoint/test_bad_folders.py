@@ -411,9 +411,9 @@ PATHS = {
     "x" * 300: "too long",
     "x/" * 3000: "too long",
     "~nobody-has-this-name/x": "cannot be opened",
-    "no/such/folder/at all": "no such folder",
-    "https://example.org/model": "no such folder",
-    "\ud800": "no such folder",
+    "no/such/folder/at all": "neither a folder nor a hub id",
+    "https://example.org/model": "neither a folder nor a hub id",
+    "\ud800": "neither a folder nor a hub id",
     "\n": "'\\n'",
 }
 

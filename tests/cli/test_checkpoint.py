@@ -175,7 +175,7 @@ def test_an_import_is_where_a_run_begins(saved, tmp_path, tiny_words):
         (["inspect", "nowhere"], 2, "'nowhere' is not a checkpoint"),
         (["inspect"], 2, "PATH"),
         (["inspect", "a", "b"], 2, "inspect takes one path"),
-        (["diff", "a"], 2, "diff takes a second path"),
+        (["diff", "a"], 2, "diff needs a second path"),
         (["repair", "a"], 2, "invalid choice"),
         (["import-hf", "nowhere", "out"], 2, "nowhere"),
     ],

@@ -306,7 +306,7 @@ def test_any_text_comes_through_bash_and_yaml():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("slurm debug --nodes 0", r"nodes: '0' cannot be: machines"),
+        ("slurm debug --nodes 0", r"nodes: '0' is not allowed \(number of machines\)"),
         ("slurm debug --gpus 8", r"launch: .*required: --nodes"),
         ("lsf debug --nodes 2", r"launch: .*invalid choice: 'lsf'"),
         ("slurm none --nodes 2", r"recipe: 'none' is not one of"),
@@ -314,14 +314,17 @@ def test_any_text_comes_through_bash_and_yaml():
         ("slurm debug --nodes 2 --image x", r"image: unknown setting"),
         ("k8s debug --nodes 2 --image x", r"launch: .*required: --volume"),
         ("sky debug --nodes 2 --image x --volume s3://b", r"volume: 's3://b'"),
-        ("slurm debug --nodes 2 --name Mine", r"name: 'Mine' cannot be"),
+        ("slurm debug --nodes 2 --name Mine", r"name: 'Mine' is not allowed"),
         ("slurm debug --nodes 2 --sbatch a=b;c=d\n", r"sbatch: "),
-        ("slurm debug --nodes 2 --sbatch=--time=60", r"sbatch: '--time=60' cannot be"),
-        ("slurm rl-sort --nodes 2", r"recipe: 'rl-sort' is for another command"),
+        ("slurm debug --nodes 2 --sbatch=--time=60", r"sbatch: '--time=60' is not allowed"),
+        ("slurm rl-sort --nodes 2", r"recipe: 'rl-sort' sets rl.env"),
         # These meshes are impossible.
         ("slurm debug --nodes 3", r"train\.global_batch_size: 16 is not a multiple"),
         ("slurm debug --nodes 2 --parallel.tp 3", r"parallel"),
-        ("slurm debug --nodes 2 --launch.nproc 4", r"launch\.nproc: 4: the job starts the ranks"),
+        (
+            "slurm debug --nodes 2 --launch.nproc 4",
+            r"launch\.nproc: 4: the job itself starts the ranks",
+        ),
         ("slurm debug --nodes 2 --launch.max_restarts 1", r"launch\.max_restarts: 1: the job "),
         ("slurm debug --nodes 2 --checkpoint.resume never", r"checkpoint\.resume: 'never': "),
         ("slurm debug --nodes 2 --train.device cpu", r"launch\.gpus: .*train\.device 'cpu'"),

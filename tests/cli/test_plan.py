@@ -101,7 +101,7 @@ def test_plan_keeps_settings_of_the_user(capsys):
 def test_machines_are_started_by_torchrun_and_said_to_be_estimated(capsys):
     axes = [word for axis in ("tp", "pp", "ep") for word in (f"--parallel.{axis}", "1")]
     out, rows, command = plan(capsys, *SIX, "--gpus", "16", *FIXED, *axes, "--gpu", "h100")
-    assert any("2 machines: estimated with" in line for line in out)
+    assert any("between 2 machines is assumed to have" in line for line in out)
     assert any("measured on H200s" in line for line in out)
     assert command[:5] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "8"]
     assert {row["dp_replicate"] for row in rows} == {"1", "2"}
@@ -117,7 +117,7 @@ def test_several_numbers_of_gpus_are_planned_one_by_one(capsys):
     assert ranks == [16, 1024]
     commands = [line.split() for line in out if line.startswith("best: ")]
     assert [words[words.index("--nnodes") + 1] for words in commands] == ["2", "128"]
-    assert any(line.startswith("128 machines: estimated with 400 Gbit/s") for line in out)
+    assert any("between 128 machines is assumed to have 400 Gbit/s" in line for line in out)
 
 
 def test_plan_takes_gpus_per_machine(capsys):
@@ -125,7 +125,7 @@ def test_plan_takes_gpus_per_machine(capsys):
     more = ["--train.micro_batch_size", "2", "--launch.gpus_per_machine", "2"]
     out, rows, command = plan(capsys, *SIX, "--gpus", "4", *FIXED, *axes, *more)
     assert {row["tp"] for row in rows} == {"1", "2"}
-    assert any("2 machines: estimated with" in line for line in out)
+    assert any("between 2 machines is assumed to have" in line for line in out)
     assert command[:5] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "2"]
 
 
@@ -150,7 +150,10 @@ def test_a_folder_or_a_hubs_cache_with_nothing_but_a_config(capsys, tmp_path, mo
             "nothing --gpus 1",
             r"^error: model: 'nothing' is neither a folder, a hub id nor a preset .debug",
         ),
-        ("no/such --gpus 1", r"^error: model\.path: .*no folder with config\.json, and none in"),
+        (
+            "no/such --gpus 1",
+            r"^error: model\.path: .*neither a folder with config\.json nor in this machine's c",
+        ),
         ("debug --gpus 0", r"^error: gpus: 0: give 1 to 8, or whole machines of 8"),
         ("debug --gpus 12", r"^error: gpus: 12: give 1 to 8"),
         ("debug --gpus 1 --gpu x", r"^error: plan: .*invalid choice"),

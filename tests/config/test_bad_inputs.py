@@ -99,16 +99,16 @@ FILES = [
         "2 is more than the 1 micro-batches",
     ),
     (PP + " --parallel.pp_schedule 2f2b", "parallel.pp_schedule", "'gpipe', '1f1b' or 'int"),
-    (PP + " --model.num_layers 1", "parallel.pp", "2 stages, and the model has 1 blocks; use 1 or"),
+    (PP + " --model.num_layers 1", "parallel.pp", "2 stages, but the model has 1 blocks; use 1 or"),
     (
         PP + " --parallel.pp_schedule interleaved_1f1b --model.num_layers 3",
         "parallel.pp",
         "use 1 or fewer, or fewer stages",
     ),
-    (PP + " --parallel.pp_stages 2", "parallel.pp_stages", "2 stages a rank, where .*1f1b takes 1"),
+    (PP + " --parallel.pp_stages 2", "parallel.pp_stages", "2 stages a rank, but .*1f1b takes 1"),
     (PP + " --parallel.pp_split 1,2,3", "parallel.pp_split", "give 2 numbers that add up to"),
     (PP + " --parallel.pp_split 1,x", "parallel.pp_split", "integer"),
-    (PP + " --parallel.pp_split 0,4", "parallel.pp_split", "one block at least"),
+    (PP + " --parallel.pp_split 0,4", "parallel.pp_split", "at least one block"),
     (
         RANKS + "4 --parallel.pp 2 --parallel.ep 2 --train.micro_batch_size 4 "
         "--moe.dispatch_mode static --moe.dispatcher deepep",
@@ -118,13 +118,13 @@ FILES = [
     (
         "--parallel.reshard_after_forward -3",
         "parallel.reshard_after_forward",
-        "give yes, no, or a number of blocks from 2 on",
+        "give yes, no, or a number of blocks, 2 or more",
     ),
     (
         RANKS + "2 --parallel.pp 2 --parallel.pp_schedule interleaved_1f1b "
         "--train.global_batch_size 3 --train.micro_batch_size 1 --model.num_layers 4",
         "parallel.pp_schedule",
-        "3 micro-batches, where interleaved_1f1b takes a multiple of its 2 ranks; use gpipe",
+        "3 micro-batches, but interleaved_1f1b needs a multiple of its 2 ranks; use gpipe",
     ),
     (
         RANKS + "3",
@@ -175,7 +175,7 @@ COMMANDS = [  # the command, its words, the field, words of the line
         "to it, and lora.path to",
     ),
     (generate, "{tmp} --prompt a", "path|data.tokenizer", "no tokenizer.json"),
-    (rl, "debug", "recipe", "'debug' is for another command: it sets data.source, .* is rl-sort"),
+    (rl, "debug", "recipe", "'debug' sets data.source, .* give a recipe for it, as rl-sort"),
     (generate, "{hf}", "generate", "required: --prompt; see --help"),
 ]
 

@@ -82,8 +82,8 @@ GIVEN = [
     ),
     (
         "--lora.rank 8 --moe.bias_update_rate 0.01",
-        "moe.bias_update_rate: 0.01 contradicts lora.rank 8 (adapters' files have no place "
-        "for the bias that it moves); set it to 0",
+        "moe.bias_update_rate: 0.01 contradicts lora.rank 8 (it moves a selection bias, "
+        "which an adapter's files do not hold); set it to 0",
     ),
     ("--kernels.attention exact --dry_run", "kernels.attention: 'exact', but this run is on a CPU"),
     ("--kernels.attention exact", "kernels.attention: 'exact', but this run is on a CPU; unset it"),
@@ -98,12 +98,13 @@ GIVEN = [
     ),
     (
         "--optim.name muon --optim.muon_qk_clip 100 --kernels.attention flex",
-        "optim.muon_qk_clip: 100.0 contradicts kernels.attention 'flex' (its masks do not "
-        "show document boundaries); unset it, or use another kernels.attention",
+        "optim.muon_qk_clip: 100.0 contradicts kernels.attention 'flex' (QK-clip needs the "
+        "boundaries of documents, which its masks do not show); unset it, or use another "
+        "kernels.attention",
     ),
     (
         "--optim.name muon --lora.rank 8",
-        "optim.name: 'muon' contradicts lora.rank 8 (Muon is not for adapters); use adamw",
+        "optim.name: 'muon' contradicts lora.rank 8 (Muon does not train adapters); use adamw",
     ),
     (
         "--optim.name muon --optim.state_dtype float8",
@@ -201,6 +202,6 @@ def test_machines_that_are_planned_for_are_no_runs(tmp_path, capsys):
     words = ["--launch.gpus", "8", "--output_dir", str(tmp_path / "out")]
     words += ["--train.global_batch_size", "128"]
     assert main(words) == 2
-    assert capsys.readouterr().err.startswith("error: launch.gpus: 8, but this is a run, which")
+    assert capsys.readouterr().err.startswith("error: launch.gpus: 8, but only --dry_run uses it")
     assert main([*words, "--dry_run"]) == 0
     assert json.loads(capsys.readouterr().out)["launch"]["gpus"] == 8

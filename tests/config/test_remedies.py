@@ -187,7 +187,7 @@ ROWS = {
     "no model": Row(
         model(),
         SYNTHETIC | {"model.preset": "none", "data.seq_len": 32},
-        "model.preset: not set; name a preset, or a checkpoint: model.path",
+        "model.preset: not set; name a preset, or set model.path to a checkpoint",
         [{"model.preset": "debug"}, {"model.preset": UNSET, "model.path": "model"}],
     ),
     "a model that is a file": Row(
@@ -205,7 +205,7 @@ ROWS = {
     "rope of layers that differ": Row(
         {},
         SYNTHETIC | {"model.preset": "gemma-4-31b"} | STRETCHED | {"model.max_positions": 2**20},
-        "model.rope: 'yarn', but layers of a .* differ in their angles; unset it",
+        "model.rope: 'yarn', but the layers of a .* have different rotary angles; unset it",
         [{"model.rope": UNSET, "model.max_positions": UNSET}],
     ),
     "rope of rows that are short enough": Row(
@@ -223,7 +223,7 @@ ROWS = {
     "copies of biased experts": Row(
         {},
         SYNTHETIC | {"model.preset": "gpt-oss-20b", "parallel.ep": 2, "moe.redundant_experts": 1},
-        "moe.redundant_experts: 1, and this model's experts have biases, .*; set 0",
+        "moe.redundant_experts: 1, but this model's experts have biases, .*; set 0",
         [{"moe.redundant_experts": 0}],
     ),
     "fp8 of odd widths": Row(
@@ -260,13 +260,13 @@ ROWS = {
     "adapters of nothing": Row(
         {},
         SYNTHETIC | {"lora.rank": 8, "lora.targets": "*.nothing"},
-        "lora.targets: '\\*.nothing' matches no module; of layers.0 there are attn.wq, ",
+        "lora.targets: '\\*.nothing' matches no module; the modules of a layer are attn.wq, ",
         [{"lora.targets": "*.attn.wq"}],
     ),
     "dropout of experts": Row(
         {},
         SYNTHETIC | {"lora.rank": 8, "lora.dropout": 0.1},
-        "lora.dropout: 0.1, but the inputs of layers.0.moe.experts cannot be dropped; use 0, or",
+        "lora.dropout: 0.1, but layers.0.moe.experts does not support dropout .*; use 0, or",
         [{"lora.dropout": 0}, {"lora.targets": "*.attn.*"}],
     ),
     "adapters of each expert where they are one": Row(
@@ -278,13 +278,13 @@ ROWS = {
     "nothing to train": Row(
         {},
         SYNTHETIC | {"train.freeze": "*,embed*"},
-        r"train.freeze: '\*,embed\*' leaves nothing to train; leave patterns out",
+        r"train.freeze: '\*,embed\*' leaves nothing to train; leave some patterns out",
         [{"train.freeze": "embed*"}],
     ),
     "nothing is frozen": Row(
         {},
         SYNTHETIC | {"train.freeze": "*nowhere*"},
-        "train.freeze: .* matches no parameter; they have names like ",
+        "train.freeze: .* matches no parameter; parameters have names like ",
         [{"train.freeze": "embed*"}],
     ),
     # ---- settings that contradict each other
@@ -304,13 +304,13 @@ ROWS = {
     "kept checkpoints": Row(
         {"a.txt": TEXT},
         {**OF_TEXT, "checkpoint.interval": 4, "checkpoint.keep_every": 6},
-        "checkpoint.keep_every: 6 is not a multiple of checkpoint.interval 4: .*; make it one",
+        "checkpoint.keep_every: 6 is not a multiple of checkpoint.interval 4, .*; set 8",
         [{"checkpoint.keep_every": 8}],
     ),
     "profiled steps": Row(
         {"a.txt": TEXT},
         {**OF_TEXT, "log.profile": 8, "train.steps": 8},
-        "log.profile: 8, but the run has 8 steps, and 13 are needed: .*; lower it, or train longer",
+        "log.profile: 8, but the run has 8 steps and needs 13: .*; lower it, or train longer",
         [{"log.profile": 3}, {"train.steps": 13}],
     ),
     "a need": Row(
@@ -373,13 +373,13 @@ ROWS = {
     "sources of one name": Row(
         {"a/x.jsonl": CHATS, "b/x.jsonl": CHATS},
         {"data.mix": '[{"path": "a/x.jsonl"}, {"path": "b/x.jsonl"}]'},
-        "data.mix: two entries have one name; give each a name of its own",
+        "data.mix: two entries have the same name; give each its own",
         [{"data.mix": '[{"path": "a/x.jsonl", "name": "a"}, {"path": "b/x.jsonl", "name": "b"}]'}],
     ),
     "a weight of one": Row(
         {"a.jsonl": CHATS, "b.jsonl": CHATS},
         {"data.mix": '[{"path": "a.jsonl", "weight": 1}, {"path": "b.jsonl"}]'},
-        "data.mix: some entries have a weight; give all one, or none",
+        "data.mix: only some entries have a weight; give one to all entries, or to none",
         [
             {"data.mix": '[{"path": "a.jsonl", "weight": 1}, {"path": "b.jsonl", "weight": 2}]'},
             {"data.mix": '[{"path": "a.jsonl"}, {"path": "b.jsonl"}]'},
@@ -635,7 +635,7 @@ ROWS = {
             "r.txt": "def score(line, text):\n    return 0.0\n",
         },
         RL | {"rl.reward": "r.py:score"},
-        "rl.reward: .* takes .line., and is called with a line and an answer: .*; let it take thes",
+        "rl.reward: .* takes .line., but is called with a line and an answer: .*; let it take thes",
         [{"files": {"r.py": "def score(line, text):\n    return 0.0\n"}}],
     ),
     "a reward that is a number": Row(
@@ -654,7 +654,7 @@ ROWS = {
             "r.py": "def score(line, text):\n    return 0.0\n",
         },
         RL | {"rl.reward": "r.txt:score"},
-        "rl.reward: 'r.txt' is no Python file; its name must end in .py",
+        "rl.reward: 'r.txt' is not a Python file; its name must end in .py",
         [{"rl.reward": "r.py:score"}],
     ),
     "an environment of no tasks": Row(
@@ -681,19 +681,19 @@ ROWS = {
     "arguments that are a list": Row(
         {},
         {"rl.env_args": "[6]"},
-        "rl.env_args: .* is no JSON object; write one such as '{.most.: 6}'",
+        "rl.env_args: .* is not a JSON object; write one such as '{.most.: 6}'",
         [{"rl.env_args": '{"most": 6}'}],
     ),
     "digits that are a half": Row(
         {},
         {"rl.env_args": '{"most": 4.5}'},
-        "rl.env_args: most 4.5 is no whole number; give one",
+        "rl.env_args: most 4.5 is not a whole number; give one",
         [{"rl.env_args": '{"most": 5}'}],
     ),
     "too many digits": Row(
         {},
         {"rl.env_args": '{"most": 11}'},
-        "rl.env_args: least 4, most 11: there are 10 digits; let 1 <= least <= most <= 10",
+        "rl.env_args: least 4, most 11: there are 10 digits; give 1 <= least <= most <= 10",
         [{"rl.env_args": '{"least": 1, "most": 10}'}],
     ),
     "too many terms": Row(
@@ -935,7 +935,7 @@ def test_what_the_error_of_a_need_advises_works(need, name):
 GIVEN = {
     r"'(\w+)'": lambda name: [name],
     r"yes or no": lambda: ["yes", "no"],
-    r"yes, no, or a number of blocks from 2 on": lambda: ["yes", "no", "2", "3"],
+    r"yes, no, or a number of blocks, 2 or more": lambda: ["yes", "no", "2", "3"],
     r"a valid integer": lambda: ["2"],
     r"a (?:valid|finite) number|a number (?:nearer to|farther from) 0": lambda: ["2", "0.5"],
     r"a number greater than ([\d.-]+)": lambda least: [str(int(least) + 1)],
@@ -963,7 +963,7 @@ def refusal(name: str, text: str) -> str:
 def test_what_the_error_of_a_value_says_to_give_is_taken(name):
     for wrong in WRONG:
         error = refusal(name, wrong)
-        if not error or error.endswith(("; leave it out", "; leave that out")):
+        if not error or error.endswith(("; leave it out", "; leave them out")):
             continue  # it asks for no value
         advice = error.rpartition("give ")[2]
         texts = [
@@ -1327,7 +1327,7 @@ LAYOUTS = {
     "too many stages": (
         ["parallel.pp=16", "train.micro_batch_size=1"],
         16,
-        "parallel.pp: 16 ranks with 1 stage each are 16 stages, and the model has 8 blocks; use 8",
+        "parallel.pp: 16 ranks with 1 stage each are 16 stages, but the model has 8 blocks; use 8",
         [(["parallel.pp=8", "train.micro_batch_size=1"], 8)],
     ),
     "a split of other stages": (
@@ -1396,7 +1396,7 @@ LAYOUTS = {
     "a layer with a state": (
         ["parallel.cp=3", "model.preset=qwen3-next-80b-a3b", "model.num_layers=8"],
         3,
-        "parallel.cp: 3 .* cannot share the .* of a layer with a state; let cp x tp divide it",
+        "parallel.cp: 3 .* cannot share the .* of a layer with a recurrent state; let cp x tp div",
         [(["parallel.cp=2", "model.preset=qwen3-next-80b-a3b", "model.num_layers=8"], 2)],
     ),
     "tokens of cp": (
@@ -1408,7 +1408,7 @@ LAYOUTS = {
     "an interleaved pipeline of odd micro-batches": (
         ["parallel.pp=4", "parallel.pp_schedule=interleaved_1f1b", "train.global_batch_size=24"],
         4,
-        "parallel.pp_schedule: 6 micro-batches, where .* takes a multiple of its 4 ranks; use gpip"
+        "parallel.pp_schedule: 6 micro-batches, but .* needs a multiple of its 4 ranks; use gpip"
         "e or 1f1b, which take any number",
         [
             (["parallel.pp=4", f"parallel.pp_schedule={x}", "train.global_batch_size=24"], 4)
@@ -1418,13 +1418,13 @@ LAYOUTS = {
     "stages of a schedule": (
         ["parallel.pp=2", "parallel.pp_stages=2"],
         2,
-        "parallel.pp_stages: 2 stages a rank, where parallel.pp_schedule 1f1b takes 1; set auto",
+        "parallel.pp_stages: 2 stages a rank, but parallel.pp_schedule 1f1b takes 1; set auto",
         [(["parallel.pp=2", "parallel.pp_stages=auto"], 2)],
     ),
     "too many stages a rank": (
         ["parallel.pp=4", "parallel.pp_schedule=interleaved_1f1b", "parallel.pp_stages=4"],
         4,
-        "parallel.pp: 4 ranks with 4 stages each are 16 stages, and the model has 8 blocks; use 2 "
+        "parallel.pp: 4 ranks with 4 stages each are 16 stages, but the model has 8 blocks; use 2 "
         r"or fewer, or fewer stages \(parallel.pp_schedule, parallel.pp_stages\)",
         [
             (["parallel.pp=2", "parallel.pp_schedule=interleaved_1f1b", "parallel.pp_stages=4"], 2),
@@ -1495,7 +1495,7 @@ LAYOUTS = {
     "offloaded experts that ranks shard": (
         ["lora.rank=8", "lora.base_dtype=nf4", "lora.offload_experts=yes"],
         2,
-        "lora.offload_experts: true, but 2 ranks shard .*; use parallel.ep 2, or unset it",
+        "lora.offload_experts: yes, but 2 ranks shard .*; use parallel.ep 2, or unset it",
         [
             (
                 ["lora.rank=8", "lora.base_dtype=nf4", "lora.offload_experts=yes", "parallel.ep=2"],
@@ -1552,7 +1552,7 @@ AGAIN = {
     "other data": (
         {"train.seed": 3},
         "output_dir: the run in it is over .* and was trained on other data; choose another "
-        "output_dir, set checkpoint.resume never .*, or make train.steps or train.epochs longer",
+        "output_dir, set checkpoint.resume never .*, or raise train.steps or train.epochs to go on",
         [
             {"output_dir": "other"},
             {"checkpoint.resume": "never"},
@@ -1567,7 +1567,7 @@ AGAIN = {
     ),
     "other weights": (
         {"optim.name": "muon"},
-        "checkpoint.resume: .*optim.name 'muon'; set these as they were, or set never; ",
+        "checkpoint.resume: .*optim.name 'muon' .*; set these as they were, or set never",
         [{"optim.name": "adamw"}, {"checkpoint.resume": "never"}],
     ),
     "other parts": (
@@ -1583,7 +1583,7 @@ AGAIN = {
     ),
     "other dtypes of weights": (
         {"optim.state_dtype": "float8", "optim.weight_dtype": "bfloat16"},
-        "checkpoint.resume: its .* is float32 .*, where this run has bfloat16 .*; set optim.weight"
+        "checkpoint.resume: its .* is float32 .*, but this run has bfloat16 .*; set optim.weight"
         "_dtype as it was",
         [{"optim.weight_dtype": UNSET, "optim.state_dtype": "float32"}],
     ),
@@ -1644,7 +1644,7 @@ def test_what_the_errors_of_a_run_folder_advise_works(trained, tmp_path, monkeyp
     monkeypatch.chdir(shutil.copytree(trained, tmp_path / "0"))
     with pytest.raises(ConfigError) as raised:
         resolve("out")
-    says = r"no export: python -m moetrain\.checkpoint (export-hf \S+ \S+) writes it now"
+    says = r"no export: python -m moetrain\.checkpoint (export-hf \S+ \S+) writes one now"
     found = re.search(says, str(raised.value))
     assert found is not None, str(raised.value)
     assert export(found[1].split()) == 0
@@ -1700,7 +1700,7 @@ REQUESTS: list[tuple[Any, dict[str, Any], str, list[dict[str, Any]]]] = [
     (
         completions,
         {"frequency_penalty": 1},
-        "'frequency_penalty' is not supported, and 1 would .*; leave it out, or send 0",
+        "'frequency_penalty' 1 is not supported; leave it out, or send 0",
         [{}, {"frequency_penalty": 0}],
     ),
     (completions, {"logit_bias": {"1": 2}}, "leave it out, or send {}", [{}, {"logit_bias": {}}]),
@@ -1713,13 +1713,13 @@ REQUESTS: list[tuple[Any, dict[str, Any], str, list[dict[str, Any]]]] = [
     (
         completions,
         {"response_format": {"type": "json_schema"}},
-        "response_format: json_schema has no schema; give it",
+        "response_format: json_schema has no schema; send one",
         [{"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}],
     ),
     (
         chats,
         {"max_tokens": 3, "max_completion_tokens": 3},
-        "max_tokens is max_completion_tokens by another name; send one",
+        "max_tokens and max_completion_tokens mean the same; send only one",
         [{"max_tokens": 3}, {"max_completion_tokens": 3}],
     ),
     (
@@ -1756,7 +1756,7 @@ REQUESTS: list[tuple[Any, dict[str, Any], str, list[dict[str, Any]]]] = [
     (
         responses,
         {"input": [{"type": "reasoning", "summary": []}]},
-        "is no message, function_call or function_call_output; send those alone",
+        "is no message, function_call or function_call_output; send only these",
         [
             {"input": [ASKED | {"type": "message"}]},
             {
@@ -1783,7 +1783,7 @@ REQUESTS: list[tuple[Any, dict[str, Any], str, list[dict[str, Any]]]] = [
     (
         job("forward"),
         passed({"tokens": [1] * 5, "target_tokens": [1] * 5}),
-        "has 5 tokens, and a row of data.seq_len 4 takes 4; shorten it",
+        "has 5 tokens, more than the 4 of a row \\(data.seq_len\\); shorten it",
         [passed({"tokens": [1] * 4, "target_tokens": [1] * 4})],
     ),
     (job("forward"), passed(DATUM, "gspo"), "loss_fn 'gspo' is not one of cross_entropy", []),
@@ -1796,7 +1796,7 @@ REQUESTS: list[tuple[Any, dict[str, Any], str, list[dict[str, Any]]]] = [
     (
         job("forward"),
         passed(SCORED),
-        "has logprobs, of which loss 'cross_entropy' has no use; leave them out",
+        "has logprobs, which loss 'cross_entropy' does not use; leave them out",
         [passed(DATUM)],
     ),
     (
@@ -1817,28 +1817,28 @@ REQUESTS: list[tuple[Any, dict[str, Any], str, list[dict[str, Any]]]] = [
     (
         job("asample"),
         PROMPT | {"num_samples": 3},
-        "num_samples 3 are more than jobs.max_completions 2; ask in parts",
+        "num_samples 3 is more than jobs.max_completions 2; ask in parts",
         [PROMPT | {"num_samples": 2}],
     ),
     (
         job("asample"),
         PROMPT | {"prompt_logprobs_last_n": 1},
-        "prompt_logprobs_last_n is for prompt_logprobs; ask for these too",
+        "prompt_logprobs_last_n has no effect without prompt_logprobs; send both",
         [PROMPT | {"prompt_logprobs_last_n": 1, "prompt_logprobs": True}],
     ),
     (
         job("asample"),
         PROMPT | {"sampling_params": {"max_tokens": 4, "stop": "x"}},
-        r"stop: there is no tokenizer \(data.tokenizer\); give token ids",
+        r"stop: stop texts need a tokenizer \(data.tokenizer\); send token ids",
         [PROMPT | {"sampling_params": {"max_tokens": 4, "stop": [3]}}],
     ),
     (
         job("asample"),
         PROMPT | {"topk_sample_logprobs": 6},
-        "topk_sample_logprobs 6 of every token are more .*; ask in parts",
+        "topk_sample_logprobs 6 for every token makes .*; lower it, or ask in parts",
         [PROMPT | {"topk_sample_logprobs": 6, "sampling_params": {"max_tokens": 3}}],
     ),
-    (job("save_weights"), {}, "path is missing; give the save a name", [{"path": "a"}]),
+    (job("save_weights"), {}, "path is missing; send a name for the save", [{"path": "a"}]),
 ]
 
 
@@ -1871,7 +1871,7 @@ def test_what_the_error_of_a_servers_doors_advises_works(tmp_path):
         access(**given | {"auth": "token"})
     empty = tmp_path / "empty"
     empty.write_text(" ")
-    with pytest.raises(ConfigError, match="holds no token; write one there, or leave this out"):
+    with pytest.raises(ConfigError, match="holds no token; write one there, or unset token_file"):
         access(token_file=str(empty), auth="token").token()
     empty.write_text("secret")
     assert access(token_file=str(empty), auth="token").token() == "secret"
@@ -1879,12 +1879,14 @@ def test_what_the_error_of_a_servers_doors_advises_works(tmp_path):
     listener = access().listen()
     port = listener.getsockname()[1]
     try:
-        with pytest.raises(ConfigError, match=f"port: {port} at 127.0.0.1 cannot .*; choose anoth"):
+        with pytest.raises(
+            ConfigError, match=f"port: {port}: cannot listen at 127.0.0.1: .*; choose"
+        ):
             access(port=port).listen()
         access().listen().close()
     finally:
         listener.close()
-    with pytest.raises(ConfigError, match=r"host: 'no such' is no address: .*; choose another"):
+    with pytest.raises(ConfigError, match=r"host: 'no such' is not an address: .*; choose another"):
         access(host="no such").listen()
 
 
@@ -1959,7 +1961,7 @@ def test_no_error_of_a_command_advises_a_setting_that_it_does_not_use(
         program.load(None, [f"{name}={value}"])
     complaint = str(raised.value)
     assert complaint.startswith(f"{name}: ")
-    assert complaint.endswith(says or "has no use for it; leave it out")
+    assert complaint.endswith(says or "does not use it; leave it out")
     program.load(None, [])
     advised = complaint.partition("; ")[2]
     if "rl.chat" in advised:

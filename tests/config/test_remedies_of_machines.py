@@ -143,7 +143,7 @@ CORES = 2
 STARTS: dict[str, tuple[Start, str, list[Start]]] = {
     "more processes than GPUs": (
         Start({"launch.nproc": 4, "train.device": "cuda"}, gpus=2),
-        "launch.nproc: 4 processes, and this machine has 2 GPUs; use auto, which is one for each",
+        "launch.nproc: 4 processes, but this machine has 2 GPUs; use auto, which starts one",
         [Start({"launch.nproc": "auto", "train.device": "cuda"}, gpus=2)],
     ),
     "more processes than cores bear": (
@@ -808,13 +808,13 @@ DEVICES: dict[str, tuple[dict[str, Any], Any, str, list[dict[str, Any]]]] = {
     "fp8 of an older GPU": (
         {"kernels.precision": "fp8"},
         AMPERE,
-        "kernels.precision: 'fp8' takes a Hopper GPU or later, and this is a .*; use bf16",
+        "kernels.precision: 'fp8' needs a Hopper GPU or later, but this is a .*; use bf16",
         [{"kernels.precision": "bf16"}],
     ),
     "fp8 of fp32": (
         {"kernels.precision": "fp8", "train.dtype": "float32"},
         HOPPER,
-        "kernels.precision: 'fp8' takes train.dtype bfloat16, .*; use bf16",
+        "kernels.precision: 'fp8' needs train.dtype bfloat16, .*; use bf16",
         [{"kernels.precision": "bf16"}, {"train.dtype": "bfloat16"}],
     ),
     "odd widths": (
@@ -826,7 +826,7 @@ DEVICES: dict[str, tuple[dict[str, Any], Any, str, list[dict[str, Any]]]] = {
     "a planned GPU": (
         {"launch.gpus": 4},
         CPU,
-        "launch.gpus: 4, but this is a run, .*; unset it",
+        "launch.gpus: 4, but only --dry_run uses it; unset it",
         [{"launch.gpus": UNSET}],
     ),
 }

@@ -45,11 +45,11 @@ from tests.lib.data_files import BYTE_VOCAB, config, word_tokenizer, write_files
             {"source": "text", "path": "{}/text", "eval_path": "{}/text", "seq_len": 13},
             r"data\.seq_len: 13: the 12 tokens of data\.path make no row of so many",
         ),
-        ({"source": "text", "path": "{}/nul\0"}, r"data\.path: .*holds what is not text"),
+        ({"source": "text", "path": "{}/nul\0"}, r"data\.path: .*has characters that are not text"),
         ({"source": "text", "path": "{}/" + "x" * 300}, r"data\.path: .* cannot be read: .*long"),
         ({"source": "text", "path": "{}/fifo"}, r"data\.path: .* neither a file nor a folder"),
         ({"source": "jsonl", "path": "{}/links"}, r"data\.path: .*links' holds no \.jsonl files"),
-        ({"cache_dir": "{}/nul\0"}, r"data\.cache_dir: .*holds what is not text"),
+        ({"cache_dir": "{}/nul\0"}, r"data\.cache_dir: .*has characters that are not text"),
         ({"cache_dir": "{}/" + "x" * 300}, r"data\.cache_dir: .* cannot be written: .*long"),
         (
             {"source": "text", "path": "{}/text", "eval_path": "{}/missing"},

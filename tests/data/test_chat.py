@@ -238,7 +238,7 @@ def test_templates_that_fail(template: str, error: type[Exception], message: str
         ("latin.jinja", b"caf\xe9", "cannot be read as text: .*utf-8"),
         ("no such file", b"", "does not exist"),
         ("x" * 300, b"", "cannot be read as text: File name too long"),
-        ("nul\0", b"", "holds what is not text"),
+        ("nul\0", b"", "has characters that are not text"),
         ("bad.jinja", b"a\n{% if %}", "line 2 of the template: "),
     ],
 )

@@ -229,8 +229,11 @@ def test_a_killed_run_reads_on_what_it_would_have_read(
         ('[{"path": "x.csv"}]', r"data\.source: not set, and data\.mix 'x\.csv' is a table"),
         ('[{"path": "x", "wait": 1}]', r"data\.mix: "),
         ('[{"path": "x", "weight": 0}]', r"data\.mix: 0: give a number greater than 0"),
-        ('[{"path": "x", "weight": 1}, {"path": "y"}]', r"data\.mix: some entries have a weight"),
-        ('[{"path": "a/x"}, {"path": "b/x"}]', r"data\.mix: two entries have one name"),
+        (
+            '[{"path": "x", "weight": 1}, {"path": "y"}]',
+            r"data\.mix: only some entries have a weight",
+        ),
+        ('[{"path": "a/x"}, {"path": "b/x"}]', r"data\.mix: two entries have the same name"),
     ],
 )
 def test_bad_mixtures_are_refused(mix: str, says: str):

@@ -297,7 +297,7 @@ def test_a_stream_with_tools_has_the_call_at_its_end(client):
     [
         ({"response_format": {"type": "json_schema"}}, "json_schema has no schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type: "),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "a text follows one of them"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "a text can follow only one of them"),
         ({"guided_regex": "(a"}, "unclosed group"),
         ({"guided_choice": []}, "guided_choice: "),
         ({"tool_choice": "required"}, "neither auto, none, required nor names one of tools"),
@@ -314,4 +314,4 @@ def test_a_template_of_other_calls_is_refused(client):
     tokenizer.chat_template = "{# <tool_call><function=x> #}" + CHATML
     server = CompletionServer(Generator(make_long_model("glm4_moe"), tokenizer), "tiny")
     with TestClient(server.app) as other:
-        assert "as JSON between" in ask(other, tools=[OTHER], tool_choice="required")
+        assert "as JSON in <tool_call>" in ask(other, tools=[OTHER], tool_choice="required")

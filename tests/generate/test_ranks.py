@@ -193,7 +193,7 @@ def serve_by_pairs(shares_experts):
     generator = Generator(model, ByteTokenizer(), experts=experts, heads=heads, **sizes)
     mine = requests_of(rank) if heads.leads else []
     if not heads.leads:
-        with pytest.raises(RequestError, match="the first one takes requests"):
+        with pytest.raises(RequestError, match="only the first of the ranks"):
             generator.submit(Request("a", (1, 2)))
     first = [[c.tokens for c in completions] for completions in generator.generate(mine)]
     put_weights(generator, make_model(seed=1).named_parameters())

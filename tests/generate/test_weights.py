@@ -138,7 +138,7 @@ def other_generators():
     WeightUpdate(engine, generator)()
     check_values(engine, generator.model, None)
     assert tokens_of(generator) == tokens_of(Generator(whole_model(engine)))
-    with pytest.raises(ValueError, match=r"of other parameters: .*bias"):
+    with pytest.raises(ValueError, match=r"differ in parameters: .*bias"):
         WeightUpdate(engine, Generator(Transformer(BIASED)))
     sizes = {"vocab_size": engine.arch.vocab_size + 1}
     larger = Transformer(engine.arch.model_copy(update=sizes), moe=engine.config.moe)

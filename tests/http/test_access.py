@@ -133,11 +133,11 @@ def test_bad_settings_of_access_are_refused_in_one_line(tmp_path):
             access_to(tmp_path, host, auth, file="x").check()
     for host, auth in (("127.0.0.1", "token"), ("0.0.0.0", "auto")):
         access_to(tmp_path, host, auth, file="x").check()
-    with pytest.raises(ConfigError, match=r"^jobs\.host: 'no such' is no address"):
+    with pytest.raises(ConfigError, match=r"^jobs\.host: 'no such' is not an address"):
         Echo().listen(access_to(tmp_path, "no such", "none"))
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
-        pytest.raises(ConfigError, match=r"^jobs\.port: \d+ at 127.0.0.1 cannot be listened at"),
+        pytest.raises(ConfigError, match=r"^jobs\.port: \d+: cannot listen at 127.0.0.1"),
     ):
         Echo().listen(access_to(tmp_path, port=other.getsockname()[1]))
     for port in (-1, 65536, 99999, 10**30):
@@ -149,7 +149,8 @@ def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(access_module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as found:
         access_to(tmp_path, port=8000).check()
-    problem = "8000 needs starlette and uvicorn, not installed here; pip install 'moetrain[jobs]'"
+    problem = "a server needs starlette and uvicorn, which are not installed; "
+    problem += "pip install 'moetrain[jobs]'"
     assert str(found.value) == f"jobs.port: {problem}"
 
 

@@ -152,7 +152,7 @@ AT_ONCE = {
     ),
     "request gone": (remove("requests/00000008.json"), r"requests/00000008\.json .*not there"),
     "answer gone": (remove("answers/00000007.json"), r"answers/00000007\.json .*not there"),
-    "answers gone": (lose_answers, "a checkpoint has seen 7 requests of 5"),
+    "answers gone": (lose_answers, "a checkpoint has seen 7 requests, but only 5 are answered"),
 }
 """Damages that show when the service starts, with the message."""
 LATER = {
@@ -243,7 +243,7 @@ def test_damaged_jobs_are_set_aside_and_the_others_served(left, tmp_path, unread
                 with pytest.raises(Failed, match=r"job is failed: job\.json is damaged"):
                     ask()
     for key, name in names.items():
-        assert f"job {name[:8]}:train:0 is set aside" in caplog.text, key
+        assert f"job {name[:8]}:train:0 is served no more" in caplog.text, key
         after = bytes_of(folder / "jobs" / name)
         assert {path: after[path] for path in before[name]} == before[name], key  # no file is lost
     # The next start finds repaired jobs, and a deleted job stays deleted.
@@ -304,7 +304,7 @@ def test_whatever_is_damaged_is_a_jobs_own_and_never_a_wrong_result(left, tmp_pa
             assert finish(service, NAMES[seed]) == left[1][seed]
         for name, fate in fates.items():
             # A job cannot know that its newest request is missing; its client does.
-            is_whole = not fate or fate == "number 10 is ahead of the next, 9"
+            is_whole = not fate or fate == "request 10 comes too early; the next number is 9"
             assert service.find(name).status == ("open" if is_whole else "failed")
             assert is_whole or re.search("is damaged: |cannot read ", fate), fate
     assert 0 < sum(map(bool, fates.values())) < number

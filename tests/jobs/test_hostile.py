@@ -69,7 +69,7 @@ def test_an_answer_is_the_same_when_it_is_read_again(service):
     first = answer_to(service, name, "asample", TOPS, 7)["result"]
     assert answer_to(service, name, "asample", TOPS, 7)["result"] == first
     assert service.find(name).accepted == 1
-    with pytest.raises(Refused, match="number 7 was another request"):
+    with pytest.raises(Refused, match="request 7 was another one"):
         answer_to(service, name, "asample", prompting([1], 2), 7)
 
 
@@ -122,7 +122,7 @@ def test_a_session_keeps_so_many_samplers(tmp_path):
             "train:0",
         ]
         assert sorted(path.name for path in (root / name / "samplers").iterdir()) == ["2", "3"]
-        with pytest.raises(Refused, match="no such thing"):
+        with pytest.raises(Refused, match=r"no such (job|save)"):
             ask("asample", prompting([1, 2], 2, sampler=1))
         ask("save_weights", {"path": "a"})
         service.finish(name[:32])
@@ -265,7 +265,7 @@ def test_nothing_of_a_job_is_left_in_the_cache(service):
         (
             "asample",
             prompting([1], 200, num_samples=1000, topk_sample_logprobs=50),
-            "more than an answer of jobs.max_request_mib holds",
+            "makes an answer larger than jobs.max_request_mib",
         ),
     ],
 )
@@ -425,7 +425,7 @@ def test_a_full_disk_refuses_and_changes_nothing(service, tmp_path, monkeypatch)
         with pytest.raises(OSError, match="No space"):
             service.end(name)
         assert service.find(name).status == "open"
-        with pytest.raises(Refused, match="there is no such thing"):
+        with pytest.raises(Refused, match="there is no such job"):
             service.find(other)
     service.turn()
     assert "result" in waiting.result(0)
@@ -558,7 +558,8 @@ def served(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["text/plain; json", "text/json", ""])
 def test_service_refuses_cross_site_requests(served, kind):
     status, body = send(served, "POST", "create_session", b"", None, kind)
-    assert (status, json.loads(body)["error"]) == (415, "the body is not application/json")
+    said = f"the content-type is {kind.partition(';')[0]!r}, not application/json"
+    assert (status, json.loads(body)["error"]) == (415, said)
 
 
 class Confined(Process):

@@ -60,7 +60,7 @@ def follow(port, seed, is_cancelled, counts):
                 client.call("DELETE", f"training_runs/{name}")
             else:
                 client.call("POST", f"sessions/{name.partition(':')[0]}/finish", {})
-            with pytest.raises(Failed, match="there is no such thing"):
+            with pytest.raises(Failed, match="there is no such job"):
                 client.ask(name, "optim_step", rate(1.0))
             return None
     return course.results, name
@@ -147,7 +147,7 @@ def test_clients_cannot_reach_other_clients_jobs(served):
             assert send(served, "GET", path)[0] in (404, 405), path
     for path in ("../" + mine, "/etc/passwd", f"tinker://{mine}/weights/../a", mine + "/a"):
         for load in ({"path": path, "optimizer": True}, {"path": path + "/..", "optimizer": False}):
-            with pytest.raises(Failed, match="is not tinker://RUN/weights/NAME"):
+            with pytest.raises(Failed, match="does not have the form tinker://RUN/weights/NAME"):
                 client.ask(theirs, "load_weights", load)
     with pytest.raises(Failed, match="there is no save"):
         client.ask(theirs, "load_weights", {"path": "a"})
@@ -179,31 +179,46 @@ def test_bad_bodies_are_refused_in_one_line(served):
         ("optim_step", b"{", kind, (400, "the body is not JSON")),
         ("optim_step", b"[" * 100_000, kind, (400, "the body is not JSON")),
         ("optim_step", b'{"lr": NaN}', kind, (400, "the body is not JSON")),
-        ("optim_step", b'{"lr": 1}', "text/plain", (415, "the body is not application/json")),
+        (
+            "optim_step",
+            b'{"lr": 1}',
+            "text/plain",
+            (415, "the content-type is 'text/plain', not application/json"),
+        ),
         ("optim_step", b" " * (2 << 20), kind, (413, "the body has more than the 1 MiB of")),
         ("optim_step", b"[]", kind, (400, "the body is not an object")),
-        ("optim_step", {"model_id": name}, kind, (400, "seq_id None is not a number from 1")),
-        ("optim_step", {"model_id": name, "seq_id": 7}, kind, (400, "number 6 is ahead")),
+        ("optim_step", {"model_id": name}, kind, (400, "seq_id None is not a whole number from 1")),
+        ("optim_step", {"model_id": name, "seq_id": 7}, kind, (400, "request 6 comes too early")),
         (
             "optim_step",
             {"model_id": name, "seq_id": 0},
             kind,
-            (400, "seq_id 0 is not a number from 1"),
+            (400, "seq_id 0 is not a whole number from 1"),
         ),
         ("optim_step", {"model_id": name, "seq_id": True}, kind, (400, "seq_id True is")),
-        ("optim_step", {"model_id": [name]}, kind, (404, "there is no such thing")),
+        ("optim_step", {"model_id": [name]}, kind, (404, "there is no such job")),
         ("optim_stepx", b"{}", kind, (404, "Not Found")),
         (f"training_runs/{name}", b"{}", kind, (405, "Method Not Allowed")),
-        ("forward_backward", b"{}", kind, (415, "the body is not application/x-protobuf")),
-        ("forward_backward", b"{}", bits, (400, "the body is no such message")),
-        ("forward_backward", b"", bits, (404, "there is no such thing")),
-        ("create_model", {**new, "session_id": "mine"}, kind, (400, "'mine:train:5' is not the i")),
+        (
+            "forward_backward",
+            b"{}",
+            kind,
+            (415, "the content-type is 'application/json', not application/x-protobuf"),
+        ),
+        ("forward_backward", b"{}", bits, (400, "the body is not a ForwardBackwardRequest")),
+        ("forward_backward", b"", bits, (404, "there is no such job")),
+        (
+            "create_model",
+            {**new, "session_id": "mine"},
+            kind,
+            (400, "'mine:train:5' cannot be the i"),
+        ),
         ("create_model", {**new, "session_id": name}, kind, (400, "")),
         (
             "create_model",
             {**new, "session_id": "\ud800"},
             kind,
-            (400, "'\\ud800:train:5' is not"),
+            (400, "'\\ud800:train:5' cannot"),
         ),
         ("create_model", {**new, "session_id": "../" + name[:32]}, kind, (400, "")),
         ("create_model", {**new, "model_seq_id": -1}, kind, (400, "")),
@@ -212,29 +227,39 @@ def test_bad_bodies_are_refused_in_one_line(served):
         ("create_model", new | many, kind, (400, "an object has more than 64 keys")),
         ("create_model", {**new, "lora_config": many}, kind, (400, "an object has more than 64")),
         ("create_model", b"[]", kind, (400, "Input should be")),
-        ("create_model", {**new, "base_model": "x"}, kind, (400, "base_model 'x' is not 'debug'")),
+        (
+            "create_model",
+            {**new, "base_model": "x"},
+            kind,
+            (400, "base_model 'x' is not this service's 'debug'"),
+        ),
         ("create_model", {**new, "lora_config": {"rank": 5}}, kind, (400, "rank 5 is not this")),
         ("create_model", {**new, "lora_config": None}, kind, (400, "rank 0 is not")),
         (
             "create_model",
             {**new, "lora_config": {"rank": 8, "train_mlp": False}},
             kind,
-            (400, "train_mlp False, but lora.targets"),
+            (400, "train_mlp is False, but this service's lora.targets"),
         ),
         (
             "create_model",
             {**new, "optimizer_config": {"type": "dimuon"}},
             kind,
-            (400, "optimizer 'dimuon' is not 'adamw'"),
+            (400, "optimizer 'dimuon' is not supported, only 'adamw'"),
         ),
         ("create_sampling_session", at, kind, (400, "a sampling session needs base_model or m")),
         (
             "create_sampling_session",
             {**at, "model_path": "x"},
             kind,
-            (400, "path: 'x' is not tinker:"),
+            (400, "path: 'x' does not have the form tinker:"),
         ),
-        ("load_weights", {**load, "path": "x"}, kind, (400, "path: 'x' is not tinker://RUN/")),
+        (
+            "load_weights",
+            {**load, "path": "x"},
+            kind,
+            (400, "path: 'x' does not have the form tinker://RUN/"),
+        ),
         (
             "load_weights",
             {**load, "path": f"tinker://{name}/weights/a"},
@@ -246,12 +271,17 @@ def test_bad_bodies_are_refused_in_one_line(served):
             "asample",
             {"sampling_session_id": name, "seq_id": -1},
             kind,
-            (400, "seq_id -1 is not a n"),
+            (400, "seq_id -1 is not a w"),
         ),
-        ("retrieve_future", {"request_id": f"{name}:x"}, kind, (404, "there is no such thing")),
+        ("retrieve_future", {"request_id": f"{name}:x"}, kind, (404, "there is no such request")),
         ("retrieve_future", {"request_id": f"{name}:0"}, kind, (400, "there was no request 0")),
         ("retrieve_future", {"request_id": f"{name}:" + "9" * 5000}, kind, (404, "there is no s")),
-        ("asample", {"sampling_session_id": name, "seq_id": 0}, kind, (400, "'asample' is no req")),
+        (
+            "asample",
+            {"sampling_session_id": name, "seq_id": 0},
+            kind,
+            (400, "'asample' is not a req"),
+        ),
         ("telemetry", b'{"a": ', kind, (400, "the body is not JSON")),
     ):
         body = data if isinstance(data, bytes) else json.dumps(data).encode()
@@ -280,10 +310,14 @@ def test_a_refused_request_takes_its_number(served):
     name = client.create()
     for kind, body, says in (
         ("optim_step", {"adam_params": {"beta1": 2.0}}, "beta1"),
-        ("forward_backward", texts([1, 50]), "not all of 0 to 49"),
+        ("forward_backward", texts([1, 50]), "a token outside of 0 to 49"),
         ("forward_backward", {**texts([1, 2]), "loss_fn": "gspo"}, "'gspo' is not one of"),
         ("optim_step", rate(1.0), "there was no forward_backward"),
-        ("load_weights", {"path": "tinker://x", "optimizer": True}, "is not tinker://RUN/"),
+        (
+            "load_weights",
+            {"path": "tinker://x", "optimizer": True},
+            "does not have the form tinker://RUN/",
+        ),
     ):
         with pytest.raises(Failed, match=says) as failed:
             client.ask(name, kind, body)
@@ -345,7 +379,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path, capsys):
         port = other.getsockname()[1]
         assert run([*WORDS, f"output_dir={tmp_path / 'out'}", f"jobs.port={port}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: jobs.port: {port} at 127.0.0.1 cannot be listened at")
+    assert line.startswith(f"error: jobs.port: {port}: cannot listen at 127.0.0.1")
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,10 @@ def test_sdk_requests_that_are_unsupported_fail_with_one_line(served):
         (lambda: run.optim_step(ADAM), "no forward_backward since"),
         (lambda: run.optim_step(types.AdamParams(beta1=1.0)), "beta1: Input should be less"),
         (lambda: run.optim_step(types.DimuonParams(learning_rate=1.0)), "'optimizer_params' is"),
-        (lambda: run.forward([datum(target_tokens=[[1, 2]] * 14)], "cross_entropy"), "two dim"),
+        (
+            lambda: run.forward([datum(target_tokens=[[1, 2]] * 14)], "cross_entropy"),
+            "more than one dim",
+        ),
         (lambda: run.load_state(f"tinker://{run.model_id}/weights/x"), "there is no save"),
     ):
         with pytest.raises(tinker.RequestFailedError, match=says) as failed:
@@ -269,9 +272,9 @@ def test_sdk_requests_that_are_unsupported_fail_with_one_line(served):
         assert failed.value.category == types.RequestErrorCategory.User
     assert logprobs_of(run).isfinite().all()  # the run continues
     for words, says in (
-        ({"rank": 4}, "rank 4 is not this service's lora.rank 8"),
+        ({"rank": 4}, "rank 4 is not this service's lora.rank; send 8"),
         ({"base_model": "x"}, "base_model 'x' is not"),
-        ({"train_mlp": False}, "train_mlp False, but"),
+        ({"train_mlp": False}, "train_mlp is False, but"),
     ):
         with pytest.raises(tinker.BadRequestError, match=says):
             created(served, **words)

@@ -45,7 +45,7 @@ def test_rehearse_raises_for_a_variant_without_a_name():
 
 
 def test_rehearse_raises_for_a_setting_that_a_gpu_would_refuse():
-    with pytest.raises(ConfigError, match="multiple of 128, and theirs is 8"):
+    with pytest.raises(ConfigError, match="multiple of 128, and these have 8"):
         rehearse(lambda: make_engine("train.device=cuda", "kernels.precision=fp8_blocks"))
 
 

@@ -270,7 +270,7 @@ def test_estimates_of_kl_have_its_mean():
 
 def test_a_kl_needs_something_to_be_near_to():
     samples, hiddens, head, *_ = make_case()
-    with pytest.raises(ValueError, match=r"rl\.kl_coef is 0\.1, and a batch has no reference_BS"):
+    with pytest.raises(ValueError, match=r"rl\.kl_coef is 0\.1, but a batch has no reference_BS"):
         totals_of(PolicyObjective(RlSection(kl_coef=0.1)), pack(samples, 13, 2), hiddens, head)
 
 

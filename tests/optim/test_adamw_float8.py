@@ -241,7 +241,9 @@ def test_parts_of_a_weight_are_updated_as_the_whole(cut, backend):
 
 
 def test_moment_place_refuses_to_cut_a_group():
-    with pytest.raises(ConfigError, match=r"parallel\.tp cuts one of 96 at 48; use bfloat16") as no:
+    with pytest.raises(
+        ConfigError, match=r"parallel\.tp cuts a row of 96 elements at 48; use bfloat16"
+    ) as no:
         moment_place("exp_avg_scales", (4, 96), (slice(0, 4), slice(0, 48)))
     assert no.value.field == "optim.state_dtype"
     with pytest.raises(ConfigError, match="at 48"):
@@ -498,7 +500,9 @@ def test_weights_of_another_dtype_are_refused(is_narrow):
 
 
 def fail_to_cut(words):
-    with pytest.raises(ConfigError, match=r"parallel\.tp cuts one of 16 at 8; use bfloat16"):
+    with pytest.raises(
+        ConfigError, match=r"parallel\.tp cuts a row of 16 elements at 8; use bfloat16"
+    ):
         make_engine(*words)
 
 

@@ -39,7 +39,7 @@ def test_a_run_whose_environment_is_gone_ends(tmp_path, capsys):
     assert run(words_of(out, **values, **{"train.eval_interval": 0})) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"failed: rl.env '{tmp_path}/gone.py:Gone': every trajectory of 3 step")
-    assert "failed (raised), and nothing was learned; of task " in error
+    assert "failed (raised), and nothing was learned; one of task " in error
     assert ": ConnectionError: the sandbox is gone; saved to " in error
     rows = [row for row in lines_of(out) if "reward" in row]
     faults = [row.get("left_out/raised", 0) for row in rows]
@@ -125,7 +125,7 @@ def test_a_demonstration_that_is_none_is_one_line(kind):
             return SHOWN[kind]()
 
     with pytest.raises(
-        RunFailed, match=r"^rl\.env: its demonstration of task 4 (failed \(|is none: )"
+        RunFailed, match=r"^rl\.env: its demonstration of task 4 (failed \(|is not valid: )"
     ):
         collector_of(Shows(), step_timeout=0.2).demonstrations([4])
 

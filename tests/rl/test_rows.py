@@ -92,11 +92,11 @@ def test_empty_micro_batches_where_other_ranks_have_more():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"tokens": np.array([1])}, "1 tokens; it takes two"),
-        ({"logprobs": np.zeros(4)}, "4 logprobs of 3 tokens"),
+        ({"tokens": np.array([1])}, "1 tokens, but at least two are needed"),
+        ({"logprobs": np.zeros(4)}, "logprobs has 4 values for 3 tokens"),
         ({"is_action": np.array([True, False, True])}, "first token is an action"),
-        ({"advantage": np.zeros(2)}, "2 advantage of 3 tokens"),
-        ({"routes": np.zeros((3, 1, 1))}, "routes of 3 tokens; 2 were read"),
+        ({"advantage": np.zeros(2)}, "advantage has 2 values for 3 tokens"),
+        ({"routes": np.zeros((3, 1, 1))}, "routes has 3 entries, but 2 tokens were read"),
     ],
 )
 def test_a_sample_that_does_not_fit_together_says_why(changes, named):

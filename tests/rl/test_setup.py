@@ -71,8 +71,8 @@ def scored_by(name):
 
 FIRST = "'FOLDER/rewards.py:{}', of line 1 of rl.prompts and the answer '{}', returns a".format
 REFUSED = [
-    (scored_by("one"), "rl.reward: 'FOLDER/rewards.py:one' takes (line), and is called with"),
-    (scored_by("three"), "rl.reward: 'FOLDER/rewards.py:three' takes (line, answer, tokenizer), a"),
+    (scored_by("one"), "rl.reward: 'FOLDER/rewards.py:one' takes (line), but is called with"),
+    (scored_by("three"), "rl.reward: 'FOLDER/rewards.py:three' takes (line, answer, tokenizer), b"),
     (scored_by("text"), f"rl.reward: {FIRST('text', 'b')} str that is no finite number"),
     (scored_by("nothing"), f"rl.reward: {FIRST('nothing', '')} NoneType that is no finite number"),
     (scored_by("later"), f"rl.reward: {FIRST('later', '')} NoneType that is no finite number"),
@@ -84,7 +84,7 @@ REFUSED = [
     ({"rl.env": "FOLDER/bad.py:Raises"}, "rl.env: 'FOLDER/bad.py:Raises' cannot be made: FileNot"),
     ({"rl.env": "FOLDER/bad.py:Endless"}, "rl.env: 'FOLDER/bad.py:Endless': its num_tasks is 0; "),
     ({"rl.env": "FOLDER/bad.py:Other"}, "rl.env: 'FOLDER/bad.py:Other' has no method episode"),
-    ({"rl.env_args": "[6]"}, "rl.env_args: '[6]' is no JSON object"),
+    ({"rl.env_args": "[6]"}, "rl.env_args: '[6]' is not a JSON object"),
     ({"rl.env_args": '{"mots": 6}'}, """rl.env_args: '{"mots": 6}': """),
     ({"rl.env": "jsonl", "rl.reward": "exact"}, "rl.prompts: not set, and rl.env 'jsonl' needs"),
     (
@@ -299,7 +299,7 @@ def test_a_moved_folder_goes_on_edited_code_too_and_edited_prompts_do_not(tmp_pa
     with pytest.raises(ConfigError, match=r"^rl\.prompts: .* was edited since; .*never"):
         RlTrainer(config_of(out, **values))
     (moved / "p.jsonl").write_text(before)
-    with pytest.raises(ConfigError, match=r"^rl\.eval_tasks: 4 of 20 is another than "):
+    with pytest.raises(ConfigError, match=r"^rl\.eval_tasks: 4 of 20 is not what "):
         RlTrainer(config_of(out, **values, **{"rl.eval_tasks": 4}))
     fitted(out, **values)
     (moved / "reward.py").write_text("def even(line, answer):\n    return float(len(answer))\n")
@@ -309,12 +309,13 @@ def test_a_moved_folder_goes_on_edited_code_too_and_edited_prompts_do_not(tmp_pa
         warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
         newest = out / "checkpoints" / "step-00000003"
         assert warned == [
-            f"rl.reward: its code was edited since {newest}; the run goes on with it as it is now"
+            f"rl.reward: the code was edited since {newest}; the run goes on with the code as it "
+            "is now"
         ]
     assert lines_of(out)[-1]["eval_reward"] > 1
     other = values | {"rl.reward": f"{moved}/reward.py:odd", "train.steps": 5}
     (moved / "reward.py").write_text("def odd(line, answer):\n    return 0.0\n")
-    with pytest.raises(ConfigError, match=r"^rl\.reward: .* is another than "):
+    with pytest.raises(ConfigError, match=r"^rl\.reward: .* is not what "):
         RlTrainer(config_of(out, **other))
 
 
@@ -335,7 +336,5 @@ def test_an_edited_environment_has_as_many_tasks_as_before(tmp_path):
     before = file.stat()
     file.write_text(COUNTED.replace("30", "40"))  # the same length, in the same second
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(
-        ConfigError, match=r"^rl\.eval_tasks: 5 of 40 is another than .* edited since"
-    ):
+    with pytest.raises(ConfigError, match=r"^rl\.eval_tasks: 5 of 40 is not what .* edited since"):
         RlTrainer(config_of(out, **values | {"train.steps": 2}))

@@ -230,7 +230,7 @@ def test_a_teacher_that_redirects_sends_the_token_nowhere(tmp_path, monkeypatch,
 def test_a_teacher_of_fewer_tokens_is_refused(tmp_path):
     with serving(Generator(made(200), ByteTokenizer())) as (client, _):
         url = str(client.base_url)
-        assert "not all of 0 to 199" in refused(tmp_path, **{"rl.teacher": url})
+        assert "a token outside of 0 to 199" in refused(tmp_path, **{"rl.teacher": url})
 
 
 def test_a_teacher_that_ends_ends_the_run(folder):

@@ -139,7 +139,7 @@ def test_objectives_that_come_anew_are_not_kept_without_end():
 def test_inputs_are_tensors_and_plain_values():
     graphs, _ = counting()
     with pytest.raises(
-        ConfigError, match=r"compile.cuda_graphs: true, and a micro-batch holds a set"
+        ConfigError, match=r"compile.cuda_graphs: true, but a micro-batch holds a set"
     ):
         graphs.run([], lambda x: x, [{1}])
 
@@ -320,7 +320,7 @@ def test_a_step_that_waits_for_the_device_cannot_be_captured():
     engine, objective = make_engine(*GPU, ON), Waiting()
     engine.forward_backward(packed(0, 12), objective)
     engine.step(1e-2)
-    with pytest.raises(ConfigError, match=r"compile.cuda_graphs: true, and this run's step cannot"):
+    with pytest.raises(ConfigError, match=r"compile.cuda_graphs: true, but this run's step cannot"):
         engine.forward_backward(packed(0, 12), objective)
     assert torch.zeros(3, device="cuda").sum().item() == 0  # the device still works
 
@@ -388,7 +388,9 @@ def test_settings_that_move_memory_are_refused(word):
 def test_graphs_are_for_processes_that_train(tiny_words, monkeypatch):
     monkeypatch.setattr(setup, "check_run", lambda config, *_: config)
     config, arch = resolve_run(Config.load(None, [*tiny_words, ON], environ={}))
-    with pytest.raises(ConfigError, match="true, and this run generates; set no"):
+    with pytest.raises(
+        ConfigError, match="true, but a run that generates cannot use CUDA graphs; set no"
+    ):
         Session(config, arch, "never")
 
 

@@ -142,9 +142,9 @@ def test_milestones_are_kept_for_good(tmp_path, tiny_words):
     for step in range(2, 15, 2):
         save(tmp_path, step, keep=1, keep_every=6)
     assert names(tmp_path) == ["step-00000006", "step-00000012", "step-00000014"]
-    for interval in (0, 2):
+    for interval, problem in ((0, "5, but checkpoint.interval 0"), (2, "5 is not a multiple")):
         words = ["checkpoint.keep_every=5", f"checkpoint.interval={interval}"]
-        with pytest.raises(ConfigError, match=r"checkpoint\.keep_every: 5 is not a multiple"):
+        with pytest.raises(ConfigError, match=rf"checkpoint\.keep_every: {problem}"):
             Config.load(None, [*tiny_words, *words], environ={})
 
 

@@ -489,7 +489,9 @@ def test_a_resumed_run_has_the_reference_it_began_with(own_words):
     assert [row["step"] for row in rows if row["margin"] > 0.01][-2:] == [5, 6]
     config = config_of([*words, "train.steps=8"])
     trainer = Trainer(config, **preferences(config, PAIRS[1:]))
-    with pytest.raises(ConfigError, match="is of other pairs; give what the run began with"):
+    with pytest.raises(
+        ConfigError, match="was computed for other pairs; give what the run began with"
+    ):
         trainer.fit()
 
 

@@ -131,7 +131,9 @@ def test_a_resumed_run_with_too_few_steps_left_says_so(tiny, capsys):
 
 
 def test_steps_that_there_are_not(tiny):
-    with pytest.raises(ConfigError, match=r"log\.profile: 2, but the run has 4 steps, and 7 "):
+    with pytest.raises(
+        ConfigError, match=r"log\.profile: 2, but the run has 4 steps and needs 7: "
+    ):
         tiny("log.profile=2")
     with pytest.raises(ConfigError, match=r"log\.profile_after: 2 contradicts log\.profile 0"):
         tiny("log.profile_after=2")

@@ -127,7 +127,7 @@ def test_damage_in_memory_is_passed_over_in_one_line(tiny, memory, caplog):
 
 
 @pytest.mark.tier("long")
-def test_memory_of_another_run_is_passed_over(tiny, memory, tmp_path, caplog):
+def test_memory_of_another_run_is_removed(tiny, memory, tmp_path, caplog):
     words = tiny(*EACH, *memory.words, "train.steps=9")
     old = train(words, until=2)
     shutil.rmtree(tmp_path / "out")
@@ -135,7 +135,7 @@ def test_memory_of_another_run_is_passed_over(tiny, memory, tmp_path, caplog):
     assert new.run_folder.memory.root != old.run_folder.memory.root
     assert [path.name for path in memory()] == ["step-00000001"]
     assert any(
-        f"memory of another run is passed over: {old.run_folder.memory.root}" in x
+        f"checkpoints in memory of another run are removed: {old.run_folder.memory.root}" in x
         for x in said(caplog)
     )
     train(tiny(*EACH, *memory.words, "train.steps=9", "checkpoint.resume=never"), until=1)

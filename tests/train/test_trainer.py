@@ -367,7 +367,7 @@ def test_data_that_changed_under_a_finished_run_is_an_error(tiny, tmp_path, capl
         Trainer(tiny(*words))
     longer = fit(tiny(*words, "train.steps=5"))
     assert longer.step == 5
-    assert "was trained on other data; the run goes on from it" in caplog.text
+    assert "which was trained on other data" in caplog.text
     caplog.clear()
     found = open_checkpoint(list_checkpoints(longer.folder / "checkpoints")[-1])
     longer.checkpointer.snapshots.engine = SimpleNamespace(
@@ -395,7 +395,7 @@ def test_weights_that_changed_under_a_finished_run_are_an_error(tiny, tiny_words
     with pytest.raises(ConfigError, match=r"is over .*began from model\.path '.*first'"):
         Trainer(tuned(second))
     assert fit(tuned(second, "train.steps=2")).step == 2
-    assert "the run goes on from it" in caplog.text
+    assert "the run goes on from " in caplog.text
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny, tiny_words, capsys):

@@ -79,8 +79,8 @@ def _is_too_old(version: str) -> bool:
 @functools.cache
 def _warn_of_age() -> None:
     logging.getLogger("moetrain").warning(
-        "kernels.attention: %s %s is not used: before %s its gradients are wrong; pip install "
-        "'moetrain[gpu]' brings the right one",
+        "kernels.attention: %s %s is not used, because its gradients are wrong before version %s; "
+        "pip install 'moetrain[gpu]' installs a later one",
         _PACKAGE,
         _INSTALLED,
         ".".join(map(str, _OLDEST)),
@@ -95,10 +95,15 @@ def require(device: torch.device, dtype: torch.dtype, *widths: int) -> None:
     elif bad:
         found, takes = f"head width {bad[0]}", f"multiples of {_HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
     elif _INSTALLED is None:
-        found, takes = f"no package {_PACKAGE}", "it: pip install moetrain[gpu]"
+        raise ValueError(
+            f'attention backend "cudnn" needs {_PACKAGE}, which is not installed; '
+            "pip install 'moetrain[gpu]', or choose another backend"
+        )
     elif _is_too_old(_INSTALLED):
-        found = f"{_PACKAGE} {_INSTALLED}, whose gradients are wrong"
-        takes = "1.28 or later: pip install moetrain[gpu]"
+        raise ValueError(
+            f'attention backend "cudnn" needs {_PACKAGE} 1.28 or later, and the gradients of '
+            f"{_INSTALLED} are wrong; pip install 'moetrain[gpu]', or choose another backend"
+        )
     else:
         return
     raise ValueError(f'attention backend "cudnn" was given {found}; it takes {takes}')

@@ -146,8 +146,9 @@ def moment_place(key: str, shape: tuple[int, ...], box: tuple[slice, ...]) -> Mo
     if mine.start % SCALED or (mine.stop % SCALED and mine.stop < columns):
         raise ConfigError(
             "optim.state_dtype",
-            f"'float8' has a scale for each {SCALED} elements of a row, and parallel.tp cuts one "
-            f"of {columns} at {mine.start or mine.stop}; use bfloat16, or another parallel.tp",
+            f"'float8' has a scale for each {SCALED} elements of a row, but parallel.tp cuts a row "
+            f"of {columns} elements at {mine.start or mine.stop}; use bfloat16, or another "
+            "parallel.tp",
         )
     groups = slice(mine.start // SCALED, _num_groups(mine.stop))
     return MomentPlace((shape[0], _num_groups(columns)), (box[0], groups))

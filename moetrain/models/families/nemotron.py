@@ -50,7 +50,7 @@ class _NemotronH(Architecture):
     def block(self, layer: int) -> tuple[Part, ...]:
         if len(self.mixers) not in (0, self.num_layers):
             problem = f"mixers names {len(self.mixers)} layers"
-            raise ValueError(f"{problem}, num_layers is {self.num_layers}")
+            raise ValueError(f"{problem}, but num_layers is {self.num_layers}")
         mixer = self.mixers[layer] if self.mixers else "attention"
         if mixer in ("mamba", "attention"):
             kind = Mamba2 if mixer == "mamba" else GroupedQueryAttention

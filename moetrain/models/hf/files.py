@@ -286,13 +286,15 @@ def resolve(
     if (folder := _find_local(name, needs_weights, field, for_adapters)) is not None:
         return folder
     if not needs_weights:
-        raise error(name, f"no folder with {CONFIG}, and none in the hub's cache here", field)
+        raise error(
+            name, f"neither a folder with {CONFIG} nor in this machine's cache of the hub", field
+        )
     try:
         return Path(hub.snapshot_download(name, allow_patterns=_DOWNLOADED))
     except hub.errors.HFValidationError:
-        raise error(name, "no such folder, and not a hub id (owner/name)", field) from None
+        raise error(name, "neither a folder nor a hub id (owner/name)", field) from None
     except OSError as failure:  # the hub's own errors are OSErrors too
-        problem = f"no such folder, and not available from the hub: {failure}"
+        problem = f"there is no such folder, and the hub does not provide it: {failure}"
         raise error(name, problem, field) from None
 
 
@@ -316,7 +318,7 @@ def export_in(folder: Path, field: str = "model.path", for_adapters: str = _AS_S
         what += for_adapters.format(folder / "adapter")
     elif (folder / "checkpoints").is_dir():
         what = f"no export: python -m moetrain.checkpoint export-hf {folder} {folder / EXPORT}"
-        what += " writes it now, and checkpoint.save_hf yes at the end of a run"
+        what += " writes one now; checkpoint.save_hf yes writes one at the end of a run"
     else:
         return folder
     raise error(folder, f"the output folder of a run, with {what}", field)
@@ -325,7 +327,9 @@ def export_in(folder: Path, field: str = "model.path", for_adapters: str = _AS_S
 def _find_local(name: str, needs_weights: bool, field: str, for_adapters: str) -> Path | None:
     """Find the folder, or a complete snapshot in the hub's cache, without using the network."""
     if not name.strip() or "\0" in name:
-        raise error(repr(name), "not a folder or a hub id (owner/name); give one of the two", field)
+        raise error(
+            repr(name), "neither a folder nor a hub id (owner/name); give one of them", field
+        )
     try:
         folder = Path(name).expanduser()
         if folder.is_dir():

@@ -64,8 +64,8 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> hf_f
     if (expected := _count_tensors(arch)) > 2 * len(stored):  # too many to list, or to build
         raise hf_files.error(
             folder,
-            f"config.json describes {arch.num_layers} layers of {expected} tensors; the files hold"
-            f" {len(stored)}",
+            f"config.json describes {arch.num_layers} layers with {expected} tensors in all, but "
+            f"the files hold {len(stored)}",
         )
     with torch.device("meta"):
         model = Transformer(arch)
@@ -119,7 +119,7 @@ def load_weights(
         what = "%s: %d quantised tensors are dequantised; an export has them in bfloat16"
         logger.info(what, source.folder, len(quantised))
     if source.extra:
-        what = "%s: %d tensors that are not trained here are carried on into an export: %s"
+        what = "%s: %d tensors are not trained here, and an export copies them unchanged: %s"
         logger.info(what, source.folder, len(source.extra), hf_files.listing(sorted(source.extra)))
     model.source = source
 
@@ -209,7 +209,8 @@ def load_hf(
         try:
             check_checkpoint(folder, arch)
         except ConfigError as error:
-            problem = f"its multi-token prediction blocks do not load, so unset it: {error.problem}"
+            problem = f"the model's multi-token prediction blocks do not load ({error.problem})"
+            problem += "; unset it"
             raise ConfigError(multi_token, problem) from None
     with torch.device("meta"):
         model = Transformer(arch)
@@ -296,7 +297,9 @@ def resolve_architecture(
             raise ConfigError("model.max_positions", f"{problem}; {remedy}")
         return arch.model_copy(update={"max_positions": wanted})
     if _differ_in_angles(arch):
-        problem = f"{section.rope!r}, but layers of a {arch.family} differ in their angles"
+        problem = (
+            f"{section.rope!r}, but the layers of a {arch.family} have different rotary angles"
+        )
         raise ConfigError("model.rope", f"{problem}; unset it")
     if rope.kind not in ("default", section.rope) or wanted <= original:
         problem = f"{section.rope!r}, but the model's own is {rope.kind!r} for {original} positions"

@@ -177,7 +177,9 @@ def save_peft(
             tensors |= _written(site.module, a.flatten(0, 1), wide)
             continue
         if not (sites := _Site.of(arch, name, shape)):
-            raise ConfigError("lora.layout", f"{layout!r} has no place for {name}; use fused")
+            raise ConfigError(
+                "lora.layout", f"{layout!r} cannot hold adapters of {name}; use fused"
+            )
         for site in sites:
             tensors |= _written(site.module, a[site.a], b[site.b])
             if adapter.magnitude is not None:
@@ -186,8 +188,10 @@ def save_peft(
             if len(shape) == 2 and arch.num_experts and site.kind in taken:
                 unread.append(site.key)
     if unread:
-        problem = "adapters that PEFT 0.21 does not load, since it takes their names for those of"
-        advice = "moetrain reads them, or export the merged model"
+        problem = (
+            "PEFT 0.21 does not load these adapters, because it takes their names for those of"
+        )
+        advice = "load them with moetrain, or export the merged model"
         logger.warning("%s: %s routed experts: %s; %s", folder, problem, listing(unread), advice)
     saved: set[str] = set()
     indices: dict[str, list[int]] = {}
@@ -269,7 +273,7 @@ def load_peft(
     files = _AdapterFiles(folder, arch)
     if files.settings.has_lengths != lora.use_dora:
         ours, theirs = ("yes" if x else "no" for x in (lora.use_dora, files.settings.has_lengths))
-        problem = f"{ours}, but lora.path {str(folder)!r} was trained with {theirs}; set that"
+        problem = f"{ours}, but lora.path {str(folder)!r} was trained with {theirs}; set {theirs}"
         raise ConfigError("lora.use_dora", problem)
     sites = files.matched(shapes, "of no lora.targets", is_partial=False)
     if arch.num_labels and SCORE not in files.saved:
@@ -278,14 +282,15 @@ def load_peft(
     wanted = {SAVED_MODULES[module] for module in lora.modules_to_save}
     wanted |= {SCORE} & files.saved.keys()
     if odd := sorted(wanted ^ files.saved.keys()):
-        has = "has" if odd[0] in files.saved else "has not"
+        has = "holds" if odd[0] in files.saved else "does not hold"
         names = ",".join(module for module, own in SAVED_MODULES.items() if own in files.saved)
-        problem = f"lora.path {str(folder)!r} {has} {odd[0]} whole; {names or 'nothing'} is in it"
+        remedy = f"set {names}" if names else "unset it"
+        problem = f"lora.path {str(folder)!r} {has} a whole {odd[0]}; {remedy}"
         raise ConfigError("lora.modules_to_save", problem)
     own = [name for name in SAVED_MODULES.values() if name in files.own]
     rows = dict.fromkeys(own, lora.token_ids) if lora.token_ids else {}
     if {name: tuple(sorted(tokens)) for name, tokens in files.rows.items()} != rows:
-        problem = f"lora.path {str(folder)!r} has rows of other tokens: {files.rows or 'none'}"
+        problem = f"lora.path {str(folder)!r} holds rows of other tokens: {files.rows or 'none'}"
         raise ConfigError("lora.trainable_tokens", f"{problem:.300}; name the same")
     yield from files.values()
     for name, shape in shapes.items():
@@ -323,7 +328,7 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     # rounded up to a multiple of 8 for the experts' kernels, and zeros beyond their own.
     rank = -(-max(a.shape[-2] for a, _ in halves.values()) // 8) * 8
     if rank > _MAX_RANK:
-        raise _error(files.folder, f"it needs rank {rank}, and {_MAX_RANK} is the most")
+        raise _error(files.folder, f"it needs rank {rank}, but at most {_MAX_RANK} is supported")
     adapted = dict.fromkeys(name.rpartition(".")[0] for name in halves)
     lengths = {name: list(files.lengths(own)) for name, own in sites.items()}
     settings = LoraSection(
@@ -359,7 +364,7 @@ class _AdapterFiles:
     def _find_saved(self) -> dict[str, list[str]]:
         stored, found = set(self.file.keys()), dict[str, list[str]]()
         if not self.arch.num_labels and f"{_PREFIX}{SCORE}" in stored:
-            problem = f"{_TENSORS} has {SCORE}, a reward model's head, and this is a language model"
+            problem = f"{_TENSORS} has {SCORE}, a reward model's head, but this is a language model"
             raise _error(
                 self.folder, f"{problem}; set train.objective reward, or score texts by it"
             )
@@ -389,7 +394,9 @@ class _AdapterFiles:
             if not (names and is_list):
                 raise self.settings.bad("trainable_token_indices", "not tokens of this model")
             if any(i >= (count := self.arch.vocab_size) for i in tokens):
-                problem = f"and this model has {count} tokens: it was trained with new tokens"
+                problem = (
+                    f"but this model has {count} tokens: the adapter was trained with new tokens"
+                )
                 raise self.settings.bad("trainable_token_indices", f"{problem}; {_WITH_NEW_TOKENS}")
             found[names[0]] = tuple(tokens)
         return found
@@ -403,20 +410,20 @@ class _AdapterFiles:
             tensor = self.own[name][0].module + _ROWS
             wanted = [len(tokens), self.arch.hidden_size]
             if (found := list(self.file.get_slice(tensor).get_shape())) != wanted:
-                raise _error(self.folder, f"{tensor} is {found}, and not {wanted}")
+                raise _error(self.folder, f"{tensor} has shape {found}, not {wanted}")
             for token, row_D in zip(tokens, self.file.get_tensor(tensor), strict=True):
                 yield name, (slice(token, token + 1),), row_D[None]
         for name, tensors in self.saved.items():
             wanted = [*_vocabulary(self.arch)[name]]
             for tensor in tensors:
                 if (found := list(self.file.get_slice(tensor).get_shape())) != wanted:
-                    problem = f"{tensor} is {found}, and this model's {wanted}"
+                    problem = f"{tensor} has shape {found}, but this model needs {wanted}"
                     if found[1:] == wanted[1:] and found[0] > wanted[0]:
-                        problem += f": it was trained with new tokens; {_WITH_NEW_TOKENS}"
+                        problem += f": the adapter was trained with new tokens; {_WITH_NEW_TOKENS}"
                     raise _error(self.folder, problem)
             first, *others = map(self.file.get_tensor, tensors)
             if any(not torch.equal(first, other) for other in others):
-                problem = f"{' and '.join(tensors)} differ, and this model ties them"
+                problem = f"{' and '.join(tensors)} differ, but this model ties them"
                 raise _error(self.folder, f"{problem}; merge it with PEFT")
             yield name, (), first
 
@@ -468,7 +475,7 @@ class _AdapterFiles:
         }
         for what, names in problems.items():
             if names:
-                problem = f"its adapters are not this run's: {what}: {listing(names)}"
+                problem = f"its adapters are not those of this run; {what}: {listing(names)}"
                 if any(name.endswith(_RESIZED) for name in names):
                     problem += "; save it in PEFT with save_embedding_layers=False, or merge it"
                 raise _error(self.folder, problem)
@@ -510,7 +517,7 @@ class _AdapterFiles:
                 _, b, name = site.tensors
                 found, rows = (list(self.file.get_slice(x).get_shape()) for x in (name, b))
                 if found != rows[:1]:
-                    raise _error(self.folder, f"{name} is {found}, and not {rows[:1]}")
+                    raise _error(self.folder, f"{name} has shape {found}, not {rows[:1]}")
                 yield site.b[:1], self.file.get_tensor(name).float()
 
     def _read_site(self, site: _Site, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
@@ -522,7 +529,7 @@ class _AdapterFiles:
         for name, wanted in zip(halves, shapes, strict=True):
             found = tuple(self.file.get_slice(name).get_shape())
             if found != wanted:  # a single row would broadcast to any number
-                problem = f"{name} is {[*found]}, and this model's {[*wanted]}"
+                problem = f"{name} has shape {[*found]}, but this model needs {[*wanted]}"
                 raise _error(self.folder, problem)
         a, b = (self.file.get_tensor(name).float() for name in halves)
         b = scale * b
@@ -542,7 +549,7 @@ class _Settings:
         self.folder = folder
         self.values = values
         if values.get("peft_type") != "LORA":
-            raise self.bad("peft_type", "and only LORA is read")
+            raise self.bad("peft_type", "but only LORA is supported")
         for key in sorted(values.keys() - _READ - _WITHOUT_EFFECT):
             if values[key] not in (None, False, *_ALLOWED.get(key, ())):
                 raise self.bad(key, "not supported; merge the adapter into its base with PEFT")
@@ -555,7 +562,7 @@ class _Settings:
         if values.get("use_dora") not in (None, False, True):
             raise self.bad("use_dora", "not true or false")
         if self.has_lengths and values.get("target_parameters"):
-            raise self.bad("target_parameters", "which with use_dora is not supported")
+            raise self.bad("target_parameters", "which is not supported with use_dora")
         largest = torch.finfo(torch.float32).max
         self._ranks = self._by_pattern(
             "rank_pattern",
@@ -579,7 +586,7 @@ class _Settings:
         """Raise ConfigError if a module that was trained whole is not ``known``."""
         names = self.values.get("modules_to_save") or []
         if not isinstance(names, list) or any(name not in known for name in names):
-            raise self.bad("modules_to_save", "and only embedding and head are read")
+            raise self.bad("modules_to_save", "but only embedding and head are supported")
 
     def is_module(self, name: str) -> bool:
         """Return True if the module ``name`` has an adapter."""
@@ -626,7 +633,7 @@ class _Settings:
             schema = core_schema.str_schema(pattern=f"^(?:{pattern})$")
             return SchemaValidator(schema).isinstance_python
         except SchemaError:
-            raise self.bad(key, f"whose pattern {pattern!r:.80} cannot be read") from None
+            raise self.bad(key, f"in which {pattern!r:.80} is not a valid pattern") from None
 
     def bad(self, key: str, problem: str) -> ConfigError:
         return _error(self.folder, f"{_SETTINGS}: {key} is {self.values.get(key)!r:.80}, {problem}")

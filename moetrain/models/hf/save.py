@@ -153,7 +153,9 @@ class Export:
         """Warn if files of the family cannot hold the routers' selection biases."""
         holds = FAMILIES[model.arch.family].holds
         if lost := [n for n, b in model.named_buffers() if not holds(n) and b.any()]:
-            logger.warning("Hugging Face files cannot hold %s: left out", hf_files.listing(lost))
+            logger.warning(
+                "Hugging Face files cannot hold %s, which are left out", hf_files.listing(lost)
+            )
 
     def misfit(self, here: Mapping[str, Callable[[], torch.Tensor]]) -> str:
         """Describe the first of the parameters ``here`` that its dtype cannot hold, or ""."""

@@ -73,11 +73,12 @@ class Upcycling:
         """
         mixed = [part for _, part in dense.layers() if not isinstance(part, SwiGLU)]
         if mixed or dense.num_experts or dense.mlp_bias:
-            what = "biases in its feed-forward" if dense.mlp_bias else "experts already"
-            raise ConfigError("PATH", f"a {dense.family} model with {what}; give a dense one")
+            what = "has biases in its feed-forward" if dense.mlp_bias else "is not dense"
+            raise ConfigError("PATH", f"the {dense.family} model {what}; give another")
         name = self.family or _BECOMES.get(dense.family)
         if name not in FAMILIES:
-            problem = f"{self.family or f'no usual one for {dense.family}'}: give one of "
+            none = f"not set, and {dense.family} has no usual one"
+            problem = f"{repr(self.family) + ' is unknown' if self.family else none}; give one of "
             raise ConfigError("family", problem + ", ".join(sorted(FAMILIES)))
         self._check(dense)
         family = FAMILIES[name]
@@ -109,12 +110,18 @@ class Upcycling:
     def _check(self, dense: Architecture) -> None:
         width = dense.intermediate_size
         if self.split < 1 or width % self.split:
-            raise ConfigError("split", f"{self.split} does not divide intermediate_size {width}")
+            raise ConfigError(
+                "split", f"{self.split} does not divide intermediate_size {width}; give a divisor"
+            )
         for name in ("num_experts", "num_experts_per_token"):
             if (value := getattr(self, name)) < 1 or value % self.split:
-                raise ConfigError(name, f"{value} is not a multiple of split {self.split}")
+                raise ConfigError(
+                    name, f"{value} is not a positive multiple of split {self.split}; give one"
+                )
         if not 0 <= self.noise < math.inf:
-            raise ConfigError("noise", f"{self.noise} is not a number of at least 0")
+            raise ConfigError(
+                "noise", f"{self.noise} is not a finite number of 0 or more; give one"
+            )
 
     def weights(
         self,

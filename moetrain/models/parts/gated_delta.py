@@ -65,7 +65,7 @@ class GatedDeltaNet(AttentionPart):
     def __post_init__(self) -> None:
         for name in ("num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"):
             if getattr(self, f"linear_{name}") == 0:
-                raise ValueError(f"linear_{name} is 0, and a layer has linear attention")
+                raise ValueError(f"linear_{name} is 0, but a layer has linear attention")
         heads = self.linear_num_value_heads
         keys = self.linear_num_key_heads
         if heads == 0 or heads % keys:

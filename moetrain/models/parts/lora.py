@@ -97,10 +97,10 @@ def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
     for name in _targets(modules, lora):
         module = modules[name]
         if lora.dropout and not module.can_drop:
-            problem = f"{lora.dropout}, but the inputs of {name} cannot be dropped"
+            problem = f"{lora.dropout}, but {name} does not support dropout of its inputs"
             raise ConfigError("lora.dropout", f"{problem}; use 0, or other lora.targets")
         if lora.use_dora and not module.can_scale:
-            problem = f"yes, but rows of {name} are not scaled by lengths of their own"
+            problem = f"yes, but {name} does not support DoRA"
             raise ConfigError("lora.use_dora", f"{problem}; set no, or other lora.targets")
         module.lora_scale = lora.scale
         module.lora_dropout = lora.dropout
@@ -135,6 +135,8 @@ def _targets(modules: Mapping[str, Adaptable], lora: LoraSection) -> list[str]:
         if not any(fnmatchcase(name, pattern) for name in modules):
             # Without layers' numbers, so that each name is listed once.
             known = dict.fromkeys(name.partition(".")[2].partition(".")[2] for name in modules)
-            problem = f"{pattern!r} matches no module; of layers.0 there are {', '.join(known)}"
+            problem = (
+                f"{pattern!r} matches no module; the modules of a layer are {', '.join(known)}"
+            )
             raise ConfigError("lora.targets", problem)
     return [name for name in modules if any(fnmatchcase(name, p) for p in patterns)]

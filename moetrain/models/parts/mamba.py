@@ -78,7 +78,7 @@ class Mamba2(AttentionPart):
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_dim", "num_groups", "state_dim", "conv_kernel_dim"):
             if getattr(self, f"mamba_{name}") == 0:
-                raise ValueError(f"mamba_{name} is 0, and a layer is a Mamba-2 mixer")
+                raise ValueError(f"mamba_{name} is 0, but a layer is a Mamba-2 mixer")
         heads = self.mamba_num_heads
         groups = self.mamba_num_groups
         if heads % groups:

@@ -114,7 +114,7 @@ class MultiTokenDecoder(Architecture):
         mixers = {i: self.attention(i) for i in range(self.num_layers)}
         full = [i for i, part in mixers.items() if not part.carries_state and part.window is None]
         if not full:
-            raise ValueError(f"mtp_layers {self.mtp_layers}, and no block has full attention")
+            raise ValueError(f"mtp_layers is {self.mtp_layers}, but no block has full attention")
         last = full[-1]
         parts = mixers[last], self.feed_forward(last), Join.of(self), _Readout.of(self)
         return (parts,) * self.mtp_layers

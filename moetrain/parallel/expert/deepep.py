@@ -105,7 +105,7 @@ class DeepEP(ExpertParallelDispatcher):
             if num_sms == "auto":
                 self.num_sms = min(self.num_sms, available // 2 * 2)  # an H20 has 78
             if self.num_sms > available:
-                problem = f"{self.num_sms}, and this GPU has {available}; use auto"
+                problem = f"{self.num_sms}, but this GPU has {available} SMs; use auto"
                 raise ConfigError("moe.deepep_num_sms", problem)
         connect(group, hidden_size, self.num_sms)
 
@@ -325,7 +325,7 @@ def why_not(
     hosts = (len({host for host, near, _ in ranks if near == each}) for _, each, _ in ranks)
     if (most := max(hosts)) > 1:
         of = "" if near.size() == group.size() else " of a machine (launch.gpus_per_machine)"
-        return f"its {near.size()} expert parallel ranks{of} are on {most} machines, not on one"
+        return f"the {near.size()} expert parallel ranks{of} are on {most} machines, not on one"
     return next((reason for *_, reason in ranks if reason), None)
 
 
@@ -344,22 +344,23 @@ def why_not_here(
     multiple = _FP8_MULTIPLE if precision in RECIPES else _HIDDEN_MULTIPLE
     if ranks not in _RANKS:
         has = f"a machine has {ranks} of parallel.ep's ranks"
-        return f"{has if machines > 1 else f'parallel.ep is {ranks}'}, and it takes 2, 4 or 8"
+        return f"{has if machines > 1 else f'parallel.ep is {ranks}'}, but DeepEP takes 2, 4 or 8"
     if device.type != "cuda":
-        return f"it takes CUDA devices, and this run is on {device.type}"
+        return f"DeepEP takes CUDA devices, but this run is on {device.type}"
     if dtype != torch.bfloat16:
-        return f"it takes bfloat16, and this run computes in {str(dtype).removeprefix('torch.')}"
+        name = str(dtype).removeprefix("torch.")
+        return f"DeepEP takes bfloat16, but this run computes in {name}"
     if width % multiple or width > _MAX_HIDDEN:
         name = "hidden_size" if width == arch.hidden_size else "moe_latent_size"
         return (
-            f"the model's {name} is {width}, and it takes multiples of {multiple} up to "
+            f"the model's {name} is {width}, but DeepEP takes multiples of {multiple} up to "
             f"{_MAX_HIDDEN}"
         )
     if top_k > _MAX_TOP_K:
-        return f"the model sends a token to {top_k} experts, and it takes up to {_MAX_TOP_K}"
+        return f"the model sends a token to {top_k} experts, but DeepEP takes up to {_MAX_TOP_K}"
     if local_experts > _MAX_LOCAL_EXPERTS:
         what = "experts and copies" if spare else "experts"
-        return f"a rank has {local_experts} {what}, and it takes up to {_MAX_LOCAL_EXPERTS}"
+        return f"a rank has {local_experts} {what}, but DeepEP takes up to {_MAX_LOCAL_EXPERTS}"
     try:
         load_deep_ep()
     except ImportError as error:

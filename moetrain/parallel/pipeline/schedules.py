@@ -77,7 +77,7 @@ class Schedule:
             others = " or ".join(other for other, kind in SCHEDULES.items() if not kind.by_rounds)
             raise ConfigError(
                 "parallel.pp_schedule",
-                f"{micro_batches} micro-batches, where {name} takes a multiple of its {ranks} "
+                f"{micro_batches} micro-batches, but {name} needs a multiple of its {ranks} "
                 f"ranks; use {others}, which take any number",
             )
         kind.check_stages(name, stages_per_rank)
@@ -238,7 +238,7 @@ class _ScheduleKind(NamedTuple):
         low, high = self.stages_per_rank[0], self.stages_per_rank[-1]
         if not low <= stages <= high:
             wanted = str(low) if low == high else f"{low} to {high}"
-            problem = f"{stages} stages a rank, where parallel.pp_schedule {name} takes {wanted}"
+            problem = f"{stages} stages a rank, but parallel.pp_schedule {name} takes {wanted}"
             raise ConfigError("parallel.pp_stages", f"{problem}; set auto")
 
 

@@ -60,7 +60,7 @@ class StagePlan:
             raise ConfigError(
                 "parallel.pp",
                 f"{ranks} ranks with {virtual} stage{'s' * (virtual > 1)} each are {count} "
-                f"stages, and the model has {blocks} blocks; use {max(1, blocks // virtual)} or "
+                f"stages, but the model has {blocks} blocks; use {max(1, blocks // virtual)} or "
                 f"fewer{fewer}",
             )
         if count == 1:
@@ -248,8 +248,8 @@ class Stages:
             if not any(rank in entry.holders for entry in self.trained.values()):
                 raise ConfigError(
                     "train.freeze" if config.train.freeze else "lora.targets",
-                    f"pipeline rank {rank} of {meshes.dims.pp} has nothing to train, which is not "
-                    "supported; train something in each stage, or use parallel.pp 1",
+                    f"pipeline rank {rank} of {meshes.dims.pp} would have nothing to train, which "
+                    "is not supported; train something in each stage, or use parallel.pp 1",
                 )
 
     @property
@@ -322,5 +322,5 @@ def check_like(
         raise ConfigError(
             "checkpoint.resume",
             f"its {name!r} is {theirs} of shape {list(saved.shape)}, "
-            f"where this run has {ours} of shape {list(shape)}{remedy * (theirs != ours)}",
+            f"but this run has {ours} of shape {list(shape)}{remedy * (theirs != ours)}",
         )

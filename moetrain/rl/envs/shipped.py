@@ -60,7 +60,7 @@ class Sort(SolvedEnvironment):
         check_whole(least=least, most=most)
         if not 1 <= least <= most <= 10:
             problem = (
-                f"least {least}, most {most}: there are 10 digits; let 1 <= least <= most <= 10"
+                f"least {least}, most {most}: there are 10 digits; give 1 <= least <= most <= 10"
             )
             raise ConfigError("rl.env_args", problem)
         self.least, self.most = least, most
@@ -141,7 +141,7 @@ def check_whole(**values: object) -> None:
     """Raise ConfigError unless all ``values`` are integers; JSON has other numbers too."""
     for name, value in values.items():
         if type(value) is not int:
-            raise ConfigError("rl.env_args", f"{name} {value!r} is no whole number; give one")
+            raise ConfigError("rl.env_args", f"{name} {value!r} is not a whole number; give one")
 
 
 # ---- from a file --------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def _find_reward(name: str) -> _Reward:
     try:
         signature.bind({}, "")
     except TypeError as error:
-        problem = f"{name!r} takes {signature}, and is called with a line and an answer: {error}"
+        problem = f"{name!r} takes {signature}, but is called with a line and an answer: {error}"
         raise ConfigError("rl.reward", f"{problem}; let it take these two") from None
     return reward
 
@@ -240,9 +240,11 @@ def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
     file, _, key = name.rpartition(":")
     path = Path(os.path.expanduser(file))
     if not key or not path.is_file():
-        raise ConfigError(field, f"{name!r} is neither {others} nor FILE.py:NAME of a file")
+        raise ConfigError(
+            field, f"{name!r} is neither {others} nor FILE.py:NAME of an existing file"
+        )
     if path.suffix != ".py":
-        raise ConfigError(field, f"{file!r} is no Python file; its name must end in .py")
+        raise ConfigError(field, f"{file!r} is not a Python file; its name must end in .py")
     module = ModuleType(f"moetrain_user_{path.stem.replace('.', '_')}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses and pickle look it up
@@ -305,7 +307,7 @@ def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
             "rl.env_args", f"{shortened(args_text)} is not JSON: {error}; {_OBJECT}"
         ) from None
     if not isinstance(args, dict):
-        raise ConfigError("rl.env_args", f"{shortened(args_text)} is no JSON object; {_OBJECT}")
+        raise ConfigError("rl.env_args", f"{shortened(args_text)} is not a JSON object; {_OBJECT}")
     gym, _, task = name.partition(":")
     is_own = ":" in str(settings.reward) if name == "jsonl" else gym not in _NOT_OWN
     if not (skips or is_own):

@@ -135,7 +135,7 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
         if machine.device.type == "cuda":
             ways.append(plan.first_that_fits(_more_gpus(plan)))
         nearest = ", or ".join(filter(None, ways))
-        remedy = f"nearest that fits: {nearest}" if nearest else "nothing tried would"
+        remedy = f"nearest that fits: {nearest}" if nearest else "nothing that was tried fits"
         verdict = f"{may} fit: {sizes}, give or take {peak.MARGIN:.0%}; {remedy}"
     lines.append(verdict)
     of_ranks = [rank.on_host() for rank in plan.sizes()] * (dims.world_size // dims.pp)

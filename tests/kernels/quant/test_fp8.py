@@ -571,8 +571,8 @@ def test_generation_computes_in_bf16(tiny):
     ("words", "problem"),
     [
         ("model.hidden_size=40", r"multiples of 16, and attn.wq.weight is \[.*, 40\]; use bf16"),
-        ("model.moe_intermediate_size=24", "of a width that is a multiple of 16, and theirs is 24"),
-        ("model.moe_intermediate_size=192", "'fp8_blocks' takes .* multiple of 128, .* is 192"),
+        ("model.moe_intermediate_size=24", "whose width is a multiple of 16, and these have 24"),
+        ("model.moe_intermediate_size=192", "'fp8_blocks' needs .* multiple of 128, .* have 192"),
         ("model.hidden_size=24", "'fp8_gradients' takes widths that are multiples of 16"),
         ("parallel.tp=2", "'fp8' contradicts parallel.tp 2"),
         ("kernels.attention=exact", "'fp8' contradicts kernels.attention 'exact'"),

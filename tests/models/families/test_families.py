@@ -655,7 +655,9 @@ def test_fewer_layers_of_a_gemma_end_with_full_attention():
     assert arch.sliding_windows == (1024, 1024, 1024, None)
     assert architecture_from_hf(exported_config(arch, None)) == arch
     section = ModelSection(preset="gemma-4-31b", max_positions=2**20, rope="yarn")
-    with pytest.raises(ConfigError, match="layers of a gemma4_text differ in their angles; unset"):
+    with pytest.raises(
+        ConfigError, match="layers of a gemma4_text have different rotary angles; unset"
+    ):
         resolve_architecture(section)
 
 
@@ -689,7 +691,11 @@ def test_adapters_are_those_of_peft(case, layout, tmp_path):
         ("qwen3.5-35b-a3b", "*.linear_attn.wq", "in_proj_qkv.weight"),
         ("qwen3.5-35b-a3b", "*.conv_q", "matches no module"),
         ("nemotron-3-nano-30b-a3b", "*.mamba.wx", "in_proj.weight"),
-        ("nemotron-3-nano-30b-a3b", "*.mamba.wo", "PEFT takes no adapter of layers.0.mamba.wo"),
+        (
+            "nemotron-3-nano-30b-a3b",
+            "*.mamba.wo",
+            "PEFT does not load an adapter of layers.0.mamba.wo",
+        ),
     ],
 )
 def test_adapters_that_peft_cannot_express_are_refused(preset, target, problem):
@@ -807,7 +813,9 @@ def test_a_layout_without_a_place_for_an_adapter_is_refused(tmp_path):
     model = Transformer(architecture_of("gpt_oss"))
     model.init_weights(std=0.2, seed=0)
     lora = LoraSection(rank=8, layout="per_expert")
-    with pytest.raises(ConfigError, match=r"'per_expert' has no place for .*w_gate_up; use fused"):
+    with pytest.raises(
+        ConfigError, match=r"'per_expert' cannot hold adapters of .*w_gate_up; use fused"
+    ):
         save_adapters(model, lora, tmp_path, tokens(1, 5))
 
 
@@ -827,7 +835,7 @@ def test_what_gpt_oss_has_no_kernels_for_is_refused_in_one_line():
         return str(caught.value)
 
     # Experts are 2,880 wide, which no block of 128 divides.
-    assert "multiple of 128, and theirs is 2880; use bf16" in problem(
+    assert "multiple of 128, and these have 2880; use bf16" in problem(
         "kernels.precision=fp8_blocks"
     )
     assert "one tensor of all experts; use fused" in problem(
@@ -848,7 +856,7 @@ def test_gemmas_widest_head_is_refused_by_cudnn_alone():
 def test_fewer_or_more_blocks_of_a_pattern():
     arch = resolve_architecture(ModelSection(preset="nemotron-3-nano-30b-a3b", num_layers=6))
     assert arch.mixers == ("mamba", "moe", "mamba", "moe", "mamba", "attention")
-    with pytest.raises(ValueError, match="mixers names 6 layers, num_layers is 5"):
+    with pytest.raises(ValueError, match="mixers names 6 layers, but num_layers is 5"):
         type(arch).model_validate({**arch.model_dump(), "num_layers": 5})
 
 

@@ -157,9 +157,13 @@ def unshared(tensors):
         ([], {"r": "8"}, "adapter_config.json: r is '8', not a rank"),
         ([], {"lora_alpha": None}, "lora_alpha is None, not a number"),
         ([], {"lora_alpha": float("nan")}, "lora_alpha is nan, not a number"),
-        ([], {"r": 16}, r"rank 16|is \[8, "),
-        ([], partial(narrowed, part="q_proj.lora_A"), r"q_proj.lora_A.weight is \[1, "),
-        ([], partial(narrowed, part="experts.1.gate_proj.lora_B"), r"lora_B.weight is \[1, "),
+        ([], {"r": 16}, r"rank 16|has shape \[8, "),
+        ([], partial(narrowed, part="q_proj.lora_A"), r"q_proj.lora_A.weight has shape \[1, "),
+        (
+            [],
+            partial(narrowed, part="experts.1.gate_proj.lora_B"),
+            r"lora_B.weight has shape \[1, ",
+        ),
     ],
 )
 @pytest.mark.parametrize("attached", [False, True])
@@ -206,7 +210,9 @@ def test_adapters_of_a_wider_model_are_refused(layout, tmp_path):
     wider = ["model.hidden_size=48", EVERYTHING, f"lora.layout={layout}"]
     make_engine(*wider, base=BASE, micro=MICRO).save_peft(tmp_path / "adapter")
     model = load_hf(tmp_path / "hf", dtype=torch.float32)
-    with pytest.raises(ConfigError, match=r"lora_[AB].weight is \[.*\], and this model's \["):
+    with pytest.raises(
+        ConfigError, match=r"lora_[AB].weight has shape \[.*\], but this model needs \["
+    ):
         attach_peft(model, tmp_path / "adapter")
 
 

@@ -174,11 +174,15 @@ def test_files_are_cut_and_what_lies_beside_them_is_kept(tmp_path, monkeypatch):
     [
         ("llama", "--split 5", "split: 5 does not divide intermediate_size 48"),
         ("llama", "--split 0", "split: 0 does not divide"),
-        ("llama", "--split 4", "num_experts_per_token: 2 is not a multiple of split 4"),
-        ("llama", "--split 2 --num_experts 7", "num_experts: 7 is not a multiple of split 2"),
+        ("llama", "--split 4", "num_experts_per_token: 2 is not a positive multiple of split 4"),
+        (
+            "llama",
+            "--split 2 --num_experts 7",
+            "num_experts: 7 is not a positive multiple of split 2",
+        ),
         ("llama", "--num_experts 0", "num_experts: 0 is not"),
         ("llama", "--num_experts 2 --num_experts_per_token 4", "per_token 4 is more than num_exp"),
-        ("llama", "--noise -1", "noise: -1.0 is not a number of at least 0"),
+        ("llama", "--noise -1", "noise: -1.0 is not a finite number of 0 or more"),
         ("llama", "--noise nan", "noise: nan is not"),
         (
             "llama",
@@ -186,11 +190,11 @@ def test_files_are_cut_and_what_lies_beside_them_is_kept(tmp_path, monkeypatch):
             "qwen3_moe cannot have qk_norm False of this llama",
         ),
         ("llama", "--family llama", "family: llama cannot have the layers of this llama; give"),
-        ("llama", "--family bert", "family: bert: give one of "),
+        ("llama", "--family bert", "family: 'bert' is unknown; give one of "),
         ("llama biases", "--family mixtral", "a mixtral config.json cannot express qkv_bias True"),
         ("qwen3 some windows", "", "a qwen3_moe config.json cannot express sliding_windows"),
-        ("llama mlp biases", "", "PATH: a llama model with biases in its feed-forward"),
-        ("mixtral", "", "PATH: a mixtral model with experts already; give a dense one"),
+        ("llama mlp biases", "", "PATH: the llama model has biases in its feed-forward"),
+        ("mixtral", "", "PATH: the mixtral model is not dense; give another"),
     ],
 )
 def test_what_cannot_be_upcycled_is_one_line(case, words, says, tmp_path, monkeypatch, capsys):

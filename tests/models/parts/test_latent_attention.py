@@ -158,7 +158,7 @@ def test_presets_have_the_published_active_sizes(preset):
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias True is not supported, only False; use"),
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "n_group is None, expected"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense", "x", "y"]}, "mlp_layer_types x, y are"),
-        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "names 1 layers"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "has 1 entries"),
     ],
 )
 def test_unsupported_latent_attention_is_refused_in_one_line(family, change, problem):

@@ -206,7 +206,10 @@ def test_a_frozen_router_keeps_its_selection_bias():
         ),
         (["lora.targets=*.q_norm"], r"lora\.targets: '\*\.q_norm' matches no module"),
         (["lora.rank=12"], r"lora\.rank: 12 is not a multiple of 8.*layers\.0\.moe\.experts"),
-        (["lora.dropout=0.1"], r"lora\.dropout: 0\.1, but the inputs of layers\.0\.moe\.experts"),
+        (
+            ["lora.dropout=0.1"],
+            r"lora\.dropout: 0\.1, but layers\.0\.moe\.experts does not support dropout",
+        ),
         (["lora.rank=0"], r"lora\.alpha: 4\.0 contradicts lora\.rank 0"),
         (["train.freeze=*.wz.*"], r"train\.freeze: '\*\.wz\.\*' matches no parameter"),
         (["train.freeze=*"], r"train\.freeze: '\*' leaves nothing to train"),
@@ -218,7 +221,9 @@ def test_bad_settings_of_lora_are_refused_in_one_line(words, problem):
 
 
 def nothing_to_train(words):
-    with pytest.raises(ConfigError, match=r"lora\.targets: pipeline rank 1 of 2 has nothing"):
+    with pytest.raises(
+        ConfigError, match=r"lora\.targets: pipeline rank 1 of 2 would have nothing"
+    ):
         make_engine(*words, "lora.targets=layers.0.*", base=BASE, micro=MICRO)
     return learn(["lora.targets=layers.0.moe.experts,layers.1.attn.wo", *words])
 

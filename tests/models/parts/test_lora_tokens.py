@@ -146,7 +146,10 @@ def test_a_run_writes_adapters_with_the_tokenizer(tmp_path):
     [
         (["lora.trainable_tokens=<|none|>"], r"'<\|none\|>' is \d+ tokens .*: data\.new_tokens"),
         (["lora.trainable_tokens=1,5000"], r"'5000', but the model's tokens are 0 to \d+; leave"),
-        (["lora.trainable_tokens=3"], r"trainable_tokens: they leave out <\|tool\|>, <\|r.*too$"),
+        (
+            ["lora.trainable_tokens=3"],
+            r"rows of the other new tokens <\|tool\|>, <\|r.* would not be trained; name these",
+        ),
         (
             ["lora.modules_to_save=lm_head"],
             r"trainable_tokens: .* contradicts lora\.mod",
@@ -185,20 +188,20 @@ def test_rows_of_new_tokens_that_stay_as_they_begin_are_told(tied, tmp_path, cap
     assert not warnings_of(caplog, [*base, f"lora.modules_to_save={both}"])
     if not tied:
         (said,) = warnings_of(caplog, [*base, "lora.modules_to_save=embed_tokens"])
-        assert said.startswith(f"rows of the new tokens {', '.join(NEW)} stay as they begin in lm_")
+        assert said.startswith(f"rows of the new tokens {', '.join(NEW)} are not trained in lm_")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "old")
     tokenizer.add_tokens(["more", "yet more"])
     tokenizer.save_pretrained(tmp_path / "more")
     base = [w for w in base if not w.startswith("data.new_tokens")]
     base += [f"data.tokenizer={tmp_path}/more", f"model.vocab_size={count + 8}"]
     (said,) = warnings_of(caplog, base)
-    assert f"new tokens {count}, {count + 1} stay as they begin in embed_tokens" in said
+    assert f"new tokens {count}, {count + 1} are not trained in embed_tokens" in said
     assert said.endswith(
-        f"lora.modules_to_save {both}, or these in lora.trainable_tokens, trains them"
+        f"lora.modules_to_save {both}, or name the tokens in lora.trainable_tokens"
     )
     assert not warnings_of(caplog, [*base, f"lora.trainable_tokens={count},{count + 1}"])
     assert not warnings_of(caplog, [*base, "lora.rank=0"])
-    with pytest.raises(ConfigError, match=rf"leave out {count + 1}, whose rows"):
+    with pytest.raises(ConfigError, match=rf"other new tokens {count + 1} would not"):
         resolve_run(Config.load(None, [*base, f"lora.trainable_tokens={count}"], environ={}))
 
 
@@ -207,7 +210,7 @@ def test_files_of_tokens_that_the_model_has_not_say_so(tmp_path):
     words = ["lora.rank=8", "lora.targets=*.attn.*", f"lora.trainable_tokens={','.join(NEW)}"]
     engine = make_engine(base=words_for(tmp_path / "old", *words), micro=2)
     engine.save_peft(tmp_path / "adapter")
-    wanted = r"has \d+ tokens: it was trained with new tokens; use its merged model, or train with"
+    wanted = r"has \d+ tokens: the adapter was trained with new tokens; use its merged model, or "
     with pytest.raises(ConfigError, match=wanted):
         attach_peft(load_hf(tmp_path / "old"), tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_config.json"

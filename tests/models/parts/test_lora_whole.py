@@ -153,10 +153,10 @@ def test_files_with_more_or_less_than_the_settings_say_are_refused(tmp_path):
     drawn("moe").save_peft(tmp_path / "whole")
     adapted("lora.targets=*.attn.*", base=base_for("moe")).save_peft(tmp_path / "plain")
     words = ["lora.targets=*.attn.*", f"lora.path={tmp_path}/whole"]
-    problem = r"lora\.modules_to_save: .*has embed\.weight whole; embed_tokens,lm_head is in it"
+    problem = r"lora\.modules_to_save: .*holds a whole embed\.weight; set embed_tokens,lm_head"
     with pytest.raises(ConfigError, match=problem):
         make_engine(*words, base=base_for("moe"), micro=MICRO)
-    with pytest.raises(ConfigError, match=r"has not embed\.weight whole; nothing is in it"):
+    with pytest.raises(ConfigError, match=r"does not hold a whole embed\.weight; unset it"):
         make_engine(*words, BOTH, f"lora.path={tmp_path}/plain", base=base_for("moe"), micro=MICRO)
 
 

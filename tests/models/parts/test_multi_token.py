@@ -461,8 +461,14 @@ def test_depths_follow_each_other():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["parallel.pp=2"], "train.mtp_weight: 0.3 contradicts parallel.pp 2 (the last stage has"),
-        (["lora.rank=8"], "train.mtp_weight: 0.3 contradicts lora.rank 8 (PEFT's models have no"),
+        (
+            ["parallel.pp=2"],
+            "train.mtp_weight: 0.3 contradicts parallel.pp 2 (the last stage holds",
+        ),
+        (
+            ["lora.rank=8"],
+            "train.mtp_weight: 0.3 contradicts lora.rank 8 (PEFT adapts no multi-token",
+        ),
         (["train.objective=dpo", "data.source=records", "data.path=x.jsonl"], "train.mtp_weight"),
         (["model.path=", "model.preset=debug"], "this qwen3_moe model has no multi"),
         (
@@ -506,5 +512,5 @@ def test_two_depths_take_one_tensor_parallel_rank(tmp_path):
     assert check_checkpoint(tmp_path, model.arch).extra == ()
     words = [f"model.path={tmp_path}", "data.source=synthetic", "train.mtp_weight=0.3"]
     assert resolve_run(Config.load(None, words, environ={}))[1].mtp_layers == 2
-    with pytest.raises(ConfigError, match=r"parallel.tp: 2, not with 2 multi-token"):
+    with pytest.raises(ConfigError, match=r"parallel.tp: 2 is not supported with 2 multi-token"):
         resolve_run(Config.load(None, [*words, "parallel.tp=2"], environ={}))

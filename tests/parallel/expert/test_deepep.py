@@ -274,7 +274,7 @@ def check_one_rank_a_machine(choose, lines: list[str]) -> None:
     hops = build_meshes(dims, "cpu").expert_hops
     buffers = fake_deep_ep.calls["buffer"]
     assert type(choose(hops=hops)) is AllToAll
-    reason = "a machine has 1 of parallel.ep's ranks, and it takes 2, 4 or 8"
+    reason = "a machine has 1 of parallel.ep's ranks, but DeepEP takes 2, 4 or 8"
     assert reason in lines[-1]
     with pytest.raises(ConfigError, match=f"DeepEP cannot run: {reason}"):
         choose("moe.dispatcher=deepep", hops=hops)
@@ -294,15 +294,17 @@ def check_machines() -> None:
     chosen, _ = choose(hops)
     assert isinstance(chosen, DeepEPInside)
     assert (chosen.num_sms, chosen.hops) == (28, hops)
-    assert "tokens reach other ranks of a machine by DeepEP on 28 SMs, exact sizes" in lines[-1]
+    assert (
+        "tokens reach other ranks of a machine by DeepEP on 28 SMs, with exact sizes" in lines[-1]
+    )
     names = [f"machine-{dist.get_rank() // 2}", f"machine-{dist.get_rank() % 2}"]
     with patch("socket.gethostname", lambda: names[0]):
         assert why_not(ARCH, group, GPU, BF16, inside=hops.inside) is None
-        assert "its 4 expert parallel ranks are on 2" in (why_not(ARCH, group, GPU, BF16) or "")
+        assert "the 4 expert parallel ranks are on 2" in (why_not(ARCH, group, GPU, BF16) or "")
     with (
         patch("socket.gethostname", lambda: names[1]),
         pytest.raises(
-            ConfigError, match=r"its 2 .* of a machine \(launch.gpus_per_machine\) are on 2"
+            ConfigError, match=r"the 2 .* of a machine \(launch.gpus_per_machine\) are on 2"
         ),
     ):
         choose(hops)
@@ -336,18 +338,18 @@ def check_choice() -> None:
         patch.object(torch.cuda, "get_device_properties", return_value=small_gpu),
     ):
         assert choose("moe.deepep_num_sms=auto").num_sms == 32
-        with pytest.raises(ConfigError, match=r"moe.deepep_num_sms: 48, and this GPU has 33; use"):
+        with pytest.raises(ConfigError, match=r"moe.deepep_num_sms: 48, but this GPU has 33 SMs"):
             choose("moe.deepep_num_sms=48")
     assert isinstance(choose("moe.dispatcher=alltoall"), AllToAll)
     assert "all-to-all: moe.dispatcher asks" in lines[-1]
     cpu = torch.device("cpu")
     assert isinstance(choose(device=cpu), AllToAll)
-    assert "all-to-all: it takes CUDA devices" in lines[-1]
+    assert "all-to-all: DeepEP takes CUDA devices" in lines[-1]
     check_one_rank_a_machine(choose, lines)
     for name, value in (("dispatcher", "deepep"), ("dispatch_mode", "static")):
-        with pytest.raises(ConfigError, match=f"moe.{name}: '{value}', but DeepEP cannot run: it "):
+        with pytest.raises(ConfigError, match=f"moe.{name}: '{value}', but DeepEP cannot run: Dee"):
             choose(f"moe.{name}={value}", device=cpu)
-    with pytest.raises(ConfigError, match=r"moe.deepep_num_sms: 24, but DeepEP cannot run: it tak"):
+    with pytest.raises(ConfigError, match=r"moe.deepep_num_sms: 24, but DeepEP cannot run: Deep"):
         choose("moe.deepep_num_sms=24", device=cpu)
     with pytest.raises(ConfigError, match=r"dispatch_mode: 'static' contradicts moe.dispatcher 'a"):
         choose("moe.dispatch_mode=static", "moe.dispatcher=alltoall", device=cpu)

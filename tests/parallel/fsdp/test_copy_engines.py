@@ -312,8 +312,8 @@ def on_two_machines():
 
 def test_copies_between_machines_are_refused():
     problem = (
-        "parallel.fsdp_transport: 'copy' cannot be: its 2 ranks are on 2 machines, not on one; "
-        "use nccl"
+        "parallel.fsdp_transport: 'copy' is not possible: its 2 ranks are on 2 machines, not on "
+        "one; use nccl"
     )
     assert spawn(2, on_two_machines) == [problem] * 2
 
@@ -321,7 +321,8 @@ def test_copies_between_machines_are_refused():
 def test_why_unreachable_names_gpus_that_cannot_copy(monkeypatch):
     assert why_unreachable([("a", None), ("a", None)]) is None
     assert (
-        why_unreachable([("a", 0), ("a", 0)]) == "ranks call their GPUs 0, 0, and each must see all"
+        why_unreachable([("a", 0), ("a", 0)])
+        == "ranks see their GPUs as 0, 0, but each must see all GPUs"
     )
     reach = {(0, 1), (1, 0), (1, 2), (2, 1)}
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) in reach)

@@ -246,7 +246,7 @@ def test_classes_of_a_users_file_can_be_pickled(name, tmp_path):
     [
         ({"env": "sorting"}, "rl.env: 'sorting' is neither sort"),
         ({"env": "sort", "env_args": '{"most": }'}, "rl.env_args: .* is not JSON"),
-        ({"env": "sort", "env_args": "[3]"}, "rl.env_args: .* is no JSON object"),
+        ({"env": "sort", "env_args": "[3]"}, "rl.env_args: .* is not a JSON object"),
         ({"env": "sort", "env_args": '{"mots": 3}'}, "rl.env_args: .*mots"),
         ({"env": "jsonl"}, "rl.prompts: not set"),
         ({"env": "jsonl", "prompts": "P"}, "rl.reward: not set"),
@@ -258,14 +258,23 @@ def test_classes_of_a_users_file_can_be_pickled(name, tmp_path):
         ({"env": "jsonl", "prompts": "P", "reward": "good"}, "rl.reward: 'good' is neither exact"),
         ({"env": "jsonl", "prompts": "F", "reward": "exact"}, "rl.prompts: .*:2: not JSON"),
         ({"env": "sort", "env_args": '{"most": 11}'}, "rl.env_args: least 4, most 11: "),
-        ({"env": "sort", "env_args": '{"most": "9"}'}, "rl.env_args: most '9' is no whole number"),
+        (
+            {"env": "sort", "env_args": '{"most": "9"}'},
+            "rl.env_args: most '9' is not a whole number",
+        ),
         (
             {"env": "sort", "env_args": '{"least": 4.5}'},
-            "rl.env_args: least 4.5 is no whole number",
+            "rl.env_args: least 4.5 is not a whole number",
         ),
         ({"env": "arithmetic", "env_args": '{"terms": 201}'}, "rl.env_args: terms 201: give 1 to"),
-        ({"env": "arithmetic", "env_args": '{"terms": 2.5}'}, "rl.env_args: terms 2.5 is no whole"),
-        ({"env": CALCULATOR, "env_args": '{"calls": "x"}'}, "rl.env_args: calls 'x' is no whole"),
+        (
+            {"env": "arithmetic", "env_args": '{"terms": 2.5}'},
+            "rl.env_args: terms 2.5 is not a whole",
+        ),
+        (
+            {"env": CALCULATOR, "env_args": '{"calls": "x"}'},
+            "rl.env_args: calls 'x' is not a whole",
+        ),
         ({"env": "arithmetic", "env_args": '{"digits": 0}'}, "rl.env_args: digits 0: "),
         ({"env": "arithmetic", "env_args": '{"operations": "/"}'}, "rl.env_args: operations '/'"),
         ({"env": CALCULATOR, "env_args": '{"terms": 0}'}, "rl.env_args: terms 0: "),

@@ -468,4 +468,4 @@ def test_dry_run_proposes_settings_that_fit(words, says, capsys):
 
 def test_dry_run_says_when_no_setting_makes_it_fit(capsys):
     assert main(["qwen3-30b-a3b", "--train.device", "cpu", "--dry_run"]) == 0
-    assert re.search(r"\ndoes not fit: .*; nothing tried would\n$", capsys.readouterr().err)
+    assert re.search(r"\ndoes not fit: .*; nothing that was tried fits\n$", capsys.readouterr().err)

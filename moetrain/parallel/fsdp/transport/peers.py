@@ -423,7 +423,9 @@ def reachable(
         if reason is None:
             found.append(name)
         elif setting.fsdp_transport == "copy":
-            raise ConfigError("parallel.fsdp_transport", f"'copy' cannot be: {reason}; use nccl")
+            raise ConfigError(
+                "parallel.fsdp_transport", f"'copy' is not possible: {reason}; use nccl"
+            )
         else:
             ranks = dist.get_process_group_ranks(group)
             logger.info("FSDP uses collectives among ranks %s: %s", ranks, reason)
@@ -448,7 +450,7 @@ def why_unreachable(devices: Sequence[tuple[str, int | None]]) -> str | None:
     if gpus[0] is None:
         return None
     if len(set(gpus)) < len(gpus):
-        return f"ranks call their GPUs {', '.join(map(str, gpus))}, and each must see all"
+        return f"ranks see their GPUs as {', '.join(map(str, gpus))}, but each must see all GPUs"
     for a, b in permutations(gpus, 2):
         if not torch.cuda.can_device_access_peer(a, b):
             return f"GPU {a} cannot reach the memory of GPU {b}"
