@@ -6,7 +6,7 @@ With ``moe_latent_size`` the routed experts' tokens are narrower than the model.
 to the latent width before they are sent, and P projects the experts' sum back. The router and the
 shared expert take the tokens themselves.
 
-Left out on purpose: biases, which no published model has, and products in fp8.
+Left out on purpose: biases, which no published model has.
 
 Legend: B batch, S sequence, T tokens, D model width, F width of the layer or expert, E experts,
 L latent width.
