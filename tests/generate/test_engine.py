@@ -315,7 +315,7 @@ def test_sleep_and_abort():
         generator.step()
     assert generator.abort("b") == []  # it is not running
     generator.sleep()
-    with pytest.raises(RuntimeError, match="asleep"):
+    with pytest.raises(RuntimeError, match="sleeps"):
         generator.generate([replace(request, id="b")])
     assert list(generator._live) == ["a"]
     assert all(cache.keys_PZGd is None for cache in generator.steps.caches)
