@@ -213,7 +213,7 @@ def test_machines_that_differ_are_refused(tiny, monkeypatch, no_group):
     store.set("per_machine", "4")
     monkeypatch.setattr(world_module, "launched_place", lambda: place)
     monkeypatch.setattr(world_module.processes, "find_ranks", lambda *_: store)
-    with pytest.raises(ConfigError, match=r"gpus_per_machine: auto is 1 for rank 0, and 4 for an"):
+    with pytest.raises(ConfigError, match=r"gpus_per_machine: auto is 1 on rank 0 but 4 on an"):
         join_world(tiny("train.global_batch_size=8"), MOE)
     assert not dist.is_initialized()
 

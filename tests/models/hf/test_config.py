@@ -133,7 +133,7 @@ BAD_CONFIGS = {
     "bool for a number": ({"num_hidden_layers": True}, "num_hidden_layers is True"),
     "heads": ({"num_key_value_heads": 4}, "heads 6 is not a multiple of num_key_value_heads 4"),
     "layer type": ({"layer_types": ["full_attention", "x", "y"]}, "layer_types x, y"),
-    "too few layer types": ({"layer_types": ["full_attention"]}, "names 1 layers"),
+    "too few layer types": ({"layer_types": ["full_attention"]}, "has 1 entries"),
     "no window": ({"layer_types": ["sliding_attention"] * 3}, "no sliding_window is in use"),
 }
 

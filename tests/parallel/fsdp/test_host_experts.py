@@ -118,7 +118,7 @@ def test_memory_estimate_counts_offloaded_experts():
         ),
         (
             "lora.rank=8 lora.base_dtype=nf4 launch.nproc=2 train.micro_batch_size=8",
-            "lora.offload_experts: true, but 2 ranks shard the same experts; use parallel.ep 2, or",
+            "lora.offload_experts: yes, but 2 ranks shard the same experts; use parallel.ep 2, or",
         ),
     ],
 )
