@@ -362,9 +362,8 @@ def test_a_state_goes_on_bit_for_bit(dtype):
 def test_the_state_of_another_optimizer_is_refused(ours, theirs):
     engine, other = (make_engine(f"optim.name={name}") for name in (ours, theirs))
     train(other, range(1))
-    with pytest.raises(
-        ConfigError, match=rf"and optim\.name '{ours}' \(.*\) differ\); set these"
-    ) as refused:
+    says = rf"and optim\.name '{ours}' \(.* differ\); set these"
+    with pytest.raises(ConfigError, match=says) as refused:
         engine.load_state(copy_of(other.state()))
     assert refused.value.field == "checkpoint.resume"
     assert not engine.optimizer.state
