@@ -1,6 +1,6 @@
 """Settings that contradict each other, or that would have no effect: one table.
 
-    Need("optim.decay_fraction", requires={"optim.schedule": {"wsd"}})
+    Need("model.rope", requires={"model.max_positions": Other(None)})
 
 If a user gave a setting that a need refuses, the result is an error of one line. If only a recipe
 gave the setting, it goes back to its default (:meth:`moetrain.config.Config.fitted`).
@@ -27,7 +27,12 @@ class Fact(StrEnum):
 
 
 class Other(Container[object]):
-    """A container of every value except ``excluded``."""
+    """A container of every value except ``excluded``.
+
+    With one value excluded the message advises another one. With several it cannot tell which
+    values are left: give the :class:`Need` a ``remedy``, or list the values that fit in place of
+    ``Other``.
+    """
 
     def __init__(self, *excluded: object) -> None:
         self.excluded = excluded
@@ -104,7 +109,7 @@ _EXPERT_PARALLEL = {"parallel.ep": _SEVERAL}
 _OF_TEXT = {"data.source": Other("synthetic")}
 _HAS_CHATS = {"rl.chat": {True}, "rl.env": Other("sort", "arithmetic")}
 _OF_GROUPS = ("dr_grpo", "grpo", "rloo", "reinforce_pp_baseline")
-_HAS_RATIO = {"rl.policy": Other("reinforce")}
+_CLIPS = {"rl.policy": ("clip", "gspo", "cispo", "dppo_tv", "dppo_kl")}
 _SAVES = {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}
 _NARROW = Other("auto")
 _LEARNS_TOKENS = {
@@ -380,7 +385,7 @@ NEEDS: tuple[Need, ...] = (
     ),
     Need("checkpoint.hf_dtype", requires={"checkpoint.save_hf": {True}}),
     Need("rl.prompts rl.reward", requires={"rl.env": {"jsonl"}}),
-    Need("rl.clip_low rl.clip_high", requires=_HAS_RATIO, why="this loss has no ratio to clip"),
+    Need("rl.clip_low rl.clip_high", requires=_CLIPS, why="this loss clips no ratio"),
     Need("rl.dual_clip", requires={"rl.policy": {"clip"}}),
     Need(
         "rl.dual_clip rl.clip_low rl.clip_high",

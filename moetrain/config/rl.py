@@ -15,13 +15,13 @@ SleepName = Literal["never", "cache", "all"]
 # The bounds of the ratio are 1 - low and 1 + high. clip has PPO's lower bound and DAPO's upper
 # bound, which is higher. gspo has GSPO's bounds, for means over a sequence. cispo has no lower
 # bound, and ScaleRL's upper bound. dppo has DPPO's bounds of the divergence, downwards and upwards.
+# A policy without a row has those of clip, which a loss that clips nothing does not apply.
 _CLIP_RANGES: dict[_PolicyName, tuple[float, float]] = {
     "clip": (0.2, 0.28),
     "gspo": (3e-4, 4e-4),
     "cispo": (1.0, 4.0),
     "dppo_tv": (0.15, 0.15),
     "dppo_kl": (0.05, 0.05),
-    "reinforce": (1.0, 4.0),  # not applied: this loss clips no ratio
 }
 _MASK_RANGES = {
     "none": (0.0, float("inf")),

@@ -84,7 +84,11 @@ def ratios(
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """Tokens whose loss is computed; all tensors have one shape."""
+    """Tokens whose loss is computed; all tensors have one shape.
+
+    Their dtype is fp32 in training and fp64 in tests. A constant of a loss has the dtype of
+    ``logprob``: ``torch.where(condition, 1.0, 1.05)`` would be fp32 in both.
+    """
 
     logprob: torch.Tensor
     """lp: log-probabilities, differentiable."""

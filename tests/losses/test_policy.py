@@ -122,7 +122,7 @@ def test_a_token_that_does_not_count_has_no_gradient_from_its_teacher():
 CHOICES = [
     {"policy": p, "ratio": r, "aggregation": a}
     for p, r, a in product(
-        ["clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "reinforce"],
+        tuple(POLICY_LOSSES),
         ["current", "proximal", "rollout"],
         ["token", "sequence", "fixed"],
     )

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from moetrain.config.rl import RlSection
+from moetrain.losses.policy import POLICY_LOSSES
 from moetrain.rl.losses import PolicyObjective, advantages, corrected
 from moetrain.rl.trajectories import Trajectory
 from moetrain.train.samples import Sample, pack
@@ -45,7 +46,7 @@ def numbers(few):
 
 
 def draw_settings(d):
-    policy = d.choice(["clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "reinforce"])
+    policy = d.choice(tuple(POLICY_LOSSES))
     words = {
         "policy": policy,
         "ratio": d.choice(["current", "proximal", "rollout"]),
