@@ -101,7 +101,7 @@ class OptimSection(Section):
     warmup_fraction: float | None = Field(default=None, ge=0, lt=1)
     """Share of the steps that warm up. Give this or optim.warmup_steps."""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
-    """Share of the steps in which the schedule wsd decays."""
+    """Share of the steps that decay, for a schedule that is constant before it decays."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay rate of AdamW's first moment."""
     beta2: float = Field(default=0.95, ge=0, lt=1)

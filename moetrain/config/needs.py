@@ -117,7 +117,8 @@ _LEARNS_TOKENS = {
     "lora.modules_to_save": _SOME_NAMES,
     "lora.trainable_tokens": _SOME_NAMES,
 }
-_EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
+# An entry of data.mix may have an eval_path of its own.
+_EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET, "data.mix": _SET}
 
 NEEDS: tuple[Need, ...] = (
     Need(
@@ -202,7 +203,12 @@ NEEDS: tuple[Need, ...] = (
     Need("data.workers", requires={"data.streaming": ("auto", "yes")}),
     Need("data.num_documents", requires={"data.source": {"synthetic"}}),
     Need("train.compare_replicas", requires={"parallel.dp_replicate": Other(1)}, when=_SOME),
-    Need("train.eval_interval train.eval_rows", requires=_EVALUATED, when=_SOME),
+    Need(
+        "train.eval_interval train.eval_rows train.patience checkpoint.best",
+        requires=_EVALUATED,
+        when=_SOME,
+        remedy="unset it, or raise data.eval_fraction, or set data.eval_path",
+    ),
     Need("train.patience checkpoint.best", requires={"train.eval_interval": _SOME}),
     Need("train.sample_prompt", requires={"train.sample_tokens": _SOME}),
     Need("rl.generators rl.keep_cache", requires={"rl.placement": {"apart"}}),
@@ -421,7 +427,11 @@ NEEDS: tuple[Need, ...] = (
     Need("rl.resample", requires={"rl.teacher": {None}}, why="every group learns from the teacher"),
     Need("rl.supervised_lr", requires={"rl.supervised_steps": _SOME}),
     Need("rl.eval_temperature", requires={"rl.eval_tasks": _SOME}),
-    Need("train.eval_interval", requires={"rl.eval_tasks": _SOME}, when=_SOME),
+    Need(
+        "train.eval_interval train.patience checkpoint.best",
+        requires={"rl.eval_tasks": _SOME},
+        when=_SOME,
+    ),
     Need("launch.gpus launch.gpu", requires={Fact.DRY_RUN: _HELD}),
     Need("launch.gpus launch.gpu", requires={"train.device": Other("cpu")}),
 )

@@ -359,7 +359,8 @@ class TrainSection(Section):
     every evaluation, whatever train.seed and the number of ranks are."""
     patience: NonNegativeInt = 0
     """End the run after this many evaluations in a row that do not improve the best held-out loss
-    (in reinforcement learning, the best held-out reward); 0: never."""
+    (in reinforcement learning, the best held-out reward); 0: never. The evaluation before the first
+    step does not count."""
     sample_tokens: NonNegativeInt = 200
     """Tokens that the trained model generates at the end of the run, as a sample; 0: no sample. A
     program of your own gets the sample from the callback ``moetrain.generate.weights.Sampled``."""

@@ -13,6 +13,7 @@ the beginning up to the row at which the checkpoint was written.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
@@ -27,6 +28,8 @@ from moetrain.data.tokenizer import load_tokenizer
 _OF_TEXT = ("source", "path", "eval_path", "mix", "format", "text_field", "chat_template")
 _OF_TEXT += ("train_on", "split", "subset", "packing", "eval_fraction", "num_documents")
 """Settings of the section ``data`` that have no effect on rows."""
+_OF_EVALUATIONS = ("train.patience", "checkpoint.best")
+"""Settings that have no effect without rows to evaluate on."""
 
 
 class _SequenceRows:
@@ -148,9 +151,10 @@ def data_of_rows(rows: Any, held_out: Any, config: Config, vocab_size: int) -> D
     sets = {
         name: _sized(rows, seq_len, vocab_size) for name, rows in sets.items() if rows is not None
     }
-    if not sets and config.train.patience:
-        problem = f"{config.train.patience}, but no rows to evaluate on were given (eval_data=)"
-        raise ConfigError("train.patience", f"{problem}; give some, or set it to 0")
+    for name in () if sets else _OF_EVALUATIONS:
+        if value := attrgetter(name)(config):
+            problem = f"{value}, but no rows to evaluate on were given (eval_data=)"
+            raise ConfigError(name, f"{problem}; give some, or unset it")
     identity = [train.identity, [x.identity for x in sets.values()]]
     fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     return Data(

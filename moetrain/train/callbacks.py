@@ -3,7 +3,7 @@
     class LowEnough(Callback):
         def on_evaluate(self, run, row):
             if row["eval_loss"] < 1.5:
-                run.end("the held-out loss is low enough")
+                run.end("the held-out loss is low enough", everywhere=True)
 
     Trainer(config, callbacks=[LowEnough()]).fit()
 
@@ -60,7 +60,12 @@ class RunView(Protocol):
     """Tokens that chose each expert in the last logged step, of all ranks; None: no experts."""
 
     def end(self, reason: str, *, everywhere: bool = False) -> None:
-        """End the run in order, as :meth:`moetrain.train.run.Run.end` says."""
+        """End the run in order, as if this step were its last; ``reason`` is said and returned.
+
+        Pass ``everywhere=True`` if every rank calls this at the same step, as a hook does that
+        decides by its row alone: the run ends with this step. Otherwise a single rank may call it,
+        and all ranks end together at most two steps later.
+        """
 
     def say(self, text: str) -> None:
         """Print a line on the main rank."""
@@ -195,7 +200,9 @@ class Best(Callback):
     """Remembers the best evaluation: the lowest ``eval_loss``, or the highest ``eval_reward``.
 
     It keeps the checkpoint of that step (``checkpoint.best``; the link ``checkpoints/best`` points
-    to it), and ends a run that no longer improves (``train.patience``).
+    to it), and ends a run that no longer improves (``train.patience``). The evaluation before the
+    first step does not count. Its state is in checkpoints, so a run that had a reason to end ends
+    again when it is resumed (``on_start``), unless the setting has changed.
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from moetrain.cli.train import main
-from moetrain.config import Config, ConfigError, Fact, needs
+from moetrain.config import Config, ConfigError, Fact, Recipes, needs
 from moetrain.parallel.world import join_world
 from moetrain.train.engine import Engine
 from moetrain.train.estimates.plan import MemoryPlan, plan_memory
@@ -72,8 +72,13 @@ GIVEN = [
     ),
     (
         "--data.eval_fraction 0 --train.eval_rows 8",
-        "train.eval_rows: 8 contradicts data.eval_fraction 0.0 and data.eval_path none; unset it, "
-        "or raise data.eval_fraction, or set data.eval_path",
+        "train.eval_rows: 8 contradicts data.eval_fraction 0.0 and data.eval_path none and "
+        "data.mix none; unset it, or raise data.eval_fraction, or set data.eval_path",
+    ),
+    (
+        "--data.eval_fraction 0 --train.patience 3",
+        "train.patience: 3 contradicts data.eval_fraction 0.0 and data.eval_path none and "
+        "data.mix none; unset it, or raise data.eval_fraction, or set data.eval_path",
     ),
     (
         "--moe.force_balanced yes --moe.bias_update_rate 0.1",
@@ -127,6 +132,18 @@ def test_settings_without_effect_are_refused_in_one_line(words, says, tmp_path, 
     assert error.startswith(f"error: {says}")
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("word", ["train.eval_interval=5", "train.patience=3"])
+def test_entries_of_a_mixture_may_be_what_is_evaluated_on(word):
+    mix = json.dumps([{"path": "a.jsonl", "eval_path": "b.jsonl"}])
+    Config.load(None, [f"data.mix={mix}", "data.eval_fraction=0", word], environ={})
+
+
+@pytest.mark.parametrize("word", ["train.patience=3", "checkpoint.best=yes"])
+def test_without_tasks_to_evaluate_on_there_is_no_best(word):
+    with pytest.raises(ConfigError, match=r"contradicts rl\.eval_tasks 0; unset it, or raise rl"):
+        Config.load(None, ["rl.eval_tasks=0", word], environ={}, recipes=Recipes.RL)
 
 
 def test_an_environment_says_a_setting_once(monkeypatch):

@@ -111,6 +111,8 @@ def test_settings_of_data_beside_rows_are_refused(tiny, own):
         Trainer(own("train.epochs=1", "train.steps=none"), data=Counting())
     with pytest.raises(ConfigError, match=r"train\.patience: .*eval_data="):
         Trainer(own("train.patience=1", "train.eval_interval=1"), data=rows_of(3))
+    with pytest.raises(ConfigError, match=r"checkpoint\.best: .*eval_data="):
+        Trainer(own("checkpoint.best=yes", "train.eval_interval=1"), data=rows_of(3))
 
 
 @pytest.mark.tier("long")
