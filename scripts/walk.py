@@ -46,6 +46,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent.resolve()
+sys.path.insert(0, str(ROOT))  # walks are of this checkout, wherever the package is installed
 PAGE = ROOT / "docs" / "walks.md"
 SKIPPED = {"moetrain.runtime.annotate"}
 """Modules whose functions only name other calls in traces."""

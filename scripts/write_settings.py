@@ -14,6 +14,9 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+# The page is of this checkout, wherever the package is installed.
+sys.path.insert(0, str(Path(__file__).parent.parent.resolve()))
+
 from moetrain.config import Config
 from moetrain.config.help import as_typed, values_in_words
 from moetrain.config.sources import recipe_names
