@@ -1,6 +1,6 @@
 """Routing statistics of a batch, and the losses that balance routers.
 
-Legend: E experts, L MoE layers.
+Legend: E experts, L MoE layers, N numbers of a packed row.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,11 +8,14 @@ from typing import NamedTuple
 
 import torch
 
+_NUM_SCALARS = 2
+"""Sums of a layer that are one number each. They come last in a packed row."""
+
 
 class RouterStats(NamedTuple):
     """Sums over one layer's tokens, from :class:`~moetrain.kernels.experts.routed.Routed`.
 
-    The first four are a layer's part of the fields of :class:`RoutingStats`.
+    All but the last are a layer's part of the fields of :class:`RoutingStats`.
     """
 
     counts_E: torch.Tensor
@@ -22,18 +25,28 @@ class RouterStats(NamedTuple):
     dropped: torch.Tensor | None = None
     """int32: rows for which a dispatcher of fixed sizes had no room; None: sizes are not fixed."""
 
+    @staticmethod
+    def packed_size(num_experts: int) -> int:
+        """Return N, the width of a packed row."""
+        return 2 * num_experts + _NUM_SCALARS
+
     def packed(self) -> torch.Tensor:
-        """Return all but ``dropped`` as a row [2E + 2], fp32: exact for counts of up to 2^24."""
+        """Return all but ``dropped`` as a row [N], fp32: exact for counts of up to 2^24."""
         sums = torch.stack([self.z_sum, self.entropy_sum])
         return torch.cat([self.counts_E.to(sums.dtype), self.prob_sum_E, sums])
 
     @classmethod
     def of_packed(cls, row_N: torch.Tensor) -> "RouterStats":
         """Invert :meth:`packed`, in fp32; the row may be of a wider dtype."""
-        num_experts = len(row_N) // 2 - 1
-        counts_E, prob_sum_E, z_sum, entropy_sum = row_N.split([num_experts, num_experts, 1, 1])
-        counts_E = counts_E.detach().to(torch.int32)
-        return cls(counts_E, prob_sum_E.float(), z_sum[0].float(), entropy_sum[0].detach().float())
+        num_experts = (len(row_N) - _NUM_SCALARS) // 2
+        counts_E, prob_sum_E, scalars = row_N.split([num_experts, num_experts, _NUM_SCALARS])
+        z_sum, entropy_sum = scalars.float()
+        return cls(
+            counts_E=counts_E.detach().to(torch.int32),
+            prob_sum_E=prob_sum_E.float(),
+            z_sum=z_sum,
+            entropy_sum=entropy_sum.detach(),
+        )
 
 
 class RoutingStats(NamedTuple):
@@ -80,9 +93,9 @@ class RoutingStats(NamedTuple):
         )
 
     def packed(self) -> torch.Tensor:
-        """Return each layer's row [L, 2E + 2] of :meth:`RouterStats.packed`, fp64."""
-        sums_L2 = torch.stack([self.z_sum_L, self.entropy_sum_L], 1)
-        return torch.cat([self.counts_LE.double(), self.prob_sum_LE, sums_L2], 1)
+        """Return each layer's row [L, N] of :meth:`RouterStats.packed`, fp64."""
+        scalars = torch.stack([self.z_sum_L, self.entropy_sum_L], 1)
+        return torch.cat([self.counts_LE.double(), self.prob_sum_LE, scalars], 1)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RoutingStats":
         """Apply ``function`` to every sum, for example a sum over ranks."""

@@ -188,6 +188,9 @@ class MoEOutput(NamedTuple):
 class Dispatcher:
     """Sends tokens to their experts and back; this class serves a device that has all experts.
 
+    ``x_TD`` are a rank's own tokens, in the order of its rows. Under context and tensor parallelism
+    they are the rank's share of them, in the same order.
+
     No per-call state lives on a dispatcher: the context is an immutable tuple of tensors, so calls
     re-enter safely under recomputation, pipelining and overlap.
     """
@@ -445,7 +448,11 @@ class MoE(nn.Module):
         )
         y_TD, dropped = self.results(x_TD, routed, context)
         stats = RouterStats(
-            routed.counts_E, routed.prob_sum_E, routed.z_sum, routed.entropy_sum, dropped
+            counts_E=routed.counts_E,
+            prob_sum_E=routed.prob_sum_E,
+            z_sum=routed.z_sum,
+            entropy_sum=routed.entropy_sum,
+            dropped=dropped,
         )
         return y_TD.view_as(x_BSD), stats
 
@@ -461,7 +468,10 @@ class MoE(nn.Module):
         return MoEOutput(y_TD, dropped)
 
     def through_experts(self, x_TD: torch.Tensor, routed: Routed) -> MoEOutput:
-        """Return the weighted sum of each token's routed experts."""
+        """Return the weighted sum of each token's routed experts.
+
+        The layers of all families come through here, and so do those of a generator.
+        """
         few_TD = self.experts.of_few(x_TD, routed) if type(self.dispatcher) is Dispatcher else None
         if few_TD is not None:
             return MoEOutput(few_TD, dropped=None)

@@ -15,7 +15,8 @@ class Routed(NamedTuple):
     """The decision of one router call, and the sums over tokens that the balancing losses need."""
 
     ids_TK: torch.Tensor
-    """int32: each token's experts, that with the largest s + bias first; -1 for a pad."""
+    """int32: each token's experts, that with the largest s + bias first; -1: no expert. Only
+    pads have -1, and have nothing else."""
     weights_TK: torch.Tensor
     """fp32, differentiable: the routing weights; 0 for a pad."""
     counts_E: torch.Tensor

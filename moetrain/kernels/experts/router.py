@@ -40,6 +40,8 @@ from moetrain.runtime.backend import (
 )
 from moetrain.runtime.typed import OpContext, fake_of, register_gradient
 
+_NUM_SCALARS = 2
+"""Sums over tokens that are one number each, z and entropy. The kernels write it as ``E + 2``."""
 _MAX_EXPERTS = 512
 _MAX_K = 32
 _TILE_ELEMENTS = 2048
@@ -212,7 +214,7 @@ def router_topk_op(
     num_programs = max(1, min(triton.cdiv(T, rows), _MAX_PROGRAMS))
     alone = num_programs == 1  # the sums of its tokens are the results
     counts_PE = counts_E if alone else counts_E.new_empty((num_programs, E))
-    sums_PE = logits_TE.new_empty((0 if alone else num_programs, E + 2))
+    sums_PE = logits_TE.new_empty((0 if alone else num_programs, E + _NUM_SCALARS))
     is_pad = None if is_pad_T is None else is_pad_T.contiguous().view(torch.uint8)
     _route_kernel[(num_programs,)](
         logits_TE, bias_E, is_pad, ids_TK, weights_TK, counts_PE,
@@ -223,7 +225,7 @@ def router_topk_op(
         S=slots, ALONE=alone, num_warps=warps,
     )  # fmt: skip
     if not alone:
-        _sum_programs_kernel[(triton.cdiv(E + 2, 16),)](
+        _sum_programs_kernel[(triton.cdiv(E + _NUM_SCALARS, 16),)](
             counts_PE, sums_PE, counts_E, prob_sum_E, z_sum, entropy_sum, num_programs,
             E=E, B=64, C=16,
         )  # fmt: skip

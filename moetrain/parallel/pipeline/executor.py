@@ -1,7 +1,7 @@
 """Run a schedule on this rank's stages. One loop over actions and transfers runs any schedule.
 
 A stage sends a micro-batch's residual stream to the next one, and what its routers have counted so
-far, one fp32 row [2E + 2] for each MoE layer. So the last stage has the whole model's hidden states
+far, one fp32 row [N] for each MoE layer. So the last stage has the whole model's hidden states
 and routing, and an objective needs to know nothing of stages. The gradients of balancing losses
 come back the way the counts came. Every rank has every batch, and knows the shapes of what it
 receives.
@@ -12,7 +12,8 @@ What is sent is kept for as many batches of transfers as can pass before its rec
 Left out on purpose: sending a tensor parallel rank's part alone (it is a part already), and freeing
 a stage's output between its sending and its backward.
 
-Legend: B batch, S sequence, D model width, E experts, L MoE layers of all stages so far.
+Legend: B batch, S sequence, D model width, E experts, L MoE layers of all stages so far,
+N the width of their rows (``RouterStats.packed_size``).
 """
 
 from collections import deque
@@ -35,7 +36,7 @@ _B = TypeVar("_B")
 Finish = Callable[[torch.Tensor, RoutingStats | None, _B], torch.Tensor]
 """Takes hidden states [B, S, D], the routing and a batch on the device. Returns the 0-d loss."""
 _Tensors = tuple[torch.Tensor, ...]
-"""A residual stream, and routing sums [L, 2E + 2] unless L is 0; or the gradients of both."""
+"""A residual stream, and routing sums [L, N] unless L is 0; or the gradients of both."""
 
 
 class Pipeline:
@@ -99,7 +100,7 @@ class Pipeline:
         if sums is not None:
             rows = () if routing is None else (routing.packed().flatten(),)
             flat_N = torch.cat([sums.double(), *rows])
-        size = count + layers * (2 * arch.num_experts + 2)
+        size = count + layers * RouterStats.packed_size(arch.num_experts)
         flat_N = self.stages.broadcast(last, flat_N, (size,), torch.float64)
         found = map(RouterStats.of_packed, flat_N[count:].view(layers, -1) if layers else ())
         return flat_N[:count], RoutingStats.of_layers([*found], arch.num_experts_per_token)
@@ -219,7 +220,8 @@ class _Run:
         num_layers = sum(i < before for i in arch.moe_layer_indices)
         if not num_layers:
             return (x,)
-        return x, torch.empty(num_layers, 2 * arch.num_experts + 2, device=device)
+        width = RouterStats.packed_size(arch.num_experts)
+        return x, torch.empty(num_layers, width, device=device)
 
 
 def _wait_for(works: list[dist.Work]) -> None:
