@@ -99,8 +99,8 @@ def _satisfied(name: str, fitting: Container[object]) -> str:
     return f"set {name} {', '.join(words)}{' or ' * bool(words)}{last}"
 
 
-_RECORDS = ("records", "jsonl")
-_TEXTS = ("text", *_RECORDS)
+_RECORD_SOURCES = ("records", "jsonl")
+_FILE_SOURCES = ("text", *_RECORD_SOURCES)
 _WITH_REFERENCE = ("dpo", "ipo", "kto")
 _PREFERENCES = (*_WITH_REFERENCE, "simpo", "orpo")
 _ON_PAIRS = ("dpo", "ipo", "simpo", "orpo", "reward")
@@ -129,14 +129,14 @@ NEEDS: tuple[Need, ...] = (
         why="its config.json decides",
     ),
     Need("model.rope", requires={"model.max_positions": _SET}),
-    Need("data.path data.eval_path data.streaming", requires={"data.source": _TEXTS}),
-    Need("data.mix data.text_field data.format", requires={"data.source": _RECORDS}),
+    Need("data.path data.eval_path data.streaming", requires={"data.source": _FILE_SOURCES}),
+    Need("data.mix data.text_field data.format", requires={"data.source": _RECORD_SOURCES}),
     Need(
         "data.chat_template data.chat_template_kwargs",
-        requires={"data.source": _RECORDS} | _HAS_CHATS,
+        requires={"data.source": _RECORD_SOURCES} | _HAS_CHATS,
     ),
-    Need("data.train_on data.split data.subset", requires={"data.source": _RECORDS}),
-    Need("data.bad_records data.overlong", requires={"data.source": _RECORDS}),
+    Need("data.train_on data.split data.subset", requires={"data.source": _RECORD_SOURCES}),
+    Need("data.bad_records data.overlong", requires={"data.source": _RECORD_SOURCES}),
     Need("data.overlong", requires={"data.packing": ("auto", "whole")}),
     Need("data.text_field", requires={"data.format": ("auto", "text")}),
     Need("data.chat_template data.train_on", requires={"data.format": Other("text")}),
@@ -164,7 +164,7 @@ NEEDS: tuple[Need, ...] = (
         why="the rows of new tokens would not be trained",
         remedy="set lora.trainable_tokens to the same tokens",
     ),
-    Need("train.objective", requires={"data.source": _RECORDS}, when=_ON_ANSWERS),
+    Need("train.objective", requires={"data.source": _RECORD_SOURCES}, when=_ON_ANSWERS),
     Need("train.objective", requires={"data.format": ("auto", "preference")}, when=_ON_PAIRS),
     Need(
         "train.objective",

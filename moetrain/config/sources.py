@@ -334,17 +334,55 @@ def _source_of_path(layers: _Layers) -> _Layers:
     users = _flat({k: x for k, x in layers.items() if not k.startswith(Reader.PROPOSED)})
     if users.get("data.mix") is not None and "data.source" not in users:
         return {"as data.mix is set": {"data.source": "records"}}
-    path, reads_files = values.get("data.path"), values.get("data.source") in {*_OF_SUFFIX.values()}
+    path, reads_files = values.get("data.path"), values.get("data.source") in {*_SOURCE_OF.values()}
     if path is None or reads_files or "data.path" not in users or "data.source" in users:
         return {}
     return {"end of data.path": {"data.source": source_by_suffix(path)}}
 
 
-_TABLES_OF_TEXT = {".csv", ".tsv"}
-_RECORDS = (".parquet", ".arrow", ".gz", ".zst", ".bz2", ".xz", "")
-_OF_SUFFIX = {".jsonl": "jsonl", ".txt": "text", ".json": "records"} | dict.fromkeys(
-    _RECORDS, "records"
-)
+class FileKind(Enum):
+    """Kinds of files of data; :mod:`moetrain.data.containers` reads those of records."""
+
+    TEXT = "text"
+    LINES = "one JSON object in each line"
+    JSON = "the same, or one array of objects"
+    TABLE = "rows and columns, which pyarrow reads"
+    COMPRESSED = "a compressed file of LINES or JSON"
+    SHEET = "rows and columns as text, to be converted, or learned as text"
+    ARCHIVE = "several files in one, to be unpacked"
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """The ends of the names of such files."""
+        return tuple(suffix for suffix, kind in FILE_KINDS.items() if kind is self)
+
+
+FILE_KINDS: Mapping[str, FileKind] = {
+    ".jsonl": FileKind.LINES,
+    ".txt": FileKind.TEXT,
+    ".json": FileKind.JSON,
+    ".parquet": FileKind.TABLE,
+    ".arrow": FileKind.TABLE,
+    ".gz": FileKind.COMPRESSED,
+    ".zst": FileKind.COMPRESSED,
+    ".bz2": FileKind.COMPRESSED,
+    ".xz": FileKind.COMPRESSED,
+    ".csv": FileKind.SHEET,
+    ".tsv": FileKind.SHEET,
+    ".zip": FileKind.ARCHIVE,
+    ".tar": FileKind.ARCHIVE,
+    ".tgz": FileKind.ARCHIVE,
+    ".7z": FileKind.ARCHIVE,
+}
+"""By the end of the file's name."""
+_SOURCE_OF = {
+    FileKind.LINES: "jsonl",
+    FileKind.TEXT: "text",
+    FileKind.JSON: "records",
+    FileKind.TABLE: "records",
+    FileKind.COMPRESSED: "records",
+}
+"""The ``data.source`` of a kind. Files of the other kinds are refused."""
 
 
 def source_by_suffix(path: object, field: str = "data.path") -> str:
@@ -357,21 +395,21 @@ def source_by_suffix(path: object, field: str = "data.path") -> str:
     # If other files were read as texts, a model would learn their format: braces, commas, binary.
     suffix = PurePath(str(path)).suffix.lower()
     if not re.fullmatch(r"\.[a-z]+\d?", suffix):  # a folder, or a data set on the hub
-        suffix = ".txt" if _holds_texts_alone(str(path)) else ""
-    kind = _OF_SUFFIX.get(suffix)
-    if suffix in _TABLES_OF_TEXT:
+        return "text" if _holds_texts_alone(str(path)) else "records"
+    kind = FILE_KINDS.get(suffix)
+    if kind is FileKind.SHEET:
         problem = f"not set, and {field} {shortened(path)} is a table that is not read as records"
         remedy = "convert it to .jsonl or .parquet, or set text to learn the file as it is"
         raise ConfigError("data.source", f"{problem}; {remedy}")
-    if kind is None:
+    if kind not in _SOURCE_OF:
+        known = [suffix for suffix, one in FILE_KINDS.items() if one in _SOURCE_OF]
         raise ConfigError(
             "data.source",
-            f"not set, and {field} {shortened(path)} ends in none of "
-            f"{', '.join(filter(None, _OF_SUFFIX))}; set text (for text files or folders of them) "
-            "or records (for files or folders of records, or a data set of the hub); stdlib and "
-            "synthetic take no path",
+            f"not set, and {field} {shortened(path)} ends in none of {', '.join(known)}; set text "
+            "(for text files or folders of them) or records (for files or folders of records, or a "
+            "data set of the hub); stdlib and synthetic take no path",
         )
-    return kind
+    return _SOURCE_OF[kind]
 
 
 def _holds_texts_alone(folder: str) -> bool:

@@ -22,7 +22,7 @@ import re
 import stat
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -31,19 +31,22 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from moetrain.config import ConfigError, logger
-from moetrain.config.sources import shortened
+from moetrain.config.sources import FILE_KINDS, FileKind, shortened
 from moetrain.data.json_array import array_elements, is_array
 from moetrain.data.messages import BadLineError
 from moetrain.data.parquet_pages import group_size
 from moetrain.data.tools import TABLED, without_nulls
 
-_TABLES = {".arrow", ".parquet"}
+_TABLES = FileKind.TABLE.suffixes
+_COMPRESSED = FileKind.COMPRESSED.suffixes
+_ARCHIVES = FileKind.ARCHIVE.suffixes
 _OPEN: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-_COMPRESSED = {*_OPEN, ".zst"}
-_ARCHIVES = {".zip", ".tar", ".tgz", ".7z"}
-_RECORD_FILES = (".jsonl", ".parquet", ".arrow", *(f".jsonl{c}" for c in sorted(_COMPRESSED)))
+"""By suffix, what opens a compressed file, except ``.zst``."""
+_WHOLE = (".arrow", *_COMPRESSED)
+"""Suffixes of files that are read from their beginning alone, as one piece."""
+_RECORD_FILES = (*FileKind.LINES.suffixes, *_TABLES, *(f".jsonl{c}" for c in _COMPRESSED))
 """Suffixes of the files of records in a folder."""
-_JSON_FILES = (".json", *(f".json{c}" for c in sorted(_COMPRESSED)))
+_JSON_FILES = (*FileKind.JSON.suffixes, *(f".json{c}" for c in _COMPRESSED))
 """Suffixes of files that are read only in a folder without any of :data:`_RECORD_FILES`."""
 _ABOUT = {
     "config.json",
@@ -75,7 +78,11 @@ class Raw(NamedTuple):
     where: str
     """Its file and line or row, for messages."""
     key: bytes
-    """Identifies the record when held-out records are chosen."""
+    """Identifies the record when held-out records are chosen.
+
+    The bytes decide: those of a line of JSON without the blanks around it, or those of a row of a
+    table as JSON with sorted keys. The same record in another spelling has another key.
+    """
     content: bytes | dict[str, Any]
     """The JSON text of the record, or a row of a table."""
     num_bytes: int
@@ -165,7 +172,7 @@ class Files:
                     for i in range(found.num_row_groups):
                         group_size = found.row_group(i).total_byte_size
                         pieces.append(FilePart(file, i, i + 1, group_size))
-            elif suffix in _TABLES | _COMPRESSED or line_bytes is None or self._is_array(file):
+            elif suffix in _WHOLE or line_bytes is None or self._is_array(file):
                 ratio = _RATIO if suffix in _COMPRESSED else 1
                 pieces.append(FilePart(file, size=ratio * size))
             else:
@@ -187,17 +194,8 @@ class Files:
                 table = self.table.with_format("arrow")
                 rows = table.select(range(piece.start, min(piece.stop, len(table))))
                 yield from _rows(piece, rows.iter(batch_size=_ROWS_AT_ONCE))
-            elif suffix == ".parquet":
-                file = _pyarrow("parquet").ParquetFile(piece.file)
-                for group in range(piece.start, min(piece.stop, file.num_row_groups)):
-                    page_bytes = group_size(piece.file, file.metadata, group).page_bytes
-                    most = max(1, min(_ROWS_AT_ONCE, _MOST_BYTES // max(1, page_bytes)))
-                    batches = file.iter_batches(batch_size=most, row_groups=[group])
-                    yield from _rows(piece._replace(start=group), batches)
-            elif suffix == ".arrow":
-                yield from _rows(piece, _arrow(piece.file))
             else:
-                yield from _json(piece)
+                yield from _READERS.get(suffix, _json)(piece)
 
     @contextmanager
     def reading(self, file: Path) -> Iterator[None]:
@@ -278,17 +276,28 @@ def _too_large() -> str:
     return f"the record has {size}; make several records of it, or leave it out"
 
 
-def _arrow(path: Path) -> Iterator[Any]:
-    """Yield the batches of an Arrow file, or of a stream in a file, as ``datasets`` writes them."""
+def _parquet(piece: FilePart) -> Iterator[Raw]:
+    """Yield the rows of a Parquet file's row groups."""
+    file = _pyarrow("parquet").ParquetFile(piece.file)
+    for group in range(piece.start, min(piece.stop, file.num_row_groups)):
+        page_bytes = group_size(piece.file, file.metadata, group).page_bytes
+        most = max(1, min(_ROWS_AT_ONCE, _MOST_BYTES // max(1, page_bytes)))
+        batches = file.iter_batches(batch_size=most, row_groups=[group])
+        yield from _rows(piece._replace(start=group), batches)
+
+
+def _arrow(piece: FilePart) -> Iterator[Raw]:
+    """Yield the rows of an Arrow file, or of a stream in a file, as ``datasets`` writes them."""
     pa, ipc = _pyarrow("lib"), _pyarrow("ipc")
-    with pa.memory_map(str(path)) as source:
+    with pa.memory_map(str(piece.file)) as source:
         if source.read(6) == b"ARROW1":
             source.seek(0)
             file = ipc.open_file(source)
-            yield from (file.get_batch(i) for i in range(file.num_record_batches))
+            batches = (file.get_batch(i) for i in range(file.num_record_batches))
+            yield from _rows(piece, batches)
         else:
             source.seek(0)
-            yield from ipc.open_stream(source)
+            yield from _rows(piece, ipc.open_stream(source))
 
 
 def _json(piece: FilePart) -> Iterator[Raw]:
@@ -334,6 +343,10 @@ def _array(path: Path, file: Any) -> Iterator[Raw]:
             yield Raw(where, key=element.text, content=element.text, num_bytes=element.num_bytes)
 
 
+_READERS: dict[str, Callable[[FilePart], Iterator[Raw]]] = {".parquet": _parquet, ".arrow": _arrow}
+"""By suffix, what yields the records of a piece; :func:`_json` does for all other files."""
+
+
 # ---- finding files ------------------------------------------------------------------------------
 
 
@@ -352,8 +365,7 @@ def find_records(field: str, path: str, split: str, subset: str | None) -> tuple
     Raises ConfigError: ``path`` names nothing, or cannot be read.
     """
     is_saved = any(os.path.isfile(os.path.join(path, name)) for name in _SAVED)
-    kinds = {".jsonl", ".json", ".txt", *_TABLES, *_COMPRESSED, *_ARCHIVES}
-    is_file = os.path.splitext(path)[1] in kinds
+    is_file = os.path.splitext(path)[1] in FILE_KINDS
     is_of_hub = _HUB_ID.fullmatch(path) and not is_file and not os.path.lexists(path)
     if not is_saved and not is_of_hub:
         return list_files(field, path, _RECORD_FILES), None
@@ -451,7 +463,7 @@ def _walk(field: str, root: Path, skipped: Set[str]) -> Iterator[Path]:
 def _check_format(field: str, path: str, file: Path, as_text: bool) -> None:
     """Raise ConfigError if ``file``, which ``path`` names or holds, has an unsupported format."""
     suffix = file.suffix.lower()
-    if suffix in _ARCHIVES or (suffix in _TABLES | _COMPRESSED and as_text):
+    if suffix in _ARCHIVES or (suffix in (*_TABLES, *_COMPRESSED) and as_text):
         what = "it is" if str(file) == path else f"it holds {file.name!r},"
         remedy = "set data.source records" if suffix in _TABLES else "unpack it"
         raise ConfigError(field, f"{path!r} cannot be read: {what} no text but {suffix}; {remedy}")
