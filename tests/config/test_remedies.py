@@ -333,9 +333,9 @@ ROWS = {
         [{"data.source": "text"}, {"data.source": "records", "data.path": "a.ndjson"}],
     ),
     "a table of text": Row(
-        {"a.csv": "text\n" + TEXT, "a.jsonl": CHATS},
-        {"data.path": "a.csv"},
-        "data.source: not set, and data.path 'a.csv' is a table that is not read as records; "
+        {"a.tsv": "text\n" + TEXT, "a.jsonl": CHATS},
+        {"data.path": "a.tsv"},
+        "data.source: not set, and data.path 'a.tsv' is a table that is not read as records; "
         "convert it to .jsonl or .parquet, or set text to learn the file as it is",
         [{"data.path": "a.jsonl"}, {"data.source": "text"}],
     ),

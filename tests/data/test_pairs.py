@@ -13,6 +13,7 @@ from moetrain.data.chat import CHATML, BadLineError, ChatTemplate
 from moetrain.data.loader import build_data
 from moetrain.data.records import RecordReader
 from moetrain.data.tokenizer import load_tokenizer
+from moetrain.losses.preference import KINDS
 from tests.lib.data_files import write_lines
 
 Q, A, B = "Is 7 prime?", "Yes.", "It is even."
@@ -330,7 +331,7 @@ def test_records_that_are_no_pairs_are_refused():
     assert learned(document) == (Q, [A])
 
 
-@pytest.mark.parametrize("objective", ["next_token", "dpo", "ipo", "kto", "simpo", "orpo"])
+@pytest.mark.parametrize("objective", ["next_token", *KINDS])
 def test_a_run_has_the_same_prompt_for_every_objective(objective, tmp_path):
     """The records have the form of the best-known sets, read as in a run."""
     record = {"prompt": Q, "prompt_id": "1", **LONG_WHOLE, "score_chosen": 8.0}
