@@ -21,8 +21,9 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from moetrain.kernels.vocabulary.gumbel import gumbel_argmax
 
-STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-"""Values of a request have exactly their field's type, and are finite."""
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+"""Values of a request have exactly their field's type, and are finite. A name that is no field is
+an error."""
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -24,7 +24,7 @@ from moetrain.generate.request import (
     chat_stops,
     end_ids,
 )
-from moetrain.generate.sampling import kept_tokens, sample_filtered
+from moetrain.generate.sampling import Filters, kept_tokens, sample_filtered
 from moetrain.kernels.vocabulary.gumbel import gumbel_noise, noise_keys, stream_of
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
@@ -386,6 +386,14 @@ def test_impossible_parameters_are_named(name, value):
     with pytest.raises(ValidationError) as refused:
         SamplingParams(**{name: value})
     assert refused.value.errors()[0]["loc"][0] == name
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, Filters])
+def test_sampling_params_refuse_an_unknown_name(kind):
+    with pytest.raises(ValidationError) as refused:
+        kind(temprature=0)
+    (first,) = refused.value.errors()
+    assert (first["loc"], first["type"]) == (("temprature",), "unexpected_keyword_argument")
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "top_k", "seed", "n", "logprobs"])
