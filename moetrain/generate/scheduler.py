@@ -182,6 +182,7 @@ class Scheduler:
         self.figures["generator/steps"] += bool(planned)
         self.figures["generator/mixed_steps"] += any(number > 1 for _, number in planned)
         self.figures["generator/places"] += len(planned)
+        self.figures["generator/read_again"] += 0  # so that 0 is reported too
         return planned
 
     def _admit(self, budget: int) -> list[Scheduled]:

@@ -205,14 +205,17 @@ def test_a_default_asks_for_nothing(tmp_path):
         Config.load(toml, environ={})
 
 
-def test_settings_for_a_gpu_are_not_refused_with_one():
-    config = Config.load("debug", ["kernels.attention=exact"])
-    gpus = MemoryPlan.of(
-        *resolve_run(config.filled({"launch.gpus": 1}, "the test")), generates=False
-    )
-    assert gpus.machine.device.type == "cuda"
-    with pytest.raises(ConfigError, match="but this run is on a CPU"):
-        plan_memory(*resolve_run(config))
+def test_settings_for_a_gpu_are_planned_for_machines_with_gpus():
+    config = Config.load("debug", ["kernels.attention=exact", "launch.gpus=1"], environ={})
+    plan = MemoryPlan.of(*resolve_run(config), generates=False)
+    assert plan.machine.device.type == "cuda"
+    assert plan.config.kernels.attention == "exact"
+
+
+def test_settings_for_a_gpu_are_refused_in_a_plan_for_a_cpu():
+    words = ["kernels.attention=exact", "train.device=cpu"]
+    with pytest.raises(ConfigError, match=r"kernels\.attention: 'exact', but this run is on a CPU"):
+        plan_memory(*resolve_run(Config.load("debug", words, environ={})))
 
 
 def test_machines_that_are_planned_for_are_no_runs(tmp_path, capsys):

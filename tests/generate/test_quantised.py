@@ -12,7 +12,7 @@ from moetrain.kernels.small_m import expert_mlp
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import ParallelDims
-from moetrain.rl import learn
+from moetrain.rl.loop import RlTrainer
 from tests.lib.adapter_rollouts import answers_of, check
 from tests.lib.apart_runs import assert_same_bits, launched
 from tests.lib.architectures import own_part
@@ -21,7 +21,7 @@ from tests.lib.engines import WORDS, make_engine, train, weights_of
 from tests.lib.estimates import estimate_memory
 from tests.lib.family_cases import architecture_of
 from tests.lib.invariant_rows import PLACES
-from tests.lib.rl_runs import EVEN, fitted, lines_of, words_of
+from tests.lib.rl_runs import EVEN, config_of, fitted, lines_of, words_of
 
 MICRO = 2
 every_form = pytest.mark.parametrize("name", QUANT_FORMATS)
@@ -252,14 +252,17 @@ def test_apart_and_together_have_the_same_codes(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["auto", "mxfp4"])
-def test_all_tokens_are_scored_though_the_first_agree(dtype, tmp_path, monkeypatch):
-    """A policy that is certain has equal first tokens, however its weights are rounded."""
-    scored, score = [], learn.score
-    monkeypatch.setattr(learn.Learner, "_compare", lambda *_: torch.zeros(1, 3).double())
-    monkeypatch.setattr(learn, "score", lambda *a: scored.append(len(a[1])) or score(*a))
+def test_all_tokens_are_scored_though_the_first_agree(dtype, tmp_path):
+    """Weights of 0 are the same in every form, so all tokens agree. A run cannot know that."""
     (tmp_path / "even.py").write_text(EVEN)
     how = RUN | {"rl.env": f"{tmp_path / 'even.py'}:Even", "rl.generator_dtype": dtype}
     how |= {"train.micro_batch_size": 1, "train.steps": 1, "rl.ratio": "proximal"}
-    fitted(tmp_path / "run", **how)
-    assert scored[0] == 1
-    assert (len(scored) == 2 and scored[1] > 0) == (dtype != "auto")
+    trainer = RlTrainer(config_of(tmp_path / "run", **how))
+    for name, member in trainer.engine.fsdp.members.items():
+        trainer.engine.fsdp.write(name, (), torch.zeros(member.layout.shape))
+    trainer.fit()
+    (row,) = learned_in(tmp_path / "run")
+    written, learner = round(16 * row["length"]), trainer.learner
+    assert learner.differing == 0
+    assert 0 < learner.compared <= written
+    assert (learner.compared == written) == (dtype != "auto")

@@ -1,6 +1,7 @@
 """Damaged files of a job: the job is set aside, and the others are served."""
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -333,18 +334,30 @@ def test_an_answer_that_cannot_be_written_is_in_no_checkpoint(left, tmp_path, mo
             assert finish(service, NAMES[seed]) == left[1][seed]
 
 
-def test_job_without_an_acknowledgement_is_dropped(tmp_path, monkeypatch):
-    service = Service(config_of(tmp_path))
-    for after in range(3):
+def test_death_while_a_job_is_created_leaves_no_job_or_the_whole_job(tmp_path, monkeypatch):
+    """The client had no answer, so it sends the request again, or goes."""
+    name, left = NAMES[BAD], []
+    for after in itertools.count():
+        folder = tmp_path / str(after)
+        service, is_answered = Service(config_of(folder)), False
         with dying(monkeypatch, after):
-            service.create(NAMES[BAD], BAD)
-        service.jobs.clear()
-    assert (tmp_path / "jobs" / NAMES[BAD]).exists()
-    service.release()
-    (tmp_path / "jobs" / NAMES[BAD] / "job.json").unlink(missing_ok=True)
-    with Service(config_of(tmp_path)) as service:
-        assert service.jobs == {}
-        assert service.create(NAMES[BAD], BAD + 1).accepted == 0
+            service.create(name, BAD)
+            is_answered = True
+        service.release()
+        if is_answered:
+            break
+        files = sorted(path.name for path in (folder / "jobs" / name).rglob("*") if path.is_file())
+        left.append("whole" if files == ["job.json"] else "part" if files else "none")
+        with Service(config_of(folder)) as service:
+            if left[-1] == "whole":
+                assert service.find(name).seed == BAD
+                assert service.create(name, BAD) is service.find(name)
+            else:
+                assert service.jobs == {}
+                assert service.create(name, BAD + 1).seed == BAD + 1  # nothing knows the old seed
+            assert service.find(name).status == "open"
+            assert "result" in answer_to(service, name, *learn(1))
+    assert [kind for kind, _ in itertools.groupby(left)] == ["none", "part", "whole"]
 
 
 def test_a_job_is_saved_by_time(tmp_path, monkeypatch):

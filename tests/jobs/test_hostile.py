@@ -555,11 +555,16 @@ def served(tmp_path_factory):
     one.kill()
 
 
-@pytest.mark.parametrize("kind", ["text/plain; json", "text/json", ""])
-def test_service_refuses_cross_site_requests(served, kind):
-    status, body = send(served, "POST", "create_session", b"", None, kind)
+FORMS = ["application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/plain"]
+"""Content types that a browser sends to another site without asking it first."""
+
+
+@pytest.mark.parametrize("kind", [*FORMS, "text/plain; application/json", "text/json", ""])
+def test_service_refuses_json_under_another_content_type(served, kind):
+    status, body = send(served, "POST", "create_session", b"{}", None, kind)
     said = f"the content-type is {kind.partition(';')[0]!r}, not application/json"
     assert (status, json.loads(body)["error"]) == (415, said)
+    assert send(served, "POST", "create_session", b"{}", None)[0] == 200  # the type alone is wrong
 
 
 class Confined(Process):

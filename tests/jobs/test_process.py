@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import signal
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -15,54 +16,79 @@ from moetrain.jobs import session as session_module
 from moetrain.jobs.run import JobRun
 from moetrain.jobs.scheduler import Service
 from moetrain.jobs.session import Forget, JobSession
+from moetrain.train.session import garbage_collector_off
 from tests.lib.job_services import config_of
 
 
+class Cycle:
+    """An object that refers to itself."""
+
+    itself: object
+
+
+class Litter:
+    """Makes garbage that only Python's collector finds, and moves the session's clock."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.made, self.seen = 1000.0, 0, []
+        monkeypatch.setattr(session_module.time, "monotonic", lambda: self.now)
+
+    def drop(self):
+        cycle, number = Cycle(), self.made
+        cycle.itself, self.made = cycle, number + 1
+        weakref.finalize(cycle, self.seen.append, f"{number} is gone")
+        gc.collect(1)  # the cycle is old from here on, so only a full collection finds it
+
+
 def test_garbage_is_collected_once_a_minute(monkeypatch):
-    now, collected = [1000.0], []
-    monkeypatch.setattr(session_module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(gc, "collect", lambda: collected.append(now[0]))
-    session = SimpleNamespace(tidied_time=now[0])
-    for seconds in range(0, 130, 10):
-        now[0] = 1000.0 + seconds
-        JobSession.tidy(session)
-    assert collected == [1070.0]
-    now[0] = 1131.0
-    JobSession.tidy(session)
-    assert collected == [1070.0, 1131.0]
+    litter = Litter(monkeypatch)
+    session, gone = SimpleNamespace(tidied_time=litter.now), {}
+    with garbage_collector_off():
+        for seconds in range(0, 140, 10):
+            litter.now = 1000.0 + seconds
+            litter.drop()
+            JobSession.tidy(session)
+            gone |= dict.fromkeys(litter.seen[len(gone) :], seconds)
+    assert [*gone.values()] == [70] * 8  # the next is due at 131
 
 
 def test_the_process_serves_with_the_collector_off_and_tidies_itself(tmp_path, monkeypatch):
-    seen = []
+    litter = Litter(monkeypatch)
+    seen = litter.seen
 
     def turn(service):
+        litter.drop()
         seen.append(gc.isenabled())
-        if len(seen) == 3:
+        litter.now += 61
+        if litter.made == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         return False
 
     monkeypatch.setattr(Service, "turn", turn)
-    monkeypatch.setattr(JobSession, "tidy", lambda _: seen.append("tidy"))
     monkeypatch.setattr(JobRun, "serving", lambda *_: nullcontext())
     with pytest.raises(SystemExit) as stopped:
         JobRun(config_of(tmp_path)).fit()
     assert stopped.value.code == 143
-    assert seen == [False, "tidy"] * 2
+    assert seen[:6] == [False, "0 is gone", False, "1 is gone", False, "2 is gone"]
     assert gc.isenabled()
 
 
 def test_other_ranks_follow_with_the_collector_off_and_tidy_themselves(tmp_path, monkeypatch):
-    seen = []
+    litter = Litter(monkeypatch)
+    seen = litter.seen
     commands = iter([Forget(job="fine").model_dump_json(), Forget(job="bad").model_dump_json(), ""])
 
     class Follower:
         world = SimpleNamespace(broadcast=lambda _: next(commands), leave=lambda: None)
-        follow = JobSession.follow
+        follow, tidy = JobSession.follow, JobSession.tidy
+        tidied_time = litter.now
 
         def __init__(self, *_):
-            self.agree, self.tidy = lambda work: work(), lambda: seen.append("tidy")
+            self.agree = lambda work: work()
 
         def perform(self, command):
+            litter.drop()
+            litter.now += 61
             seen.append((command.job, gc.isenabled()))
             if command.job == "bad":
                 raise ZeroDivisionError
@@ -71,7 +97,7 @@ def test_other_ranks_follow_with_the_collector_off_and_tidy_themselves(tmp_path,
     for module in (run_module, session_module):
         monkeypatch.setattr(module, "JobSession", Follower)
     JobRun(config_of(tmp_path)).fit()
-    assert seen == [("fine", False), "tidy", ("bad", False), "tidy"]
+    assert seen == [("fine", False), "0 is gone", ("bad", False), "1 is gone"]
     assert gc.isenabled()
 
 

@@ -18,7 +18,6 @@ from moetrain.kernels.experts.mlp import adapted_expert_mlp
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.small_m import add_low_rank, low_rank_products
 from moetrain.models.families import PRESETS
-from moetrain.parallel.mesh import Layout
 from tests.lib.job_services import (
     compiled,
     config_of,
@@ -211,7 +210,7 @@ def test_updates_of_several_jobs_have_one_turn_and_their_answers_are_written_at_
 
 
 def test_updates_that_share_a_turn_wait_once_and_show_no_gradient(tmp_path, monkeypatch):
-    """An empty step among them is refused, at no cost to the others."""
+    """An empty step among them is refused, and the others keep their states."""
     counts, item, tolist = Counter(), torch.Tensor.item, torch.Tensor.tolist
     with Service(config_of(tmp_path, *WORDS, "jobs.max_tenants=4", "data.seq_len=512")) as service:
         names = [new(service, seed) for seed in range(4)]
@@ -221,9 +220,13 @@ def test_updates_that_share_a_turn_wait_once_and_show_no_gradient(tmp_path, monk
         for name, read in counted.items():
             count = partial(lambda name, read, x: counts.update([name]) or read(x), name, read)
             monkeypatch.setattr(torch.Tensor, name, lambda x, count=count: count(x))
-        monkeypatch.setattr(Layout, "dtensor", lambda *_: counts.update(["dtensor"]))
-        monkeypatch.setattr(service.session, "forget", lambda _: counts.update(["forget"]))
+        states = [service.session.resident(name) for name in names[:3]]
+        assert None not in states
         assert service.turn()
+        found = [service.session.resident(name) for name in names[:3]]
+        assert all(one is other for one, other in zip(found, states, strict=True))
+        members = service.session.engine.fsdp.members.values()
+        assert all(member.parameter.grad is None for member in members)
         assert all("result" in future.result(60) for future in futures[:3])
         assert counts == {"tolist": 1}
         assert not futures[3].done()

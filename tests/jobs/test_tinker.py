@@ -8,9 +8,9 @@ from safetensors.torch import load
 from tinker import types
 
 from moetrain.data.tokenizer import ByteTokenizer
-from tests.lib.tinker_sdk import served
+from tests.lib.tinker_sdk import served, service
 
-__all__ = ["served"]  # a fixture
+__all__ = ["served", "service"]  # fixtures
 
 TOKENS = [*b"a text of bytes"]
 ADAM = types.AdamParams(learning_rate=1e-2)
@@ -139,14 +139,16 @@ def test_sdk_optim_step_applies_the_adam_params(served):
 
 
 @pytest.mark.tier("long")
-def test_a_large_batch_comes_in_parts(served):
-    """The gradients of the parts add up to those of the whole batch, because the loss is a sum."""
+def test_parts_of_a_large_batch_add_up_to_the_whole(served, service):
+    """The SDK sends a large batch as several requests. The loss is a sum, so it is that of all."""
     one, other = created(served), created(served)
     many = [datum(TOKENS[i % 5 : i % 5 + 3]) for i in range(1030)]  # more than one message holds
     passed = one.forward_backward(many, "cross_entropy").result()
     assert len(passed.loss_fn_outputs) == 1030
+    assert service.find(one.model_id).accepted == 2
     few = [datum(TOKENS[i : i + 3], weights=[206.0] * 2) for i in range(5)]
     expected = other.forward_backward(few, "cross_entropy").result().metrics["loss:sum"]
+    assert service.find(other.model_id).accepted == 1
     assert passed.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4)
     norms = [run.optim_step(ADAM).result().metrics["grad_norm"] for run in (one, other)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)

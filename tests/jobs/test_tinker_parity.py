@@ -9,10 +9,11 @@ from moetrain.config import Config, Recipes
 from moetrain.rl.loop import RlTrainer
 from moetrain.train.metrics import read_metrics
 from tests.lib.rl_runs import even
-from tests.lib.tinker_sdk import served
+from tests.lib.tinker_sdk import served, service
 
 assert even
 assert served
+assert service
 STEPS = 3
 
 

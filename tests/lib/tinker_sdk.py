@@ -16,8 +16,8 @@ from tests.lib.job_servers import free_port
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """Serve a tiny model with a tokenizer; return the SDK's client of it."""
+def service(tmp_path_factory):
+    """Return a service of a tiny model with a tokenizer, which listens and works."""
     folder = tmp_path_factory.mktemp("tinker")
     save_hf(make_model(), folder / "hf", tokenizer=ByteTokenizer().export())
     port, over = free_port(), threading.Event()
@@ -34,11 +34,18 @@ def served(tmp_path_factory):
 
         thread = threading.Thread(target=work)
         thread.start()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key="tml-any")
-            yield client
-            client.close("success").result()
+        yield service
         over.set()
         thread.join(30)
         assert not list((folder / "out" / "jobs").glob("*:sample:*"))
+
+
+@pytest.fixture(scope="module")
+def served(service):
+    """Return the SDK's client of the service."""
+    address = f"http://127.0.0.1:{service.config.jobs.port}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        client = tinker.ServiceClient(base_url=address, api_key="tml-any")
+        yield client
+        client.close("success").result()

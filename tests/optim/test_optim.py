@@ -8,8 +8,8 @@ from moetrain.kernels.optim.adamw import Settings, adamw
 from moetrain.kernels.optim.rounding import BLOCK
 from moetrain.optim.adamw import AdamW
 from moetrain.parallel.apply import draw_values
-from moetrain.parallel.fsdp import bucket as bucket_module
 from moetrain.runtime.arena import aligned
+from tests.lib.dispatched_ops import Touches
 from tests.lib.distributed import spawn
 from tests.lib.engines import ROWS, make_batches, make_engine, objective_of, train, weights_of
 from tests.lib.kernel_cases import devices
@@ -284,18 +284,26 @@ def test_a_state_that_is_loaded_is_computed_with():
     assert train(engine, range(2)) == first
 
 
-def test_nothing_is_cast_where_updates_wrote_it(monkeypatch):
-    engine, casts = make_engine(BF16), []
-    plain = bucket_module.sum_chunks
-    monkeypatch.setattr(
-        bucket_module, "sum_chunks", lambda *a, **k: casts.append(a) or plain(*a, **k)
-    )
-    loss_of(engine)
-    assert len(casts) == len(cast_buckets(engine)) > 0
-    train(engine, range(1))
-    casts.clear()
-    train(engine, range(1))
-    assert casts == []
+@pytest.mark.parametrize("words", [[], ["parallel.reshard_after_forward=yes"]])
+def test_passes_after_an_update_read_no_master(words):
+    """They read the copies that the update wrote. A cast, however it is made, reads a master."""
+    engine = make_engine(BF16, "model.num_layers=3", *words)
+    buckets = cast_buckets(engine)
+
+    def masters_read(step):
+        with Touches(bucket.shard_N for bucket in buckets) as touches:
+            engine.forward_backward(make_batches(step), objective_of(engine))
+        engine.step(1e-2)
+        return touches.touched
+
+    everything = set(range(len(buckets)))
+    assert masters_read(0) == everything != set()  # no update has written copies yet
+    # Memory that blocks take in turns keeps no copy.
+    kept = everything if not words else {i for i, b in enumerate(buckets) if b.is_fresh}
+    assert masters_read(1) == everything - kept
+    assert kept
+    buckets[0].shard_N.mul_(2)
+    assert 0 in masters_read(2)
 
 
 NORMS = {
@@ -344,14 +352,18 @@ def test_the_norm_that_reductions_leave_is_the_gradients(world):
                 assert norm == pytest.approx(exact, rel=1e-6), name
 
 
-def test_the_norm_reads_no_gradient(monkeypatch):
+def test_the_norm_reads_no_gradient():
     engine = make_engine()
     engine.forward_backward(make_batches(0), objective_of(engine))
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.linalg, "vector_norm", lambda *a, **k: pytest.fail("reads it all"))
+    memory = [bucket.gradient_N for bucket in engine.fsdp.buckets]
+    with Touches(memory) as touches:
         norm = engine.fsdp.gradient_norm()
+    assert touches.ops == []
     gradients = [member.local.grad for member in engine.fsdp.members.values()]
-    assert norm == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-6)
+    with Touches(memory) as touches:
+        expected = torch.nn.utils.get_total_norm(gradients).item()
+    assert len(touches.touched) == len(memory)
+    assert norm == pytest.approx(expected, rel=1e-6)
 
 
 # ---- moments in bf16 ---------------------------------------------------------------------------

@@ -110,17 +110,22 @@ def test_a_stopped_generator_is_replaced(mortal, tmp_path):
 
 
 @pytest.mark.tier("long")
-def test_a_cache_may_be_kept_over_updates_and_deaths(mortal, tmp_path):
-    """Only a dead generator's tokens are prefilled again, and all weight versions are corrected."""
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_kept_cache_is_read_again_after_deaths_alone(mortal, tmp_path, keeps):
+    """All weight versions are corrected. Without ``rl.keep_cache`` updates cost reads too."""
     values = mortal | APART | {"rl.env_args": '{"often": 1}', "rl.max_sequences": 4} | QUIET
-    values |= {"rl.max_staleness": 2, "train.steps": 6, "rl.keep_cache": "true"}
+    values |= {"rl.max_staleness": 2, "train.steps": 6, "rl.keep_cache": keeps}
     values |= {"rl.supervised_steps": 0, "rl.ratio": "proximal"}
     assert launched(2, words_of(tmp_path / "out", **values)) == [0, 0]
     rows = [row for row in read_metrics(tmp_path / "out" / "metrics.jsonl") if "reward" in row]
     assert [row["prompts"] for row in rows] == [4] * 6
     assert rows[-1]["generators_lost"] == 1
     assert all(row["staleness_max"] <= 2 for row in rows)
-    assert not any(row.get("generator/read_again") for row in rows)
+    assert rows[-1]["trajectories_restarted"] > 0
+    # Within one generator; the next one begins a dead one's trajectories without its cache.
+    again = [row["generator/read_again"] for row in rows if row.get("generator/steps")]
+    assert len(again) > 2
+    assert (sum(again) == 0) == keeps
     assert all("weight" in row for row in rows)  # scored and corrected for all weight versions
     assert max(row["generator/places"] for row in rows) > 2
 

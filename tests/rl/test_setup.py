@@ -1,5 +1,6 @@
 """Reinforcement learning before its first step: refusals, memory estimate, a run's identity."""
 
+import json
 import os
 import re
 import shutil
@@ -159,8 +160,15 @@ def test_setup_refuses_by_gpu_and_model(capsys):
     assert capsys.readouterr().err.startswith("error: rl.routing_replay: True, but qwen3 has no")
 
 
-def test_a_recipe_is_not_at_fault_for_what_a_user_leaves_out(capsys):
-    assert run(["--rl.supervised_steps", "0", "--dry_run"]) == 0  # the recipe has a rate for them
+def test_a_recipes_supervised_lr_is_dropped_without_supervised_steps(capsys):
+    shown = []
+    for words in ([], ["--rl.supervised_steps", "0"]):
+        assert run([*words, "--dry_run"]) == 0
+        shown.append(json.loads(capsys.readouterr().out)["rl"]["supervised_lr"])
+    assert shown == [3e-3, None]
+    assert run(["--rl.supervised_steps", "0", "--rl.supervised_lr", "3e-3", "--dry_run"]) == 2
+    error = capsys.readouterr().err  # a user's own is an error
+    assert error.startswith("error: rl.supervised_lr: 0.003 contradicts rl.supervised_steps 0")
 
 
 # ---- memory ------------------------------------------------------------------------------------

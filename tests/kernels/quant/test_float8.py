@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moetrain.config import Config, ConfigError
 from moetrain.jobs.scheduler import Service
@@ -27,6 +29,7 @@ from tests.lib.adapters import (
     dense_reference,
     learn_all,
 )
+from tests.lib.dispatched_ops import Touches
 from tests.lib.distributed import spawn
 from tests.lib.engines import train, weights_of
 from tests.lib.estimates import estimate_memory
@@ -147,24 +150,35 @@ def test_the_kernel_has_the_references_bits(name):
         assert torch.equal(found["triton"], found["reference"])
 
 
+class LargestNew(TorchDispatchMode):
+    """Records the bytes of the largest tensor that ops make."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            made = [x.nbytes for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+            self.nbytes = max([self.nbytes, *made])
+        return out
+
+
 @pytest.mark.parametrize("name", QUANT_FORMATS)
 def test_quantise_groups_works_in_pieces(name, monkeypatch):
     """A large tensor thus needs little extra memory; the pieces equal those of the whole."""
-    form, largest, quantise = QUANT_FORMATS[name], [], groups._quantise
+    form = QUANT_FORMATS[name]
     x = torch.randn(9 * form.unit) * torch.logspace(-3, 3, 9 * form.unit)
-    whole = quantise(form, x)
-
-    def note(form, piece):
-        largest.append(len(piece))
-        return quantise(form, piece)
-
-    monkeypatch.setattr(groups, "_quantise", note)
-    monkeypatch.setattr(groups, "_AT_ONCE", 2 * form.unit)
-    for one, other in zip(quantise_groups(form, x), whole, strict=True):
-        assert (one is None and other is None) or torch.equal(one, other)
-    assert largest == [2 * form.unit] * 4 + [form.unit]
-    monkeypatch.undo()
     assert groups._AT_ONCE % form.unit == 0
+    with LargestNew() as at_once:
+        whole = quantise_groups(form, x)
+    monkeypatch.setattr(groups, "_AT_ONCE", 2 * form.unit)
+    with LargestNew() as in_pieces:
+        found = quantise_groups(form, x)
+    for one, other in zip(found, whole, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+    stored = max(part.nbytes for part in whole if part is not None)
+    assert at_once.nbytes >= x.nbytes
+    assert in_pieces.nbytes == max(stored, at_once.nbytes * 2 // 9)
 
 
 def test_quantise_groups_worked_examples():
@@ -372,18 +386,19 @@ def test_base_dtype_quantises_the_matrices_of_blocks(name):
     assert len(regions) == 1
 
 
-def test_blocks_are_dequantised_once_a_pass(monkeypatch):
-    engine, widened, widen = adapted(EVERYTHING, FLOAT8, *ROUND), [], Quantised.unpack
-
-    def counted(shard, *where):
-        widened.append(shard)
-        widen(shard, *where)
-
-    monkeypatch.setattr(Quantised, "unpack", counted)
-    train(engine, range(1), MICRO)
+def test_blocks_are_dequantised_once_a_pass():
+    engine = adapted(EVERYTHING, FLOAT8, *ROUND)
+    packed = [b.storage.bytes for b in engine.fsdp.buckets if b.storage.is_packed]
+    with Touches(packed) as once, engine.work():
+        for unit in engine.fsdp.units:
+            engine.fsdp.unshard(unit)
+    assert once.touched == set(range(len(packed)))
+    engine.fsdp.release()
+    with Touches(packed) as touches:
+        train(engine, range(1), MICRO)
     # The second of two blocks is kept for the backward, which begins with it, and the first for the
-    # next of 8 micro-batches. A block has 6 matrices.
-    assert len(widened) == 6 * (2 * 8 + 1)
+    # next of 8 micro-batches.
+    assert len(touches.ops) / len(once.ops) == (2 * 8 + 1) / 2
 
 
 def narrow_numbers(words):

@@ -7,10 +7,10 @@ from moetrain.cli.train import main
 from moetrain.config import Config
 from moetrain.kernels.quant.groups import QUANT_FORMATS
 from moetrain.models.hf.load import resolve_architecture
-from moetrain.parallel.fsdp.storage.quantised import Quantised
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.train.estimates.memory import RankSizes
 from tests.lib.adapters import EVERYTHING, MICRO, adapted
+from tests.lib.dispatched_ops import Touches
 from tests.lib.distributed import spawn
 from tests.lib.engines import make_batches, objective_of, train, weights_of
 from tests.lib.estimates import estimate_memory
@@ -57,26 +57,21 @@ def test_offloaded_experts_on_two_ranks_change_no_bit():
             assert mine[3]
 
 
-def test_the_next_blocks_codes_come_before_it_runs(monkeypatch):
+def test_the_next_blocks_codes_come_before_it_runs():
     words = ["lora.base_dtype=nf4", HOSTED, "model.num_layers=4", "activation.policy=full"]
-    engine, seen, gather = adapted(EVERYTHING, *ROUND, *words), [], Quantised.start_gather
+    engine = adapted(EVERYTHING, *ROUND, *words)
     members = engine.fsdp.members.items()
-    number = {id(m.storage): int(n.split(".")[1]) for n, m in members if m.storage.is_packed}
-
-    def noted(shard, *where):
-        if shard.link is not None:
-            seen.append(number[id(shard)])
-        return gather(shard, *where)
-
-    monkeypatch.setattr(Quantised, "start_gather", noted)
+    hosted = [(int(n.split(".")[1]), m.storage) for n, m in members if m.storage.loads_packed]
     call = engine.model.call_block
 
     def called(block, *inputs):
-        seen.append(f"block {[*engine.model.layers].index(block)}")
+        touches.ops.append(([*engine.model.layers].index(block), "block"))
         return call(block, *inputs)
 
     engine.model.call_block = called
-    engine.forward_backward(make_batches(0, MICRO)[:1], objective_of(engine))
+    with Touches(storage.bytes for _, storage in hosted) as touches:
+        engine.forward_backward(make_batches(0, MICRO)[:1], objective_of(engine))
+    seen = [f"block {i}" if op == "block" else hosted[i][0] for i, op in touches.ops]
     # A block has two matrices of experts. When the backward begins, the last two are still loaded.
     assert seen[:12] == [0, 0, 1, 1, "block 0", 2, 2, "block 1", 3, 3, "block 2", "block 3"]
     assert seen[12:] == [1, 1, 0, 0]

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from moetrain.config import Config, ConfigError
 from moetrain.optim.adamw import AdamW
 from moetrain.parallel.apply import _chosen
-from moetrain.parallel.fsdp.bucket import Bucket
 from moetrain.parallel.fsdp.copies import TiedCopy
 from moetrain.parallel.fsdp.storage.offloaded import Offloaded
 from moetrain.parallel.world import plan_world
 from moetrain.runtime.arena import Arena, OffloadedError
 from moetrain.train.session import resolve_run
 from moetrain.train.state import OFFLOADED
+from tests.lib.dispatched_ops import Touches
 from tests.lib.distributed import spawn
 from tests.lib.engines import (
     DENSE,
@@ -444,26 +444,26 @@ def test_ranks_whose_hosts_are_not_equally_fast_gather_in_one_order():
             assert_near(found, weights, 1e-5)
 
 
-def test_weights_updated_on_the_host_are_not_copied_again(monkeypatch):
-    stale, start_gather = [], Bucket.start_gather
+@pytest.mark.parametrize("turns", ["no", "yes"])
+def test_weights_updated_on_the_host_are_not_copied_again(turns):
+    """The thread that updates them copies them. A pass that copies them reads a master."""
+    words = ["model.num_layers=5", f"parallel.reshard_after_forward={turns}"]
+    engine = make_engine("optim.offload_fraction=1", "train.dtype=bfloat16", *words)
+    masters = [bucket.shard_N for bucket in hosted(engine)]
 
-    def watched(bucket, staging):
-        if bucket.storage.has_host_master:
-            bucket.storage.wait()
-            stale.append(not bucket.is_fresh)
-        return start_gather(bucket, staging)
+    def read_in(steps):
+        found = set()
+        for step in steps:
+            with Touches(masters) as touches:
+                engine.forward_backward(make_batches(step), objective_of(engine))
+            found |= touches.touched
+            engine.step(1e-2)
+        return found
 
-    turns = ["model.num_layers=5", "parallel.reshard_after_forward=yes"]
-    for words in ([], turns):
-        engine = make_engine("optim.offload_fraction=1", "train.dtype=bfloat16", *words)
-        train(engine, range(1))
-        with monkeypatch.context() as patch:
-            patch.setattr(Bucket, "start_gather", watched)
-            train(engine, range(1, 3))
-        engine.offload("workspaces")
-        train(engine, range(3, 4))
-        assert stale
-        assert not any(stale)
+    assert read_in([0]) == set(range(len(masters)))  # nothing was copied yet
+    assert read_in([1, 2]) == set()
+    engine.offload("workspaces")
+    assert read_in([3]) == set()
 
 
 def test_a_slow_host_is_waited_for(monkeypatch):
