@@ -145,7 +145,7 @@ def test_each_run_says_the_coefficient_in_one_line(saved, tmp_path, capsys):
     models = (f"model.path={saved('gpt_oss', 'true')}",), ("model.preset=qwen3-0.6b", *DENSE)
     for number, model in enumerate(models):
         Trainer(Config.load(None, [*words, *model, f"output_dir={tmp_path / str(number)}"])).fit()
-    RlTrainer(rl_config_of(tmp_path / "rl", **{"train.steps": 1})).fit()
+    RlTrainer(rl_config_of(tmp_path / "rl")).fit()
     said = " ".join(capsys.readouterr().out.split())  # lines are wrapped
     assert said.count("load-balancing loss: ") == 2  # the dense model has none
     assert f"load-balancing loss: coefficient 0.9 ({ON})" in said
