@@ -12,7 +12,11 @@ from typing import Protocol
 import torch
 
 Wait = Callable[[], object]
-"""Work under way. Calling it makes the current stream continue once that is done."""
+"""Work under way. Calling it makes the current stream continue once that is done.
+
+It may never be called: after an error FSDP forgets what is under way. The transport must then still
+finish it, or later messages wait behind it.
+"""
 
 
 class Transport(Protocol):
