@@ -532,7 +532,7 @@ def test_the_command_prints_the_same_text_and_how_much_was_right(folder, capsys)
         assert drafted.out == printed.out
         assert re.search(r"^drafted tokens that were accepted: \d+ of \d+$", drafted.err, re.M)
         if "0" in more:
-            assert "right: 16 of 16\n" in drafted.err
+            assert "accepted: 16 of 16\n" in drafted.err
 
 
 def test_the_server_counts_drafts_and_streams_every_token(folder):
