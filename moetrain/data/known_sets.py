@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moetrain.config.sources import shortened
-from moetrain.data.messages import BadLineError, parse_json, role_of, says_what_is_learned
+from moetrain.data.messages import BadLineError, learning_of, parse_json, role_of
 from moetrain.data.tools import are_tools
 
 _GLAIVE_TURN = re.compile(r"(?:\A|\n\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
@@ -233,7 +233,7 @@ def _read_swe_agent(found: dict[str, Any]) -> None:
     turns = found.pop("trajectory")
     found["messages"] = [
         {"role": turn["role"], "content": turn["text"] or turn.get("system_prompt")}
-        | {key: value for key, value in turn.items() if says_what_is_learned(key)}
+        | learning_of(turn)
         for turn in turns
     ]
 
@@ -255,7 +255,7 @@ def _read_exchanges(found: dict[str, Any]) -> None:
         if each.get("system"):
             turns.append({"role": "system", "content": each["system"]})
         turns.append({"role": "user", "content": each["input"]})
-        turns.append({"role": "assistant", "content": each["output"]})
+        turns.append({"role": "assistant", "content": each["output"], **learning_of(each)})
     found["messages"] = turns
 
 

@@ -22,9 +22,12 @@ from moetrain.data.tools import KEYWORDS, without_nulls
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a turn's reasoning in ``transformers``. The first is the usual one."""
-_WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_scale", "loss_weight")
+_WEIGHTS = (
+    *("weight", "train", "training", "trainable", "loss", "loss_scale", "loss_weight"),
+    "output_with_loss",
+)
 """Names of a turn's weight in the loss: OpenAI's and Mistral's, axolotl's two, the Tinker
-cookbook's, ms-swift's two, and one that is none's own."""
+cookbook's, ms-swift's two, one that is none's own, and XTuner's."""
 _OF_LOSS = {
     *("mask", "masks", "masked", "loss", "train", "trained", "training", "trainable"),
     *("learn", "learned", "learning", "weight", "weights"),
@@ -38,6 +41,11 @@ _BESIDE = {
 """Words of which names of masks and weights consist. At least one of them is in the first set."""
 _NOT_LEARNED = {"mask", "masked", "ignore", "no", "skip", "exclude"}
 """Words with which a name says what is not learned, if it is true."""
+_OF_SWITCHES = {"last", "history", "input", "inputs", "prompt", "prompts"}
+"""Words of names that are true or false for a whole record: Qwen-Coder's ``only_last_turn_loss``,
+LLaMA-Factory's ``mask_history``, axolotl's ``train_on_inputs``."""
+_FLAGS = {"ignore": True, "skip": True, "exclude": True, "label": False}
+"""Other keys of a turn, and the value with which each says that the turn is not to be learned."""
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 """Names of a call's arguments: OpenAI's, Llama 3's, LangChain's, Anthropic's."""
 _CALL = "tool_call"
@@ -322,15 +330,50 @@ def _has_masks(messages: Sequence[Any], name: str) -> bool:
 
 def says_what_is_learned(key: str) -> bool:
     """Return whether ``key`` is a name of a mask or a weight, such as ``loss_mask``."""
-    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+", key)}
+    words = _words_of(key)
     return not words.isdisjoint(_OF_LOSS) and words <= _OF_LOSS | _BESIDE
+
+
+def _words_of(key: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+", key)}
+
+
+def _truth(value: object) -> bool | None:
+    """Return the truth value that ``value`` is, or that it spells. None: it is no truth value."""
+    if isinstance(value, str):
+        return {"true": True, "false": False}.get(value.strip().lower())
+    return value if isinstance(value, bool) else None
+
+
+def _is_switch(key: str, value: object) -> bool:
+    """Return whether a field says of a whole record, by true or false, which turns are learned."""
+    if _truth(value) is None:
+        return False
+    words = _words_of(key)
+    is_named = not words.isdisjoint(_OF_LOSS) and words <= _OF_LOSS | _BESIDE | _OF_SWITCHES
+    return is_named and not words.isdisjoint(_OF_SWITCHES)
+
+
+def learning_of(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of ``turn``, with their values, that say whether it is learned."""
+    return {
+        key: value
+        for key, value in turn.items()
+        if key in _WEIGHTS or says_what_is_learned(key) or _is_flag(key, value)
+    }
+
+
+def _is_flag(key: str, value: object) -> bool:
+    """Return whether ``value`` of the key of a turn says that the turn is not to be learned."""
+    return key in _FLAGS and _truth(value) is _FLAGS[key]
 
 
 def _refuse_masks(message: Mapping[str, Any], where: str) -> None:
     """Raise BadLineError if ``message`` has a mask that is not read."""
     read = (*_WEIGHTS, "mask")
     for key, value in message.items():
-        if key not in read and says_what_is_learned(key) and is_mask(value):
+        is_unread = key not in read and says_what_is_learned(key) and is_mask(value)
+        if is_unread or _is_switch(key, value) or _is_flag(key, value):
             raise _unread_mask(f"{where}.{key}", value, "turns")
     parts = message.get("content")
     for part in parts if isinstance(parts, list) else ():
@@ -339,13 +382,17 @@ def _refuse_masks(message: Mapping[str, Any], where: str) -> None:
                 raise _unread_mask(f"`{key}` of a part of {where}.content", value, "turns")
 
 
-def refuse_masks_of_record(record: Mapping[str, Any]) -> None:
+def refuse_masks_of_record(record: Mapping[str, Any], train_on: str = "all") -> None:
     """Raise BadLineError if ``record`` has a mask that is not read, or is not to be learned.
 
     ``weight`` is read elsewhere. A number in ``loss`` is a loss that was measured. ``mask`` may
-    name the role that is not learned, as in NeMo's chats.
+    name the role that is not learned, as in NeMo's chats. ``train_on`` is ``data.train_on``: with
+    ``last``, a record may say that its last answer alone is learned.
     """
     for key, value in record.items():
+        if _is_switch(key, value):
+            _refuse_switch(key, value, train_on)
+            continue
         if key == "mask" and isinstance(value, str):
             is_read = role_of({"role": value}) != "assistant"
         elif key == "weight" or not says_what_is_learned(key) or not is_mask(value):
@@ -358,6 +405,24 @@ def refuse_masks_of_record(record: Mapping[str, Any]) -> None:
             raise _unread_mask(f"`{key}`", value, "records or turns")
 
 
+def _refuse_switch(key: str, value: object, train_on: str) -> None:
+    """Raise BadLineError if the switch ``key`` of a record asks for something else than is done.
+
+    With ``data.train_on last`` the last answer alone is learned, and questions never are.
+    """
+    words, is_set = _words_of(key), bool(_truth(value))
+    is_negated = not words.isdisjoint(_NOT_LEARNED)
+    if "last" in words:
+        is_read, is_of_last = not is_set, is_set and not is_negated
+    elif "history" in words:
+        is_of_last = is_set is is_negated
+        is_read = not is_of_last
+    else:
+        is_read, is_of_last = is_set is is_negated, False
+    if not is_read and not (is_of_last and train_on == "last"):
+        raise _unread_mask(f"`{key}`", value, "records or turns", is_of_last=is_of_last)
+
+
 def is_mask(value: object) -> bool:
     """Return whether ``value`` can be a mask or a weight."""
     if isinstance(value, str):
@@ -365,9 +430,10 @@ def is_mask(value: object) -> bool:
     return isinstance(value, int | float) or (isinstance(value, list) and value != [])
 
 
-def _unread_mask(where: str, value: object, what: str) -> BadLineError:
+def _unread_mask(where: str, value: object, what: str, *, is_of_last: bool = False) -> BadLineError:
     said = f"{where} is {shortened(value)}, which seems to say what is learned, and is not read"
     remedy = f'write "weight": 0 in {what} that are not learned'
+    remedy = f"set data.train_on last, or {remedy}" if is_of_last else remedy
     return BadLineError(f"{said}; {remedy}, and leave this out")
 
 

@@ -149,7 +149,7 @@ class RecordReader:
             check_weight(weight, "`weight`")
             if not weight:
                 return []
-        refuse_masks_of_record(record)
+        refuse_masks_of_record(record, self.train_on)
         if self.reads_labels and form != "preference":
             found = self._labelled(record, form)
         else:

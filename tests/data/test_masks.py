@@ -47,6 +47,12 @@ def test_weights_of_turns_are_obeyed(key: str, value: float):
         ("is_masked", True),
         ("ignore_loss", True),
         ("token_weights", [0.5]),
+        ("ignore", True),
+        ("skip", "true"),
+        ("train_on_inputs", False),
+        ("only_last_turn_loss", True),
+        ("label", False),
+        ("label", "false"),
     ],
 )
 def test_other_masks_of_turns_are_refused(key: str, value: object):
@@ -81,6 +87,10 @@ MASKS = {
     "loss_weight": 0.5,
     "sample_weight": 0,
     "mask": "Assistant",
+    "train_on_inputs": True,
+    "train_on_prompt": "true",
+    "mask_prompt": False,
+    "mask_last": True,
 }
 
 
@@ -90,6 +100,41 @@ def test_masks_of_records_are_refused(key: str):
     for record in ({"messages": [USER, ANSWER]}, {"text": "x"}, {"prompt": "x", "completion": "y"}):
         with pytest.raises(BadLineError, match=rf"`{key}` is .* write .weight.: 0 in records or"):
             RecordReader(ChatTemplate(CHATML, {})).documents({**record, key: MASKS[key]})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("only_last_turn_loss", True),  # Qwen-Coder's
+        ("train_on_last", "True"),
+        ("mask_history", True),  # LLaMA-Factory's
+        ("train_on_history", False),
+    ],
+)
+def test_a_record_that_asks_for_its_last_answer_is_told_of_the_setting(key: str, value: object):
+    record = {"messages": [USER, ANSWER, USER, OTHER]}
+    says = rf"`{key}` is {value!r}, .* is not read; set data.train_on last, or write .weight.: 0"
+    with pytest.raises(BadLineError, match=says):
+        learned({**record, key: value})
+    (document,) = RecordReader(ChatTemplate(CHATML, {}), train_on="last").documents(
+        {**record, key: value}
+    )
+    assert document.loss_spans is not None
+    assert len(document.loss_spans) == 1
+    other = {True: False, False: True, "True": "False"}[value]
+    assert learned({**record, key: other}) == ["a", "b"]
+
+
+@pytest.mark.parametrize("value", [False, 0])
+def test_the_weight_of_xtuners_answers_is_obeyed(value: object):
+    """Its documentation: an answer with ``output_with_loss`` false is not learned."""
+    turns = [{"input": "q", "output": "a", "output_with_loss": value}, {"input": "q"}]
+    turns[1] |= {"output": "b", "output_with_loss": True}
+    assert learned({"conversation": turns}) == ["b"]
+    with pytest.raises(BadLineError, match=r"output_with_loss is 0.5, and a weight is 0"):
+        learned({"conversation": [{**turns[0], "output_with_loss": 0.5}]})
+    with pytest.raises(BadLineError, match=r"loss_mask is \[0\], .* is not read"):
+        learned({"conversation": [{"input": "q", "output": "a", "loss_mask": [0]}]})
 
 
 @pytest.mark.parametrize("weight", ["0", [0, 1], 0.5])
@@ -103,11 +148,15 @@ def test_weights_of_records_that_are_none_are_refused(weight: object):
     [
         {"train": True, "loss": 0.7, "loss_weight": 1, "loss_mask": None},
         {"mask": "User", "attention_mask": [1, 1], "special_tokens_mask": [1, 0]},
+        {"train_on_inputs": False, "mask_prompt": True, "last_loss": 0.3, "input_mask": [1]},
+        {"loss_history": [0.3], "training_history": ["x"], "ignore": True, "label": "greeting"},
         {"trained_on": "a book", "training": {"steps": 0}, "weight": "5 kg", "training_steps": 3},
     ],
 )
 def test_fields_that_are_no_masks_change_nothing(beside: dict):
     """``mask`` of NeMo's chats names the role that is not learned; ``loss`` may be measured."""
     assert learned({"messages": [USER, ANSWER], **beside}) == ["a"]
+    kind = {"label": "greeting", "ignore": False, "skip": 0}
+    assert learned({"messages": [USER, {**ANSWER, **kind}]}) == ["a"]
     logged = {"logprobs": [0.1], "training_step": 3, "mask_token": "<mask>"}
     assert learned({"messages": [USER, {**ANSWER, **logged}]}) == ["a"]
