@@ -300,7 +300,8 @@ class ChatTemplate:
             _warn_of_role(role)
         for i in learned:
             key = lost_thought(turns[i])
-            if key is not None and not re.search(rf"\.{key}\b|['\"]{key}['\"]", self.source):
+            reads = rf"\.{key}\b|[\[(]\s*['\"]{key}['\"]|['\"]{key}['\"]\s+in\b"
+            if key is not None and not re.search(reads, self.source):
                 said = f"messages[{i}].{key} is a thought that the chat template does not read"
                 said = f"{said}: {shortened(turns[i][key])}"
                 raise BadLineError(f"{said}; write it as `reasoning_content`, or leave it out")

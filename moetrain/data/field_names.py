@@ -15,10 +15,15 @@ from moetrain.data.known_sets import (
     read_reasoned_answer,
     with_tools_of_metadata,
 )
-from moetrain.data.messages import BadLineError, role_of
+from moetrain.data.messages import MEDIA, BadLineError, media_of, parse_json, role_of
+from moetrain.data.tools import are_tools
 
 _DIALOGUES = ("conversation", "trajectory")
 """Other names of ``messages``: in LMSYS-Chat and WildChat, and in runs of OpenHands."""
+SYSTEMS = ("system_prompt", "system_message", "meta_instruction")
+"""Other names of ``system``: OpenOrca's, distilabel's, MOSS's."""
+_FUNCTIONS = ("available_tools", "function_list", "function_description")
+"""Other names of ``tools``, where they have a list of tools or the text of its JSON."""
 _QUESTIONS, _RESPONSES = ("question", "query"), ("answer", "response")
 """Names of a question and of its answer in GSM8K, MetaMathQA, CodeFeedback, OpenOrca, ms-swift."""
 
@@ -38,7 +43,15 @@ def renamed(
     belongs to a known data set and a part of it cannot be read.
     """
     found = {key: value for key, value in record.items() if value is not None}
-    _rename(found, "system_prompt", "system")
+    for name in SYSTEMS:
+        if name != text_field:
+            _rename(found, name, "system")
+    for name in MEDIA:
+        if name in found and media_of({name: found[name]}) is None:
+            del found[name]
+    for name in _FUNCTIONS:
+        if name != text_field:
+            _read_functions(found, name)
     if not {"messages", "conversations", text_field} & found.keys():
         read_known_set(found)
         for name in _DIALOGUES:
@@ -68,6 +81,15 @@ def _rename(found: dict[str, Any], name: str, new: str) -> None:
     if found.get(new) and found[new] != found[name]:
         raise BadLineError(f"`{new}` and `{name}` differ; leave one of them out")
     found[new] = found.pop(name)
+
+
+def _read_functions(found: dict[str, Any], name: str) -> None:
+    """Rename the field ``name`` to ``tools`` if it has a list of tools."""
+    tools = found.get(name)
+    if isinstance(tools, str) and tools.lstrip().startswith("[") and '"name"' in tools:
+        tools = parse_json(tools, f"`{name}`")
+    if isinstance(tools, list) and tools and are_tools(tools):
+        _rename(found, name, "tools")
 
 
 def _read_question(found: dict[str, Any], reads_pairs: bool) -> None:

@@ -64,12 +64,16 @@ _OF_SYSTEM = ("system", "developer")
 _THOUGHTS = (
     "thought",
     "thoughts",
+    "think",
+    "analysis",
     "cot",
     "chain_of_thought",
     "reasoning_text",
     "reasoning_details",
 )
 """Other names of a thought, which are not read: SWE-agent's, GitHub Copilot's, OpenRouter's."""
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Fields of pictures, films and sounds, beside messages and in them."""
 _ELSEWHERE = {
     "thinking": ", and thoughts as `reasoning_content`",
     "tool_use": ", and calls as `tool_calls`",
@@ -369,12 +373,14 @@ def _is_flag(key: str, value: object) -> bool:
 
 
 def _refuse_masks(message: Mapping[str, Any], where: str) -> None:
-    """Raise BadLineError if ``message`` has a mask that is not read."""
+    """Raise BadLineError if ``message`` has a mask that is not read, or pictures or sounds."""
     read = (*_WEIGHTS, "mask")
     for key, value in message.items():
         is_unread = key not in read and says_what_is_learned(key) and is_mask(value)
         if is_unread or _is_switch(key, value) or _is_flag(key, value):
             raise _unread_mask(f"{where}.{key}", value, "turns")
+    if (key := media_of(message)) is not None:
+        raise lost_media(f"{where}.{key}", message[key])
     parts = message.get("content")
     for part in parts if isinstance(parts, list) else ():
         for key, value in part.items() if isinstance(part, dict) else ():
@@ -435,6 +441,29 @@ def _unread_mask(where: str, value: object, what: str, *, is_of_last: bool = Fal
     remedy = f'write "weight": 0 in {what} that are not learned'
     remedy = f"set data.train_on last, or {remedy}" if is_of_last else remedy
     return BadLineError(f"{said}; {remedy}, and leave this out")
+
+
+# ---- pictures and sounds ------------------------------------------------------------------------
+
+
+def media_of(fields: Mapping[str, Any]) -> str | None:
+    """Return the key of pictures, films or sounds in a record or a turn. None: there are none."""
+    return next((key for key in MEDIA if _is_something(fields.get(key))), None)
+
+
+def lost_media(where: str, value: object) -> BadLineError:
+    """Make the error for the pictures or sounds ``value`` of the field ``where``."""
+    said = f"{where} is no text, and would be lost: {shortened(value)}"
+    return BadLineError(f"{said}; leave such records out, or write them as texts without it")
+
+
+def _is_something(value: object) -> bool:
+    """Return whether ``value`` is more than null, and lists and objects without a value."""
+    if isinstance(value, dict):
+        return any(map(_is_something, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_is_something, value))
+    return value not in (None, "", b"", "[]", False)
 
 
 def _read_part(part: object, where: str) -> dict[str, Any]:

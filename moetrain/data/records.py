@@ -21,17 +21,16 @@ from moetrain.data.containers import OBJECTS
 from moetrain.data.documents import Document
 from moetrain.data.field_names import renamed
 from moetrain.data.known_sets import is_dialogue, read_known_set, remedy_for
+from moetrain.data.lost import refuse_bad_verdict, refuse_lost
 from moetrain.data.messages import (
     BadLineError,
     Message,
     check_weight,
     is_mask,
-    is_said,
     parse_json,
     read_messages,
     refuse_masks_of_record,
     role_of,
-    thoughts_in,
 )
 from moetrain.data.pairs import (
     KNOWN_FORMS,
@@ -50,16 +49,6 @@ _ALIKE = 0.5
 """An error names the nearest form if the record has at least this share of the form's fields."""
 _DIALOGUES = ("messages", "conversations", "conversation", "trajectory")
 """Fields that may hold a dialogue."""
-_THOUGHTS = {
-    *("reasoning", "reasoning_content", "reasoning_text", "reasoning_details", "reasoning_trace"),
-    *("thinking", "thought", "thoughts", "cot", "chain_of_thought", "complex_cot", "rationale"),
-    *("thinking_trajectory", "thinking_trajectories", "deepseek_reasoning"),
-    *("deepseek_thinking_trajectory", "gemini_thinking_trajectory"),
-}
-"""Names, in lower case, of a thought beside an answer: medical-o1's, s1K's, OpenThoughts' and
-others."""
-_MODES = {"on", "off", "true", "false", "yes", "no", "none", "minimal", "low", "medium", "high"}
-"""Values of such fields that are no thoughts. Nemotron's ``reasoning`` is on or off."""
 _MOST_MARGIN = 1e30
 """The largest margin of a pair. fp32 holds this number, and sums of such numbers."""
 
@@ -157,8 +146,7 @@ class RecordReader:
             found = _FORMS[form].read(self, record)
         if self.form == "auto":
             _refuse_second_dialogue(record, form)
-        if form not in ("text", "preference"):
-            _refuse_lost_thoughts(record, found)
+        refuse_lost(record, found, form)
         # Lone surrogates, which JSON can spell and no tokenizer accepts, become a question mark.
         return [
             document._replace(text=document.text.encode(errors="replace").decode())
@@ -399,13 +387,15 @@ def _margin_of(record: Mapping[str, Any]) -> float:
 
 
 def _refuse_unwanted(record: Mapping[str, Any], form: str) -> None:
-    """Raise BadLineError if the ``label`` of a record says that its answer is a bad one."""
+    """Raise BadLineError if a record says that its answer is a bad one."""
     if form not in ("text", "preference") and label_of(record) is False:
         key = "label" if "label" in record else "kto_tag"
         problem = f"`{key}` is {shortened(record[key])}: the answer is one to avoid, and "
         problem += f"train.objective next_token would learn it: {shortened(record)}"
         remedy = "set train.objective kto, leave such records out, or rename the field if it "
         raise BadLineError(f"{problem}; {remedy}means something else")
+    if form not in ("text", "preference"):
+        refuse_bad_verdict(record)
 
 
 def _refuse_second_dialogue(record: Mapping[str, Any], form: str) -> None:
@@ -442,19 +432,6 @@ def _refuse_other_functions(record: Mapping[str, Any]) -> None:
         both = [ChatTemplate.variables_of({"tools": record[key]}) for key in ("tools", "functions")]
         if both[0] != both[1]:
             raise BadLineError("`tools` and `functions` differ; leave one of them out")
-
-
-def _refuse_lost_thoughts(record: Mapping[str, Any], documents: Sequence[Document]) -> None:
-    """Raise BadLineError if a field beside the answer has a thought that no document shows."""
-    for key in record:
-        if key.lower() not in _THOUGHTS:
-            continue
-        for text in thoughts_in(record[key]):
-            is_shown = not documents or any(is_said(text, x.text) for x in documents)
-            if not is_shown and text.strip().lower() not in _MODES:
-                problem = f"`{key}` may be a part of the question or of the answer"
-                remedy = "write it as `reasoning_content` of an answer in `messages`, or leave it"
-                raise BadLineError(f"{problem}: {shortened(text)}; {remedy} out")
 
 
 def has_answer(record: Mapping[str, Any]) -> bool:

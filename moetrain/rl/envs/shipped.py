@@ -7,7 +7,7 @@ means the same problem.
 :data:`REWARDS`. A line holds ``prompt`` (text, or a conversation) or ``messages`` (a conversation),
 and anything that the reward function needs (``answer``, for the functions here). The chat template
 gets the line's ``tools``, ``documents`` and ``chat_template_kwargs``. It writes conversations, and
-with ``rl.chat`` also texts.
+with ``rl.chat`` also texts. A ``system`` of the line, which has other names too, is its first turn.
 
     def reward(line: dict, answer: str) -> float: ...        # in file.py; async def goes as well
     rl.reward = "file.py:reward"
@@ -32,8 +32,10 @@ from moetrain.config.rl import RlSection
 from moetrain.config.sources import shortened
 from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import Files
+from moetrain.data.field_names import SYSTEMS
 from moetrain.data.known_sets import with_tools_of_metadata
 from moetrain.data.messages import BadLineError, read_messages
+from moetrain.data.pairs import with_system
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rl.envs import Environment, Problem, Prompts, SolvedEnvironment, TextEnvironment
 
@@ -47,6 +49,8 @@ _OBJECT = """write one such as '{"most": 6}'"""
 
 _VARIABLES = ("tools", "documents", "chat_template_kwargs")
 """Fields of a line that the chat template gets beside its messages."""
+_SYSTEMS = ("system", *SYSTEMS)
+"""Fields of a line that may have the system's text."""
 
 
 class Sort(SolvedEnvironment):
@@ -158,7 +162,7 @@ class Jsonl(TextEnvironment):
         self.num_tasks = len(self.lines)
         self.reward = _find_reward(reward)
         for number, line in enumerate(self.lines, 1):
-            variable = next((key for key in _VARIABLES if line.get(key)), None)
+            variable = next((key for key in (*_VARIABLES, *_SYSTEMS) if line.get(key)), None)
             if variable and isinstance(line.get("prompt"), str) and not prompts.chat:
                 problem = f"`{variable}` beside a `prompt` that no chat template writes"
                 remedy = "set rl.chat yes, or give `messages`"
@@ -177,12 +181,23 @@ class Jsonl(TextEnvironment):
         line = self.lines[task]
         return Problem(self._asked(line), facts=line, record=line)
 
-    @staticmethod
-    def _asked(line: dict[str, Any]) -> str | list[Any]:
-        """Return the line's prompt: a text, or the messages of a conversation."""
-        if isinstance(prompt := line.get("prompt"), str):
-            return prompt
-        return read_messages(line["messages"] if prompt is None else prompt)
+    def _asked(self, line: dict[str, Any]) -> str | list[Any]:
+        """Return the line's prompt: a text, or the messages of a conversation.
+
+        Raises BadLineError: two names of the system's text, or the system's turn, differ.
+        """
+        systems = {key: line[key] for key in _SYSTEMS if line.get(key)}
+        name, system = next(iter(systems.items()), ("", None))
+        for other, text in systems.items():
+            if text != system:
+                raise BadLineError(f"`{name}` and `{other}` differ; leave one of them out")
+        key = "messages" if line.get("prompt") is None else "prompt"
+        prompt = line[key]
+        if isinstance(prompt, str) and key == "prompt":
+            if not system or not self.prompts.chat:
+                return prompt
+            prompt = [{"role": "user", "content": prompt}]
+        return with_system(read_messages(prompt), system, key)
 
     def score(self, problem: Problem, answer: str) -> float | Awaitable[float]:
         return self.reward(copy.deepcopy(problem.facts), answer)  # it may change its copy

@@ -1,0 +1,228 @@
+"""Fields beside an answer that no document would show are read or refused, and never dropped.
+
+The right texts are transformers' renderings of OpenAI's messages.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from moetrain.config import ConfigError
+from moetrain.data.chat import CHATML, BadLineError, ChatTemplate
+from moetrain.data.messages import read_messages
+from moetrain.data.records import RecordReader
+from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.data.warned import SEEN
+from moetrain.rl.envs import Prompts
+from moetrain.rl.envs.shipped import Jsonl
+from tests.lib.data_files import write_lines
+
+SYSTEM = {"role": "system", "content": "S"}
+USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+READERS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "pairs": {"form": "preference", "reads_pairs": True},
+    "labels": {"reads_pairs": True, "reads_labels": True},
+}
+SINGLE = {
+    "messages": {"messages": [USER, ANSWER]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    "alpaca": {"instruction": "q", "output": "a"},
+    "completion": {"prompt": "q", "completion": "a"},
+    "completion of messages": {"prompt": [USER], "completion": [ANSWER]},
+}
+PAIRS = {
+    "pair": {"prompt": "q", "chosen": "a", "rejected": "b"},
+    "pair of messages": {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]},
+}
+ALL = SINGLE | PAIRS
+BESIDE = pytest.mark.parametrize("form", ALL)
+
+
+def documents(record: dict, kind: str = "one") -> list:
+    return RecordReader(ChatTemplate(CHATML, {}), **READERS[kind]).documents(record)
+
+
+def kind_of(form: str) -> str:
+    return "pairs" if form in PAIRS else "one"
+
+
+def theirs(*messages: dict, tools: list | None = None) -> str:
+    rendered, _ = render_jinja_template([[*messages]], tools=tools, chat_template=CHATML)
+    return rendered[0].rstrip()
+
+
+def refuses(form: str, fields: dict, says: str) -> None:
+    with pytest.raises(BadLineError, match=says):
+        documents({**ALL[form], **fields}, kind_of(form))
+
+
+# ---- pictures and sounds ------------------------------------------------------------------------
+
+
+@BESIDE
+@pytest.mark.parametrize("name", ["image", "images", "video", "videos", "audio", "audios"])
+def test_pictures_and_sounds_beside_an_answer_are_refused(form: str, name: str):
+    for value in ("a.png", ["a.png"], {"bytes": "x", "path": None}):
+        refuses(form, {name: value}, f"`{name}` is no text, and would be lost: .*; leave such rec")
+    for value in (None, [], "", [None], {"bytes": None, "path": None}):
+        found = documents({**ALL[form], name: value}, kind_of(form))
+        assert found == documents(ALL[form], kind_of(form))
+
+
+def test_pictures_of_a_question_a_text_and_a_turn():
+    assert len(documents({"question": "q", "answer": "a", "images": []})) == 1
+    assert len(documents({"text": "A town.", "image": "town.png"})) == 1
+    with pytest.raises(BadLineError, match="`image` is no text"):
+        documents({"text": "<image> A town.", "image": "town.png"})
+    turns = [{**USER, "images": ["x"]}, ANSWER]  # Ollama's
+    with pytest.raises(BadLineError, match=r"messages\[0\]\.images is no text"):
+        documents({"messages": turns})
+    assert read_messages(turns, strict=False)  # as a server reads it
+
+
+# ---- systems and tools --------------------------------------------------------------------------
+
+
+@BESIDE
+@pytest.mark.parametrize("name", ["system_message", "meta_instruction"])
+def test_other_names_of_the_system_are_read(form: str, name: str):
+    (document, *_) = documents({**ALL[form], name: "S"}, kind_of(form))
+    assert document.text == theirs(SYSTEM, USER, ANSWER)
+    refuses(form, {name: "S", "system": "T"}, f"`system` and `{name}` differ")
+
+
+@BESIDE
+@pytest.mark.parametrize("name", ["sys", "custom_system_prompt"])
+def test_fields_that_may_be_the_system_are_refused(form: str, name: str):
+    says = f"`{name}` seems to be the system's text, which would be lost: 'S'; write it as `system`"
+    refuses(form, {name: "S"}, says)
+    shown = {**ALL[form], name: "S", "system": "S"}
+    assert documents(shown, kind_of(form))[0].text == theirs(SYSTEM, USER, ANSWER)
+
+
+@BESIDE
+@pytest.mark.parametrize("name", ["available_tools", "function_list", "function_description"])
+def test_other_names_of_the_tools_are_read_or_refused(form: str, name: str):
+    tools = [{"name": "rain", "description": "says whether it rains"}]
+    right = theirs(USER, ANSWER, tools=[{"type": "function", "function": tools[0]}])
+    for value in (tools, json.dumps(tools)):
+        (document, *_) = documents({**ALL[form], name: value}, kind_of(form))
+        assert document.text == right
+    for value in (["rain"], '{"name": "rain"}'):
+        refuses(form, {name: value}, f"`{name}` seems to hold the tools, .*; write them as `tools`")
+    for value in (None, "", [], "[]"):
+        found = documents({**ALL[form], name: value}, kind_of(form))
+        assert found == documents(ALL[form], kind_of(form))
+
+
+# ---- parts of the question ----------------------------------------------------------------------
+
+
+@BESIDE
+@pytest.mark.parametrize("name", ["context", "passage", "document", "Article"])
+def test_a_text_that_the_question_may_be_about_is_refused(form: str, name: str):
+    says = f"`{name}` may be a part of the question or of the answer: 'The sky'; write it in the q"
+    if form == "alpaca" and name == "context":  # Dolly's, which is shown
+        return
+    for value in ("The sky", ["The sky"], {"texts": ["The sky"]}):
+        refuses(form, {name: value}, says)
+    for value in (None, "", [], 3):
+        found = documents({**ALL[form], name: value}, kind_of(form))
+        assert found == documents(ALL[form], kind_of(form))
+    shown = {"messages": [{**USER, "content": "The\nsky: q"}, ANSWER], name: "The sky"}
+    assert len(documents(shown)) == 1
+
+
+@pytest.mark.parametrize("form", SINGLE)
+@pytest.mark.parametrize("name", ["choices", "options"])
+def test_choices_of_a_question_are_refused(form: str, name: str):
+    says = f"`{name}` may be a part of the question or of the answer: 'red'"
+    for value in (["red", "blue"], {"text": ["red"], "label": ["A"]}, {"A": "red"}):
+        refuses(form, {name: value}, says)
+    assert len(documents({"instruction": "red or blue?", "output": "a", name: ["red"]})) == 1
+    assert len(documents({**SINGLE[form], name: {"temperature": 1}})) == 1
+
+
+THOUGHTS = ("reasoning", "cot", "Complex_CoT", "thinking_trajectories", "think", "analysis")
+
+
+@BESIDE
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_a_thought_is_not_lost_beside_single_answers_and_pairs(form: str, name: str):
+    where = "`chosen` or `rejected`" if form in PAIRS else "`messages`"
+    says = f"`{name}` may be a part of the question or of the answer: 'so it is'; write it as "
+    refuses(form, {name: "so it is"}, f"{says}`reasoning_content` of an answer in {where}, or")
+
+
+@pytest.mark.parametrize("name", ["think", "analysis"])
+def test_a_thought_of_a_turn_under_these_names_is_not_lost(name: str):
+    template = CHATML + "{# a channel 'analysis', and 'think' #}"
+    reader = RecordReader(ChatTemplate(template, {}))
+    with pytest.raises(BadLineError, match=rf"messages\[1\]\.{name} is a thought"):
+        reader.documents({"messages": [USER, {**ANSWER, name: "so it is"}]})
+
+
+# ---- verdicts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", SINGLE)
+@pytest.mark.parametrize(
+    ("name", "value", "other"),
+    [
+        ("is_safe", False, True),
+        ("is_response_safe", "false", "True"),
+        ("isCorrect", 0, 1),
+        ("correct", False, 0),  # the number of a choice
+        ("harmful", True, False),
+        ("is_safe", False, None),
+    ],
+)
+def test_a_verdict_that_the_answer_is_bad_is_refused(form: str, name: str, value, other):
+    says = f"`{name}` is {value!r}: the answer is one to avoid, and would be learned: .*; leave su"
+    refuses(form, {name: value}, says)
+    assert documents({**SINGLE[form], name: other}) == documents(SINGLE[form])
+    labelled = {**SINGLE[form], name: value, "label": False}  # which learns to avoid it
+    if form != "completion":
+        assert len(documents(labelled, "labels")) == 1
+
+
+@pytest.mark.parametrize("form", SINGLE)
+def test_a_score_that_is_not_read_is_named_once(form: str, caplog):
+    SEEN.clear()
+    for _ in range(2):
+        assert len(documents({**SINGLE[form], "helpfulness": 1})) == 1
+    assert caplog.text.count("`helpfulness` of records is not read") == 1
+
+
+# ---- prompts of reinforcement learning ----------------------------------------------------------
+
+
+def prompt_of(tmp_path: Path, line: dict, chat: bool = True) -> str:
+    path = write_lines(tmp_path / "prompts.jsonl", line)
+    prompts = Prompts(ByteTokenizer(), chat)
+    problem = Jsonl(prompts, str(path), "zero").problem(0)
+    assert problem.facts == line
+    return bytes(prompts.encode(problem.prompt, problem.record)).decode()
+
+
+@pytest.mark.parametrize("name", ["system", "system_prompt", "system_message", "meta_instruction"])
+@pytest.mark.parametrize("asked", [{"prompt": "q"}, {"prompt": [USER]}, {"messages": [USER]}])
+def test_the_system_of_a_prompt_is_shown_as_in_training(asked: dict, name: str, tmp_path: Path):
+    right = theirs(SYSTEM, USER) + "\n<|im_start|>assistant\n"
+    assert prompt_of(tmp_path, {**asked, name: "S"}) == right
+    if "prompt" in asked and isinstance(asked["prompt"], str):
+        says = re.escape(f"`{name}` beside a `prompt` that no chat template writes; set rl.chat")
+        with pytest.raises(ConfigError, match=says):
+            prompt_of(tmp_path, {**asked, name: "S"}, chat=False)
+        assert prompt_of(tmp_path, {**asked, name: ""}, chat=False) == "q"
+        return
+    assert prompt_of(tmp_path, {**asked, name: "S"}, chat=False) == right
+    own = {key: [SYSTEM, *turns] for key, turns in asked.items()}
+    assert prompt_of(tmp_path, {**own, name: "S"}) == right
+    with pytest.raises(ConfigError, match=r"and the system's turn of .* differ"):
+        prompt_of(tmp_path, {**own, name: "T"})
