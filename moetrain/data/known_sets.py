@@ -62,6 +62,14 @@ _OF_PAIRS = {"chosen", "rejected", "label"}
 """Fields of pairs and of labelled answers."""
 _QUESTIONS_OF_PAIRS = ("prompt", "question", "instruction", "input")
 """Fields that may hold the question of a pair."""
+_BETTER = re.compile(
+    r"(?:pos|positive|good|better|preferred|winning|win)_(?:resp|response|answer|output|completion)"
+)
+_WORSE = re.compile(
+    r"(?:neg|negative|bad|worse|dispreferred|losing|lose)_"
+    r"(?:resp|response|answer|output|completion)"
+)
+"""Match names of the better and of the worse one of two answers."""
 _SEVERAL = ("answers", "completions", "generations", "responses")
 """Fields with a list of answers: Nectar's and Stack Exchange's, UltraFeedback's, distilabel's."""
 
@@ -272,14 +280,32 @@ def _read_shp(found: dict[str, Any]) -> None:
 # ---- advice for other records -------------------------------------------------------------------
 
 
-def remedy_for(record: Mapping[str, Any]) -> str | None:
-    """Return the advice for a ``record`` of no known form. None: there is no advice."""
+def remedy_for(
+    record: Mapping[str, Any], *, reads_pairs: bool = False, reads_labels: bool = False
+) -> str | None:
+    """Return the advice for a ``record`` of no known form. None: there is no advice.
+
+    Args:
+        record: the record.
+        reads_pairs: True: pairs alone are learned.
+        reads_labels: True: single answers with a label are learned too, good and bad ones.
+    """
     fields = {key for key, value in record.items() if value is not None}
     asked = [key for key in _QUESTIONS if key in fields]
     said = [key for key in ("answer", "response") if isinstance(record.get(key), str)]
     run = record.get("trajectory")
     if isinstance(run, list) and run and isinstance(run[0], dict) and "action" in run[0]:
         return "it is a run without roles; write its turns (SWE-agent's `history`) as `messages`"
+    if {"completions", "labels"} <= fields and isinstance(record["labels"], list):
+        return (
+            "`completions` and `labels` are the steps of one answer with a verdict on each (TRL's "
+            "stepwise supervision), which no train.objective learns; leave such records out, or "
+            "write the steps of a right answer as one text in `completion`"
+        )
+    couple = [next(filter(x.fullmatch, sorted(fields)), None) for x in (_BETTER, _WORSE)]
+    if None not in couple and not {"chosen", "rejected"} & fields:
+        better, worse = couple
+        return f"write `{better}` as `chosen` and `{worse}` as `rejected`{_also_prompt(record)}"
     if len([key for key in fields if _OF_TWO.fullmatch(key)]) == 2:
         judges = " or ".join(f"`{key}`" for key in sorted(fields) if _JUDGES.fullmatch(key))
         names = f", the one that {judges} names," * bool(judges)
@@ -298,9 +324,18 @@ def remedy_for(record: Mapping[str, Any]) -> str | None:
                     f"it has several answers in `{key}`; write a good one as `{name}`{also}, or of "
                     f"two the better one as `chosen`, the other as `rejected`{_also_prompt(record)}"
                 )
+    of_policy = (
+        "let a policy answer it for a reward: moetrain rl reads `prompt` or `messages` from "
+    )
+    of_policy += "rl.prompts"
+    if reads_pairs:
+        write = "write the better of two answers as `chosen`, the other as `rejected`"
+        said = f"it has a question without two answers; {write}, or {of_policy}"
+        return said if _asks(record) else None
     if "prompt" in asked and "response" in said:
         scores = ", ".join(f"`{key}`" for key in record if isinstance(record[key], int | float))
-        kept = f"keep the records whose {scores} suffice, and " * bool(scores)
+        is_labelled = reads_labels and bool(fields & {"label", "kto_tag"})
+        kept = f"keep the records whose {scores} suffice, and " * bool(scores and not is_labelled)
         as_chat = ", or write both as `instruction` and `output` for a chat"
         as_chat = f" for plain text{as_chat}" if isinstance(record["prompt"], str) else ""
         return f"{kept}write `response` as `completion`{as_chat}"
@@ -313,10 +348,6 @@ def remedy_for(record: Mapping[str, Any]) -> str | None:
             "what is asked as `instruction` and what is learned as `output`, and leave the others "
             "out"
         )
-    of_policy = (
-        "let a policy answer it for a reward: moetrain rl reads `prompt` or `messages` from "
-    )
-    of_policy += "rl.prompts"
     if asked and not fields & _ANSWERS:
         write = f"`{asked[0]}` as `instruction` and what is to be learned as `output`"
         if asked[0] == "prompt":
@@ -330,6 +361,18 @@ def remedy_for(record: Mapping[str, Any]) -> str | None:
         write = f"write `{asked[0]}` as `instruction` and {_one_of(answers)} as `output`"
         return f"{write}, or {of_policy}"
     return None
+
+
+def _asks(record: Mapping[str, Any]) -> bool:
+    """Return whether a record has a question, and no answer under a name that is read."""
+    given = {key for key, value in record.items() if value}
+    if given & {"completion", "output", "chosen", "rejected", "text"}:
+        return False
+    for key in ("messages", "conversations"):
+        turns: Any = record.get(key)
+        if is_dialogue(turns):
+            return isinstance(turns[-1], dict) and role_of(turns[-1]) == "user"
+    return not given.isdisjoint((*_QUESTIONS, "instruction"))
 
 
 def _one_of(names: list[str]) -> str:

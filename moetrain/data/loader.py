@@ -32,7 +32,7 @@ from moetrain.data.cache import Blocks, TokenCache
 from moetrain.data.documents import HashRange, Skipped
 from moetrain.data.packing import IGNORE_INDEX, Dataset, Row, Samples, Shuffled
 from moetrain.data.records import RecordReader
-from moetrain.data.sources import Source
+from moetrain.data.sources import NOTHING_LEARNED, Source
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.transformer import Inputs
 from moetrain.runtime.typed import from_array
@@ -348,6 +348,9 @@ def _learnable(cache: TokenCache, source: Source) -> TokenCache:
     if cache.num_documents == 0:
         _, first = next(iter(cache.skipped.kinds.values()), (0, ""))
         why = f"; the first bad record: {first}" if first else ""
+        notes = (x for kind, x in cache.warnings.items() if kind.startswith(NOTHING_LEARNED))
+        if (note := next(notes, None)) is not None:
+            why = f" that is to be learned: {note}{why}"
         raise ConfigError(source.field, f"{source.path!r} holds no text{why}")
     if cache.targets.any():
         return cache

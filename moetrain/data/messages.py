@@ -54,6 +54,7 @@ _ROLES: dict[str, str] = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "ai", "model"), "assistant"),
+    "chatbot": "assistant",  # Cohere's
     **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
     **dict.fromkeys(("function_call", _CALL), _CALL),
 }

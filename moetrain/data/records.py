@@ -166,7 +166,7 @@ class RecordReader:
             missing = [key for key in self._needed(self.form) if record.get(key) is None]
             if missing and self.reads_pairs:
                 said = f"no {missing[0]!r}: no pair of answers, {shortened(record)}"
-                remedy = remedy_for(record)
+                remedy = remedy_for(record, reads_pairs=True)
                 answers = ("messages", "sharegpt", "completion", "alpaca")
                 if remedy is None and self._has_form(record, *answers):
                     remedy = "it has one answer, which train.objective next_token learns"
@@ -186,7 +186,7 @@ class RecordReader:
             if fields.issuperset(self._needed(name)):
                 return name
         known = ", ".join(f"{name} ({', '.join(self._needed(name))})" for name in _FORMS)
-        remedy = remedy_for(record) or self._nearest(record)
+        remedy = remedy_for(record, reads_labels=self.reads_labels) or self._nearest(record)
         raise BadLineError(
             f"no {self.text_field!r} and no 'messages': a record of no known form, "
             f"{shortened(record)}; known are {known}; {remedy}, or name the field of a text in "

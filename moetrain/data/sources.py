@@ -36,6 +36,8 @@ _FIRST = 64
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Subfolders of the library's folder that do not belong to it: installed packages and tests."""
 _EVERYTHING = HashRange()
+NOTHING_LEARNED = "nothing is learned of records"
+"""Kind of the warning about records that give no document."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class Source(Files):
 
         Raises BadRecordError: a record is bad, and bad records are not skipped.
         """
-        num_records = num_chats = num_plain = 0
+        num_records = num_chats = num_plain = num_empty = 0
         for each in found:
             if isinstance(each, Document):
                 yield each
@@ -156,6 +158,7 @@ class Source(Files):
                     skipped.add(error)
                 continue
             num_records += 1
+            num_empty += not documents
             num_chats += any(document.is_rendered for document in documents)
             num_plain += any(
                 not document.is_rendered and document.loss_spans is not None
@@ -164,6 +167,13 @@ class Source(Files):
             for document in documents:
                 yield document._replace(num_bytes=num_bytes)
                 num_bytes = 0
+        if num_empty:
+            warn_once(
+                f"{NOTHING_LEARNED} {self.path}",
+                f"{self.path}: of {num_records:,} records {num_empty:,} have nothing to learn, and "
+                "are left out: their text is blank, or the weight (`weight`, `loss` and the like) "
+                "of the record or of all answers is 0",
+            )
         if num_chats and num_plain:
             warn_once(
                 f"chats and plain texts {self.path}",

@@ -13,13 +13,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetrain.config import ConfigError
 from moetrain.data.chat import CHATML, BadLineError, ChatTemplate
+from moetrain.data.loader import build_data
 from moetrain.data.messages import read_messages
 from moetrain.data.records import RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.data.warned import SEEN
 from moetrain.rl.envs import Prompts
 from moetrain.rl.envs.shipped import Jsonl
-from tests.lib.data_files import write_lines
+from tests.lib.data_files import BYTE_VOCAB, config, write_lines
 
 SYSTEM = {"role": "system", "content": "S"}
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -197,6 +198,70 @@ def test_a_score_that_is_not_read_is_named_once(form: str, caplog):
     for _ in range(2):
         assert len(documents({**SINGLE[form], "helpfulness": 1})) == 1
     assert caplog.text.count("`helpfulness` of records is not read") == 1
+
+
+# ---- conversations of which nothing is learned --------------------------------------------------
+
+
+def test_records_of_which_nothing_is_learned_are_counted(tmp_path: Path, caplog):
+    nothing = {"messages": [USER, {**ANSWER, "loss": False}]}
+    says = "have nothing to learn, and are left out: "
+    path = write_lines(tmp_path / "some.jsonl", *[SINGLE["messages"]] * 2, nothing)
+    data: dict[str, Any] = {"source": "records", "eval_fraction": 0, "streaming": "no"}
+    for _ in range(2):  # the second time from the cache
+        SEEN.clear()
+        caplog.clear()
+        build_data(config(tmp_path, seq_len=64, path=str(path), **data), BYTE_VOCAB)
+        assert caplog.text.count(f"of 3 records 1 {says}") == 1
+    path = write_lines(tmp_path / "all.jsonl", nothing, nothing)
+    with pytest.raises(ConfigError, match=f"holds no text that is to be .* 2 records 2 {says}"):
+        build_data(config(tmp_path, seq_len=64, path=str(path), **data), BYTE_VOCAB)
+
+
+# ---- what a line advises ------------------------------------------------------------------------
+
+STEPS = {"prompt": "q", "completions": ["a", "b"], "labels": [True, False]}
+LINES = [
+    *(
+        ("pairs", record, "a question without two answers; .* as `chosen`, .*rl.prompts")
+        for record in (
+            {"messages": [USER]},
+            {"messages": [USER], "answer": "3"},
+            {"prompt": [USER], "ground_truth": "3"},
+            {"prompt": "q", "answer": "3"},
+            {"problem": "q", "solution": "a"},
+            {"prompt": "q"},
+        )
+    ),
+    *(
+        (kind, {"prompt": "q", "pos_resp": "a", "neg_resp": "b"}, "`pos_resp` as `chosen` and `neg")
+        for kind in READERS
+    ),
+    ("labels", {"prompt": "q", "response": "a", "label": 0}, "; write `response` as `completion`"),
+    *((kind, STEPS, "stepwise supervision.*no train.objective learns; leave") for kind in READERS),
+]
+
+
+@pytest.mark.parametrize(("kind", "record", "says"), LINES, ids=str)
+def test_a_line_does_not_mislead(kind: str, record: dict, says: str):
+    with pytest.raises(BadLineError, match=says) as caught:
+        documents(record, kind)
+    assert "next_token" not in str(caught.value)
+
+
+def test_what_these_lines_advise_is_learned():
+    for kind in ("pairs", "labels"):
+        found = documents({"prompt": "q", "chosen": "a", "rejected": "b"}, kind)
+        assert [document.text for document in found] == ["qa", "qb"]
+    (document,) = documents({"prompt": "q", "completion": "a", "label": 0}, "labels")
+    assert (document.text, document.label) == ("qa", False)
+
+
+def test_coheres_chatbot_is_the_assistant():
+    turns = [{**USER, "role": "User"}, {**ANSWER, "role": "Chatbot"}]
+    (document,) = documents({"messages": turns})
+    assert document.text == theirs(USER, ANSWER)
+    assert len(document.loss_spans) == 1
 
 
 # ---- prompts of reinforcement learning ----------------------------------------------------------
