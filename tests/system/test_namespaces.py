@@ -197,7 +197,8 @@ def test_a_cable_that_is_slow_and_then_cut(words, tmp_path):
     words = [*words, "model.num_layers=2", "train.steps=12", "optim.lr=1e-4"]
     words += ["checkpoint.interval=2", f"output_dir={tmp_path}/out"]
     Trainer(Config.load("debug", settled([*words, f"output_dir={tmp_path}/one"]), environ={})).fit()
-    command = ["-m", "moetrain.train", "debug", *words]
+    # TCP gives up where data is under way. A rank that only waits is ended by this setting.
+    command = ["-m", "moetrain.train", "debug", *words, "launch.hang_seconds=50"]
     with Machines(2) as machines:
         for machine in machines:  # TCP would wait for a quarter of an hour
             do(*machine.inside("sysctl", "-w", "net.ipv4.tcp_retries2=4"))
