@@ -180,9 +180,9 @@ class MoeSection(Section):
     config.json if output_router_logits is true there, else 0. With adapters, and in reinforcement
     learning, unset means 0."""
     aux_loss_layers: Literal["auto", "each", "pooled"] = "auto"
-    """How the load-balancing loss combines layers. each: the mean of a loss for every layer;
-    pooled: one loss for all layers together, as in Hugging Face's models, so that a single layer
-    may stay uneven; auto: each for random weights, pooled with model.path."""
+    """The way in which layers share the load-balancing loss. each: the mean of a loss for every
+    layer; pooled: one loss for all layers together, as in Hugging Face's models, so that a single
+    layer may stay uneven; auto: each for random weights, pooled with model.path."""
     aux_loss_scope: Literal["micro_batch", "global_batch"] = "micro_batch"
     """The tokens whose expert counts the load-balancing loss uses. micro_batch: one micro-batch of
     all ranks, so that the loss depends on how the batch is split; global_batch: the whole step, for

@@ -78,8 +78,8 @@ class RlSection(Section):
     """Estimator of the KL, with d = log(policy / reference). k1: d; k2: d^2 / 2; k3: exp(-d) - 1 +
     d."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL counts. loss: as a term of the loss; reward: subtracted from each trajectory's
-    reward, before advantages."""
+    """The place in which the KL counts. loss: as a term of the loss; reward: subtracted from each
+    trajectory's reward, before advantages."""
     teacher: MaybePath = None
     """Model with the same tokenizer that judges each token that the policy writes (on-policy
     distillation), in addition to the rewards or, with rl.advantage none, alone. Either a folder or

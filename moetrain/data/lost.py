@@ -13,13 +13,22 @@ from typing import Any
 
 from moetrain.config.sources import shortened
 from moetrain.data.documents import Document
-from moetrain.data.messages import BadLineError, is_said, lost_media, media_of, thoughts_in
+from moetrain.data.messages import (
+    REASONING,
+    THOUGHTS,
+    BadLineError,
+    is_said,
+    lost_media,
+    media_of,
+    thoughts_in,
+    truth_of,
+    words_of,
+)
 from moetrain.data.warned import warn_once
 
 _THOUGHTS = {
-    *("reasoning", "reasoning_content", "reasoning_text", "reasoning_details", "reasoning_trace"),
-    *("thinking", "thought", "thoughts", "cot", "chain_of_thought", "complex_cot", "rationale"),
-    *("thinking_trajectory", "thinking_trajectories", "deepseek_reasoning", "think", "analysis"),
+    *(*REASONING, *THOUGHTS, "reasoning_trace", "complex_cot", "rationale", "deepseek_reasoning"),
+    *("thinking_trajectory", "thinking_trajectories"),
     *("deepseek_thinking_trajectory", "gemini_thinking_trajectory"),
 }
 """Names of a thought beside an answer: medical-o1's, s1K's, OpenThoughts' and others."""
@@ -36,6 +45,8 @@ _SYSTEMS = {"sys", "custom_system_prompt"}
 """Names that may be those of a system text."""
 _FUNCTIONS = {"available_tools", "function_list", "function_description"}
 """Names that may be those of the tools."""
+_TEXTS = _PASSAGES | _SYSTEMS | _FUNCTIONS
+"""Names of fields whose texts must be in a document, thoughts and choices aside."""
 _MARK = re.compile(r"<(?:image|img|video|audio)>", re.I)
 """Matches the mark in a text that stands for a picture, a film or a sound."""
 
@@ -64,17 +75,17 @@ def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: 
         raise lost_media(f"`{key}`", record[key])
     if form == "text":
         return
-    choices = _CHOICES if form != "preference" else set()  # those of a pair are its answers
+    has_choices = form != "preference"  # those of a pair are its answers
     for key, value in record.items():
         name = key.lower()
         if name in _THOUGHTS:
             texts = [x for x in thoughts_in(value) if x.strip().lower() not in _MODES]
-        elif name in _PASSAGES | _SYSTEMS | _FUNCTIONS | choices:
+        elif name in _TEXTS or (has_choices and name in _CHOICES):
             texts = [*_texts_in(value)]
         else:
             continue
         for text in texts:
-            if not any(is_said(text, document.text) for document in documents):
+            if not is_said(text, (document.text for document in documents)):
                 raise BadLineError(_problem(key, text, form))
 
 
@@ -112,10 +123,10 @@ def refuse_bad_verdict(record: Mapping[str, Any]) -> None:
     A warning names the first field with a score of the answer, which is not read.
     """
     for key, value in record.items():
-        words = {*re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower())}
+        words = words_of(key)
         verdict = words - _OF_VERDICTS
         if len(verdict) == 1 and verdict <= _GOOD | _BAD:
-            if _truth(value, "is" in words) is verdict.issubset(_BAD):
+            if _verdict(value, "is" in words) is verdict.issubset(_BAD):
                 problem = f"`{key}` is {shortened(value)}: the answer is one to avoid, and would "
                 problem += f"be learned: {shortened(dict(record))}"
                 remedy = "leave such records out, or rename the field if it means something else"
@@ -128,13 +139,9 @@ def refuse_bad_verdict(record: Mapping[str, Any]) -> None:
             )
 
 
-def _truth(value: object, is_named: bool) -> bool | None:
+def _verdict(value: object, is_named: bool) -> bool | None:
     """Return the truth value of a verdict. None: it has none.
 
     ``is_named``: True: the name of the field has the word "is", so 0 and 1 are truth values too.
     """
-    if isinstance(value, str):
-        return {"true": True, "false": False}.get(value.strip().lower())
-    if isinstance(value, bool) or (is_named and value in (0, 1)):
-        return bool(value)
-    return None
+    return bool(value) if is_named and value in (0, 1) else truth_of(value)

@@ -14,6 +14,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -62,7 +63,7 @@ _ROLES: dict[str, str] = {
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.S)
 _RESULTS = re.compile(r"\s*<tool_response>\n?(.*?)\n?</tool_response>\s*", re.S)
 _OF_SYSTEM = ("system", "developer")
-_THOUGHTS = (
+THOUGHTS = (
     "thought",
     "thoughts",
     "think",
@@ -180,10 +181,10 @@ def thoughts_in(value: object) -> list[str]:
     return [text for text in found if isinstance(text, str) and text.strip()]
 
 
-def is_said(text: str, *others: object) -> bool:
-    """Return whether one of the texts ``others`` contains ``text``, whatever its white space."""
+def is_said(text: str, shown: Iterable[object]) -> bool:
+    """Return whether one of the texts in ``shown`` contains ``text``, whatever its white space."""
     words = " ".join(text.split())
-    return any(words in " ".join(x.split()) for x in others if isinstance(x, str))
+    return any(words in " ".join(x.split()) for x in shown if isinstance(x, str))
 
 
 def lost_thought(turn: Mapping[str, Any]) -> str | None:
@@ -191,10 +192,11 @@ def lost_thought(turn: Mapping[str, Any]) -> str | None:
 
     SWE-agent's ``thought`` is a part of its ``content``. None: there is no such key.
     """
-    shown = (_text_of(turn), turn.get("reasoning_content"))
-    for key in _THOUGHTS:
-        if any(not is_said(text, *shown) for text in thoughts_in(turn.get(key))):
-            return key
+    for key in THOUGHTS:
+        if key in turn:
+            shown = [_text_of(turn), turn.get("reasoning_content")]
+            if not all(is_said(text, shown) for text in thoughts_in(turn[key])):
+                return key
     return None
 
 
@@ -333,17 +335,21 @@ def _has_masks(messages: Sequence[Any], name: str) -> bool:
     return bool(of_answers)
 
 
+# All records of a source have the same keys, of which nearly all are no masks.
+@lru_cache(4096)
 def says_what_is_learned(key: str) -> bool:
     """Return whether ``key`` is a name of a mask or a weight, such as ``loss_mask``."""
-    words = _words_of(key)
+    words = words_of(key)
     return not words.isdisjoint(_OF_LOSS) and words <= _OF_LOSS | _BESIDE
 
 
-def _words_of(key: str) -> set[str]:
-    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+", key)}
+@lru_cache(4096)
+def words_of(key: str) -> frozenset[str]:
+    """Return the words of a key in snake or camel case, in lower case."""
+    return frozenset(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+", key))
 
 
-def _truth(value: object) -> bool | None:
+def truth_of(value: object) -> bool | None:
     """Return the truth value that ``value`` is, or that it spells. None: it is no truth value."""
     if isinstance(value, str):
         return {"true": True, "false": False}.get(value.strip().lower())
@@ -352,9 +358,12 @@ def _truth(value: object) -> bool | None:
 
 def _is_switch(key: str, value: object) -> bool:
     """Return whether a field says of a whole record, by true or false, which turns are learned."""
-    if _truth(value) is None:
-        return False
-    words = _words_of(key)
+    return _names_switch(key) and truth_of(value) is not None
+
+
+@lru_cache(4096)
+def _names_switch(key: str) -> bool:
+    words = words_of(key)
     is_named = not words.isdisjoint(_OF_LOSS) and words <= _OF_LOSS | _BESIDE | _OF_SWITCHES
     return is_named and not words.isdisjoint(_OF_SWITCHES)
 
@@ -370,7 +379,7 @@ def learning_of(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_flag(key: str, value: object) -> bool:
     """Return whether ``value`` of the key of a turn says that the turn is not to be learned."""
-    return key in _FLAGS and _truth(value) is _FLAGS[key]
+    return key in _FLAGS and truth_of(value) is _FLAGS[key]
 
 
 def _refuse_masks(message: Mapping[str, Any], where: str) -> None:
@@ -417,7 +426,7 @@ def _refuse_switch(key: str, value: object, train_on: str) -> None:
 
     With ``data.train_on last`` the last answer alone is learned, and questions never are.
     """
-    words, is_set = _words_of(key), bool(_truth(value))
+    words, is_set = words_of(key), bool(truth_of(value))
     is_negated = not words.isdisjoint(_NOT_LEARNED)
     if "last" in words:
         is_read, is_of_last = not is_set, is_set and not is_negated
@@ -449,7 +458,7 @@ def _unread_mask(where: str, value: object, what: str, *, is_of_last: bool = Fal
 
 def media_of(fields: Mapping[str, Any]) -> str | None:
     """Return the key of pictures, films or sounds in a record or a turn. None: there are none."""
-    return next((key for key in MEDIA if _is_something(fields.get(key))), None)
+    return next((key for key in MEDIA if key in fields and _is_something(fields[key])), None)
 
 
 def lost_media(where: str, value: object) -> BadLineError:

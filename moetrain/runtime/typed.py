@@ -23,8 +23,10 @@ CustomOp: TypeAlias = CustomOpDef
 
 
 class OpContext(Protocol):
-    """What an op, or a function of autograd, keeps for its backward. Attributes of any name may be
-    set, and read there."""
+    """The context in which an op, or an autograd function, keeps what its backward needs.
+
+    The forward may set attributes of any name, which the backward reads.
+    """
 
     @property
     def saved_tensors(self) -> tuple[torch.Tensor, ...]: ...

@@ -131,7 +131,7 @@ def test_what_the_error_of_a_launchers_variable_advises_works(good, change, says
 
 
 class Start(NamedTuple):
-    """How a run is started."""
+    """The settings and variables with which a run is started."""
 
     settings: dict[str, Any]
     variables: Mapping[str, str] = MappingProxyType({})

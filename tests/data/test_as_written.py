@@ -83,7 +83,7 @@ def test_an_empty_answer_of_a_text_is_learned_as_its_end(prompt: str, answer: st
 
 
 def test_the_end_of_an_empty_answer_follows_a_prompt_that_ends_with_eos(tmp_path: Path):
-    """As in TRL, whose EOS is that of the completion."""
+    """The completion's EOS is learned, as in TRL, also behind a prompt that ends with an EOS."""
     tokenizer = load_tokenizer(str(word_tokenizer(tmp_path / "words", "<unk>", "q", "</s>")))
     (found,) = encoded(documents({"prompt": "q </s>", "completion": ""}), tokenizer)
     assert [x.tolist() for x in found[1:] if x is not None] == [[1, 2, 2], [1, 1, 0]]

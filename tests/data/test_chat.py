@@ -14,7 +14,7 @@ from moetrain.data.packing import IGNORE_INDEX
 from moetrain.http.tool_calls import parse_tools
 from tests.lib.chats import CONVERSATION, bpe_tokenizer
 
-# As in Qwen3's template, thoughts are kept in the last turn only.
+# The template keeps thoughts in the last turn only, as Qwen3's does.
 FORGETFUL = """\
 {%- for m in messages %}
 {{- '<' + m.role + '>' }}

@@ -83,7 +83,7 @@ def folder(corpus, token_cache, tmp_path_factory):
     words += ["checkpoint.save_hf=yes", "checkpoint.interval=1"]
     words += [f"output_dir={folder / 'outputs' / 'debug'}"]
     Trainer(Config.load("debug", words, environ={})).fit()
-    # As in models on the hub, texts are parsed for special tokens.
+    # Texts are parsed for special tokens, as in models on the hub.
     about = folder / "outputs" / "debug" / "hf" / "tokenizer_config.json"
     about.write_text(about.read_text().replace('"split_special_tokens": true', '"a": 1'))
     (folder / "outputs" / "MODEL-chats").mkdir()

@@ -89,7 +89,7 @@ def test_steps_are_those_of_our_own_loop(loss, served, even, taken, tmp_path):
 
 @pytest.mark.tier("long")
 def test_groups_are_asked_for_at_once(served, even, tmp_path):
-    """As in recipes, a group's answers come from one request."""
+    """A group's answers come from one request, as in the recipes."""
     config = config_of(served, tmp_path, "ppo", **even)
     client = Client(served, config, "ppo", "groups")
     rows = list(client.fit(2))

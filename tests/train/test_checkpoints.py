@@ -388,7 +388,7 @@ def test_a_main_rank_that_can_neither_write_nor_remove_raises_as_the_others_do(
 
 
 def end_of_a_process(rank, port, folder, words):
-    """Be one of two processes, each started by the launcher of a machine."""
+    """Act as one of two processes, each of which the launcher of its machine has started."""
     run_folder._VISIBLE_SECONDS = 0.3
     place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}

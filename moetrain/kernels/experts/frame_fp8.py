@@ -171,6 +171,8 @@ def backward(
         is_fused=is_swiglu(activation) and not has_adapters,
     )
     del dh_RF
+    if not (dequantised or trains_biases):  # before the products, where memory peaks
+        da = _Rows(da.quantised, None)
     # 3. Gradients of the second projection's parameters.
     d_first = d_second = ProjectionGradients()
     if second.bias_EM is not None:

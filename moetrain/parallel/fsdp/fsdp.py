@@ -124,7 +124,7 @@ class _Unit:
     def swap_out(self) -> None:
         """Give modules their DTensors again."""
         for member in self.members:
-            # As in swap_in: torch has no public name for the dict.
+            # Torch has no public name for the dict (as in swap_in).
             member.module._parameters[member.name] = member.parameter  # pyright: ignore
 
 

@@ -104,8 +104,8 @@ _BIASED = KernelSpec(
     bad_inputs=_BAD_INPUTS,
 )
 
-# Where a rounding before decides between two numbers of e4m3, they are 6% apart. In bf16, numbers
-# end up on the other side of a clamp, too.
+# An earlier rounding may choose the other of two neighbours in e4m3, which is 6% away. In bf16 a
+# number may also end up on the other side of a clamp, where its gradient is zero.
 _FP8_TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 6e-2}
 
 SPECS = (

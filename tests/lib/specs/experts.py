@@ -148,7 +148,7 @@ _MLP_FP8_SPECS = (
             {**CASES[3], "activation": "gelu"},
         ),
         benches=tuple(Bench(size) for size in (*SIZES, _FOUR_RANKS)),
-        # Where earlier rounding decides between two neighbours in e4m3, they are 6% apart.
+        # An earlier rounding may choose the other of two neighbours in e4m3, which is 6% away.
         tolerance={torch.float32: 5e-3, torch.bfloat16: 4e-2},
         cpu_dtypes=(torch.float32,),
         # The cost is at twice bf16's rate.
@@ -418,7 +418,7 @@ _CASES = (
     {"R": 0, "F": 16},
     {"R": 9, "F": 384, "unused": 2, "tiled": True},
 )
-# Where rounding to the dtype decides between two neighbours in e4m3, they are 6% apart.
+# An earlier rounding may choose the other of two neighbours in e4m3, which is 6% away.
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2.5e-2}
 
 _SWIGLU_FP8_SPECS = (

@@ -477,7 +477,7 @@ _LINEAR_FP8_SPECS = (
             Bench({"T": 20480, "D": 2048, "N": (4096, 512, 512)}),
             Bench({"T": 20480, "D": 4096, "N": (2048,)}),
         ),
-        # Where earlier rounding decides between two neighbours in e4m3, they are 6% apart.
+        # An earlier rounding may choose the other of two neighbours in e4m3, which is 6% away.
         tolerance={torch.float32: 5e-3, torch.bfloat16: 1e-2},
         cpu_dtypes=(torch.float32,),
         cost=_cost,
