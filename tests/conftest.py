@@ -24,6 +24,8 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 
+from tests.lib.marks import TEXTS, may_have
+
 if TYPE_CHECKING:
     from moetrain.config import Config
 
@@ -64,10 +66,22 @@ def pytest_ignore_collect(collection_path, config):
     """Skip files without a GPU test, or without a test of the tier, where only those run."""
     if collection_path.suffix != ".py" or config.args != config.getini("testpaths"):
         return None
-    for name, mark in (("gpu", "mark.gpu"), ("long", "mark.tier"), ("wide", "mark.tier")):
-        if config.option.markexpr.startswith(name):
-            return None if mark in collection_path.read_text() else True
+    for mark in TEXTS:
+        if config.option.markexpr.startswith(mark):
+            return None if may_have(mark, collection_path) else True
     return None
+
+
+def check_texts(items) -> None:
+    """Raise UsageError if a test has a mark that a run of this mark would not find."""
+    for path, mark in {
+        (i.path, mark) for i in items for mark in TEXTS if i.get_closest_marker(mark)
+    }:
+        if not may_have(mark, path):
+            raise pytest.UsageError(
+                f"{path} has tests marked {mark}, but its text does not show it: add what gives "
+                "them the mark to TEXTS in tests/lib/marks.py"
+            )
 
 
 def tier_of(item) -> str:
@@ -118,6 +132,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(tier)
     if not any("::" in argument for argument in config.args):
         check_tiers(items)
+    check_texts(items)
 
     if config.option.markexpr == "wide":  # each commit runs another part of them in its time
         order = os.environ.get("WIDE_ORDER", "")

@@ -8,6 +8,8 @@ from pathlib import Path
 import gpu_suite
 import pytest
 
+from tests.lib.marks import may_have
+
 ROOT = Path(__file__).parents[2]
 OPTIONAL = {
     "datasets",
@@ -26,7 +28,7 @@ OPTIONAL = {
 GPU_FILES = [
     path
     for path in sorted(ROOT.glob("tests/**/test_*.py"))
-    if path != Path(__file__) and "mark.gpu" in path.read_text()
+    if path != Path(__file__) and may_have("gpu", path)
 ]
 
 
