@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from moetrain.kernels.attention import cudnn as cudnn_attention
-from moetrain.kernels.attention.attention import AttentionMask, attention
+from moetrain.kernels.attention.attention import AttentionMask, attention, block_sizes
 from moetrain.kernels.attention.sinks import attention_with_sinks
 
 BATCH, SEQ_LEN, HEADS, KV_HEADS, WIDTH = 2, 48, 4, 2, 16
@@ -261,3 +261,23 @@ def test_auto_on_a_gpu_matches_the_reference(window, widths):
     assert mask.backend == ("cudnn" if cudnn_attention.runs(device, dtype) else "flex")
     for ours, theirs in zip(run(mask, device, dtype, **widths), expected, strict=True):
         assert (ours.float() - theirs).norm() <= 1e-2 * theirs.norm()
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 512), (torch.float32, 192)])
+def test_blocks_of_wide_heads_fit_the_shared_memory_of_a_gpu(dtype, width):
+    """Triton keeps one operand whole, and as many tiles of the other two as there are stages."""
+    sizes, row = block_sizes(dtype, width), dtype.itemsize * 2 * width
+    hopper = 227 * 1024
+    forward = row // 2 * sizes["fwd_BLOCK_M"]
+    forward += row * sizes["fwd_BLOCK_N"] * sizes["fwd_num_stages"]
+    assert forward <= hopper
+    if "bwd_num_stages" in sizes:
+        stages = sizes["bwd_num_stages"]
+        assert row * (sizes["bwd_BLOCK_N1"] + stages * sizes["bwd_BLOCK_M1"]) <= hopper
+        assert row * (sizes["bwd_BLOCK_M2"] + stages * sizes["bwd_BLOCK_N2"]) <= hopper
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_torch_chooses_the_blocks_of_usual_heads(width):
+    assert block_sizes(torch.bfloat16, width) is None
+    assert block_sizes(torch.float32, width) is None

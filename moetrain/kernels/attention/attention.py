@@ -38,7 +38,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 
 from moetrain.config.compute import AttentionName
 from moetrain.kernels.attention import batch_invariant
@@ -235,10 +240,7 @@ def attention(
     grouped = q.shape[1] != k.shape[1]
     if mask.backend == "flex":
         assert mask.blocks is not None  # AttentionMask.of always makes them for flex
-        is_eager = not torch.compiler.is_compiling()  # a compiled block inlines it
-        run = compiled_flex() if q.is_cuda and is_eager else flex_attention
-        out = run(q, k, v, block_mask=mask.blocks, scale=scale, enable_gqa=grouped)
-        assert isinstance(out, torch.Tensor)  # no log-sum-exp was asked for
+        out, _ = attend_in_blocks(q, k, v, mask.blocks, scale)
     elif mask.backend == "reference":
         assert mask.dense_BSS is not None  # AttentionMask.of always makes one for it
         repeats = q.shape[1] // k.shape[1]
@@ -471,8 +473,55 @@ def _packed_backward_reference(
     return dq_THd, dk_TGd, dv_TGv
 
 
+def attend_in_blocks(
+    q_BHSd: torch.Tensor,
+    k_BGSd: torch.Tensor,
+    v_BGSv: torch.Tensor,
+    blocks: BlockMask,
+    scale: float | None,
+    needs_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return FlexAttention's output [B, H, S, v], and the log-sum-exp [B, H, S] if it is needed."""
+    is_eager = not torch.compiler.is_compiling()  # a compiled block inlines it
+    run = _compiled_flex() if q_BHSd.is_cuda and is_eager else flex_attention
+    found: Any = run(
+        q_BHSd,
+        k_BGSd,
+        v_BGSv,
+        block_mask=blocks,
+        scale=scale,
+        enable_gqa=q_BHSd.shape[1] != k_BGSd.shape[1],
+        kernel_options=block_sizes(q_BHSd.dtype, max(q_BHSd.shape[-1], v_BGSv.shape[-1])),
+        return_aux=AuxRequest(lse=True) if needs_lse else None,
+    )
+    return (found[0], found[1].lse) if needs_lse else (found, None)
+
+
+def block_sizes(dtype: torch.dtype, width: int) -> dict[str, int] | None:
+    """Return FlexAttention's block sizes for wide heads; None: those that torch chooses.
+
+    With torch 2.11, torch's own need 257 KiB of shared memory for heads of width 512 in bf16 and
+    272 KiB for width 192 in fp32, and a Hopper GPU has 227 KiB.
+    """
+    if dtype.itemsize == 2 and width > 256:
+        return _WIDE_16_BIT
+    if dtype.itemsize == 4 and 128 < width < 256:
+        return _WIDE_FP32
+    return None
+
+
+# FlexAttention's kernel_options. Forward: M queries and N keys. Backward: gradients of keys (1) and
+# of queries (2).
+_WIDE_16_BIT = {
+    **{"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_stages": 2, "fwd_num_warps": 8},
+    **{"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 32},
+    **{"bwd_num_stages": 2, "bwd_num_warps": 8},
+}
+_WIDE_FP32 = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 64, "fwd_num_stages": 1, "fwd_num_warps": 8}
+
+
 @cache
-def compiled_flex() -> Callable[..., torch.Tensor]:
+def _compiled_flex() -> Callable[..., torch.Tensor]:
     """Return FlexAttention compiled, as a GPU needs it; made lazily, since it takes seconds."""
     return torch.compile(flex_attention)
 

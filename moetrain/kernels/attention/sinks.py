@@ -20,15 +20,14 @@ Legend: as in :mod:`moetrain.kernels.attention.attention`; Q queries and L keys 
 from typing import Any, Literal
 
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from moetrain.kernels.attention import batch_invariant
 from moetrain.kernels.attention.attention import (
     AttentionMask,
+    attend_in_blocks,
     attention_packed_backward_op,
     attention_packed_op,
     check_packed,
-    compiled_flex,
     fake_packed,
     packed_forward_reference,
     read_documents,
@@ -67,18 +66,9 @@ def attention_with_sinks(
         return out_THv.unflatten(0, q_BSHd.shape[:2])
     q, k, v = (x.transpose(1, 2) for x in (q_BSHd, k_BSGd, v_BSGv))
     if mask.backend == "flex":
-        is_eager = not torch.compiler.is_compiling()  # a compiled block inlines it
-        run = compiled_flex() if q.is_cuda and is_eager else flex_attention
-        found: Any = run(
-            q,
-            k,
-            v,
-            block_mask=mask.blocks,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-            return_aux=AuxRequest(lse=True),
-        )
-        o, lse = found[0], found[1].lse
+        assert mask.blocks is not None  # AttentionMask.of always makes them for flex
+        o, lse = attend_in_blocks(q, k, v, mask.blocks, scale, needs_lse=True)
+        assert lse is not None
         share = (lse - sinks_H.to(lse.dtype)[:, None]).sigmoid()
         return (o * share[..., None]).to(o.dtype).transpose(1, 2)
     assert mask.backend == "reference"  # no other is left with needs_lse

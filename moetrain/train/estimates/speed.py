@@ -29,6 +29,8 @@ from moetrain.train.estimates.memory import RankSizes
 
 # Shares of peak_flops (bf16) that products reach in whole steps of a hot H200.
 _EXPERTS, _ATTENTION, _PROJECTIONS, _HEAD = (x / 989 for x in (482, 431, 665, 669))
+_WIDE_ATTENTION = 79 / 989
+"""FlexAttention with heads of width 512: 175 TFLOP/s forward and 65 backward, alone on an H200."""
 _FASTER = {"bf16": 1.0, "fp8": 1.2, "fp8_gradients": 1.3, "fp8_blocks": 1.1}
 """Speed-up of a block's products by a precision, quantisation included: 12 and 24 layers on two and
 four H200s. fp8_gradients speeds up the head as much."""
@@ -162,7 +164,8 @@ class StepClock:
             forward, backward = 2 * each, (self.times - 2 + twice["experts"]) * each
         else:
             linear = own * matrices / (_PROJECTIONS * faster * self.flops)
-            mixing = own * (products - matrices) / (_ATTENTION * self.flops)
+            rate = _WIDE_ATTENTION if getattr(part, "widest_head", 0) > 256 else _ATTENTION
+            mixing = own * (products - matrices) / (rate * self.flops)
             forward = 2 * linear + 6 * _ATTENTION_FORWARD * mixing
             backward = (self.times - 2 + twice["linear"]) * linear
             backward += (6 * (1 - _ATTENTION_FORWARD) + twice["attention"]) * mixing
