@@ -160,7 +160,8 @@ class Saved(NamedTuple):
 
     path: Path
     seconds: float
-    """Time from the beginning of the write until the folder had its name."""
+    """Time of the whole save: the write, the copy to ``checkpoint.store`` and the removal of old
+    checkpoints."""
 
 
 class Saver:
@@ -476,6 +477,8 @@ def _write_all(descriptor: int, data: bytes | memoryview) -> None:
 def remove_leftovers(root: Path) -> None:
     """Remove checkpoints that killed processes left half written or half removed.
 
+    A replaced checkpoint gets its name back if the one that replaces it is not complete.
+
     Only a process that has ``root`` to itself may call this. Otherwise the call would remove a
     checkpoint that another live process is writing.
     """
@@ -500,8 +503,8 @@ def commit(new: Path, final: Path, contents: read.Contents, state: Mapping[str, 
     """Complete ``new``, whose ``contents`` are on the disk, and rename it to ``final``.
 
     The function writes ``state.json``, and a manifest of it and of all files of ``contents``. If
-    this step had a complete checkpoint before, it has one at every instant, whenever this process
-    dies.
+    the step already had a complete checkpoint, a complete one exists at every instant, even if this
+    process dies.
 
     Raises OSError: ``new`` cannot be written or renamed; ``final`` is unchanged.
     """
@@ -527,7 +530,7 @@ def commit(new: Path, final: Path, contents: read.Contents, state: Mapping[str, 
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint. It never looks like a damaged one meanwhile."""
+    """Remove a checkpoint. While it is being removed, it never looks like a damaged one."""
     removed = _hidden(checkpoint, "removed")
     try:
         shutil.rmtree(removed, ignore_errors=True)

@@ -10,10 +10,11 @@ from typing import Any
 
 
 def interrupt_quietly() -> None:
-    """Let Ctrl-C end this process with 130 while the modules of a command are imported.
+    """Let Ctrl-C end this process with exit code 130 while a command's modules are imported.
 
-    Otherwise it prints a traceback of the imports, or nothing: Python drops an exception that is
-    raised in a destructor or a weak reference's callback. :func:`interrupt_by_exception` undoes it.
+    Otherwise Ctrl-C prints a traceback of the imports, or has no effect: Python drops an exception
+    that is raised in a destructor or a weak reference's callback. :func:`interrupt_by_exception`
+    restores Python's own handler.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by nohup
         signal.signal(signal.SIGINT, _end)
@@ -27,13 +28,13 @@ def interrupt_by_exception() -> None:
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Let Ctrl-C end this process with 130 inside, where a command imports modules late.
+    """Let Ctrl-C end this process with exit code 130 in this context, for imports during a command.
 
     An import may also lose KeyboardInterrupt in C code that tries another import and goes on
     without it. Then the command would not stop at all.
     """
     before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is threading.main_thread():  # no other may set a handler
+    if threading.current_thread() is threading.main_thread():  # other threads may set no handler
         interrupt_quietly()
     try:
         yield
@@ -55,5 +56,6 @@ def _is_command() -> bool:
     return script == "moetrain"
 
 
-if _is_command():  # it is about to import what the command takes; no other program has asked
+# The process is about to import the modules of a command. Other programs keep their own handler.
+if _is_command():
     interrupt_quietly()

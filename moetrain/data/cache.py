@@ -64,9 +64,11 @@ _CHECKED_BYTES = 1 << 26
 """Bytes at the beginning of each file that are checked when a cache is opened. A small file is
 checked whole. Reading this part of a large file takes a tenth of a second."""
 _BATCH_CHARACTERS = 1 << 22
-"""Characters that one call encodes. They keep all threads busy, and are small beside a model."""
+"""Characters that one call encodes. They keep all threads busy, and take little memory beside a
+model."""
 _BLOCK_BYTES = 1 << 22
-"""Least bytes of text in a block of a stream. A block has at most twice as many."""
+"""Least bytes of a stream's group of file parts, except the last group. A group becomes one block,
+or several if its records have more than twice as many bytes."""
 _MOST_WORKERS = 8
 _KEPT_BLOCKS = 4
 """Blocks that are kept even if the disk is full."""
@@ -453,8 +455,8 @@ def encoded(
     """Tokenise documents.
 
     A document begins with ``bos_ids`` once, unless a template rendered it. Every document ends with
-    EOS. An empty span at the end of a text that no template rendered is an empty answer, of which
-    EOS is learned.
+    EOS. An empty span at the end of a text that no template rendered stands for an empty answer.
+    Only EOS is learned of it.
 
     Yields:
         Each document, or part of one, with its ids [T] and its mask, uint8 [T]: 1 for a token

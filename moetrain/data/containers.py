@@ -41,7 +41,7 @@ _TABLES = FileKind.TABLE.suffixes
 _COMPRESSED = FileKind.COMPRESSED.suffixes
 _ARCHIVES = FileKind.ARCHIVE.suffixes
 _OPEN: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-"""By suffix, what opens a compressed file, except ``.zst``."""
+"""Functions that open compressed files, by suffix. pyarrow opens ``.zst``."""
 _WHOLE = (".arrow", *_COMPRESSED)
 """Suffixes of files that are read from their beginning alone, as one piece."""
 _RECORD_FILES = (*FileKind.LINES.suffixes, *_TABLES, *(f".jsonl{c}" for c in _COMPRESSED))
@@ -344,7 +344,7 @@ def _array(path: Path, file: Any) -> Iterator[Raw]:
 
 
 _READERS: dict[str, Callable[[FilePart], Iterator[Raw]]] = {".parquet": _parquet, ".arrow": _arrow}
-"""By suffix, what yields the records of a piece; :func:`_json` does for all other files."""
+"""Functions that yield the records of a piece, by suffix. :func:`_json` reads all other files."""
 
 
 # ---- finding files ------------------------------------------------------------------------------

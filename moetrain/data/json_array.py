@@ -3,7 +3,7 @@
 ``json.load`` would hold the whole file and all of its objects. Here a scan for brackets, commas and
 strings finds where an element ends, and the caller parses that element alone. The scan does not
 check the elements, because the parser of an element finds its errors. An element that is too large
-is passed over, and the scan goes on behind it.
+is passed over, and the scan continues after it.
 """
 
 import re
@@ -66,7 +66,7 @@ class _Scanner:
         """The line of ``held[start]``."""
 
     def next_element(self) -> tuple[Element, bool]:
-        """Return the next element, and whether the array ends behind it."""
+        """Return the next element, and whether the array ends after it."""
         self._pass_blanks()
         line, depth, num_dropped, is_large = self._line, 0, 0, False
         while True:
@@ -94,7 +94,8 @@ class _Scanner:
 
     def check_end(self) -> None:
         """Raise ValueError if anything follows the array."""
-        rest = self._held[self._at - 1 :].removeprefix(b"]")  # a "}" that ends it stays
+        # An array that ends with "}" keeps it, and is refused.
+        rest = self._held[self._at - 1 :].removeprefix(b"]")
         while rest:
             if rest.strip():
                 raise ValueError(f"something follows the array: {rest.strip()[:40]!r}")

@@ -1,8 +1,8 @@
-"""Refuses a record if a field beside its answer has a text that no document of it shows.
+"""Refuses a record if a field beside its answer would be lost, or says that the answer is bad.
 
-Such a field may be a thought, a passage that the question is about, the choices of a question, a
-system text, the tools, or a picture. Another field is known to say that the answer is a bad one.
-The names are those of public data sets. Names are compared in lower case.
+A field is lost if none of the record's documents shows its text. It may be a thought, a passage
+that the question is about, the choices of a question, a system text, the tools, or a picture. The
+names are those of public data sets. Names are compared in lower case.
 
 Left out on purpose: fields of records that are one text. Such a text is whole by itself.
 """
@@ -40,7 +40,7 @@ _PASSAGES = {
 }
 """Names of texts that a question may be about."""
 _CHOICES = {"choices", "options"}
-"""Names of the answers that a question may leave to choose from."""
+"""Names of fields with the answers that a question gives to choose from."""
 _SYSTEMS = {"sys", "custom_system_prompt"}
 """Names that may be those of a system text."""
 _FUNCTIONS = {"available_tools", "function_list", "function_description"}
@@ -51,7 +51,7 @@ _MARK = re.compile(r"<(?:image|img|video|audio)>", re.I)
 """Matches the mark in a text that stands for a picture, a film or a sound."""
 
 _OF_VERDICTS = {"is", "the", "response", "answer", "completion", "output"}
-"""Words that may stand beside one of the next two sets in the name of a verdict."""
+"""Words that may stand beside a word of the next two sets in the name of a verdict."""
 _GOOD = {"safe", "correct", "helpful", "harmless", "acceptable", "approved", "valid", "passed"}
 _BAD = {"unsafe", "incorrect", "harmful", "wrong"}
 _SCORES = {"helpfulness", "harmlessness", "correctness", "coherence", "quality", "overall_score"}
@@ -75,7 +75,7 @@ def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: 
         raise lost_media(f"`{key}`", record[key])
     if form == "text":
         return
-    has_choices = form != "preference"  # those of a pair are its answers
+    has_choices = form != "preference"  # the choices of a pair are its answers
     for key, value in record.items():
         name = key.lower()
         if name in _THOUGHTS:
@@ -120,7 +120,7 @@ def _texts_in(value: object) -> Iterator[str]:
 def refuse_bad_verdict(record: Mapping[str, Any]) -> None:
     """Raise BadLineError if a field such as ``is_safe`` says that the answer is a bad one.
 
-    A warning names the first field with a score of the answer, which is not read.
+    A warning, once for each name, says that a field with a score of the answer is not read.
     """
     for key, value in record.items():
         words = words_of(key)

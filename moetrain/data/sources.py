@@ -2,8 +2,8 @@
 
 A source lists its files when it is made, and reads a part of bounded size at a time. A corpus, and
 even a single file, may be larger than memory. Held-out documents are chosen by a hash of their name
-(files) or content (records), so the split is the same on every machine, and a document never
-changes sides when others are added.
+(files) or content (records), so the split is the same on every machine. Adding documents never
+moves another document into or out of the held-out ones.
 
 Left out on purpose: synthetic data, which has no text (:mod:`moetrain.data.packing`).
 """
@@ -199,7 +199,7 @@ class Source(Files):
             return "bad"
 
     def describe(self) -> str:
-        """Describe in one line the forms of the first records. No records give an empty text."""
+        """Describe in one line the forms of the first records; empty: there are no records."""
         first = islice(self._raws(), _FIRST) if self.reader is not None else ()
         forms = Counter(self._form_of(raw) for raw in first)
         found = ", ".join(f"{name} ({count})" for name, count in forms.most_common())

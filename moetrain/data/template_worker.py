@@ -63,8 +63,8 @@ Answer = tuple[bytes, str]
 
 
 class _Generation(Extension):
-    """The tag ``{% generation %} ... {% endgeneration %}``. It renders its content, perhaps within
-    marks."""
+    """The tag ``{% generation %} ... {% endgeneration %}``. It renders its content, within marks if
+    the view has any."""
 
     tags = {"generation"}  # noqa: RUF012  as the base class has it
 

@@ -57,9 +57,9 @@ class Lookup:
     """Drafts the tokens that followed an earlier occurrence of the last tokens of the text.
 
     Worked example: ``a b c d a b`` ends with ``a b``, which occurred before. The draft has the
-    tokens that followed: c, d, a, ... The longest n-gram of :data:`_LENGTHS` that occurred before
-    counts, at its latest occurrence. This is prompt lookup decoding (Saxena 2023,
-    https://github.com/apoorvumang/prompt-lookup-decoding).
+    tokens that followed: c, d, a, ... The lengths of n-grams are :data:`_LENGTHS`. The longest
+    n-gram that occurred before is used, at its latest occurrence. This is prompt lookup decoding
+    (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
     """
 
     def __init__(self) -> None:
@@ -123,12 +123,12 @@ class Chunks(NamedTuple):
     """int64: the token that the model has chosen after that token."""
 
     def last_right(self, most: int) -> torch.Tensor:
-        """Return a mask of the chunks that are the last right ones of their sequences, bool [N].
+        """Return a mask, bool [N], that is True at the last right chunk of each sequence.
 
         ``most``: the largest number of draft tokens of a sequence.
         """
-        # A draft token is right if the previous chunk is right and the model chose this token after
-        # that chunk.
+        # A chunk is right if its draft token is. A draft token is right if the previous chunk is
+        # right and the model chose this token after that chunk.
         is_first_N = self.num_drafts_N == 0
         is_right_N = is_first_N | (self.end_token_N == self.chosen_N.roll(1))
         for _ in range(most - 1):
@@ -186,7 +186,7 @@ def draft_tokens(
             hidden_TD,
             model.head_weight,
             zeros_N.int(),
-            zeros_N,  # the likeliest one
+            zeros_N,  # temperature 0: the likeliest token
             torch.ones_like(zeros_N),
             known,
             model.kernels.backend,

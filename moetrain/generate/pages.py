@@ -30,7 +30,8 @@ class _Prefix:
 
     key: _Key
     serial: int
-    """A number that is never used again, so that no later prefix is found behind an evicted one."""
+    """A number that no other prefix ever gets. The keys of the pages after it contain the number,
+    so pages after an evicted prefix are never found again."""
     pages: dict[int, None] = field(default_factory=dict)
     """The pages that hold it, at least one, in the order in which they were cached.
     :meth:`Pages.match` finds the first page. Once this page is evicted, it finds the next one. So
@@ -74,9 +75,12 @@ class Pages:
     def number_that_fits(
         model: Transformer, page_size: int, max_sequences: int, ranks: int = 1
     ) -> int:
-        """Return the number of pages that fill most of the free memory.
+        """Return the number of pages that fill most of the free memory of the model's GPU.
 
-        The pages hold at most 1024 sequences of full length, even if more memory is free.
+        The pages hold at most 1024 sequences of full length, even if more memory is free. On a CPU
+        they hold :data:`_CPU_TOKENS` tokens.
+
+        Raises ValueError: there is no room for one page.
         """
         weight = model.embed.weight
         if weight.device.type != "cuda":

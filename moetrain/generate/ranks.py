@@ -129,7 +129,7 @@ class SplitAttention(PagedAttention):
     The arguments and the result of a call have all heads.
     """
 
-    rotates = False  # it takes all heads' keys
+    rotates = False  # the keys of all heads are rotated before the call
 
     def __init__(
         self, group: dist.ProcessGroup, num_pages: int, page_size: int, window: int | None

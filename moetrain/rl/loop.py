@@ -3,7 +3,7 @@
     step:  weights into the generator, in place -> trajectories of the next prompts -> advantages
            -> packed rows -> the trainer's own log-probabilities -> one update or several
 
-The first ``rl.supervised_steps`` learn demonstrations instead. Every rank generates for its own
+The first ``rl.supervised_steps`` steps imitate demonstrations. Every rank generates for its own
 prompts. All ranks know all trajectories, so groups, rows and what is left out do not depend on the
 mesh. A checkpoint also holds unfinished trajectories, so a resumed run has the same bits. With
 ``rl.placement`` apart other ranks generate (:mod:`moetrain.rl.apart`), and the ranks here wait for
@@ -125,7 +125,7 @@ class RlTrainer(Run):
             config: the settings.
             callbacks: what to call as the run goes along (:mod:`moetrain.train.callbacks`).
 
-        Raises ConfigError: a setting is wrong, or the run cannot be made of it here.
+        Raises ConfigError: a setting is wrong, or the run cannot be built with it on this machine.
         """
         generate_if_apart(config)
         session = Session(*prepare(config), config.rl.sleep)
@@ -306,7 +306,7 @@ class RlTrainer(Run):
             sends = self.fleet.updating(self.step) if self.fleet else nullcontext()
             with self.time.part("weights"), sends:
                 self.update_weights()
-            if self.engine.fsdp.frees:  # its memory is the generator's for now
+            if self.engine.fsdp.frees:  # the generator needs its memory now
                 self.engine.fsdp.release()
             self.weights_at = self.generator.version = self.step
 
@@ -352,7 +352,8 @@ class RlTrainer(Run):
         return [sample for t, value in trained for sample in t.samples(value)]
 
     def next_groups(self, number: int) -> list[Trajectory]:
-        """Begin the next prompts, and return the trajectories of the ``number`` that are due."""
+        """Begin the next prompts. Return the trajectories of the ``number`` prompts that are
+        due."""
         begun, due = self.window.advance(number)
         size, seed = self.config.rl.group_size, self.config.train.seed
         for prompt in self._mine(begun):
@@ -462,7 +463,10 @@ class RlTrainer(Run):
 
     @contextmanager
     def _learning(self, samples: Sequence[Sample]) -> Iterator[None]:
-        """Count time and tokens while ``samples`` are trained; the generator sleeps if it must."""
+        """Count time and tokens while ``samples`` are trained.
+
+        The generator sleeps meanwhile if ``rl.sleep`` asks for it.
+        """
         if self.session.sleep != "never" and not self.generator.is_asleep:
             with self.time.part("offload"):
                 self.generator.sleep(weights=self.session.sleep == "all")

@@ -1,7 +1,7 @@
 """Trajectories: exchanges between the policy and an environment, token by token.
 
-A checkpoint keeps a trajectory's tokens and how far it has come. When it is resumed, a new episode
-gets the same actions again, and the policy goes on from the same tokens.
+A checkpoint keeps the tokens and the progress of each unfinished trajectory. When the run is
+resumed, a new episode gets the same actions again, and the policy continues from the same tokens.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,16 +36,16 @@ class Trajectory:
     temperature: float
     reward: float = 0.0
     answers: int = 0
-    """Number of the environment's answers, of which the first is the prompt."""
+    """How many answers the environment has given; the prompt counts as the first."""
     actions: list[tuple[int, int]] = field(default_factory=list)
     """Start and stop of each of the policy's turns in ``tokens``."""
     is_over: bool = False
     is_overlong: bool = False
     """True: it was cut off at ``rl.max_tokens``, ``rl.max_turns`` or the end of a row."""
     fault: str | None = None
-    """The reason why it failed, a word to count by; None: it did not fail."""
+    """The kind of failure, a word by which metrics count failures; None: it did not fail."""
     detail: str = ""
-    """The reason in a line."""
+    """The reason of the failure in one line."""
     tokens: list[int] = field(default_factory=list)
     is_action: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -54,8 +54,8 @@ class Trajectory:
     """Index in ``tokens`` at which each segment but the first begins. The policy reads a segment
     without the segments before it."""
     routes: np.ndarray | None = None
-    """int32 [tokens, MoE layers, K]: the experts of the tokens that were read up to the last turn,
-    without each segment's last token; None: not asked for."""
+    """int32 [tokens, MoE layers, K]: the experts of each token up to the end of the policy's last
+    turn. A segment's last token was not read and has no entry. None: routes were not asked for."""
 
     def extend(
         self,
@@ -83,13 +83,15 @@ class Trajectory:
     def turn_start(self) -> int:
         """Index in ``tokens`` at which the policy's last turn starts.
 
-        It is after the environment's last tokens or, if it gave none, after the turn before.
+        The turn starts after the environment's last tokens. If the environment gave none, it starts
+        after the policy's previous turn.
         """
         start = len(self.tokens) - self.is_action[::-1].index(False)
         return max([start, *(stop for _, stop in self.actions)])
 
     def keep_routes(self, routes: np.ndarray | None) -> None:
-        """Append the experts of the last segment's tokens."""
+        """Keep ``routes``, the experts of the last segment's tokens, after those of earlier
+        segments."""
         if self.routes is not None and routes is not None and self.starts:
             routes = np.concatenate([self.routes[: self.start - len(self.starts)], routes])
         self.routes = routes
@@ -117,7 +119,7 @@ class Trajectory:
     def to_state(
         trajectories: "Iterable[Trajectory]",
     ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-        """Return fields as JSON, and values of tokens as tensors, for a checkpoint."""
+        """Return, for a checkpoint, the fields as JSON and the values of each token as tensors."""
         rows: list[dict[str, Any]]
         rows = [asdict(t) | {"length": len(t.tokens)} for t in trajectories]
         tensors = {

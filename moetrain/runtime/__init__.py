@@ -1,1 +1,1 @@
-"""Services to steps: CUDA graphs, memory, compilation ahead, names in traces, backends."""
+"""Services for steps: CUDA graphs, memory, compiling ahead, recomputation, traces, backends."""

@@ -1,13 +1,13 @@
 """Triton kernels compiled before their first launch, several at once.
 
-A process that launches thirty kernels for the first time compiles them one after the other, some
-half a second each. A fake step, on tensors without memory, finds the launches, and threads compile
-them while the model is being built; the processes of a machine share the work. A kernel that is
-missed is compiled at its launch. Left out on purpose: kernels of libraries.
+A process that launches thirty kernels for the first time compiles them one after the other, in
+about half a second each. A fake step, on tensors without memory, finds the launches, and threads
+compile them while the model is being built. The processes of a machine share the work. A kernel
+that is missed is compiled at its launch. Left out on purpose: kernels of libraries.
 
-torch's compiler compiles its own kernels in processes that take seconds to start:
-:func:`compiler_started` starts them while something else waits. What it has compiled it finds on
-disk when the run is started again: :func:`cache_compiled_blocks`.
+torch's compiler compiles its own kernels in processes that take seconds to start.
+:func:`compiler_started` starts them beside other work. :func:`cache_compiled_blocks` lets the
+compiler find on disk what it compiled in an earlier start of the run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _logger = logging.getLogger("moetrain")
 _THREADS = 16
 """Threads of each process; they mostly wait."""
 
-_COMPILER = (  # and the modules that it imports at its first use
+_COMPILER = (  # modules that torch's compiler imports at its first use
     "torch._dynamo.backends.inductor",
     "torch._functorch.partitioners",
     "networkx",
@@ -49,8 +49,8 @@ _LIBRARY_OPS = (
     "moetrain::grouped_mm",
     "moetrain::grouped_outer",
 )
-"""Ops whose libraries would write to tensors without memory. Fake steps run the forward of packed
-attention only as ``exact``, a Triton kernel."""
+"""Ops of libraries, which would write to tensors without memory. The forward of packed attention is
+not one of them: fake steps run it only as ``exact``, a Triton kernel."""
 
 _IN_GRAPHS = ("torch.nn.attention._backend_from_string", "torch.nn.attention._sdpa_kernel")
 """Functions of torch's attention that blocks call: they choose among kernels. They depend only on
@@ -70,7 +70,7 @@ def launches_of(fake_step: Callable[[], object]) -> _Launches:
         FakeTensorMode(allow_non_fake_inputs=True),
         _caught(found),
         _Opened(),
-        torch.autograd.set_multithreading_enabled(False),  # modes are one thread's
+        torch.autograd.set_multithreading_enabled(False),  # modes apply to this thread alone
     ):
         fake_step()
     return found
@@ -98,8 +98,8 @@ def compile_ahead(
 def _hash_triton() -> None:
     """Compute the hash of all of Triton's files, the first part of every kernel's key.
 
-    Triton caches it. But threads that need it at the same time would each read all files, and so
-    would the first launch: 0.7 s of a start.
+    Triton caches the hash once it is computed. Until then, each thread that needs it, and the first
+    launch, would read all the files, which takes 0.7 s.
     """
     with suppress(AttributeError):  # it is not a public function
         triton.runtime.cache.triton_key()

@@ -27,14 +27,15 @@ def recomputed(block: nn.Module, x_BSD: torch.Tensor, context: object, *, draws:
     """Run the block; the backward runs it again, with the parameters that it has now.
 
     Args:
-        draws: the block draws random numbers, which must be the same again.
+        draws: the block draws random numbers, and must draw the same ones in the backward.
     """
     run = _with_current_parameters(block, block)
     return checkpoint(run, x_BSD, context, use_reentrant=False, preserve_rng_state=draws)
 
 
-# Routing is always kept. A choice that is made again may come out differently, since code that is
-# fused otherwise rounds otherwise, and rows that were sent must fit their indices.
+# The results of routing are always kept. If experts were chosen again, the choice could differ,
+# since code that is fused differently rounds differently. Rows that were sent to experts would then
+# not match their indices.
 def _policy(
     ops: frozenset[str], ctx: object, op: OpOverload, *args: object, **kwargs: object
 ) -> CheckpointPolicy:
@@ -51,7 +52,7 @@ def forward_keeping(names: Sequence[SavedName], draws: bool) -> Callable[..., An
     ``draws`` is as in :func:`recomputed`.
     """
     contexts = partial(_contexts, names)
-    # By it the compiler's cache distinguishes choices of names.
+    # The compiler's cache distinguishes choices of names by this text.
     contexts.cache_hash = repr(sorted(saved_ops(names)))  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(block: nn.Module, *inputs: object) -> Any:
@@ -66,7 +67,7 @@ def forward_keeping(names: Sequence[SavedName], draws: bool) -> Callable[..., An
 
 
 def _with_current_parameters(block: nn.Module, run: Callable[..., _R]) -> Callable[..., _R]:
-    """Return ``run`` over the parameters that ``block`` has now, before they are resharded."""
+    """Return ``run`` with the parameters that ``block`` has now, before they are resharded."""
     now = dict(block.named_parameters())
 
     def run_with_them(*inputs: object) -> _R:

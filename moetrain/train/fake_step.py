@@ -42,10 +42,10 @@ def compile_step_ahead(config: Config, arch: Architecture, world: World) -> None
 
 @dataclass(frozen=True)
 class FakeStep(FakeUpdate):
-    """A step without a device, to find which kernels it launches, and where it will run.
+    """A step without a device. Running it shows which kernels the real step will launch.
 
-    Left out on purpose: what dispatch launches (indices among a rank's own experts too), and the
-    few kernels that are compiled for a tensor parallel rank's part of the heads.
+    Left out on purpose: the kernels of dispatch, even those that index a rank's own experts, and
+    the few kernels that are compiled for a tensor parallel rank's part of the heads.
     """
 
     arch: Architecture
@@ -71,9 +71,10 @@ class FakeStep(FakeUpdate):
         )
 
     def run(self) -> None:
-        """Run a micro-batch through a block of each kind, and update; within a FakeTensorMode."""
+        """Run a micro-batch through a block of each kind, and update; call in a FakeTensorMode."""
         config = self.config
-        if config.kernels.attention != "exact":  # a library's, or the compiler's
+        # Other attention than ``exact`` runs kernels of a library, or of the compiler.
+        if config.kernels.attention != "exact":
             kernels = config.kernels.model_copy(update={"attention": "reference"})
             config = config.model_copy(update={"kernels": kernels})
         model, rules = plan_model(config, self.arch, self.dtype)
@@ -87,7 +88,8 @@ class FakeStep(FakeUpdate):
                 self.run_dequantise(format, dtype)
 
     def _run_micro_batch(self, model: Transformer, rules: Mapping[str, Rule]) -> None:
-        own = model.arch.layers()[: model.arch.num_layers]  # others launch no further kernels
+        # The layers of multi-token prediction launch no further kernels.
+        own = model.arch.layers()[: model.arch.num_layers]
         kinds = {part: i for i, part in reversed(list(enumerate(own)))}
         seen = tuple(f"layers.{i}." for i in kinds.values())
         for name, parameter in list(model.named_parameters()):

@@ -3,8 +3,8 @@
 Reinforcement learning makes samples of trajectories, and the service of jobs makes them of its
 clients' texts. Samples are fitted into rows uncut (:func:`moetrain.data.packing.best_fit`), and the
 rest of a row is padding. Position t of a sample reads token t and predicts token t + 1. All that is
-known of a token therefore lies one position before it, and a sample of n tokens takes n - 1
-positions, the very ones that generation has read.
+known of a token therefore lies one position before it. A sample of n tokens takes n - 1 positions,
+those of the tokens that generation has read.
 
     samples   a0 a1 A2 A3 | b0 B1 B2      capitals: actions                   rows of 6
     tokens    a0 a1 a2 b0 b1  0           positions 0 1 2 0 1 0
@@ -128,7 +128,7 @@ class RolloutBatch(NamedTuple):
     teacher_BS2K: torch.Tensor | None = None
     """The teacher's likeliest tokens, as fp32, and their log-probabilities."""
     weights_BS: torch.Tensor | None = None
-    """Importance weights, 0 where they have masked a token; None: ones."""
+    """Importance weights, 0 where ``rl.mask`` left out a token; None: ones."""
 
     def to(self, device: torch.device) -> Self:
         return self._replace(**tensors_on(device, self._asdict()))
@@ -181,7 +181,7 @@ def pack(
         num_parts: above 1 there is one micro-batch, and the samples of group i lie in its i-th
             part of ``micro_batch_size`` rows.
 
-    Raises ValueError: a sample is longer than a row and the token that it predicts last.
+    Raises ValueError: a sample has more than ``seq_len + 1`` tokens.
     """
     lengths_N = np.array([len(s.tokens) - 1 for s in samples], dtype=np.int64)
     for i in np.flatnonzero(lengths_N > seq_len):
@@ -279,7 +279,8 @@ class DealtSamples:
 
         Args:
             samples: those of all ranks.
-            order: their indices; data ranks take one sample each in turn in this order.
+            order: the indices of ``samples``. In this order, data ranks take one sample each in
+                turn.
         """
         self.world = engine.world
         self._mine = list(order)[self.world.data_rank :: self.world.dims.data_ranks]
@@ -293,10 +294,10 @@ class DealtSamples:
     def by_sample(
         self, results: Sequence[torch.Tensor], value: Callable[[torch.Tensor], _T]
     ) -> list[_T]:
-        """Return ``value`` of each sample's part of ``results``, in the order of samples.
+        """Return ``value(part)`` for each sample of all ranks, in the order of samples. Collective.
 
-        ``results`` are [B, S] for each of this rank's batches, and parts are :func:`unpack`'s. The
-        values are those of all ranks. Collective.
+        ``results`` has a tensor [B, S] for each of this rank's batches. A sample's part of it is
+        the tensor [n] that :func:`unpack` returns.
         """
         values = map(value, unpack(self.batches, results))
         parts = self.world.gather(dict(zip(self._mine, values, strict=True)))

@@ -6,8 +6,8 @@
 
 Tokens go in and come out. :class:`TextEnvironment` turns them into text for tasks that are text.
 Each method may be plain or ``async``, and each call has a time limit. Plain methods should answer
-at once. Asynchronous ones run beside generation, on one event loop for all, which they must not
-block (:mod:`moetrain.rl.calls`).
+at once. Asynchronous methods run beside generation. They share one event loop and must not block it
+(:mod:`moetrain.rl.calls`).
 
 The environments that moetrain brings along are in :mod:`moetrain.rl.envs.shipped`.
 """
@@ -28,7 +28,7 @@ class Turn(NamedTuple):
     tokens: tuple[int, ...] = ()
     """Tokens that the policy reads before it acts; ``reset`` returns at least one."""
     reward: float = 0.0
-    """Reward of the action before, a finite number. A trajectory's rewards are added up."""
+    """Reward of the previous action, a finite number. A trajectory's rewards are added up."""
     done: bool = False
     """True: the episode ends here, and ``tokens`` are ignored."""
     new_segment: bool = False
@@ -38,8 +38,8 @@ class Turn(NamedTuple):
     stop: tuple[str, ...] = ()
     """Texts that end the policy's next turn."""
     on_tokens: Callable[[Sequence[int]], object] | None = None
-    """Called with new tokens of the policy's next turn as they come. Only ``step`` gets the last
-    ones. It runs on the event loop, which it must not block."""
+    """A function that gets new tokens of the policy's next turn as they are generated. The turn's
+    last tokens go to ``step`` alone. The function runs on the event loop and must not block it."""
 
 
 class Demonstration(NamedTuple):
@@ -47,7 +47,7 @@ class Demonstration(NamedTuple):
 
     tokens: tuple[int, ...]
     mask: tuple[bool, ...]
-    """For each token, True if the policy is to choose it. The environment says the others."""
+    """For each token, True if the policy is to choose it. The environment gives the others."""
 
 
 class Episode(Protocol):
@@ -63,12 +63,12 @@ class Episode(Protocol):
         ...
 
     def step(self, action: Sequence[int]) -> Turn | Awaitable[Turn]:
-        """Answer the policy's next turn: all tokens that it may write, or those up to a stop."""
+        """Answer ``action``, the tokens of the policy's turn up to its stop or its limit."""
         ...
 
 
 class Environment(Protocol):
-    """Tasks by number. A number is the same task at every call, on every rank.
+    """Numbered tasks. A number names the same task at every call and on every rank.
 
     For ``rl.supervised_steps`` it also has a method ``demonstrate(task)``, which returns a
     :class:`Demonstration`.
@@ -108,7 +108,11 @@ class Prompts:
     def encode(
         self, prompt: str | list[Any], record: Mapping[str, Any] = MappingProxyType({})
     ) -> tuple[int, ...]:
-        """Return the tokens of ``prompt``, which an answer continues; ConfigError: it has none."""
+        """Return the tokens of ``prompt``, which an answer continues.
+
+        Raises ValueError: a text has no tokens. Raises ConfigError: a conversation is malformed, or
+        the chat template refuses it.
+        """
         if (messages := self._messages(prompt)) is None:
             return tuple(self.tokenizer.encode_prompt(str(prompt)))
         return chat_ids(self.tokenizer, messages, record, strict=True)
@@ -152,7 +156,7 @@ class TextEnvironment(Environment, ABC):
 
     @abstractmethod
     def score(self, problem: Problem, answer: str) -> float | Awaitable[float]:
-        """Return the reward of ``answer``; by convention that of a right answer is 1."""
+        """Return the reward of ``answer``. By convention a right answer gets 1."""
 
     def episode(self, task: int) -> Episode:
         return _OneAnswer(self, self.problem(task))

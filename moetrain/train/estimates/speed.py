@@ -1,18 +1,18 @@
-"""An estimate of the time of a training step, from the parts' own counts and measured rates.
+"""An estimate of the time of a training step, from counts of its work and from measured rates.
 
-A step's matrix products, the bytes that its other kernels move, its update and its messages are
-counted for each pipeline rank, and divided by the rates that a GPU reaches of its datasheet.
-Gathers and reductions of parameters overlap the products, and count only as far as they take
-longer. Tensor parallel collectives and dispatch overlap nothing. Pipelines are simulated by their
-schedule.
+For each pipeline rank, the estimate counts matrix products, the bytes that other kernels move, the
+update and messages. It divides each count by the rate that a GPU reaches, a measured share of the
+rate in its datasheet. Gathers and reductions of parameters overlap the products, and count only as
+far as they take longer. Tensor parallel collectives and dispatch overlap nothing. Pipelines are
+simulated by their schedule.
 
-Shares of the datasheet were measured on H200s (docs/benchmarks.md: where the step of 24 layers
-goes); for other GPUs they are taken to be the same. Nothing was measured between machines.
+The shares were measured on H200s (docs/benchmarks.md: where the step of 24 layers goes) and are
+assumed to be the same on other GPUs. Nothing was measured between machines.
 
 Left out on purpose: data loading, evaluation, checkpoints, updates on the host, activations that
-travel to it, and eager blocks.
+are copied to the host, and eager blocks.
 
-Seconds unless a name says otherwise.
+Times are in seconds unless a name says otherwise.
 """
 
 import math
@@ -32,28 +32,32 @@ _EXPERTS, _ATTENTION, _PROJECTIONS, _HEAD = (x / 989 for x in (482, 431, 665, 66
 _WIDE_ATTENTION = 79 / 989
 """FlexAttention with heads of width 512: 175 TFLOP/s forward and 65 backward, alone on an H200."""
 _FASTER = {"bf16": 1.0, "fp8": 1.2, "fp8_gradients": 1.3, "fp8_blocks": 1.1}
-"""Speed-up of a block's products by a precision, quantisation included: 12 and 24 layers on two and
-four H200s. fp8_gradients speeds up the head as much."""
+"""Speed-up of a block's products by a precision, quantisation included. Measured with 12 and 24
+layers on two and four H200s. fp8_gradients speeds up the head as much."""
 _MEMORY = 4.26 / 4.8
-"""Share of memory_rate: a copy."""
+"""Share of memory_rate that a copy reaches."""
 LINK = 0.6
-"""Share of link_rate: 273 GB/s in dispatch, 274 in reductions, of 450."""
+"""Share of link_rate that messages reach: 273 GB/s in dispatch, 274 in reductions, of 450."""
 _PASSES = 33
 """Reads and writes of a residual stream by the norms, rotations, residuals and indices of a part,
-in forward and backward together: 63 ms for 24 layers of 40,960 tokens of 4 KiB."""
+in forward and backward together. Measured: 63 ms for 24 layers of 40,960 tokens of 4 KiB."""
 IDLE, WAITING = 19 / 1131, 14 / 1131
-"""Shares of a step: nothing is computed, and the slowest of several GPUs is waited for."""
+"""Share of a step in which a GPU computes nothing, and share in which it waits for the slowest of
+several GPUs."""
 _IMBALANCE = 0.1
 """Excess of the fullest expert parallel rank over the mean, for each doubling of ranks."""
 _FORWARD, _ATTENTION_FORWARD = 1 / 3, 468 / 608 / 3
-"""The forward's share of both passes: by FLOPs, and as cuDNN's kernels run."""
+"""The forward's share of the time of forward and backward: by FLOPs, and in cuDNN's attention."""
 _ADAPTING = 30e-3 / 24
-"""Seconds that a block with adapters, of two parts, waits for the host: 24 layers
+"""Seconds that a block of two parts with adapters waits for the host. Measured with 24 layers
 (docs/log/quantisation.md, 407cd65)."""
 
 
 def step_seconds(ranks: Sequence[RankSizes], gpu: GpuName) -> float:
-    """Estimate a step's seconds from every pipeline rank; ConfigError: it was not measured."""
+    """Estimate a step's seconds from every pipeline rank.
+
+    Raises ConfigError: a setting has a value whose time was not measured.
+    """
     config, dims = ranks[0].config, ranks[0].dims
     for name, value in {
         "optim.offload_fraction": config.optim.offload_fraction,
@@ -87,13 +91,14 @@ class StepClock:
         self.number = self.config.train.micro_batches(self.dims.data_ranks)
         self.gradient = getattr(torch, self.config.optim.gradient_dtype).itemsize
         self.times = 4 + 2 * rank.share_trained
-        """FLOPs for each multiply-add of a forward, in it and in its backward."""
+        """FLOPs of forward and backward together for each multiply-add of the forward."""
         self.parts = [(part, n) for layer, n in rank.layers.items() for part in layer]
         sizes = [
             (part.style == "routed", n * part.matrix_elements(self.share)) for part, n in self.parts
         ]
         self.experts = sum(size for is_routed, size in sizes if is_routed)
-        """Parameters that a rank computes with: experts'; :attr:`others`: all others."""
+        """Number of the experts' parameters that a rank computes with. :attr:`others` counts all
+        other parameters."""
         self.others = sum(size for is_routed, size in sizes if not is_routed)
         self.others += rank.matrices * rank.vocabulary_numbers
 
@@ -105,7 +110,7 @@ class StepClock:
         return max(size * (1 - 1 / ranks) / self.link, across)
 
     def micro_batch(self) -> float:
-        """Estimate the forward and the backward of all its blocks, and of the head."""
+        """Estimate the forward and the backward of all the rank's blocks, and of the head."""
         computing, exposed, dims = self.head(), sum(self.weights_moved()), self.dims
         for part, count in self.parts:
             computing += count * sum(self.part(part))
@@ -123,11 +128,12 @@ class StepClock:
         return self.times * products / rate
 
     def update(self) -> float:
-        """Estimate the update of its shard, and the sum of gradients over replicas."""
+        """Estimate the update of the rank's shard, and the sum of gradients over replicas."""
         optim, numbers = self.config.optim, self.rank.trained / self.dims.sharding_ranks
         gradient, master = self.gradient, getattr(torch, optim.weight_dtype).itemsize
-        # Master and moments are read and written, the gradient read, a copy written. For Muon a
-        # gradient becomes a direction, and that an orthogonal matrix.
+        # Master weights and moments are read and written, the gradient is read, and a copy of the
+        # weights is written. Muon also turns the gradient into a direction, and the direction into
+        # an orthogonal matrix.
         copy = self.share.width * (master != self.share.width)
         moved = numbers * (2 * master + gradient + copy) + 2 * self.rank.moment_bytes()
         moved += self.rank.orthogonal * 4 * gradient
@@ -142,7 +148,7 @@ class StepClock:
             for n, shape, stacked in found
         )
         seconds += self.rank.share_trained * flops / ranks / (_EXPERTS * self.flops)
-        # Matrices that are cut travel to where they are whole, and back.
+        # Muon gathers each sharded matrix on one rank, and sends the parts back.
         return seconds + self.travel(2 * self.share.width * self.others / ranks, ranks, ranks)
 
     # ---- of one micro-batch --------------------------------------------------------------------
@@ -174,9 +180,10 @@ class StepClock:
         return forward + _FORWARD * (adapters + moved), backward
 
     def _adapters(self, part: Part) -> float:
-        """Estimate adapters on every matrix of a part, whose rows are read and written for them.
+        """Estimate the time of adapters on every matrix of a part.
 
-        Forward and backward together read or write inputs four times, and results as often.
+        Forward and backward together read or write a matrix's inputs four times, and its results as
+        often.
         """
         lora_rank, own = self.config.lora.rank, self.share.tokens / self.dims.tp
         matrices = (w for w in part.weights.values() if len(w.shape) > 1 and not w.rule.gather)
@@ -186,7 +193,7 @@ class StepClock:
         return (lora_rank > 0) * (rows * widths * seconds + _ADAPTING / 2)
 
     def exchanges(self, part: Part) -> list[tuple[str, float, tuple[int, int]]]:
-        """List a part's messages: mesh axis, bytes, and their numbers in forward and backward."""
+        """List a part's messages: mesh axis, bytes, and how many forward and backward send."""
         dims, stream = self.dims, self.rank.residual_bytes
         if part.style == "routed":
             top_k = getattr(part, "num_experts_per_token", 1)
