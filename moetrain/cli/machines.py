@@ -36,7 +36,7 @@ _OPTIONS = {
     "nodes": (r"[1-9]\d{,4}", None, "number of machines"),
     "gpus": (r"[1-9]\d?", "8", "number of GPUs of each machine"),
     "gpu": ("|".join(GPUS), "h100", f"kind of GPU: {', '.join(GPUS)}"),
-    "restarts": (r"\d{1,4}", "3", "how often the job may start all ranks again after a failure"),
+    "restarts": (r"\d{1,4}", "3", "how many times the job may restart all ranks after a failure"),
     "save_seconds": (r"[1-9]\d{,4}", "300", "seconds that a stopped run has to save a checkpoint"),
     "name": (
         r"([a-z]([-a-z0-9]{,38}[a-z0-9])?)?",
@@ -101,7 +101,8 @@ def _parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         if re.fullmatch(form, getattr(options, name)) is None:
             raise ConfigError(
                 name,
-                f"{getattr(options, name)!r} is not allowed ({meaning}); give what matches {form}",
+                f"{getattr(options, name)!r} is not allowed ({meaning}); give text that matches "
+                f"{form}",
             )
     return options, words
 

@@ -143,7 +143,8 @@ class Parser(argparse.ArgumentParser):
         meaning = "speculative decoding: tokens drafted per step (the text does not change)"
         self.add_argument("--draft", type=int, choices=range(9), default=0, help=meaning)
         meaning = (
-            "what drafts: the model's multi-token prediction block, or n-grams of the text so far"
+            "source of drafts: the model's multi-token prediction block, or n-grams of the text so "
+            "far"
         )
         self.add_argument("--draft_by", choices=["block", "ngram"], default="block", help=meaning)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # imported later: torch would delay --help
 
 _MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 10, 12, 16)
 _MOST_STAGES = 16
-"""Pipeline ranks that are tried."""
+"""Most pipeline ranks that are tried."""
 _LONG_ROW = 16_384
 """Shortest rows, in tokens, for which context parallel ranks are tried."""
 ROUNDS = 4
@@ -44,10 +44,10 @@ _Change = dict[str, Any]
 
 class _Layout(NamedTuple):
     rate: float
-    """Tokens a second and GPU."""
+    """Tokens per second per GPU."""
     seconds: float
     memory: float
-    """Bytes of the fullest GPU."""
+    """Bytes of memory on the GPU that needs most."""
     fits: bool
     config: Config
     change: _Change
@@ -79,8 +79,10 @@ def main(argv: Sequence[str] | None) -> None:
         required=True,
         help="number of GPUs; for several numbers, one plan each",
     )
-    parser.add_argument("--gpu", choices=get_args(GpuName), default="h200", help="kind of GPU")
-    parser.add_argument("--top", type=int, default=10, help="number of layouts to list")
+    meaning = "kind of GPU; default h200"
+    parser.add_argument("--gpu", choices=get_args(GpuName), default="h200", help=meaning)
+    meaning = "number of layouts to list; default 10"
+    parser.add_argument("--top", type=int, default=10, help=meaning)
     options, words = parser.parse_known_args(argv)
     for gpus in options.gpus:
         _show(options.model, gpus, options.gpu, options.top, words)
@@ -107,7 +109,8 @@ def _show(model: str, gpus: int, gpu: GpuName, top: int, words: Sequence[str]) -
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
     if gpu != "h200":
         print(
-            "Rates were measured on H200s; others are assumed to reach the same share of their own."
+            "Rates were measured on H200s; other GPUs are assumed to reach the same share of the "
+            "rates in their datasheets."
         )
     machines = math.ceil(gpus / per_machine)
     if machines > 1:
@@ -169,7 +172,7 @@ def _layouts(config: Config, gpus: int, gpu: GpuName) -> Iterator[_Layout]:
     plan = MemoryPlan.of(config, arch, generates=False)
     precisions = [config.kernels.precision]
     if GPUS[gpu].has_fp8 and not config.is_users("kernels.precision"):
-        with suppress(ConfigError):  # the model's widths are not for it
+        with suppress(ConfigError):  # fp8 does not support the model's widths
             check_widths(config.filled({"kernels.precision": "fp8"}, "the plan"), arch)
             precisions.append("fp8")
     for change in _meshes(config, gpus):
@@ -177,18 +180,19 @@ def _layouts(config: Config, gpus: int, gpu: GpuName) -> Iterator[_Layout]:
         for more in _recomputations(config, gpus):
             found, is_largest = _fastest(plan, {**change, **more}, gpu)
             best = max(filter(None, (best, found)), key=lambda layout: layout.rate, default=None)
-            if is_largest:  # nothing is won by keeping less
+            if is_largest:  # keeping fewer activations would gain nothing
                 break
         if best is None:
             continue
-        for precision in precisions:  # in each, products take as much memory
+        for precision in precisions:  # the layout fits in each: products take the same memory
             whole = {**best.change, "kernels.precision": precision}
             if (tried := plan.changed(whole)) is not None:
                 yield _estimated(tried, whole, gpu)
 
 
 def _fastest(plan: "MemoryPlan", change: _Change, gpu: GpuName) -> tuple[_Layout | None, bool]:
-    """Return the fastest micro-batch that fits, and whether the largest of all does."""
+    """Return the layout with the fastest micro-batch that fits, or None, and whether the largest
+    micro-batch fits."""
     best, fits = None, False
     rows: Sequence[int] = _MICRO_BATCHES
     if plan.config.is_users("train.micro_batch_size"):
@@ -238,7 +242,7 @@ def _meshes(config: Config, gpus: int) -> Iterator[_Change]:
         "parallel.tp": inside,
         "parallel.pp": [n for n in degrees if n <= _MOST_STAGES],
         "parallel.ep": inside,
-        # Shards lie on few machines, or on all.
+        # Each replica of the weights lies on 1, 2, 4 or all machines.
         "parallel.dp_replicate": [n for n in degrees if n in (1, *replicas)],
         "optim.state_dtype": ["float32", "bfloat16"],
     }

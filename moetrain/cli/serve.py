@@ -58,7 +58,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add(
         "--token_file",
-        help="file with the bearer token; unset: a token is made, and its file is printed",
+        help="file with the bearer token; unset: a token is made, and its file's path is printed",
     )
     add("--name", help="name of the model in requests and replies; default PATH")
     for name, (default, meaning) in _NUMBERS.items():

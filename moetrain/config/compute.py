@@ -35,7 +35,7 @@ class ParallelSection(Section):
     pp_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
     """The order in which stages work on micro-batches. gpipe: all forwards first; 1f1b: each
     backward as soon as it can run, for less memory; interleaved_1f1b: the same with several stages
-    a rank, for shorter waits, which needs a multiple of pp as the number of micro-batches."""
+    a rank, for shorter waits. The number of its micro-batches must be a multiple of parallel.pp."""
     pp_stages: Literal["auto"] | int = "auto"
     """Stages of each rank: 2 or more with interleaved_1f1b (auto: 2), else 1."""
     pp_split: Annotated[
@@ -101,7 +101,7 @@ class OptimSection(Section):
     warmup_fraction: float | None = Field(default=None, ge=0, lt=1)
     """Share of the steps that warm up. Give this or optim.warmup_steps."""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
-    """Share of the steps that decay, for a schedule that is constant before it decays."""
+    """Share of the steps in which the learning rate decays, with optim.schedule wsd."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay rate of AdamW's first moment."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -123,9 +123,9 @@ class OptimSection(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this global 2-norm."""
     state_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
-    """Dtype of AdamW's two moments and of Muon's momentum. bfloat16 takes half the bytes and rounds
-    stochastically (by train.seed). So does float8, for AdamW alone: values of 8 bits with a scale
-    for every 32. A run keeps the dtype it began with."""
+    """Dtype of AdamW's two moments and of Muon's momentum. bfloat16 takes half the bytes. float8,
+    for AdamW alone, stores values of 8 bits with a scale for every 32. Both round stochastically
+    (by train.seed). A run keeps the dtype it began with."""
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which ranks keep trained matrices. With bfloat16 (and state_dtype float8) there is
     no fp32 master copy: updates are rounded stochastically. A run keeps the dtype it began with."""
@@ -166,7 +166,7 @@ class MoeSection(Section):
     static_capacity: float = Field(default=2.0, ge=1)
     """Rows that moe.dispatch_mode static reserves for a rank's experts, as a multiple of an even
     share. A rank rarely receives more than twice that share. A step that overflows runs again in
-    mode exact. With the value of parallel.ep no step can overflow."""
+    mode exact. If the value is that of parallel.ep, no step can overflow."""
     redundant_experts: int = Field(default=0, ge=0)
     """Slots that each rank has for copies of other ranks' experts. While a layer computes, its
     busiest experts are copied to idle ranks, so that all ranks compute equally many rows. The
@@ -213,13 +213,13 @@ class KernelsSection(Section):
     precision: Precision = "bf16"
     """Precision of matrix products. bf16: the compute dtype. fp8: routed experts and dense
     projections multiply e4m3 values with a scale for each row, in the forward and for the gradients
-    of their inputs; all else keeps the compute dtype. fp8_gradients: so do the gradients of
-    experts' weights, in e4m3, and those of the head of next-token losses, in e5m2. fp8_blocks: as
-    fp8, with DeepSeek-V3's scales, one for each 128 elements of a row and each 128 x 128 of a
-    weight, and with the gradients of experts' weights in e4m3; fp8_blocks_ue8m0: the same with
-    powers of two as weights' scales, as in DeepSeek-V3.1. All but bf16 need a Hopper GPU or later
-    (a CPU computes the same values, slowly) and widths that are multiples of 16 (with fp8_blocks,
-    for experts, of 128). Generation computes in bf16."""
+    of their inputs; all else keeps the compute dtype. fp8_gradients: as fp8, and also for the
+    gradients of experts' weights (in e4m3) and of the head of next-token losses (in e5m2).
+    fp8_blocks: as fp8, with DeepSeek-V3's scales, one for each 128 elements of a row and each
+    128 x 128 of a weight, and with the gradients of experts' weights in e4m3; fp8_blocks_ue8m0: the
+    same with powers of two as weights' scales, as in DeepSeek-V3.1. All but bf16 need a Hopper GPU
+    or later (a CPU computes the same values, slowly) and widths that are multiples of 16 (with
+    fp8_blocks, for experts, of 128). Generation computes in bf16."""
 
     @property
     def batch_invariant(self) -> bool:
@@ -259,8 +259,8 @@ class ActivationSection(Section):
 
     policy: Literal["none", "selective", "full"] = "none"
     """Recomputation in the backward pass. none: nothing; selective: each block, except what
-    activation.save names; full: the whole block. Its parameters are then gathered again, except in
-    a pipeline."""
+    activation.save names; full: the whole block, whose parameters are gathered again, except in a
+    pipeline."""
     save: tuple[SavedName, ...] = ("dispatch", "attention", "experts")
     """The values that selective keeps, separated by commas: dispatch (tokens that expert parallel
     ranks exchange), attention (its output), experts (pre-activations of the grouped products),

@@ -15,7 +15,7 @@ SleepName = Literal["never", "cache", "all"]
 # The bounds of the ratio are 1 - low and 1 + high. clip has PPO's lower bound and DAPO's upper
 # bound, which is higher. gspo has GSPO's bounds, for means over a sequence. cispo has no lower
 # bound, and ScaleRL's upper bound. dppo has DPPO's bounds of the divergence, downwards and upwards.
-# A policy without a row has those of clip, which a loss that clips nothing does not apply.
+# reinforce clips nothing. It is given the bounds of clip, and does not use them.
 _CLIP_RANGES: dict[_PolicyName, tuple[float, float]] = {
     "clip": (0.2, 0.28),
     "gspo": (3e-4, 4e-4),
@@ -130,8 +130,8 @@ class RlSection(Section):
     chat: bool = False
     """Format prompts as a user's turn with the tokenizer's chat template."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the texts that rewards see. no: they see them as the chat
-    template writes them, such as the marks of GPT-OSS's channels and the end of a turn."""
+    """Leave special tokens out of the texts that rewards see. no: rewards see special tokens as the
+    chat template writes them, such as the marks of GPT-OSS's channels and the end of a turn."""
     step_timeout: float = Field(default=60.0, gt=0, le=1e6)  # locks have a largest timeout
     """Seconds within which an environment must answer; else the trajectory is dropped."""
     max_turns: PositiveInt = 8
@@ -241,8 +241,8 @@ class JobsSection(Section):
     max_completions: PositiveInt = 1024
     """Most completions of one sample request, and of all requests to a sampler in one batch."""
     max_saves: PositiveInt = 16
-    """Saves of each kind that a training run may have, and samplers of a session. A further sampler
-    replaces the one that was idle for longest."""
+    """Most saves of each kind for a training run, and most samplers for a session. A further
+    sampler replaces the one that was idle for longest."""
     max_tenants: PositiveInt = 1
     """Jobs that may share one forward or forward_backward pass, with one small request each. A
     request is small if it fits in its equal part of a micro-batch."""
@@ -253,5 +253,5 @@ class JobsSection(Section):
     """Further jobs that stay in host memory between their turns, at 12 bytes for each trained
     parameter, or 16 in the middle of a step. Others are read from disk at each turn."""
     save_interval: PositiveInt = 20
-    """Requests of a job between two of its checkpoints. Those after the last one are computed again
-    after a restart, from the job's log."""
+    """Requests of a job between two of its checkpoints. After a restart, requests since the last
+    checkpoint are computed again from the job's log."""

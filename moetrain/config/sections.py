@@ -95,7 +95,7 @@ def checked(is_right: Callable[[Any], bool], remedy: str) -> AfterValidator:
 
 
 _SIZE = Field(default=None, gt=0, le=2**20)
-"""A size of a model, limited above those of any known one: more must be a slip."""
+"""A size of a model. The limit is above the sizes of all known models, so more must be a slip."""
 
 
 class ModelSection(Section):
@@ -481,16 +481,16 @@ class CheckpointSection(Section):
     memory: GivenPath = "/dev/shm"
     """Folder for checkpoints in memory, local to each machine."""
     replicas: PositiveInt = 1
-    """Machines that hold a copy of each file of a checkpoint, at most all machines, where
-    checkpoints are in memory (checkpoint.memory_interval) or each machine has its own output_dir
-    (checkpoint.shared no). With 2, one machine may be lost."""
+    """Number of machines that hold each file of a checkpoint; all machines, if there are fewer. It
+    applies to checkpoints in memory (checkpoint.memory_interval) and to machines with an output_dir
+    of their own (checkpoint.shared no). With 2, one machine may be lost."""
     shared: bool = True
     """All machines share output_dir. no: each machine has a folder of its own, with its part of
     each checkpoint; metrics and exports are written on the first machine."""
     store: str | None = None
     """URL in an object store (s3://, gs:// or another that fsspec knows) to which checkpoints are
-    copied. With checkpoint.resume auto a run fetches the newest one, unless output_dir has one as
-    new."""
+    copied. With checkpoint.resume auto a run fetches the newest one, unless output_dir has one that
+    is at least as new."""
     resume: GivenPath = "auto"
     """The checkpoint to resume from. auto: the newest checkpoint of output_dir or in memory, if
     there is one; never: start anew; or the folder of a checkpoint."""
@@ -506,7 +506,7 @@ class CheckpointSection(Section):
         if self.keep_every and not self.interval:
             raise ConfigError(
                 "checkpoint.keep_every",
-                f"{self.keep_every}, but checkpoint.interval 0 writes none at its multiples; "
+                f"{self.keep_every}, but checkpoint.interval 0 saves at none of its multiples; "
                 f"set checkpoint.interval {self.keep_every}",
             )
         if self.keep_every and self.keep_every % self.interval:
