@@ -74,7 +74,8 @@ class Unused(NamedTuple):
             if origin.startswith(Reader.PROPOSED):
                 command = f"python -m moetrain.{self.command}"
                 problem = f"{origin.split()[1]!r} sets {name}, which {command} does not use"
-                raise ConfigError("recipe", f"{problem}; give a recipe for it, as {self.recipe}")
+                remedy = f"give a recipe for this command, such as {self.recipe}"
+                raise ConfigError("recipe", f"{problem}; {remedy}")
             problem = f"set ({origin}), but python -m moetrain.{self.command} does not use it"
             raise ConfigError(name, f"{problem}; leave it out")
 
@@ -264,7 +265,8 @@ class Reader(Generic[_C]):
     def _hint(self, key: str, spelt: Callable[[str], str] = str, others: Sequence[str] = ()) -> str:
         """Return the end of an "unknown setting" message: the names that the user may mean.
 
-        ``spelt`` writes a name as its source does. ``others`` are known names of no settings.
+        ``spelt`` writes a name as its source does. ``others`` are known names that are not
+        settings.
         """
         near = self._nearest(key.lower().replace("-", "_"), [*self._may_be_unset, *others])
         if not near:
@@ -272,7 +274,11 @@ class Reader(Generic[_C]):
         return f"; did you mean {' or '.join(map(spelt, near))}?"
 
     def _nearest(self, key: str, known: list[str]) -> list[str]:
-        """List names with the same key, or with other separators, or with few other letters."""
+        """List the names of ``known`` that ``key`` may mean.
+
+        They have the same letters with other separators, another trainer's name, the same last
+        part, or few other letters.
+        """
         last, letters = key.rpartition(".")[2], key.translate(_SEPARATORS)
         alike = [name for name in known if name.translate(_SEPARATORS) == letters]
         alike = alike or [ours for ours, theirs in _ELSEWHERE.items() if last in theirs.split()]
@@ -317,14 +323,14 @@ def _recipe_under(layers: _Layers, source: object, recipes: Recipes) -> tuple[st
     if values.get("model.path") is None:
         if source is not None:
             return None, ""
-        recipe, why = recipes.default, "neither one nor model.path is named"
+        recipe, why = recipes.default, "neither a recipe nor model.path is named"
     elif recipes.of_path == recipes.of_chats:
-        why += " and none is named"
+        why += " and no recipe is named"
     else:
         path, kind = values.get("data.path"), values.get("data.source")
         kind = kind or (path and source_by_suffix(path)) or (values.get("data.mix") and "records")
         recipe = recipes.of_chats if kind in ("records", "jsonl") else recipes.of_path
-        why += f", the data is {kind} and none is named"
+        why += f", the data is {kind} and no recipe is named"
     return recipe, f"  recipe {recipe}, as {why}"
 
 
@@ -374,7 +380,7 @@ FILE_KINDS: Mapping[str, FileKind] = {
     ".tgz": FileKind.ARCHIVE,
     ".7z": FileKind.ARCHIVE,
 }
-"""By the end of the file's name."""
+"""Kinds of files, by the end of the file's name."""
 _SOURCE_OF = {
     FileKind.LINES: "jsonl",
     FileKind.TEXT: "text",

@@ -572,7 +572,7 @@ class ChatTemplate:
         if isinstance(content, list):
             content = content[-1]["text"]
         if turn["role"] != "assistant" or not content.strip():
-            said = "continue_final_message: the last message is not a text of the assistant's"
+            said = "continue_final_message: the last message is not a text by the assistant"
             raise BadLineError(f"{said}; send one, or leave this out")
         start = text.rfind(content.strip())
         if start < 0:
@@ -638,12 +638,12 @@ class ChatTemplate:
         for key, value in found.items():
             if not isinstance(value, list | None):
                 said = f"`{key}` is not a list of objects: {shortened(value)}"
-                raise BadLineError(f"{said}; give such a list, as JSON or in JSON's text")
+                raise BadLineError(f"{said}; give such a list, or its JSON as text")
             entries = [_parsed(x, f"{key}[{i}]") for i, x in enumerate(value or ())]
             for i, entry in enumerate(entries):
                 if not isinstance(entry, dict):
                     said = f"{key}[{i}] is not an object: {shortened(entry)}"
-                    raise BadLineError(f"{said}; give one, as JSON or in JSON's text")
+                    raise BadLineError(f"{said}; give one, or its JSON as text")
             found[key] = None if value is None else entries
         if found["tools"] is not None:
             found["tools"] = read_tools(found["tools"])
@@ -1040,7 +1040,7 @@ def _read_kwargs(text: str) -> dict[str, Any]:
         problem = f"{shortened(text)} is no JSON object; write one such as"
         raise ConfigError(_KWARGS, f'{problem} {{"enable_thinking": false}}')
     if taken := sorted(_RESERVED.intersection(kwargs)):
-        raise ConfigError(_KWARGS, f"has {taken[0]!r}, which records have; leave it out")
+        raise ConfigError(_KWARGS, f"has {taken[0]!r}, which records set; leave it out")
     return kwargs
 
 

@@ -1,11 +1,11 @@
 """Makes the rows of a run from its settings (:func:`build_data`), and batches from rows.
 
-Whole documents are held out for evaluation, chosen by a hash. If that leaves either side without a
+Whole documents are held out for evaluation, chosen by a hash. If training or evaluation then has no
 row (one file, a handful of chats), the end of the data is held out instead: the last rows if
 documents are laid end to end, otherwise the last documents. In both cases no text is used for both
 training and evaluation.
 
-Left out on purpose: worker processes, prefetching and pinned memory. A row is a slice of a
+Left out on purpose: worker processes and prefetching for batches. A row is a slice of a
 memory-mapped file and takes microseconds.
 
 Shapes: B rows, S tokens of a row.
@@ -255,8 +255,8 @@ def _streamed(
         logger.info("the first block: %s", rows.describe())
     fixed = data.model_copy(update={"packing": "whole" if _is_whole(first, data) else "stream"})
     train = packing.Streamed(blocks, partial(_rows, data=fixed), seed)
-    size = f"a pass has about {len(train):,} rows (data.streaming no: all at once)"
-    logger.info("%s is tokenised while training, %s", source.path, size)
+    size = f"a pass has about {len(train):,} rows"
+    logger.info("%s is tokenised during training (data.streaming): %s", source.path, size)
     has_chats = first.masked is not None
     if rest is None:
         return train, None, has_chats
@@ -305,7 +305,7 @@ def _all_rows(cache: TokenCache, source: Source, data: DataSection) -> Dataset:
     if len(rows) == 0:
         problem = f"{data.seq_len}: the {len(cache.tokens)} tokens of {source.field} make no row"
         remedy = "lower it or add text" if isinstance(rows, packing.StreamDataset) else "raise it"
-        raise ConfigError("data.seq_len", f"{problem} of so many to learn; {remedy}")
+        raise ConfigError("data.seq_len", f"{problem} of this length to learn; {remedy}")
     return rows
 
 
@@ -326,7 +326,7 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
     if total > 1:
         sides = _rows(cache, data, 0, border), _rows(cache, data, border)
         if all(map(len, sides)):
-            problem = f"{data.eval_fraction} of the documents leaves a side without a row"
+            problem = f"{data.eval_fraction} of the documents leaves training or evaluation no row"
             moved = f"held out are the last {total - border} of all {total} {what} instead"
             logger.info("data.eval_fraction %s: %s", problem, moved)
             return sides
@@ -338,8 +338,8 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
         remedy = f"raise data.seq_len to {longest}, {remedy}"
     raise ConfigError(
         "data.eval_fraction",
-        f"{data.eval_fraction}: of the {total} {what} of {source.field} none can be held out that "
-        f"leaves both sides something to learn; {remedy}",
+        f"{data.eval_fraction}: the {total} {what} of {source.field} cannot be divided so that "
+        f"training and evaluation both have something to learn; {remedy}",
     )
 
 
@@ -357,7 +357,7 @@ def _learnable(cache: TokenCache, source: Source) -> TokenCache:
     if cache.masked is None:
         problem = "no document has two tokens: there is nothing to predict"
         raise ConfigError(source.field, problem)
-    problem = f"of the conversations of {source.field}, it renders nothing that could be learned"
+    problem = f"it renders the conversations of {source.field} without any text to learn"
     raise ConfigError("data.chat_template", f"{problem}; give another")
 
 
@@ -508,7 +508,7 @@ class Loader:
         ]
         if len(lengths) != 1 or np.sum(row.lengths) != wanted[0]:
             found = f"lengths of shape {lengths} that sum to {np.sum(row.lengths)}"
-            problems.append(f"{found}, where one of each segment, {wanted[0]} in all, are")
+            problems.append(f"{found}, where one for each segment, {wanted[0]} in all, are wanted")
         if problems:
             samples = self._samples
             index = samples.index(number) if isinstance(samples, Shuffled) else number

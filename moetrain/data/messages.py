@@ -27,8 +27,8 @@ _WEIGHTS = (
     *("weight", "train", "training", "trainable", "loss", "loss_scale", "loss_weight"),
     "output_with_loss",
 )
-"""Names of a turn's weight in the loss: OpenAI's and Mistral's, axolotl's two, the Tinker
-cookbook's, ms-swift's two, one that is none's own, and XTuner's."""
+"""Names of a turn's weight in the loss, in the order of the list: OpenAI's and Mistral's, two of
+axolotl, the Tinker cookbook's, two of ms-swift, a usual name of no known program, and XTuner's."""
 _OF_LOSS = {
     *("mask", "masks", "masked", "loss", "train", "trained", "training", "trainable"),
     *("learn", "learned", "learning", "weight", "weights"),
@@ -39,9 +39,10 @@ _BESIDE = {
     *("response", "sample", "scale", "skip", "span", "spans", "the", "this", "to", "token"),
     *("tokens", "turn", "turns", "use"),
 }
-"""Words of which names of masks and weights consist. At least one of them is in the first set."""
+"""Names of masks and weights consist of words of these two sets. At least one word is in the first
+set."""
 _NOT_LEARNED = {"mask", "masked", "ignore", "no", "skip", "exclude"}
-"""Words with which a name says what is not learned, if it is true."""
+"""Words of the names whose value true means "not learned"."""
 _OF_SWITCHES = {"last", "history", "input", "inputs", "prompt", "prompts"}
 """Words of names that are true or false for a whole record: Qwen-Coder's ``only_last_turn_loss``,
 LLaMA-Factory's ``mask_history``, axolotl's ``train_on_inputs``."""
@@ -117,7 +118,7 @@ def read_messages(
     Args:
         messages: the messages, or their JSON as text, as in tables.
         name: the field that holds the messages, for errors.
-        num_given: number of first messages that are a prompt. A call behind them begins a turn.
+        num_given: number of first messages that are a prompt. A call right after begins a turn.
         strict: True: refuse masks that are not read. False: ignore them.
 
     Raises BadLineError: ``messages`` are no conversation, or a mask of theirs cannot be read.
@@ -173,7 +174,7 @@ def _goes_on(
 def thoughts_in(value: object) -> list[str]:
     """Return the texts of a thought under another name than reasoning.
 
-    It is a text, a list of texts (s1K), or a list of objects with ``text`` or ``summary``
+    ``value`` is a text, a list of texts (s1K), or a list of objects with ``text`` or ``summary``
     (OpenRouter's ``reasoning_details``).
     """
     parts = value if isinstance(value, list) else [value]
@@ -188,7 +189,7 @@ def is_said(text: str, shown: Iterable[object]) -> bool:
 
 
 def lost_thought(turn: Mapping[str, Any]) -> str | None:
-    """Return the key of a thought that neither the content nor the reasoning of ``turn`` has.
+    """Return the key of a thought that neither the content nor the reasoning of ``turn`` contains.
 
     SWE-agent's ``thought`` is a part of its ``content``. None: there is no such key.
     """
@@ -303,17 +304,17 @@ def check_weight(value: object, where: str) -> None:
     """Raise BadLineError unless ``value`` is a weight that a turn or a record may have."""
     if value not in (0, 1):
         said = f"{where} is {shortened(value)}, and a weight is 0 (not learned) or 1 (learned)"
-        raise BadLineError(f"{said}; give one of these, and write records again that count more")
+        raise BadLineError(f"{said}; give one of these, and repeat records that count more")
 
 
 def _has_masks(messages: Sequence[Any], name: str) -> bool:
     """Return whether the ``mask`` of turns says which answers are learned.
 
-    In the published runs of SWE-agent it is true in the answers that are learned, and false in all
-    other turns. Other programs mean the contrary by it: so it is read only where the others' say
-    which one is meant.
+    In the published runs of SWE-agent ``mask`` is true in the answers that are learned, and false
+    in all other turns. Other programs mean the opposite. So masks are read only if an answer has a
+    true one, and the turns that are not answers have false ones or none.
 
-    Raises BadLineError: the masks do not tell it.
+    Raises BadLineError: the masks do not tell which answers are learned.
     """
     masks = [
         (role_of(turn) in ("assistant", _CALL), turn.get("mask"))
@@ -335,7 +336,7 @@ def _has_masks(messages: Sequence[Any], name: str) -> bool:
     return bool(of_answers)
 
 
-# All records of a source have the same keys, of which nearly all are no masks.
+# The records of a source mostly have the same keys, so the result for each key is cached.
 @lru_cache(4096)
 def says_what_is_learned(key: str) -> bool:
     """Return whether ``key`` is a name of a mask or a weight, such as ``loss_mask``."""
@@ -378,7 +379,7 @@ def learning_of(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_flag(key: str, value: object) -> bool:
-    """Return whether ``value`` of the key of a turn says that the turn is not to be learned."""
+    """Return whether ``key`` of a turn says, by ``value``, that the turn is not to be learned."""
     return key in _FLAGS and truth_of(value) is _FLAGS[key]
 
 
@@ -399,7 +400,7 @@ def _refuse_masks(message: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_masks_of_record(record: Mapping[str, Any], train_on: str = "all") -> None:
-    """Raise BadLineError if ``record`` has a mask that is not read, or is not to be learned.
+    """Raise BadLineError if a mask of ``record`` is not read, or says not to learn the record.
 
     ``weight`` is read elsewhere. A number in ``loss`` is a loss that was measured. ``mask`` may
     name the role that is not learned, as in NeMo's chats. ``train_on`` is ``data.train_on``: with
@@ -422,7 +423,7 @@ def refuse_masks_of_record(record: Mapping[str, Any], train_on: str = "all") -> 
 
 
 def _refuse_switch(key: str, value: object, train_on: str) -> None:
-    """Raise BadLineError if the switch ``key`` of a record asks for something else than is done.
+    """Raise BadLineError if the switch ``key`` of a record asks for something that is not done.
 
     With ``data.train_on last`` the last answer alone is learned, and questions never are.
     """
@@ -468,7 +469,8 @@ def lost_media(where: str, value: object) -> BadLineError:
 
 
 def _is_something(value: object) -> bool:
-    """Return whether ``value`` is more than null, and lists and objects without a value."""
+    """Return whether ``value`` has content. Null, false, empty texts, and lists and objects that
+    hold nothing else have none."""
     if isinstance(value, dict):
         return any(map(_is_something, value.values()))
     if isinstance(value, list | tuple):
@@ -518,9 +520,9 @@ def _read_calls(value: object, where: str) -> list[dict[str, Any]]:
             arguments = arguments if isinstance(found, dict) and found else found
         if not isinstance(arguments, dict | str):
             said = f"{where}: `arguments` is not an object: {shortened(arguments)}"
-            raise BadLineError(f"{said}; give an object, as JSON or in JSON's text")
+            raise BadLineError(f"{said}; give an object, or its JSON as text")
         if is_text and isinstance(arguments, dict) and arguments != without_nulls(arguments):
-            arguments = json.dumps(arguments, ensure_ascii=False)  # nulls in a text are meant
+            arguments = json.dumps(arguments, ensure_ascii=False)  # in a text, nulls are intended
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return calls
 
@@ -786,7 +788,7 @@ class _Marker:
         return marks
 
     def id(self, given: object) -> object:
-        """Return another id for a call's id, with nine characters, as some templates require."""
+        """Return an id of nine characters, which some templates require, for a call's id."""
         if not isinstance(given, str):
             return given
         return self._ids.setdefault(given, f"{len(self._ids):09d}")
@@ -871,7 +873,7 @@ class _Marker:
         """Return parameters with marks in place of their names, or of a text."""
         if isinstance(given, str):
             return self.add(f"{place}.parameters", _KIND, None)[0]
-        if isinstance(given, list):  # as no JSON schema has them
+        if isinstance(given, list):  # a JSON schema would have an object here
             return [
                 {**each, "name": self._parameter(each["name"], place)}
                 if isinstance(each, dict) and isinstance(each.get("name"), str)

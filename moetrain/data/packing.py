@@ -36,7 +36,7 @@ class Row(NamedTuple):
     """Number of tokens of each segment, in order. They sum to S."""
     is_pad_S: np.ndarray | None = None
     """bool: True for tokens that only fill up the row. They belong to the last segment. None: no
-    row has any."""
+    row of the dataset has such tokens."""
     extra: Mapping[str, np.ndarray] = {}
     """Further fields that an objective reads with the targets, by name. Each is [S, ...]."""
 
@@ -271,7 +271,7 @@ class StreamDataset:
         self._seq_len = seq_len
         self._first = first
         self._num_rows = stop - first
-        # Targets end here, so that none lies in another dataset's rows or behind the corpus.
+        # Targets end here, so that none lies in another dataset's rows or after the corpus.
         self._end = len(cache.tokens) if stop == len(cache.tokens) // seq_len else stop * seq_len
 
     def __len__(self) -> int:
@@ -282,7 +282,7 @@ class StreamDataset:
         size = self._seq_len
         start = (self._first + index) * size
         stop = start + size
-        # The last target is the token behind the row, if there is one.
+        # The last target is the token after the row, if there is one.
         following = slice(start + 1, min(stop + 1, self._end))
         targets_S = np.full(size, IGNORE_INDEX)
         targets_S[: following.stop - following.start] = _targets(cache, following)
@@ -400,7 +400,7 @@ class WholeDataset:
         segments: list[tuple[np.ndarray, np.ndarray]] = []
         for i in self._order_I[self._ends[index - 1] if index else 0 : self._ends[index]]:
             start, length = int(self._starts_I[i]), int(self._lengths_I[i])
-            # The target of the last token lies behind the item, if the document goes on.
+            # The target of the last token lies after the item, if the document goes on.
             known = length - int(self._ends_document_I[i])
             targets_T = np.full(length, IGNORE_INDEX)
             targets_T[:known] = _targets(self._cache, slice(start + 1, start + 1 + known))
@@ -421,7 +421,7 @@ class WholeDataset:
         if self._dropped:
             text += f"; {self._dropped:,} longer than a row were left out"
         if num_left_out := int((kept_D == 0).sum()) - self._dropped:
-            text += f"; {num_left_out:,} with nothing to learn in a row's length left out"
+            text += f"; {num_left_out:,} were left out: nothing to learn within a row's length"
         return text
 
 
@@ -431,7 +431,7 @@ class PairDataset:
     Two successive documents of the cache without a label are a pair: the prompt with the chosen
     answer, and the prompt with the rejected answer. A document with a label is a prompt with a
     single answer. Each document becomes a segment of the row, and segments do not see each other.
-    Preferences that are longer than a row are left out.
+    Preferences that are longer than a row, or have an answer without targets, are left out.
 
     For KTO a row has one more segment: its own prompt with the first answer of the next preference.
     Such rows have the field ``label``, [S] int64: 1 in the segment of a desirable answer, -1 in
@@ -523,7 +523,7 @@ class PairDataset:
         found = {what: int((labels_P == label).sum()) for what, label in named.items()}
         text = ", ".join(f"{number:,} {what}" for what, number in found.items() if number)
         text = f"{text or 'no preferences'}, one in a row of {self._seq_len}"
-        return text + f"; {left_out:,} that are longer left out" * (left_out > 0)
+        return text + f"; {left_out:,} left out: too long, or nothing to learn" * (left_out > 0)
 
 
 def preference_starts(cache: TokenCache) -> np.ndarray:

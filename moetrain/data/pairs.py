@@ -149,8 +149,8 @@ def _asked(record: Mapping[str, Any], needs_prompt: bool) -> _Asked:
     """
     prompt, system = _as_list(record.get("prompt")), record.get("system")
     if not isinstance(prompt, str | list | None):
-        problem = "`prompt` and its answers are neither two texts nor two dialogues"
-        raise BadLineError(f"{problem}: {shortened(prompt)}; write texts, or lists of messages")
+        problem = "`prompt` is neither a text nor a list of messages"
+        raise BadLineError(f"{problem}: {shortened(prompt)}; write one of these")
     if not isinstance(system, str | None):
         raise BadLineError(f"`system` is not text: {shortened(system)}; write a text there")
     # Collect questions that are texts, and those that are lists of messages.

@@ -136,7 +136,7 @@ def data_of_rows(rows: Any, held_out: Any, config: Config, vocab_size: int) -> D
     if config.is_set("data.tokenizer"):
         check_prompt(config, tokenizer)
     elif config.is_users("train.sample_prompt"):
-        problem = "set, but rows that a program gives (data=) need no tokenizer, and this does"
+        problem = "set, but it needs a tokenizer, and rows that a program gives (data=) have none"
         remedy = "name the model's in data.tokenizer, or unset it"
         raise ConfigError("train.sample_prompt", f"{problem}; {remedy}")
     is_sized = hasattr(rows, "row") or _is_sequence(rows)

@@ -86,7 +86,7 @@ class RecordReader:
 
     @staticmethod
     def kind_of_rows(data: DataSection) -> RowKind:
-        """Return ``data.packing``, in whose place train.objective may have put another value."""
+        """Return ``data.packing``, which train.objective may have replaced by one of ``PAIRED``."""
         return cast("RowKind", data.packing)
 
     @classmethod
@@ -165,7 +165,7 @@ class RecordReader:
         if self.form != "auto":
             missing = [key for key in self._needed(self.form) if record.get(key) is None]
             if missing and self.reads_pairs:
-                said = f"no {missing[0]!r}: no pair of answers, {shortened(record)}"
+                said = f"no {missing[0]!r}, so it is no pair of answers: {shortened(record)}"
                 remedy = remedy_for(record, reads_pairs=True)
                 answers = ("messages", "sharegpt", "completion", "alpaca")
                 if remedy is None and self._has_form(record, *answers):
@@ -219,7 +219,8 @@ class RecordReader:
         return (self.text_field,) if form == "text" else _FORMS[form].fields
 
     def _text(self, record: dict[str, Any]) -> list[Document]:
-        # A row of OASST. The first one of a dialogue has no parent, and tables leave that out.
+        # In OASST a record is one turn. Tables leave out the empty parent of a dialogue's first
+        # turn.
         if {"role", "parent_id"} <= record.keys() or record.get("role") == "prompter":
             problem = f"a turn of a dialogue and no document: {shortened(record)}"
             raise BadLineError(f"{problem}; give whole dialogues as `messages`")
@@ -279,7 +280,7 @@ class RecordReader:
         answers = self._answers(record, keys, num_learned=2 if self.reads_pairs else 1)
         for key, documents in zip(keys, answers, strict=False):
             if len(documents) != 1:
-                problem = f"becomes {len(documents)} texts, where a pair has one of each"
+                problem = f"becomes {len(documents)} texts, but a pair has one text for each answer"
                 problem = problem if documents else "has no text to learn"
                 raise BadLineError(f"`{key}` {problem}; leave such records out")
         margin = _margin_of(record) if self.reads_margins else None
@@ -323,14 +324,14 @@ class RecordReader:
         num_learned: int,
         needs_prompt: bool = True,
     ) -> list[list[Document]]:
-        """Return the documents of the first ``num_learned`` answers, each behind its prompt.
+        """Return the documents of the first ``num_learned`` answers, each after its prompt.
 
         Args:
             record: the record.
             keys: the fields that hold the answers.
             num_learned: number of answers to return.
             needs_prompt: True: refuse answers without a prompt, and give no document of an answer
-                without a text. The answers are of a pair, or have a label.
+                without a text, as for the answers of a pair and answers with a label.
         """
         if lists_of_texts := dialogues_of_lists(record, keys):
             asked, dialogues = lists_of_texts
@@ -381,7 +382,7 @@ def _margin_of(record: Mapping[str, Any]) -> float:
         return 0.0
     is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
     if not is_number or not abs(margin) <= _MOST_MARGIN:
-        problem = f"`margin` is {shortened(margin)}, by which rewards are to differ"
+        problem = f"`margin` is {shortened(margin)}, not a number of at most {_MOST_MARGIN:g}"
         raise BadLineError(f"{problem}; write a number, or leave it out")
     return float(margin)
 

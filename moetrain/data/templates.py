@@ -199,7 +199,7 @@ def render(
         try:
             work = pickle.dumps((source, [*turns], {**variables}, now, [tuple(v) for v in some]))
         except (AttributeError, RecursionError, TypeError, pickle.PicklingError) as error:
-            said = f"the conversation holds what no JSON holds, or is nested too deeply: {error}"
+            said = f"the conversation has values that are no JSON, or is nested too deeply: {error}"
             raise TemplateError(_line(said)) from None
         size = len(work)
         more = _SECONDS_A_BYTE * size + _SECONDS_A_TURN * len(turns)
@@ -232,8 +232,8 @@ def render(
 def _answers(request: bytes, num_texts: int) -> list[Answer]:
     """Send a request to a process. If the process ends, send it once more to another one.
 
-    A machine that runs out of memory may end any process. Only an end by the limit of time is
-    certainly the template's fault.
+    A machine that runs out of memory may end any process. The template is certainly at fault only
+    if the process exceeded its CPU time.
     """
     with _pool.slots:
         try:
@@ -248,7 +248,7 @@ def _asked(process: _Process, request: bytes, num_texts: int) -> list[Answer]:
     """Send a request to ``process``, and keep the process for the next one if it can be used."""
     try:
         answers = process.ask(request, num_texts)
-    except BaseException:  # after an interrupt, old answers would follow
+    except BaseException:  # after an interrupt, the pipe may still hold answers to this request
         process.close()
         raise
     if answers[-1][0] == LARGE:  # its memory is fragmented

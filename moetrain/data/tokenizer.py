@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
     and prompts begin with these tokens. A chat template writes BOS itself, and a text may already
     begin with it (:meth:`missing_bos`)."""
     added_ids: Mapping[str, int] = MappingProxyType({})
-    """The ids of tokens that the files beside ``tokenizer.json`` add to it."""
+    """The ids of tokens that ``data.new_tokens`` and the files beside ``tokenizer.json`` add."""
     fingerprint: str
     """Hash of everything that decides the ids of a text or a conversation, except the template."""
     chat_template: str | None = None
@@ -134,7 +134,7 @@ class Tokenizer(Protocol):
         ids_T = self.encode_batch([text])[0].ids
         ids = [*self.missing_bos(ids_T), *ids_T.tolist()]
         if not ids:
-            raise ValueError(f"{text!r} has no tokens to go on from")
+            raise ValueError(f"{text!r} has no tokens to continue")
         return ids
 
 
@@ -221,7 +221,7 @@ class _HFTokenizer(Tokenizer):
             self._tokenizer.encode_special_tokens = self._splits_special
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if self._splits_special and new_tokens:
-            problem = f"{folder}/{_CONFIG} says split_special_tokens, by which no text has any"
+            problem = f"{folder}/{_CONFIG} sets split_special_tokens, which splits them in texts"
             raise ConfigError("data.new_tokens", f"{problem}; remove that there, or unset this")
         self.added_ids = {token: i for token, i in vocabulary.items() if token not in own}
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -241,7 +241,7 @@ class _HFTokenizer(Tokenizer):
         listed = {token.content: i for i, token in _listed_tokens(config, named, folder)}
         wrong = [(text, i) for text, i in listed.items() if vocabulary.get(text) != i]
         for text, i in wrong[:1]:
-            said = f"{text!r} the id {i}, {file} has it as {vocabulary.get(text)}, which is taken"
+            said = f"{text!r} the id {i}, but {file} gives it {vocabulary.get(text)}, which is used"
             logger.warning("data.tokenizer: %s gives %s (%d such)", folder, said, len(wrong))
         # No model was trained on texts that begin or end with a token new to the vocabulary.
         for key in ("eos_token", "bos_token"):
@@ -261,7 +261,7 @@ class _HFTokenizer(Tokenizer):
         self.tool_template, tool_file = _chat_template(folder, _TOOL_TEMPLATE, config, "tool_use")
         self.template_files = (str(chat_file), str(tool_file))
         about: list[Any] = [self.special_tokens, self.bos_ids]
-        if self._added or self._splits_special:  # otherwise older fingerprints stay valid
+        if self._added or self._splits_special:  # without them the fingerprint is as in old caches
             about += [[repr(token) for token in self._added], self._splits_special]
         special = json.dumps(about, sort_keys=True)
         self.fingerprint = hashlib.sha256(content + special.encode()).hexdigest()
@@ -269,7 +269,7 @@ class _HFTokenizer(Tokenizer):
         for pad in sorted(pads - {None}):
             if roles := self._other_roles(pad):
                 said = f"PAD is {' and '.join(roles)} ({pad!r}, id {vocabulary.get(pad)})"
-                why = "Loss is masked by position, not by id, so real ones keep their loss"
+                why = "Loss is masked by position, not by id, so those in a text keep their loss"
                 logger.warning("data.tokenizer: %s. %s", said, why)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -362,10 +362,10 @@ def load_tokenizer(
         count = tokenizer.vocab_size
         problem = f"{name!r}{' with data.new_tokens' * bool(new_tokens)} has {count} tokens, "
         problem += f"more than the model's vocabulary of {vocab_size}"
-        remedy = f"set model.vocab_size {count} for rows of all of them"
+        remedy = f"set model.vocab_size {count}, which gives each token a row"
         beyond = [token for token, i in tokenizer.added_ids.items() if i >= vocab_size]
         if len(beyond) == count - vocab_size and not new_tokens:
-            which = f"{_CONFIG} alone adds {', '.join(map(repr, beyond[:3]))} behind the last"
+            which = f"{_CONFIG} alone adds {', '.join(map(repr, beyond[:3]))} after the last"
             raise _wrong(f"{problem}: {which}; remove these there, or {remedy}")
         raise _wrong(f"{problem}; use the model's own, or {remedy}")
     return tokenizer
@@ -381,7 +381,8 @@ def _file_of(name: str) -> Path:
             folder = huggingface_hub.snapshot_download(name, allow_patterns=[*TokenizerFiles.NAMES])
         except (OSError, ValueError) as error:
             said = (str(error) or repr(error)).splitlines()[0]
-            raise _wrong(f"{name!r} is no file or folder, nor a hub id in reach: {said}") from None
+            problem = f"{name!r} is neither a file, a folder nor a hub id that can be reached"
+            raise _wrong(f"{problem}: {said}") from None
     if not os.path.lexists(file := Path(folder, "tokenizer.json")):
         raise _wrong(f"{name!r} holds no tokenizer.json; name a folder that holds one")
     return file

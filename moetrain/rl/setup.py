@@ -57,7 +57,7 @@ class Setup:
             problem = "'reference' has no generation on CUDA; use auto, or train.device cpu"
             raise ConfigError("kernels.backend", problem)
         if config.kernels.precision != "bf16":
-            problem = f"{config.kernels.precision!r}, but what is learned from is generated in bf16"
+            problem = f"{config.kernels.precision!r}, but trajectories are generated in bf16"
             raise ConfigError("kernels.precision", f"{problem}; unset it")
         self.config, rl = config, config.rl
         self.total_steps, self.num_groups = _steps_and_groups(config)
@@ -74,13 +74,13 @@ class Setup:
             if place is None or place.rank == 0:
                 ServedTeacher(config).check(tokenizer)
         elif rl.teacher is not None and teacher_of(rl.teacher).vocab_size < least:
-            problem = f"{rl.teacher!r} has less than the {least} tokens of data.tokenizer"
+            problem = f"{rl.teacher!r} has fewer than the {least} tokens of data.tokenizer"
             raise ConfigError("rl.teacher", f"{problem}; name a teacher with the same tokenizer")
         self.environment = environment = open_environment(rl, tokenizer)
         if isinstance(environment, Jsonl):
             try_reward(environment, str(rl.reward), rl.step_timeout)
         if rl.supervised_steps and not hasattr(environment, "demonstrate"):
-            problem = f"{rl.supervised_steps}, but rl.env {rl.env!r} shows nothing"
+            problem = f"{rl.supervised_steps}, but rl.env {rl.env!r} has no demonstrations"
             remedy = "set 0, or give the environment a method demonstrate"
             raise ConfigError("rl.supervised_steps", f"{problem}; {remedy}")
         self.tasks = Tasks(environment.num_tasks, rl.eval_tasks, config.train.seed)
@@ -139,7 +139,7 @@ def _steps_and_groups(config: Config) -> tuple[int, int]:
         problem = f"{train.epochs}, but reinforcement learning counts steps"
         raise ConfigError("train.epochs", f"{problem}; set train.steps instead")
     if rl.supervised_steps > train.steps:
-        problem = f"{rl.supervised_steps} are more than train.steps {train.steps}, all of them"
+        problem = f"{rl.supervised_steps} is more than train.steps {train.steps}, the whole run"
         raise ConfigError("rl.supervised_steps", f"{problem}; lower it, or raise train.steps")
     size = train.global_batch_size * rl.updates_per_rollout
     number, left = divmod(size, rl.group_size)
@@ -172,12 +172,12 @@ def _without_code(identity: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class PromptWindow:
-    """A sliding window over the run's sequence of prompts: those that are begun, and those due.
+    """A sliding window over the run's sequence of prompts: those that have begun, and those due.
 
     A step takes the next prompts and waits for exactly those. With ``rl.max_staleness`` s, the
-    prompts of s more steps are begun by then, and go on during the updates between. So a trajectory
-    is at most s updates old when it is trained, and the prompts of a step do not depend on the
-    speed of any rank.
+    prompts of the next s steps have begun by then, and continue during the updates in between. So a
+    trajectory is at most s updates old when it is trained, and the prompts of a step do not depend
+    on the speed of any rank.
 
         s = 1, 4 prompts a step     begun before step 0 trains: 0 to 7    taken: 0 to 3
                                                         step 1: 8 to 11          4 to 7

@@ -175,7 +175,7 @@ COMMANDS = [  # the command, its words, the field, words of the line
         "to it, and lora.path to",
     ),
     (generate, "{tmp} --prompt a", "path|data.tokenizer", "no tokenizer.json"),
-    (rl, "debug", "recipe", "'debug' sets data.source, .* give a recipe for it, as rl-sort"),
+    (rl, "debug", "recipe", "'debug' sets data.source, .* for this command, such as rl-sort"),
     (generate, "{hf}", "generate", "required: --prompt; see --help"),
 ]
 

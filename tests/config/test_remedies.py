@@ -116,14 +116,14 @@ ROWS = {
         {"a.txt": TEXT},
         {**OF_TEXT, "model.vocab_size": 60},
         "data.tokenizer: 'byte' has 257 tokens, more than the model's vocabulary of 60; use the "
-        "model's own, or set model.vocab_size 257 for rows of all of them",
+        "model's own, or set model.vocab_size 257, which gives each token a row",
         [{"model.vocab_size": 257}],
     ),
     "vocabulary of a checkpoint": Row(
         {"a.txt": TEXT, **model(), "b/tokenizer.json": "", "b/tokenizer_config.json": ""},
         {**BYTES, "data.tokenizer": "b"},
         "data.tokenizer: 'b' has 301 tokens, more than the model's vocabulary of 257; use the "
-        "model's own, or set model.vocab_size 301 for rows of all of them",
+        "model's own, or set model.vocab_size 301, which gives each token a row",
         [{"data.tokenizer": UNSET}, {"data.tokenizer": "model"}, {"model.vocab_size": 301}],
     ),
     "no end of text": Row(
@@ -420,7 +420,7 @@ ROWS = {
     "tools that are no list": Row(
         {"a.jsonl": CHATS[:-2] + ', "tools": 3}\n'},
         OF_CHATS,
-        "a.jsonl:9: `tools` is not a list of objects: 3; give such a list, as JSON or in JSON's",
+        "a.jsonl:9: `tools` is not a list of objects: 3; give such a list, or its JSON as text",
         [
             {"files": {"a.jsonl": CHATS[:-2] + ', "tools": []}\n'}},
             {"files": {"a.jsonl": CHATS[:-2] + ', "tools": "[]"}\n'}},
@@ -454,7 +454,7 @@ ROWS = {
     "a variable that records have": Row(
         {"a.jsonl": CHATS},
         {**OF_CHATS, "data.chat_template_kwargs": '{"tools": [], "a": 1}'},
-        "data.chat_template_kwargs: has 'tools', which records have; leave it out",
+        "data.chat_template_kwargs: has 'tools', which records set; leave it out",
         [{"data.chat_template_kwargs": '{"a": 1}'}],
     ),
     "a template that marks nothing": Row(
@@ -552,7 +552,7 @@ ROWS = {
     "one row of text": Row(
         {"a.txt": TEXT[:40], "b.txt": TEXT},
         {**OF_TEXT, "data.seq_len": 32},
-        "data.eval_fraction: 0.02: of the 1 rows .*; lower data.seq_len to 20, add data, name some "
+        "data.eval_fraction: 0.02: the 1 rows .*; lower data.seq_len to 20, add data, name some "
         "in data.eval_path instead, or set it to 0",
         [
             {"data.seq_len": 20},
@@ -564,7 +564,7 @@ ROWS = {
     "one chat": Row(
         {"a.jsonl": chat("a", "b"), "b.jsonl": CHATS},
         {**OF_CHATS, "data.seq_len": 128},
-        "data.eval_fraction: 0.02: of the 1 documents .* to learn; add data, name some in "
+        "data.eval_fraction: 0.02: the 1 documents .* to learn; add data, name some in "
         "data.eval_path instead, or set it to 0",
         [
             {"files": {"a.jsonl": CHATS}},
@@ -575,21 +575,21 @@ ROWS = {
     "chats whose answers lie behind the row": Row(
         {"a.jsonl": chat("a", "b") + chat("a" * 200, "b")},
         {**OF_CHATS, "data.seq_len": 128},
-        "data.eval_fraction: 0.02: of the 2 documents .* to learn; raise data.seq_len to 262, add",
+        "data.eval_fraction: 0.02: the 2 documents .* to learn; raise data.seq_len to 262, add",
         [{"data.seq_len": 262}, {"data.eval_fraction": 0}],
     ),
     "no answer within a row": Row(
         {"a.jsonl": chat("a" * 200, "b") * 3},
         {**OF_CHATS, "data.seq_len": 128, "data.eval_fraction": 0},
-        "data.seq_len: 128: the .* tokens of data.path make no row of so many to learn; raise it",
+        "data.seq_len: 128: the .* tokens of data.path make no row of this length to learn; raise",
         [{"data.seq_len": 300}],
     ),
     # ---- reinforcement learning
     "tools beside a text": Row(
         {"p.jsonl": '{"prompt": "a", "answer": "b", "tools": [{}]}\n'},
         RL,
-        "line 1: `tools` beside a `prompt` that no chat template writes; set rl.chat yes, or give "
-        "`messages`",
+        "line 1: `tools` would be lost, as no chat template formats `prompt`; set rl.chat yes, or "
+        "give `messages`",
         [
             {"rl.chat": "yes"},
             {"files": {"p.jsonl": '{"messages": [{"role": "user", "content": "a"}], "answer": 1}'}},
@@ -598,7 +598,7 @@ ROWS = {
     "no prompt": Row(
         {"p.jsonl": '{"question": "a", "answer": "b"}\n'},
         RL,
-        "p.jsonl:1: has neither a `prompt`, a text or a list of messages, nor `messages`",
+        r"p.jsonl:1: has no `prompt` \(a text or a list of messages\) and no `messages`",
         [
             {"files": {"p.jsonl": '{"prompt": "a", "answer": 1}'}},
             {"files": {"p.jsonl": '{"prompt": [{"role": "user", "content": "a"}], "answer": 1}'}},
@@ -727,13 +727,13 @@ ROWS = {
     "demonstrations of more steps": Row(
         {},
         {"rl.env": "sort", "rl.supervised_steps": 101},
-        "rl.supervised_steps: 101 are more than train.steps 100, all of them; lower it, or raise t",
+        "rl.supervised_steps: 101 is more than train.steps 100, the whole run; lower it, or raise",
         [{"rl.supervised_steps": 100}, {"train.steps": 101}],
     ),
     "demonstrations of nobody": Row(
         {"e.py": ENVIRONMENT + "    num_tasks = 1\n"},
         {"rl.env": "e.py:Own", "rl.supervised_steps": 3},
-        "rl.supervised_steps: 3, but rl.env .* shows nothing; set 0, or give the environment a met",
+        "rl.supervised_steps: 3, but rl.env .* has no demonstrations; set 0, or give the environm",
         [
             {"rl.supervised_steps": 0},
             {
@@ -771,7 +771,7 @@ ROWS = {
     "precision of generation": Row(
         {},
         {"rl.env": "sort", "kernels.precision": "fp8", "model.hidden_size": 128},
-        "kernels.precision: 'fp8', but what is learned from is generated in bf16; unset it",
+        "kernels.precision: 'fp8', but trajectories are generated in bf16; unset it",
         [{"kernels.precision": UNSET}],
     ),
 }
@@ -1092,7 +1092,7 @@ RECORDS: dict[str, tuple[Any, dict[str, Any], str, list[Any]]] = {
     "arguments that are a list": (
         called([{"name": "f", "arguments": [1]}]),
         {},
-        "`arguments` is not an object: .*; give an object, as JSON or in JSON's text",
+        "`arguments` is not an object: .*; give an object, or its JSON as text",
         [called([CALL]), called([CALL | {"arguments": json.dumps(CALL["arguments"])}])],
     ),
     "arguments that are no JSON": (
@@ -1104,7 +1104,7 @@ RECORDS: dict[str, tuple[Any, dict[str, Any], str, list[Any]]] = {
     "tools that are texts": (
         CHAT | {"tools": [3]},
         {},
-        r"tools\[0\] is not an object: 3; give one, as JSON or in JSON's text",
+        r"tools\[0\] is not an object: 3; give one, or its JSON as text",
         [CHAT | {"tools": [FUNCTION]}, CHAT | {"tools": [json.dumps(FUNCTION)]}],
     ),
     "variables that are a list": (
@@ -1180,7 +1180,7 @@ RECORDS: dict[str, tuple[Any, dict[str, Any], str, list[Any]]] = {
     "a prompt that is a number": (
         {"prompt": 3, "chosen": "b", "rejected": "c"},
         PAIRS,
-        "`prompt` and its answers are neither .*; write texts, or lists of messages",
+        "`prompt` is neither a text nor a list of messages: .*; write one of these",
         [
             {"prompt": "a", "chosen": "b", "rejected": "c"},
             {"prompt": [ASKED], "chosen": [SAID], "rejected": [OTHER]},
@@ -1229,7 +1229,7 @@ RECORDS: dict[str, tuple[Any, dict[str, Any], str, list[Any]]] = {
     "no pair": (
         CHAT,
         PAIRS | {"form": "preference"},
-        "no 'chosen': no pair of answers, .*; known forms are `prompt`, `question`, `mess",
+        "no 'chosen', so it is no pair of answers: .*; known forms are `prompt`, `question`, `mess",
         [
             {"prompt": "a", "chosen": "b", "rejected": "c"},
             {"question": "a", "chosen": "b", "rejected": "c"},

@@ -29,12 +29,13 @@ from tests.lib.data_files import BYTE_VOCAB, config, word_tokenizer, write_files
         ),
         (
             {"source": "text", "path": "{}/text", "eval_fraction": 1e-9, "seq_len": 7},
-            r"data\.eval_fraction: 1e-09: of the 1 rows of 7 tokens of data\.path none can be "
-            r"held out that leaves both sides something to learn; lower data\.seq_len to \d, add",
+            r"data\.eval_fraction: 1e-09: the 1 rows of 7 tokens of data\.path cannot be "
+            r"divided so that training and evaluation both have something to learn; lower "
+            r"data\.seq_len to \d, add",
         ),
         (
             {"source": "text", "path": "{}/text", "eval_fraction": 0.999999},
-            r"data\.seq_len: 256: the 12 tokens of data\.path make no row of so many to learn",
+            r"data\.seq_len: 256: the 12 tokens of data\.path make no row of this length to learn",
         ),
         ({"source": "text", "path": "{}/blank"}, r"data\.path: .*blank' holds no text"),
         (
@@ -43,7 +44,7 @@ from tests.lib.data_files import BYTE_VOCAB, config, word_tokenizer, write_files
         ),
         (
             {"source": "text", "path": "{}/text", "eval_path": "{}/text", "seq_len": 13},
-            r"data\.seq_len: 13: the 12 tokens of data\.path make no row of so many",
+            r"data\.seq_len: 13: the 12 tokens of data\.path make no row of this length",
         ),
         ({"source": "text", "path": "{}/nul\0"}, r"data\.path: .*has characters that are not text"),
         ({"source": "text", "path": "{}/" + "x" * 300}, r"data\.path: .* cannot be read: .*long"),
@@ -61,7 +62,7 @@ from tests.lib.data_files import BYTE_VOCAB, config, word_tokenizer, write_files
         ),
         ({"tokenizer": "{}/text"}, r"data\.tokenizer: .*text' holds no tokenizer\.json"),
         ({"tokenizer": "{}/text/one.txt"}, r"data\.tokenizer: .*one\.txt is not a tokenizer"),
-        ({"tokenizer": "{}/no/such/folder"}, r"data\.tokenizer: .* is no file or folder"),
+        ({"tokenizer": "{}/no/such/folder"}, r"data\.tokenizer: .* is neither a file, a folder"),
         ({"cache_dir": "{}/text/one.txt/x"}, r"data\.cache_dir: .* cannot be written"),
         (
             {"source": "jsonl", "path": "{}/a.jsonl", "chat_template": "{}/missing"},
@@ -245,12 +246,12 @@ UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
     (JSONL, {"a.jsonl": CHAT.replace("assistant", "helper")}, "data.path", "no assistant turn"),
     (JSONL, {"a.jsonl": '{"text": NaN}'}, "data.path", "'text' is not text"),
     (JSONL, {"a.jsonl": '{"text": "a", "text": 5}'}, "data.path", "'text' is not text"),
-    (JSONL, {"a.jsonl": CHAT}, "data.eval_fraction", "of the 1 documents .* add data"),
+    (JSONL, {"a.jsonl": CHAT}, "data.eval_fraction", "the 1 documents .* add data"),
     (
         JSONL + " --data.seq_len 4",
         {"a.jsonl": CHAT * 9},
         "data.eval_fraction",
-        "both sides something to learn; raise data.seq_len to [0-9]+, add",
+        "both have something to learn; raise data.seq_len to [0-9]+, add",
     ),
     # Templates that are programs.
     (JSONL, _template("{% include 'x' %}"), "data.path", "template t.jinja fails: .* no loader"),

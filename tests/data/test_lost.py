@@ -281,7 +281,8 @@ def test_the_system_of_a_prompt_is_shown_as_in_training(asked: dict, name: str, 
     right = theirs(SYSTEM, USER) + "\n<|im_start|>assistant\n"
     assert prompt_of(tmp_path, {**asked, name: "S"}) == right
     if "prompt" in asked and isinstance(asked["prompt"], str):
-        says = re.escape(f"`{name}` beside a `prompt` that no chat template writes; set rl.chat")
+        problem = f"`{name}` would be lost, as no chat template formats `prompt`; set rl.chat"
+        says = re.escape(problem)
         with pytest.raises(ConfigError, match=says):
             prompt_of(tmp_path, {**asked, name: "S"}, chat=False)
         assert prompt_of(tmp_path, {**asked, name: ""}, chat=False) == "q"

@@ -99,7 +99,7 @@ def test_a_tokenizer_that_has_them_and_rows_for_more(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT)
     words += [f"data.path={tmp_path}/a.txt"]
     with pytest.raises(
-        ConfigError, match=r"data\.tokenizer: .*has (\d+) tokens.*model\.vocab_size \1 "
+        ConfigError, match=r"data\.tokenizer: .*has (\d+) tokens.*model\.vocab_size \1,"
     ):
         Trainer(Config.load(None, words, environ={}))
     engine = make_engine("model.vocab_size=320", base=words)
@@ -242,7 +242,7 @@ def test_a_tokenizer_that_splits_special_tokens_takes_none(tmp_path):
     make_checkpoint(tmp_path)
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"split_special_tokens": True}))
-    with pytest.raises(ConfigError, match=r"data\.new_tokens: .* says split_special_tokens"):
+    with pytest.raises(ConfigError, match=r"data\.new_tokens: .* sets split_special_tokens"):
         load_tokenizer(str(tmp_path), new_tokens=NEW)
 
 

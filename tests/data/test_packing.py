@@ -136,7 +136,8 @@ def test_whole_rows_with_documents_longer_than_a_row():
     # In the conversation 12 to 19 the tokens 15 to 19 are lost; in the late one its only target.
     assert data.describe() == (
         "packed 4 conversations into 3 rows of 4 (100.0% full); 2 longer than a row were cut, "
-        "66.7% of their trained tokens lost; 2 with nothing to learn in a row's length left out"
+        "66.7% of their trained tokens lost; 2 were left out: nothing to learn within a row's "
+        "length"
     )
 
 

@@ -219,5 +219,5 @@ def test_conversation_that_cannot_be_sent_is_one_line():
     nested: list[object] = []
     for _ in range(100_000):
         nested = [nested]
-    with pytest.raises(BadLineError, match="the chat template fails: the conversation holds"):
+    with pytest.raises(BadLineError, match="the chat template fails: the conversation has values"):
         ChatTemplate("", {}).prompt([{"role": "user", "content": "x", "more": nested}])

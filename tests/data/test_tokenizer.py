@@ -362,7 +362,7 @@ def test_files_that_contradict_each_other_about_an_id_are_named(tmp_path: Path, 
     load_tokenizer(str(save_letters(tmp_path / "t", {"added_tokens_decoder": decoder})))
     [line] = [r.getMessage() for r in caplog.records if "gives" in r.getMessage()]
     assert "'<tool>' the id 257" in line
-    assert "has it as 258" in line
+    assert "gives it 258" in line
     assert line.endswith("(2 such)")
 
 
@@ -372,7 +372,7 @@ def test_tokens_of_the_config_that_the_model_has_no_row_for_are_refused(tmp_path
     wanted = "more than the model's vocabulary of 258: tokenizer_config.json alone adds '<pad>' "
     with pytest.raises(ConfigError, match=wanted) as raised:
         load_tokenizer(str(folder), 258)
-    remedy = "; remove these there, or set model.vocab_size 259 for rows of all of them"
+    remedy = "; remove these there, or set model.vocab_size 259, which gives each token a row"
     assert str(raised.value).endswith(remedy)
     write(folder, "tokenizer_config.json", '{"eos_token": "</s>"}')
     assert load_tokenizer(str(folder), 258).vocab_size == 258

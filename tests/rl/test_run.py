@@ -258,7 +258,7 @@ def test_a_run_survives_its_environment(tmp_path):
     [
         ({"rl.group_size": 3}, "rl.group_size: 3 does not divide the 16 trajectories"),
         ({"rl.step_timeout": 1e12}, "rl.step_timeout: "),
-        ({"rl.supervised_steps": 9}, "rl.supervised_steps: 9 are more than train.steps 4"),
+        ({"rl.supervised_steps": 9}, "rl.supervised_steps: 9 is more than train.steps 4"),
         ({"rl.cache_tokens": 32}, "rl.cache_tokens: 32, in pages of 64, do not hold a row"),
         ({"rl.group_size": 1}, "rl.group_size: 1 contradicts rl.advantage 'dr_grpo'"),
         ({"rl.prompts": "x"}, "rl.prompts: 'x' contradicts rl.env 'sort'"),
@@ -278,7 +278,7 @@ def test_wrong_settings_are_one_line(values, message, tmp_path, capsys):
 def test_an_environment_that_shows_nothing(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 9)
     env = {"rl.env": "jsonl", "rl.prompts": tmp_path / "p.jsonl", "rl.reward": "exact"}
-    with pytest.raises(ConfigError, match=r"rl.supervised_steps: 2, but rl.env 'jsonl' shows"):
+    with pytest.raises(ConfigError, match=r"rl.supervised_steps: 2, but rl.env 'jsonl' has no d"):
         RlTrainer(config_of(tmp_path / "out", **env))
 
 
@@ -362,7 +362,7 @@ def test_help_and_dry_run(capsys):
             main,
             ["rl-sort"],
             "recipe: 'rl-sort' sets rl.env, which python -m moetrain.train does not use; give a "
-            "recipe for it, as debug",
+            "recipe for this command, such as debug",
         ),
         (
             run,

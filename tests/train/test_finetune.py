@@ -112,7 +112,7 @@ def test_the_readmes_command(words, tmp_path, capsys, caplog):
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, steps + 1))
     held_out = [row["eval_loss"] for row in rows if "eval_loss" in row]
     assert held_out[-1] < held_out[0]
-    assert "recipe sft, as model.path is set, the data is jsonl and none is named" in said
+    assert "recipe sft, as model.path is set, the data is jsonl and no recipe is named" in said
     assert f"{steps} steps, by train.epochs" in said
     # Full rows hold whole conversations: none that fits is cut, and none is missing.
     packed = re.findall(

@@ -164,7 +164,7 @@ class Jsonl(TextEnvironment):
         for number, line in enumerate(self.lines, 1):
             variable = next((key for key in (*_VARIABLES, *_SYSTEMS) if line.get(key)), None)
             if variable and isinstance(line.get("prompt"), str) and not prompts.chat:
-                problem = f"`{variable}` beside a `prompt` that no chat template writes"
+                problem = f"`{variable}` would be lost, as no chat template formats `prompt`"
                 remedy = "set rl.chat yes, or give `messages`"
                 raise ConfigError("rl.prompts", f"{path!r} line {number}: {problem}; {remedy}")
             if reward in {*REWARDS} - {"zero"} and line.get("answer") is None:
@@ -290,7 +290,7 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
             if asked is None:  # null in files made of tables, where messages has a value
                 asked = line.get("messages")
             if not isinstance(asked, str | list):
-                problem = "has neither a `prompt`, a text or a list of messages, nor `messages`"
+                problem = "has no `prompt` (a text or a list of messages) and no `messages`"
                 raise BadLineError(problem)
             line = with_tools_of_metadata(line)
             ChatTemplate.variables_of(line)

@@ -207,7 +207,7 @@ def test_a_prompts_tools_and_variables_are_in_its_chat_as_transformers_renders_i
 @pytest.mark.parametrize("name", VARIABLES)
 def test_variables_beside_a_prompt_that_is_no_chat_are_refused(name, lines):
     lines.write_text(json.dumps({"prompt": "hi", "answer": 1, name: VARIABLES[name]}))
-    with pytest.raises(ConfigError, match=f"line 1: `{name}` beside a `prompt` .* rl.chat yes"):
+    with pytest.raises(ConfigError, match=f"line 1: `{name}` would be lost, .* rl.chat yes"):
         opened("jsonl", prompts=lines, reward="exact")
     row = {"prompt": "hi", "answer": 1, **dict.fromkeys(VARIABLES), "tools": []}
     lines.write_text(json.dumps(row))  # null, as in tables
