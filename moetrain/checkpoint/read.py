@@ -448,6 +448,6 @@ def _check_version(version: object, folder: Path) -> None:
         raise ConfigError(
             "checkpoint.resume",
             f"{str(folder)!r} has checkpoint format {version!r:.20}, but this version reads "
-            f"{FORMAT} alone; continue with the version that wrote it, or export its weights "
-            "there (checkpoint.save_hf yes) and begin from the export as model.path",
+            f"only {FORMAT}; continue with the version that wrote it, or export its weights with "
+            "that version (checkpoint.save_hf yes) and begin from the export as model.path",
         )

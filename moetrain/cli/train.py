@@ -136,7 +136,7 @@ JOBS = Program(
     _plan_jobs,
     Recipes.JOBS,
     foreign=(
-        # Jobs bring data, steps and learning rates with them.
+        # Each job brings its own data, steps and learning rates.
         *(
             *_NO_DATA,
             "data.chat_template",
@@ -272,7 +272,7 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
             raise ConfigError(
                 "launch.nproc",
                 f"{nproc}, but family {family!r} was registered in this process, and the "
-                "processes that it would start do not know the family; leave it out, and start "
+                "processes that it would start do not know the family; unset it, and start "
                 f"your script by torchrun --nproc-per-node {nproc} SCRIPT.py",
             )
     command = ["-m", f"moetrain.{program.name}", *words]
@@ -297,7 +297,7 @@ def _fit(config: Config, program: Program, place: LaunchedPlace | None) -> int:
 
 # Errors of a disk that is full, broken, gone or read-only, and of a closed standard output.
 _DISK_ERRORS = {"ENOSPC", "EDQUOT", "EFBIG", "EIO", "EROFS", "ESTALE", "EACCES", "EPERM", "EPIPE"}
-# safetensors raises an exception of its own, and only the text of it has the error's number.
+# safetensors raises an exception of its own, and only its text has the error's number.
 _OS_ERROR = re.compile(r"os error (\d+)|code: (\d+)")
 
 
@@ -324,7 +324,7 @@ def _why_no_disk(error: Exception, folder: str) -> str | None:
 def _disk_errors_of_threads_unprinted(folder: str) -> Generator[None]:
     """Do not print disk errors of threads.
 
-    The run itself meets the disk errors of TensorBoard's thread again.
+    TensorBoard's thread passes its error on to the run, which then reports it.
     """
     before = threading.excepthook
 

@@ -107,7 +107,7 @@ def launched_place(variables: Mapping[str, str] = os.environ) -> LaunchedPlace |
         (names[1], local_rank, counted, on_machine),
     ):
         if count == 0:
-            raise ConfigError(of, "0 processes are none; give their number, 1 or more")
+            raise ConfigError(of, "0; give the number of processes, 1 or more")
         if count is not None and value >= count:
             raise ConfigError(name, f"{value} contradicts {of} {count}: give 0 to {count - 1}")
     is_served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

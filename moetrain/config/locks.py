@@ -135,7 +135,7 @@ def _attempt(path: Path) -> _HeldLock:
             if survivor is None:
                 raise _CrowdedError("others that start at the same time") from None
             # On NFS both kinds of lock are one kind, so the child's lock conflicts with this one.
-            problem = "has ended, but a process that it started holds its lock; end that"
+            problem = "has ended, but a process that it started holds its lock; end that process"
             raise _CrowdedError(f"{survivor.described()} {problem}") from None
         if not _is_at(descriptor, path):
             raise _CrowdedError("others that start at the same time")
@@ -148,7 +148,7 @@ def _attempt(path: Path) -> _HeldLock:
         os.close(descriptor)
     if survivor is not None:
         logger.warning(
-            "%s held %s and has ended, though a process that it started has the file open still; "
+            "%s held %s and has ended, but a process that it started still has the file open; "
             "this process takes the lock over",
             survivor.described(),
             path,

@@ -60,7 +60,8 @@ class Need(NamedTuple):
     """
 
     settings: str
-    """Dotted names with spaces between, or ``section.*`` for the others of a section."""
+    """Dotted names with spaces between, or ``section.*`` for all settings of a section except those
+    in ``requires``."""
     requires: Mapping[str, Container[object]]
     """Other settings or facts, each with the values that satisfy the need. One is enough."""
     when: Container[object] = _ANY
@@ -232,7 +233,7 @@ NEEDS: tuple[Need, ...] = (
     Need(
         "lora.trainable_tokens",
         requires={"lora.modules_to_save": {()}},
-        why="this trains all rows already",
+        why="the module trains all rows already",
     ),
     Need(
         "lora.trainable_tokens",
@@ -254,7 +255,7 @@ NEEDS: tuple[Need, ...] = (
     Need(
         "optim.muon_qk_clip",
         requires={"kernels.attention": Other("flex")},
-        why="QK-clip needs the boundaries of documents, which its masks do not show",
+        why="QK-clip needs the boundaries of documents, which flex masks do not show",
     ),
     Need(
         "optim.name",

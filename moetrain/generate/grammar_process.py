@@ -170,7 +170,7 @@ def _serve(connection: Connection, tokens: Any, seconds: float, mib: int) -> Non
     try:
         matcher = _compile(tokens, kind, text)
     except ValueError as error:
-        problem = " ".join(str(error).split())[:300] or "it is none"
+        problem = " ".join(str(error).split())[:300] or "it is not valid"
         connection.send_bytes(problem.encode(errors="replace"))
         return
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]

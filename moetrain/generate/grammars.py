@@ -166,7 +166,7 @@ class Grammars:
                 if len(self._live) >= most and idle is not None:
                     self._drop(idle)
                 if len(self._live) >= most:
-                    problem = f"{most} other grammars are in use, as many as may be"
+                    problem = f"{most} other grammars are in use, and that is the limit"
                     raise TooManyGrammarsError(f"grammar: {problem}; ask again later")
                 compiled = Compiled((kind, text), next(self._numbers))
                 self._live[compiled.grammar] = compiled

@@ -163,7 +163,8 @@ def call_grammar(tools: Any, choice: Any, template: str) -> str:
         names = list(functions) if choice == "required" else [choice["function"]["name"]]
         given = [functions[name].get("parameters", {}) for name in names]
     except (AttributeError, KeyError, TypeError):
-        problem = f"{shortened(choice)} is neither auto, none, required nor names one of tools"
+        problem = f"{shortened(choice)} does not fit `tools`; send auto or none, or, with tools, "
+        problem += "required or the name of one"
         raise ValueError(f"tool_choice: {problem}") from None
     closed = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
     # References in parameters start at the root of the parameters. So each tool's parameters become

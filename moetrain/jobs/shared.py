@@ -264,7 +264,8 @@ class SharedEngine(Engine):
         if jobs.max_resident != "auto":
             if jobs.max_resident < jobs.max_tenants:
                 problem = f"{jobs.max_resident} is below jobs.max_tenants {jobs.max_tenants}"
-                raise ConfigError("jobs.max_resident", f"{problem}, which share a pass; raise it")
+                problem += ", and all jobs of a pass must be on the device"
+                raise ConfigError("jobs.max_resident", f"{problem}; raise it")
             return jobs.max_resident
         each = self.state_bytes() * 4 / 3  # with gradients
         fit = 1 + int(room // each) if self.world.device.type == "cuda" else 1

@@ -496,7 +496,7 @@ def _check_adapters(model: Transformer, layout: str) -> None:
         shape = model.get_parameter(name).shape
         piece = family.pieces({name: shape}, model.arch)[0]
         if fnmatchcase(name, family.unadaptable):
-            problem = f"PEFT does not load an adapter of {name} in a {family.name}"
+            problem = f"PEFT does not load an adapter of {name} in {family.name} models"
             raise ConfigError("lora.targets", f"{problem}; leave it out")
         if piece.is_whole:
             continue

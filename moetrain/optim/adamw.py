@@ -310,7 +310,7 @@ class AdamW(torch.optim.Optimizer):
         if odd := set(state) ^ wanted:
             raise ConfigError(
                 "checkpoint.resume",
-                f"its optimizer state does not fit this model, optim.state_dtype "
+                f"the checkpoint's optimizer state does not fit this model, optim.state_dtype "
                 f"{self.config.state_dtype!r} and optim.name {self.config.name!r} "
                 f"({sorted(odd)[:3]} differ); set these as they were, or set never",
             )

@@ -336,14 +336,15 @@ def _await_ranks(store: dist.Store, place: LaunchedPlace, seconds: float, deadli
         problem = f"{size} for rank {rank}, and {theirs} for another; give all the same"
         raise ConfigError("WORLD_SIZE", problem)
     if store.add(f"rank/{rank}", 1) > 1:
-        raise ConfigError("RANK", f"{rank} is that of two processes of {size}; number them from 0")
+        raise ConfigError("RANK", f"two of {size} processes have {rank}; number them from 0")
     store.add("came", 1)
     while store.add("came", 0) < size:
         if time.monotonic() > deadline:
             missing = [str(r) for r in range(size) if store.add(f"rank/{r}", 0) == 0]
-            named = ", ".join([*missing[:8], "..."] if len(missing) > 8 else missing)
+            named = f"rank{'s' * (len(missing) > 1)} "
+            named += ", ".join([*missing[:8], "..."] if len(missing) > 8 else missing)
             raise RunFailed(
-                f"of {size} ranks {named} did not come to {place.address} within {seconds:g} s "
+                f"{named} of {size} did not join at {place.address} within {seconds:g} s "
                 "(launch.join_timeout); are all started, with the same MASTER_ADDR, MASTER_PORT "
                 "and WORLD_SIZE?"
             )

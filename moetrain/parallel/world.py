@@ -165,7 +165,7 @@ def join_world(config: Config, arch: Architecture) -> World:
             raise ConfigError(
                 "launch.max_restarts",
                 f"{config.launch.max_restarts}, but the launcher that has started this process "
-                f"starts it again {place.max_restarts} times; set it there (torchrun "
+                f"restarts it at most {place.max_restarts} times; set it there (torchrun "
                 "--max-restarts), or leave it out here",
             )
     else:

@@ -35,7 +35,7 @@ from moetrain.train.preferences import score
 from moetrain.train.samples import DealtSamples, RolloutBatch, Sample
 
 _AT_ONCE = 32
-"""Micro-batches about which a rank asks a served teacher at once."""
+"""Micro-batches that a rank sends to a served teacher at once."""
 _BUSY = (None, 429, 502, 503)
 """HTTP statuses of a server that is starting or busy; None: there is no answer."""
 _TEXT = "The quick brown fox: 0123456789 {}\n"
@@ -96,7 +96,7 @@ class Learner:
     def learn(self, samples: Sequence[Sample], version: int, lr: float) -> Learned:
         """Make the policy's updates on ``samples``, those of all ranks.
 
-        ``version``: that of the weights before.
+        ``version``: the version of the weights before the updates.
         """
         settings = self.config.rl
         # 1. Rows: each update has a part of the groups.
@@ -118,7 +118,7 @@ class Learner:
         parts = [list(islice(remaining, len(update))) for update in updates]
         done = [self.update(part, self.policy, lr) for part in parts]
         rows = [learned.row for learned in done]
-        # An update's own mismatch also contains what earlier updates have moved.
+        # The mismatch that an update computes also contains the effect of earlier updates.
         names = [name for name in rows[0] if name != "mismatch"]
         row |= {name: sum(r[name] for r in rows) / len(rows) for name in names}
         routings = [learned.routing for learned in done if learned.routing is not None]
@@ -133,13 +133,13 @@ class Learner:
     ) -> tuple[list[RolloutBatch], dict[str, float]]:
         """Add the trainer's log-probabilities if the loss needs others than generation's.
 
-        Also returns metrics of the mismatch: of tokens that these very weights have chosen, and of
-        scored tokens of each older version.
+        Also returns metrics of the mismatch, for tokens that the current weights have chosen and
+        for scored tokens of each older version.
 
         Only the first batch of each rank is always scored. If its tokens have the same bits in
         training and generation on all ranks, and no batch has a token of earlier weights, then the
-        other batches have the same bits too. They are scored all the same if generation's weights
-        are quantised otherwise (``rl.generator_dtype``), or tokens may have read a cache of older
+        other batches have the same bits too. They are scored nevertheless if generation's weights
+        are quantised differently (``rl.generator_dtype``), or tokens may have read a cache of older
         weights (``rl.keep_cache``).
         """
         settings = self.config.rl
@@ -196,7 +196,10 @@ class Learner:
         self.reference = _copied(self._values())
 
     def _at_reference(self, batches: Sequence[RolloutBatch]) -> list[torch.Tensor]:
-        """Return log-probabilities [B, S] under the reference. It takes the policy's memory."""
+        """Return log-probabilities [B, S] under the reference.
+
+        Meanwhile the reference's weights replace the policy's in the model.
+        """
         values = self._values()
         now = _copied(values)
         self.engine.before_change()
@@ -297,7 +300,7 @@ class ServedTeacher:
         if [next(iter(scores)) for scores in read][1 - len(ids) :] != ids[1:]:
             problem = "has other tokens than data.tokenizer; serve one with the same tokenizer"
         elif least < self.number:
-            problem = f"gives {least} likeliest tokens, less than rl.teacher_top_k {self.number}"
+            problem = f"gives {least} likeliest tokens, fewer than rl.teacher_top_k {self.number}"
             problem += "; lower rl.teacher_top_k"
         elif temperature != 1:
             problem = f"has probabilities at temperature 1, not rl.temperature {temperature}"
@@ -383,7 +386,7 @@ class ServedTeacher:
                 if isinstance(error, HTTPError):
                     said = " ".join(error.read(300).decode("utf-8", "replace").split())
                     asked = f"rows of data.seq_len {self.seq_len} with {self.number} likeliest"
-                    problem = f"refuses {asked} tokens, with status {code}: {said}; serve what can"
+                    problem = f"refuses {asked} tokens (status {code}): {said}; serve one that can"
                     if error.code in range(300, 400):
                         there = shortened(error.headers.get("location", ""))
                         problem = f"redirects to {there}, where no token is sent; name the server"

@@ -2,12 +2,11 @@
 
 A step that is not finite changes no weight. With ``log.find_nan`` its micro-batches therefore run
 through the same weights once more, without the compiler, while hooks check each module's results
-and their gradients. The first tensor in time that is not finite is the source, or follows from it:
-the source then lies between the last finite tensor and this one. Left out on purpose: tensors
-within a module, such as a kernel's.
+and their gradients. The fault arose in the first tensor that is not finite, or between that tensor
+and the last finite one before it. Left out on purpose: tensors within a module, such as a kernel's.
 
-Ranks with the same weights update them by the same sums, and so must have the same bits
-(``train.compare_replicas``). A difference is a fault of a machine.
+Ranks that hold the same weights update them with the same sums of gradients. So their weights must
+have the same bits (``train.compare_replicas``). If bits differ, a machine is faulty.
 """
 
 from collections import Counter
@@ -29,8 +28,9 @@ from moetrain.parallel.world import World
 from moetrain.train.objectives import Objective
 
 _Note = tuple[tuple[int, float], str, torch.Tensor]
-"""(order, name, 0-d bool: it is finite) of a tensor. The order is that of the data flow over
-pipeline ranks: in forwards to later blocks, in backwards to earlier ones."""
+"""(order, name, 0-d bool: it is finite) of a tensor. ``order`` is (phase, block). The phases are
+0 weights, 1 forward, 2 backward, 3 gradients of weights. Backward passes run to earlier blocks, so
+their block numbers are negated. The smallest order over all pipeline ranks is the first in time."""
 
 
 class NanFinder:
@@ -59,8 +59,8 @@ class NanFinder:
         Collective. Waits for the device. ``learn`` computes the gradients of a pass.
         """
         where = first_not_finite(self.model, self.fsdp, self.world, lambda: self.learn_again(learn))
-        said = f"the first is {where}" if where else "computed again, all of them are finite"
-        logger.warning("log.find_nan: a step's numbers are not finite: %s", said)
+        said = f"the first is {where}" if where else "when computed again, all are finite"
+        logger.warning("log.find_nan: a step has tensors that are not finite: %s", said)
 
     def learn_again(self, learn: Callable[[Sequence[Any], Objective[Any]], object]) -> None:
         """Run all passes again, each with the random numbers that it had."""
@@ -86,7 +86,7 @@ def first_not_finite(
         notes.append(((0, 0), f"the weight {name}", _is_finite(member.read())))
     with _watched(model, notes), torch.compiler.set_stance("force_eager"):
         learn()
-    fsdp.gradient_norm()  # completes what parameters show
+    fsdp.gradient_norm()  # completes the gradients, which ``grad`` shows only afterwards
     for name, member in fsdp.members.items():
         if (gradient := member.local.grad) is not None:
             notes.append(((3, 0), f"the gradient of {name}", _is_finite(gradient)))
@@ -99,15 +99,15 @@ def first_not_finite(
     if not found:
         return None
     *_, rank, what, before = min(found)
-    what += f", behind {before}" * (" gives" in what)
+    what += f", after {before}" * ("output of" in what)
     return f"{what}, on rank {rank}" if world.size > 1 else what
 
 
 def compare_replicas(fsdp: FSDP, world: World) -> None:
     """Compare the bits of weights that several ranks hold. Collective; waits for the device.
 
-    Raises RunFailed on every rank: some differ. It names the ranks that are unlike most others, or
-    all that hold the weight if there are no most.
+    Raises RunFailed on every rank if bits of a weight differ. The error names the ranks that differ
+    from the majority. Without a majority, it names all ranks that hold the weight.
     """
     fsdp.settle()
     held = {name: m for name, m in fsdp.members.items() if m.layout.replicas is not None}
@@ -127,10 +127,13 @@ def compare_replicas(fsdp: FSDP, world: World) -> None:
                 if not is_known or total != usual:
                     unlike.setdefault(rank, set()).add(name)
     if unlike:
-        said = (f"rank {r} in {len(n)} weights, as {min(n)}" for r, n in sorted(unlike.items()))
+        said = (
+            f"rank {rank} in {len(names)} weights, such as {min(names)}"
+            for rank, names in sorted(unlike.items())
+        )
         raise RunFailed(
-            "train.compare_replicas: ranks that hold the same weights have other bits than their "
-            f"replicas: {'; '.join(said)}. Resume from a checkpoint before that, on other machines"
+            "train.compare_replicas: weights differ from the same weights of other ranks: "
+            f"{'; '.join(said)}. Resume from a checkpoint before the fault, on other machines"
         )
 
 
@@ -140,8 +143,8 @@ def _is_finite(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _watched(model: Transformer, notes: list[_Note]) -> Iterator[None]:
-    """Note for each module's results and their gradients, in order of time, whether they are
-    finite."""
+    """Note whether the outputs of each module and their gradients are finite, in the order of
+    time."""
 
     def note(place: tuple[int, float], what: str, x: torch.Tensor) -> None:
         notes.append((place, what, _is_finite(x)))
@@ -151,7 +154,7 @@ def _watched(model: Transformer, notes: list[_Note]) -> Iterator[None]:
         block = numbers[0] if numbers else -1 if name == "embed" else torch.inf
         for x in tree_leaves(results):
             if isinstance(x, torch.Tensor) and x.is_floating_point():
-                note((1, block), what := f"what {name} gives", x)
+                note((1, block), what := f"the output of {name}", x)
                 if x.requires_grad:
                     x.register_hook(partial(note, (2, -block), f"the gradient of {what}"))
 

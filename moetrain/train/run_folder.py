@@ -1,8 +1,8 @@
 """A run's output folder: it is checked, claimed by one run, and searched for a checkpoint.
 
-The checkpoints of a folder are one branch of training, the higher step the newer; ``auto`` resumes
-the newest intact one. Whatever would break that (steps after the resumed one, or another run's
-checkpoints) is moved to ``earlier-1``, ``earlier-2``, ... and never deleted.
+The checkpoints of a folder belong to one branch of training, and a higher step is newer. ``auto``
+resumes the newest intact one. Checkpoints of another branch (steps after the resumed one, or of
+another run) are moved to ``earlier-1``, ``earlier-2``, ... and never deleted.
 
 With ``checkpoint.shared no`` each machine has its own output folder, with a part of each checkpoint
 or all of it. Only the main rank's folder has metrics and exports. One rank of each machine does the
@@ -165,7 +165,7 @@ class RunFolder:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Keep every other run out while inside; create the folder if it is missing.
+        """Keep every other run out in this context; create the folder if it is missing.
 
         Leftovers of killed saves are removed first. The claim is a lock of the rank that looks
         after the folder, and ends with its process (:mod:`moetrain.config.locks`). A folder made
@@ -200,7 +200,7 @@ class RunFolder:
             try:
                 yield
             except ConfigError:
-                with suppress(OSError):  # they hold more than a lock
+                with suppress(OSError):  # a folder that holds more than the lock stays
                     if made and [path.name for path in folder.iterdir()] == [_LOCK]:
                         (folder / _LOCK).unlink()
                     for path in made:
@@ -210,12 +210,12 @@ class RunFolder:
     def check_shared(self, world: World, remedy: str = "") -> None:
         """Check that all ranks see the same folder, and can write to it.
 
-        Every rank must be able to read a small file that the main rank, or one of its machine,
-        writes, and to write one; all are removed again. Collective: all ranks return, or all raise
-        the same error.
+        The rank that looks after the folder (the main rank, or one of each machine) writes a small
+        file. Every other rank must be able to read it, and to write a file of its own. All files
+        are removed again. Collective: all ranks return, or all raise the same error.
 
-        Raises ConfigError: a rank does not see the main rank's file, as on machines that each have
-        their own disk, or cannot write there.
+        Raises ConfigError: a rank does not see that file, as on machines that each have their own
+        disk, or cannot write there.
         """
         if world.size == 1:
             return
@@ -223,12 +223,14 @@ class RunFolder:
         shared, mine = (self.path / _MARK.format(rank) for rank in (keeper, world.rank))
         token, keeps = secrets.token_hex(8), world.rank == keeper
         problem = _failure_to_write(shared, token) if keeps else ""
-        token = world.gather(token)[keeper]  # NFS would remember that a file was not there yet
+        # The gather waits for the write. If a rank looked earlier, NFS would cache that there is no
+        # file.
+        token = world.gather(token)[keeper]
         if not keeps:
             if _is_seen(shared, token):
                 problem = _failure_to_write(mine, token)
             else:
-                there = f"what rank {keeper} writes there is not seen"
+                there = f"a file that rank {keeper} writes there is not seen"
                 problem = there if os.path.exists(self.path) else "there is no such folder"
             with suppress(OSError):
                 mine.unlink()
@@ -322,7 +324,7 @@ class RunFolder:
     def _fetch(self, store: Store, resume: str, newest: int) -> str:
         """Fetch the newest checkpoint of ``store`` if it is newer than ``newest``; return its step.
 
-        Raises ConfigError: there is one, and ``resume`` is not auto.
+        Raises ConfigError: the store has a checkpoint, and ``resume`` is not auto.
         """
         try:
             there = [step for step in store.steps() if step < self._stored]
@@ -389,8 +391,8 @@ class RunFolder:
     def resume_now(self, resume: str, world: World) -> str:
         """Return ``checkpoint.resume`` as it applies to ranks that a launcher may have restarted.
 
-        It is ``auto`` once the first run has come to :meth:`set_aside` and has saved something;
-        before that, the run begins where it first did. Collective.
+        The result is ``auto`` once the first run has come to :meth:`set_aside` and has saved
+        something. Before that, a restarted run begins where the first one began. Collective.
 
         Raises ConfigError: machines with folders of their own have different runs there.
         """
@@ -416,8 +418,8 @@ class RunFolder:
         continue.
 
         A run that starts anew (None), or from a checkpoint elsewhere, moves an earlier run's
-        checkpoints and metrics. Any other moves the checkpoints after ``step``, with a copy of the
-        metrics, whose later lines it will drop. Collective.
+        checkpoints and metrics. Any other run moves the checkpoints after ``step``, with a copy of
+        the metrics, whose later lines it will drop. Collective.
         """
         folder, root = self.path, self.checkpoints
         is_continued = resumed is not None and (
@@ -451,7 +453,7 @@ class RunFolder:
 
 
 def _is_of_a_run(file: Path) -> bool:
-    """Return whether ``file`` is a run's ``config.json``, and not a model's, or is missing."""
+    """Return whether ``file`` is missing, or is the ``config.json`` of a run and not of a model."""
     if not file.exists():
         return True
     try:

@@ -229,7 +229,7 @@ def _token_ids(config: Config, arch: Architecture, tokenizer: Callable[[], Token
     for token in tokens:
         if len(ids[token]) != 1:
             problem = f"{token!r} is {len(ids[token])} tokens of data.tokenizer"
-            raise ConfigError(field, f"{problem}; name one, or make it one: data.new_tokens")
+            raise ConfigError(field, f"{problem}; name one token, or add it to data.new_tokens")
         if ids[token][0] >= arch.vocab_size:
             problem = f"{token!r}, but the model's tokens are 0 to {arch.vocab_size - 1}"
             raise ConfigError(field, f"{problem}; leave it out, or raise model.vocab_size")

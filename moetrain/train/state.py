@@ -170,7 +170,8 @@ class ModelState:
                 "bias; set it as it was, or start again with checkpoint.resume never",
             )
         if odd:
-            problem = f"it is of another model, or of other trained parts: {sorted(odd)[:3]} differ"
+            problem = "the trained tensors of the checkpoint are not those of this run: only one "
+            problem += f"of the two has {sorted(odd)[:3]}"
             remedy = "set model, lora and train.freeze as they were, or set never"
             raise ConfigError("checkpoint.resume", f"{problem}; {remedy}")
         for name, entry in saved.items():
@@ -421,7 +422,7 @@ class Snapshots(Saver):
             self.start(plan, copies, state, ready)
 
     def restore(self, found: Checkpoint, data: str, total_steps: int) -> str:
-        """Load ``found``. Some rank reads and checks every byte.
+        """Load ``found``. Each byte is read and checked by at least one rank.
 
         Args:
             data: hash of the run's data.

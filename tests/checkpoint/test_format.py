@@ -144,7 +144,7 @@ def test_the_first_format_is_refused_in_one_line(tmp_path):
     folder.mkdir(parents=True)
     save_file({"x": torch.zeros(3)}, folder / "model.safetensors")
     (folder / "state.json").write_text(json.dumps(state_of(3)))
-    with pytest.raises(ConfigError, match=r"format 1.*reads 2 alone.*export") as caught:
+    with pytest.raises(ConfigError, match=r"format 1.*reads only 2.*export") as caught:
         open_checkpoint(folder)
     assert not isinstance(caught.value, DamagedCheckpoint)
     assert len(str(caught.value).splitlines()) == 1
@@ -159,7 +159,7 @@ def test_another_version_is_one_line_that_names_the_way_out(tmp_path):
     body = data[: -checkpoint_read._SEAL_BYTES]
     seal = f', "crc32": "{checkpoint_read.crc_of(body)}"}}\n'
     (folder / "manifest.json").write_bytes(body + seal.encode())
-    with pytest.raises(ConfigError, match=r"format 3.*reads 2 alone.*export") as caught:
+    with pytest.raises(ConfigError, match=r"format 3.*reads only 2.*export") as caught:
         open_checkpoint(folder)
     assert not isinstance(caught.value, DamagedCheckpoint)
 

@@ -303,9 +303,9 @@ def test_find_ranks_fails_if_nobody_serves_the_address():
 
 
 def test_ranks_that_do_not_come_are_named(served):
-    with pytest.raises(RunFailed, match=r"of 4 ranks 0, 2, 3 did not come to .* within 0.3 s"):
+    with pytest.raises(RunFailed, match=r"ranks 0, 2, 3 of 4 did not join at .* within 0.3 s"):
         find_ranks(place(1, 4, port=served, is_served=True), 0.3)
-    with pytest.raises(ConfigError, match="RANK: 1 is that of two processes of 4"):
+    with pytest.raises(ConfigError, match="RANK: two of 4 processes have 1"):
         find_ranks(place(1, 4, port=served, is_served=True), 0.3)
     with pytest.raises(ConfigError, match="WORLD_SIZE: 2 for rank 0, and 4 for another"):
         find_ranks(place(0, 2, port=served, is_served=True), 0.3)
@@ -323,7 +323,7 @@ def test_a_group_that_cannot_form_is_one_line(tiny_words):
         timeout=180,
     )
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
-    assert done.stderr.startswith("failed: of 2 ranks 1 did not come to 127.0.0.1:")
+    assert done.stderr.startswith("failed: rank 1 of 2 did not join at 127.0.0.1:")
     assert "launch.join_timeout" in done.stderr
 
 

@@ -104,7 +104,7 @@ GIVEN = [
     (
         "--optim.name muon --optim.muon_qk_clip 100 --kernels.attention flex",
         "optim.muon_qk_clip: 100.0 contradicts kernels.attention 'flex' (QK-clip needs the "
-        "boundaries of documents, which its masks do not show); unset it, or use another "
+        "boundaries of documents, which flex masks do not show); unset it, or use another "
         "kernels.attention",
     ),
     (

@@ -79,13 +79,13 @@ VARIABLES: list[tuple[dict[str, str], dict[str, str], str, list[dict[str, str]]]
     (
         TORCHRUN,
         {"WORLD_SIZE": "0"},
-        "^WORLD_SIZE: 0 .*; give their number, 1 or more",
+        "^WORLD_SIZE: 0; give the number of processes, 1 or more",
         [{"WORLD_SIZE": "1", "RANK": "0"}, {"WORLD_SIZE": "2"}],
     ),
     (
         TORCHRUN,
         {"LOCAL_WORLD_SIZE": "0"},
-        "^LOCAL_WORLD_SIZE: 0 .*; give their number, 1 or more",
+        "^LOCAL_WORLD_SIZE: 0; give the number of processes, 1 or more",
         [{"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, {"LOCAL_WORLD_SIZE": "2"}],
     ),
     *(
@@ -319,7 +319,7 @@ def test_what_the_error_of_ranks_that_contradict_one_another_advises_works():
     port = free_port()
     found = meet(*(place(r, 3, "127.0.0.1", port) for r in (0, 1, 1)))
     said = [str(x) for x in found.values() if isinstance(x, ConfigError)]
-    assert said == ["RANK: 1 is that of two processes of 3; number them from 0"]
+    assert said == ["RANK: two of 3 processes have 1; number them from 0"]
     for size in (2, 3):
         port = free_port()
         ranks = [place(r, size, "127.0.0.1", port) for r in range(size)]

@@ -300,9 +300,9 @@ def test_a_stream_with_tools_has_the_call_at_its_end(client):
         ({"guided_regex": "a", "guided_choice": ["b"]}, "a text can follow only one of them"),
         ({"guided_regex": "(a"}, "unclosed group"),
         ({"guided_choice": []}, "guided_choice: "),
-        ({"tool_choice": "required"}, "neither auto, none, required nor names one of tools"),
-        ({"tools": [OTHER], "tool_choice": {"function": {"name": "sub"}}}, "names one of tools"),
-        ({"tools": [OTHER], "tool_choice": 3}, "3 is neither"),
+        ({"tool_choice": "required"}, "'required' does not fit `tools`; send auto or none"),
+        ({"tools": [OTHER], "tool_choice": {"function": {"name": "sub"}}}, "does not fit `tools`"),
+        ({"tools": [OTHER], "tool_choice": 3}, "3 does not fit `tools`"),
     ],
 )
 def test_server_refuses_bad_grammars(client, fields, problem):

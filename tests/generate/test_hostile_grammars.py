@@ -434,7 +434,7 @@ def test_submit_refuses_more_grammars_than_the_limit_until_one_ends():
         for text in ("a{5}", "b{5}", "c{5}")
     ]
     generator.submit(*requests[:2])
-    with pytest.raises(BusyError, match="2 other grammars are in use, as many as may be; ask"):
+    with pytest.raises(BusyError, match="2 other grammars are in use, and that is the limit; ask"):
         generator.submit(requests[2])
     generator.submit(Request("d", (1,), requests[0].params))  # it shares a grammar that exists
     generator.abort("a{5}")

@@ -237,7 +237,10 @@ def test_a_tools_keys_come_in_a_chats_order():
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "is no text"),
         ({"tools": [{"type": "web_search"}]}, "{'type': 'web_search'} is not of type function"),
         ({"tools": "[]"}, "tools: '[]' is not of type function; leave it out"),
-        ({"tools": [flat(TOOL)], "tool_choice": {"type": "function", "name": "x"}}, "names one of"),
+        (
+            {"tools": [flat(TOOL)], "tool_choice": {"type": "function", "name": "x"}},
+            "not fit `tools`",
+        ),
         ({"max_output_tokens": 0}, "max_output_tokens: Input should be greater than 0, not 0"),
         ({"max_output_tokens": 9999}, "or lower max_output_tokens"),
         ({"max_output_tokens": "x"}, "max_output_tokens: Input should be a valid integer"),

@@ -180,7 +180,7 @@ def test_what_a_teacher_cannot_do_is_said_before_the_first_step(teacher, tmp_pat
     says("does not answer", gone)
     says("refused>); serve it by python -m moetrain.serve", gone)
     says(
-        "gives 257 likeliest tokens, less than rl.teacher_top_k 300; lower",
+        "gives 257 likeliest tokens, fewer than rl.teacher_top_k 300; lower",
         **{"rl.teacher_top_k": 300, "data.seq_len": 16},
     )
     says("not rl.temperature 0.5; set rl.temperature 1, or", **{"rl.temperature": 0.5})

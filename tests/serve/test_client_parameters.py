@@ -256,4 +256,4 @@ def test_a_chat_goes_on_with_its_last_message(ask):
     assert "exclude each other" in error_of(ask("chat/completions", **given, **both))
     given["messages"].pop()
     wrong = error_of(ask("chat/completions", **given, continue_final_message=True))
-    assert "the last message is not a text of the assistant's" in wrong
+    assert "the last message is not a text by the assistant" in wrong

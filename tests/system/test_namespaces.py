@@ -147,7 +147,9 @@ def test_a_machine_with_another_folder_ends_the_run(words, tmp_path):
         command = [IMPATIENT, "2", "debug", *words, f"output_dir={tmp_path}/out"]
         codes = machines.torchrun(command, said=outputs(machines, tmp_path))
     assert 0 not in codes
-    problem = r"' is not one folder for all ranks: on machine1 \(rank 1\) what rank 0 writes there"
+    problem = (
+        r"' is not one folder for all ranks: on machine1 \(rank 1\) a file that rank 0 writes there"
+    )
     for path in outputs(machines, tmp_path):
         assert re.search(rf"^error: output_dir: .*/out{problem} is not", path.read_text(), re.M)
         assert "choose one on a file system that all machines" in path.read_text()

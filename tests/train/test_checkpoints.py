@@ -258,7 +258,7 @@ def test_restarts_that_nobody_would_make_are_an_error(tiny, monkeypatch):
     place = LaunchedPlace(0, 0, 2, "host:1", None, None, True, restarts=1, max_restarts=3)
     monkeypatch.setattr("moetrain.parallel.world.launched_place", lambda: place)
     config = tiny("launch.max_restarts=5")
-    with pytest.raises(ConfigError, match=r"launch\.max_restarts: 5, .* again 3 times"):
+    with pytest.raises(ConfigError, match=r"launch\.max_restarts: 5, .* at most 3 times"):
         join_world(config, resolve_architecture(config.model))
 
 
@@ -334,7 +334,7 @@ def start_a_service(folder, words, case):
     ("case", "says"),
     [
         ("missing", "there is no such folder;"),
-        ("empty", "what rank 0 writes there is not seen;"),
+        ("empty", "a file that rank 0 writes there is not seen;"),
         ("unwritable", r"it cannot be written to \(Read-only file system\);"),
     ],
 )

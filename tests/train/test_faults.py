@@ -75,17 +75,18 @@ def said_of(log):
         (
             "layers.1.attn",
             "forward",
-            "what layers.1.attn gives, behind what layers.1.attn.wo gives",
+            "the output of layers.1.attn, after the output of layers.1.attn.wo",
         ),
         (
             "layers.0.moe",
             "forward",
-            "what layers.0.moe gives, behind what layers.0.moe.experts gives",
+            "the output of layers.0.moe, after the output of layers.0.moe.experts",
         ),
         (
             "layers.1.attn.wo",
             "gradient",
-            "the gradient of what layers.0 gives, behind the gradient of what layers.1.attn gives",
+            "the gradient of the output of layers.0, after the gradient of the output of "
+            "layers.1.attn",
         ),
         (None, "weight", "the weight layers.1.moe.experts.w_down"),
     ],
@@ -134,7 +135,7 @@ def test_find_nan_reports_a_repeated_step_that_is_finite(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "moetrain"):
         assert step(engine).skipped
     (said,) = said_of(caplog)
-    assert said.endswith("computed again, all of them are finite")
+    assert said.endswith("when computed again, all are finite")
 
 
 @pytest.mark.tier("long")
@@ -193,7 +194,7 @@ def test_find_nan_names_the_rank():
     for words in ([], ["parallel.ep=2", "moe.dispatcher=alltoall"]):
         for skipped, said in spawn(2, spoilt_on_one_rank, [*words, "train.micro_batch_size=4"]):
             assert skipped
-            assert re.search("the first is what layers.1.attn gives, .*, on rank 1$", said[0])
+            assert re.search("the first is the output of layers.1.attn, .*, on rank 1$", said[0])
 
 
 def spoilt_on_a_stage(words, name, how):
@@ -210,21 +211,21 @@ def spoilt_on_a_stage(words, name, how):
 @pytest.mark.tier(
     "wide",
     long=[
-        "embed-forward-what embed gives, .*, on rank 0-interleaved_1f1b",
-        "layers.0.attn-forward-what layers.0.attn gives, .*, on rank 0-1f1b",
-        "layers.0.attn-forward-what layers.0.attn gives, .*, on rank 0-i...",
-        "norm-gradient-the gradient of what layers.3 gives, .*, on rank 1-i...",
+        "embed-forward-the output of embed, .*, on rank 0-interleaved_1f1b",
+        "layers.0.attn-forward-the output of layers.0.attn, .*, on rank 0-1f1b",
+        "layers.0.attn-forward-the output of layers.0.attn, .*, on rank 0-i...",
+        "norm-gradient-the gradient of the output of layers.3, .*, on rank 1-i...",
     ],
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 @pytest.mark.parametrize(
     ("name", "how", "says"),
     [
-        ("layers.0.attn", "forward", "what layers.0.attn gives, .*, on rank 0"),
-        ("layers.1.attn", "forward", "what layers.1.attn gives, .*, on rank [01]"),
-        ("embed", "forward", "what embed gives, .*, on rank 0"),
-        ("norm", "gradient", "the gradient of what layers.3 gives, .*, on rank 1"),
-        ("layers.1.attn", "gradient", "the gradient of what layers.1.attn.wo gives, .*"),
+        ("layers.0.attn", "forward", "the output of layers.0.attn, .*, on rank 0"),
+        ("layers.1.attn", "forward", "the output of layers.1.attn, .*, on rank [01]"),
+        ("embed", "forward", "the output of embed, .*, on rank 0"),
+        ("norm", "gradient", "the gradient of the output of layers.3, .*, on rank 1"),
+        ("layers.1.attn", "gradient", "the gradient of the output of layers.1.attn.wo, .*"),
     ],
 )
 def test_of_a_pipeline_the_stage_is_named(name, how, says, schedule):
@@ -260,13 +261,13 @@ REPLICAS = [
         3,
         "parallel.dp_replicate=3",
         "layers.1.attn.wq.weight",
-        "rank 1 in 1 weights, as layers.1.attn.wq.weight$",
+        "rank 1 in 1 weights, such as layers.1.attn.wq.weight$",
     ),
     (
         2,
         "parallel.dp_replicate=2",
         "norm.weight",
-        "rank 0 in 1 weights, as norm.weight; rank 1 in 1 .*",
+        "rank 0 in 1 weights, such as norm.weight; rank 1 in 1 .*",
     ),
 ]
 
@@ -277,7 +278,7 @@ def test_a_replica_with_other_bits_is_named(world, layout, name, says):
     words = [layout, "train.micro_batch_size=2", "train.global_batch_size=12"]
     for same, other in spawn(world, spoilt_replica, words, name, 1):
         assert same == ""
-        found = re.search("than their replicas: (.*). Resume", other)
+        found = re.search("weights of other ranks: (.*). Resume", other)
         assert found is not None
         assert re.search(f"^{says}", found[1]), other
 

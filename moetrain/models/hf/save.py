@@ -206,7 +206,7 @@ class Export:
         logger.info("Hugging Face checkpoint: %s", self.folder)
         if lost:
             problem = (
-                f"gone or changed since it was read; {self.folder} has all but "
+                f"gone or changed since it was read; {self.folder} lacks "
                 f"{hf_files.listing(lost)}; put it back and save again"
             )
             if source is None:

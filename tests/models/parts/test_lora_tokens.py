@@ -144,7 +144,7 @@ def test_a_run_writes_adapters_with_the_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["lora.trainable_tokens=<|none|>"], r"'<\|none\|>' is \d+ tokens .*: data\.new_tokens"),
+        (["lora.trainable_tokens=<|none|>"], r"'<\|none\|>' is \d+ tokens .* to data\.new_tokens"),
         (["lora.trainable_tokens=1,5000"], r"'5000', but the model's tokens are 0 to \d+; leave"),
         (
             ["lora.trainable_tokens=3"],
