@@ -66,19 +66,21 @@ def work_of(rank: RankSizes, plan: StagePlan, number: int, gpu: GpuName) -> Work
     whole, dims = clock.experts + clock.others, rank.dims
     moved = [seconds / whole for seconds in clock.weights_moved()]
     blocks, gathered = {}, {}
-    for i in plan.blocks_of(number):
+    for place, i in enumerate(plan.blocks_of(number)):
+        policy = rank.config.activation.of_block(place)
         parts, sizes = [], defaultdict(float)
         for part in layers[i]:
             axis = "efsdp" if part.style == "routed" else "fsdp"
             sizes[axis] += share.width * part.matrix_elements(share)
-            passes = zip(clock.part(part), moved, strict=True)
+            passes = zip(clock.part(part, policy), moved, strict=True)
             forward, backward = (x + each * part.matrix_elements(share) for x, each in passes)
             share_once = 1.0
             if part.style == "routed":
                 machines, chosen = dims.machines(dims.ep), getattr(part, "num_experts_per_token", 1)
                 reached, ranks = (n * (1 - (1 - 1 / n) ** chosen) for n in (machines, dims.ep))
                 share_once = reached / ranks
-            parts.append(PartWork(forward, backward, clock.exchanges(part), share_once))
+            exchanges = clock.exchanges(part, policy)
+            parts.append(PartWork(forward, backward, exchanges, share_once))
         blocks[i], gathered[i] = parts, sizes
     vocabulary, config = rank.vocabulary_numbers, rank.config
     per_matrix = sum(moved) * vocabulary

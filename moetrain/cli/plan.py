@@ -221,8 +221,7 @@ def _estimated(plan: "MemoryPlan", change: _Change, gpu: GpuName) -> _Layout:
     seconds = step_seconds(ranks, gpu)
     tokens = config.train.global_batch_size * config.data.seq_len
     rate = tokens / seconds / plan.machine.processes
-    fits = peak.surely_fits(plan.machine.capacity)
-    return _Layout(rate, seconds, peak.total, fits, config, change)
+    return _Layout(rate, seconds, peak.total, plan.surely_fits(peak), config, change)
 
 
 def _meshes(config: Config, gpus: int) -> Iterator[_Change]:
@@ -263,7 +262,9 @@ def _meshes(config: Config, gpus: int) -> Iterator[_Change]:
 
 def _recomputations(config: Config, gpus: int) -> Iterator[_Change]:
     """Yield the choices of activations to keep for the backward, the fastest first."""
-    for policy, reshard in product(("none", "selective", "full"), (False, True)[: min(gpus, 2)]):
+    asked = config.activation.policy
+    policies = ("auto",) if asked == "auto" else ("none", "selective", "full")
+    for policy, reshard in product(policies, (False, True)[: min(gpus, 2)]):
         change = {"activation.policy": policy, "parallel.reshard_after_forward": reshard}
         if all(attrgetter(n)(config) == x for n, x in change.items() if config.is_users(n)):
             yield change

@@ -219,6 +219,13 @@ class Config(Section):
         t.micro_batches()  # for one rank; plan_world asks again for all
         self.data.sources()
         self.checkpoint.check()
+        activation = self.activation
+        keeps_nothing = (activation.policy, activation.blocks) == ("full", "all")
+        if keeps_nothing and self.is_users("activation.save"):
+            problem = "activation.policy full keeps nothing in any block"
+            raise ConfigError(
+                "activation.save", f"{problem}; leave it out, or set activation.blocks"
+            )
         if t.steps is not None:
             self.log.check(t.steps)
 

@@ -254,17 +254,40 @@ class CompileSection(Section):
         return self.enabled
 
 
+BlockPolicy = Literal["none", "selective", "full"]
+"""How a block recomputes its activations."""
+
+
 class ActivationSection(Section):
     """Activations that the forward pass keeps for the backward pass."""
 
-    policy: Literal["none", "selective", "full"] = "none"
+    policy: Literal["none", "selective", "full", "auto"] = "none"
     """Recomputation in the backward pass. none: nothing; selective: each block, except what
     activation.save names; full: the whole block, whose parameters are gathered again, except in a
-    pipeline."""
+    pipeline. auto: the least that fits by the estimate of memory: none, or selective or full in as
+    few blocks as possible (activation.blocks)."""
+    blocks: Annotated[
+        int | Literal["all"],
+        checked(lambda n: n == "all" or n > 0, "give all or a positive number of blocks"),
+    ] = "all"
+    """Number of blocks that recompute as activation.policy says, the first ones of each pipeline
+    rank. The other blocks recompute nothing if the policy is selective, and are selective if it is
+    full."""
     save: tuple[SavedName, ...] = ("dispatch", "attention", "experts")
     """The values that selective keeps, separated by commas: dispatch (tokens that expert parallel
     ranks exchange), attention (its output), experts (pre-activations of the grouped products),
     linear (results of dense products)."""
+
+    def of_block(self, place: int) -> BlockPolicy:
+        """Return how the block at ``place``, counted from 0 among a rank's blocks, recomputes.
+
+        Raises ValueError: the policy is auto, which the estimate of memory has to resolve first.
+        """
+        if self.policy == "auto":
+            raise ValueError("activation.policy auto is not resolved")
+        if self.blocks == "all" or place < self.blocks:
+            return self.policy
+        return "selective" if self.policy == "full" else "none"
 
 
 class LaunchSection(Section):

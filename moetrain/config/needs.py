@@ -292,7 +292,8 @@ NEEDS: tuple[Need, ...] = (
         requires={"optim.gradient_dtype": {"float32"}},
         why="the update on the host is fp32",
     ),
-    Need("activation.save", requires={"activation.policy": {"selective"}}),
+    Need("activation.save", requires={"activation.policy": {"selective", "full", "auto"}}),
+    Need("activation.blocks", requires={"activation.policy": {"selective", "full"}}),
     # A CUDA graph replays the work of a device, on memory at fixed addresses.
     Need("compile.cuda_graphs", requires={Fact.CUDA: _HELD}, when={True}),
     Need("compile.cuda_graphs", requires={"optim.offload_fraction": {0}}, when={True}),

@@ -435,8 +435,12 @@ class Transformer(nn.Module):
         for buffer in self.buffers():  # only routers' biases are buffers
             buffer.zero_()
 
-    def set_recomputation(self, activation: ActivationSection) -> None:
+    def set_recomputation(
+        self, activation: ActivationSection, blocks: Sequence[int] | None = None
+    ) -> None:
         """Choose what blocks keep for their backward; call it before :func:`compile_blocks`.
+
+        ``blocks`` are those of this rank, in the order of ``activation.blocks``; None: all.
 
         The policy ``none`` keeps every tensor that a gradient needs. ``full`` keeps the block's
         inputs, and the backward runs the whole block again. ``selective`` also keeps the routing
@@ -450,12 +454,16 @@ class Transformer(nn.Module):
         """
         # With dropout, the recomputation must draw the same random numbers.
         draws = any(getattr(module, "lora_dropout", 0) for module in self.modules())
-        if activation.policy == "full":
-            self.call_block = partial(recomputed, draws=draws)
-        elif activation.policy == "selective":
-            forward = forward_keeping(activation.save, draws)
-            for block in self.layers:
+        forward = forward_keeping(activation.save, draws)
+        whole: set[nn.Module] = set()
+        for place, i in enumerate(range(len(self.layers)) if blocks is None else blocks):
+            block, policy = self.layers[i], activation.of_block(place)
+            if policy == "full":
+                whole.add(block)
+            elif policy == "selective":
                 block.forward = MethodType(forward, block)
+        if whole:
+            self.call_block = partial(recomputed, whole=frozenset(whole), draws=draws)
 
     def routing(self, layer_stats: Sequence[RouterStats]) -> RoutingStats | None:
         """Stack the statistics of all MoE layers; None: the model has none."""

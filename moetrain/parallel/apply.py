@@ -98,7 +98,7 @@ def place_model(
         shapes = {n: e.shape for n, e in stages.table.items() if n + ADAPTER[0] in stages.table}
         for name, place, value in load_peft(config.lora.path, arch, config.lora, shapes):
             fsdp.write(name, place, value)
-    model.set_recomputation(config.activation)
+    model.set_recomputation(config.activation, stages.blocks)
     if config.compile.is_on:
         compile_blocks(model)
     return model, fsdp, config
@@ -165,8 +165,9 @@ def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
     """Return how many of a rank's blocks, its first ones, free their full parameters between their
     forward and their backward.
 
-    By default recomputed blocks do: with one rank a second gather is only a cast. A pipeline comes
-    back to a block with every micro-batch, and gathers its parameters once.
+    ``activation.policy`` is not auto. By default recomputed blocks do: with one rank a second
+    gather is only a cast. A pipeline comes back to a block with every micro-batch, and gathers its
+    parameters once.
     """
     is_staged, wanted = config.parallel.pp > 1, config.parallel.reshard_after_forward
     if wanted and wanted is not True:
@@ -176,7 +177,9 @@ def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
         return num_blocks
     if config.compile.cuda_graphs is True:  # graphs read parameters at fixed addresses
         return 0
-    return num_blocks * bool(wanted or recomputes[config.activation.policy])
+    if wanted:
+        return num_blocks
+    return sum(recomputes[config.activation.of_block(place)] for place in range(num_blocks))
 
 
 # ---- dispatchers --------------------------------------------------------------------------------

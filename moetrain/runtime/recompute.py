@@ -3,7 +3,7 @@
 Legend: B batch, S sequence, D model width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,12 +23,22 @@ from moetrain.runtime.backend import saved_ops
 _R = TypeVar("_R")
 
 
-def recomputed(block: nn.Module, x_BSD: torch.Tensor, context: object, *, draws: bool) -> Any:
+def recomputed(
+    block: nn.Module,
+    x_BSD: torch.Tensor,
+    context: object,
+    *,
+    whole: Collection[nn.Module],
+    draws: bool,
+) -> Any:
     """Run the block; the backward runs it again, with the parameters that it has now.
 
     Args:
+        whole: the blocks that do so; others only run.
         draws: the block draws random numbers, and must draw the same ones in the backward.
     """
+    if block not in whole:
+        return block(x_BSD, context)
     run = _with_current_parameters(block, block)
     return checkpoint(run, x_BSD, context, use_reentrant=False, preserve_rng_state=draws)
 

@@ -89,6 +89,7 @@ class Session:
                 "compile.cuda_graphs",
                 "true, but a run that generates cannot use CUDA graphs; set no",
             )
+        config = self._with_recomputation(config, dtype, capacity, sleep)
         ranks = RankSizes.of_ranks(config, arch, self.world.dims, dtype)
         if sleep == "auto":
             # All ranks sleep alike, since capturing graphs anew sends tokens to other ranks.
@@ -118,6 +119,24 @@ class Session:
             exact = kernels.model_copy(update={"attention": "exact"})
             config = config.model_copy(update={"kernels": exact})
         self.config = config
+
+    def _with_recomputation(
+        self,
+        config: Config,
+        dtype: torch.dtype,
+        capacity: float,
+        sleep: SleepName | Literal["auto"] | None,
+    ) -> Config:
+        """Resolve ``activation.policy auto``, on all ranks alike. Collective."""
+        if config.activation.policy != "auto":
+            return config
+        least = min(self.world.gather(capacity))
+        chosen = RankSizes.least_recomputation(
+            config, self.arch, self.world.dims, dtype, least, sleep
+        )
+        if self.world.is_main:
+            logger.info("activation.policy auto: %s", chosen.describe())
+        return chosen.of(config)
 
 
 def prepare(config: Config, *, needs_text: bool = True) -> tuple[Config, Architecture]:

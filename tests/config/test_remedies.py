@@ -945,6 +945,7 @@ GIVEN = {
     r"a positive number, or -1": lambda: ["1", "-1"],
     r"positive numbers": lambda: ["1,2"],
     r"auto or a positive (?:even )?number": lambda: ["auto", "2"],
+    r"all or a positive number": lambda: ["all", "2"],
     r"a table|a list of tables(?: in JSON)?": lambda: ['[{"path": "a.jsonl"}]'],
 }
 """Phrases of messages that ask for a value, and texts that follow them."""

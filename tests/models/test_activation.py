@@ -21,10 +21,13 @@ from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.models.transformer import Inputs, Transformer, compile_blocks
 from moetrain.parallel.expert import dispatch
 from moetrain.parallel.fsdp import fsdp
+from moetrain.parallel.mesh import ParallelDims
 from moetrain.runtime import backend
+from moetrain.train import session
 from moetrain.train.loop import Trainer
 from tests.lib.compiled_blocks import MOE, batch, compile_counting, fresh_model
 from tests.lib.distributed import compile_by_turns, spawn
+from tests.lib.estimates import estimate_memory
 
 POLICIES = {
     "none": ActivationSection(policy="none"),
@@ -33,6 +36,11 @@ POLICIES = {
     "attention alone": ActivationSection(policy="selective", save=("attention",)),
     "full": ActivationSection(policy="full"),
 }
+FIRST = {
+    "first selective": ActivationSection(policy="selective", blocks=1),
+    "first full": ActivationSection(policy="full", blocks=1),
+}
+"""Policies of the first block alone."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +61,7 @@ def fresh(activation, compiled):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_recomputation_changes_no_gradient(compiled):
     answers = {}
-    for name, activation in POLICIES.items():
+    for name, activation in (POLICIES | FIRST).items():
         torch.compiler.reset()
         model, counter = fresh(activation, compiled)
         for step in range(3):
@@ -63,7 +71,9 @@ def test_recomputation_changes_no_gradient(compiled):
         answers[name] = {n: p.grad for n, p in model.layers.named_parameters()}
         with torch.no_grad():
             model.backbone(batch(0))
-        assert counter is None or counter.frame_count == 2  # with gradients, and without
+        # With gradients, and without; blocks of two kinds differ where recomputation is inside.
+        frames = 3 if activation.blocks == 1 else 2
+        assert counter is None or counter.frame_count == frames, name
     assert not counters["graph_break"]
     for name, gradients in answers.items():
         for parameter, gradient in gradients.items():
@@ -307,6 +317,42 @@ def test_parameters_are_away_between_forward_and_backward(tiny_words):
         # These are a block's own parameters, and the next block's in flight.
         assert seen == [(0, [3, 4]), (4, [3, 4]), (3, [2, 3]), (2, [1, 2]), (1, [1, 2])], name
         assert places == 2, name
+
+
+def losses_and_memory(folder, policy):
+    """Return the losses of three steps, the estimate's peak in bytes, and what the policy means."""
+    words = ["train.steps=3", "train.global_batch_size=8", "train.micro_batch_size=8"]
+    words += ["data.seq_len=256", "data.source=synthetic", "train.dtype=float32"]
+    words += [f"output_dir={folder}", "model.num_layers=4", *policy]
+    trainer = Trainer(Config.load(None, words, environ={}))
+    config, arch = trainer.config, trainer.model.arch
+    dims = ParallelDims.resolve(config.parallel, 1, arch)
+    peak = estimate_memory(config, arch, dims, torch.float32).total
+    losses = [trainer.train_step().loss for _ in range(3)]
+    return losses, peak, config.activation
+
+
+def test_auto_recomputes_what_does_not_fit_with_the_same_losses(tmp_path, monkeypatch, caplog):
+    ways = {
+        "none": ["activation.policy=none"],
+        "two": ["activation.policy=selective", "activation.blocks=2"],
+        "all": ["activation.policy=full"],
+    }
+    runs = {name: losses_and_memory(tmp_path / name, words) for name, words in ways.items()}
+    losses, peaks = runs["none"][0], {name: peak for name, (_, peak, _) in runs.items()}
+    assert peaks["none"] > peaks["two"] > peaks["all"]
+    meant, auto = {"none": ("none", "all"), "two": ("selective", 2)}, ["activation.policy=auto"]
+    for name, (policy, blocks) in meant.items():
+        room = 1.05 * peaks[name]
+        monkeypatch.setattr(session, "device_capacity", lambda _, room=room: room)
+        with caplog.at_level("INFO"):
+            found, peak, chosen = losses_and_memory(tmp_path / f"auto {name}", auto)
+        assert (chosen.policy, chosen.blocks) == (policy, blocks)
+        assert peak == peaks[name]
+        assert found == losses
+    assert runs["two"][0] == runs["all"][0] == losses
+    said = "activation.policy auto: selective in a rank's first 2 blocks, none in others"
+    assert said in caplog.text
 
 
 GPU = MOE.model_copy(

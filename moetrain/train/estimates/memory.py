@@ -3,8 +3,9 @@
 Weights, gradients and moments follow from the number of parameters and how they are sharded. The
 parts of a block say what they keep for the backward, as autograd or the compiler's partitioner
 saves it; it is added up here. The peak comes at one of two moments: the start of the backward, when
-all blocks' activations exist, or its end, when a device that shards nothing has all gradients. In a
-run that generates too, with a model and a cache beside the trainer's, generation is a third.
+all blocks' activations exist, or its end, when a device that shards nothing has all gradients. If
+only a rank's first blocks recompute, the backward of the last of these is another moment. In a run
+that generates too, with a model and a cache beside the trainer's, generation is one more.
 
 ``tests/train/estimates/test_memory.py`` compares it with the allocator's peak on H200s. Left out
 on purpose:
@@ -16,16 +17,18 @@ Bytes unless a name says otherwise.
 """
 
 import math
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch.distributed.tensor import Shard
 
 from moetrain.config import Config, ConfigError, OptimSection
+from moetrain.config.compute import BlockPolicy
 from moetrain.config.environment import GIB
 from moetrain.config.rl import RlSection, SleepName
 from moetrain.config.sections import ModelSection, TrainSection
@@ -44,7 +47,18 @@ from moetrain.parallel.pipeline.stages import StagePlan
 _HOSTED_BYTES = 16
 """Bytes of a parameter that is updated on the host: weight, gradient and both moments, in fp32."""
 
+AUTO_MARGIN = 0.05
+"""Share of the estimate that ``activation.policy auto`` leaves free."""
+
 _Layer = tuple[Part, ...]
+
+
+class BlockKind(NamedTuple):
+    """Blocks that need the same memory and the same time."""
+
+    layer: _Layer
+    policy: BlockPolicy
+    """How they recompute activations."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +97,9 @@ class MemoryEstimate:
         """Bytes at the peak."""
         return sum(vars(self).values())
 
-    def surely_fits(self, capacity: float) -> bool:
-        """Return True if ``capacity`` bytes are enough even with the estimate's error."""
-        return self.total * (1 + self.MARGIN) <= capacity
+    def surely_fits(self, capacity: float, margin: float = MARGIN) -> bool:
+        """Return True if ``capacity`` bytes are enough even with an estimate's error ``margin``."""
+        return self.total * (1 + margin) <= capacity
 
     def may_fit(self, capacity: float) -> bool:
         """Return True if ``capacity`` bytes may be enough, given the estimate's error."""
@@ -142,6 +156,26 @@ def _parameters(
     return {name: parameter.numel() for name, parameter in model.named_parameters()}, rules
 
 
+class Recomputation(NamedTuple):
+    """Values of ``activation.policy`` and ``activation.blocks``."""
+
+    policy: BlockPolicy
+    blocks: int | Literal["all"]
+
+    def of(self, config: Config) -> Config:
+        """Return ``config`` with these values."""
+        values = {"activation.policy": self.policy, "activation.blocks": self.blocks}
+        return config.filled(values, "activation.policy auto")
+
+    def describe(self) -> str:
+        """Write ``full in a rank's first 43 blocks, selective in others``."""
+        if self.policy == "none":
+            return "none in all blocks"
+        less = {"selective": "none", "full": "selective"}[self.policy]
+        blocks = "block" if self.blocks == 1 else f"{self.blocks} blocks"
+        return f"{self.policy} in a rank's first {blocks}, {less} in others"
+
+
 class _Block(NamedTuple):
     numbers: float
     """Number of parameters that it computes with."""
@@ -193,6 +227,36 @@ class RankSizes:
                 return sleep
         return "all"
 
+    @classmethod
+    def least_recomputation(
+        cls,
+        config: Config,
+        arch: Architecture,
+        dims: ParallelDims,
+        dtype: torch.dtype,
+        capacity: float,
+        sleep: SleepName | Literal["auto"] | None,
+    ) -> Recomputation:
+        """Return what ``activation.policy auto`` means with ``capacity`` bytes a device.
+
+        It is the first that fits of: none; selective in one block of each pipeline rank, in two and
+        so on; full in one, two and so on. If nothing fits, it is full in all.
+
+        ``sleep``: as the setting ``rl.sleep``; None: the run does not generate.
+        """
+        plan = StagePlan(config, arch)
+        most = max(len(plan.blocks_of(rank)) for rank in range(dims.pp))
+        ways = [Recomputation("none", "all")]
+        ways += [Recomputation("selective", n + 1) for n in range(most)]
+        ways += [Recomputation("full", n + 1) for n in range(most)]
+
+        def fits(way: Recomputation) -> bool:
+            ranks = cls.of_ranks(way.of(config), arch, dims, dtype)
+            asleep = cls.least_sleep(ranks, capacity) if sleep == "auto" else sleep
+            return all(rank.peak(asleep).surely_fits(capacity, AUTO_MARGIN) for rank in ranks)
+
+        return ways[min(bisect_left(ways, True, key=fits), len(ways) - 1)]
+
     def __init__(
         self,
         plan: StagePlan,
@@ -227,9 +291,12 @@ class RankSizes:
         self.residual_bytes = self.share.own_tokens * arch.hidden_size * dtype.itemsize
         """Bytes of a micro-batch's residual stream."""
         layers = arch.layers()
-        self.layers: Counter[_Layer] = Counter(layers[i] for i in plan.blocks_of(rank))
-        """Number of this rank's blocks with the same parts."""
-        self.turns = resharded_blocks(config, dims.world_size, self.layers.total())
+        self.blocks: Counter[BlockKind] = Counter(
+            BlockKind(layers[i], config.activation.of_block(place))
+            for place, i in enumerate(plan.blocks_of(rank))
+        )
+        """Number of this rank's blocks of each kind."""
+        self.turns = resharded_blocks(config, dims.world_size, self.blocks.total())
         """Number of blocks whose unsharded parameters share one or two buffers (double
         buffering)."""
         self.num_stages = len(plan.stages_of(rank))
@@ -302,7 +369,7 @@ class RankSizes:
         is_used_so = all(rule.storage == dtype and not rule.quant_format for rule in experts)
         self._experts_stay = dims.efsdp == 1 and is_used_so and not self.is_alone
         """True: experts are used as this rank keeps them, while other parameters are gathered."""
-        self._blocks = {layer: self._block(layer) for layer in self.layers}
+        self._blocks = {kind: self._block(*kind) for kind in self.blocks}
         self._peers += max(block.copies for block in self._blocks.values())
 
     def _shared_bytes(
@@ -328,8 +395,8 @@ class RankSizes:
                 inbox = max(inbox, size)
         return shards + inbox
 
-    def _block(self, layer: _Layer) -> _Block:
-        share, activation, width = self.share, self.config.activation, self.share.width
+    def _block(self, layer: _Layer, policy: BlockPolicy) -> _Block:
+        share, width, names = self.share, self.share.width, self.config.activation.save
         numbers = sum(part.matrix_elements(share) for part in layer)
         is_narrow = self.config.lora.base_dtype != "auto"
         weights = [w for part in layer for w in part.weights.values()]
@@ -342,15 +409,15 @@ class RankSizes:
         inputs = 2 * width if share.is_compiled else FP32 + 2 * width
         normed = inputs * share.own_tokens * self.arch.hidden_size
         made = [normed * (len(part.norms) or 1) + part.activations(share) for part in layer]
-        saved = sum(made) if activation.policy == "none" else self.residual_bytes
-        is_kept = activation.policy == "selective" and "experts" in activation.save
-        saved += copies * (activation.policy == "none" or is_kept)
+        saved = sum(made) if policy == "none" else self.residual_bytes
+        is_kept = policy == "selective" and "experts" in names
+        saved += copies * (policy == "none" or is_kept)
         # The tensors that each part recomputes, and gradients wider than the residual stream.
         working = [part.working_set(share) for part in layer]
         backward = sum(made) - saved + sum(working)
-        if activation.policy == "selective":
+        if policy == "selective":
             kept = [
-                sum(size for name, size in part.saved(share).items() if name in activation.save)
+                sum(size for name, size in part.saved(share).items() if name in names)
                 for part in layer
             ]
             saved += sum(kept)
@@ -378,17 +445,20 @@ class RankSizes:
         if sleep is not None:
             awake = {"generator": sleep != "all", "cache": sleep == "never"}
             training = replace(training, **{k: v * awake[k] for k, v in generation.items()})
-        moments = [self._start_of_backward(training), self._end_of_backward(training)]
+        policies = dict.fromkeys(kind.policy for kind in self.blocks)  # of first blocks first
+        moments = [self._backward(training, policy) for policy in policies]
+        moments.append(self._end_of_backward(training))
         if self.orthogonal:  # by then there are all gradients
             late = {"gradients": self._gradients(self._updated), "activations": 0.0}
-            weights = (w for layer in self.layers for part in layer for w in part.weights.values())
+            parts = (part for kind in self.blocks for part in kind.layer)
+            weights = (w for part in parts for w in part.weights.values())
             late["working_set"] = orthogonalising_bytes(
                 self.orthogonal,
                 largest=max(math.prod(weight.shape[-2:]) for weight in weights),
                 width=self.share.width,
                 is_dealt=not self.is_alone,
             )
-            moments.append(replace(moments[1], **late))
+            moments.append(replace(moments[-1], **late))
         if sleep is not None:  # between updates, where buckets stay unless they are offloaded
             if self.config.rl.offload:
                 kept = replace(kept, moments=0.0, peers=0.0)
@@ -407,13 +477,34 @@ class RankSizes:
         }
         return +Counter(wanted)  # without zeros
 
-    def _start_of_backward(self, kept: MemoryEstimate) -> MemoryEstimate:
-        """Estimate the loss or the last block's backward, with all activations."""
+    def _backward(self, kept: MemoryEstimate, policy: BlockPolicy) -> MemoryEstimate:
+        """Estimate the backward of the last block with ``policy``, or the loss before the last
+        one."""
+        backward = max(self._blocks[kind].backward for kind in self.blocks if kind.policy == policy)
+        policies = list(dict.fromkeys(kind.policy for kind in self.blocks))
+        if policy == policies[-1]:
+            return self._start_of_backward(kept, backward)
+        # Blocks behind it are done: their activations are gone, and their gradients are there.
+        done = policies[policies.index(policy) + 1 :]
+        freed = self._of_all(lambda block: block.saved, done)
+        updated = self._updated
+        if self._allocates_late:
+            updated = self._of_all(lambda block: block.numbers, done) + self.head_numbers
+            updated *= self._share_updated
+        return replace(
+            kept,
+            gradients=self._gradients(updated),
+            gathered=self._unsharded_blocks() + self._unsharded_vocabulary(),
+            activations=self._passes * self._of_all(lambda block: block.saved) - freed,
+            working_set=backward,
+        )
+
+    def _start_of_backward(self, kept: MemoryEstimate, backward: float) -> MemoryEstimate:
+        """Estimate the loss, or the last block's ``backward``, with all activations."""
         width, tokens = self.share.width, self.share.tokens
         updated = self._updated
         if self._allocates_late:
             updated = self._share_updated * self.head_numbers
-        backward = max(block.backward for block in self._blocks.values())
         # The loss's forward makes the gradients of head and hidden states.
         gradients = self.share_trained * self.head_numbers + tokens * self.arch.hidden_size
         gradients *= 1 + self.arch.mtp_layers
@@ -460,15 +551,22 @@ class RankSizes:
         """Return the bytes that context parallelism sends here in a micro-batch's forward, for each
         value of ``parallel.cp_method``."""
         total: Counter[str] = Counter()
-        for layer, count in self.layers.items():
-            for part in layer:
+        for kind, count in self.blocks.items():
+            for part in kind.layer:
                 if isinstance(part, AttentionPart):
                     found = part.exchanged(self.share)
                     total.update({name: int(count * size) for name, size in found.items()})
         return total
 
-    def _of_all(self, of_one: Callable[[_Block], float]) -> float:
-        return sum(count * of_one(self._blocks[layer]) for layer, count in self.layers.items())
+    def _of_all(
+        self, of_one: Callable[[_Block], float], policies: Collection[BlockPolicy] | None = None
+    ) -> float:
+        """Add up a size of all blocks, or of those with ``policies``."""
+        return sum(
+            count * of_one(self._blocks[kind])
+            for kind, count in self.blocks.items()
+            if policies is None or kind.policy in policies
+        )
 
     def moment_bytes(self) -> float:
         """Count bytes of the moments that this rank's device updates."""
@@ -492,7 +590,7 @@ class RankSizes:
 
     def _unsharded_blocks(self) -> float:
         """Count bytes of blocks' unsharded parameters when all forwards are done."""
-        blocks, turns = self.layers.total(), self.turns
+        blocks, turns = self.blocks.total(), self.turns
         kept = self._of_all(lambda block: block.unsharded) * (blocks - turns) / blocks
         largest = max(block.unsharded for block in self._blocks.values())
         return kept + min(self._regions, turns) * largest + self._staged  # it and a neighbour

@@ -33,7 +33,12 @@ from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.parallel.processes import Machine, planned_machine
 from moetrain.parallel.world import World, plan_world
 from moetrain.train.checks import check_rows
-from moetrain.train.estimates.memory import MemoryEstimate, RankSizes
+from moetrain.train.estimates.memory import (
+    AUTO_MARGIN,
+    MemoryEstimate,
+    RankSizes,
+    Recomputation,
+)
 
 _MOST_GPUS = 4096
 """The largest number of GPUs that is tried."""
@@ -69,11 +74,33 @@ class MemoryPlan(NamedTuple):
         # The estimate counts what ranks on GPUs need of one another.
         return cls(config.filled({"train.device": kind}, "the plan"), arch, machine, generates)
 
+    @property
+    def recomputation(self) -> Recomputation | None:
+        """What ``activation.policy auto`` means here; None: the policy is another."""
+        config, arch, machine, generates = self
+        if config.activation.policy != "auto":
+            return None
+        return RankSizes.least_recomputation(
+            config,
+            arch,
+            plan_world(config, arch, machine.processes),
+            compute_dtype(config, machine.device),
+            machine.capacity,
+            config.rl.sleep if generates else None,
+        )
+
     def sizes(self) -> list[RankSizes]:
         """Size each pipeline rank; raises ConfigError where the layout does not fit."""
         config, arch, machine, _ = self
         dims = plan_world(config, arch, machine.processes)
+        if (chosen := self.recomputation) is not None:
+            config = chosen.of(config)
         return RankSizes.of_ranks(config, arch, dims, compute_dtype(config, machine.device))
+
+    def surely_fits(self, peak: MemoryEstimate) -> bool:
+        """Return True if ``peak`` fits even with the error of the estimate."""
+        margin = AUTO_MARGIN if self.config.activation.policy == "auto" else peak.MARGIN
+        return peak.surely_fits(self.machine.capacity, margin)
 
     def ranks(self) -> list[MemoryEstimate]:
         """Estimate each pipeline rank; raises ConfigError where the layout does not fit."""
@@ -96,7 +123,7 @@ class MemoryPlan(NamedTuple):
         """Return the first of ``changes`` with which all surely fits, in words, or None."""
         for change in changes:
             plan = self.changed(change)
-            if plan and (peak := _largest(plan.ranks())).surely_fits(plan.machine.capacity):
+            if plan and plan.surely_fits(peak := _largest(plan.ranks())):
                 shown = {name: "yes" if x is True else x for name, x in change.items()}
                 words = " ".join(f"--{name} {value}" for name, value in shown.items())
                 return f"{words} ({peak.total / GIB:.1f} GiB)"
@@ -119,6 +146,8 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
     if generates:  # its cache is as large as rl.cache_tokens says: no other setting helps
         peak.check(config, capacity)
     lines = [f"memory on {machine.describe()}, estimated: {peak.describe()}"]
+    if (chosen := plan.recomputation) is not None:
+        lines.append(f"activation.policy auto: {chosen.describe()}")
     dims = plan_world(plan.config, arch, machine.processes)
     if dims.machines(dims.world_size) > 1:
         lines.append(_describe_machines(dims, machine))
@@ -129,7 +158,7 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
         lines.append(_exchange(plan.config, dims, plan.sizes()[0]))
     sizes = f"{peak.total / GIB:.1f} of {capacity / GIB:.1f} GiB"
     verdict = f"fits: {sizes}"
-    if not peak.surely_fits(capacity):
+    if not plan.surely_fits(peak):
         may = "may not" if peak.may_fit(capacity) else "does not"
         ways = [plan.first_that_fits(_changes(plan))]
         if machine.device.type == "cuda":
@@ -194,7 +223,8 @@ def _changes(plan: MemoryPlan) -> Iterator[_Change]:
 def _smaller(config: Config) -> list[_Change]:
     rows, policies = config.train.micro_batch_size, ("none", "selective", "full")
     batches = [n for n in range(rows - 1, 0, -1) if rows % n == 0]
-    more = policies[policies.index(config.activation.policy) + 1 :]
+    policy = config.activation.policy
+    more = () if policy == "auto" else policies[policies.index(policy) + 1 :]
     return [
         *({"train.micro_batch_size": n} for n in batches),
         *({"activation.policy": policy} for policy in more),

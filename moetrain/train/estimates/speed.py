@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from moetrain.config import ConfigError
+from moetrain.config.compute import BlockPolicy
 from moetrain.config.environment import GPUS, NETWORK_RATE, Gpu, GpuName
 from moetrain.kernels.optim.muon import newton_schulz_flops
 from moetrain.models.architecture import FP32, AttentionPart, Part
@@ -92,9 +93,13 @@ class StepClock:
         self.gradient = getattr(torch, self.config.optim.gradient_dtype).itemsize
         self.times = 4 + 2 * rank.share_trained
         """FLOPs of forward and backward together for each multiply-add of the forward."""
-        self.parts = [(part, n) for layer, n in rank.layers.items() for part in layer]
+        self.parts = [
+            (part, kind.policy, n) for kind, n in rank.blocks.items() for part in kind.layer
+        ]
+        """This rank's parts, how their blocks recompute, and their numbers."""
         sizes = [
-            (part.style == "routed", n * part.matrix_elements(self.share)) for part, n in self.parts
+            (part.style == "routed", n * part.matrix_elements(self.share))
+            for part, _, n in self.parts
         ]
         self.experts = sum(size for is_routed, size in sizes if is_routed)
         """Number of the experts' parameters that a rank computes with. :attr:`others` counts all
@@ -112,9 +117,9 @@ class StepClock:
     def micro_batch(self) -> float:
         """Estimate the forward and the backward of all the rank's blocks, and of the head."""
         computing, exposed, dims = self.head(), sum(self.weights_moved()), self.dims
-        for part, count in self.parts:
-            computing += count * sum(self.part(part))
-            for axis, size, times in self.exchanges(part):
+        for part, policy, count in self.parts:
+            computing += count * sum(self.part(part, policy))
+            for axis, size, times in self.exchanges(part, policy):
                 ranks = getattr(dims, axis)
                 span = dims.token_ranks if axis == "cp" else ranks
                 exposed += count * sum(times) * self.travel(size, ranks, span)
@@ -141,7 +146,7 @@ class StepClock:
         seconds += self.travel(2 * FP32 * numbers, self.dims.dp_replicate, self.dims.world_size)
         if not self.rank.orthogonal:
             return seconds
-        weights = ((n, w) for part, n in self.parts for w in part.weights.values())
+        weights = ((n, w) for part, _, n in self.parts for w in part.weights.values())
         found = ((n, w.shape, w.rule.stacked) for n, w in weights if w.rule.is_matrix)
         flops = sum(
             n * newton_schulz_flops(shape, optim.muon_iterations, stacked)
@@ -153,12 +158,15 @@ class StepClock:
 
     # ---- of one micro-batch --------------------------------------------------------------------
 
-    def part(self, part: Part) -> tuple[float, float]:
-        """Estimate a part's forward and backward, without the movement of weights."""
-        seq_len, activation = self.config.data.seq_len, self.config.activation
+    def part(self, part: Part, policy: BlockPolicy) -> tuple[float, float]:
+        """Estimate a part's forward and backward, without the movement of weights.
+
+        ``policy`` is how its block recomputes.
+        """
+        seq_len = self.config.data.seq_len
         own = self.share.tokens / self.dims.tp
-        kept = activation.save if activation.policy == "selective" else ()
-        again = activation.policy != "none"
+        kept = self.config.activation.save if policy == "selective" else ()
+        again = policy != "none"
         twice = {x: 2.0 * (again and x not in kept) for x in ("attention", "linear", "experts")}
         matrices = Part.products_per_token(part, seq_len)
         products = part.products_per_token(seq_len)
@@ -192,7 +200,9 @@ class StepClock:
         seconds = 4 * self.share.width / self.memory + 6 * lora_rank / (_EXPERTS * self.flops)
         return (lora_rank > 0) * (rows * widths * seconds + _ADAPTING / 2)
 
-    def exchanges(self, part: Part) -> list[tuple[str, float, tuple[int, int]]]:
+    def exchanges(
+        self, part: Part, policy: BlockPolicy
+    ) -> list[tuple[str, float, tuple[int, int]]]:
         """List a part's messages: mesh axis, bytes, and how many forward and backward send."""
         dims, stream = self.dims, self.rank.residual_bytes
         if part.style == "routed":
@@ -202,7 +212,7 @@ class StepClock:
         found: list[tuple[str, float, tuple[int, int]]] = [("tp", dims.tp * stream, (2, 2))]
         if dims.cp > 1 and isinstance(part, AttentionPart):
             received = part.exchanged(self.share)[dims.cp_method] * dims.cp / (dims.cp - 1)
-            found.append(("cp", received, (1, 1 + (self.config.activation.policy != "none"))))
+            found.append(("cp", received, (1, 1 + (policy != "none"))))
         return found
 
     def weights_moved(self) -> tuple[float, float]:

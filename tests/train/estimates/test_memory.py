@@ -21,6 +21,8 @@ from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.processes import device_capacity, planned_machine
 from moetrain.runtime.backend import INTERPRETED
 from moetrain.train.estimates.memory import RankSizes
+from moetrain.train.estimates.plan import MemoryPlan
+from moetrain.train.session import resolve_run
 from tests.lib.distributed import spawn
 from tests.lib.engines import make_batches, make_engine, objective_of
 from tests.lib.estimates import estimate_memory
@@ -36,6 +38,7 @@ LONG = (
 )
 """Settings of one row on two GPUs, with its length."""
 NF4 = "lora.rank=16 lora.targets=*.attn.* lora.base_dtype=nf4 activation.policy=full"
+CUT = "model.preset={} model.num_layers={} optim.state_dtype=bfloat16"
 MEASURED = [
     ("qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6 activation.policy=none", 66.875),
     ("qwen3-30b-a3b", 1, 2, 1, "model.num_layers=6 activation.policy=none", 66.844),
@@ -68,6 +71,11 @@ MEASURED = [
         "model.num_layers=6 optim.state_dtype=bfloat16 optim.gradient_dtype=bfloat16",
         64.094,
     ),
+    ("qwen3-30b-a3b", 1, 12, 1, "model.num_layers=6 optim.state_dtype=bfloat16", 64.488),
+    ("qwen3-30b-a3b", 1, 6, 1, f"{CUT.format('gpt-oss-20b', 6)}", 78.614),
+    ("qwen3-30b-a3b", 1, 8, 1, f"{CUT.format('nemotron-3-nano-30b-a3b', 9)}", 78.474),
+    ("qwen3-30b-a3b", 1, 6, 1, f"{CUT.format('gemma-4-26b-a4b', 6)}", 79.079),
+    ("qwen3-30b-a3b", 1, 8, 1, "lora.rank=16 model.num_layers=12", 44.821),
     ("qwen3-30b-a3b", 1, 2, 1, "lora.rank=16", 92.3),
     ("qwen3-30b-a3b", 1, 2, 1, "lora.rank=16 lora.base_dtype=float8", 66.499),
     ("qwen3-30b-a3b", 1, 4, 1, "lora.rank=16 lora.base_dtype=float8", 92.192),
@@ -236,6 +244,69 @@ def test_parts_of_a_block_are_recomputed_together_unless_it_is_compiled():
         sums[is_compiled, policy] = found.activations + found.working_set
     assert sums["no", "selective"] == pytest.approx(sums["no", "full"], rel=1e-9)
     assert sums["yes", "selective"] < 0.95 * sums["yes", "full"]
+
+
+def plan_of(words):
+    config = Config.load("qwen3-30b-a3b", words.split(), environ={})
+    config, arch = resolve_run(config)
+    return MemoryPlan.of(config, arch, generates=False)
+
+
+def peak_of(plan):
+    return max(found.total for found in plan.ranks())
+
+
+WHOLE = (
+    "launch.gpu=h200 optim.state_dtype=float8 optim.weight_dtype=bfloat16 "
+    "optim.gradient_dtype=bfloat16 train.global_batch_size={0} train.micro_batch_size={1}"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "policies"),
+    [
+        (f"model.num_layers=6 {WHOLE.format(4, 4)}", ["none"]),
+        (f"launch.gpus=2 {WHOLE.format(6, 3)}", ["selective", "full"]),
+        (f"launch.gpus=2 {WHOLE.format(12, 6)}", ["full"]),
+        (f"launch.gpus=4 parallel.pp=2 {WHOLE.format(8, 2)}", ["none", "selective"]),
+    ],
+)
+def test_auto_recomputes_in_as_few_blocks_as_fit(words, policies):
+    """One block less of the same policy, or the policy before it, does not fit."""
+    auto = plan_of(f"{words} activation.policy=auto")
+    policy, blocks = auto.recomputation
+    assert policy in policies
+    assert peak_of(auto) * 1.05 <= auto.machine.capacity
+    if policy == "none":
+        return
+    less = {"selective": "none", "full": "selective"}[policy] if blocks == 1 else policy
+    fewer = f" activation.blocks={blocks - 1}" if blocks > 1 else ""
+    before = plan_of(f"{words} activation.policy={less}{fewer}")
+    assert peak_of(before) * 1.05 > auto.machine.capacity
+
+
+def test_memory_falls_with_each_block_that_recomputes():
+    words = f"launch.gpus=2 {WHOLE.format(4, 2)} activation.policy"
+    ways = [
+        "none",
+        *(
+            f"{policy} activation.blocks={n}"
+            for policy in ("selective", "full")
+            for n in (1, 12, 24, 36, 48)
+        ),
+    ]
+    peaks = [peak_of(plan_of(f"{words}={way}")) for way in ways]
+    assert peaks == sorted(peaks, reverse=True)
+    alone = [peak_of(plan_of(f"{words}={way}")) for way in ("selective", "full")]
+    assert alone == [peaks[5], peaks[10]]
+
+
+def test_the_dry_run_says_what_auto_means(capsys):
+    words = f"{WHOLE.format(6, 3)} launch.gpus=2 activation.policy=auto"
+    given = [f"--{word.replace('=', ' ', 1)}".split() for word in words.split()]
+    assert main(["qwen3-30b-a3b", *(x for pair in given for x in pair), "--dry_run"]) == 0
+    said = r"\nactivation\.policy auto: full in a rank's first \d+ blocks, selective in others\n"
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_muon_has_a_momentum_and_a_bounded_working_set():
