@@ -38,6 +38,7 @@ from moetrain.data.messages import (
     are_listed,
     forms_of,
     in_order_of_calls,
+    lost_keys,
     lost_thought,
     marked,
     parse_json,
@@ -290,7 +291,8 @@ class ChatTemplate:
     ) -> None:
         """Warn of undeclared tools and unknown roles.
 
-        Raises BadLineError: a thought is in a channel, or has a name that is not read.
+        Raises BadLineError: a thought is in a channel, or a part of a turn has a name that is not
+        read.
         """
         name = undeclared_call(turns, learned, variables.get("tools") or ())
         if name is not None:
@@ -298,10 +300,15 @@ class ChatTemplate:
         role = unknown_role(turns)
         if role is not None:
             _warn_of_role(role)
+        for i, turn in enumerate(turns):
+            for key, remedy in lost_keys(turn):
+                if not self._reads_key(key):
+                    said = f"messages[{i}].{key} is not read by the chat template"
+                    said = f"{said}: {shortened(turn[key])}"
+                    raise BadLineError(f"{said}; {remedy}, or leave it out")
         for i in learned:
             key = lost_thought(turns[i])
-            reads = rf"\.{key}\b|[\[(]\s*['\"]{key}['\"]|['\"]{key}['\"]\s+in\b"
-            if key is not None and not re.search(reads, self.source):
+            if key is not None and not self._reads_key(key):
                 said = f"messages[{i}].{key} is a thought that the chat template does not read"
                 said = f"{said}: {shortened(turns[i][key])}"
                 raise BadLineError(f"{said}; write it as `reasoning_content`, or leave it out")
@@ -311,6 +318,12 @@ class ChatTemplate:
                 said += "read: it would be learned as an answer; give thoughts as "
                 said += "`reasoning_content` of the turn that they begin, and calls as `tool_calls`"
                 raise BadLineError(said)
+
+    def _reads_key(self, key: str) -> bool:
+        """Return whether the template seems to read ``key`` of a turn."""
+        key = re.escape(key)
+        reads = rf"\.{key}\b|[\[(]\s*['\"]{key}['\"]|['\"]{key}['\"]\s+in\b"
+        return re.search(reads, self.source) is not None
 
     def _documents(
         self,

@@ -13,7 +13,7 @@ Left out on purpose: images and sounds in ``content``, and repairing JSON.
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Any, Literal, NamedTuple
@@ -79,10 +79,28 @@ MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Fields of pictures, films and sounds, beside messages and in them."""
 _ELSEWHERE = {
     "thinking": ", and thoughts as `reasoning_content`",
-    "tool_use": ", and calls as `tool_calls`",
-    "tool_result": ", and results as turns of the role tool",
+    "reasoningContent": ", and thoughts as `reasoning_content`",
+    **dict.fromkeys(("tool_use", "toolUse", "functionCall"), ", and calls as `tool_calls`"),
+    **dict.fromkeys(
+        ("tool_result", "toolResult", "functionResponse"),
+        ", and results as turns of the role tool",
+    ),
 }
-"""Advice on parts of ``content`` in Anthropic's messages. OpenAI's have other fields for them."""
+"""Advice on parts of ``content`` in the messages of Anthropic, which are named by their type, and
+in those of Bedrock and Gemini, which are named by their key. OpenAI's have other fields for them.
+"""
+_OF_CALLS = {"call", "calls", "invocation", "invocations"}
+"""Words of names of calls that are not read: ``function_calls`` in Olmo's records, the AI SDK's
+``toolInvocations``. Beside them stand the next words alone."""
+_OF_TOOLS = {"tool", "tools", "function"}
+_ANSWERS = {"refusal", "text", "message", "output", "output_text", "response", "answer"}
+"""Keys of an answer's text that are not read: OpenAI's ``refusal`` and others."""
+_ABOUT_TURNS = {
+    *("metadata", "meta", "info", "extra", "extra_info", "header", "annotations", "logprobs"),
+    *("usage", "usage_metadata", "response_metadata", "models_usage", "moderation"),
+    "tool_call_ids",
+}
+"""Keys of lists and objects that describe a turn."""
 
 
 Message = dict[str, Any]
@@ -201,6 +219,39 @@ def lost_thought(turn: Mapping[str, Any]) -> str | None:
     return None
 
 
+def lost_keys(turn: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each key of ``turn`` whose value only a special template shows, and the advice for it.
+
+    It holds tools (``functions`` in Olmo's records), calls under another name, or what an answer
+    says whose ``content`` is empty.
+    """
+    is_answer = turn["role"] == "assistant" and "tool_calls" not in turn
+    is_empty = not _text_of(turn).strip() and "reasoning_content" not in turn
+    for key, value in turn.items():
+        if not value or (isinstance(value, str) and is_said(value, [_text_of(turn)])):
+            continue
+        if key == "functions":
+            yield key, "write the tools as `tools` of the record"
+        elif is_answer and _names_calls(key):
+            yield key, "write calls as `tool_calls`"
+        elif is_answer and is_empty and _may_be_said(key, value):
+            yield key, "write what the turn says as `content`, and calls as `tool_calls`"
+
+
+@lru_cache(4096)
+def _names_calls(key: str) -> bool:
+    words = words_of(key)
+    return not words.isdisjoint(_OF_CALLS) and words <= _OF_CALLS | _OF_TOOLS
+
+
+def _may_be_said(key: str, value: object) -> bool:
+    """Return whether a key of an answer that is empty may hold what the answer says."""
+    if isinstance(value, str):
+        return key in _ANSWERS
+    is_known = key in ("content", *THOUGHTS) or key in _ABOUT_TURNS
+    return isinstance(value, list | dict) and not is_known and _is_something(value)
+
+
 def role_of(message: Mapping[str, Any]) -> object:
     """Return the role of a message that is not read yet. A known role gets OpenAI's name."""
     role = message.get("role")
@@ -221,7 +272,8 @@ def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Messa
             turn[key] = turn.pop(other)
     role, content = role_of(turn), turn.get("content")
     if not isinstance(role, str):
-        raise BadLineError(f"{where}.role is missing or not text: {shortened(turn)}; give text")
+        said = f"{where}.role is missing or not text: {shortened(turn)}"
+        raise BadLineError(f'{said}; give {{"role": ..., "content": ...}}')
     if "role" not in message and role not in _ROLES.values():
         said = f"{where}.from is {shortened(role)}, which is no known role"
         raise BadLineError(f"{said}; write human, gpt, system or observation")
@@ -232,6 +284,8 @@ def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Messa
         calls = _read_calls(content, f"{where}, a call,")
         return {"role": role, "tool_calls": calls, **thought, **weight}
     turn |= weight
+    if content is None and turn.get("function_calls"):
+        turn["content"] = content = ""
     calls = turn.pop("tool_calls", ())
     calls = _read_calls(calls, f"{where}.tool_calls") if calls else []
     if call := turn.pop("function_call", None):  # OpenAI's older field
@@ -241,7 +295,8 @@ def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Messa
     if isinstance(content, list):
         turn["content"] = [_read_part(part, where) for part in content]
     elif not isinstance(content, str) and not (content is None and calls):
-        raise BadLineError(f"{where}.content is missing or not text: {shortened(turn)}; give text")
+        said = f"{where}.content is missing or not text: {shortened(turn)}"
+        raise BadLineError(f"{said}; give text in `content`")
     if reasoning := [turn[key] for key in REASONING if key in turn]:
         turn["content"] = _without_repeated(reasoning, content, where)
         if content is None:
@@ -483,7 +538,8 @@ def _read_part(part: object, where: str) -> dict[str, Any]:
     part = {"text": part} if isinstance(part, str) else part
     if not isinstance(part, dict) or not isinstance(part.get("text"), str):
         said = f"{where}.content has a part that is no text: {shortened(part)}"
-        also = _ELSEWHERE.get(str(part.get("type")), "") if isinstance(part, dict) else ""
+        names = [str(part.get("type")), *part] if isinstance(part, dict) else []
+        also = next((_ELSEWHERE[name] for name in names if name in _ELSEWHERE), "")
         raise BadLineError(f"{said}; give texts alone{also}")
     return {"type": "text", "text": part["text"]}
 

@@ -1013,7 +1013,7 @@ RECORDS: dict[str, tuple[Any, dict[str, Any], str, list[Any]]] = {
     "no role": (
         turns({"content": "b"}),
         {},
-        r"messages\[1\].role is missing or not text: .*; give text",
+        r'messages\[1\].role is missing or not text: .*; give {"role": ..., "content": ...}',
         [turns({"role": "user", "content": "b"})],
     ),
     "an unknown from": (

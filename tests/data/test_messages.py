@@ -323,15 +323,99 @@ def test_thoughts_in_the_content_are_learned_or_refused():
             {"type": "tool_result", "tool_use_id": "t", "content": "a"},
             ", and results as turns of the role tool",
         ),
+        ({"toolUse": {"toolUseId": "t", "name": "f", "input": {}}}, ", and calls as `tool_calls`"),
+        (
+            {"toolResult": {"toolUseId": "t", "content": [{"text": "a"}]}},
+            ", and results as turns of the role tool",
+        ),
+        (
+            {"reasoningContent": {"reasoningText": {"text": "hm"}}},
+            ", and thoughts as `reasoning_content`",
+        ),
+        ({"functionCall": {"name": "f", "args": {}}}, ", and calls as `tool_calls`"),
         ({"type": "image_url", "image_url": {"url": "a"}}, ""),
         (3, ""),
     ],
 )
 def test_parts_that_are_no_text_are_refused_with_their_place(part: object, remedy: str):
-    """The parts are Anthropic's calls and thoughts."""
+    """The parts are calls and thoughts of Anthropic, of Bedrock's Converse and of Gemini."""
     with pytest.raises(BadLineError) as caught:
         ChatTemplate(PLAIN, {}).documents([USER, {**SAID, "content": [part]}])
     assert str(caught.value).endswith(f"; give texts alone{remedy}")
+
+
+# Olmo's published templates read a turn's tools and calls, which are texts. Its records (Dolci)
+# have nothing else in a turn that only calls.
+OLMO = """\
+{% for m in messages %}{{ '<' ~ m.role ~ '>' }}{% if m.get('content', none) is not none %}
+{{- m.content }}{% endif %}{% if m.get('functions', none) is not none %}
+{{- '<functions>' + m['functions'] + '</functions>' }}{% endif %}
+{%- if m.get('function_calls', none) is not none %}
+{{- '<function_calls>' + m['function_calls'] + '</function_calls>' }}{% endif %}{{ '<end>' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_calls_and_tools_in_turns_are_shown_or_refused(content: str | None):
+    system = {"role": "system", "content": "S", "functions": '[{"name": "rain"}]'}
+    calling = {"role": "assistant", "content": content, "function_calls": 'rain(where="Köln")'}
+    messages = [system, {**USER, "function_calls": None}, calling]
+    rendered, _ = render_jinja_template([messages], chat_template=OLMO)
+    ((text, spans),) = ChatTemplate(OLMO, {}).documents(messages)
+    assert text == rendered[0]
+    calls = '<function_calls>rain(where="Köln")</function_calls><end>'
+    assert [text[a:b] for a, b in spans] == [calls]
+    for turns, says in (
+        (messages, r"messages\[0\]\.functions is not read .*; write the tools as `tools` of the"),
+        (messages[1:], r"messages\[1\]\.function_calls is not .*; write calls as `tool_calls`, or"),
+    ):
+        with pytest.raises(BadLineError, match=says):
+            ChatTemplate(PLAIN, {}).documents(turns)
+    shown = {**calling, "content": 'I call rain(where="Köln")'}
+    assert ChatTemplate(PLAIN, {}).documents([USER, shown])
+    beside = {**calling, "tool_calls": [{"function": {"name": "rain", "arguments": {}}}]}
+    assert ChatTemplate(TEMPLATES["json"], {}).documents([USER, beside])
+
+
+CALL = {"name": "rain", "arguments": {"where": "Köln"}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"tool_call": CALL}, "write calls as `tool_calls`, or leave it out"),
+        ({"toolCalls": [CALL]}, "write calls as `tool_calls`"),
+        ({"toolInvocations": [{"toolName": "rain", "args": {}}]}, "write calls as `tool_calls`"),
+        ({"content": "I look.", "tool_call": CALL}, "write calls as `tool_calls`"),
+        ({"additional_kwargs": {"tool_calls": [CALL]}}, "write what the turn says as `content`"),
+        ({"parts": [{"type": "text", "text": "a"}]}, "write what the turn says as `content`"),
+        ({"refusal": "I cannot help."}, "write what the turn says as `content`, and calls as"),
+    ],
+    ids=str,
+)
+def test_an_answer_under_another_name_is_not_learned_as_an_empty_one(keys: dict, says: str):
+    """The names are the AI SDK's, LangChain's and OpenAI's. A template may read them."""
+    turn = {"role": "assistant", "content": "", **keys}
+    key = [*keys][-1]
+    with pytest.raises(BadLineError, match=rf"messages\[1\]\.{key} is not read .*; {says}"):
+        ChatTemplate(PLAIN, {}).documents([USER, turn])
+    assert ChatTemplate(PLAIN + f"{{# m.{key} #}}", {}).documents([USER, turn])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"usage": {"tokens": 3}, "id": "1", "model": "m", "tool_call_ids": ["1"], "refusal": ""},
+        {"content": "Ho", "parts": [{"type": "text", "text": "Ho"}], "tool_call": {}},
+        {"content": "Ho", "refusal": "Ho"},
+    ],
+    ids=str,
+)
+def test_keys_that_describe_an_answer_are_ignored(keys: dict):
+    turn = {"role": "assistant", "content": "", **keys}
+    plain = {"role": "assistant", "content": turn["content"]}
+    template = ChatTemplate(PLAIN, {})
+    assert template.documents([USER, turn]) == template.documents([USER, plain])
 
 
 TAGGED = TEMPLATES["json"].replace(
