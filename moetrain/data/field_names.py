@@ -10,12 +10,14 @@ from typing import Any
 
 from moetrain.data.known_sets import (
     ABOUT,
+    QUESTIONS,
+    RESPONSES,
     is_dialogue,
     read_known_set,
     read_reasoned_answer,
     with_tools_of_metadata,
 )
-from moetrain.data.messages import MEDIA, BadLineError, media_of, parse_json, role_of
+from moetrain.data.messages import MEDIA, BadLineError, is_said, media_of, parse_json, role_of
 from moetrain.data.tools import are_tools
 
 _DIALOGUES = ("conversation", "trajectory")
@@ -24,8 +26,6 @@ SYSTEMS = ("system_prompt", "system_message", "meta_instruction")
 """Other names of ``system``: OpenOrca's, distilabel's, MOSS's."""
 _FUNCTIONS = ("available_tools", "function_list", "function_description")
 """Other names of ``tools``, where they have a list of tools or the text of its JSON."""
-_QUESTIONS, _RESPONSES = ("question", "query"), ("answer", "response")
-"""Names of a question and of its answer in GSM8K, MetaMathQA, CodeFeedback, OpenOrca, ms-swift."""
 
 
 def renamed(
@@ -65,7 +65,9 @@ def renamed(
     _read_openais_pair(found)
     if "instruction" in found:  # Dolly
         _rename(found, "response", "output")
-        _rename(found, "context", "input")
+        context = found.get("context")
+        if not isinstance(context, str) or not is_said(context, [found["instruction"]]):
+            _rename(found, "context", "input")
     elif text_field not in found:
         _read_question(found, reads_pairs)
     if reads_pairs and "chosen" not in found:
@@ -94,9 +96,12 @@ def _read_functions(found: dict[str, Any], name: str) -> None:
 
 def _read_question(found: dict[str, Any], reads_pairs: bool) -> None:
     """Read a question with its answer as an instruction, or as the prompt of a pair."""
-    asked = [name for name in _QUESTIONS if isinstance(found.get(name), str)]
-    said = [name for name in _RESPONSES if isinstance(found.get(name), str)]
-    if len(asked) != 1 or len(said) != 1 or found.keys() - {*asked, *said, *ABOUT}:
+    texts = {name: name.lower() for name in found if isinstance(found[name], str)}
+    asked = [name for name, lower in texts.items() if lower in QUESTIONS]
+    said = [name for name, lower in texts.items() if lower in RESPONSES]
+    others = {name.lower() for name in found.keys() - {*asked, *said}}
+    others -= {name.lower().removesuffix("_pretokenized") for name in (*asked, *said)}
+    if len(asked) != 1 or len(said) != 1 or others - ABOUT:
         return
     is_pair = reads_pairs and isinstance(found.get("rejected_response"), str)
     found["question" if is_pair else "instruction"] = found.pop(asked[0])

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moetrain.config.sources import shortened
+from moetrain.data.lost import CHOICES, PASSAGES, thoughts_of_field
 from moetrain.data.messages import BadLineError, learning_of, parse_json, role_of
 from moetrain.data.tools import are_tools
 
@@ -30,6 +31,7 @@ _GLAIVE_CALL = re.compile(r'\{\s*"name":\s*"([^"]+)"\s*(?:,\s*"arguments":\s*(.*
 ABOUT = {
     *("id", "uuid", "source", "dataset", "data_source", "resource", "license", "url", "split"),
     *("type", "category", "subject", "topic", "tags", "difficulty", "level", "lang", "language"),
+    *("language_code", "annotation_type", "user_id"),  # Aya's
     *("original_question", "created", "timestamp", "score", "label", "kto_tag", "weight"),
     *(
         "system",
@@ -43,13 +45,17 @@ ABOUT = {
 }
 """Fields that may stand beside a question and its answer. Some are read too; others describe the
 question and the answer."""
+QUESTIONS = ("question", "query", "inputs", "inputs_pretokenized")
+RESPONSES = ("answer", "response", "targets", "targets_pretokenized")
+"""Names of a question and of its answer, in lower case: those of GSM8K, MetaMathQA, CodeFeedback,
+OpenOrca and ms-swift; of FLAN, xP3 and Aya; and of P3."""
 _METADATA = ("metadata", "meta", "extra", "extra_info")
 """Fields that describe a record. In Nemotron's records they hold its tools."""
 
-_QUESTIONS = ("prompt", "question", "query", "problem")
+_QUESTIONS = ("prompt", "question", "query", "problem", "inputs", "inputs_pretokenized")
 _ANSWERS = {
     *("completion", "chosen", "response", "output", "answer", "solution", "target", "label"),
-    *("ground_truth", "reference", "rejected", "text"),
+    *("ground_truth", "reference", "rejected", "text", "targets", "targets_pretokenized"),
 }
 """Fields that may be an answer to a prompt."""
 _OF_TWO = re.compile(r"(?:response|answer|completion|conversation|output)_?[012ab]", re.I)
@@ -62,16 +68,26 @@ _OF_PAIRS = {"chosen", "rejected", "label"}
 """Fields of pairs and of labelled answers."""
 _QUESTIONS_OF_PAIRS = ("prompt", "question", "instruction", "input")
 """Fields that may hold the question of a pair."""
+_OF_ANSWERS = r"(?:edited_)?(?:resp|response|answer|output|completion)"
 _BETTER = re.compile(
-    r"(?:pos|positive|good|better|preferred|winning|win)_(?:resp|response|answer|output|completion)"
+    rf"(?:pos|positive|good|better|preferred|accepted|winning|win)_{_OF_ANSWERS}"
+    r"|preferred|accepted|win|winning"
 )
 _WORSE = re.compile(
-    r"(?:neg|negative|bad|worse|dispreferred|losing|lose)_"
-    r"(?:resp|response|answer|output|completion)"
+    rf"(?:neg|negative|bad|worse|dispreferred|rejected|losing|lose)_{_OF_ANSWERS}"
+    r"|dispreferred|rejected|lose|losing"
 )
 """Match names of the better and of the worse one of two answers."""
-_SEVERAL = ("answers", "completions", "generations", "responses")
-"""Fields with a list of answers: Nectar's and Stack Exchange's, UltraFeedback's, distilabel's."""
+_SEVERAL = ("answers", "completions", "generations", "responses", "summaries")
+"""Fields with a list of answers: Nectar's and Stack Exchange's, UltraFeedback's, distilabel's, and
+those of OpenAI's comparisons of summaries."""
+_OF_POLICY = (
+    "let a policy answer it for a reward: moetrain rl reads `prompt` or `messages` from rl.prompts"
+)
+_LISTS_OF_TEXTS = {
+    *("dialog", "dialogs", "dialogue", "dialogues", "conversation", "turns", "utterances", "data"),
+}
+"""Fields with the texts of a dialogue: DailyDialog's, SODA's, UltraChat's."""
 
 
 def read_known_set(found: dict[str, Any]) -> None:
@@ -228,11 +244,18 @@ def _read_xlam(found: dict[str, Any]) -> None:
 
 
 def _is_swe_agents(turns: object) -> bool:
-    """Return whether ``turns`` belong to a run of SWE-agent: `text` in place of `content`."""
+    """Return whether ``turns`` belong to a run of SWE-agent: `text` in place of `content`.
+
+    The system turn has a null there, which tables leave out.
+    """
     if not isinstance(turns, list) or not turns:
         return False
     return all(
-        isinstance(x, dict) and {"role", "text"} <= {*x} and "content" not in x for x in turns
+        isinstance(x, dict)
+        and "role" in x
+        and "content" not in x
+        and not {"text", "system_prompt"}.isdisjoint(x)
+        for x in turns
     )
 
 
@@ -240,7 +263,7 @@ def _read_swe_agent(found: dict[str, Any]) -> None:
     """Read a run of SWE-agent. Its system turn has the text in ``system_prompt``."""
     turns = found.pop("trajectory")
     found["messages"] = [
-        {"role": turn["role"], "content": turn["text"] or turn.get("system_prompt")}
+        {"role": turn["role"], "content": turn.get("text") or turn.get("system_prompt")}
         | learning_of(turn)
         for turn in turns
     ]
@@ -290,77 +313,174 @@ def remedy_for(
         reads_pairs: True: pairs alone are learned.
         reads_labels: True: single answers with a label are learned too, good and bad ones.
     """
-    fields = {key for key, value in record.items() if value is not None}
-    asked = [key for key in _QUESTIONS if key in fields]
-    said = [key for key in ("answer", "response") if isinstance(record.get(key), str)]
+    said = _remedy_for_steps(record) or _remedy_for_two(record) or _remedy_for_several(record)
+    if said is not None:
+        return said
+    if reads_pairs:
+        write = "write the better of two answers as `chosen`, the other as `rejected`"
+        said = f"it has a question without two answers; {write}, or {_OF_POLICY}"
+        return said if _asks(record) else None
+    return (
+        _remedy_for_response(record, reads_labels)
+        or _remedy_for_question(record)
+        or _remedy_for_turns(record)
+        or _remedy_for_thoughts(record)
+    )
+
+
+def _remedy_for_steps(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for a tree of messages, a run without roles, or steps with verdicts."""
+    for key, value in record.items():
+        if isinstance(value, dict) and isinstance(value.get("replies"), list):
+            where = "from its root to a leaf as `messages`"
+            return f"`{key}` is a tree of messages; write each path {where}"
     run = record.get("trajectory")
     if isinstance(run, list) and run and isinstance(run[0], dict) and "action" in run[0]:
         return "it is a run without roles; write its turns (SWE-agent's `history`) as `messages`"
-    if {"completions", "labels"} <= fields and isinstance(record["labels"], list):
+    if record.get("completions") is not None and isinstance(record.get("labels"), list):
         return (
             "`completions` and `labels` are the steps of one answer with a verdict on each (TRL's "
             "stepwise supervision), which no train.objective learns; leave such records out, or "
             "write the steps of a right answer as one text in `completion`"
         )
-    couple = [next(filter(x.fullmatch, sorted(fields)), None) for x in (_BETTER, _WORSE)]
-    if None not in couple and not {"chosen", "rejected"} & fields:
-        better, worse = couple
-        return f"write `{better}` as `chosen` and `{worse}` as `rejected`{_also_prompt(record)}"
+    return None
+
+
+def _remedy_for_two(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for a record with two answers."""
+    fields = sorted(key for key, value in record.items() if value is not None)
+    better, worse = (next(filter(x.fullmatch, fields), None) for x in (_BETTER, _WORSE))
+    if better is not None and worse is not None and "chosen" not in fields:
+        and_worse = f" and `{worse}` as `rejected`" * (worse != "rejected")
+        return f"write `{better}` as `chosen`{and_worse}{_also_prompt(record)}"
     if len([key for key in fields if _OF_TWO.fullmatch(key)]) == 2:
-        judges = " or ".join(f"`{key}`" for key in sorted(fields) if _JUDGES.fullmatch(key))
+        judges = " or ".join(f"`{key}`" for key in fields if _JUDGES.fullmatch(key))
         names = f", the one that {judges} names," * bool(judges)
         return (
             f"it has two answers; write the better one{names} as `chosen`, the other as `rejected`"
             f"{_also_prompt(record)}"
         )
-    if not fields & _ANSWERS:
-        for key in _SEVERAL:
-            if isinstance(record.get(key), list) and len(record[key]) > 1:
-                name = "output" if asked[:1] != ["prompt"] else "completion"
-                also = f" and `{asked[0]}` as `instruction`" if asked else " and the question as "
-                also += "" if asked else "`instruction`"
-                also *= name == "output" and "instruction" not in fields
-                return (
-                    f"it has several answers in `{key}`; write a good one as `{name}`{also}, or of "
-                    f"two the better one as `chosen`, the other as `rejected`{_also_prompt(record)}"
-                )
-    of_policy = (
-        "let a policy answer it for a reward: moetrain rl reads `prompt` or `messages` from "
-    )
-    of_policy += "rl.prompts"
-    if reads_pairs:
-        write = "write the better of two answers as `chosen`, the other as `rejected`"
-        said = f"it has a question without two answers; {write}, or {of_policy}"
-        return said if _asks(record) else None
-    if "prompt" in asked and "response" in said:
-        scores = ", ".join(f"`{key}`" for key in record if isinstance(record[key], int | float))
-        is_labelled = reads_labels and bool(fields & {"label", "kto_tag"})
-        kept = f"keep the records whose {scores} suffice, and " * bool(scores and not is_labelled)
-        as_chat = ", or write both as `instruction` and `output` for a chat"
-        as_chat = f" for plain text{as_chat}" if isinstance(record["prompt"], str) else ""
-        return f"{kept}write `response` as `completion`{as_chat}"
+    return None
+
+
+def _remedy_for_several(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for a record with a list of answers."""
+    if not _ANSWERS.isdisjoint(_named(record).values()):
+        return None
+    asked = _asked(record)
+    for key in _SEVERAL:
+        if isinstance(record.get(key), list) and len(record[key]) > 1:
+            name = "output" if asked[:1] != ["prompt"] else "completion"
+            question = f"`{asked[0]}`" if asked else "the question"
+            also = f" and {question} as `instruction`"
+            also *= name == "output" and record.get("instruction") is None
+            return (
+                f"it has several answers in `{key}`; write a good one as `{name}`{also}, or of "
+                f"two the better one as `chosen`, the other as `rejected`{_also_prompt(record)}"
+            )
+    return None
+
+
+def _remedy_for_response(record: Mapping[str, Any], reads_labels: bool) -> str | None:
+    """Return the advice for a `prompt` with a `response`."""
+    if record.get("prompt") is None or not isinstance(record.get("response"), str):
+        return None
+    scores = ", ".join(f"`{key}`" for key in record if isinstance(record[key], int | float))
+    is_labelled = reads_labels and not (record.get("label") is record.get("kto_tag") is None)
+    kept = f"keep the records whose {scores} suffice, and write "
+    if reads_labels:
+        kept = f"write `label`, true or false by {scores}, and "
+    kept = kept if scores and not is_labelled else "write "
+    as_chat = ", or write both as `instruction` and `output` for a chat"
+    as_chat = f" for plain text{as_chat}" if isinstance(record["prompt"], str) else ""
+    return f"{kept}`response` as `completion`{as_chat}"
+
+
+def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for a question, with or without an answer."""
+    named, asked = _named(record), _asked(record)
+    said = [key for key in named if named[key] in RESPONSES and isinstance(record[key], str)]
     if len(said) > 1:
         return f"it has {' and '.join(f'`{key}`' for key in said)}; leave one of them out"
-    if asked and said and asked[0] in ("question", "query"):
-        others = [f"`{k}`" for k in fields - {*asked, *said} if k not in ABOUT]
+    others = [f"`{k}`" for k in named.keys() - {*asked[:1], *said} if named[k] not in ABOUT]
+    if asked and said and others and named[asked[0]] in QUESTIONS:
         return (
             f"{', '.join(sorted(others))} may be a part of the question or of the answer; write "
             "what is asked as `instruction` and what is learned as `output`, and leave the others "
-            "out"
+            f"out{_also_thought(record)}"
         )
-    if asked and not fields & _ANSWERS:
-        write = f"`{asked[0]}` as `instruction` and what is to be learned as `output`"
+    beside = [f"`{key}`" for key in named if named[key] in PASSAGES | CHOICES]
+    question = f"`{asked[0]}`" if asked else ""
+    question += f" with {' and '.join(beside)}" * bool(beside)
+    if asked and _ANSWERS.isdisjoint(named.values()):
+        write = f"{question} as `instruction` and what is to be learned as `output`"
+        write += _also_thought(record)
         if asked[0] == "prompt":
             write = "what is to be learned as `completion` beside `prompt`"
         problem = f"`{asked[0]}` has no answer of a known name beside it"
-        return f"{problem}; write {write}, or {of_policy}"
-    answers = [key for key in record if key in fields & _ANSWERS - _OF_PAIRS]
-    if "instruction" in fields and "output" not in fields and answers:
+        return f"{problem}; write {write}, or {_OF_POLICY}"
+    answers = [key for key in named if named[key] in _ANSWERS - _OF_PAIRS]
+    if "instruction" in named and "output" not in named and answers:
         return f"write {_one_of(answers)} as `output`"
     if asked and asked[0] != "prompt" and answers:
-        write = f"write `{asked[0]}` as `instruction` and {_one_of(answers)} as `output`"
-        return f"{write}, or {of_policy}"
+        write = f"write {question} as `instruction` and {_one_of(answers)} as `output`"
+        return f"{write}{_also_thought(record)}, or {_OF_POLICY}"
     return None
+
+
+def _remedy_for_turns(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for a record with turns that are in no field of a known name."""
+    if "role" in record or {"from", "value"} <= record.keys():
+        return "it is one turn of a dialogue; write the turns of each dialogue as `messages`"
+    for key, value in record.items():
+        if key in _ANSWERS or key in _QUESTIONS:
+            continue
+        if is_dialogue(value):
+            each = "each with `role` and `content`"
+            return f"`{key}` seems to be a dialogue; write its turns as `messages`, {each}"
+        if isinstance(value, dict) and is_dialogue(value.get("messages")):
+            return f"`{key}` has `messages`; write them, with the answer, outside of it"
+        are_texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
+        if are_texts and len(value) > 1 and key.lower() in _LISTS_OF_TEXTS:
+            each = "each with its role"
+            return f"`{key}` seems to be a dialogue; write its texts as `messages`, {each}"
+    return None
+
+
+def _remedy_for_thoughts(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for a record with a thought, and no question of a known name."""
+    thought = next((key for key in record if thoughts_of_field(key, record[key])), None)
+    if thought is None:
+        return None
+    return (
+        f"`{thought}` may be the thought of an answer; write the question and the answer as "
+        "`messages`, and the thought as `reasoning_content` of the answer"
+    )
+
+
+def _also_thought(record: Mapping[str, Any]) -> str:
+    """Return the advice for the thoughts of a record beside a question. Empty: it has none."""
+    thoughts = [key for key in record if thoughts_of_field(key, record[key])]
+    if not thoughts:
+        return ""
+    thought = f"{_one_of(thoughts)} as `reasoning_content` of the answer"
+    return f", or write both as `messages` with {thought}"
+
+
+def _named(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the fields in lower case, without nulls and P3's lists of token ids."""
+    return {
+        key: key.lower()
+        for key, value in record.items()
+        if value is not None
+        and not (isinstance(value, list) and value and isinstance(value[0], int))
+    }
+
+
+def _asked(record: Mapping[str, Any]) -> list[str]:
+    """Return the fields that may be a question, the likeliest first."""
+    named = _named(record)
+    return [key for name in _QUESTIONS for key in named if named[key] == name]
 
 
 def _asks(record: Mapping[str, Any]) -> bool:

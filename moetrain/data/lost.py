@@ -34,18 +34,19 @@ _THOUGHTS = {
 """Names of a thought beside an answer: medical-o1's, s1K's, OpenThoughts' and others."""
 _MODES = {"on", "off", "true", "false", "yes", "no", "none", "minimal", "low", "medium", "high"}
 """Values of such fields that are no thoughts. Nemotron's ``reasoning`` is on or off."""
-_PASSAGES = {
+PASSAGES = {
     *("context", "contexts", "ctx", "passage", "passages", "paragraph", "paragraphs"),
     *("document", "article", "background", "evidence"),
+    *("schema", "db_schema", "database_schema", "table_schema"),  # a question for SQL
 }
 """Names of texts that a question may be about."""
-_CHOICES = {"choices", "options"}
+CHOICES = {"choices", "options"}
 """Names of fields with the answers that a question gives to choose from."""
 _SYSTEMS = {"sys", "custom_system_prompt"}
 """Names that may be those of a system text."""
 _FUNCTIONS = {"available_tools", "function_list", "function_description"}
 """Names that may be those of the tools."""
-_TEXTS = _PASSAGES | _SYSTEMS | _FUNCTIONS
+_TEXTS = PASSAGES | _SYSTEMS | _FUNCTIONS
 """Names of fields whose texts must be in a document, thoughts and choices aside."""
 _MARK = re.compile(r"<(?:image|img|video|audio)>", re.I)
 """Matches the mark in a text that stands for a picture, a film or a sound."""
@@ -79,14 +80,21 @@ def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: 
     for key, value in record.items():
         name = key.lower()
         if name in _THOUGHTS:
-            texts = [x for x in thoughts_in(value) if x.strip().lower() not in _MODES]
-        elif name in _TEXTS or (has_choices and name in _CHOICES):
+            texts = thoughts_of_field(key, value)
+        elif name in _TEXTS or (has_choices and name in CHOICES):
             texts = [*_texts_in(value)]
         else:
             continue
         for text in texts:
             if not is_said(text, (document.text for document in documents)):
                 raise BadLineError(_problem(key, text, form))
+
+
+def thoughts_of_field(key: str, value: object) -> list[str]:
+    """Return the texts of a field beside an answer that may be a thought. It may have none."""
+    if key.lower() not in _THOUGHTS:
+        return []
+    return [text for text in thoughts_in(value) if text.strip().lower() not in _MODES]
 
 
 def _problem(key: str, text: str, form: str) -> str:

@@ -37,6 +37,18 @@ def parts(document):
     [
         ({"question": "q", "answer": "good"}, ASKED),
         ({"type": "x", "query": "q", "original_question": "o", "response": "good"}, ASKED),
+        (
+            {"inputs": "q", "targets": "good", "language_code": "eng", "annotation_type": "x"},
+            ASKED,
+        ),
+        (
+            {
+                **{"inputs": [3, 1], "inputs_pretokenized": "q"},
+                **{"targets": [4, 1], "targets_pretokenized": "good"},
+            },
+            ASKED,
+        ),
+        ({"Question": "q", "Answer": "good"}, ASKED),
         ({"system_prompt": "s", "question": "q", "response": "good"}, f"<system>s<end>{ASKED}"),
         ({"system_prompt": "", "question": "q", "response": "good"}, ASKED),
         (
@@ -107,6 +119,9 @@ def test_next_token_learns_the_messages_of_swifts_pairs():
         ({"question": "q", "choices": ["a", "b"], "answer": "a"}, "no known form"),
         ({"question": "q", "A": "x", "B": "y", "answer": "A"}, "no known form"),
         ({"question": "q", "cot": "thought", "answer": "a"}, "no known form"),
+        ({"Question": "q", "Complex_CoT": "thought", "Response": "a"}, "`Complex_CoT` may be a"),
+        ({"definition": "d", "inputs": "q", "targets": "a"}, "`definition` may be a part of the"),
+        ({"inputs": [3, 1], "inputs_pretokenized": "q", "targets": [4, 1]}, "no known form"),
         ({"question": "q", "answer": True}, "no known form"),
         ({"system": "a", "system_prompt": "b", "messages": [USER, GOOD]}, "`system_prompt` differ"),
         ({"question": "q", "answer": "a", "response": "b"}, "no known form"),

@@ -113,6 +113,17 @@ GLAIVE_CALL = """<functioncall> {"name": "rain", "arguments": '{"where": "Köln"
         ),
         (
             {
+                "trajectory": [  # as in tables, which leave nulls out
+                    {"role": "system", "system_prompt": "s", "mask": False},
+                    {"role": "user", "text": "q", "mask": False},
+                    {"role": "ai", "text": "a", "mask": True},
+                ],
+            },
+            [{"role": "system", "content": "s"}, USER, ANSWER],
+            None,
+        ),
+        (
+            {
                 "instance_id": "x-1",
                 "messages": json.dumps(
                     [USER, {**ANSWER, "content": "t\na", "agent": "main", "thought": "t"}]
@@ -178,6 +189,7 @@ GLAIVE_CALL = """<functioncall> {"name": "rain", "arguments": '{"where": "Köln"
         "Glaive, no functions",
         "xLAM",
         "SWE-agent",
+        "SWE-agent, without nulls",
         "SWE-smith",
         "Capybara",
         "XTuner",
@@ -610,6 +622,102 @@ FOLLOWED = [
     ),
     (STEPS, "write it at the end of `prompt`", {**STEPS, "prompt": "qr:"}, ["qr:a", "qr:b"]),
     (
+        {"question": "q", "choices": ["red", "blue"], "answer": 1},
+        "write `question` with `choices` as `instruction` and `answer` as `output`",
+        {"instruction": "q red blue", "choices": ["red", "blue"], "output": "blue"},
+        [theirs([{"role": "user", "content": "q red blue"}, {**ANSWER, "content": "blue"}])],
+    ),
+    (
+        {"question": "q", "context": "c", "answers": {"text": ["a"], "answer_start": [0]}},
+        "write `question` with `context` as `instruction` and what is to be learned as `output`",
+        {"instruction": "q c", "context": "c", "output": "a"},
+        [theirs([{"role": "user", "content": "q c"}, ANSWER])],
+    ),
+    (
+        {"Question": "q", "Complex_CoT": "t", "Response": "a"},
+        "or write both as `messages` with `Complex_CoT` as `reasoning_content` of the answer",
+        {"messages": [USER, {**ANSWER, "reasoning_content": "t"}], "Complex_CoT": "t"},
+        [theirs([USER, {**ANSWER, "reasoning_content": "t"}])],
+    ),
+    (
+        {"input": "q", "reasoning_content": "t", "content": "a", "score": 9},
+        "write the question and the answer as `messages`, and the thought as `reasoning_content`",
+        {"messages": [USER, {**ANSWER, "reasoning_content": "t"}], "reasoning_content": "t"},
+        [theirs([USER, {**ANSWER, "reasoning_content": "t"}])],
+    ),
+    (
+        {"definition": "d", "inputs": "q", "targets": "a"},
+        "what is asked as `instruction` and what is learned as `output`, and leave the others out",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (
+        {"inputs": [3, 1], "inputs_pretokenized": "q", "targets": [4, 1], "x": 1},
+        "write `inputs_pretokenized` as `instruction` and what is to be learned as `output`, or",
+        {"instruction": "q", "output": "a", "inputs": [3, 1], "targets": [4, 1]},
+        [CHAT],
+    ),
+    (
+        {"prompt": {"text": "q", "role": "prompter", "replies": [{"text": "a", "replies": []}]}},
+        "`prompt` is a tree of messages; write each path from its root to a leaf as `messages`",
+        {"messages": DIALOGUE_A},
+        [CHAT],
+    ),
+    (
+        {"traj": DIALOGUE_A, "reward": 1.0, "task_id": 3},
+        "`traj` seems to be a dialogue; write its turns as `messages`, each with `role` and",
+        {"messages": DIALOGUE_A, "reward": 1.0, "task_id": 3},
+        [CHAT],
+    ),
+    (
+        {"contents": [{"role": "user", "parts": [{"text": "q"}]}]},
+        "`contents` seems to be a dialogue; write its turns as `messages`",
+        {"messages": [USER, {"role": "model", "content": [{"text": "a"}]}]},
+        [CHAT],
+    ),
+    (
+        {"dialog": ["q", "a"], "emotion": [0, 0]},
+        "`dialog` seems to be a dialogue; write its texts as `messages`, each with its role",
+        {"messages": DIALOGUE_A, "dialog": ["q", "a"], "emotion": [0, 0]},
+        [CHAT],
+    ),
+    (
+        {"custom_id": "1", "body": {"model": "m", "messages": [USER]}},
+        "`body` has `messages`; write them, with the answer, outside of it",
+        {"custom_id": "1", "messages": DIALOGUE_A},
+        [CHAT],
+    ),
+    (
+        USER,
+        "one turn of a dialogue; write the turns of each dialogue as",
+        {"messages": DIALOGUE_A},
+        [CHAT],
+    ),
+    (
+        {"question": {"text": "q"}, "answer": "a"},
+        "; write `question` as `instruction` and `answer` as `output`, or let",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (
+        {"prompt": "q", "accepted": "a", "rejected": "b"},
+        "; write `accepted` as `chosen`, or name",
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        1,
+    ),
+    (
+        {"context": [USER], "good_edited_response": "a", "bad_edited_response": "b"},
+        "`good_edited_response` as `chosen` and `bad_edited_response` as `rejected`, and `context`",
+        {"prompt": [USER], **BOTH},
+        0,
+    ),
+    (
+        {"info": {"post": "q"}, "summaries": [{"text": "a"}, {"text": "b"}], "choice": 0},
+        "several answers in `summaries`; .* as `rejected`, and what is asked as `prompt`",
+        {"prompt": "q", **BOTH, "choice": 0},
+        1,
+    ),
+    (
         {"history": "q", "human_ref_A": "a", "human_ref_B": "b", "labels": 2},
         "give one of these",
         {"history": "q", "human_ref_A": "a", "human_ref_B": "b", "labels": 1},
@@ -642,6 +750,17 @@ def test_what_a_line_advises_is_learned_as_it_says(
         right = [PLAIN, "qb"] if right else [CHAT, OTHER_CHAT]
     assert [document.text for document in documents(followed, pairs=is_pair)] == right
     assert documents(followed)[0].text == right[0]
+
+
+def test_a_verdict_becomes_the_label_that_kto_needs():
+    """BeaverTails says ``is_safe``. To keep safe answers alone would leave kto no bad ones."""
+    reader = RecordReader(ChatTemplate(CHATML, {}), reads_pairs=True, reads_labels=True)
+    record = {"prompt": "q", "response": "a", "category": {"x": True}, "is_safe": False}
+    says = "; write `label`, true or false by `is_safe`, and `response` as `completion` for plain"
+    with pytest.raises(BadLineError, match=says):
+        reader.documents(record)
+    (document,) = reader.documents({**record, "completion": "a", "label": False})
+    assert (document.text, document.label) == (PLAIN, False)
 
 
 def test_a_single_answer_is_no_pair():

@@ -125,7 +125,7 @@ def test_other_names_of_the_tools_are_read_or_refused(form: str, name: str):
 
 
 @BESIDE
-@pytest.mark.parametrize("name", ["context", "passage", "document", "Article"])
+@pytest.mark.parametrize("name", ["context", "passage", "document", "Article", "schema"])
 def test_a_text_that_the_question_may_be_about_is_refused(form: str, name: str):
     says = f"`{name}` may be a part of the question or of the answer: 'The sky'; write it in the q"
     if form == "alpaca" and name == "context":  # Dolly's, which is shown
