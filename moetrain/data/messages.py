@@ -226,16 +226,20 @@ def lost_keys(turn: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     says whose ``content`` is empty.
     """
     is_answer = turn["role"] == "assistant" and "tool_calls" not in turn
-    is_empty = not _text_of(turn).strip() and "reasoning_content" not in turn
+    is_empty = is_answer and not _text_of(turn).strip() and "reasoning_content" not in turn
     for key, value in turn.items():
-        if not value or (isinstance(value, str) and is_said(value, [_text_of(turn)])):
+        if not value or key in ("role", "content"):
             continue
         if key == "functions":
-            yield key, "write the tools as `tools` of the record"
+            remedy = "write the tools as `tools` of the record"
         elif is_answer and _names_calls(key):
-            yield key, "write calls as `tool_calls`"
-        elif is_answer and is_empty and _may_be_said(key, value):
-            yield key, "write what the turn says as `content`, and calls as `tool_calls`"
+            remedy = "write calls as `tool_calls`"
+        elif is_empty and _may_be_said(key, value):
+            remedy = "write what the turn says as `content`, and calls as `tool_calls`"
+        else:
+            continue
+        if not isinstance(value, str) or not is_said(value, [_text_of(turn)]):
+            yield key, remedy
 
 
 @lru_cache(4096)
@@ -248,7 +252,7 @@ def _may_be_said(key: str, value: object) -> bool:
     """Return whether a key of an answer that is empty may hold what the answer says."""
     if isinstance(value, str):
         return key in _ANSWERS
-    is_known = key in ("content", *THOUGHTS) or key in _ABOUT_TURNS
+    is_known = key in THOUGHTS or key in _ABOUT_TURNS
     return isinstance(value, list | dict) and not is_known and _is_something(value)
 
 
