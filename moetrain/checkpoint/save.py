@@ -278,8 +278,7 @@ class Saver:
             if read.list_checkpoints(plan.root):
                 left = "earlier ones are as they were, and the next run goes on from the newest"
             problem = f"cannot write the checkpoint {plan.path}: {answer['error']}"
-            number = _ERRNO.search(answer["error"])
-            remedy = disk_remedy(number and int(number[1]), "output_dir")
+            remedy = answer["remedy"]
             if isinstance(plan.folders, Memory):
                 remedy = (
                     "name another checkpoint.memory, or unset it and checkpoint.memory_interval"
@@ -314,12 +313,24 @@ def _write_job(job: tuple[Path, str, Mapping[str, TensorSlice]]) -> read.Content
     return write_tensors(*job)
 
 
+class _RankFailed(OSError):
+    """An OSError of another rank, with that rank's remedy: its process has limits of its own."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem)
+        self.remedy = remedy
+
+
 def _attempt(act: Callable[[], object]) -> str:
-    """Return the result of ``act``, or the OSError that it raises, as JSON."""
+    """Return the result of ``act``, or the OSError that it raises and its remedy, as JSON."""
     try:
         return json.dumps({"value": act()})
+    except _RankFailed as error:
+        return json.dumps({"error": str(error), "remedy": error.remedy})
     except OSError as error:
-        return json.dumps({"error": str(error)})
+        number = _ERRNO.search(str(error))
+        remedy = disk_remedy(number and int(number[1]), "output_dir")
+        return json.dumps({"error": str(error), "remedy": remedy})
 
 
 def _written_here(parts: Mapping[str, TensorSlice]) -> dict[str, TensorSlice]:
@@ -350,7 +361,8 @@ def _values(reports: Sequence[str]) -> list[Any]:
     answers = [json.loads(report) for report in reports]
     for rank, answer in enumerate(answers):
         if "error" in answer:
-            raise OSError(f"rank {rank}: {answer['error']}" if rank else answer["error"])
+            problem = f"rank {rank}: {answer['error']}" if rank else answer["error"]
+            raise _RankFailed(problem, answer["remedy"])
     return [answer["value"] for answer in answers]
 
 
