@@ -5,10 +5,15 @@ variables (``MOETRAIN_*``). Left out on purpose: the share of a GPU's rates that
 (:mod:`moetrain.train.estimates.speed`).
 """
 
+import hashlib
+import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -139,6 +144,39 @@ def _number(variables: Mapping[str, str], name: str) -> int:
         problem = f"{shortened(text)} is not a whole number of up to {_MOST_DIGITS} digits"
         raise ConfigError(name, f"{problem}; give one")
     return int(text)
+
+
+def failure_mark(error_file: str) -> Path:
+    """Return the path of the file that exists once a rank's failure is reported on this machine.
+
+    ``error_file`` is that of :class:`LaunchedPlace`. The ranks of a machine share the mark.
+    """
+    return Path(error_file).parent.parent / "failed"
+
+
+def report_failure(error_file: str, reason: str, *, is_first: bool = True) -> None:
+    """Write into ``error_file`` why this rank fails. torchrun shows the reason of the rank that
+    was first, by whole seconds, at the end of its output."""
+    at = str(int(time.time()) + (not is_first))
+    reason = reason if is_first else "another rank of this machine failed before"
+    said = {"message": reason, "extraInfo": {"py_callstack": reason, "timestamp": at}}
+    with suppress(OSError):  # the reason is printed, too
+        Path(error_file).write_text(json.dumps({"message": said}), "utf-8")
+
+
+def software() -> dict[str, str]:
+    """Return the versions that all ranks must share: of torch, of moetrain, and of its code, which
+    may have been edited."""
+    found = {}
+    for name in ("torch", "moetrain"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # moetrain runs from its folder
+            found[name] = "not installed"
+    package, code = Path(__file__).parents[1], hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        code.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())
+    return found | {"the code of moetrain": code.hexdigest()[:12]}
 
 
 def allocator_is_set() -> bool:

@@ -36,6 +36,10 @@ class RunFailed(RuntimeError):
         super().__init__(redacted(str(problem)))
 
 
+class RankLost(RunFailed):
+    """Another rank has ended. It, or its launcher, says why; this rank only follows."""
+
+
 class Recipes(Enum):
     """The recipes that a command starts from if the user names none."""
 

@@ -12,6 +12,7 @@ has died, which is the launcher's business.
 import itertools
 import os
 import queue
+import re
 import socket
 import threading
 import time
@@ -28,7 +29,7 @@ from torch.distributed import TCPStore
 
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import GIB, GPUS, LaunchedPlace, launched_place
-from moetrain.config.sources import RunFailed, shortened
+from moetrain.config.sources import RankLost, RunFailed, shortened
 
 _MOST_ON_CORE = 16
 """The most processes for each core: enough to try a large layout on a small machine."""
@@ -190,7 +191,7 @@ class Rendezvous:
         try:
             yield f"{what}/{next(self._calls)}"
         except dist.DistError as error:
-            raise RunFailed(f"lost the other ranks: {_first_line(error)}") from None
+            raise RankLost(lost(error)) from None
 
     def _await(self, key: str) -> None:
         # Poll: a wait inside the store would hold back Ctrl-C.
@@ -227,8 +228,28 @@ def _show_life(store: dist.Store, key: str, stopped: threading.Event) -> None:
             return
 
 
+_GONE = re.compile(
+    r"Connection (?:closed|reset) by (?:remote )?peer|Connection was likely closed|Broken pipe"
+    r"|ncclRemoteError|remote process exited"
+)
+
+
+def lost(error: Exception) -> str:
+    """Return what to tell of an error that says that another rank has ended."""
+    return f"lost another rank: {_first_line(error)}; what that rank or its launcher says is why"
+
+
+def is_of_lost_rank(error: BaseException) -> bool:
+    """Return whether ``error``, of a collective or of the store, says that another rank has
+    ended."""
+    is_of_torch = isinstance(error, dist.DistError) or "gloo" in str(error)
+    return is_of_torch and _GONE.search(str(error)) is not None
+
+
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].strip()
+    """Return the first line, without the place in torch's source, and gloo's advice."""
+    text = str(error).partition("\n")[0].strip()
+    return re.sub(r"^\[\S*\] |\. This is typically caused by .*", "", text)
 
 
 def find_ranks(place: LaunchedPlace, seconds: float, *, again: bool = False) -> dist.Store:

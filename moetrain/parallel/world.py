@@ -3,8 +3,9 @@
 One process is a world of one, with meshes like any other.
 """
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import lcm
@@ -15,7 +16,13 @@ import torch
 import torch.distributed as dist
 
 from moetrain.config import Config, ConfigError
-from moetrain.config.environment import GPUS_OF_MACHINE, allocator_is_set, launched_place
+from moetrain.config.environment import (
+    GPUS_OF_MACHINE,
+    allocator_is_set,
+    launched_place,
+    software,
+)
+from moetrain.config.sources import RankLost, leaves, shortened
 from moetrain.kernels.experts.deepep import disconnect
 from moetrain.models.architecture import Architecture
 from moetrain.parallel import processes
@@ -36,6 +43,13 @@ _T = TypeVar("_T")
 
 _BYTES_OF_TOKEN = 24
 """Bytes that a token of a batch takes on the host: its id, target and position."""
+_OF_MACHINES = (
+    *("launch.", "output_dir", "checkpoint.memory", "data.cache_dir"),
+    *("log.tensorboard", "log.reporters", "log.project", "log.progress"),
+    # A run compares what lies there (moetrain.train.run).
+    *("data.path", "data.eval_path", "data.tokenizer"),
+)
+"""Beginnings of the names of settings that may differ from machine to machine."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +157,8 @@ def join_world(config: Config, arch: Architecture) -> World:
     last ranks of ``rl.generators`` are no part of the world, and of no group of it.
 
     Raises:
-        ConfigError: the layout does not fit, there is no GPU for this rank, or a launcher's
-            variables are wrong.
+        ConfigError: the layout does not fit, there is no GPU for this rank, a launcher's variables
+            are wrong, or ranks have other settings, models or software than rank 0.
         RunFailed: other ranks did not come within ``launch.join_timeout``.
     """
     place = launched_place()
@@ -178,7 +192,7 @@ def join_world(config: Config, arch: Architecture) -> World:
             )
     dims = plan_world(config, arch, size)
     owns_group, size, apart = not dist.is_initialized(), dims.world_size, config.rl.apart
-    store = None
+    store = rendezvous = None
     if apart and not (place and owns_group and rank < size):
         problem = "'apart' needs processes that a launcher started, and a run that generates"
         raise ConfigError("rl.placement", f"{problem}; use together")
@@ -192,23 +206,27 @@ def join_world(config: Config, arch: Architecture) -> World:
         assert place is not None  # else the size is one
         with compiler_started(device) if config.compile.enabled is True else nullcontext():
             store = processes.find_ranks(place, config.launch.join_timeout)
-            mine = str(dims.per_machine)
-            if (theirs := store.compare_set("per_machine", "", mine).decode()) != mine:
-                problem = f"auto is {mine} on rank {rank} but {theirs} on another; give a number"
-                raise ConfigError("launch.gpus_per_machine", problem)
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                store=store,
-                rank=rank,
-                world_size=size,
-                timeout=processes.TIMEOUT,
-                # Binding the device connects the communicator now, and lets others be split off it.
-                device_id=device if device.type == "cuda" else None,
-            )
+            rendezvous = processes.Rendezvous(store, rank, size)
+            _check_alike(config, arch, dims, rendezvous)
+            try:
+                dist.init_process_group(
+                    "nccl" if device.type == "cuda" else "gloo",
+                    store=store,
+                    rank=rank,
+                    world_size=size,
+                    timeout=processes.TIMEOUT,
+                    # Binding the device connects the communicator now, and lets others be split
+                    # off it.
+                    device_id=device if device.type == "cuda" else None,
+                )
+            except dist.DistNetworkError as error:
+                raise RankLost(processes.lost(error)) from None
+    if rendezvous is None:
+        rendezvous = processes.Rendezvous(default_store(), rank, size)
+        _check_alike(config, arch, dims, rendezvous)
     meshes = build_meshes(dims, device.type)
     if size > 1:
         meshes.warm_up(device)
-    rendezvous = processes.Rendezvous(default_store(), rank, size)
     return World(
         rank=rank,
         local_rank=gpu,
@@ -220,6 +238,59 @@ def join_world(config: Config, arch: Architecture) -> World:
         rendezvous=rendezvous,
         store=store,
     )
+
+
+def _check_alike(
+    config: Config, arch: Architecture, dims: ParallelDims, rendezvous: processes.Rendezvous
+) -> None:
+    """Raise ConfigError on every rank if one has other settings, another model or other software
+    than rank 0.
+
+    Otherwise ranks would wait for one another in different collectives, or train on in silence,
+    each by settings of its own.
+    """
+    if rendezvous.size == 1:
+        return
+    settings = dict(leaves(config.to_dict()))
+    mine = {
+        "software": software(),
+        "launch.gpus_per_machine": dims.per_machine,
+        "settings": {k: v for k, v in settings.items() if not k.startswith(_OF_MACHINES)},
+        "model": arch.model_dump(mode="json"),
+    }
+    texts = rendezvous.gather(json.dumps(mine, sort_keys=True))
+    found = rendezvous.broadcast(json.dumps(_difference(texts)))
+    if (difference := json.loads(found)) is not None:
+        rendezvous.gather("")  # rank 0 serves the store, and ends once the others have read it
+        raise ConfigError(*difference)
+
+
+def _difference(texts: Sequence[str]) -> tuple[str, str] | None:
+    """Return the setting in which a rank first differs from rank 0, and the problem; None: all are
+    alike. ``texts`` are those of :func:`_check_alike`, by rank."""
+    rank = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+    if rank is None:
+        return None
+    first, other = json.loads(texts[0]), json.loads(texts[rank])
+    for name, version in first["software"].items():
+        if (theirs := other["software"].get(name)) != version:
+            problem = f"{name} is {version} on rank 0, but {theirs} on rank {rank}"
+            return "software", f"{problem}; install the same on all machines"
+    name = "launch.gpus_per_machine"
+    if other[name] != first[name]:
+        problem = f"auto is {first[name]} on rank 0, but {other[name]} on rank {rank}"
+        return name, f"{problem}; start as many processes on each machine, or give a number"
+    here, there = first["settings"], other["settings"]
+    names = [name for name in here if here[name] != there.get(name)]
+    if names:
+        name, *more = names
+        problem = f"{shortened(here[name])} on rank 0, but {shortened(there.get(name))} on rank"
+        also = f" (also {', '.join(more[:4])}{', ...' * (len(more) > 4)})" if more else ""
+        return name, f"{problem} {rank}; give all ranks the same settings{also}"
+    here, there = first["model"], other["model"]
+    name = next(name for name in here if here[name] != there.get(name))
+    problem = f"{name} is {shortened(here[name])} on rank 0, but {shortened(there.get(name))} on"
+    return "model.path", f"{problem} rank {rank}; give all machines the same files"
 
 
 def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:

@@ -16,6 +16,7 @@ import torch
 
 from moetrain.checkpoint.read import Checkpoint
 from moetrain.checkpoint.save import Saved
+from moetrain.config import ConfigError
 from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.losses.balancing import RoutingStats
@@ -98,7 +99,8 @@ class Run:
             progress: returns what a checkpoint holds of the loop, such as the data's position.
             is_rl: the run learns by reinforcement.
 
-        Raises ConfigError: the settings of ``log`` do not suit the run.
+        Raises ConfigError: the settings of ``log`` do not suit the run, or ranks have read other
+        data than rank 0.
         """
         self.session, self.world, self.device = session, session.world, session.world.device
         self.config = config = engine.config
@@ -107,6 +109,7 @@ class Run:
         self.step, self.tokens, self.evaluated_at = 0, 0, -1
         self.total_steps, self.identity, self.trained_on = total_steps, identity, trained_on
         self.is_rl = is_rl
+        self._check_alike()
         config.log.check(total_steps)
         arch = engine.arch
         is_frozen = config.lora.rank > 0
@@ -121,11 +124,26 @@ class Run:
         self.routing_watch = RoutingWatch(self.moe_layers)
         self.expert_counts_LE: torch.Tensor | None = None
         self.stops = StopRequests(self.world, config.train.max_bad_steps)
-        self.watchdog = Watchdog(config.launch.hang_seconds)
+        self.watchdog = Watchdog(config.launch.hang_seconds, self.world.rank, self.world.size)
         self._progress = progress
         self.checkpointer = Checkpointer(
             engine, folder, self.clock, progress=self._all_progress, on_saved=self._say_saved
         )
+
+    def _check_alike(self) -> None:
+        """Raise ConfigError on every rank if one has read other data, or other tasks, than rank 0.
+
+        Each rank trains on a share of what it has read itself, so that a difference would be
+        silent.
+        """
+        main, rank = self.world.broadcast(self.identity), self.world.rank
+        if found := self.world.any("" if self.identity == main else str(rank)):
+            self.world.barrier()  # rank 0 may serve the store, and goes when all have heard it
+            name, what = "data.path", "files, or those of the tokenizer, differ"
+            if self.is_rl:
+                name, what = "rl.env", "tasks (rl.env, rl.prompts, rl.reward, tokenizer) differ"
+            problem = f"the {what} on rank {found} from those on rank 0"
+            raise ConfigError(name, f"{problem}; give all machines the same")
 
     def restore(self, found: Checkpoint) -> Checkpoint:
         """Load engine, step, tokens and callbacks from ``found``, and return what was loaded.
@@ -164,6 +182,7 @@ class Run:
                 saved = self.checkpointer.save_failed(self.step, self.best.step)
                 raise RunFailed(f"{failure}; {saved}") from None
             finally:
+                self.watchdog.pause()  # a program that runs this one may go on after its error
                 self.reporter.close()
 
     @contextmanager

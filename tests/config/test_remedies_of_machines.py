@@ -6,6 +6,7 @@ process's own. Only GPUs are imitated. Requests, records and settings: :mod:`tes
 
 from __future__ import annotations
 
+import json
 import re
 import resource
 import shutil
@@ -14,15 +15,18 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from moetrain.checkpoint import save as checkpoint_save
 from moetrain.cli.train import main
-from moetrain.config import CheckpointSection, Config, ConfigError
+from moetrain.config import CheckpointSection, Config, ConfigError, environment
 from moetrain.config.environment import LaunchedPlace, c_compiler, launched_place
 from moetrain.config.files import disk_remedy
 from moetrain.config.locks import file_lock
@@ -38,9 +42,11 @@ from moetrain.train import run_folder
 from moetrain.train.checks import check_device
 from moetrain.train.estimates.memory import RankSizes
 from moetrain.train.loop import Trainer
+from moetrain.train.metrics import read_metrics
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.session import resolve_run
 from tests.config.test_remedies import TEXT, TINY, UNSET, made, use
+from tests.lib.distributed import spawn
 
 # ---- variables of launchers: good ones, a change, the error, and changes that it advises ---
 
@@ -324,6 +330,146 @@ def test_what_the_error_of_ranks_that_contradict_one_another_advises_works():
         port = free_port()
         ranks = [place(r, size, "127.0.0.1", port) for r in range(size)]
         assert meet(*ranks, seconds=9) == dict.fromkeys(range(size))
+
+
+# ---- machines that disagree ----------------------------------------------------------------------
+
+
+class Met:
+    """The rendezvous of rank 0 with a rank that has sent ``other``; without it, that rank's."""
+
+    size = 2
+
+    def __init__(self, other: str | None = None) -> None:
+        self.other = other
+        self.sent: list[str] = []
+
+    def gather(self, text: str) -> list[str]:
+        self.sent.append(text)
+        return [] if self.other is None else [text, self.other]
+
+    def broadcast(self, text: str) -> str:
+        return "null" if self.other is None else text
+
+
+def compare(first: dict[str, Any], other: dict[str, Any], per_machine: tuple[int, int]) -> None:
+    """Compare rank 0 with the settings ``first`` and rank 1 with ``other``."""
+    met: Any = Met()
+    for settings, ranks in ((other, per_machine[1]), (first, per_machine[0])):
+        config, arch = resolve_run(made(TINY | {"train.global_batch_size": 4} | settings))
+        dims = replace(world_module.plan_world(config, arch, 2), per_machine=ranks)
+        world_module._check_alike(config, arch, dims, met)
+        met = Met(met.sent[0])
+
+
+def test_a_setting_that_machines_do_not_share_is_named_and_giving_all_the_same_works():
+    for name, one, two in (
+        ("train.seed", 1, 2),
+        ("train.steps", 4, 6),
+        ("optim.lr", 0.1, 0.2),
+        ("train.micro_batch_size", 1, 2),
+        ("checkpoint.interval", 2, 3),
+        ("log.interval", 1, 2),
+    ):
+        says = f"^{name}: {one} on rank 0, but {two} on rank 1; give all ranks the same settings$"
+        with pytest.raises(ConfigError, match=says):
+            compare({name: one}, {name: two}, (1, 1))
+        compare({name: one}, {name: one}, (1, 1))
+    many = {"train.seed": 2, "train.steps": 3, "optim.lr": 0.5}
+    with pytest.raises(ConfigError, match=r"same settings \(also train.seed, train.steps\)$"):
+        compare({}, many, (1, 1))
+
+
+def test_settings_of_a_machine_may_differ(tmp_path):
+    memory = {"checkpoint.memory_interval": 1}
+    for name, value in (
+        ("output_dir", tmp_path / "disk1"),
+        ("checkpoint.memory", tmp_path),
+        ("data.cache_dir", tmp_path),
+        ("launch.hang_seconds", 9),
+        ("log.progress", "no"),
+    ):
+        compare(memory, memory | {name: value}, (1, 1))
+
+
+def test_machines_with_other_numbers_of_ranks_software_or_models_are_told(monkeypatch):
+    says = "^launch.gpus_per_machine: auto is 1 on rank 0, but 2 on rank 1; start as many .* on e"
+    with pytest.raises(ConfigError, match=says):
+        compare({}, {}, (1, 2))
+    compare({}, {}, (2, 2))  # as many on each machine, or a number
+    kinds = iter([{"torch": "2", "moetrain": "1"}, {"torch": "2", "moetrain": "0"}])
+    monkeypatch.setattr(world_module, "software", lambda: next(kinds))
+    says = "^software: moetrain is 0 on rank 0, but 1 on rank 1; install the same on all machines$"
+    with pytest.raises(ConfigError, match=says):
+        compare({}, {}, (1, 1))
+    monkeypatch.undo()
+    config, arch = resolve_run(made(TINY | {"train.global_batch_size": 4}))
+    dims = world_module.plan_world(config, arch, 2)
+    met: Any = Met()
+    other = arch.model_copy(update={"rope_theta": 2.0})
+    world_module._check_alike(config, other, dims, met)
+    with pytest.raises(ConfigError) as raised:
+        world_module._check_alike(config, arch, dims, Met(met.sent[0]))
+    says = r"model.path: rope_theta is \S+ on rank 0, but 2.0 on rank 1; give all machines the same"
+    assert re.match(says, str(raised.value))
+
+
+def test_the_code_of_the_package_counts_as_its_version(monkeypatch, tmp_path):
+    """An edited file, a renamed one, and one more."""
+    package = tmp_path / "moetrain" / "config"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(environment, "__file__", str(package / "environment.py"))
+    (package / "a.py").write_text("1")
+    seen = [environment.software()]
+    assert environment.software() == seen[0]
+    for change in (
+        lambda: (package / "a.py").write_text("2"),
+        lambda: (package / "a.py").rename(package / "b.py"),
+        lambda: (package / "c.py").write_text(""),
+    ):
+        change()
+        seen.append(environment.software())
+    assert len({x["the code of moetrain"] for x in seen}) == 4
+    assert len({x["torch"] for x in seen}) == 1
+
+
+def train_on_machine(settings: list[dict[str, Any]]) -> tuple[str, list[float]]:
+    """Train with the settings of this rank's machine; return the error, or the losses."""
+    mine = TINY | {"train.global_batch_size": 4, "train.steps": 3} | settings[dist.get_rank()]
+    try:
+        Trainer(made(mine)).fit()
+    except ConfigError as error:
+        return str(error), []
+    rows = read_metrics(Path(mine["output_dir"], "metrics.jsonl"))
+    return "", [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.mark.tier("long")
+def test_machines_that_read_other_data_are_told_and_the_same_files_train_alike(tmp_path):
+    """They may lie elsewhere. The losses are those of two ranks that read one folder."""
+    for name, text in (("one", TEXT), ("copy", TEXT), ("other", TEXT.upper())):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(text * 9)
+    of_text = {
+        "data.source": "text",
+        "data.cache_dir": tmp_path / "cache",
+        "data.tokenizer": "byte",
+    }
+
+    def start(first: str, other: str, out: str) -> list[tuple[str, list[float]]]:
+        own = {"output_dir": tmp_path / out, "log.interval": 1} | of_text
+        folders = [own | {"data.path": tmp_path / name} for name in (first, other)]
+        return spawn(2, train_on_machine, folders)
+
+    says = (
+        "data.path: the files, or those of the tokenizer, differ on rank 1 from those on rank 0; "
+        "give all machines the same"
+    )
+    assert start("one", "other", "refused") == [(says, [])] * 2
+    ((error, losses), _) = start("one", "copy", "copies")
+    assert error == ""
+    assert len(losses) == 3
+    assert start("one", "one", "undisturbed")[0] == ("", losses)
 
 
 # ---- a folder that ranks do not share ------------------------------------------------------------
@@ -658,6 +804,29 @@ def test_what_the_error_of_a_limit_of_files_advises_works(longest, tmp_path, cap
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert re.match(r"failed: .*File too large.*; raise the limit .*\(ulimit -f\)", line), line
     assert run(settings, capsys) == ""
+
+
+def test_the_remedy_of_a_checkpoint_is_that_of_the_rank_that_cannot_write_it():
+    """Ranks have limits of their own: the rank that tells has none here, or alone has one."""
+
+    def write() -> None:
+        raise OSError(27, "File too large")
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    whole = checkpoint_save._attempt(lambda: "written")
+    says = {True: "raise the limit .* \\(ulimit -f\\)$", False: "choose another output_dir$"}
+    for has_limit, limit in ((True, 1 << 20), (False, before[0])):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            reports = [whole, checkpoint_save._attempt(write)]
+            other = before[0] if has_limit else 1 << 20
+            resource.setrlimit(resource.RLIMIT_FSIZE, (other, before[1]))
+            told = checkpoint_save._attempt(lambda: checkpoint_save._values(reports))  # noqa: B023
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        answer = json.loads(told)
+        assert answer["error"] == "rank 1: [Errno 27] File too large"
+        assert re.match(says[has_limit], answer["remedy"])
 
 
 def test_an_error_of_a_disk_advises_what_its_number_calls_for():
