@@ -9,6 +9,8 @@ a collective. This module ends runs as follows, with these exit codes:
     SIGTERM, Ctrl-C          is sent to every rank; they write a checkpoint: 143, 130
     a rank fails             the first to fail prints its error; the others are killed: 1 or 2
     a rank is killed         a line names the signal; the others are killed: 1
+    a rank ends too early    the others lose it; a line names it and its exit code: 1
+    a rank is stopped        the others end by launch.hang_seconds; a line names it, it is killed: 1
     this process is killed   the ranks, which watch it, die too
 
 A rank is ``python -m moetrain.cli.launch LAUNCHER COMMAND``, which runs COMMAND. Left out on
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from moetrain.cli import interrupt_quietly
+from moetrain.config.environment import failure_mark
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.1
@@ -38,7 +41,9 @@ _STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 """Exit codes of ranks that stopped on request. The other ranks then have all the time they need."""
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """Signals that torch's start_processes handles, and SIGUSR1, the warning of batch systems."""
-_FAILED = 1
+_FAILED, _MISCONFIGURED = 1, 2
+_LOST = "lost"
+"""Content of the mark of a failure if the rank that reported it has only lost another one."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -89,8 +94,7 @@ def _run_ranks(command: Sequence[str], nproc: int, restarts: int, max_restarts: 
                 logs_specs=multiprocessing.DefaultLogsSpecs(folder),
             )
             try:
-                mark = _failure_mark(ranks.error_files[0])
-                return _watch(list(ranks.pids().values()), handlers, mark)
+                return _watch(list(ranks.pids().values()), handlers, ranks.error_files)
             finally:
                 ranks.close(signal.SIGKILL)  # kills the ranks' own children too
         except multiprocessing.SignalException as stop:  # it came before _watch set its handlers
@@ -101,14 +105,15 @@ def _run_ranks(command: Sequence[str], nproc: int, restarts: int, max_restarts: 
                 signal.signal(number, handler)
 
 
-def _failure_mark(error_file: str) -> Path:
-    """Return the path of the file that exists once a rank's failure is reported."""
-    return Path(error_file).parent.parent / "failed"
+def _watch(
+    pids: Sequence[int], before: Mapping[signal.Signals, Any], error_files: Mapping[int, str]
+) -> int:
+    """Wait until all ranks have succeeded or stopped, or one has failed. Return the exit code.
 
-
-def _watch(pids: Sequence[int], before: Mapping[signal.Signals, Any], failed_mark: Path) -> int:
-    """Wait until all ranks have succeeded or stopped, or one has failed. Return the exit code."""
+    ``before`` has the handlers of signals, and ``error_files`` the file of each rank's error.
+    """
     forwarded: list[int] = []
+    failed_mark = failure_mark(error_files[0])
 
     def forward(number: int, frame: Any) -> None:
         number = signal.SIGTERM if number == signal.SIGUSR1 else number
@@ -118,7 +123,7 @@ def _watch(pids: Sequence[int], before: Mapping[signal.Signals, Any], failed_mar
 
     for number, was in before.items():  # a signal that nohup ignores stays ignored
         signal.signal(number, was if was is signal.SIG_IGN else forward)
-    deadline = float("inf")
+    deadline, oom_kills = float("inf"), _oom_kills()
     while True:
         codes = [_exit_code(pid) for pid in pids]
         failed = [code for code in codes if code not in (None, 0, *_STOPPED)]
@@ -132,12 +137,31 @@ def _watch(pids: Sequence[int], before: Mapping[signal.Signals, Any], failed_mar
     for rank, code in enumerate(codes):
         if code is not None and code < 0 and -code not in forwarded:
             cause = f"signal {-code} ({signal.strsignal(-code)})"
+            if code == -signal.SIGKILL and _oom_kills() > oom_kills:
+                cause += (
+                    ": the kernel ends processes, as memory is full (see dmesg); lower "
+                    "train.micro_batch_size, or start fewer processes (launch.nproc)"
+                )
             print(f"failed: rank {rank} was killed by {cause}", file=sys.stderr)
+        elif code is None and _is_stopped(pids[rank]):
+            print(
+                f"failed: rank {rank} was stopped by a signal (SIGSTOP or SIGTSTP), so that the "
+                "others waited for it; it is killed",
+                file=sys.stderr,
+            )
+    if failed and failed_mark.exists() and failed_mark.read_text() == _LOST:
+        for rank, code in enumerate(codes):
+            if code is not None and code >= 0 and not Path(error_files[rank]).exists():
+                problem = f"ended with exit code {code} and no error, while others needed it"
+                print(f"failed: rank {rank} {problem}", file=sys.stderr)
     # A rank that was killed by a stop signal, before it could handle the signal, counts as stopped.
     ended = [128 - code if -code in forwarded else code for code in codes if code is not None]
     failed = [code for code in ended if code not in (0, *_STOPPED)]
-    # If one rank finds a bad setting (2), the other ranks fail in other ways (1).
-    return max(_FAILED, *failed) if failed else max(ended)
+    if failed:
+        # If one rank finds a bad setting (2), the other ranks fail in other ways (1). Other codes
+        # come from code that is not ours.
+        return _MISCONFIGURED if _MISCONFIGURED in failed else _FAILED
+    return max(ended)
 
 
 def _exit_code(pid: int) -> int | None:
@@ -148,19 +172,34 @@ def _exit_code(pid: int) -> int | None:
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
+def _oom_kills() -> int:
+    """Return how many processes the kernel has ended since its start because memory was full."""
+    file = Path("/proc/vmstat")
+    rows = file.read_text().splitlines() if file.exists() else []
+    return sum(int(row.split()[1]) for row in rows if row.startswith("oom_kill "))
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a child has been stopped by a signal."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+
 # ---- the code that ranks run -------------------------------------------------------------------
 
 
-def is_first_to_fail(error_file: str, *, waits: bool) -> bool:
+def is_first_to_fail(error_file: str, *, waits: bool, is_lost: bool = False) -> bool:
     """Return True on the first rank of this machine that fails; later ranks fail because of it.
 
     ``error_file`` is this rank's own, from TORCHELASTIC_ERROR_FILE. With ``waits`` this function
     gives the launcher time to report first that another rank was killed, which may be the cause.
+    ``is_lost`` tells the launcher that this rank has only lost another one.
     """
     if waits:
         time.sleep(5 * _POLL_SECONDS)
     try:
-        _failure_mark(error_file).touch(exist_ok=False)
+        with failure_mark(error_file).open("x") as mark:
+            mark.write(_LOST * is_lost)
     except FileExistsError:
         return False
     return True

@@ -27,12 +27,17 @@ from pydantic.fields import FieldInfo
 from moetrain.cli import interrupt_by_exception, launch, quiet_imports
 from moetrain.cli.main import error_line, reader_may_leave, version
 from moetrain.config import Config, ConfigError, Recipes, logger
-from moetrain.config.environment import LaunchedPlace, launched_place, let_idle_threads_sleep
+from moetrain.config.environment import (
+    LaunchedPlace,
+    launched_place,
+    let_idle_threads_sleep,
+    report_failure,
+)
 from moetrain.config.files import disk_remedy
 from moetrain.config.help import as_typed, values_in_words
 from moetrain.config.rl import RlSection
 from moetrain.config.sections import CheckpointSection
-from moetrain.config.sources import RunFailed, Unused, recipe_names
+from moetrain.config.sources import RankLost, RunFailed, Unused, recipe_names
 
 if TYPE_CHECKING:
     from moetrain.models.architecture import Architecture
@@ -196,6 +201,9 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
     except Exception as error:
         if place is None:
             raise
+        if (reason := _why_lost(error)) is not None:
+            return _end(place, 1, error_line(f"failed: {reason}"), is_lost=True)
+        error.add_note(f"(rank {place.rank} of {place.world_size})")
         text = "".join(traceback.format_exception(error)).rstrip()
         return _end(place, 1, text, may_follow=True)
     except KeyboardInterrupt:  # while loading, or the second Ctrl-C of a run
@@ -287,7 +295,8 @@ def _fit(config: Config, program: Program, place: LaunchedPlace | None) -> int:
         with _disk_errors_of_threads_unprinted(config.output_dir):
             program.run(config)
     except RunFailed as failure:
-        return _end(place, 1, error_line(f"failed: {failure}"))
+        is_lost = isinstance(failure, RankLost)
+        return _end(place, 1, error_line(f"failed: {failure}"), is_lost=is_lost)
     except (OSError, SafetensorError) as error:
         if (reason := _why_no_disk(error, config.output_dir)) is None:
             raise
@@ -340,18 +349,39 @@ def _disk_errors_of_threads_unprinted(folder: str) -> Generator[None]:
         threading.excepthook = before
 
 
-def _end(place: LaunchedPlace | None, code: int, reason: str, *, may_follow: bool = False) -> int:
+def _why_lost(error: Exception) -> str | None:
+    """Return what to tell of an error that says that another rank has ended; None: it is of
+    another kind."""
+    processes: Any = sys.modules.get("moetrain.parallel.processes")  # loaded if ranks have met
+    if processes is None or not processes.is_of_lost_rank(error):
+        return None
+    return processes.lost(error)
+
+
+def _end(
+    place: LaunchedPlace | None,
+    code: int,
+    reason: str,
+    *,
+    may_follow: bool = False,
+    is_lost: bool = False,
+) -> int:
     """Print the failure once per job, then exit with ``code``. Without a launcher return ``code``.
 
-    ``may_follow`` says that another rank's failure may be the cause. If so, only the cause is
-    printed.
+    ``may_follow`` says that another rank's failure may be the cause, and ``is_lost`` that it is.
+    Then only the cause is printed, if it lies on this machine and is known.
     """
     # Without one of torch's launchers (under srun) ranks share no folder, so every rank reports.
     error_file = None if place is None else place.error_file
-    if not error_file or launch.is_first_to_fail(error_file, waits=may_follow):
+    is_first = not error_file or launch.is_first_to_fail(
+        error_file, waits=may_follow or is_lost, is_lost=is_lost
+    )
+    if is_first:
         print(reason, file=sys.stderr)
     if place is None:
         return code
+    if error_file:
+        report_failure(error_file, reason, is_first=is_first)
     sys.stdout.flush()
     sys.stderr.flush()
     # A normal exit closes communicators, which can wait forever for ranks that have ended.

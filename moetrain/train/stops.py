@@ -5,11 +5,16 @@ other ranks at every step. :class:`Watchdog` ends a process whose step takes too
 """
 
 import faulthandler
+import math
+import os
 import sys
+import threading
+import time
 from typing import TextIO, cast
 
 import torch
 
+from moetrain.config.environment import failure_mark, launched_place, report_failure
 from moetrain.config.sources import RunFailed
 from moetrain.parallel.world import World
 from moetrain.runtime.memory import LateValues
@@ -19,6 +24,9 @@ _SAVE = 1 << 32
 """The main rank adds this to the sum of all ranks' stop signals to ask for a checkpoint."""
 _END = 1 << 40
 """Every rank on which a callback asks to end the run adds this to the same sum."""
+
+_STUCK_SECONDS = 5.0
+"""Seconds after the time of a watchdog when the process ends even if no Python code can run."""
 
 
 class BadSteps(RunFailed):
@@ -125,19 +133,45 @@ class Watchdog:
     remaining ones and starts all ranks again.
     """
 
-    def __init__(self, seconds: float) -> None:
-        """Set the ``seconds`` after which the process ends with a traceback of all threads; 0:
-        never."""
-        self.seconds = seconds
+    def __init__(self, seconds: float, rank: int = 0, size: int = 1) -> None:
+        """Set the ``seconds`` after which rank ``rank`` of ``size`` ends, and says where each of
+        its threads is; 0: never."""
+        self.seconds, self.rank, self.size = seconds, rank, size
+        self._deadline = math.inf
+        self._thread: threading.Thread | None = None
 
     def restart(self) -> None:
         """Restart the timer."""
-        self.pause()
-        if self.seconds:
-            error = cast("TextIO", sys.__stderr__)
-            faulthandler.dump_traceback_later(self.seconds, file=error, exit=True)
+        if not self.seconds:
+            return
+        self._deadline = time.monotonic() + self.seconds
+        # This one ends the process even if a thread keeps the others from running Python code.
+        error = cast("TextIO", sys.__stderr__)
+        faulthandler.dump_traceback_later(self.seconds + _STUCK_SECONDS, file=error, exit=True)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
 
     def pause(self) -> None:
         """Stop the timer until the next :meth:`restart`."""
+        self._deadline = math.inf
         if self.seconds:
             faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        # A restart while this thread sleeps moves the deadline behind the end of the sleep.
+        while (left := self._deadline - time.monotonic()) > 0:
+            time.sleep(min(left, self.seconds))
+        who = f"rank {self.rank} of {self.size}" if self.size > 1 else "this process"
+        reason = (
+            f"failed: {who} has not ended a step for {self.seconds:g} s (launch.hang_seconds), and "
+            "ends; above is where its threads were. Raise it if a step can take as long"
+        )
+        error, place = cast("TextIO", sys.__stderr__), launched_place()
+        if place is not None and place.error_file:
+            failure_mark(place.error_file).touch()  # what other ranks meet now follows from this
+            report_failure(place.error_file, reason)
+        print(f"the threads of {who}:", file=error, flush=True)
+        faulthandler.dump_traceback(error)
+        print(reason, file=error, flush=True)
+        os._exit(1)

@@ -1,6 +1,7 @@
 """Ranks start and end together: exit codes, one report, no process left, srun's variables."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from moetrain.cli import launch
 from moetrain.cli.train import main
 from moetrain.config import ConfigError
-from moetrain.config.environment import LaunchedPlace
+from moetrain.config.environment import LaunchedPlace, report_failure
 from moetrain.config.sources import RunFailed
 from moetrain.parallel.processes import find_ranks
 from tests.lib.command_lines import settled
@@ -77,6 +80,14 @@ class Trainer:
         except OSError:  # and it was waited for
             pass
         raise RuntimeError("connection closed by peer")
+
+    def one_is_stopped(self):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        from moetrain.train.stops import Watchdog
+
+        Watchdog(0.5 if rank == 0 else 600, rank, 3).restart()
+        time.sleep(600)
 
     def wait_for_a_signal(self):
         got = []
@@ -211,7 +222,7 @@ def test_an_error_is_reported_by_its_rank_and_ends_the_others(start, tmp_path):
     code, _, error = start("one_raises").end()
     assert code == 1
     assert error.startswith("Traceback")
-    assert error.endswith("ValueError: the cause\n")
+    assert error.endswith("ValueError: the cause\n(rank 1 of 3)\n")
     assert error.count("Traceback") == 1
     assert_nobody_is_left(tmp_path)
 
@@ -224,12 +235,81 @@ def test_a_killed_rank_ends_the_others(others, start, tmp_path):
     assert_nobody_is_left(tmp_path)
 
 
+@pytest.mark.tier("long")
+def test_a_stopped_rank_is_named_after_the_rank_that_waited_for_it(start, tmp_path):
+    code, _, error = start("one_is_stopped").end()
+    assert code == 1
+    assert error.startswith("the threads of rank 0 of 3:\n")
+    assert "in one_is_stopped\n" in error
+    hung, stopped = error.splitlines()[-2:]
+    assert hung.startswith("failed: rank 0 of 3 has not ended a step for 0.5 s (launch.hang_sec")
+    assert stopped.startswith("failed: rank 1 was stopped by a signal (SIGSTOP or SIGTSTP), ")
+    assert_nobody_is_left(tmp_path)
+
+
+@pytest.mark.tier("long")
+@pytest.mark.parametrize(("end", "code"), [("os._exit(0)", 0), ("raise SystemExit(3)", 3)])
+def test_a_rank_that_ends_too_early_is_named(end, code, tmp_path):
+    """The others notice it by their connections, and say so in one line."""
+    behaviour = MEETING.replace('raise ValueError("the cause")', f"import os; {end}")
+    assert behaviour != MEETING
+    found, _, error = Launcher(tmp_path, behaviour).end(timeout=180)
+    assert found == 1
+    lost, early = error.splitlines()
+    # Gloo says that its peer has closed the connection, or has reset it.
+    assert re.match("failed: lost another rank: .*Connection (closed|reset) by peer", lost)
+    assert lost.endswith("; what that rank or its launcher says is why")
+    assert (
+        early == f"failed: rank 2 ended with exit code {code} and no error, while others needed it"
+    )
+
+
+@pytest.mark.parametrize("is_killed_by_kernel", [False, True])
+def test_the_line_of_a_killed_rank_says_if_memory_was_full(
+    is_killed_by_kernel, monkeypatch, tmp_path, capfd
+):
+    counts = iter([7, 7 + is_killed_by_kernel])
+    monkeypatch.setattr(launch, "_oom_kills", lambda: next(counts))
+    dies = subprocess.Popen(["sh", "-c", "kill -9 $$"])
+    assert launch._watch([dies.pid], {}, {0: str(tmp_path / "0" / "error.json")}) == 1
+    dies.wait()
+    killed = "failed: rank 0 was killed by signal 9 (Killed)"
+    line = capfd.readouterr().err
+    assert line.startswith(killed)
+    assert line.endswith(
+        "; lower train.micro_batch_size, or start fewer processes (launch.nproc)\n"
+        if is_killed_by_kernel
+        else "(Killed)\n"
+    )
+
+
+def test_the_counter_of_full_memory_is_the_kernels():
+    rows = dict(row.split() for row in Path("/proc/vmstat").read_text().splitlines())
+    assert launch._oom_kills() == int(rows["oom_kill"])
+
+
+def test_torchrun_shows_the_reason_of_the_rank_that_failed_first(tmp_path):
+    """Within a second, too, and though a lower rank failed behind it."""
+    files = [str(tmp_path / str(rank) / "error.json") for rank in (0, 1)]
+    for file in files:
+        Path(file).parent.mkdir()
+    assert launch.is_first_to_fail(files[1], waits=False)
+    assert not launch.is_first_to_fail(files[0], waits=False)
+    report_failure(files[1], "failed: the cause")
+    report_failure(files[0], "failed: a consequence", is_first=False)
+    failures = {rank: ProcessFailure(rank, 1, 1, file) for rank, file in enumerate(files)}
+    shown = ChildFailedError("moetrain.train", failures)
+    assert shown.get_first_failure()[0] == 1
+    assert "traceback : failed: the cause\n" in str(shown).partition("Root Cause")[2]
+    assert "a consequence" not in str(shown)
+
+
 @pytest.mark.tier("wide")
 def test_started_ranks_meet_and_the_first_error_is_the_one_reported(tmp_path):
     code, out, error = Launcher(tmp_path, MEETING).end(timeout=180)
     assert code == 1
     assert sorted(out.splitlines()) == ["0 of 3: 3.0", "1 of 3: 3.0", "2 of 3: 3.0"]
-    assert error.endswith("ValueError: the cause\n")
+    assert error.endswith("ValueError: the cause\n(rank 2 of 3)\n")
     assert error.count("Traceback") == 1
 
 
