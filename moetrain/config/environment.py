@@ -167,7 +167,7 @@ def report_failure(error_file: str, reason: str, *, is_first: bool = True) -> No
 def software() -> dict[str, str]:
     """Return the versions that all ranks must share: of torch, of moetrain, and of its code, which
     may have been edited."""
-    found = {}
+    found: dict[str, str] = {}
     for name in ("torch", "moetrain"):
         try:
             found[name] = metadata.version(name)

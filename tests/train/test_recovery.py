@@ -4,7 +4,9 @@ Machines are processes here, each with its own folder for its memory.
 """
 
 import errno
+import faulthandler
 import json
+import math
 import os
 import re
 import shutil
@@ -279,6 +281,20 @@ def test_a_rank_that_hangs_is_noticed_and_one_step_is_lost_at_most(tiny_words, t
     rows = [row["step"] for row in read_metrics(out / "metrics.jsonl") if "loss" in row]
     assert rows == [*range(1, 41)]
     assert int(re.search(r"resuming from \S*step-(\d+)", text)[1]) >= 2  # three were done
+
+
+def test_a_run_that_fails_leaves_no_timer_that_would_end_the_program(tiny, monkeypatch):
+    running = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: running.append(1))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", running.clear)
+    trainer = train(tiny(*QUIET, "launch.hang_seconds=600"), until=2)
+    assert trainer.watchdog.seconds == 600
+    assert trainer.watchdog._deadline == math.inf
+    assert running == []
+    trainer.watchdog.restart()
+    assert trainer.watchdog._deadline < math.inf
+    assert running == [1]
+    trainer.watchdog.pause()
 
 
 @pytest.mark.tier("long")
