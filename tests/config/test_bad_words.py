@@ -195,11 +195,6 @@ VALUES = [
     ("--model.path x --data.path y.txt --model.num_layers 2", "model.num_layers", "model.path 'x'"),
     ("--model.path x --data.path y.txt --model.init_std 1", "model.init_std", "model.path 'x'"),
     ("--model.path x", "data.path", "not set, and data.source 'text' needs it"),
-    (
-        "--model.path x --data.path chats.tsv",
-        "data.source",
-        "not set, and data.path 'chats.tsv' is a table .* convert it .* set text",
-    ),
     ("--model.path x --data.path a.md", "data.source", "not set, and data.path 'a.md' ends"),
     ("--output_dir=", "output_dir", "is empty"),
     ("--output_dir none", "output_dir", "'none': a run needs a folder"),

@@ -55,7 +55,7 @@ def test_true_in_any_spelling(text):
         (["--model.path", "x", "--model.preset", "debug"], "model.path", "model.preset 'debug'"),
         (["--model.path", "x", "--model.num_layers", "2"], "model.num_layers", "model.path 'x'"),
         (["--data.source", "text"], "data.path", "not set"),
-        (["--data.path", "x.csv"], "data.source", "not set, and data.path 'x.csv'"),
+        (["--data.path", "x.md"], "data.source", "not set, and data.path 'x.md'"),
         (["--moe.deepep_num_sms", "7"], "moe.deepep_num_sms", "even"),
         (
             ["--moe.deepep_num_sms", "24", "--moe.dispatcher", "alltoall"],

@@ -212,7 +212,7 @@ UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
     ("--data.path a.jsonl.xz", {"a.jsonl.xz": "x"}, "data.path", "'a.jsonl.xz' cannot be read"),
     ("--data.source text --data.path a.gz", {"a.gz": "x"}, "data.path", "no text but .gz; unpack"),
     ("--data.source jsonl --data.path a.zip", {"a.zip": "x"}, "data.path", "but .zip; unpack it"),
-    ("--data.path x", {"x/a.tsv": "a\tb"}, "data.path", "'x' holds no .jsonl files, nor .parquet"),
+    ("--data.path x", {"x/a.md": "text"}, "data.path", "'x' holds no .jsonl files, nor .parquet"),
     # Text that cannot be decoded.
     (TEXT, {"a.txt": "some text".encode("utf-16")}, "data.path", "holds no text"),
     (TEXT, {"a.txt": b"\xef\xbb\xbf"}, "data.path", "nothing to predict"),

@@ -226,7 +226,7 @@ def test_a_killed_run_reads_on_what_it_would_have_read(
     [
         ("[{", r"data\.mix: .*give a list of tables in JSON"),
         ('[{"name": "x"}]', r"data\.mix: .*Field required|data\.mix"),
-        ('[{"path": "x.tsv"}]', r"data\.source: not set, and data\.mix 'x\.tsv' is a table"),
+        ('[{"path": "x.md"}]', r"data\.source: not set, and data\.mix 'x\.md' ends in none of"),
         ('[{"path": "x", "wait": 1}]', r"data\.mix: "),
         ('[{"path": "x", "weight": 0}]', r"data\.mix: 0: give a number greater than 0"),
         (
