@@ -173,7 +173,8 @@ class Dispatched(NamedTuple):
     typical_rows: int
     """R under balanced routing, known to the host."""
     dropped: torch.Tensor | None = None
-    """int32: the number of rows for which there was no room; None: there is room for all."""
+    """int32: the number of rows for which there was no room; None: there is room for all. A value
+    above 0 asks for the step to be run again; tokens that a rule drops do not count."""
 
 
 class MoEOutput(NamedTuple):
@@ -193,6 +194,9 @@ class Dispatcher:
 
     No per-call state lives on a dispatcher: the context is an immutable tuple of tensors, so calls
     re-enter safely under recomputation, pipelining and overlap.
+
+    A rule of its own, such as a capacity, is a subclass whose ``dispatch`` gives the ids of what it
+    drops as -1 to this one. :class:`MoE` skips dispatch for few tokens only with this very class.
     """
 
     def __init__(self, num_experts: int, backend: Backend = "auto") -> None:
