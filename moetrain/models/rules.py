@@ -77,6 +77,17 @@ class Rule:
     """True: Muon updates it, each matrix by itself; False: AdamW does."""
 
     @property
+    def of_bucket(self) -> tuple[object, ...]:
+        """The fields that all parameters of a bucket share, because one storage holds them, and one
+        gather and one update take them."""
+        return (self.gather, self.storage, self.quant_format, self.trainable, self.is_orthogonal)
+
+    @property
+    def stored_bytes(self) -> float:
+        """The bytes of an element as its shard is stored, for the estimate of memory."""
+        return self.quant_format.bytes_per_element if self.quant_format else self.storage.itemsize
+
+    @property
     def is_matrix(self) -> bool:
         """True: the parameter is the matrix of a product in the compute dtype."""
         return self.init == "normal" and self.decay and self.gather is None

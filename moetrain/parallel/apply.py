@@ -342,9 +342,7 @@ def _shard_model(
                 if spare:
                     owner.room = spare  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
                 alike = name if is_large else layout.group
-                kind = (alike, rule.gather, rule.storage, rule.quant_format, rule.trainable)
-                kind += (rule.is_orthogonal,)
-                groups.setdefault(kind, []).append(
+                groups.setdefault((alike, *rule.of_bucket), []).append(
                     _Parameter(
                         name=name,
                         module=owner,

@@ -314,11 +314,7 @@ class RankSizes:
 
         mine = {name: n for name, n in numels.items() if rank in plan.holders(name)}
         owned = [(n, rules[name]) for name, n in mine.items()]
-        self._stored = sum(
-            n
-            * (rule.quant_format.bytes_per_element if rule.quant_format else rule.storage.itemsize)
-            for n, rule in owned
-        )
+        self._stored = sum(n * rule.stored_bytes for n, rule in owned)
         """Bytes of its parameters over all ranks of a replica."""
         self.trained = sum(n for n, rule in owned if rule.trainable)
         self.share_trained = self.trained / sum(mine.values())

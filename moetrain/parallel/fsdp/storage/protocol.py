@@ -35,8 +35,7 @@ class ShardSpec(NamedTuple):
     """The shard of one bucket that a rank is to store."""
 
     rule: Rule
-    """The rule of the bucket's first parameter. The others have the same storage dtype, format,
-    place and trainability."""
+    """The rule of the bucket's first parameter. The others share its ``of_bucket``."""
     numel: int
     """Elements of the shard, with the padding between parameters."""
     dtype: torch.dtype
@@ -52,7 +51,19 @@ class ShardSpec(NamedTuple):
 
 
 class Storage:
-    """Stores one rank's shard of one bucket."""
+    """Stores one rank's shard of one bucket.
+
+    Every storage keeps these promises, which ``tests/parallel/fsdp/test_every_storage.py`` checks
+    for each row of ``STORAGES``:
+
+    1. What :meth:`write` stored is what :meth:`read` returns, rounded at most once. To write what
+       was read changes nothing.
+    2. A gather brings what :meth:`read` returns, in the dtype of ``ShardSpec.dtype``. A value that
+       was written is in the next gather.
+    3. All memory is from ``ShardSpec.weights``, or pinned memory of the host.
+    4. If it is trained, an update of :attr:`shard_N` on the device is in the next gather. A master
+       in host memory derives from ``Offloaded``, the only one that the optimizer updates.
+    """
 
     shard_N: torch.Tensor
     """The master values, which parameters' ``local`` are views of. A storage of another form has a
