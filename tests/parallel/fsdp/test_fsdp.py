@@ -286,7 +286,7 @@ def with_registered(words):
     for is_registered in (False, True):
         if is_registered:
             storages.STORAGES = (Bytes, *storages.STORAGES)
-            transports.TRANSPORTS = (connect,)
+            transports.TRANSPORTS = {"counted": connect}
         model, fsdp, world = placed(words)
         tokens_BS = tokens_of(world, 1)
         with fsdp.work():

@@ -20,7 +20,14 @@ finish it, or later messages wait behind it.
 
 
 class Transport(Protocol):
-    """Carries one bucket's shards and gradients among the ranks of its group."""
+    """Carries one bucket's shards and gradients among the ranks of its group.
+
+    Its bits are those of collectives, which :meth:`reduce` has if it sums by
+    :func:`~moetrain.kernels.optim.reduction.sum_chunks`. For each row of ``TRANSPORTS``
+    ``tests/parallel/fsdp/test_every_transport.py`` checks that, on meshes of two and four ranks:
+    with frozen and offloaded buckets beside trained ones, in evaluations, after an error within the
+    work, and after parameters were written, offloaded or loaded.
+    """
 
     is_shared: bool
     """True: other ranks read the shard from memory that a session gave the bucket
