@@ -120,6 +120,7 @@ def _watch(
         forwarded.append(number)
         for pid in pids:
             os.kill(pid, number)
+            os.kill(pid, signal.SIGCONT)  # a process that is stopped takes a signal when it goes on
 
     for number, was in before.items():  # a signal that nohup ignores stays ignored
         signal.signal(number, was if was is signal.SIG_IGN else forward)

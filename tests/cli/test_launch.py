@@ -415,6 +415,8 @@ def test_a_stop_reaches_every_rank_and_waits_for_all(number, start, tmp_path):
     while len(list(tmp_path.glob("ready*"))) < 3:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    [paused] = [int(path.suffix[1:]) for path in tmp_path.glob("1.*")]
+    os.kill(paused, signal.SIGSTOP)  # it must not make the others wait for ever
     process.send_signal(number)
     code, out, error = process.end()
     means = signal.SIGTERM if number == signal.SIGUSR1 else number
