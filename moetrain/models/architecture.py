@@ -262,6 +262,10 @@ class Architecture(BaseModel):
     """The kinds of parts in the family's layers: the first two, unless :meth:`attention` and
     :meth:`feed_forward` choose otherwise for some layers."""
 
+    activation: ClassVar[str] = "silu"
+    """The activation of the gates of the family's feed-forward layers and experts, a name of
+    :data:`moetrain.kernels.experts.swiglu.GATES`."""
+
     family: str
     """Hugging Face ``model_type``, a key of :data:`moetrain.models.families.FAMILIES`."""
     vocab_size: _Size

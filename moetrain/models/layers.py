@@ -22,7 +22,7 @@ from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import Precision, SavedName
 from moetrain.kernels import small_m
 from moetrain.kernels.attention.attention import AttentionMask
-from moetrain.kernels.experts.swiglu import swiglu
+from moetrain.kernels.experts.swiglu import GATES, swiglu
 from moetrain.kernels.linear_attention.gated_delta import Documents
 from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.norm.rms_norm import add_rms_norm, fusible_rms_norm, rms_norm
@@ -312,12 +312,14 @@ class Context(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SwiGLU(Part):
-    """Describes a gated feed-forward layer, SwiGLU (arXiv 2002.05202)."""
+    """Describes a gated feed-forward layer, SwiGLU or a variant of it (arXiv 2002.05202)."""
 
     divided: ClassVar[Mapping[str, str]] = {"intermediate_size": "tp"}
 
     intermediate_size: int
     mlp_bias: bool = False
+    activation: str = "silu"
+    """The activation of the gate, as ``Architecture.activation``."""
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> "DenseMLP":
         return DenseMLP(self, kernels)
@@ -345,11 +347,7 @@ class SwiGLU(Part):
 
 
 class DenseMLP(KernelModule):
-    """The module of :class:`SwiGLU`: ``w_down(silu(w_gate x) * w_up x)``."""
-
-    activation: ClassVar[Callable[..., torch.Tensor]] = staticmethod(F.silu)
-    gated: ClassVar[Callable[..., torch.Tensor]] = staticmethod(swiglu)
-    """SwiGLU as one op, for gate and up projection side by side."""
+    """The module of :class:`SwiGLU`: ``w_down(silu(w_gate x) * w_up x)``, or another activation."""
 
     def __init__(self, sizes: SwiGLU, kernels: KernelsSection) -> None:
         super().__init__()
@@ -357,6 +355,7 @@ class DenseMLP(KernelModule):
         dim = sizes.hidden_size
         width = sizes.intermediate_size
         bias = sizes.mlp_bias
+        self.activation = sizes.activation
         self.w_gate = Linear(dim, width, kernels, bias=bias)
         self.w_up = Linear(dim, width, kernels, bias=bias)
         self.w_down = Linear(width, dim, kernels, bias=bias)
@@ -366,8 +365,9 @@ class DenseMLP(KernelModule):
         gate, up = linears(x_BSD, (self.w_gate, self.w_up))
         if self.batch_invariant:
             both = torch.cat((gate, up), dim=-1)
-            y_TF = self.gated(both.flatten(0, -2), backend=self.backend)
+            rows_T2F = both.flatten(0, -2)
+            y_TF = swiglu(rows_T2F, backend=self.backend, activation=self.activation)
             y = torch.unflatten(y_TF, 0, gate.shape[:-1])
         else:
-            y = self.activation(gate) * up
+            y = GATES[self.activation](gate) * up
         return self.w_down(y), None

@@ -44,8 +44,8 @@ _GATE = replace(_SHARED, gather=torch.float32)  # a single row, too narrow for p
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedExperts(Part):
-    """Describes an MoE layer of SwiGLU experts: a router chooses some for each token, and every
-    token also uses the shared ones."""
+    """Describes an MoE layer of SwiGLU experts, or of a variant: a router chooses some for each
+    token, and every token also uses the shared ones."""
 
     name: ClassVar[str] = "moe"
     style: ClassVar[PartStyle] = "routed"
@@ -66,6 +66,8 @@ class RoutedExperts(Part):
     routed_scaling_factor: float = 1.0
     shared_intermediate_size: int = 0
     shared_gate: bool = False
+    activation: str = "silu"
+    """The activation of the gate, as ``Architecture.activation``."""
 
     def __post_init__(self) -> None:
         if self.num_experts_per_token > self.num_experts:
@@ -85,8 +87,13 @@ class RoutedExperts(Part):
     @property
     def shared(self) -> Part | None:
         """The shared experts, as one dense layer; None: there are none."""
-        width = self.shared_intermediate_size
-        return SwiGLU(hidden_size=self.hidden_size, intermediate_size=width) if width else None
+        if not self.shared_intermediate_size:
+            return None
+        return SwiGLU(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.shared_intermediate_size,
+            activation=self.activation,
+        )
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> "MoE":
         return MoE(self, moe, kernels)
@@ -310,7 +317,8 @@ class Experts(KernelModule, Adaptable):
     """All experts' SwiGLU weights, stacked; the gate's F rows come before the up projection's."""
 
     weights = ("w_gate_up", "w_down")
-    activation: ClassVar[str] = "silu"
+    activation: str
+    """A name of :data:`~moetrain.kernels.experts.projections.ACTIVATIONS`."""
     quant_format: QuantFormat | None = None
     """The format in which the matrices are stored, uint8 [E, bytes] each; None: unquantised."""
     room: int = 0
@@ -322,6 +330,7 @@ class Experts(KernelModule, Adaptable):
         num_experts, dim, width = sizes.num_experts, sizes.hidden_size, sizes.moe_intermediate_size
         self.use_kernels(kernels)
         self.check_width(width)
+        self.activation = sizes.activation
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, dim))
         self.w_down = nn.Parameter(torch.empty(num_experts, dim, width))
         self.counters: torch.Tensor | None = None
@@ -399,8 +408,9 @@ class Experts(KernelModule, Adaptable):
     def of_few(self, x_TD: torch.Tensor, routed: Routed) -> torch.Tensor | None:
         """Return the sum of each token's experts by the kernel for few tokens, where all experts
         are local; None: this kernel does not take these tokens or experts."""
-        is_plain = type(self) is Experts and self.precision == "bf16" and self.quant_format is None
-        if not (is_few(x_TD) and is_plain):
+        is_swiglu = type(self) is Experts and self.activation == "silu"
+        is_plain = self.precision == "bf16" and self.quant_format is None
+        if not (is_few(x_TD) and is_swiglu and is_plain):
             return None
         has_adapters = any(self.adapter(name, x_TD.dtype) is not None for name in self.weights)
         if has_adapters or not fits_few_tokens(self.w_gate_up, self.w_down):

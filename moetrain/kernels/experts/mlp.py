@@ -37,9 +37,10 @@ With E = 2, S = 2, T = 4, K = 1 and tokens for experts 0, 1, 0, 1::
     token       0       2       1       3           offsets of experts           [2, 4]
     tenant      0       1       0       1           offsets of (expert, tenant)  [1, 2, 3, 4]
 
-Experts may have no gate: if the first matrix has F rows, ``h = relu(a)^2 * w`` replaces SwiGLU
-(:mod:`moetrain.kernels.experts.relu2`). With the activation ``gelu``, GeGLU replaces it. The
-products for few rows (:mod:`moetrain.kernels.small_m`) exist for SwiGLU in bf16 alone.
+``activation`` names what takes SwiGLU's place (``ACTIVATIONS`` of
+:mod:`moetrain.kernels.experts.projections`), such as ``gelu`` for GeGLU, or ``relu2`` for experts
+without a gate, whose first matrix has F rows: ``h = relu(a)^2 * w``. The products for few rows
+(:mod:`moetrain.kernels.small_m`) exist for SwiGLU in bf16 alone.
 
 The ops here choose the parts of :mod:`moetrain.kernels.experts.frame`, which computes these
 formulas, with products in e4m3 where ``precision`` says so.
@@ -57,13 +58,13 @@ from moetrain.kernels import small_m
 from moetrain.kernels.experts import frame
 from moetrain.kernels.experts.permutation import ExpertIndices, permute, unpermute
 from moetrain.kernels.experts.projections import (
+    ACTIVATIONS,
     Activation,
     Adapter,
-    Gated,
     Projection,
     Saved,
-    SquaredRelu,
     Tokens,
+    is_swiglu,
 )
 from moetrain.kernels.quant.e4m3 import MULTIPLE
 from moetrain.kernels.quant.groups import QuantisedMatrices
@@ -94,13 +95,14 @@ def expert_mlp(
             are quantised. Quantised matrices are dequantised here, for few rows within the
             products' kernels.
         typical_rows: the usual number of rows, if ``indices`` have room for more.
-        activation: the activation of the gate, if there is one: silu or gelu.
+        activation: a name of ``ACTIVATIONS``.
         precision: as the setting ``kernels.precision``; for fp8, D is a multiple of 16, and F of
             the recipe's ``multiple``.
 
     Raises:
         ValueError: shapes, dtypes or widths do not fit.
     """
+    chosen = _activation("expert_mlp", activation)
     check_experts(
         "expert_mlp",
         x_TD,
@@ -108,14 +110,13 @@ def expert_mlp(
         indices,
         w_gate_up_E2FD,
         w_down_EDF,
-        needs_gate=False,
+        has_gate=chosen.has_gate,
         precision=precision,
     )
     is_fast = use_fast(backend, x_TD)
     rows = indices.row_slot_R.shape[0]
     typical = rows if typical_rows is None else typical_rows
-    is_swiglu = activation == "silu" and w_gate_up_E2FD.shape[1] != w_down_EDF.shape[2]
-    is_plain = is_swiglu and precision == "bf16"
+    is_plain = is_swiglu(chosen) and precision == "bf16"
     if is_fast and is_plain and small_m.runs_experts(x_TD, w_down_EDF, typical):
         x_RD, weights_R = permute(x_TD.contiguous(), weights_TK, indices, backend)
         y_RD = small_m.expert_mlp(
@@ -133,7 +134,7 @@ def expert_mlp(
             indices,
             Projection(w_gate_up),
             Projection(w_down),
-            _activation(activation, w_gate_up, w_down),
+            chosen,
             precision,
         )
     y_TD, _ = expert_mlp_op(
@@ -158,15 +159,15 @@ def check_experts(
     w_gate_up_E2FD: torch.Tensor | QuantisedMatrices,
     w_down_EDF: torch.Tensor | QuantisedMatrices,
     *,
-    needs_gate: bool = True,
+    has_gate: bool = True,
     precision: Precision = "bf16",
 ) -> None:
     """Raise ValueError, naming ``kernel``, if shapes, dtypes or widths do not fit."""
     experts, dim, width = w_down_EDF.shape
-    rows = (2 * width,) if needs_gate else (2 * width, width)
-    fits = w_gate_up_E2FD.shape in [(experts, n, dim) for n in rows] and x_TD.shape[1:] == (dim,)
+    outer = 2 * width if has_gate else width
+    fits = w_gate_up_E2FD.shape == (experts, outer, dim) and x_TD.shape[1:] == (dim,)
     if not fits or not x_TD.dtype == w_gate_up_E2FD.dtype == w_down_EDF.dtype:
-        takes = "[T, D], [E, 2F, D] and [E, D, F] in one dtype"
+        takes = f"[T, D], [E, {'2F' if has_gate else 'F'}, D] and [E, D, F] in one dtype"
         raise refusal(kernel, takes, x=x_TD, w_gate_up=w_gate_up_E2FD, w_down=w_down_EDF)
     slot_row_TK = indices.slot_row_TK
     if weights_TK.shape != slot_row_TK.shape or x_TD.shape[:1] != weights_TK.shape[:1]:
@@ -179,10 +180,11 @@ def check_experts(
             raise refusal(kernel, takes, widths=(dim, width))
 
 
-def _activation(name: str, w_gate_up: torch.Tensor, w_down: torch.Tensor) -> Activation:
-    """Return the activation called ``name``, or squared ReLU between matrices without a gate."""
-    has_gate = w_gate_up.shape[1] != w_down.shape[2]
-    return Gated(name) if has_gate else SquaredRelu()
+def _activation(kernel: str, name: str) -> Activation:
+    """Return the activation called ``name``; ValueError, naming ``kernel``: there is none."""
+    if name not in ACTIVATIONS:
+        raise refusal(kernel, " or ".join(map(repr, ACTIVATIONS)), activation=repr(name))
+    return ACTIVATIONS[name]
 
 
 @torch.library.custom_op("moetrain::expert_mlp", mutates_args=())
@@ -203,7 +205,7 @@ def expert_mlp_op(
         num_rows,
         Projection(w_gate_up_E2FD),
         Projection(w_down_EDF),
-        _activation(activation, w_gate_up_E2FD, w_down_EDF),
+        ACTIVATIONS[activation],
         cast("Precision", precision),
     )
     return y_TD, saved.a_RA
@@ -248,7 +250,7 @@ def expert_mlp_backward_op(
         Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),
         Projection(w_gate_up_E2FD),
         Projection(w_down_EDF),
-        _activation(activation, w_gate_up_E2FD, w_down_EDF),
+        ACTIVATIONS[activation],
         Saved(a_R2F, none, none),
         is_trained,
         cast("Precision", precision),
@@ -342,6 +344,7 @@ def adapted_expert_mlp(
         scale: multiplies the adapters' results.
         precision: of the products with the frozen matrices; those with the adapters are in bf16.
     """
+    chosen = _activation("adapted_expert_mlp", activation)
     check_experts(
         "adapted_expert_mlp",
         x_TD,
@@ -349,7 +352,7 @@ def adapted_expert_mlp(
         indices,
         w_gate_up_E2FD,
         w_down_EDF,
-        needs_gate=False,
+        has_gate=chosen.has_gate,
         precision=precision,
     )
     _check_adapters(
@@ -375,7 +378,7 @@ def adapted_expert_mlp(
                 w_gate_up_E2FD, adapter=Adapter(a_gate_up_ErD, b_gate_up_E2Fr, scale, offsets_G)
             ),
             Projection(w_down_EDF, adapter=Adapter(a_down_ErF, b_down_EDr, scale, offsets_G)),
-            _activation(activation, w_gate_up_E2FD, w_down_EDF),
+            chosen,
             precision,
         )
     y_TD, *_ = adapted_expert_mlp_op(
@@ -472,7 +475,7 @@ def adapted_expert_mlp_op(
         num_rows,
         Projection(w_gate_up_E2FD, adapter=Adapter(a_gate_up, b_gate_up, scale, offsets_G)),
         Projection(w_down_EDF, adapter=Adapter(a_down, b_down, scale, offsets_G)),
-        _activation(activation, w_gate_up_E2FD, w_down_EDF),
+        ACTIVATIONS[activation],
         cast("Precision", precision),
     )
     return y_TD, saved.a_RA, saved.u_Rr, saved.v_Rr
@@ -528,7 +531,7 @@ def adapted_expert_mlp_backward_op(
         Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),
         Projection(w_gate_up_E2FD, adapter=Adapter(a_gate_up, b_gate_up, scale, offsets_G)),
         Projection(w_down_EDF, adapter=Adapter(a_down, b_down, scale, offsets_G)),
-        _activation(activation, w_gate_up_E2FD, w_down_EDF),
+        ACTIVATIONS[activation],
         Saved(a_R2F, u_Rr, v_Rr),
         is_trained=False,
         precision=cast("Precision", precision),

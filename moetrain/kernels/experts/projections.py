@@ -19,8 +19,9 @@ outer and inner widths of a projection, r rank of the adapters.
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -38,7 +39,7 @@ from moetrain.kernels.experts.clamped_swiglu import (
 )
 from moetrain.kernels.experts.products import grouped_mm, grouped_weight_grad
 from moetrain.kernels.experts.relu2 import relu2, relu2_gradients
-from moetrain.kernels.experts.swiglu import swiglu, swiglu_gradients
+from moetrain.kernels.experts.swiglu import GATES, swiglu, swiglu_gradients
 from moetrain.runtime.backend import Backend, tl, triton
 
 _COLUMNS, _WARPS = 1024, 2
@@ -46,7 +47,15 @@ _COLUMNS, _WARPS = 1024, 2
 
 
 class Activation(Protocol):
-    """Computes ``h_RF`` of ``a_RA``, each row times its routing weight."""
+    """Computes ``h_RF`` of ``a_RA``, each row times its routing weight.
+
+    A new one is a class here and a row of :data:`ACTIVATIONS`, or a row of ``GATES`` alone if it
+    multiplies ``up`` by an activation of the gate. Routing, products, biases, adapters, e4m3 and
+    copies of experts are the same for all of them.
+    """
+
+    has_gate: ClassVar[bool]
+    """True: A is 2F, gate's columns before up's; False: A is F."""
 
     def forward(
         self, a_RA: torch.Tensor, weights_R: torch.Tensor, offsets_E: torch.Tensor, backend: Backend
@@ -68,10 +77,12 @@ class Activation(Protocol):
 
 @dataclass(frozen=True)
 class Gated:
-    """SwiGLU or GeGLU (:mod:`moetrain.kernels.experts.swiglu`)."""
+    """SwiGLU, GeGLU and the like (:mod:`moetrain.kernels.experts.swiglu`)."""
+
+    has_gate: ClassVar[bool] = True
 
     kind: str
-    """``silu`` or ``gelu``, the activation of the gate."""
+    """The activation of the gate, a name of ``GATES``."""
 
     def forward(
         self, a_RA: torch.Tensor, weights_R: torch.Tensor, offsets_E: torch.Tensor, backend: Backend
@@ -93,6 +104,8 @@ class Gated:
 class SquaredRelu:
     """Squared ReLU, without a gate (:mod:`moetrain.kernels.experts.relu2`)."""
 
+    has_gate: ClassVar[bool] = False
+
     def forward(
         self, a_RA: torch.Tensor, weights_R: torch.Tensor, offsets_E: torch.Tensor, backend: Backend
     ) -> torch.Tensor:
@@ -112,6 +125,8 @@ class SquaredRelu:
 @dataclass(frozen=True)
 class Clamped:
     """The clamped SwiGLU of GPT-OSS (:mod:`moetrain.kernels.experts.clamped_swiglu`)."""
+
+    has_gate: ClassVar[bool] = True
 
     bias_E2F: torch.Tensor
     """The first projection's bias."""
@@ -138,6 +153,13 @@ class Clamped:
         return clamped_swiglu_gradients(
             dh_RF, a_RA, weights_R, self.bias_E2F, offsets_E, self.limit, self.alpha, h_RF
         )
+
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    **{kind: Gated(kind) for kind in GATES},
+    "relu2": SquaredRelu(),
+}
+"""The activations of experts without biases, by the names that ops, parts and architectures use."""
 
 
 def is_swiglu(activation: Activation) -> bool:

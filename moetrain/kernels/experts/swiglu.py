@@ -1,8 +1,9 @@
 """SwiGLU with a routing weight, or GeGLU: ``y = act(gate) * up * w`` (arXiv 2002.05202).
 
 ``act(gate) = gate * s`` with ``s = sigmoid(u)``. For SiLU u is ``gate``. For GELU, in its tanh form
-(arXiv 1606.08415), it is ``2 sqrt(2 / pi) (gate + 0.044715 gate^3)``. The gradients for an upstream
-``dy`` are::
+(arXiv 1606.08415), it is ``2 sqrt(2 / pi) (gate + 0.044715 gate^3)``. Other activations of a gate
+are rows of :data:`GATES` and branches of :func:`_share` and :func:`_slope`. The gradients for an
+upstream ``dy`` are::
 
     d_up   = dy * w * gate * s
     d_gate = dy * w * up * (s + gate * s * (1 - s) * u')
@@ -18,6 +19,8 @@ Legend: R rows, F expert width. ``gate_up`` holds gate in its first F columns an
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +42,12 @@ _COLS, _WARPS = 1024, 4
 _SLOPE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 _CUBIC = tl.constexpr(0.044715)
 
+GATES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": partial(F.gelu, approximate="tanh"),
+}
+"""The activations of a gate by their names, in plain torch."""
+
 
 def swiglu(
     gate_up_R2F: torch.Tensor,
@@ -51,7 +60,7 @@ def swiglu(
     Args:
         gate_up_R2F: bf16, fp16 or fp32, contiguous.
         weights_R: routing weights, any floating dtype, differentiable too; None: ones.
-        activation: silu, or gelu for GeGLU.
+        activation: a name of :data:`GATES`.
 
     Raises:
         ValueError: shapes, dtypes or the activation do not fit.
@@ -60,14 +69,12 @@ def swiglu(
     if not is_paired or (weights_R is not None and weights_R.shape != gate_up_R2F.shape[:1]):
         takes = "[R, 2F], gate's columns, then up's, and one weight a row"
         raise refusal("swiglu", takes, gate_up=gate_up_R2F, weights=weights_R)
-    if activation not in ("silu", "gelu"):
-        raise refusal("swiglu", "'silu' or 'gelu'", activation=repr(activation))
+    if activation not in GATES:
+        raise refusal("swiglu", " or ".join(map(repr, GATES)), activation=repr(activation))
     if not use_fast(backend, gate_up_R2F):
         wide = torch.promote_types(gate_up_R2F.dtype, torch.float32)
         gate_RF, up_RF = gate_up_R2F.to(wide).chunk(2, dim=-1)
-        is_gelu = activation == "gelu"
-        y_RF = F.gelu(gate_RF, approximate="tanh") if is_gelu else F.silu(gate_RF)
-        y_RF = y_RF * up_RF
+        y_RF = GATES[activation](gate_RF) * up_RF
         if weights_R is not None:
             y_RF = y_RF * weights_R.to(wide)[:, None]
         return y_RF.to(gate_up_R2F.dtype)
@@ -89,9 +96,8 @@ def swiglu_op(
     width = gate_up_R2F.shape[1] // 2
     y_RF = gate_up_R2F.new_empty(rows, width)
     grid = (rows, triton.cdiv(width, _COLS))
-    is_gelu = activation == "gelu"
     _forward_kernel[grid](
-        gate_up_R2F, weights_R, y_RF, width, COLS=_COLS, GELU=is_gelu, num_warps=_WARPS
+        gate_up_R2F, weights_R, y_RF, width, COLS=_COLS, GATE=activation, num_warps=_WARPS
     )
     return y_RF
 
@@ -132,7 +138,7 @@ def swiglu_gradients(
     d_gate_up_R2F, d_weights_R = torch.empty_like(gate_up_R2F), torch.empty_like(weights_R)
     _backward_kernel[(rows,)](
         dy_RF, gate_up_R2F, weights_R, d_gate_up_R2F, d_weights_R, y_RF, width,
-        COLS=_COLS, GELU=activation == "gelu", num_warps=_WARPS,
+        COLS=_COLS, GATE=activation, num_warps=_WARPS,
     )  # fmt: skip
     return d_gate_up_R2F, d_weights_R
 
@@ -154,22 +160,31 @@ swiglu_op.register_autograd(_differentiate, setup_context=_save)
 
 
 @triton.jit
-def _share(gate, GELU: tl.constexpr):
-    """Return the sigmoid s: the activation is ``gate * s``."""
-    if GELU:
+def _share(gate, GATE: tl.constexpr):
+    """Return the share s of the gate: the activation is ``gate * s``."""
+    if GATE == "gelu":
         gate = gate * (gate * gate * _CUBIC + 1.0) * _SLOPE
     return tl.sigmoid(gate)
 
 
 @triton.jit
-def _forward_kernel(gate_up, weights, y, width, COLS: tl.constexpr, GELU: tl.constexpr):
+def _slope(gate, s, active, GATE: tl.constexpr):
+    """Return ``gate * ds / dgate``, given s and ``active = gate * s``."""
+    slope = active * (1 - s)
+    if GATE == "gelu":
+        slope *= (gate * gate * _CUBIC * 3.0 + 1.0) * _SLOPE
+    return slope
+
+
+@triton.jit
+def _forward_kernel(gate_up, weights, y, width, COLS: tl.constexpr, GATE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     gate_at = gate_up + row * 2 * width + col
     gate = tl.load(gate_at, col < width).to(tl.float32)
     up = tl.load(gate_at + width, col < width).to(tl.float32)
     w = tl.load(weights + row).to(tl.float32)
-    tl.store(y + row * width + col, gate * _share(gate, GELU) * up * w, col < width)
+    tl.store(y + row * width + col, gate * _share(gate, GATE) * up * w, col < width)
 
 
 @triton.jit
@@ -182,7 +197,7 @@ def _backward_kernel(
     y,
     width: tl.constexpr,
     COLS: tl.constexpr,
-    GELU: tl.constexpr,
+    GATE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     w = tl.load(weights + row).to(tl.float32)
@@ -194,11 +209,9 @@ def _backward_kernel(
         gate = tl.load(gate_up + gate_at, col < width, other=0.0).to(tl.float32)
         up = tl.load(gate_up + gate_at + width, col < width, other=0.0).to(tl.float32)
         d_y = tl.load(dy + row * width + col, col < width, other=0.0).to(tl.float32)
-        s = _share(gate, GELU)
+        s = _share(gate, GATE)
         active = gate * s
-        slope = active * (1 - s)
-        if GELU:
-            slope *= (gate * gate * _CUBIC * 3.0 + 1.0) * _SLOPE
+        slope = _slope(gate, s, active, GATE)
         d_w += d_y * active * up
         tl.store(d_gate_up + gate_at, d_y * w * up * (s + slope), col < width)
         tl.store(d_gate_up + gate_at + width, d_y * w * active, col < width)

@@ -34,6 +34,7 @@ class _Gemma4(Architecture):
     """Gemma-4; the fields below are those of layers without a window."""
 
     kinds = (GemmaAttention, GemmaMLP, GemmaExperts)
+    activation = "gelu"
 
     global_head_dim: int = Field(default=512, gt=0)
     global_num_kv_heads: int = Field(default=1, gt=0)

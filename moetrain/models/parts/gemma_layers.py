@@ -27,9 +27,8 @@ from moetrain.kernels.experts.router import Routed
 from moetrain.kernels.norm.rms_norm import fusible_rms_norm, rms_norm
 from moetrain.models.architecture import FP32, Weight, Workload
 from moetrain.models.attention import Attention, GroupedQueryAttention
-from moetrain.models.layers import Context, RMSNorm, linears
-from moetrain.models.moe import MoE, MoEOutput, RoutedExperts, Router
-from moetrain.models.parts.geglu import GeGLU, GeGLUExperts
+from moetrain.models.layers import Context, RMSNorm, SwiGLU, linears
+from moetrain.models.moe import Experts, MoE, MoEOutput, RoutedExperts, Router
 from moetrain.models.rules import NORM
 from moetrain.runtime.backend import Backend
 
@@ -103,7 +102,7 @@ class _GemmaAttention(Attention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmaMLP(GeGLU):
+class GemmaMLP(SwiGLU):
     """Describes a dense layer between two norms."""
 
     after: ClassVar[str] = _AFTER
@@ -121,9 +120,13 @@ class GemmaExperts(RoutedExperts):
     norm_eps: float
 
     @property
-    def shared(self) -> GeGLU:
+    def shared(self) -> SwiGLU:
         """The dense layer."""
-        return GeGLU(hidden_size=self.hidden_size, intermediate_size=self.intermediate_size)
+        return SwiGLU(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            activation=self.activation,
+        )
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> "_GemmaMoE":
         return _GemmaMoE(self, moe, kernels)
@@ -186,7 +189,7 @@ class _GemmaRouter(Router):
 class _GemmaMoE(MoE):
     """The module of :class:`GemmaExperts`."""
 
-    kinds = (_GemmaRouter, GeGLUExperts)
+    kinds = (_GemmaRouter, Experts)
 
     def __init__(
         self,

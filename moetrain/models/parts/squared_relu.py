@@ -143,6 +143,7 @@ class _UngatedExperts(Experts):
     """All experts' two matrices, stacked."""
 
     weights = ("w_up", "w_down")
+    activation = "relu2"
 
     def __init__(self, sizes: SquaredReLUExperts, kernels: KernelsSection) -> None:
         nn.Module.__init__(self)

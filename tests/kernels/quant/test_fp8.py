@@ -20,6 +20,7 @@ from moetrain.generate.weights import replica
 from moetrain.kernels.experts.clamped_mlp import clamped_expert_mlp
 from moetrain.kernels.experts.mlp import adapted_expert_mlp, expert_mlp
 from moetrain.kernels.experts.permutation import expert_indices
+from moetrain.kernels.experts.projections import ACTIVATIONS
 from moetrain.kernels.quant.e4m3 import LARGEST_E4M3, quantise_columns, quantise_rows
 from moetrain.kernels.quant.products import linears_fp8
 from moetrain.kernels.quant.recipes import RECIPES
@@ -164,18 +165,17 @@ def run_kind(kind, leaves, indices, precision):
     if "lora" in kind:
         more = {"scale": 0.75, "precision": precision}
         return adapted_expert_mlp(x, weights, indices, first, second, *others, **more)
-    activation = "gelu" if kind == "gelu" else "silu"
-    more = {"activation": activation, "precision": precision}
+    more = {"activation": kind, "precision": precision}
     return expert_mlp(x, weights, indices, first, second, **more)
 
 
-@pytest.mark.parametrize("kind", ["gelu", "squared relu", "clamped", "lora", "clamped lora"])
+@pytest.mark.parametrize("kind", [*ACTIVATIONS, "clamped", "lora", "clamped lora"])
 @pytest.mark.parametrize("precision", RECIPES)
 def test_gradients_of_other_experts_are_near_those_in_fp64(precision, kind):
     """A bias, an adapter and a gate other than SiLU's, or none, between products in e4m3."""
     leaves, ids_TK, slope_TD = make_experts(width=128)
     generator = torch.Generator().manual_seed(1)
-    if kind == "squared relu":
+    if kind in ACTIVATIONS and not ACTIVATIONS[kind].has_gate:
         leaves["w_gate_up"] = leaves["w_gate_up"].detach()[:, :128].contiguous().requires_grad_()
     shapes = [(5, 256), (5, 64)] if "clamped" in kind else []
     if "lora" in kind:

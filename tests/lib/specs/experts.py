@@ -16,8 +16,9 @@ from moetrain.kernels.experts.mlp import (
     tenant_offsets,
 )
 from moetrain.kernels.experts.permutation import expert_indices
+from moetrain.kernels.experts.projections import ACTIVATIONS
 from moetrain.kernels.experts.relu2 import relu2, relu2_backward_op, relu2_op
-from moetrain.kernels.experts.swiglu import swiglu, swiglu_backward_op, swiglu_op
+from moetrain.kernels.experts.swiglu import GATES, swiglu, swiglu_backward_op, swiglu_op
 from moetrain.kernels.experts.swiglu_fp8 import swiglu_backward_quantised, swiglu_quantised
 from moetrain.kernels.quant.e4m3 import quantise_rows
 from moetrain.runtime.backend import Backend
@@ -25,7 +26,7 @@ from tests.lib.specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, 
 
 
 def make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    """Draw tokens and random experts; ``empty`` tokens get no expert, ``gate`` adds a gate."""
+    """Draw tokens and random experts; ``empty`` tokens get no expert."""
     tokens, slots, experts = case["T"], case["K"], case["E"]
     dim, width, outer = case["D"], case["F"], _outer(case)
     ids_TK = uniform(generator, tokens, experts).argsort(1)[:, :slots].int()
@@ -42,7 +43,7 @@ def make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> I
 
 def _outer(case: Case) -> int:
     """Return the number of rows of an expert's first matrix."""
-    return (2 if case.get("gate", True) else 1) * case["F"]
+    return (1 + ACTIVATIONS[case.get("activation", "silu")].has_gate) * case["F"]
 
 
 def chosen(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
@@ -72,7 +73,9 @@ CASES = (
     {"T": 5, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 1.0},
     {"T": 5, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 1.0, "rows": 0},
 )
-GATELESS = {"T": 13, "K": 2, "E": 3, "D": 16, "F": 24, "gate": False}
+OTHERS = [name for name in ACTIVATIONS if name != "silu"]
+"""Every activation that may take SwiGLU's place. The specs below take all of them."""
+GATELESS = {"T": 13, "K": 2, "E": 3, "D": 16, "F": 24, "activation": "relu2"}
 SIZES = tuple({"T": t, "K": 8, "E": e, "D": 2048, "F": 768} for t, e in ((16384, 16), (16384, 128)))
 BAD_INPUTS = {
     r"\[E, 2F, D\]": lambda x: x | {"w_gate_up_E2FD": x["w_gate_up_E2FD"][:, 1:]},
@@ -92,8 +95,7 @@ _MLP_SPECS = (
             {"T": 9, "K": 1, "E": 2, "D": 8, "F": 24},
             GATELESS,
             {**GATELESS, "K": 3, "empty": 0.5, "rows": 17},
-            {**CASES[0], "activation": "gelu"},
-            {**CASES[3], "activation": "gelu"},
+            *({**case, "activation": name} for name in OTHERS for case in (CASES[0], CASES[3])),
         ),
         # The targets are those of the products, 560 and 450, and of five permutation passes.
         benches=(
@@ -101,7 +103,7 @@ _MLP_SPECS = (
                 Bench(size, {"total_tflops": target})
                 for size, target in zip(SIZES, (490, 400), strict=True)
             ),
-            Bench({"T": 16384, "K": 6, "E": 128, "D": 2688, "F": 1856, "gate": False}),
+            Bench({"T": 16384, "K": 6, "E": 128, "D": 2688, "F": 1856, "activation": "relu2"}),
         ),
         tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
         cpu_dtypes=(torch.float32,),
@@ -145,7 +147,7 @@ _MLP_FP8_SPECS = (
             *CASES,
             {**GATELESS, "F": 48},
             {**GATELESS, "F": 32, "K": 3, "empty": 0.5, "rows": 17},
-            {**CASES[3], "activation": "gelu"},
+            *({**CASES[3], "activation": name} for name in OTHERS),
         ),
         benches=tuple(Bench(size) for size in (*SIZES, _FOUR_RANKS)),
         # An earlier rounding may choose the other of two neighbours in e4m3, which is 6% away.
@@ -221,7 +223,7 @@ _MLP_LORA_SPECS = (
             {"T": 14, "K": 3, "E": 4, "D": 16, "F": 8, "r": 8, "S": 7, "empty": 0.5},
             {"T": 6, "K": 1, "E": 2, "D": 8, "F": 8, "r": 8, "S": 1, "empty": 1.0},
             {**GATELESS, "r": 8},
-            {**CASES[2], "r": 8, "activation": "gelu"},
+            *({**CASES[2], "r": 8, "activation": name} for name in OTHERS),
         ),
         benches=(Bench({"T": 16384, "K": 8, "E": 128, "D": 2048, "F": 768, "r": 16}),),
         tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
@@ -292,20 +294,24 @@ _SWIGLU_SPECS = (
             "one weight a row": lambda i: i | {"weights_R": i["weights_R"][1:]},
             "float64.*it takes bf16": lambda i: i | {"gate_up_R2F": i["gate_up_R2F"].double()},
             "takes a contiguous": lambda i: i | {"gate_up_R2F": i["gate_up_R2F"].T.contiguous().T},
-            "activation 'tanh'.*it takes 'silu' or 'gelu'": lambda i: i | {"activation": "tanh"},
+            "activation 'tanh'.*it takes 'silu' or ": lambda i: i | {"activation": "tanh"},
         },
     ),
 )
 
 
-_GEGLU_SPECS = (
+_GATE_SPECS = tuple(
     replace(
         _SWIGLU_SPECS[0],
-        name="geglu",
-        fast=partial(swiglu, activation="gelu", backend="triton"),
-        reference=partial(swiglu, activation="gelu", backend="reference"),
+        name=f"swiglu_{name}",
+        fast=partial(swiglu, activation=name, backend="triton"),
+        reference=partial(swiglu, activation=name, backend="reference"),
         benches=(Bench({"R": 131072, "F": 704}),),
-    ),
+        # Triton's interpreter truncates single values where a GPU rounds them.
+        tolerance={torch.float32: 1e-6, torch.bfloat16: 8e-3},
+    )
+    for name in GATES
+    if name != "silu"
 )
 
 
@@ -497,14 +503,14 @@ SPECS = (
         cases=(
             {**CASES[0], "r": 8},
             {**CASES[3], "r": 16},
-            {**CASES[2], "r": 8, "activation": "gelu"},
+            *({**CASES[2], "r": 8, "activation": name} for name in OTHERS),
             {**GATELESS, "F": 32, "r": 8},
             {"T": 15, "K": 2, "E": 3, "D": 16, "F": 32, "r": 8, "S": 3},
         ),
         tolerance=_MLP_FP8_SPECS[0].tolerance,
     ),
     *_SWIGLU_SPECS,
-    *_GEGLU_SPECS,
+    *_GATE_SPECS,
     *_RELU2_SPECS,
     *_SWIGLU_FP8_SPECS,
 )

@@ -149,7 +149,9 @@ def test_states_decay_at_rates_of_the_papers_at_first():
 
 EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 32}
 KEEPING = {
-    "gemma": GemmaExperts(hidden_size=64, **EXPERTS, intermediate_size=48, norm_eps=1e-6),
+    "gemma": GemmaExperts(
+        hidden_size=64, **EXPERTS, intermediate_size=48, norm_eps=1e-6, activation="gelu"
+    ),
     "mamba": Mamba2(
         hidden_size=64,
         mamba_num_heads=4,
