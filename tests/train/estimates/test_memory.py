@@ -38,6 +38,7 @@ LONG = (
 )
 """Settings of one row on two GPUs, with its length."""
 NF4 = "lora.rank=16 lora.targets=*.attn.* lora.base_dtype=nf4 activation.policy=full"
+NARROW = "optim.state_dtype=float8 optim.weight_dtype=bfloat16 optim.gradient_dtype=bfloat16"
 CUT = "model.preset={} model.num_layers={} optim.state_dtype=bfloat16"
 MEASURED = [
     ("qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6 activation.policy=none", 66.875),
@@ -76,6 +77,17 @@ MEASURED = [
     ("qwen3-30b-a3b", 1, 8, 1, f"{CUT.format('nemotron-3-nano-30b-a3b', 9)}", 78.474),
     ("qwen3-30b-a3b", 1, 6, 1, f"{CUT.format('gemma-4-26b-a4b', 6)}", 79.079),
     ("qwen3-30b-a3b", 1, 8, 1, "lora.rank=16 model.num_layers=12", 44.821),
+    ("qwen3-30b-a3b", 1, 6, 1, f"model.preset=moonlight-16b-a3b {NARROW}", 119.583),
+    ("qwen3-30b-a3b", 1, 4, 1, f"model.preset=gpt-oss-20b {NARROW}", 124.176),
+    (
+        "qwen3-30b-a3b",
+        2,
+        4,
+        1,
+        f"{NARROW} parallel.reshard_after_forward=yes activation.policy=selective "
+        "activation.blocks=23",
+        132.768,
+    ),
     ("qwen3-30b-a3b", 1, 2, 1, "lora.rank=16", 92.3),
     ("qwen3-30b-a3b", 1, 2, 1, "lora.rank=16 lora.base_dtype=float8", 66.499),
     ("qwen3-30b-a3b", 1, 4, 1, "lora.rank=16 lora.base_dtype=float8", 92.192),
