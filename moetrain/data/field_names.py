@@ -76,6 +76,13 @@ def renamed(
     return {**{key: None for key in record if record[key] is None}, **found}
 
 
+def name_of_dialogue(record: object) -> str | None:
+    """Return the field of ``record`` that :func:`renamed` renames to ``messages``, if any."""
+    if not isinstance(record, dict) or record.get("messages") is not None:
+        return None
+    return next((name for name in _DIALOGUES if isinstance(record.get(name), list)), None)
+
+
 def _rename(found: dict[str, Any], name: str, new: str) -> None:
     """Rename a field unless it is empty; BadLineError: both names have a value."""
     if name not in found or found[name] in ("", [], {}):

@@ -17,7 +17,7 @@ from typing import Any
 
 from moetrain.config.sources import shortened
 from moetrain.data.lost import CHOICES, PASSAGES, thoughts_of_field
-from moetrain.data.messages import BadLineError, learning_of, parse_json, role_of
+from moetrain.data.messages import BadLineError, learning_of, parse_json, role_of, words_of
 from moetrain.data.tools import are_tools
 
 _GLAIVE_TURN = re.compile(r"(?:\A|\n\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
@@ -84,6 +84,8 @@ those of OpenAI's comparisons of summaries."""
 _OF_POLICY = (
     "let a policy answer it for a reward: moetrain rl reads `prompt` or `messages` from rl.prompts"
 )
+_NO_SCORES = {"id", "idx", "index", "num", "length", "token", "tokens", "turn", "turns", "seed"}
+"""Words in the names of numbers that do not judge an answer, such as tiny-codes' ``idx``."""
 _LISTS_OF_TEXTS = {
     *("dialog", "dialogs", "dialogue", "dialogues", "conversation", "turns", "utterances", "data"),
 }
@@ -313,7 +315,11 @@ def remedy_for(
         reads_pairs: True: pairs alone are learned.
         reads_labels: True: single answers with a label are learned too, good and bad ones.
     """
-    said = _remedy_for_steps(record) or _remedy_for_two(record) or _remedy_for_several(record)
+    said = (
+        _remedy_for_steps(record, reads_pairs, reads_labels)
+        or _remedy_for_two(record)
+        or _remedy_for_several(record, reads_pairs, reads_labels)
+    )
     if said is not None:
         return said
     if reads_pairs:
@@ -328,7 +334,9 @@ def remedy_for(
     )
 
 
-def _remedy_for_steps(record: Mapping[str, Any]) -> str | None:
+def _remedy_for_steps(
+    record: Mapping[str, Any], reads_pairs: bool, reads_labels: bool
+) -> str | None:
     """Return the advice for a tree of messages, a run without roles, or steps with verdicts."""
     for key, value in record.items():
         if isinstance(value, dict) and isinstance(value.get("replies"), list):
@@ -338,10 +346,17 @@ def _remedy_for_steps(record: Mapping[str, Any]) -> str | None:
     if isinstance(run, list) and run and isinstance(run[0], dict) and "action" in run[0]:
         return "it is a run without roles; write its turns (SWE-agent's `history`) as `messages`"
     if record.get("completions") is not None and isinstance(record.get("labels"), list):
+        write = "write the steps of a right answer as one text in `completion`"
+        if reads_labels:
+            write = "write the steps as one text in `completion`, beside a `label` that is true if "
+            write += "all of them are right, and false if not"
+        elif reads_pairs:
+            write = "write the steps of a right answer as one text in `chosen`, and those of a "
+            write += "wrong answer to the same `prompt` in `rejected`"
         return (
             "`completions` and `labels` are the steps of one answer with a verdict on each (TRL's "
             "stepwise supervision), which no train.objective learns; leave such records out, or "
-            "write the steps of a right answer as one text in `completion`"
+            f"{write}"
         )
     return None
 
@@ -363,8 +378,17 @@ def _remedy_for_two(record: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _remedy_for_several(record: Mapping[str, Any]) -> str | None:
+def _remedy_for_several(
+    record: Mapping[str, Any], reads_pairs: bool, reads_labels: bool
+) -> str | None:
     """Return the advice for a record with a list of answers."""
+    output = record.get("output")
+    if isinstance(output, list) and len(output) > 1 and all(isinstance(x, str) for x in output):
+        # An older form of LLaMA-Factory's pairs has the better answer first.
+        return (
+            "it has several answers in `output`; write the better one as `chosen`, another as "
+            f"`rejected`{_also_prompt(record)}"
+        )
     if not _ANSWERS.isdisjoint(_named(record).values()):
         return None
     asked = _asked(record)
@@ -374,10 +398,14 @@ def _remedy_for_several(record: Mapping[str, Any]) -> str | None:
             question = f"`{asked[0]}`" if asked else "the question"
             also = f" and {question} as `instruction`"
             also *= name == "output" and record.get("instruction") is None
-            return (
-                f"it has several answers in `{key}`; write a good one as `{name}`{also}, or of "
-                f"two the better one as `chosen`, the other as `rejected`{_also_prompt(record)}"
-            )
+            pair = f"the better one as `chosen`, the other as `rejected`{_also_prompt(record)}"
+            problem = f"it has several answers in `{key}`"
+            if reads_pairs:
+                return f"{problem}; write of two answers {pair}"
+            if reads_labels:
+                one = f"one as `{name}`{also}, beside a `label` that is true or false"
+                return f"{problem}; write {one}, or of two {pair}"
+            return f"{problem}; write a good one as `{name}`{also}, or of two {pair}"
     return None
 
 
@@ -385,7 +413,11 @@ def _remedy_for_response(record: Mapping[str, Any], reads_labels: bool) -> str |
     """Return the advice for a `prompt` with a `response`."""
     if record.get("prompt") is None or not isinstance(record.get("response"), str):
         return None
-    scores = ", ".join(f"`{key}`" for key in record if isinstance(record[key], int | float))
+    scores = ", ".join(
+        f"`{key}`"
+        for key in record
+        if isinstance(record[key], int | float) and words_of(key).isdisjoint(_NO_SCORES)
+    )
     is_labelled = reads_labels and not (record.get("label") is record.get("kto_tag") is None)
     kept = f"keep the records whose {scores} suffice, and write "
     if reads_labels:
@@ -393,6 +425,7 @@ def _remedy_for_response(record: Mapping[str, Any], reads_labels: bool) -> str |
     kept = kept if scores and not is_labelled else "write "
     as_chat = ", or write both as `instruction` and `output` for a chat"
     as_chat = f" for plain text{as_chat}" if isinstance(record["prompt"], str) else ""
+    as_chat += _without_thought(record) + _also_thought(record)
     return f"{kept}`response` as `completion`{as_chat}"
 
 
@@ -409,12 +442,15 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
             "what is asked as `instruction` and what is learned as `output`, and leave the others "
             f"out{_also_thought(record)}"
         )
+    if not asked and isinstance(record.get("input"), str) and isinstance(record.get("output"), str):
+        thought = _without_thought(record) + _also_thought(record)
+        return f"write `input` as `instruction`{thought}"
     beside = [f"`{key}`" for key in named if named[key] in PASSAGES | CHOICES]
     question = f"`{asked[0]}`" if asked else ""
     question += f" with {' and '.join(beside)}" * bool(beside)
     if asked and _ANSWERS.isdisjoint(named.values()):
         write = f"{question} as `instruction` and what is to be learned as `output`"
-        write += _also_thought(record)
+        write += _without_thought(record) + _also_thought(record)
         if asked[0] == "prompt":
             write = "what is to be learned as `completion` beside `prompt`"
         problem = f"`{asked[0]}` has no answer of a known name beside it"
@@ -422,9 +458,15 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
     answers = [key for key in named if named[key] in _ANSWERS - _OF_PAIRS]
     if "instruction" in named and "output" not in named and answers:
         return f"write {_one_of(answers)} as `output`"
-    if asked and asked[0] != "prompt" and answers:
+    if asked[:1] == ["prompt"] and answers:
+        as_chat = " for plain text, or write both as `instruction` and `output` for a chat"
+        as_chat *= isinstance(record["prompt"], str)
+        as_chat += _without_thought(record) + _also_thought(record)
+        return f"write {_one_of(answers)} as `completion`{as_chat}, or {_OF_POLICY}"
+    if asked and answers:
         write = f"write {question} as `instruction` and {_one_of(answers)} as `output`"
-        return f"{write}{_also_thought(record)}, or {_OF_POLICY}"
+        write += _without_thought(record) + _also_thought(record)
+        return f"{write}, or {_OF_POLICY}"
     return None
 
 
@@ -437,7 +479,10 @@ def _remedy_for_turns(record: Mapping[str, Any]) -> str | None:
             continue
         if is_dialogue(value):
             each = "each with `role` and `content`"
-            return f"`{key}` seems to be a dialogue; write its turns as `messages`, {each}"
+            if any(isinstance(turn, dict) and role_of(turn) == "assistant" for turn in value):
+                return f"`{key}` seems to be a dialogue; write its turns as `messages`, {each}"
+            also = "and after them the answer that is to be learned"
+            return f"`{key}` seems to be a question; write its turns as `messages`, {each}, {also}"
         if isinstance(value, dict) and is_dialogue(value.get("messages")):
             return f"`{key}` has `messages`; write them, with the answer, outside of it"
         are_texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
@@ -464,7 +509,14 @@ def _also_thought(record: Mapping[str, Any]) -> str:
     if not thoughts:
         return ""
     thought = f"{_one_of(thoughts)} as `reasoning_content` of the answer"
+    thought += ", and leave the others out" * (len(thoughts) > 1)
     return f", or write both as `messages` with {thought}"
+
+
+def _without_thought(record: Mapping[str, Any]) -> str:
+    """Return the advice to leave out the thoughts of a record. Empty: it has none."""
+    thoughts = [key for key in record if thoughts_of_field(key, record[key])]
+    return f", without {_all_of(thoughts)}" if thoughts else ""
 
 
 def _named(record: Mapping[str, Any]) -> dict[str, str]:
@@ -495,9 +547,12 @@ def _asks(record: Mapping[str, Any]) -> bool:
     return not given.isdisjoint((*_QUESTIONS, "instruction"))
 
 
+def _all_of(names: list[str]) -> str:
+    return " and ".join(f"`{name}`" for name in names)
+
+
 def _one_of(names: list[str]) -> str:
-    quoted = " and ".join(f"`{name}`" for name in names)
-    return quoted if len(names) == 1 else f"one of {quoted}"
+    return _all_of(names) if len(names) == 1 else f"one of {_all_of(names)}"
 
 
 def _also_prompt(record: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from moetrain.config.sources import shortened
 from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import OBJECTS
 from moetrain.data.documents import Document
-from moetrain.data.field_names import renamed
+from moetrain.data.field_names import name_of_dialogue, renamed
 from moetrain.data.known_sets import is_dialogue, read_known_set, remedy_for
 from moetrain.data.lost import refuse_bad_verdict, refuse_lost
 from moetrain.data.messages import (
@@ -27,6 +27,7 @@ from moetrain.data.messages import (
     Message,
     check_weight,
     is_mask,
+    is_said,
     parse_json,
     read_messages,
     refuse_masks_of_record,
@@ -44,6 +45,7 @@ from moetrain.data.pairs import (
     with_system,
 )
 from moetrain.data.tokenizer import Tokenizer
+from moetrain.data.warned import warn_once
 
 _ALIKE = 0.5
 """An error names the nearest form if the record has at least this share of the form's fields."""
@@ -129,10 +131,21 @@ class RecordReader:
         """Return the documents of ``record``. A blank text or a record of weight 0 gives none.
 
         Raises:
-            BadLineError: the record has no known form, or is malformed.
+            BadLineError: the record has no known form, or is malformed. The error names the field
+                of the dialogue as the record does.
             ConfigError: the chat template itself is wrong.
         """
-        record = self._named(record)
+        name = name_of_dialogue(record)
+        try:
+            return self._documents(self._named(record))
+        except BadLineError as error:
+            if name is None or not re.match(r"`messages`|messages\[", str(error)):
+                raise
+            said = f"`{name}` is read as `messages`: {error}"
+            raise BadLineError(said, error.field, kind=error.kind) from error
+
+    def _documents(self, record: dict[str, Any]) -> list[Document]:
+        """Return the documents of a record whose fields are renamed already."""
         form = self._form(record)
         if is_mask(weight := record.get("weight")):
             check_weight(weight, "`weight`")
@@ -228,6 +241,8 @@ class RecordReader:
         if not isinstance(text, str):
             said = f"{self.text_field!r} is not text: {shortened(text)}"
             raise BadLineError(f"{said}; write texts there, or name another data.text_field")
+        if self.form == "auto" and self.text_field == "text":
+            _warn_of_answer(record)
         return [Document(text)] if text.strip() else []
 
     def _dialogue(
@@ -260,6 +275,9 @@ class RecordReader:
         return self._messages(record, "conversations")
 
     def _messages(self, record: dict[str, Any], name: str) -> list[Document]:
+        if record[name] in ([], "[]"):  # ShareGPT has such records
+            said = f"`{name}` is not a list of turns: {shortened(record[name])}"
+            raise BadLineError(f"{said}; give one turn or more, or leave such records out")
         messages = read_messages(record[name], name)
         return self._dialogue(with_system(messages, record.get("system"), name), record)
 
@@ -370,6 +388,27 @@ _FORMS: dict[str, _Form] = {
     "text": _Form(("text",), RecordReader._text),
 }
 """Forms by their names in data.format. A record is compared with the forms in this order."""
+
+
+_ANSWERS_OF_TEXTS = {
+    *("code", "summary", "highlights", "completion", "output", "response", "answer", "solution"),
+    *("target", "targets"),
+}
+"""Names of an answer to a ``text``: MBPP's and BillSum's among them."""
+
+
+def _warn_of_answer(record: Mapping[str, Any]) -> None:
+    """Warn if a field beside ``text`` may be the answer to it, which is not learned."""
+    for key, value in record.items():
+        # A `code` of one word is that of a language or a country.
+        is_answer = isinstance(value, str) and value.strip() and key in _ANSWERS_OF_TEXTS
+        is_answer = is_answer and (key != "code" or len(value.split()) > 1)
+        if is_answer and not is_said(value, [record["text"]]):
+            warn_once(
+                f"the answer {key} to a text",
+                f"`{key}` of records is not read: `text` is learned alone, as a document; if it "
+                f"asks for `{key}`, write it as `instruction` and `{key}` as `output`",
+            )
 
 
 def _margin_of(record: Mapping[str, Any]) -> float:

@@ -1003,7 +1003,12 @@ def called(call: Any) -> dict[str, Any]:
 
 
 RECORDS: dict[str, tuple[Any, dict[str, Any], str, list[Any]]] = {
-    "no turns": ({"messages": []}, {}, "is not a list of turns: .*; give one turn or more", [CHAT]),
+    "no turns": (
+        {"messages": []},
+        {},
+        "is not a list of turns: .*; give one turn or more, or leave such records out",
+        [CHAT, None],
+    ),
     "turns of text": (
         {"messages": ["a?", "a!"]},
         {},

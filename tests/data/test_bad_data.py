@@ -231,7 +231,7 @@ UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
     (JSONL, {"a.jsonl": '{"conversations": []}'}, "data.path", "is not a list of turns"),
     (JSONL, {"a.jsonl": '{"quest": "a", "reply": "b"}'}, "data.path", "data.text_field"),
     (JSONL, {"a.jsonl": '{"conversation": []}'}, "data.path", "'conversation': .*est is sharegpt"),
-    (JSONL, {"a.jsonl": '{"prompt": "a", "answer": "b"}'}, "data.path", "nearest is completion"),
+    (JSONL, {"a.jsonl": '{"prompt": "a", "answer": "b"}'}, "data.path", "`answer` as `completion`"),
     (JSONL, {"a.jsonl": '{"prompt": 5, "completion": 6}'}, "data.path", "are neither two texts"),
     (JSONL + " --data.format alpaca", {"a.jsonl": CHAT}, "data.path", "no 'instruction', which da"),
     (

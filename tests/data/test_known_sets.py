@@ -356,7 +356,8 @@ def test_other_metadata_is_no_tools(metadata: object):
                         *({"role": "ai", "text": "a", "mask": mask} for mask in masks),
                     ]
                 },
-                "`mask` that does not say which answers are learned, .*; leave `mask` out",
+                "`trajectory` is read as `messages`: `messages` has a `mask` that does not say "
+                "which answers are learned, .*; leave `mask` out",
             )
             for others, masks in [
                 (False, ([1], None)),
@@ -447,7 +448,18 @@ def test_other_metadata_is_no_tools(metadata: object):
         ),
         ({"question": "q", "id": 3}, "`question` has no answer .*" + _OF_RL),
         ({"messages": [USER]}, "no assistant turn .*" + _OF_RL),
-        ({"prompt": "q", "answer": "a"}, "nearest is completion, which lacks `completion`"),
+        (
+            {"prompt": "q", "answer": "a"},
+            "; write `answer` as `completion` for plain text, or write both as `instruction` and",
+        ),
+        ({"prompt": [USER], "answer": "a"}, "; write `answer` as `completion`, or .*" + _OF_RL),
+        ({"prompt": "q", "response": "a", "idx": 3}, "; write `response` as `completion`"),
+        ({"messages": []}, r"turns: \[\]; give one turn or more, or leave such records out"),
+        ({"conversation": [USER]}, "`conversation` is read as `messages`: `messages` has no assi"),
+        (
+            {"trajectory": [USER, {"role": "assistant"}]},
+            r"`trajectory` is read as `messages`: messages\[1\]\.content is missing",
+        ),
         ({"chosen": "a"}, "nearest is preference, which lacks `rejected`"),
         ({"instuction": "a", "output": "b"}, "nearest is alpaca, which lacks `instruction`"),
         ({"body": "a"}, r"none is near: fill or rename its fields, .* data\.text_field"),
@@ -472,6 +484,11 @@ STEER = {"context": [USER], "response1": "a", "response2": "b", "overall_prefere
 WEBGPT = {"question": {"full_text": "q"}, "answer_0": "a", "answer_1": "b", "score_0": 1.0}
 WEBGPT_2 = {"question": {"full_text": "q"}, "answer_0": "a"}
 STEPS = {"prompt": "q", "initial_reason_steps": "r:", "chosen": "a", "rejected": "b"}
+S1K = {"question": "q", "solution": "a", "metadata": "{}", "gemini_attempt": "x"}
+OF_S1K = {**S1K, "instruction": "q", "output": "a"}
+S1K |= {"gemini_thinking_trajectory": "g", "deepseek_thinking_trajectory": "t"}
+DAPO = {"prompt": "q", "solution": "a", "source_prompt": [USER], "ability": "MATH"}
+"""Fields of s1K-1.1 and of DAPO-Math-17k-Processed, after their cards."""
 FOLLOWED = [
     (ULTRA, "write a good one as `output`, or", {**ULTRA, "output": "a"}, [CHAT]),
     (ULTRA, "better one as `chosen`, the other as `rejected`, or name", {**ULTRA, **BOTH}, 0),
@@ -645,6 +662,36 @@ FOLLOWED = [
         {"messages": [USER, {**ANSWER, "reasoning_content": "t"}], "reasoning_content": "t"},
         [theirs([USER, {**ANSWER, "reasoning_content": "t"}])],
     ),
+    (S1K, "write `question` as `instruction` and `solution` as `output`, without", OF_S1K, [CHAT]),
+    (
+        S1K,
+        "without `gemini_thinking_trajectory` and `deepseek_thinking_trajectory`, or write both as "
+        "`messages` with one of .* as `reasoning_content` of the answer, and leave the others out",
+        {
+            **{"question": "q", "solution": "a", "deepseek_thinking_trajectory": "t"},
+            "messages": [USER, {**ANSWER, "reasoning_content": "t"}],
+        },
+        [theirs([USER, {**ANSWER, "reasoning_content": "t"}])],
+    ),
+    (
+        {"prompt": "q", "response": "a", "reasoning": "t"},
+        "`instruction` and `output` for a chat, without `reasoning`, or write both as `messages`",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (
+        {"input": "q", "output": "a", "solution": "s", "difficulty": "HARD"},  # OpenCodeReasoning
+        "; write `input` as `instruction`, or name",
+        {"instruction": "q", "output": "a", "solution": "s", "difficulty": "HARD"},
+        [CHAT],
+    ),
+    (DAPO, "; write `solution` as `completion` for plain", {**DAPO, "completion": "a"}, [PLAIN]),
+    (
+        DAPO,
+        "or write both as `instruction` and `output` for a chat, or .*" + _OF_RL,
+        {**DAPO, "instruction": "q", "output": "a"},
+        [CHAT],
+    ),
     (
         {"definition": "d", "inputs": "q", "targets": "a"},
         "what is asked as `instruction` and what is learned as `output`, and leave the others out",
@@ -671,7 +718,7 @@ FOLLOWED = [
     ),
     (
         {"contents": [{"role": "user", "parts": [{"text": "q"}]}]},
-        "`contents` seems to be a dialogue; write its turns as `messages`",
+        "`contents` seems to be a question; write its turns as `messages`, .*, and after them the",
         {"messages": [USER, {"role": "model", "content": [{"text": "a"}]}]},
         [CHAT],
     ),

@@ -221,6 +221,8 @@ def test_records_of_which_nothing_is_learned_are_counted(tmp_path: Path, caplog)
 # ---- what a line advises ------------------------------------------------------------------------
 
 STEPS = {"prompt": "q", "completions": ["a", "b"], "labels": [True, False]}
+ULTRA = {"instruction": "q", "completions": [{"response": "a"}, {"response": "b"}]}
+RANKED = {"instruction": "q", "input": "", "output": ["a", "b"]}
 LINES = [
     *(
         ("pairs", record, "a question without two answers; .* as `chosen`, .*rl.prompts")
@@ -239,6 +241,13 @@ LINES = [
     ),
     ("labels", {"prompt": "q", "response": "a", "label": 0}, "; write `response` as `completion`"),
     *((kind, STEPS, "stepwise supervision.*no train.objective learns; leave") for kind in READERS),
+    ("one", STEPS, "write the steps of a right answer as one text in `completion`"),
+    ("pairs", STEPS, "steps of a right answer as one text in `chosen`, .*`prompt` in `rejected`"),
+    ("labels", STEPS, "write the steps as one text in `completion`, beside a `label` that is true"),
+    ("one", ULTRA, "; write a good one as `output`, or of two the better one as `chosen`"),
+    ("pairs", ULTRA, "; write of two answers the better one as `chosen`, the other as `rejected`;"),
+    ("labels", ULTRA, "; write one as `output`, beside a `label` that is true or false, or of two"),
+    ("pairs", RANKED, "several answers in `output`; write the better one as `chosen`, another as"),
 ]
 
 
@@ -255,6 +264,44 @@ def test_what_these_lines_advise_is_learned():
         assert [document.text for document in found] == ["qa", "qb"]
     (document,) = documents({"prompt": "q", "completion": "a", "label": 0}, "labels")
     assert (document.text, document.label) == ("qa", False)
+    for kind in ("pairs", "labels"):
+        found = documents({**STEPS, "chosen": "a", "rejected": "b"}, kind)
+        assert [document.text for document in found] == ["qa", "qb"]
+        chats = [theirs(USER, {**ANSWER, "content": text}) for text in "ab"]
+        for record in (ULTRA, RANKED):
+            found = documents({**record, "chosen": "a", "rejected": "b"}, kind)
+            assert [document.text for document in found] == chats
+    (document,) = documents({**ULTRA, "output": "a", "label": 0}, "labels")
+    assert (document.text, document.label) == (theirs(USER, ANSWER), False)
+    (document,) = documents({**STEPS, "completion": "a", "label": False}, "labels")
+    assert (document.text, document.label) == ("qa", False)
+
+
+@pytest.mark.parametrize(
+    ("beside", "is_named"),
+    [
+        ({"code": "def f(): pass", "task_id": 601, "test_list": ["assert f()"]}, True),  # MBPP
+        ({"summary": "s", "title": "t"}, True),  # BillSum
+        ({"output": "a"}, True),
+        ({"output": ""}, False),
+        ({"output": "q"}, False),  # the text shows it
+        ({"code": "en"}, False),
+        ({"label": 0}, False),
+        ({"prompt": "write a story", "audience": "young"}, False),  # Cosmopedia
+    ],
+    ids=str,
+)
+def test_an_answer_beside_a_text_is_named(beside: dict, is_named: bool, caplog):
+    SEEN.clear()
+    (document,) = documents({"text": "q", **beside})
+    assert document.text == "q"
+    name = next(iter(beside))
+    says = f"`{name}` of records is not read: `text` is learned alone, as a document"
+    assert caplog.text.count(says) == is_named
+    if is_named:
+        followed = {**beside, "instruction": "q", "output": beside[name]}
+        (document,) = documents(followed)
+        assert document.text == theirs(USER, {**ANSWER, "content": beside[name]})
 
 
 def test_coheres_chatbot_is_the_assistant():
