@@ -66,7 +66,8 @@ def tell(words):
         outcome = engine.step(1e-2)
         assert not outcome.skipped
         engine.fsdp.settle()
-        keep(name, {"norm": outcome.grad_norm, **locals_of(engine)})
+        values = {name: member.read() for name, member in engine.fsdp.members.items()}
+        keep(name, {"norm": outcome.grad_norm, **values})
 
     evaluate()
     learn(0)
