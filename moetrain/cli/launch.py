@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 from moetrain.cli import interrupt_quietly
-from moetrain.config.environment import failure_mark
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.1
@@ -112,6 +111,8 @@ def _watch(
 
     ``before`` has the handlers of signals, and ``error_files`` the file of each rank's error.
     """
+    from moetrain.config.environment import failure_mark  # Ctrl-C is not handled at the top yet
+
     forwarded: list[int] = []
     failed_mark = failure_mark(error_files[0])
 
@@ -196,6 +197,8 @@ def is_first_to_fail(error_file: str, *, waits: bool, is_lost: bool = False) -> 
     gives the launcher time to report first that another rank was killed, which may be the cause.
     ``is_lost`` tells the launcher that this rank has only lost another one.
     """
+    from moetrain.config.environment import failure_mark
+
     if waits:
         time.sleep(5 * _POLL_SECONDS)
     try:

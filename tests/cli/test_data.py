@@ -36,7 +36,10 @@ def test_data_command_reports_bad_data_in_one_line(
 ):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "x", "answer": "y"})
     assert command.main([str(path), "--data.cache_dir", str(tmp_path)]) == 2
-    assert "nearest is" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "a.jsonl:1: " in error
+    assert "write `answer` as `completion` for plain text" in error
+    assert error.count("\n") == 1
     assert command.main([str(tmp_path / "none.parquet")]) == 2
     assert "No such file" in capsys.readouterr().err
     assert command.main([]) == 2
