@@ -75,6 +75,7 @@ def moe_block(
     bias: str | None = None,
     bias_place: tuple[None, ...] = (),
     shared: str | None = None,
+    shared_gate: str | None = None,
 ) -> WeightMap:
     """Map the router and experts of layers whose file tensors lie under ``block``.
 
@@ -84,6 +85,7 @@ def moe_block(
         bias: the file's name of the selection bias; None: the files have none.
         bias_place: the place of the file's bias in ours.
         shared: the file's name of the shared experts' module; None: the files have none.
+        shared_gate: the file's name of their gate; None: the files have none.
     """
     prefix = f"model.layers.{{layer}}.{block}"
     expert = f"{prefix}.experts.{{expert}}"
@@ -94,6 +96,8 @@ def moe_block(
         for ours, theirs in {"w_gate": gate, "w_up": up, "w_down": down}.items():
             name = f"layers.{{layer}}.moe.shared_experts.{ours}"
             others += (Rename(name, f"{prefix}.{shared}.{theirs}"),)
+    if shared_gate is not None:
+        others += (Rename("layers.{layer}.moe.shared_expert_gate", f"{prefix}.{shared_gate}"),)
     return (
         Rename("layers.{layer}.moe.router.weight", f"{prefix}.{router}"),
         *others,

@@ -145,6 +145,13 @@ NEMOTRON = {
     "routed_scaling_factor": 2.5,
 }
 MIXERS = NEMOTRON["layers_block_type"]
+QWEN2 = {
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+QWEN2_WINDOW = {**WINDOW, "use_sliding_window": True}
 # The key names the family and the oddity of this case.
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
@@ -394,6 +401,26 @@ CASES = {
     "nemotron_h not normalised": {**NEMOTRON, "norm_topk_prob": False, "num_experts_per_tok": 5},
     "nemotron_h every expert": {**NEMOTRON, "num_experts_per_tok": 6, "num_key_value_heads": 4},
     "nemotron_h many experts": {**NEMOTRON, "n_routed_experts": 37, "num_experts_per_tok": 8},
+    "qwen2_moe": QWEN2,
+    "qwen2_moe normalised": {**QWEN2, "norm_topk_prob": True},
+    "qwen2_moe no biases": {**QWEN2, "qkv_bias": False},
+    "qwen2_moe windows": {**QWEN2, **QWEN2_WINDOW},
+    "qwen2_moe one window": {**QWEN2, **QWEN2_WINDOW, "max_window_layers": 2},
+    "qwen2_moe no window": {**QWEN2, **QWEN2_WINDOW, "max_window_layers": 0},
+    "qwen2_moe layer types": {**QWEN2, **QWEN2_WINDOW, "layer_types": TURNS[::-1] + TURNS[:1]},
+    "qwen2_moe every other": {**QWEN2, "decoder_sparse_step": 2},
+    "qwen2_moe dense layers": {**QWEN2, **QWEN2_WINDOW, "mlp_only_layers": [0, 2]},
+    "qwen2_moe no experts": {**QWEN2, "num_experts": 0},
+    "qwen2_moe tied": {**QWEN2, "tie_word_embeddings": True},
+    "qwen2_moe one kv head": {**QWEN2, "num_key_value_heads": 1},
+    "qwen2_moe as many kv heads": {**QWEN2, "num_key_value_heads": 4},
+    "qwen2_moe wide heads": {**QWEN2, "head_dim": 12},
+    "qwen2_moe top-1": {**QWEN2, "num_experts_per_tok": 1},
+    "qwen2_moe every expert": {**QWEN2, "num_experts_per_tok": 6},
+    "qwen2_moe many experts": {**QWEN2, "num_experts": 37, "num_experts_per_tok": 8},
+    "qwen2_moe wide shared expert": {**QWEN2, "shared_expert_intermediate_size": 56},
+    "qwen2_moe yarn": {**QWEN2, "rope_parameters": YARN},
+    "qwen2_moe one layer": {**QWEN2, "num_hidden_layers": 1, "intermediate_size": 8},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""

@@ -1,8 +1,9 @@
-"""Qwen2 (arXiv 2407.10671), Qwen3 and Qwen3-MoE (arXiv 2505.09388).
+"""Qwen2 and Qwen2-MoE (arXiv 2407.10671), Qwen3 and Qwen3-MoE (arXiv 2505.09388).
 
 Qwen2 is dense, with biases of queries, keys and values. Qwen3 has q/k norms instead. Both may have
-windows in some layers, with the same keys. Qwen3-MoE has Qwen3's attention and routed experts; some
-layers may be dense.
+windows in some layers, with the same keys. Qwen2-MoE and Qwen3-MoE have their attention and routed
+experts; some layers may be dense. Qwen2-MoE also has a gated shared expert, and windows in other
+layers where the file does not name these.
 """
 
 from moetrain.models.architecture import Architecture, ConfigJson, Fields
@@ -104,28 +105,87 @@ register(
 )
 
 
-def _read_layers(config: ConfigJson) -> Fields:
-    """Read the window of all layers, and the MoE layers."""
-    layers = range(config["num_hidden_layers"])
+def read_moe_layers(config: ConfigJson) -> Fields:
+    """Read which layers are routed; without experts none is."""
     step = config["decoder_sparse_step"]
     dense = config["mlp_only_layers"] or []
     if step < 1:
         raise error("config.json", f"decoder_sparse_step is {step}, expected 1 or more")
+    layers, has_experts = range(config["num_hidden_layers"]), config["num_experts"] > 0
+    routed = tuple(has_experts and (i + 1) % step == 0 and i not in dense for i in layers)
+    return {"moe_layers": routed}
+
+
+def write_moe_layers(arch: Architecture) -> Fields:
+    """Invert :func:`read_moe_layers`."""
+    dense = [i for i in range(arch.num_layers) if i not in arch.moe_layer_indices]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def _read_qwen2_moe(config: ConfigJson) -> Fields:
+    """Read the MoE layers and the windows; without ``layer_types`` every other one of the first
+    ``max_window_layers`` layers has a window."""
+    layers = read_moe_layers(config)
+    if any(layers["moe_layers"]) and config["shared_expert_intermediate_size"] == 0:
+        raise error("config.json", "shared_expert_intermediate_size is 0, expected 1 or more")
+    types = config["layer_types"]
+    if types is None:
+        last = config["max_window_layers"] if config["use_sliding_window"] else 0
+        numbers = range(config["num_hidden_layers"])
+        types = [_SLIDING if i % 2 == 0 and i < last else _FULL for i in numbers]
+    return {**layers, **read_windows({**config, "layer_types": types})}
+
+
+def _read_qwen3_moe(config: ConfigJson) -> Fields:
+    """Read the window of all layers, and the MoE layers."""
     window = config["sliding_window"] if config["use_sliding_window"] else None
-    return {
-        "sliding_windows": (window,) * len(layers),
-        "moe_layers": tuple((i + 1) % step == 0 and i not in dense for i in layers),
-    }
+    windows = (window,) * config["num_hidden_layers"]
+    return {"sliding_windows": windows, **read_moe_layers(config)}
 
 
-def _write_layers(arch: Architecture) -> Fields:
-    routed = arch.moe_layer_indices
-    return {
-        "use_sliding_window": arch.window(0) is not None,
-        "sliding_window": arch.window(0),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i in range(arch.num_layers) if i not in routed],
-    }
+def _write_qwen3_moe(arch: Architecture) -> Fields:
+    window = arch.window(0)
+    windows = {"use_sliding_window": window is not None, "sliding_window": window}
+    return {**windows, **write_moe_layers(arch)}
+
+
+register(
+    Family(
+        name="qwen2_moe",
+        architecture=MoEDecoder,
+        hf_class="Qwen2MoeForCausalLM",
+        defaults={
+            **_DEFAULTS,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "qkv_bias": True,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts_per_tok": 4,
+            "num_experts": 60,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.001,
+            "output_router_logits": False,
+            "mlp_only_layers": None,
+        },
+        weight_map=DENSE + moe_block(shared="shared_expert", shared_gate="shared_expert_gate"),
+        fields={
+            "qkv_bias": "qkv_bias",
+            "shared_intermediate_size": "shared_expert_intermediate_size",
+        },
+        fixed={"shared_gate": True},
+        nullable={**_NULLABLE, "mlp_only_layers": list},
+        # PEFT converts names of experts' modules for the types that transformers maps to qwen2_moe,
+        # but not for qwen2_moe itself: in the other layout the adapters would have no effect.
+        lora_layout="fused",
+        read_layers=_read_qwen2_moe,
+        write_layers=lambda arch: {**write_windows(arch), **write_moe_layers(arch)},
+    )
+)
 
 
 register(
@@ -157,8 +217,8 @@ register(
         fixed={"qk_norm": True},
         nullable={"sliding_window": int, "mlp_only_layers": list},
         aliases={"num_local_experts": "num_experts"},
-        read_layers=_read_layers,
-        write_layers=_write_layers,
+        read_layers=_read_qwen3_moe,
+        write_layers=_write_qwen3_moe,
         presets={
             "debug": MoEDecoder(
                 family="qwen3_moe",

@@ -17,6 +17,7 @@ from moetrain.models.decoders import (
     beside_vision,
     moe_block,
 )
+from moetrain.models.families.qwen import read_moe_layers, write_moe_layers
 from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
 from moetrain.models.hf.take_rows import TakeRows
@@ -103,18 +104,11 @@ def _write_layers(arch: Architecture) -> Fields:
 
 def _read_next_layers(config: ConfigJson) -> Fields:
     """Read as :func:`_read_layers`, and the MoE layers."""
-    step = config["decoder_sparse_step"]
-    dense = config["mlp_only_layers"] or []
-    if step < 1:
-        raise error("config.json", f"decoder_sparse_step is {step}, expected 1 or more")
-    layers = range(config["num_hidden_layers"])
-    routed = tuple((i + 1) % step == 0 and i not in dense for i in layers)
-    return {**_read_layers(config), "moe_layers": routed}
+    return {**_read_layers(config), **read_moe_layers(config)}
 
 
 def _write_next_layers(arch: Architecture) -> Fields:
-    dense = [i for i in range(arch.num_layers) if i not in arch.moe_layer_indices]
-    return {**_write_layers(arch), "decoder_sparse_step": 1, "mlp_only_layers": dense}
+    return {**_write_layers(arch), **write_moe_layers(arch)}
 
 
 # ---- weights -----------------------------------------------------------------------------------
@@ -170,10 +164,7 @@ _SPLIT_LINEAR_MAP = (
     TakeRows(_weights("wq", "wk", "wv"), f"{_THEIRS}.in_proj_qkv.weight", _all_rows),
     *(Rename(f"{_OURS}.w{x}", f"{_THEIRS}.in_proj_{x}") for x in "zba"),
 )
-_GATE = Rename(
-    "layers.{layer}.moe.shared_expert_gate", "model.layers.{layer}.mlp.shared_expert_gate"
-)
-_EXPERTS = moe_block(shared="shared_expert")
+_EXPERTS = moe_block(shared="shared_expert", shared_gate="shared_expert_gate")
 _PACKED = (
     *(one for one in _EXPERTS if isinstance(one, Rename)),
     Rename("layers.{layer}.moe.experts.w_gate_up", "model.layers.{layer}.mlp.experts.gate_up_proj"),
@@ -221,7 +212,7 @@ register(
             "decoder_sparse_step": 1,
             "mlp_only_layers": None,
         },
-        weight_map=under_mtp((*DENSE, *_NEXT_LINEAR_MAP, *_EXPERTS, _GATE))[0],
+        weight_map=under_mtp((*DENSE, *_NEXT_LINEAR_MAP, *_EXPERTS))[0],
         fields=_EXPERTS_FIELDS,
         fixed=_EXPERTS_FIXED,
         nullable={**_NULLABLE, "mlp_only_layers": list},
@@ -283,8 +274,8 @@ def _register_qwen35(name: str, hf_class: str, *maps: WeightMap, **shared: Any) 
 _register_qwen35(
     "qwen3_5_moe",
     "Qwen3_5Moe",
-    (*DENSE, *_SPLIT_LINEAR_MAP, *_EXPERTS, _GATE),
-    (*DENSE, *_SPLIT_LINEAR_MAP, *_PACKED, _GATE),
+    (*DENSE, *_SPLIT_LINEAR_MAP, *_EXPERTS),
+    (*DENSE, *_SPLIT_LINEAR_MAP, *_PACKED),
     defaults={
         **_EXPERTS_DEFAULTS,
         "vocab_size": 248320,

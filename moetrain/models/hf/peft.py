@@ -55,7 +55,8 @@ _FUSED = {
 }
 """The module in which PEFT nests each stacked weight, and the weight's name in ``transformers``."""
 _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-"""Names of modules that PEFT takes for those of experts, in families with ``mlp.experts``."""
+"""Names of modules that PEFT takes for those of experts, in families with ``mlp.experts`` whose
+experts' names it converts; for the others the layout is ``fused``."""
 _MAX_RANK = 1024
 """The largest ``lora.rank``."""
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
@@ -163,7 +164,8 @@ def save_peft(
     folder = Path(folder)
     family = FAMILIES[arch.family]
     layout = family.lora_layout if lora.layout == "auto" else lora.layout
-    taken = _TAKEN_FOR_EXPERTS if family.experts == "mlp.experts" else ()
+    is_converted = family.experts == "mlp.experts" and family.lora_layout == "per_expert"
+    taken = _TAKEN_FOR_EXPERTS if is_converted else ()
     tensors: dict[str, torch.Tensor] = {}
     modules: set[str] = set()
     parameters: set[str] = set()

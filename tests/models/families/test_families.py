@@ -714,6 +714,9 @@ def test_adapters_that_peft_cannot_express_are_refused(preset, target, problem):
     [
         ("qwen3_next", ("*.linear_attn.wo",)),
         ("qwen3_5_text", ("*.linear_attn.wo",)),
+        ("qwen3_5_moe_text", ("*.shared_experts.*", "*.moe.experts")),
+        ("qwen2_moe", ("*.shared_experts.*",)),
+        ("qwen2_moe dense layers", ("*.shared_experts.*", "*.mlp.*", "*.moe.experts")),
         ("nemotron_h", ("*.to_latent", "*.from_latent", "*.shared_experts.*")),
     ],
 )
@@ -943,6 +946,15 @@ def test_fewer_or_more_layers_of_a_preset():
         ),
         ("gemma4_text", {"global_head_dim": 7}, "head_dim 7 is odd"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of a llama"),
+        ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, expected 1 or more"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "intermediate_size is 0, expected 1"),
+        ("qwen2_moe", {"layer_types": ["sliding_attention"] * 3}, "no sliding_window is in use"),
+        (
+            "qwen2_moe",
+            {"use_sliding_window": True, "sliding_window": None},
+            "no sliding_window is in use",
+        ),
+        ("qwen2_moe", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention are not"),
     ],
 )
 def test_unsupported_configs_of_families_are_refused_in_one_line(family, change, problem, tmp_path):
