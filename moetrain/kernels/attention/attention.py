@@ -483,7 +483,8 @@ def attend_in_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return FlexAttention's output [B, H, S, v], and the log-sum-exp [B, H, S] if it is needed."""
     is_eager = not torch.compiler.is_compiling()  # a compiled block inlines it
-    run = _compiled_flex() if q_BHSd.is_cuda and is_eager else flex_attention
+    plain: Callable[..., Any] = flex_attention
+    run = _compiled_flex() if q_BHSd.is_cuda and is_eager else plain
     found: Any = run(
         q_BHSd,
         k_BGSd,

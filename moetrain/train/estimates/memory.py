@@ -441,8 +441,7 @@ class RankSizes:
         if sleep is not None:
             awake = {"generator": sleep != "all", "cache": sleep == "never"}
             training = replace(training, **{k: v * awake[k] for k, v in generation.items()})
-        policies = dict.fromkeys(kind.policy for kind in self.blocks)  # of first blocks first
-        moments = [self._backward(training, policy) for policy in policies]
+        moments = [self._backward(training, policy) for policy in self._policies()]
         moments.append(self._end_of_backward(training))
         if self.orthogonal:  # by then there are all gradients
             late = {"gradients": self._gradients(self._updated), "activations": 0.0}
@@ -477,7 +476,7 @@ class RankSizes:
         """Estimate the backward of the last block with ``policy``, or the loss before the last
         one."""
         backward = max(self._blocks[kind].backward for kind in self.blocks if kind.policy == policy)
-        policies = list(dict.fromkeys(kind.policy for kind in self.blocks))
+        policies = self._policies()
         if policy == policies[-1]:
             return self._start_of_backward(kept, backward)
         # Blocks behind it are done: their activations are gone, and their gradients are there.
@@ -494,6 +493,11 @@ class RankSizes:
             activations=self._passes * self._of_all(lambda block: block.saved) - freed,
             working_set=backward,
         )
+
+    def _policies(self) -> list[BlockPolicy]:
+        """Return how blocks recompute, in the order of blocks."""
+        found: dict[BlockPolicy, None] = {kind.policy: None for kind in self.blocks}
+        return [*found]
 
     def _start_of_backward(self, kept: MemoryEstimate, backward: float) -> MemoryEstimate:
         """Estimate the loss, or the last block's ``backward``, with all activations."""

@@ -93,7 +93,7 @@ class StepClock:
         self.gradient = getattr(torch, self.config.optim.gradient_dtype).itemsize
         self.times = 4 + 2 * rank.share_trained
         """FLOPs of forward and backward together for each multiply-add of the forward."""
-        self.parts = [
+        self.parts: list[tuple[Part, BlockPolicy, int]] = [
             (part, kind.policy, n) for kind, n in rank.blocks.items() for part in kind.layer
         ]
         """This rank's parts, how their blocks recompute, and their numbers."""
