@@ -274,7 +274,8 @@ def is_covered(path: str) -> bool:
     is_test = re.fullmatch(r"tests/(\w+/)*test_\w+\.py", path)
     if is_test is None or not file.exists():
         return False
-    sys.path.insert(0, str(ROOT))
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
     from tests.lib.marks import may_have
 
     return may_have("gpu", file)

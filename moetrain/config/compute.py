@@ -3,6 +3,7 @@
 They change results only by rounding, except for the optimizer and the balancing of experts.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -255,7 +256,14 @@ class CompileSection(Section):
 
 
 BlockPolicy = Literal["none", "selective", "full"]
-"""How a block recomputes its activations."""
+"""How much a block computes again in the backward: nothing, all but the values of
+``activation.save``, or everything."""
+LESS: Mapping[BlockPolicy, BlockPolicy] = {
+    "none": "none",
+    "selective": "none",
+    "full": "selective",
+}
+"""The policy of the blocks that ``activation.blocks`` leaves out, by the policy of the others."""
 
 
 class ActivationSection(Section):
@@ -287,7 +295,7 @@ class ActivationSection(Section):
             raise ValueError("activation.policy auto is not resolved")
         if self.blocks == "all" or place < self.blocks:
             return self.policy
-        return "selective" if self.policy == "full" else "none"
+        return LESS[self.policy]
 
 
 class LaunchSection(Section):

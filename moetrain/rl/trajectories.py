@@ -36,7 +36,7 @@ class Trajectory:
     temperature: float
     reward: float = 0.0
     answers: int = 0
-    """How many answers the environment has given; the prompt counts as the first."""
+    """Number of texts that the environment has given. The prompt is the first of them."""
     actions: list[tuple[int, int]] = field(default_factory=list)
     """Start and stop of each of the policy's turns in ``tokens``."""
     is_over: bool = False

@@ -45,7 +45,8 @@ GPU = [
 
 def tell(words):
     """Return the engine's state after each part of a long sequence of calls, by the part's name."""
-    engine, found = make_engine(*BASE, *words, micro=MICRO), {}
+    engine = make_engine(*BASE, *words, micro=MICRO)
+    found = {}
     world = engine.world
 
     def keep(name, tensors):

@@ -1,4 +1,4 @@
-"""Which test files can hold tests with a mark, by their text alone.
+"""Says from the text of test files which of them may have tests with a mark.
 
 Importing all test files takes longer than reading them, so a run of one mark skips the files
 without it. Some files get the mark ``gpu`` with a parametrization from ``tests/lib``; the modules

@@ -208,7 +208,8 @@ def test_how_many_ranks_a_machine_has(words, place, per_machine, tiny, monkeypat
 
 
 def test_ranks_that_differ_make_no_group(tiny, monkeypatch, no_group):
-    """What they differ in is told before a collective could hang (test_remedies_of_machines.py)."""
+    """The error comes before the first collective, which could hang. Its text is tested in
+    tests/config/test_remedies_of_machines.py."""
     place = LaunchedPlace(0, 0, 2, "localhost:1", None, on_machine=1)
     problem = ConfigError("launch.gpus_per_machine", "auto is 1 on rank 0, but 2 on rank 1")
 

@@ -28,7 +28,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from moetrain.config import Config, ConfigError, OptimSection
-from moetrain.config.compute import BlockPolicy
+from moetrain.config.compute import LESS, BlockPolicy
 from moetrain.config.environment import GIB
 from moetrain.config.rl import RlSection, SleepName
 from moetrain.config.sections import ModelSection, TrainSection
@@ -58,7 +58,7 @@ class BlockKind(NamedTuple):
 
     layer: _Layer
     policy: BlockPolicy
-    """How they recompute activations."""
+    """How much these blocks compute again in the backward."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,8 @@ class Recomputation(NamedTuple):
         """Write ``full in a rank's first 43 blocks, selective in others``."""
         if self.policy == "none":
             return "none in all blocks"
-        less = {"selective": "none", "full": "selective"}[self.policy]
         blocks = "block" if self.blocks == 1 else f"{self.blocks} blocks"
-        return f"{self.policy} in a rank's first {blocks}, {less} in others"
+        return f"{self.policy} in a rank's first {blocks}, {LESS[self.policy]} in others"
 
 
 class _Block(NamedTuple):
@@ -495,7 +494,7 @@ class RankSizes:
         )
 
     def _policies(self) -> list[BlockPolicy]:
-        """Return how blocks recompute, in the order of blocks."""
+        """Return the policies of this rank's blocks, that of its first ones first."""
         found: dict[BlockPolicy, None] = {kind.policy: None for kind in self.blocks}
         return [*found]
 

@@ -23,6 +23,7 @@ import torch
 from moetrain.config import ConfigError
 from moetrain.config.compute import BlockPolicy
 from moetrain.config.environment import GPUS, NETWORK_RATE, Gpu, GpuName
+from moetrain.kernels.attention.cudnn import MAX_HEAD_DIM
 from moetrain.kernels.optim.muon import newton_schulz_flops
 from moetrain.models.architecture import FP32, AttentionPart, Part
 from moetrain.parallel.pipeline.stages import StagePlan
@@ -178,7 +179,7 @@ class StepClock:
             forward, backward = 2 * each, (self.times - 2 + twice["experts"]) * each
         else:
             linear = own * matrices / (_PROJECTIONS * faster * self.flops)
-            rate = _WIDE_ATTENTION if getattr(part, "widest_head", 0) > 256 else _ATTENTION
+            rate = _WIDE_ATTENTION if getattr(part, "widest_head", 0) > MAX_HEAD_DIM else _ATTENTION
             mixing = own * (products - matrices) / (rate * self.flops)
             forward = 2 * linear + 6 * _ATTENTION_FORWARD * mixing
             backward = (self.times - 2 + twice["linear"]) * linear
