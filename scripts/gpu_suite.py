@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAST_RUN = ROOT / "tests" / "gpu_last_run.json"
 WORKERS_PER_GPU = 12
 """Measured with 16 cores a GPU: compilers leave few of them idle."""
-WORKERS_OF_RANKS = 6
+WORKERS_OF_RANKS = 10
 """Each starts two or four ranks, which compile as well."""
 TEST_SECONDS = 300
 """The longest time of one test."""
