@@ -18,8 +18,11 @@ them.
 """
 
 import itertools
+import threading
 from collections.abc import Iterable, Sequence
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -91,6 +94,38 @@ __all__ = [
 ]
 
 Backend = Literal["auto", "triton", "reference"]
+
+_LAUNCHERS = threading.RLock()
+"""Held while a module that launches kernels is loaded."""
+
+
+def give_kernels_their_own_launchers(build: Any) -> None:
+    """Change Triton's ``build`` so that threads may load functions that launch kernels.
+
+    Up to Triton 3.6 each signature has a compiled module with such a function, and all these
+    modules have one name. When Python loads one of them again, it writes the function into the
+    module that it loaded last, whatever that was. Another thread that has not yet read its own
+    function from that module then launches its kernel with the wrong one: ``function takes exactly
+    50 arguments (31 given)``, or silently with other types. Here each load returns a module of its
+    own, which is copied before the next load can begin. Later versions have one function for all
+    signatures.
+    """
+    load = build._load_module_from_path
+
+    def load_alone(name: str, path: str) -> ModuleType:
+        with _LAUNCHERS:
+            found = ModuleType(name)
+            found.__dict__.update(vars(load(name, path)))
+            return found
+
+    build._load_module_from_path = load_alone
+
+
+if isinstance(triton, ModuleType):
+    _build = import_module("triton.runtime.build")
+    if hasattr(_build, "_load_module_from_path"):  # it is not a public function
+        give_kernels_their_own_launchers(_build)
+
 _OPS: dict[str, set[str]] = {name: set() for name in (*get_args(SavedName), "routing")}
 
 

@@ -1,7 +1,10 @@
 """Compilation ahead: a fake step launches the kernels of a real step to compile them."""
 
 import inspect
+import subprocess
 import sys
+import sysconfig
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -215,11 +218,40 @@ def test_a_fake_step_launches_the_kernels_of_gpt_oss():
     assert kernels == ["_attend_kernel", "_copy_kernel", "_forward_kernel", "_sum_kernel"]
 
 
+LAUNCHER = r"""
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) { return PyLong_FromLong(NUMBER); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {0}};
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&definition); }
+"""
+
+
+def test_a_kernel_keeps_its_launcher_while_others_load_theirs(tmp_path):
+    """Triton's compiled modules of launchers, all of one name, loaded by its own function."""
+    paths = []
+    for number in (1, 2):
+        paths.append(
+            tmp_path / str(number) / f"__triton_launcher{sysconfig.get_config_var('EXT_SUFFIX')}"
+        )
+        paths[-1].parent.mkdir()
+        source = paths[-1].with_suffix(".c")
+        source.write_text(LAUNCHER.replace("NUMBER", str(number)))
+        words = ["cc", "-shared", "-fPIC", f"-I{sysconfig.get_paths()['include']}"]
+        subprocess.run([*words, str(source), "-o", str(paths[-1])], check=True)
+    load = triton.runtime.build._load_module_from_path
+    first, second, again = (load("__triton_launcher", str(paths[i])) for i in (0, 1, 0))
+    assert [module.launch() for module in (first, second, again)] == [1, 2, 1]
+
+
 class Kernel:
     """A kernel whose compilation fails, or is recorded."""
 
     def __init__(self, seen, fails):
         self.seen, self.fails = seen, fails
+
+    src, metadata = "a signature", "settings"
 
     def warmup(self, *args, grid, **settings):
         if self.fails:
@@ -227,23 +259,34 @@ class Kernel:
         self.seen.append((args, settings))
         return self
 
-    run = None
+    @property
+    def run(self):
+        raise AssertionError("a thread that launches may find the function without its kernel")
 
 
-def test_a_failure_is_said_and_ends_nothing(monkeypatch, caplog):
+@pytest.fixture
+def launchers(monkeypatch):
+    """Let compilation ahead run without a device; return what launchers were made of."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    made = []
+    driver = SimpleNamespace(launcher_cls=lambda *made_of: made.append(made_of))
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    return made
+
+
+def test_a_failure_is_said_and_ends_nothing(launchers, caplog):
     seen = []
     launches = {Kernel(seen, True): [((1,), {})], Kernel(seen, False): [((2,), {"D": 8})] * 2}
     futures = ahead.compile_ahead(launches, torch.device("cuda", 0))
     assert isinstance(futures[0].exception(), RuntimeError)
     assert futures[1].result() is None
     assert seen == [((2,), {"D": 8})] * 2
+    assert launchers == [("a signature", "settings")] * 2
     assert "could not be compiled ahead of its launch: no such register" in caplog.text
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_processes_of_a_machine_share_the_work(size, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+def test_processes_of_a_machine_share_the_work(size, launchers):
     for rank in range(size):
         seen = []
         launches = {Kernel(seen, False): [((number,), {})] for number in range(21)}
