@@ -3,7 +3,9 @@
     python scripts/gpu_suite.py --out outputs/gpu_suite [--minutes 8] [--workers 12]
     python scripts/gpu_suite.py --due
 
-Compiling takes most of the time, so many workers share a GPU. There are three phases:
+Compiling takes most of the time, so many workers share a GPU. There are three phases, of which the
+first two run at the same time: each alone ends in a tail of a few long tests that leaves processors
+idle.
 
 1. Tests that need one GPU, with :data:`WORKERS_PER_GPU` workers a GPU. Each worker sees one GPU.
 2. Tests that need several GPUs, with :data:`WORKERS_OF_RANKS` workers that see all of them.
@@ -30,6 +32,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAST_RUN = ROOT / "tests" / "gpu_last_run.json"
 WORKERS_PER_GPU = 12
 """Measured with 16 cores a GPU: compilers leave few of them idle."""
-WORKERS_OF_RANKS = 10
+WORKERS_OF_RANKS = 6
 """Each starts two or four ranks, which compile as well."""
 TEST_SECONDS = 300
 """The longest time of one test."""
@@ -115,6 +118,13 @@ def pytest_runtest_logreport(report: Any) -> None:
     row["seconds"] = round(report.duration, 2)
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def number_of_gpus() -> int:
+    """Return the number of CUDA devices."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 # ---- the run -----------------------------------------------------------------------------------
@@ -234,19 +244,26 @@ def run(
     out: Path, minutes: float, keyword: str, only: str, workers_per_gpu: int, record: bool
 ) -> int:
     """Run all phases, write the reports, print the counts; 0 if nothing failed."""
-    import torch
-
-    num_gpus = torch.cuda.device_count()
+    num_gpus = number_of_gpus()
     if not num_gpus:
         print("error: no CUDA device; GPU tests need one", file=sys.stderr)
         return 2
     out.mkdir(parents=True, exist_ok=True)
     begin, done, machine = time.monotonic(), [], describe_machine()
-    for phase in phases(num_gpus, workers_per_gpu):
-        if only and only not in phase.name:
-            continue
-        done.append(run_phase(phase, num_gpus, out, keyword, begin + 60 * minutes))
-        print(f"{phase.name}: {counts(done[-1]['rows'])} in {done[-1]['seconds']} s", flush=True)
+    selected = [phase for phase in phases(num_gpus, workers_per_gpu) if only in phase.name]
+    if not selected:
+        print(f"error: --phase: no phase's name contains {only!r}", file=sys.stderr)
+        return 2
+    at_once = [phase for phase in selected if phase.workers]
+    for group in (at_once, *([phase] for phase in selected if not phase.workers)):
+        with ThreadPoolExecutor(len(selected)) as pool:
+            runs = [
+                pool.submit(run_phase, phase, num_gpus, out, keyword, begin + 60 * minutes)
+                for phase in group
+            ]
+        for phase in (ended.result() for ended in runs):
+            done.append(phase)
+            print(f"{phase['name']}: {counts(phase['rows'])} in {phase['seconds']} s", flush=True)
         (out / "report.md").write_text(report_text(machine, done))
     summary = {
         **machine,

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -107,6 +108,25 @@ def test_phases_cover_every_gpu_test_once(num_gpus):
     for kind in kinds:
         times = sum(eval(phase.marks, dict(kind)) for phase in gpu_suite.phases(num_gpus))
         assert times == (num_gpus > 1 or not kind["several_gpus"] or kind["alone"]), kind
+
+
+def test_phases_with_workers_run_at_once_and_then_those_that_need_the_devices_alone(
+    tmp_path, monkeypatch
+):
+    both, ended = threading.Barrier(2, timeout=30), []
+
+    def run_phase(phase, num_gpus, out, keyword, deadline):
+        if phase.workers:
+            both.wait()  # it would break if one waited for the other's end
+        ended.append(phase.name)
+        return {"name": phase.name, "seconds": 1, "exit_code": 0, "rows": []}
+
+    monkeypatch.setattr(gpu_suite, "run_phase", run_phase)
+    monkeypatch.setattr(gpu_suite, "number_of_gpus", lambda: 2)
+    monkeypatch.setattr(gpu_suite, "describe_machine", dict)
+    assert gpu_suite.run(tmp_path, 8, "", "", 12, False) == 0
+    assert sorted(ended[:2]) == ["one GPU", "several GPUs"]
+    assert ended[2:] == ["alone"]
 
 
 def test_report_has_failures_whole_and_reasons_of_skips():
