@@ -170,7 +170,10 @@ class _LinearAttention(LinearMixer):
         x_TD = x_BSD.flatten(0, 1)
         dtype = x_BSD.dtype
         wide = torch.promote_types(dtype, torch.float32)
-        q, k, v, z = linears(x_TD, (self.wq, self.wk, self.wv, self.wz))
+        # In fp8, z in one product with the others would be a view that keeps them all until the
+        # backward, which needs z alone.
+        z = self.wz(x_TD)
+        q, k, v = linears(x_TD, (self.wq, self.wk, self.wv))
         values = (q, k, v, self.wa(x_TD), self.wb(x_TD))
         weights = (self.conv_q, self.conv_k, self.conv_v, self.a_log, self.dt_bias)
         o_THV = self.over_heads(self._mixed, values, weights, context)

@@ -194,10 +194,12 @@ def estimated_and_held(words):
     return {name: (getattr(estimate, name), size) for name, size in held.items()}
 
 
-@pytest.mark.tier("quick", long=["True-2"], wide=["True-4"])
-@pytest.mark.parametrize("taps", [4, 2])
-@pytest.mark.parametrize("is_compiled", [True, False])
-def test_a_gated_delta_net_keeps_what_the_estimate_says(is_compiled, taps):
+@pytest.mark.tier("quick", long=["True-2-bf16", "True-4-fp8"], wide=["True-4-bf16"])
+@pytest.mark.parametrize(
+    ("is_compiled", "taps", "precision"),
+    [(True, 4, "bf16"), (True, 2, "bf16"), (False, 4, "bf16"), (False, 2, "bf16"), (True, 4, "fp8")],
+)
+def test_a_gated_delta_net_keeps_what_the_estimate_says(is_compiled, taps, precision):
     """The run is in bf16 with the kernels, and the compiler chooses what to recompute."""
     if not torch.cuda.is_available() and not INTERPRETED:
         pytest.skip("needs Triton")
@@ -205,7 +207,8 @@ def test_a_gated_delta_net_keeps_what_the_estimate_says(is_compiled, taps):
     sizes = {"hidden_size": 256, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
     sizes |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
     part = GatedDeltaNet(**sizes, linear_conv_kernel_dim=taps)
-    module = part.build(KernelsSection(backend="triton"), MoeSection()).to(device, torch.bfloat16)
+    kernels = KernelsSection(backend="triton", precision=precision)
+    module = part.build(kernels, MoeSection()).to(device, torch.bfloat16)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     documents, place_T = documents_of(None, None, (1, tokens), torch.device(device))
