@@ -470,7 +470,8 @@ class CheckpointSection(Section):
     """Keep checkpoints at multiples of this many steps for good, besides the newest; 0: none."""
     best: bool = False
     """Save at an evaluation that is the best so far, and keep that checkpoint besides the newest;
-    checkpoints/best is a link to it."""
+    checkpoints/best is a link to it. The exports at the end of the run (checkpoint.save_hf,
+    lora.save) have its weights."""
     asynchronous: bool = False
     """Write checkpoints while training goes on, from a copy of weights and moments in host memory
     (pinned if there is a GPU). Over all processes the copy takes 12 bytes a parameter, or 8 with
@@ -495,8 +496,9 @@ class CheckpointSection(Section):
     """The checkpoint to resume from. auto: the newest checkpoint of output_dir or in memory, if
     there is one; never: start anew; or the folder of a checkpoint."""
     save_hf: bool = False
-    """Write a Hugging Face checkpoint to output_dir/hf at the end of the run: weights, config,
-    tokenizer, and the other tensors and files of model.path."""
+    """Write a Hugging Face checkpoint to output_dir/hf at the end of the run: weights (of the best
+    evaluation with checkpoint.best, else of the last step), config, tokenizer, and the other
+    tensors and files of model.path."""
     hf_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of the weights that checkpoint.save_hf writes. auto: that of each tensor in model.path;
     for a preset, float32."""

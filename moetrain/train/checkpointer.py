@@ -9,7 +9,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from moetrain.checkpoint.read import Checkpoint, list_checkpoints
+from moetrain.checkpoint.read import (
+    Checkpoint,
+    DamagedCheckpoint,
+    list_checkpoints,
+    open_checkpoint,
+)
 from moetrain.checkpoint.save import Saved, SavePlan
 from moetrain.config import ConfigError, logger
 from moetrain.config.sources import RunFailed
@@ -181,6 +186,20 @@ class Checkpointer:
         self.saved_at = -1 if folder.is_in_memory(found.folder) else found.state["step"]
         self.newest = found.folder
         return found
+
+    def load_weights(self, path: Path) -> str:
+        """Load the weights of a checkpoint of this run, and nothing else of it. Collective.
+
+        Returns what is wrong with it, the same on every rank, or an empty text.
+        """
+        problem = ""
+        try:
+            found = self.folder.find(str(path))
+            assert found is not None  # a path was named
+            self.engine.load_state({"model": open_checkpoint(found).group("model")})
+        except (ConfigError, DamagedCheckpoint) as error:
+            problem = error.problem
+        return self.engine.world.any(problem)
 
 
 def _is_multiple(step: int, interval: int) -> bool:

@@ -7,6 +7,7 @@ nothing here calls the loop. Within a step nothing waits for the device.
 
 import gc
 import json
+import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -266,8 +267,19 @@ class Run:
         self.callbacks.on_last_step(self)
 
     def export(self, tokenizer: Tokenizer | None, chat_template: str | None) -> None:
-        """Write ``output_dir/hf`` and ``output_dir/adapter``, where settings ask for them."""
-        if self.config.lora.rank and self.config.lora.save:
+        """Write ``output_dir/hf`` and ``output_dir/adapter``, where settings ask for them.
+
+        With ``checkpoint.best`` they have the weights of the best evaluation, which the model then
+        has too.
+
+        Raises RunFailed: the checkpoint of that evaluation cannot be read.
+        """
+        has_adapter = self.config.lora.rank and self.config.lora.save
+        written = ["adapter"] * bool(has_adapter) + ["hf"] * self.config.checkpoint.save_hf
+        if not written:
+            return
+        self._choose_weights(" and ".join(written))
+        if has_adapter:
             self.engine.save_peft(self.folder / "adapter")
             if self.config.data.new_tokens and tokenizer is not None and self.world.is_main:
                 write_files(self.folder / "adapter", tokenizer.export(chat_template).files)
@@ -280,6 +292,27 @@ class Run:
             tokenizer=None if tokenizer is None else tokenizer.export(chat_template),
         )
         self.world.barrier()  # not in a collective, since that times out
+
+    def _choose_weights(self, written: str) -> None:
+        """Load the weights of the best evaluation, if ``written`` folders are to have them."""
+        best = self.best
+        if best.step in (None, self.step):
+            return
+        if not self.config.checkpoint.best:
+            if self.config.train.patience:
+                self.say(
+                    f"{written}: the weights of step {self.step}, the last; those of the best "
+                    f"evaluation, step {best.step}, are kept and exported with checkpoint.best yes"
+                )
+            return
+        path = best.path(self.run_folder.checkpoints)
+        assert path is not None  # there is a best step
+        if problem := self.checkpointer.load_weights(path):
+            raise RunFailed(
+                f"{written}: the best evaluation was at step {best.step}, and {problem}; "
+                f"checkpoint export-hf {shlex.quote(str(self.folder))} writes the last step"
+            )
+        self.say(f"{written}: the weights of step {best.step}, the best evaluation")
 
     def result(self) -> Result:
         """Return what the run has come to."""

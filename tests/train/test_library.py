@@ -1,6 +1,7 @@
 """Training from a user's program: data, objectives, callbacks, and the result."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 import moetrain
 import moetrain.train
-from moetrain.checkpoint.read import list_checkpoints
+from moetrain.checkpoint.read import list_checkpoints, open_checkpoint
 from moetrain.config import Config, ConfigError
 from moetrain.config.sources import RunFailed
 from moetrain.data.packing import IGNORE_INDEX
@@ -344,6 +345,47 @@ def test_the_best_checkpoint_is_kept_and_a_run_without_progress_ends(tiny, tmp_p
     result = Scripted(tiny(*words, "train.patience=4")).fit()
     assert (result.step, result.best_step) == (6, 6)
     assert (root / "best").resolve().name == "step-00000006"
+
+
+def test_exports_have_the_weights_of_the_best_evaluation(tiny, capsys):
+    """A run whose evaluations are best at step 2 of 4, and one that keeps no checkpoint of it."""
+    words = ["train.steps=4", "train.eval_interval=1", "checkpoint.save_hf=yes"]
+    trainer = Scripted(tiny(*words, "train.patience=9", "checkpoint.best=yes"))
+    result = trainer.fit()
+    assert (result.step, result.best_step) == (4, 2)
+    exported = dict(moetrain.load_hf(str(result.folder / "hf")).named_parameters())
+    kept = {step: weights_at(result.folder, step) for step in (2, 4)}
+    assert all(torch.equal(exported[name], weight) for name, weight in kept[2].items())
+    assert not all(torch.equal(exported[name], weight) for name, weight in kept[4].items())
+    for name, held in trainer.model.named_parameters():
+        assert torch.equal(held.to_local(), kept[2][name])
+    assert "hf: the weights of step 2, the best evaluation" in capsys.readouterr().out
+    # Without a checkpoint of it there is only the last step, which is said.
+    result = Scripted(tiny(*words, "train.patience=9", "checkpoint.resume=never")).fit()
+    exported = dict(moetrain.load_hf(str(result.folder / "hf")).named_parameters())
+    kept = weights_at(result.folder, 4)
+    assert all(torch.equal(exported[name], weight) for name, weight in kept.items())
+    said = capsys.readouterr().out
+    assert (
+        "those of the best evaluation, step 2, are kept and exported with checkpoint.best" in said
+    )
+
+
+def weights_at(folder, step):
+    """Return the weights in a checkpoint of a run, in fp32, by name."""
+    found = open_checkpoint(folder / "checkpoints" / f"step-{step:08}")
+    return found.tensors("model")
+
+
+def test_an_export_says_that_the_best_checkpoint_is_gone(tiny):
+    class Losing(Scripted):
+        def finish(self):
+            shutil.rmtree(self.folder / "checkpoints" / "step-00000002")
+            super().finish()
+
+    words = ["train.steps=4", "train.eval_interval=1", "checkpoint.save_hf=yes"]
+    with pytest.raises(RunFailed, match=r"hf: the best evaluation was at step 2, and .*step-0+2"):
+        Losing(tiny(*words, "checkpoint.best=yes")).fit()
 
 
 def test_of_rewards_the_highest_is_the_best(tiny):

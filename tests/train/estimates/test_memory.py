@@ -197,7 +197,13 @@ def estimated_and_held(words):
 @pytest.mark.tier("quick", long=["True-2-bf16", "True-4-fp8"], wide=["True-4-bf16"])
 @pytest.mark.parametrize(
     ("is_compiled", "taps", "precision"),
-    [(True, 4, "bf16"), (True, 2, "bf16"), (False, 4, "bf16"), (False, 2, "bf16"), (True, 4, "fp8")],
+    [
+        (True, 4, "bf16"),
+        (True, 2, "bf16"),
+        (False, 4, "bf16"),
+        (False, 2, "bf16"),
+        (True, 4, "fp8"),
+    ],
 )
 def test_a_gated_delta_net_keeps_what_the_estimate_says(is_compiled, taps, precision):
     """The run is in bf16 with the kernels, and the compiler chooses what to recompute."""
