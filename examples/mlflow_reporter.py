@@ -58,8 +58,9 @@ class MLflow(Callback):
 
     def on_log(self, run: RunView, row: Row) -> None:
         if run.world.is_main:
-            now, values = int(1000 * time.time()), row.items()
-            metrics = [Metric(k, v, now, run.step) for k, v in values if v is not None]
+            now = int(1000 * time.time())
+            values = {k: v for k, v in row.items() if v is not None and k != "step"}
+            metrics = [Metric(k, v, now, run.step) for k, v in values.items()]
             self._client.log_batch(self.identifier, metrics=metrics)
 
     def on_end(self, run: RunView, error: BaseException | None) -> None:

@@ -5,11 +5,11 @@
         --run "bf16 moments" optim.state_dtype=bfloat16
 
 The words before the first ``--run`` (a recipe or file, and settings) are common to all runs; each
-run adds a name and its own settings. The folder OUT is emptied first, and gets a folder for each
-run. ``losses.png`` shows every run's loss above, and its smoothed difference from the first run's
-below; ``losses.json`` has the numbers. A line per run shows the mean loss of the last tenth of the
-steps. With several GPUs ``launch.nproc=auto`` takes them all. ``--at-once N`` trains N runs
-concurrently on the same devices, because a small run leaves them mostly idle.
+run adds a name and its own settings, which replace common ones. OUT gets a folder for each run,
+emptied first. ``losses.png`` shows every run's loss above, and its smoothed difference from the
+first run's below; ``losses.json`` has the numbers. A line per run shows the mean loss of the last
+tenth of the steps. With several GPUs ``launch.nproc=auto`` takes them all. ``--at-once N`` trains N
+runs concurrently on the same devices, because a small run leaves them mostly idle.
 """
 
 import argparse
@@ -38,16 +38,18 @@ def train(folder: Path, words: Sequence[str]) -> list[float]:
     shutil.rmtree(folder, ignore_errors=True)
     said = [f"output_dir={folder}", "log.interval=1"]
     said += ["checkpoint.at_end=no", "checkpoint.minutes=0"]
-    recipes = [word for word in words if "=" not in word]
-    settings = [part for word in [*words, *said] if "=" in word for part in _option(word)]
-    subprocess.run([sys.executable, "-m", "moetrain.train", *recipes, *settings], check=True)
+    subprocess.run([sys.executable, "-m", "moetrain.train", *arguments(words, said)], check=True)
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
     return [row["loss"] for row in rows]
 
 
-def _option(word: str) -> tuple[str, str]:
-    key, _, value = word.partition("=")
-    return f"--{key}", value
+def arguments(*groups: Sequence[str]) -> list[str]:
+    """Return the command line of a recipe and of settings, of which later ones replace earlier
+    ones: a run's own replace the common ones."""
+    words = [word for group in groups for word in group]
+    settings = dict(word.split("=", 1) for word in words if "=" in word)
+    recipes = [word for word in words if "=" not in word]
+    return [*recipes, *(part for key, value in settings.items() for part in (f"--{key}", value))]
 
 
 def smoothed(values: Sequence[float], width: int) -> list[float]:

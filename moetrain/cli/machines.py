@@ -1,5 +1,6 @@
-"""``moetrain launch slurm|k8s|sky RECIPE --nodes N``: write the job of a run on several machines.
+"""``moetrain launch slurm|k8s|sky [RECIPE] --nodes N``: write the job of a run on several machines.
 
+RECIPE is a recipe or a TOML file of settings. Without it the run chooses one as ``train`` does.
 The file is made from ``templates/``: a script for Slurm's sbatch, a JobSet of Kubernetes or a task
 of SkyPilot. The job starts the ranks by srun or torchrun, and starts them again after a failure;
 the run then resumes from its newest checkpoint. This command does not submit the job.
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None) -> None:
     template, submit, _ = _WAYS[options.way]
     print(_estimate(options, words), file=sys.stderr)
     source = (Path(__file__).parent / "templates" / template).read_text("utf-8")
-    is_file = options.recipe not in recipe_names()
+    is_file = options.recipe not in (None, *recipe_names())
     facts = {"words": words, "folder": _FOLDER, "python": sys.executable, "shell": shell_word}
     facts |= {"settings": Path(options.recipe).read_text("utf-8-sig") if is_file else None}
     written = Template(source, undefined=StrictUndefined, trim_blocks=True)
@@ -86,9 +87,14 @@ def main(argv: Sequence[str] | None) -> None:
 def _parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser = Parser("launch", __doc__)
     parser.prog = "moetrain launch"
-    parser.usage = "%(prog)s {slurm,k8s,sky} RECIPE --nodes N [--gpus G] [--section.key value ...]"
+    parser.usage = (
+        "%(prog)s {slurm,k8s,sky} [RECIPE | FILE.toml] --nodes N [--section.key value ...]"
+    )
     parser.add_argument("way", choices=list(_WAYS))
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe, or a TOML file of settings")
+    # As for train, a word that does not follow the way of starting is a setting's value.
+    if len(argv) > 1 and not argv[1].startswith("-"):
+        parser.add_argument("recipe", metavar="RECIPE")
+    parser.set_defaults(recipe=None)
     parser.add_argument("--dry_run", action="store_true", help="print the file, and write none")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     *_, others = _WAYS.get(argv[0] if argv else "", (set(),))

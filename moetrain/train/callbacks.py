@@ -39,7 +39,7 @@ _MOST_ALLOCATIONS = 2_000_000
 dropped."""
 
 Row = Mapping[str, float | None]
-"""A line of metrics.jsonl without its step; None: not known, or not finite."""
+"""A line of metrics.jsonl, ``step`` first; None: not known, or not finite."""
 
 
 class RunView(Protocol):
@@ -348,7 +348,7 @@ class _TensorBoard(Callback):
             self._folder.stat()  # the writer would make a new one where the run's was moved
             self._board = SummaryWriter(str(self._folder), purge_step=self._next)
         for name, value in row.items():
-            if value is not None:
+            if value is not None and name != "step":
                 self._board.add_scalar(name, value, run.step)
 
     def on_end(self, run: RunView, error: BaseException | None) -> None:
@@ -381,7 +381,8 @@ class _WandB(Callback):
         self.identifier = self._run.id
 
     def on_log(self, run: RunView, row: Row) -> None:
-        self._run.log({k: v for k, v in row.items() if v is not None}, step=run.step)
+        values = {k: v for k, v in row.items() if v is not None and k != "step"}
+        self._run.log(values, step=run.step)
 
     def on_end(self, run: RunView, error: BaseException | None) -> None:
         self._run.finish(exit_code=int(error is not None))

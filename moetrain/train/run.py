@@ -360,7 +360,7 @@ class Run:
 
     def report(self, row: Mapping[str, float | None]) -> None:
         """Log the values of a step or an evaluation, which are the same on every rank."""
-        clean = self.reporter.write(self.step, row)
+        clean = {"step": self.step, **self.reporter.write(self.step, row)}
         self.callbacks.on_log(self, clean)
         if any(name.startswith("eval_") for name in clean):
             self.callbacks.on_evaluate(self, clean)

@@ -43,10 +43,11 @@ def _here(tmp_path, monkeypatch):
 def printed(capsys):
     """Return the output of a dry run, which writes no file."""
 
-    def run(way, recipe, *words):
+    def run(way, *words):
         before = sorted(Path().iterdir())
         capsys.readouterr()  # drops earlier output
-        assert main([way, recipe, *OWN[way], *words, "--dry_run"]) == 0
+        recipe = [word for word in words[:1] if not word.startswith("-")]
+        assert main([way, *recipe, *OWN[way], *words[len(recipe) :], "--dry_run"]) == 0
         assert sorted(Path().iterdir()) == before
         return capsys.readouterr().out
 
@@ -111,6 +112,17 @@ def test_a_script_is_one_that_sbatch_takes(printed):
         words = ["sbatch", "--test-only", "script"]
         said = subprocess.run(words, capture_output=True, text=True).stderr
         assert not re.search("unrecognized option|[Ii]nvalid (option|.* specification)", said), said
+
+
+@pytest.mark.parametrize("way", list(OWN))
+def test_a_job_without_a_recipe_gives_the_run_its_settings_alone(way, printed):
+    """The word after a setting is its value: it is no recipe, as it is none for train."""
+    words = ["--nodes", "2", "--gpus", "1", "--data.source", "stdlib", "--output_dir", "out"]
+    words += ["--train.global_batch_size", "64"]
+    command = printed(way, *words)
+    command = " ".join(command.replace("                    - ", " ").replace('"', "").split())
+    given = "--data.source stdlib --output_dir out --train.global_batch_size 64"
+    assert f"moetrain.train {given}" in command
 
 
 # Fields by path, in which "*" is each entry of a list; from the API references of JobSet v1alpha2

@@ -233,7 +233,7 @@ class Diary(Callback):
     """Records the hooks; it ends the run at ``last``, and its state is the steps that it saw."""
 
     def __init__(self, last=99):
-        self.said, self.last, self.seen = [], last, 0
+        self.said, self.rows, self.last, self.seen = [], [], last, 0
 
     def on_start(self, run):
         self.said.append(f"start {run.step}")
@@ -252,6 +252,7 @@ class Diary(Callback):
 
     def on_log(self, run, row):
         self.said.append("log")
+        self.rows.append(dict(row))
 
     def on_evaluate(self, run, row):
         self.said.append("evaluate")
@@ -276,6 +277,8 @@ def test_a_callback_sees_the_run_and_ends_it(own, capsys):
     said = "start 0;log;evaluate;update 1;log;step 1;update 2;log;log;evaluate;step 2;"
     said += "update 3;log;step 3;step-00000003;last;log;evaluate;end None"
     assert ";".join(diary.said) == said
+    assert diary.rows == list(read_metrics(result.folder / "metrics.jsonl"))
+    assert [row["step"] for row in diary.rows] == [0, 1, 2, 2, 3, 3]
     assert (result.step, result.reason) == (3, "the diary is full")
     assert result.checkpoint.name == "step-00000003"
     assert result.loss == losses(result.folder)[3]
