@@ -1,8 +1,9 @@
-"""Write docs/settings.md, the table of every setting, from the config sections themselves.
+"""Write docs/settings.md, the table of every setting, and docs/names.md, other trainers' names.
 
     python scripts/write_settings.py
 
-Run it after a change to a setting's name, default or docstring; a test fails until it has been run.
+They come from the config sections and from moetrain/config/elsewhere.py. Run it after a change to
+these; a test fails until it has been run.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from pydantic.fields import FieldInfo
 sys.path.insert(0, str(Path(__file__).parent.parent.resolve()))
 
 from moetrain.config import Config
+from moetrain.config.elsewhere import TRAINERS
 from moetrain.config.help import as_typed, values_in_words
 from moetrain.config.sources import recipe_names
 
-PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
+DOCS = Path(__file__).parent.parent / "docs"
 HEAD = """\
 # Settings
 
@@ -35,9 +37,39 @@ defaults below, a recipe or TOML file, the environment and the command line. The
 
 """
 
+HEAD_OF_NAMES = """\
+# Names elsewhere
+
+Written by `scripts/write_settings.py` from `moetrain/config/elsewhere.py`: change it there. A
+command answers an unknown setting by the one that its name means elsewhere.
+
+The meaning is the same, but values may differ:
+
+- `train.global_batch_size` counts the rows of a whole step, over all GPUs and accumulated
+  micro-batches. Elsewhere it is often a product: rows of a GPU x GPUs x accumulation steps.
+- `train.eval_interval`, `checkpoint.interval` and `log.interval` count steps.
+- `data.train_on` says which turns are learned; assistant's alone is the default for chats.
+- 4 bits are `lora.base_dtype nf4`, 8 bits `float8`; both are a frozen base beside adapters.
+- `activation.policy full` recomputes whole blocks, `selective` all but some results; `auto`
+  recomputes as little as fits.
+- `train.objective` names the loss: `dpo`, `ipo`, `kto`, `simpo`, `orpo`, `reward` and others; the
+  [rl](rl.md) settings are for `moetrain rl`.
+
+"""
+
+
+def render_names() -> str:
+    """Return the whole page of other trainers' names as Markdown."""
+    lines = [HEAD_OF_NAMES]
+    for trainer, names in TRAINERS.items():
+        lines += [f"## {trainer.capitalize() if trainer == 'launchers' else trainer}\n\n"]
+        lines += ["| there | here |\n", "|---|---|\n"]
+        lines += [*(f"| `{theirs}` | `{ours}` |\n" for theirs, ours in names.items()), "\n"]
+    return "".join(lines).rstrip("\n") + "\n"
+
 
 def render() -> str:
-    """Return the whole page as Markdown."""
+    """Return the whole page of settings as Markdown."""
     names = ", ".join(f"`{name}`" for name in recipe_names())
     lines = [HEAD.format(recipes="../moetrain/recipes", names=names)]
     alone = []
@@ -68,9 +100,10 @@ def _plain(text: str | None) -> str:
 
 
 def main() -> int:
-    """Write the page and print its path."""
-    PAGE.write_text(render(), "utf-8")
-    print(PAGE)
+    """Write the pages and print their paths."""
+    for name, text in (("settings.md", render()), ("names.md", render_names())):
+        (DOCS / name).write_text(text, "utf-8")
+        print(DOCS / name)
     return 0
 
 

@@ -16,6 +16,8 @@ from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from moetrain.config.elsewhere import settings_named
+
 
 class ConfigError(ValueError):
     """A setting, or data that it names, is wrong; the user sees one line, ``<field>: <problem>``.
@@ -285,8 +287,7 @@ class Reader(Generic[_C]):
         """
         last, letters = key.rpartition(".")[2], key.translate(_SEPARATORS)
         alike = [name for name in known if name.translate(_SEPARATORS) == letters]
-        alike = alike or [ours for ours, theirs in _ELSEWHERE.items() if last in theirs.split()]
-        if alike:
+        if alike := alike or [name for name in settings_named(last) if name in known]:
             return alike
         keys = [name.rpartition(".")[2] for name in known]
         best = [last] if last in keys else difflib.get_close_matches(last, keys, 1, _NEAR)
@@ -461,24 +462,6 @@ def _remedy(message: str) -> str:
     return message.replace("Input should be", "give")
 
 
-# Names of settings in other trainers. Names that are near ours are found without this table.
-_ELSEWHERE = {
-    "optim.lr": "learning_rate",
-    "optim.schedule": "lr_scheduler_type",
-    "train.global_batch_size": "batch_size gradient_accumulation_steps",
-    "train.micro_batch_size": "per_device_train_batch_size",
-    "train.epochs": "num_train_epochs",
-    "train.steps": "max_steps",
-    "train.dtype": "bf16",
-    "model.path": "model_name_or_path",
-    "data.path": "dataset",
-    "data.seq_len": "max_length max_seq_length block_size",
-    "checkpoint.interval": "save_steps",
-    "checkpoint.keep": "save_total_limit",
-    "log.interval": "logging_steps",
-    "launch.nproc": "nproc_per_node gpus num_gpus",
-    "lora.rank": "r lora_r",
-}
 _SEPARATORS = str.maketrans("", "", "._")
 _NEAR = 0.75  # likeness of a misspelt name; at difflib's default, 0.6, unrelated names match
 

@@ -11,8 +11,10 @@ import subprocess
 import sys
 
 import pytest
+from pydantic import BaseModel
 
-from moetrain.config import Config
+from moetrain.config import Config, ConfigError
+from moetrain.config.elsewhere import TRAINERS
 from tests.lib.command_lines import assert_refused
 
 UNKNOWN = [  # words, field, hint
@@ -42,9 +44,9 @@ UNKNOWN = [  # words, field, hint
     ("--output-dir x", "output-dir", "did you mean --output_dir?"),
     ("--dry-run", "dry-run", "did you mean --dry_run?"),
     ("--dry_run=yes", "dry_run", "did you mean --dry_run?"),
-    ("--model.lora_rank 8", "model.lora_rank", "unknown setting; --help lists them all"),
+    ("--model.lora_rank 8", "model.lora_rank", "did you mean --lora.rank?"),
     ("--adapter.width 8", "adapter.width", "unknown setting; --help lists them all"),
-    ("--wandb_project x", "wandb_project", "unknown setting; --help lists them all"),
+    ("--quux_project x", "quux_project", "unknown setting; --help lists them all"),
     ("--parallel.dp 2", "parallel.dp", "unknown setting; --help lists them all"),
     ("--train 3", "train", "unknown setting"),
     ("--train. 3", "train.", "unknown setting"),
@@ -280,3 +282,34 @@ def test_values(words: str, field: str, says: str, tmp_path, capsys, monkeypatch
 def test_words_with_odd_characters(words, field, says, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert_refused(words, field, says, tmp_path, capsys)
+
+
+# ---- names of other trainers
+# -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [(a, b) for names in TRAINERS.values() for a, b in names.items()],
+    ids=lambda word: word,
+)
+def test_a_name_of_another_trainer_is_answered_by_the_setting_here(theirs, ours):
+    known = known_settings()
+    assert ours in known
+    if theirs in known:
+        return  # it is a setting here too
+    with pytest.raises(ConfigError, match=r"unknown setting; did you mean ") as caught:
+        Config.load(None, [f"--{theirs}", "1"], environ={})
+    hints = re.findall(r"--([\w.]+)", str(caught.value).partition("did you mean")[2])
+    assert ours in hints
+    assert len(hints) <= 2
+
+
+def known_settings():
+    """Return the names of all settings."""
+    named = set()
+    for name, field in Config.model_fields.items():
+        section = field.default
+        keys = type(section).model_fields if isinstance(section, BaseModel) else {}
+        named |= {f"{name}.{key}" for key in keys} or {name}
+    return named

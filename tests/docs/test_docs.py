@@ -338,10 +338,11 @@ def test_settings_that_prose_names_exist():
                 assert key in sections[section], f"{name_of(page)}: {section}.{key}"
 
 
-def test_the_page_of_settings_is_fresh():
+def test_the_pages_of_settings_and_of_names_elsewhere_are_fresh():
     script = load_script("scripts/write_settings.py")
-    page = (ROOT / "docs" / "settings.md").read_text()
-    assert page == script.render(), "run python scripts/write_settings.py"
+    for name, text in (("settings.md", script.render()), ("names.md", script.render_names())):
+        page = (ROOT / "docs" / name).read_text()
+        assert page == text, "run python scripts/write_settings.py"
 
 
 def test_every_setting_is_on_its_page(capsys):
