@@ -289,6 +289,7 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
 
 def _fit(config: Config, program: Program, place: LaunchedPlace | None) -> int:
     """Run the command as one rank. Return the exit code; failures are printed."""
+    import torch  # imported here: it would delay --help
     from safetensors import SafetensorError
 
     try:
@@ -297,11 +298,52 @@ def _fit(config: Config, program: Program, place: LaunchedPlace | None) -> int:
     except RunFailed as failure:
         is_lost = isinstance(failure, RankLost)
         return _end(place, 1, error_line(f"failed: {failure}"), is_lost=is_lost)
+    except torch.OutOfMemoryError as error:
+        return _end(place, 1, error_line(f"failed: {_why_no_memory(error, config, program)}"))
     except (OSError, SafetensorError) as error:
         if (reason := _why_no_disk(error, config.output_dir)) is None:
             raise
         return _end(place, 1, error_line(f"failed: {reason}"))
     return 0
+
+
+_ALLOCATION = re.compile(
+    r"Tried to allocate ([\d.]+ \w+)\. (GPU \d+) has a total capacity of ([\d.]+ \w+) of which "
+    r"([\d.]+ \w+) is free.*?this process has ([\d.]+ \w+) memory in use",
+    re.DOTALL,
+)
+"""The part of torch's message that has figures."""
+
+
+def _in_gib(size: str) -> float:
+    number, unit = size.split()
+    return float(number) / {"bytes": 2**30, "KiB": 2**20, "MiB": 2**10, "GiB": 1}[unit]
+
+
+def _why_no_memory(error: Exception, config: Config, program: Program) -> str:
+    """Say where the device's memory ran out, who has how much of it, and which settings take
+    less."""
+    from moetrain.train.estimates.plan import propose_less
+    from moetrain.train.session import resolve_run
+
+    said = str(error).partition("\n")[0]
+    if match := _ALLOCATION.search(str(error)):
+        asked, device, whole, free, mine = match.groups()
+        said = f"{asked} were asked for, {free} of {device}'s {whole} were free, and this process "
+        said += f"had {mine}"
+        sizes = [_in_gib(size) for size in (whole, free, mine)]
+        if (others := sizes[0] - sizes[1] - sizes[2]) > 2:
+            said += f"; other processes had {others:.1f} GiB of it"
+    package, own = Path(__file__).parents[1], Path(__file__).parent
+    files = [(Path(x.filename), x.name) for x in traceback.extract_tb(error.__traceback__)]
+    ours = [(file, name) for file, name in files if {package, own} & {*file.parents} == {package}]
+    where = f" in {ours[-1][0].relative_to(package)}, {ours[-1][1]}" if ours else ""
+    problem = f"out of the device's memory{where}: {said}"
+    try:
+        advice = propose_less(*resolve_run(config), generates=program is RL)
+    except ConfigError:  # the run is not one that is planned
+        advice = "lower train.micro_batch_size, or recompute more (activation.policy full)"
+    return f"{problem}; {advice}"
 
 
 # Errors of a disk that is full, broken, gone or read-only, and of a closed standard output.

@@ -119,11 +119,16 @@ class MemoryPlan(NamedTuple):
             return None
         return plan
 
-    def first_that_fits(self, changes: Iterable[_Change]) -> str | None:
-        """Return the first of ``changes`` with which all surely fits, in words, or None."""
+    def first_that_fits(self, changes: Iterable[_Change], most: float = math.inf) -> str | None:
+        """Return the first of ``changes`` with which all surely fits, in words, or None.
+
+        ``most``: bytes that the estimate may come to.
+        """
         for change in changes:
             plan = self.changed(change)
-            if plan and plan.surely_fits(peak := _largest(plan.ranks())):
+            if plan is None or (peak := _largest(plan.ranks())).total > most:
+                continue
+            if plan.surely_fits(peak):
                 shown = {name: "yes" if x is True else x for name, x in change.items()}
                 words = " ".join(f"--{name} {value}" for name, value in shown.items())
                 return f"{words} ({peak.total / GIB:.1f} GiB)"
@@ -175,6 +180,23 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
             f"this machine has {room_here().most / GIB:.1f} GiB"
         )
     return "\n".join(lines)
+
+
+def propose_less(config: Config, arch: Architecture, *, generates: bool = False) -> str:
+    """Say what a run that ran out of memory was estimated to take, and name settings that take
+    less.
+
+    The estimate was too low, so they are estimated to take a tenth less than it, and than there is.
+    """
+    plan = MemoryPlan.of(config, arch, generates=generates)
+    peak = _largest(plan.ranks())
+    most = (1 - peak.MARGIN) * min(peak.total, plan.machine.capacity)
+    changes = [*_changes(plan)]
+    if config.activation.policy == "auto":
+        changes += [{"activation.policy": policy} for policy in ("selective", "full")]
+    found = plan.first_that_fits(changes, most) or plan.first_that_fits(_more_gpus(plan), most)
+    advice = f"this should fit: {found}" if found else "use more devices or a smaller model"
+    return f"estimated were {peak.describe()}; {advice}"
 
 
 def _describe_machines(dims: ParallelDims, machine: Machine) -> str:
