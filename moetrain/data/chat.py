@@ -716,6 +716,12 @@ class ChatTemplate:
         all_variables = {**self.special_tokens, **self.kwargs, **found.variables}
         for name in {*self.kwargs, *variables} - {"tools", "documents"}:
             if all_variables[name] and not _reads(self.source, name):
+                if name in variables and name in _TEXTS_OF_KWARGS:
+                    raise BadLineError(
+                        f"the chat template does not read {name!r} of chat_template_kwargs: "
+                        f"{shortened(variables[name])}; write it as a system turn or as `tools`, "
+                        "or name a template that reads it in data.chat_template"
+                    )
                 _warn_of_unread(name)
         shape = _Shape(
             turns=found.turns,
@@ -963,6 +969,10 @@ def _refuse(piece: Piece, turns: Sequence[Mapping[str, Any]]) -> None:
     raise BadLineError(
         f"{said}; leave it out, or name a template that shows it in data.chat_template"
     )
+
+
+_TEXTS_OF_KWARGS = {"custom_instructions", "xml_tools", "python_tools", "system_prompt"}
+"""Variables that hold texts or tools, which would be lost: SmolLM3's. Others are switches."""
 
 
 @lru_cache(maxsize=1024)

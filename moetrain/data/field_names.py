@@ -10,6 +10,7 @@ from typing import Any
 
 from moetrain.data.known_sets import (
     ABOUT,
+    QUESTION_OF,
     QUESTIONS,
     RESPONSES,
     is_dialogue,
@@ -59,9 +60,13 @@ def renamed(
                 _rename(found, name, "messages")
     read_reasoned_answer(found)
     found = with_tools_of_metadata(found)
-    if "chosen_response" in found and "chosen" not in found:  # When2Call
-        _rename(found, "chosen_response", "chosen")
-        _rename(found, "rejected_response", "rejected")
+    if "chosen" not in found:
+        for pattern in ("{}_response", "response_{}"):  # When2Call, MedicalGPT
+            better, worse = pattern.format("chosen"), pattern.format("rejected")
+            if better in found:
+                _rename(found, better, "chosen")
+                _rename(found, worse, "rejected")
+                break
     _read_openais_pair(found)
     if "instruction" in found:  # Dolly
         _rename(found, "response", "output")
@@ -106,6 +111,9 @@ def _read_question(found: dict[str, Any], reads_pairs: bool) -> None:
     texts = {name: name.lower() for name in found if isinstance(found[name], str)}
     asked = [name for name, lower in texts.items() if lower in QUESTIONS]
     said = [name for name, lower in texts.items() if lower in RESPONSES]
+    if not asked and not said:
+        said = [name for name, lower in texts.items() if lower in QUESTION_OF]
+        asked = [name for name, lower in texts.items() if lower in map(_question_of, said)]
     others = {name.lower() for name in found.keys() - {*asked, *said}}
     others -= {name.lower().removesuffix("_pretokenized") for name in (*asked, *said)}
     if len(asked) != 1 or len(said) != 1 or others - ABOUT:
@@ -115,6 +123,10 @@ def _read_question(found: dict[str, Any], reads_pairs: bool) -> None:
     found["chosen" if is_pair else "output"] = found.pop(said[0])
     if is_pair:
         found["rejected"] = found.pop("rejected_response")
+
+
+def _question_of(answer: str) -> str:
+    return QUESTION_OF[answer.lower()]
 
 
 def _read_openais_pair(found: dict[str, Any]) -> None:

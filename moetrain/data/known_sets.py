@@ -49,6 +49,8 @@ QUESTIONS = ("question", "query", "inputs", "inputs_pretokenized")
 RESPONSES = ("answer", "response", "targets", "targets_pretokenized")
 """Names of a question and of its answer, in lower case: those of GSM8K, MetaMathQA, CodeFeedback,
 OpenOrca and ms-swift; of FLAN, xP3 and Aya; and of P3."""
+QUESTION_OF = {"output": "input", "target": "input"}
+"""The question of an answer with such a name: OpenCodeReasoning's and Firefly's."""
 _METADATA = ("metadata", "meta", "extra", "extra_info")
 """Fields that describe a record. In Nemotron's records they hold its tools."""
 
@@ -272,15 +274,18 @@ def _read_swe_agent(found: dict[str, Any]) -> None:
 
 
 def _are_exchanges(turns: object) -> bool:
-    """Return whether ``turns`` are objects with `input`, as Capybara and XTuner have them."""
+    """Return whether ``turns`` are objects with `input`, as Capybara and XTuner have them, or with
+    `human` and `assistant`, as Firefly."""
     first = turns[0] if isinstance(turns, list) and turns else None
-    return isinstance(first, dict) and "input" in first
+    return isinstance(first, dict) and ("input" in first or {"human", "assistant"} <= first.keys())
 
 
 def _read_exchanges(found: dict[str, Any]) -> None:
     """Read a list of questions with their answers. Each question may come with a system text."""
     turns: list[dict[str, Any]] = []
     for i, each in enumerate(found.pop("conversation")):
+        if isinstance(each, dict) and "input" not in each and "human" in each:
+            each = {**each, "input": each.get("human"), "output": each.get("assistant")}
         for key in ("input", "output"):
             if not isinstance(each, dict) or not isinstance(each.get(key), str):
                 said = f"conversation[{i}] has no text `{key}`: {shortened(each)}"
@@ -317,7 +322,7 @@ def remedy_for(
     """
     said = (
         _remedy_for_steps(record, reads_pairs, reads_labels)
-        or _remedy_for_two(record)
+        or remedy_for_two(record)
         or _remedy_for_several(record, reads_pairs, reads_labels)
     )
     if said is not None:
@@ -361,7 +366,7 @@ def _remedy_for_steps(
     return None
 
 
-def _remedy_for_two(record: Mapping[str, Any]) -> str | None:
+def remedy_for_two(record: Mapping[str, Any]) -> str | None:
     """Return the advice for a record with two answers."""
     fields = sorted(key for key, value in record.items() if value is not None)
     better, worse = (next(filter(x.fullmatch, fields), None) for x in (_BETTER, _WORSE))
@@ -435,7 +440,11 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
     said = [key for key in named if named[key] in RESPONSES and isinstance(record[key], str)]
     if len(said) > 1:
         return f"it has {' and '.join(f'`{key}`' for key in said)}; leave one of them out"
-    others = [f"`{k}`" for k in named.keys() - {*asked[:1], *said} if named[k] not in ABOUT]
+    others = [
+        f"`{k}`"
+        for k in named.keys() - {*asked[:1], *said}
+        if named[k] not in ABOUT and not isinstance(record[k], bool)
+    ]
     if asked and said and others and named[asked[0]] in QUESTIONS:
         return (
             f"{', '.join(sorted(others))} may be a part of the question or of the answer; write "

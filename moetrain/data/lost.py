@@ -4,11 +4,13 @@ A field is lost if none of the record's documents shows its text. It may be a th
 that the question is about, the choices of a question, a system text, the tools, or a picture. The
 names are those of public data sets. Names are compared in lower case.
 
-Left out on purpose: fields of records that are one text. Such a text is whole by itself.
+Names that no set of ours has are judged by their words: ``synthetic_reasoning`` is a thought, and
+``reasoning_effort`` describes one. Left out on purpose: fields of records that are one text. Such a
+text is whole by itself.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from moetrain.config.sources import shortened
@@ -32,6 +34,11 @@ _THOUGHTS = {
     *("deepseek_thinking_trajectory", "gemini_thinking_trajectory"),
 }
 """Names of a thought beside an answer: medical-o1's, s1K's, OpenThoughts' and others."""
+_OF_THOUGHTS = {
+    *("reasoning", "thinking", "think", "thought", "thoughts", "cot", "rationale", "scratchpad"),
+    *("monologue", "deepthink"),
+}
+"""Words in the names of a thought: GeneralThought's ``model_reasoning``, SYNTH's and others'."""
 _MODES = {"on", "off", "true", "false", "yes", "no", "none", "minimal", "low", "medium", "high"}
 """Values of such fields that are no thoughts. Nemotron's ``reasoning`` is on or off."""
 PASSAGES = {
@@ -40,9 +47,35 @@ PASSAGES = {
     *("schema", "db_schema", "database_schema", "table_schema"),  # a question for SQL
 }
 """Names of texts that a question may be about."""
+_ASKED = {
+    *("question", "query", "instruction", "prompt", "problem", "input", "text", "suffix", "code"),
+    *("user_prompt", "user_query", "problem_statement", "problem_description", "dialogue"),
+    *("dialog", "table", "premise", "hypothesis", "hint", "hints", "knowledge", "facts", "story"),
+    *("definition", "references", "search_results", "few_shot", "ctxs", "chat_history"),
+    *("previous_turns", "user_info", "profile", "task_description"),
+}
+"""Names of texts that may be a part of what is asked, beside an instruction or a prompt."""
+_ASKED_BESIDE_TURNS = {"question", "query", "instruction", "prompt", "problem", "input"}
+"""Those of them beside a dialogue, where others describe it: Magpie's ``knowledge``."""
+_OF_PASSAGES = {"context", "contexts", "passage", "passages", "question", "query", "instruction"}
+"""Words in the names of such texts, as in ``retrieved_contexts``."""
+_READ = {"alpaca": {"instruction", "input"}, "completion": {"prompt"}}
+"""Fields of what is asked that a form reads itself, whatever their type."""
+_DESCRIBES = {
+    *("id", "ids", "idx", "index", "type", "kind", "source", "lang", "language", "category"),
+    *("topic", "tag", "tags", "name", "url", "license", "version", "date", "time", "split"),
+    *("dataset", "provider", "difficulty", "level", "domain", "length", "tokens"),
+    *("token", "count", "num", "number", "score", "scores", "rating", "hash", "key", "format"),
+    *("status", "template", "quality", "effort", "mode", "budget", "style", "complexity", "field"),
+    *("path", "is", "has", "enable", "original", "rewritten", "evolved", "seed", "explanation"),
+}
+"""Words in the names of fields that describe a record, whatever their other words say."""
 CHOICES = {"choices", "options"}
 """Names of fields with the answers that a question gives to choose from."""
-_SYSTEMS = {"sys", "custom_system_prompt"}
+_SYSTEMS = {
+    *("sys", "custom_system_prompt", "system_instruction", "system_instructions", "system_msg"),
+    *("sys_prompt", "instructions", "persona", "character_card", "scenario"),
+}
 """Names that may be those of a system text."""
 _FUNCTIONS = {"available_tools", "function_list", "function_description"}
 """Names that may be those of the tools."""
@@ -50,13 +83,24 @@ _TEXTS = PASSAGES | _SYSTEMS | _FUNCTIONS
 """Names of fields whose texts must be in a document, thoughts and choices aside."""
 _MARK = re.compile(r"<(?:image|img|video|audio)>", re.I)
 """Matches the mark in a text that stands for a picture, a film or a sound."""
+_MARK_OF_TURN = re.compile(r"\A\s*<(?:image|video|audio)>\s*\n|\n\s*<(?:image|video|audio)>\s*\Z")
+"""Matches such a mark on the first or the last line of a turn, as LLaVA's records have it. Within a
+line it may be HTML."""
 
 _OF_VERDICTS = {"is", "the", "response", "answer", "completion", "output"}
 """Words that may stand beside a word of the next two sets in the name of a verdict."""
-_GOOD = {"safe", "correct", "helpful", "harmless", "acceptable", "approved", "valid", "passed"}
+_ENDS = {"resolved", "success", "successful", "solved"}
+"""Words for a run that came to its end: SWE-Gym's. As numbers they are 0 and 1."""
+_GOOD = {
+    *("safe", "correct", "helpful", "harmless", "acceptable", "approved", "valid", "passed"),
+    *("verified", *_ENDS),
+}
 _BAD = {"unsafe", "incorrect", "harmful", "wrong"}
-_SCORES = {"helpfulness", "harmlessness", "correctness", "coherence", "quality", "overall_score"}
-"""Names of scores of an answer: HelpSteer's and UltraFeedback's."""
+_SCORES = {
+    *("helpfulness", "harmlessness", "correctness", "coherence", "quality", "overall_score"),
+    *("score", "reward", "rating"),
+}
+"""Names of scores of an answer: HelpSteer's, UltraFeedback's, FineTome's, Infinity-Instruct's."""
 
 
 def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: str) -> None:
@@ -76,25 +120,63 @@ def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: 
         raise lost_media(f"`{key}`", record[key])
     if form == "text":
         return
-    has_choices = form != "preference"  # the choices of a pair are its answers
+    for name in ("messages", "conversations"):
+        _refuse_marks(record.get(name), name)
     for key, value in record.items():
-        name = key.lower()
-        if name in _THOUGHTS:
-            texts = thoughts_of_field(key, value)
-        elif name in _TEXTS or (has_choices and name in CHOICES):
-            texts = [*_texts_in(value)]
-        else:
-            continue
-        for text in texts:
+        for text in _texts_to_show(key, value, record, form):
             if not is_said(text, (document.text for document in documents)):
                 raise BadLineError(_problem(key, text, form))
 
 
 def thoughts_of_field(key: str, value: object) -> list[str]:
     """Return the texts of a field beside an answer that may be a thought. It may have none."""
-    if key.lower() not in _THOUGHTS:
+    if key.lower() not in _THOUGHTS and not _has_words(key, _OF_THOUGHTS):
         return []
     return [text for text in thoughts_in(value) if text.strip().lower() not in _MODES]
+
+
+def _has_words(key: str, words: Collection[str]) -> bool:
+    """Return whether a name has one of ``words``, and none by which it describes the record."""
+    found = words_of(key)
+    is_of_model = key.lower().endswith("model")  # reasoning_model, but not model_reasoning
+    describes = is_of_model or not found.isdisjoint(_DESCRIBES)
+    return not describes and not found.isdisjoint(words)
+
+
+def _texts_to_show(key: str, value: object, record: Mapping[str, Any], form: str) -> Sequence[str]:
+    """Return the texts of the field ``key`` that a document of the record has to show."""
+    name, is_pair = key.lower(), form == "preference"
+    if is_pair and name == "rationale":  # the judge's, about both answers
+        return []
+    if thoughts := thoughts_of_field(key, value):
+        return thoughts
+    # The choices of a pair are its answers.
+    if name in _TEXTS or (name in CHOICES and not is_pair):
+        return [*_texts_in(value)]
+    if is_pair:  # its question is read, and compared, in pairs
+        return []
+    if form in ("messages", "sharegpt"):
+        is_asked = name in _ASKED_BESIDE_TURNS and isinstance(value, str)
+    elif name in _READ.get(form, ()):
+        return []
+    else:
+        is_asked = name in _ASKED or _has_words(key, _OF_PASSAGES)
+        if name == "code" and isinstance(value, str):  # of one word: that of a language
+            is_asked = len(value.split()) > 1
+    texts = [*_texts_in(value)] if is_asked else []
+    # Alpaca's `text` is the whole record, rendered.
+    asked = record.get("instruction") or record.get("prompt")
+    if name == "text" and isinstance(asked, str):
+        texts = [text for text in texts if not is_said(asked, [text])]
+    return texts
+
+
+def _refuse_marks(turns: object, name: str) -> None:
+    """Raise BadLineError if a turn has a mark in the place of a picture, a film or a sound."""
+    for i, turn in enumerate(turns) if isinstance(turns, list) else ():
+        said = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
+        if isinstance(said, str) and _MARK_OF_TURN.search(said):
+            raise lost_media(f"{name}[{i}] has a mark in the place of what", said)
 
 
 def _problem(key: str, text: str, form: str) -> str:
@@ -106,7 +188,7 @@ def _problem(key: str, text: str, form: str) -> str:
         said, remedy = "seems to hold the tools, which would be lost", "write them as `tools`"
     else:
         said, remedy = "may be a part of the question or of the answer", "write it in the question"
-    if name in _THOUGHTS:
+    if name in _THOUGHTS or _has_words(key, _OF_THOUGHTS):
         where = "`chosen` or `rejected`" if form == "preference" else "`messages`"
         remedy = f"write it as `reasoning_content` of an answer in {where}"
     return f"`{key}` {said}: {shortened(text)}; {remedy}, or leave it out"
@@ -134,7 +216,7 @@ def refuse_bad_verdict(record: Mapping[str, Any]) -> None:
         words = words_of(key)
         verdict = words - _OF_VERDICTS
         if len(verdict) == 1 and verdict <= _GOOD | _BAD:
-            if _verdict(value, "is" in words) is verdict.issubset(_BAD):
+            if _verdict(value, "is" in words or verdict <= _ENDS) is verdict.issubset(_BAD):
                 problem = f"`{key}` is {shortened(value)}: the answer is one to avoid, and would "
                 problem += f"be learned: {shortened(dict(record))}"
                 remedy = "leave such records out, or rename the field if it means something else"
@@ -150,6 +232,6 @@ def refuse_bad_verdict(record: Mapping[str, Any]) -> None:
 def _verdict(value: object, is_named: bool) -> bool | None:
     """Return the truth value of a verdict. None: it has none.
 
-    ``is_named``: True: the name of the field has the word "is", so 0 and 1 are truth values too.
+    ``is_named``: True: the name of the field says that 0 and 1 are truth values too.
     """
     return bool(value) if is_named and value in (0, 1) else truth_of(value)

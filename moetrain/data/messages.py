@@ -77,6 +77,8 @@ THOUGHTS = (
 """Other names of a thought, which are not read: SWE-agent's, GitHub Copilot's, OpenRouter's."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Fields of pictures, films and sounds, beside messages and in them."""
+_PLACES = {"path", "paths", "file", "files"}
+"""Words in the names of such fields, of the place of a picture."""
 _ELSEWHERE = {
     "thinking": ", and thoughts as `reasoning_content`",
     "reasoningContent": ", and thoughts as `reasoning_content`",
@@ -143,6 +145,7 @@ def read_messages(
     """
     if isinstance(messages, str) and messages.lstrip().startswith("["):
         messages = parse_json(messages, f"`{name}`")
+    messages = _of_columns(messages)
     if not isinstance(messages, list) or not messages:
         said = f"`{name}` is not a list of turns: {shortened(messages)}"
         raise BadLineError(f"{said}; give one turn or more")
@@ -152,6 +155,8 @@ def read_messages(
         if not isinstance(message, dict):
             said = f"{name}[{i}] is not an object: {shortened(message)}"
             raise BadLineError(f'{said}; give {{"role": ..., "content": ...}}')
+        if role_of(message) == "system" and message.get("content", message.get("value")) is None:
+            continue  # tables have such a turn where a conversation has no system text
         if strict:
             _refuse_masks(message, f"{name}[{i}]")
         turn = _read_turn(message, f"{name}[{i}]", has_masks)
@@ -171,6 +176,16 @@ def read_messages(
         said = {key: value for key, value in turn.items() if key != "content" or value}
         turns[-1] = {**turns[-1], **said} | ({"tool_calls": calls} if calls else {})
     return turns
+
+
+def _of_columns(messages: object) -> object:
+    """Return turns for an object of columns, as a table has a list of objects with one form."""
+    if not isinstance(messages, dict) or {"role", "from"}.isdisjoint(messages):
+        return messages
+    columns = [*messages.values()]
+    if not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
+        return messages
+    return [dict(zip(messages, turn, strict=True)) for turn in zip(*columns, strict=True)]
 
 
 def _goes_on(
@@ -262,7 +277,7 @@ def role_of(message: Mapping[str, Any]) -> object:
     role = message.get("from") if role is None else role
     if not isinstance(role, str):
         return role
-    return _ROLES.get(role.strip().lower().replace("-", "_"), role)
+    return _ROLES.get(re.sub("[- ]", "_", role.strip().lower()), role)
 
 
 def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Message:
@@ -518,7 +533,13 @@ def _unread_mask(where: str, value: object, what: str, *, is_of_last: bool = Fal
 
 def media_of(fields: Mapping[str, Any]) -> str | None:
     """Return the key of pictures, films or sounds in a record or a turn. None: there are none."""
-    return next((key for key in MEDIA if key in fields and _is_something(fields[key])), None)
+    return next((key for key in fields if _is_of_media(key) and _is_something(fields[key])), None)
+
+
+def _is_of_media(key: str) -> bool:
+    """Return whether ``key`` names pictures, films or sounds, or where they are (`image_path`)."""
+    words = words_of(key)
+    return key in MEDIA or not (words.isdisjoint(MEDIA) or words.isdisjoint(_PLACES))
 
 
 def lost_media(where: str, value: object) -> BadLineError:

@@ -180,7 +180,8 @@ def _asked(record: Mapping[str, Any], needs_prompt: bool) -> _Asked:
     for key, other in texts.items():
         if needs_prompt and not any(_contains(turn, other) for turn in messages):
             problem = f"`{key}` is not in `{name}`, beside which it would be lost"
-            raise BadLineError(f"{problem}: {shortened(other)}; leave one of them out")
+            remedy = f"write both in `{name}`, or leave `{key}` out"
+            raise BadLineError(f"{problem}: {shortened(other)}; {remedy}")
     # Add history and system.
     messages = with_system([*read_history(record), *messages], system, name)
     # A field without a value decides nothing, whether it is null, empty, or missing.

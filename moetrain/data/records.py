@@ -20,7 +20,7 @@ from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import OBJECTS
 from moetrain.data.documents import Document
 from moetrain.data.field_names import name_of_dialogue, renamed
-from moetrain.data.known_sets import is_dialogue, read_known_set, remedy_for
+from moetrain.data.known_sets import is_dialogue, read_known_set, remedy_for, remedy_for_two
 from moetrain.data.lost import refuse_bad_verdict, refuse_lost
 from moetrain.data.messages import (
     BadLineError,
@@ -398,7 +398,13 @@ _ANSWERS_OF_TEXTS = {
 
 
 def _warn_of_answer(record: Mapping[str, Any]) -> None:
-    """Warn if a field beside ``text`` may be the answer to it, which is not learned."""
+    """Warn if a field beside ``text`` may be the answer to it, which is not learned.
+
+    Raises BadLineError: there are two answers to compare (MultiPref's).
+    """
+    if (remedy := remedy_for_two(record)) is not None:
+        problem = f"`text` stands beside two answers: {shortened(record)}"
+        raise BadLineError(f"{problem}; {remedy}")
     for key, value in record.items():
         # A `code` of one word is that of a language or a country.
         is_answer = isinstance(value, str) and value.strip() and key in _ANSWERS_OF_TEXTS

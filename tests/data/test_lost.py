@@ -311,6 +311,150 @@ def test_coheres_chatbot_is_the_assistant():
     assert len(document.loss_spans) == 1
 
 
+# ---- names that no list has ---------------------------------------------------------------------
+
+LOST = [  # form, fields beside it, the field that is named
+    ("alpaca", {"question": "How many golds has Mali?"}, "question"),  # TableInstruct
+    ("alpaca", {"query": "Who?"}, "query"),
+    ("alpaca", {"text": "cat"}, "text"),
+    ("alpaca", {"dialogue": "Bo: I am late."}, "dialogue"),
+    ("alpaca", {"code": "print(1) # a comment"}, "code"),
+    ("alpaca", {"retrieved_contexts": ["Mali won three."]}, "retrieved_contexts"),
+    ("alpaca", {"hint": "count them"}, "hint"),
+    ("completion", {"instruction": "Answer in one word."}, "instruction"),
+    ("completion", {"input": "cat"}, "input"),
+    ("completion", {"suffix": "return x"}, "suffix"),
+    ("completion", {"query": "Solve two sum.", "response": "class S: pass"}, "query"),
+    ("messages", {"question": "Who?"}, "question"),
+    ("alpaca", {"model_reasoning": "Short waves scatter more"}, "model_reasoning"),
+    ("alpaca", {"synthetic_reasoning": "so it is"}, "synthetic_reasoning"),  # SYNTH
+    ("alpaca", {"reasoning (reasoning_content)": "so it is"}, r"reasoning \(reasoning_content\)"),
+    ("alpaca", {"scratchpad": "so it is"}, "scratchpad"),
+    ("sharegpt", {"r1_reasoning": "so it is"}, "r1_reasoning"),
+    ("pair", {"chosen_reasoning": "3 = 2 + 1"}, "chosen_reasoning"),
+    ("pair of messages", {"rejected_thinking": "a guess"}, "rejected_thinking"),
+    ("alpaca", {"system_instruction": "You are Bo."}, "system_instruction"),
+    ("messages", {"instructions": "You are Bo."}, "instructions"),
+    ("alpaca", {"persona": "You are Bo."}, "persona"),
+]
+READ = [  # form, fields that describe the record, or repeat it
+    ("alpaca", {"text": "### Instruction:\nq\n\n### Response:\na"}),  # Stanford's
+    (
+        "alpaca",
+        {"prompt_id": "a b", "question_type": "open ended", "original_question": "Q of it?"},
+    ),
+    (
+        "alpaca",
+        {
+            "reasoning_model": "one of ours",
+            "reasoning_effort": "very high",
+            "thinking": "on",
+            "code": "en",
+            "context": "",
+        },
+    ),
+    (
+        "messages",
+        {"prompt": "q", "knowledge": "one needs to know it", "intent": "to learn"},
+    ),  # Magpie
+    ("messages", {"pre_query_template": "<|user|>\n", "is_reasoning": True, "reasoning": "off"}),
+    ("pair", {"rationale": "the first is right", "rating": [9.0, 2.0]}),  # distilabel's judge
+    ("pair", {"text": "a longer text of it", "code": "x = 1 + 2"}),
+]
+
+
+@pytest.mark.parametrize(("form", "beside", "name"), LOST, ids=str)
+def test_a_part_of_the_question_or_of_the_answer_is_refused_by_its_words(form, beside, name):
+    refuses(form, beside, f"^`{name}` (may be a part of|seems to be the system's)")
+
+
+@pytest.mark.parametrize(("form", "beside"), READ, ids=str)
+def test_what_describes_a_record_or_repeats_it_changes_nothing(form: str, beside: dict):
+    found = documents({**ALL[form], **beside}, kind_of(form))
+    assert found == documents(ALL[form], kind_of(form))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"resolved": 0}, {"success": False}, {"verified": "False"}], ids=str
+)
+def test_a_run_that_failed_is_refused(fields: dict):
+    """SWE-Gym's ``resolved`` is 0 or 1."""
+    name = next(iter(fields))
+    refuses("messages", fields, f"`{name}` is .*: the answer is one to avoid")
+    good = {name: {"resolved": 1, "success": True, "verified": "True"}[name]}
+    assert documents({**SINGLE["messages"], **good}) == documents(SINGLE["messages"])
+
+
+@pytest.mark.parametrize("name", ["image_path", "video_path", "audio_file", "imagePaths"])
+def test_media_by_their_place_are_refused(name: str):
+    refuses("messages", {name: "1.mp4"}, f"`{name}` is no text, and would be lost")
+
+
+@pytest.mark.parametrize("said", ["<image>\nWhat?", "What?\n<video>", "<audio>\nWho?"])
+def test_a_mark_of_a_picture_in_a_turn_is_refused(said: str):
+    turns = [{**USER, "content": said}, ANSWER]
+    with pytest.raises(
+        BadLineError, match=r"messages\[0\] has a mark in the place of what is no text"
+    ):
+        documents({"messages": turns})
+    html = [{**USER, "content": "What does <video> do?"}, ANSWER]
+    assert documents({"messages": html})[0].text == theirs(*html)
+
+
+def test_two_answers_beside_a_text_are_no_document():
+    """MultiPref's ``text`` is the prompt."""
+    record = {"text": "Explain wind.", "completion_a": "Air moves.", "completion_b": "It blows."}
+    with pytest.raises(
+        BadLineError, match=r"`text` stands beside two answers: .*better one as `chosen`"
+    ):
+        documents(record)
+
+
+@pytest.mark.parametrize("name", ["custom_instructions", "xml_tools"])
+def test_texts_among_the_variables_of_a_template_are_refused_where_it_reads_none(name: str):
+    """SmolTalk2's; a switch that the template does not know is only named."""
+    says = f"the chat template does not read '{name}' of chat_template_kwargs: .*; write it as"
+    refuses("messages", {"chat_template_kwargs": {name: "You are Bo."}}, says)
+    found = documents({**SINGLE["messages"], "chat_template_kwargs": {"enable_thinking": True}})
+    assert found == documents(SINGLE["messages"])
+
+
+ALIKE = [  # records of public sets, and the turns that they mean
+    ({"input": "q", "output": "a", "id": "1"}, [USER, ANSWER]),  # OpenCodeReasoning
+    ({"input": "q", "target": "a", "kind": "x"}, None),  # `kind` may be a part of the question
+    ({"input": "q", "target": "a", "source": "x"}, [USER, ANSWER]),  # Firefly
+    ({"conversation": [{"human": "q", "assistant": "a"}]}, [USER, ANSWER]),  # ShareGPT-Chinese
+    ({"messages": {"role": ["user", "assistant"], "content": ["q", "a"]}}, [USER, ANSWER]),
+    ({"messages": [{"role": "system", "content": None}, USER, ANSWER]}, [USER, ANSWER]),
+]
+
+
+@pytest.mark.parametrize(("record", "turns"), ALIKE, ids=str)
+def test_records_of_further_sets(record: dict, turns: list | None):
+    if turns is None:
+        with pytest.raises(BadLineError):
+            documents(record)
+        return
+    (document,) = documents(record)
+    assert document.text == theirs(*turns)
+
+
+def test_pairs_of_medicalgpt():
+    record = {"system": "", "history": [["h", "r"]], "question": "q"}
+    found = documents({**record, "response_chosen": "a", "response_rejected": "b"}, "pairs")
+    before = [{**USER, "content": "h"}, {**ANSWER, "content": "r"}, USER]
+    right = [theirs(*before, {**ANSWER, "content": text}) for text in "ab"]
+    assert [document.text for document in found] == right
+
+
+def test_a_role_with_a_space_is_that_with_an_underscore():
+    turns = [USER, {"role": "tool call", "content": '{"name": "f", "arguments": {}}'}]
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    right = theirs(USER, {"role": "assistant", "content": "", "tool_calls": [call]})
+    (document,) = documents({"messages": turns})
+    assert document.text == right
+
+
 # ---- prompts of reinforcement learning ----------------------------------------------------------
 
 
