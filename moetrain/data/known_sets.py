@@ -86,7 +86,19 @@ those of OpenAI's comparisons of summaries."""
 _OF_POLICY = (
     "let a policy answer it for a reward: moetrain rl reads `prompt` or `messages` from rl.prompts"
 )
-_NO_SCORES = {"id", "idx", "index", "num", "length", "token", "tokens", "turn", "turns", "seed"}
+_NO_SCORES = {
+    "id",
+    "key",
+    "idx",
+    "index",
+    "num",
+    "length",
+    "token",
+    "tokens",
+    "turn",
+    "turns",
+    "seed",
+}
 """Words in the names of numbers that do not judge an answer, such as tiny-codes' ``idx``."""
 _LISTS_OF_TEXTS = {
     *("dialog", "dialogs", "dialogue", "dialogues", "conversation", "turns", "utterances", "data"),

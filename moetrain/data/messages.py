@@ -10,10 +10,12 @@ marks :class:`~moetrain.data.chat.ChatTemplate` sees what a template shows of ea
 Left out on purpose: images and sounds in ``content``, and repairing JSON.
 """
 
+import ast
 import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import product
 from typing import Any, Literal, NamedTuple
@@ -575,7 +577,7 @@ def _read_calls(value: object, where: str) -> list[dict[str, Any]]:
     Raises BadLineError: a call has no function with a name, or its arguments are no object.
     """
     is_text = isinstance(value, str)
-    value = parse_json(value, where) if isinstance(value, str) else value
+    value = _parse_calls(value, where) if isinstance(value, str) else value
     calls: list[dict[str, Any]] = []
     for call in value if isinstance(value, list) else [value]:
         call = {k: v for k, v in call.items() if v is not None} if isinstance(call, dict) else {}
@@ -606,6 +608,14 @@ def _read_calls(value: object, where: str) -> list[dict[str, Any]]:
             arguments = json.dumps(arguments, ensure_ascii=False)  # in a text, nulls are intended
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return calls
+
+
+def _parse_calls(text: str, where: str) -> Any:
+    """Parse calls that are written in JSON, or as Python shows its objects (Toucan's)."""
+    if text.lstrip().startswith(("{'", "[{'")):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return ast.literal_eval(text.strip())
+    return parse_json(text, where)
 
 
 def parse_json(text: str, what: str) -> Any:

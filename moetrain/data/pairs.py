@@ -373,7 +373,10 @@ def _check(turns: list[Any]) -> None:
     for turn in turns:
         if not isinstance(turn, dict):
             problem = f"a list of messages has {shortened(turn)}, which is no object"
-            raise BadLineError(f"{problem}; write {{'role': ..., 'content': ...}}")
+            remedy = "write {'role': ..., 'content': ...}"
+            if all(isinstance(turn, str) for turn in turns):
+                remedy += ", or one text if these are several answers"
+            raise BadLineError(f"{problem}; {remedy}")
 
 
 def _num_shared(answers: Sequence[Sequence[Any]]) -> int:

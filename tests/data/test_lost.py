@@ -455,6 +455,19 @@ def test_a_role_with_a_space_is_that_with_an_underscore():
     assert document.text == right
 
 
+def test_a_call_may_be_written_as_python_shows_it():
+    """Toucan's calls; their arguments may be the text of their JSON."""
+    shown = [{"name": "f", "arguments": {"a": None, "b": "it's", "c": True}}]
+    turns = [USER, {"role": "tool_call", "content": str(shown)}]
+    call = {"type": "function", "function": shown[0]}
+    right = theirs(USER, {"role": "assistant", "content": "", "tool_calls": [call]})
+    (document,) = documents({"messages": turns})
+    assert document.text == right
+    for broken in ("{'name': f}", "{'name': 'f'", "{'a': " * 500):
+        with pytest.raises(BadLineError, match=r"messages\[1\], a call, is text that is not JSON"):
+            documents({"messages": [USER, {"role": "tool_call", "content": broken}]})
+
+
 # ---- prompts of reinforcement learning ----------------------------------------------------------
 
 
