@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 
@@ -66,10 +66,14 @@ def draw(colours: dict[str, str], path: Path) -> None:
     boxes = {box.name: box for box in BOXES}
     for box in BOXES:
         corner = (box.x - box.width / 2, box.y - HEIGHT / 2)
-        style = {"facecolor": colours["box"], "edgecolor": colours["edge"], "linewidth": 1.0}
+        style: dict[str, Any] = {
+            "facecolor": colours["box"],
+            "edgecolor": colours["edge"],
+            "linewidth": 1.0,
+        }
         shape = FancyBboxPatch(corner, box.width, HEIGHT, boxstyle="round,pad=0.02", **style)
         axes.add_patch(shape)
-        ink = {"ha": "center", "va": "center", "color": colours["ink"]}
+        ink: dict[str, Any] = {"ha": "center", "va": "center", "color": colours["ink"]}
         axes.text(box.x, box.y + 0.28, box.name, weight="bold", fontsize=11, **ink)
         axes.text(box.x, box.y - 0.16, box.text, fontsize=8.5, **ink)
     for begin, end, word in ARROWS:

@@ -113,7 +113,8 @@ def _compile(kernel: Any, launches: list[_Launch], after: Sequence[Future[None]]
             # Triton also compiles a host function that launches the kernel, and finds it later on
             # disk. ``compiled.run`` would do that too, but would set the function before it loads
             # the kernel, and a thread that launches in between would find no kernel.
-            triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+            driver: Any = triton.runtime.driver.active
+            driver.launcher_cls(compiled.src, compiled.metadata)
     except Exception as error:
         _logger.warning("a kernel could not be compiled ahead of its launch: %s", error)
         raise
