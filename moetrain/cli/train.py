@@ -53,7 +53,8 @@ class Program(NamedTuple):
     """Runs the command in one process or rank."""
     plan: Callable[[Config, "Architecture"], str]
     """A dry run calls this function with config and architecture. It returns in words how much
-    memory the run takes, and raises ConfigError for settings that the run would refuse."""
+    memory the run takes and how its data begins, and raises ConfigError for settings that the run
+    would refuse."""
     recipes: Recipes
     foreign: tuple[str, ...]
     """Beginnings of the names of settings that this command does not use."""
@@ -84,9 +85,17 @@ def _train(config: Config) -> None:
 
 
 def _plan_train(config: Config, arch: "Architecture") -> str:
+    from moetrain.data.preview import preview
     from moetrain.train.estimates.plan import plan_memory
 
-    return plan_memory(config, arch)
+    estimate = plan_memory(config, arch)
+    try:
+        begins = preview(config, arch.vocab_size)
+    except ConfigError as error:
+        if (config.launch.gpus or config.launch.gpu) is None:
+            raise
+        begins = f"data is not checked, since the plan is for other machines: {error}"
+    return f"{begins}\n{estimate}"
 
 
 def _rl(config: Config) -> None:
@@ -228,7 +237,7 @@ def _help(program: Program) -> str:
         f"recipes: {', '.join(recipe_names())}",
         f"default recipe: {recipes.default}; with model.path, {with_path}",
         "environment: MOETRAIN_SECTION__KEY=value; the command line overrides it",
-        "--dry_run prints the resolved config as JSON and whether it fits in memory",
+        "--dry_run prints the resolved config as JSON, whether it fits, and how the data begins",
         "--help prints this text; --version prints the version",
         "A recipe may set other values than the defaults shown here.",
     ]

@@ -65,7 +65,7 @@ class Data(NamedTuple):
     """The sources of a mixture by name."""
 
 
-_ROWS_OF_PREFERENCES = {
+ROWS_OF_PREFERENCES = {
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo"), "pairs"),
     "kto": "answers",
     "reward": "ranked",
@@ -84,7 +84,7 @@ def build_data(config: Config, vocab_size: int) -> Data:
     """
     data = config.data
     data.check()
-    kind = _ROWS_OF_PREFERENCES.get(config.train.objective)
+    kind = ROWS_OF_PREFERENCES.get(config.train.objective)
     if kind is not None:
         # The reference's log-probabilities of all rows are computed before the first step. A stream
         # has no last row, so these rows are not streamed.

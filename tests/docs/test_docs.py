@@ -102,8 +102,12 @@ def folder(corpus, token_cache, tmp_path_factory):
 
 @pytest.fixture
 def here(folder, monkeypatch):
-    """Make :func:`folder` the current one; settings come from the command alone."""
+    """Make :func:`folder` the current one; settings come from the command alone.
+
+    The pages' data is not there, so a dry run does not open it.
+    """
     monkeypatch.chdir(folder)
+    monkeypatch.setattr("moetrain.data.preview.preview", lambda config, vocab_size: "data")
     return folder
 
 

@@ -456,7 +456,7 @@ def test_dry_run_says_for_what_it_plans_and_whether_it_fits(words, says, capsys,
     assert main([*words.split(), *batch, "--dry_run"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["train"]["global_batch_size"] == 128
-    assert re.fullmatch(rf"memory on {says}\n", printed.err)
+    assert re.fullmatch(rf"data.*\nmemory on {says}\n", printed.err)
     assert re.search(r"GiB a device: weights ", printed.err)
 
 
@@ -501,7 +501,7 @@ def test_a_launchers_processes_are_planned_for_and_one_says_so(monkeypatch, caps
         printed = capsys.readouterr()
         assert bool(printed.out) == bool(printed.err) == (rank == 0)
         if rank == 0:
-            assert printed.err.startswith("memory on 64 x H200 of 139.8 GiB (those that the launc")
+            assert "\nmemory on 64 x H200 of 139.8 GiB (those that the launc" in printed.err
             assert "\nfits: " in printed.err
 
 

@@ -1,0 +1,48 @@
+"""Shows the first document of each source of a run as it will be learned, for ``--dry_run``.
+
+One document of a source is read and rendered by a run's own code. Left out on purpose: tokens and
+rows, which ``moetrain data`` shows; a large source takes minutes to tokenise.
+"""
+
+from moetrain.config import Config
+from moetrain.data.documents import Document
+from moetrain.data.loader import ROWS_OF_PREFERENCES
+from moetrain.data.sources import Source
+from moetrain.data.tokenizer import load_tokenizer
+
+_LONGEST = 400
+"""Most characters of a document that are shown."""
+
+
+def preview(config: Config, vocab_size: int) -> str:
+    """Describe the data of ``config`` in a line for each source.
+
+    Raises ConfigError: a source is not there, or its first record cannot be learned.
+    """
+    data = config.data
+    if data.source == "synthetic":
+        return "data: synthetic rows, random tokens from which nothing is learned"
+    if (kind := ROWS_OF_PREFERENCES.get(config.train.objective)) is not None:
+        data = data.model_copy(update={"packing": kind})
+    tokenizer = load_tokenizer(data.tokenizer, vocab_size, data.new_tokens)
+    sections = {"": data} if data.mix is None else data.sources()
+    lines: list[str] = []
+    for name, section in sections.items():
+        source = Source.of(section, tokenizer)
+        first = next(iter(source.documents()), None)
+        shown = "it has no document" if first is None else f"the first document: {_marked(first)}"
+        lines.append(f"data{f' {name}' * bool(name)}, learned is what stands in « »; {shown}")
+    return "\n".join(lines)
+
+
+def _marked(document: Document) -> str:
+    """Return the text of a document on one line, cut in the middle, with marks around what is
+    learned."""
+    text, spans = document.text, document.loss_spans
+    parts, at = [], 0
+    for start, end in [(0, len(text))] if spans is None else spans:
+        parts += [text[at:start], "«", text[start:end], "»"]
+        at = end
+    shown = "".join([*parts, text[at:]]).replace("\n", "\\n")
+    half = _LONGEST // 2
+    return shown if len(shown) <= _LONGEST else f"{shown[:half]} ... {shown[-half:]}"
