@@ -18,6 +18,7 @@ from moetrain.data.known_sets import (
     read_reasoned_answer,
     with_tools_of_metadata,
 )
+from moetrain.data.lost import describes
 from moetrain.data.messages import MEDIA, BadLineError, is_said, media_of, parse_json, role_of
 from moetrain.data.tools import are_tools
 
@@ -25,6 +26,8 @@ _DIALOGUES = ("conversation", "trajectory")
 """Other names of ``messages``: in LMSYS-Chat and WildChat, and in runs of OpenHands."""
 SYSTEMS = ("system_prompt", "system_message", "meta_instruction")
 """Other names of ``system``: OpenOrca's, distilabel's, MOSS's."""
+_IN_CAPITALS = {"Instruction": "instruction", "Input": "input", "Output": "output"}
+"""Fields of Alpaca's form that some copies write in capitals."""
 _FUNCTIONS = ("available_tools", "function_list", "function_description")
 """Other names of ``tools``, where they have a list of tools or the text of its JSON."""
 
@@ -44,6 +47,8 @@ def renamed(
     belongs to a known data set and a part of it cannot be read.
     """
     found = {key: value for key, value in record.items() if value is not None}
+    if not {"instruction", "output"} & found.keys() and {"Instruction", "Output"} <= found.keys():
+        found = {_IN_CAPITALS.get(key, key): value for key, value in found.items()}
     for name in SYSTEMS:
         if name != text_field:
             _rename(found, name, "system")
@@ -56,6 +61,9 @@ def renamed(
     if not {"messages", "conversations", text_field} & found.keys():
         read_known_set(found)
         for name in _DIALOGUES:
+            turns = found.get(name)
+            if isinstance(turns, str) and turns.lstrip().startswith("[{"):
+                found[name] = parse_json(turns, f"`{name}`")
             if is_dialogue(found.get(name)):
                 _rename(found, name, "messages")
     read_reasoned_answer(found)
@@ -114,7 +122,8 @@ def _read_question(found: dict[str, Any], reads_pairs: bool) -> None:
     if not asked and not said:
         said = [name for name, lower in texts.items() if lower in QUESTION_OF]
         asked = [name for name, lower in texts.items() if lower in map(_question_of, said)]
-    others = {name.lower() for name in found.keys() - {*asked, *said}}
+    beside = found.keys() - {*asked, *said}
+    others = {name.lower() for name in beside if not describes(name, found[name])}
     others -= {name.lower().removesuffix("_pretokenized") for name in (*asked, *said)}
     if len(asked) != 1 or len(said) != 1 or others - ABOUT:
         return

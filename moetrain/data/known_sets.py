@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moetrain.config.sources import shortened
-from moetrain.data.lost import CHOICES, PASSAGES, thoughts_of_field
+from moetrain.data.lost import CHOICES, PASSAGES, describes, thoughts_of_field
 from moetrain.data.messages import BadLineError, learning_of, parse_json, role_of, words_of
 from moetrain.data.tools import are_tools
 
@@ -455,7 +455,7 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
     others = [
         f"`{k}`"
         for k in named.keys() - {*asked[:1], *said}
-        if named[k] not in ABOUT and not isinstance(record[k], bool)
+        if named[k] not in ABOUT and not describes(k, record[k])
     ]
     if asked and said and others and named[asked[0]] in QUESTIONS:
         return (

@@ -52,7 +52,8 @@ _ASKED = {
     *("user_prompt", "user_query", "problem_statement", "problem_description", "dialogue"),
     *("dialog", "table", "premise", "hypothesis", "hint", "hints", "knowledge", "facts", "story"),
     *("definition", "references", "search_results", "few_shot", "ctxs", "chat_history"),
-    *("previous_turns", "user_info", "profile", "task_description"),
+    *("previous_turns", "user_info", "profile", "task_description", "inputs", "input_text"),
+    *("content", "sentence", "sentences"),
 }
 """Names of texts that may be a part of what is asked, beside an instruction or a prompt."""
 _ASKED_BESIDE_TURNS = {"question", "query", "instruction", "prompt", "problem", "input"}
@@ -67,18 +68,28 @@ _DESCRIBES = {
     *("dataset", "provider", "difficulty", "level", "domain", "length", "tokens"),
     *("token", "count", "num", "number", "score", "scores", "rating", "hash", "key", "format"),
     *("status", "template", "quality", "effort", "mode", "budget", "style", "complexity", "field"),
-    *("path", "is", "has", "enable", "original", "rewritten", "evolved", "seed", "explanation"),
+    *("path", "is", "has", "enable", "metadata", "meta", "title", "qtype", "script", "subset"),
+    *("author", "year", "timestamp", "status", "origin", "task", "unnamed", "generator"),
 }
 """Words in the names of fields that describe a record, whatever their other words say."""
+_VARIANTS = {"original", "rewritten", "evolved", "seed", "explanation"}
+"""Words in the names of texts that a record was made of, or that are about it."""
 CHOICES = {"choices", "options"}
 """Names of fields with the answers that a question gives to choose from."""
 _SYSTEMS = {
-    *("sys", "custom_system_prompt", "system_instruction", "system_instructions", "system_msg"),
-    *("sys_prompt", "instructions", "persona", "character_card", "scenario"),
+    *("sys", "custom_system_prompt", "sys_prompt", "instructions", "preamble", "developer"),
+    "developer_prompt",
 }
 """Names that may be those of a system text."""
-_FUNCTIONS = {"available_tools", "function_list", "function_description"}
-"""Names that may be those of the tools."""
+_BESIDE_SYSTEM = {"prompt", "message", "instruction", "instructions", "msg", "text", "content"}
+"""Words beside "system" in such names, as in Gemini's ``systemInstruction``."""
+_PLAYED = {"persona", "character_card", "scenario"}
+"""Names of who the assistant is, beside an instruction. Beside a dialogue they describe it."""
+_FUNCTIONS = {
+    *("available_tools", "function_list", "function_description", "toolconfig", "tool_config"),
+    *("tool_definitions", "tool_list", "tool_schemas", "tools_json", "apis", "api_list"),
+}
+"""Names that may be those of the tools: Bedrock's ``toolConfig`` among them."""
 _TEXTS = PASSAGES | _SYSTEMS | _FUNCTIONS
 """Names of fields whose texts must be in a document, thoughts and choices aside."""
 _MARK = re.compile(r"<(?:image|img|video|audio)>", re.I)
@@ -93,9 +104,9 @@ _ENDS = {"resolved", "success", "successful", "solved"}
 """Words for a run that came to its end: SWE-Gym's. As numbers they are 0 and 1."""
 _GOOD = {
     *("safe", "correct", "helpful", "harmless", "acceptable", "approved", "valid", "passed"),
-    *("verified", *_ENDS),
+    *("verified", "good", *_ENDS),
 }
-_BAD = {"unsafe", "incorrect", "harmful", "wrong"}
+_BAD = {"unsafe", "incorrect", "harmful", "wrong", "failed", "toxic", "bad", "hallucination"}
 _SCORES = {
     *("helpfulness", "harmlessness", "correctness", "coherence", "quality", "overall_score"),
     *("score", "reward", "rating"),
@@ -138,9 +149,25 @@ def thoughts_of_field(key: str, value: object) -> list[str]:
 def _has_words(key: str, words: Collection[str]) -> bool:
     """Return whether a name has one of ``words``, and none by which it describes the record."""
     found = words_of(key)
+    return found.isdisjoint(_VARIANTS) and not _describes(key) and not found.isdisjoint(words)
+
+
+def _describes(key: str) -> bool:
     is_of_model = key.lower().endswith("model")  # reasoning_model, but not model_reasoning
-    describes = is_of_model or not found.isdisjoint(_DESCRIBES)
-    return not describes and not found.isdisjoint(words)
+    return is_of_model or not words_of(key).isdisjoint(_DESCRIBES)
+
+
+def describes(key: str, value: object) -> bool:
+    """Return whether a field describes a record, and is no part of a question or an answer: by its
+    name, or because it has no text."""
+    return _describes(key) or not any(_texts_in(value))
+
+
+def _is_system(key: str) -> bool:
+    """Return whether ``key`` names a system text that no form reads."""
+    words = words_of(key)
+    is_named = "system" in words and words - {"system"} <= _BESIDE_SYSTEM
+    return is_named and key not in ("system", "system_prompt", "system_message")
 
 
 def _texts_to_show(key: str, value: object, record: Mapping[str, Any], form: str) -> Sequence[str]:
@@ -151,22 +178,24 @@ def _texts_to_show(key: str, value: object, record: Mapping[str, Any], form: str
     if thoughts := thoughts_of_field(key, value):
         return thoughts
     # The choices of a pair are its answers.
-    if name in _TEXTS or (name in CHOICES and not is_pair):
+    if name in _TEXTS or _is_system(key) or (name in CHOICES and not is_pair):
+        return [*_texts_in(value)]
+    if key != name and name == "tools":
         return [*_texts_in(value)]
     if is_pair:  # its question is read, and compared, in pairs
         return []
     if form in ("messages", "sharegpt"):
         is_asked = name in _ASKED_BESIDE_TURNS and isinstance(value, str)
-    elif name in _READ.get(form, ()):
+    elif key in _READ.get(form, ()):
         return []
     else:
-        is_asked = name in _ASKED or _has_words(key, _OF_PASSAGES)
+        is_asked = name in _ASKED | _PLAYED or _has_words(key, _OF_PASSAGES)
         if name == "code" and isinstance(value, str):  # of one word: that of a language
             is_asked = len(value.split()) > 1
     texts = [*_texts_in(value)] if is_asked else []
-    # Alpaca's `text` is the whole record, rendered.
+    # Alpaca's `text` is the whole record, rendered, and so is `prompt` in copies of it.
     asked = record.get("instruction") or record.get("prompt")
-    if name == "text" and isinstance(asked, str):
+    if name in ("text", "prompt") and isinstance(asked, str):
         texts = [text for text in texts if not is_said(asked, [text])]
     return texts
 
@@ -182,9 +211,9 @@ def _refuse_marks(turns: object, name: str) -> None:
 def _problem(key: str, text: str, form: str) -> str:
     """Describe the text of a field that would be lost, and say what to write."""
     name = key.lower()
-    if name in _SYSTEMS:
+    if name in _SYSTEMS | _PLAYED or _is_system(key):
         said, remedy = "seems to be the system's text, which would be lost", "write it as `system`"
-    elif name in _FUNCTIONS:
+    elif name in _FUNCTIONS | {"tools"}:
         said, remedy = "seems to hold the tools, which would be lost", "write them as `tools`"
     else:
         said, remedy = "may be a part of the question or of the answer", "write it in the question"

@@ -75,8 +75,16 @@ THOUGHTS = (
     "chain_of_thought",
     "reasoning_text",
     "reasoning_details",
+    "tool_plan",
+    "think_content",
+    "thinking_content",
+    "inner_thought",
+    "inner_monologue",
+    "scratchpad",
+    "rationale",
 )
-"""Other names of a thought, which are not read: SWE-agent's, GitHub Copilot's, OpenRouter's."""
+"""Other names of a thought, which are not read: SWE-agent's, GitHub Copilot's, OpenRouter's,
+Cohere's."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Fields of pictures, films and sounds, beside messages and in them."""
 _PLACES = {"path", "paths", "file", "files"}
@@ -535,7 +543,13 @@ def _unread_mask(where: str, value: object, what: str, *, is_of_last: bool = Fal
 
 def media_of(fields: Mapping[str, Any]) -> str | None:
     """Return the key of pictures, films or sounds in a record or a turn. None: there are none."""
-    return next((key for key in fields if _is_of_media(key) and _is_something(fields[key])), None)
+    found = (key for key in fields if _is_of_media(key) and _is_something(fields[key]))
+    return next((key for key in found if not _is_container(fields[key])), None)
+
+
+def _is_container(value: object) -> bool:
+    """Return whether ``value`` names an image of a container, such as ``docker.io/x:latest``."""
+    return isinstance(value, str) and re.fullmatch(r"[\w.\-/]+:[\w.\-]+", value) is not None
 
 
 def _is_of_media(key: str) -> bool:

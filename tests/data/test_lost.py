@@ -337,6 +337,16 @@ LOST = [  # form, fields beside it, the field that is named
     ("messages", {"instructions": "You are Bo."}, "instructions"),
     ("alpaca", {"persona": "You are Bo."}, "persona"),
 ]
+LOST += [  # the second reading's
+    ("messages", {"systemInstruction": {"parts": [{"text": "Be terse."}]}}, "systemInstruction"),
+    ("pair", {"systemPrompt": "Be terse."}, "systemPrompt"),
+    ("messages", {"SYSTEM": "Be terse."}, "SYSTEM"),
+    ("sharegpt", {"preamble": "Be terse."}, "preamble"),
+    ("alpaca", {"Input": "zztop"}, "Input"),
+    ("alpaca", {"sentence": "zztop"}, "sentence"),
+    ("messages", {"toolConfig": {"tools": [{"toolSpec": {"name": "f"}}]}}, "toolConfig"),
+    ("messages", {"tool_definitions": [{"name": "f"}]}, "tool_definitions"),
+]
 READ = [  # form, fields that describe the record, or repeat it
     ("alpaca", {"text": "### Instruction:\nq\n\n### Response:\na"}),  # Stanford's
     (
@@ -358,6 +368,8 @@ READ = [  # form, fields that describe the record, or repeat it
         {"prompt": "q", "knowledge": "one needs to know it", "intent": "to learn"},
     ),  # Magpie
     ("messages", {"pre_query_template": "<|user|>\n", "is_reasoning": True, "reasoning": "off"}),
+    ("messages", {"persona": "A chemist", "scenario": "at work", "image": "docker.io/x:latest"}),
+    ("alpaca", {"prompt": "Below is it.\n### Instruction:\nq\n\n### Response:\na"}),
     ("pair", {"rationale": "the first is right", "rating": [9.0, 2.0]}),  # distilabel's judge
     ("pair", {"text": "a longer text of it", "code": "x = 1 + 2"}),
 ]
@@ -365,7 +377,11 @@ READ = [  # form, fields that describe the record, or repeat it
 
 @pytest.mark.parametrize(("form", "beside", "name"), LOST, ids=str)
 def test_a_part_of_the_question_or_of_the_answer_is_refused_by_its_words(form, beside, name):
-    refuses(form, beside, f"^`{name}` (may be a part of|seems to be the system's)")
+    refuses(
+        form,
+        beside,
+        f"^`{name}` (may be a part of|seems to be the system's|seems to hold the tools)",
+    )
 
 
 @pytest.mark.parametrize(("form", "beside"), READ, ids=str)
@@ -419,9 +435,49 @@ def test_texts_among_the_variables_of_a_template_are_refused_where_it_reads_none
     assert found == documents(SINGLE["messages"])
 
 
+ABOUT = {
+    **{"__index_level_0__": 7, "Unnamed: 0": 1, "idx": 3, "model": "gpt-4", "num_tokens": 12},
+    **{"domain": "medicine", "title": "Tea", "date": "2024-05-01", "metadata": {"a": "b c"}},
+    **{
+        "question_type": "open ended",
+        "qtype": "information",
+        "_task_name": "a b",
+        "verified": True,
+    },
+    **{"dataset_name": "x y", "script": "Latn", "answer_type": "a number", "subset": "wiki"},
+}
+"""Columns of MedQuad, FLAN, Aya, WebInstruct, OpenCodeReasoning and LongForm, and of tables."""
+
+
+@pytest.mark.parametrize(
+    "record", [{"question": "q", "answer": "a"}, {"input": "q", "output": "a"}]
+)
+@pytest.mark.parametrize("name", ABOUT)
+def test_a_question_may_have_columns_that_describe_it(record: dict, name: str):
+    (document,) = documents({**record, name: ABOUT[name]})
+    assert document.text == theirs(USER, ANSWER)
+
+
+@pytest.mark.parametrize("name", ["hint", "options", "explanation", "passage"])
+def test_a_question_beside_what_may_be_a_part_of_it_is_refused(name: str):
+    with pytest.raises(BadLineError, match=f"`{name}`"):
+        documents({"question": "q", "answer": "a", name: "a text"})
+
+
+@pytest.mark.parametrize("key", ["tool_plan", "thinking_content", "scratchpad"])
+def test_a_thought_under_another_key_of_a_turn_is_refused(key: str):
+    """Cohere's ``tool_plan``."""
+    with pytest.raises(BadLineError, match=f"`?{key}"):
+        documents({"messages": [USER, {**ANSWER, key: "I will look."}]})
+
+
 ALIKE = [  # records of public sets, and the turns that they mean
     ({"input": "q", "output": "a", "id": "1"}, [USER, ANSWER]),  # OpenCodeReasoning
-    ({"input": "q", "target": "a", "kind": "x"}, None),  # `kind` may be a part of the question
+    ({"input": "q", "target": "a", "kind": "x"}, [USER, ANSWER]),  # Firefly
+    ({"input": "q", "target": "a", "part": "a text"}, None),
+    ({"Instruction": "q", "Input": "", "Output": "a"}, [USER, ANSWER]),
+    ({"conversation": json.dumps([USER, ANSWER])}, [USER, ANSWER]),
+    ({"trajectory": json.dumps([USER, ANSWER]), "resolved": 1}, [USER, ANSWER]),
     ({"input": "q", "target": "a", "source": "x"}, [USER, ANSWER]),  # Firefly
     ({"conversation": [{"human": "q", "assistant": "a"}]}, [USER, ANSWER]),  # ShareGPT-Chinese
     ({"messages": {"role": ["user", "assistant"], "content": ["q", "a"]}}, [USER, ANSWER]),
