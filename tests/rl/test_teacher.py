@@ -4,6 +4,7 @@ import contextlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,6 +95,34 @@ def test_a_served_teacher_says_what_it_says_as_a_checkpoint(student, folder, tea
         torch.testing.assert_close(*both)
     assert terms == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert terms["teacher_kl"] > 0.1 or not top_k
+
+
+def test_each_rank_is_given_the_scores_of_its_own_rows(tmp_path, monkeypatch):
+    """Ranks 0 and 1 have the same rows, and so have ranks 2 and 3; the first of each pair asks."""
+    asked, told = [], [None] * 4
+
+    def scores(self, text, number):
+        asked.append(text)
+        return [{token: -token / 8} for token in text[1:]]
+
+    monkeypatch.setattr(ServedTeacher, "_scores", scores)
+    words = {"rl.teacher": "http://127.0.0.1:1", "rl.teacher_top_k": 0, "rl.supervised_steps": 0}
+    config, rows_of_pairs = config_of(tmp_path, **words), [[0, 0, 1, 1], told]
+    rows = [pack(make_samples(*lengths), 16, 2, min_batches=2) for lengths in ((5, 13), (9, 7, 3))]
+    for rank in range(4):  # one after another: a pair's first rank answers before the second asks
+        found = iter(rows_of_pairs)
+
+        def gather(mine, rank=rank, found=found):
+            answers = next(found)
+            answers[rank] = mine
+            return answers
+
+        world = SimpleNamespace(rank=rank, data_rank=rank // 2, gather=gather)
+        judged = ServedTeacher(config, world).judged(rows[rank // 2])
+        for batch, own in zip(judged, rows[rank // 2], strict=True):
+            is_one = own.targets_BS != IGNORE_INDEX
+            assert torch.equal(batch.teacher_BS[is_one], -own.targets_BS[is_one] / 8), rank
+    assert len(asked) == 5
 
 
 def on_each_rank(student, teacher, layouts):
