@@ -3,6 +3,8 @@
 import logging
 import re
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from moetrain.config import Config
 from moetrain.config.sources import RunFailed
 from moetrain.parallel.world import join_world
+from moetrain.train import faults
 from moetrain.train.callbacks import Callback
 from moetrain.train.engine import Engine
 from moetrain.train.faults import compare_replicas, first_not_finite
@@ -254,6 +257,35 @@ def spoilt_replica(words, name, victim):
         except RunFailed as failed:
             said.append(str(failed))
     return said
+
+
+@pytest.mark.parametrize(
+    ("sums", "named"),
+    [
+        ([5, 5], []),
+        ([5, 7], [0, 1]),
+        ([5, 7, 5], [1]),
+        ([7, 5, 5], [0]),
+        ([5, 6, 7], [0, 1, 2]),
+        ([5, 5, 7, 7], [0, 1, 2, 3]),
+        ([7, 5, 5, 6, 5], [0, 3]),
+    ],
+)
+def test_ranks_unlike_the_majority_are_named_and_without_one_all(sums, named, monkeypatch):
+    """The first rank compares; the others' sums are given."""
+    ranks = tuple(range(len(sums)))
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group)
+    monkeypatch.setattr(faults, "checksum", lambda member: torch.tensor(sums[0]))
+    member = SimpleNamespace(layout=SimpleNamespace(replicas=ranks))
+    fsdp: Any = SimpleNamespace(members={"x": member}, settle=lambda: None)
+    world: Any = SimpleNamespace(gather=lambda mine: [mine, *({"x": (ranks, n)} for n in sums[1:])])
+    said = ""
+    try:
+        compare_replicas(fsdp, world)
+    except RunFailed as failed:
+        said = str(failed)
+    found = re.findall(r"rank (\d+) in 1 weights, such as x", said)
+    assert [int(rank) for rank in found] == named
 
 
 REPLICAS = [
