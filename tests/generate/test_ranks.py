@@ -1,16 +1,22 @@
 """Generation on ranks that share experts or heads gives the tokens of one process."""
 
 import random
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.generate import ranks
 from moetrain.generate.engine import Generator
-from moetrain.generate.ranks import ExpertParallel, HeadParallel
+from moetrain.generate.ranks import ExpertParallel, HeadParallel, SplitAttention
 from moetrain.generate.request import Request, RequestError, SamplingParams
+from moetrain.kernels.attention.paged import PagedRows
 from moetrain.models.families import PRESETS
+from moetrain.models.layers import Context
 from moetrain.models.transformer import Transformer
 from tests.lib.architectures import put_weights
 from tests.lib.distributed import spawn
@@ -85,6 +91,40 @@ def test_log_probabilities_are_those_of_one_process():
 
 KINDS = ("glm4_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h", "glm4_moe one kv head")
 """Plain heads, windows and sinks, latents, two kinds of states, and one head for two ranks."""
+
+
+def test_a_rank_attends_with_its_own_heads_and_their_sinks(monkeypatch):
+    """The reference is the formula, head by head; five tokens of a sequence lie on two pages."""
+    rng = torch.Generator().manual_seed(0)
+    q_THd, k_TGd, v_TGd = (torch.randn(5, n, 8, generator=rng) for n in (6, 2, 2))
+    sinks_H = 3 * torch.randn(6, generator=rng)
+    is_later_TT = torch.ones(5, 5).triu(1).bool()
+    expected = []
+    for head in range(6):
+        own = head // 3
+        scores_TT = (q_THd[:, head] @ k_TGd[:, own].T / 8**0.5).masked_fill(is_later_TT, -torch.inf)
+        with_sink_TS = torch.cat((scores_TT, sinks_H[head].expand(5, 1)), 1)
+        expected.append(with_sink_TS.softmax(1)[:, :-1] @ v_TGd[:, own])
+    ints = (torch.tensor(x, dtype=torch.int32) for x in ([*range(5)], [0, 5], [0], [[0, 1]]))
+    context: Any = Context((q_THd, q_THd), PagedRows(*ints, num_single=0))
+    sent: list[torch.Tensor] = []
+    for gathers in (False, True):
+
+        def start(x_N, group, gathers=gathers):
+            if not gathers:
+                sent.append(x_N)
+            return torch.stack(sent if gathers else [x_N, x_N]), Mock()
+
+        monkeypatch.setattr(ranks, "all_gather_start", start)
+        for rank in range(2):
+            group: Any = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
+            attend = SplitAttention(group, num_pages=2, page_size=4, window=None)
+            q_BSHd, k_BSGd, v_BSGd = (x[None] for x in (q_THd, k_TGd, v_TGd))
+            y_BSHd = attend(q_BSHd, k_BSGd, v_BSGd, context, sinks_H=sinks_H)
+            assert attend.keys_PZGd is not None
+            assert attend.keys_PZGd.shape == (2, 4, 1, 8)  # of its own head alone
+            if gathers:
+                torch.testing.assert_close(y_BSHd[0], torch.stack(expected, 1))
 
 
 def cache_bytes(generator):
