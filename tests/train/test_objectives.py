@@ -2,6 +2,7 @@
 
 import json
 from itertools import chain, pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from distillation import Distillation
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.packing import IGNORE_INDEX, Row
+from moetrain.models.families import PRESETS
+from moetrain.models.transformer import Transformer
 from moetrain.train.loop import Trainer
 from moetrain.train.metrics import read_metrics
-from moetrain.train.objectives import CrossEntropy, Term, token_losses
+from moetrain.train.objectives import CrossEntropy, Outputs, Term, token_losses
 from tests.lib.distributed import spawn
 from tests.lib.preference_rows import whole
 
@@ -146,6 +149,30 @@ def test_loss_and_every_gradient_are_the_formulas(kind, tiny_words, packed_label
     for name, parameter in copy.named_parameters():
         mine = members[name].layout.whole(members[name].local.grad)
         assert (mine - parameter.grad).abs().max() <= 1e-6, name
+
+
+@pytest.mark.parametrize("kind", ["classes", "teacher"])
+@torch.no_grad()
+def test_four_ranks_that_have_all_tokens_add_up_to_the_formula(kind):
+    model = Transformer(PRESETS["debug"])
+    model.init_weights(std=0.3, seed=0)
+    rng = np.random.default_rng(3)
+    hidden_BSD = torch.randn(2, SIZE, model.arch.hidden_size, generator=torch.manual_seed(0))
+    targets_S = torch.tensor([*CLASSES, 5] * (SIZE // 4))
+    fields = teacher(rng, 2 * SIZE)
+    fields["teacher_logprobs"] = fields["teacher_logprobs"].astype(np.float32)
+    extra = {name: torch.tensor(x).view(2, SIZE, K) for name, x in fields.items()}
+    batch = SimpleNamespace(targets_BS=torch.stack((targets_S, targets_S.flip(0))), extra=extra)
+    if kind == "classes":
+        objective, formula = Classification(CLASSES), classified
+    else:
+        objective, formula = Distillation(0.3), divergence
+    sizes = {name: torch.tensor(n) for name, n in objective.sizes([batch]).items()}
+    terms = objective.terms(model, Outputs(hidden_BSD, None, None, share=1 / 4), batch, sizes)
+    expected = formula((hidden_BSD @ model.head_weight.T).flatten(0, 1), batch)
+    assert terms.keys() == expected.keys()
+    for name, term in terms.items():
+        assert 4 * term.value.item() == pytest.approx(float(expected[name]), rel=1e-5), name
 
 
 def trained(words):
