@@ -350,6 +350,11 @@ def test_muon_has_a_momentum_and_a_bounded_working_set():
     ]
     assert peaks[0].activations == peaks[1].activations > 0
     assert peaks[0].total - peaks[1].total == 4 * (experts + attention)
+    # Each of four ranks updates a quarter.
+    shared = [
+        estimate("qwen3-30b-a3b", 4, 1, 1, f"{words}{name}")[1] for name in ("", " optim.name=muon")
+    ]
+    assert shared[0].moments - shared[1].moments == experts + attention
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "tp=4", "ep=4", "dp_replicate=2", "ep=2 parallel.tp=2"])
