@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from moetrain.config import ConfigError
+from moetrain.config.sources import RunFailed
 from moetrain.generate.weights import blank
 from moetrain.parallel.world import plan_world
 from moetrain.rl import apart
@@ -386,6 +387,35 @@ def test_nothing_begins_with_weights_from_before(fleet):
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: fleet.updating(2).__enter__()).result(10)
     assert fleet.figures()["generators_lost"] == 1
+
+
+def test_only_deaths_in_a_row_end_the_run(fleet, monkeypatch):
+    """A generator that finishes a group before it dies shows that others can go on."""
+    fleet, address, key = fleet
+    monkeypatch.setattr(apart, "MAX_IN_VAIN", 2)
+    monkeypatch.setattr(fleet, "num_expected", 0)
+    with fleet.updating(0):
+        pass
+
+    def dies(number, finishes):
+        one = come(address, key, 1)
+        report(one)
+        orders_of(one)
+        if finishes:
+            report(one, [over(number)])
+            fleet.finish([number])
+        one.close()
+        with fleet._changed:
+            fleet._changed.notify_all()
+            assert fleet._changed.wait_for(lambda: fleet._counts["generators_lost"] > number, 10)
+
+    for number in range(4):
+        fleet.start(number, task=3, size=2, seed=0)
+    fleet.finish(())
+    for number in range(5):
+        dies(number, finishes=number < 3)
+    with pytest.raises(RunFailed, match="2 generators in a row died, and no group was finished"):
+        fleet.finish([3])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
