@@ -19,6 +19,7 @@ from moetrain.config import ActivationSection, Config, ConfigError, KernelsSecti
 from moetrain.config.compute import SavedName
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.models.transformer import Inputs, Transformer, compile_blocks
+from moetrain.parallel import apply
 from moetrain.parallel.expert import dispatch
 from moetrain.parallel.fsdp import fsdp
 from moetrain.parallel.mesh import ParallelDims
@@ -289,6 +290,14 @@ def watch_reshard(words):
         for row in bucket.rows()
     }
     return seen, len(places), sharding.gradient_norm().item()
+
+
+def test_a_block_is_gathered_before_the_backward_of_the_one_behind_it(tiny_words, monkeypatch):
+    """One process, with the two regions that several have."""
+    monkeypatch.setattr(apply, "shared_regions", lambda config, ranks: 2)
+    words = [*tiny_words, "model.num_layers=4", "parallel.reshard_after_forward=yes"]
+    seen, _, _ = watch_reshard([*words, "train.dtype=bfloat16"])
+    assert seen == [(0, [3, 4]), (4, [3, 4]), (3, [2, 3]), (2, [1, 2]), (1, [1])]
 
 
 def watch_all_reshards(runs):
