@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -372,6 +373,23 @@ def test_a_trainer_holds_its_folder_while_it_builds_and_fits_alone(tiny, tmp_pat
     first.fit()
     assert refused == [True]
     second.fit()  # the first does not hold it any more
+
+
+def test_a_run_holds_its_folder_while_it_trains_and_no_longer(tiny, tmp_path, monkeypatch):
+    trainer, folder = Trainer(tiny("train.steps=1", "train.sample_tokens=0")), tmp_path / "out"
+    step = trainer.train_step
+
+    def try_another():
+        refusal = pytest.raises(ConfigError, match="is being written by another run")
+        with refusal, RunFolder(folder).claimed():
+            pass
+        return step()
+
+    monkeypatch.setattr(trainer, "train_step", Mock(side_effect=try_another))
+    trainer.fit()
+    assert trainer.train_step.call_count == 1
+    with RunFolder(folder).claimed():
+        assert names(folder / "checkpoints") == ["step-00000001"]
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, caplog):
