@@ -44,7 +44,7 @@ SHARDED = "parallel.dp_shard=2"
 def run_of_a_machine(words, folder, until=None, ends=False, half=""):
     """Be one of several machines; return its first step, or the error, and its files.
 
-    A fetched file named ``half`` is written only by half.
+    ``MACHINE`` in a word is its number. A fetched file named ``half`` is written only by half.
     """
     write = os.write
 
@@ -56,6 +56,7 @@ def run_of_a_machine(words, folder, until=None, ends=False, half=""):
 
     os.write = write_half
     own = Path(folder, f"out{dist.get_rank()}")
+    words = [word.replace("MACHINE", str(dist.get_rank())) for word in words]
     config = Config.load(None, [*words, f"output_dir={own}"], environ={})
     began: object = None
     try:
@@ -273,14 +274,19 @@ def test_the_first_machine_has_the_export(tiny_words, tmp_path):
 
 @pytest.mark.tier("wide")
 def test_memory_and_own_folders_go_together(two, tmp_path):
-    (tmp_path / "memory").mkdir()
-    memory = ["checkpoint.memory_interval=1", f"checkpoint.memory={tmp_path / 'memory'}"]
-    memory += ["checkpoint.interval=2", TWO, SHARDED]
-    two(*memory, until=3)
-    shutil.rmtree(tmp_path / "out0")
-    assert [began for began, _ in two(*memory)] == [3, 3]
-    shutil.rmtree(tmp_path / "memory")
-    assert [began for began, _ in two(*memory)] == [2, 2]
+    """A machine that is lost takes its memory with it; a step that is in no memory is on disks."""
+    memories = [tmp_path / f"memory{number}" for number in range(2)]
+    for memory in memories:
+        memory.mkdir()
+    words = ["checkpoint.memory_interval=1", f"checkpoint.memory={tmp_path}/memoryMACHINE"]
+    words += ["checkpoint.interval=2", TWO, SHARDED]
+    two(*words, until=3)
+    for lost in (tmp_path / "out0", *memories[0].iterdir()):
+        shutil.rmtree(lost)
+    assert [began for began, _ in two(*words)] == [3, 3]
+    for lost in (path for memory in memories for path in memory.iterdir()):
+        shutil.rmtree(lost)
+    assert [began for began, _ in two(*words)] == [2, 2]
 
 
 @pytest.mark.tier("long")
