@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -386,6 +387,21 @@ def test_ranks_that_share_experts_draft_together(case):
     check_same(many, expected)
     check_same(one, expected[:1])
     assert any(c.num_drafted for own in many for c in own)
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_rank_with_nothing_to_read_runs_the_block_for_every_token_of_a_draft(is_mixed):
+    """Other ranks have tokens: each run of a router is followed by an exchange of all ranks."""
+    generator, runs = make_generator("glm4_moe", draft=3), Counter()
+    steps, layers = generator.steps, generator.model.layers
+    steps.experts = SimpleNamespace(agree=lambda *own: (1, is_mixed), can_fix_sizes=False)
+    for i, layer in enumerate(layers):
+        if hasattr(layer, "moe"):
+            layer.moe.router.register_forward_hook(lambda *run, i=i: runs.update([i]))
+    steps.run([], routes=False)
+    block = generator.model.arch.num_layers
+    assert runs[block] == 3
+    assert {runs[i] for i in runs if i != block} == {1}
 
 
 # ---- parts -------------------------------------------------------------------------------------
