@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from safetensors.torch import load_file
 
 from moetrain.checkpoint.read import MANIFEST, list_checkpoints, open_checkpoint
 from moetrain.cli.train import main
-from moetrain.config import Config, ConfigError
+from moetrain.config import CheckpointSection, Config, ConfigError
 from moetrain.config.sources import RunFailed
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.hf.save import Export
@@ -204,6 +206,24 @@ def test_machines_with_different_runs_are_told(two, tmp_path):
         assert re.match(r"output_dir: '.*' is of one run on .* and of another on .*move", error)
     assert [began for began, _ in two(SHARDED, "checkpoint.resume=never", until=1)] == [1, 1]
     assert [began for began, _ in two(SHARDED)] == [1, 1]
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+@pytest.mark.parametrize("other", ["a1", "b2", ""])
+def test_machines_with_folders_of_different_runs_are_told_unless_none_is_resumed(
+    other, resume, tmp_path, monkeypatch
+):
+    """The first of two machines looks; the second's answers are given. It may be new."""
+    (tmp_path / run_folder.RUN_FILE).write_text("a1")
+    monkeypatch.setattr(dist, "new_group", lambda **settings: Mock(spec=dist.ProcessGroup))
+    theirs = iter(["another place", 0, (other, "", True, "the second")])
+    world = SimpleNamespace(rank=0, gather=lambda mine: [mine, next(theirs)])
+    folder = run_folder.RunFolder(tmp_path, world, CheckpointSection(shared=False))
+    if (other, resume) == ("b2", "auto"):
+        with pytest.raises(ConfigError, match=r"output_dir: .* and of another on the second; move"):
+            folder.resume_now(resume, world)
+    else:
+        assert folder.resume_now(resume, world) == resume
 
 
 @pytest.mark.tier("long")
