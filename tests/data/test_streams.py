@@ -195,6 +195,17 @@ def test_held_out_records_are_in_no_block(tmp_path: Path):
         streamed(tmp_path, tmp_path / "a.jsonl", eval_fraction=1e-5)
 
 
+def test_blocks_without_answers_are_packed_as_the_first_one_that_has_some(tmp_path: Path):
+    """A row has room for one document. Documents laid end to end would be cut."""
+    answers = [{"prompt": f"{i:05d}", "completion": f"{i:06d}"} for i in range(300)]
+    lines = [*answers, *({"text": f"{i:011d}"} for i in range(1000))]
+    data = streamed(tmp_path, write_lines(tmp_path / "a.jsonl", *lines), seq_len=16)
+    assert isinstance(data.train, Streamed)
+    rows = [data.train.sample(i) for i in range(len(lines))]
+    found = [bytes(row.tokens_S[:11].tolist()).decode() for row in rows]
+    assert sorted(found) == sorted("".join(line.values()) for line in lines)
+
+
 @pytest.mark.parametrize("names", [["one.txt"], ["a.txt", "b.txt", "c.txt"]])
 def test_texts_are_divided_between_the_lines(names: list[str], tmp_path: Path):
     folder = tmp_path / "texts"
