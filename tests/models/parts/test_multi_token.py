@@ -232,6 +232,18 @@ def test_parts_know_parameters_and_products(case):
     assert counts[1] - counts[0] + experts + pairs == pytest.approx(more, rel=1e-12)
 
 
+@torch.no_grad()
+def test_experts_of_a_block_see_neither_pads_nor_the_ends_of_documents():
+    """Documents of four tokens, one, and eight; three pads are behind the second."""
+    model = random_model(with_multi_token(architecture_of("glm4_moe")))
+    positions_BS = torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2], [*range(8)]])
+    is_pad_BS = torch.tensor([[False] * 5 + [True] * 3, [False] * 8])
+    inputs = Inputs(tokens(2, 8), positions_BS, is_pad_BS=is_pad_BS)
+    _, routing = model.backbone(inputs, multi_token=[])
+    top_k = model.arch.num_experts_per_token
+    assert routing.counts_LE.sum(1).tolist()[-2:] == [13 * top_k, (3 + 0 + 7) * top_k]
+
+
 # ---- files -------------------------------------------------------------------------------------
 
 
