@@ -9,6 +9,7 @@ import json
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +20,9 @@ from safetensors.torch import load_file
 import moetrain
 from moetrain.config import Config
 from moetrain.parallel import apply
+from moetrain.parallel.mesh import TensorSlice
 from moetrain.parallel.pipeline.executor import Pipeline
+from moetrain.parallel.pipeline.stages import Stages
 from moetrain.train.loop import Trainer
 from moetrain.train.session import resolve_run
 from tests.lib.checkpoints import tensors_of
@@ -221,6 +224,26 @@ def check(name, answers, expected):
     assert biases.keys() == expected[2].keys()
     assert len(answers[0][1]) < len(gradients), "every rank has everything"
     compare({name: (numbers, gradients, biases)}, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+@pytest.mark.parametrize("holders", [(1,), (0, 3)])
+def test_each_copy_of_a_tied_embedding_is_one_of_which_one_writes(holders, copies):
+    """Each holder has ``copies`` replicas. All of these ranks share the names."""
+    part = TensorSlice.all_of(torch.zeros(1))
+    table = {"embed.weight": SimpleNamespace(holders=holders)}
+    of_ranks = [
+        Stages.among(
+            SimpleNamespace(rank=rank, table=table),
+            "embed.weight",
+            part._replace(copy=copy, copies=copies),
+        )
+        for rank in holders
+        for copy in range(copies)
+    ]
+    written = [[one.is_written_here(f"embed.weight.{i}") for one in of_ranks] for i in range(200)]
+    assert all(sum(by_rank) == 1 for by_rank in written)
+    assert all(sum(of_rank) > 0 for of_rank in zip(*written, strict=True))
 
 
 def fit_all(runs):
