@@ -69,7 +69,7 @@ _DESCRIBES = {
     *("token", "count", "num", "number", "score", "scores", "rating", "hash", "key", "format"),
     *("status", "template", "quality", "effort", "mode", "budget", "style", "complexity", "field"),
     *("path", "is", "has", "enable", "metadata", "meta", "title", "qtype", "script", "subset"),
-    *("author", "year", "timestamp", "status", "origin", "task", "unnamed", "generator"),
+    *("author", "year", "timestamp", "origin", "task", "unnamed", "generator"),
 }
 """Words in the names of fields that describe a record, whatever their other words say."""
 _VARIANTS = {"original", "rewritten", "evolved", "seed", "explanation"}
