@@ -179,7 +179,8 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if asked := {"--help", "-h", "--version"} & {*words}:
         with reader_may_leave():
-            print(version() if asked == {"--version"} else _help(program))
+            after = words[max(words.index(word) for word in asked) + 1 :]
+            print(version() if asked == {"--version"} else _help(program, after))
         return 0
     is_dry_run = "--dry_run" in words
     words = [word for word in words if word != "--dry_run"]
@@ -225,8 +226,14 @@ run_rl = partial(main, program=RL)
 run_jobs = partial(main, program=JOBS)
 
 
-def _help(program: Program) -> str:
-    """Describe usage, recipes, and every setting with its type, default and docstring."""
+def _help(program: Program, words: Sequence[str] = ()) -> str:
+    """Describe usage, recipes, and every setting with its type, default and docstring.
+
+    If ``words`` name sections, only their settings are described.
+    """
+    sections = [k for k, x in Config.model_fields.items() if isinstance(x.default, BaseModel)]
+    if asked := [name for name in sections if name in words]:
+        return "\n".join(line for name in asked for line in _help_section(name))[1:]
     recipes = program.recipes
     with_path = recipes.of_path
     if recipes.of_chats != with_path:
@@ -238,18 +245,21 @@ def _help(program: Program) -> str:
         f"default recipe: {recipes.default}; with model.path, {with_path}",
         "environment: MOETRAIN_SECTION__KEY=value; the command line overrides it",
         "--dry_run prints the resolved config as JSON, whether it fits, and how the data begins",
-        "--help prints this text; --version prints the version",
+        "--help prints this text, --help SECTION a section of it; --version prints the version",
+        f"sections: {', '.join(sections)}",
         "A recipe may set other values than the defaults shown here.",
     ]
     for key, field in Config.model_fields.items():
-        section = field.default
-        if not isinstance(section, BaseModel):
-            lines += ["", *_help_entry(key, field)]
-            continue
-        lines += ["", f"[{key}] {inspect.cleandoc(type(section).__doc__ or '')}"]
-        for inner, setting in type(section).model_fields.items():
-            lines += _help_entry(f"{key}.{inner}", setting)
+        lines += _help_section(key) if key in sections else ["", *_help_entry(key, field)]
     return "\n".join(lines)
+
+
+def _help_section(name: str) -> list[str]:
+    section = type(Config.model_fields[name].default)
+    lines = ["", f"[{name}] {inspect.cleandoc(section.__doc__ or '')}"]
+    for key, setting in section.model_fields.items():
+        lines += _help_entry(f"{name}.{key}", setting)
+    return lines
 
 
 def _help_entry(name: str, field: FieldInfo) -> list[str]:

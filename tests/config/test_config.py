@@ -130,6 +130,16 @@ def test_help_lists_every_setting_with_default_and_meaning(capsys):
         assert len(line) <= 200
 
 
+@pytest.mark.parametrize("run", [main, run_rl, run_jobs])
+def test_help_of_a_section_lists_its_settings_alone(run, capsys):
+    assert run(["--help", "optim", "log"]) == 0
+    named = re.findall(r"^  --(\w+)\.", capsys.readouterr().out, re.M)
+    assert set(named) == {"optim", "log"}
+    assert named.count("log") == len(type(Config.model_fields["log"].default).model_fields)
+    assert run(["rl", "--help"]) == 0  # a recipe, which has a section's name
+    assert "--optim.lr (" in capsys.readouterr().out
+
+
 SETTINGS_COMMANDS = {"train": main, "rl": run_rl, "jobs": run_jobs}
 OPTION_COMMANDS = {"generate": generate.main, "serve": serve.main, "checkpoint": checkpoint.main}
 
