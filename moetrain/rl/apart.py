@@ -269,10 +269,11 @@ class Fleet(Collector):
                     f"{MAX_IN_VAIN} generators in a row died, and no group was finished in between"
                 )
                 raise RunFailed(problem)
-            if not self._changed.wait_for(lambda: self.peers, self._limit):
+            if self.peers:
+                self._changed.wait(1.0)
+            elif not self._changed.wait_for(lambda: self.peers, self._limit):
                 problem = f"no generator joined within {self._limit:g} s (launch.join_timeout)"
                 raise RunFailed(f"{problem}; {self._counts['generators_lost']} have died")
-            self._changed.wait(1.0)
 
     def _hand_out(self) -> None:
         """Give each group that no generator has to the least busy one, and wake all threads.
