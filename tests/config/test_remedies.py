@@ -1201,8 +1201,8 @@ RECORDS: dict[str, tuple[Any, dict[str, Any], str, list[Any]]] = {
     "a question that would be lost": (
         {"prompt": "a", "question": "b", "chosen": "c", "rejected": "d"},
         PAIRS,
-        "`question` is not in `prompt`, beside which it would be lost: .*; write both in `prompt`, or "
-        "leave `question` out",
+        "`question` is not in `prompt`, beside which it would be lost: .*; write both in `prompt`, "
+        "or leave `question` out",
         [
             {"prompt": "a\n\nb", "chosen": "c", "rejected": "d"},
             {"prompt": "a", "chosen": "c", "rejected": "d"},
