@@ -255,9 +255,10 @@ def _help(program: Program, words: Sequence[str] = ()) -> str:
 
 
 def _help_section(name: str) -> list[str]:
-    section = type(Config.model_fields[name].default)
-    lines = ["", f"[{name}] {inspect.cleandoc(section.__doc__ or '')}"]
-    for key, setting in section.model_fields.items():
+    section = Config.model_fields[name].default
+    assert isinstance(section, BaseModel)
+    lines = ["", f"[{name}] {inspect.cleandoc(type(section).__doc__ or '')}"]
+    for key, setting in type(section).model_fields.items():
         lines += _help_entry(f"{name}.{key}", setting)
     return lines
 
