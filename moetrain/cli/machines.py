@@ -91,7 +91,7 @@ def _parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         "%(prog)s {slurm,k8s,sky} [RECIPE | FILE.toml] --nodes N [--section.key value ...]"
     )
     parser.add_argument("way", choices=list(_WAYS))
-    # As for train, a word that does not follow the way of starting is a setting's value.
+    # Only the word right behind the kind of job is a recipe; a later word is a setting's value.
     if len(argv) > 1 and not argv[1].startswith("-"):
         parser.add_argument("recipe", metavar="RECIPE")
     parser.set_defaults(recipe=None)

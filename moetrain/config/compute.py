@@ -256,8 +256,8 @@ class CompileSection(Section):
 
 
 BlockPolicy = Literal["none", "selective", "full"]
-"""How much a block computes again in the backward: nothing, all but the values of
-``activation.save``, or everything."""
+"""The part of a block that its backward computes again: nothing, all but the values that
+``activation.save`` names, or everything."""
 LESS: Mapping[BlockPolicy, BlockPolicy] = {
     "none": "none",
     "selective": "none",

@@ -85,9 +85,7 @@ TRANSFORMERS = {
 
 AXOLOTL = {
     "base_model": "model.path",
-    "model": "model.path",
     "datasets": "data.path",
-    "dataset": "data.path",
     "test_datasets": "data.eval_path",
     "val_set_size": "data.eval_fraction",
     "sequence_len": "data.seq_len",
@@ -232,7 +230,7 @@ VERL = {
     "kl_loss_type": "rl.kl",
     "use_kl_in_reward": "rl.kl_in",
     "loss_agg_mode": "rl.aggregation",
-    "rollout_n": "rl.group_size",
+    "n": "rl.group_size",
     "gpu_memory_utilization": "rl.cache_tokens",
     "custom_reward_function": "rl.reward",
     "total_training_steps": "train.steps",
@@ -245,6 +243,8 @@ VERL = {
 """verl, by the last part of its name."""
 
 OTHERS = {
+    "model": "model.path",
+    "dataset": "data.path",
     "batch_size": "train.global_batch_size",
     "nproc_per_node": "launch.nproc",
     "gpus": "launch.nproc",

@@ -46,6 +46,7 @@ from moetrain.data.messages import (
     undeclared_call,
     unknown_role,
     without_tags,
+    words_of,
 )
 from moetrain.data.template_worker import View
 from moetrain.data.templates import (
@@ -716,7 +717,7 @@ class ChatTemplate:
         all_variables = {**self.special_tokens, **self.kwargs, **found.variables}
         for name in {*self.kwargs, *variables} - {"tools", "documents"}:
             if all_variables[name] and not _reads(self.source, name):
-                if name in variables and name in _TEXTS_OF_KWARGS:
+                if name in variables and not words_of(name).isdisjoint(_OF_TEXTS):
                     raise BadLineError(
                         f"the chat template does not read {name!r} of chat_template_kwargs: "
                         f"{shortened(variables[name])}; write it as a system turn or as `tools`, "
@@ -971,8 +972,9 @@ def _refuse(piece: Piece, turns: Sequence[Mapping[str, Any]]) -> None:
     )
 
 
-_TEXTS_OF_KWARGS = {"custom_instructions", "xml_tools", "python_tools", "system_prompt"}
-"""Variables that hold texts or tools, which would be lost: SmolLM3's. Others are switches."""
+_OF_TEXTS = {"instructions", "instruction", "tools", "system", "prompt"}
+"""Words in the names of variables that hold texts or tools, which would be lost: SmolLM3's
+``custom_instructions`` and ``xml_tools``. Other variables are switches."""
 
 
 @lru_cache(maxsize=1024)

@@ -65,13 +65,23 @@ class Data(NamedTuple):
     """The sources of a mixture by name."""
 
 
-ROWS_OF_PREFERENCES = {
+_ROWS_OF_PREFERENCES = {
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo"), "pairs"),
     "kto": "answers",
     "reward": "ranked",
 }
 """The kind of rows (:attr:`RecordReader.PAIRED`) for each objective that learns from preferences.
 Other objectives learn from text."""
+
+
+def section_of_rows(config: Config) -> DataSection:
+    """Return ``config.data`` with the kind of rows that ``train.objective`` learns from."""
+    kind = _ROWS_OF_PREFERENCES.get(config.train.objective)
+    if kind is None:
+        return config.data
+    # The reference's log-probabilities of all rows are computed before the first step. A stream has
+    # no last row, so these rows are not streamed.
+    return config.data.model_copy(update={"packing": kind, "streaming": "no"})
 
 
 def build_data(config: Config, vocab_size: int) -> Data:
@@ -82,13 +92,8 @@ def build_data(config: Config, vocab_size: int) -> Data:
     Raises ConfigError: the data or its settings are wrong, or nothing can be sampled from
     ``train.sample_prompt``.
     """
-    data = config.data
+    data = section_of_rows(config)
     data.check()
-    kind = ROWS_OF_PREFERENCES.get(config.train.objective)
-    if kind is not None:
-        # The reference's log-probabilities of all rows are computed before the first step. A stream
-        # has no last row, so these rows are not streamed.
-        data = data.model_copy(update={"packing": kind, "streaming": "no"})
     tokenizer = load_tokenizer(data.tokenizer, vocab_size, data.new_tokens)
     check_prompt(config, tokenizer)
     template, sources, seed = None, {}, config.train.seed

@@ -57,7 +57,8 @@ _ASKED = {
 }
 """Names of texts that may be a part of what is asked, beside an instruction or a prompt."""
 _ASKED_BESIDE_TURNS = {"question", "query", "instruction", "prompt", "problem", "input"}
-"""Those of them beside a dialogue, where others describe it: Magpie's ``knowledge``."""
+"""Names of such texts beside a dialogue. Other names describe the dialogue there, as Magpie's
+``knowledge`` does."""
 _OF_PASSAGES = {"context", "contexts", "passage", "passages", "question", "query", "instruction"}
 """Words in the names of such texts, as in ``retrieved_contexts``."""
 _READ = {"alpaca": {"instruction", "input"}, "completion": {"prompt"}}

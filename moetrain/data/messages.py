@@ -429,7 +429,6 @@ def says_what_is_learned(key: str) -> bool:
 
 
 @lru_cache(4096)
-@lru_cache(maxsize=4096)
 def words_of(key: str) -> frozenset[str]:
     """Return the words of a key in snake or camel case, in lower case."""
     return frozenset(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+", key))

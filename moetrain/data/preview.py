@@ -6,7 +6,7 @@ rows, which ``moetrain data`` shows; a large source takes minutes to tokenise.
 
 from moetrain.config import Config
 from moetrain.data.documents import Document
-from moetrain.data.loader import ROWS_OF_PREFERENCES
+from moetrain.data.loader import section_of_rows
 from moetrain.data.sources import Source
 from moetrain.data.tokenizer import load_tokenizer
 
@@ -19,11 +19,9 @@ def preview(config: Config, vocab_size: int) -> str:
 
     Raises ConfigError: a source is not there, or its first record cannot be learned.
     """
-    data = config.data
+    data = section_of_rows(config)
     if data.source == "synthetic":
         return "data: synthetic rows, random tokens from which nothing is learned"
-    if (kind := ROWS_OF_PREFERENCES.get(config.train.objective)) is not None:
-        data = data.model_copy(update={"packing": kind})
     tokenizer = load_tokenizer(data.tokenizer, vocab_size, data.new_tokens)
     sections = {"": data} if data.mix is None else data.sources()
     lines: list[str] = []
@@ -31,7 +29,7 @@ def preview(config: Config, vocab_size: int) -> str:
         source = Source.of(section, tokenizer)
         first = next(iter(source.documents()), None)
         shown = "it has no document" if first is None else f"the first document: {_marked(first)}"
-        lines.append(f"data{f' {name}' * bool(name)}, learned is what stands in « »; {shown}")
+        lines.append(f"data{f' {name}' * bool(name)}: what is learned stands in « »; {shown}")
     return "\n".join(lines)
 
 

@@ -99,7 +99,7 @@ _LAUNCHERS = threading.RLock()
 """Held while a module that launches kernels is loaded."""
 
 
-def give_kernels_their_own_launchers(build: Any) -> None:
+def _give_kernels_their_own_launchers(build: Any) -> None:
     """Change Triton's ``build`` so that threads may load functions that launch kernels.
 
     Up to Triton 3.6 each signature has a compiled module with such a function, and all these
@@ -124,7 +124,7 @@ def give_kernels_their_own_launchers(build: Any) -> None:
 if isinstance(triton, ModuleType):
     _build = import_module("triton.runtime.build")
     if hasattr(_build, "_load_module_from_path"):  # it is not a public function
-        give_kernels_their_own_launchers(_build)
+        _give_kernels_their_own_launchers(_build)
 
 _OPS: dict[str, set[str]] = {name: set() for name in (*get_args(SavedName), "routing")}
 

@@ -426,7 +426,7 @@ def test_two_answers_beside_a_text_are_no_document():
         documents(record)
 
 
-@pytest.mark.parametrize("name", ["custom_instructions", "xml_tools"])
+@pytest.mark.parametrize("name", ["custom_instructions", "xml_tools", "developer_prompt"])
 def test_texts_among_the_variables_of_a_template_are_refused_where_it_reads_none(name: str):
     """SmolTalk2's; a switch that the template does not know is only named."""
     says = f"the chat template does not read '{name}' of chat_template_kwargs: .*; write it as"

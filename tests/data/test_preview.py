@@ -30,7 +30,7 @@ def test_a_chat_is_shown_with_what_is_learned(tmp_path, capsys):
     (whole,), _ = render_jinja_template([CHAT], chat_template=CHATML)
     right = whole.rstrip().replace("4<|im_end|>", "«4<|im_end|>»").replace("\n", "\\n")
     assert code == 0
-    assert line == f"data, learned is what stands in « »; the first document: {right}"
+    assert line == f"data: what is learned stands in « »; the first document: {right}"
 
 
 def test_a_pair_is_shown_by_its_better_answer(tmp_path, capsys):

@@ -58,7 +58,7 @@ class BlockKind(NamedTuple):
 
     layer: _Layer
     policy: BlockPolicy
-    """How much these blocks compute again in the backward."""
+    """The part of each block that its backward computes again."""
 
 
 @dataclass(frozen=True)
