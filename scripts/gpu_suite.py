@@ -4,17 +4,19 @@
     python scripts/gpu_suite.py --due
 
 Compiling takes most of the time, so many workers share a GPU. There are three phases, of which the
-first two run at the same time: each alone ends in a tail of a few long tests that leaves processors
-idle.
+first two run at the same time. Tests that took longest in the recorded run begin first, so that no
+phase ends with a few long tests that leave processors idle.
 
 1. Tests that need one GPU, with :data:`WORKERS_PER_GPU` workers a GPU. Each worker sees one GPU.
 2. Tests that need several GPUs, with :data:`WORKERS_OF_RANKS` workers that see all of them.
 3. Tests marked ``alone``, one after another. They measure a device's memory, which a neighbour
    would change.
 
-``--out`` gets ``report.md`` (failures whole, skips with their reasons, the slowest tests, commit,
-cards), ``report.json`` (the counts), ``results.jsonl`` (a line a test, written as they end) and a
-log of each phase. The exit code is 0 when every test passed or was skipped and no time ran out.
+``--out`` gets ``report.md`` (failures whole, tests that did not end, skips with their reasons, the
+slowest tests, commit, cards), ``report.json`` (the counts), ``results_PHASE.jsonl`` (a line when a
+test begins and one when it ends) and a log of each phase, with the stacks of tests that run for
+more than :data:`STACK_SECONDS`. The exit code is 0 when every test passed or was skipped and no
+time ran out.
 
 ``--due`` compares the last run's commit, in ``tests/gpu_last_run.json``, with the work tree. It
 lists the changed files that GPU tests cover, and exits with 1 if there are any. ``--record`` writes
@@ -37,6 +39,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 LAST_RUN = ROOT / "tests" / "gpu_last_run.json"
 WORKERS_PER_GPU = 12
@@ -45,6 +49,10 @@ WORKERS_OF_RANKS = 6
 """Each starts two or four ranks, which compile as well."""
 TEST_SECONDS = 300
 """The longest time of one test."""
+STACK_SECONDS = 150
+"""A test that runs for longer has its stacks printed: the phase may end before the test does."""
+SLOW_SECONDS = 3
+"""Tests that take longer are recorded, and begin first in the next run."""
 COVERED = (
     "moetrain/checkpoint",
     "moetrain/generate",
@@ -99,14 +107,31 @@ def pytest_load_initial_conftests(early_config: Any) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = each[int(worker) % len(each)]
 
 
-def pytest_runtest_logreport(report: Any) -> None:
-    """Append a finished test to the file that ``GPU_SUITE_RESULTS`` names.
+@pytest.hookimpl(trylast=True)  # after conftest.py has given the marks
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Put the tests first that took longest in the recorded run."""
+    slow = json.loads(LAST_RUN.read_text()).get("slow", {})
+    items.sort(key=lambda item: -slow.get(item.nodeid, 0))
 
-    With xdist the controller gets every worker's reports, and workers write nothing.
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Note that a test begins."""
+    _append({"test": nodeid, "outcome": "begun"})
+
+
+def _append(row: dict[str, Any]) -> None:
+    """Append a row to the file that ``GPU_SUITE_RESULTS`` names.
+
+    With xdist the controller hears of every worker's tests, and workers write nothing.
     """
     path = os.environ.get("GPU_SUITE_RESULTS")
-    if path is None or "PYTEST_XDIST_WORKER" in os.environ:
-        return
+    if path is not None and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Note that a test has ended, with its outcome."""
     if report.when != "call" and report.outcome == "passed":
         return
     outcome, text = report.outcome, ""
@@ -116,8 +141,7 @@ def pytest_runtest_logreport(report: Any) -> None:
         text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     row = {"test": report.nodeid, "outcome": outcome, "when": report.when, "text": text}
     row["seconds"] = round(report.duration, 2)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    _append(row)
 
 
 def number_of_gpus() -> int:
@@ -136,14 +160,17 @@ def run_phase(
     """Run one phase until it ends or ``deadline`` (of ``time.monotonic``) passes.
 
     Returns:
-        its name, seconds, pytest's exit code (None: time ran out), and rows of its tests.
+        its name, seconds, pytest's exit code (None: time ran out), rows of tests that ended, and
+        the names of tests that began and did not end.
     """
     slug = phase.name.replace(" ", "_")
     results = out / f"results_{slug}.jsonl"
     results.unlink(missing_ok=True)
     words = [sys.executable, "-m", "pytest", "-q", "-p", "gpu_suite", "-p", "no:cacheprovider"]
     words += ["-o", "addopts=--strict-markers", "-m", phase.marks, f"--timeout={TEST_SECONDS}"]
-    words += ["-n", str(phase.workers), "--dist", "worksteal"] if phase.workers else []
+    words += ["-o", f"faulthandler_timeout={STACK_SECONDS}"]
+    if phase.workers:  # one test after another goes to whoever is free, so the order holds
+        words += ["-n", str(phase.workers), "--dist", "load", "--maxschedchunk", "1"]
     words += ["-k", keyword] if keyword else []
     environment = {**os.environ, "GPU_SUITE_RESULTS": str(results)}
     path = [str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -172,8 +199,15 @@ def run_phase(
     rows = (
         [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     )
-    seconds = time.monotonic() - begin
-    return {"name": phase.name, "seconds": round(seconds), "exit_code": code, "rows": rows}
+    ended = [row for row in rows if row["outcome"] != "begun"]
+    unfinished = sorted({row["test"] for row in rows} - {row["test"] for row in ended})
+    return {
+        "name": phase.name,
+        "seconds": round(time.monotonic() - begin),
+        "exit_code": code,
+        "rows": ended,
+        "unfinished": unfinished,
+    }
 
 
 def is_good(phase: dict[str, Any]) -> bool:
@@ -227,6 +261,8 @@ def report_text(machine: dict[str, Any], done: list[dict[str, Any]]) -> str:
     lines += ["", f"## Failures ({len(failed)})", ""]
     for row in failed:
         lines += [f"### {row['test']} ({row['when']})", "", "```", row["text"], "```", ""]
+    unfinished = [test for phase in done for test in phase["unfinished"]]
+    lines += [f"## Not finished ({len(unfinished)})", "", *(f"- {test}" for test in unfinished), ""]
     reasons: defaultdict[str, list[str]] = defaultdict(list)
     for row in rows:
         if row["outcome"] == "skipped":
@@ -271,6 +307,12 @@ def run(
         "phases": {
             p["name"]: {**counts(p["rows"]), "seconds": p["seconds"], "exit_code": p["exit_code"]}
             for p in done
+        },
+        "slow": {
+            row["test"]: round(row["seconds"])
+            for phase in done
+            for row in sorted(phase["rows"], key=lambda row: -row["seconds"])
+            if row["seconds"] > SLOW_SECONDS
         },
     }
     (out / "report.json").write_text(json.dumps(summary, indent=1) + "\n")

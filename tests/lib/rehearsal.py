@@ -34,7 +34,7 @@ _TESTS = str(Path(__file__).parents[1])
 _GPUS = 8
 _NAMES = (NameError, ImportError, KeyError, AttributeError)
 """Errors of names; raised in a test's own lines, they are the test's fault."""
-_OF_GPUS = ("CUDA", "cuda", "NVIDIA", "triton", "Triton", "Anything")
+_OF_GPUS = ("accelerator", "CUDA", "cuda", "NVIDIA", "triton", "Triton", "Anything")
 """Words of errors that come from the lack of a GPU."""
 
 

@@ -19,6 +19,15 @@ def wait_for_word(word, value):
     on_words([("wait", word, value)])()
 
 
+def pinned_word():
+    """A word of 0 that the host writes.
+
+    Streams of a process share a few queues of the device. A write on one stream may so come behind
+    the wait of another that it would end; the host's writes wait for nothing.
+    """
+    return torch.zeros(1, dtype=torch.int32).pin_memory()
+
+
 def test_what_the_driver_refuses_is_an_error(monkeypatch):
     calls = []
 
@@ -39,8 +48,8 @@ def test_what_the_driver_refuses_is_an_error(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_graph_waits_anew_in_each_replay():
-    word, seen = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
-    others, turn = torch.cuda.Stream(), on_words([("wait", word, 1), ("write", word, 0)])
+    word, seen = pinned_word(), torch.zeros(1, dtype=torch.int32, device="cuda")
+    turn = on_words([("wait", word, 1), ("write", word, 0)])
     seen.add_(1)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -51,8 +60,7 @@ def test_a_graph_waits_anew_in_each_replay():
         graph.replay()
         time.sleep(0.05)
         assert not torch.cuda.current_stream().query()
-        with torch.cuda.stream(others):
-            write_word(word, 1)
+        word.fill_(1)
         torch.cuda.synchronize()
         assert (seen.item(), word.item()) == (replay + 2, 0)
 
@@ -60,33 +68,25 @@ def test_a_graph_waits_anew_in_each_replay():
 @pytest.mark.gpu
 @pytest.mark.parametrize("first", [1, 2**31 - 1, 2**32 - 1])
 def test_a_stream_goes_on_when_the_word_is_there(first):
-    word, seen = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
-    there, waiting = torch.cuda.Event(), torch.cuda.Stream()
-    seen.copy_(word)  # a first launch may wait for all running work
-    torch.cuda._sleep(1)
-    write_word(word, first - 1)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(waiting):
+    word, stream = pinned_word(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        write_word(word, first - 1)
+    stream.synchronize()
+    assert (word.item() - first + 1) % 2**32 == 0
+    with torch.cuda.stream(stream):
         wait_for_word(word, first + 1)
-        seen.copy_(word)
-        there.record()
     for value, is_there in ((first, False), (first + 1, True)):
-        late = torch.cuda.Event()
-        torch.cuda._sleep(2**24)
-        write_word(word, value)
-        late.record()
-        late.synchronize()
-        torch.cuda._sleep(2**26)
-        torch.cuda.current_stream().synchronize()
-        assert there.query() == is_there
-    torch.cuda.synchronize()
-    assert (seen.item() - first - 1) % 2**32 == 0
+        word.fill_((value + 2**31) % 2**32 - 2**31)  # as int32
+        deadline = time.monotonic() + (30 if is_there else 0.1)
+        while not stream.query() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert stream.query() == is_there
 
 
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_waiting_stream_occupies_no_multiprocessor():
-    word = torch.zeros(1, dtype=torch.int32, device="cuda")
+    word = pinned_word()
     a_NN = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     times = []
@@ -103,9 +103,9 @@ def test_waiting_stream_occupies_no_multiprocessor():
         while not end.query() and time.monotonic() < deadline:
             time.sleep(0.01)
         went_on, waited = end.query(), not any(stream.query() for stream in waiting)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            write_word(word, len(waiting) > 0)
+        word.fill_(1)
         torch.cuda.synchronize()
+        word.fill_(0)
         assert went_on
         assert waited
         times.append(start.elapsed_time(end))

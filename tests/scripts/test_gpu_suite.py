@@ -119,7 +119,7 @@ def test_phases_with_workers_run_at_once_and_then_those_that_need_the_devices_al
         if phase.workers:
             both.wait()  # it would break if one waited for the other's end
         ended.append(phase.name)
-        return {"name": phase.name, "seconds": 1, "exit_code": 0, "rows": []}
+        return {"name": phase.name, "seconds": 1, "exit_code": 0, "rows": [], "unfinished": []}
 
     monkeypatch.setattr(gpu_suite, "run_phase", run_phase)
     monkeypatch.setattr(gpu_suite, "number_of_gpus", lambda: 2)
@@ -135,11 +135,14 @@ def test_report_has_failures_whole_and_reasons_of_skips():
         {"test": "b", "outcome": "failed", "when": "call", "text": "line\n" * 90, "seconds": 9.5},
         {"test": "c", "outcome": "skipped", "when": "setup", "text": "Skipped: no", "seconds": 0.0},
     ]
-    done = [{"name": "one GPU", "seconds": 12, "exit_code": None, "rows": rows}]
+    done = [
+        {"name": "one GPU", "seconds": 12, "exit_code": None, "rows": rows, "unfinished": ["d"]}
+    ]
     text = gpu_suite.report_text({"commit": "abc"}, done)
     assert "| one GPU | 1 | 1 | 1 | 12 | time ran out |" in text
     assert "line\n" * 90 in text
     assert "- no: 1 (first: c)" in text
+    assert "## Not finished (1)\n\n- d\n" in text
     assert text.index("9.5 s b") < text.index("3.0 s a")
     assert not gpu_suite.is_good(done[0])
 
