@@ -80,8 +80,12 @@ def draw(colours: dict[str, str], path: Path) -> None:
         start, stop = ends(boxes[begin], boxes[end])
         arrow = {"arrowstyle": "-|>", "color": colours["arrow"], "linewidth": 1.4}
         axes.annotate("", xy=stop, xytext=start, arrowprops=arrow)
-        middle = ((start[0] + stop[0]) / 2, (start[1] + stop[1]) / 2 + 0.12)
-        axes.text(*middle, word, fontsize=8.5, color=colours["arrow"], ha="center", va="bottom")
+        x, y = (start[0] + stop[0]) / 2, (start[1] + stop[1]) / 2
+        beside: dict[str, Any] = {"fontsize": 8.5, "color": colours["arrow"]}
+        if start[1] == stop[1]:
+            axes.text(x, y + 0.12, word, ha="center", va="bottom", **beside)
+        else:
+            axes.text(x + 0.15, y, word, ha="left", va="center", **beside)
     figure.savefig(path, transparent=True, bbox_inches="tight", metadata={"Date": None})
     plt.close(figure)
 

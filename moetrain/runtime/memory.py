@@ -319,10 +319,6 @@ def on_words(operations: Sequence[tuple[str, torch.Tensor, int]]) -> Callable[[]
     of pinned host memory, is at least the value. The call raises RuntimeError if the driver
     refuses. CUDA graphs may capture it.
 
-    Streams of one process share a few queues of the device, in which a wait holds back what comes
-    later, on any stream. So a wait may only be for a write that was enqueued before it, that the
-    host makes, or that another process enqueues before it waits for this one.
-
     Args:
         operations: (``wait`` or ``write``, word, value) of each.
     """

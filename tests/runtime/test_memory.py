@@ -20,11 +20,7 @@ def wait_for_word(word, value):
 
 
 def pinned_word():
-    """A word of 0 that the host writes.
-
-    Streams of a process share a few queues of the device. A write on one stream may so come behind
-    the wait of another that it would end; the host's writes wait for nothing.
-    """
+    """Return a word of 0 that the host can write: its writes wait for nothing on the device."""
     return torch.zeros(1, dtype=torch.int32).pin_memory()
 
 
