@@ -84,7 +84,7 @@ class Raw(NamedTuple):
     table as JSON with sorted keys. The same record in another spelling has another key.
     """
     content: bytes | dict[str, Any]
-    """The JSON text of the record, or a row of a table."""
+    """The JSON text of the record, or a row of a table with its nulls."""
     num_bytes: int
     """Size of the record's text."""
     problem: str | None = None
@@ -102,7 +102,15 @@ class Raw(NamedTuple):
         )
 
     def value(self) -> object:
-        """Parse the record; BadLineError: it is not JSON, or too large."""
+        """Parse the record, without the nulls that a table fills in.
+
+        Raises BadLineError: it is not JSON, or too large.
+        """
+        value = self.whole()
+        return _without_tables_nulls(value) if isinstance(self.content, dict) else value
+
+    def whole(self) -> object:
+        """Parse the record, with all of its nulls. Raises BadLineError as :meth:`value` does."""
         if self.problem is not None:
             raise BadLineError(self.problem)
         if isinstance(self.content, dict):
@@ -235,9 +243,8 @@ def _rows(piece: FilePart, batches: Iterable[Any]) -> Iterator[Raw]:
                 number += 1
                 continue
             for row in few.to_pylist():
-                # A table has keys without a value because other rows have one.
-                row = without_nulls(row, kept=TABLED)
-                key = json.dumps(row, sort_keys=True, default=str, ensure_ascii=False)
+                known = _without_tables_nulls(row)
+                key = json.dumps(known, sort_keys=True, default=str, ensure_ascii=False)
                 encoded = key.encode(errors="replace")
                 where = f"{place}, row {number}"
                 if len(encoded) <= _MOST_BYTES:
@@ -245,6 +252,11 @@ def _rows(piece: FilePart, batches: Iterable[Any]) -> Iterator[Raw]:
                 else:
                     yield Raw.too_large(where)
                 number += 1
+
+
+def _without_tables_nulls(row: object) -> Any:
+    """Return a row without the keys that a table has because other rows have a value there."""
+    return without_nulls(row, kept=TABLED)
 
 
 def _bounded(batch: Any) -> Iterator[Any]:

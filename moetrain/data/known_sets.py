@@ -16,7 +16,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from moetrain.config.sources import shortened
-from moetrain.data.lost import CHOICES, PASSAGES, describes, thoughts_of_field
+from moetrain.data.lost import (
+    PASSAGES,
+    choices_of,
+    describes,
+    is_about_answer,
+    is_about_question,
+    is_label,
+    thoughts_of_field,
+)
 from moetrain.data.messages import BadLineError, learning_of, parse_json, role_of, words_of
 from moetrain.data.tools import are_tools
 
@@ -102,8 +110,15 @@ _NO_SCORES = {
 """Words in the names of numbers that do not judge an answer, such as tiny-codes' ``idx``."""
 _LISTS_OF_TEXTS = {
     *("dialog", "dialogs", "dialogue", "dialogues", "conversation", "turns", "utterances", "data"),
+    "chat",
 }
-"""Fields with the texts of a dialogue: DailyDialog's, SODA's, UltraChat's."""
+"""Fields with the texts of a dialogue: DailyDialog's, SODA's, UltraChat's, PIPPA's, MOSS's."""
+_ASKING = {"prompt", "question", "query", "instruction", "problem", "user", "input"}
+_ANSWERING = {
+    *("answer", "response", "completion", "solution", "attempt", "assistant", "output", "reply"),
+    "generation",
+}
+"""Words in the names of what is asked and of an answer."""
 
 
 def read_known_set(found: dict[str, Any]) -> None:
@@ -276,7 +291,14 @@ def _is_swe_agents(turns: object) -> bool:
 
 
 def _read_swe_agent(found: dict[str, Any]) -> None:
-    """Read a run of SWE-agent. Its system turn has the text in ``system_prompt``."""
+    """Read a run of SWE-agent. Its system turn has the text in ``system_prompt``.
+
+    Raises BadLineError: the run failed.
+    """
+    if found.get("target") is False:  # nebius'
+        problem = "`target` is false: the run did not solve its issue, and would be learned"
+        remedy = "leave such records out, or take `target` out to learn them all the same"
+        raise BadLineError(f"{problem}; {remedy}", kind="`target` is false")
     turns = found.pop("trajectory")
     found["messages"] = [
         {"role": turn["role"], "content": turn.get("text") or turn.get("system_prompt")}
@@ -354,11 +376,19 @@ def remedy_for(
 def _remedy_for_steps(
     record: Mapping[str, Any], reads_pairs: bool, reads_labels: bool
 ) -> str | None:
-    """Return the advice for a tree of messages, a run without roles, or steps with verdicts."""
+    """Return the advice for a tree of messages, a run without roles, or steps with verdicts, or
+    pieces of a text with a mask each."""
     for key, value in record.items():
         if isinstance(value, dict) and isinstance(value.get("replies"), list):
             where = "from its root to a leaf as `messages`"
             return f"`{key}` is a tree of messages; write each path {where}"
+    pieces = record.get("segments")
+    if isinstance(pieces, list) and pieces and isinstance(pieces[0], dict) and "label" in pieces[0]:
+        return (
+            "`segments` are pieces of a text with a mask each (axolotl's input_output), which are "
+            "not read; write a beginning that is not learned as `prompt` and the rest as "
+            '`completion`, or turns as `messages`, with "weight": 0 on answers not to be learned'
+        )
     run = record.get("trajectory")
     if isinstance(run, list) and run and isinstance(run[0], dict) and "action" in run[0]:
         return "it is a run without roles; write its turns (SWE-agent's `history`) as `messages`"
@@ -430,11 +460,7 @@ def _remedy_for_response(record: Mapping[str, Any], reads_labels: bool) -> str |
     """Return the advice for a `prompt` with a `response`."""
     if record.get("prompt") is None or not isinstance(record.get("response"), str):
         return None
-    scores = ", ".join(
-        f"`{key}`"
-        for key in record
-        if isinstance(record[key], int | float) and words_of(key).isdisjoint(_NO_SCORES)
-    )
+    scores = _judging(record)
     is_labelled = reads_labels and not (record.get("label") is record.get("kto_tag") is None)
     kept = f"keep the records whose {scores} suffice, and write "
     if reads_labels:
@@ -444,6 +470,19 @@ def _remedy_for_response(record: Mapping[str, Any], reads_labels: bool) -> str |
     as_chat = f" for plain text{as_chat}" if isinstance(record["prompt"], str) else ""
     as_chat += _without_thought(record) + _also_thought(record)
     return f"{kept}`response` as `completion`{as_chat}"
+
+
+def _judging(record: Mapping[str, Any]) -> str:
+    """Return the fields that may judge the answer: those alone that say so, if any do."""
+    found = [
+        key
+        for key, value in record.items()
+        if (isinstance(value, int | float) or is_label(value))
+        and words_of(key).isdisjoint(_NO_SCORES)
+        and not is_about_question(key)
+    ]
+    about = [key for key in found if is_about_answer(key) or is_label(record[key])]
+    return ", ".join(f"`{key}`" for key in about or found)
 
 
 def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
@@ -466,17 +505,19 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
     if not asked and isinstance(record.get("input"), str) and isinstance(record.get("output"), str):
         thought = _without_thought(record) + _also_thought(record)
         return f"write `input` as `instruction`{thought}"
-    beside = [f"`{key}`" for key in named if named[key] in PASSAGES | CHOICES]
+    passages = [key for key in named if named[key] in PASSAGES]
+    beside = [f"`{key}`" for key in [*passages, *choices_of(record)]]
     question = f"`{asked[0]}`" if asked else ""
     question += f" with {' and '.join(beside)}" * bool(beside)
-    if asked and _ANSWERS.isdisjoint(named.values()):
+    likely = _likely_answers(record)
+    if asked and _ANSWERS.isdisjoint(named.values()) and not likely:
         write = f"{question} as `instruction` and what is to be learned as `output`"
         write += _without_thought(record) + _also_thought(record)
         if asked[0] == "prompt":
             write = "what is to be learned as `completion` beside `prompt`"
         problem = f"`{asked[0]}` has no answer of a known name beside it"
         return f"{problem}; write {write}, or {_OF_POLICY}"
-    answers = [key for key in named if named[key] in _ANSWERS - _OF_PAIRS]
+    answers = likely + [key for key in named if named[key] in _ANSWERS - _OF_PAIRS]
     if "instruction" in named and "output" not in named and answers:
         return f"write {_one_of(answers)} as `output`"
     if asked[:1] == ["prompt"] and answers:
@@ -488,7 +529,39 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
         write = f"write {question} as `instruction` and {_one_of(answers)} as `output`"
         write += _without_thought(record) + _also_thought(record)
         return f"{write}, or {_OF_POLICY}"
+    if answers and answers[0] not in ("output", "completion"):
+        # PRISM's user_prompt and model_response, Amod's Context and Response
+        others = [key for key in named if key not in answers and _is_text(record[key])]
+        asking = [key for key in others if not words_of(key).isdisjoint(_ASKING)]
+        asking = asking or [key for key in others if named[key] in PASSAGES]
+        what = f"what is asked, perhaps `{asking[0]}`," if asking else "what is asked"
+        scores = _judging(record)
+        kept = f"keep the records whose {scores} suffice, and " if scores else ""
+        return f"{kept}write {what} as `instruction` and {_one_of(answers)} as `output`"
     return None
+
+
+def _likely_answers(record: Mapping[str, Any]) -> list[str]:
+    """Return the fields that are likely an answer by their words or by a thought in their text."""
+    return [
+        key
+        for key, value in _named(record).items()
+        if value not in _ANSWERS
+        and _is_text(record[key])
+        and not thoughts_of_field(key, record[key])
+        and not is_label(record[key])
+        and ("</think>" in record[key] or _names_answer(key, record[key]))
+    ]
+
+
+def _names_answer(key: str, value: object) -> bool:
+    words = words_of(key)
+    is_named = not words.isdisjoint(_ANSWERING) and words.isdisjoint(_ASKING)
+    return is_named and not describes(key, value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def _remedy_for_turns(record: Mapping[str, Any]) -> str | None:
@@ -506,8 +579,13 @@ def _remedy_for_turns(record: Mapping[str, Any]) -> str | None:
             return f"`{key}` seems to be a question; write its turns as `messages`, {each}, {also}"
         if isinstance(value, dict) and is_dialogue(value.get("messages")):
             return f"`{key}` has `messages`; write them, with the answer, outside of it"
-        are_texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
-        if are_texts and len(value) > 1 and key.lower() in _LISTS_OF_TEXTS:
+        inner = value.values() if isinstance(value, dict) else value
+        inner = list(inner) if isinstance(value, list | dict) else []
+        are_texts = all(isinstance(text, str) for text in inner)
+        are_turns = all(
+            isinstance(turn, dict) and any(map(_is_text, turn.values())) for turn in inner
+        )
+        if (are_texts or are_turns) and len(inner) > 1 and key.lower() in _LISTS_OF_TEXTS:
             each = "each with its role"
             return f"`{key}` seems to be a dialogue; write its texts as `messages`, {each}"
     return None

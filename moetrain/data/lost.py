@@ -61,6 +61,10 @@ _ASKED_BESIDE_TURNS = {"question", "query", "instruction", "prompt", "problem", 
 ``knowledge`` does."""
 _OF_PASSAGES = {"context", "contexts", "passage", "passages", "question", "query", "instruction"}
 """Words in the names of such texts, as in ``retrieved_contexts``."""
+_ANSWERS_OF = {"alpaca": {"output", "history"}, "completion": {"completion"}}
+"""Fields of answers that a form reads itself."""
+_BY_ALL = {"messages", "conversations", "system", "tools"}
+"""Fields that are read, or compared with what is read, in all forms."""
 _READ = {"alpaca": {"instruction", "input"}, "completion": {"prompt"}}
 """Fields of what is asked that a form reads itself, whatever their type."""
 _DESCRIBES = {
@@ -73,10 +77,17 @@ _DESCRIBES = {
     *("author", "year", "timestamp", "origin", "task", "unnamed", "generator"),
 }
 """Words in the names of fields that describe a record, whatever their other words say."""
+_AFTER_TURNS = {
+    *("answer", "answers", "response", "responses", "output", "completion", "completions"),
+    *("target", "targets", "solution", "reply", "ground_truth", "reference"),
+}
+"""Names of the answer to the last question of a dialogue: ChatQA's ``answers`` and others'."""
 _VARIANTS = {"original", "rewritten", "evolved", "seed", "explanation"}
 """Words in the names of texts that a record was made of, or that are about it."""
 CHOICES = {"choices", "options"}
 """Names of fields with the answers that a question gives to choose from."""
+_CHOICE = re.compile(r"(?:op|opt|option|choice|ending|sol|alternative)_?[a-e0-9]|[a-e]", re.I)
+"""Matches the name of a field with one of them, if a record has several: MedMCQA's, PIQA's."""
 _SYSTEMS = {
     *("sys", "custom_system_prompt", "sys_prompt", "instructions", "preamble", "developer"),
     "developer_prompt",
@@ -99,15 +110,24 @@ _MARK_OF_TURN = re.compile(r"\A\s*<(?:image|video|audio)>\s*\n|\n\s*<(?:image|vi
 """Matches such a mark on the first or the last line of a turn, as LLaVA's records have it. Within a
 line it may be HTML."""
 
-_OF_VERDICTS = {"is", "the", "response", "answer", "completion", "output"}
+_OF_VERDICTS = {"is", "if", "was", "the", "response", "answer", "completion", "output"}
 """Words that may stand beside a word of the next two sets in the name of a verdict."""
 _ENDS = {"resolved", "success", "successful", "solved"}
 """Words for a run that came to its end: SWE-Gym's. As numbers they are 0 and 1."""
 _GOOD = {
     *("safe", "correct", "helpful", "harmless", "acceptable", "approved", "valid", "passed"),
-    *("verified", "good", *_ENDS),
+    *("verified", "good", "chosen", "accepted", *_ENDS),
 }
 _BAD = {"unsafe", "incorrect", "harmful", "wrong", "failed", "toxic", "bad", "hallucination"}
+_OF_ANSWERS = {"response", "answer", "completion", "output", "assistant"}
+_JUDGING = {
+    *("label", "labels", "harm", "safety", "verdict", "judgement", "judgment", "quality", "rating"),
+    *("correctness", "toxicity", "evaluation", "score", "class", "harmfulness", "helpfulness"),
+}
+"""Words in the names of what judges an answer: WildGuard's ``response_harm_label``, Aegis'
+``response_label``."""
+_OF_PROMPTS = {"prompt", "question", "query", "user", "input", "instruction", "adversarial"}
+"""Words in the names of a verdict on what is asked."""
 _SCORES = {
     *("helpfulness", "harmlessness", "correctness", "coherence", "quality", "overall_score"),
     *("score", "reward", "rating"),
@@ -147,6 +167,43 @@ def thoughts_of_field(key: str, value: object) -> list[str]:
     return [text for text in thoughts_in(value) if text.strip().lower() not in _MODES]
 
 
+def choices_of(record: Mapping[str, Any]) -> list[str]:
+    """Return the fields with the answers that a question gives to choose from."""
+    single = [key for key in record if _CHOICE.fullmatch(key) and any(_texts_in(record[key]))]
+    named = [key for key in record if key.lower() in CHOICES]
+    return named + single * (len(single) > 1)
+
+
+def refuse_lost_answer(record: Mapping[str, Any], turns: Sequence[Any], name: str) -> None:
+    """Raise BadLineError if ``turns`` end with a question whose answer is in another field.
+
+    A warning, once, says that a last question without an answer is left out.
+
+    Args:
+        record: the record.
+        turns: its dialogue, whose roles are those of templates.
+        name: the field of the dialogue.
+    """
+    if not turns or turns[-1]["role"] != "user":
+        return
+    shown = [turn.get("content") for turn in turns]
+    for key, value in record.items():
+        text = value[0] if isinstance(value, list) and len(value) == 1 else value
+        is_text = isinstance(text, str) and text.strip()
+        if key.lower() in _AFTER_TURNS and is_text and not is_said(text, shown):
+            raise BadLineError(
+                f"`{name}` end with a question, and `{key}` seems to be its answer, which would be "
+                f"lost: {shortened(text)}; write it as the last turn, with the role assistant, or "
+                "leave it out"
+            )
+    if any(turn["role"] == "assistant" for turn in turns):
+        warn_once(
+            "questions at the end",
+            f"`{name}` of records end with a question that nothing answers: it is left out, and "
+            "the answers before it are learned",
+        )
+
+
 def _has_words(key: str, words: Collection[str]) -> bool:
     """Return whether a name has one of ``words``, and none by which it describes the record."""
     found = words_of(key)
@@ -178,8 +235,13 @@ def _texts_to_show(key: str, value: object, record: Mapping[str, Any], form: str
         return []
     if thoughts := thoughts_of_field(key, value):
         return thoughts
+    is_read = key in _BY_ALL | _READ.get(form, set()) | _ANSWERS_OF.get(form, set())
+    if not is_pair and not is_read:  # templates may write the thoughts of what is read otherwise
+        thoughts = [text for text in _texts_in(value) if "</think>" in text]
+        if thoughts:
+            return thoughts
     # The choices of a pair are its answers.
-    if name in _TEXTS or _is_system(key) or (name in CHOICES and not is_pair):
+    if name in _TEXTS or _is_system(key) or (not is_pair and key in choices_of(record)):
         return [*_texts_in(value)]
     if key != name and name == "tools":
         return [*_texts_in(value)]
@@ -218,7 +280,9 @@ def _problem(key: str, text: str, form: str) -> str:
         said, remedy = "seems to hold the tools, which would be lost", "write them as `tools`"
     else:
         said, remedy = "may be a part of the question or of the answer", "write it in the question"
-    if name in _THOUGHTS or _has_words(key, _OF_THOUGHTS):
+    if "</think>" in text:
+        said, remedy = "has a thought, which would be lost", "write it as the answer"
+    elif name in _THOUGHTS or _has_words(key, _OF_THOUGHTS):
         where = "`chosen` or `rejected`" if form == "preference" else "`messages`"
         remedy = f"write it as `reasoning_content` of an answer in {where}"
     return f"`{key}` {said}: {shortened(text)}; {remedy}, or leave it out"
@@ -247,16 +311,48 @@ def refuse_bad_verdict(record: Mapping[str, Any]) -> None:
         verdict = words - _OF_VERDICTS
         if len(verdict) == 1 and verdict <= _GOOD | _BAD:
             if _verdict(value, "is" in words or verdict <= _ENDS) is verdict.issubset(_BAD):
-                problem = f"`{key}` is {shortened(value)}: the answer is one to avoid, and would "
-                problem += f"be learned: {shortened(dict(record))}"
-                remedy = "leave such records out, or rename the field if it means something else"
-                raise BadLineError(f"{problem}; {remedy}", kind=f"`{key}` is {shortened(value)}")
+                raise _to_avoid(key, value, record)
+        elif is_bad_label(key, value):
+            raise _to_avoid(key, value, record)
         elif key.lower() in _SCORES and type(value) in (int, float):
             warn_once(
                 f"the score {key}",
                 f"`{key}` of records is not read: the answers are learned whatever it is; keep the "
                 "records whose answers are good enough",
             )
+
+
+def _to_avoid(key: str, value: object, record: Mapping[str, Any]) -> BadLineError:
+    problem = f"`{key}` is {shortened(value)}: the answer is one to avoid, and would be learned: "
+    problem += shortened(dict(record))
+    remedy = "leave such records out, or rename the field if it means something else"
+    return BadLineError(f"{problem}; {remedy}", kind=f"`{key}` is {shortened(value)}")
+
+
+def is_about_answer(key: str) -> bool:
+    """Return whether a field judges the answer by its name, and not what is asked."""
+    words = words_of(key)
+    if words.isdisjoint(_JUDGING) or not words.isdisjoint(_OF_PROMPTS):
+        return False
+    return not words.isdisjoint(_OF_ANSWERS | {"verdict", "judgement", "judgment", "correctness"})
+
+
+def is_label(value: object) -> bool:
+    """Return whether a value is a word that judges: ``unsafe``, ``harmful``, ``correct``."""
+    words = _GOOD | _BAD | {"unharmful"}
+    return isinstance(value, str) and value.strip().lower() in words
+
+
+def is_about_question(key: str) -> bool:
+    """Return whether a field describes what is asked by its name, and not the answer."""
+    words = words_of(key)
+    return words.isdisjoint(_OF_ANSWERS) and not words.isdisjoint(_OF_PROMPTS)
+
+
+def is_bad_label(key: str, value: object) -> bool:
+    """Return whether a field says by a word, such as ``harmful``, that the answer is a bad one."""
+    is_bad = isinstance(value, str) and value.strip().lower() in _BAD
+    return is_bad and is_about_answer(key)
 
 
 def _verdict(value: object, is_named: bool) -> bool | None:

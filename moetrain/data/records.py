@@ -21,7 +21,7 @@ from moetrain.data.containers import OBJECTS
 from moetrain.data.documents import Document
 from moetrain.data.field_names import name_of_dialogue, renamed
 from moetrain.data.known_sets import is_dialogue, read_known_set, remedy_for, remedy_for_two
-from moetrain.data.lost import refuse_bad_verdict, refuse_lost
+from moetrain.data.lost import refuse_bad_verdict, refuse_lost, refuse_lost_answer
 from moetrain.data.messages import (
     BadLineError,
     Message,
@@ -279,6 +279,7 @@ class RecordReader:
             said = f"`{name}` is not a list of turns: {shortened(record[name])}"
             raise BadLineError(f"{said}; give one turn or more, or leave such records out")
         messages = read_messages(record[name], name)
+        refuse_lost_answer(record, messages, name)
         return self._dialogue(with_system(messages, record.get("system"), name), record)
 
     def _alpaca(self, record: dict[str, Any]) -> list[Document]:

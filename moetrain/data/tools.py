@@ -24,6 +24,9 @@ _PARAMETERS = (
     *("parametersJsonSchema", "parameters_json_schema"),
 )
 """Names of a tool's parameters: OpenAI's, Anthropic's, MCP's, and Gemini's two for JSON schema."""
+_ARGUMENTS = ("arguments", "args", "params", "inputs")
+"""Names of parameters in tools without one of :data:`_PARAMETERS`. What they hold describes each
+parameter, as BitAgent's ``arguments`` do."""
 _DECLARATIONS = ("functionDeclarations", "function_declarations")
 """Names of Gemini's list of tools within a tool."""
 _TYPES = {
@@ -117,6 +120,7 @@ def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 def _read_function(function: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: value for key, value in function.items() if value is not None}
     named = [key for key in _PARAMETERS if key in found]
+    named = named or [key for key in _ARGUMENTS if _describe(found.get(key))]
     if len(named) != 1:
         return found
     given = _parameters(found[named[0]])
@@ -140,6 +144,12 @@ def _parameters(given: Any) -> Any:
         return given
     known = {key: value for key, value in given.items() if value is not None}
     return _of_mapping(known) if _is_mapping(known) else _schema(known)
+
+
+def _describe(given: Any) -> bool:
+    """Return whether ``given`` describes parameters: it becomes a JSON schema."""
+    read = _parameters(given)
+    return isinstance(read, dict) and isinstance(read.get("properties"), dict)
 
 
 def _of_list(given: list[Any]) -> Any:

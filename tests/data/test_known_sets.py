@@ -662,7 +662,13 @@ FOLLOWED = [
         {"messages": [USER, {**ANSWER, "reasoning_content": "t"}], "reasoning_content": "t"},
         [theirs([USER, {**ANSWER, "reasoning_content": "t"}])],
     ),
-    (S1K, "write `question` as `instruction` and `solution` as `output`, without", OF_S1K, [CHAT]),
+    (
+        S1K,
+        "write `question` as `instruction` and one of `gemini_attempt` and `solution` as "
+        "`output`, without",
+        OF_S1K,
+        [CHAT],
+    ),
     (
         S1K,
         "without `gemini_thinking_trajectory` and `deepseek_thinking_trajectory`, or write both as "
@@ -709,6 +715,49 @@ FOLLOWED = [
         "`prompt` is a tree of messages; write each path from its root to a leaf as `messages`",
         {"messages": DIALOGUE_A},
         [CHAT],
+    ),
+    (
+        {"problem": "q", "solution": "42", "reannotated_assistant_content": "<think>t</think>a"},
+        "`problem` as `instruction` and one of `reannotated_assistant_content` and `solution` as",
+        {"problem": "q", "solution": "42", "instruction": "q", "output": "<think>t</think>a"},
+        [theirs([USER, {**ANSWER, "content": "<think>t</think>a"}])],
+    ),
+    (
+        {"user_prompt": "q", "model_response": "a", "model_name": "m", "if_chosen": True},
+        "keep .* `if_chosen` suffice, and write what is asked, perhaps `user_prompt`, as "
+        "`instruction` and `model_response` as `output`",
+        {"instruction": "q", "output": "a", "model_name": "m", "if_chosen": True},
+        [CHAT],
+    ),
+    (
+        {"Context": "q", "Response": "a"},
+        "write what is asked, perhaps `Context`, as `instruction` and `Response` as `output`",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (
+        {"prompt": "q", "response": "a", "adversarial": True, "response_harm_label": "unharmful"},
+        "keep the records whose `response_harm_label` suffice, and write `response` as",
+        {"prompt": "q", "completion": "a", "adversarial": True},
+        [PLAIN],
+    ),
+    (
+        {"chat": {"turn_1": {"Human": "q", "MOSS": "a"}, "turn_2": {"Human": "r", "MOSS": "b"}}},
+        "`chat` seems to be a dialogue; write its texts as `messages`, each with its role",
+        {"messages": DIALOGUE_A},
+        [CHAT],
+    ),
+    (
+        {"conversation": [{"message": "q", "is_human": True}, {"message": "a"}]},
+        "`conversation` seems to be a dialogue; write its texts as `messages`, each with its role",
+        {"messages": DIALOGUE_A},
+        [CHAT],
+    ),
+    (
+        {"segments": [{"label": False, "text": "q"}, {"label": True, "text": "a"}]},
+        "`segments` are pieces of a text with a mask each .*`prompt` and the rest as `completion`",
+        {"prompt": "q", "completion": "a"},
+        [PLAIN],
     ),
     (
         {"traj": DIALOGUE_A, "reward": 1.0, "task_id": 3},

@@ -401,6 +401,77 @@ def test_a_run_that_failed_is_refused(fields: dict):
     assert documents({**SINGLE["messages"], **good}) == documents(SINGLE["messages"])
 
 
+@pytest.mark.parametrize("form", ["messages", "alpaca", "completion"])
+@pytest.mark.parametrize(
+    ("name", "bad", "good"),
+    [
+        ("response_harm_label", "harmful", "unharmful"),
+        ("response_label", "unsafe", "safe"),
+        ("answer_correctness", "Incorrect", "correct"),
+        ("if_chosen", False, True),
+    ],
+)
+def test_a_word_that_says_that_the_answer_is_bad_is_obeyed(form: str, name: str, bad, good):
+    """WildGuard's, Aegis' and PRISM's."""
+    refuses(form, {name: bad}, f"`{name}` is .*: the answer is one to avoid")
+    beside = {name: good, "prompt_label": "unsafe", "prompt_harm_label": "harmful"}
+    assert documents({**ALL[form], **beside}, kind_of(form)) == documents(ALL[form], kind_of(form))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"answers": ["b"]}, {"answer": "b"}, {"output": "b"}, {"response": "b"}], ids=str
+)
+@pytest.mark.parametrize("before", [[], [USER, ANSWER]], ids=["one question", "two"])
+def test_an_answer_beside_a_last_question_is_named(before: list, fields: dict):
+    """ChatQA has the answer to the last question in ``answers``."""
+    asked = [*before, {**USER, "content": "Then?"}]
+    reader = RecordReader(ChatTemplate(CHATML, {}))
+    said = f"`messages` end with a question, and `{next(iter(fields))}` seems to be its answer"
+    with pytest.raises(BadLineError, match=said):
+        reader.documents({"messages": asked, **fields})
+    answered = [*asked, {**ANSWER, "content": "b"}]
+    (found,) = reader.documents({"messages": answered})
+    text = render_jinja_template([answered], chat_template=CHATML)[0][0].rstrip()
+    assert found.text.rstrip() == text
+
+
+def test_a_last_question_without_an_answer_is_warned_of(caplog):
+    SEEN.clear()
+    reader = RecordReader(ChatTemplate(CHATML, {}))
+    record = {"messages": [USER, ANSWER, {**USER, "content": "Then?"}]}
+    assert reader.documents(record) == reader.documents({"messages": [USER, ANSWER]})
+    assert "end with a question that nothing answers: it is left out" in caplog.text
+
+
+@pytest.mark.parametrize("form", ["messages", "alpaca", "completion"])
+def test_thoughts_under_other_names_are_refused(form: str):
+    """R1-Distill-SFT has R1's answer in ``reannotated_assistant_content``."""
+    thought = "<think>\nt\n</think>\n\nb"
+    refuses(form, {"reannotated_assistant_content": thought}, "has a thought, which would be lost")
+    nested = [{"role": "assistant", "content": thought}]
+    refuses(form, {"reannotated_messages": nested}, "has a thought, which would be lost")
+
+
+@pytest.mark.parametrize("names", ["opa opb opc opd", "A B", "option1 option2", "sol1 sol2"])
+def test_choices_in_fields_of_their_own_are_refused(names: str):
+    """MedMCQA's, WinoGrande's and PIQA's."""
+    choices = {name: f"choice {name}" for name in names.split()}
+    first = names.split()[0]
+    refuses("alpaca", choices, f"`{first}` may be a part of the question")
+    asked = "\n".join(choices.values())
+    record = {"instruction": asked, "output": "a"}
+    assert documents({**record, **choices}) == documents(record)
+
+
+def test_a_run_of_swe_agent_that_failed_is_refused():
+    """nebius' ``target`` says whether the issue was solved."""
+    run = {"trajectory": [{"role": "user", "text": "q"}, {"role": "ai", "text": "a"}]}
+    reader = RecordReader(ChatTemplate(CHATML, {}))
+    with pytest.raises(BadLineError, match="`target` is false: the run did not solve its issue"):
+        reader.documents({**run, "target": False, "exit_status": "exit_context"})
+    assert reader.documents({**run, "target": True}) == reader.documents(run)
+
+
 @pytest.mark.parametrize("name", ["image_path", "video_path", "audio_file", "imagePaths"])
 def test_media_by_their_place_are_refused(name: str):
     refuses("messages", {name: "1.mp4"}, f"`{name}` is no text, and would be lost")
@@ -533,6 +604,20 @@ def prompt_of(tmp_path: Path, line: dict, chat: bool = True) -> str:
     problem = Jsonl(prompts, str(path), "zero").problem(0)
     assert problem.facts == line
     return bytes(prompts.encode(problem.prompt, problem.record)).decode()
+
+
+def test_rewards_get_the_nulls_of_a_table(tmp_path: Path):
+    """A reward reads the whole line, as from JSON lines. Templates read it without these nulls."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [
+        {"prompt": "q", "constraint": None, "facts": {"answer": "9", "tests": None}},
+        {"prompt": "q", "constraint": "short", "facts": {"answer": "8", "tests": ["t"]}},
+    ]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "prompts.parquet")
+    environment = Jsonl(Prompts(ByteTokenizer(), True), str(tmp_path / "prompts.parquet"), "zero")
+    assert [environment.problem(task).facts for task in range(2)] == rows
+    assert environment.problem(0).record == {"prompt": "q", "facts": {"answer": "9"}}
 
 
 @pytest.mark.parametrize("name", ["system", "system_prompt", "system_message", "meta_instruction"])

@@ -87,6 +87,9 @@ FORMS = {
     "Gemini's JSON schema": [{"functionDeclarations": [{**ABOUT, "parametersJsonSchema": SCHEMA}]}],
     "Qwen-Agent's": [{**ABOUT, "parameters": QWEN}],
     "xLAM's": [{**ABOUT, "parameters": XLAM}],
+    "BitAgent's": [{**ABOUT, "arguments": XLAM}],
+    "a schema in arguments": [{"type": "function", "function": {**ABOUT, "arguments": SCHEMA}}],
+    "a list in params": [{**ABOUT, "params": QWEN}],
     "a text": [{**ABOUT, "parameters": json.dumps(SCHEMA)}],
     "nulls": [
         {

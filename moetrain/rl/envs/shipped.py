@@ -158,7 +158,9 @@ class Jsonl(TextEnvironment):
 
     def __init__(self, prompts: Prompts, path: str, reward: str) -> None:
         super().__init__(prompts)
-        self.lines = _read_lines(path)
+        read = _read_lines(path)
+        self.lines = [line for line, _ in read]
+        self.facts = [whole for _, whole in read]
         self.num_tasks = len(self.lines)
         self.reward = _find_reward(reward)
         for number, line in enumerate(self.lines, 1):
@@ -179,7 +181,7 @@ class Jsonl(TextEnvironment):
 
     def problem(self, task: int) -> Problem:
         line = self.lines[task]
-        return Problem(self._asked(line), facts=line, record=line)
+        return Problem(self._asked(line), facts=self.facts[task], record=line)
 
     def _asked(self, line: dict[str, Any]) -> str | list[Any]:
         """Return the line's prompt: a text, or the messages of a conversation.
@@ -277,26 +279,31 @@ def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
     return found
 
 
-def _read_lines(path: str) -> list[dict[str, Any]]:
-    """Return the records of ``rl.prompts``, each with a prompt; ConfigError: one has none."""
-    lines, file = [], Path(os.path.expanduser(path))
+def _read_lines(path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the records of ``rl.prompts``, each without and with the nulls of tables.
+
+    Templates get the first, rewards the second. Raises ConfigError: a record has no prompt.
+    """
+    lines: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    file = Path(os.path.expanduser(path))
     files = Files("rl.prompts", path, [file])
     with files.reading(file):
         pieces = files.pieces()
     for raw in (raw for piece in pieces for raw in files.records(piece)):
         try:
             line: Any = raw.value()
+            whole: Any = raw.whole()
             asked = line.get("prompt") if isinstance(line, dict) else 0
             if asked is None:  # null in files made of tables, where messages has a value
                 asked = line.get("messages")
             if not isinstance(asked, str | list):
                 problem = "has no `prompt` (a text or a list of messages) and no `messages`"
                 raise BadLineError(problem)
-            line = with_tools_of_metadata(line)
+            line, whole = with_tools_of_metadata(line), with_tools_of_metadata(whole)
             ChatTemplate.variables_of(line)
         except BadLineError as error:
             raise ConfigError("rl.prompts", f"{raw.where}: {error}") from None
-        lines.append(line)
+        lines.append((line, whole))
     if not lines:
         raise ConfigError("rl.prompts", f"{path!r} has no lines; write one prompt a line")
     return lines
