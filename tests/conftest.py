@@ -123,6 +123,23 @@ def gpus_needed(item) -> int:
     return item.callspec.params[count] if isinstance(count, str) else count
 
 
+def packages_of(paths) -> set[str]:
+    """Return the packages of files: ``moetrain/data/x.py`` and ``tests/data/x.py`` are of data."""
+    parts = [path.split("/") for path in paths]
+    return {part[1] for part in parts if part[0] in ("moetrain", "tests") and len(part) > 2}
+
+
+def order_of(item, changed, seed):
+    """Return what a gate sorts tests by that may not all have time.
+
+    Files of ``changed`` packages, and those of whole runs, come first. The rest has an order that
+    ``seed`` decides, so that each commit runs others. Tests of a file stay together.
+    """
+    package = item.nodeid.split("/")[1]
+    file = hashlib.sha256(f"{seed}{item.path.name}".encode()).digest()
+    return package not in {*changed, "system"}, file
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(config, items):
     import torch
@@ -134,9 +151,9 @@ def pytest_collection_modifyitems(config, items):
         check_tiers(items)
     check_texts(items)
 
-    if config.option.markexpr == "wide":  # each commit runs another part of them in its time
-        order = os.environ.get("WIDE_ORDER", "")
-        items.sort(key=lambda item: hashlib.sha256(f"{order}{item.nodeid}".encode()).digest())
+    if config.option.markexpr in ("long", "wide") and "TESTS_ORDER" in os.environ:
+        changed = packages_of(os.environ.get("CHANGED_FILES", "").split())
+        items.sort(key=lambda item: order_of(item, changed, os.environ["TESTS_ORDER"]))
 
     present = torch.cuda.device_count()
     for item in items:
