@@ -21,7 +21,7 @@ from jinja2 import StrictUndefined, Template
 from moetrain.cli.main import Parser, command
 from moetrain.cli.train import TRAIN
 from moetrain.config import Config, ConfigError
-from moetrain.config.environment import GPUS
+from moetrain.config.environment import GPUS, imported_files
 from moetrain.config.sources import recipe_names
 
 _WAYS = {
@@ -67,7 +67,13 @@ def main(argv: Sequence[str] | None) -> None:
     print(_estimate(options, words), file=sys.stderr)
     source = (Path(__file__).parent / "templates" / template).read_text("utf-8")
     is_file = options.recipe not in (None, *recipe_names())
-    facts = {"words": words, "folder": _FOLDER, "python": sys.executable, "shell": shell_word}
+    imports = [word for path in imported_files() for word in ("--import", str(path))]
+    facts = {
+        "words": [*imports, *words],
+        "folder": _FOLDER,
+        "python": sys.executable,
+        "shell": shell_word,
+    }
     facts |= {"settings": Path(options.recipe).read_text("utf-8-sig") if is_file else None}
     written = Template(source, undefined=StrictUndefined, trim_blocks=True)
     text = written.render(vars(options) | facts, yaml=yaml_word) + "\n"

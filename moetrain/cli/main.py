@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from moetrain.cli import interrupt_by_exception, interrupt_quietly
 from moetrain.config import ConfigError
-from moetrain.config.environment import let_idle_threads_sleep
+from moetrain.config.environment import add_import, let_idle_threads_sleep
 
 COMMANDS = {
     "train": ("moetrain.cli.train:main", "pretrain or fine-tune a model"),
@@ -68,7 +68,8 @@ def command(work: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
     """Return a command that runs ``work(argv)`` and returns the exit code.
 
     A ConfigError prints one line and gives exit code 2. ``argv`` is a command line; None, or not
-    given: the process's own.
+    given: the process's own. Its options ``--import FILE.py`` are done before ``work``, which gets
+    the other words.
     """
 
     @wraps(work)
@@ -77,7 +78,7 @@ def command(work: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
         try:
             interrupt_by_exception()
             with reader_may_leave():
-                return work(argv) or 0
+                return work(without_imports(sys.argv[1:] if argv is None else argv)) or 0
             return 0  # standard output was closed early
         except ConfigError as error:
             print(error_line(f"error: {error}"), file=sys.stderr)
@@ -86,6 +87,30 @@ def command(work: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
             return 130
 
     return run
+
+
+def without_imports(words: Sequence[str]) -> list[str]:
+    """Run the files of ``--import``, and return the other words of a command line.
+
+    Raises ConfigError: a file is missing, or raises.
+    """
+    rest, others, has_imports = list(words), list[str](), False
+    while rest:
+        word = rest.pop(0)
+        option, has_value, name = word.partition("=")
+        if option != "--import":
+            others.append(word)
+            continue
+        if not has_value:
+            if not rest:
+                raise ConfigError("--import", "it has no file; give a FILE.py")
+            name = rest.pop(0)
+        add_import(name)
+        has_imports = True
+    families = sys.modules.get("moetrain.models.families")
+    if has_imports and families is not None:  # else it runs them when it is imported
+        families.run_imported_files()
+    return others
 
 
 @contextmanager
@@ -130,6 +155,8 @@ class Parser(argparse.ArgumentParser):
         )
         self.name = name
         self.add_argument("--version", action="version", version=version())
+        meaning = "Python file to run first, such as one with a model family of yours"
+        self.add_argument("--import", metavar="FILE.py", help=meaning)  # done before parsing
 
     def add_model(self) -> None:
         """Add the options that name a model and the device it runs on."""

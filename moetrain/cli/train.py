@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from moetrain.cli import interrupt_by_exception, launch, quiet_imports
-from moetrain.cli.main import error_line, reader_may_leave, version
+from moetrain.cli.main import error_line, reader_may_leave, version, without_imports
 from moetrain.config import Config, ConfigError, Recipes, logger
 from moetrain.config.environment import (
     LaunchedPlace,
@@ -184,7 +184,6 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
         return 0
     is_dry_run = "--dry_run" in words
     words = [word for word in words if word != "--dry_run"]
-    is_source = bool(words) and not words[0].startswith("--") and "=" not in words[0]
     place = None
     # Garbage collection during imports would take a sixth of the start-up time. The loop over steps
     # collects by itself.
@@ -198,6 +197,8 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
         if place is None or place.rank == 0:
             logger.setLevel(logging.INFO)
+        words = without_imports(words)
+        is_source = bool(words) and not words[0].startswith("--") and "=" not in words[0]
         source, overrides = (words[0], words[1:]) if is_source else (None, words)
         config = program.load(source, overrides)
         if is_dry_run:
@@ -246,6 +247,7 @@ def _help(program: Program, words: Sequence[str] = ()) -> str:
         "environment: MOETRAIN_SECTION__KEY=value; the command line overrides it",
         "--dry_run prints the resolved config as JSON, whether it fits, and how the data begins",
         "--help prints this text, --help SECTION a section of it; --version prints the version",
+        "--import FILE.py runs a Python file first, such as one with a model family of yours",
         f"sections: {', '.join(sections)}",
         "A recipe may set other values than the defaults shown here.",
     ]
@@ -293,10 +295,10 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
     if nproc == 1 and not max_restarts:
         return _fit(config, program, None)
     families: Any = sys.modules.get("moetrain.models.families")  # loaded if any were registered
-    if families is not None and families.FAMILIES.keys() - families.SHIPPED:
+    if families is not None and families.FAMILIES.keys() - families.IN_EVERY_PROCESS:
         from moetrain.train.session import resolve_run
 
-        if (family := resolve_run(config)[1].family) not in families.SHIPPED:
+        if (family := resolve_run(config)[1].family) not in families.IN_EVERY_PROCESS:
             raise ConfigError(
                 "launch.nproc",
                 f"{nproc}, but family {family!r} was registered in this process, and the "

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from moetrain.config.sources import ConfigError, shortened
+from moetrain.config.sources import IMPORTS, ConfigError, shortened
 
 GIB = 2**30
 
@@ -176,7 +176,29 @@ def software() -> dict[str, str]:
     package, code = Path(__file__).parents[1], hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         code.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())
+    for file in imported_files():
+        code.update(file.read_bytes())
     return found | {"the code of moetrain": code.hexdigest()[:12]}
+
+
+def imported_files() -> list[Path]:
+    """Return the files of ``--import``, in their order; :mod:`moetrain.models.families` runs them.
+
+    Every process of a run inherits the variable that has them.
+    """
+    return [Path(name) for name in os.environ.get(IMPORTS, "").split(os.pathsep) if name]
+
+
+def add_import(name: str) -> None:
+    """Note a file for this process and for those that it starts.
+
+    Raises ConfigError: there is no such file.
+    """
+    path = Path(name).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError("--import", f"{name!r} is not an existing file; give a FILE.py")
+    if path not in imported_files():
+        os.environ[IMPORTS] = os.pathsep.join(map(str, [*imported_files(), path]))
 
 
 def allocator_is_set() -> bool:

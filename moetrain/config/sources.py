@@ -122,6 +122,8 @@ _ALTERNATIVES = (
     ("optim.warmup_fraction", "optim.warmup_steps"),
 )
 _PREFIX = "MOETRAIN_"
+IMPORTS = "MOETRAIN_IMPORT"
+"""The variable with the files of ``--import``, separated as those of PATH. It is no setting."""
 _C = TypeVar("_C", bound=BaseModel)
 
 
@@ -228,7 +230,7 @@ class Reader(Generic[_C]):
         known = {_variable(name): name for name in self._may_be_unset}
         values: dict[str, str | None] = {}
         for variable, text in environ.items():
-            if not variable.upper().startswith(_PREFIX):
+            if not variable.upper().startswith(_PREFIX) or variable == IMPORTS:
                 continue
             name = known.get(variable.upper())
             if name is None:

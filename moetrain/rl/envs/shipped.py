@@ -20,16 +20,15 @@ import json
 import math
 import os
 import random
-import sys
 from collections.abc import Awaitable, Callable
 from itertools import takewhile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from moetrain.config import ConfigError
 from moetrain.config.rl import RlSection
 from moetrain.config.sources import shortened
+from moetrain.config.user_files import run_file
 from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import Files
 from moetrain.data.field_names import SYSTEMS
@@ -260,17 +259,10 @@ def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
         raise ConfigError(
             field, f"{name!r} is neither {others} nor FILE.py:NAME of an existing file"
         )
-    if path.suffix != ".py":
-        raise ConfigError(field, f"{file!r} is not a Python file; its name must end in .py")
-    module = ModuleType(f"moetrain_user_{path.stem.replace('.', '_')}")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses and pickle look it up
+    module = run_file(path, field, name)
     try:
-        # Python's own loader takes the byte code of a file that was edited within the same second.
-        code = compile(path.read_bytes(), path, "exec", dont_inherit=True)
-        exec(code, module.__dict__)
         found = getattr(module, key)
-    except (Exception, SystemExit) as error:  # a user's file, whatever it raises
+    except Exception as error:  # a user's file may define __getattr__
         problem = f"cannot load {name!r}: {type(error).__name__}: {shortened(str(error))}"
         raise ConfigError(field, problem) from error
     if not callable(found):

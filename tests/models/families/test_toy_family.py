@@ -1,7 +1,12 @@
 """A family unknown to the package, from a Hugging Face folder to an export."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import moetrain
+from moetrain.cli.machines import main as machines
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
 from moetrain.models.architecture import Architecture, Weight
@@ -24,6 +30,7 @@ from tests.lib import toy_family
 from tests.lib.command_lines import settled
 from tests.lib.distributed import spawn
 
+ROOT = Path(__file__).parents[3]
 FROZEN = "model.layers.{}.ffn.in.weight"
 
 
@@ -216,3 +223,57 @@ def test_launch_refuses_a_family_registered_in_one_process(words, capsys):
     assert error.startswith("error: launch.nproc: 2, but family 'toy' was registered in this proce")
     assert "start your script by torchrun --nproc-per-node 2" in error
     assert error.count("\n") == 1
+
+
+def run_apart(module, words, folder):
+    """Run a command in a process of its own, which has not registered the family."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("MOETRAIN_IMPORT", None)
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_import_gives_every_rank_a_family(checkpoint, words, tmp_path):
+    imported = ["--import", toy_family.__file__]
+    run = [*settled(words), "train.steps=1", "checkpoint.interval=0", "checkpoint.save_hf=no"]
+    run = settled([*run, "launch.nproc=2", "train.device=cpu", f"output_dir={tmp_path}/run"])
+    code, _, error = run_apart("moetrain.train", run, tmp_path)
+    assert code == 2
+    assert "toy" in error
+    code, _, error = run_apart("moetrain.train", [*run, *imported], tmp_path)
+    assert code == 0, error
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "'FILE.py' is not an existing file; give a FILE.py"),
+        ("1/0", "cannot load '.*FILE.py': ZeroDivisionError: 'division by zero'"),
+    ],
+)
+def test_import_of_a_bad_file_is_one_line(text, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MOETRAIN_IMPORT", "")
+    if text is not None:
+        (tmp_path / "FILE.py").write_text(text)
+    assert main(["debug", "--dry_run", "--import=FILE.py"]) == 2
+    error = capsys.readouterr().err
+    assert re.match(f"error: --import: {says}", error), error
+    assert error.count("\n") == 1
+
+
+def test_a_written_job_has_the_imported_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MOETRAIN_IMPORT", "")
+    (tmp_path / "mine.py").write_text("")
+    words = ["slurm", "qwen3-30b-a3b", "--nodes", "1", "--dry_run", "--import", "mine.py"]
+    words += ["--train.global_batch_size", "16"]
+    assert machines(words) == 0
+    assert f"--import {tmp_path}/mine.py" in capsys.readouterr().out
