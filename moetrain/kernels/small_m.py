@@ -9,8 +9,8 @@ results in fp32 below 4,096 rows.
 
 :func:`linears` and :func:`expert_mlp`, with SwiGLU in the first product's epilogue, have no
 autograd: training takes the library's products. :func:`invariant_linear` has autograd, and takes
-cuBLAS only where that does not split. So has :func:`low_rank_products`, for the A matrices of LoRA
-adapters, whose sums cuBLAS splits below some 5,000 rows (measured on one H200)::
+cuBLAS only where that does not split. :func:`low_rank_products` has autograd too. It is for the A
+matrices of LoRA adapters: cuBLAS splits their sums below some 5,000 rows (measured on one H200)::
 
     u_i = x @ a_i^T        dx = sum_i du_i @ a_i        da_i = du_i^T @ x
 
@@ -267,7 +267,9 @@ def expert_mlp(
     weights_R: torch.Tensor,
     typical_rows: int,
 ) -> torch.Tensor:
-    """Return ``y_RD`` of permuted rows; ``typical_rows`` decides the tile sizes.
+    """Return ``y_RD``, the results of rows sorted by expert, not summed by token.
+
+    ``offsets_E`` (int32) has each expert's end row, and ``typical_rows`` decides the tile sizes.
 
     Quantised matrices are dequantised as they are multiplied, so that only their quantised values
     are read. Multiplications and additions may not be fused: scales of nf4 are rounded twice.

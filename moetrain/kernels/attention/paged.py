@@ -52,6 +52,11 @@ def attend_over_pages(
     """Store the step's keys and values in ``cache``, and attend each token to its sequence so far.
 
     Returns ``o_THv``. A token sees the tokens of its sequence that were read, itself included.
+
+    Args:
+        window: the number of tokens that a token sees, itself included; None: all.
+        scale: factor of the scores; None: 1 / sqrt(d).
+        sinks_H: logits of attention sinks; None: there are none.
     """
     keys_PZGd, values_PZGv = cache
     if q_THd.is_cuda:

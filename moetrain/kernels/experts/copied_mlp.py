@@ -2,12 +2,12 @@
 
 It computes :func:`~moetrain.kernels.experts.mlp.expert_mlp`, or the same in e4m3, with L experts of
 its own and N copies behind them. Copies are inputs like the experts: :func:`start_copies` fetches
-them into tensors of their own, the MLP takes those, and autograd keeps them for the backward (or
-they are fetched again, where it is recomputed). The backward returns one gradient, that of the own
+them into tensors of their own, the MLP takes those, and autograd keeps them for the backward. A
+block that is recomputed fetches them again. The backward returns one gradient, that of the own
 experts, to which the gradients of the copies on all devices were added.
 
-The products take one tensor with L + N experts. Where memory for N more lies behind the experts
-(``room``), copies are laid there, which moves N experts in place of L + N. That memory is the op's
+The products take one tensor with L + N experts. With ``room``, memory for N more lies behind the
+experts, and only the copies are moved there; otherwise all L + N are moved. That memory is the op's
 workspace: no tensor shows it and nothing else reads it, so the ops change none of their inputs.
 
 Devices exchange experts through a :class:`Courier`. Ops find it by the name of its process group,
@@ -60,7 +60,8 @@ class Courier(Protocol):
     def give_back(self, gradients: Sequence[torch.Tensor], copies_WN: torch.Tensor) -> None:
         """Begin to add the last N rows of ``gradients``, on every device, to the experts' rows.
 
-        It waits for that, unless the reader of the gradients does.
+        The current stream waits for the sums, unless the courier leaves :meth:`wait` to the code
+        that reads them.
         """
 
 
@@ -85,7 +86,7 @@ class _Matrices(NamedTuple):
     def joined(self, rank: int, room: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both matrices with the copies behind the experts, [E, ...].
 
-        With ``room`` they are the experts' memory and the N experts' memory behind it.
+        With ``room`` they are views of the experts' memory and of the N experts' behind it.
         """
         gate_up = self.w_gate_up_L2FD, self.copies_gate_up_N2FD
         down = self.w_down_LDF, self.copies_down_NDF
@@ -95,7 +96,7 @@ class _Matrices(NamedTuple):
 
     def _beside(self, experts: torch.Tensor, copies: torch.Tensor, rank: int) -> torch.Tensor:
         shape = (len(experts) + len(copies), *experts.shape[1:])
-        # torch raises if that is more memory than there is, as behind a copy that a compiler made.
+        # torch raises if the storage is too small, for example if a compiler copied the experts.
         joined = experts.detach().as_strided(shape, experts.stride(), experts.storage_offset())
         room_NM = joined[len(experts) :].data.flatten(1)
         copy_used(room_NM, copies.flatten(1), self.copies_WN, rank, "triton")
@@ -116,15 +117,16 @@ def copied_expert_mlp(
     *,
     room: bool = False,
 ) -> torch.Tensor:
-    """Sum each token's experts and copies, as ``kernels.precision`` says: ``y_TD``.
+    """Return ``y_TD``, the sum of each token's experts and copies.
 
     Args:
         x_TD, weights_TK, indices: as :func:`~moetrain.kernels.experts.mlp.expert_mlp` takes them,
             of L + N experts.
         experts: ``w_gate_up_L2FD`` (or ``w_up_LFD``) and ``w_down_LDF``.
-        copies: what :func:`start_copies` returned for them; empty where the reference computes.
+        copies: those of :func:`start_copies`; empty for the reference, which fetches its own.
         copies_WN: int32, the expert in each place of every device; -1: none.
         group: the name of the process group of the devices.
+        precision: the value of ``kernels.precision``.
         room: True: memory for N more experts, which no tensor shows, lies right behind both
             matrices.
     """
@@ -173,9 +175,9 @@ def start_copies(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Begin to fetch copies of experts; return them, and a copy of ``places_TK``. Collective.
 
-    Copies ([N, ...] of each matrix) are complete once a stream has waited as ``Courier.wait`` does,
-    which ops that take them do first. Places without an expert hold nothing. Tokens are sent by the
-    places that are returned, so that no compiler begins to fetch after they were sent.
+    Copies are [N, ...] of each matrix, and complete after ``Courier.wait``. The ops that take them
+    wait first. Places without an expert are uninitialised. Tokens are dispatched by the returned
+    places, so that no compiler can move the fetch behind the dispatch.
     """
     experts = (w_gate_up_L2FD, w_down_LDF)
     copies_gate_up, copies_down = copies = _empty_copies(w_gate_up_L2FD, w_down_LDF, copies_WN)
@@ -257,7 +259,7 @@ def expert_mlp_copied_backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x, weights and the experts here (empty, unless ``is_trained``).
 
-    Where the courier is late, those of the experts are complete once it was waited for.
+    The experts' gradients are complete when :meth:`Courier.give_back` says.
     """
     courier = COURIERS[group]
     gate_up, down = _Matrices(
@@ -348,7 +350,7 @@ def _give_back(
     copies_WN: torch.Tensor,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of the first L rows of both, with those of copies on all devices."""
+    """Return the gradients of the first L rows of both, plus those of copies on all devices."""
     dense = torch.contiguous_format
     d_gate_up, d_down = (x.clone(memory_format=dense) for x in (d_gate_up_E2FD, d_down_EDF))
     COURIERS[group].give_back((d_gate_up, d_down), copies_WN)
@@ -378,7 +380,7 @@ def _differentiate_fetch(
 
 _fetch.register_autograd(_differentiate_fetch, setup_context=_save_fetch)
 
-# A device without tokens must still call: the compiler drops ops whose results are empty or unused.
+# A device without tokens must still run them. Compilers drop ops with empty or unused results.
 _OPS = [
     getattr(torch.ops.moetrain, name).default
     for name in (
@@ -391,4 +393,4 @@ _OPS = [
 ]
 for _op in _OPS:
     torch.fx.has_side_effect(_op)
-worth_saving("experts", *_OPS[:2])  # what is computed again fetches again, and nothing else does
+worth_saving("experts", *_OPS[:2])  # kept or recomputed together; only a recompute fetches again

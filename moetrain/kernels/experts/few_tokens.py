@@ -50,7 +50,7 @@ def fits_few_tokens(w_gate_up_E2FD: torch.Tensor, w_down_EDF: torch.Tensor) -> b
 
 
 def few_tokens_counters(w_down_EDF: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return the int32 zeros that :func:`few_tokens_mlp` takes; one stream at a time uses them."""
+    """Return the int32 zeros that :func:`few_tokens_mlp` takes, for one stream at a time."""
     number = _FLAGS.value + _MOST_TOKENS * top_k + w_down_EDF.shape[1] // _DOWN_COLUMNS
     return torch.zeros(number, dtype=torch.int32, device=w_down_EDF.device)
 
@@ -68,7 +68,8 @@ def few_tokens_mlp(
     Arguments are contiguous and not checked, and there is no autograd.
 
     Args:
-        x_TD: 1 to :data:`_MOST_TOKENS` tokens.
+        x_TD: 1 to :data:`_MOST_TOKENS` tokens, in bf16.
+        w_gate_up_E2FD, w_down_EDF: weights that :func:`fits_few_tokens` accepts.
         counters: from :func:`few_tokens_counters`; zeros again afterwards.
     """
     (T, D), K = x_TD.shape, ids_TK.shape[1]

@@ -35,7 +35,7 @@ _ALIGNMENT_BYTES = 16
 
 
 def width_multiple(dtype: torch.dtype) -> int:
-    """Return the number that divides the widths of matrices in ``dtype`` that a GPU multiplies."""
+    """Return the number that must divide a matrix's widths for products in ``dtype`` on a GPU."""
     return _ALIGNMENT_BYTES // dtype.itemsize
 
 
@@ -69,8 +69,8 @@ def grouped_mm(
     return _grouped_mm(a_RM, b_EMN, offs=offsets_E)
 
 
-# An op for two reasons: torch's shape function refuses fp32 and fp16, which its product takes on a
-# CPU, and the loop over groups reads their sizes, which a compiler must not see.
+# It is an op for two reasons: torch's shape function refuses fp32 and fp16, which its product takes
+# on a CPU, and the loop over groups reads their sizes, which a compiler must not see.
 @torch.library.custom_op("moetrain::grouped_mm", mutates_args=())
 def _opaque_mm(
     a_RM: torch.Tensor,

@@ -43,7 +43,7 @@ from moetrain.kernels.experts.swiglu import GATES, swiglu, swiglu_gradients
 from moetrain.runtime.backend import Backend, tl, triton
 
 _COLUMNS, _WARPS = 1024, 2
-"""Columns of a program of the kernels below, and its warps: as the kernels' of permutation."""
+"""Columns and warps of a program of the kernels below, the same as in those of permutation."""
 
 
 class Activation(Protocol):
@@ -168,7 +168,7 @@ def is_swiglu(activation: Activation) -> bool:
 
 
 class Adapter(NamedTuple):
-    """LoRA beside a projection, with its matrices and its bias frozen."""
+    """LoRA beside a projection whose matrices and bias are frozen."""
 
     a: torch.Tensor
     """[E, r, N], or [S, E, r, N] of S tenants; any strides."""
@@ -325,7 +325,7 @@ class Gradients(NamedTuple):
 def sum_biased_rows(
     y_RD: torch.Tensor, tokens: Tokens, bias_ED: torch.Tensor, y_TD: torch.Tensor
 ) -> None:
-    """Sum each token's rows, and the biases of its experts times their routing weights."""
+    """Write to ``y_TD`` the sum of each token's rows and its experts' routing-weighted biases."""
     num_tokens, width = y_TD.shape
     experts = tokens.offsets_E.shape[0]
     _sum_kernel[(num_tokens, triton.cdiv(width, _COLUMNS))](

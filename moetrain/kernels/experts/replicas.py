@@ -1,10 +1,11 @@
-"""Redundant experts: a plan of each rank's copies of experts and of its rows, and the copying.
+"""Redundant experts: plans which experts each rank copies and which rows it takes, and copies.
 
 Every rank has L = E / W experts of its own and N places for copies behind them. From the counts of
 all ranks' choices each rank makes the same plan, move by move: the busiest rank gives rows of its
 busiest expert to the idlest rank with a free place. It gives as many as bring one of the two ranks
-to the mean, or all rows of the expert. A move of fewer than ``least`` rows would cost more than it
-saves, and ends the plan. If places suffice, no rank has more rows than the mean, rounded up.
+to the mean, at most all rows of the expert. The plan ends where a move would have fewer than
+``least`` rows, and so cost more than it saves. With ``least`` 1 and enough places, no rank has more
+rows than the mean, rounded up.
 
 A row stays on its own rank if that has a place of its expert and a share left. The other rows go to
 the other holders by their position among all ranks' rows. Worked example with W=2, L=2, N=1,
@@ -25,7 +26,7 @@ The idea is that of EPLB's redundant experts (https://github.com/deepseek-ai/EPL
 made anew for each batch.
 
 Legend: W ranks, E experts, L of them on a rank, N places for copies on a rank, T tokens, K choices
-of a token, P = W * (L + N) places in all.
+of a token, P = W * (L + N) places in all, M elements of an expert's matrix.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -60,8 +61,8 @@ class ReplicaPlan(NamedTuple):
     places_WE: torch.Tensor
     """The place of each expert on each rank, counted over the places of all ranks; -1: none."""
     bounds_WE: torch.Tensor
-    """The end, among this rank's rows of an expert, of those that each rank takes. The first
-    :attr:`stay_E` rows stay here, whatever the bounds are."""
+    """Where each rank's rows end among this rank's rows of an expert; they begin where those of the
+    rank before end. The first :attr:`stay_E` rows stay here, whatever the bounds are."""
     stay_E: torch.Tensor
     """The number of this rank's rows of each expert that stay here."""
 

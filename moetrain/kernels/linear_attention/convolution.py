@@ -6,7 +6,7 @@ A token's channel becomes silu of the sum of its last J inputs times as many fil
     y_tc = silu(sum_j f_cj x_(t - J + 1 + j)c + b_c)         y_th / sqrt(|y_th|^2 + 1e-6)
 
 In training these are plain formulas that the compiler fuses; it keeps one tensor of inputs, in the
-compute dtype. Where training must have generation's bits it uses generation's kernel.
+compute dtype. Training uses generation's kernel where it must have generation's bits.
 
 In generation a sequence's last R inputs are kept in its slot, R = J - 1 or more
 (:class:`~moetrain.kernels.linear_attention.reads.Reads`): the token at place t of a sequence is at
@@ -60,9 +60,11 @@ def convolved(
     """Return each convolution's heads [T, h, d] of packed documents, in the inputs' dtypes.
 
     Args:
-        place_T: each token's place in its document.
-        fusible: leave it to the compiler. If False generation's kernel computes it, on CUDA with
-            the bits of generation.
+        place_T: each token's place in its document, from 0.
+        fusible: compute in plain torch, which the compiler fuses. If False one op computes each: on
+            CUDA it is generation's kernel, with the bits of generation.
+
+    Raises ValueError: C is not a multiple of a width.
     """
     for one in convolutions:
         if one.x_TC.shape[1] % one.width:
@@ -80,8 +82,8 @@ def convolved(
             )
             for one in convolutions
         ]
-    # All sums before the norms: in another order the compiler keeps some of the sums in fp32, since
-    # it does not recompute what it takes for long chains.
+    # All sums come before the norms: in another order the compiler keeps some of the sums in fp32,
+    # since it does not recompute long chains of operations.
     sums = [_summed(_earlier(one, place_T), one) for one in convolutions]
     return [_heads(y_TC, one) for y_TC, one in zip(sums, convolutions, strict=True)]
 
@@ -195,11 +197,13 @@ def _heads(y_TC: torch.Tensor, one: Convolution) -> torch.Tensor:
 def convolution_step(
     one: Convolution, kept_PRC: torch.Tensor, reads: Reads, backend: Backend = "auto"
 ) -> torch.Tensor:
-    """Return the heads of the tokens that a step reads, and keep their inputs.
+    """Return the heads [T, h, d] of the tokens that a step reads, and keep their inputs.
 
     Args:
-        one: a contiguous input, the step's.
+        one: the convolution, with the step's input, contiguous.
         kept_PRC: [P, J - 1 or more, C] in the input's dtype, contiguous; written in place.
+
+    Raises ValueError: shapes or dtypes do not fit.
     """
     x_TC, width = one.x_TC, one.width
     channels = x_TC.shape[1]

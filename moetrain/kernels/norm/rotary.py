@@ -6,8 +6,8 @@ A head is rotated by its token's cosines ``c`` and sines ``s`` (arXiv 2104.09864
 once. Fewer angles than pairs rotate the first elements of a head, and the others stay: d above is
 then the rotating width. With ``interleaved``, n[2i] and n[2i + 1] are a pair, and stay in place.
 
-It is one op so that its bits do not depend on what the compiler would fuse it with. Where they may
-(``fusible``), the forward is the compiler's. One op makes all gradients, as in
+It is one op so that its bits do not depend on what the compiler would fuse it with. With
+``fusible`` they may, and the compiler fuses the forward. One op makes all gradients, as in
 :mod:`moetrain.kernels.norm.rms_norm`; ``dy`` rotated back is the upstream gradient of the norm.
 
 Legend: T tokens, H heads, d head width, p pairs that rotate, at most d/2, S rows of angles: token t
@@ -55,6 +55,8 @@ def rotary(
         weight_d: the norm's weight, contiguous; None: no norm.
         interleaved: rotate neighbours together, instead of elements p apart.
         fusible: run the forward in plain torch, which the compiler fuses with its neighbours.
+
+    Raises ValueError: shapes do not fit, or angles or weight are not contiguous.
     """
     _check(x_THd, cos_Sp, sin_Sp, weight_d)
     if not use_fast(backend, x_THd):

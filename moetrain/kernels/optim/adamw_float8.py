@@ -5,9 +5,9 @@ and quantised as they are written: 8 bits an element, and a power of two as the 
 of 32 neighbours in a row (block-wise quantisation, arXiv 2110.02861, with the scales of OCP's
 MXFP8):
 
-    first moment    a sign, 4 bits of exponent, 3 of mantissa; elements below 2^-14 of a group's
-                    largest have evenly spaced values, down to 0
-    second moment   5 bits of exponent, 3 of mantissa; the smallest value is 2^-31 of the largest,
+    first moment    a sign, 4 bits of exponent, 3 of mantissa; elements below 2^-14 of the group's
+                    scale have evenly spaced values, down to 0
+    second moment   5 bits of exponent, 3 of mantissa; the smallest value is 2^-31 of the scale,
                     not 0: a first moment over the root of a second one that was lost would be a
                     step of any size (the zero-point problem, arXiv 2309.01507)
 
@@ -239,10 +239,12 @@ def adamw_float8(
             scales; zeros are a moment of zeros.
         rates_S: made by :meth:`~moetrain.kernels.optim.adamw.Settings.rates`; a skipped step writes
             only ``out``.
-        places_2: int64 [2]: the index of the first group's first element among those of all
-            parameters, a multiple of 32, and by how much that of the next row is larger.
+        places_2: int64 [2]: the index of the first element among the elements of all parameters, a
+            multiple of 32, and the difference from one row's first index to the next row's.
         decays: True if weight decay applies.
-        out: of any float dtype: the new parameters, rounded to nearest.
+        out: fp32, bf16 or fp16: the new parameters, rounded to nearest.
+
+    Raises ValueError: a shape or dtype does not fit, or a tensor is not contiguous.
     """
     shape = (param.shape[0], math.prod(param.shape[1:]))
     moments = (avg, avg_scales_RG, avg_sq, avg_sq_scales_RG)

@@ -1,8 +1,8 @@
 """Gradients of the linear cross-entropy by products in fp8; the loss itself is unchanged.
 
 The logits' gradient ``d = weight * (p - onehot)`` spans more than e4m3: at a vocabulary of 151,936
-most p are below 1e-5, and what e4m3 would lose of them is each rare token's whole gradient. It is
-rounded to e5m2 (two bits of mantissa, 31 binades), with one scale for all tokens, a power of two::
+most p are below 1e-5, and e4m3 would lose the whole gradient of each rare token. So d is rounded to
+e5m2 (two bits of mantissa, 31 binades), with one scale for all tokens, a power of two::
 
     q = round(d / step)        step = the smallest 2^k with weight <= 57344 step
 
@@ -66,7 +66,8 @@ def fp8_gradients(
 ) -> tuple[ChunkStats, torch.Tensor, torch.Tensor]:
     """Return the statistics, and the gradients of ``sum(weights * loss)`` in h and w.
 
-    The gradient of w is empty unless ``is_trained``. D is a multiple of 16. A fast path, not an op.
+    ``scale`` multiplies the logits, and ``softcap`` caps them (0: not). The gradient of w is empty
+    unless ``is_trained``. D is a multiple of 16. This is a fast path, not an op.
     """
     T, V = h_TD.shape[0], w_VD.shape[0]
     stats = ChunkStats.empty(h_TD)
@@ -205,8 +206,8 @@ def _add_missing_to_rows(
 def _rounded_to_e5m2(x):
     """Return ``x`` rounded to e5m2, to nearest even, in fp32, and its byte, in int32.
 
-    By hand: with CUDA 13's compiler the bytes of the hardware's instruction were garbage where they
-    were shifted to the top of a word. A value of e5m2 is the upper half of one of fp16.
+    It rounds by hand: with CUDA 13's compiler the bytes of the hardware's instruction were garbage
+    where they were shifted to the top of a word. A value of e5m2 is the upper half of one of fp16.
     """
     # Adding 3/2 of 2^23 steps rounds to a step: 1/4 of the power of two, or of 2^-14 below it.
     field = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 113)

@@ -25,7 +25,10 @@ _Words = TypeVar("_Words", int, torch.Tensor)
 def gumbel_argmax(
     logits_NV: torch.Tensor, keys_N: torch.Tensor, inverse_temperatures_N: torch.Tensor
 ) -> torch.Tensor:
-    """Sample each row's token from its logits; arguments as in :func:`sample_tokens`."""
+    """Sample each row's token from its logits: int64 [N].
+
+    The other arguments are those of :func:`~moetrain.kernels.vocabulary.chunk.sample_tokens`.
+    """
     inverse_N1 = inverse_temperatures_N[:, None]
     noise_NV = gumbel_noise(keys_N, logits_NV.shape[1])
     scores_NV = torch.where(inverse_N1 > 0, logits_NV * inverse_N1 + noise_NV, logits_NV)
