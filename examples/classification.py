@@ -4,8 +4,8 @@
 
     Trainer(config, data=rows, objective=Classification([token_of_yes, token_of_no])).fit()
 
-A trainer takes any object with these two methods (docs/library.md). Left out on purpose: a separate
-head, because the model could then be neither exported nor served.
+A trainer takes any object with ``balances`` and these two methods (docs/library.md). Left out on
+purpose: a separate head, because the model could then be neither exported nor served.
 
 Legend: B rows, S tokens of a row, T = B * S, D model width, K classes.
 """

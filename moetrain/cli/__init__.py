@@ -30,8 +30,8 @@ def interrupt_by_exception() -> None:
 def quiet_imports() -> Iterator[None]:
     """Let Ctrl-C end this process with exit code 130 in this context, for imports during a command.
 
-    An import may also lose KeyboardInterrupt in C code that tries another import and goes on
-    without it. Then the command would not stop at all.
+    An import may also lose KeyboardInterrupt: C code may try to import another module, and go on
+    without that module after any error. Then the command would not stop at all.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is threading.main_thread():  # other threads may set no handler

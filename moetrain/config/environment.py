@@ -27,7 +27,7 @@ class Gpu(NamedTuple):
     otherwise."""
 
     memory_gib: float
-    """Memory that torch reports (``total_memory``), less than the name promises."""
+    """Memory that torch reports (``total_memory``), GiB; less than the advertised size."""
     peak_flops: float
     """Dense bf16 FLOP/s."""
     memory_rate: float
@@ -155,8 +155,11 @@ def failure_mark(error_file: str) -> Path:
 
 
 def report_failure(error_file: str, reason: str, *, is_first: bool = True) -> None:
-    """Write into ``error_file`` why this rank fails. torchrun shows the reason of the rank that
-    was first, by whole seconds, at the end of its output."""
+    """Write into ``error_file`` why this rank fails.
+
+    At the end of its output torchrun shows the reason with the earliest time, in whole seconds.
+    ``is_first`` False: another rank failed first, so this one's time is a second later.
+    """
     at = str(int(time.time()) + (not is_first))
     reason = reason if is_first else "another rank of this machine failed before"
     said = {"message": reason, "extraInfo": {"py_callstack": reason, "timestamp": at}}

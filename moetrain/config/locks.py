@@ -9,7 +9,7 @@ file names is still alive, and takes the lock over if the holder has ended.
 Each holder makes a file of its own. It locks and writes this file before it renames it to the
 lock's path, so that a locked file never names anyone but its holder. A process replaces the file at
 the path only if it has that file's ``fcntl(2)`` lock, which no child inherits, and has then seen
-that the file is still at the path. So one of several processes that take over a lock succeeds.
+that the file is still at the path. So only one of several processes can take over a lock.
 """
 
 import errno

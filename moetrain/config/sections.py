@@ -41,7 +41,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _read(cls, value: Any, info: ValidationInfo) -> Any:
-        """Read 1e6, which Python and TOML take for a float, as an integer, and a,b as a tuple."""
+        """Convert 1e6 to an integer (Python and TOML read a float), and the text a,b to a tuple."""
         kind = cls.model_fields[info.field_name or ""].annotation
         kinds = get_args(kind) or (kind,)
         if tuple in map(get_origin, (kind, *kinds)):
@@ -84,7 +84,7 @@ MaybePath = Annotated[str | None, _FROM_HOME]
 
 
 def checked(is_right: Callable[[Any], bool], remedy: str) -> AfterValidator:
-    """Return a validator that refuses a value with ``remedy`` unless it ``is_right``."""
+    """Return a validator that raises ValueError(``remedy``) unless ``is_right(value)``."""
 
     def check(value: Any) -> Any:
         if not is_right(value):
@@ -155,7 +155,7 @@ class MixEntry(Section):
     """Share of the rows, relative to the weights of all sources. Unset in all entries: a pass has
     all rows of each source."""
     repeat: PositiveInt = 1
-    """Passes over its rows in one pass over the mixture; with weights, the most such passes."""
+    """Passes over its rows in one pass over the mixture; with weights, at most so many."""
     limit: PositiveInt | None = None
     """Number of its first records or files to read; unset: all."""
     source: Literal["text", "records"] | None = None
@@ -177,7 +177,7 @@ class MixEntry(Section):
 
 
 class DataSection(Section):
-    """The source of text, and its way to packed rows of tokens."""
+    """The source of text, and how it becomes packed rows of tokens."""
 
     source: Literal["stdlib", "text", "records", "jsonl", "synthetic"] = "stdlib"
     """Kind of data. stdlib: the source code of Python's standard library; text: a text file, or a
@@ -228,8 +228,8 @@ class DataSection(Section):
     seq_len: int = Field(default=256, gt=1)
     """Tokens in one packed row. Unset with model.path: as many as the model takes, up to 4096."""
     packing: Literal["auto", "whole", "stream"] = "auto"
-    """The way in which documents fill rows. whole: no document is cut, and rows have padding. Only
-    a text that is longer than a row is cut into parts, and data.overlong decides for conversations.
+    """The way in which documents fill rows. whole: rows have padding, and a document that fits in a
+    row is not cut. Longer texts are cut into parts; for longer conversations data.overlong decides.
     stream: documents follow one another and are cut at the end of each row. auto: whole for
     conversations, else stream."""
     overlong: Literal["cut", "drop", "error"] = "cut"

@@ -284,8 +284,8 @@ class Reader(Generic[_C]):
     def _nearest(self, key: str, known: list[str]) -> list[str]:
         """List the names of ``known`` that ``key`` may mean.
 
-        They have the same letters with other separators, another trainer's name, the same last
-        part, or few other letters.
+        A name has the same letters with other separators, or ``key`` is another trainer's name for
+        it, or the last parts are the same or differ in few letters.
         """
         last, letters = key.rpartition(".")[2], key.translate(_SEPARATORS)
         alike = [name for name in known if name.translate(_SEPARATORS) == letters]
@@ -477,7 +477,7 @@ def shortened(value: object) -> str:
     """Return ``repr(value)``, short enough for a line that a person reads."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of more than 4,300 digits, or what holds one
+    except ValueError:  # an integer of more than 4,300 digits, or a value with one
         text = "a value that holds a number of thousands of digits"
         if isinstance(value, int):
             text = f"a number of {value.bit_length()} bits"

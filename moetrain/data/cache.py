@@ -199,7 +199,8 @@ class Blocks:
     ) -> None:
         """List the blocks of ``share`` of ``source``.
 
-        ``workers`` is the number of processes that make blocks. None: one for each core, up to 8.
+        ``workers`` is the number of processes that make blocks. None: one for each core of this
+        rank's share, up to 8.
         """
         parts = source.file_parts(share)
         order = np.random.Generator(np.random.PCG64(0)).permutation(len(parts))
@@ -455,8 +456,8 @@ def encoded(
     """Tokenise documents.
 
     A document begins with ``bos_ids`` once, unless a template rendered it. Every document ends with
-    EOS. An empty span at the end of a text that no template rendered stands for an empty answer.
-    Only EOS is learned of it.
+    EOS. An empty span at the end of a text that no template rendered stands for an empty answer:
+    only EOS is learned.
 
     Yields:
         Each document, or part of one, with its ids [T] and its mask, uint8 [T]: 1 for a token

@@ -15,7 +15,7 @@ class Document(NamedTuple):
     text: str
     loss_spans: list[tuple[int, int]] | None = None
     """The characters ``start:end`` to learn. None: all. An empty span at the end of a text that no
-    template rendered stands for an empty answer. Only EOS is learned of it."""
+    template rendered stands for an empty answer: only EOS is learned."""
     is_rendered: bool = False
     """True: a chat template made the text, and decided how it begins."""
     is_end: bool = True

@@ -29,6 +29,7 @@ class Element(NamedTuple):
     line: int
     """The line in which the element begins, from 1."""
     num_bytes: int
+    """Bytes of the element in the file, and of the comma or bracket behind it."""
 
 
 def is_array(file: Any) -> bool:

@@ -15,7 +15,8 @@ from moetrain.data.messages import BadLineError
 
 _MIB = 1 << 20
 _MOST_TOGETHER = 1 << 30
-"""Most bytes of a row group's pages in memory at once, the largest page of each column."""
+"""Most bytes that the largest pages of a row group's columns may have together: a reader holds one
+page of each column at once."""
 _MOST_VALUES = 1 << 27
 """Most values of a column of lists in a row group. One row may hold all of them, and each takes
 twelve bytes."""
@@ -83,7 +84,7 @@ def _column_size(opened: IO[bytes], column: Any) -> tuple[int, int]:
 def _struct(opened: IO[bytes], depth: int) -> dict[int, Any]:
     """Read a struct, and return its fields by number.
 
-    Raises ValueError or IndexError: the bytes are no struct.
+    Raises ValueError, IndexError or (for lists in lists) RecursionError: the bytes are no struct.
     """
     if depth > _DEEPEST:
         raise ValueError("nested too deeply")

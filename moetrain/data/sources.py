@@ -219,7 +219,8 @@ def _lines_from(part: FilePart) -> str:
 
 
 def _text_parts(path: Path) -> Iterator[Document]:
-    """Yield a text in parts that end with a line. Skip blank files and files with null bytes."""
+    """Yield a text in parts that end with a line. Skip it if its first part is blank or has null
+    bytes."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
     with path.open("rb") as file:
         raw = file.read(_PART_BYTES)

@@ -82,7 +82,10 @@ class Answer(ABC):
 
     @abstractmethod
     def updates(self) -> AsyncGenerator[ChoiceUpdate, None]:
-        """Yield the tokens of all choices as they arrive. HTTPException: there is no reply."""
+        """Yield the tokens of all choices as they arrive.
+
+        Raises HTTPException: there is no reply.
+        """
 
     async def response(self, request: HTTPRequest) -> Response:
         """Return the response to ``request``. A stream starts when its first token arrives."""

@@ -69,7 +69,10 @@ class Limits:
             raise ValueError(f"{name} has a token outside of 0 to {self.vocab_size - 1}")
 
     def parse(self, kind: str, body: object) -> "JobRequest":
-        """Return the request that the JSON value ``body`` is; Refused: it cannot be served."""
+        """Parse the JSON value ``body`` as a request. Raises Refused: it cannot be served.
+
+        ``kind`` is a name of :data:`KINDS`.
+        """
         try:
             request = KINDS[kind].model_validate(body)
             request.check(self)
@@ -131,7 +134,7 @@ class Datum(JsonBody):
                 )
 
     def sample(self, group: int) -> Sample:
-        """Return the text as a sample, with its weights in place of advantages if it has any."""
+        """Return the text as a sample. Without advantages its weights take their place."""
         factors = self.weights if self.advantages is None else self.advantages
         return Sample(
             [*self.tokens, 0],
@@ -384,7 +387,7 @@ def finite(values: Sequence[float]) -> Sequence[float | None]:
 
 
 def source_of(path: str) -> str:
-    """Return a save's ``path`` relative to the folder of jobs; Refused: it is no save's path."""
+    """Return a save's ``path`` relative to the folder of jobs. Raises Refused: it is no save's."""
     if _SOURCE.fullmatch(path) is None:
         raise Refused(f"path: {shortened(path)} does not have the form tinker://RUN/weights/NAME")
     return path.removeprefix("tinker://")

@@ -49,7 +49,10 @@ class ClientLoss:
 
     @classmethod
     def of(cls, name: str, config: Mapping[str, float]) -> Self:
-        """Return the loss ``name``; raises ValueError for an unknown loss or setting."""
+        """Return the loss ``name``.
+
+        Raises ValueError: the loss or a setting is unknown, or a value is out of range.
+        """
         if name not in _LOSSES:
             raise ValueError(f"loss_fn {shortened(name)} is not one of {', '.join(_LOSSES)}")
         formula, known = _LOSSES[name]
