@@ -9,8 +9,8 @@ slowest rank's; all ranks begin together:
     reserve    host memory for copies is made and pinned, which a run does before its first step
     blocked    begin_save of an asynchronous save: what keeps the next step from being queued
     step       a step alone, and the slowest of those that run while a checkpoint is written
-    write      a save from its first byte to its name; "first" is that of the process, into memory
-               that no write has used before
+    write      a save from its first byte to its name; "first" is the process's first save, into
+               memory that no write has used before
     load       everything read from the disk, checked and on the device; the files' pages are
                dropped from the page cache before
     disk       plain files of the same sizes, as many at once, written and fsynced; and read again

@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--rl_steps", type=int, default=100, help="of reinforcement learning")
     parser.add_argument("--rows", type=int, default=8, help="rows of a step of fine-tuning")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step, 8 answers each")
-    parser.add_argument("--held_out", type=int, default=200, help="chats, and sums, to measure on")
+    parser.add_argument("--held_out", type=int, default=200, help="chats, and up to 100 sums")
     parser.add_argument("--lr", type=float, default=5e-5)
     parser.add_argument("--rl_lr", type=float, default=5e-6)
     words = parser.parse_args()

@@ -9,8 +9,8 @@ Kernel times come from moetrain/train/estimates/speed.py, which has measured rat
 adds times up, this program queues operations: the computation of each block, the gathers and
 reductions of FSDP with one unit of prefetch, dispatch and combine, and the transfers of the
 pipeline's own schedule, each after the operations that the code waits for. Ranks of a machine with
-the same stages are alike, so one of them is simulated; so are machines with the same stages, unless
-``--slow`` makes one differ.
+the same stages are alike, so one of them is simulated. Machines with the same stages are alike too,
+unless ``--slow`` makes one differ.
 
 Within a machine copy engines carry FSDP, or NCCL where the settings say so; between machines NCCL
 does. A ring of NCCL's brings a machine everything once, through the adapters of all its GPUs that
@@ -147,7 +147,7 @@ class Result(NamedTuple):
         return found
 
     def streams(self) -> list[str]:
-        """Yield a line for each simulated stream, or for several that are alike."""
+        """Return a line for each simulated stream, or for several that are alike."""
         alike, waits = defaultdict[str, list[str]](list), self.simulation.waits()
         for (rank, name), busy in self.simulation.busy().items():
             blocked = ", ".join(

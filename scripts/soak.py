@@ -13,9 +13,10 @@ made all their steps:
     flip             SIGKILL, and a byte of the newest checkpoint is changed
 
 After each disturbance it checks that the run resumes from the newest intact checkpoint, that at
-most two save intervals lie between that and the last logged step, and that the folder holds only
-checkpoints. At the end the losses must equal those of the undisturbed run: bit for bit on the same
-mesh (--same), within a relative difference of --tolerance on others.
+most two save intervals lie between that and the last logged step, and that the losses so far equal
+those of the undisturbed run: bit for bit on the same mesh (--same), within a relative difference of
+--tolerance on others. After ``stop``, and after a run's last step, the folder must hold only
+checkpoints.
 
 One JSON line says what was done. If a check fails, the exit code is 1 and the finding is printed.
 """
@@ -318,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--same", action="store_true", help="the first layout, and the same bits")
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--folder", type=Path, help="where to work; default: one that goes again")
+    parser.add_argument("--folder", type=Path, help="where to make a temporary folder")
     options = parser.parse_args(argv)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     began = time.monotonic()

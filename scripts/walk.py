@@ -92,7 +92,7 @@ class Walk(NamedTuple):
     title: str
     landmarks: tuple[Landmark, ...]
     run: Callable[[Path], None]
-    """Does in an empty folder what comes by the landmarks."""
+    """Runs, in an empty folder, a command or a service that reaches the landmarks."""
 
 
 # ---- what is run ---------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class Call(NamedTuple):
 
     module: str
     name: str
-    """The function; of one that is defined inside another, the outer one."""
+    """The function; if it is defined inside another one, the outer function."""
 
     @classmethod
     def of(cls, frame: FrameType) -> "Call":
@@ -325,7 +325,7 @@ class Stop:
 
     path: str
     calls: dict[Call, list[str]] = field(default_factory=dict)
-    """The functions, each with the landmarks that it is."""
+    """The functions, each with the descriptions of the landmarks that it is; empty for most."""
     is_again: bool = False
     """True: the file is in the list further up."""
 
@@ -355,7 +355,7 @@ def stops_of(stacks: Mapping[str, Sequence[Call]]) -> list[Stop]:
 def record(walk: Walk) -> dict[str, list[Call]]:
     """Run ``walk``, and return for each landmark what is done there, and the stack.
 
-    SystemExit: a landmark was not reached.
+    Raises SystemExit: a landmark was not reached.
     """
     recorder, output = Recorder(walk.landmarks), io.StringIO()
     with (

@@ -138,8 +138,8 @@ def _clipped(tokens: PolicyTokens, log_ratio: torch.Tensor) -> PolicyLoss:
 def _is_outside(change: torch.Tensor, tokens: PolicyTokens) -> torch.Tensor:
     """Return where ``change`` is past the bound towards which the advantage moves it.
 
-    ``change`` is the policy's, by the measure that the bounds are of: the ratio, or dppo's signed
-    divergence.
+    ``change`` measures, as the bounds do, how far the policy has moved: it is the ratio, or dppo's
+    signed divergence.
     """
     advantage = tokens.advantage
     is_below = (change < tokens.low) & (advantage < 0)

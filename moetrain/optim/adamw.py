@@ -12,11 +12,11 @@ Offloaded masters (``optim.offload_fraction``) are updated by the CPU, by torch'
 threads, while the device continues. A thread waits for the clip factor and the gradients, updates
 the buckets in the order of the next forward's gathers, and copies the weights to the device.
 Training waits, if it must, where a bucket is gathered: the device's own updates and the forward of
-the blocks before hide the rest. For that, the first gather after an update starts after the block
-before it, whether the update is done or not: every rank must start collectives in the same order,
-and hosts are not equally fast. The cost: an update that was done early leaves one gather a step
-uncovered. To gather before the block would leave the device without work for as long as a late
-update takes.
+the blocks before hide the rest. So the first gather of a bucket after its update is no prefetch. It
+starts behind the block before it, even if the update is done, because every rank must start
+collectives in the same order, and hosts are not equally fast. The cost is that no computation hides
+this gather if the update was done early. A prefetch would leave the device without work for as long
+as a late update takes.
 """
 
 import zlib
@@ -56,8 +56,8 @@ class AdamW(torch.optim.Optimizer):
 
     Moments in bf16 and float8 are rounded by random bits. These depend on the seed, the step, and
     an element's index in the whole parameter. So copies on several ranks stay equal, and a resumed
-    run has the same bits, on another mesh too, with one exception: in bf16, where tensor parallel
-    ranks cut a weight by columns, or a shard begins at no multiple of four elements.
+    run has the same bits, on another mesh too. Moments in bf16 are an exception where tensor
+    parallel ranks cut a weight by columns, or a shard begins at no multiple of four elements.
     """
 
     MOMENTS: ClassVar = ("exp_avg", "exp_avg_sq")
@@ -164,7 +164,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         """Update with gradients times ``clip``, or leave all as it is if ``skipped``.
 
-        Both are 0-d, on the device, and the same on every rank.
+        Both are 0-d (``skipped`` is bool), on the device, and the same on every rank.
 
         Args:
             lr: the learning rate, 0-d fp64 on the device; None: that of the parameter group.

@@ -9,14 +9,14 @@ and its tokens of every head come back::
     q_NHd, k_NGd, v_NGd --exchange--> [B, S, H/W, d] --attention, exchange--> y_NHd
 
 Every rank has as many scores to compute as the others. Where ranks outnumber key and value heads,
-each of these goes to several. Worked example with W=2, T=4, H=2: rank 0 has tokens 0 and 1 of both
-heads; after the exchange, all four tokens of head 0.
+each such head goes to several ranks. Worked example with W=2, T=4, H=2: rank 0 has tokens 0 and 1
+of both heads; after the exchange, all four tokens of head 0.
 
 ``all_gather`` (arXiv 2407.21783) leaves queries where they are, and gathers keys and values of all
 tokens. Of latent attention it gathers the latents, which every rank expands. Their gradients are
 added up in fp32 in rank order. A document's last tokens see the most keys. So all tokens are cut
-into 2W pieces, and rank r has pieces r and 2W - 1 - r: of one long document every rank has as many
-scores to compute. With W=2 and T=8, rank 0 has tokens 0, 1, 6 and 7, which see 1, 2, 7 and 8 keys;
+into 2W pieces, and rank r has pieces r and 2W - 1 - r: the scores of one long document are divided
+equally. With W=2 and T=8, rank 0 has tokens 0, 1, 6 and 7, which see 1, 2, 7 and 8 keys;
 rank 1 has those that see 3, 4, 5 and 6.
 
 With both, layers that carry a state see all tokens of a part of the heads.
@@ -124,8 +124,8 @@ class _Parts(TokenParts):
         masks, tokens = (), shape[0] * shape[1]
         if (pieces := self.pieces) > 1:
             n = tokens // (pieces * self.ranks)
-            # A window's keys lie in the piece and in the one before it. The bits of exact depend on
-            # where a document's keys begin, so it gets all.
+            # A window's keys lie in the piece and in the one before it. The bits of the backend
+            # "exact" depend on where a document's keys begin, so it gets all keys.
             is_near = window is not None and window <= n and context.mask.backend != "exact"
             before = max(1, window - 1) if is_near and window else None
             starts = self.starts(tokens)

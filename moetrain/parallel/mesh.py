@@ -14,7 +14,7 @@ expert axes regroup the same order. Worked example, 8 ranks::
 Axes that cut the world the same way share one communicator. One process is a mesh of one rank.
 
 A parameter is cut twice: over tensor (or expert) parallel ranks by its rule's style, then its first
-dim over FSDP ranks. Each time the pieces are equal, and the last ones shorter or empty
+dim over FSDP ranks. Each time the pieces are equal, but the last ones may be shorter or empty
 (``torch.chunk``'s rule, which is DTensor's). Sharding, initial values, checkpoints, export and the
 loading of weights all ask :class:`Layout`.
 
@@ -57,7 +57,8 @@ class ParallelDims:
     ``ep`` regroups dp_shard, cp and tp ranks, and is no factor of its own.
 
     Raises:
-        ConfigError: the product is not the world's size, or ``ep`` does not divide its ranks.
+        ConfigError: the product is not the world's size, or ``ep`` does not divide
+            ``sharding_ranks``.
     """
 
     world_size: int
@@ -196,7 +197,7 @@ class ExpertHops(NamedTuple):
     """The groups that tokens cross on their way to experts where ``ep`` spans several machines."""
 
     across: dist.ProcessGroup
-    """One expert parallel rank of each machine: those in this rank's place on theirs."""
+    """One expert parallel rank of each machine: the one with this rank's index on its machine."""
     inside: dist.ProcessGroup
     """The expert parallel ranks of this machine."""
 
@@ -218,7 +219,7 @@ class Meshes:
     expert_parameters: DeviceMesh
     """This stage's ranks: (dp_replicate, ep, efsdp)."""
     data: dist.ProcessGroup
-    """Ranks with different batch rows: dp_replicate x dp_shard. This rank takes part
+    """Ranks with different batch rows: dp_replicate x dp_shard. This rank trains on part
     ``data.rank()`` of a global batch."""
     tokens: dist.ProcessGroup
     """Ranks with different tokens, of the same batch rows or of others: every rank of this
@@ -282,7 +283,7 @@ _Cut = tuple[tuple[int, ...], ...]
 
 
 class _Groups:
-    """Makes process groups, each way to cut the world once."""
+    """Makes process groups, once for each way to cut the world."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type

@@ -90,11 +90,14 @@ class World:
         return self.rank == 0
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``x`` over the ranks of this stage: of losses, say. Collective."""
+        """Return the sum of ``x``, such as a loss, over the ranks of this stage. Collective."""
         return _sum(x, self.meshes.tokens)
 
     def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``x``, counted on whole batch rows, over ranks with different ones."""
+        """Return the sum of ``x``, which counts whole batch rows, over ranks with different rows.
+
+        Collective.
+        """
         return _sum(x, self.meshes.data)
 
     def sum_all(self, x: torch.Tensor) -> torch.Tensor:
@@ -154,7 +157,7 @@ def join_world(config: Config, arch: Architecture) -> World:
     """Join the run: check the layout, then make and warm up the communicators.
 
     Collective over the world. A default process group that exists already is used as it is. The
-    last ranks of ``rl.generators`` are no part of the world, and of no group of it.
+    ranks of ``rl.generators``, which are the last, belong neither to the world nor to its groups.
 
     Raises:
         ConfigError: the layout does not fit, there is no GPU for this rank, a launcher's variables

@@ -6,13 +6,13 @@
 Each episode runs the function in a thread, with a ``base_url`` of its own at a server in this
 process. A request there is the environment's turn, and its answer is the policy's. So the tokens
 that are trained are those that were generated, and nothing is tokenised again. If the messages of a
-request go on from the last answer, the text that the chat template puts behind it is added to its
-tokens. Other messages begin a new segment: those of an agent that rewrites its history, or of
-several agents in one.
+request go on from the last answer, only the text that the chat template puts behind that answer is
+tokenised, and appended. Other messages begin a new segment: those of an agent that rewrites its
+history, or of several agents in one.
 
-``temperature``, ``top_p`` and ``seed`` of a request have no effect, since the run's settings decide
-how to sample. A stream sends a turn token by token. If its client goes away, the turn is generated
-to its end all the same, and trained.
+A request's sampling parameters (``temperature``, ``top_k``, ``top_p``, ``min_p``, ``seed``) have no
+effect, since the run's settings decide how to sample. A stream sends a turn token by token. If its
+client goes away, the turn is generated to its end all the same, and trained.
 """
 
 import asyncio

@@ -39,7 +39,7 @@ class HostMemory:
         self._unpin: Callable[[], object] = lambda: None
 
     def reserve(self, size: int) -> torch.Tensor:
-        """Return :attr:`bytes`, of at least ``size``; new memory if that is more than before.
+        """Return :attr:`bytes`, of at least ``size`` bytes. If it was smaller, it is new memory.
 
         Raises:
             RunFailed: the system does not have as much pinned memory.
@@ -191,7 +191,7 @@ def _index(device: torch.device) -> int:
 class DeviceBytes:
     """Counts memory that did not come from torch's allocator, by device index.
 
-    It is as global as that allocator, whose own counts do not include it.
+    The counts are global, like that allocator's own, which do not include this memory.
     """
 
     _now: ClassVar[Counter[int]] = Counter()
@@ -222,8 +222,8 @@ class DeviceBytes:
 class AddressRange:
     """A range of as many addresses as ``device`` has memory; memory is mapped on demand.
 
-    Sizes and starts are multiples of :attr:`granularity`. The addresses and the memory are freed
-    with the last tensor.
+    Sizes and starts are in bytes, multiples of :attr:`granularity`. The addresses and the memory
+    are freed once this object and all of its tensors are gone.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -277,7 +277,7 @@ class AddressRange:
         DeviceBytes.add(self.device, -size)
 
     def tensor(self, start: int, size: int) -> torch.Tensor:
-        """Return these bytes as uint8; they must have memory now."""
+        """Return ``size`` bytes from ``start`` as uint8 [size]; memory must be mapped there."""
         return torch.as_tensor(_Span(self, start, size), device=self.device)
 
 

@@ -3,7 +3,7 @@
     totals = engine.forward_backward(batches, objective)    # as often as a step has batches for
     norm, skipped = engine.step(lr)
 
-Data, folders, schedules and the order of actions are a loop's business
+Data, folders, schedules and the order of actions belong to the training loop
 (:mod:`moetrain.train.loop`). :class:`ModelState` holds weights and moments. Inside a step nothing
 here waits for the device, with three exceptions: dispatch without fixed sizes waits for its counts;
 with fixed sizes the count of dropped rows is read while the last backward runs; and
@@ -85,7 +85,7 @@ class Engine(ModelState):
         is_graphed = config.compile.cuda_graphs is True
         self.graphs = Graphs(world.device, self.fsdp) if is_graphed else None
         if self.graphs is not None:
-            world.endings.append(self.graphs.clear)  # NCCL's end waits for that of its graphs
+            world.endings.append(self.graphs.clear)  # NCCL cannot end before its graphs
         self.passes = GradientPasses(self.runner, config, self.graphs, self.work)
         self.since_step: list[Totals] = []
         self.nan_finder = NanFinder(self.model, self.fsdp, world) if config.log.find_nan else None

@@ -2,8 +2,8 @@
 
 Attention is multi-head latent attention. The router scores by sigmoid, has a selection bias and
 chooses among groups of experts. The first layers are dense, and the others have shared experts.
-Files hold MTP blocks behind the model's own layers; an export carries them on, or they are trained
-(:mod:`moetrain.models.parts.multi_token`). ``kimi_k2`` is another name of ``deepseek_v3``.
+Files hold MTP blocks behind the model's own layers. An export copies them unchanged unless they are
+trained (:mod:`moetrain.models.parts.multi_token`). ``kimi_k2`` is another name of ``deepseek_v3``.
 
 Other families with this attention use :class:`LatentDecoder` and the tables of V3.
 """

@@ -1,9 +1,9 @@
 """Qwen2 and Qwen2-MoE (arXiv 2407.10671), Qwen3 and Qwen3-MoE (arXiv 2505.09388).
 
 Qwen2 is dense, with biases of queries, keys and values. Qwen3 has q/k norms instead. Both may have
-windows in some layers, with the same keys. Qwen2-MoE and Qwen3-MoE have their attention and routed
-experts; some layers may be dense. Qwen2-MoE also has a gated shared expert, and windows in other
-layers where the file does not name these.
+windows in some layers, with the same keys. Qwen2-MoE has Qwen2's attention and Qwen3-MoE Qwen3's,
+with routed experts; some layers may be dense. Qwen2-MoE also has a gated shared expert. If its file
+does not name the layers with windows, they are others than Qwen2's.
 """
 
 from moetrain.models.architecture import Architecture, ConfigJson, Fields

@@ -12,8 +12,8 @@ that tensor alone, with the name that it has in unquantised checkpoints. The key
             scales are quantised too, X.nested_absmax, X.nested_quant_map -> X [N, M], as
             bitsandbytes writes it: two elements a byte, the high half first
 
-In nf4 the shape is in the JSON of ``quant_state``, and a scale is that of 64 consecutive elements.
-Scales are fp32, or bytes where they are quantised; a scale is then
+In nf4 the JSON of ``quant_state`` has the shape and ``blocksize``, the number of consecutive
+elements that share a scale. Scales are fp32, or bytes where they are quantised; a scale is then
 ``map[byte] * nested_absmax + nested_offset``, rounded twice.
 """
 
@@ -76,7 +76,7 @@ class Dequantised:
         return list(self.shape)
 
     def __getitem__(self, index: Any, /) -> torch.Tensor:
-        """Read ``tensor[index]``, whose first element is an int or a slice with a step of 1."""
+        """Read ``tensor[index]``. The first index is an int or a slice with a step of 1."""
         index = index if isinstance(index, tuple) else (index,)
         first, *others = (slice(None),) if index == (...,) else index
         rows = slice(first, first + 1) if isinstance(first, int) else first
@@ -160,7 +160,7 @@ class _State(NamedTuple):
 
     @classmethod
     def read(cls, part: LazyTensor) -> "_State | None":
-        """Read the JSON of a stranger's file; None: it is not valid."""
+        """Read the JSON of an untrusted file; None: it is not valid."""
         sizes = _sizes(part)
         if len(sizes) != 1 or sizes[0] > 1 << 16:
             return None
@@ -219,7 +219,7 @@ class _StoredRows(NamedTuple):
         first, end = (row * math.prod(state.shape[1:]) for row in (rows.start, rows.stop))
 
         def stored(part: LazyTensor, step: int) -> torch.Tensor:
-            """Read the entries of the elements, of which ``step`` share one."""
+            """Read the entries of the rows' elements; ``step`` elements share an entry."""
             return part[first // step : -(-end // step)].flatten()
 
         return cls(
@@ -249,8 +249,10 @@ def _nf4_groups(
     rows: slice,
     format: QuantFormat,
 ) -> Groups | None:
-    """Return the stored codes and scales; None: other tables than ours, or blocks that our units
-    would cut."""
+    """Return the stored codes and scales.
+
+    None: tables or block sizes are not ours, scales are fp32, or the rows would cut a unit.
+    """
     said, first, end, packed, scales_G, factors_S = _StoredRows.read(parts, rows)
     if (
         format is not QUANT_FORMATS["nf4"]

@@ -172,8 +172,8 @@ class _GemmaRouter(Router):
     ) -> Routed:
         """Route ``x_TD`` as :class:`Router` does, and scale the weights."""
         routed = super().forward(x_TD, is_pad_T, ids_TK)
-        # A choice and a sum, since the gradient of an index adds all tokens to a few numbers with
-        # atomics: slowly, and in an order that changes the bits.
+        # This is a choice and a sum, since the gradient of an index adds all tokens to a few
+        # elements with atomics: slowly, and in an order that changes the bits.
         experts_E = torch.arange(len(self.expert_scale), device=x_TD.device)
         is_chosen_TKE = routed.ids_TK.clamp(min=0)[..., None] == experts_E
         scales_TK = torch.where(is_chosen_TKE, self.expert_scale, 0).sum(-1)

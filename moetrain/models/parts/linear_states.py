@@ -30,13 +30,13 @@ from moetrain.runtime.backend import Backend
 
 
 def _draw_filter(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw U(-1, 1) over the root of a convolution's taps."""
+    """Draw U(-1, 1) / sqrt(taps of the convolution)."""
     bound = rows.shape[-1] ** -0.5
     return rows.uniform_(-bound, bound, generator=generator)
 
 
 def _draw_rates(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw the log of U(0, 16), of the rates at which states decay (arXiv 2312.00752)."""
+    """Draw logarithms of the rates at which states decay, U(0.001, 16) (arXiv 2312.00752)."""
     return rows.uniform_(1e-3, 16.0, generator=generator).log_()
 
 
@@ -57,7 +57,7 @@ class LinearStates:
         """The states and open chunks; None: not allocated before the first use."""
         self.inputs: dict[str, torch.Tensor] = {}
         """The last R inputs of each convolution, [P, R, C], a ring by the token's place modulo R.
-        R is J - 1, and the number of drafts more."""
+        R is J - 1 plus the number of drafts."""
 
     def free(self) -> None:
         """Free all memory; the next use allocates it again."""
@@ -138,14 +138,14 @@ class LinearMixer(KernelModule):
         self.use_kernels(kernels)
         self.over_heads: OverHeads = _over_all_heads
         self.states: LinearStates | None = None
-        """The states of generation, whose contexts have :class:`Reads` for documents; None: this
+        """The states of generation, in which ``context.documents`` is :class:`Reads`; None: this
         module trains."""
 
     def for_generation(self, caches: Caches, window: int | None) -> LinearStates:
         """Keep the states of ``caches.slots`` - 1 sequences at once from now on.
 
-        Steps may read ``caches.drafts`` tokens more of a sequence that do not stay, in its open
-        chunk.
+        A step may also read ``caches.drafts`` draft tokens of a sequence, in its open chunk. Those
+        that are rejected are overwritten.
         """
         self.states = LinearStates(caches.slots, caches.drafts)
         return self.states

@@ -42,7 +42,7 @@ class Collectives:
         )
         if self.group.size() > 1:
             return wait
-        wait()  # nothing is under way, and what it holds is large
+        wait()  # nothing is in flight, and the call would hold large tensors
         return None
 
 
