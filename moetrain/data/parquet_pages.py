@@ -84,10 +84,8 @@ def _column_size(opened: IO[bytes], column: Any) -> tuple[int, int]:
 def _struct(opened: IO[bytes], depth: int) -> dict[int, Any]:
     """Read a struct, and return its fields by number.
 
-    Raises ValueError, IndexError or (for lists in lists) RecursionError: the bytes are no struct.
+    Raises ValueError or IndexError: the bytes are no struct.
     """
-    if depth > _DEEPEST:
-        raise ValueError("nested too deeply")
     fields, number = dict[int, Any](), 0
     while head := opened.read(1)[0]:
         number = number + (head >> 4) if head >> 4 else _integer(opened)
@@ -98,6 +96,8 @@ def _struct(opened: IO[bytes], depth: int) -> dict[int, Any]:
 
 def _value(opened: IO[bytes], kind: int, depth: int) -> Any:
     """Read a value of Thrift's type ``kind``. Texts and lists are passed over."""
+    if depth > _DEEPEST:
+        raise ValueError("nested too deeply")
     match kind:
         case 1 | 2 | 3:  # a boolean in a list, or a byte
             return opened.read(1)[0]
@@ -111,7 +111,7 @@ def _value(opened: IO[bytes], kind: int, depth: int) -> Any:
             head = opened.read(1)[0]
             count = head >> 4 if head >> 4 < 15 else _unsigned(opened)
             for _ in range(count):
-                _value(opened, head & 15, depth)
+                _value(opened, head & 15, depth + 1)
             return None
         case 12:
             return _struct(opened, depth + 1)

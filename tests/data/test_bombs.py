@@ -237,3 +237,16 @@ def test_damaged_page_headers_are_refused(tmp_path, byte):
     file = Files("data.path", str(path), [path])
     with pytest.raises(ConfigError, match=rf"damaged\.parquet, byte {start}: its page headers are"):
         list(file.records(FilePart(path, 0, 1)))
+
+
+def test_page_headers_of_lists_within_lists_are_refused(tmp_path):
+    """5,000 lists, each of which holds the next: Python would end by a RecursionError."""
+    path = tmp_path / "nested.parquet"
+    pq.write_table(pa.table({"text": [f"text {i}" for i in range(5000)]}), path)
+    data = bytearray(path.read_bytes())
+    start = pq.ParquetFile(path).metadata.row_group(0).column(0).dictionary_page_offset
+    data[start : start + 5000] = bytes([0x19]) * 5000
+    path.write_bytes(data)
+    file = Files("data.path", str(path), [path])
+    with pytest.raises(ConfigError, match=rf"nested\.parquet, byte {start}: its page headers are"):
+        list(file.records(FilePart(path, 0, 1)))
