@@ -22,7 +22,6 @@ from moetrain.cli.main import Parser, command
 from moetrain.cli.train import TRAIN
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import GPUS, imported_files
-from moetrain.config.sources import recipe_names
 
 _WAYS = {
     "slurm": ("sbatch", "sbatch", {"image", "volume"}),
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None) -> None:
     template, submit, _ = _WAYS[options.way]
     print(_estimate(options, words), file=sys.stderr)
     source = (Path(__file__).parent / "templates" / template).read_text("utf-8")
-    is_file = options.recipe not in (None, *recipe_names())
+    is_file = options.recipe is not None and options.recipe.endswith(".toml")
     imports = [word for path in imported_files() for word in ("--import", str(path))]
     facts = {
         "words": [*imports, *words],
@@ -94,7 +93,7 @@ def _parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser = Parser("launch", __doc__)
     parser.prog = "moetrain launch"
     parser.usage = (
-        "%(prog)s {slurm,k8s,sky} [RECIPE | FILE.toml] --nodes N [--section.key value ...]"
+        "%(prog)s {slurm,k8s,sky} [RECIPE | PRESET | FILE.toml] --nodes N [--section.key value ...]"
     )
     parser.add_argument("way", choices=list(_WAYS))
     # Only the word right behind the kind of job is a recipe; a later word is a setting's value.
@@ -148,7 +147,7 @@ def _estimate(options: Namespace, words: Sequence[str]) -> str:
     if not config.is_set("launch.gpus_per_machine"):
         gpus += (f"--launch.gpus_per_machine={options.gpus}",)
     # Weights may lie where only the job's containers see them.
-    planned = Config.load(options.recipe, [*words, *gpus], once=True)
+    planned = TRAIN.load(options.recipe, [*words, *gpus])
     return plan_memory(*resolve_run(planned, needs_weights=not in_container))
 
 

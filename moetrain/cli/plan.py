@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from moetrain.cli.main import Parser, command
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import GIB, GPUS, GPUS_OF_MACHINE, NETWORK_RATE, GpuName
-from moetrain.config.sources import recipe_names
+from moetrain.config.sources import Recipes, recipe_names
 
 if TYPE_CHECKING:  # imported later: torch would delay --help
     from moetrain.train.estimates.plan import MemoryPlan
@@ -116,7 +116,8 @@ def _show(model: str, gpus: int, gpu: GpuName, top: int, words: Sequence[str]) -
     if machines > 1:
         rate = f"{8 * NETWORK_RATE / 1e9:.0f} Gbit/s a GPU"
         print(f"The network between {machines} machines is assumed to have {rate}; not measured.")
-    print("best:", _command(config, source, [*own, *words], found[0].change, gpus))
+    named = [model] if source is not None else own  # a recipe or a preset
+    print("best:", _command(config, [*named, *words], found[0].change, gpus))
 
 
 def _per_machine(config: Config) -> int:
@@ -124,9 +125,8 @@ def _per_machine(config: Config) -> int:
     return GPUS_OF_MACHINE if number == "auto" else number
 
 
-def _command(
-    config: Config, source: str | None, words: Sequence[str], change: _Change, gpus: int
-) -> str:
+def _command(config: Config, words: Sequence[str], change: _Change, gpus: int) -> str:
+    """Return the command of a layout. ``words`` name the model, and then have settings."""
     start, per_machine = ["moetrain", "train"], _per_machine(config)
     if gpus > per_machine:
         start = [
@@ -136,14 +136,13 @@ def _command(
         ]
     elif gpus > 1:
         change = {"launch.nproc": gpus, **change}
-    named = [] if source is None else [source]
     chosen = [
         word
         for name, value in change.items()
         if value != attrgetter(name)(config)
         for word in (f"--{name}", _shown(value))
     ]
-    return shlex.join([*start, *named, *words, *chosen])
+    return shlex.join([*start, *words, *chosen])
 
 
 def source_of(model: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -153,7 +152,7 @@ def source_of(model: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
     if model in recipe_names():
         return model, []
     if model in PRESETS:
-        return None, ["--model.preset", model]
+        return Recipes.TRAIN.of_preset, ["--model.preset", model]
     if not Path(model).expanduser().is_dir() and model.count("/") != 1:
         names = ", ".join(sorted(PRESETS))
         problem = f"{model!r} is neither a folder, a hub id nor a preset ({names})"

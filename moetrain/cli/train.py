@@ -17,6 +17,7 @@ import threading
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,7 +38,7 @@ from moetrain.config.files import disk_remedy
 from moetrain.config.help import as_typed, values_in_words
 from moetrain.config.rl import RlSection
 from moetrain.config.sections import CheckpointSection
-from moetrain.config.sources import RankLost, RunFailed, Unused, recipe_names
+from moetrain.config.sources import RankLost, RunFailed, Unused, recipe_names, shortened
 
 if TYPE_CHECKING:
     from moetrain.models.architecture import Architecture
@@ -60,7 +61,20 @@ class Program(NamedTuple):
     """Beginnings of the names of settings that this command does not use."""
 
     def load(self, source: str | None, overrides: Sequence[str]) -> Config:
-        """Load a run's settings; ConfigError: as ``Config.load``, or ``data.path`` is missing."""
+        """Load a run's settings. ``source`` may also be a preset's name.
+
+        Raises ConfigError: as ``Config.load``, or ``data.path`` is missing.
+        """
+        if source is not None and source not in recipe_names() and not source.endswith(".toml"):
+            from moetrain.models.families import PRESETS  # imported here: torch would delay --help
+
+            if source not in PRESETS:
+                known = f"{', '.join(recipe_names())}, nor a preset, such as deepseek-v3"
+                near = get_close_matches(source, [*recipe_names(), *PRESETS], 1)
+                meant = f"; did you mean {near[0]}?" if near else ""
+                problem = f"{shortened(source)} is not one of {known}, nor a .toml file{meant}"
+                raise ConfigError("recipe", problem)
+            source, overrides = self.recipes.of_preset, [f"--model.preset={source}", *overrides]
         unused = Unused(self.name, self.foreign, self.recipes.default)
         config = Config.load(source, overrides, recipes=self.recipes, unused=unused, once=True)
         config.data.check()
@@ -240,10 +254,12 @@ def _help(program: Program, words: Sequence[str] = ()) -> str:
     if recipes.of_chats != with_path:
         with_path = f"{recipes.of_chats} for records, else {with_path}"
     lines = [
-        f"usage: python -m moetrain.{program.name} [RECIPE | FILE.toml] [--section.key value ...]",
+        f"usage: python -m moetrain.{program.name} [RECIPE | PRESET | FILE.toml] "
+        "[--section.key value ...]",
         "",
         f"recipes: {', '.join(recipe_names())}",
         f"default recipe: {recipes.default}; with model.path, {with_path}",
+        f"a preset's name stands for recipe {recipes.of_preset} with that model.preset",
         "environment: MOETRAIN_SECTION__KEY=value; the command line overrides it",
         "--dry_run prints the resolved config as JSON, whether it fits, and how the data begins",
         "--help prints this text, --help SECTION a section of it; --version prints the version",

@@ -45,19 +45,21 @@ class RankLost(RunFailed):
 class Recipes(Enum):
     """The recipes that a command starts from if the user names none."""
 
-    TRAIN = "debug", "continue", "sft"
-    RL = "rl-sort", "rl", "rl"
-    JOBS = "jobs-debug", "jobs", "jobs"
+    TRAIN = "debug", "continue", "sft", "pretrain"
+    RL = "rl-sort", "rl", "rl", "rl"
+    JOBS = "jobs-debug", "jobs", "jobs", "jobs"
 
-    def __init__(self, default: str, of_path: str, of_chats: str) -> None:
+    def __init__(self, default: str, of_path: str, of_chats: str, of_preset: str) -> None:
         """Name the recipes.
 
         Args:
             default: the recipe if ``model.path`` is unset.
             of_path: the recipe if ``model.path`` is set.
             of_chats: the recipe if ``model.path`` is set and the data are records.
+            of_preset: the recipe if the user names a preset where a recipe may stand.
         """
         self.default = default
+        self.of_preset = of_preset
         self.of_path = of_path
         self.of_chats = of_chats
 

@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from moetrain.cli import train
+from moetrain.cli.machines import main as machines
 from moetrain.cli.plan import main
 from moetrain.config import Config
 from moetrain.models.families import PRESETS
@@ -200,3 +201,24 @@ def test_the_dry_run_says_what_leaves_a_machine(words, says, capsys):
     said = capsys.readouterr().err
     assert says in said
     assert (" machines of " in said) == bool(says)
+
+
+def test_a_preset_stands_where_a_recipe_does(capsys):
+    """Its rows have a length of their own, and the command that plan prints begins with it."""
+    words = ["olmoe-7b", "--dry_run"]
+    assert train.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: recipe: 'olmoe-7b' is not one of continue, debug")
+    assert error.endswith("nor a .toml file; did you mean olmoe-1b-7b?\n")
+    machine = ["--launch.gpus", "8", "--launch.gpu", "h200", "--data.source", "synthetic"]
+    assert train.main(["olmoe-1b-7b", "--dry_run", *machine]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["model"]["preset"], found["data"]["seq_len"]) == ("olmoe-1b-7b", 4096)
+    assert found["checkpoint"]["interval"] == 500
+    assert main(["olmoe-1b-7b", "--gpus", "8", "--top", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "olmoe-1b-7b, rows of 4096 tokens" in printed
+    assert "best: moetrain train olmoe-1b-7b --launch.nproc 8" in printed
+    job = ["slurm", "olmoe-1b-7b", "--nodes", "1", "--dry_run", "--data.source", "synthetic"]
+    assert machines([*job, "--output_dir", "/shared/olmoe"]) == 0
+    assert "-m moetrain.train olmoe-1b-7b" in capsys.readouterr().out
