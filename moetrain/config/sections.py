@@ -181,9 +181,9 @@ class DataSection(Section):
 
     source: Literal["stdlib", "text", "records", "jsonl", "synthetic"] = "stdlib"
     """Kind of data. stdlib: the source code of Python's standard library; text: a text file, or a
-    folder of them; records: files of records (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow), a
-    data set that `datasets` saved, or one on the Hugging Face hub; jsonl: another name for records;
-    synthetic: random tokens. Unset: the suffix of data.path decides."""
+    folder of them; records: files of records (.jsonl, .jsonl.gz, .jsonl.zst, .csv, .parquet,
+    .arrow), a data set that `datasets` saved, or one on the Hugging Face hub; jsonl: another name
+    for records; synthetic: random tokens. Unset: the suffix of data.path decides."""
     path: MaybePath = None
     """File, folder or pattern (data/*.parquet) to read, or OWNER/NAME of a data set on the hub."""
     mix: tuple[MixEntry, ...] | None = None
@@ -237,9 +237,10 @@ class DataSection(Section):
     error: they end the run. The log says how many. Preference pairs cannot be cut: they are left
     out, or end the run."""
     bad_records: Literal["error", "skip"] = "error"
-    """Records that are not JSON, too large, of no known form, or that the chat template refuses.
-    error: the first one ends the run; skip: they are left out, and the log has their number, and
-    the first one of each kind."""
+    """Records that are not JSON, too large, of no known form, or that the chat template refuses,
+    and rows of a .csv file with more or fewer cells than its first row. error: the first one ends
+    the run; skip: they are left out, and the log has their number, and the first one of each
+    kind."""
     streaming: Literal["auto", "yes", "no"] = "auto"
     """Begin to train while later blocks of the data are tokenised. The number of rows in a pass
     over a stream is estimated from its first block. auto: yes for more than 64 MiB of files. A

@@ -362,6 +362,7 @@ class FileKind(Enum):
     LINES = "one JSON object in each line"
     JSON = "the same, or one array of objects"
     TABLE = "rows and columns, which pyarrow reads"
+    CELLS = "rows of cells, which are texts; the first row names the fields"
     COMPRESSED = "a compressed file of LINES or JSON"
     SHEET = "rows and columns as text, to be converted, or learned as text"
     ARCHIVE = "several files in one, to be unpacked"
@@ -378,11 +379,11 @@ FILE_KINDS: Mapping[str, FileKind] = {
     ".json": FileKind.JSON,
     ".parquet": FileKind.TABLE,
     ".arrow": FileKind.TABLE,
+    ".csv": FileKind.CELLS,
     ".gz": FileKind.COMPRESSED,
     ".zst": FileKind.COMPRESSED,
     ".bz2": FileKind.COMPRESSED,
     ".xz": FileKind.COMPRESSED,
-    ".csv": FileKind.SHEET,
     ".tsv": FileKind.SHEET,
     ".zip": FileKind.ARCHIVE,
     ".tar": FileKind.ARCHIVE,
@@ -395,6 +396,7 @@ _SOURCE_OF = {
     FileKind.TEXT: "text",
     FileKind.JSON: "records",
     FileKind.TABLE: "records",
+    FileKind.CELLS: "records",
     FileKind.COMPRESSED: "records",
 }
 """The ``data.source`` of a kind. Files of the other kinds are refused."""

@@ -1,8 +1,8 @@
-"""Finds and reads files of records: JSON, Parquet, Arrow and data sets of ``datasets``.
+"""Finds and reads files of records: JSON, CSV, Parquet, Arrow and data sets of ``datasets``.
 
 Files are read in pieces, which can be read alone and in any order. ``pyarrow`` reads tables and
 ``.zst``, and ``datasets`` opens saved data sets and those of a hub. The extra ``data`` installs
-both. Without it, JSON can be read, and JSON in ``.gz``, ``.bz2`` and ``.xz``.
+both. Without it, JSON and CSV can be read, and JSON in ``.gz``, ``.bz2`` and ``.xz``.
 
 No record larger than :data:`_MOST_BYTES` is held in memory, even if its compressed file is small. A
 larger line, element or row is skipped, and counts as a bad record.
@@ -26,12 +26,13 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from moetrain.config import ConfigError, logger
 from moetrain.config.sources import FILE_KINDS, FileKind, shortened
+from moetrain.data.csv_rows import CsvRow, cells, csv_rows
 from moetrain.data.json_array import array_elements, is_array
 from moetrain.data.messages import BadLineError
 from moetrain.data.parquet_pages import group_size
@@ -39,12 +40,16 @@ from moetrain.data.tools import TABLED, without_nulls
 
 _TABLES = FileKind.TABLE.suffixes
 _COMPRESSED = FileKind.COMPRESSED.suffixes
+_CELLS = FileKind.CELLS.suffixes
 _ARCHIVES = FileKind.ARCHIVE.suffixes
 _OPEN: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 """Functions that open compressed files, by suffix. pyarrow opens ``.zst``."""
-_WHOLE = (".arrow", *_COMPRESSED)
+_WHOLE = (".arrow", *_CELLS, *_COMPRESSED)
 """Suffixes of files that are read from their beginning alone, as one piece."""
-_RECORD_FILES = (*FileKind.LINES.suffixes, *_TABLES, *(f".jsonl{c}" for c in _COMPRESSED))
+_RECORD_FILES = (
+    *(*FileKind.LINES.suffixes, *_TABLES, *_CELLS),
+    *(f".jsonl{c}" for c in _COMPRESSED),
+)
 """Suffixes of the files of records in a folder."""
 _JSON_FILES = (*FileKind.JSON.suffixes, *(f".json{c}" for c in _COMPRESSED))
 """Suffixes of files that are read only in a folder without any of :data:`_RECORD_FILES`."""
@@ -80,8 +85,9 @@ class Raw(NamedTuple):
     key: bytes
     """Identifies the record when held-out records are chosen.
 
-    The bytes decide: those of a line of JSON without the blanks around it, or those of a row of a
-    table as JSON with sorted keys. The same record in another spelling has another key.
+    The bytes decide: those of a line of JSON without the blanks around it, those of a row of a
+    table as JSON with sorted keys, or those that ``json.dumps`` makes of a row of a CSV file. The
+    same record in another spelling has another key.
     """
     content: bytes | dict[str, Any]
     """The JSON text of the record, or a row of a table with its nulls."""
@@ -355,7 +361,61 @@ def _array(path: Path, file: Any) -> Iterator[Raw]:
             yield Raw(where, key=element.text, content=element.text, num_bytes=element.num_bytes)
 
 
-_READERS: dict[str, Callable[[FilePart], Iterator[Raw]]] = {".parquet": _parquet, ".arrow": _arrow}
+def _csv(piece: FilePart) -> Iterator[Raw]:
+    """Yield the rows of a CSV file as records, whose fields the first row names."""
+    with piece.file.open("rb") as file:
+        try:
+            yield from _named_rows(piece.file, csv_rows(file, _MOST_BYTES))
+        except BadLineError as error:  # it begins with the line
+            raise BadLineError(f"{piece.file}:{error}") from None
+
+
+def _named_rows(path: Path, rows: Iterator[CsvRow]) -> Iterator[Raw]:
+    first = next(rows, None)
+    if first is None:
+        return
+    names, num_before = _names_of(first), first.num_bytes
+    for row in rows:
+        where, num_bytes = f"{path}:{row.line}", num_before + row.num_bytes
+        num_before = 0
+        if row.text is None:
+            yield Raw.too_large(where, num_bytes)
+            continue
+        every = cells(row.text)
+        found = list(islice(every, len(names)))
+        number = len(found) + sum(1 for _ in every)
+        if number == len(names):
+            # An empty cell is a field that the record does not have.
+            record = {name: cell for name, cell in zip(names, found, strict=True) if cell}
+            key = json.dumps(record).encode()
+            yield Raw(where, key=key, content=record, num_bytes=num_bytes)
+        else:
+            problem = f"cells in the row: {number}, names in the first row: {len(names)}"
+            remedy = "give a cell for each name, and quotes around one with commas or line breaks"
+            yield Raw(where, row.text, b"", num_bytes, problem=f"{problem}; {remedy}")
+
+
+def _names_of(row: CsvRow) -> list[str]:
+    """Return the names of fields in the first row of a CSV file; BadLineError: they name none."""
+    if row.text is None:
+        raise BadLineError(f"{row.line}: the first row is too large to be names of fields")
+    names: dict[str, None] = {}
+    for name in cells(row.text):
+        if not name:
+            problem = f"name {len(names) + 1} of the first row is empty"
+            raise BadLineError(f"{row.line}: {problem}; give each column a name, or leave it out")
+        if name in names:
+            problem = f"the first row has the name {shortened(name)} twice"
+            raise BadLineError(f"{row.line}: {problem}; rename or leave out one of the columns")
+        names[name] = None
+    return list(names)
+
+
+_READERS: dict[str, Callable[[FilePart], Iterator[Raw]]] = {
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+    ".csv": _csv,
+}
 """Functions that yield the records of a piece, by suffix. :func:`_json` reads all other files."""
 
 

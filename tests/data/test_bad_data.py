@@ -212,6 +212,12 @@ UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
     ("--data.path a.jsonl.xz", {"a.jsonl.xz": "x"}, "data.path", "'a.jsonl.xz' cannot be read"),
     ("--data.source text --data.path a.gz", {"a.gz": "x"}, "data.path", "no text but .gz; unpack"),
     ("--data.source jsonl --data.path a.zip", {"a.zip": "x"}, "data.path", "but .zip; unpack it"),
+    ("--data.path a.csv", {"a.csv": "text,\na,b"}, "data.path", "a.csv:1: name 2 .* is empty"),
+    ("--data.path a.csv", {"a.csv": "a,b,a\n1,2,3"}, "data.path", "a.csv:1: .* name 'a' twice"),
+    ("--data.path a.csv", {"a.csv": 'text\na\n"b\n'}, "data.path", "a.csv:3: a quote in the row"),
+    ("--data.path a.csv", {"a.csv": b"text\n\xe9"}, "data.path", "a.csv:2: byte 0xe9 is not UTF-8"),
+    ("--data.path a.csv", {"a.csv": "text\na\nb,c"}, "data.path", "a.csv:3: cells in the row: 2"),
+    ("--data.path a.csv", {"a.csv": "text\n"}, "data.path", "holds no text"),
     ("--data.path x", {"x/a.md": "text"}, "data.path", "'x' holds no .jsonl files, nor .parquet"),
     # Text that cannot be decoded.
     (TEXT, {"a.txt": "some text".encode("utf-16")}, "data.path", "holds no text"),

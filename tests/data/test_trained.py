@@ -30,7 +30,7 @@ RECORDS["tools"] = [{"messages": turns("Hi", "Ho"), "tools": TOOLS}, {"messages"
 def test_a_form_is_trained_on_and_a_container_of_it(
     form: str, marked: Path, tiny_words: list[str], tmp_path: Path
 ):
-    """Nine forms are read from lines and from one of six other containers.
+    """Nine forms are read from lines and from one of eight other containers.
 
     Rows and masks of every form in every container are compared with transformers in other tests.
     """

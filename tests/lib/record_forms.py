@@ -1,5 +1,6 @@
 """Helpers of tests/data/test_formats.py that other tests use too."""
 
+import csv
 import gzip
 import json
 from collections.abc import Callable
@@ -133,10 +134,24 @@ def _array(path: Path, records: list[dict]) -> Path:
     return path
 
 
+def _csv(path: Path, records: list[dict]) -> Path:
+    """Write what is no text as JSON, and nothing for None."""
+    names = [*dict.fromkeys(name for record in records for name in record)]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        for record in records:
+            kept = {name: value for name, value in record.items() if value is not None}
+            is_text = {name: isinstance(value, str) for name, value in kept.items()}
+            writer.writerow({k: v if is_text[k] else json.dumps(v) for k, v in kept.items()})
+    return path
+
+
 CONTAINERS: dict[str, Callable[[Path, list[dict]], Path]] = {
     "a.jsonl": lambda path, records: write_lines(path, *records),
     "a.jsonl.gz": _compressed(gzip.open),
     "a.json": _array,
+    "a.csv": _csv,
     "a.jsonl.zst": _compressed(zstandard.open),
     "a.parquet": _parquet,
     "a.arrow": _arrow,

@@ -1,0 +1,189 @@
+"""Reads the rows of a CSV file one by one, however large the file is.
+
+The format is that of Python's module ``csv`` in its default form (the dialect ``excel``, which is
+not strict), with what the module leaves to its caller: the file is UTF-8, perhaps with a byte
+order mark, and a line ends in ``\\n`` or ``\\r\\n``. A quote that does not begin its cell is a
+character like others, and so is what follows a closing quote. Unlike in the module, a ``\\r``
+without ``\\n`` ends no line, and a quote without an end is an error.
+
+The module itself would hold a row of any size, and takes cells of more than 128 KiB only if a limit
+of the whole process is raised. Here a scan for commas, quotes and line ends finds where a row ends,
+and the caller asks for the cells of that row alone. A row that is too large is passed over.
+
+Left out on purpose: other separators and quotes, and what the first row means.
+"""
+
+import codecs
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from moetrain.data.messages import BadLineError
+
+_WITHIN = re.compile(rb'[^"]*+(?:""[^"]*+)*+')
+"""Matches the inside of a quoted cell up to its end, or to the end of the bytes that are read. No
+pattern here backtracks (``*+``), so a cell of any length is scanned once."""
+_PLAIN = re.compile(rb'[^,\n]*+(?:,(?=[^"])[^,\n]*+)*+')
+"""Matches cells from a place without quotes up to the line's end, to a comma before a quoted cell,
+or to a comma of which the next byte is not read yet."""
+_CELL = re.compile(r'(?:"([^"]*+(?:""[^"]*+)*+)")?+([^,]*+)(?:,|\Z)')
+"""Matches a cell of a whole row, with its comma: what is quoted, and what follows it."""
+_READ = 1 << 20
+"""Bytes that are read at once."""
+
+
+class CsvRow(NamedTuple):
+    """One row that is not empty."""
+
+    text: bytes | None
+    """The row without its line end, as UTF-8. None: it has more bytes than the caller takes, and
+    was passed over."""
+    line: int
+    """The line in which the row begins, from 1."""
+    num_bytes: int
+    """Bytes of the file from the end of the row before it to its own end, with blank lines."""
+
+
+def csv_rows(file: Any, most_bytes: int) -> Iterator[CsvRow]:
+    """Yield the rows of ``file``, which is open for bytes. Blank lines are no rows.
+
+    A row of more than ``most_bytes`` is passed over, and is never held as a whole.
+
+    Raises BadLineError, whose text begins with the line: a quote does not end, or bytes are not
+    UTF-8.
+    """
+    scanner, end = _Scanner(file, most_bytes), 0
+    while (row := scanner.next_row()) is not None:
+        if row.text != b"":
+            yield row._replace(num_bytes=scanner.offset - end)
+            end = scanner.offset
+
+
+def cells(text: bytes) -> Iterator[str]:
+    """Yield the cells of the row ``text``."""
+    row, at = text.decode(), 0
+    while True:
+        found = _CELL.match(row, at)
+        assert found is not None
+        quoted, plain = found.groups()
+        yield plain if quoted is None else quoted.replace('""', '"') + plain
+        at = found.end()
+        if not found[0].endswith(","):
+            return
+
+
+class _Scanner:
+    """Finds where rows end. It holds only the current row, and the last part that it read.
+
+    ``held[start:at]`` is the part of the current row that was scanned and may be needed.
+    """
+
+    def __init__(self, file: Any, most_bytes: int) -> None:
+        self._file, self._most_bytes = file, most_bytes
+        self._held = bytearray()
+        self._at = self._start = 0
+        self._line = 1
+        """The line of ``held[start]``."""
+        self.offset = 0
+        """Bytes of the file before ``held[start]``."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._is_large = False
+        """True: the current row is passed over."""
+        self._is_end = False
+        """True: the whole file is read."""
+        head = file.read(len(codecs.BOM_UTF8))
+        if head == codecs.BOM_UTF8:
+            self.offset = len(head)
+        else:
+            self._hold(head)
+
+    def next_row(self) -> CsvRow | None:
+        """Return the next row, which may be a blank line, or None at the end of the file."""
+        line, offset, self._is_large = self._line, self.offset, False
+        if not self._next_byte():
+            return None
+        is_last = False
+        while not is_last:
+            if self._next_byte() == b'"':
+                self._pass_quoted(line)
+            is_last = self._pass_plain()
+        text = bytes(self._held[self._start : self._at])
+        if self._at < len(self._held):  # the line ends, and not the file
+            text = text.removesuffix(b"\r")
+            self._at += 1
+        is_large = self._is_large or len(text) > self._most_bytes
+        self._drop()
+        return CsvRow(None if is_large else text, line, self.offset - offset)
+
+    def _pass_quoted(self, line: int) -> None:
+        """Pass over what is quoted, in a row that begins in ``line``."""
+        self._at += 1
+        while True:
+            self._at = _end_of(_WITHIN, self._held, self._at)
+            num_left = len(self._held) - self._at
+            if num_left > 1 or (num_left and self._is_end):  # at a quote that no other follows
+                self._at += 1
+                return
+            if self._is_end:
+                problem = f"{line}: a quote in the row that begins here has no end"
+                remedy = 'end the cell with one, and write each quote within it as ""'
+                raise BadLineError(f"{problem}; {remedy}")
+            self._read_more()
+
+    def _pass_plain(self) -> bool:
+        """Pass over cells without quotes; return whether the row ends there."""
+        while True:
+            self._at = _end_of(_PLAIN, self._held, self._at)
+            num_left = len(self._held) - self._at
+            if num_left and self._held[self._at] == ord("\n"):
+                return True
+            if num_left > 1:  # at a comma before a quote
+                self._at += 1
+                return False
+            if self._is_end:
+                self._at += num_left  # a last comma
+                return True
+            self._read_more()
+
+    def _next_byte(self) -> bytes:
+        """Return the byte at ``at``, or nothing at the end of the file."""
+        if self._at == len(self._held) and not self._is_end:
+            self._read_more()
+        return bytes(self._held[self._at : self._at + 1])
+
+    def _drop(self) -> None:
+        """Drop the bytes that were scanned."""
+        self._line += self._held.count(b"\n", self._start, self._at)
+        self.offset += self._at - self._start
+        self._start = self._at
+
+    def _read_more(self) -> None:
+        # One byte more may be held, since "\r" may be a part of the line's end.
+        self._is_large = self._is_large or len(self._held) - self._start > self._most_bytes + 1
+        if self._is_large:
+            self._drop()
+        del self._held[: self._start]
+        self._at, self._start = self._at - self._start, 0
+        more = self._file.read(_READ)
+        self._is_end = not more
+        self._hold(more)
+
+    def _hold(self, more: bytes) -> None:
+        """Add ``more`` to what is held. Raises BadLineError: it is not UTF-8."""
+        num_pending = len(self._decoder.getstate()[0])
+        try:
+            self._decoder.decode(more, not more)
+        except UnicodeDecodeError as error:
+            num_good = max(0, error.start - num_pending)
+            line = self._line + self._held.count(b"\n", self._start)
+            line += more.count(b"\n", 0, num_good)
+            byte = f"byte 0x{error.object[error.start]:02x} is not UTF-8: {error.reason}"
+            raise BadLineError(f"{line}: {byte}; write the file as UTF-8") from None
+        self._held += more
+
+
+def _end_of(pattern: re.Pattern[bytes], text: bytearray, at: int) -> int:
+    """Return where the match of ``pattern`` at ``at`` ends. The pattern matches at any place."""
+    found = pattern.match(text, at)
+    assert found is not None
+    return found.end()
