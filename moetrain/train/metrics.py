@@ -9,14 +9,16 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from moetrain.config import LogSection, logger
 from moetrain.config.environment import GPUS
@@ -114,6 +116,17 @@ class Throughput:
         return found and {**found, "other": max(0.0, self._seconds - sum(found.values()))}
 
 
+class _StepBar(Progress):
+    """A bar of steps, and below it a line with the numbers of the last logged step."""
+
+    numbers = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        if self.numbers:  # cut where the terminal ends, so that the display keeps its height
+            yield Text(self.numbers, no_wrap=True, overflow="ellipsis")
+
+
 class MetricsLog:
     """Writes each logged step to metrics.jsonl and the terminal.
 
@@ -132,10 +145,12 @@ class MetricsLog:
         write_atomically(self.path, lambda new: new.write_text(text, "utf-8"))
         self._file = self.path.open("a", encoding="utf-8")
         self.console = Console(highlight=False, soft_wrap=True)
-        step, numbers = TextColumn("step"), TextColumn("{task.description}")
-        columns = step, MofNCompleteColumn(), BarColumn(), numbers, TimeRemainingColumn()
-        self._bar = Progress(*columns, console=self.console)
+        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()
+        self._bar = _StepBar(*columns, console=self.console)
         self._task = self._bar.add_task("", total=total_steps, completed=resume_step)
+        self._total_steps = total_steps
+        self._first: tuple[int, float] | None = None
+        """The first step that was logged, and when, in seconds of a monotonic clock."""
         if config.progress and self.console.is_terminal:
             self._bar.start()
 
@@ -144,10 +159,22 @@ class MetricsLog:
         self._file.write(json.dumps({"step": step, **row}) + "\n")
         self._file.flush()
         text = _describe(row)
-        if "loss" in row and self._bar.live.is_started:
-            self._bar.update(self._task, completed=step, description=text)
-        else:
+        if "loss" not in row:
             self.console.print(f"step {step}  {text}")
+        elif self._bar.live.is_started:
+            self._bar.numbers = text
+            self._bar.update(self._task, completed=step)
+        else:
+            self.console.print(f"step {step}/{self._total_steps}  {text}{self._left(step)}")
+
+    def _left(self, step: int) -> str:
+        """Return the time that the other steps take, at the mean rate since the first line."""
+        moment = time.monotonic()
+        begin, then = self._first = self._first or (step, moment)
+        if step <= begin:
+            return ""
+        seconds = (moment - then) / (step - begin) * (self._total_steps - step)
+        return f"  left {timedelta(seconds=round(seconds))}"
 
     def say(self, text: str) -> None:
         """Print a line of prose, above the progress bar if there is one."""

@@ -5,6 +5,7 @@ import gc
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from rich.text import Text
 
 from moetrain import Trainer
 from moetrain.checkpoint.read import list_checkpoints, open_checkpoint
@@ -566,6 +568,39 @@ def test_what_comes_after_the_run_is_printed_below_the_progress_bar(tmp_path, mo
     assert "text" in printed[-1]
     assert sum("text" in line for line in printed) == 1
     assert "2/2" in printed[-2]
+
+
+NUMBERS = {
+    **{"loss": 1.2345, "grad_norm": 123.456, "lr": 3e-4, "tokens_per_second_per_device": 12345.6},
+    **{"mfu": 0.35, "memory_gib": 131.5, "step_seconds": 1.234, "skipped_steps": 12},
+}
+
+
+def test_progress_fits_eighty_columns(tmp_path, monkeypatch):
+    shown = io.StringIO()
+    console = functools.partial(Console, file=shown, force_terminal=True, width=80)
+    monkeypatch.setattr("moetrain.train.metrics.Console", console)
+    log = MetricsLog(tmp_path, LogSection(tensorboard=False), total_steps=12000)
+    log.log(8765, NUMBERS)
+    log.close()
+    plain = Text.from_ansi(shown.getvalue()).plain
+    bar, numbers, *_ = [line for line in plain.splitlines() if line.strip()][-2:]
+    assert max(map(len, plain.splitlines())) <= 80
+    assert re.match(r"step +8765/12000 ━+.* -:--:--", bar), bar
+    assert numbers.startswith("loss 1.2345  norm 123.456  lr 3.00e-04  tok/s 12,346")
+
+
+def test_lines_of_a_file_have_the_time_that_is_left(tmp_path, monkeypatch):
+    shown, seconds = io.StringIO(), iter([100.0, 130.0])
+    monkeypatch.setattr("moetrain.train.metrics.Console", functools.partial(Console, file=shown))
+    log = MetricsLog(tmp_path, LogSection(tensorboard=False), total_steps=1000)
+    monkeypatch.setattr("moetrain.train.metrics.time.monotonic", lambda: next(seconds))
+    for step in (10, 20):  # three seconds a step
+        log.log(step, {"loss": 1.0})
+    log.close()
+    assert shown.getvalue() == (
+        "step 10/1000  loss 1.0000\nstep 20/1000  loss 1.0000  left 0:49:00\n"
+    )
 
 
 def test_the_last_step_is_logged_whatever_the_interval(tiny):
