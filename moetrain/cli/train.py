@@ -89,17 +89,21 @@ def _train(config: Config) -> None:
     samples = config.train.sample_tokens and config.train.objective != "reward"
     callbacks: list[Callback] = []
     with quiet_imports():
+        from moetrain.data.preview import cautions
         from moetrain.train.loop import Trainer
 
         if samples:
             from moetrain.generate.weights import Sampled
 
             callbacks.append(Sampled())
-    Trainer(config, callbacks=callbacks).fit()
+    trainer = Trainer(config, callbacks=callbacks)
+    for line in cautions(trainer.config, trainer.model.arch.vocab_size):
+        logger.info(line)
+    trainer.fit()
 
 
 def _plan_train(config: Config, arch: "Architecture") -> str:
-    from moetrain.data.preview import preview
+    from moetrain.data.preview import cautions, preview
     from moetrain.train.estimates.plan import plan_memory
 
     estimate = plan_memory(config, arch)
@@ -109,7 +113,7 @@ def _plan_train(config: Config, arch: "Architecture") -> str:
         if (config.launch.gpus or config.launch.gpu) is None:
             raise
         begins = f"data is not checked, since the plan is for other machines: {error}"
-    return f"{begins}\n{estimate}"
+    return "\n".join([*cautions(config, arch.vocab_size), begins, estimate])
 
 
 def _rl(config: Config) -> None:

@@ -8,10 +8,31 @@ from moetrain.config import Config
 from moetrain.data.documents import Document
 from moetrain.data.loader import section_of_rows
 from moetrain.data.sources import Source
-from moetrain.data.tokenizer import load_tokenizer
+from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 
 _LONGEST = 400
 """Most characters of a document that are shown."""
+
+
+def cautions(config: Config, vocab_size: int) -> list[str]:
+    """Return a line for each setting by which a run teaches less, or keeps less, than its user may
+    think: random tokens, bytes under a large vocabulary, no checkpoint."""
+    data, checkpoint = config.data, config.checkpoint
+    found: list[str] = []
+    if data.source == "synthetic" and data.mix is None:
+        found.append("data.source synthetic: random tokens, from which nothing is learned")
+    elif data.tokenizer == "byte" and vocab_size > 2 * ByteTokenizer.vocab_size:
+        found.append(
+            f"data.tokenizer byte: text becomes {ByteTokenizer.vocab_size} of the model's "
+            f"{vocab_size:,} tokens, and the others are never trained; set data.tokenizer to the "
+            "model's"
+        )
+    if not (checkpoint.interval or checkpoint.minutes or checkpoint.at_end or checkpoint.save_hf):
+        found.append(
+            "no checkpoint is kept, and nothing is exported (checkpoint.at_end, "
+            "checkpoint.interval, checkpoint.minutes, checkpoint.save_hf)"
+        )
+    return found
 
 
 def preview(config: Config, vocab_size: int) -> str:
@@ -21,7 +42,7 @@ def preview(config: Config, vocab_size: int) -> str:
     """
     data = section_of_rows(config)
     if data.source == "synthetic":
-        return "data: synthetic rows, random tokens from which nothing is learned"
+        return "data: synthetic rows"
     tokenizer = load_tokenizer(data.tokenizer, vocab_size, data.new_tokens)
     sections = {"": data} if data.mix is None else data.sources()
     lines: list[str] = []

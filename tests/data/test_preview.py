@@ -73,3 +73,34 @@ def test_a_plan_for_other_machines_only_names_what_is_not_here(tmp_path, capsys)
     assert code == 0
     said = "data is not checked, since the plan is for other machines: data.path: "
     assert line.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--data.source", "synthetic"], ["data.source synthetic: random tokens"]),
+        (
+            ["--model.preset", "olmoe-1b-7b"],
+            ["data.tokenizer byte: text becomes 257 of the model's 50"],
+        ),
+        (["--checkpoint.at_end", "no", "--checkpoint.minutes", "0"], ["no checkpoint is kept"]),
+        (["--checkpoint.at_end", "no"], []),
+        ([], []),
+    ],
+)
+def test_what_teaches_or_keeps_less_than_one_may_think_has_a_line(words, says, capsys):
+    assert main(["debug", "--dry_run", *words]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    told = [line for line in lines if re.match(r"data\.|no checkpoint", line)]
+    assert len(told) == len(says)
+    for line, beginning in zip(told, says, strict=True):
+        assert line.startswith(beginning)
+
+
+@pytest.mark.tier("long")
+def test_a_run_says_so_too(tmp_path, caplog):
+    words = ["debug", "--data.source", "synthetic", "--train.steps", "1", "--model.num_layers", "1"]
+    words += ["--output_dir", str(tmp_path / "out"), "--optim.warmup_steps", "0"]
+    with caplog.at_level("INFO", "moetrain"):
+        assert main(words) == 0
+    assert "data.source synthetic: random tokens, from which nothing is learned" in caplog.text
