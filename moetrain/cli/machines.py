@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None) -> None:
     template, submit, _ = _WAYS[options.way]
     print(_estimate(options, words), file=sys.stderr)
     source = (Path(__file__).parent / "templates" / template).read_text("utf-8")
-    is_file = options.recipe is not None and options.recipe.endswith(".toml")
+    file = options.recipe if (options.recipe or "").endswith(".toml") else None
     imports = [word for path in imported_files() for word in ("--import", str(path))]
     facts = {
         "words": [*imports, *words],
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None) -> None:
         "python": sys.executable,
         "shell": shell_word,
     }
-    facts |= {"settings": Path(options.recipe).read_text("utf-8-sig") if is_file else None}
+    facts |= {"settings": Path(file).read_text("utf-8-sig") if file else None}
     written = Template(source, undefined=StrictUndefined, trim_blocks=True)
     text = written.render(vars(options) | facts, yaml=yaml_word) + "\n"
     if options.dry_run:

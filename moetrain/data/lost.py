@@ -189,8 +189,9 @@ def refuse_lost_answer(record: Mapping[str, Any], turns: Sequence[Any], name: st
     shown = [turn.get("content") for turn in turns]
     for key, value in record.items():
         text = value[0] if isinstance(value, list) and len(value) == 1 else value
-        is_text = isinstance(text, str) and text.strip()
-        if key.lower() in _AFTER_TURNS and is_text and not is_said(text, shown):
+        if key.lower() not in _AFTER_TURNS or not isinstance(text, str) or not text.strip():
+            continue
+        if not is_said(text, shown):
             raise BadLineError(
                 f"`{name}` end with a question, and `{key}` seems to be its answer, which would be "
                 f"lost: {shortened(text)}; write it as the last turn, with the role assistant, or "
