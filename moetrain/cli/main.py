@@ -36,6 +36,7 @@ COMMANDS = {
         "inspect, verify, convert, compare checkpoints",
     ),
     "data": ("moetrain.cli.data:main", "show the rows that a run would train on"),
+    "report": ("moetrain.cli.report:main", "write a page with the curves of runs"),
     "launch": (
         "moetrain.cli.machines:main",
         "write a job for several machines: slurm, k8s, sky",

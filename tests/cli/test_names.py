@@ -52,7 +52,7 @@ NAMES = ("train", "rl", "jobs", "checkpoint", "generate", "score", "serve")
 
 @pytest.mark.parametrize(
     "words",
-    [["-m", f"moetrain.{name}"] for name in NAMES] + [["rank"], ["script"], ["report"]],
+    [["-m", f"moetrain.{name}"] for name in NAMES] + [["rank"], ["script"]],
     ids=str,
 )
 def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(tmp_path, words):
@@ -62,8 +62,6 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(tmp_path
         script = tmp_path / "moetrain"
         script.write_text("from moetrain.cli.main import run_script\nrun_script()\n")
         words = [str(script), "data"]
-    elif words == ["report"]:
-        words = [str(ROOT / "examples" / "report.py"), str(tmp_path)]
     if words == ["rank"]:
         words = ["-m", "moetrain.cli.launch", str(os.getpid()), "-m", "moetrain.train"]
     path = os.pathsep.join([str(tmp_path), str(ROOT)])

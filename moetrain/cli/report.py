@@ -1,45 +1,37 @@
-"""``report.html``: a run on one page, in one file, that any browser shows without a server.
+"""``moetrain report RUN [RUN ...]``: runs on one page, in one file that any browser shows.
 
     output_dir/metrics.jsonl, config.json, sample.txt, routing.npz  ->  output_dir/report.html
 
-This command writes it, for a finished run or one that still trains:
+RUN is the output folder of a run, finished or still training. Several runs share the charts, and
+the page has the settings in which they differ. It lies in the first run's folder, or where
+``--out`` says. A callback writes the page at the end of a run. It also keeps ``routing.npz``, the
+number of tokens of each expert, which metrics.jsonl leaves out.
 
-    python examples/report.py FOLDER
-
-A callback writes it at the end of a run. It also keeps ``routing.npz``, the number of tokens of
-each expert, which metrics.jsonl leaves out.
-
-    from report import Report
+    from moetrain.cli.report import Report
 
     Trainer(config, callbacks=[Report()]).fit()
 
-``report.html.jinja`` beside this file is the template of the page.
+Charts need matplotlib (``pip install matplotlib``).
 
 Legend: N points in time, L layers with experts, E experts.
 """
 
-if __name__ == "__main__":  # Ctrl-C during the imports below ends without a traceback
-    from moetrain.cli import interrupt_quietly
-
-    interrupt_quietly()
-
 import base64
 import json
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
 
-from moetrain.cli import interrupt_by_exception
-from moetrain.config import Config
+from moetrain.cli.main import Parser, command
+from moetrain.config import Config, ConfigError
 from moetrain.config.files import write_atomically
 from moetrain.config.sources import leaves
 from moetrain.train.callbacks import Callback, Row, RunView
@@ -102,7 +94,7 @@ class Report(Callback):
         is_in_order = error is None or isinstance(error, SystemExit)
         if run.world.is_main and is_in_order:  # after an error the disk may be full
             self._keep(run)
-            write_report(run.folder)
+            write_report([run.folder], run.folder / "report.html")
 
     def _keep(self, run: RunView) -> None:
         if not self._steps:
@@ -115,32 +107,78 @@ class Report(Callback):
         write_atomically(file, lambda new: new.write_bytes(buffer.getvalue()))
 
 
-def write_report(folder: Path) -> Path:
-    """Write ``report.html`` of the run in ``folder``; return its path.
+class _Run(NamedTuple):
+    """What the files of a run say."""
 
-    Raises OSError or ValueError: there is no run, or it cannot be read.
+    name: str
+    rows: list[dict[str, Any]]
+    settings: dict[str, Any]
+    """Values by dotted name."""
+
+
+def write_report(folders: Sequence[Path], file: Path) -> None:
+    """Write the page of the runs in ``folders`` to ``file``.
+
+    Raises OSError or ValueError: a folder has no run, or it cannot be read.
     """
-    rows = read_metrics(folder / "metrics.jsonl")
-    settings = json.loads((folder / "config.json").read_text("utf-8"))
-    default = dict(leaves(Config().to_dict()))
-    last = {name: row[name] for row in rows for name in _FIRST if row.get(name) is not None}
+    runs = [_read(folder) for folder in folders]
+    names = dict(zip((run.name for run in runs), runs, strict=True))
+    if len(names) < len(runs):  # folders of one name
+        runs = [run._replace(name=str(at)) for run, at in zip(runs, folders, strict=True)]
     undefined = jinja2.StrictUndefined
     pages = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=undefined)
     pages.filters["number"] = _number
-    page = pages.from_string(Path(__file__).with_name("report.html.jinja").read_text("utf-8"))
+    source = Path(__file__).parent / "templates" / "report.html.jinja"
+    page = pages.from_string(source.read_text("utf-8"))
+    is_alone = len(runs) == 1
     text = page.render(
-        name=folder.absolute().name,
+        name=", ".join(run.name for run in runs),
         size=_SIZE,
-        summary=[(name, _number(last[name])) for name in _FIRST if name in last],
-        charts=[chart for title, names in _CHARTS if (chart := _chart(title, names, rows))],
-        times=_times(rows),
-        experts=_experts(_routing(folder)),
-        samples=_samples(folder),
-        settings=[(k, json.dumps(v)) for k, v in leaves(settings) if v != default.get(k)],
+        summary=_summary(runs),
+        charts=[chart for title, names in _CHARTS if (chart := _chart(title, names, runs))],
+        times=[(run.name * (not is_alone), _times(run.rows)) for run in runs],
+        experts=_experts(_routing(folders[0])) if is_alone else None,
+        samples=[
+            (run.name * (not is_alone), text)
+            for run, folder in zip(runs, folders, strict=True)
+            for text in _samples(folder)
+        ],
+        settings=_settings(runs),
     )
-    file = folder / "report.html"
     write_atomically(file, lambda new: new.write_text(text, "utf-8"))
-    return file
+
+
+def _read(folder: Path) -> _Run:
+    rows = read_metrics(folder / "metrics.jsonl")
+    settings = json.loads((folder / "config.json").read_text("utf-8"))
+    return _Run(folder.absolute().name, rows, dict(leaves(settings)))
+
+
+def _summary(runs: Sequence[_Run]) -> list[list[str]]:
+    """Return the last values of the first metrics, a row each, with a column for each run."""
+    last = [
+        {name: row[name] for row in run.rows for name in _FIRST if row.get(name) is not None}
+        for run in runs
+    ]
+    heads = [["", *(run.name for run in runs)]] * (len(runs) > 1)
+    values = [
+        [name, *(_number(each[name]) if name in each else "" for each in last)]
+        for name in _FIRST
+        if any(name in each for each in last)
+    ]
+    return heads + values
+
+
+def _settings(runs: Sequence[_Run]) -> list[list[str]]:
+    """Return the settings of a run that are not the defaults; of several, those that differ."""
+    if len(runs) == 1:
+        default = dict(leaves(Config().to_dict()))
+        found = runs[0].settings.items()
+        return [[k, json.dumps(v)] for k, v in found if v != default.get(k)]
+    every = dict.fromkeys(name for run in runs for name in run.settings)
+    texts = {k: [json.dumps(run.settings.get(k)) for run in runs] for k in every}
+    differing = [[name, *values] for name, values in texts.items() if len({*values}) > 1]
+    return [["", *(run.name for run in runs)], *differing]
 
 
 def _routing(folder: Path) -> dict[str, np.ndarray] | None:
@@ -152,17 +190,17 @@ def _routing(folder: Path) -> dict[str, np.ndarray] | None:
         return dict(kept)
 
 
-def _chart(
-    title: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]
-) -> dict[str, Any] | None:
+def _chart(title: str, names: Sequence[str], runs: Sequence[_Run]) -> dict[str, Any] | None:
     """Return a chart of the metrics ``names``, and of those below them; None without values."""
     from matplotlib.ticker import MaxNLocator  # slow to import
 
     series: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        for key, value in row.items():
-            if value is not None and key.partition("/")[0] in names:
-                series.setdefault(key, []).append((row["step"], value))
+    for run in runs:
+        before = f"{run.name}: " if len(runs) > 1 else ""
+        for row in run.rows:
+            for key, value in row.items():
+                if value is not None and key.partition("/")[0] in names:
+                    series.setdefault(before + key, []).append((row["step"], value))
     if not series:
         return None
     steps, values = zip(*(point for line in series.values() for point in line), strict=True)
@@ -242,18 +280,26 @@ def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _main() -> None:
-    interrupt_by_exception()  # so that no half-written page stays
-    if len(sys.argv) != 2:
-        sys.exit("usage: python examples/report.py FOLDER (the output folder of a run)")
+@command
+def main(argv: Sequence[str] | None) -> None:
+    parser = Parser("report", __doc__)
+    parser.prog = "moetrain report"
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="output folder of a run")
+    meaning = "file to write; default report.html in the first run's folder"
+    parser.add_argument("--out", metavar="FILE.html", help=meaning)
+    options = parser.parse_args(argv)
+    folders = [Path(run).expanduser() for run in options.runs]
+    file = Path(options.out).expanduser() if options.out else folders[0] / "report.html"
+    for folder in folders:
+        try:
+            _read(folder)
+        except (OSError, ValueError) as error:
+            problem = f"{str(folder)!r} has no run that can be read: {error}"
+            raise ConfigError("RUN", f"{problem}; give the output_dir of one") from None
     try:
-        print(write_report(Path(sys.argv[1])))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (OSError, ValueError) as error:
-        problem = f"{sys.argv[1]} has no run that can be read: {error}"
-        sys.exit(f"error: {problem}; give the output_dir of one")
-
-
-if __name__ == "__main__":
-    _main()
+        write_report(folders, file)
+    except ModuleNotFoundError as error:
+        raise ConfigError("report", f"{error}; pip install matplotlib") from None
+    except OSError as error:
+        raise ConfigError("out", f"{str(file)!r}: {error.strerror}; give another file") from None
+    print(file)

@@ -1,19 +1,16 @@
-"""examples/report.py: the page of a run, parsed, and in a browser if there is one."""
+"""``moetrain report``: the page of runs, parsed, and in a browser if there is one."""
 
-import runpy
 import shutil
 import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import report
 import torch
-from report import _POINTS, Report
 
 from moetrain import Trainer
+from moetrain.cli.report import _POINTS, Report, main
 from moetrain.generate.weights import Sampled
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -25,23 +22,12 @@ def run(tiny):
     return Trainer(config, callbacks=[Report(), Sampled()])
 
 
-@pytest.fixture
-def command(monkeypatch):
-    """Return the example as a function of its command-line arguments."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["report.py", *map(str, words)])
-        runpy.run_path(report.__file__, run_name="__main__")
-
-    return run
-
-
 def page_of(folder):
     text = (folder / "report.html").read_text("utf-8")
     return ET.fromstring(text.removeprefix("<!DOCTYPE html>\n")), text
 
 
-def test_the_page_of_a_run_has_its_parts(run, command, capsys):
+def test_the_page_of_a_run_has_its_parts(run, capsys):
     folder = run.fit().folder
     page, text = page_of(folder)
     svg = "{http://www.w3.org/2000/svg}"
@@ -65,7 +51,7 @@ def test_the_page_of_a_run_has_its_parts(run, command, capsys):
     sample = (folder / "sample.txt").read_text()
     assert sample[:8] in "".join(x.text for x in page.iter("pre"))
     (folder / "report.html").unlink()
-    command(folder)
+    assert main([str(folder)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(folder / "report.html")
     assert page_of(folder)[1] == text
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -79,7 +65,7 @@ def test_the_page_of_a_run_has_its_parts(run, command, capsys):
 
 
 @pytest.mark.tier("long")
-def test_dead_experts_are_named_and_a_resumed_run_keeps_the_routing_before_it(run, command, tiny):
+def test_dead_experts_are_named_and_a_resumed_run_keeps_the_routing_before_it(run, tiny):
     run.fit()
     file = run.folder / "routing.npz"
     with np.load(file) as kept:
@@ -88,7 +74,7 @@ def test_dead_experts_are_named_and_a_resumed_run_keeps_the_routing_before_it(ru
         parts = dict(kept)
     parts["counts"][-1, 1, [0, 3]] = 0
     np.savez(file, **parts)
-    command(run.folder)
+    assert main([str(run.folder)]) == 0
     dead = [p.text for p in page_of(run.folder)[0].iter("p") if p.get("class") == "dead"]
     assert dead == ["No token in the last tenth of the run: layer 1: experts 0, 3"]
     Trainer(tiny("train.steps=5", "train.eval_interval=2"), callbacks=[Report()]).fit()
@@ -105,11 +91,28 @@ def test_a_long_run_keeps_few_points(run):
     assert kept._counts[0][0, 0] == pytest.approx(np.mean(range(1, kept._steps[0] + 1)))
 
 
-@pytest.mark.parametrize("given", [["gone"], []])
-def test_a_folder_without_a_run_is_said_to_be_one(given, command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=r"gone has no run|FOLDER"):
-        command(*given)
+def test_a_folder_without_a_run_is_one_line(tmp_path, capsys):
+    assert main([str(tmp_path / "gone")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: RUN: '{tmp_path}/gone' has no run that can be read: ")
+    assert error.endswith("give the output_dir of one\n")
+
+
+def test_several_runs_share_charts_and_show_the_settings_that_differ(tiny, tmp_path, capsys):
+    folders = []
+    for name, rate in (("slow", 1e-4), ("fast", 1e-2)):
+        words = f"optim.lr={rate}", f"output_dir={tmp_path / name}", "train.sample_tokens=0"
+        folders.append(str(Trainer(tiny(*words)).fit().folder))
+    out = tmp_path / "both.html"
+    assert main([*folders, "--out", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(out)
+    page = ET.fromstring(out.read_text("utf-8").removeprefix("<!DOCTYPE html>\n"))
+    titles = [x.text.partition(" at step")[0] for x in page.iter() if x.tag.endswith("title")]
+    losses = [title for title in titles if ": loss: " in title]
+    assert [loss.partition(":")[0] for loss in losses] == ["slow", "fast"]
+    rows = [[cell.text or "" for cell in row] for row in page.iter("tr")]
+    assert ["optim.lr", "0.0001", "0.01"] in rows
+    assert not any(row[0] == "data.seq_len" for row in rows)
 
 
 def test_a_rank_beside_the_main_one_writes_nothing(run):
