@@ -123,7 +123,13 @@ def _read_question(found: dict[str, Any], reads_pairs: bool) -> None:
         said = [name for name, lower in texts.items() if lower in QUESTION_OF]
         asked = [name for name, lower in texts.items() if lower in map(_question_of, said)]
     beside = found.keys() - {*asked, *said}
-    others = {name.lower() for name in beside if not describes(name, found[name])}
+    whole = [found[name] for name in (*asked, *said)]  # OpenCodeReasoning's `solution` is in it
+    others = {
+        name.lower()
+        for name in beside
+        if not describes(name, found[name])
+        and not (isinstance(found[name], str) and is_said(found[name], whole))
+    }
     others -= {name.lower().removesuffix("_pretokenized") for name in (*asked, *said)}
     if len(asked) != 1 or len(said) != 1 or others - ABOUT:
         return

@@ -116,7 +116,7 @@ _LISTS_OF_TEXTS = {
 _ASKING = {"prompt", "question", "query", "instruction", "problem", "user", "input"}
 _ANSWERING = {
     *("answer", "response", "completion", "solution", "attempt", "assistant", "output", "reply"),
-    "generation",
+    *("generation", "summary", "highlights"),
 }
 """Words in the names of what is asked and of an answer."""
 
@@ -533,7 +533,7 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
         # PRISM's user_prompt and model_response, Amod's Context and Response
         others = [key for key in named if key not in answers and _is_text(record[key])]
         asking = [key for key in others if not words_of(key).isdisjoint(_ASKING)]
-        asking = asking or [key for key in others if named[key] in PASSAGES]
+        asking = asking or [key for key in others if named[key] in {*PASSAGES, "dialogue"}]
         what = f"what is asked, perhaps `{asking[0]}`," if asking else "what is asked"
         scores = _judging(record)
         kept = f"keep the records whose {scores} suffice, and " if scores else ""

@@ -241,8 +241,8 @@ class RecordReader:
         if not isinstance(text, str):
             said = f"{self.text_field!r} is not text: {shortened(text)}"
             raise BadLineError(f"{said}; write texts there, or name another data.text_field")
-        if self.form == "auto" and self.text_field == "text":
-            _warn_of_answer(record)
+        if self.form == "auto":
+            _warn_of_answer(record, self.text_field)
         return [Document(text)] if text.strip() else []
 
     def _dialogue(
@@ -398,23 +398,23 @@ _ANSWERS_OF_TEXTS = {
 """Names of an answer to a ``text``: MBPP's and BillSum's among them."""
 
 
-def _warn_of_answer(record: Mapping[str, Any]) -> None:
-    """Warn if a field beside ``text`` may be the answer to it, which is not learned.
+def _warn_of_answer(record: Mapping[str, Any], text_field: str) -> None:
+    """Warn if a field beside the text may be the answer to it, which is not learned.
 
     Raises BadLineError: there are two answers to compare (MultiPref's).
     """
-    if (remedy := remedy_for_two(record)) is not None:
+    if text_field == "text" and (remedy := remedy_for_two(record)) is not None:
         problem = f"`text` stands beside two answers: {shortened(record)}"
         raise BadLineError(f"{problem}; {remedy}")
     for key, value in record.items():
         # A `code` of one word is that of a language or a country.
-        is_answer = isinstance(value, str) and value.strip() and key in _ANSWERS_OF_TEXTS
+        is_answer = isinstance(value, str) and value.strip() and key.lower() in _ANSWERS_OF_TEXTS
         is_answer = is_answer and (key != "code" or len(value.split()) > 1)
-        if is_answer and not is_said(value, [record["text"]]):
+        if is_answer and key != text_field and not is_said(value, [record[text_field]]):
             warn_once(
                 f"the answer {key} to a text",
-                f"`{key}` of records is not read: `text` is learned alone, as a document; if it "
-                f"asks for `{key}`, write it as `instruction` and `{key}` as `output`",
+                f"`{key}` of records is not read: `{text_field}` is learned alone, as a document; "
+                f"if it asks for `{key}`, write it as `instruction` and `{key}` as `output`",
             )
 
 

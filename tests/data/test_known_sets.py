@@ -169,6 +169,14 @@ GLAIVE_CALL = """<functioncall> {"name": "rain", "arguments": '{"where": "Köln"
             None,
         ),
         (
+            {
+                **{"input": "q", "output": "<think>t</think> code", "source": "codeforces"},
+                **{"dataset": "x", "split": "train", "difficulty": "EASY", "solution": "code"},
+            },
+            [USER, {**ANSWER, "content": "<think>t</think> code"}],
+            None,
+        ),
+        (
             {"messages": [USER], "reasoning": "t", "answer": "a", "model": "deepseek-reasoner"},
             [USER, {**ANSWER, "reasoning_content": "t"}],
             None,
@@ -194,6 +202,7 @@ GLAIVE_CALL = """<functioncall> {"name": "rain", "arguments": '{"where": "Köln"
         "Capybara",
         "XTuner",
         "Llama-Nemotron",
+        "OpenCodeReasoning",
         "Dolphin-R1",
         "Magicoder",
     ],
@@ -727,6 +736,12 @@ FOLLOWED = [
         "keep .* `if_chosen` suffice, and write what is asked, perhaps `user_prompt`, as "
         "`instruction` and `model_response` as `output`",
         {"instruction": "q", "output": "a", "model_name": "m", "if_chosen": True},
+        [CHAT],
+    ),
+    (
+        {"id": "1", "dialogue": "q", "summary": "a"},
+        "write what is asked, perhaps `dialogue`, as `instruction` and `summary` as `output`",
+        {"instruction": "q", "output": "a"},
         [CHAT],
     ),
     (

@@ -452,6 +452,16 @@ def test_thoughts_under_other_names_are_refused(form: str):
     refuses(form, {"reannotated_messages": nested}, "has a thought, which would be lost")
 
 
+def test_samples_of_which_the_answer_is_one_change_nothing():
+    """OpenR1-Math has the answers that a model tried in ``generations``."""
+    tried = [f"<think>\n{thought}\n</think>\n\na" for thought in "tuv"]
+    record = {"messages": [USER, {**ANSWER, "content": tried[1]}]}
+    assert documents({**record, "generations": tried}) == documents(record)
+    others = {**record, "generations": [tried[0], tried[2]]}
+    with pytest.raises(BadLineError, match="`generations` has a thought, which would be lost"):
+        documents(others)
+
+
 @pytest.mark.parametrize("names", ["opa opb opc opd", "A B", "option1 option2", "sol1 sol2"])
 def test_choices_in_fields_of_their_own_are_refused(names: str):
     """MedMCQA's, WinoGrande's and PIQA's."""
