@@ -79,9 +79,10 @@ class ParallelSection(Section):
     fsdp_transport: Literal["auto", "nccl", "copy"] = "auto"
     """The transport of FSDP's parameters and gradients; results have the same bits. nccl: by
     torch's collectives (gloo on CPUs); copy: by copy engines within one machine, which leaves all
-    SMs to computation and takes more memory: 2 bytes for each element that a rank holds, and one
-    bucket of gradients; auto: copy between GPUs that can access one another's memory. Parameters
-    that optim.offload_fraction keeps on the host always use collectives."""
+    SMs to computation and takes more memory: one bucket of gradients, and 2 bytes for each element
+    that a rank stores in fp32 and sends in bf16; auto: copy between GPUs that can access one
+    another's memory. Parameters that optim.offload_fraction keeps on the host always use
+    collectives."""
 
 
 class OptimSection(Section):

@@ -153,7 +153,11 @@ class SharedEngine(Engine):
                 starts = [(x, (x.data_ptr() - first) // size) for x in views if x is not whole]
                 within = [(x, start) for x, start in starts if 0 <= start < whole.numel()]
                 self._views[f"{group}.{i}"] = [(whole, 0), *within]
-        self.free = [{name: views[0][0].detach() for name, views in self._views.items()}]
+        # Other ranks read this memory: the active job's values are copied there.
+        read = {f"model.{i}" for i, b in enumerate(self.fsdp.trained) if b.is_read_in_place}
+        self.free = [
+            {name: views[0][0].detach() for name, views in self._views.items() if name not in read}
+        ]
         """Memory on the device for the tensors of further jobs."""
 
     @property

@@ -125,7 +125,7 @@ def _parallelize(
     here = {name for name, module in named_modules(model) if [*module.parameters()]}
     all_styles = model.arch.plan().styles
     styles: dict[str, PartStyle] = {name: all_styles[name] for name in all_styles if name in here}
-    fsdp.sessions = connect([*fsdp.buckets], config.parallel, device)
+    fsdp.sessions = connect([*fsdp.buckets], config.parallel, device, fsdp.weights)
     model.sharding = fsdp
     if meshes.dims.tp > 1:
         group = meshes.dense.get_group("tp")
@@ -428,7 +428,8 @@ def _make_bucket(
     gathered = rule.gather or compute_dtype(config, fsdp.device)
     gradient_dtype = getattr(torch, config.optim.gradient_dtype)
     # If blocks use the shard itself, copies of experts lie right after it.
-    is_used = group.size() == 1 and rule.storage == gathered
+    is_as_stored = rule.storage == gathered
+    is_used = group.size() == 1 and is_as_stored
     spare = is_used * sum(p.spare * p.layout.shape[1:].numel() for p in parameters)
     storage = make_storage(
         ShardSpec(
@@ -436,6 +437,7 @@ def _make_bucket(
             numel=size,
             dtype=gathered,
             is_offloaded=is_offloaded,
+            may_be_read=group.size() > 1 and is_as_stored,
             spare_numel=spare,
             weights=fsdp.weights,
             link=link,

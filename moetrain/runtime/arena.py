@@ -6,14 +6,15 @@ values and on a GPU at the same address, so that an optimizer, views, graphs and
 not know. For that, memory is mapped behind reserved addresses and unmapped
 (:mod:`moetrain.runtime.memory`). Where a device cannot do so, and where memory is to be freed with
 its last use (``fixed=False``), the storage is emptied and filled again, and may then have another
-address.
+address. Memory that other processes map is a :class:`Piece` of its owner, who points the same
+tensors to new storages.
 
-Left out on purpose: offloading parts of an arena, and memory that other processes may open.
+Left out on purpose: offloading parts of an arena.
 """
 
 import weakref
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,6 +33,23 @@ def aligned(size: int) -> int:
 
 class OffloadedError(RuntimeError):
     """State was used while it was offloaded."""
+
+
+class Piece(Protocol):
+    """Memory of an arena that is freed and restored as a whole."""
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The memory, contiguous and of any dtype. It is asked for only while it is there."""
+        ...
+
+    def free(self) -> None:
+        """Give the memory back. The tensors in it stay, without values."""
+        ...
+
+    def restore(self) -> None:
+        """Give the tensors memory again, of any content, unless they have it."""
+        ...
 
 
 class _Resized:
@@ -72,12 +90,12 @@ class Arena:
     def __init__(self, name: str, device: torch.device, *, fixed: bool = True) -> None:
         self.name, self.device, self.fixed = name, device, fixed
         self.is_offloaded = False
-        self._pieces: list[_Resized | _Mapped] = []
+        self._pieces: list[Piece] = []
         """Fixed memory."""
         self._loose: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         """Tensors that are not fixed."""
         self._keys = count()
-        self._offloaded: list[tuple[_Resized | _Mapped, torch.Tensor]] = []
+        self._offloaded: list[tuple[Piece, torch.Tensor]] = []
         """Each offloaded piece and its bytes in host memory; no bytes where values are not kept."""
         self._addresses: AddressRange | None = None
         self._taken = self._backed = 0
@@ -106,6 +124,10 @@ class Arena:
             self._pieces.append(_Mapped(self._addresses, self._backed, more))
             self._backed += more
         return self._addresses.tensor(start, aligned(size))[:size].view(dtype)
+
+    def add(self, piece: Piece) -> None:
+        """Offload and reload ``piece`` with the arena's own memory."""
+        self._pieces.append(piece)
 
     def loose(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new tensor as :meth:`empty` does in an arena that is not fixed."""

@@ -151,6 +151,7 @@ class ModelState:
         self.fsdp.check_idle()
         self._need("weights", "gradients", "moments")
         self.fsdp.settle()
+        self.fsdp.withdraw()
         self.before_change()
         self.forget()
         if "model" in groups:
@@ -322,7 +323,8 @@ class ModelState:
     def offload(self, *what: StateKind) -> None:
         """Move ``what`` (everything, if nothing is named) to host memory until :meth:`reload`.
 
-        Tensors keep their identity, and on a GPU their addresses. Until :meth:`reload`, methods
+        Tensors keep their identity, and on a GPU their addresses, except shards that other ranks
+        read where they lie. Until :meth:`reload`, methods
         that need the tensors raise :class:`~moetrain.runtime.arena.OffloadedError`, and no other
         code may touch them. The host memory is kept for the next call. Workspaces (gathered
         parameters) are only freed, and are allocated again at their next use.
@@ -337,6 +339,7 @@ class ModelState:
         self.fsdp.check_idle()
         if not self.fsdp.weights.is_offloaded:  # else there was no step since the last call
             self.fsdp.settle()
+            self.fsdp.withdraw()
         self.before_change()
         what = what or OFFLOADED
         if "workspaces" in what:

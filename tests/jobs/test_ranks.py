@@ -83,7 +83,9 @@ def damage(service, name):
 
 
 INTERLEAVED = "parallel.pp=2 parallel.pp_schedule=interleaved_1f1b model.num_layers=4"
-MESHES = ["parallel.ep=2", "parallel.tp=2", "parallel.pp=2", "parallel.cp=2", "dp", INTERLEAVED]
+COPIED = "parallel.fsdp_transport=copy"  # adapters lie in memory that other ranks read
+MESHES = ["parallel.ep=2", "parallel.tp=2", "parallel.pp=2", "parallel.cp=2", "dp"]
+MESHES += [COPIED, INTERLEAVED]
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,13 @@ import torch
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.fsdp.transport.collectives import Collectives
 from tests.lib.distributed import spawn
-from tests.lib.engines import make_batches, make_engine, objective_of
+from tests.lib.engines import DENSE, WORDS, make_batches, make_engine, objective_of
 
 # No number of ranks divides the sizes: shards are uneven, and some are empty.
 BASE = ["train.dtype=bfloat16", "model.num_experts=6", "model.num_layers=3"]
+STORED = ["optim.state_dtype=float8", "optim.weight_dtype=bfloat16"]
+"""Matrices are stored as they are gathered; norms are fp32."""
+TIED = ["model.preset=qwen3-0.6b"]
 MICRO = 2  # rows of 8: several micro-batches a step
 RUNS = {
     2: {
@@ -23,6 +26,8 @@ RUNS = {
         "adapters": ["lora.rank=8", "moe.bias_update_rate=0"],
         "tp": ["parallel.tp=2"],
         "on the host": ["optim.offload_fraction=0.5"],
+        "stored in bf16": [*STORED, "parallel.reshard_after_forward=2"],
+        "frozen, on the host": ["train.freeze=embed.*,*.wq.*", "optim.offload_fraction=0.5"],
     },
     4: {
         "dp": [],
@@ -31,6 +36,8 @@ RUNS = {
         "adapters": ["lora.rank=8", "moe.bias_update_rate=0", "parallel.ep=2"],
         "hsdp": ["parallel.dp_replicate=2"],
         "pp": ["parallel.pp=2", "model.num_layers=4"],
+        "tied, in bf16": [*TIED, *STORED, "parallel.pp=2"],
+        "in bf16, ep": [*STORED, "parallel.ep=2", "train.freeze=embed.*"],
     },
 }
 GPU = [
@@ -45,7 +52,11 @@ GPU = [
 
 def tell(words):
     """Return the engine's state after each part of a long sequence of calls, by the part's name."""
-    engine = make_engine(*BASE, *words, micro=MICRO)
+    words, base = [*BASE, *words], WORDS
+    if is_tied := set(TIED) <= set(words):  # a model without experts
+        words, base = [w for w in words if "expert" not in w and "moe" not in w], DENSE
+    engine = make_engine(*words, micro=MICRO, base=base)
+    assert engine.arch.tie_embeddings == is_tied
     found = {}
     world = engine.world
 

@@ -100,9 +100,11 @@ def learn_words(folder, more):
     return max(apart)
 
 
-@pytest.mark.tier("long")
-def test_two_ranks_that_share_experts_learn_the_best_word(tmp_path):
-    assert spawn(2, learn_words, tmp_path, {}, timeout=240) == [0, 0]
+@pytest.mark.tier("wide", long=["auto"])
+@pytest.mark.parametrize("transport", ["auto", "copy"])
+def test_two_ranks_that_share_experts_learn_the_best_word(tmp_path, transport):
+    more = {"parallel.fsdp_transport": transport}
+    assert spawn(2, learn_words, tmp_path, more, timeout=240) == [0, 0]
     rows = [row for row in lines_of(tmp_path) if "reward" in row]
     assert [row["step"] for row in rows] == list(range(41, 71))
     start, end = (sum(row["reward"] for row in part) / 5 for part in (rows[:5], rows[-5:]))

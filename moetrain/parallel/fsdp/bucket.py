@@ -19,7 +19,7 @@ from torch import nn
 
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 from moetrain.models.rules import Rule
-from moetrain.parallel.fsdp.storage.protocol import Storage
+from moetrain.parallel.fsdp.storage.protocol import Storage, nowhere
 from moetrain.parallel.fsdp.transport.protocol import Transport, Wait
 from moetrain.parallel.mesh import Layout, Sliced
 from moetrain.runtime.arena import Arena, aligned
@@ -153,6 +153,8 @@ class Bucket:
     """The memory of the gradient."""
     gradient_dtype: torch.dtype
     """The dtype of the gradient. Sums are made in fp32, and rounded to it when they are stored."""
+    is_read_in_place: bool = False
+    """True: the transport gave the shard memory in which other ranks read it."""
     copies: Sequence[Copies] = ()
     """Ranks that hold this very shard too: replicas, or the other copy of a tied embedding."""
     overlay: Overlay | None = None
@@ -169,7 +171,8 @@ class Bucket:
     _gathered_N: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """The memory of the gathered members."""
     _cast_N: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    """A copy of the shard in the dtype that is gathered, or for other ranks to read."""
+    """A copy of the shard in the dtype that is gathered, or for other ranks to read; where these
+    read the shard itself, its memory."""
     _version: int | None = None
     """The shard's version when that copy was written; None if the copy may be overwritten."""
     _rows: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
@@ -203,6 +206,22 @@ class Bucket:
     def needs_copies(self) -> bool:
         """True: members are copied, or unpacked, out of what a gather brings."""
         return self.storage.is_packed or (len(self.members) > 1 and self.group.size() > 1)
+
+    @torch.inference_mode(False)  # tensors made in inference mode could not be trained later
+    def place(self, memory_N: torch.Tensor | None) -> None:
+        """Let the shard lie in ``memory_N``, with the values there. None: it has no memory.
+
+        Tensors that show the shard stay the same objects.
+        """
+        self.release()
+        self.storage.awaits_memory = memory_N is None
+        if memory_N is None:
+            memory_N = nowhere(self.shard_N.numel(), self.shard_N.dtype, self.shard_N.device)
+        self.shard_N.data = memory_N
+        for member in self.members:
+            local: torch.Tensor = member.parameter._local_tensor  # pyright: ignore
+            member.local.data = local.data = member.piece_of(memory_N)
+        self.moved()
 
     def moved(self) -> None:
         """Note that :attr:`shard_N` has other memory, and other values."""
@@ -259,9 +278,10 @@ class Bucket:
         return self._cast_N if is_there and self.is_cast else None
 
     def share(self, copy_N: torch.Tensor) -> None:
-        """Bring the copy that other ranks read up to date; they do not read it meanwhile.
+        """Bring what other ranks read up to date; they do not read it meanwhile.
 
-        ``copy_N`` is its memory, which the first call after :meth:`release` takes.
+        ``copy_N`` is its memory, which the first call after :meth:`release` takes. The shard may
+        lie there itself.
         """
         if not self._cast_N.numel():
             self._cast_N = copy_N
@@ -274,7 +294,7 @@ class Bucket:
         if self.is_cast:
             # Torch's own cast takes 1.5 times as long.
             sum_chunks(self.shard_N.detach()[None], out_N=self.cast_N)
-        else:
+        elif self._cast_N.data_ptr() != self.shard_N.data_ptr():
             self._cast_N.copy_(self.shard_N)
         self.mark_fresh()
 

@@ -210,6 +210,15 @@ class FSDP(Sharding):
         for session in self.sessions:
             session.share()
 
+    def withdraw(self) -> None:
+        """Wait, on the device, until no rank reads a shard. Collective.
+
+        Whoever changes shards calls it, unless the change comes after :meth:`gradient_norm`, for
+        which every rank waits for all others.
+        """
+        for session in self.sessions:
+            session.withdraw()
+
     # ---- the life cycle ------------------------------------------------------------------------
 
     @contextmanager
@@ -384,8 +393,9 @@ class FSDP(Sharding):
         torch.autograd.backward(outputs, gradients)
 
     def write(self, name: str, place: tuple[int | slice, ...], tensor: Sliced) -> None:
-        """Write this rank's part of ``parameter[place] = tensor``."""
+        """Write this rank's part of ``parameter[place] = tensor``. Collective."""
         self.settle()  # an update under way would overwrite it, or be sent half of it
+        self.withdraw()
         if (member := self.members.get(name)) is not None:
             member.write(place, tensor)
 

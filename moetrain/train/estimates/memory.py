@@ -370,25 +370,27 @@ class RankSizes:
     def _shared_bytes(
         self, mine: Mapping[str, int], rules: Mapping[str, Rule], dtype: torch.dtype
     ) -> float:
-        """Count bytes of :class:`~moetrain.parallel.fsdp.transport.peers.Peers`."""
+        """Count bytes of :attr:`~moetrain.parallel.fsdp.transport.peers.Peers.workspace`."""
         config, dims = self.config, self.dims
         device_type = "cpu" if config.train.device == "cpu" else "cuda"
         is_near = dims.machines(dims.sharding_ranks) == 1
         if not (is_near and wants_copies(config.parallel, device_type)):
             return 0.0
-        shards, inbox = 0.0, 0.0
+        copies, inbox = 0.0, 0.0
         for name, numel in mine.items():
             rule = rules[name]
             by_style = dims.ep if rule.style == "expert" else dims.tp
             cut = by_style if isinstance(STYLES[rule.style], Shard) else 1
             if dims.sharding_ranks == cut or rule.quant_format:  # nobody copies it
                 continue
-            size = numel * (rule.gather or dtype).itemsize / cut
+            gathered = rule.gather or dtype
+            size = numel * gathered.itemsize / cut
             on_device = 1 - config.optim.offload_fraction * rule.trainable
-            shards += on_device * size * cut / dims.sharding_ranks
+            if rule.storage != gathered:  # else others read the shard where it lies
+                copies += on_device * size * cut / dims.sharding_ranks
             if rule.trainable and on_device:
                 inbox = max(inbox, size)
-        return shards + inbox
+        return copies + inbox
 
     def _block(self, layer: _Layer, policy: BlockPolicy) -> _Block:
         share, width, names = self.share, self.share.width, self.config.activation.save

@@ -278,7 +278,7 @@ def with_registered(words):
     transports, and the traffic of the registered ones."""
     counts = Counter()
 
-    def connect(buckets, setting, device):
+    def connect(buckets, setting, device, weights):
         for bucket in buckets:
             bucket.transport = Counted(bucket.group, counts)
 

@@ -62,9 +62,17 @@ def tensors_of(engine):
 
 
 def identity_of(engine):
-    """Return each tensor's and storage's identity, and on a GPU the fixed addresses."""
+    """Return each tensor's and storage's identity, and on a GPU the fixed addresses.
+
+    Shards that other ranks read where they lie have new storages after a reload.
+    """
     found = {}
+    read = {id(m) for b in engine.fsdp.buckets if b.is_read_in_place for m in b.members}
+    moving = {name for name, member in engine.fsdp.members.items() if id(member) in read}
     for name, tensor in tensors_of(engine).items():
+        if (owner := name.removesuffix(" as DTensor")) in moving:
+            found[name] = id(tensor) if owner == name else 0
+            continue
         is_fixed = tensor.is_cuda and not (name.startswith("gradient") and engine.fsdp.frees)
         place = tensor.data_ptr() if is_fixed else None
         which = 0 if name.endswith("as DTensor") else id(tensor)  # made anew at every call

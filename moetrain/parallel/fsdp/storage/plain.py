@@ -4,7 +4,7 @@ from typing import Self
 
 import torch
 
-from moetrain.parallel.fsdp.storage.protocol import ShardSpec, Storage
+from moetrain.parallel.fsdp.storage.protocol import ShardSpec, Storage, nowhere
 
 
 class Plain(Storage):
@@ -20,4 +20,8 @@ class Plain(Storage):
     @classmethod
     def make(cls, spec: ShardSpec) -> Self:
         dtype = spec.rule.storage
+        if spec.may_be_read:
+            plain = cls(nowhere(spec.numel, dtype, spec.weights.device))
+            plain.awaits_memory = True
+            return plain
         return cls(spec.weights.empty(spec.numel + spec.spare_numel, dtype).zero_()[: spec.numel])

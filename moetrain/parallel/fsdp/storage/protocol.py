@@ -42,12 +42,20 @@ class ShardSpec(NamedTuple):
     """The dtype in which the shard is gathered."""
     is_offloaded: bool
     """True: ``optim.offload_fraction`` or ``lora.offload_experts`` puts it in host memory."""
+    may_be_read: bool
+    """True: ranks gather the shard in the dtype in which it is stored, so others may read it where
+    it lies. A storage may leave its memory to the transport then (``Storage.awaits_memory``)."""
     spare_numel: int
     """Elements of memory behind a shard that blocks use in place, for copies of experts."""
     weights: Arena
     """The memory of parameters on the device."""
     link: HostLink
     """The way to host memory and back."""
+
+
+def nowhere(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of this size without memory of its own; nobody may use its values."""
+    return torch.empty(1, dtype=dtype, device=device).expand(numel)
 
 
 class Storage:
@@ -60,7 +68,8 @@ class Storage:
        was read changes nothing.
     2. A gather brings what :meth:`read` returns, in the dtype of ``ShardSpec.dtype``. A value that
        was written is in the next gather.
-    3. All memory is from ``ShardSpec.weights``, or pinned memory of the host.
+    3. All memory is from ``ShardSpec.weights``, or pinned memory of the host, or what
+       ``Bucket.place`` brings.
     4. If it is trained, an update of :attr:`shard_N` on the device is in the next gather. A master
        in host memory derives from ``Offloaded``, the only one that the optimizer updates.
     """
@@ -78,6 +87,8 @@ class Storage:
     :meth:`start_gather`, and :meth:`unpack` makes values of them."""
     loads_packed: bool = False
     """True: the packed bytes are in host memory, and are copied to the device at each gather."""
+    awaits_memory: bool = False
+    """True: :attr:`shard_N` has no memory before ``Bucket.place``."""
     has_gradient: bool = False
     """True: this step's gradient so far is in the storage, or on its way there."""
 

@@ -1,20 +1,24 @@
 """Copies within a machine in place of collectives (``parallel.fsdp_transport``).
 
 Copy engines move bytes between GPUs while every SM computes, and no rank waits for a peer to send.
-Each rank of an FSDP group has one piece of memory that all of them map:
+Each rank of an FSDP group has two pieces of memory that all of them map:
 
-    | a shard, as it is gathered | another | ... | inbox: [W, N] of the reduction under way |
+    | a shard of the gathered dtype | another | ...
+    | another shard's copy in the gathered dtype | ... | inbox: [W, N] of the reduction under way |
 
-A gather reads the peers' shards. A reduction writes row r of a rank's gradients into row ``rank``
-of r's inbox. Rank r sums its inbox just as it sums what an all-to-all brings: the bits are the
-same. Both run in streams of their own. They begin at rank + 1, so that no two ranks are at the same
-peer.
+Shards of the first piece lie nowhere else, so nothing is copied for the others. The second is a
+workspace, which may be given back between works. A gather reads the peers' shards. A reduction
+writes row r of a rank's gradients into row ``rank`` of r's inbox. Rank r sums its inbox just as it
+sums what an all-to-all brings: the bits are the same. Both run in streams of their own. They begin
+at rank + 1, so that no two ranks are at the same peer.
 
 Barriers on the device keep writers and readers apart. Shards are written by an update, after the
-gradients' norm was summed over all ranks, and between :meth:`Peers.open` and :meth:`Peers.barrier`.
-They are read only after the second. A reduction has two barriers more. It arrives at one when it
-has written to the inboxes, and waits there before it sums its own. It arrives at the other when it
-has summed, and the next reduction waits there before it writes.
+gradients' norm was summed over all ranks, and between :meth:`Peers.open` and :meth:`Peers.share`.
+They are read only after the second. Whoever else writes shards, or moves them, calls
+:meth:`PeerSession.withdraw` first, which waits at the first barrier unless it was waited at since
+the last ``share``. A reduction has two barriers more. It arrives at one when it has written to the
+inboxes, and waits there before it sums its own. It arrives at the other when it has summed, and the
+next reduction waits there before it writes.
 
 To arrive is to write 1 to a word of each peer, who sets it to 0 after waiting. There is no count,
 which a CUDA graph could not hold. Barriers come in pairs, and no rank passes one of a pair before
@@ -27,7 +31,7 @@ times out: after a rank died the others wait until whoever started them, or torc
 ends them.
 
 On CPUs processes map the same memory, and copies are done at once. Left out on purpose: several
-machines, multicast, sums on the way, and shards that lie nowhere but in peers' memory.
+machines, multicast, and sums on the way.
 
 Legend: W ranks of the group, N elements of one rank's shard of a bucket.
 """
@@ -54,7 +58,7 @@ from moetrain.parallel.fsdp.bucket import Bucket
 from moetrain.parallel.fsdp.transport.protocol import Wait
 from moetrain.parallel.processes import machine
 from moetrain.runtime.annotate import annotate, annotated
-from moetrain.runtime.arena import aligned
+from moetrain.runtime.arena import Arena, aligned
 from moetrain.runtime.memory import DeviceBytes, on_words
 from moetrain.runtime.typed import split
 
@@ -97,7 +101,8 @@ class _DeviceMemory:
         torch.cuda.synchronize(device)  # the words are set before a peer can write them
         handle: Any = _symmetric_memory.rendezvous(own, group)
         parts = [handle.get_buffer(r, (whole,), torch.uint8) for r in range(ranks)]
-        self.parts = [part[:size] for part in parts]
+        # The own part keeps its memory, as any tensor does: a shard may outlive this object.
+        self.parts = [part[:size] for part in (*parts[:me], own, *parts[me + 1 :])]
         # Each rank's words, by barrier and by the peer that writes it: 1 if that peer has arrived.
         words = [part[start:].view(torch.int32).view(len(_BARRIERS), ranks, 1) for part in parts]
         others = [rank for rank in range(ranks) if rank != me]
@@ -106,7 +111,7 @@ class _DeviceMemory:
         self._arrive = [on_words([("write", word, 1) for word in row]) for row in theirs]
         taken = [[(name, w, n) for w in row for name, n in _TAKE] for row in mine]
         self._wait = [on_words(row) for row in taken]
-        self._own, self._handle = own, handle  # parts do not keep these alive
+        self._own, self._handle = own, handle  # peers' parts do not keep the handle alive
         DeviceBytes.add(device, whole)
         weakref.finalize(self, DeviceBytes.add, device, -whole).atexit = False
 
@@ -130,10 +135,10 @@ class _MappedMemory:
         file = os.memfd_create("moetrain") if group.rank() == 0 else None
         name = [f"/proc/{os.getpid()}/fd/{file}"]  # in no folder, so that no file is ever left
         if file is not None:
-            os.ftruncate(file, ranks * size)
+            os.ftruncate(file, ranks * size + 1)  # no file without bytes can be mapped
         dist.broadcast_object_list(name, group=group, group_src=0)
-        whole = torch.from_file(name[0], shared=True, size=ranks * size, dtype=torch.uint8)
-        self.parts = list(split(whole, size))
+        whole = torch.from_file(name[0], shared=True, size=ranks * size + 1, dtype=torch.uint8)
+        self.parts = list(split(whole[:-1], [size] * ranks))
         collectives.barrier(group)
         if file is not None:
             os.close(file)
@@ -198,78 +203,158 @@ class CopyStreams:
             torch.cuda.current_stream(self.device).wait_event(event)
 
 
-class Peers:
-    """Memory that the ranks of one group share, and copies in it."""
+class _Area:
+    """A piece of memory of each rank of a group, in which shards have places.
+
+    Attributes:
+        size: bytes of one rank that have been reserved.
+        shared: the memory; None before :meth:`make` and after :meth:`release`.
+    """
 
     def __init__(self, group: dist.ProcessGroup, streams: CopyStreams) -> None:
-        self.group, self.streams = group, streams
-        self._inbox_start = self._inbox_size = 0
-        self._memory: _DeviceMemory | _MappedMemory | None = None
+        self.group, self.streams, self.size = group, streams, 0
+        self.shared: _DeviceMemory | _MappedMemory | None = None
         self._found: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
-        me, ranks = group.rank(), group.size()
-        self._order = [(me + i) % ranks for i in range(1, ranks + 1)]  # itself last
 
-    def reserve(self, size: int, inbox: int) -> int:
-        """Reserve memory for a shard, before the first :meth:`open`.
-
-        Args:
-            size: bytes of the shard.
-            inbox: bytes of its reductions. All shards use one inbox, of the largest size.
-
-        Returns:
-            The byte where the shard begins.
-        """
-        start = self._inbox_start
-        self._inbox_start += aligned(size)
-        self._inbox_size = max(self._inbox_size, aligned(inbox))
+    def reserve(self, size: int) -> int:
+        """Reserve ``size`` bytes, before the memory is made. Return the byte where they begin."""
+        start, self.size = self.size, self.size + aligned(size)
         return start
 
-    def open(self) -> None:
-        """Wait, on the device, until no rank reads a shard. The first call makes the memory.
+    def make(self, more: int = 0) -> None:
+        """Make the memory, with ``more`` bytes behind what is reserved, if it is not there.
         Collective."""
-        if self._memory is None:
-            size = self._inbox_start + self._inbox_size
-            self._memory = self.streams.shared(size, self.group)
-        self.barrier(_OPENED)
-
-    def barrier(self, which: int = _SHARED) -> None:
-        """Wait, on the device, until every rank has written the shards that others read."""
-        assert self._memory is not None  # opened
-        self._memory.arrive(which)
-        self._memory.wait(which)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of this rank that the others read and write; 0 while they are given back."""
-        return 0 if self._memory is None else self._memory.parts[0].nbytes
+        if self.shared is None:
+            self.shared = self.streams.shared(self.size + more, self.group)
 
     def release(self) -> None:
-        """Give the memory back until the next :meth:`open`. Collective.
+        """Give the memory back. Collective.
 
         The host waits until no rank maps it any more, since others may need the memory at once.
         """
-        if self._memory is not None:
-            self._memory = None
+        if self.shared is not None:
+            self.shared = None
             self._found.clear()
             collectives.barrier(self.group)
 
     def own(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return this rank's ``numel`` elements from byte ``start`` on."""
-        return self._parts(start, numel, dtype)[self.group.rank()]
+        return self.parts(start, numel, dtype)[self.group.rank()]
 
-    def _parts(self, start: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    def parts(self, start: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Return every rank's view of the same. Views are cached: a step would make thousands."""
         key = (start, numel, dtype)
         if key not in self._found:
-            assert self._memory is not None  # opened
+            assert self.shared is not None  # made
             end = start + numel * dtype.itemsize
-            self._found[key] = [part[start:end].view(dtype) for part in self._memory.parts]
+            self._found[key] = [part[start:end].view(dtype) for part in self.shared.parts]
         return self._found[key]
 
-    def gather(self, start: int, out_WN: torch.Tensor) -> Wait:
-        """Begin to copy every rank's shard at byte ``start`` to ``out_WN``, in rank order."""
-        parts, streams = self._parts(start, out_WN.shape[1], out_WN.dtype), self.streams
-        *others, me = self._order
+
+class _Shards(_Area):
+    """The shards that other ranks read where they lie, as a piece of the arena of weights.
+
+    Attributes:
+        buckets: each bucket, and the byte where its shard begins.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, streams: CopyStreams) -> None:
+        super().__init__(group, streams)
+        self.buckets: list[tuple[Bucket, int]] = []
+
+    @property
+    def memory(self) -> torch.Tensor:
+        assert self.shared is not None  # made
+        return self.shared.parts[self.group.rank()]
+
+    def free(self) -> None:
+        """Give the memory back. No rank reads a shard. Collective."""
+        for bucket, start in self.buckets:
+            if bucket.shard_N.data_ptr() == self.memory[start:].data_ptr():  # else it has moved
+                bucket.place(None)
+        self.release()
+
+    def restore(self) -> None:
+        """Make the memory, and let the shards lie in it. Collective."""
+        self.make()
+        for bucket, start in self.buckets:
+            if bucket.storage.awaits_memory:
+                bucket.place(self.own(start, bucket.shard_N.numel(), bucket.dtype))
+
+
+class Peers:
+    """Memory that the ranks of one group share, and copies in it.
+
+    Attributes:
+        shards: the memory of shards that lie nowhere else.
+        workspace: copies of other shards, then the inbox of reductions, then barriers.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, streams: CopyStreams) -> None:
+        self.group, self.streams = group, streams
+        self.shards, self.workspace = _Shards(group, streams), _Area(group, streams)
+        self._inbox_size = 0
+        self._is_open = True
+        """True: no rank reads a shard before the next :meth:`share`."""
+        me, ranks = group.rank(), group.size()
+        self._order = [(me + i) % ranks for i in range(1, ranks + 1)]  # itself last
+
+    def reserve(self, bucket: Bucket) -> tuple[_Area, int]:
+        """Reserve memory for the shard of ``bucket``, or for its copy, and for its reductions.
+
+        All buckets use one inbox, of the largest size.
+
+        Returns:
+            The memory that other ranks read, and the byte where the shard begins.
+        """
+        size = bucket.shard_N.numel() * bucket.dtype.itemsize
+        inbox = self.group.size() * size * bucket.is_trained
+        self._inbox_size = max(self._inbox_size, aligned(inbox))
+        if not bucket.storage.awaits_memory:
+            return self.workspace, self.workspace.reserve(size)
+        start = self.shards.reserve(size)
+        self.shards.buckets.append((bucket, start))
+        return self.shards, start
+
+    def open(self) -> None:
+        """Wait, on the device, until no rank reads a shard. Collective.
+
+        Only the first call after :meth:`share` waits, so each rank arrives once.
+        """
+        if not self._is_open:
+            self._barrier(_OPENED)
+            self._is_open = True
+
+    def prepare(self) -> None:
+        """:meth:`open`, and make the workspace if it is not there. Collective."""
+        self.open()
+        self.workspace.make(self._inbox_size)
+
+    def share(self) -> None:
+        """Wait, on the device, until every rank has written the shards that others read.
+        Collective."""
+        self._barrier(_SHARED)
+        self._is_open = False
+
+    def _barrier(self, which: int) -> None:
+        memory = self.workspace.shared
+        assert memory is not None  # prepared, and not released unless it is open
+        memory.arrive(which)
+        memory.wait(which)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of this rank's workspace; 0 while they are given back."""
+        return 0 if self.workspace.shared is None else self.workspace.shared.parts[0].nbytes
+
+    def release(self) -> None:
+        """Give the workspace back until the next :meth:`prepare`. Collective."""
+        self.open()
+        self.workspace.release()
+
+    def gather(self, parts: Sequence[torch.Tensor], out_WN: torch.Tensor) -> Wait:
+        """Begin to copy every rank's shard to ``out_WN``; both are in rank order."""
+        streams, (*others, me) = self.streams, self._order
         with annotate("copy_engines"):
             with streams.behind(streams.pull):
                 for rank in others:
@@ -287,10 +372,10 @@ class Peers:
         squares_B: torch.Tensor | None,
     ) -> Wait:
         """Begin a reduction (:meth:`Transport.reduce`); all ranks begin theirs in one order."""
-        memory, push = self._memory, self.streams.push
-        assert memory is not None  # opened
+        memory, push = self.workspace.shared, self.streams.push
+        assert memory is not None  # prepared
         (ranks, numel), (*others, me) = chunks_WN.shape, self._order
-        inboxes = self._parts(self._inbox_start, ranks * numel, chunks_WN.dtype)
+        inboxes = self.workspace.parts(self.workspace.size, ranks * numel, chunks_WN.dtype)
         with self.streams.behind(push):
             with annotate("copy_engines"):
                 memory.wait(FREE)
@@ -317,12 +402,13 @@ class PeerTransport:
 
     is_shared = True
 
-    def __init__(self, peers: Peers, start: int) -> None:
-        """``start``: the byte of the shared memory where the shard begins."""
-        self.peers, self.start = peers, start
+    def __init__(self, peers: Peers, area: _Area, start: int) -> None:
+        """``start``: the byte of ``area`` where the shard begins."""
+        self.peers, self.area, self.start = peers, area, start
 
     def gather(self, shard_N: torch.Tensor, out_WN: torch.Tensor) -> Wait:
-        return self.peers.gather(self.start, out_WN)  # which reads shard_N in the shared memory
+        parts = self.area.parts(self.start, len(shard_N), shard_N.dtype)  # shard_N is one of them
+        return self.peers.gather(parts, out_WN)
 
     def reduce(
         self,
@@ -342,30 +428,42 @@ class PeerSession:
         self.peers: dict[str, Peers] = {}
         """The groups whose ranks copy from one another, by name."""
         self._streams = CopyStreams(device)
-        self._buckets: list[tuple[Bucket, Peers, int]] = []
-        """Each bucket, the memory that has its shard, and the byte where that begins."""
+        self._buckets: list[tuple[Bucket, _Area, int]] = []
+        """Each bucket, the memory that others read, and the byte where its shard begins."""
 
     def add(self, bucket: Bucket) -> None:
         """Let the ranks of ``bucket.group`` copy the bucket."""
         peers = self.peers.setdefault(
             str(bucket.group.group_name), Peers(bucket.group, self._streams)
         )
-        size = bucket.shard_N.numel() * bucket.dtype.itemsize
-        inbox = bucket.group.size() * size * bucket.is_trained
-        start = peers.reserve(size, inbox)
-        bucket.transport = PeerTransport(peers, start)
-        self._buckets.append((bucket, peers, start))
+        area, start = peers.reserve(bucket)
+        bucket.transport = PeerTransport(peers, area, start)
+        bucket.is_read_in_place = area is peers.shards
+        self._buckets.append((bucket, area, start))
+
+    def place(self, weights: Arena) -> None:
+        """Give shards that others read where they lie their memory, zeros, as pieces of
+        ``weights``. Collective."""
+        for shards in (peers.shards for peers in self.peers.values()):
+            if shards.buckets:
+                shards.restore()
+                shards.memory.zero_()
+                weights.add(shards)
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be trained later
     @torch.no_grad()
     @annotated("fsdp_share copy_engines")
     def share(self) -> None:
         for peers in self.peers.values():
-            peers.open()
-        for bucket, peers, start in self._buckets:
-            bucket.share(peers.own(start, bucket.shard_N.numel(), bucket.dtype))
+            peers.prepare()
+        for bucket, area, start in self._buckets:
+            bucket.share(area.own(start, bucket.shard_N.numel(), bucket.dtype))
         for peers in self.peers.values():  # also if no shard of this rank was stale
-            peers.barrier()
+            peers.share()
+
+    def withdraw(self) -> None:
+        for peers in self.peers.values():
+            peers.open()
 
     def finish(self) -> None:
         self._streams.end(*self._streams.used)()
@@ -376,7 +474,7 @@ class PeerSession:
 
 
 def connect(
-    buckets: Sequence[Bucket], setting: ParallelSection, device: torch.device
+    buckets: Sequence[Bucket], setting: ParallelSection, device: torch.device, weights: Arena
 ) -> PeerSession | None:
     """Let ranks copy the buckets that ``parallel.fsdp_transport`` allows. Collective.
 
@@ -398,6 +496,7 @@ def connect(
     for bucket in travelling:
         if str(bucket.group.group_name) in near:
             session.add(bucket)
+    session.place(weights)
     return session if session.peers else None
 
 

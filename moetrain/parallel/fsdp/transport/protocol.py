@@ -30,9 +30,9 @@ class Transport(Protocol):
     """
 
     is_shared: bool
-    """True: other ranks read the shard from memory that a session gave the bucket
-    (``Bucket.share``), while this rank does other work. The copy there is written by updates, and
-    before the session's barrier."""
+    """True: other ranks read the shard from memory that a session gave the bucket, while this rank
+    does other work. The shard lies there itself (``Bucket.place``), or a copy does
+    (``Bucket.share``), which is written by updates and before the session's barrier."""
 
     def gather(self, shard_N: torch.Tensor, out_WN: torch.Tensor) -> Wait | None:
         """Begin to write every rank's shard to ``out_WN``, in rank order.
@@ -73,10 +73,15 @@ class Session(Protocol):
         """Let other ranks read all shards as they are now, before the work begins. Collective."""
         ...
 
+    def withdraw(self) -> None:
+        """Wait, on the device, until no rank reads a shard, before shards change or move.
+        Collective."""
+        ...
+
     def finish(self) -> None:
         """Make the current stream wait for all that the session's streams do, after the work."""
         ...
 
     def release(self) -> None:
-        """Free memory until the next :meth:`share`. Collective."""
+        """Free memory, except what shards lie in, until the next :meth:`share`. Collective."""
         ...
