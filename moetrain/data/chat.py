@@ -306,7 +306,7 @@ class ChatTemplate:
                 if not self._reads_key(key):
                     said = f"messages[{i}].{key} is not read by the chat template"
                     said = f"{said}: {shortened(turn[key])}"
-                    raise BadLineError(f"{said}; {remedy}, or leave it out")
+                    raise BadLineError(f"{said}; {remedy}")
         for i in learned:
             key = lost_thought(turns[i])
             if key is not None and not self._reads_key(key):

@@ -529,13 +529,15 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
         write = f"write {question} as `instruction` and {_one_of(answers)} as `output`"
         write += _without_thought(record) + _also_thought(record)
         return f"{write}, or {_OF_POLICY}"
+    if answers and not any(_is_text(value) for value in record.values()):  # Countdown's numbers
+        return f"it has no question in words; write one as `prompt`, and {_OF_POLICY}"
     if answers and answers[0] not in ("output", "completion"):
         # PRISM's user_prompt and model_response, Amod's Context and Response
         others = [key for key in named if key not in answers and _is_text(record[key])]
         asking = [key for key in others if not words_of(key).isdisjoint(_ASKING)]
         asking = asking or [key for key in others if named[key] in {*PASSAGES, "dialogue"}]
         what = f"what is asked, perhaps `{asking[0]}`," if asking else "what is asked"
-        scores = _judging(record)
+        scores = _judging({key: value for key, value in record.items() if key not in answers})
         kept = f"keep the records whose {scores} suffice, and " if scores else ""
         return f"{kept}write {what} as `instruction` and {_one_of(answers)} as `output`"
     return None

@@ -256,11 +256,14 @@ def lost_keys(turn: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if not value or key in ("role", "content"):
             continue
         if key == "functions":
-            remedy = "write the tools as `tools` of the record"
+            remedy = "write the tools as `tools` of the record, or leave it out"
+        elif is_empty and _names_calls(key):  # without it the answer would be empty
+            remedy = "write calls as `tool_calls`, or leave such records out"
         elif is_answer and _names_calls(key):
-            remedy = "write calls as `tool_calls`"
+            remedy = "write calls as `tool_calls`, or leave it out"
         elif is_empty and _may_be_said(key, value):
-            remedy = "write what the turn says as `content`, and calls as `tool_calls`"
+            remedy = "write what the turn says as `content`, and calls as `tool_calls`, or leave "
+            remedy += "such records out"
         else:
             continue
         if not isinstance(value, str) or not is_said(value, [_text_of(turn)]):
@@ -624,8 +627,15 @@ def _read_calls(value: object, where: str) -> list[dict[str, Any]]:
     return calls
 
 
+_QUOTED_CALL = re.compile(r"""\s*\{\s*"name":\s*"([^"]+)",\s*"arguments":\s*'(.*)'\s*\}\s*""", re.S)
+"""Matches a call as Glaive's records have it: JSON but for the quotes around its arguments."""
+
+
 def _parse_calls(text: str, where: str) -> Any:
-    """Parse calls that are written in JSON, or as Python shows its objects (Toucan's)."""
+    """Parse calls that are written in JSON, as Python shows its objects (Toucan's), or as Glaive's
+    records have them."""
+    if found := _QUOTED_CALL.fullmatch(text):
+        return {"name": found[1], "arguments": found[2].replace("\\'", "'")}
     if text.lstrip().startswith(("{'", "[{'")):
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             return ast.literal_eval(text.strip())

@@ -739,6 +739,12 @@ FOLLOWED = [
         [CHAT],
     ),
     (
+        {"target": 98, "nums": [44, 19, 35]},
+        "it has no question in words; write one as `prompt`, and let a policy answer it for a rew",
+        {"instruction": "q", "output": "a", "target": 98, "nums": [44, 19, 35]},
+        [CHAT],
+    ),
+    (
         {"id": "1", "dialogue": "q", "summary": "a"},
         "write what is asked, perhaps `dialogue`, as `instruction` and `summary` as `output`",
         {"instruction": "q", "output": "a"},

@@ -600,6 +600,9 @@ def test_a_call_may_be_written_as_python_shows_it():
     right = theirs(USER, {"role": "assistant", "content": "", "tool_calls": [call]})
     (document,) = documents({"messages": turns})
     assert document.text == right
+    glaive = """{"name": "f", "arguments": '{"a": null, "b": "it\\'s", "c": true}'}"""
+    (document,) = documents({"messages": [USER, {"role": "function-call", "content": glaive}]})
+    assert document.text == right
     for broken in ("{'name': f}", "{'name': 'f'", "{'a': " * 500):
         with pytest.raises(BadLineError, match=r"messages\[1\], a call, is text that is not JSON"):
             documents({"messages": [USER, {"role": "tool_call", "content": broken}]})

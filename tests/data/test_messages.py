@@ -383,7 +383,7 @@ CALL = {"name": "rain", "arguments": {"where": "Köln"}}
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"tool_call": CALL}, "write calls as `tool_calls`, or leave it out"),
+        ({"tool_call": CALL}, "write calls as `tool_calls`, or leave such records out"),
         ({"toolCalls": [CALL]}, "write calls as `tool_calls`"),
         ({"toolInvocations": [{"toolName": "rain", "args": {}}]}, "write calls as `tool_calls`"),
         ({"content": "I look.", "tool_call": CALL}, "write calls as `tool_calls`"),
