@@ -154,8 +154,9 @@ def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: 
         return
     for name in ("messages", "conversations"):
         _refuse_marks(record.get(name), name)
+    choices = choices_of(record) if form != "preference" else []  # those of a pair are its answers
     for key, value in record.items():
-        texts = _texts_to_show(key, value, record, form)
+        texts = _texts_to_show(key, value, record, form, choices)
         lost = [t for t in texts if not is_said(t, (document.text for document in documents))]
         is_chosen = len(lost) < len(texts) and all("</think>" in text for text in texts)
         if lost and not is_chosen:  # the answer is one of several samples: OpenR1's `generations`
@@ -188,7 +189,7 @@ def refuse_lost_answer(record: Mapping[str, Any], turns: Sequence[Any], name: st
     """
     if not turns or turns[-1]["role"] != "user":
         return
-    shown = [turn.get("content") for turn in turns]
+    shown = [turn.get("content") for turn in turns if turn["role"] == "assistant"]
     for key, value in record.items():
         text = value[0] if isinstance(value, list) and len(value) == 1 else value
         if key.lower() not in _AFTER_TURNS or not isinstance(text, str) or not text.strip():
@@ -199,7 +200,7 @@ def refuse_lost_answer(record: Mapping[str, Any], turns: Sequence[Any], name: st
                 f"lost: {shortened(text)}; write it as the last turn, with the role assistant, or "
                 "leave it out"
             )
-    if any(turn["role"] == "assistant" for turn in turns):
+    if shown:
         warn_once(
             "questions at the end",
             f"`{name}` of records end with a question that nothing answers: it is left out, and "
@@ -231,7 +232,9 @@ def _is_system(key: str) -> bool:
     return is_named and key not in ("system", "system_prompt", "system_message")
 
 
-def _texts_to_show(key: str, value: object, record: Mapping[str, Any], form: str) -> Sequence[str]:
+def _texts_to_show(
+    key: str, value: object, record: Mapping[str, Any], form: str, choices: Sequence[str]
+) -> Sequence[str]:
     """Return the texts of the field ``key`` that a document of the record has to show."""
     name, is_pair = key.lower(), form == "preference"
     if is_pair and name == "rationale":  # the judge's, about both answers
@@ -243,8 +246,7 @@ def _texts_to_show(key: str, value: object, record: Mapping[str, Any], form: str
         thoughts = [text for text in _texts_in(value) if "</think>" in text]
         if thoughts:
             return thoughts
-    # The choices of a pair are its answers.
-    if name in _TEXTS or _is_system(key) or (not is_pair and key in choices_of(record)):
+    if name in _TEXTS or _is_system(key) or key in choices:
         return [*_texts_in(value)]
     if key != name and name == "tools":
         return [*_texts_in(value)]

@@ -424,7 +424,7 @@ def test_a_word_that_says_that_the_answer_is_bad_is_obeyed(form: str, name: str,
 @pytest.mark.parametrize("before", [[], [USER, ANSWER]], ids=["one question", "two"])
 def test_an_answer_beside_a_last_question_is_named(before: list, fields: dict):
     """ChatQA has the answer to the last question in ``answers``."""
-    asked = [*before, {**USER, "content": "Then?"}]
+    asked = [*before, {**USER, "content": "Then b?"}]
     reader = RecordReader(ChatTemplate(CHATML, {}))
     said = f"`messages` end with a question, and `{next(iter(fields))}` seems to be its answer"
     with pytest.raises(BadLineError, match=said):
