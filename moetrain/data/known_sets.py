@@ -376,12 +376,18 @@ def remedy_for(
 def _remedy_for_steps(
     record: Mapping[str, Any], reads_pairs: bool, reads_labels: bool
 ) -> str | None:
-    """Return the advice for a tree of messages, a run without roles, or steps with verdicts, or
-    pieces of a text with a mask each."""
+    """Return the advice for a tree of messages, a run without roles, steps with verdicts,
+    translations, or pieces of a text with a mask each."""
     for key, value in record.items():
         if isinstance(value, dict) and isinstance(value.get("replies"), list):
             where = "from its root to a leaf as `messages`"
             return f"`{key}` is a tree of messages; write each path {where}"
+    languages = record.get("translation")
+    if isinstance(languages, dict) and len([x for x in languages.values() if _is_text(x)]) > 1:
+        return (
+            "`translation` has a text for each language; write what is asked, with one of them, as "
+            "`instruction` and the other as `output`"
+        )
     pieces = record.get("segments")
     if isinstance(pieces, list) and pieces and isinstance(pieces[0], dict) and "label" in pieces[0]:
         return (

@@ -355,8 +355,12 @@ def is_about_question(key: str) -> bool:
 
 
 def is_bad_label(key: str, value: object) -> bool:
-    """Return whether a field says by a word, such as ``harmful``, that the answer is a bad one."""
+    """Return whether a field says by a word, such as ``harmful``, or as the truth value of a name
+    such as ``correctness``, that the answer is a bad one."""
     is_bad = isinstance(value, str) and value.strip().lower() in _BAD
+    words = words_of(key)
+    if truth_of(value) is False and not words.isdisjoint({"correct", "correctness"}):
+        return words.isdisjoint(_OF_PROMPTS)  # KodCode's r1_correctness
     return is_bad and is_about_answer(key)
 
 

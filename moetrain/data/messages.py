@@ -255,7 +255,7 @@ def lost_keys(turn: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in turn.items():
         if not value or key in ("role", "content"):
             continue
-        if key == "functions":
+        if key in ("functions", "tools"):  # GLM-4's files have tools in the system's turn
             remedy = "write the tools as `tools` of the record, or leave it out"
         elif is_empty and _names_calls(key):  # without it the answer would be empty
             remedy = "write calls as `tool_calls`, or leave such records out"

@@ -739,6 +739,12 @@ FOLLOWED = [
         [CHAT],
     ),
     (
+        {"translation": {"de": "q", "en": "a"}},
+        "`translation` has a text for each language; write what is asked, with one of them, as `i",
+        {"translation": {"de": "q", "en": "a"}, "instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (
         {"target": 98, "nums": [44, 19, 35]},
         "it has no question in words; write one as `prompt`, and let a policy answer it for a rew",
         {"instruction": "q", "output": "a", "target": 98, "nums": [44, 19, 35]},

@@ -409,6 +409,9 @@ def test_a_run_that_failed_is_refused(fields: dict):
         ("response_label", "unsafe", "safe"),
         ("answer_correctness", "Incorrect", "correct"),
         ("if_chosen", False, True),
+        ("r1_correctness", "False", "True"),
+        ("correctness", False, True),
+        ("r1_correct", False, True),
     ],
 )
 def test_a_word_that_says_that_the_answer_is_bad_is_obeyed(form: str, name: str, bad, good):

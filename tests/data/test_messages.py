@@ -702,3 +702,16 @@ WRAPPED = {"type": "function", "function": FUNCTION}
 )
 def test_tools_are_written_as_transformers_takes_them(record, tools):
     assert ChatTemplate.variables_of(record)["tools"] == tools
+
+
+def test_tools_of_a_turn_are_named():
+    """GLM-4's fine-tuning files have them in the system's turn."""
+    tool = {"type": "function", "function": {"name": "rain", "parameters": {}}}
+    turns = [{"role": "system", "content": "s", "tools": [tool]}, *CHAT_OF_TWO]
+    with pytest.raises(
+        BadLineError, match=r"messages\[0\]\.tools is not .*; write the tools as `tools`"
+    ):
+        RecordReader(ChatTemplate(CHATML, {})).documents({"messages": turns})
+
+
+CHAT_OF_TWO = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
