@@ -21,12 +21,12 @@ LINK = re.compile(r"(\]\(|src=\"|srcset=\")([^)\s\"#:]+)(#[^)\s\"]*)?(?=[)\"])")
 """A relative link or picture: what is before its target, the target, the anchor."""
 PICTURES = {".png", ".svg"}
 ROLE = re.compile(r":(?:meth|class|func|attr|data|mod|exc):(?=<code>)")
-"""What marks a reference in a docstring, before the name."""
+"""Matches the role of a reference in a docstring, such as ``:meth:``, which precedes the name."""
 TARGET = re.compile(r"(?<=<code>)([^<>&]+?) &lt;[\w.]+&gt;(?=</code>)")
-"""A reference with a text of its own, before the text."""
+"""Matches a reference that has a text of its own; the text is the group."""
 API = "api.md"
 MEMBERS = {"Config": ["load", "is_set", "to_dict"]}
-"""Members that the reference shows, where not all: docs/settings.md has the settings."""
+"""Members that the page shows of a class, if not all. docs/settings.md has the settings."""
 
 
 def page_of(path: PurePosixPath) -> str:

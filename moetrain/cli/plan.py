@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from moetrain.cli.main import Parser, command
+from moetrain.cli.train import recipe_of
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import GIB, GPUS, GPUS_OF_MACHINE, NETWORK_RATE, GpuName
 from moetrain.config.sources import Recipes, recipe_names
@@ -149,10 +150,8 @@ def source_of(model: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the recipe to start from, and the settings that name the model."""
     from moetrain.models.families import PRESETS
 
-    if model in recipe_names():
-        return model, []
-    if model in PRESETS:
-        return Recipes.TRAIN.of_preset, ["--model.preset", model]
+    if model in recipe_names() or model in PRESETS:
+        return recipe_of(model, Recipes.TRAIN)
     if not Path(model).expanduser().is_dir() and model.count("/") != 1:
         names = ", ".join(sorted(PRESETS))
         problem = f"{model!r} is neither a folder, a hub id nor a preset ({names})"

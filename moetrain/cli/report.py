@@ -26,6 +26,7 @@ from io import BytesIO
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import jinja2
 import numpy as np
@@ -94,7 +95,7 @@ class Report(Callback):
         is_in_order = error is None or isinstance(error, SystemExit)
         if run.world.is_main and is_in_order:  # after an error the disk may be full
             self._keep(run)
-            write_report([run.folder], run.folder / "report.html")
+            write_report([read_run(run.folder)], run.folder / "report.html")
 
     def _keep(self, run: RunView) -> None:
         if not self._steps:
@@ -108,50 +109,53 @@ class Report(Callback):
 
 
 class _Run(NamedTuple):
-    """What the files of a run say."""
+    """The metrics, settings, samples and routing of one run."""
 
     name: str
     rows: list[dict[str, Any]]
     settings: dict[str, Any]
     """Values by dotted name."""
+    samples: list[str]
+    routing: dict[str, np.ndarray] | None
+    """``steps`` [N], ``counts`` [N, L, E] and ``layers`` [L]; None: they were not kept."""
 
 
-def write_report(folders: Sequence[Path], file: Path) -> None:
-    """Write the page of the runs in ``folders`` to ``file``.
+def read_run(folder: Path) -> _Run:
+    """Read a run's output folder.
 
-    Raises OSError or ValueError: a folder has no run, or it cannot be read.
+    Raises OSError, ValueError or BadZipFile: it has no run, or the run's files cannot be read.
     """
-    runs = [_read(folder) for folder in folders]
-    names = dict(zip((run.name for run in runs), runs, strict=True))
-    if len(names) < len(runs):  # folders of one name
-        runs = [run._replace(name=str(at)) for run, at in zip(runs, folders, strict=True)]
+    return _Run(
+        name=folder.absolute().name,
+        rows=read_metrics(folder / "metrics.jsonl"),
+        settings=dict(leaves(json.loads((folder / "config.json").read_text("utf-8")))),
+        samples=_samples(folder),
+        routing=_routing(folder),
+    )
+
+
+def write_report(runs: Sequence[_Run], file: Path) -> None:
+    """Write the page of ``runs`` to ``file``. Raises OSError: it cannot be written."""
+    if len({run.name for run in runs}) < len(runs):  # folders of one name
+        runs = [run._replace(name=f"{run.name} ({i})") for i, run in enumerate(runs, 1)]
     undefined = jinja2.StrictUndefined
     pages = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=undefined)
     pages.filters["number"] = _number
     source = Path(__file__).parent / "templates" / "report.html.jinja"
     page = pages.from_string(source.read_text("utf-8"))
     is_alone = len(runs) == 1
+    heads = ["" if is_alone else run.name for run in runs]
     text = page.render(
         name=", ".join(run.name for run in runs),
         size=_SIZE,
         summary=_summary(runs),
         charts=[chart for title, names in _CHARTS if (chart := _chart(title, names, runs))],
-        times=[(run.name * (not is_alone), _times(run.rows)) for run in runs],
-        experts=_experts(_routing(folders[0])) if is_alone else None,
-        samples=[
-            (run.name * (not is_alone), text)
-            for run, folder in zip(runs, folders, strict=True)
-            for text in _samples(folder)
-        ],
+        times=[(head, _times(run.rows)) for head, run in zip(heads, runs, strict=True)],
+        experts=_experts(runs[0].routing) if is_alone else None,
+        samples=[(h, text) for h, run in zip(heads, runs, strict=True) for text in run.samples],
         settings=_settings(runs),
     )
     write_atomically(file, lambda new: new.write_text(text, "utf-8"))
-
-
-def _read(folder: Path) -> _Run:
-    rows = read_metrics(folder / "metrics.jsonl")
-    settings = json.loads((folder / "config.json").read_text("utf-8"))
-    return _Run(folder.absolute().name, rows, dict(leaves(settings)))
 
 
 def _summary(runs: Sequence[_Run]) -> list[list[str]]:
@@ -290,14 +294,15 @@ def main(argv: Sequence[str] | None) -> None:
     options = parser.parse_args(argv)
     folders = [Path(run).expanduser() for run in options.runs]
     file = Path(options.out).expanduser() if options.out else folders[0] / "report.html"
+    runs: list[_Run] = []
     for folder in folders:
         try:
-            _read(folder)
-        except (OSError, ValueError) as error:
+            runs.append(read_run(folder))
+        except (OSError, ValueError, BadZipFile) as error:
             problem = f"{str(folder)!r} has no run that can be read: {error}"
             raise ConfigError("RUN", f"{problem}; give the output_dir of one") from None
     try:
-        write_report(folders, file)
+        write_report(runs, file)
     except ModuleNotFoundError as error:
         raise ConfigError("report", f"{error}; pip install matplotlib") from None
     except OSError as error:

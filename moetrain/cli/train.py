@@ -65,20 +65,32 @@ class Program(NamedTuple):
 
         Raises ConfigError: as ``Config.load``, or ``data.path`` is missing.
         """
-        if source is not None and source not in recipe_names() and not source.endswith(".toml"):
-            from moetrain.models.families import PRESETS  # imported here: torch would delay --help
-
-            if source not in PRESETS:
-                known = f"{', '.join(recipe_names())}, nor a preset, such as deepseek-v3"
-                near = get_close_matches(source, [*recipe_names(), *PRESETS], 1)
-                meant = f"; did you mean {near[0]}?" if near else ""
-                problem = f"{shortened(source)} is not one of {known}, nor a .toml file{meant}"
-                raise ConfigError("recipe", problem)
-            source, overrides = self.recipes.of_preset, [f"--model.preset={source}", *overrides]
+        if source is not None and not source.endswith(".toml"):
+            source, own = recipe_of(source, self.recipes)
+            overrides = [*own, *overrides]
         unused = Unused(self.name, self.foreign, self.recipes.default)
         config = Config.load(source, overrides, recipes=self.recipes, unused=unused, once=True)
         config.data.check()
         return config
+
+
+def recipe_of(name: str, recipes: Recipes) -> tuple[str, list[str]]:
+    """Return the recipe that ``name`` stands for, and the settings beside it.
+
+    ``name`` is a recipe, or a preset, which stands for ``recipes.of_preset`` with that preset.
+
+    Raises ConfigError: it is neither.
+    """
+    if name in recipe_names():
+        return name, []
+    from moetrain.models.families import PRESETS  # imported here: torch would delay --help
+
+    if name in PRESETS:
+        return recipes.of_preset, [f"--model.preset={name}"]
+    near = get_close_matches(name, [*recipe_names(), *PRESETS], 1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    known = f"{', '.join(recipe_names())}, nor a preset, such as deepseek-v3, nor a .toml file"
+    raise ConfigError("recipe", f"{shortened(name)} is not one of {known}{meant}")
 
 
 # Each function below imports torch late, so that --help or a misspelt setting does not wait for it.

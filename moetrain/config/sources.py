@@ -59,9 +59,9 @@ class Recipes(Enum):
             of_preset: the recipe if the user names a preset where a recipe may stand.
         """
         self.default = default
-        self.of_preset = of_preset
         self.of_path = of_path
         self.of_chats = of_chats
+        self.of_preset = of_preset
 
 
 class Unused(NamedTuple):

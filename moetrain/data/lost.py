@@ -116,7 +116,7 @@ _ENDS = {"resolved", "success", "successful", "solved"}
 """Words for a run that came to its end: SWE-Gym's. As numbers they are 0 and 1."""
 _GOOD = {
     *("safe", "correct", "helpful", "harmless", "acceptable", "approved", "valid", "passed"),
-    *("verified", "good", "chosen", "accepted", *_ENDS),
+    *("verified", "good", "unharmful", "chosen", "accepted", *_ENDS),
 }
 _BAD = {"unsafe", "incorrect", "harmful", "wrong", "failed", "toxic", "bad", "hallucination"}
 _OF_ANSWERS = {"response", "answer", "completion", "output", "assistant"}
@@ -344,8 +344,7 @@ def is_about_answer(key: str) -> bool:
 
 def is_label(value: object) -> bool:
     """Return whether a value is a word that judges: ``unsafe``, ``harmful``, ``correct``."""
-    words = _GOOD | _BAD | {"unharmful"}
-    return isinstance(value, str) and value.strip().lower() in words
+    return isinstance(value, str) and value.strip().lower() in _GOOD | _BAD
 
 
 def is_about_question(key: str) -> bool:

@@ -324,10 +324,10 @@ class ModelState:
         """Move ``what`` (everything, if nothing is named) to host memory until :meth:`reload`.
 
         Tensors keep their identity, and on a GPU their addresses, except shards that other ranks
-        read where they lie. Until :meth:`reload`, methods
-        that need the tensors raise :class:`~moetrain.runtime.arena.OffloadedError`, and no other
-        code may touch them. The host memory is kept for the next call. Workspaces (gathered
-        parameters) are only freed, and are allocated again at their next use.
+        read where they lie. Until :meth:`reload`, methods that need the tensors raise
+        :class:`~moetrain.runtime.arena.OffloadedError`, and no other code may touch them. The host
+        memory is kept for the next call. Workspaces (gathered parameters) are only freed, and are
+        allocated again at their next use.
 
         Raises:
             ValueError: a name is unknown.

@@ -98,6 +98,13 @@ def test_a_folder_without_a_run_is_one_line(tmp_path, capsys):
     assert error.endswith("give the output_dir of one\n")
 
 
+def test_a_damaged_routing_is_one_line(run, capsys):
+    folder = run.fit().folder
+    (folder / "routing.npz").write_bytes(b"PK damaged")
+    assert main([str(folder)]) == 2
+    assert "has no run that can be read: " in capsys.readouterr().err
+
+
 def test_several_runs_share_charts_and_show_the_settings_that_differ(tiny, tmp_path, capsys):
     folders = []
     for name, rate in (("slow", 1e-4), ("fast", 1e-2)):

@@ -12,12 +12,12 @@ import pytest
 
 from moetrain.config import Config, ConfigError
 from moetrain.data import csv_rows
-from moetrain.data.containers import Files, Raw, find_records
+from moetrain.data.containers import Files, Raw
 from moetrain.data.loader import build_data
 from moetrain.data.messages import BadLineError
 from moetrain.data.sources import Source
 from moetrain.data.tokenizer import ByteTokenizer
-from tests.lib.data_files import write_lines
+from tests.lib.data_files import found_in, write_lines
 
 
 def raws_of(path: Path) -> list[Raw]:
@@ -231,8 +231,4 @@ FOLDERS = {
 @pytest.mark.parametrize("case", FOLDERS)
 def test_files_in_a_folder_are_read_as_those_of_lines(case: str, tmp_path: Path):
     files, wanted = FOLDERS[case]
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
-    found, _ = find_records("data.path", str(tmp_path), "train", None)
-    assert [file.relative_to(tmp_path).as_posix() for file in found] == wanted.split()
+    assert found_in(tmp_path, files) == wanted

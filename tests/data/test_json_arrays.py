@@ -12,10 +12,11 @@ import pytest
 
 from moetrain.config import Config, ConfigError
 from moetrain.data import json_array
-from moetrain.data.containers import Files, find_records
+from moetrain.data.containers import Files
 from moetrain.data.loader import build_data
 from moetrain.data.sources import Source
 from moetrain.data.tokenizer import ByteTokenizer
+from tests.lib.data_files import found_in
 
 RECORDS = [
     {"text": 'a "quoted" [b], {c}\\'},
@@ -165,11 +166,7 @@ FOLDERS = {
 def test_files_of_arrays_in_a_folder_that_has_no_others(case: str, tmp_path: Path, caplog):
     caplog.set_level("INFO")
     files, wanted = FOLDERS[case]
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
-    found, _ = find_records("data.path", str(tmp_path), "train", None)
-    assert [file.relative_to(tmp_path).as_posix() for file in found] == wanted.split()
+    assert found_in(tmp_path, files) == wanted
     skipped = "1 of its files end in .json and are not read" in caplog.text
     assert skipped == (case == "lines beside")
 

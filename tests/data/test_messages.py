@@ -707,11 +707,8 @@ def test_tools_are_written_as_transformers_takes_them(record, tools):
 def test_tools_of_a_turn_are_named():
     """GLM-4's fine-tuning files have them in the system's turn."""
     tool = {"type": "function", "function": {"name": "rain", "parameters": {}}}
-    turns = [{"role": "system", "content": "s", "tools": [tool]}, *CHAT_OF_TWO]
+    turns = [{"role": "system", "content": "s", "tools": [tool]}, USER, SAID]
     with pytest.raises(
         BadLineError, match=r"messages\[0\]\.tools is not .*; write the tools as `tools`"
     ):
         RecordReader(ChatTemplate(CHATML, {})).documents({"messages": turns})
-
-
-CHAT_OF_TWO = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

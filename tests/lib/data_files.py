@@ -7,6 +7,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from moetrain.config import Config
+from moetrain.data.containers import find_records
 from moetrain.data.tokenizer import ByteTokenizer
 
 BYTE_VOCAB = ByteTokenizer.vocab_size
@@ -41,3 +42,12 @@ def word_tokenizer(folder: Path, *words: str, **settings: object) -> Path:
     if settings:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def found_in(folder, files: dict[str, str]) -> str:
+    """Write ``files`` below ``folder``, and return the names that are read as records."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+    found, _ = find_records("data.path", str(folder), "train", None)
+    return " ".join(file.relative_to(folder).as_posix() for file in found)

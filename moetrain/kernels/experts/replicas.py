@@ -61,8 +61,8 @@ class ReplicaPlan(NamedTuple):
     places_WE: torch.Tensor
     """The place of each expert on each rank, counted over the places of all ranks; -1: none."""
     bounds_WE: torch.Tensor
-    """Where each rank's rows end among this rank's rows of an expert; they begin where those of the
-    rank before end. The first :attr:`stay_E` rows stay here, whatever the bounds are."""
+    """The end of each rank's rows within this rank's rows of an expert. A rank's rows begin at the
+    end of the rank before it. The first :attr:`stay_E` rows stay here, whatever the bounds are."""
     stay_E: torch.Tensor
     """The number of this rank's rows of each expert that stay here."""
 
