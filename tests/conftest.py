@@ -123,21 +123,25 @@ def gpus_needed(item) -> int:
     return item.callspec.params[count] if isinstance(count, str) else count
 
 
-def packages_of(paths) -> set[str]:
-    """Return the packages of files: ``moetrain/data/x.py`` and ``tests/data/x.py`` are of data."""
+def packages_of(paths) -> list[str]:
+    """Return the packages of files, each once, in the order of the files.
+
+    ``moetrain/data/x.py`` and ``tests/data/x.py`` are of data.
+    """
     parts = [path.split("/") for path in paths]
-    return {part[1] for part in parts if part[0] in ("moetrain", "tests") and len(part) > 2}
+    found = [part[1] for part in parts if part[0] in ("moetrain", "tests") and len(part) > 2]
+    return [*dict.fromkeys(found)]
 
 
 def order_of(item, changed, seed):
     """Return what a gate sorts tests by that may not all have time.
 
-    Files of ``changed`` packages, and those of whole runs, come first. The rest has an order that
-    ``seed`` decides, so that each commit runs others. Tests of a file stay together.
+    Files of the ``changed`` packages come first, in the order of ``changed``. The rest has an order
+    that ``seed`` decides, so that each commit runs others. Tests of a file stay together.
     """
     package = item.nodeid.split("/")[1]
-    file = hashlib.sha256(f"{seed}{item.path.name}".encode()).digest()
-    return package not in {*changed, "system"}, file
+    place = changed.index(package) if package in changed else len(changed)
+    return place, hashlib.sha256(f"{seed}{item.path.name}".encode()).digest()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
