@@ -21,11 +21,17 @@ from moetrain.data.known_sets import (
 from moetrain.data.lost import describes
 from moetrain.data.messages import MEDIA, BadLineError, is_said, media_of, parse_json, role_of
 from moetrain.data.tools import are_tools
+from moetrain.data.warned import warn_once
 
 _DIALOGUES = ("conversation", "trajectory")
 """Other names of ``messages``: in LMSYS-Chat and WildChat, and in runs of OpenHands."""
 SYSTEMS = ("system_prompt", "system_message", "meta_instruction")
 """Other names of ``system``: OpenOrca's, distilabel's, MOSS's."""
+_OF_FORMS = {
+    *("messages", "conversations", "chosen", "rejected", "instruction", "output", "prompt"),
+    *("question", "answer"),
+}
+"""Fields of the known forms. A record that has none of them may have a dialogue under any name."""
 _IN_CAPITALS = {"Instruction": "instruction", "Input": "input", "Output": "output"}
 """Fields of Alpaca's form that some copies write in capitals."""
 _FUNCTIONS = ("available_tools", "function_list", "function_description")
@@ -85,6 +91,12 @@ def renamed(
         _read_question(found, reads_pairs)
     if reads_pairs and "chosen" not in found:
         _read_swifts_pair(found)
+    if (name := _other_dialogue(found, text_field)) is not None:
+        _rename(found, name, "messages")
+        warn_once(
+            f"the dialogue {name}",
+            f"`{name}` of records is read as `messages`: it is their only field with a dialogue",
+        )
     # Fields that are null mean nothing. Errors show them.
     return {**{key: None for key in record if record[key] is None}, **found}
 
@@ -93,7 +105,25 @@ def name_of_dialogue(record: object) -> str | None:
     """Return the field of ``record`` that :func:`renamed` renames to ``messages``, if any."""
     if not isinstance(record, dict) or record.get("messages") is not None:
         return None
-    return next((name for name in _DIALOGUES if isinstance(record.get(name), list)), None)
+    known = (name for name in _DIALOGUES if isinstance(record.get(name), list))
+    return next(known, None) or _other_dialogue(record, "text")
+
+
+def _other_dialogue(record: Mapping[str, Any], text_field: str) -> str | None:
+    """Return the only field with a dialogue that has an answer, in a record of no known form.
+
+    None: there is none, or the record has a known form or answers to compare.
+    """
+    if not _OF_FORMS.isdisjoint(key for key, value in record.items() if value is not None):
+        return None
+    if record.get(text_field) is not None:
+        return None
+    names = [key for key, value in record.items() if is_dialogue(value)]
+    if len(names) != 1:
+        return None
+    roles = [role_of(turn) for turn in record[names[0]] if isinstance(turn, dict)]
+    is_whole = {"user", "assistant"} <= {*map(str, roles)} and roles[-1] == "assistant"
+    return names[0] if is_whole else None
 
 
 def _rename(found: dict[str, Any], name: str, new: str) -> None:
@@ -167,8 +197,11 @@ def _read_swifts_pair(found: dict[str, Any]) -> None:
     if isinstance(other := found.get("rejected_messages"), list):
         found["chosen"], found["rejected"] = found.pop("messages"), other
         del found["rejected_messages"]
-    elif isinstance(text := found.get("rejected_response"), str):
+        return
+    text, turn = found.get("rejected_response"), found.get("rejected_message")  # OpenPipe's
+    if isinstance(text, str):
+        turn = {"role": "assistant", "content": text}
+    if isinstance(turn, dict):
         *found["prompt"], last = found.pop("messages")
-        found["chosen"] = [last]
-        found["rejected"] = [{"role": "assistant", "content": text}]
-        del found["rejected_response"]
+        found["chosen"], found["rejected"] = [last], [turn]
+        del found["rejected_response" if isinstance(text, str) else "rejected_message"]

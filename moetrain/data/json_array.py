@@ -15,6 +15,8 @@ _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{},]', re.DOTALL)
 comma. The pattern does not backtrack (``*+``), so a string of any length is scanned once."""
 _WITHIN = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 """Matches the inside of a string up to its end, or to the end of the bytes that are read."""
+_TURNS = re.compile(rb'\[\s*\{\s*"(?:role|from|content|value)"\s*:')
+"""Matches the beginning of a list of turns."""
 _BLANKS = re.compile(rb"[ \n\r\t]*")
 _READ = 1 << 20
 """Least bytes that are read at once. If more are held already, as many again are read."""
@@ -33,8 +35,15 @@ class Element(NamedTuple):
 
 
 def is_array(file: Any) -> bool:
-    """Return whether the buffered ``file`` holds an array. The file stays at its beginning."""
-    return file.peek(len(_BOM) + 1).removeprefix(_BOM).lstrip()[:1] == b"["
+    """Return whether the buffered ``file`` holds an array. The file stays at its beginning.
+
+    A file of lines whose records are lists of turns is none, though it begins like one.
+    """
+    begins = file.peek(len(_BOM) + 1).removeprefix(_BOM).lstrip()
+    if begins[:1] != b"[":
+        return False
+    line, is_whole, _ = begins.partition(b"\n")
+    return not (_TURNS.match(line) and (line.rstrip()[-1:] == b"]" or not is_whole))
 
 
 def array_elements(file: Any, most_bytes: int) -> Iterator[Element]:

@@ -149,9 +149,15 @@ def read_known_set(found: dict[str, Any]) -> None:
             raise BadLineError(f"{said}; write it at the end of `prompt`")
     if "chosen" not in found and _are_exchanges(found.get("conversation")):
         _read_exchanges(found)
-    if is_dialogue(found.get("input")) and isinstance(found.get("output"), str):
-        asked, said = found.pop("input"), found.pop("output")
-        found["messages"] = [*asked, {"role": "assistant", "content": said}]
+    if {"vanilla", "adversarial", "completion"} <= found.keys() and "prompt" not in found:
+        asked = [found.pop(key) for key in ("adversarial", "vanilla")]  # WildJailbreak
+        found["instruction"] = next(filter(None, asked), "")
+        found["output"] = found.pop("completion")
+    asked = [key for key in ("input", *QUESTIONS) if is_dialogue(found.get(key))]
+    said = [key for key in ("output", *RESPONSES) if isinstance(found.get(key), str)]
+    if len(asked) == len(said) == 1 and role_of(found[asked[0]][-1]) == "user":
+        answer = {"role": "assistant", "content": found.pop(said[0])}
+        found["messages"] = [*found.pop(asked[0]), answer]
 
 
 def read_reasoned_answer(found: dict[str, Any]) -> None:
@@ -395,9 +401,11 @@ def _remedy_for_steps(
             "not read; write a beginning that is not learned as `prompt` and the rest as "
             '`completion`, or turns as `messages`, with "weight": 0 on answers not to be learned'
         )
-    run = record.get("trajectory")
-    if isinstance(run, list) and run and isinstance(run[0], dict) and "action" in run[0]:
-        return "it is a run without roles; write its turns (SWE-agent's `history`) as `messages`"
+    for key, run in record.items():
+        first = run[0] if isinstance(run, list) and run and isinstance(run[0], dict) else {}
+        if "role" not in first and not {"action", "class_"}.isdisjoint(first):  # the ADP's too
+            history = " (SWE-agent's `history`)" * (key == "trajectory")
+            return f"`{key}` is a run without roles; write its turns{history} as `messages`"
     if record.get("completions") is not None and isinstance(record.get("labels"), list):
         write = "write the steps of a right answer as one text in `completion`"
         if reads_labels:
@@ -494,6 +502,8 @@ def _judging(record: Mapping[str, Any]) -> str:
 def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
     """Return the advice for a question, with or without an answer."""
     named, asked = _named(record), _asked(record)
+    if asked and asked[0] != "prompt" and is_dialogue(record[asked[0]]):
+        return None
     said = [key for key in named if named[key] in RESPONSES and isinstance(record[key], str)]
     if len(said) > 1:
         return f"it has {' and '.join(f'`{key}`' for key in said)}; leave one of them out"
@@ -577,7 +587,7 @@ def _remedy_for_turns(record: Mapping[str, Any]) -> str | None:
     if "role" in record or {"from", "value"} <= record.keys():
         return "it is one turn of a dialogue; write the turns of each dialogue as `messages`"
     for key, value in record.items():
-        if key in _ANSWERS or key in _QUESTIONS:
+        if key in _ANSWERS or (key in _QUESTIONS and not is_dialogue(value)):
             continue
         if is_dialogue(value):
             each = "each with `role` and `content`"
@@ -593,9 +603,15 @@ def _remedy_for_turns(record: Mapping[str, Any]) -> str | None:
         are_turns = all(
             isinstance(turn, dict) and any(map(_is_text, turn.values())) for turn in inner
         )
-        if (are_texts or are_turns) and len(inner) > 1 and key.lower() in _LISTS_OF_TEXTS:
+        is_long = len(inner) > 1 or (isinstance(value, dict) and are_turns)
+        if (are_texts or are_turns) and inner and is_long and key.lower() in _LISTS_OF_TEXTS:
             each = "each with its role"
             return f"`{key}` seems to be a dialogue; write its texts as `messages`, {each}"
+    for key, value in record.items():
+        are_objects = isinstance(value, list) and value and all(isinstance(x, dict) for x in value)
+        if are_objects and not are_tools(value) and not describes(key, value):
+            each = "each with `role` and `content`"
+            return f"if `{key}` is a dialogue, write its turns as `messages`, {each}"
     return None
 
 

@@ -1,7 +1,8 @@
 """Reads the messages that users write, and brings them into the forms that chat templates take.
 
 :func:`read_messages` reads and checks OpenAI's messages, ShareGPT's (``from`` and ``value``),
-ms-swift's (roles ``tool_call`` and ``tool_response``) and Qwen-Agent's, and returns OpenAI's.
+ms-swift's (roles ``tool_call`` and ``tool_response``), Qwen-Agent's and ChatGLM3's, and returns
+OpenAI's.
 Templates differ in what they read: arguments of calls are objects or JSON text, and an empty
 ``content`` is missing, null or "". :func:`forms_of` lists the forms of a conversation in the order
 in which they are tried. :func:`marked` puts unique marks in the place of the users' texts. From the
@@ -155,7 +156,7 @@ def read_messages(
     """
     if isinstance(messages, str) and messages.lstrip().startswith("["):
         messages = parse_json(messages, f"`{name}`")
-    messages = _of_columns(messages)
+    messages = _with_results_apart(_of_columns(messages))
     if not isinstance(messages, list) or not messages:
         said = f"`{name}` is not a list of turns: {shortened(messages)}"
         raise BadLineError(f"{said}; give one turn or more")
@@ -196,6 +197,29 @@ def _of_columns(messages: object) -> object:
     if not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
         return messages
     return [dict(zip(messages, turn, strict=True)) for turn in zip(*columns, strict=True)]
+
+
+def _with_results_apart(messages: object) -> object:
+    """Return turns in which a call and its result are two turns.
+
+    ChatGLM3 has one turn of the role tool for both: the name of the tool, the ``parameters`` of the
+    call, and its result in ``observation``.
+    """
+    if not isinstance(messages, list):
+        return messages
+    turns: list[object] = []
+    for turn in messages:
+        if not isinstance(turn, dict) or role_of(turn) != "tool" or turn.get("content") is not None:
+            turns.append(turn)
+            continue
+        if not {"name", "parameters", "observation"} <= turn.keys():
+            turns.append(turn)
+            continue
+        rest = {key: turn[key] for key in turn if key not in ("parameters", "observation", "role")}
+        call = {"name": turn["name"], "arguments": turn["parameters"]}
+        turns.append({**learning_of(turn), "role": _CALL, "content": call})
+        turns.append({**rest, "role": "tool", "content": turn["observation"]})
+    return turns
 
 
 def _goes_on(

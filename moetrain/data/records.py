@@ -220,6 +220,7 @@ class RecordReader:
 
         Raises BadLineError: the record is no object, or a part of it cannot be read.
         """
+        record = {"messages": record} if is_dialogue(record) else record
         if not isinstance(record, dict):
             raise BadLineError(f"not a JSON object: {shortened(record)}; {OBJECTS}")
         return renamed(record, reads_pairs=self.reads_pairs, text_field=self.text_field)

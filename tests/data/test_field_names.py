@@ -97,6 +97,7 @@ def test_columns_of_single_answers_are_read(record, asked):
             "non_preferred_output": [BAD],
         },
         {"messages": [USER], "chosen_response": GOOD, "rejected_response": BAD},
+        {"messages": [USER, GOOD], "rejected_message": BAD},  # OpenPipe's
     ],
     ids=str,
 )

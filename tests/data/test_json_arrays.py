@@ -39,6 +39,31 @@ def values_of(path: Path) -> list[object]:
     return [raw.value() for piece in files.pieces() for raw in files.records(piece)]
 
 
+TURNS = RECORDS[2]["messages"]
+DIALOGUES = [TURNS, [{"role": "user", "content": "x" * 20_000}, TURNS[1]], TURNS]
+
+
+@pytest.mark.parametrize("is_first_long", [False, True])
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".json.gz"])
+@pytest.mark.parametrize("written", ["an array", "indented", "lines"])
+def test_lists_of_turns_are_records(written: str, suffix: str, is_first_long: bool, tmp_path: Path):
+    """Each line is a dialogue, or each element of the array."""
+    dialogues = DIALOGUES[1:] if is_first_long else DIALOGUES
+    content = "\n".join(map(json.dumps, dialogues)) + "\n"
+    if written != "lines":
+        content = json.dumps(dialogues, indent=2 if written == "indented" else None)
+    path = tmp_path / f"a{suffix}"
+    encoded = content.encode()
+    path.write_bytes(gzip.compress(encoded) if suffix.endswith("gz") else encoded)
+    assert values_of(path) == dialogues
+
+
+def test_one_indented_list_of_turns_is_no_file_of_dialogues(tmp_path: Path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(TURNS, indent=2))
+    assert values_of(path) == TURNS  # each is refused as one turn of a dialogue
+
+
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".json.gz"])
 @pytest.mark.parametrize("case", WRITTEN)
 def test_records_of_an_array_are_those_of_json(case: str, suffix: str, tmp_path: Path):

@@ -12,6 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from moetrain.data.chat import CHATML, BadLineError, ChatTemplate
 from moetrain.data.records import RecordReader
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.data.warned import SEEN
 from moetrain.rl.envs import Prompts
 from moetrain.rl.envs.shipped import Jsonl
 
@@ -32,7 +33,7 @@ def call(**arguments: object) -> dict:
     return {"type": "function", "function": {"name": "rain", "arguments": arguments}}
 
 
-def documents(record: dict, pairs: bool = False, text_field: str = "text") -> list:
+def documents(record: dict | list, pairs: bool = False, text_field: str = "text") -> list:
     form = "preference" if pairs else "auto"
     template = ChatTemplate(CHATML, {})
     reader = RecordReader(template, form=form, reads_pairs=pairs, text_field=text_field)
@@ -382,8 +383,20 @@ def test_other_metadata_is_no_tools(metadata: object):
             "`reasoning` and `answer` stand beside `messages` that have an answer",
         ),
         (
-            {"trajectory": [{"action": "ls", "observation": "x"}], "history": [USER, ANSWER]},
+            {"trajectory": [{"action": "ls", "observation": "x"}]},
             "a run without roles; write its turns \\(SWE-agent's `history`\\) as `messages`",
+        ),
+        (
+            {"id": "1", "content": [{"class_": "api_action", "function": "bash"}]},
+            "`content` is a run without roles; write its turns as `messages`",
+        ),
+        (
+            {"query": [USER]},
+            "`query` seems to be a question; write its turns as `messages`, .* and after them the",
+        ),
+        (
+            {"steps": [{"speaker": "x", "utterance": "q"}]},
+            "if `steps` is a dialogue, write its turns as `messages`, each with `role`",
         ),
         (
             {
@@ -629,7 +642,7 @@ FOLLOWED = [
         [CHAT],
     ),
     (
-        {"trajectory": [{"action": "ls"}], "history": DIALOGUE_A},
+        {"trajectory": [{"action": "ls"}]},
         "write its turns .* as `messages`",
         {"trajectory": [{"action": "ls"}], "messages": DIALOGUE_A},
         [CHAT],
@@ -787,9 +800,9 @@ FOLLOWED = [
         [PLAIN],
     ),
     (
-        {"traj": DIALOGUE_A, "reward": 1.0, "task_id": 3},
-        "`traj` seems to be a dialogue; write its turns as `messages`, each with `role` and",
-        {"messages": DIALOGUE_A, "reward": 1.0, "task_id": 3},
+        {"chat": {"turn_1": {"Human": "q", "MOSS": "a"}}},
+        "`chat` seems to be a dialogue; write its texts as `messages`, each with its role",
+        {"messages": DIALOGUE_A},
         [CHAT],
     ),
     (
@@ -873,6 +886,58 @@ def test_what_a_line_advises_is_learned_as_it_says(
         right = [PLAIN, "qb"] if right else [CHAT, OTHER_CHAT]
     assert [document.text for document in documents(followed, pairs=is_pair)] == right
     assert documents(followed)[0].text == right[0]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        DIALOGUE_A,
+        {"traj": DIALOGUE_A, "task_id": 3},
+        {"trajectory": [{"action": "ls"}], "history": DIALOGUE_A},  # SWE-agent's own files
+        {"completion": DIALOGUE_A},
+        {"query": DIALOGUE_A},
+        {"query": [USER], "answer": "a"},
+        {"input": [USER], "response": "a"},
+        {"vanilla": "q", "adversarial": "", "completion": "a", "data_type": "vanilla_benign"},
+        {"vanilla": "r", "adversarial": "q", "completion": "a", "data_type": "adversarial_harmful"},
+    ],
+    ids=str,
+)
+def test_the_only_dialogue_of_a_record_is_read_whatever_its_name(record: dict | list):
+    assert [document.text for document in documents(record)] == [CHAT]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"first": DIALOGUE_A, "second": DIALOGUE_B},
+        {"demonstrations": DIALOGUE_A, "problem": "What is 3 + 4?", "solution": "7"},
+        {"traj": DIALOGUE_A, "resolved": False},
+        {"traj": DIALOGUE_A, "cot": "a thought of its own"},
+        {"traj": [*DIALOGUE_A, USER], "response": "b"},
+    ],
+    ids=str,
+)
+def test_such_a_dialogue_loses_nothing_beside_it(record: dict):
+    with pytest.raises(BadLineError):
+        documents(record)
+
+
+def test_a_dialogue_under_another_name_is_said_once(caplog: pytest.LogCaptureFixture):
+    SEEN.discard("the dialogue traj")
+    for _ in range(2):
+        documents({"traj": DIALOGUE_A})
+    assert caplog.text.count("`traj` of records is read as `messages`") == 1
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_a_completion_that_is_a_whole_dialogue_has_its_label(label: bool):
+    """KTO-mix has such completions, with and without the question as ``prompt``."""
+    reader = RecordReader(ChatTemplate(CHATML, {}), reads_pairs=True, reads_labels=True)
+    for asked in ({}, {"prompt": "q"}, {"prompt": [USER]}):
+        (document,) = reader.documents({**asked, "completion": DIALOGUE_A, "label": label})
+        assert (document.text, document.label) == (CHAT, label)
+        assert [document.text[a:b] for a, b in document.loss_spans or ()] == ["a<|im_end|>"]
 
 
 def test_a_verdict_becomes_the_label_that_kto_needs():

@@ -96,6 +96,11 @@ SWIFT = [
     {"role": "assistant", "content": "It stays dry."},
 ]
 BARE = {"name": "rain", "arguments": TEXT}
+GLM3 = [
+    {"role": "user", "content": "Rain?"},
+    {"role": "tool", "name": "rain", "parameters": ARGUMENTS, "observation": "no"},
+    {"role": "assistant", "content": "It stays dry."},
+]
 OLD = [
     {"role": "User", "content": "Rain?"},
     {"role": "assistant", "content": None, "function_call": BARE},
@@ -128,6 +133,7 @@ RECORDS = {
         "conversations": [SHAREGPT[0], {"from": "function_call", "value": BARE}, *SHAREGPT[2:]]
     },
     "ms-swift": {"messages": SWIFT},
+    "ChatGLM3": {"conversations": GLM3},
     "before tool_calls": {"messages": OLD},
 }
 

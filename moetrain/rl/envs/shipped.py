@@ -290,7 +290,7 @@ def _read_lines(path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
                 asked = line.get("messages")
             if not isinstance(asked, str | list):
                 problem = "has no `prompt` (a text or a list of messages) and no `messages`"
-                raise BadLineError(problem)
+                raise BadLineError(problem + _likely_prompt(line))
             line, whole = with_tools_of_metadata(line), with_tools_of_metadata(whole)
             ChatTemplate.variables_of(line)
         except BadLineError as error:
@@ -299,6 +299,14 @@ def _read_lines(path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     if not lines:
         raise ConfigError("rl.prompts", f"{path!r} has no lines; write one prompt a line")
     return lines
+
+
+def _likely_prompt(line: object) -> str:
+    """Return the advice to rename the field of ``line`` that is likely its prompt."""
+    names = ("question", "problem", "query", "instruction", "input")
+    found = [key for key in names if isinstance(line, dict) and isinstance(line.get(key), str)]
+    whole = ", with all that the question needs" * (len(found) > 1)
+    return f"; rename `{found[0]}` to `prompt`{whole}" if found else ""
 
 
 # ---- by name ------------------------------------------------------------------------------------

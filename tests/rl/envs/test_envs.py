@@ -159,6 +159,16 @@ def test_prompts_from_a_file(lines):
     assert chat.endswith("assistant\n")
 
 
+def test_a_record_without_a_prompt_says_which_field_may_be_it(lines):
+    lines.write_text(json.dumps({"question": "a?", "answer": "7"}))
+    with pytest.raises(ConfigError, match=r"no `messages`; rename `question` to `prompt`$"):
+        opened("jsonl", prompts=lines, reward="exact")
+    lines.write_text(json.dumps({"instruction": "add", "input": "3, 4", "answer": "7"}))
+    says = "; rename `instruction` to `prompt`, with all that the question needs$"
+    with pytest.raises(ConfigError, match=says):
+        opened("jsonl", prompts=lines, reward="exact")
+
+
 def test_tools_of_a_conversation_are_in_its_prompt(lines):
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = "{{ tools | tojson }}{{ messages[0].content }}"
