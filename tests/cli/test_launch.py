@@ -34,6 +34,8 @@ rank, folder = int(os.environ["RANK"]), sys.argv[2]
 
 
 class Trainer:
+    config = model = types.SimpleNamespace(arch=types.SimpleNamespace(vocab_size=256))
+
     def __init__(self, config, **_): ...
 
     def fit(self):
@@ -104,6 +106,9 @@ class Trainer:
 module = types.ModuleType("moetrain.train.loop")
 module.Trainer = Trainer
 sys.modules["moetrain.train.loop"] = module
+preview = types.ModuleType("moetrain.data.preview")  # it would import torch
+preview.cautions = lambda config, vocab_size: []
+sys.modules["moetrain.data.preview"] = preview
 sys.exit(main(["train.sample_tokens=0"]))  # whose callback would import torch
 """
 
@@ -119,7 +124,9 @@ from moetrain.cli.train import main
 
 class Trainer:
     def __init__(self, config, **_):
-        self.world = join_world(config, resolve_architecture(config.model))
+        self.config, arch = config, resolve_architecture(config.model)
+        self.model = types.SimpleNamespace(arch=arch)
+        self.world = join_world(config, arch)
 
     def fit(self):
         one = torch.ones(())
@@ -152,7 +159,9 @@ processes._BEAT_SECONDS = 0.2
 
 class Trainer:
     def __init__(self, config, **_):
-        self.world = world.join_world(config, resolve_architecture(config.model))
+        self.config, arch = config, resolve_architecture(config.model)
+        self.model = types.SimpleNamespace(arch=arch)
+        self.world = world.join_world(config, arch)
 
     def fit(self):
         if self.world.is_main:
