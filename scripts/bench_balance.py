@@ -7,8 +7,8 @@
 ``steps`` trains with forced routing: in layer i, rank i modulo W gets ``skew`` times the mean load,
 and within a rank popularity is log-normal. Rank 0 prints tokens/s/GPU (the median step) beside
 those of even routing without copies. ``simulate`` makes such routing for many ranks, plans the
-copies, and adds up the time of a layer's forward and backward: the busiest rank's rows, and its
-copies' bytes at the rate and with the fixed times measured on two H100s (docs/log/experts.md).
+copies, and estimates the time of a layer's forward and backward from the busiest rank's rows and
+the bytes of copies, with the rate and the fixed times measured on two H100s (docs/log/experts.md).
 """
 
 import argparse

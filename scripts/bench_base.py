@@ -2,7 +2,8 @@
 
     python scripts/bench_base.py [bits] [sweep] [steps] [--commands] [--results FILE.jsonl]
 
-bits   every format dequantised by the kernel and by plain torch, in bf16 and fp32: equal bits
+bits   every format dequantised by the kernel and by plain torch, in bf16 and fp32: the bits must be
+       equal
 sweep  a block's experts of ``qwen3-30b-a3b`` dequantised with other launch settings: ms, TB/s, and
        the share of a copy's rate
 steps  whole steps of ``qwen3-30b-a3b`` with adapters, by ``scripts/bench_train.py``: bases in bf16,
@@ -69,7 +70,7 @@ def device() -> torch.device:
 
 
 def random_groups(form: QuantFormat, numel: int) -> Groups:
-    """Return stored elements of every code, with scales like those of weights."""
+    """Return random quantised elements of all codes, with scales like those of weights."""
     bytes_B = torch.randint(0, 256, (form.num_bytes(numel),), dtype=torch.uint8, device=device())
     given = form.split(bytes_B[None])
     if form.bits == 8:

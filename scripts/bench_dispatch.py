@@ -3,18 +3,19 @@
     torchrun --nproc-per-node 8 scripts/bench_dispatch.py [--tokens N ...] [--num-sms N ...]
         [--mode exact|static] [--precision bf16|fp8] [--results FILE.jsonl] [--per-machine N]
 
-For each number of tokens per rank it prints milliseconds of one call (the slowest rank's median
-over calls that all ranks begin together), and for all four calls together the GB/s and the share of
-the floor. Both count the bytes that must travel: each token once to every other rank with one of
-its experts, at NVLink's 450 GB/s, in bf16; fp8 sends half of them in two of the calls. Both
-transports are compiled, and a spin before each call hides its launches, as a busy queue does in
-training. Launches after the host's wait for counts are not hidden.
+For each number of tokens per rank the script prints the milliseconds of each call: the slowest
+rank's median over calls that all ranks begin together. For the four calls together it prints GB/s,
+and as "floor" the share of NVLink's 450 GB/s. Both count the bytes that must travel in bf16: each
+token once to every other rank that has one of its experts (fp8 sends half as many in two of the
+calls). Both transports are compiled. The GPU spins before each call, which hides the launches of
+the call's kernels, as a busy queue does in training. Launches after the host has waited for counts
+are not hidden.
 
-With ``--per-machine`` N ranks count as a machine. Two transports that send a token once to each
-machine are then timed instead of DeepEP alone: within a machine one uses a collective, the other
-DeepEP. Results and gradients of both must have the bits of the single all-to-all. DeepEP finds the
-GPUs of a machine by itself. NCCL takes ranks of different ``NCCL_HOSTID`` for those of several
-machines, so that one machine can stand for two::
+With ``--per-machine N``, N ranks count as one machine. Two transports that send a token only once
+to each machine are then timed instead of DeepEP alone. Within a machine one of them uses a
+collective, the other DeepEP. Results and gradients of both must have the bits of the single
+all-to-all. DeepEP finds the GPUs of a machine by itself. NCCL treats ranks with different
+``NCCL_HOSTID`` as if they were on several machines, so that one machine can stand for two::
 
     for node in 0 1; do
         NCCL_HOSTID=machine$node CUDA_VISIBLE_DEVICES=$((2 * node)),$((2 * node + 1)) torchrun \\
@@ -134,7 +135,7 @@ def deepep_transports(
     mode: str,
     precision: Precision,
 ) -> Iterator[tuple[str, ExpertParallelDispatcher]]:
-    """Return DeepEP's transports by number of SMs."""
+    """Return a name and DeepEP's transport for each number of SMs."""
     static = None
     if mode == "static":
         static = StaticSizes.plan(
@@ -151,7 +152,8 @@ def over_machines(
     every_num_sms: Sequence[int],
     precision: Precision,
 ) -> Iterator[tuple[str, ExpertParallelDispatcher]]:
-    """Return transports of two hops; the second is a collective, or DeepEP by number of SMs."""
+    """Return transports of two hops. The hop within a machine is a collective, or DeepEP with each
+    number of SMs."""
     inside = hops.inside.size()
     yield f"{inside} a machine", compiled(AllToAll(EXPERTS, group, hops=hops, precision=precision))
     for num_sms in every_num_sms:
@@ -175,7 +177,8 @@ def bits_of(
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Return dispatched and combined tokens, and gradients of both for random upstream ones."""
+    """Return dispatched tokens, their experts, combined tokens ``y``, and the gradients of tokens
+    and weights for the upstream gradient ``tanh(y)``."""
     received = transport.send(x_TD, ids_TK, weights_TK)
     is_here_SK = received.ids_SK >= 0
     scale_S = torch.where(is_here_SK, received.weights_SK, 0).sum(1, keepdim=True)

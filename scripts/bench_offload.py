@@ -3,14 +3,15 @@
     [torchrun --nproc-per-node N] scripts/bench_offload.py [--part cycle|update|losses|all]
         [--preset qwen3-30b-a3b] [--layers N] [--cycles 50] [--section.key value ...]
 
-``cycle`` times ``Engine.offload`` and ``Engine.reload`` beside one plain copy of pinned memory, and
-prints the share of memory that is freed and whether repeated cycles keep it and every address.
+``cycle`` times ``Engine.offload`` and ``Engine.reload`` beside one plain copy of pinned memory. It
+prints the share of memory that offloading frees, and whether the free memory and the addresses of
+all tensors stay the same over repeated cycles.
 
 ``update`` trains with ``optim.offload_fraction`` 0, 0.5 and 1: tokens/s, memory, the time of
 updates on the CPU, and the share of it that training did not wait for. An update uses torch's
 threads. torchrun gives one to each rank, so set OMP_NUM_THREADS to a rank's number of cores.
 
-``losses`` trains a small model 200 steps with each, and compares the losses.
+``losses`` trains a small model 200 steps with each of these fractions, and compares the losses.
 
 Rank 0 prints a line per measurement, with the slowest rank's figures. A part that fails prints why
 and makes the exit code 1; the next parts still run. On one H200 all takes about three minutes.
@@ -56,7 +57,9 @@ def main() -> int:
     parser.add_argument("--part", choices=["all", *PARTS], default="all")
     parser.add_argument("--preset", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=4, help="of 4,096 tokens, a rank and step")
+    parser.add_argument(
+        "--rows", type=int, default=4, help="rows of 4,096 tokens in a step of one rank"
+    )
     parser.add_argument("--cycles", type=int, default=50)
     args, settings = parser.parse_known_args()
     failed = 0
@@ -66,7 +69,7 @@ def main() -> int:
         try:
             for line in part(args, settings):
                 say(f"{name}: {line}")
-        except Exception:  # noqa: BLE001 - it is said, and the other parts are measured
+        except Exception:  # noqa: BLE001 - printed, and the other parts still run
             failed = 1
             print(f"{name}: failed\n{traceback.format_exc()}", flush=True)
         gc.collect()
@@ -136,7 +139,7 @@ def wait(world: World) -> None:
 
 
 def free_now() -> int:
-    """Return the free bytes of the driver."""
+    """Return the bytes of GPU memory that the driver reports as free."""
     torch.cuda.synchronize()
     return torch.cuda.mem_get_info()[0]
 
@@ -184,7 +187,7 @@ def clocked(owner: Any, name: str) -> Iterator[list[float]]:
 
 
 def measured(args: argparse.Namespace, settings: list[str], fraction: float) -> str:
-    """Return one line about ``fraction``."""
+    """Train with the ``offload_fraction`` ``fraction``; return a line with its figures."""
     words = (f"optim.offload_fraction={fraction}", "activation.policy=selective")
     engine = make_engine(args, settings, *words)
     world = engine.world

@@ -4,18 +4,21 @@
         [--only NAME,...] [--recipe qwen3-30b-a3b-24l] [--results FILE.jsonl] [--profile]
         [--timeout SECONDS] [--section.key value ...]
 
-A row is a separate run on all GPUs, with the same model and batches: without stages, then every
-schedule on 2 pipeline ranks x expert parallel ranks and on pipeline ranks alone. Its first losses
-and its first gradient norm are compared with those of the row without stages. Then steps are timed,
-and a few more with marks in the device's queue around each action of a rank:
+Each row of the table is a separate run on all GPUs, with the same model and batches. The first row
+has no pipeline stages. Then every schedule runs on 2 pipeline ranks, with all other GPUs expert
+parallel, and once more with all GPUs as pipeline ranks. The first losses and the first gradient
+norm of a row are compared with those of the first row. Then steps are timed, and a few more steps
+run with marks in the device's queue around each action of a rank:
 
-    busy      between the marks; they are set after the wait for what has not arrived
-    bubble    the mean over ranks of 1 - busy / time from a rank's first mark to its last (of ranks
-              the longest: the first stage's, which begins first and ends last)
-    simulated the same by the simulator, with the median times that were measured for each stage
+    busy      a rank's time between the two marks of its actions; an action's first mark is set when
+              its inputs have arrived
+    bubble    the mean over ranks of 1 - busy / makespan. The makespan is the longest time from a
+              rank's first mark to its last (the first stage's rank begins first and ends last)
+    simulated the bubble by the simulator, with the median time measured for each stage's actions
 
-A row that fails says why in a line, and the next one runs. ``--profile``: the share of dispatch and
-combine that is hidden, by a trace of rank 0. Each row is a JSON line; a table follows at the end.
+A row that fails says why in a line, and the next one runs. ``--profile`` adds the share of dispatch
+and combine that computation hides, from a trace of rank 0. Each row is printed as a JSON line, and
+a table of all rows follows at the end.
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ class Layout(NamedTuple):
 
 
 def layouts(nproc: int) -> list[Layout]:
-    """Return all rows, the one without stages first."""
+    """Return the layouts of all rows, the one without stages first."""
     meshes = dict.fromkeys([(2, nproc // 2), (nproc, 1)])
     return [Layout(1, nproc, "")] + [Layout(*mesh, name) for mesh in meshes for name in SCHEDULES]
 
@@ -90,11 +93,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Time pipelines.", allow_abbrev=False)
     parser.add_argument("--recipe", default="qwen3-30b-a3b-24l")
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--sequences", type=int, help="of a step; default: 8 a process")
+    parser.add_argument("--sequences", type=int, help="sequences of a step; default: 8 a process")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--only", help="names of rows, or parts of them, with commas between")
-    parser.add_argument("--tolerance", type=float, default=2e-3, help="of losses; of norms 10 x")
-    parser.add_argument("--timeout", type=float, default=180.0, help="seconds of a row")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=2e-3,
+        help="relative error of losses; of norms 10 times as much",
+    )
+    parser.add_argument("--timeout", type=float, default=180.0, help="most seconds of a row")
     parser.add_argument("--results", type=Path)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--row", help=argparse.SUPPRESS)
@@ -151,7 +159,7 @@ def run_rows(args: argparse.Namespace, nproc: int) -> int:
 def run_row(name: str, timeout: float) -> dict[str, Any]:
     """Return a row's measurements, or ``error``."""
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    # The ranks' folder must not be this file's: it imports another script.
+    # This file imports another script, so ranks need its folder on their path.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     how = {"capture_output": True, "text": True, "timeout": timeout, "env": environment}
     with tempfile.TemporaryDirectory() as folder:
@@ -261,7 +269,7 @@ def kind_of(action: Action) -> str:
 def idle_times(trainer: Trainer) -> dict[str, Any]:
     """Return the measured bubble, by rank and in all, and the simulated one."""
     pipeline, stages = trainer.engine.runner.pipeline, trainer.engine.stages
-    assert pipeline is not None  # the caller has looked
+    assert pipeline is not None  # the caller has checked this
     makespan, bubbles, idle, everything = 0.0, [], [], defaultdict(list)
     number = trainer.config.train.micro_batches(trainer.world.dims.data_ranks)
     schedule, _ = pipeline.plan(number, True)
@@ -303,13 +311,13 @@ def marked_step(trainer: Trainer, actions: Sequence[Action]) -> dict[Action, tup
 
     def take_first(run: _Run, *what: Any) -> Any:
         taken = take(run, *what)
-        begins.append(mark(trainer.device))  # once its inputs are there
+        begins.append(mark(trainer.device))  # when its inputs have arrived
         return taken
 
     def watched(run: _Run, action: Action) -> None:
         begins.append(mark(trainer.device))
         methods[action.kind](run, action)
-        found[action] = begins[-1], mark(trainer.device)  # a pass that counts ahead comes before
+        found[action] = begins[-1], mark(trainer.device)  # replaces a pass that counts ahead
 
     wait(trainer)
     with patch.multiple(_Run, take=take_first, forward=watched, backward=watched):

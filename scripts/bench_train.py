@@ -1,4 +1,4 @@
-"""Time training steps of any recipe, say where the time goes, and set a peer beside it.
+"""Time training steps of any recipe, say where the time goes, and compare with a peer.
 
     python scripts/bench_train.py RECIPE [--section.key value ...] [--bench-steps 10]
         [--warm-up 4] [--kernels N] [--links ROUNDS] [--peer COMMAND] [--results FILE.jsonl]
@@ -15,8 +15,9 @@ ROUNDS`` measures a run's own communicator between its steps, ROUNDS times, and 
 as options of scripts/simulate.py.
 
 With several processes (``--launch.nproc``) rank 0 prints. ``--peer`` runs a shell command
-afterwards on the same GPUs, which prints a line that holds ``<number> tok/s/gpu``. ``--results``
-appends to a JSONL. The exit code is 1 if the last loss is not finite.
+afterwards on the same GPUs. The command must print a line that holds ``<number> tok/s/gpu``.
+``--results`` appends the figures as a line of JSON to a file. The exit code is 1 if the last loss
+is not finite.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from moetrain.config.environment import launched_place
 from moetrain.parallel.processes import num_processes
 from moetrain.train.session import garbage_collector_off
 
-# The process that starts the ranks does not need it, and importing it takes seconds.
+# The process that starts the ranks does not need Trainer, and importing it takes seconds.
 if TYPE_CHECKING:
     from moetrain.train.loop import Trainer
 
@@ -83,7 +84,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Time training steps.", allow_abbrev=False)
     parser.add_argument("recipe")
     parser.add_argument("--bench-steps", type=int, default=10)
-    parser.add_argument("--warm-up", type=int, default=4, help="steps before those, 1 at least")
+    parser.add_argument("--warm-up", type=int, default=4, help="untimed steps first, 1 at least")
     parser.add_argument("--kernels", type=int, default=0, metavar="N")
     parser.add_argument("--links", type=int, default=0, metavar="ROUNDS")
     parser.add_argument("--peer")
@@ -101,7 +102,7 @@ def main() -> int:
                 with args.results.open("a") as file:
                     file.write(json.dumps(row) + "\n")
             if not math.isfinite(row["last_loss"]):
-                print("the last loss is not finite: these are no figures of a run that learns")
+                print("the last loss is not finite, so these figures are not of a run that learns")
                 return 1
         if launched_place() is not None:
             return 0
@@ -111,7 +112,7 @@ def main() -> int:
 
 
 def process_seconds() -> float:
-    """Return the seconds since this process began, if Linux says it; else since main."""
+    """Return the seconds since this process began; 0 where the system does not say it."""
     stat = Path("/proc/self/stat")
     if not stat.exists():
         return 0.0
@@ -258,7 +259,7 @@ def spans_of(events: list[dict[str, Any]]) -> list[Span]:
 
 
 def attribute(spans: list[Span]) -> dict[str, float]:
-    """Return GPU milliseconds by part, of exposed communication, and of idle time."""
+    """Return the milliseconds of each part, of its exposed communication, idle, and in all."""
     if not spans:
         return {}
     busy: dict[str, list[tuple[float, float]]] = defaultdict(list)

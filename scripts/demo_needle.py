@@ -74,10 +74,10 @@ LONG = Stage(65_536, 32, 1, 20, 1e-3)
 def haystack(
     rng: np.random.Generator, length: int, needles: int, *, evenly: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return ``length`` tokens of noise with ``needles`` in it, and the needles in their order.
+    """Return ``length`` tokens of noise that hold ``needles`` needles, and the needles in order.
 
-    All of their tokens are different. Their places are random, or ``evenly`` spaced from first to
-    last token.
+    No token occurs twice in the needles. Their places are random, or with ``evenly`` evenly spaced
+    from the first token to the last.
     """
     found = rng.permutation(np.arange(*SYMBOLS))[: needles * SIZE].reshape(needles, SIZE)
     tokens = rng.integers(*NOISE, length)
@@ -196,10 +196,10 @@ def main() -> None:
     """Run everything, and write figures.json after each part."""
     parser = argparse.ArgumentParser(description="Needles in rows that ranks share.")
     parser.add_argument("out", type=Path, nargs="?", help="folder for all that is made")
-    parser.add_argument("--long", type=int, default=LONG.seq_len, help="tokens of a row at last")
-    parser.add_argument("--steps", type=int, default=LONG.steps, help="of fine-tuning")
-    parser.add_argument("--lr", type=float, default=LONG.lr, help="of fine-tuning")
-    parser.add_argument("--haystacks", type=int, default=2, help="to measure on, 11 needles each")
+    parser.add_argument("--long", type=int, default=LONG.seq_len, help="tokens of a long row")
+    parser.add_argument("--steps", type=int, default=LONG.steps, help="fine-tuning steps")
+    parser.add_argument("--lr", type=float, default=LONG.lr, help="fine-tuning learning rate")
+    parser.add_argument("--haystacks", type=int, default=2, help="number, each with 11 questions")
     parser.add_argument("--method", default="auto", help="parallel.cp_method")
     parser.add_argument("--train", type=json.loads, help=argparse.SUPPRESS)
     words = parser.parse_args()

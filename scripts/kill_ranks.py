@@ -2,8 +2,9 @@
 
     python scripts/kill_ranks.py [--kills 100] [--kinds rank hang ...] [--seconds 3000] [--seed 0]
 
-Two "machines", each a torchrun with one rank and a folder of its own for memory, train a tiny model
-on this one's CPU, with a checkpoint in memory after each step. At random moments:
+Two "machines" train a tiny model on this machine's CPU, with a checkpoint in memory after each
+step. Each of them is a torchrun with one rank and its own folder for these checkpoints. At random
+moments:
 
     rank      SIGKILL to a rank
     hang      SIGSTOP to a rank
@@ -12,11 +13,11 @@ on this one's CPU, with a checkpoint in memory after each step. At random moment
     agent     SIGKILL to a torchrun, whose rank goes on without it; another starts a little later
     machine   SIGKILL to a torchrun and its rank, whose memory is lost; it comes back a little later
 
-Each time it measures the seconds until a new step is done, and the number of finished steps that
-were computed again. At the end the run is stopped, and its losses are compared with those of two
-undisturbed ranks. An agent that ends by itself, as one does if another's answer has not come within
-60 s, is started again, and counted. A JSON line says what was found; exit code 1: a step is
-missing, more than one was lost to one kill, or the losses differ.
+After each fault the script measures the seconds until a new step is done, and the number of
+finished steps that were computed again. At the end the run is stopped, and its losses are compared
+with those of two undisturbed ranks. An agent that ends by itself, for example because another agent
+did not answer within 60 s, is started again and counted. A JSON line says what was found. The exit
+code is 1 if a step is missing, if one fault lost more than one step, or if the losses differ.
 """
 
 from __future__ import annotations

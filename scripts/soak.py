@@ -6,17 +6,18 @@ A tiny model is trained without disturbance once. Then, until the time is up, ru
 settings are started, disturbed at a random moment and restarted on a random mesh, until they have
 made all their steps:
 
-    rank, launcher   SIGKILL to one of its processes, or to the one that started them
-    stop             SIGTERM: a checkpoint, and exit code 143
+    rank, launcher   SIGKILL to one rank's process, or to the process that started the ranks
+    stop             SIGTERM: the run must save a checkpoint and end with exit code 143
     pause            SIGSTOP to one process for a while; then it is killed
-    disk             no file may grow beyond a size that a checkpoint needs: exit code 1, one line
+    disk             files may not grow as large as a checkpoint needs: the run must end with exit
+                     code 1 and one line
     flip             SIGKILL, and a byte of the newest checkpoint is changed
 
-After each disturbance it checks that the run resumes from the newest intact checkpoint, that at
-most two save intervals lie between that and the last logged step, and that the losses so far equal
-those of the undisturbed run: bit for bit on the same mesh (--same), within a relative difference of
---tolerance on others. After ``stop``, and after a run's last step, the folder must hold only
-checkpoints.
+After each disturbance the script checks that the run resumes from the newest intact checkpoint,
+that at most two save intervals lie between that and the last logged step, and that the losses so
+far equal those of the undisturbed run: bit for bit on the same mesh (--same), within a relative
+difference of --tolerance on others. After ``stop``, and after a run's last step, the folder must
+hold only checkpoints.
 
 One JSON line says what was done. If a check fails, the exit code is 1 and the finding is printed.
 """
@@ -97,7 +98,7 @@ def check(is_true: bool, problem: str) -> None:
 
 
 class Soak:
-    """One run that is disturbed until it is over, then the next."""
+    """Disturbs one run until it is over, then the next."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder = options, folder
@@ -168,12 +169,12 @@ class Soak:
         if self.drawn.random() < 0.8:  # else at any time, such as during its start
             deadline = time.monotonic() + 120
             while max(losses(self.out), default=0) <= logged and process.poll() is None:
-                check(time.monotonic() < deadline, "it makes no step")
+                check(time.monotonic() < deadline, "the run made no step in 120 s")
                 time.sleep(0.01)
         try:
             process.wait(self.drawn.uniform(0, self.options.patience))
             is_over = process.returncode == 0
-            check(is_over or kind == "disk", f"it ended by itself with {process.returncode}")
+            check(is_over or kind == "disk", f"the run ended by itself: {process.returncode}")
             return is_over
         except subprocess.TimeoutExpired:
             pass
@@ -206,20 +207,20 @@ class Soak:
         return 0
 
     def check_start(self, text: str, before: int) -> None:
-        """Check that it resumed from the newest checkpoint, if it came so far."""
+        """Check that the run resumed from the newest checkpoint, if it came that far."""
         resumed = re.findall(r"resuming from \S*step-(\d+)", text)
-        check(len(resumed) < 2, f"it resumed {len(resumed)} times")
+        check(len(resumed) < 2, f"one start resumed {len(resumed)} times")
         if resumed:
-            check(int(resumed[0]) == before, f"it went on from {resumed[0]}, not {before}")
+            check(int(resumed[0]) == before, f"resumed from {resumed[0]}, not {before}")
         elif " steps, by train.steps" in text:  # it began to train
-            check(before == 0, f"it began anew, and there was step {before}")
+            check(before == 0, f"started from step 0, not {before}")
 
     def check_end(self, code: int, text: str, kind: str) -> None:
-        """Check its exit, the steps that it lost, and the files that it left."""
+        """Check the run's exit code, the steps that it lost, and the files that it left."""
         tail = text[-2000:]
         check("Traceback" not in text, f"after {kind}: {tail}")
         self.compare()
-        if kind == "stop":  # before the handler is installed, it just ends
+        if kind == "stop":  # SIGTERM may come before its handler is installed
             check(code in (143, -signal.SIGTERM), f"stopped with {code}: {tail}")
         if kind == "disk":
             check(code == 1 and "File too large" in text, f"full disk: {code}: {tail}")
@@ -227,7 +228,7 @@ class Soak:
         check(newest >= logged - 2 * INTERVAL, f"after {kind}: {logged} steps, {newest} saved")
         if not kind:
             check(code == 0, f"ended with {code}: {tail}")
-            check(newest == self.options.steps, f"it is over, and {newest} is the newest")
+            check(newest == self.options.steps, f"over, but only {newest} is saved")
         if kind in ("", "stop"):
             self.check_no_strays()
         newest_path = list_checkpoints(self.out / "checkpoints")[-1:]
@@ -244,7 +245,7 @@ class Soak:
         check(len(intact) <= WORDS["checkpoint.keep"], f"kept: {intact}")
 
     def compare(self) -> None:
-        """Check that the curve equals that of the undisturbed run, without a gap, up to its end."""
+        """Check that each step so far has a loss, which equals that of the undisturbed run."""
         found = losses(self.out)
         check(list(found) == list(range(1, len(found) + 1)), f"steps: {list(found)}")
         for step, loss in found.items():
@@ -310,13 +311,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Soak; return the exit code."""
     parser = argparse.ArgumentParser(description="Disturb a run, and compare its curve.")
     parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--runs", type=int, default=10**9, help="at most")
-    parser.add_argument("--disturbances", type=int, default=10**9, help="at most")
+    parser.add_argument("--runs", type=int, default=10**9, help="most runs")
+    parser.add_argument("--disturbances", type=int, default=10**9, help="most of them")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=4.0, help="seconds before a disturbance")
     parser.add_argument("--tolerance", type=float, default=1e-4)
-    parser.add_argument("--same", action="store_true", help="the first layout, and the same bits")
+    parser.add_argument("--same", action="store_true", help="one layout; demand equal bits")
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--folder", type=Path, help="where to make a temporary folder")

@@ -15,13 +15,13 @@ to it. These stacks make the walk.
 The functions of a file are printed together, where the file is opened; the numbers of landmarks
 tell the order of time. So whoever opens the files from top to bottom, and reads in each the
 functions that are printed for it, meets every call of the walk before the function that it leads
-to, and opens no file twice unless it is marked. ``--check`` exits with 1 if one is. ``--write``
-writes docs/walks.md.
+to, and opens no file twice unless it is marked. ``--check`` exits with 1 if a file is marked.
+``--write`` writes docs/walks.md.
 
-A thread that takes work over from another begins a stack of its own, and a landmark may say from
-which function its stack counts. Left out on purpose: calls that have returned when a landmark is
+A thread that takes work over from another begins a stack of its own, and a landmark may name the
+function at which its stack begins. Left out on purpose: calls that have returned when a landmark is
 reached, and :data:`SKIPPED`. So a walk shows the way to its landmarks, and not all that lies beside
-it. With further landmarks two files would come twice: ``models/layers.py``, for the norms of blocks
+it. More landmarks would make two files come twice: ``models/layers.py``, for the norms of blocks
 and for the loss, and ``parallel/fsdp/fsdp.py``, where ``AdamW.step`` asks for the next bucket. The
 model runs without a compiler, on one rank.
 """
@@ -77,13 +77,13 @@ JOBS = {
 
 
 class Landmark(NamedTuple):
-    """A function that a run must call, and what is done when it does."""
+    """A function that a run must call, and what the run does there."""
 
     what: str
     function: str
     """``MODULE:NAME``, without ``moetrain.``."""
     since: str | None = None
-    """The function, among those of the stack, from which the stack counts; None: from the first."""
+    """The function on the stack at which the recorded stack begins; None: the outermost."""
 
 
 class Walk(NamedTuple):

@@ -96,7 +96,7 @@ class Store:
         self._files.get(there, [str(folder / PurePosixPath(path).name) for path in there])
 
     def remove_but(self, kept: Collection[int]) -> None:
-        """Remove all checkpoints but those of the steps ``kept``, and all incomplete ones."""
+        """Remove every checkpoint, complete or not, whose step is not in ``kept``."""
         self._files.invalidate_cache()
         for path in self._files.glob(f"{self._root}/step-*"):
             if read.step_of(Path(path)) not in kept:
@@ -242,7 +242,7 @@ class Saver:
 
     def _copy_to(self, store: Store, plan: SavePlan) -> None:
         is_main, path = self._rank == 0, plan.path
-        # A complete checkpoint of this step may be there already: its files are replaced.
+        # A checkpoint of this step may be there already. Remove it, complete or not.
         self._do(
             lambda: store.remove_but({*store.steps()} - {plan.step}), plan, is_main, is_copy=True
         )
@@ -274,9 +274,9 @@ class Saver:
         outcome = _attempt(act) if self._rank == 0 else ""
         answer = json.loads(self._rendezvous.broadcast(outcome))
         if "error" in answer:
-            left = "there is no earlier one, so the next run begins where this one did"
+            left = "there is no earlier checkpoint, so the next run begins where this one did"
             if read.list_checkpoints(plan.root):
-                left = "earlier ones are as they were, and the next run goes on from the newest"
+                left = "earlier checkpoints are unchanged; the next run resumes from the newest"
             problem = f"cannot write the checkpoint {plan.path}: {answer['error']}"
             remedy = answer["remedy"]
             if isinstance(plan.folders, Memory):
@@ -314,7 +314,7 @@ def _write_job(job: tuple[Path, str, Mapping[str, TensorSlice]]) -> read.Content
 
 
 class _RankFailed(OSError):
-    """An OSError of another rank, with that rank's remedy: its process has limits of its own."""
+    """An OSError of another rank, with that rank's remedy: its process may have other limits."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(problem)
@@ -376,7 +376,7 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.memory = HostMemory(device, "checkpoint.asynchronous", "set it no")
+        self.memory = HostMemory(device, "checkpoint.asynchronous", "set it to no")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: Any = None
 
@@ -421,7 +421,7 @@ class Staging:
 def write_tensors(path: Path, group: str, parts: Mapping[str, TensorSlice]) -> read.Contents:
     """Write parts of a group to a new safetensors file, and force it to the disk.
 
-    The function takes host memory for one :data:`CHUNK`, on whichever device the tensors are.
+    Tensors on a GPU are copied to the host one :data:`CHUNK` at a time, which bounds host memory.
 
     Raises OSError: the file cannot be written.
     """
@@ -530,9 +530,9 @@ def commit(new: Path, final: Path, contents: read.Contents, state: Mapping[str, 
     replaced = _hidden(final, "replaced")
     fsync(new)
     try:
-        if final.exists():  # this very step was saved before
+        if final.exists():  # this step was saved before
             shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)  # the old folder counts until the new one has the name
+            final.rename(replaced)  # remove_leftovers renames it back if this process dies here
         new.rename(final)
         fsync(final.parent)
     finally:

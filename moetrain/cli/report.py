@@ -3,8 +3,8 @@
     output_dir/metrics.jsonl, config.json, sample.txt, routing.npz  ->  output_dir/report.html
 
 RUN is the output folder of a run, finished or still training. Several runs share the charts, and
-the page has the settings in which they differ. It lies in the first run's folder, or where
-``--out`` says. A callback writes the page at the end of a run. It also keeps ``routing.npz``, the
+the page has the settings in which they differ. The page is written to the first run's folder, or
+to ``--out``. A callback writes the page at the end of a run. It also keeps ``routing.npz``, the
 number of tokens of each expert, which metrics.jsonl leaves out.
 
     from moetrain.cli.report import Report
@@ -39,7 +39,8 @@ from moetrain.train.callbacks import Callback, Row, RunView
 from moetrain.train.metrics import read_metrics
 
 _POINTS = 256
-"""Points in time of the routing that are kept; at twice as many, neighbours are averaged."""
+"""Points in time at which routing is kept. Once there are twice as many, the mean of each two
+neighbours replaces them."""
 _SIZE = {"width": 520, "height": 220, "left": 56, "right": 510}
 """Pixels of a chart, and the margins of its axes."""
 _COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
@@ -159,7 +160,7 @@ def write_report(runs: Sequence[_Run], file: Path) -> None:
 
 
 def _summary(runs: Sequence[_Run]) -> list[list[str]]:
-    """Return the last values of the first metrics, a row each, with a column for each run."""
+    """Return a row for each metric of ``_FIRST``, with its last value in each run."""
     last = [
         {name: row[name] for row in run.rows for name in _FIRST if row.get(name) is not None}
         for run in runs
@@ -195,7 +196,7 @@ def _routing(folder: Path) -> dict[str, np.ndarray] | None:
 
 
 def _chart(title: str, names: Sequence[str], runs: Sequence[_Run]) -> dict[str, Any] | None:
-    """Return a chart of the metrics ``names``, and of those below them; None without values."""
+    """Return a chart of the metrics ``names`` and ``NAME/...``; None: they have no values."""
     from matplotlib.ticker import MaxNLocator  # slow to import
 
     series: dict[str, list[tuple[int, float]]] = {}
@@ -300,7 +301,7 @@ def main(argv: Sequence[str] | None) -> None:
             runs.append(read_run(folder))
         except (OSError, ValueError, BadZipFile) as error:
             problem = f"{str(folder)!r} has no run that can be read: {error}"
-            raise ConfigError("RUN", f"{problem}; give the output_dir of one") from None
+            raise ConfigError("RUN", f"{problem}; give the output_dir of a run") from None
     try:
         write_report(runs, file)
     except ModuleNotFoundError as error:

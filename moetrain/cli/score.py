@@ -1,8 +1,8 @@
 """``python -m moetrain.score PATH RECORDS``: score answers by a reward model.
 
 PATH is a Hugging Face folder of a reward model (such as ``output_dir/hf`` of a run with
-train.objective reward) or a hub id. RECORDS is a file or folder of records, or a data set, each
-with `prompt` and `completion`, or `messages` that end with an answer. Each record is written to
+train.objective reward) or a hub id. RECORDS is a file or folder of records, or a data set. Each
+record has `prompt` and `completion`, or `messages` that end with an answer. It is written to
 standard output as a line of JSON, with its `score` beside its own fields. Exit codes: 0, or 2 and
 one line that says what is wrong.
 """
@@ -17,7 +17,7 @@ from moetrain.cli.main import Parser, command
 from moetrain.config import ConfigError
 
 _AT_ONCE = 256
-"""Records that are read before they are scored together."""
+"""Number of records that are read and then scored together."""
 
 
 @command

@@ -73,10 +73,10 @@ class ExpertParallel:
     def fixed_sizes(self, most: int) -> AbstractContextManager[None]:
         """Return a context in which all sizes are fixed.
 
-        Every rank reads ``most`` tokens there. All of these may go to one rank.
+        Inside it every rank reads ``most`` tokens, and there is room for all of them on one rank.
         """
         dispatcher = self._dispatcher
-        assert isinstance(dispatcher, DeepEP)  # can_fix_sizes
+        assert isinstance(dispatcher, DeepEP)  # the caller has checked can_fix_sizes
         per_token = min(self.top_k, dispatcher.num_local_experts)
         return dispatcher.sized(StaticSizes(most, dispatcher.num_ranks * most * per_token))
 

@@ -1,7 +1,7 @@
 """OpenAI's protocol: the requests for completions, chats and responses, and the form of replies.
 
-As an extension every choice has its ``token_ids``. A stream of a chat with tools sends the text of
-a choice at its end, because only then the calls in it are known.
+As an extension every choice has its ``token_ids``. A streamed chat with tools sends the text of a
+choice at the end, because only then are the tool calls in it known.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ _MOST_TURNS = 4096
 """Most turns of a chat. A template may take time that is quadratic in their number."""
 _LEAST_LOGPROB = -9999.0
 """The protocol's log-probability of a token that is never chosen."""
-_INSTEAD = {"messages": "input", "response_format": "text, with a format"}
+_INSTEAD = {"messages": "input", "response_format": "text.format"}
 _INSTEAD |= {"n": "a request for each answer"}
-_INSTEAD |= dict.fromkeys(("logprobs", "top_logprobs"), "a chat, whose tokens have them")
+_INSTEAD |= dict.fromkeys(("logprobs", "top_logprobs"), "a chat, whose reply has them")
 _INSTEAD |= dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens")
 _INSTEAD |= dict.fromkeys(("previous_response_id", "conversation"), "the whole input")
+"""Parameters that ``/v1/responses`` refuses, and what to send instead of each."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens"), (0,)),
     **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), (1,)),
@@ -64,9 +65,9 @@ class _Asked(JsonBody):
     """The fields that completions and chats share. SamplingParams checks the bounds of numbers."""
 
     kind: ClassVar[str]
-    """The ``object`` of a whole reply."""
+    """The value of ``object`` in a whole reply."""
     kind_of_parts: ClassVar = ""
-    """The end of ``object`` in a part of a stream, after ``kind``."""
+    """What follows ``kind`` in the ``object`` of a part of a stream."""
     counts: ClassVar = ("prompt_tokens", "completion_tokens")
     """The names of the two counts of ``usage``."""
 
@@ -118,7 +119,7 @@ class _Asked(JsonBody):
         return body
 
     def grammars(self, tokenizer: Tokenizer) -> list[tuple[Any, Any]]:
-        """Return kind and text of each grammar that is asked for. A text can follow only one."""
+        """Return kind and text of each requested grammar. A completion can follow only one."""
         form, schema = self.response_format, self.response_format.json_schema.get("schema")
         schemas = {"text": None, "json_object": {"type": "object"}, "json_schema": schema}
         if form.type == "json_schema" and schema is None:
@@ -366,10 +367,10 @@ class Chat(_Asked):
 
 
 class Responses(Chat):
-    """A request of ``/v1/responses``. It is turned into a chat's before it is checked.
+    """A request of ``/v1/responses``. It is converted to a chat request before it is checked.
 
-    So it generates, records and refuses the same as a chat. Left out on purpose: stored responses,
-    tools that run on the server, and items of reasoning, since thoughts are part of the text.
+    So it is checked, served and recorded like a chat. Left out on purpose: stored responses, tools
+    that run on the server, and items of reasoning, since thoughts are part of the text.
     """
 
     kind: ClassVar = "response"
@@ -492,7 +493,7 @@ def _turns_of(items: list[Any]) -> list[Any]:
             case {"type": "function_call_output", "call_id": to, "output": said}:
                 turns.append({"role": "tool", "tool_call_id": to, "content": _joined(said)})
             case {"tool_calls": [_, *_]} | {"tool_call_id": str()}:
-                problem = "is of a chat; send a function_call or function_call_output item"
+                problem = "is a chat message; send a function_call or function_call_output item"
                 raise ValueError(f"input: {shortened(item)} {problem}")
             case {"role": role, "content": said} if item.get("type", "message") == "message":
                 turns.append({"role": role, "content": _joined(said)})

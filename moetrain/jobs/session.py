@@ -10,8 +10,8 @@ Only the main rank has jobs, their files and the HTTP server. What all ranks do 
 :meth:`JobSession.follow`. Then all ranks report whether they have failed: a command that fails on
 one rank fails on all. Requests may be large, so the other ranks read them from their files.
 
-Left out on purpose: the order of jobs (:mod:`moetrain.jobs.scheduler`); a rank that fails in the
-middle of a collective. The others wait for it until the collective gives up, as in any run.
+Left out on purpose: the order of jobs (:mod:`moetrain.jobs.scheduler`), and recovery from a rank
+that fails inside a collective. As in any run, the others wait until the collective times out.
 """
 
 import gc
@@ -68,7 +68,7 @@ LateResult = Callable[[], Result]
 
 
 class Activate(BaseModel):
-    """Make a job active: as held, else from its newest checkpoint, else from its seed."""
+    """Make a job active: from its state in memory, else its newest checkpoint, else its seed."""
 
     type: Literal["activate"] = "activate"
     job: str
@@ -118,7 +118,7 @@ class Forget(BaseModel):
 
 
 class EvictAll(BaseModel):
-    """Save all jobs that are between two steps, and drop the states of all."""
+    """Save the jobs that are not in the middle of a step, and drop the states of all jobs."""
 
     type: Literal["evict_all"] = "evict_all"
 
@@ -135,7 +135,7 @@ class JobSession:
         now: the state of the active job.
         held: states of the jobs that were active before, the least recently active first.
         base: what the jobs of the folder depend on, as JSON.
-        trains: for each part of the model, as the SDK names them, whether it has adapters.
+        trains: by the SDK's name of a part of the model, True if the part has adapters.
     """
 
     def __init__(self, config: Config, arch: Architecture) -> None:
@@ -206,7 +206,7 @@ class JobSession:
     def tidy(self) -> None:
         """Collect Python's garbage, once a minute.
 
-        A collection looks at all that compiling has made, which takes 0.4 s.
+        A collection visits all objects that compilation has made, which takes 0.4 s.
         """
         if time.monotonic() > self.tidied_time + _GARBAGE_SECONDS:
             gc.collect()
@@ -221,7 +221,7 @@ class JobSession:
             failed.append(failure)
         others = self.world.any("".join(f"{type(error).__name__}: {error}" for error in failed))
         if failed:
-            raise failed.pop()  # with a name here it would hold itself, and what the pass has made
+            raise failed.pop()  # a name here would keep it, and the pass's tensors, alive
         if others:
             raise RuntimeError(f"on another rank, {others}")
         return result  # pyright: ignore[reportReturnType]
@@ -289,7 +289,7 @@ class JobSession:
             self.engine.activate(held)
             self.now = held
             return
-        now = self.now = JobState(None, command.seed, command.folder)  # without id: it may fail
+        now = self.now = JobState(None, command.seed, command.folder)  # no id: this may fail
         self.engine.activate(now)
         if Job(now.folder).is_sampler:
             now.kinds = ("model",)
@@ -305,10 +305,10 @@ class JobSession:
         now.saved, now.id = now.seen, command.job
 
     def deactivate(self, num_coming: int = 1) -> None:
-        """Make no job active, and hold the state of the one that was.
+        """Deactivate the active job, and hold its state.
 
-        States stay on the device if it has room for ``num_coming`` more jobs beside them. Else the
-        least recently active ones move to host memory, and from there to the disk.
+        States stay on the device while it has room for ``num_coming`` more jobs beside them. Else
+        those of the least recently active jobs move to host memory, and from there to the disk.
         """
         last, self.now = self.now, JobState()
         if last.id is None:
@@ -341,7 +341,7 @@ class JobSession:
                 )
 
     def _evict(self, job: str) -> None:
-        """Save ``job`` unless it is in the middle of a step or a sampler, and drop its state."""
+        """Drop the state of ``job``. Save it first, unless it is a sampler or is within a step."""
         held = self.held.pop(job)
         if not held.since_step and held.saved != held.seen and held.kinds == self.engine.GROUPS:
             self.engine.activate(held)
@@ -366,7 +366,7 @@ class JobSession:
             self.engine.drop(held)
 
     def mark(self) -> LateValues:
-        """Return a number that the device computes after all that it was given before."""
+        """Queue a number on the device, which is computed after all work that is queued already."""
         return LateValues(torch.ones(1, device=self.world.device).sum())
 
     def wait_for_device(self, mark: LateValues | None = None) -> None:
@@ -386,7 +386,8 @@ class JobSession:
     def save(self) -> int:
         """Write a checkpoint of the active job, which is between two steps; raises RunFailed.
 
-        Returns how many requests every checkpoint of the job has seen.
+        Returns the number of requests that the oldest kept checkpoint has seen, or 0 while there
+        are fewer than ``checkpoint.keep``.
         """
         return self._run(SaveJob())
 
@@ -411,9 +412,9 @@ class JobSession:
     # ---- requests ------------------------------------------------------------------------------
 
     def serve(self, number: int, request: StoredRequest, waits: bool = False) -> LateResult:
-        """Serve ``request``, the active job's of this number, and return its late result.
+        """Serve ``request``, number ``number`` of the active job, and return its late result.
 
-        The device has computed the result already if this ``waits`` or there are several ranks.
+        If ``waits``, or if there are several ranks, the result is computed before this returns.
 
         Raises:
             Refused: the job's state does not allow it, and is unchanged.
@@ -432,7 +433,7 @@ class JobSession:
         return late
 
     def _queue(self, request: api.JobRequest) -> LateResult:
-        """Queue the work of a request to a training run on the device."""
+        """Queue, on the device, the work of a request to a training run."""
         match request:
             case api.Forward() | api.ForwardBackward():
                 (late,) = self.queue_pass([self.now], [request])
@@ -479,7 +480,7 @@ class JobSession:
         if updates:
             return self.queue_updates(jobs, updates)
         passes = [request for _, request in asked.values() if isinstance(request, api.Pass)]
-        if self.config.compile.is_on:  # compiled for one shape: further parts are empty
+        if self.config.compile.is_on:  # compiled for max_tenants parts: the rest are empty
             missing = self.config.jobs.max_tenants - len(jobs)
             jobs += [JobState(tensors={**jobs[0].tensors}) for _ in range(missing)]
             passes += [passes[0].model_copy(update={"data": []})] * missing
@@ -502,13 +503,13 @@ class JobSession:
         dealt = self.deal(samples, len(requests))
         losses = [ClientLoss.of(r.loss_fn, r.loss_fn_config) for r in requests]
         objective = JobsObjective(tuple(losses))
-        # 2. The pass. Only a pipeline's last stage computes the loss, so that a pipeline's
-        #    log-probabilities come from a pass of their own.
+        # 2. The pass. In a pipeline only the last stage computes the loss, so all ranks get the
+        #    log-probabilities from a separate pass.
         has_logprobs = engine.runner.pipeline is None
         logprobs_BS = [] if has_logprobs else score(engine, dealt.batches)
         learns = isinstance(requests[0], api.ForwardBackward)
         run = engine.forward_backward if learns else engine.forward
-        totals = self.agree(lambda: run(dealt.batches, objective))  # ranks go on together
+        totals = self.agree(lambda: run(dealt.batches, objective))  # fails on all ranks or none
         if has_logprobs:  # the last ones: a pass may have been run again
             logprobs_BS = [x_BS.float() for x_BS in objective.logprobs[-len(dealt.batches) :]]
         objective.logprobs.clear()
@@ -532,7 +533,7 @@ class JobSession:
     def deal(self, samples: Sequence[Sample], num_parts: int = 1) -> DealtSamples:
         """Pack this rank's share of ``samples`` into rows that are as short as possible.
 
-        ``num_parts``: jobs that share the pass; a sample's group is its job.
+        ``num_parts``: number of jobs that share the pass; ``group`` of a sample is its job's index.
         """
         seq_len, rows = self.config.data.seq_len, self.config.train.micro_batch_size
         longest = max(len(sample.tokens) for sample in samples) - 1
@@ -604,7 +605,10 @@ class JobSession:
     def _admitted(
         self, stored: Sequence[StoredRequest]
     ) -> tuple[list[api.Sampling], list[Request]]:
-        """Return the first of ``stored``, as many as one answer may hold, and the generator's."""
+        """Return as many of the first requests as one answer may hold.
+
+        Each is returned as the client sent it, and as the generator's :class:`Request`.
+        """
         limits, asked, requests = self.limits, list[api.Sampling](), list[Request]()
         completions = logprobs = 0
         for key, body in stored:
@@ -638,7 +642,7 @@ class JobSession:
         max_saves = 2**31 if kind == SAMPLERS else self.config.jobs.max_saves
 
         def make_room() -> str:
-            """Return why there is no room; raises DamagedJob."""
+            """Return why there is no room, "" if there is some; raises DamagedJob."""
             return folder.make_room(seen, request.overwrite, max_saves) if is_main else ""
 
         if problem := self.world.broadcast(self.agree(make_room)):
@@ -661,6 +665,6 @@ class JobSession:
 
 
 def _late_results(results: Callable[[], list[Result]], number: int) -> list[LateResult]:
-    """Return a function for each of ``results()``, which is called once at most."""
+    """Return one function per result; together they call ``results`` at most once."""
     once = cache(results)
     return [lambda i=i: once()[i] for i in range(number)]

@@ -1,8 +1,9 @@
 """The decoder that every family shares, in stages: prepare, embed, run (a range of blocks), head.
 
 The family's architecture names the parts of each block. ``prepare`` computes what all blocks need
-(rotary angles, attention masks) once per forward. So all blocks of a kind share one compiled graph,
-a pipeline stage is a range of blocks, and generation brings its own masks.
+(rotary angles, attention masks) once per forward, and blocks take it as an input. So all blocks of
+a kind share one compiled graph, a pipeline stage is a range of blocks, and generation can pass
+masks of its own.
 
 Left out on purpose: the loss (it never needs all logits at once), text generation, and everything
 about devices.
@@ -42,10 +43,10 @@ from moetrain.runtime.recompute import forward_keeping, recomputed
 from moetrain.runtime.typed import compile_module
 
 Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""The residual stream [B, S, D], or two summands of it (:attr:`Block.defers`)."""
+"""The residual stream [B, S, D], or two tensors that add up to it (:attr:`Block.defers`)."""
 
 CallBlock = Callable[..., tuple[Stream, RouterStats | None]]
-"""Calls a block, its first argument, with the block's inputs."""
+"""Calls its first argument, a block, with the other arguments."""
 
 _RunPart = Callable[[torch.Tensor, Context], torch.Tensor | tuple[torch.Tensor, RouterStats | None]]
 
@@ -68,13 +69,13 @@ class Block(nn.Module):
     """A transformer block: attention, then a feed-forward layer, or one of the two.
 
     A part has a norm before it, after it, or both, and its result is added to the residual stream.
-    The modules of the parts are attributes of the parts' names: ``attn``, and ``mlp`` or ``moe``.
+    The module of a part is an attribute with the part's name: ``attn``, and ``mlp`` or ``moe``.
     """
 
     scalar: nn.Parameter | None
     defers = False
-    """True: the block returns its residual stream and its last part's result as two tensors, which
-    the next norm adds up in the same kernel. Generation sets it."""
+    """True: the block returns the residual stream and its last part's result as two tensors, so
+    that the next norm can add them in its own kernel. Generation sets it."""
 
     def __init__(
         self, arch: Architecture, layer: int, kernels: KernelsSection, moe: MoeSection
@@ -90,7 +91,7 @@ class Block(nn.Module):
         self.register_parameter("scalar", one)
 
     def forward(self, stream: Stream, context: Context) -> tuple[Stream, RouterStats | None]:
-        """Return the residual stream after this block, and its routing (None: not MoE)."""
+        """Return the residual stream after this block, and routing statistics (None: not MoE)."""
         # y_BSD is the last part's result. The next norm adds it to the stream x_BSD, in one kernel.
         x_BSD: torch.Tensor
         y_BSD: torch.Tensor | None
@@ -150,16 +151,17 @@ class Inputs:
     document; None: each row is one document."""
     _: KW_ONLY
     cu_seqlens: torch.Tensor | None = None
-    """int32: 0, then the ends of the same documents over the B * S tokens. Only cuDNN's packed
-    attention needs them."""
+    """int32 [N + 1]: 0, then the end of each of the N documents among the B * S tokens. The
+    attention backends ``cudnn`` and ``exact`` need it for packed rows. Linear attention would
+    otherwise wait for the device to find the documents in ``positions_BS``."""
     is_pad_BS: torch.Tensor | None = None
-    """bool: padding tokens, after the documents of a row or after each document. No expert sees
-    them and no statistic counts them; attention treats them as the end of the document before.
-    They should have no targets. None: there are none."""
+    """bool: True for a padding token. Padding follows the last document of a row, or each document.
+    Experts do not compute padding, statistics do not count it, and attention treats it as part of
+    the document before it. It should have no targets. None: there is no padding."""
     routes_BSLK: torch.Tensor | None = None
-    """int32: the experts to which each MoE layer sends each token again, with weights from the
-    router's present scores (arXiv 2507.18071, 2510.11370); -1: the router chooses. None: it chooses
-    for all tokens."""
+    """int32: routing replay (arXiv 2507.18071, 2510.11370): the experts, chosen by an earlier pass,
+    that each MoE layer uses for each token. Their weights come from the router's present scores.
+    -1: the router chooses. None: the router chooses for all tokens."""
 
 
 class Rows(NamedTuple):
@@ -178,9 +180,9 @@ class Rows(NamedTuple):
 
 
 class Sharding:
-    """The seam between a model and its sharding; this one has all parameters whole.
+    """The interface by which a model asks for its parameters. Here all of them are whole already.
 
-    :class:`moetrain.parallel.fsdp.fsdp.FSDP` takes its place.
+    :class:`moetrain.parallel.fsdp.fsdp.FSDP` implements it for sharded parameters.
     """
 
     def unsharded(self, block: nn.Module) -> AbstractContextManager[None]:
@@ -209,8 +211,8 @@ class Transformer(nn.Module):
         call_block: calls a block with its inputs; recomputation replaces it.
         sharding: unshards parameters where they are used; FSDP replaces it.
         source: the rest of the checkpoint that the weights came from; None: there was none.
-        vocabulary: uses the embedding's and the head's matrices; tensor and context parallelism
-            replace it.
+        vocabulary: computes embeddings, logits and losses from the matrices of the embedding and
+            the head; tensor and context parallelism replace it.
         cut_rows: selects this device's tokens; context parallelism replaces it.
         cuts_queries: True: ``cut_rows`` cuts the queries alone, and attention has all keys.
     """
@@ -291,13 +293,13 @@ class Transformer(nn.Module):
         return hidden_BSD, self.routing(layer_stats)
 
     def for_generation(self, caches: Caches, *, with_mtp: bool = False) -> list[LayerCache]:
-        """Put the model into its generation form, in place, for good.
+        """Change the model into its generation form, in place; it cannot be changed back.
 
-        It then reads tokens of a step through :meth:`run` with a generator's own :class:`Rows`. On
-        a GPU its bits do not depend on the batch.
+        A generator then calls :meth:`run` with :class:`Rows` of its own. On a GPU, a token gets the
+        same bits in every batch.
 
         Args:
-            with_mtp: the first MTP block has a cache too, since it drafts.
+            with_mtp: True: the first MTP block drafts tokens, so it gets a cache too.
 
         Returns:
             The layers' caches, in order.
@@ -386,7 +388,7 @@ class Transformer(nn.Module):
         if not self.arch.scaled_embeddings:
             return x_BSD
         scale = torch.tensor(self.arch.hidden_size**0.5, dtype=x_BSD.dtype, device="cpu")
-        return x_BSD * scale.item()  # the factor is rounded first, as in Hugging Face's
+        return x_BSD * scale.item()  # rounded to x's dtype first, as Hugging Face does
 
     def run(
         self, x_BSD: Stream, rows: Rows, start: int = 0, stop: int | None = None
@@ -413,7 +415,7 @@ class Transformer(nn.Module):
         return annotate_backward(x_BSD, f"layer {i} backward"), stats
 
     def head(self, x_BSD: Stream, rows: Rows) -> torch.Tensor:
-        """Apply the final norm: [B, S, D], for ``vocabulary`` with :attr:`head_weight`."""
+        """Apply the final norm: [B, S, D], the input of ``vocabulary`` with :attr:`head_weight`."""
         self.sharding.open(self.norm)
         y_BSD = self.norm.with_sum(*x_BSD)[1] if isinstance(x_BSD, tuple) else self.norm(x_BSD)
         return y_BSD.view(rows.batch, rows.seq_len, y_BSD.shape[-1])
@@ -447,10 +449,11 @@ class Transformer(nn.Module):
         and the results of the ops in the groups ``activation.save``
         (:mod:`moetrain.runtime.backend`).
 
-        Selective recomputation is inside the block's forward, while ``full`` is around it. So it is
-        compiled with the block, and the compiler cuts the joint graph there. It cannot keep the
-        results of two kinds of attention: FlexAttention in eager mode on a GPU, which is compiled
-        by itself and hides its op, and the ``reference`` one, which consists of ordinary products.
+        ``full`` wraps the block's call, but ``selective`` is inside the block's forward. So it is
+        compiled with the block, and decides what the compiled forward keeps for the compiled
+        backward. ``selective`` cannot keep the results of two kinds of attention: FlexAttention in
+        eager mode on a GPU, which is compiled by itself and hides its op, and ``reference``, which
+        consists of ordinary products.
         """
         # With dropout, the recomputation must draw the same random numbers.
         draws = any(getattr(module, "lora_dropout", 0) for module in self.modules())
@@ -480,7 +483,7 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 def plan_model(
     config: Config, arch: Architecture, dtype: torch.dtype
 ) -> tuple[Transformer, dict[str, Rule]]:
-    """Build the model of ``arch`` on meta as ``config`` trains it, and its parameters' rules.
+    """Build, on meta, the model of ``arch`` that ``config`` trains; return it and its rules.
 
     ``dtype`` is the compute dtype.
 
@@ -527,7 +530,8 @@ def compile_blocks(
         cache_compiled_blocks()
     options: dict[str, bool] | None = None
     if model.kernels.batch_invariant and backend == "inductor":
-        # Fused operations then round as single ones do, which is how generation runs them.
+        # Fused operations then round as separate ones do. Generation runs them separately, and must
+        # get the same bits.
         options = {"emulate_precision_casts": True}
     for block in model.layers:
         compile_module(block, fullgraph=True, backend=backend, options=options)

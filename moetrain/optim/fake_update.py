@@ -1,6 +1,6 @@
 """An update on tensors without memory, to find which kernels it launches.
 
-They are compiled before the first step (:mod:`moetrain.runtime.ahead`).
+These kernels are compiled before the first step (:mod:`moetrain.runtime.ahead`).
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class FakeUpdate:
     copies: bool
     """True: ranks of a group exchange gradients by copy engines."""
     shares_region: bool
-    """True: blocks share buffers for gathered parameters. Then updates of parameters that no peer
-    copies write only the masters."""
+    """True: blocks share buffers for gathered parameters. Then the update of a parameter writes
+    only its master, unless other ranks copy the parameter from this one."""
     micro_batches: int
     """Micro-batches a step."""
 
@@ -49,7 +49,7 @@ class FakeUpdate:
         Args:
             dtype: the dtype in which the parameter is gathered.
             storage: the dtype of the master.
-            width: the parameter's elements a row.
+            width: the number of elements in a row of the parameter.
         """
         optim = self.config.optim
         size = 16 * BLOCK  # any: kernels are compiled for all sizes that 16 divides
@@ -110,7 +110,7 @@ class FakeUpdate:
         chunks_RN = torch.empty(ranks, size, dtype=dtype, device=self.device)
         squares_B = torch.empty(num_blocks(size), device=self.device)
         by_copies = self.copies and ranks > 1
-        # Gradients of offloaded parameters are sent by collectives even then.
+        # With ``copies`` too, gradients of offloaded parameters are sent by collectives.
         by_collectives = not by_copies or config.optim.offload_fraction > 0
         for accumulate in (False, True) if accumulates else (False,):
             sum_all = partial(

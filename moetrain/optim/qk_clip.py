@@ -13,7 +13,8 @@ queries then take the whole factor:
                                     all heads share the rotating key; wkv_a and values stay
 
 The paper has only latent attention. Its rule for the shared rotating key is applied here to shared
-keys of grouped-query attention, since to scale those would change heads that are not too large.
+keys of grouped-query attention, since scaling such keys would also change heads whose scores are
+not too large.
 Biases are scaled like the weights' rows; gates of queries are not. Models that normalise queries
 and keys are refused: the norms would undo the scaling, and bound scores anyway.
 
@@ -100,6 +101,7 @@ class QKClip:
             for part in parts
             if isinstance(part, AttentionPart) and not part.carries_state
         }
+        """The attention layers by path."""
         if not self.parts:
             raise _refusal(threshold, f"{arch.family} has no layer with queries and keys")
         if any(getattr(part, "qk_norm", False) for part in self.parts.values()):
@@ -107,7 +109,6 @@ class QKClip:
                 threshold,
                 f"{arch.family} normalises queries and keys, so no weight scales their scores",
             )
-        """The attention layers by path."""
         self.scaled: dict[str, ScaledRows] = {}
         """By the parameter's name."""
         for layer, (path, part) in enumerate(self.parts.items()):
@@ -122,7 +123,7 @@ class QKClip:
         score was larger."""
 
     def watch(self, model: nn.Module, device: torch.device, index: int, count: int) -> None:
-        """Watch the attention layers of ``model``, which may be some of the architecture's.
+        """Watch the attention layers of ``model``, which may have only some of all layers.
 
         Args:
             index, count: this rank's ``core`` gets part ``index`` of ``count`` equal parts of the
@@ -136,7 +137,7 @@ class QKClip:
             heads = part.num_heads // count
             backend = holder.backend
             own_H = peaks_H[index * heads : (index + 1) * heads]
-            while hasattr(holder.core, "core"):  # exchanges of heads or tokens among ranks
+            while hasattr(holder.core, "core"):  # wrappers that exchange heads or tokens
                 holder = holder.core
             holder.core = _WatchedCore(holder.core, own_H, backend)
 

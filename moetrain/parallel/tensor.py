@@ -11,12 +11,13 @@ rank order, and gives each rank its tokens. Each is the other's backward. Tokens
 [1, T, D], so that a rank's part lies in one piece: rank 1 of 2 with B=2 rows of S=3 tokens has the
 second row. FSDP adds up the gradients of matrices that are not cut (``Meshes.shared_parameters``).
 
-:class:`ShardedVocabulary` is the embedding, the logits and the losses. Rank r holds rows
-``[r * ceil(V/W), ...)`` of the vocabulary matrix, and sees all tokens. No rank ever has a token's
-logits over the whole vocabulary. Each computes lse, the target's logit (if it has the target) and
-the mean logit of its part; ranks exchange these three numbers for each token
-(:mod:`moetrain.kernels.vocabulary.shard`). Every rank gets the same per-token results. The run's
-loss is the sum of all ranks' losses, so a loss that every rank computes alike is divided by W.
+:class:`ShardedVocabulary` computes the embedding, the logits and the losses. Rank r holds rows
+``[r * ceil(V/W), ...)`` of the vocabulary matrix, and sees all tokens. For a loss no rank needs a
+token's logits over the whole vocabulary. Each rank computes the log-sum-exp (lse) and the mean of
+its part of the logits, and the target's logit if it has the target. The ranks exchange these three
+numbers for each token (:mod:`moetrain.kernels.vocabulary.shard`), so every rank gets the same
+per-token results. The run's loss is the sum of all ranks' losses, so a loss that every rank
+computes alike is divided by W.
 
 Left out on purpose: hiding these collectives behind the products next to them.
 
@@ -43,9 +44,9 @@ from moetrain.parallel.mesh import all_gather_start, chunk_of
 from moetrain.runtime.backend import Backend
 from moetrain.runtime.typed import OpContext
 
-# The ops of functional collectives, which the compiler sees inside blocks. Torch's functions around
-# them wrap a result in a tensor that waits at its first use; here everything waits at once, so it
-# would wait twice.
+# The ops of functional collectives, which the compiler sees inside blocks. They are called without
+# torch's functions around them, which wrap a result in a tensor that waits at its first use. The
+# code here waits at once, so such a tensor would wait twice.
 _ops: Any = torch.ops._c10d_functional
 
 
@@ -87,8 +88,8 @@ class TokenParts:
     def share(self, part: nn.Module, style: PartStyle) -> None:
         """Register the hooks on ``part`` that its ``style`` asks for.
 
-        In a block its inputs are ``(x, context)``. Its output is a tensor, or a tuple that begins
-        with one.
+        In a block the inputs of ``part`` are ``(x, context)``. Its output is a tensor, or a tuple
+        that begins with one.
         """
         if style == "all":
             part.register_forward_pre_hook(self._gather_input)

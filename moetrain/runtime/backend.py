@@ -146,9 +146,9 @@ def use_fast(backend: Backend, tensor: torch.Tensor) -> bool:
 
 
 def refusal(kernel: str, takes: str, **arguments: object) -> ValueError:
-    """Return the error for a ``kernel`` that ``takes`` other arguments than these.
+    """Return the error that ``kernel`` was given ``arguments``, although it ``takes`` others.
 
-    Of a tensor it says dtype and shape, and strides unless it is contiguous.
+    The error says a tensor's dtype and shape, and also its strides if it is not contiguous.
     """
     words = ", ".join(f"{name} {_described(value)}" for name, value in arguments.items())
     return ValueError(f"{kernel}: was given {words}; it takes {takes}")

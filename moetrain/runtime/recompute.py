@@ -34,8 +34,8 @@ def recomputed(
     """Run the block; the backward runs it again, with the parameters that it has now.
 
     Args:
-        whole: the blocks that do so; others only run.
-        draws: the block draws random numbers, and must draw the same ones in the backward.
+        whole: the blocks that the backward runs again; any other block runs once.
+        draws: True: the block draws random numbers, and must draw the same ones in the backward.
     """
     if block not in whole:
         return block(x_BSD, context)
@@ -77,7 +77,10 @@ def forward_keeping(names: Sequence[SavedName], draws: bool) -> Callable[..., An
 
 
 def _with_current_parameters(block: nn.Module, run: Callable[..., _R]) -> Callable[..., _R]:
-    """Return ``run`` with the parameters that ``block`` has now, before they are resharded."""
+    """Return ``run`` with the parameters that ``block`` has now.
+
+    The backward calls it when the block holds its shards again.
+    """
     now = dict(block.named_parameters())
 
     def run_with_them(*inputs: object) -> _R:

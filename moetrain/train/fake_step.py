@@ -23,7 +23,7 @@ from moetrain.runtime.ahead import can_compile_ahead, compile_ahead, launches_of
 
 
 def compile_step_ahead(config: Config, arch: Architecture, world: World) -> None:
-    """Begin to compile the kernels of a step; others are compiled when they are launched."""
+    """Begin to compile the kernels of a step. Others are compiled at their first launch."""
     device, launched = world.device, launched_place()
     if not can_compile_ahead(device):
         return
@@ -71,9 +71,10 @@ class FakeStep(FakeUpdate):
         )
 
     def run(self) -> None:
-        """Run a micro-batch through a block of each kind, and update; call in a FakeTensorMode."""
+        """Run a micro-batch through a block of each kind, and an update; call in FakeTensorMode."""
         config = self.config
-        # Other attention than ``exact`` runs kernels of a library, or of the compiler.
+        # Attention other than ``exact`` runs kernels of a library or of the compiler, which are not
+        # compiled ahead. ``reference`` stands in for it.
         if config.kernels.attention != "exact":
             kernels = config.kernels.model_copy(update={"attention": "reference"})
             config = config.model_copy(update={"kernels": kernels})

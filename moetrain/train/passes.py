@@ -3,9 +3,9 @@
     runner = ModelRunner(model, fsdp, stages, world)
     totals = Pass(runner, objective, sizes, learns=True).run(batches).totals()
 
-:class:`ModelRunner` runs the model, micro-batch by micro-batch or as a pipeline; :class:`Pass` is
-what is done with its results. Nothing here waits for the device, except for dispatch without fixed
-sizes, which waits for its counts.
+:class:`ModelRunner` runs the model, micro-batch by micro-batch or as a pipeline. :class:`Pass`
+computes losses from its results, and adds up what they report. The host never waits for the device
+here, except in dispatch without fixed sizes, which waits to learn how many tokens arrive.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -70,8 +70,8 @@ class ModelRunner:
     ) -> None:
         """Run the model on ``batches``, and ``finish`` on its results. Collective.
 
-        Forward and backward of one micro-batch follow those of another, which takes the least
-        memory. With pipeline ranks ``parallel.pp_schedule`` orders them.
+        Each micro-batch runs its forward and its backward before the next one starts, so that only
+        one has activations in memory. With pipeline ranks ``parallel.pp_schedule`` sets the order.
 
         Args:
             finish: takes hidden states, routing and batch, and returns what is minimised (0-d).
@@ -98,7 +98,7 @@ class ModelRunner:
             del total  # and its graph, before the next forward
 
     def exact_sizes(self) -> AbstractContextManager[None]:
-        """Drop no row while inside, however uneven the routing is."""
+        """Return a context in which no row is dropped, however uneven the routing is."""
         return nullcontext() if self.static is None else self.static.sized(None)
 
 
@@ -109,11 +109,12 @@ class Pass(Generic[_B]):
     runner: ModelRunner
     objective: Objective[_B]
     sizes: Mapping[str, torch.Tensor]
-    """The objective's sizes of the whole global batch, by name: 0-d, on the device."""
+    """Denominators of the losses over the whole global batch (:meth:`Objective.sizes`), by name:
+    0-d, on the device."""
     learns: bool
     """True: gradients are computed."""
     balances_globally: bool = False
-    """``moe.aux_loss_scope`` is global_batch."""
+    """True: ``moe.aux_loss_scope`` is global_batch."""
     reads_dropped: bool = True
     """True: :attr:`dropped` is read back to the host while the last backward runs."""
     num_batches: int = 0
@@ -122,11 +123,11 @@ class Pass(Generic[_B]):
     """Total and terms of each micro-batch."""
     routings: list[RoutingStats] = field(default_factory=list[RoutingStats])
     lost: torch.Tensor | None = None
-    """The number of dropped rows of all ranks; None: no row can be dropped."""
+    """The number of expert rows that were dropped on all ranks; None: no row can be dropped."""
     dropped: LateValues | None = None
     """The same, on the host."""
     load_LE: torch.Tensor | None = None
-    """``Outputs.load_LE`` of all micro-batches; None: each is balanced by its own."""
+    """``Outputs.load_LE`` of all micro-batches; None: each is balanced by its own load."""
     batch_sums: Mapping[str, torch.Tensor] | None = None
     """``Outputs.batch_sums``; None: the objective needs none, or they are not known yet."""
     multi_token: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
@@ -147,10 +148,10 @@ class Pass(Generic[_B]):
         return self
 
     def _look_ahead(self, batches: Sequence[_B]) -> None:
-        """Count what the losses need to know of the whole global batch before they begin.
+        """Compute the sums over the whole global batch that the first loss already needs.
 
-        This is one more forward of every micro-batch, without gradients. A single micro-batch a
-        rank needs none: :meth:`finish` sums over ranks what it finds.
+        This takes one more forward of every micro-batch, without gradients. It is not needed if
+        each rank has a single micro-batch, because :meth:`finish` then sums over ranks.
         """
         runner, objective = self.runner, self.objective
         has_experts = bool(runner.model.arch.moe_layer_indices)
@@ -230,6 +231,6 @@ class Pass(Generic[_B]):
         if (pipeline := self.runner.pipeline) is not None:
             self.names = pipeline.broadcast_names(self.objective, self.names)
             sums, routing = pipeline.broadcast_sums(len(self.names) + 1, sums, routing)
-        assert sums is not None  # the last stage is somewhere
+        assert sums is not None  # some rank has the last stage, and has broadcast them
         total, *terms = sums.unbind()
         return Totals(total, dict(zip(self.names, terms, strict=True)), routing)

@@ -95,7 +95,7 @@ def test_a_folder_without_a_run_is_one_line(tmp_path, capsys):
     assert main([str(tmp_path / "gone")]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: RUN: '{tmp_path}/gone' has no run that can be read: ")
-    assert error.endswith("give the output_dir of one\n")
+    assert error.endswith("give the output_dir of a run\n")
 
 
 def test_a_damaged_routing_is_one_line(run, capsys):

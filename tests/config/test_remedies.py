@@ -1745,7 +1745,7 @@ REQUESTS: list[tuple[Any, dict[str, Any], str, list[dict[str, Any]]]] = [
     (
         responses,
         {"response_format": {"type": "json_object"}},
-        "'response_format' is not supported; send text, with a format",
+        "'response_format' is not supported; send text.format",
         [{"text": {"format": {"type": "json_object"}}}],
     ),
     (

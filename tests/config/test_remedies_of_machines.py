@@ -842,7 +842,7 @@ def test_what_the_error_of_a_store_that_may_not_be_written_advises_works(tmp_pat
     line = run(settings, capsys)
     assert re.match(
         "failed: cannot copy .*step-00000001 to checkpoint.store: .*; name another "
-        "checkpoint.store, or unset it; earlier ones are as they were, and the next run",
+        "checkpoint.store, or unset it; earlier checkpoints are unchanged; the next run",
         line,
     ), line
     other = settings | {"checkpoint.store": f"file:{tmp_path / 'store'}", "train.steps": 2}

@@ -108,7 +108,7 @@ def test_a_write_that_fails_behind_the_steps_ends_the_run_at_the_next(tiny, tmp_
     trainer = Trainer(tiny(*QUIET, "train.steps=50", "checkpoint.asynchronous=yes"))
     with pytest.raises(RunFailed, match=r"cannot write .*step-00000002: .*No space left") as caught:
         trainer.fit()
-    assert "earlier ones are as they were" in str(caught.value)
+    assert "earlier checkpoints are unchanged" in str(caught.value)
     assert trainer.step < 5
     root = tmp_path / "out" / "checkpoints"
     assert names(root) == ["step-00000001"]
@@ -537,5 +537,5 @@ def test_a_save_that_fails_first_says_that_there_is_none(tiny, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint_save, "write_tensors", fail)
-    with pytest.raises(RunFailed, match=r"No space left .*; there is no earlier one, so the next"):
+    with pytest.raises(RunFailed, match=r"No space left .*; there is no earlier checkpoint, so"):
         Trainer(tiny("train.sample_tokens=0")).fit()

@@ -18,11 +18,12 @@ tokens ``j`` of the same document with ``j <= i`` (and ``i - j < window``), and 
 Worked example with T = 5: ``cu_seqlens = [0, 2, 5]`` holds two documents; token 2 starts the second
 and sees itself alone, so ``o[2] = v[2]``; token 4 sees tokens 2, 3 and 4.
 
-It is one op: on CUDA cuDNN's ragged attention, 1.4 to 1.7 times as fast as FlexAttention on Hopper,
-or with ``exact`` the forward of :mod:`moetrain.kernels.attention.batch_invariant`; on a CPU the
-formulas. Queries may be a part of the tokens (a rank's, under context parallelism): a document's
-queries are then the last tokens among its given keys. With keys ``[0, 5]`` and queries ``[0, 2]``
-the two queries are tokens 3 and 4.
+:func:`attention_packed` is one op. On CUDA it runs cuDNN's ragged attention, 1.4 to 1.7 times as
+fast as FlexAttention on Hopper, or with ``exact`` the forward of
+:mod:`moetrain.kernels.attention.batch_invariant`. On a CPU it computes the formulas. Queries may be
+a part of the tokens (one rank's part, under context parallelism). A document's queries are then the
+last tokens among its given keys: with keys ``[0, 5]`` and queries ``[0, 2]`` the two queries are
+tokens 3 and 4.
 
 Left out on purpose: dropout, biases, and queries in a document's middle with keys after them.
 
@@ -78,7 +79,7 @@ class AttentionMask(NamedTuple):
     blocks: BlockMask | None = None
     """For flex: its block mask."""
     cu_seqlens: torch.Tensor | None = None
-    """For cudnn and exact, as the next three: see :func:`attention_packed`."""
+    """This and the next three fields are for cudnn and exact: see :func:`attention_packed`."""
     max_seqlen: int = 0
     window: int | None = None
     cu_seqlens_k: torch.Tensor | None = None
@@ -111,12 +112,12 @@ class AttentionMask(NamedTuple):
             backend: auto takes sdpa where no mask is needed and on a CPU; else cudnn where it runs
                 and the documents are known, else flex.
             cu_seqlens: the documents of all B * S tokens, as :func:`attention_packed` takes them.
-                To find them from the positions would wait for the device.
+                The host would have to wait for the device to find them from the positions.
             dtype: the dtype of the queries; without it auto does not take cudnn.
-            needs_lse: the backend must return the log-sum-exp, for sinks. sdpa does not: on a CPU
-                auto then takes reference.
-            width: that of the widest head. On CUDA auto takes flex for what cuDNN does not take.
-            is_cut: :meth:`part` will be called; then even a plain causal mask is made explicit.
+            needs_lse: True: the backend must return the log-sum-exp, which attention sinks need.
+                sdpa cannot, so auto takes reference on a CPU.
+            width: width of the widest head. On CUDA auto takes flex for heads too wide for cuDNN.
+            is_cut: True: :meth:`part` will be called, so even a plain causal mask is made explicit.
 
         Raises:
             ValueError: for cudnn or exact with packed rows and no ``cu_seqlens``, and for sdpa with
@@ -146,8 +147,8 @@ class AttentionMask(NamedTuple):
                 )
             if cu_seqlens is None:
                 cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * seq_len
-            # Compiled blocks must not be compiled again for another number of documents. The bound
-            # is the row's length, so it does not change either.
+            # Blocks must not be compiled again when the number of documents changes. The bound
+            # max_seqlen is the row's length, which does not change.
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
             return cls(backend, cu_seqlens=cu_seqlens, max_seqlen=seq_len, window=window)
         # No mask: plain causal.
@@ -175,13 +176,13 @@ class AttentionMask(NamedTuple):
     ) -> "AttentionMask":
         """Return the mask of some queries over the keys of all tokens, rows laid end to end.
 
-        This mask was made with ``is_cut``.
+        The whole mask must have been made with ``is_cut``.
 
         Args:
             start, stop: the queries, among all B * S tokens.
             shape: [B, S].
-            before: the window less one: keys then begin at token ``start - before``, and end at
-                ``stop``. Keys before token 0 may have any finite value.
+            before: the window less one: only the keys of tokens ``start - before`` up to ``stop``
+                are given. Keys before token 0 may have any finite value. None: all keys are given.
         """
         begin = 0 if before is None else start - before
         if self.cu_seqlens is not None:
@@ -282,16 +283,16 @@ def attention_packed(
 ) -> torch.Tensor:
     """Attend causally within each document: ``o_THv`` in ``q``'s dtype.
 
-    cuDNN sums the gradient of ``q`` with atomics, so its last bits may differ between runs, unless
-    ``torch.use_deterministic_algorithms(True)``: at a tenth of the speed, in scratch memory of 18
-    GiB for 16 documents of up to 4096 tokens (H = 32, d = 128).
+    cuDNN sums the gradient of ``q`` with atomics, so its last bits may differ between runs. After
+    ``torch.use_deterministic_algorithms(True)`` they do not, but the backward has a tenth of the
+    speed and takes scratch memory: 18 GiB for 16 documents of up to 4096 tokens (H = 32, d = 128).
 
     Args:
         q_THd, k_TGd, v_TGv: one dtype; H is a multiple of G. On cuDNN bf16 or fp16, and d and v
-            multiples of 8 up to 256. Other strides than contiguous cost a copy.
+            multiples of 8 up to 256. Tensors that are not contiguous are copied.
         cu_seqlens: [N + 1] int32: 0, each document's end, ..., T. Documents may be empty.
-        max_seqlen: a bound on every document's length. A loose bound costs no time; another bound
-            recompiles.
+        max_seqlen: a bound on every document's length. A loose bound costs no time, but each new
+            bound causes a recompilation.
         window: each token sees this many tokens at most, itself included; None: all.
         scale: the factor of scores; None: ``d**-0.5``.
         backend: auto is cuDNN on CUDA and the plain formulas on a CPU; exact has
@@ -363,7 +364,7 @@ def check_packed(
         if not like:
             raise refusal(
                 "attention_packed",
-                "the keys' documents like the queries'",
+                "cu_seqlens_k in the dtype and shape of cu_seqlens",
                 cu_seqlens=cu_seqlens,
                 cu_seqlens_k=cu_seqlens_k,
             )
@@ -388,15 +389,18 @@ def read_documents(
     key_ends = ends if cu_seqlens_k is None else cu_seqlens_k.tolist()
     lengths = [j - i for i, j in itertools.pairwise(ends)]
     if ends[0] != 0 or ends[-1] != tokens or min(lengths) < 0 or max(lengths) > max_seqlen:
-        takes = f"documents of at most max_seqlen={max_seqlen}, from 0 to T={tokens}"
-        given = f"of {min(lengths)} to {max(lengths)}, from {ends[0]} to {ends[-1]}"
+        takes = f"documents of at most max_seqlen={max_seqlen} tokens, from 0 to T={tokens}"
+        given = f"of {min(lengths)} to {max(lengths)} tokens, from {ends[0]} to {ends[-1]}"
         raise refusal("attention_packed", takes, documents=given)
     key_lengths = [j - i for i, j in itertools.pairwise(key_ends)]
     least = min((k - q for q, k in zip(lengths, key_lengths, strict=True)), default=0)
     most = max(key_lengths)
     if least < 0 or most > max_seqlen or key_ends[0] < 0 or key_ends[-1] > keys:
-        takes = f"as many keys as queries or more, at most {max_seqlen}, among the {keys} given"
-        given = f"{least} to {most}, from {key_ends[0]} to {key_ends[-1]}"
+        takes = f"at least a key for each query, at most {max_seqlen} keys, among the {keys} given"
+        given = (
+            f"with at most {most} keys and at least {least} more keys than queries, "
+            f"from {key_ends[0]} to {key_ends[-1]}"
+        )
         raise refusal("attention_packed", takes, documents=given)
     pairs = zip(itertools.pairwise(ends), itertools.pairwise(key_ends), strict=True)
     documents = [Document(slice(*queries), slice(*keys)) for queries, keys in pairs]

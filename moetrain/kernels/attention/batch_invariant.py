@@ -2,9 +2,9 @@
 
 A row is a query of one head. One program takes the keys in ascending order, in blocks of ``BLOCK``
 that are counted from the start of their document. Blocks and keys that are hidden from a row do not
-change its values. So a token has one result in a packed batch of training, in a chunk of a prompt
-and in a step of generation, from keys that lie end to end or in pages. A tile holds the queries of
-a few tokens for all heads that share keys. The softmax is in base 2.
+change its values. So a token has the same result in a packed batch of training, in a chunk of a
+prompt and in a step of generation, whether the keys lie end to end or in pages. A tile holds the
+queries of a few tokens for all heads that share keys. The softmax is in base 2.
 
 For few sequences of one token each, :mod:`moetrain.kernels.attention.split_keys` computes the same
 bits faster. Left out on purpose: sums split over programs, which would add up in another order; the
@@ -29,10 +29,10 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = 1.4426950408889634
 _SINK_SCALE = tl.constexpr(_LOG2_E)
 _STAGED_BYTES = 160 * 2**10
-"""Most bytes of blocks of keys and values that are being loaded. They share a multiprocessor's
-memory with the queries."""
+"""Most bytes of the blocks of keys and values that are being loaded. They lie in a multiprocessor's
+shared memory, beside the queries."""
 _STORED = 4096
-"""Elements that a program stores in a page."""
+"""Most elements of one token's keys, and of its values, that one program stores."""
 
 
 class _AttentionTile(NamedTuple):
@@ -41,7 +41,7 @@ class _AttentionTile(NamedTuple):
     rows: int
     """Pairs of a token and a head."""
     tokens: int
-    """Most tokens."""
+    """Most tokens of a tile."""
     num_warps: int
     num_stages: int
 
@@ -289,7 +289,7 @@ def _launch(
     lse_HT = q_THd.new_empty(heads, tokens, dtype=torch.float32)
     factor = width**-0.5 if scale is None else scale
     _attend_kernel[(triton.cdiv(tokens, tile.tokens), kv_heads)](
-        q_THd.contiguous(),  # without rotary positions a view of a product's result
+        q_THd.contiguous(),  # a view of a product's result if no position rotates it
         TensorDescriptor.from_tensor(k_LGd.flatten(1), [BLOCK, padded]),
         TensorDescriptor.from_tensor(v_LGv.flatten(1), [BLOCK, v_padded]),
         o_THv,
@@ -330,7 +330,7 @@ def _see_block(
     D: tl.constexpr, V: tl.constexpr, Z: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr, IN_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Do the online softmax's step over the block of keys from ``n`` on."""
+    """Do one step of the online softmax: the block of keys that begins at ``n``."""
     at = start + n if Z is None else tl.load(pages + n // Z) * Z + n % Z
     k = k_desc.load([at, g * D])
     if IN_FP32:  # Triton's interpreter would multiply bf16 as integers
@@ -344,7 +344,7 @@ def _see_block(
         scores = tl.where(visible, scores, _NEVER)
     new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
     shift = new_largest
-    if MASK:  # a row that has seen nothing yet may have any shift that is finite
+    if MASK:  # a row that has seen no key yet may have any finite shift
         shift = tl.where(new_largest == _NEVER, 0.0, new_largest)
     weights = tl.exp2(tl.fma(scores, scale, -shift[:, None]))
     shrink = tl.exp2(largest - shift)
@@ -396,7 +396,7 @@ def _attend_kernel(
         start = tl.load(ends_ptr + document)
         end = tl.load(ends_ptr + document + 1)
         keys, seen = start, 0
-        if key_ends_ptr is not None:  # keys before the first query's were seen
+        if key_ends_ptr is not None:  # keys before the first query count as seen
             keys = tl.load(key_ends_ptr + document)
             seen = tl.load(key_ends_ptr + document + 1) - keys - (end - start)
         end = tl.minimum(end, stop)

@@ -67,8 +67,8 @@ def load_deep_ep() -> ModuleType:
 
 _SEND_TOKENS = {2: (24, 16), 4: (16, 16)}
 """Tokens that a channel sends at once in dispatch and in combine, by number of ranks. For other
-numbers the package's own settings are taken. On four H200s these are 30% slower at 24 SMs and 7 to
-15% at 48 (docs/log/dispatch.md)."""
+numbers the package's own settings are taken. On four H200s the package's settings are 30% slower at
+24 SMs, and 7 to 15% slower at 48 (docs/log/dispatch.md)."""
 _RECEIVE_TOKENS = 256
 """Tokens of each rank for which a channel has room."""
 
@@ -162,8 +162,9 @@ def _connection(
 ) -> Iterator[_Connection]:
     """Yield the connection of these sizes, with the filling of fresh memory switched off.
 
-    Deterministic torch would fill it on our stream. The package allocates results after its own
-    stream has waited for ours, so that its kernels and the filling would run at the same time.
+    With deterministic algorithms torch fills new tensors on our stream. The package allocates its
+    results after its own stream has waited for ours, so the filling would run at the same time as
+    the package's kernels and could overwrite what they write.
     """
     torch_setting: Any = torch.utils.deterministic
     fill, torch_setting.fill_uninitialized_memory = torch_setting.fill_uninitialized_memory, False
@@ -191,15 +192,16 @@ def _dispatch(
 ) -> _TenTensors:  # pyright: ignore[reportInvalidTypeForm]
     """Return the arriving ``x_SD``, ``ids_SK`` and ``weights_SK``, ``rows_R0`` and the handle.
 
-    ``rows_R0`` holds nothing: an op returns R by its shape.
+    ``rows_R0`` is empty: its shape tells the compiler the number R.
 
     Args:
-        send: int32 tokens for each rank [W], int32 slots that chose each expert [E], and bool
-            [T, W], True if a token goes to a rank.
-        worst_tokens: S, of which some may stay unused; None: S is counted.
-        worst_rows: R, if S is not counted.
-        came_WM: integers on the host. Each rank's tokens are those of M machines, one after the
-            other, and these are their numbers here. They are returned by machine, then by rank.
+        send: the number of tokens for each rank, int32 [W]; the number of slots that chose each
+            expert, int32 [E]; and bool [T, W], True if a token goes to a rank.
+        worst_tokens: a fixed S, of which some rows may stay unused; None: the package counts S.
+        worst_rows: a fixed R, if ``worst_tokens`` is given.
+        came_WM: integers on the host: the number of tokens that come here from each rank and, on
+            that rank, from each of M machines. Tokens arrive ordered by rank, then by machine. With
+            ``came_WM`` they are returned ordered by machine, then by rank.
     """
     tokens_W, slots_E, is_sent_TW = send
     with annotate("deepep send", x_TD), _connection(group, x_TD.shape[1], num_sms) as found:
@@ -310,7 +312,7 @@ def _combine_backward(
     precision: str,
     came_WM: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Send the tokens of ``d_y_TD`` to the ranks to which a dispatch sent its tokens."""
+    """Send each token's gradient in ``d_y_TD`` to the ranks to which dispatch sent the token."""
     sent, handle = _quantised(d_y_TD, precision), tuple(handle)
     with annotate("deepep send", d_y_TD), _connection(group, d_y_TD.shape[1], num_sms) as found:
         d_y_SD = found.buffer.dispatch(sent, handle=handle, config=found.dispatch_config)[0]
@@ -373,7 +375,8 @@ def _differentiate_combine(ctx: OpContext, d_sums: list[torch.Tensor]) -> tuple[
 _dispatch.register_autograd(_differentiate_dispatch, setup_context=_save_dispatch)
 _combine.register_autograd(_differentiate_combine, setup_context=_save_combine)
 
-# A rank without tokens must still call: the compiler drops ops whose results are empty or unused.
+# The ops are collective, so a rank without tokens must call them too. Without this mark the
+# compiler drops ops whose results are empty or unused.
 _OPS = [
     getattr(torch.ops.moetrain, f"deepep_{name}").default
     for name in ("dispatch", "combine", "combine_backward")

@@ -8,27 +8,30 @@ MXFP8):
     first moment    a sign, 4 bits of exponent, 3 of mantissa; elements below 2^-14 of the group's
                     scale have evenly spaced values, down to 0
     second moment   5 bits of exponent, 3 of mantissa; the smallest value is 2^-31 of the scale,
-                    not 0: a first moment over the root of a second one that was lost would be a
-                    step of any size (the zero-point problem, arXiv 2309.01507)
+                    not 0: the step divides the first moment by the root of the second, and would
+                    have any size if that were rounded to 0 (the zero-point problem, arXiv
+                    2309.01507)
 
-The 8 bits are the upper bits of an fp32 value, once the scale has brought its group's largest to at
-most 1.875. So neighbouring values are a sixteenth to an eighth apart whatever the scale is.
+The 8 bits are the upper bits of the fp32 value of element / scale. The scale is such that this is
+at most 1.875 for the group's largest element. So neighbouring values differ by a sixteenth to an
+eighth of themselves, whatever the scale is.
 
-All is rounded stochastically, so that the mean is exact: a second moment at beta2 0.999 moves by
-less than the distance of two values, and rounded to nearest it would stay where it is for ever. In
-a simulation with random gradients at beta2 0.95 (0.999) a step is off by 10 (12) % of its norm, and
-the sum of 200 steps by 4 (6) %; rounded to nearest, by 17 (34) and 9 (17) %. A weight in bf16 has
-no master in fp32 beside it: its mean is what a master would be. The 32 random bits of an element
-are Philox's, of the seed, the step and the element's index: 12 round the weight, 12 the second
-moment and 8 the first.
+Moments, and weights in bf16, are rounded stochastically, so that their mean is exact. With beta2
+0.999 one step moves a second moment by less than the distance between two values: rounded to
+nearest, the moment would never change. In a simulation with random gradients at beta2 0.95 (0.999)
+a step is off by 10 (12) % of its norm, and the sum of 200 steps by 4 (6) %; rounded to nearest, by
+17 (34) and 9 (17) %. A weight in bf16 has no fp32 master beside it: its mean is the value that a
+master would have. Philox makes 32 random bits for an element from the seed, the step and the
+element's index: 12 round the weight, 12 the second moment and 8 the first.
 
-A row is what one index of a parameter's first dim has. Groups begin anew with each row, and random
-bits belong to groups. So every mesh that cuts rows, or columns at multiples of 32, has the same
-groups, moments and weights, bit for bit, given the same gradients.
+A row holds the elements at one index of a parameter's first dim. Groups begin anew with each row,
+and random bits belong to groups. So every mesh that cuts rows, or columns at multiples of 32, has
+the same groups, moments and weights, bit for bit, given the same gradients.
 
 Worked example: the largest element of a group is 3, so its scale is 2 and 3 becomes 1.5: exponent
-15, mantissa 4, the byte 124. A first moment of 0.3 is 0.15 = 2^-3 1.2: between the bytes 97 (2^-3
-1.125) and 98 (2^-3 1.25) it becomes 98 for six in ten values of the random bits.
+15, mantissa 4, the byte 124. A first moment of 0.3 becomes 0.15 = 1.2 * 2^-3. It lies between the
+bytes 97 (1.125 * 2^-3) and 98 (1.25 * 2^-3), and becomes 98 for six in ten values of the random
+bits.
 
 Left out on purpose: offloaded moments, momenta of Muon, moments in fewer bits.
 
@@ -57,7 +60,7 @@ from moetrain.kernels.optim.rounding import (
 from moetrain.kernels.quant.e4m3 import SCALED
 from moetrain.runtime.backend import Backend, refusal, tl, triton, use_fast
 
-_GROUPS = 32  # a program's; as many elements as a block of AdamW has
+_GROUPS = 32  # of a program; as many elements as a block of AdamW
 _DTYPES = (torch.float32, torch.bfloat16)  # of weights and gradients
 _OUT_DTYPES = (*_DTYPES, torch.float16)
 _SMALLEST = 2.0**-14
@@ -166,7 +169,7 @@ class Float8Moments:
         first: int,
         empty: Callable[..., torch.Tensor],
     ) -> None:
-        """Allocate them, without values; zeros are moments of zeros.
+        """Allocate the moments, without values; with zeros everywhere they are moments of 0.
 
         Args:
             shape, box: the parameter and this rank's part of it, as in :func:`moment_place`.
@@ -425,7 +428,7 @@ def _adamw_float8_kernel(
     GROUPS: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Update GROUPS groups, which follow one another in as many rows as they take."""
+    """Update GROUPS consecutive groups, which may span several rows."""
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     is_group = group < groups
     in_row = (columns + SCALED - 1) // SCALED
@@ -479,9 +482,10 @@ def _dequantise(quantised, scales, IS_SIGNED: tl.constexpr):
 
 @triton.jit
 def _quantise(x, noise, IS_SIGNED: tl.constexpr):
-    """Return fp32 [G, S] quantised, [G, S], and scales [G], rounded by noise of 20 bits."""
+    """Quantise fp32 ``x`` [G, S], rounded by 20 bits of noise, to bits [G, S] and scales [G]."""
     size = tl.abs(x)
-    # The largest element's exponent, or the next where a mantissa of 4 bits would not hold it.
+    # The largest element's exponent, or the next one if its mantissa is over 1.875, the most that 3
+    # bits hold.
     scales = (tl.max(size, 1).to(tl.int32, bitcast=True) + 0xFFFFF) >> 23
     size *= ((254 - scales) << 23).to(tl.float32, bitcast=True)[:, None]
     if IS_SIGNED:

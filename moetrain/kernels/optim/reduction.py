@@ -9,8 +9,8 @@ sums, block by block, so that the norm of a gradient takes no pass of its own.
 The result may be stored in bf16 (``optim.gradient_dtype``), rounded once, to nearest. Worked
 example: chunks [[1], [2^-9]], out [2^-8] in bf16, accumulating: 1 + 3 * 2^-9, stored as 1 + 2^-7.
 
-Left out on purpose: the collective (it is in ``parallel``), and gradients, since it runs inside a
-backward.
+Left out on purpose: the collective (it is in ``parallel``), and a backward of its own, since the
+kernel runs inside a backward.
 
 Legend: R chunks (ranks), N elements a chunk, B blocks of 1024 elements.
 """
@@ -53,7 +53,7 @@ def sum_chunks(
         raise refusal("sum_chunks", takes, chunks=chunks_RN)
     if out_N is None:
         if accumulate:
-            raise refusal("sum_chunks", "it with out_N alone", accumulate=accumulate)
+            raise refusal("sum_chunks", "accumulate only with an out_N", accumulate=accumulate)
         out_N = chunks_RN.new_empty(chunks_RN.shape[1], dtype=torch.float32)
     fits = out_N.shape == chunks_RN.shape[1:] and out_N.is_contiguous()
     if not fits or out_N.dtype not in (_SUM_DTYPES if accumulate else _DTYPES):
@@ -68,7 +68,9 @@ def sum_chunks(
         fits = own_N.shape == out_N.shape and own_N.is_contiguous()
         if not fits or own_N.dtype != chunks_RN.dtype or not 0 <= own < chunks_RN.shape[0]:
             was_given = {f"chunk {own} as": own_N, "chunks": chunks_RN}
-            raise refusal("sum_chunks", "one of the chunks, contiguous", **was_given)
+            raise refusal(
+                "sum_chunks", "own_N like a contiguous chunk, and own as its index", **was_given
+            )
     if use_fast(backend, chunks_RN):
         # In torch 2.11 an argument that an op writes must be a tensor.
         none = out_N.new_empty(0, dtype=torch.float32)

@@ -11,20 +11,21 @@ Blocks are n x m, mostly 128 x 128, and the last of a row or column of blocks ma
     fp32     scale = amax / 448                                 as in DeepSeek-V3's checkpoint
     ue8m0    scale = 2^k, the smallest with amax <= 448 scale   as in DeepSeek-V3.1's
 
-A matrix that was read from such a checkpoint, in bf16, gets the same values and scales again. With
-ue8m0 every element of a block is exact in bf16, and comes back as it was (a block whose largest
-value is 224 comes back with half of its scale and twice its values). With fp32 scales an element
-rounded to bf16 is off by at most 2^-8, and so is the largest, from which the scale is made. Both
-together are less than half a step of e4m3, at least 2^-5, so the values are the same; and so is the
-scale, if the largest element was exact in bf16.
+If a matrix of such a checkpoint is read in bf16 and quantised again, it gets the same values and
+scales. With ue8m0 every element is exact in bf16, so none of them changes (only a block whose
+largest value is 224 gets half of its scale and twice its values). With fp32 scales, rounding to
+bf16 changes an element by at most 2^-8 of itself. It changes the block's largest element, and so
+the scale, by as little. The two errors together are less than half a step of e4m3, which is at
+least 2^-5 of the element, so the values are the same. The scale is the same if the largest element
+was exact in bf16.
 
 :func:`blocks_mm` multiplies rows in tiles of 128 by such blocks. Tensor cores make its partial sums
 over 128 products; these are then scaled and added up in fp32, as in section 3.3.2.
 
 Left out on purpose: products on a CPU (:mod:`moetrain.kernels.quant.products`).
 
-Legend: N rows and M columns of the part that is read, or inner width; R rows sorted by expert, E
-experts, n and m blocks along N and M.
+Legend: N rows and M columns of a matrix or of the part that is read (M is a product's inner width),
+R rows sorted by expert, E experts. In shapes, n and m are the numbers of blocks along N and M.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -59,7 +60,8 @@ Scales = Literal["fp32", "ue8m0"]
 """The kinds of scales of :func:`quantise_blocks`."""
 _LEAST = 2.0**-100
 """Lower bound of a block's largest element, so that neither scale nor inverse is 0."""
-# The fastest of three on one H100, where grouped_e4m3 is not taken (docs/log/quantisation.md).
+# For products that grouped_e4m3 does not take: the fastest of three settings on one H100
+# (docs/log/quantisation.md).
 _PRODUCT = {"BM": 64, "BN": 128, "num_warps": 4, "num_stages": 4}
 
 
@@ -152,7 +154,7 @@ def quantise_blocks(
         values = values.unflatten(-1, (TILE, TILE)).transpose(2, 3)
     else:
         largest = blocks_EnNmM.abs().amax((2, 4)).clamp(min=_LEAST)
-        # By a tensor: dividing by a Python number, torch multiplies by its inverse on a GPU.
+        # Divided by a tensor, because on a GPU torch multiplies by the inverse of a Python number.
         scales = largest / torch.full_like(largest, LARGEST_E4M3)
         values = blocks_EnNmM * (1 / scales)[:, :, None, :, None]
         values = values.clamp(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3)
@@ -167,7 +169,7 @@ def blocks_mm(
 ) -> torch.Tensor:
     """Return ``out[r] = a[r] @ b[group of r]^T`` [R, N], groups as in ``grouped_mm``.
 
-    ``a`` is tiled. The fast path only.
+    ``a_RM`` has a scale for each 128 elements of a row. There is only the fast path, for CUDA.
     """
     (rows, width), (experts, n, _) = a_RM.values.shape, b_ENM.values.shape
     out_RN = a_RM.scales.new_empty(rows, n, dtype=dtype)
@@ -252,9 +254,9 @@ def _product_kernel(
     BK: tl.constexpr,
     IN_FP32: tl.constexpr,
 ):
-    """Compute a tile of rows of one group and columns of one block.
+    """Compute a tile of the result: rows of one group, and columns of one block.
 
-    Programs of the same rows follow one another, for the cache.
+    Programs that read the same rows follow one another, so that the rows stay in the cache.
     """
     across = tl.cdiv(N, BN)
     tile, first_n = tl.program_id(0) // across, tl.program_id(0) % across * BN

@@ -1,7 +1,9 @@
-"""Gumbel noise, hashed from a key and the token id, to sample the token of the largest score.
+"""Gumbel noise, hashed from a key and the token id, to sample tokens from logits.
 
-It is ``-log(-log u)`` with u in (0, 1), and lies between -2.82 and 22.9, so that a score of -inf
-stays -inf. Triton's functions have the bits of torch's, except the last bit of a logarithm.
+The token with the largest sum of logit and noise is a sample of the softmax. The noise is
+``-log(-log u)`` with u in (0, 1). It lies between -2.82 and 22.9, so that a logit of -inf stays
+-inf. The Triton functions return the same bits as the torch functions, except for the last bit of
+a logarithm.
 
 Legend: N rows.
 """
@@ -46,7 +48,7 @@ def stream_of(seed: int, completion: int) -> int:
 def noise_keys(
     streams_N: torch.Tensor, positions_N: torch.Tensor, backend: Backend = "auto"
 ) -> torch.Tensor:
-    """Return the key, int32, of the noise at each position of a stream; both are integers."""
+    """Return the int32 key of the noise for each pair of a stream and a position (integers)."""
     if not use_fast(backend, streams_N):
         salted_N = (positions_N.long() + SALT) & MASK
         return mix((streams_N.long() & MASK) ^ mix(salted_N)).int()
@@ -101,9 +103,10 @@ def exponential_of(bits: torch.Tensor) -> torch.Tensor:
     u is the middle of one of 2^23 equal parts: it has 24 binary digits, as many as fp32 keeps. With
     2^24 parts fp32 would round the last middle to 1, and its noise would be infinite.
 
-    The uppermost 2^8 parts are divided further by the other nine bits: a token of probability 1e-8
-    needs a u above the last of 2^23 middles, and would be chosen a third as often as it should be.
-    There ``1 - u`` replaces ``-log u``, which is larger by at most 1.5e-5 of itself.
+    The uppermost 2^8 parts are divided further by the other nine bits. Without them, a token of
+    probability 1e-8 would be chosen a third as often as it should be, because it needs a u above
+    the last of the 2^23 middles. In these parts ``1 - u`` replaces ``-log u``; it is smaller by at
+    most 1.5e-5 of ``-log u``.
     """
     from_above = MASK - bits
     middle = ((bits >> 9).float() + 0.5) / 2**23

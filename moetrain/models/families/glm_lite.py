@@ -1,7 +1,7 @@
 """GLM-4.7-Flash: DeepSeek-V3's latent attention and router, with queries as wide as values.
 
-Files hold MTP blocks behind the model's own layers; an export carries them on, or they are trained
-(:mod:`moetrain.models.parts.multi_token`).
+Files hold blocks of multi-token prediction after the model's own layers. An export copies these
+blocks unchanged, unless they are trained (:mod:`moetrain.models.parts.multi_token`).
 """
 
 from moetrain.models.architecture import Architecture, ConfigJson, Fields
@@ -20,7 +20,7 @@ _FIRST = "first_k_dense_replace"
 
 
 def _read_layers(config: ConfigJson) -> Fields:
-    """Read the MoE layers, by default all but the first."""
+    """Read which layers are MoE; by default all but the first are."""
     kinds = config["mlp_layer_types"]
     if kinds is None:
         kinds = [_DENSE] + [_ROUTED] * (config["num_hidden_layers"] - 1)
@@ -67,7 +67,8 @@ _OWN: Fields = {
     "read_layers": _read_layers,
     "write_layers": _write_layers,
     "presets": {
-        # The sizes are from memory; the total is the published 30 billion.
+        # The sizes were recalled, not copied from a config.json; their total is the published 30
+        # billion parameters.
         "glm-4.7-flash": V3Decoder(
             family="glm4_moe_lite",
             vocab_size=154_880,

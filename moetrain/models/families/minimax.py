@@ -1,6 +1,7 @@
 """MiniMax-M2: q/k norms over all heads together, and a sigmoid router.
 
-A part of each head rotates; files have it as ``rotary_dim`` or as ``partial_rotary_factor``.
+Rotary embeddings rotate a part of each head. Files give it as ``rotary_dim`` (elements) or as
+``partial_rotary_factor`` (a share of the head).
 """
 
 from moetrain.models.architecture import Architecture, ConfigJson, Fields
@@ -71,7 +72,8 @@ register(
         read_layers=_read_layers,
         write_layers=_write_layers,
         presets={
-            # The sizes are from memory; the total is the published 229 billion.
+            # The sizes were recalled, not copied from a config.json; their total is the published
+            # 229 billion parameters.
             "minimax-m2": MoEDecoder(
                 family="minimax_m2",
                 vocab_size=200_064,

@@ -2,8 +2,8 @@
 
 Attention has an output gate, and a quarter of each head rotates. Norms multiply by 1 + their
 weights. MoE layers have a gated shared expert. Qwen3.5 (and Qwen3.6, which has its classes) also
-has dense models. Its published files also hold a vision tower, and an export carries its tensors
-on; files of a ``_text`` family hold the language model alone.
+has dense models. Its published files also hold a vision tower, and an export copies the tower's
+tensors unchanged. Files of a ``_text`` family hold the language model alone.
 """
 
 from typing import Any
@@ -115,16 +115,16 @@ def _write_next_layers(arch: Architecture) -> Fields:
 
 
 def _of_key_heads(arch: Architecture) -> tuple[int, int, int]:
-    """Return a key head's numbers of rows of queries and of values, and of value heads.
+    """Return how many query rows, value rows and value heads belong to one key head.
 
-    Keys have as many rows as queries.
+    A key head has as many key rows as query rows.
     """
     heads = arch.linear_num_value_heads // arch.linear_num_key_heads
     return arch.linear_key_head_dim, heads * arch.linear_value_head_dim, heads
 
 
 def _all_rows(arch: Architecture) -> tuple[int, int, int]:
-    """Return the numbers of rows of all queries, keys and values."""
+    """Return how many rows all queries, all keys and all values have."""
     heads = arch.linear_num_key_heads
     keys, values, _ = _of_key_heads(arch)
     return heads * keys, heads * keys, heads * values
@@ -174,8 +174,8 @@ _PACKED = (
 
 # ---- families ----------------------------------------------------------------------------------
 
-# The sizes are those of the published config.json, but rope_theta, max_positions and the dense
-# width of Qwen3-Next are from memory.
+# The sizes are those of the published config.json, except rope_theta, max_positions and the dense
+# width of Qwen3-Next, which were recalled.
 _COMMON: Fields = {
     "num_heads": 16,
     "num_kv_heads": 2,

@@ -2,9 +2,9 @@
 
 Each new row is the mean of the matrix's own rows. So a new token is at first as likely as the
 average token, and changes the probabilities of others little (Hewitt 2021, "Initializing new word
-embeddings for pretrained language models"). ``transformers`` draws the rows of
-``resize_token_embeddings(mean_resizing=True)`` around the same mean, with a standard deviation of
-3e-5 of the rows'. Here they are the mean itself, so that every mesh starts from the same bits.
+embeddings for pretrained language models"). ``resize_token_embeddings(mean_resizing=True)`` of
+``transformers`` draws new rows around the same mean, with 3e-5 times the standard deviation of the
+old rows. Here they are the mean itself, so that every mesh starts from the same bits.
 
 Left out on purpose: removing rows.
 
@@ -54,7 +54,7 @@ class WithNewRows:
     @cached_property
     def _mean_D(self) -> torch.Tensor:
         """The mean of the file's rows, fp32 [D]. It is summed in fp64, row by row, so that its bits
-        depend neither on the number of threads nor on that of ranks."""
+        do not depend on the number of threads or ranks."""
         rows, width = self.matrix.get_shape()
         total_D = torch.zeros(width, dtype=torch.float64).numpy()
         for start in range(0, rows, _ROWS_AT_ONCE):

@@ -7,8 +7,8 @@ chosen experts, equal copies give the dense layer's result, whatever the router 
     sum_e p_e * f(x) = f(x)        since sum_e p_e = 1
 
 With ``split`` G, an expert is one of G slices of the width, f = f_0 + ... + f_{G-1} (arXiv
-2410.07524). Each G neighbours form a group with all slices, and their router rows start equal. So a
-token chooses K / G whole groups, and the weights in a group are equal too:
+2410.07524). Every G neighbouring experts form a group that holds all slices, and their router rows
+start equal. So a token chooses K / G whole groups, and the weights in a group are equal too:
 
     sum_groups p_g / G * sum_i G * f_i(x) = f(x)
 
@@ -18,10 +18,10 @@ The factor G is in ``w_down``, and is exact in every dtype if it is a power of t
     slice         f_0  f_1  f_0  f_1
     router row    r_0  r_0  r_1  r_1
 
-Noise makes copies differ from the start; the first group has none.
+With ``noise`` the copies differ from the start; the first group of experts gets no noise.
 
 Left out on purpose: files (``python -m moetrain.checkpoint upcycle``), and experts that are partly
-drawn anew (arXiv 2502.19261).
+initialised at random again (arXiv 2502.19261).
 
 Legend: G slices, D model width.
 """

@@ -3,8 +3,8 @@
     q, k, v = silu(convolution of W x)      g = -exp(a) softplus(W x + b)      beta = sigmoid(W x)
     y = W (norm(o) * silu(W x)),    o by :mod:`moetrain.kernels.linear_attention.gated_delta`
 
-Convolutions are causal, and each document starts with no inputs and a zero state. Queries and keys
-have norm 1. Several heads of values share a query and key head.
+Convolutions are causal. They see zeros before the start of a document, and the state is zero there.
+Queries and keys have norm 1. Several value heads share one query and key head.
 
 Legend: B batch, S sequence, T = B * S tokens, D model width, H value heads, Q key heads, K and V
 widths of a key and a value.
@@ -40,7 +40,8 @@ from moetrain.models.parts.linear_states import (
 from moetrain.models.rules import COLWISE, NORM, ROWWISE, Rule
 
 _NARROW = replace(COLWISE, gather=torch.float32)
-"""The rule of the gates, which have one output a head: too narrow for products in fp8."""
+"""The rule of the gates' weights: gathered in fp32, because products with only one output for each
+head are too narrow for fp8."""
 _BIAS = Rule("colwise", init="ones", decay=False, gather=torch.float32)
 
 
@@ -100,8 +101,8 @@ class GatedDeltaNet(AttentionPart):
         return [("q", k_dim), ("k", k_dim), ("v", v_dim), ("z", v_dim)]
 
     def products_per_token(self, seq_len: int) -> float:
-        """Count the products with weights, and three with each head's state: reading it at the key,
-        writing to it, and reading it at the query."""
+        """Count the multiplications with weights, and three for each element of the heads' states:
+        reading it at the key, writing to it, and reading it at the query."""
         k_dim, v_dim = self.widths
         gates = 2 * self.linear_num_value_heads
         weights = self.hidden_size * (2 * k_dim + 3 * v_dim + gates)
@@ -111,8 +112,9 @@ class GatedDeltaNet(AttentionPart):
         """Return the bytes of the projections, of the convolutions' results, of the rule's result
         before and after its gate, and of what the rule keeps for each chunk.
 
-        Without the compiler, all but the rule keeps tensors in fp32: the input of each tap's
-        product, those of silu and of the norms of keys, and the factors of the gate.
+        Without the compiler, every step but the rule also keeps tensors in fp32: the input of each
+        tap's product, the inputs of silu and of the norms of queries and keys, and the factors of
+        the gate.
         """
         (k_dim, v_dim), w = self.widths, share.width
         channels = 2 * k_dim + v_dim
@@ -170,8 +172,8 @@ class _LinearAttention(LinearMixer):
         x_TD = x_BSD.flatten(0, 1)
         dtype = x_BSD.dtype
         wide = torch.promote_types(dtype, torch.float32)
-        # In fp8, z in one product with the others would be a view that keeps them all until the
-        # backward, which needs z alone.
+        # z has a product of its own. From one fp8 product with q, k and v it would be a view, which
+        # would keep the results of all four until the backward, although that needs only z.
         z = self.wz(x_TD)
         q, k, v = linears(x_TD, (self.wq, self.wk, self.wv))
         values = (q, k, v, self.wa(x_TD), self.wb(x_TD))
@@ -191,7 +193,7 @@ class _LinearAttention(LinearMixer):
         weights: Sequence[torch.Tensor],
         context: Context,
     ) -> torch.Tensor:
-        """Return the heads' readings of their states, [T, H * V]."""
+        """Return what each head reads from its state, [T, H * V]."""
         q, k, v, a_TH, b_TH = values
         *filters, a_log, dt_bias = weights
         wide = torch.promote_types(q.dtype, torch.float32)

@@ -36,7 +36,7 @@ def _draw_filter(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 
 
 def _draw_rates(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw logarithms of the rates at which states decay, U(0.001, 16) (arXiv 2312.00752)."""
+    """Draw the rates at which states decay from U(0.001, 16) (arXiv 2312.00752); return logs."""
     return rows.uniform_(1e-3, 16.0, generator=generator).log_()
 
 
@@ -47,8 +47,8 @@ RATES = Rule("colwise", init=_draw_rates, decay=False, gather=torch.float32)
 class LinearStates:
     """The slots of one layer; a running sequence has one of them, and slot 0 is unused.
 
-    Nothing is cleared when another sequence gets a slot: its first tokens read neither the state
-    nor inputs of convolutions from before the sequence.
+    A slot need not be cleared for another sequence, because the first tokens of a sequence read
+    neither the state nor the convolutions' inputs from before the sequence.
     """
 
     def __init__(self, slots: int, drafts: int = 0) -> None:
@@ -56,8 +56,8 @@ class LinearStates:
         self.cache: StateCache | None = None
         """The states and open chunks; None: not allocated before the first use."""
         self.inputs: dict[str, torch.Tensor] = {}
-        """The last R inputs of each convolution, [P, R, C], a ring by the token's place modulo R.
-        R is J - 1 plus the number of drafts."""
+        """The last R inputs of each convolution, [P, R, C]: a ring buffer, indexed by the token's
+        position modulo R. R is J - 1 plus the number of drafts."""
 
     def free(self) -> None:
         """Free all memory; the next use allocates it again."""
@@ -79,7 +79,7 @@ class LinearStates:
         reads: Reads,
         backend: Backend,
     ) -> list[torch.Tensor]:
-        """Continue each of ``convolutions`` by :func:`convolution_step`."""
+        """Run each convolution on the tokens of a step, after the inputs that the slots hold."""
         found = []
         for name, one in convolutions.items():
             if name not in self.inputs:
@@ -107,8 +107,8 @@ class Mixed(Protocol):
 
 
 class OverHeads(Protocol):
-    """Calls a :class:`Mixed` for all heads. Context parallelism replaces it, to mix all tokens of a
-    part of the heads."""
+    """Calls a :class:`Mixed` for all heads. Under context parallelism its replacement exchanges
+    tokens for heads first, so that each rank mixes all tokens of a part of the heads."""
 
     def __call__(
         self,
@@ -138,14 +138,14 @@ class LinearMixer(KernelModule):
         self.use_kernels(kernels)
         self.over_heads: OverHeads = _over_all_heads
         self.states: LinearStates | None = None
-        """The states of generation, in which ``context.documents`` is :class:`Reads`; None: this
+        """The states for generation, where ``context.documents`` is a :class:`Reads`; None: this
         module trains."""
 
     def for_generation(self, caches: Caches, window: int | None) -> LinearStates:
         """Keep the states of ``caches.slots`` - 1 sequences at once from now on.
 
-        A step may also read ``caches.drafts`` draft tokens of a sequence, in its open chunk. Those
-        that are rejected are overwritten.
+        A step may also read ``caches.drafts`` draft tokens of a sequence into its open chunk. Later
+        steps overwrite rejected drafts.
         """
         self.states = LinearStates(caches.slots, caches.drafts)
         return self.states

@@ -5,7 +5,7 @@ Every parameter is a DTensor, sharded on its first dim over its FSDP axis (:clas
 are gathered together. Its life cycle is explicit:
 
     unshard   all-gather the unit's parameters into its region of memory, unless they are there
-    reshard   release the region: it is free, or another unit's
+    reshard   release the region, so that another unit can use it or its memory can be freed
     reduce    sum the gradients of full parameters in fp32 into this rank's gradient
 
 All of it happens within :meth:`FSDP.work`, during which parameters do not change. So a unit that is
@@ -16,10 +16,11 @@ outside the compiled block, which sees plain tensors: inside, it could not start
     backward  unshard(i - 1) starts before block i's backward, and the reduction of block i runs
               while block i - 1 computes
 
-Full parameters lie at fixed addresses, each unit's in a region of its own until the work is over.
-Blocks that reshard after their forward are double-buffered: they share two regions, of which one is
-filled while the block in the other computes. Where nothing travels they share one. Autograd saves
-tensors in a region, which holds the right values whenever they are read.
+Full parameters lie at fixed addresses. A unit keeps them in a region of its own until the work is
+over. Blocks that reshard after their forward share two regions instead (double buffering): one is
+filled while the block in the other computes. They share one region if no parameters travel.
+Tensors that autograd saves may lie in a region; whenever the backward reads them, the region holds
+their values again.
 
 Left out on purpose: gradients of different units in one collective; parameters that change shape.
 """
@@ -55,7 +56,7 @@ class _Unit:
     region: GatherBuffer
     """Holds the full parameters."""
     staging: GatherBuffer
-    """Receives what is gathered but must be copied to its place in the region."""
+    """Receives gathered parameters that must then be copied to their places in the region."""
     shares_region: bool
     """True: other blocks use the region too."""
     works: list[Wait | None] | None = None
@@ -79,7 +80,7 @@ class _Unit:
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be trained later
     def move_in(self) -> None:
-        """Let the region hold this unit's parameters from now on."""
+        """Make the region this unit's, so that its parameters can be written there."""
         memory = self.region.memory
         if not self._is_laid_out:
             sizes = [bucket.region_bytes for bucket in self.buckets]
@@ -98,7 +99,7 @@ class _Unit:
         self.works = [bucket.start_gather(part) for bucket, part in self._staged()]
 
     def finish_gather(self) -> None:
-        """Wait for the gathers under way, and copy what they brought to the region."""
+        """Wait for the gathers under way, and copy their results from staging to the region."""
         if self.works is None:
             return
         works, self.works = self.works, None
@@ -151,12 +152,13 @@ class FSDP(Sharding):
     run of this process starts."""
     frees: bool
     """True: full parameters are freed after their last use, and gradients are allocated at their
-    first, as a single process does."""
+    first use and freed after the update. Only a single process does so."""
     reshards: int
-    """The number of blocks, the first ones, that share regions instead of having one each."""
+    """The number of blocks, counted from the first, that share regions instead of having one
+    each."""
     num_regions: int = 2
-    """The number of regions that they share: two are a double buffer; one is enough where nothing
-    travels."""
+    """The number of regions that these blocks share: two for double buffering, or one if no
+    parameters travel."""
 
     def __post_init__(self) -> None:
         device = self.device
@@ -171,14 +173,14 @@ class FSDP(Sharding):
         self._shared_regions = [GatherBuffer(device) for _ in range(self.num_regions)]
         self._staging = (GatherBuffer(device), GatherBuffer(device))
         self.sessions: list[Session] = []
-        """Calls of transports around each work."""
+        """The transports' sessions, which are called before, within and after each work."""
         self._reducing: list[Wait | None] = []
         """The reductions under way."""
         self._reduced: list[Bucket] = []
         """Buckets that give their gradients to their storage after these reductions."""
         self._is_working, self._is_last, self.num_works = False, False, 0
         self.before_reduce: Callable[[], object] = lambda: None
-        """A call that waits for what others still add to a unit's gradients."""
+        """Called before each reduction, to wait for what others still add to the gradients."""
         self.shows_gradients = True
         """True: parameters' ``grad`` is set, for hooks of an optimizer."""
 
@@ -213,8 +215,8 @@ class FSDP(Sharding):
     def withdraw(self) -> None:
         """Wait, on the device, until no rank reads a shard. Collective.
 
-        Whoever changes shards calls it, unless the change comes after :meth:`gradient_norm`, for
-        which every rank waits for all others.
+        Call it before shards change. After :meth:`gradient_norm` it is not needed, because there
+        every rank waits for all others.
         """
         for session in self.sessions:
             session.withdraw()
@@ -226,7 +228,7 @@ class FSDP(Sharding):
         """Enclose the forwards and backwards of one step, or of one evaluation, in any order.
 
         Parameters must not change inside. Afterwards every reduction is done, and every module
-        holds its DTensors again. It may be entered again within itself.
+        holds its DTensors again. The context may be nested.
         """
         if self._is_working:
             yield
@@ -262,12 +264,14 @@ class FSDP(Sharding):
             session.release()
 
     def check_idle(self) -> None:
-        """Raise RuntimeError within :meth:`work`, whose parameters must not change."""
+        """Raise RuntimeError within :meth:`work`, during which parameters must not change."""
         if self._is_working:
-            raise RuntimeError("a step, a release, or the loading of a state, within FSDP.work()")
+            raise RuntimeError(
+                "a step, a release or the loading of a state came within FSDP.work()"
+            )
 
     def start_unshard(self, unit: _Unit, beside: _Unit | None = None) -> None:
-        """Begin to gather ``unit``, unless it is on the way or would overwrite ``beside``."""
+        """Begin to gather ``unit``, unless its region holds it or is that of ``beside``."""
         if not self._is_working:
             what = "sharded parameters were asked for outside of FSDP.work()"
             raise RuntimeError(f"{what}; call the model within `with engine.work():`")
@@ -329,8 +333,9 @@ class FSDP(Sharding):
         unit = self._unit_of[block]
         full = self._hand_out(unit)
         ahead = self.units[unit.index + 1 : unit.index + 2]
-        # Launch this block first, then wait for the host's update of the next. All ranks wait,
-        # whether or not theirs is done: the block's own collectives must come in one order on all.
+        # If the host updates the next unit, launch this block before the wait for that update, even
+        # if this rank's update is done: gathers and the block's own collectives must come in the
+        # same order on all ranks.
         buckets = [bucket for following in ahead for bucket in following.buckets]
         late = ahead if any(bucket.storage.is_updating for bucket in buckets) else []
         for following in ahead[len(late) :]:
@@ -394,7 +399,7 @@ class FSDP(Sharding):
 
     def write(self, name: str, place: tuple[int | slice, ...], tensor: Sliced) -> None:
         """Write this rank's part of ``parameter[place] = tensor``. Collective."""
-        self.settle()  # an update under way would overwrite it, or be sent half of it
+        self.settle()  # an update under way would overwrite the new values, or mix with them
         self.withdraw()
         if (member := self.members.get(name)) is not None:
             member.write(place, tensor)
@@ -413,7 +418,8 @@ class FSDP(Sharding):
         if self.world_size > 1:
             with waiting(self.device):
                 all_reduce(total)
-        for bucket in self.trained:  # only now: it takes the host longer than the sum the device
+        # After the sum is queued: this takes the host longer than the sum takes the device.
+        for bucket in self.trained:
             bucket.give_gradient()
             if self.shows_gradients:
                 bucket.show_gradient()
@@ -422,10 +428,10 @@ class FSDP(Sharding):
     def updates(self) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
         """Yield every bucket that the device updates, with memory for the update's result.
 
-        A bucket must be updated before the next is asked for. The update must also write the new
-        values to the memory [N], in the dtype that is gathered: then no gather casts them until
-        somebody else changes the parameters. None: there is no such memory. With :attr:`frees` a
-        gradient is freed after its update.
+        The caller must update a bucket before it asks for the next one. The update must also write
+        the new values to the memory [N], in the dtype in which they are gathered, so that gathers
+        need no cast until something else changes the parameters. None: there is no such memory.
+        With :attr:`frees` a gradient is freed after its update.
         """
         self.check_idle()
         for unit in self.units:
@@ -449,9 +455,9 @@ class FSDP(Sharding):
             bucket.storage.wait()
 
     def refresh(self) -> None:
-        """Bring copies of changed parameters in the compute dtype up to date. Collective.
+        """After a change of parameters, update their copies in the compute dtype. Collective.
 
-        Units that share a region have none to keep: each gather makes theirs anew.
+        Units that share a region keep no copy, because each of their gathers casts again.
         """
         self.share()
         for unit in self.units:

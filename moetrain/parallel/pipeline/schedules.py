@@ -7,15 +7,15 @@ ranks and 3 micro-batches::
     rank 1      F0 B0 F1    B1 F2 B2
 
 Rank r of p, with v stages of forward time f / v and backward time b / v, idles for (p-1)(f+b) / v
-in each schedule. They differ in the most (stage, micro-batch) pairs, of m micro-batches, whose
-activations it keeps at once:
+in each schedule. With m micro-batches, the schedules differ in the largest number of (stage,
+micro-batch) pairs whose activations rank r keeps at once:
 
     gpipe             arXiv 1811.06965   m
     1f1b              arXiv 2104.04473   p-r                  v = 1
     interleaved_1f1b  arXiv 2104.04473   (v-1)p + 2(p-r) - 1  v > 1
 
 Left out on purpose: schedules that split the backward (zero bubble), which compiled blocks do not
-allow, and forwards merged with backwards; docs/log/pipeline.md has what they gave.
+allow, and schedules that merge forwards with backwards. docs/log/pipeline.md has their results.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -42,12 +42,12 @@ class Action(NamedTuple):
 
     @property
     def unit_time(self) -> float:
-        """The time it takes, in forwards: a backward takes two."""
+        """The time of the action in units of a forward; a backward takes two."""
         return 1.0 if self.kind == "F" else 2.0
 
 
 class _Transfer(NamedTuple):
-    """One message between two ranks: what the action ``made`` has for the stage ``receiver``."""
+    """One message between two ranks: the result of action ``made``, for stage ``receiver``."""
 
     made: Action
     receiver: int
@@ -56,8 +56,8 @@ class _Transfer(NamedTuple):
 
 
 Step = Action | list[_Transfer]
-"""An action of a rank, or the messages that it sends and receives at one time. All ranks have these
-in one order."""
+"""An action of a rank, or the messages that the rank sends and receives at one time. All ranks have
+the messages in the same order."""
 
 
 @dataclass(frozen=True)
@@ -156,16 +156,17 @@ class Schedule:
     def steps(self) -> list[list[Step]]:
         """Return every rank's actions and transfers, in an order in which ranks cannot deadlock.
 
-        What an action makes for a stage of another rank leaves when the action ends, in times that
-        all ranks know: those of :meth:`simulate` in whole numbers. All that leaves or arrives at
-        one time is one batch of a rank. A rank posts its batches in the order of time: the earlier
-        ones, then an action, then the batch of the moment in which the action ends.
+        The order follows the times of :meth:`simulate`, whole numbers that all ranks compute alike.
+        A result for a stage of another rank is sent at the time at which its action ends. All
+        messages that a rank sends or receives at one time are one batch. A rank posts its batches
+        in the order of time. The batch of the time at which an action ends comes right after that
+        action.
 
-        No rank can wait for ever. Suppose one does, and take the earliest batch that waits. Each of
-        its senders made what it sends with an action that began before, which needed only earlier
-        batches; these are done. So its senders have posted it, or are about to, and its receivers
-        have done only earlier things. This holds even if a batch blocks its rank until all of it is
-        done.
+        Ranks cannot deadlock. Suppose that some batches are never done, and take the earliest of
+        them. The actions that made its messages began before its time, so they needed only earlier
+        batches, which are done. So the senders post the batch. The receivers post it too, because
+        everything before it in their order is earlier. This holds even if a batch blocks its rank
+        until all of its messages have arrived.
         """
         times = self.simulate().times
         batches: list[dict[float, list[_Transfer]]] = [{} for _ in self.actions]

@@ -7,13 +7,13 @@ all blocks' activations exist, or its end, when a device that shards nothing has
 only a rank's first blocks recompute, the backward of the last of these is another moment. In a run
 that generates too, with a model and a cache beside the trainer's, generation is one more.
 
-``tests/train/estimates/test_memory.py`` compares it with the allocator's peak on H200s. Left out
-on purpose:
-fragmentation (1 to 3 GiB there), buffers of communication libraries, and uneven routing, which
-gives the fullest expert parallel rank more rows than the mean that is assumed here. On a CPU it is
-a lower bound: the process itself and the plain reference kernels take more.
+``tests/train/estimates/test_memory.py`` compares the estimate with the allocator's peak on H200s.
+Left out on purpose: fragmentation (1 to 3 GiB there), buffers of communication libraries, and
+uneven routing, which gives the fullest expert parallel rank more rows than the mean that is assumed
+here. On a CPU the estimate is a lower bound: the process itself and the plain reference kernels
+take more.
 
-Bytes unless a name says otherwise.
+All sizes are in bytes unless a name says otherwise.
 """
 
 import math
@@ -58,7 +58,7 @@ class BlockKind(NamedTuple):
 
     layer: _Layer
     policy: BlockPolicy
-    """The part of each block that its backward computes again."""
+    """What the backward of each of these blocks computes again."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ class MemoryEstimate:
     working_set: float = 0.0
     """Tensors of the largest block's backward while it runs."""
     peers: float = 0.0
-    """Buffers that ranks of one machine read and write of each other
+    """This rank's buffers that other ranks of the machine read and write
     (``parallel.fsdp_transport``)."""
     generator: float = 0.0
-    """Generation's own copy of weights, as it stores them."""
+    """Generation's own copy of weights, in the formats in which it stores them."""
     cache: float = 0.0
     """Generation's keys, values and states."""
     teacher: float = 0.0
@@ -98,7 +98,7 @@ class MemoryEstimate:
         return sum(vars(self).values())
 
     def surely_fits(self, capacity: float, margin: float = MARGIN) -> bool:
-        """Return True if ``capacity`` bytes are enough even with an estimate's error ``margin``."""
+        """Return True if ``capacity`` bytes are enough for ``1 + margin`` times the estimate."""
         return self.total * (1 + margin) <= capacity
 
     def may_fit(self, capacity: float) -> bool:
@@ -106,7 +106,7 @@ class MemoryEstimate:
         return self.total * (1 - self.MARGIN) <= capacity
 
     def check(self, config: Config, capacity: float) -> None:
-        """Refuse a run that cannot fit into ``capacity`` bytes: ConfigError on batch or model."""
+        """Raise ConfigError, with the setting to change, if ``capacity`` bytes cannot be enough."""
         if self.may_fit(capacity):
             return
         problem = f"takes about {self.describe()}; this device has {capacity / GIB:.1f} GiB"
@@ -177,21 +177,22 @@ class Recomputation(NamedTuple):
 
 class _Block(NamedTuple):
     numbers: float
-    """Number of parameters that it computes with."""
+    """Number of parameters that the block computes with."""
     unsharded: float
-    """Bytes of these, beside the weights that are kept anyway."""
+    """Bytes of these parameters when unsharded, without the weights that are kept anyway."""
     saved: float
     """Bytes kept for the backward (``activation.policy``)."""
     backward: float
-    """Bytes that its backward needs beside these."""
+    """Bytes that the block's backward needs beside ``saved``."""
     copies: float
-    """Bytes of the slots for copies of experts."""
+    """Bytes of the slots for redundant experts (``moe.redundant_experts``)."""
 
 
 class RankSizes:
     """The sizes of one pipeline rank, the base of its estimates.
 
-    Counts of parameters are whole over FSDP ranks, and split over tensor or expert ones.
+    A block's number of parameters is what it computes with: all FSDP ranks' shards, but only one
+    rank's part under tensor or expert parallelism.
     """
 
     @classmethod
@@ -199,7 +200,8 @@ class RankSizes:
         cls, config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
     ) -> list[Self]:
         """Size every pipeline rank; ``dtype`` is the compute dtype."""
-        # Parameters depend on these settings alone, so many plans of one run count them once.
+        # Parameters depend on these settings alone. The key leaves out all others, so that
+        # all plans of a run share one count.
         train = TrainSection(freeze=config.train.freeze)
         sections = {"kernels": config.kernels, "moe": config.moe, "lora": config.lora}
         sections["rl"] = RlSection(generator_dtype=config.rl.generator_dtype)
@@ -215,7 +217,7 @@ class RankSizes:
 
     @staticmethod
     def least_sleep(ranks: "Sequence[RankSizes]", room: float) -> SleepName:
-        """Return ``rl.sleep``, where auto is the least that surely fits into ``room`` bytes."""
+        """Return ``rl.sleep``; for auto, what frees least and surely fits into ``room`` bytes."""
         asked = ranks[0].config.rl.sleep
         if asked != "auto":
             return asked
@@ -269,8 +271,7 @@ class RankSizes:
         """Add up the memory of pipeline rank ``rank``.
 
         Args:
-            in_flight: micro-batches whose activations one of its stages holds at once, over all
-                stages.
+            in_flight: the most (stage, micro-batch) pairs whose activations the rank holds at once.
             numels, rules: of every parameter of the model, by name.
         """
         config, arch = plan.config, plan.arch
@@ -317,7 +318,7 @@ class RankSizes:
         """Bytes of its parameters over all ranks of a replica."""
         self.trained = sum(n for n, rule in owned if rule.trainable)
         self.share_trained = self.trained / sum(mine.values())
-        """Share of its parameters that is trained, taken to be the same in every part."""
+        """Share of its parameters that is trained, assumed to be the same in every part."""
         # The device has only the compute values of parameters that the host updates.
         self._hosted = config.optim.offload_fraction * self.trained / dims.sharding_ranks
         self._updated = self.trained / dims.sharding_ranks - self._hosted
@@ -340,7 +341,7 @@ class RankSizes:
             if rule.quant_format is not None and rule.is_offloaded and name in mine:
                 codes[layer] += rule.quant_format.num_bytes(numel // dims.sharding_ranks)
         self._widened = max(widened.values(), default=0)
-        """Bytes of a layer's experts that generation dequantises, if it stores them quantised."""
+        """Bytes of one layer's experts, dequantised for generation; 0: it stores none quantised."""
         self._hosted_codes, self._staged = codes.total(), 2 * max(codes.values(), default=0)
         """Bytes of quantised experts on the host, and on the device (a block's and the next
         one's)."""
@@ -355,7 +356,7 @@ class RankSizes:
         self._allocates_late = self._frees and not self._is_accumulating
         """True: gradients are allocated at their first use."""
         self._unlike_kept = 1.0
-        """Share of the parameters whose compute value is not the tensor that this rank keeps."""
+        """Share of the parameters that are computed with in another tensor than this rank keeps."""
         if self.is_alone:
             wide = {n for n, rule in rules.items() if rule.trainable and rule.storage != dtype}
             share = sum(mine[name] for name in wide & mine.keys()) / sum(mine.values())
@@ -419,7 +420,7 @@ class RankSizes:
             ]
             saved += sum(kept)
             backward -= sum(kept)
-            if share.is_compiled:  # each where its own gradients are computed
+            if share.is_compiled:  # recomputed part by part
                 backward = max(m - k + w for m, k, w in zip(made, kept, working, strict=True))
         # Also the gradients of parameters in the compute dtype (fp32 if the weights are fp32).
         backward += self.share_trained * (width * numbers + copies)
@@ -444,7 +445,7 @@ class RankSizes:
             training = replace(training, **{k: v * awake[k] for k, v in generation.items()})
         moments = [self._backward(training, policy) for policy in self._policies()]
         moments.append(self._end_of_backward(training))
-        if self.orthogonal:  # by then there are all gradients
+        if self.orthogonal:  # all gradients exist by then
             late = {"gradients": self._gradients(self._updated), "activations": 0.0}
             parts = (part for kind in self.blocks for part in kind.layer)
             weights = (w for part in parts for w in part.weights.values())
@@ -474,13 +475,13 @@ class RankSizes:
         return +Counter(wanted)  # without zeros
 
     def _backward(self, kept: MemoryEstimate, policy: BlockPolicy) -> MemoryEstimate:
-        """Estimate the backward of the last block with ``policy``, or the loss before the last
-        one."""
+        """Estimate the backward of the last block with ``policy``; if no block follows it, the
+        larger of the loss and that backward."""
         backward = max(self._blocks[kind].backward for kind in self.blocks if kind.policy == policy)
         policies = self._policies()
         if policy == policies[-1]:
             return self._start_of_backward(kept, backward)
-        # Blocks behind it are done: their activations are gone, and their gradients are there.
+        # Blocks after it are done: their activations are freed, and their gradients exist.
         done = policies[policies.index(policy) + 1 :]
         freed = self._of_all(lambda block: block.saved, done)
         updated = self._updated
@@ -549,8 +550,8 @@ class RankSizes:
         )
 
     def received(self) -> Counter[str]:
-        """Return the bytes that context parallelism sends here in a micro-batch's forward, for each
-        value of ``parallel.cp_method``."""
+        """Return the bytes that this rank receives for context parallelism in the forward of one
+        micro-batch, for each value of ``parallel.cp_method``."""
         total: Counter[str] = Counter()
         for kind, count in self.blocks.items():
             for part in kind.layer:
@@ -603,7 +604,7 @@ class RankSizes:
     def _cache(self) -> float:
         """Count bytes of one rank's keys, values and states; one slot belongs to no sequence."""
         rl, cp = self.config.rl, self.config.parallel.cp
-        if rl.apart:  # others have it
+        if rl.apart:  # other processes have the cache
             return 0.0
         tokens = rl.cache_tokens or rl.max_sequences * self.config.data.seq_len
         width, parts = self.share.width, [part for layer in self.arch.layers() for part in layer]
@@ -614,8 +615,11 @@ class RankSizes:
 def _copied_bytes(
     numel: int, rule: Rule, dims: ParallelDims, ep: int, dtype: torch.dtype, *, is_here: bool
 ) -> float:
-    """Count the bytes of a weight that generation copies, since training has another or none
-    ``is_here``."""
+    """Count the bytes of generation's copy of a weight; 0 if generation uses training's tensor.
+
+    Generation needs a copy of a weight that training updates, shards, quantises or stores in
+    another dtype, and of a weight that training does not have on this rank (``is_here``).
+    """
     used, is_expert = rule.gather or dtype, rule.style == "expert"
     if rule.generated is not None:
         return numel // ep * rule.generated.bytes_per_element

@@ -1,8 +1,8 @@
 """Collectives: shards travel by an all-gather, gradients by an all-to-all.
 
-Gradients are sent in the compute dtype. One all-to-all brings rows, which the receiver adds in
-fp32, in rank order: no partial sum is rounded to bf16, as it is at each hop of a ring, and the
-result does not depend on timing.
+Gradients are sent in the compute dtype. One all-to-all brings a row from each rank, and the
+receiver adds these rows in fp32, in rank order: no partial sum is rounded to bf16, as it is at each
+hop of a ring, and the result does not depend on timing.
 
 Legend: W ranks of the group, N elements of one rank's shard of a bucket.
 """
@@ -42,7 +42,7 @@ class Collectives:
         )
         if self.group.size() > 1:
             return wait
-        wait()  # nothing is in flight, and the call would hold large tensors
+        wait()  # nothing is in flight, and the function would keep large tensors alive
         return None
 
 
@@ -60,7 +60,8 @@ def reduce_scatter_start(
         chunks_WN: bf16, fp16 or fp32, contiguous, one row for each rank in order. It must not
             change before the work is done.
         group: the ranks.
-        out_N: fp32 or bf16, contiguous; waiting writes the sum to it, made in fp32, rounded once.
+        out_N: fp32 or bf16, contiguous. The returned function writes the sum to it, computed in
+            fp32 and rounded once.
         accumulate: add to what ``out_N`` holds then instead of overwriting it.
         squares_B: as :func:`~moetrain.kernels.optim.reduction.sum_chunks` takes it.
     """
