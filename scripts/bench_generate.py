@@ -10,10 +10,11 @@ N draft tokens, and the share of accepted drafts is printed; nothing else is tim
 weights no draft would be accepted.
 
 Otherwise weights are random, in bf16; batch sizes are per rank. A decoding step is timed on the
-host, as a whole: it plans, runs, waits for the tokens and keeps them. The median of 30 steps
-counts. The floor is the memory traffic: every weight once, without the embedding (of experts those
-that some token is expected to choose), and every key and value once, at the rate of a device's own
-copy. Prefill is compared with the trainer's compiled forward of as many packed tokens (one rank).
+host, as a whole: it plans, runs, waits for the tokens and keeps them. The result is the median of
+30 steps. Its floor is the time of the memory traffic, at the rate of a copy within the device:
+every key and value is read once, and so is every weight except the embedding and the experts that
+no token is expected to choose. Prefill is compared with the trainer's compiled forward of as many
+packed tokens (one rank).
 """
 
 from __future__ import annotations
@@ -307,7 +308,7 @@ def trainer_forward(config: Config, model: Transformer, context: int) -> dict[st
 
 
 def sleep(generator: Generator, world: World) -> dict[str, Any]:
-    """Print the memory that sleeping frees, and check that the same tokens follow after waking."""
+    """Return the memory that sleeping frees, and whether the same tokens follow."""
     request = Request("sleep", tuple(range(100)), SamplingParams(max_tokens=20))
     before = generator.generate([request])[0][0].tokens
     caches = [c.keys_PZGd.nbytes for c in paged(generator) if c.keys_PZGd is not None]

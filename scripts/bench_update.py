@@ -3,11 +3,12 @@
     torchrun --nproc-per-node 4 scripts/bench_update.py [--preset qwen3-30b-a3b] [--layers N]
         [--ep DEGREE] [--tp DEGREE] [--results FILE.jsonl]
 
-An engine like a run's (fp32 weights, no moments before the first step) stands beside a replica in
-the compute dtype and its generator. The engine gets other random weights. Printed are the median of
-five updates, from the common start of all ranks to the end of the slowest, and these checks:
+The script builds an engine like a run's (fp32 weights; there are no moments before the first step),
+and a replica in the compute dtype with its generator. Then it gives the engine other random
+weights. It prints the median time of five updates, from the common start of all ranks to the end of
+the slowest, and the results of these checks:
 
-    addresses   parameters lie where they did before
+    addresses   parameters are at the same addresses as before
     values      every rank's pieces are where they belong, in the dtype they are used in, and ranks
                 that have the same parameter have the same sum of its bytes
     tokens      greedy tokens are those of a generator that is made anew from the new weights, and
@@ -48,7 +49,7 @@ PROMPT, NEW_TOKENS = 32, 32
 
 
 def main() -> int:
-    """Print a line, on rank 0."""
+    """Print the figures on rank 0."""
     parser = argparse.ArgumentParser(description="Time weight updates.", allow_abbrev=False)
     parser.add_argument("--preset", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, help="default: the preset's")
@@ -92,7 +93,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
 
 
 def bench(engine: Engine) -> dict[str, Any]:
-    """Measure; return the row of results."""
+    """Time the updates, check them, and return the row of results."""
     world = engine.world
     generator, update = make_generator(engine)
     update()  # connects the ranks, and lets the allocator grow

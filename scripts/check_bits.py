@@ -4,11 +4,12 @@
         [--train-steps 0] [--shared]
     torchrun --nproc-per-node 4 scripts/check_bits.py ...       (expert parallel over all ranks)
 
-Requests of random lengths, temperatures, filters and group sizes, some with a common beginning, are
-generated over a cache too small for all of them (so that some are preempted and prefilled again),
-in chunks, over shared prefixes, in graphs. The texts are then packed into shuffled rows of 4,096,
-and go through the engine's compiled and recomputed ``forward_backward``, and once more eagerly,
-with the routers' choices recorded. The exit code is 1 if a bit differs.
+The generator completes requests of random lengths, temperatures, filters and group sizes, some with
+a common beginning. Its cache is too small for all of them, so some are preempted and prefilled
+again. Prompts are read in chunks, shared prefixes once, and steps run in CUDA graphs. The
+completed texts are shuffled and packed into rows of 4,096 tokens. They go through the engine's
+``forward_backward``, compiled and with recomputation, and once more through an eager forward, which
+records the routers' choices. The exit code is 1 if a bit differs.
 
 ``--train-steps`` trains first, on the text of Python's standard library. ``--shared`` is for models
 whose fp32 weights do not fit beside the generator's: the trainer's blocks, compiled, then run on

@@ -8,21 +8,23 @@ FOLDER has files ``NAME.jinja``, such as those of TRL's package:
     python scripts/check_templates.py /tmp/trl/trl/chat_templates
 
 Each file is a row, and so is moetrain's own ChatML. Each column is a conversation: one turn, three
-turns, calls whose arguments are JSON's text or objects, thoughts in ``reasoning_content`` or in the
+turns, calls whose arguments are JSON text or objects, thoughts in ``reasoning_content`` or in the
 content, a system's and a developer's message, and three answers of which one has weight 0. A cell
 says ``equal``, ``refused`` with the number of the reason below the table, or ``FAULT`` and what
 differs. Templates with equal cells share a row. The exit code is 1 if there is a fault. The right
 values are:
 
-- The text up to a learned turn is what ``transformers`` renders of the same messages. Of the forms
-  that they may have (arguments as objects or text; no content, null or ""; contents as texts or
-  parts; developer or system), it is one of which the template shows everything that was written.
-- For a template with ``{% generation %}`` the spans of ``transformers``' mask are learned. If
-  FOLDER has ``NAME_training.jinja``, what that one marks of a turn is learned of NAME, without the
-  generation prompt. Otherwise it is what the template writes behind the generation prompt, or
-  behind what comes before the thought that this one opens.
-- In each case all that the assistant wrote is learned, and nothing that others wrote, nor a turn of
-  weight 0.
+- The text up to a learned turn equals what ``transformers`` renders for the same messages. These
+  can be given in several forms (arguments as objects or text; no content, null or ""; contents as
+  texts or parts; developer or system). The text must agree with a form for which the template
+  shows everything that was written.
+- For a template with ``{% generation %}``, the spans of ``transformers``' mask are learned.
+  Otherwise, if FOLDER has ``NAME_training.jinja``, the learned part of a turn is what that template
+  marks, without the generation prompt. Otherwise it is what the template writes after the
+  generation prompt. If the generation prompt opens a thought, it may also be what the template
+  writes after the part of the prompt before that opening.
+- In each case everything that the assistant wrote is learned, except turns of weight 0, and nothing
+  that others wrote.
 - A refusal is right if no form shows everything, if the generation prompt does not begin the turn,
   or if the template begins another turn behind each answer.
 
@@ -391,7 +393,7 @@ def _compare_with_marks(
 
 
 def _is_thought_before(behind: str, body: str, turn: Message) -> bool:
-    """Return True if ``body`` is the marked thought of ``turn``, and ``behind``."""
+    """Return True if ``body`` is the thought of ``turn``, with its marks, and then ``behind``."""
     if not _shows_thoughts(turn) or not body.endswith(behind):
         return False
     first = body.removesuffix(behind)
@@ -478,7 +480,7 @@ def check(source: str, training: str | None, turns: Sequence[Message]) -> str:
 
 @lru_cache
 def _tokens_of(source: str) -> frozenset[str]:
-    """Return the tokens in a template's source, some of which appear only there."""
+    """Return the tokens in a template's source and in its renderings; some are only in one."""
     shown = ""
     for turns, more in [(_THREE, {}), (_calls(_ARGUMENTS), {"tools": _TOOLS})]:
         forms = _right_forms(source, turns, {**SPECIAL, **more})

@@ -5,10 +5,10 @@
 
 One learner or more (``--learners``) train a tiny model with ``rl.placement`` apart and trajectories
 that run ahead, on CPUs unless ``train.device`` is given. At random times a generator gets SIGKILL,
-and every twentieth time SIGSTOP, which leaves a process that hangs. The next one follows once the
-run has counted this one. At the end the run is stopped by SIGTERM, and its metrics and checkpoint
-are checked: every step had all its prompts, and every prompt was trained once, is in flight, or was
-not begun.
+and every twentieth time SIGSTOP, which leaves a process that hangs. The next signal follows once
+the run has counted that loss. At the end the run is stopped by SIGTERM, and its metrics and
+checkpoint are checked: every step had all its prompts, and every prompt was trained once, is in
+flight, or was not begun.
 """
 
 import argparse

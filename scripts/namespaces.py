@@ -4,14 +4,15 @@
         [--own FOLDER ...] -- -m moetrain.train debug --train.steps 20 --output_dir outputs/two
 
 A machine is a set of namespaces: a host name, a network with one interface (eth0) and one address,
-processes and mounts. Cables (veth) lead to a bridge, which has a namespace as well: nothing of it
-is seen outside, and nothing has a name that could be left over. The kernel ends all processes of a
-machine with its first one, and that one with this process, however that ends. Machines see the same
-files, but for /dev/shm, their own /etc/hosts, and the folders named by --own.
+processes and mounts. A cable (veth) connects each machine to a bridge, which has a namespace of its
+own. So nothing is visible outside, and no interface can be left over. When the first process of a
+machine ends, the kernel ends all others of that machine; and it ends the first one when this
+process ends, for whatever reason. Machines see the same files, except for /dev/shm, their own
+/etc/hosts, and the folders named by --own.
 
---rate and --delay are those of each cable in each direction (tc's tbf; netem, where the kernel has
-it, with a delay). Needs root, iproute2 and util-linux. Exit code: the highest of the machines'.
-Left out on purpose: GPUs, of which machines of one host would share the same.
+--rate and --delay hold for each cable in each direction (by tc's tbf; with a delay by netem, which
+the kernel must have). Needs root, iproute2 and util-linux. Exit code: the highest of the machines'.
+Left out on purpose: GPUs, since all machines would share those of this host.
 """
 
 from __future__ import annotations
@@ -230,10 +231,10 @@ def main() -> int:
     """Return the highest exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machines", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=1, help="of each machine")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of each machine")
     parser.add_argument("--restarts", type=int, default=0)
-    parser.add_argument("--rate", help="of each cable: 100mbit")
-    parser.add_argument("--delay", help="of each cable: 5ms")
+    parser.add_argument("--rate", help="rate of each cable, such as 100mbit")
+    parser.add_argument("--delay", help="delay of each cable, such as 5ms")
     parser.add_argument("--own", type=Path, action="append", default=[], metavar="FOLDER")
     parser.add_argument("words", nargs="+", help="after --: what python runs, as -m MODULE ...")
     options = parser.parse_args()

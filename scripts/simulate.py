@@ -12,17 +12,17 @@ pipeline's own schedule, each after the operations that the code waits for. Rank
 the same stages are alike, so one of them is simulated. Machines with the same stages are alike too,
 unless ``--slow`` makes one differ.
 
-Within a machine copy engines carry FSDP, or NCCL where the settings say so; between machines NCCL
-does. A ring of NCCL's brings a machine everything once, through the adapters of all its GPUs that
-take part. The all-to-all that reduces gradients sends each GPU's own part: as many times more bytes
-as there are GPUs in a machine.
+Within a machine, copy engines carry the traffic of FSDP, or NCCL where the settings say so. Between
+machines NCCL carries it. A ring of NCCL brings all data to a machine once, over the network
+adapters of all its GPUs that take part. The all-to-all that reduces gradients sends each GPU its
+own part, and so carries more bytes between machines: as many times more as a machine has GPUs.
 
 Assumed, since nothing was measured between real machines: bytes a second and GPU (``--across``,
 GB/s in each direction; ``--across-direct`` for all-to-alls, ``--across-sums`` for all-reduces),
 which share of that is carried while several communicators send (``--together``) and while the GPU
 computes (``--beside``), and microseconds for each machine that a message of a collective passes
-(``--hop``). scripts/bench_links.py measures them all, and what NCCL leaves of the rate of products
-(``--products``), which is known of a machine with NVLink.
+(``--hop``). scripts/bench_links.py measures them all, and ``--products``, the share of their rate
+that products keep while NCCL runs. The default of the latter was measured on an H200 with NVLink.
 
 Without ``train.global_batch_size`` a step is one micro-batch per rank, or four for each pipeline
 rank. With ``parallel.dp_shard`` alone, ``dp_replicate`` takes the remaining GPUs.
@@ -177,7 +177,8 @@ def simulate(
     works = [work_of(rank, plan, p, gpu) for p, rank in enumerate(ranks)]
     schedule = plan.schedule(number) if dims.pp > 1 else Schedule.make("1f1b", 1, 1, number)
     step = Step(works, schedule, plan.ranges, Mesh(dims), links, slow or {})
-    # These causes overlap all others: nothing is computed, or a rank waits for the slowest GPU.
+    # Two losses are not simulated, but added as shares of the step: a GPU computes nothing, or it
+    # waits for the slowest GPU.
     seconds = step.run() / (1 - IDLE - WAITING * (dims.world_size > 1))
     rate = config.train.global_batch_size * config.data.seq_len / seconds / dims.world_size
     flops = arch.flops_per_token(config.data.seq_len, is_frozen=config.lora.rank > 0)
@@ -227,17 +228,17 @@ def main(argv: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
     parser.add_argument("recipe", help="preset, recipe, folder or hub id on disk")
     parser.add_argument("--gpus", type=int, nargs="+", required=True)
-    parser.add_argument("--gpu", choices=get_args(GpuName), default="h200", help="their kind")
+    parser.add_argument("--gpu", choices=get_args(GpuName), default="h200", help="kind of GPU")
     parser.add_argument("--machine", type=int, default=GPUS_OF_MACHINE, help="GPUs of each machine")
-    parser.add_argument("--rows", type=int, default=2, help="of a micro-batch")
-    parser.add_argument("--micro-batches", type=int, help="of a step on each rank")
-    parser.add_argument("--across", type=float, default=NETWORK_RATE / 1e9, help="GB/s a GPU")
+    parser.add_argument("--rows", type=int, default=2, help="rows of a micro-batch")
+    parser.add_argument("--micro-batches", type=int, help="number in a step of each rank")
+    parser.add_argument("--across", type=float, default=NETWORK_RATE / 1e9, help="GB/s of a GPU")
     parser.add_argument("--across-direct", type=float, help="the same for all-to-alls, if another")
     parser.add_argument("--across-sums", type=float, help="the same for all-reduces, if another")
     several = "share of it while several collectives send"
     parser.add_argument("--together", type=float, default=1.0, help=several)
     parser.add_argument("--beside", type=float, default=1.0, help="share of it beside products")
-    kept = "what products keep beside NCCL"
+    kept = "share of their rate that products keep beside NCCL"
     parser.add_argument("--products", type=float, default=SLOWED, help=kept)
     parser.add_argument("--hop", type=float, default=10.0, help="microseconds to a next machine")
     parser.add_argument("--slow", nargs="+", default=[], metavar="MACHINE=FACTOR")

@@ -69,8 +69,8 @@ def command(work: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
     """Return a command that runs ``work(argv)`` and returns the exit code.
 
     A ConfigError prints one line and gives exit code 2. ``argv`` is a command line; None, or not
-    given: the process's own. Its options ``--import FILE.py`` are done before ``work``, which gets
-    the other words.
+    given: the process's own. The files of its options ``--import FILE.py`` are run before ``work``,
+    which gets the other words.
     """
 
     @wraps(work)
@@ -109,7 +109,7 @@ def without_imports(words: Sequence[str]) -> list[str]:
         add_import(name)
         has_imports = True
     families = sys.modules.get("moetrain.models.families")
-    if has_imports and families is not None:  # else it runs them when it is imported
+    if has_imports and families is not None:  # else the package runs them at its import
         families.run_imported_files()
     return others
 

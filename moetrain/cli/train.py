@@ -446,8 +446,8 @@ def _disk_errors_of_threads_unprinted(folder: str) -> Generator[None]:
 
 
 def _why_lost(error: Exception) -> str | None:
-    """Return what to tell of an error that says that another rank has ended; None: it is of
-    another kind."""
+    """Return the message for an error that says that another rank has ended; None: the error is
+    of another kind."""
     processes: Any = sys.modules.get("moetrain.parallel.processes")  # loaded if ranks have met
     if processes is None or not processes.is_of_lost_rank(error):
         return None

@@ -116,9 +116,9 @@ class Config(Section):
 
         Args:
             source: a recipe's name, a TOML file, or a nested mapping; None: the recipe ``debug``.
-                If ``model.path`` is set and no recipe is named, a recipe for fine-tuning lies under
-                all other sources: ``sft`` for records (by ``data.source`` or the suffix of
-                ``data.path``), else ``continue``.
+                If ``model.path`` is set and no recipe is named, a recipe for fine-tuning is read,
+                and all other sources override it: ``sft`` for records (by ``data.source`` or the
+                suffix of ``data.path``), else ``continue``.
             overrides: command-line words, ``["--train.steps", "3"]`` or ``["train.steps=3"]``. The
                 last value of a setting counts, unless ``once``.
             environ: environment to read ``MOETRAIN_*`` from; None: the process's own.
@@ -159,17 +159,18 @@ class Config(Section):
         return filled
 
     def proposed(self) -> Self:
-        """Return a copy with settings that count as a recipe's; :meth:`fitted` may drop them."""
+        """Return a copy whose settings count as a recipe's: :meth:`fitted` may drop them."""
         copy = self.model_copy()
         copy._origins = {}
         return copy
 
     def fitted(self, facts: Mapping[str, str | None] | None = None) -> Self:
-        """Return a copy in which no setting is without effect.
+        """Return a copy in which every setting has an effect.
 
-        Settings that only a recipe proposes go back to their defaults.
+        A setting that would have none, and that only a recipe proposed, gets its default again.
 
-        ``facts``: the facts that are known; each maps to the reason why it does not hold, or None.
+        ``facts``: the facts that are known; each maps to None if it holds, else to the reason why
+        it does not.
 
         Raises ConfigError: a setting that a user gave has no effect.
         """

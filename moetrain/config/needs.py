@@ -449,7 +449,8 @@ def unmet(
 
     Args:
         values, defaults: the values and the defaults of all settings, by dotted name.
-        facts: the facts that are known; each maps to the reason why it does not hold, or None.
+        facts: the facts that are known; each maps to None if it holds, else to the reason why it
+            does not.
         unused: beginnings of the names of settings that no message names, since the command does
             not use them.
 

@@ -58,15 +58,15 @@ class RlSection(Section):
     more forward pass if generation's bits differ from the trainer's; rollout: the probabilities
     that generation reported."""
     importance: Literal["auto", "none", "token", "sequence"] = "auto"
-    """Importance weights, proximal over rollout probability, for generation whose bits differ from
-    the trainer's. token: one for each token; sequence: their product over a sample; auto: token, or
-    none with rl.ratio rollout, whose ratio contains them."""
+    """Importance weights (proximal probability / rollout probability), which correct for generation
+    whose bits differ from the trainer's. token: one for each token; sequence: their product over a
+    sample; auto: token, or none with rl.ratio rollout, whose ratio contains them."""
     importance_high: float = Field(default=2.0, gt=0)
     """Upper bound of the importance weights: larger ones are clipped to it."""
     mask: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Leave out tokens by the ratio of their proximal to their rollout probability: they are
-    neither trained nor counted. token: a token's own; sequence, geometric: the product and the
-    geometric mean over a sample, which is left out whole."""
+    """Leave out tokens whose ratio of proximal to rollout probability is below rl.mask_low or above
+    rl.mask_high: they are neither trained nor counted. token: by the ratio of each token; sequence,
+    geometric: by the product or the geometric mean over a sample, which is left out whole."""
     mask_low: float | None = Field(default=None, ge=0, le=1)
     """Smallest ratio that rl.mask keeps; unset: 0.5 for token, 0 for sequence, 0.999 for
     geometric."""
@@ -78,7 +78,7 @@ class RlSection(Section):
     """Estimator of the KL, with d = log(policy / reference). k1: d; k2: d^2 / 2; k3: exp(-d) - 1 +
     d."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """The place in which the KL counts. loss: as a term of the loss; reward: subtracted from each
+    """Where the KL is applied. loss: as a term of the loss; reward: subtracted from each
     trajectory's reward, before advantages."""
     teacher: MaybePath = None
     """Model with the same tokenizer that judges each token that the policy writes (on-policy
@@ -94,7 +94,7 @@ class RlSection(Section):
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy, which is maximised; 0: it is only logged."""
     aggregation: Literal["token", "sequence", "fixed"] = "token"
-    """The combination of tokens' losses. token: mean over the global batch; sequence: mean over
+    """How tokens' losses are combined. token: mean over the global batch; sequence: mean over
     samples of each one's mean; fixed: sum over tokens / (samples x rl.max_tokens), which favours no
     length (Dr. GRPO)."""
     advantage: Literal[
@@ -114,10 +114,10 @@ class RlSection(Section):
     """Most tokens that the policy writes in one trajectory."""
     env: str = "sort"
     """Environment to learn in. sort, arithmetic: tasks made up on demand; jsonl: the lines of
-    rl.prompts; reasoning-gym:TASK; agent:FILE.py:NAME, a function of a task (a line of rl.prompts,
-    or a number) and the base URL of an OpenAI endpoint, which returns the reward; or FILE.py:NAME,
-    a callable that takes a moetrain.rl.envs.Prompts and the arguments of rl.env_args and returns an
-    Environment."""
+    rl.prompts; reasoning-gym:TASK; agent:FILE.py:NAME, a function that takes a task (a line of
+    rl.prompts, or a number) and the base URL of an OpenAI endpoint, and returns the reward; or
+    FILE.py:NAME, a callable that takes a moetrain.rl.envs.Prompts and the arguments of rl.env_args
+    and returns an Environment."""
     env_args: str | None = None
     """Arguments of the environment, as a JSON object such as {"most": 6}."""
     prompts: str | None = None
@@ -156,7 +156,7 @@ class RlSection(Section):
     tokens again with the new weights (in-flight updates, arXiv 2509.19128). rl.importance and
     rl.mask correct for tokens that were read with older weights."""
     generator_dtype: Literal["auto", "float8", "mxfp4", "nf4"] = "auto"
-    """The storage of generation's copy of routed experts' matrices. float8, mxfp4, nf4: quantised
+    """Storage of the generator's copy of routed experts' matrices. float8, mxfp4, nf4: quantised
     to 8 or 4 bits with scales at every update, which takes a half or a quarter of the memory. Its
     log-probabilities then differ from the trainer's; rl.importance and rl.mask correct for that.
     auto: the dtype of its computation."""
@@ -194,7 +194,7 @@ class RlSection(Section):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """The smallest and the largest ratio without clipping; for dppo, the signed divergence."""
+        """The smallest and the largest ratio that are not clipped; for dppo, signed divergences."""
         low, high = _CLIP_RANGES.get(self.policy, _CLIP_RANGES["clip"])
         low = low if self.clip_low is None else self.clip_low
         middle = 0 if self.policy.startswith("dppo") else 1

@@ -2,8 +2,9 @@
 
 :class:`JobRoutes` has the routes. A request to a training run or a sampler is accepted under the
 client's number for it (``seq_id``) and answered with the id of a future; ``retrieve_future`` waits
-for the result. A refused request takes its number all the same, and its future says why. Passes
-over texts come as protobuf messages, and their results and samples leave as such. All else is JSON.
+for the result. A refused request uses up its number too, and its future gives the reason. Requests
+for passes over texts are protobuf messages; so are the results of passes and samples. All other
+bodies are JSON.
 
 A client that knows the id of a session may use its jobs, and no route lists ids. The ids of
 samplers follow from their session's. :mod:`moetrain.http.access` authenticates clients.
@@ -44,7 +45,7 @@ _FILES = ("adapter_config.json", "adapter_model.safetensors")
 _FUTURE = re.compile(rf"({JOB_ID.pattern}):(new|[0-9]{{1,8}})")
 _DTYPES = {wire.DTYPE_FLOAT32: "<f4", wire.DTYPE_INT64: "<i8", wire.DTYPE_INT32: "<i4"}
 _MOST_KEYS = 64
-"""Most keys of an object that the SDK's own types parse: their error names each unknown key."""
+"""Most keys of an object that is given to the SDK's types: their errors name each unknown key."""
 _ADDRESS = ("base_model", "model_id", "model_seq_id", "optimizer_config", "sampling_session_id")
 _ADDRESS += ("seq_id", "session_id", "type", "user_metadata")
 """Keys of a body that say which job it is for; the others make the request."""
@@ -100,7 +101,7 @@ class JobRoutes(JsonServer):
             routes.append(Route(f"/api/v1/{path}", handler, methods=[method]))
         refusals = {
             Refused: lambda error: (error.status, str(error)),
-            OSError: lambda error: (507, f"it cannot be kept: {error.strerror}"),
+            OSError: lambda error: (507, f"the disk cannot hold it: {error.strerror}"),
         }
         super().__init__(routes, jobs.max_request_mib, "jobs.max_request_mib", refusals)
 
@@ -118,7 +119,7 @@ class JobRoutes(JsonServer):
         for part, is_trained in self.service.session.trains.items():
             if is_trained and not getattr(lora, f"train_{part}"):
                 raise Refused(
-                    f"train_{part} is False, but this service's lora.targets train these; send True"
+                    f"train_{part} is False, but this service trains these weights; send True"
                 )
         name = f"{new.session_id}:train:{new.model_seq_id}"
         self.service.create(name, lora.seed)
@@ -171,7 +172,7 @@ class JobRoutes(JsonServer):
         return self._accept(kind, message.model_id, message.seq_id, lambda: body_of_pass(message))
 
     def _accept(self, kind: str, name: Any, seq: Any, body: Callable[[], object]) -> dict[str, Any]:
-        """Accept a request to a training run, or in its place the fact that it was refused."""
+        """Accept a request to a training run, or, if it is wrong, a record of its refusal."""
         job = self.service.find(str(name))
         first = int(job.source is None)  # number 0 is the load with which a run began
         if type(seq) is not int or not first <= seq < 10**8:
@@ -260,7 +261,7 @@ class JobRoutes(JsonServer):
         return {"checkpoints": found}
 
     async def external(self, request: HTTPRequest) -> Response:
-        """Answer with a file of a save in PEFT's format, or with where its files are."""
+        """Answer with a file of a save in PEFT's format, or with the URLs of its files."""
         job, save, file = (request.path_params[name] for name in ("job", "save", "file"))
         folder = await asyncio.to_thread(self.service.folder_of, job, f"external_weights/{save}")
         if file in _FILES:

@@ -47,7 +47,7 @@ class Piece(NamedTuple):
         return (tensor.mT if self.is_transposed else tensor)[self.within]
 
     def least_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
-        """Return the least shape of the file tensor, by the shape of the piece in ``parameter``."""
+        """Return the smallest shape of a file tensor that holds this piece of ``parameter``."""
         shape = [i + 1 if isinstance(i, int) else i.stop for i in self.within]
         known = sum(isinstance(i, slice) for i in self.within)
         shape += parameter[self.place].shape[known:]

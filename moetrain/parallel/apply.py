@@ -51,7 +51,7 @@ from moetrain.parallel.world import World
 from moetrain.runtime.typed import named_modules, split, vector_norm
 
 _CHECKED_NUMBERS = 2**24
-"""Elements of a tensor that a fingerprint sums at a time."""
+"""Elements of a tensor that a checksum sums at a time."""
 
 
 def place_model(
@@ -60,8 +60,8 @@ def place_model(
     """Build this rank's stages with values. Collective.
 
     Returns:
-        The model, its sharding, and ``config``. Settings that only a recipe proposed, and that the
-        dispatcher here does not take, are back at their defaults in it.
+        The model, its sharding, and ``config``, in which settings that only a recipe proposed, and
+        that the chosen dispatcher does not take, have their defaults again.
 
     Raises:
         ConfigError: model.path or lora.path does not load, or DeepEP cannot run here and a setting
@@ -157,7 +157,11 @@ def frees_memory(config: Config, world_size: int) -> bool:
 
 
 def shared_regions(config: Config, world_size: int) -> int:
-    """Return how many regions of memory resharded blocks share: two where parameters travel."""
+    """Return how many regions of memory resharded blocks share.
+
+    Where parameters come from other ranks, or experts from the host, two form a double buffer: one
+    is filled while the other is used.
+    """
     return 1 if world_size == 1 and not config.lora.offload_experts else 2
 
 
@@ -165,15 +169,16 @@ def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
     """Return how many of a rank's blocks, its first ones, free their full parameters between their
     forward and their backward.
 
-    ``activation.policy`` is not auto. By default recomputed blocks do: with one rank a second
-    gather is only a cast. A pipeline comes back to a block with every micro-batch, and gathers its
-    parameters once.
+    ``activation.policy`` must be resolved, not auto. By default fully recomputed blocks do, unless
+    there is a pipeline: it comes back to a block with every micro-batch, and so gathers the block's
+    parameters only once. Selectively recomputed blocks do with one rank, whose second gather is
+    only a cast.
     """
     is_staged, wanted = config.parallel.pp > 1, config.parallel.reshard_after_forward
     if wanted and wanted is not True:
         return min(wanted, num_blocks)
     recomputes = {"none": False, "selective": world_size == 1, "full": not is_staged}
-    if config.lora.base_dtype != "auto":  # dequantised, all blocks at once would save no memory
+    if config.lora.base_dtype != "auto":  # all blocks dequantised at once would save no memory
         return num_blocks
     if config.compile.cuda_graphs is True:  # graphs read parameters at fixed addresses
         return 0
@@ -205,7 +210,7 @@ def choose_dispatcher(
 
     Returns:
         The dispatcher, and ``config``. Where DeepEP cannot run, settings of DeepEP that a recipe
-        proposed are back at their defaults in it.
+        proposed have their defaults again.
 
     Raises:
         ConfigError: DeepEP cannot run here, and a setting of the user's needs it.
@@ -322,9 +327,9 @@ def _shard_model(
 ) -> None:
     """Replace every parameter of this rank's stages of ``model`` (on meta) by a DTensor.
 
-    Experts' matrices are large, and have a bucket each: then a gather brings the parameter itself,
-    with no copy. Other parameters of a unit, experts' adapters too, share a bucket if the same
-    ranks gather them in the same dtype from the same kind of storage.
+    Experts' matrices are large, and have a bucket each, so that a gather writes the parameter
+    itself and no copy follows. Other parameters of a unit, experts' adapters too, share a bucket if
+    the same ranks gather them in the same dtype from the same kind of storage.
     """
     # 1. Sort each unit's parameters into buckets.
     units = stages.cut(model)
@@ -355,7 +360,7 @@ def _shard_model(
                 )
         found.append(list(groups.values()))
     # 2. Choose what is offloaded. A tied embedding is not: another rank updates its copy on the
-    # device, and the host's arithmetic rounds in other places.
+    # device, and the copies would differ, since the host's arithmetic rounds in other places.
     tied = None if stages.tied_rank is None else model.embed
     trained = [g for unit in found for g in unit if g[0].rule.trainable]
     movable = [group for group in trained if all(m.module is not tied for m in group)]
@@ -388,7 +393,8 @@ def _shard_model(
 def _chosen(sizes: Sequence[int], wanted: float) -> set[int]:
     """Return indices of ``sizes``, which are in forward order, that sum to about ``wanted``.
 
-    The last ones come first: their gradients are ready first, and their weights are needed last.
+    Sizes are taken from the end: the gradients of the last parameters are ready first, and their
+    weights are needed last.
     Worked example: of (5, 1, 4), 4.4 takes only the 4, since with the 1 it would be further off.
     """
     chosen: set[int] = set()
@@ -421,7 +427,7 @@ def _make_bucket(
 ) -> Bucket:
     """Make a bucket with its storage, and the parameters that are views of it.
 
-    ``is_offloaded``: the master, or what is quantised, is in host memory.
+    ``is_offloaded``: the fp32 master, or the quantised weights, are in host memory.
     """
     *starts, size = _places(parameters)
     rule, group = parameters[0].rule, parameters[0].layout.group

@@ -45,8 +45,10 @@ _LONGEST_PAUSE = 0.2
 
 
 def num_processes(config: Config) -> int:
-    """Return the number that ``launch.nproc`` means here. Raises ConfigError: it is more than there
-    are GPUs, or than cores can run."""
+    """Return the number of processes that ``launch.nproc`` asks for on this machine.
+
+    Raises ConfigError: it is more than there are GPUs, or more than the cores can run.
+    """
     nproc, gpus, cores = config.launch.nproc, torch.cuda.device_count(), os.cpu_count() or 1
     on_cpu = config.train.device == "cpu" or (config.train.device == "auto" and gpus == 0)
     if nproc == "auto":
@@ -172,7 +174,7 @@ class Rendezvous:
             return self._store.get(key).decode()
 
     def gather(self, text: str) -> list[str]:
-        """Return every rank's ``text`` on rank 0, and nothing on others. It waits likewise."""
+        """Return every rank's ``text`` on rank 0, [] on others. Waits as :meth:`barrier` does."""
         with self._next_call("gather") as key:
             if self.rank > 0:
                 self._store.set(f"{key}/{self.rank}", text)
@@ -235,8 +237,8 @@ _GONE = re.compile(
 
 
 def lost(error: Exception) -> str:
-    """Return what to tell of an error that says that another rank has ended."""
-    return f"lost another rank: {_first_line(error)}; what that rank or its launcher says is why"
+    """Return the message for an error that says that another rank has ended."""
+    return f"lost another rank: {_first_line(error)}; the output of that rank or launcher says why"
 
 
 def is_of_lost_rank(error: BaseException) -> bool:
@@ -247,13 +249,13 @@ def is_of_lost_rank(error: BaseException) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line, without the place in torch's source, and gloo's advice."""
+    """Return the first line, without the place in torch's source and without gloo's advice."""
     text = str(error).partition("\n")[0].strip()
     return re.sub(r"^\[\S*\] |\. This is typically caused by .*", "", text)
 
 
 def find_ranks(place: LaunchedPlace, seconds: float, *, again: bool = False) -> dist.Store:
-    """Connect to the store, and wait until all ranks of ``place.world_size`` have.
+    """Connect to the store, and wait until all ``place.world_size`` ranks have connected.
 
     Args:
         place: this process, as a launcher started it.
@@ -280,8 +282,9 @@ def find_ranks(place: LaunchedPlace, seconds: float, *, again: bool = False) -> 
         _await_server(place, host, int(port), seconds)
     try:
         store = _open_store(place, host, int(port), serves, seconds)
-        # A launcher's store outlives the ranks, so each restart has a prefix of its own. A store of
-        # rank 0 ends with it, and torchrun's agents on several machines count restarts apart.
+        # A launcher's store outlives the ranks, so each restart has a prefix of its own. A store
+        # that rank 0 serves ends with rank 0. Its prefix must not contain the number of restarts,
+        # which torchrun's agents on several machines count separately.
         restarts = place.restarts if place.store_is_served else 0
         store = dist.PrefixStore(f"moetrain/{restarts}", store)
         if not again:
@@ -298,7 +301,7 @@ def _open_store(
 ) -> dist.Store:
     """Return the store at the address; with ``serves`` this process serves it.
 
-    torch waits without end for the answer of a server that is no store, so a thread waits for it.
+    If the server is no store, torch waits forever for its answer. So a thread does the waiting.
     """
     opened: queue.SimpleQueue[dist.Store | RuntimeError] = queue.SimpleQueue()
 
@@ -313,7 +316,7 @@ def _open_store(
                 timeout=TIMEOUT,
                 wait_for_workers=False,
             )
-        except RuntimeError as error:  # torch's errors of networks are such
+        except RuntimeError as error:  # torch's network errors are RuntimeErrors
             opened.put(error)
         else:
             opened.put(store)

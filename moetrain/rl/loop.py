@@ -187,7 +187,7 @@ class RlTrainer(Run):
             self.generated = self.trained = 0
             """Tokens of all ranks since the run began or was resumed."""
             self.failed: deque[Trajectory | None] = deque(maxlen=HOPELESS_STEPS)
-            """One trajectory per recent step, if all of the step failed for one reason, or None."""
+            """For each recent step: a trajectory, if all failed for one reason, else None."""
             self.rollout_row: dict[str, float] = {}
             """Metrics of the step's trajectories; empty while demonstrations are learned."""
             if found is not None:
@@ -224,7 +224,7 @@ class RlTrainer(Run):
     def train_step(self) -> Learned:
         """Take one step: imitate demonstrations, or generate and reinforce.
 
-        RunFailed: all trajectories of :data:`HOPELESS_STEPS` steps failed for one reason.
+        Raises RunFailed: all trajectories of :data:`HOPELESS_STEPS` steps failed for one reason.
         """
         rl, optim = self.config.rl, self.config.optim
         self.clock.stop()  # it counts the time of training alone
@@ -373,7 +373,7 @@ class RlTrainer(Run):
         return [sum((next(kls) for _ in part), 0.0) for part in parts]
 
     def _mine(self, numbers: Iterable[int]) -> list[int]:
-        """Return those of ``numbers`` of prompts for which this rank generates."""
+        """Return the prompts among ``numbers`` for which this rank generates."""
         return [n for n in numbers if self.leaders[n % len(self.leaders)] == self.world.rank]
 
     def _all_of(self, mine: Sequence[int]) -> list[Trajectory]:

@@ -110,7 +110,7 @@ class _Served(Answer):
         longest, most = max(map(len, prompts)), server.generator.longest
         if longest >= most:
             problem = f"a prompt of {longest} tokens leaves no room for an answer"
-            raise ValueError(f"{problem}: together they may have {most}; shorten it")
+            raise ValueError(f"{problem}: both together may have {most}; shorten the prompt")
         (limit, wanted), grammars = asked.limit, asked.grammars(server.tokenizer)
         if len(grammars) > 1:
             problem = "a text can follow only one of them; send one"

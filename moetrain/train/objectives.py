@@ -59,7 +59,7 @@ class Outputs(NamedTuple):
     balanced together; None: the model has no MoE layer, or the objective does not balance."""
     share: float = 1.0
     """Factor of terms that are made of token losses or of few tokens' logits: 1 / the number of
-    context and tensor parallel ranks, since each of these ranks has all of them.
+    context and tensor parallel ranks, since each of these ranks computes such a term of all tokens.
     ``vocabulary.loss_sum`` contains this factor already."""
     multi_token: Sequence[torch.Tensor] = ()
     """Hidden states of the MTP blocks, by depth (:mod:`moetrain.models.parts.multi_token`)."""
@@ -115,7 +115,7 @@ def batch_sums_of(objective: Objective[Any]) -> BatchSums | None:
     A loss that is no sum over tokens, such as one that compares each token with a mean over the
     batch, needs that mean before the first loss. The engine then computes these sums without
     gradients, adds them up over all micro-batches and ranks, and passes them to ``terms`` as
-    ``outputs.batch_sums``. With several micro-batches a rank that takes one more forward of each.
+    ``outputs.batch_sums``. If a rank has several micro-batches, this costs another forward of each.
     """
     return getattr(objective, "batch_sums", None)
 
@@ -132,7 +132,7 @@ class CrossEntropy:
         self, model: Transformer, outputs: Outputs, batch: MicroBatch, sizes: Sizes
     ) -> dict[str, Term]:
         targets_T = batch.targets_BS.flatten()
-        # The weight goes in rather than onto the result, so that gradients are rounded once.
+        # Weights are applied inside the loss, not to its result, so gradients are rounded once.
         weights_T = torch.ones_like(targets_T, dtype=torch.float32) * (1 / sizes["targets"])
         hidden_TD = outputs.hidden_BSD.flatten(0, 1)
         loss = model.vocabulary.loss_sum(hidden_TD, model.head_weight, targets_T, weights_T)
@@ -167,8 +167,8 @@ def router_loss(config: Config, arch: Architecture, *, is_rl: bool) -> RouterLos
             config.moe.aux_loss_coef, f"{name}: {config.origins.get(name, 'default')}"
         )
     if is_rl or config.lora.rank:
-        kind = "reinforcement learning" if is_rl else "training adapters (lora.rank)"
-        return RouterLoss(0.0, f"{name} is unset, which is 0 when {kind}")
+        kind = "in reinforcement learning" if is_rl else "with adapters (lora.rank)"
+        return RouterLoss(0.0, f"{name} is unset, which means 0 {kind}")
     if config.model.path is None:
         return RouterLoss(own, f"{name} is unset: router_aux_loss_coef of model.preset")
     if arch.output_router_logits:
@@ -234,7 +234,7 @@ class Pretraining:
             terms["mtp_loss"] = Term(loss, self.mtp_weight)
         routing, load_LE, num_tokens = outputs.routing, outputs.load_LE, sizes["tokens"]
         if routing is not None and load_LE is not None:
-            # There may be pads alone.
+            # All tokens may be padding.
             some = (load_LE[0].sum() // model.arch.num_experts_per_token).clamp(min=1)
             balance = load_balancing_loss(load_LE, routing.prob_sum_LE, some, pooled=self.is_pooled)
             # This is the loss of a part of the global batch, weighted by its share of the tokens.

@@ -48,9 +48,9 @@ from moetrain.train.run_folder import RunFolder
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a run to save and stop."""
 _WORK_FOR_GRAPHS = 2e12
-"""FLOPs of a micro-batch in a layer below which the host is slower to launch than the GPU to
-compute: 5 ms at 400 TFLOP/s. Hosts took 5.9 ms for a dense layer, 8.3 for experts
-(docs/benchmarks.md)."""
+"""FLOPs of one layer for a micro-batch. With fewer, the host takes longer to launch the layer than
+the GPU to compute it: these take 5 ms at 400 TFLOP/s, and hosts took 5.9 ms to launch a dense layer
+and 8.3 ms for one with experts (docs/benchmarks.md)."""
 _LONGEST_DEFAULT_ROW = 4096
 """Upper bound of the default of data.seq_len: memory grows with the row, and most documents are
 shorter."""
@@ -59,10 +59,13 @@ shorter."""
 class Session:
     """The joined processes of a run, after all checks. Collective.
 
-    Attributes: config: the settings, with ``kernels.attention`` resolved where the run generates.
-    world: this process among all. sleep: the part of generation's memory that is freed while
-    weights are updated, or None. room: bytes of this device that the run surely leaves to others.
-    saved: bytes of a checkpoint.
+    Attributes:
+        config: the settings, with ``kernels.attention`` resolved where the run generates.
+        world: this process among all.
+        sleep: the part of generation's memory that is freed while weights are updated; None: the
+            run does not generate.
+        room: bytes of this device that the run surely leaves free.
+        saved: bytes of a checkpoint.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class Session:
         config = self._with_recomputation(config, dtype, capacity, sleep)
         ranks = RankSizes.of_ranks(config, arch, self.world.dims, dtype)
         if sleep == "auto":
-            # All ranks sleep alike, since capturing graphs anew sends tokens to other ranks.
+            # All ranks choose the same, since capturing graphs again sends tokens to other ranks.
             mine = RankSizes.least_sleep(ranks, capacity)
             sleep = cast("SleepName", self.world.broadcast(mine))
         self.sleep = sleep
@@ -107,10 +110,11 @@ class Session:
             pays = arch.flops_per_token(config.data.seq_len) * tokens < _WORK_FOR_GRAPHS
             wanted = pays and sleep is None and peak.surely_fits(capacity / 2)
             wanted = self.world.broadcast("yes" if wanted else "no") == "yes"  # cards may differ
-            config = config.filled({"compile.cuda_graphs": wanted}, "recipe auto")  # may be unmet
+            # This counts as a recipe's setting, so that fitted drops it where it has no effect.
+            config = config.filled({"compile.cuda_graphs": wanted}, "recipe auto")
             config = config.fitted({Fact.CUDA: None if device.type == "cuda" else "no GPU"})
         kernels = config.kernels
-        # If generation has other weights, bits differ in any case.
+        # If generation's weights have another dtype than the trainer's, bits differ in any case.
         has_same = config.rl.generator_dtype in ("auto", config.lora.base_dtype)
         generates = sleep is not None and has_same
         runs = cudnn_attention.runs(device, dtype, arch.widest_head())
@@ -151,7 +155,7 @@ def prepare(config: Config, *, needs_text: bool = True) -> tuple[Config, Archite
     writes = place is None or (place.rank if shared else place.local_rank) == 0
     if writes:
         RunFolder(Path(config.output_dir)).check_usable()
-        reporters_of(config.log)  # each has its library
+        reporters_of(config.log)  # raises if a reporter's library is missing
         _check_data_lies_apart(config)
         resume = config.checkpoint.resume
         if shared and resume not in ("auto", "never") and not os.path.isdir(resume):
@@ -161,21 +165,21 @@ def prepare(config: Config, *, needs_text: bool = True) -> tuple[Config, Archite
 
 
 def _check_data_lies_apart(config: Config) -> None:
-    """Raise ConfigError unless training data, evaluation data and output folder lie apart."""
+    """Raise ConfigError if evaluation data is training data, or output lies in a data folder."""
     data = config.data
     paths = {"path": data.path, "eval_path": data.eval_path}
     folders = {name: os.path.realpath(path) for name, path in paths.items() if path is not None}
     if len(folders) > len(set(folders.values())):
         raise ConfigError(
             "data.eval_path",
-            f"{data.eval_path!r} is data.path itself: training data tells nothing in an "
-            "evaluation; name other data, or leave it out, and data.eval_fraction is held out",
+            f"{data.eval_path!r} is data.path itself: evaluating on training data tells "
+            "nothing; name other data, or leave it out, so that data.eval_fraction is held out",
         )
     output = Path(os.path.realpath(config.output_dir))
     for name, folder in folders.items():
         if os.path.isdir(folder) and output.is_relative_to(folder):
             if any(part.startswith(".") for part in output.relative_to(folder).parts):
-                continue  # where data is not looked for
+                continue  # data is not looked for in hidden folders
             raise ConfigError(
                 "output_dir",
                 f"{shortened(config.output_dir)} lies in data.{name} {paths[name]!r}: the next run "
@@ -186,16 +190,16 @@ def _check_data_lies_apart(config: Config) -> None:
 def resolve_run(
     config: Config, *, needs_weights: bool = True, needs_text: bool = True
 ) -> tuple[Config, Architecture]:
-    """Return ``config`` with the settings that its model decides and no source has set, and the
-    model.
+    """Return ``config``, with the unset settings that its model decides, and the architecture.
 
-    With ``model.path``, unset: ``data.tokenizer`` is the checkpoint's own, and ``data.seq_len``
-    what the model takes, up to 4096. ``model.vocab_size``, unset, is what ``data.new_tokens`` need,
-    if the model has less. Without ``needs_weights`` its ``config.json`` is enough.
-    Without ``needs_text`` the checkpoint may have no tokenizer, which then stays unset.
+    With ``model.path``, an unset ``data.tokenizer`` becomes the checkpoint's own, and an unset
+    ``data.seq_len`` the positions of the model, at most 4096. If the model has fewer tokens than
+    ``data.new_tokens`` need, an unset ``model.vocab_size`` becomes what they need. Without
+    ``needs_weights`` the checkpoint's ``config.json`` is enough. Without ``needs_text`` the
+    checkpoint may have no tokenizer; ``data.tokenizer`` then stays unset.
 
-    Raises ConfigError: no such model, one without a tokenizer or without the experts that a setting
-    is for, rows longer than it is made for.
+    Raises ConfigError: there is no such model; it has no tokenizer; it has no experts, though a
+    setting is for experts; rows are longer than the model is made for.
     """
     multi_token = config.train.mtp_weight > 0
     arch = resolve_architecture(config.model, needs_weights=needs_weights, multi_token=multi_token)
@@ -236,7 +240,7 @@ def _pad_of(tokenizer: Tokenizer) -> int:
 
 
 def _token_ids(config: Config, arch: Architecture, tokenizer: Callable[[], Tokenizer]) -> list[int]:
-    """Return the ids of ``lora.trainable_tokens``; ``tokenizer`` loads it.
+    """Return the ids of ``lora.trainable_tokens``; ``tokenizer()`` loads the tokenizer.
 
     Raises ConfigError: a text is not one token, or an id is none of the model's.
     """
@@ -256,8 +260,9 @@ def _token_ids(config: Config, arch: Architecture, tokenizer: Callable[[], Token
 
 
 def _check_new_rows(config: Config, arch: Architecture, tokenizer: Callable[[], Tokenizer]) -> None:
-    """Raise ConfigError if ``lora.trainable_tokens`` leave out new tokens, whose rows would all
-    stay alike; warn if ``lora.modules_to_save`` do."""
+    """Raise ConfigError if ``lora.trainable_tokens`` leaves out new tokens, whose rows would never
+    be trained, and stay all alike. If it is unset, warn unless ``lora.modules_to_save`` trains
+    them."""
     model, data, lora = config.model, config.data, config.lora
     if not (
         lora.rank and config.is_set("data.tokenizer") and (data.new_tokens or model.vocab_size)
@@ -322,7 +327,7 @@ def stop_signals() -> Generator[list[int]]:
     def note(number: int, frame: Any) -> None:
         received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        logger.info("stopping; a checkpoint will be written (Ctrl-C again: none, and at once)")
+        logger.info("stopping; a checkpoint will be written (Ctrl-C again: stop without it)")
 
     before = {s: signal.signal(s, note) for s in _STOPS}
     try:

@@ -26,7 +26,7 @@ _END = 1 << 40
 """Every rank on which a callback asks to end the run adds this to the same sum."""
 
 _STUCK_SECONDS = 5.0
-"""Seconds after the time of a watchdog when the process ends even if no Python code can run."""
+"""Seconds after a watchdog's time is up. Then the process ends even if no Python code can run."""
 
 
 class BadSteps(RunFailed):
@@ -134,8 +134,13 @@ class Watchdog:
     """
 
     def __init__(self, seconds: float, rank: int = 0, size: int = 1) -> None:
-        """Set the ``seconds`` after which rank ``rank`` of ``size`` ends, and says where each of
-        its threads is; 0: never."""
+        """Store the arguments; the timer does not run yet.
+
+        Args:
+            seconds: time after which the process prints where each of its threads is, and ends; 0:
+                never.
+            rank, size: this process, for the message.
+        """
         self.seconds, self.rank, self.size = seconds, rank, size
         self._deadline = math.inf
         self._thread: threading.Thread | None = None
@@ -164,12 +169,12 @@ class Watchdog:
             time.sleep(min(left, self.seconds))
         who = f"rank {self.rank} of {self.size}" if self.size > 1 else "this process"
         reason = (
-            f"failed: {who} has not ended a step for {self.seconds:g} s (launch.hang_seconds), and "
-            "ends; above is where its threads were. Raise it if a step can take as long"
+            f"failed: {who} has not ended a step for {self.seconds:g} s (launch.hang_seconds), so "
+            "it ends; above is where its threads were. Raise that if a step can take so long"
         )
         error, place = cast("TextIO", sys.__stderr__), launched_place()
         if place is not None and place.error_file:
-            failure_mark(place.error_file).touch()  # what other ranks meet now follows from this
+            failure_mark(place.error_file).touch()  # errors of other ranks follow from this one
             report_failure(place.error_file, reason)
         print(f"the threads of {who}:", file=error, flush=True)
         faulthandler.dump_traceback(error)

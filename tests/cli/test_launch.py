@@ -267,7 +267,7 @@ def test_a_rank_that_ends_too_early_is_named(end, code, tmp_path):
     lost, early = error.splitlines()
     # Gloo says that its peer has closed the connection, or has reset it.
     assert re.match("failed: lost another rank: .*Connection (closed|reset) by peer", lost)
-    assert lost.endswith("; what that rank or its launcher says is why")
+    assert lost.endswith("; the output of that rank or launcher says why")
     assert (
         early == f"failed: rank 2 ended with exit code {code} and no error, while others needed it"
     )

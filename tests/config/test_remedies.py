@@ -211,7 +211,7 @@ ROWS = {
     "rope of rows that are short enough": Row(
         {},
         SYNTHETIC | {"model.preset": "qwen3-0.6b"} | STRETCHED,
-        "model.rope: 'yarn', but the model's own is .* positions, and model.max_positions 64; uns",
+        "model.rope: 'yarn', but the model has .* positions, and model.max_positions is 64; unset",
         [{"model.rope": UNSET}],
     ),
     "sdpa with sinks": Row(

@@ -112,8 +112,8 @@ def test_every_family_whose_transformers_class_has_the_key_reads_and_writes_it()
             assert family.defaults["router_aux_loss_coef"] == theirs.router_aux_loss_coef
 
 
-IN_RL = "moe.aux_loss_coef is unset, which is 0 when reinforcement learning"
-WITH_ADAPTERS = "moe.aux_loss_coef is unset, which is 0 when training adapters (lora.rank)"
+IN_RL = "moe.aux_loss_coef is unset, which means 0 in reinforcement learning"
+WITH_ADAPTERS = "moe.aux_loss_coef is unset, which means 0 with adapters (lora.rank)"
 OFF = "moe.aux_loss_coef is unset, and the model's config.json does not set output_router_logits"
 ON = "moe.aux_loss_coef is unset: router_aux_loss_coef of the model's config.json"
 PRESET = "moe.aux_loss_coef is unset: router_aux_loss_coef of model.preset"

@@ -7,8 +7,9 @@ The tokens that a token sees are those of attention's mask
 raised in place, so that calls for several micro-batches, or for parts of the queries, leave the
 largest of all, in any order. Peaks that begin at 0 never fall below it.
 
-Worked example with d = 1 and scale 1: queries 1 and -2 and keys 3 and 5 of one document have the
-scores 3; -6 and -10, so the peak is 3. The first query does not see the second key.
+Worked example with d = 1 and scale 1: a document has queries 1 and -2 and keys 3 and 5. The first
+query sees only the first key, and its score is 3. The second sees both, with the scores -6 and -10.
+So the peak is 3.
 
 The keys that a token sees are contiguous, from a first key to its own. The kernel is given both
 ends for each token. A program has a tile of tokens of one head: it goes over the keys from the
@@ -56,7 +57,7 @@ def raise_peaks(
         takes = "[H], [B, S, H, d] and [B, S, G, d], queries and keys in one dtype"
         raise refusal("raise_peaks", takes, peaks=peaks_H, q=q_BSHd, k=k_BSGd)
     if mask.backend == "flex":
-        raise refusal("raise_peaks", "that of another attention backend", mask="of flex")
+        raise refusal("raise_peaks", "a mask of another attention backend", mask="of flex")
     scale = width**-0.5 if scale is None else scale
     is_fast = use_fast(backend, q_BSHd) and mask.dense_BSS is None
     if is_fast and q_BSHd.dtype not in _DTYPES:

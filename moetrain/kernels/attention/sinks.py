@@ -71,7 +71,7 @@ def attention_with_sinks(
         assert lse is not None
         share = (lse - sinks_H.to(lse.dtype)[:, None]).sigmoid()
         return (o * share[..., None]).to(o.dtype).transpose(1, 2)
-    assert mask.backend == "reference"  # no other is left with needs_lse
+    assert mask.backend == "reference"  # needs_lse leaves no other backend
     assert mask.dense_BSS is not None
     return dense_attention_with_sinks(q, k, v, mask.dense_BSS, sinks_H, scale).transpose(1, 2)
 
@@ -84,7 +84,7 @@ def dense_attention_with_sinks(
     sinks_H: torch.Tensor,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attend by plain products: ``o_BHQv``. ``visible`` [..., Q, L] is True for visible keys."""
+    """Return ``o_BHQv`` by plain products. ``visible`` [..., Q, L] is True for visible keys."""
     repeats = q_BHQd.shape[1] // k_BGLd.shape[1]
     k, v = (x.repeat_interleave(repeats, dim=1) for x in (k_BGLd, v_BGLv))
     wide = torch.promote_types(q_BHQd.dtype, torch.float32)

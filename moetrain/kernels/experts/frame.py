@@ -1,13 +1,13 @@
 """The frame of the expert MLPs: two projections around an activation, between permutations.
 
 The ops of :mod:`moetrain.kernels.experts.mlp` and :mod:`moetrain.kernels.experts.clamped_mlp`
-choose the parts (:mod:`moetrain.kernels.experts.projections`), which also state the formulas, and
-differ in nothing else. :func:`forward` and :func:`backward` are bodies of ops, and
+differ only in the parts that they choose. :mod:`moetrain.kernels.experts.projections` has these
+parts, and the formulas. :func:`forward` and :func:`backward` are bodies of ops, and
 :func:`reference` is plain torch, which autograd differentiates. Products are in bf16, or in e4m3 by
 :mod:`moetrain.kernels.experts.frame_fp8`, as ``precision`` says.
 
-The backward keeps the tokens and ``a`` alone: it recomputes ``h`` while it differentiates the
-activation, and copies the tokens' rows again.
+Only the tokens, ``a`` and the adapters' narrow products (``Saved``) are kept for the backward. It
+recomputes ``h`` while it differentiates the activation, and copies the tokens' rows again.
 
 Legend: T tokens, K experts a token, R rows sorted by expert, E experts, D model width, F expert
 width, A width of ``a`` (2F with a gate, F without), r rank of the adapters.

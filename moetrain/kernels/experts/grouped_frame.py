@@ -1,16 +1,16 @@
-"""The frame of the grouped products for Hopper GPUs: all but what their warpgroups multiply.
+"""What the grouped products for Hopper GPUs share: the schedule of tiles, loads, sums and stores.
 
 Rows of ``a`` are sorted by group, and group g has the rows ``offsets[g-1]:offsets[g]``. An output
 tile has 128 rows and 256 columns, and a tile of a product lies in one group. Worked example: groups
 of 130 and 10 rows and N = 512 make (2 + 1) x 2 tiles. Tiles 0 to 3 are the first group's, 4 and 5
 the second's. Tiles 2 to 5 have rows in their upper half only.
 
-There are as many programs as multiprocessors. They take tiles in ascending order, each the next one
-as soon as it can: groups differ in size, and nothing waits for a program whose multiprocessor is
-still busy with another kernel. A program has four parts that meet at barriers (warp specialisation,
-arXiv 2407.08608):
+There is one program for each multiprocessor. As soon as a program is free, it takes the next tile,
+in ascending order. So groups of different sizes are balanced, and no tile waits for a program whose
+multiprocessor is still busy with another kernel. A program has four parts that meet at barriers
+(warp specialisation, arXiv 2407.08608):
 
-- one warp takes the number of the next tile, for all (:func:`schedule`),
+- one warp takes the number of the next tile, for all four (:func:`schedule`),
 - one warp loads pieces of both operands, 128 bytes in K, into a ring of four stages
   (:func:`load_pieces`),
 - two warpgroups multiply, each one half of the tile's rows, 64 x 256. They do not wait for each
@@ -21,9 +21,9 @@ arXiv 2407.08608):
 
 Where sums run over a group's rows (mode :data:`OUTER`), rows past the group's end are read as
 zeros, and nothing is stored past it. A descriptor with bounds that move with the group does that
-(as in ``triton.tools.ragged_tma``). It has two added dimensions. One of them shifts the start to
-the group's end minus 2^30 rows, by an address that wraps around at 2^64 bytes, so that 2^30 is the
-first row out of bounds.
+(as in ``triton.tools.ragged_tma``). It has two added dimensions. Together they shift the start to
+the group's end minus 2^30 rows (the address wraps around at 2^64 bytes), so that row 2^30 is the
+first out of bounds.
 
 Triton's interpreter does not run Gluon, so a CPU never takes this file.
 
@@ -66,7 +66,7 @@ reinterpret = (
 )
 """Triton 3.7 and newer have the second name."""
 FEWEST_ROWS = 16384
-"""The fewest rows: with fewer the host, which takes 0.1 ms a launch, would not keep up."""
+"""The fewest rows for these kernels: with fewer the host, at 0.1 ms a launch, would not keep up."""
 
 
 @functools.cache
@@ -142,7 +142,7 @@ def next_tile(turn, numbers, WARPS: gl.constexpr):
 
 @gluon.jit
 def publish(turn, counter, numbers):
-    """Take a tile's number, publish it when all have read the one before, and return it."""
+    """Once all parts have read the last tile's number, take the next, publish it and return it."""
     ids, id_ready, id_empty = numbers
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     hopper.mbarrier.wait(id_empty, (turn & 1) ^ 1)
@@ -161,7 +161,7 @@ def schedule(
     N: gl.constexpr,
     MODE: gl.constexpr,
 ):
-    """Publish tiles up to the first number past the last tile."""
+    """Publish the numbers of tiles, up to the first past the last tile, which ends the others."""
     offsets, groups = bounds
     tile = publish(groups * 0, counter, numbers)
     total = groups * 0
@@ -248,7 +248,8 @@ def shared_memory(a_desc, out_desc, B_SHAPE: gl.constexpr, B_LAYOUT: gl.constexp
     Returns:
         ring: halves of a's pieces [2 * STAGES], b's pieces [STAGES], and barriers of full and of
             empty stages.
-        numbers: the tile's number, and barriers of its being there and of its being read.
+        numbers: the tile's number, a barrier for its being published, and one for its having been
+            read by all parts.
         out_parts: what each warpgroup stores at a time.
     """
     bf16: gl.constexpr = a_desc.dtype
@@ -288,9 +289,10 @@ def accumulate(
     ring, steps, stage, phase, sums,
     MODE: gl.constexpr, E4M3: gl.constexpr, LOWER: gl.constexpr,
 ):  # fmt: skip
-    """Add a tile's products, upper or (``LOWER``) lower half, to ``sums`` in ascending order.
+    """Add the products of a tile's upper or (``LOWER``) lower half to ``sums``, in K's order.
 
-    The pieces are e4m3 in the memory of bf16 if ``E4M3``. Returns sums, stage and phase.
+    With ``E4M3`` the pieces are e4m3, in memory that is declared as bf16. Returns sums, stage and
+    phase.
     """
     a_ring, b_ring, ready, empty = ring
     for step in range(steps):
@@ -327,8 +329,8 @@ def as_e4m3(piece, ROWS: gl.constexpr):
 
 @gluon.jit
 def emit(value, part, desc, coordinates, whole):
-    """Store a warpgroup's value through its ``part`` of shared memory, ``whole`` in the
-    descriptor's shape, when its last store has read that."""
+    """Store a warpgroup's value through ``part``, its piece of shared memory, once its last store
+    has read that. ``whole`` is the same piece in the descriptor's shape."""
     hopper.tma.store_wait(pendings=0)
     part.store(value)
     hopper.fence_async_shared()

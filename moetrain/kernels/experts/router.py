@@ -7,7 +7,8 @@
 2408.15664). With expert groups (DeepSeek-V3, arXiv 2412.19437) the choice is among the experts of
 the best ``topk_groups`` groups. A group's score is the sum of its two largest s + bias, or the
 largest alone (``best_of_group``, DeepSeek-V2, arXiv 2405.04434). All arithmetic is fp32. Of equal
-scores the lower expert id wins, and of equal group scores the lower group. Padding counts nowhere.
+scores the lower expert id wins, and of equal group scores the lower group. Padding tokens get ids
+of -1 and weights of 0, and count in no statistic.
 
 Worked example, E=4, K=2, softmax, normalised: logits [0, ln 3, 0, ln 4] give
 p = [1, 3, 1, 4] / 9, ids [3, 1], weights [4/7, 3/7]; a tie between experts 0 and 2 would go to 0.
@@ -47,7 +48,8 @@ _MAX_K = 32
 _TILE_ELEMENTS = 2048
 """Logits of a tile: 16 tokens of 128 experts, 16 values a thread. Measured on one H200."""
 _FEW = 16
-"""Up to this many tokens a tile has no more rows than tokens, if no sum depends on it."""
+"""Up to this many tokens, a tile has as many rows as there are tokens, rounded up to a power of
+two, where the order of no sum depends on that."""
 _MAX_PROGRAMS = 264  # two for each of an H200's multiprocessors; more only adds partial sums
 _TAKEN = tl.constexpr(-(2**63))  # below the key of every score
 
@@ -87,7 +89,7 @@ def router_topk(
     if score not in ("softmax", "sigmoid"):
         raise refusal("router_topk", "'softmax' or 'sigmoid'", score=repr(score))
     if num_groups < 1 or experts % num_groups or not 1 <= topk_groups <= num_groups:
-        takes = "groups that divide the experts, and 1 to all of them"
+        takes = "num_groups that divides experts, and topk_groups from 1 to num_groups"
         raise refusal(
             "router_topk",
             takes,
@@ -518,7 +520,7 @@ def _route_backward_kernel(
     K: tl.constexpr, E: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
     B: tl.constexpr, C: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Compute dlogits of ds, the gradient of the scores, and dp, that of the probabilities' sum.
+    """Compute dlogits from the gradients ds of scores, dp of the sum of probabilities, dz of z.
 
     softmax: ds is added to dp;  dlogits = p * (dp - sum(p * dp)) + 2 * dz * lse * p
     sigmoid: s * (1 - s) * ds is added to dlogits

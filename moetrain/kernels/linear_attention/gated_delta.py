@@ -9,15 +9,16 @@ Worked example, K = V = 1, scale 1, g = 0, beta = 1/2, k = q = 1, v = 1, 1: the 
 1/2 and 3/4, which are also the outputs; a document that starts at the second token gives 1/2 again.
 
 The fast path takes chunks of 64 tokens. With G the running sums of g in a chunk, D_ij = exp(G_i -
-G_j) for j <= i, S the state before it, and L_ij = beta_i D_ij k_i.k_j for j < i::
+G_j) for j <= i, S the state before the chunk, and L_ij = beta_i D_ij k_i.k_j for j < i::
 
     T = (1 + L)^-1      R = diag(beta) (V - diag(e^G) K S)      U = T R
     O = scale (diag(e^G) Q S + (D * Q K^T) U)       S <- e^G_last S + (diag(e^(G_last - G)) K)^T U
 
-In the backward, dR = T^T dU is the gradient of R, and -dR U^T that of L. Four kernels compute it: U
-and the states again from T; the part of dU that comes from a chunk's own outputs; dR and the
-states' gradients, chunk after chunk from a document's end; and from these the inputs' gradients.
-States are rounded to the inputs' dtype where a product reads them, and are carried in fp32.
+In the backward, dR = T^T dU is the gradient of R, and -dR U^T that of L. Five kernels run in turn.
+They compute U and the states again from T; the part of dU that comes from a chunk's own outputs; dR
+and the states' gradients, chunk after chunk from a document's end; from these the gradients of q, k
+and v, and shares of the gates' gradients; and the gates' gradients from these shares. States are
+rounded to the inputs' dtype where a product reads them, and are carried in fp32.
 
 Left out on purpose: the norms of q and k, the gates' own formulas, and the convolution before them,
 which the compiler fuses.
@@ -56,11 +57,11 @@ from moetrain.runtime.typed import OpContext
 CHUNK = 64
 """Tokens of a chunk. Larger chunks need more products within them, smaller ones more states."""
 WIDTHS = (64, 128)
-"""Widths that the kernels' tiles divide."""
+"""Widths of keys and of values that the kernels take: their tiles divide them."""
 
 
 class Documents(NamedTuple):
-    """Packed documents, cut into chunks that begin anew with each of them."""
+    """Packed documents, cut into chunks; each document begins a new chunk."""
 
     bounds_N: torch.Tensor
     """int32 [N + 1]: 0, each document's end, ..., T. Documents may be empty."""
@@ -128,7 +129,8 @@ def documents_of(
 class Carried(NamedTuple):
     """States that documents begin with, and that they leave for later calls.
 
-    Documents may lie apart, so with it ``Documents.bounds_N`` is not read. None is empty.
+    Documents need not be adjacent, so ``Documents.bounds_N`` is not read where this is given. No
+    document is empty.
     """
 
     states_PHKV: torch.Tensor
@@ -159,7 +161,7 @@ def gated_delta(
     Args:
         q_TQK, k_TQK, v_THV: one dtype, contiguous; H is a multiple of Q. Keys are expected to have
             norms of about one: the rule diverges where ``beta |k|^2`` passes two.
-        g_TH: fp32, at most 0: the log of what the state keeps.
+        g_TH: fp32, at most 0: the log of the factor by which the state decays.
         beta_TH: any floating dtype: how far the state moves towards the value, 0 to 1.
         documents: of all T tokens.
         scale: the factor of the outputs.
@@ -182,7 +184,7 @@ def continued(
     scale: float,
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """Return :func:`gated_delta` of documents that go on from states, without gradients.
+    """Return :func:`gated_delta` of documents that go on from ``carried``, without gradients.
 
     Outputs of tokens outside the chunks are unspecified.
     """
@@ -270,7 +272,7 @@ def chunked(
     news: list[torch.Tensor] = []
     """U of each chunk."""
     ended: list[torch.Tensor] = []
-    """The state after each chunk's document so far."""
+    """For each chunk, the state after the full chunks of its document so far."""
     start_C = [torch.zeros_like(state)] * len(u)
     if carried is not None:
         first_N = carried.states_PHKV[carried.slots_N.long()].to(wide)

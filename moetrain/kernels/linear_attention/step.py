@@ -4,14 +4,14 @@ A chunk of 64 tokens is computed from the state before it and from its own token
 (:mod:`moetrain.kernels.linear_attention.gated_delta` and
 :mod:`moetrain.kernels.linear_attention.ssd` have the formulas of two rules). So a sequence has a
 slot that holds the state before its open chunk, and the inputs of this chunk's tokens so far; when
-the chunk is full, the state after it takes the other's place. A step computes the open chunk anew,
-with the tokens that it reads at its end, by the kernels of training and in their tiles. No token's
-values depend on later tokens or on other documents: from equal inputs a token has one result, bit
-for bit, in a packed batch of training, in a part of a prompt, and alone.
+the chunk is full, the state after it replaces the state before it. A step computes the open chunk
+again, with the new tokens at its end, by the kernels of training and in the same tiles. No token's
+result depends on later tokens or on other documents. So equal inputs give a token the same bits in
+a packed batch of training, in a part of a prompt, and alone.
 
-A step reads and writes about as many bytes as one that updates a state with every token: with K =
-V = 128 and two value heads a key head, in bf16, a head's state of the gated delta rule takes 64 KiB
-and is written once in 64 tokens, and the inputs of a full chunk take 32 KiB.
+Such a step reads and writes about as many bytes as a step that updates the state with every token.
+Take the gated delta rule with K = V = 128, two value heads a key head, and bf16: a head's state
+takes 64 KiB and is written once in 64 tokens, and the inputs of a full chunk take 32 KiB.
 
 Worked example, with chunks of 4 tokens. A sequence in slot 2 has 6 tokens: its slot holds the state
 after 4, and the inputs of two tokens. A step that reads 3 more lays out 5 rows::
@@ -20,9 +20,9 @@ after 4, and the inputs of two tokens. A step that reads 3 more lays out 5 rows:
     after    the state after 8 tokens, and the inputs of token 8 in entry 0
 
 A step that reads one token of each sequence writes its inputs into the slots first, and the slots'
-entries are its rows. It may also read several tokens of one sequence, each in a lane of its own
-over the same slot: a lane computes the chunk up to its own token. Inputs of tokens that are not
-kept are overwritten later.
+entries are its rows. Such a step may also read several tokens of one sequence. It then treats each
+token as a sequence of its own with the same slot, and computes the chunk up to that token. Inputs
+of tokens that the sequence does not keep are overwritten later.
 
 Left out on purpose: gradients.
 
@@ -77,7 +77,8 @@ def gated_delta_step(
     Args:
         q_TQK, k_TQK, v_THV, g_TH, beta_TH: as :func:`gated_delta` takes them.
         cache: in the dtypes of these.
-        reads: the layout of these tokens; no two sequences have the same slot, except slot 0.
+        reads: the layout of these tokens. Only slot 0, or a slot whose state is only read
+            (:meth:`Reads.of_singles`), may be that of several sequences.
         scale: the factor of the outputs.
     """
 

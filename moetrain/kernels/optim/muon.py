@@ -1,4 +1,4 @@
-"""Muon: each matrix moves by its momentum, orthogonalised, so that all directions move alike.
+"""Muon: each matrix is updated by its orthogonalised momentum: all directions move about equally.
 
 For a parameter p with R rows and C columns, gradient g and momentum m (Jordan et al. 2024,
 https://kellerjordan.github.io/posts/muon):
@@ -8,21 +8,22 @@ https://kellerjordan.github.io/posts/muon):
     A = X X^T                            X <- a X + (b A + c A A) X       some five times
     p <- p - decay p - lr scale sqrt(max(R, C)) X
 
-(a, b, c) take every singular value s in (0, 1] to a s + b s^3 + c s^5, and after five times to
-between about 0.7 and 1.2: they were chosen to raise small ones fast, by 3.4 each time, not to reach
-1. The factor of the last line and the decay are those of Moonlight (arXiv 2502.16982): with a scale
-of 0.2 an update's root mean square is that of AdamW's, so AdamW's learning rates carry over.
+An iteration maps every singular value s in (0, 1] to a s + b s^3 + c s^5. Five iterations bring all
+from 0.002 on to between about 0.7 and 1.2. (a, b, c) were chosen to raise small singular values
+fast, by a factor of 3.4 in each iteration, and not to converge to 1. The factor of the last line
+and the decay are those of Moonlight (arXiv 2502.16982): with a scale of 0.2 an update's root mean
+square is that of AdamW's, so AdamW's learning rates carry over.
 
 Worked example: u = [[3, 0], [0, 4]] has |u| = 5, so X = diag(0.6, 0.8) and, after one iteration,
 diag(0.6 a + 0.6^3 b + 0.6^5 c, ...) = diag(1.193, 0.977).
 
 :func:`muon_momentum` and :func:`muon_update` are one pass over a flat shard each. They read the
 rates of :func:`~moetrain.kernels.optim.adamw.adamw`, and round a momentum in bf16 by the same
-random bits. The products in between are batched over many matrices: in bf16 on a GPU, with sums in
-fp32. A and b A + c A A are symmetric, and of large matrices half of them is computed
-(:mod:`moetrain.kernels.optim.symmetric`); the last product is a library's. On a CPU all are in
-fp32, and one matrix after the other, since the bits of a batched product depend on the batch there.
-So a matrix's bits depend on nothing but the matrix.
+random bits. The products between these passes are batched over many matrices. On a GPU they are in
+bf16, with sums in fp32. A and b A + c A A are symmetric, so only half of each is computed if it is
+large (:mod:`moetrain.kernels.optim.symmetric`); the last product is a library's. On a CPU products
+are in fp32, one matrix after the other, since there the bits of a batched product depend on the
+batch. So the bits of a result depend on nothing but its matrix.
 
 Left out on purpose: other coefficients.
 
@@ -158,7 +159,7 @@ def orthogonalise(
 def _orthogonalise(
     parts: Sequence[torch.Tensor], iterations: int, eps: float, scale: float
 ) -> None:
-    """Do it for parts [b, R, C] of one shape R x C, as one batch."""
+    """Orthogonalise parts [b, R, C] that share R and C as one batch, in place."""
     sizes = [len(part_BRC) for part_BRC in parts]
     first_BRC = parts[0]
     dtype = _matrix_dtype(first_BRC.device)
@@ -171,14 +172,14 @@ def _orthogonalise(
 
 
 def newton_schulz_flops(shape: Sequence[int], iterations: int, stacked: int = 1) -> int:
-    """Return the FLOPs of a parameter [..., K * R, C] with K matrices ``stacked``."""
+    """Return the FLOPs to orthogonalise a parameter [..., K * R, C] of K ``stacked`` matrices."""
     *batch, rows, columns = shape
     short, long = sorted((rows // stacked, columns))
     return math.prod(batch) * stacked * 2 * iterations * short * short * (2 * long + short)
 
 
 def orthogonalising_bytes(elements: float, largest: float, width: int, is_dealt: bool) -> float:
-    """Return the most memory that orthogonalising matrices of ``elements`` in all takes, in bytes.
+    """Return the peak memory of orthogonalising matrices with ``elements`` in all, in bytes.
 
     Args:
         largest: the elements of the largest matrix.
@@ -217,9 +218,9 @@ class _Round(NamedTuple):
     boxes: list[list[_Box]]
     """For each rank, its parts of this rank's parameters ``own``."""
     sent: list[int]
-    """For each rank, how many elements this rank holds of the parameters dealt to it."""
+    """For each rank r, how many elements this rank holds of the parameters that are dealt to r."""
     received: list[int]
-    """For each rank, how many elements it holds of the parameters dealt to this rank."""
+    """For each rank r, how many elements r holds of the parameters that are dealt to this rank."""
 
 
 class Matrices:
@@ -318,9 +319,9 @@ def _deal(
 ) -> list[list[list[int]]]:
     """Deal matrices of ``shapes`` to ``ranks`` by their work, in rounds.
 
-    A round has matrices of at most ``limit`` elements a rank on average, or a single matrix. Every
-    rank gives the same answer: the next matrix, in the order of falling work, goes to the rank that
-    has the least so far, the first of these.
+    A round has matrices of at most ``limit`` elements a rank on average, or a single matrix.
+    Matrices are dealt in the order of falling work, each to the rank with the least work so far in
+    this round (the first of several). So every rank computes the same answer.
 
     Returns:
         For each round the matrices of each rank, as indices in ``shapes``. Worked example: three
@@ -433,7 +434,8 @@ def muon_update(
 def _check(
     kernel: str, flat: dict[str, torch.Tensor], allowed: dict[str, tuple[torch.dtype, ...]]
 ) -> None:
-    """Refuse tensors unlike the first, or of other dtypes; all may be fp64, for the reference."""
+    """Raise ValueError unless all tensors are contiguous, in the first one's shape, and in an
+    allowed dtype. All may be fp64, for the reference."""
     shape = next(iter(flat.values())).shape
     is_fp64 = all(tensor.dtype == torch.float64 for tensor in flat.values())
     for name, tensor in flat.items():

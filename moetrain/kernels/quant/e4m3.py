@@ -6,10 +6,11 @@ A row has one scale, or one for each tile of 128 neighbours (DeepSeek-V3, arXiv 
     scale = 2^k, the smallest with |x| <= 448 scale in the row or tile
     values = round(x / scale)
 
-With powers of two the division is exact, a value times its scale is exact in bf16, and quantising
-twice changes nothing: every rank that quantises a row gets the same bits. It costs at most one of
-e4m3's 15 binades. A product reads both operands along the inner width. So a weight [N, M] is
-quantised by its rows for the forward, and by its columns, transposed, for the input's gradient.
+With powers of two the division is exact, a value times its scale is exact in bf16, and dequantised
+values do not change when they are quantised again: every rank that quantises a row gets the same
+bits. The restriction to powers of two costs at most one of e4m3's 15 binades. A product reads both
+operands along the inner width. So a weight [N, M] is quantised by its rows for the forward, and by
+its columns, transposed, for the input's gradient.
 
 Worked example: the row [3, -1, 0.3] has the scale 2^-7 (448 / 128 = 3.5 holds 3, half of it does
 not). Divided by it, [384, -128, 38.4] rounds to [384, -128, 40]; times the scale, that is [3, -1,
@@ -100,7 +101,7 @@ class Quantised(NamedTuple):
 def quantise_rows(
     x_XM: torch.Tensor, backend: Backend = "auto", *, tiled: bool = False
 ) -> Quantised:
-    """Quantise ``x`` [..., M] (contiguous) with a scale a row, or, ``tiled``, a tile."""
+    """Quantise ``x`` [..., M] (contiguous) with a scale for each row or (``tiled``) each tile."""
     if use_fast(backend, x_XM):
         require_contiguous("quantise_rows", x=x_XM)
         values, scales = quantise_rows_op(x_XM.flatten(0, -2), tiled)
@@ -270,8 +271,8 @@ def row_launch(width: int, tiled: bool) -> dict[str, int]:
 def scale_of(amax):
     """Return the scale of rows whose largest absolute values are ``amax``, and its inverse.
 
-    Both powers of two are made from the bits of their exponents. 0x1FFFFF is what 1.75, the
-    mantissa of 448, lacks of the next power; from field 9 on neither is subnormal.
+    Both powers of two are made from the bits of their exponents. Adding 0x1FFFFF carries into the
+    exponent if the mantissa is above 1.75, that of 448. From field 9 on, neither is subnormal.
     """
     field = tl.maximum((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23, 9)
     scale = ((field - 8) << 23).to(tl.float32, bitcast=True)
@@ -282,7 +283,8 @@ def scale_of(amax):
 def to_e4m3(x, BY_HAND: tl.constexpr):
     """Round to e4m3, to nearest even. ``BY_HAND``: Triton's interpreter loses a carry."""
     if BY_HAND:
-        # Adding 3/2 of 2^23 steps rounds to a step: 1/8 of the power of two, or of 2^-6 below it.
+        # Adding 1.5 * 2^23 steps rounds to a whole number of them. A step is 1/8 of the power of
+        # two in x, or of 2^-6 where x is smaller.
         field = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 121)
         large = (((field + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
         x = (x + large) - large

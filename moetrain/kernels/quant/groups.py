@@ -8,10 +8,11 @@ and rounds only to the dtype that is asked for::
     nf4     two a byte, each one of the 16 quantiles of a normal distribution, and a scale for each
             64: table[scale's byte] * factor + offset          (QLoRA, arXiv 2305.14314)
 
-The lower half of a byte is the first element. 2^k is stored as the byte of its exponent in fp32. k
-is the smallest for which no element of the group rounds to more than the format's largest value:
-448 for e4m3, 6 for e2m1, where 7 would round to 8. So after quantising, the group's largest is 4 or
-6 times the scale, and quantising again gives the same bytes.
+The lower half of a byte is the first element. 2^k is stored as the byte of its exponent in fp32. In
+e4m3, k is the smallest for which no element is more than 448 times the scale. In e2m1, k is the
+smallest for which all are less than 7 times the scale: they round to 6 at most, while 7 would round
+to 8. Dequantised elements do not change when they are quantised again. In e2m1 the bytes stay the
+same too, since the largest of a group is then 4 or 6 times its scale.
 
 Scales of nf4 are the largest absolute values of their groups, quantised themselves ("double
 quantisation") by bitsandbytes' table of 256: 0, 1, and (0.1 + 0.9 (j + 1/2) / 2^i) 10^(i - 6)
@@ -21,10 +22,10 @@ can be stored, and what a rank stores does not depend on the others. Quantising 
 
     offset = the set's largest scale     factor = (largest - smallest) / 0.993, rounded down to bf16
 
-so that all deviations are negative, and both are found again in the dequantised elements: to
-quantise these again changes nothing. It uses only the table's entries from 0.001 on, and groups
-whose elements are below 1/128 of the set's largest become 0. That rounds scales by at most 0.7 % of
-their range.
+so every scale is the offset plus a deviation that is at most 0. Quantising the dequantised elements
+again finds the same factor and offset, and so changes nothing. Quantising uses only the table's 0
+and its entries below -0.001. Groups whose elements are all below 1/128 of the set's largest become
+0. So a scale is rounded by at most 0.7 % of the range of its set's scales.
 
 Worked example, mxfp4: [6.9, -1.2, 0.3] has the scale 1 and becomes [6, -1, 0.5]; with a 7 in place
 of the 6.9 the scale is 2, and the elements become 2 times [4, -0.5, 0]. nf4: the group [2, -1, 0.1]
@@ -106,7 +107,7 @@ class QuantFormat:
 
     @property
     def unit(self) -> int:
-        """Elements that are stored independently of all others: a set."""
+        """Elements of one set of groups, the smallest part that is stored independently."""
         return self.group_size * self.groups_per_set
 
     @property
@@ -125,7 +126,7 @@ class QuantFormat:
         return -(-numel // self.unit) * self.unit_bytes
 
     def split(self, bytes_WB: torch.Tensor) -> Groups:
-        """Return views of the parts of ranks' bytes (uint8, whole units)."""
+        """Return views of the elements, scales and shared values in ranks' bytes (whole units)."""
         units = bytes_WB.shape[1] // self.unit_bytes
         elements, scales = units * self.unit * self.bits // 8, units * self.groups_per_set
         has_shared = self.groups_per_set > 1
@@ -133,8 +134,8 @@ class QuantFormat:
         return Groups(bytes_WB[:, :elements], bytes_WB[:, elements:][:, :scales], shared)
 
     def table(self, device: torch.device) -> torch.Tensor | None:
-        """Return the values of elements' bits, then of scales' bytes; None for float8."""
-        # Not kept in a step that compiles kernels ahead, whose tensors have no memory.
+        """Return the fp32 values of elements' bits, then of scales' bytes; None for float8."""
+        # Not cached in a step that only compiles kernels: its fake tensors have no memory.
         is_real = type(torch.empty(0)) is torch.Tensor
         return _table(self, device) if is_real else _table.__wrapped__(self, device)
 
@@ -175,11 +176,11 @@ def _scale_table() -> torch.Tensor:
 
 
 _AT_ONCE = 2**25
-"""Elements, in whole units, that are quantised at a time; that takes five times their fp32."""
+"""Elements (whole units) that are quantised at a time, in five times their memory in fp32."""
 
 
 def quantise_groups(format: QuantFormat, x_N: torch.Tensor) -> Groups:
-    """Quantise ``x_N`` (floating, whole units) in plain torch, as one rank's."""
+    """Quantise ``x_N`` (floating, whole units) in plain torch; the result has W = 1."""
     parts = [_quantise(format, x) for x in x_N.split(_AT_ONCE)]
     return Groups(
         quantised=torch.cat([part.quantised for part in parts], 1),
@@ -201,7 +202,7 @@ def _quantise(format: QuantFormat, x_N: torch.Tensor) -> Groups:
         quantised_N = values_GS.view(torch.uint8).flatten()
         exponent_G = scales_G.view(torch.int32) >> 23
     else:
-        # From 1.75 times a power of two on, 7 in e2m1, the next scale is taken.
+        # From 1.75 times a power of two on (7 times the scale), the next larger scale is taken.
         field_G = (x_GS.abs().amax(1).view(torch.int32) + 0x200000) >> 23
         exponent_G = field_G.clamp(min=3) - 2
         x_GS = x_GS * ((254 - exponent_G) << 23).view(torch.float32)[:, None]
@@ -221,13 +222,13 @@ def _quantise_nested(format: QuantFormat, x_GS: torch.Tensor, is_bad_G: torch.Te
 
 
 def _nearest(x: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
-    """Return the index (uint8) of the nearest of ascending ``values``; of two, the lower."""
+    """Return the index (uint8) of the nearest of ascending ``values``; a tie takes the lower."""
     all_C = torch.tensor(values, dtype=torch.float32, device=x.device)
     return torch.bucketize(x, (all_C[:-1] + all_C[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
 def _nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Return the nearest e2m1 value's bits; of two, the even ones. Zeros keep their sign."""
+    """Return the bits of the nearest e2m1 value; a tie takes even bits. Zeros keep their sign."""
     size = x.abs()
     bits = _nearest(size, _E2M1)
     ties = torch.tensor([0.75, 1.75, 3.5], device=x.device)  # those whose lower value is odd
@@ -240,7 +241,7 @@ def _pack(bits_N: torch.Tensor) -> torch.Tensor:
 
 
 _FEW = 2.0**-100
-"""Groups whose largest element is below it become 0: what follows would be subnormal."""
+"""Groups whose largest element is smaller become 0: their arithmetic would be subnormal."""
 
 
 def _quantise_scales(
@@ -248,8 +249,9 @@ def _quantise_scales(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantise the scales of each set.
 
-    Factor and offset are found again in the scales that are stored: one of these is the offset,
-    another is the offset less 0.993 factors, and a factor has few enough bits.
+    Quantising the dequantised scales again finds the same factor and offset: one scale is the
+    offset, another is the offset minus 0.993 times the factor, and the factor, in bf16, has so few
+    bits that rounding finds it again.
 
     Returns:
         Bytes [G], factors and offsets [S, 2], and the groups that become 0, bool [G].
@@ -278,7 +280,7 @@ def _quantise_scales(
 
 
 def quantise_matrices(format: QuantFormat, x_END: torch.Tensor, out_EB: torch.Tensor) -> None:
-    """Write ``x_END`` (floating) to ``out_EB``, uint8 of whole units for each expert.
+    """Quantise ``x_END`` (floating) into ``out_EB``: uint8, whole units for each expert.
 
     The rest of an expert's last unit is 0.
     """
@@ -333,12 +335,13 @@ def dequantise_groups(
     numel: int,
     backend: Backend = "auto",
 ) -> None:
-    """Dequantise ``numel`` elements from ``start`` on of each rank into ``out_N``, rank by rank.
+    """Dequantise elements ``start:start + numel`` of each rank into ``out_N``, in rank order.
 
     Args:
-        groups: whole units; ranks may lie apart.
+        groups: whole units; the bytes of different ranks need not be adjacent.
         table: :meth:`QuantFormat.table` on the device.
-        out_N: floating, contiguous, at most W * ``numel``: the last ranks may have less.
+        out_N: floating, contiguous, at most W * ``numel`` elements. If it has fewer, the end of the
+            last ranks is left out.
     """
     _check(format, groups, out_N, start, numel)
     if use_fast(backend, out_N):
@@ -462,7 +465,7 @@ def _groups_kernel(
 ):  # fmt: skip
     rank = tl.program_id(1).to(tl.int64)
     first = start // SIZE + tl.program_id(0).to(tl.int64) * GROUPS
-    # Wanted elements before this program's; below zero: its first ones are not wanted.
+    # Wanted elements before this program's first; negative: its first ones are not wanted.
     skipped = first * SIZE - start
     left = tl.minimum(numel, total - rank * numel) - skipped
     group = tl.arange(0, GROUPS)
@@ -491,7 +494,7 @@ def load_scales(scales, shared, table, group, is_there, SHARING: tl.constexpr):
     else:
         pair = shared + 2 * (group // SHARING)
         share = tl.load(table + 16 + scale)
-        # Rounded twice, as in bitsandbytes: the launch forbids to fuse them.
+        # The product and the sum are each rounded, as in bitsandbytes: the launch disables FMA.
         wide = share * tl.load(pair, is_there, other=0.0)
         wide += tl.load(pair + 1, is_there, other=0.0)
     return wide
@@ -501,16 +504,16 @@ def load_scales(scales, shared, table, group, is_there, SHARING: tl.constexpr):
 def load_elements(place, is_there, table, BITS: tl.constexpr, SHARING: tl.constexpr):
     """Return the elements, fp32, of the bytes at ``place``, without their scales.
 
-    Of 4 bits there are two in a byte, and the last dim doubles.
+    A byte holds two elements of 4 bits, so then the last dim doubles.
     """
     code = tl.load(place, is_there, other=0).to(tl.int32)
     if BITS == 8:
-        # By hand, as not every GPU can. Shifted to fp32's place, the bits of e4m3 are those of a
-        # value that is 2^120 times smaller, subnormal ones too.
+        # Converted by hand, since not every GPU has an instruction for it. Shifted into fp32's
+        # fields, the bits of an e4m3 value, even a subnormal one, are those of the value / 2^120.
         bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
         x = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
     elif SHARING == 1:
-        # Bits of e2m1 likewise, 2^126 times smaller.
+        # Likewise, the bits of e2m1 become those of the value / 2^126.
         pair = tl.interleave(code & 15, code >> 4)
         bits = ((pair & 8) << 28) | ((pair & 7) << 22)
         x = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37

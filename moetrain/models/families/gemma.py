@@ -94,10 +94,10 @@ def _read_layers(config: ConfigJson) -> Fields:
     for key, (taken, what) in _UNSUPPORTED.items():
         if config[key] != taken:
             problem = f"{key} {config[key]!r:.80} ({what}) is not supported"
-            raise error("config.json", f"{problem}; use a model without, as the 26B-A4B or the 31B")
+            raise error("config.json", f"{problem}; use another model, such as 26B-A4B or 31B")
     if config["use_bidirectional_attention"] not in (None, "vision"):
         problem = f"use_bidirectional_attention {config['use_bidirectional_attention']!r:.80}"
-        raise error("config.json", f"{problem} is not supported; use a model that looks back alone")
+        raise error("config.json", f"{problem} is not supported; use a model with causal attention")
     types = _layer_types(config)
     found: Fields = {
         "sliding_windows": tuple(config["sliding_window"] if t == _SLIDING else None for t in types)
@@ -139,9 +139,9 @@ def _read_widths(config: ConfigJson, types: list[str]) -> Fields:
         own = next(iter(layers.values()), {})
         alike = all(values == own for values in layers.values())
         if (layers and layers.keys() not in ({_FULL}, full)) or not alike or own.keys() - _WIDTHS:
-            problem = "per_layer_config differs from layer to layer in another way than head_dim"
-            problem += f" and num_key_value_heads of {_FULL}"
-            raise error("config.json", f"{problem}, which is not supported; use the published ones")
+            problem = "per_layer_config differs between layers in more than the head_dim and the"
+            problem += f" num_key_value_heads of {_FULL}"
+            raise error("config.json", f"{problem}, which is not supported; use published values")
     return {
         "global_head_dim": own.get("head_dim", config["head_dim"]),
         "global_num_kv_heads": own.get("num_key_value_heads", config["num_key_value_heads"]),
@@ -255,7 +255,7 @@ _NULLABLE: dict[str, type] = {
 
 
 def _preset(num_layers: int, **sizes: Any) -> _Gemma4:
-    """Return a published model. The sizes are from memory; their totals are the published ones."""
+    """Return a published model. Sizes are from memory; they give the published parameter counts."""
     return _Gemma4(
         family="gemma4_text",
         vocab_size=262_144,

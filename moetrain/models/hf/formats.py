@@ -1,4 +1,4 @@
-"""Reads the quantised tensors of checkpoints where they are indexed; exports have them in bf16.
+"""Reads quantised tensors of checkpoints, only the indexed parts; exports have them in bf16.
 
 A :class:`Format` presents several tensors of a file as one. Readers, checks and exports then see
 that tensor alone, with the name that it has in unquantised checkpoints. The key
@@ -60,7 +60,7 @@ class Format(NamedTuple):
 
 
 class Dequantised:
-    """A tensor in a :class:`Format`, read and dequantised where it is indexed."""
+    """A tensor in a :class:`Format`. Indexing it reads and dequantises only the indexed rows."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Dequantised:
         return self._values[(0 if isinstance(first, int) else slice(None), *others)]
 
     def groups(self, format: QuantFormat, index: tuple[int | slice, ...]) -> Groups | None:
-        """Return ``tensor[index]`` quantised in ``format``; None: it is not stored in it."""
+        """Return ``tensor[index]`` as it is stored, if that is in ``format``; else None."""
         whole = torch.empty(self.shape, device="meta")
         part = whole[index]
         start, numel, width = part.storage_offset(), part.numel(), math.prod(self.shape[1:])

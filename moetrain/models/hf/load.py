@@ -1,9 +1,9 @@
 """Reads Hugging Face checkpoints: checks them against a model, and loads them into one.
 
 Loading streams: one tensor at a time is copied from the memory-mapped file into the existing
-parameter, and a rank reads only its own shard. So a process needs memory for its part of the model
-and one tensor (as ``RssAnon``: mapped file pages count as resident too). Every name, shape and
-dtype is checked before the first byte is copied.
+parameter, and a rank reads only its own shard. So a process allocates memory only for its part of
+the model and for one tensor. (``RssAnon`` shows it; the resident size also counts the pages of
+mapped files.) Every name, shape and dtype is checked before the first byte is copied.
 """
 
 import os
@@ -38,9 +38,11 @@ _FRAME = {"vocab_size", "hidden_size", "num_layers"}
 """Fields of an architecture that are used outside of the parts of layers."""
 _Index = tuple[int | slice | None, ...]
 _WritePiece = Callable[[str, _Index, LazyTensor], None]
-"""Writes a file tensor, read where it is indexed, to a place of a parameter."""
+"""``write(name, place, tensor)`` writes a tensor of the files to ``place`` of a parameter ``name``.
+The tensor is lazy: indexing it reads only the indexed elements."""
 _Parts = Callable[[Collection[str]], Iterator[tuple[str, _Index, LazyTensor]]]
-"""Iterates over the file tensors of parameters, with their places, as :data:`_WritePiece`."""
+"""``parts(names)`` yields the arguments of a :data:`_WritePiece` for each piece of the files that
+belongs to one of the parameters ``names``."""
 _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _FOLLOWS_FROM_CONFIG = re.compile(r".*rotary_emb\.inv_freq")
 """Names of tensors in old checkpoints that are computed from config.json; they are ignored."""
@@ -56,7 +58,7 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> hf_f
     Raises ConfigError: a file is missing or damaged; a tensor is missing, has another shape or
     dtype, or belongs to a layer or module of ``arch`` that has no such tensor.
     """
-    folder = Path(os.path.abspath(folder))  # saving the model reads it again
+    folder = Path(os.path.abspath(folder))  # saving the model reads the folder again
     source = hf_files.HFSource.read(folder)
     if arch.vocab_size > (own := architecture_from_hf(source.config).vocab_size):
         source = source.with_rows(arch.vocab_size, own)
@@ -97,9 +99,10 @@ def load_weights(
 ) -> None:
     """Copy a checkpoint into the existing parameters of ``model``, in their dtype and device.
 
-    ``write(name, place, tensor)`` writes a file tensor to its place in parameter ``name``; None:
-    the model's own parameters are written. ``tensor`` is read where it is indexed with slices
-    (``tensor[...]`` reads all of it), so that a shard reads only its part.
+    ``write(name, place, tensor)`` is called to write each tensor of the files to its place in
+    parameter ``name``; None: tensors are copied into the model's own parameters. ``tensor`` is
+    lazy: a slice reads only that part of the file, so a shard reads only what it holds.
+    ``tensor[...]`` reads all of it.
 
     Buffers that the files do not hold keep their values. A ``lm_head.weight`` beside tied
     embeddings is accepted if it equals the embedding, and refused if it differs, because the files
@@ -156,7 +159,7 @@ def opened(source: hf_files.HFSource, arch: Architecture) -> Iterator[_Parts]:
 
 @dataclass(frozen=True)
 class FilePiece:
-    """A piece of a file tensor, read where it is indexed."""
+    """A piece of a file tensor. Indexing it reads only the indexed elements."""
 
     tensor: LazyTensor
     piece: Piece
@@ -166,7 +169,7 @@ class FilePiece:
         return list(self.piece.of(torch.empty(self.tensor.get_shape(), device="meta")).shape)
 
     def __getitem__(self, index: Any, /) -> torch.Tensor:
-        """Read ``part[index]`` and nothing else of the file; slices have steps of 1."""
+        """Read ``piece[index]`` and nothing else of the file. Slices must have steps of 1."""
         piece, sizes = self.piece, list(self.tensor.get_shape())
         if piece.is_transposed:
             sizes[-2:] = sizes[:-3:-1]
@@ -196,14 +199,15 @@ def load_hf(
     checkpoint, for :func:`save_hf`.
 
     Args:
-        multi_token: the setting that asks for MTP blocks, for errors; None: the model has none.
+        multi_token: name of the setting that asks for MTP blocks; errors name it. None: the model
+            gets no MTP blocks.
 
     Raises ConfigError: as :func:`resolve`, :func:`architecture_from_hf` and
     :func:`check_checkpoint`.
     """
     folder = hf_files.resolve(path_or_hub_id)
     arch = architecture_from_hf(config := hf_files.read_json(folder / hf_files.CONFIG))
-    check_checkpoint(folder, arch)  # before memory is allocated by config.json
+    check_checkpoint(folder, arch)  # before memory is allocated for config.json's sizes
     if multi_token is not None:
         arch = with_multi_token(arch, config, multi_token)
         try:
@@ -257,7 +261,11 @@ def _check_headers(
 
 
 def _is_contradiction(name: str, arch: Architecture, num_extra_layers: int) -> bool:
-    """Return True if a tensor of no parameter is in a layer or module of config.json."""
+    """Return True if a tensor that belongs to no parameter contradicts config.json.
+
+    It does if it is in a module or a layer of the model, or in a layer past the
+    ``num_extra_layers`` of multi-token prediction that follow the model's layers.
+    """
     scope = FAMILIES[arch.family].scope(name)
     if scope is None or _FOLLOWS_FROM_CONFIG.fullmatch(name):
         return False
@@ -270,12 +278,12 @@ def resolve_architecture(
 ) -> Architecture:
     """Return the architecture of the checkpoint or preset that ``section`` names.
 
-    Its rows have ``model.max_positions``. A checkpoint's headers are checked here too, before
-    anything slow is done.
+    If ``model.max_positions`` is set, the architecture has that many positions. A checkpoint's
+    headers are checked here too, before anything slow is done.
 
     Args:
         needs_weights: False: ``config.json`` is enough, and nothing is downloaded.
-        multi_token: the architecture has the MTP blocks.
+        multi_token: True: the architecture gets the MTP blocks.
 
     Raises ConfigError: the path, its ``config.json`` or a weight file is bad; the preset is
     unknown; overrides do not fit the preset or each other; the model does not support
@@ -302,8 +310,8 @@ def resolve_architecture(
         )
         raise ConfigError("model.rope", f"{problem}; unset it")
     if rope.kind not in ("default", section.rope) or wanted <= original:
-        problem = f"{section.rope!r}, but the model's own is {rope.kind!r} for {original} positions"
-        raise ConfigError("model.rope", f"{problem}, and model.max_positions {wanted}; unset it")
+        problem = f"{section.rope!r}, but the model has rope {rope.kind!r} for {original} positions"
+        raise ConfigError("model.rope", f"{problem}, and model.max_positions is {wanted}; unset it")
     changes: dict[str, str | float] = {"kind": section.rope, "factor": wanted / original}
     if section.rope == "yarn":
         changes["original_max_positions"] = original

@@ -54,7 +54,7 @@ class GemmaAttention(GroupedQueryAttention):
         return {name: one for name, one in super().weights.items() if name not in left_out}
 
     def activations(self, share: Workload) -> float:
-        """Return :meth:`GroupedQueryAttention.activations`, and the bytes of values' norm."""
+        """Return the bytes of :meth:`GroupedQueryAttention.activations` and of values' norm."""
         kept = share.width if share.is_compiled else FP32 + share.width
         values = 0.0 if self.keys_are_values else share.tokens * kept * self.widths[1] / share.tp
         return super().activations(share) + values
@@ -97,7 +97,7 @@ class _GemmaAttention(Attention):
         v_BSGd: torch.Tensor,
         context: Context,
     ) -> torch.Tensor:
-        """Call the core without a scale."""
+        """Call the core with a scale of 1: scores are not scaled."""
         return self.core(q_BSHd, k_BSGd, v_BSGd, context, 1.0)
 
 
@@ -172,8 +172,8 @@ class _GemmaRouter(Router):
     ) -> Routed:
         """Route ``x_TD`` as :class:`Router` does, and scale the weights."""
         routed = super().forward(x_TD, is_pad_T, ids_TK)
-        # This is a choice and a sum, since the gradient of an index adds all tokens to a few
-        # elements with atomics: slowly, and in an order that changes the bits.
+        # Select and sum instead of indexing: an index's gradient adds all tokens to a few elements
+        # with atomics, which is slow, and in an order that changes the bits from run to run.
         experts_E = torch.arange(len(self.expert_scale), device=x_TD.device)
         is_chosen_TKE = routed.ids_TK.clamp(min=0)[..., None] == experts_E
         scales_TK = torch.where(is_chosen_TKE, self.expert_scale, 0).sum(-1)

@@ -98,8 +98,8 @@ class Member:
         return torch.Size(self.layout.gathered_shape).numel() + self.spare_numel
 
     def piece_of(self, flat_N: torch.Tensor) -> torch.Tensor:
-        """Return this member's view of ``flat_N``, a tensor as long as the bucket's shard; of
-        [S, N], of each row."""
+        """Return this member's view of ``flat_N``, a tensor as long as the bucket's shard. For a
+        tensor [S, N], return the view of each row."""
         return self.layout.piece_of(flat_N, self.start)
 
     def read(self) -> torch.Tensor:
@@ -171,8 +171,8 @@ class Bucket:
     _gathered_N: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """The memory of the gathered members."""
     _cast_N: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    """A copy of the shard in the dtype that is gathered, or for other ranks to read; where these
-    read the shard itself, its memory."""
+    """The copy of the shard that is gathered: cast to the gathered dtype, or in memory that other
+    ranks read. If they read the shard itself, this is its memory."""
     _version: int | None = None
     """The shard's version when that copy was written; None if the copy may be overwritten."""
     _rows: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
@@ -204,14 +204,14 @@ class Bucket:
 
     @property
     def needs_copies(self) -> bool:
-        """True: members are copied, or unpacked, out of what a gather brings."""
+        """True: a gather writes to staging memory, and members are copied or unpacked from it."""
         return self.storage.is_packed or (len(self.members) > 1 and self.group.size() > 1)
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be trained later
     def place(self, memory_N: torch.Tensor | None) -> None:
-        """Let the shard lie in ``memory_N``, with the values there. None: it has no memory.
+        """Make ``memory_N``, with the values in it, the shard's memory. None: it has no memory.
 
-        Tensors that show the shard stay the same objects.
+        Tensors that are views of the shard stay the same objects.
         """
         self.release()
         self.storage.awaits_memory = memory_N is None
@@ -242,14 +242,14 @@ class Bucket:
         return self._version == self._changes()
 
     def _changes(self) -> int:
-        """Count changes in place, which autograd does for all views of a tensor together."""
+        """Return the number of in-place changes, which autograd counts for all views together."""
         members = sum(member.parameter._version for member in self.members)
         return self.shard_N._version + members
 
     @property
     def cast_N(self) -> torch.Tensor:
-        """Memory for the shard in the dtype that is gathered, once members are laid out. It is the
-        very place that a gather would copy the shard to, or memory of its own."""
+        """The memory of the shard in the gathered dtype; it exists once members are laid out. It is
+        either the place to which a gather would copy the shard, or memory of its own."""
         if self.needs_copies and not self._cast_N.numel():
             self._cast_N = torch.empty_like(self.shard_N, dtype=self.dtype)
         return self._cast_N
@@ -264,8 +264,9 @@ class Bucket:
         self._version = self._changes()
 
     def updated(self, place_N: torch.Tensor | None) -> None:
-        """Note an update that wrote ``place_N`` too. A copy that other ranks read follows at once:
-        when a graph updates, no version changes that would tell."""
+        """Record an update of the shard, which also wrote the copy ``place_N`` if that is not None.
+        Otherwise a copy that other ranks read is refreshed at once: an update in a CUDA graph
+        changes no version by which it could be noticed later."""
         if place_N is not None:
             self.mark_fresh()
         elif self.transport.is_shared and self._cast_N.numel():
@@ -278,10 +279,10 @@ class Bucket:
         return self._cast_N if is_there and self.is_cast else None
 
     def share(self, copy_N: torch.Tensor) -> None:
-        """Bring what other ranks read up to date; they do not read it meanwhile.
+        """Bring the copy that other ranks read up to date; they must not read it meanwhile.
 
-        ``copy_N`` is its memory, which the first call after :meth:`release` takes. The shard may
-        lie there itself.
+        ``copy_N`` is the copy's memory, which the first call after :meth:`release` adopts. It may
+        be the memory of the shard itself.
         """
         if not self._cast_N.numel():
             self._cast_N = copy_N
@@ -319,7 +320,7 @@ class Bucket:
 
     @property
     def staging_bytes(self) -> int:
-        """The bytes that are gathered to be copied out."""
+        """The bytes of a gather's staging memory, out of which members are copied."""
         travels = self.storage.loads_packed or self.group.size() > 1
         return self.gathered_bytes if self.needs_copies and travels else 0
 
@@ -524,7 +525,7 @@ class Bucket:
         for copies in self.copies:
             copies.add(wide_N)
             count *= copies.count
-        gradient_N.copy_(wide_N)  # nothing where that is fp32: they are one
+        gradient_N.copy_(wide_N)  # does nothing in fp32, where both are one tensor
         return count
 
     def show_gradient(self) -> None:

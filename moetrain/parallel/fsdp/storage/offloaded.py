@@ -57,7 +57,10 @@ class Offloaded(Storage):
         self.source_N.copy_(self.shard_N)
 
     def take_gradient(self, gradient_N: torch.Tensor) -> bool:
-        """Begin to copy the device's gradient (fp32) here. Its memory may be freed at once."""
+        """Begin to copy ``gradient_N`` (fp32, on the device) to the host.
+
+        The caller may free its memory at once.
+        """
         self.wait()
         down = self.link.down
         if down is None:
@@ -90,7 +93,8 @@ class Offloaded(Storage):
     def send(self) -> None:
         """Begin to copy the master to the device, which must no longer use the old copy.
 
-        It overwrites the gradient. For the thread that updates.
+        The weights pass through the memory of the gradient, and overwrite it. For the thread that
+        updates.
         """
         up = self.link.up
         if up is None:

@@ -1,37 +1,39 @@
 """Copies within a machine in place of collectives (``parallel.fsdp_transport``).
 
 Copy engines move bytes between GPUs while every SM computes, and no rank waits for a peer to send.
-Each rank of an FSDP group has two pieces of memory that all of them map:
+Each rank of an FSDP group has two pieces of memory that all ranks of the group map:
 
     | a shard of the gathered dtype | another | ...
     | another shard's copy in the gathered dtype | ... | inbox: [W, N] of the reduction under way |
 
-Shards of the first piece lie nowhere else, so nothing is copied for the others. The second is a
-workspace, which may be given back between works. A gather reads the peers' shards. A reduction
-writes row r of a rank's gradients into row ``rank`` of r's inbox. Rank r sums its inbox just as it
-sums what an all-to-all brings: the bits are the same. Both run in streams of their own. They begin
-at rank + 1, so that no two ranks are at the same peer.
+The first piece holds the shards that are stored in the gathered dtype. Peers read them in place, so
+no second copy exists. The second piece is a workspace, which may be freed between two uses of
+``FSDP.work``. A gather reads the peers' shards. A reduction writes row r of a rank's gradients into
+row ``rank`` of r's inbox. Rank r sums its inbox just as it sums what an all-to-all brings: the bits
+are the same. Gathers and reductions run in streams of their own. Each rank begins with the peer
+rank + 1, so that no two ranks access the same peer at once.
 
-Barriers on the device keep writers and readers apart. Shards are written by an update, after the
-gradients' norm was summed over all ranks, and between :meth:`Peers.open` and :meth:`Peers.share`.
-They are read only after the second. Whoever else writes shards, or moves them, calls
-:meth:`PeerSession.withdraw` first, which waits at the first barrier unless it was waited at since
-the last ``share``. A reduction has two barriers more. It arrives at one when it has written to the
-inboxes, and waits there before it sums its own. It arrives at the other when it has summed, and the
-next reduction waits there before it writes.
+Barriers on the device keep writers and readers apart. Shards are written at two times: by an
+update, which follows the sum of the gradients' norm over all ranks, and between :meth:`Peers.open`
+and :meth:`Peers.share`. Peers read them only after ``share``. Any other code that writes or moves
+shards calls :meth:`PeerSession.withdraw` first. That waits at the barrier of ``open``, unless the
+rank has waited there since the last ``share``. A reduction uses two more barriers. It arrives at
+``WRITTEN`` when it has written to the inboxes, and waits there before it sums its own. It arrives
+at ``FREE`` when it has summed, and the next reduction waits there before it writes.
 
-To arrive is to write 1 to a word of each peer, who sets it to 0 after waiting. There is no count,
-which a CUDA graph could not hold. Barriers come in pairs, and no rank passes one of a pair before
-all have waited at the other. So no rank arrives twice before a peer has waited.
+To arrive, a rank writes 1 to a word of each peer; the peer waits for the 1 and then writes 0. There
+is no counter: a CUDA graph writes the same values in every replay. Barriers come in pairs, and no
+rank passes one of a pair before all have waited at the other. So no rank arrives twice at a barrier
+before its peers have waited there.
 
-No SM waits at a barrier. A kernel that waits for another GPU holds a multiprocessor for as long,
-and a grouped product that begins one program on each SM waits until that one is free. Stream memory
-operations write and wait for words of memory instead, which the front end of the GPU does. Nothing
-times out: after a rank died the others wait until whoever started them, or torch's monitor of NCCL,
-ends them.
+No SM waits at a barrier. A kernel that waited for another GPU would occupy an SM all that time, and
+a grouped product, which starts one program on each SM, would wait until that SM is free. Instead,
+stream memory operations write the words and wait for them: the front end of the GPU executes these,
+without an SM. These waits never time out: after a rank has died, the others wait until whoever
+started them, or torch's monitor of NCCL, ends them.
 
-On CPUs processes map the same memory, and copies are done at once. Left out on purpose: several
-machines, multicast, and sums on the way.
+On CPUs, processes map the same memory, and a copy is done when its call returns. Left out on
+purpose: several machines, multicast, and sums that a switch computes on the way.
 
 Legend: W ranks of the group, N elements of one rank's shard of a bucket.
 """
@@ -81,7 +83,8 @@ class _DeviceMemory:
     def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
         """Reserve ``size`` bytes of each rank.
 
-        Raises torch.OutOfMemoryError if there is too little, even without torch's caches.
+        Raises torch.OutOfMemoryError: there is too little memory, even after torch's cache is
+        emptied.
         """
         me, ranks = group.rank(), group.size()
         start = aligned(size)
@@ -116,11 +119,11 @@ class _DeviceMemory:
         weakref.finalize(self, DeviceBytes.add, device, -whole).atexit = False
 
     def arrive(self, barrier: int) -> None:
-        """Signal to all ranks once the current stream has come here."""
+        """Signal to all peers when the current stream reaches this point."""
         self._arrive[barrier]()
 
     def wait(self, barrier: int) -> None:
-        """Make the current stream wait until all ranks have arrived since it last waited."""
+        """Make the current stream wait until all peers have arrived since its last wait here."""
         self._wait[barrier]()
 
 
@@ -158,13 +161,13 @@ class CopyStreams:
         pull: reads peers' shards.
         own: copies what does not leave the device.
         push: writes gradients to peers, and sums.
-        used: the streams that have had work. A CUDA graph's capture has only these in it.
+        used: the streams that have had work. Only these take part in a CUDA graph's capture.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Sums have priority: they are short, and peers wait for them. What does not leave the
-        # device has a stream of its own: busy SMs may copy it, and nothing else should wait for it.
+        # Sums have priority: they are short, and peers wait for them. Copies within the device have
+        # a stream of their own: they may need busy SMs, and copies from peers should not wait.
         self.pull, self.own, self.push = (
             torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
             for priority in (0, -1, -1)
@@ -222,8 +225,7 @@ class _Area:
         return start
 
     def make(self, more: int = 0) -> None:
-        """Make the memory, with ``more`` bytes behind what is reserved, if it is not there.
-        Collective."""
+        """Make the memory if there is none: what is reserved, then ``more`` bytes. Collective."""
         if self.shared is None:
             self.shared = self.streams.shared(self.size + more, self.group)
 
@@ -242,7 +244,7 @@ class _Area:
         return self.parts(start, numel, dtype)[self.group.rank()]
 
     def parts(self, start: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return every rank's view of the same. Views are cached: a step would make thousands."""
+        """Return these elements of every rank. Views are cached: a step would make thousands."""
         key = (start, numel, dtype)
         if key not in self._found:
             assert self.shared is not None  # made
@@ -252,7 +254,7 @@ class _Area:
 
 
 class _Shards(_Area):
-    """The shards that other ranks read where they lie, as a piece of the arena of weights.
+    """The shards that other ranks read in place. They are a piece of the arena of weights.
 
     Attributes:
         buckets: each bucket, and the byte where its shard begins.
@@ -268,7 +270,7 @@ class _Shards(_Area):
         return self.shared.parts[self.group.rank()]
 
     def free(self) -> None:
-        """Give the memory back. No rank reads a shard. Collective."""
+        """Give the memory back. Collective. By now no rank may read a shard any more."""
         for bucket, start in self.buckets:
             if bucket.shard_N.data_ptr() == self.memory[start:].data_ptr():  # else it has moved
                 bucket.place(None)
@@ -286,7 +288,7 @@ class Peers:
     """Memory that the ranks of one group share, and copies in it.
 
     Attributes:
-        shards: the memory of shards that lie nowhere else.
+        shards: the memory of the shards that other ranks read in place.
         workspace: copies of other shards, then the inbox of reductions, then barriers.
     """
 
@@ -442,8 +444,8 @@ class PeerSession:
         self._buckets.append((bucket, area, start))
 
     def place(self, weights: Arena) -> None:
-        """Give shards that others read where they lie their memory, zeros, as pieces of
-        ``weights``. Collective."""
+        """Give the shards that peers read in place their memory, filled with zeros, and add it to
+        the arena ``weights``. Collective."""
         for shards in (peers.shards for peers in self.peers.values()):
             if shards.buckets:
                 shards.restore()
@@ -476,13 +478,14 @@ class PeerSession:
 def connect(
     buckets: Sequence[Bucket], setting: ParallelSection, device: torch.device, weights: Arena
 ) -> PeerSession | None:
-    """Let ranks copy the buckets that ``parallel.fsdp_transport`` allows. Collective.
+    """Make ranks copy from one another all buckets that ``parallel.fsdp_transport`` allows.
+    Collective.
 
     Collectives still carry buckets with a master in host memory (its copy is loaded while the
     forward runs), quantised ones, and all-reduces over replicas.
 
-    Returns None if there is nothing to copy. Raises ConfigError: the setting is copy, and ranks do
-    not reach one another's memory.
+    Returns None if there is nothing to copy. Raises ConfigError: the setting is copy, but ranks
+    cannot reach one another's memory.
     """
     travelling = [
         bucket
@@ -512,9 +515,11 @@ def wants_copies(setting: ParallelSection, device_type: str) -> bool:
 def reachable(
     groups: Mapping[str, dist.ProcessGroup], setting: ParallelSection, device: torch.device
 ) -> list[str]:
-    """Return the names of the groups whose ranks copy by ``parallel.fsdp_transport``. Collective.
+    """Return the names of the groups whose ranks copy from one another. Collective.
 
-    Raises ConfigError: the setting is copy, and ranks do not reach one another's memory.
+    This depends on ``parallel.fsdp_transport``, and on whether they reach one another's memory.
+
+    Raises ConfigError: the setting is copy, but ranks cannot reach one another's memory.
     """
     found: list[str] = []
     for name, group in groups.items() if wants_copies(setting, device.type) else ():
