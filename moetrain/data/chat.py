@@ -303,7 +303,8 @@ class ChatTemplate:
             _warn_of_role(role)
         for i, turn in enumerate(turns):
             for key, remedy in lost_keys(turn):
-                if not self._reads_key(key):
+                # A template reads `arguments` of calls, not of turns.
+                if key == "arguments" or not self._reads_key(key):
                     said = f"messages[{i}].{key} is not read by the chat template"
                     said = f"{said}: {shortened(turn[key])}"
                     raise BadLineError(f"{said}; {remedy}")

@@ -64,7 +64,7 @@ _ABOUT = {
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SAVED = ("dataset_dict.json", "dataset_info.json")
 _DAMAGED = "it is damaged, cut short or of another format: fetch or write it again"
-OBJECTS = "give one object a line, or all in one array: [{...}, {...}]"
+OBJECTS = "give each object one line, or all in one array: [{...}, {...}]"
 _RATIO = 4
 """Estimated bytes of text in a byte of a compressed file."""
 _MOST_BYTES = 64 << 20

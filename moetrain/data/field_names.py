@@ -32,7 +32,10 @@ _OF_FORMS = {
     *("question", "answer"),
 }
 """Fields of the known forms. A record that has none of them may have a dialogue under any name."""
-_IN_CAPITALS = {"Instruction": "instruction", "Input": "input", "Output": "output"}
+_IN_CAPITALS = {
+    **{"Instruction": "instruction", "Input": "input", "Output": "output"},
+    **{"System": "system", "Functions": "functions", "Tools": "tools", "History": "history"},
+}
 """Fields of Alpaca's form that some copies write in capitals."""
 _FUNCTIONS = ("available_tools", "function_list", "function_description")
 """Other names of ``tools``, where they have a list of tools or the text of its JSON."""

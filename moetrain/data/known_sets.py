@@ -74,6 +74,10 @@ _JUDGES = re.compile(
     r".*_response_id|(?:overall_)?preference(?:_strength)?|winner(?:_model_[ab])?|label"
 )
 """Matches names of fields that tell the better one of two answers."""
+_SCORE_OF_TWO = re.compile(r"(?:score|rating|reward)s?_?[012ab]", re.I)
+"""Matches the score of one of two answers: WebGPT's."""
+_STEP = "\u043a\u0438"
+"""The mark behind each step of Math-Shepherd's answers."""
 _OF_PAIRS = {"chosen", "rejected", "label"}
 """Fields of pairs and of labelled answers."""
 _QUESTIONS_OF_PAIRS = ("prompt", "question", "instruction", "input")
@@ -157,7 +161,7 @@ def read_known_set(found: dict[str, Any]) -> None:
     said = [key for key in ("output", *RESPONSES) if isinstance(found.get(key), str)]
     if len(asked) == len(said) == 1 and role_of(found[asked[0]][-1]) == "user":
         answer = {"role": "assistant", "content": found.pop(said[0])}
-        found["messages"] = [*found.pop(asked[0]), answer]
+        found["prompt"], found["completion"] = found.pop(asked[0]), [answer]
 
 
 def read_reasoned_answer(found: dict[str, Any]) -> None:
@@ -268,6 +272,9 @@ def _objects_in(text: str) -> list[dict[str, Any]]:
 def _read_xlam(found: dict[str, Any]) -> None:
     """Read xLAM's function calling: ``query``, ``tools`` and the calls in ``answers``."""
     answers = found["answers"]
+    if isinstance(answers, str) and re.match(r"[^\W\d_]", answers.strip()):  # Synth-APIGen's words
+        found["instruction"], found["output"] = found.pop("query"), found.pop("answers")
+        return
     calls = parse_json(answers, "`answers`") if isinstance(answers, str) else answers
     if calls == []:
         said = "`answers` has no call: no tool suits the question, and nothing says what to answer"
@@ -330,6 +337,12 @@ def _read_exchanges(found: dict[str, Any]) -> None:
             if not isinstance(each, dict) or not isinstance(each.get(key), str):
                 said = f"conversation[{i}] has no text `{key}`: {shortened(each)}"
                 raise BadLineError(f"{said}; give both, or write the turns as `messages`")
+        if not each["input"].strip():
+            said = f"conversation[{i}].input is empty: {shortened(each)}"
+            raise BadLineError(f"{said}; write what answers nothing as `text`")
+        if each.get("need_eos_token") is False:
+            said = f"conversation[{i}].need_eos_token is false, and the template ends each turn"
+            raise BadLineError(f"{said}; leave it out, or write such texts as `text`")
         if each.get("system"):
             turns.append({"role": "system", "content": each["system"]})
         turns.append({"role": "user", "content": each["input"]})
@@ -373,6 +386,7 @@ def remedy_for(
         return said if _asks(record) else None
     return (
         _remedy_for_response(record, reads_labels)
+        or (None if _asked(record) else _remedy_for_texts(record))
         or _remedy_for_question(record)
         or _remedy_for_turns(record)
         or _remedy_for_thoughts(record)
@@ -386,8 +400,11 @@ def _remedy_for_steps(
     translations, or pieces of a text with a mask each."""
     for key, value in record.items():
         if isinstance(value, dict) and isinstance(value.get("replies"), list):
-            where = "from its root to a leaf as `messages`"
-            return f"`{key}` is a tree of messages; write each path {where}"
+            write = "write each path from its root to a leaf as `messages`"
+            if reads_pairs:
+                write = "write each path from its root to a question as `messages`, the better one "
+                write += "of two replies to it as `chosen`, the other as `rejected`"
+            return f"`{key}` is a tree of messages; {write}"
     languages = record.get("translation")
     if isinstance(languages, dict) and len([x for x in languages.values() if _is_text(x)]) > 1:
         return (
@@ -419,7 +436,28 @@ def _remedy_for_steps(
             "stepwise supervision), which no train.objective learns; leave such records out, or "
             f"{write}"
         )
+    key = next((key for key in record if _has_verdicts_of_steps(key, record)), None)
+    if key is not None:
+        return (
+            f"`{key}` has a verdict on each step of an answer, which no train.objective learns; "
+            "leave such records out, or write the steps of a right answer as one text, without "
+            "marks, as `output` beside the question as `instruction`"
+        )
     return None
+
+
+def _has_verdicts_of_steps(key: str, record: Mapping[str, Any]) -> bool:
+    """Return whether a field has verdicts on steps: PRM800K's ``label``, Math-Shepherd's, which
+    repeats ``input`` with a sign in the place of each mark."""
+    value = record[key]
+    if isinstance(value, dict) and isinstance(steps := value.get("steps"), list) and steps:
+        inner = steps[0].get("completions", [steps[0]]) if isinstance(steps[0], dict) else None
+        first = inner[0] if isinstance(inner, list) and inner else None
+        return isinstance(first, dict) and "rating" in first
+    marked = record.get("input")
+    if key != "label" or not isinstance(value, str) or not isinstance(marked, str):
+        return False
+    return _STEP in marked
 
 
 def remedy_for_two(record: Mapping[str, Any]) -> str | None:
@@ -428,13 +466,16 @@ def remedy_for_two(record: Mapping[str, Any]) -> str | None:
     better, worse = (next(filter(x.fullmatch, fields), None) for x in (_BETTER, _WORSE))
     if better is not None and worse is not None and "chosen" not in fields:
         and_worse = f" and `{worse}` as `rejected`" * (worse != "rejected")
-        return f"write `{better}` as `chosen`{and_worse}{_also_prompt(record)}"
+        return f"write `{better}` as `chosen`{and_worse}{_also_prompt(record)}{_for_chat(record)}"
     if len([key for key in fields if _OF_TWO.fullmatch(key)]) == 2:
         judges = " or ".join(f"`{key}`" for key in fields if _JUDGES.fullmatch(key))
         names = f", the one that {judges} names," * bool(judges)
+        scores = [f"`{key}`" for key in fields if _SCORE_OF_TWO.fullmatch(key)]
+        if not judges and scores:
+            names = f", by {' and '.join(scores)},"
         return (
             f"it has two answers; write the better one{names} as `chosen`, the other as `rejected`"
-            f"{_also_prompt(record)}"
+            f"{_also_prompt(record)}{_for_chat(record)}; leave ties out"
         )
     return None
 
@@ -597,6 +638,21 @@ def _remedy_for_turns(record: Mapping[str, Any]) -> str | None:
             return f"`{key}` seems to be a question; write its turns as `messages`, {each}, {also}"
         if isinstance(value, dict) and is_dialogue(value.get("messages")):
             return f"`{key}` has `messages`; write them, with the answer, outside of it"
+    if (said := _remedy_for_texts(record)) is not None:
+        return said
+    for key, value in record.items():
+        are_objects = isinstance(value, list) and value and all(isinstance(x, dict) for x in value)
+        if are_objects and not are_tools(value) and not describes(key, value):
+            return (
+                f"if `{key}` is a dialogue, write its turns as `messages`, each with `role` and "
+                "`content`; if it holds the records, write each of them as a line"
+            )
+    return None
+
+
+def _remedy_for_texts(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for a dialogue of texts without roles, under a name of dialogues."""
+    for key, value in record.items():
         inner = value.values() if isinstance(value, dict) else value
         inner = list(inner) if isinstance(value, list | dict) else []
         are_texts = all(isinstance(text, str) for text in inner)
@@ -607,11 +663,6 @@ def _remedy_for_turns(record: Mapping[str, Any]) -> str | None:
         if (are_texts or are_turns) and inner and is_long and key.lower() in _LISTS_OF_TEXTS:
             each = "each with its role"
             return f"`{key}` seems to be a dialogue; write its texts as `messages`, {each}"
-    for key, value in record.items():
-        are_objects = isinstance(value, list) and value and all(isinstance(x, dict) for x in value)
-        if are_objects and not are_tools(value) and not describes(key, value):
-            each = "each with `role` and `content`"
-            return f"if `{key}` is a dialogue, write its turns as `messages`, {each}"
     return None
 
 
@@ -631,7 +682,9 @@ def _also_thought(record: Mapping[str, Any]) -> str:
     thoughts = [key for key in record if thoughts_of_field(key, record[key])]
     if not thoughts:
         return ""
-    thought = f"{_one_of(thoughts)} as `reasoning_content` of the answer"
+    lists = [key for key in thoughts if not isinstance(record[key], str)]
+    thought = "the text in " * bool(lists)
+    thought += f"{_one_of(thoughts)} as `reasoning_content` of the answer"
     thought += ", and leave the others out" * (len(thoughts) > 1)
     return f", or write both as `messages` with {thought}"
 
@@ -676,6 +729,15 @@ def _all_of(names: list[str]) -> str:
 
 def _one_of(names: list[str]) -> str:
     return _all_of(names) if len(names) == 1 else f"one of {_all_of(names)}"
+
+
+def _for_chat(record: Mapping[str, Any]) -> str:
+    """Return the advice to make a chat of a prompt and two answers that would be joined as plain
+    text. Empty: they become a chat."""
+    asked = record.get("prompt")
+    if isinstance(asked, str) and not asked.lstrip().startswith("["):  # Arena's lists are turns
+        return "; answers are joined to `prompt` as plain text: rename it `question` for a chat"
+    return ", or as `question` for a chat" if _also_prompt(record) else ""
 
 
 def _also_prompt(record: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from moetrain.data.messages import (
     truth_of,
     words_of,
 )
+from moetrain.data.tools import names_of_tools
 from moetrain.data.warned import warn_once
 
 _THOUGHTS = {
@@ -43,14 +44,14 @@ _MODES = {"on", "off", "true", "false", "yes", "no", "none", "minimal", "low", "
 """Values of such fields that are no thoughts. Nemotron's ``reasoning`` is on or off."""
 PASSAGES = {
     *("context", "contexts", "ctx", "passage", "passages", "paragraph", "paragraphs"),
-    *("document", "article", "background", "evidence"),
+    *("document", "article", "background", "evidence", "story", "support"),
     *("schema", "db_schema", "database_schema", "table_schema"),  # a question for SQL
 }
 """Names of texts that a question may be about."""
 _ASKED = {
     *("question", "query", "instruction", "prompt", "problem", "input", "text", "suffix", "code"),
     *("user_prompt", "user_query", "problem_statement", "problem_description", "dialogue"),
-    *("dialog", "table", "premise", "hypothesis", "hint", "hints", "knowledge", "facts", "story"),
+    *("dialog", "table", "premise", "hypothesis", "hint", "hints", "knowledge", "facts"),
     *("definition", "references", "search_results", "few_shot", "ctxs", "chat_history"),
     *("previous_turns", "user_info", "profile", "task_description", "inputs", "input_text"),
     *("content", "sentence", "sentences"),
@@ -82,8 +83,21 @@ _AFTER_TURNS = {
     *("target", "targets", "solution", "reply", "ground_truth", "reference"),
 }
 """Names of the answer to the last question of a dialogue: ChatQA's ``answers`` and others'."""
+_OF_PAIRS = {
+    "chosen",
+    "rejected",
+    "label",
+    "prompt",
+    "instruction",
+    "input",
+    "output",
+    "completion",
+}
+"""Further fields that forms read, or compare with what they read."""
 _VARIANTS = {"original", "rewritten", "evolved", "seed", "explanation"}
 """Words in the names of texts that a record was made of, or that are about it."""
+_OF_OTHER_TOOLS = {"orig", "target"}
+"""Words in the names of tools that were taken from the record: When2Call's."""
 CHOICES = {"choices", "options"}
 """Names of fields with the answers that a question gives to choose from."""
 _CHOICE = re.compile(r"(?:op|opt|option|choice|ending|sol|alternative)_?[a-e0-9]|[a-e]", re.I)
@@ -160,7 +174,25 @@ def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: 
         lost = [t for t in texts if not is_said(t, (document.text for document in documents))]
         is_chosen = len(lost) < len(texts) and all("</think>" in text for text in texts)
         if lost and not is_chosen:  # the answer is one of several samples: OpenR1's `generations`
-            raise BadLineError(_problem(key, lost[0], form))
+            raise BadLineError(_problem(key, value, lost[0], form))
+
+
+def unread_fields(record: Mapping[str, Any], documents: Sequence[Document]) -> list[str]:
+    """Return the fields with texts that no document shows, except those that describe the record.
+
+    Args:
+        record: the record, whose fields are renamed to those of the forms.
+        documents: its documents.
+    """
+    shown = [document.text for document in documents]
+    return [
+        key
+        for key, value in record.items()
+        if key not in _BY_ALL | _OF_PAIRS
+        and not describes(key, value)
+        # a template may write the parts of what is read otherwise
+        and not any(is_said(text, shown) for text in _texts_in(value))
+    ]
 
 
 def thoughts_of_field(key: str, value: object) -> list[str]:
@@ -250,6 +282,9 @@ def _texts_to_show(
         return [*_texts_in(value)]
     if key != name and name == "tools":
         return [*_texts_in(value)]
+    may_hold_tools = key not in _BY_ALL and words_of(key).isdisjoint(_VARIANTS | _OF_OTHER_TOOLS)
+    if may_hold_tools and (tools := names_of_tools(value)):
+        return tools
     if is_pair:  # its question is read, and compared, in pairs
         return []
     if form in ("messages", "sharegpt"):
@@ -276,12 +311,12 @@ def _refuse_marks(turns: object, name: str) -> None:
             raise lost_media(f"{name}[{i}] has a mark in the place of what", said)
 
 
-def _problem(key: str, text: str, form: str) -> str:
-    """Describe the text of a field that would be lost, and say what to write."""
+def _problem(key: str, value: object, text: str, form: str) -> str:
+    """Describe a text of the field ``key`` that would be lost, and say what to write."""
     name = key.lower()
     if name in _SYSTEMS | _PLAYED or _is_system(key):
         said, remedy = "seems to be the system's text, which would be lost", "write it as `system`"
-    elif name in _FUNCTIONS | {"tools"}:
+    elif name in _FUNCTIONS | {"tools"} or names_of_tools(value):
         said, remedy = "seems to hold the tools, which would be lost", "write them as `tools`"
     else:
         said, remedy = "may be a part of the question or of the answer", "write it in the question"

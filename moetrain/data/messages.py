@@ -90,10 +90,11 @@ MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Fields of pictures, films and sounds, beside messages and in them."""
 _PLACES = {"path", "paths", "file", "files"}
 """Words in the names of such fields, of the place of a picture."""
+_PARTS_OF_CALLS = ("tool_use", "toolUse", "functionCall")
 _ELSEWHERE = {
     "thinking": ", and thoughts as `reasoning_content`",
     "reasoningContent": ", and thoughts as `reasoning_content`",
-    **dict.fromkeys(("tool_use", "toolUse", "functionCall"), ", and calls as `tool_calls`"),
+    **dict.fromkeys(_PARTS_OF_CALLS, ", and calls as `tool_calls`"),
     **dict.fromkeys(
         ("tool_result", "toolResult", "functionResponse"),
         ", and results as turns of the role tool",
@@ -102,6 +103,12 @@ _ELSEWHERE = {
 """Advice on parts of ``content`` in the messages of Anthropic, which are named by their type, and
 in those of Bedrock and Gemini, which are named by their key. OpenAI's have other fields for them.
 """
+_OF_ITEMS = {
+    "function_call": ", and calls as `tool_calls` of a turn of the assistant",
+    "function_call_output": ", and results as turns of the role tool",
+    "reasoning": ", and thoughts as `reasoning_content` of a turn of the assistant",
+}
+"""Advice on items of OpenAI's responses that are no messages, by their type."""
 _OF_CALLS = {"call", "calls", "invocation", "invocations"}
 """Words of names of calls that are not read: ``function_calls`` in Olmo's records, the AI SDK's
 ``toolInvocations``. Beside them stand the next words alone."""
@@ -283,7 +290,11 @@ def lost_keys(turn: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             remedy = "write the tools as `tools` of the record, or leave it out"
         elif is_empty and _names_calls(key):  # without it the answer would be empty
             remedy = "write calls as `tool_calls`, or leave such records out"
-        elif is_answer and _names_calls(key):
+        elif is_answer and (
+            _names_calls(key)
+            or _has_calls(value)
+            or (key == "arguments" and "name" in turn)  # OpenAI's items of responses
+        ):
             remedy = "write calls as `tool_calls`, or leave it out"
         elif is_empty and _may_be_said(key, value):
             remedy = "write what the turn says as `content`, and calls as `tool_calls`, or leave "
@@ -298,6 +309,14 @@ def lost_keys(turn: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _names_calls(key: str) -> bool:
     words = words_of(key)
     return not words.isdisjoint(_OF_CALLS) and words <= _OF_CALLS | _OF_TOOLS
+
+
+def _has_calls(parts: object) -> bool:
+    """Return whether a list has a part with a call: Anthropic's, Bedrock's, Gemini's."""
+    if not isinstance(parts, list):
+        return False
+    names = {name for part in parts if isinstance(part, dict) for name in (*part, part.get("type"))}
+    return not names.isdisjoint(_PARTS_OF_CALLS)
 
 
 def _may_be_said(key: str, value: object) -> bool:
@@ -329,7 +348,8 @@ def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Messa
     role, content = role_of(turn), turn.get("content")
     if not isinstance(role, str):
         said = f"{where}.role is missing or not text: {shortened(turn)}"
-        raise BadLineError(f'{said}; give {{"role": ..., "content": ...}}')
+        also = _OF_ITEMS.get(str(turn.get("type")), "")
+        raise BadLineError(f'{said}; give {{"role": ..., "content": ...}}{also}')
     if "role" not in message and role not in _ROLES.values():
         said = f"{where}.from is {shortened(role)}, which is no known role"
         raise BadLineError(f"{said}; write human, gpt, system or observation")
@@ -352,13 +372,31 @@ def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Messa
         turn["content"] = [_read_part(part, where) for part in content]
     elif not isinstance(content, str) and not (content is None and calls):
         said = f"{where}.content is missing or not text: {shortened(turn)}"
-        raise BadLineError(f"{said}; give text in `content`")
+        raise BadLineError(f"{said}; give text in `content`{_also_in_parts(turn)}")
+    if calls and isinstance(content, str) and "<tool_call>" in content:
+        said = f"{where} has `tool_calls`, and a call in its content: {shortened(content)}"
+        raise BadLineError(f"{said}; leave one of them out, or both would be learned")
+    if isinstance(turn.get("label"), str) and re.match(r"\w+:\d", turn["label"]):
+        said = f"{where}.label judges the answer, and would be lost: {shortened(turn['label'])}"
+        raise BadLineError(f"{said}; write it in the question, or leave it out")
+    for key in REASONING:
+        if key in turn and not isinstance(turn[key], str):
+            said = f"{where}.{key} is not text: {shortened(turn[key])}"
+            raise BadLineError(f"{said}; write the thought as one text")
     if reasoning := [turn[key] for key in REASONING if key in turn]:
         turn["content"] = _without_repeated(reasoning, content, where)
         if content is None:
             del turn["content"]
         turn = {"thinking": reasoning[0], **turn, "reasoning_content": reasoning[0]}
     return turn
+
+
+def _also_in_parts(turn: Mapping[str, Any]) -> str:
+    """Return the advice for calls, results and thoughts in a turn's lists of parts (Gemini's)."""
+    lists = [value for value in turn.values() if isinstance(value, list)]
+    parts = [part for value in lists for part in value if isinstance(part, dict)]
+    names = {name for part in parts for name in (*part, part.get("type"))}
+    return "".join(dict.fromkeys(_ELSEWHERE[name] for name in _ELSEWHERE if name in names))
 
 
 def _without_thought(content: object) -> tuple[dict[str, str], object]:
@@ -562,7 +600,10 @@ def _unread_mask(where: str, value: object, what: str, *, is_of_last: bool = Fal
     said = f"{where} is {shortened(value)}, which seems to say what is learned, and is not read"
     remedy = f'write "weight": 0 in {what} that are not learned'
     remedy = f"set data.train_on last, or {remedy}" if is_of_last else remedy
-    return BadLineError(f"{said}; {remedy}, and leave this out")
+    remedy += ", and leave this out"
+    if isinstance(value, str) and role_of({"role": value}) == "assistant":  # NeMo's
+        remedy += "; if the user's turns are to be learned, exchange the two roles"
+    return BadLineError(f"{said}; {remedy}")
 
 
 # ---- pictures and sounds ------------------------------------------------------------------------

@@ -21,7 +21,12 @@ from moetrain.data.containers import OBJECTS
 from moetrain.data.documents import Document
 from moetrain.data.field_names import name_of_dialogue, renamed
 from moetrain.data.known_sets import is_dialogue, read_known_set, remedy_for, remedy_for_two
-from moetrain.data.lost import refuse_bad_verdict, refuse_lost, refuse_lost_answer
+from moetrain.data.lost import (
+    refuse_bad_verdict,
+    refuse_lost,
+    refuse_lost_answer,
+    unread_fields,
+)
 from moetrain.data.messages import (
     BadLineError,
     Message,
@@ -172,6 +177,15 @@ class RecordReader:
         Raises BadLineError: the record has no known form. The error names the nearest form.
         """
         return self._form(self._named(record))
+
+    def unread(self, record: Any) -> list[str]:
+        """Return the fields of ``record`` with texts that are neither learned nor shown.
+
+        Fields that describe the record, such as ``source``, are left out. Raises as
+        :meth:`documents`.
+        """
+        documents = self.documents(record)
+        return unread_fields(self._named(record), documents) if documents else []
 
     def _form(self, record: dict[str, Any]) -> str:
         """Return the form of a record whose fields are renamed already."""
@@ -496,7 +510,12 @@ def has_answer(record: Mapping[str, Any]) -> bool:
 
 def _likeness(fields: tuple[str, ...], record: dict[str, Any]) -> float:
     """Return the share of ``fields`` that the record has, perhaps misspelt."""
-    keys = [key for key, value in record.items() if value is not None]
+    is_dialogue_form = fields[0] in ("messages", "conversations")
+    keys = [
+        key
+        for key, value in record.items()
+        if value is not None and (isinstance(value, list) or not is_dialogue_form)
+    ]
     return sum(bool(get_close_matches(field, keys, cutoff=0.8)) for field in fields) / len(fields)
 
 

@@ -198,11 +198,25 @@ class Source(Files):
                 raise
             return "bad"
 
+    def _unread(self, raw: Raw) -> list[str]:
+        """Return the fields of a record that are not read. A bad record is told of later."""
+        try:
+            return self._read_by(RecordReader.unread, raw)
+        except BadRecordError:
+            return []
+
     def describe(self) -> str:
-        """Describe in one line the forms of the first records; empty: there are no records."""
-        first = islice(self._raws(), _FIRST) if self.reader is not None else ()
+        """Describe in one line the forms of the first records, and what of them is not read.
+
+        Empty: there are no records.
+        """
+        first = [*islice(self._raws(), _FIRST)] if self.reader is not None else []
         forms = Counter(self._form_of(raw) for raw in first)
         found = ", ".join(f"{name} ({count})" for name, count in forms.most_common())
+        unread = dict.fromkeys(key for raw in first for key in self._unread(raw))
+        if unread:
+            names = ", ".join(f"`{key}`" for key in unread)
+            found += f"; neither learned nor shown: {names}"
         return found and f"{self.path}: the first {forms.total()} records are {found}"
 
 

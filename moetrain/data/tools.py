@@ -78,10 +78,38 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [_read_tool(tool) for tool in _single_tools(tools)]
 
 
+_SCHEMAS = {"parameters", "input_schema", "inputSchema"}
+"""Keys of the schema of a tool's parameters: OpenAI's, Anthropic's, MCP's."""
+
+
 def are_tools(tools: list[Any]) -> bool:
     """Return whether ``tools`` are objects that seem to be tools."""
     marks = {"name", "function", "toolSpec", *_DECLARATIONS}
     return all(isinstance(x, dict) and marks & x.keys() for x in tools)
+
+
+def names_of_tools(value: object) -> list[str]:
+    """Return the names of the tools that a field of any name seems to hold; none: it holds none.
+
+    ``value`` is a tool, a list of tools, the JSON text of either, or a list of such texts. A tool
+    has a name and a schema of its parameters.
+    """
+    if isinstance(value, str):
+        if not re.match(r"\s*[\[{]", value) or not any(f'"{key}"' in value for key in _SCHEMAS):
+            return []
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return []
+    if isinstance(value, list):
+        each = [names_of_tools(tool) for tool in value if not isinstance(tool, list)]
+        return [name for names in each for name in names] if all(each) else []
+    if not isinstance(value, dict):
+        return []
+    function = value.get("function")
+    function = function if isinstance(function, dict) else value
+    name = function.get("name") or function.get("api_name")
+    return [name] if isinstance(name, str) and not _SCHEMAS.isdisjoint(function) else []
 
 
 def _single_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

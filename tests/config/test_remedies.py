@@ -389,7 +389,7 @@ ROWS = {
     "objects over several lines": Row(
         {"a.json": '{\n"text": "a"}\n'},
         {"data.path": "a.json"},
-        "a.json:1: not JSON: .*; give one object a line, or all in one array: ",
+        "a.json:1: not JSON: .*; give each object one line, or all in one array: ",
         [
             {"files": {"a.json": CHATS}},
             {"files": {"a.json": f"[{CHATS.strip()}]".replace("\n", ",")}},
@@ -398,7 +398,7 @@ ROWS = {
     "no object": Row(
         {"a.jsonl": '"a"\n'},
         OF_CHATS,
-        "a.jsonl:1: not a JSON object: 'a'; give one object a line, or all in one array: ",
+        "a.jsonl:1: not a JSON object: 'a'; give each object one line, or all in one array: ",
         [
             {"files": {"a.jsonl": CHATS}},
             {"files": {"a.jsonl": f"[\n{chat('a', 'b')},\n{chat('c', 'd')}]"}},

@@ -114,7 +114,7 @@ BROKEN = {
     "another bracket": ('[{"text": "a"}}', "something follows the array"),
     "no comma": ('[{"text": "a"}\n{"text": "b"}]', r"a.json:1, record 1: not JSON: Extra data"),
     "a comma too many": ('[{"text": "a"},\n]', r"a.json:2, record 2: not JSON: Expecting value"),
-    "a number": ('[{"text": "a"},\n\n3]', r"a.json:3, record 2: not a JSON object: 3; give one"),
+    "a number": ('[{"text": "a"},\n\n3]', r"a.json:3, record 2: not a JSON object: 3; give each"),
     "large": (
         '[{"text": "a"},\n{"text": "' + "b" * 2000 + '"}]',
         r"2, record 2: the record has mo",

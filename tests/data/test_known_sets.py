@@ -357,7 +357,7 @@ def test_other_metadata_is_no_tools(metadata: object):
         (glaive("USER: q\n\n\nASSISTANT: a <|endoftext|> b"), "<|endoftext|> within a turn"),
         ({"query": "q", "tools": "[]", "answers": "[]"}, "has no call: .*; leave such records out"),
         ({"query": "q", "tools": "[]", "answers": "[1]"}, "`answers` is no list of calls"),
-        ({"query": "q", "tools": "[]", "answers": "a"}, "`answers` is text that is not JSON"),
+        ({"query": "q", "tools": "[]", "answers": "[{"}, "`answers` is text that is not JSON"),
         *(
             (
                 {
@@ -393,6 +393,51 @@ def test_other_metadata_is_no_tools(metadata: object):
         (
             {"query": [USER]},
             "`query` seems to be a question; write its turns as `messages`, .* and after them the",
+        ),
+        (
+            {"conversation": [{"input": "", "output": "a"}]},
+            r"`?conversation\[0\].input is empty.*as `text`",
+        ),
+        (
+            {"conversation": [{"input": "q", "output": "a", "need_eos_token": False}]},
+            r"conversation\[0\].need_eos_token is false",
+        ),
+        (
+            {"question": {"problem": "q"}, "label": {"steps": [{"completions": [{"rating": 1}]}]}},
+            "`label` has a verdict on each step of an answer, which no train.objective learns",
+        ),
+        (
+            {"input": "q Step 1: a \u043a\u0438", "label": "q Step 1: a +"},
+            "`label` has a verdict on each step of an answer, which no train.objective learns",
+        ),
+        (
+            {"narrative": "n", "dialogue": ["q", "a"], "head_answer": "yes", "tail_answer": "no"},
+            "`dialogue` seems to be a dialogue; write its texts as `messages`",
+        ),
+        ({"old": "x = 1", "new": "x = 2", "message": "two"}, "none is near"),
+        ({"topic;": "t", "message_1": "q", "message_2": "a"}, "none is near"),
+        (
+            {"Instances": [{"input": "q", "output": ["a"]}], "Definition": ["d"]},
+            "if `Instances` is a dialogue, .*; if it holds the records, write each of them as",
+        ),
+        (
+            {"question": "q", "solution": "a", "metadata": "{}", "thinking_trajectories": ["t"]},
+            "with the text in `thinking_trajectories` as `reasoning_content` of the answer",
+        ),
+        (
+            {
+                "question": {"full_text": "q"},
+                "answer_0": "a",
+                "answer_1": "b",
+                "score_0": 0.5,
+                "score_1": -0.5,
+            },
+            "write the better one, by `score_0` and `score_1`, as `chosen`, .* as `prompt`, or as "
+            "`question` for a chat; leave ties out",
+        ),
+        (
+            {"prompt": "q", "response_0": "a", "response_1": "b", "better_response_id": 1},
+            "answers are joined to `prompt` as plain text: rename it `question` for a chat",
         ),
         (
             {"steps": [{"speaker": "x", "utterance": "q"}]},
@@ -439,7 +484,7 @@ def test_other_metadata_is_no_tools(metadata: object):
         ),
         (
             {"question": {"full_text": "q"}, "answer_0": "a", "answer_1": "b", "score_0": 1.0},
-            "two answers; write the better one as `chosen`",
+            "two answers; write the better one, by `score_0`, as `chosen`",
         ),
         (
             {"prompt": "q", "answers": [{"answer": "a", "rank": 1}, {"answer": "b", "rank": 2}]},
@@ -544,7 +589,12 @@ FOLLOWED = [
         {"generations": ["a", "b"], "output": "a", "instruction": "q"},
         [CHAT],
     ),
-    (SAFE, "names, as `chosen`, the other as `rejected`, or name", {**SAFE, **BOTH}, 1),
+    (
+        SAFE,
+        "names, as `chosen`, the other as `rejected`.*; leave ties out, or name",
+        {**SAFE, **BOTH},
+        1,
+    ),
     (
         {"prompt": "q", "response_0": "a", "response_1": "b", "label": 1},
         "the one that `label` names, as `chosen`",
@@ -553,7 +603,7 @@ FOLLOWED = [
     ),
     (
         ARENA,
-        "that `winner_model_a` names, as `chosen`, the other as `rejected`, or name",
+        "that `winner_model_a` names, as `chosen`, the other as `rejected`.*; leave ties out, or",
         {**ARENA, "chosen": '["a"]', "rejected": '["b"]'},
         0,
     ),
@@ -577,7 +627,7 @@ FOLLOWED = [
     ),
     (
         {"conversation_a": DIALOGUE_A, "conversation_b": DIALOGUE_B, "winner": "model_a"},
-        "as `chosen`, the other as `rejected`, or name",
+        "as `chosen`, the other as `rejected`.*; leave ties out, or name",
         {"chosen": DIALOGUE_A, "rejected": DIALOGUE_B, "winner": "model_a"},
         0,
     ),
@@ -837,7 +887,7 @@ FOLLOWED = [
     ),
     (
         {"prompt": "q", "accepted": "a", "rejected": "b"},
-        "; write `accepted` as `chosen`, or name",
+        "; write `accepted` as `chosen`; answers are joined to `prompt` as plain .*, or name",
         {"prompt": "q", "chosen": "a", "rejected": "b"},
         1,
     ),
@@ -866,7 +916,7 @@ FOLLOWED = [
         [CHAT],
     ),
     (
-        {"query": "q", "tools": "[]", "answers": "a"},
+        {"query": "q", "tools": "[]", "answers": "[a"},
         "write it with a JSON library",
         {"query": "q", "tools": "[]", "answers": json.dumps([call()["function"]])},
         [theirs([USER, {"role": "assistant", "tool_calls": [call()]}])],
@@ -921,6 +971,31 @@ def test_the_only_dialogue_of_a_record_is_read_whatever_its_name(record: dict | 
 def test_such_a_dialogue_loses_nothing_beside_it(record: dict):
     with pytest.raises(BadLineError):
         documents(record)
+
+
+def test_the_answers_within_a_prompt_are_not_learned():
+    """Llama-Nemotron's ``input`` is the prompt, whatever turns it has."""
+    asked = [USER, ANSWER, {"role": "user", "content": "r"}]
+    (document,) = documents({"input": asked, "output": "b", "category": "chat"})
+    last = {"role": "assistant", "content": "b"}
+    assert document.text == theirs([*asked, last])
+    assert [document.text[a:b] for a, b in document.loss_spans or ()] == ["b<|im_end|>"]
+
+
+def test_an_answer_of_xlam_in_words_is_learned():
+    """Synth-APIGen has such answers, where no tool suits the question."""
+    record = {"query": "q", "tools": json.dumps([FUNCTION]), "answers": "There is no tool for it."}
+    (document,) = documents(record)
+    said = {"role": "assistant", "content": record["answers"]}
+    assert document.text == theirs([USER, said], TOOLS[:1])
+
+
+def test_a_tree_of_messages_becomes_pairs_where_pairs_are_learned():
+    tree = {"prompt": {"text": "q", "role": "prompter", "replies": []}}
+    with pytest.raises(BadLineError, match="from its root to a leaf as `messages`"):
+        documents(tree)
+    with pytest.raises(BadLineError, match=r"to a question as `messages`, .* as `chosen`"):
+        documents(tree, pairs=True)
 
 
 def test_a_dialogue_under_another_name_is_said_once(caplog: pytest.LogCaptureFixture):

@@ -16,6 +16,7 @@ from moetrain.data.chat import CHATML, BadLineError, ChatTemplate
 from moetrain.data.loader import build_data
 from moetrain.data.messages import read_messages
 from moetrain.data.records import RecordReader
+from moetrain.data.sources import Source
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.data.warned import SEEN
 from moetrain.rl.envs import Prompts
@@ -653,3 +654,113 @@ def test_the_system_of_a_prompt_is_shown_as_in_training(asked: dict, name: str, 
     assert prompt_of(tmp_path, {**own, name: "S"}) == right
     with pytest.raises(ConfigError, match=r"and the system's turn of .* differ"):
         prompt_of(tmp_path, {**own, name: "T"})
+
+
+SCHEMA = {"name": "area", "description": "Area", "parameters": {"type": "object"}}
+TOOLS_BESIDE = {
+    "function": [SCHEMA],
+    "toolset": [{"type": "function", "function": SCHEMA}],
+    "mcp": [{"name": "area", "inputSchema": {"type": "object"}}],
+    "one": SCHEMA,
+    "candidates": json.dumps([SCHEMA]),
+    "xml_tools": [json.dumps(SCHEMA)],
+    "Functions": [json.dumps({"api_name": "area", "parameters": []})],
+}
+
+
+@BESIDE
+@pytest.mark.parametrize("name", TOOLS_BESIDE)
+def test_tools_in_a_field_of_any_name_are_refused(form: str, name: str):
+    """BFCL has them in ``function``, Gorilla's OpenFunctions in ``Functions``."""
+    refuses(form, {name: TOOLS_BESIDE[name]}, f"`{name}` seems to hold the tools, .* as `tools`")
+
+
+@BESIDE
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"characters": [{"name": "Ann", "age": "3"}]},
+        {"orig_tools": json.dumps([SCHEMA])},  # When2Call's, which were taken away
+        {"parameters": {"temperature": 1}},
+        {"config": '{"parameters": {"x": 1}}'},
+        {"code_x": '["parameters"'},
+    ],
+    ids=str,
+)
+def test_what_is_no_tool_changes_nothing(form: str, beside: dict):
+    assert documents({**ALL[form], **beside}, kind_of(form)) == documents(ALL[form], kind_of(form))
+
+
+def test_openfunctions_of_gorilla_are_tools():
+    record = {"Instruction": "q", "Functions": [SCHEMA], "Output": "a"}
+    (found,) = documents(record)
+    assert found.text == theirs(USER, ANSWER, tools=[{"type": "function", "function": SCHEMA}])
+
+
+@pytest.mark.parametrize("name", ["story", "support", "passage"])
+def test_a_story_beside_turns_is_refused(name: str):
+    """CoQA's and SciQ's texts."""
+    refuses("messages", {name: "The library stands."}, f"`{name}` may be a part of the question")
+
+
+CALL_PARTS = [
+    {"parts": [{"text": "a"}, {"functionCall": {"name": "area", "args": {}}}]},
+    {"blocks": [{"type": "tool_use", "name": "area", "input": {}}]},
+    {"type": "function_call", "name": "area", "arguments": "{}"},
+]
+
+
+@pytest.mark.parametrize("content", ["", "a"])
+@pytest.mark.parametrize("keys", CALL_PARTS, ids=str)
+def test_a_call_in_another_part_of_an_answer_is_not_lost(content: str, keys: dict):
+    """Gemini's, Anthropic's, and the items of OpenAI's responses."""
+    with pytest.raises(BadLineError, match=r"messages\[1\].*write .*calls as `tool_calls`"):
+        documents({"messages": [USER, {**ANSWER, "content": content, **keys}, ANSWER]})
+
+
+@pytest.mark.parametrize(
+    ("turn", "says"),
+    [
+        ({"role": "model", "parts": [{"functionCall": {}}]}, "and calls as `tool_calls`"),
+        (
+            {"role": "user", "parts": [{"functionResponse": {}}]},
+            "results as turns of the role tool",
+        ),
+        (
+            {"type": "function_call", "name": "f"},
+            "calls as `tool_calls` of a turn of the assistant",
+        ),
+        ({"type": "function_call_output"}, "and results as turns of the role tool"),
+        ({"type": "reasoning"}, "and thoughts as `reasoning_content` of a turn of the assistant"),
+        ({**ANSWER, "reasoning_content": ["t"]}, "reasoning_content is not text: .* as one text"),
+        ({**ANSWER, "label": "quality:4,toxicity:0"}, "label judges the answer, and would be lost"),
+    ],
+    ids=str,
+)
+def test_a_turn_of_another_protocol_says_what_to_write(turn: dict, says: str):
+    with pytest.raises(BadLineError, match=says):
+        documents({"messages": [USER, turn, ANSWER]})
+
+
+def test_a_call_is_not_learned_twice():
+    call = {"type": "function", "function": {"name": "area", "arguments": {}}}
+    said = {**ANSWER, "content": '<tool_call>{"name": "area"}</tool_call>', "tool_calls": [call]}
+    with pytest.raises(BadLineError, match=r"a call in its content: .*; leave one of them out"):
+        documents({"messages": [USER, said]})
+
+
+def test_fields_that_are_neither_learned_nor_shown_are_listed(tmp_path: Path):
+    turns = [{**USER, "content": "What is it?"}, {**ANSWER, "content": "A library."}]
+    records = [
+        {"messages": turns, "persona": "A shy girl.", "id": "x7", "score": 3},
+        {"messages": turns, "intent": "To know more.", "question": "What is it?"},
+        {"instruction": "What is it?", "output": "A library.", "old_contents": "print 1"},
+        {"messages": turns, "source": "wikipedia", "text_twice": "A library."},
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    source = Source.of(config(tmp_path, path=str(path), source="records").data, ByteTokenizer())
+    assert source.describe() == (
+        f"{path}: the first 4 records are messages (3), alpaca (1); neither learned nor shown: "
+        "`persona`, `intent`, `old_contents`"
+    )

@@ -152,6 +152,10 @@ def check_whole(**values: object) -> None:
 _Reward = Callable[[dict[str, Any], str], "float | Awaitable[float]"]
 
 
+_ANSWERS = ("ground_truth", "reward_model", "solution", "target", "expected_answer", "final_answer")
+"""Fields that may hold the right answer: verl's ``reward_model`` has it in ``ground_truth``."""
+
+
 class Jsonl(TextEnvironment):
     """The lines of the file ``path`` as problems, scored by the function that ``reward`` names."""
 
@@ -170,7 +174,9 @@ class Jsonl(TextEnvironment):
                 raise ConfigError("rl.prompts", f"{path!r} line {number}: {problem}; {remedy}")
             if reward in {*REWARDS} - {"zero"} and line.get("answer") is None:
                 problem = f"{path!r} line {number}: no answer, which {reward} needs"
-                remedy = "give it as `answer`, or another rl.reward"
+                found = [key for key in _ANSWERS if line.get(key) is not None]
+                perhaps = f" (perhaps from `{found[0]}`)" if found else ""
+                remedy = f"give it as `answer`{perhaps}, or another rl.reward"
                 raise ConfigError("rl.prompts", f"{problem}; {remedy}")
             try:
                 prompts.check(self._asked(line), line)
