@@ -147,6 +147,8 @@ _SCORES = {
     *("score", "reward", "rating"),
 }
 """Names of scores of an answer: HelpSteer's, UltraFeedback's, FineTome's, Infinity-Instruct's."""
+_OF_SCORES = {"score", "scores", "toxicity", "harmfulness", "helpfulness", "quality", "reward"}
+"""Words in the names of such scores: OpenCodeInstruct's ``average_test_score``, toxic-chat's."""
 
 
 def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: str) -> None:
@@ -354,12 +356,22 @@ def refuse_bad_verdict(record: Mapping[str, Any]) -> None:
                 raise _to_avoid(key, value, record)
         elif is_bad_label(key, value):
             raise _to_avoid(key, value, record)
-        elif key.lower() in _SCORES and type(value) in (int, float):
+        elif _is_score(key, value):
             warn_once(
                 f"the score {key}",
                 f"`{key}` of records is not read: the answers are learned whatever it is; keep the "
                 "records whose answers are good enough",
             )
+
+
+def _is_score(key: str, value: object) -> bool:
+    """Return whether a field has a score of the answer: a number, or the text of one."""
+    is_number = type(value) in (int, float)
+    if isinstance(value, str):
+        is_number = re.fullmatch(r"-?\d+(?:\.\d+)?", value.strip()) is not None
+    words = words_of(key)
+    is_named = not words.isdisjoint(_OF_SCORES) and words.isdisjoint(_OF_PROMPTS | {"difficulty"})
+    return is_number and (is_named or key.lower() in _SCORES)
 
 
 def _to_avoid(key: str, value: object, record: Mapping[str, Any]) -> BadLineError:

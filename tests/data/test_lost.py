@@ -204,6 +204,25 @@ def test_a_score_that_is_not_read_is_named_once(form: str, caplog):
 # ---- conversations of which nothing is learned --------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("beside", "is_named"),
+    [
+        ({"toxicity": 1}, True),
+        ({"average_test_score": "0.25"}, True),
+        ({"prompt_quality": 3}, False),
+        ({"difficulty_score": 3}, False),
+        ({"quality": "good"}, False),
+        ({"num_tokens": 3}, False),
+    ],
+    ids=str,
+)
+def test_a_score_under_another_name_is_named(beside: dict, is_named: bool, caplog):
+    name = next(iter(beside))
+    SEEN.discard(f"the score {name}")
+    documents({**SINGLE["messages"], **beside})
+    assert (f"`{name}` of records is not read" in caplog.text) == is_named
+
+
 def test_records_of_which_nothing_is_learned_are_counted(tmp_path: Path, caplog):
     nothing = {"messages": [USER, {**ANSWER, "loss": False}]}
     says = "have nothing to learn, and are left out: "

@@ -176,7 +176,8 @@ class Jsonl(TextEnvironment):
                 problem = f"{path!r} line {number}: no answer, which {reward} needs"
                 found = [key for key in _ANSWERS if line.get(key) is not None]
                 perhaps = f" (perhaps from `{found[0]}`)" if found else ""
-                remedy = f"give it as `answer`{perhaps}, or another rl.reward"
+                remedy = f"give it as `answer`{perhaps}, or another rl.reward: a function of yours "
+                remedy += "(FILE.py:NAME) gets the whole record, with its tests or rubrics"
                 raise ConfigError("rl.prompts", f"{problem}; {remedy}")
             try:
                 prompts.check(self._asked(line), line)
