@@ -97,7 +97,7 @@ class Folders:
         """The folder of the checkpoints on this machine."""
         self.rank, self.gather, self.num_copies = rank, gather, copies
         places = gather(f"{machine()} {os.path.realpath(root)}" if copies else "")
-        # For each rank, the first rank of its machine.
+        # The keeper of each rank: the first rank of its machine.
         self._keepers = [places.index(place) for place in places]
         self._machines = sorted(set(self._keepers))
         self.keeper = self._keepers[rank]
@@ -139,7 +139,10 @@ class Folders:
         return None, problems
 
     def _held(self, path: Path) -> _Held:
-        """Return the files of a checkpoint that this machine has; only its keeper returns any."""
+        """Return the files of a checkpoint that this machine has.
+
+        Only one rank of each machine, its keeper, returns any.
+        """
         if not (self.keeps and path.exists()):
             return _Held()
         try:
@@ -156,7 +159,7 @@ class Folders:
         an empty text."""
         known = {part.seal: part.sizes for part in parts if part.seal}
         if len(known) > 1:
-            return "machines have different ones"
+            return "its manifest differs between machines"
         damaged = next((part.problem for part in parts if part.problem), "")
         self._lacking = []
         for name, size in next(iter(known.values()), {}).items():
@@ -195,7 +198,11 @@ class Folders:
         return moves
 
     def carry(self, folder: Path, moves: Sequence[_Move]) -> None:
-        """Send and write files. Raises OSError after the last one: a file could not be written."""
+        """Send and write the files of ``moves``.
+
+        Raises OSError if a file could not be written. It is raised after all files were received,
+        because their senders would wait otherwise.
+        """
         works, problem = [], None
         for name, size, source, target in moves:
             if source == self.rank:
@@ -242,7 +249,7 @@ class Memory(Folders):
             return
         for other in self._base.iterdir() if self._base.is_dir() else ():
             if other.name != run:
-                logger.warning("checkpoints in memory of another run are removed: %s", other)
+                logger.warning("removing checkpoints that another run left in memory: %s", other)
                 shutil.rmtree(other)
         for path in self.root.iterdir() if self.root.is_dir() else ():
             is_later = since is not None and (read.step_of(path) or 0) > since

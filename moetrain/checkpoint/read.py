@@ -48,8 +48,8 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
 CHUNK = 4 << 20
-"""Bytes under one checksum. They are few, so that reading a part of a piece wastes little, and
-many enough for a disk to read at full speed."""
+"""Bytes under one checksum: few enough that reading a part of a piece wastes little, and enough for
+a disk to read at full speed."""
 _CRC_DIGITS = 8
 MAX_BYTES = 1 << 30
 """The largest size of a manifest or ``state.json`` in bytes. The manifest of a 200 TiB checkpoint
@@ -384,9 +384,9 @@ def open_checkpoint(folder: Path, *, is_whole: bool = True) -> Checkpoint:
 
 
 def _without_manifest(folder: Path) -> ConfigError:
-    """Make the error for a folder without a manifest.
+    """Return the error for a folder without a manifest.
 
-    The folder is no checkpoint, or an old or damaged one.
+    The error says whether the folder is a damaged checkpoint, one of format 1, or none at all.
     """
     names = os.listdir(folder) if folder.is_dir() else []
     has_weights = any(name.endswith(".safetensors") for name in names)

@@ -9,8 +9,9 @@
     diff PATH OTHER     print the tensors that differ, and by how much; exit code 1 if any does
 
 PATH is a step-... folder, or the output_dir of a run, which stands for its newest checkpoint.
-export-hf and upcycle hold one parameter and two files in host memory; the other commands hold one
-file. The exit code is otherwise 0, or 2 with one line that says what is wrong.
+In host memory, export-hf and upcycle hold one parameter and two files, import-hf one file, and diff
+one tensor of each checkpoint, in float64. Unless it is 1 as said above, the exit code is 0, or 2
+with one line that says what is wrong.
 """
 
 import argparse
@@ -163,7 +164,10 @@ def _diff(words: argparse.Namespace) -> int:
             largest = apart.abs().max().item()
             rest = apart.norm() / norm
             share = (apart != 0).double().mean().item()
-            lines.append(f"{name}: by {largest:.3g} at most, {rest:.3g} of its norm, {share:.1%}")
+            lines.append(
+                f"{name}: differs by at most {largest:.3g}, in norm by {rest:.3g} of its own, in "
+                f"{share:.1%} of its elements"
+            )
     print("\n".join(sorted(lines)) or "no tensor differs")
     return int(bool(lines))
 
@@ -191,7 +195,7 @@ def _export_hf(words: argparse.Namespace) -> int:
         raise ConfigError(
             "checkpoint",
             f"{str(found.folder)!r} lacks weights that were not trained ({listing(absent, 2)}); "
-            "resume its run with checkpoint.save_hf yes, which exports all",
+            "resume its run with checkpoint.save_hf yes, which exports all weights",
         )
     config = found.state["config"]
     began, data = config.get("model", {}).get("path"), config.get("data", {})

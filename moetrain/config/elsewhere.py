@@ -1,8 +1,8 @@
 """Names of settings in other trainers, and the settings here that do the same.
 
-A setting that is unknown here is answered by the setting that its name means elsewhere
-(:mod:`moetrain.config.sources`), and ``docs/names.md`` shows the tables. Values may differ: a batch
-size elsewhere often counts one GPU, and a schedule has another word.
+If a user gives an unknown setting that one of these trainers has, the error names the setting here
+that does the same (:mod:`moetrain.config.sources`). ``docs/names.md`` shows the tables. The values
+of the two may differ: a batch size elsewhere often counts one GPU, and schedules have other names.
 """
 
 TRANSFORMERS = {
@@ -262,10 +262,12 @@ TRAINERS = {
     "verl": VERL,
     "launchers": OTHERS,
 }
-"""Each trainer's names, by its own name."""
+"""The table of each trainer, by the trainer's name."""
 
 
 def settings_named(name: str) -> list[str]:
-    """Return the settings here that other trainers call ``name`` (a last part, in small letters
-    with underscores)."""
+    """Return the settings here that other trainers call ``name``.
+
+    ``name`` is the last part of a dotted name, in small letters with underscores.
+    """
     return [*dict.fromkeys(names[name] for names in TRAINERS.values() if name in names)]

@@ -95,7 +95,7 @@ def checked(is_right: Callable[[Any], bool], remedy: str) -> AfterValidator:
 
 
 _SIZE = Field(default=None, gt=0, le=2**20)
-"""A size of a model. The limit is above the sizes of all known models, so more must be a slip."""
+"""A size of a model. The limit is above the sizes of all known models: more must be a mistake."""
 
 
 class ModelSection(Section):
@@ -152,10 +152,10 @@ class MixEntry(Section):
     name: str | None = None
     """Its name in metrics (eval_loss/NAME); unset: the last part of its path."""
     weight: float | None = Field(default=None, gt=0)
-    """Share of the rows, relative to the weights of all sources. Unset in all entries: a pass has
+    """Share of the rows, relative to the weights of all sources. If no entry sets it, a pass has
     all rows of each source."""
     repeat: PositiveInt = 1
-    """Passes over its rows in one pass over the mixture; with weights, at most so many."""
+    """Passes over its rows in one pass over the mixture; with weights, the most passes."""
     limit: PositiveInt | None = None
     """Number of its first records or files to read; unset: all."""
     source: Literal["text", "records"] | None = None
@@ -337,8 +337,8 @@ class TrainSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The kind of device to train on; auto: cuda if there is a GPU."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Dtype of computation, while weights stay in fp32; auto: bfloat16 on CUDA, float32 on a
-    CPU."""
+    """Dtype of computation. auto: bfloat16 on CUDA, float32 on a CPU. Frozen weights are stored in
+    it too, or as lora.base_dtype says; trained ones as optim.weight_dtype says."""
     deterministic: bool = False
     """Use only reproducible algorithms, so that a rerun gives the same bits."""
     freeze: tuple[str, ...] = ()
@@ -543,7 +543,8 @@ class LogSection(Section):
     ui.perfetto.dev) and on CUDA a history of memory (for pytorch.org/memory_viz) to
     output_dir/profile."""
     profile_after: PositiveInt = 4
-    """Steps of this process before the profiled ones; one more warms up the profiler."""
+    """Steps of this process before the profile. One more step then warms up the profiler, and the
+    profiled steps follow."""
 
     find_nan: bool = False
     """If a step's loss or gradient is not finite, compute the step again, and name the first tensor

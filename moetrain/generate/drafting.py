@@ -39,9 +39,10 @@ DraftBy = Literal["block", "ngram"]
 
 
 def check_drafting(model: Transformer, draft: int, by: DraftBy) -> None:
-    """Raise ConfigError if ``model``, a ``Transformer``, has no block to draft tokens with.
+    """Raise ConfigError if an MTP block is to draft tokens, and ``model`` has none.
 
-    Raises ValueError: ``draft`` is negative, or ``by`` is no :data:`DraftBy`.
+    Raises ValueError: ``draft``, the number of draft tokens, is negative, or ``by`` is no
+    :data:`DraftBy`.
     """
     if draft < 0:
         raise ValueError(f"draft {draft} is negative")

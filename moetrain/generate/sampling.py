@@ -30,9 +30,9 @@ an error."""
 class Filters:
     """The sampling filters of one request, by name. A field's default keeps all tokens.
 
-    They act on the probabilities at the request's temperature. ``top_k`` comes first. The
-    other filters act on the probabilities of the tokens that ``top_k`` keeps, and a token may be
-    chosen if every filter keeps it. The likeliest token may always be chosen.
+    They act on the probabilities at the request's temperature. ``top_k`` comes first. The other
+    filters act on the probabilities of the tokens that ``top_k`` keeps, renormalised. A token may
+    be chosen if every filter keeps it. The likeliest token may always be chosen.
     """
 
     top_k: Annotated[int, Field(ge=0)] = 0

@@ -141,8 +141,9 @@ class Scheduler:
     max_tokens: int
     """Largest number of tokens that one step reads."""
     shares: bool = True
-    """True: sequences with the same beginning share pages. It is False for layers that carry a
-    state, because the state at a page's end takes some fifty times the memory of the page."""
+    """True: sequences with the same beginning share pages. It is False for models whose layers
+    carry a state: to share a page, the state at its end would have to be kept, which takes some
+    fifty times the page's memory."""
     batch: int = 1
     """Number of waiting sequences that are admitted together, unless fewer wait. Steps that read
     prompts are slow, and there are fewer of them if many sequences begin at once."""
@@ -186,7 +187,7 @@ class Scheduler:
         return planned
 
     def _admit(self, budget: int) -> list[Scheduled]:
-        """Start waiting sequences, which together read at most ``budget`` tokens."""
+        """Start waiting sequences. Together they read at most ``budget`` tokens in this step."""
         admitted: list[Scheduled] = []
         # Wait until a batch of slots, and the same share of the pages, is free.
         batch = min(self.batch, len(self.waiting))
@@ -233,7 +234,8 @@ class Scheduler:
     def start_over(self, keeps: bool = False) -> None:
         """Clear the cache, and preempt all running sequences, so that they are read again.
 
-        ``keeps``: True: running sequences keep their pages, and no other sequence can share these.
+        If ``keeps``, running sequences are not preempted: they keep their pages, which no other
+        sequence can share from now on.
         """
         for sequence in self.running if keeps else ():
             sequence.has_mixed_versions = True

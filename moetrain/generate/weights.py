@@ -1,15 +1,16 @@
 """A generator beside a trainer: builds its model, and copies the trainer's weights into it.
 
 Every rank generates with all weights except the experts of other ranks. With efsdp 1 each rank
-casts its own experts, without communication. Every other FSDP unit travels in one all-gather, in
-the dtype in which the trainer computes, over all ranks that shard it for FSDP or tensor
-parallelism. No weight goes through fp32 or the host, and parameters keep their addresses, which
-CUDA graphs hold. If the generator stores quantised experts, each rank quantises its own experts
-before they travel. Each pipeline rank then broadcasts the weights that it has gathered for its own
-stages. Ranks at the same place within their stages have the same experts.
+casts its own experts, without communication. All other weights travel in all-gathers, in the dtype
+in which the trainer computes: one for each parameter of experts, and one for the rest of an FSDP
+unit, over all ranks that shard it for FSDP or tensor parallelism. No weight goes through fp32 or
+the host. Parameters keep their addresses, because CUDA graphs refer to them. If the generator
+stores quantised experts, each rank quantises its own experts before they travel. Each pipeline rank
+then broadcasts the weights that it has gathered for its own stages, to the ranks at the same place
+within the other stages, which have the same experts.
 
-The worked example is a unit of the parameters a [4, 2] (colwise) and b [2] (shared), with dp_shard
-2 and tp 2. Ranks 0 and 1 are one tensor parallel group, ranks 2 and 3 the other::
+Worked example: a unit has the parameters a [4, 2] (colwise) and b [2] (shared), with dp_shard 2 and
+tp 2. Ranks 0 and 1 are one tensor parallel group, ranks 2 and 3 the other::
 
     rank 0 sends  a[0:1], b[0:1]       rank 1 sends  a[2:3], b[1:2]
     rank 2 sends  a[1:2], nothing      rank 3 sends  a[3:4], nothing
@@ -73,8 +74,9 @@ def blank(config: Config, arch: Architecture, dtype: torch.dtype) -> Transformer
 def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
     """Build a generator's model on this rank, and its :class:`ExpertParallel`. Collective.
 
-    Frozen parameters that the engine holds whole, in the right dtype, are the engine's own tensors.
-    All other parameters are zeros, and take :func:`_replica_bytes`, even while they are being made.
+    The model shares the tensors of frozen parameters that the engine holds whole and in the right
+    dtype. All other parameters are allocated, as zeros. Building the model never takes more memory
+    than :func:`_replica_bytes`.
 
     The second result is None if this rank has all experts, as every rank has with ``rl.placement``
     apart.
@@ -136,7 +138,7 @@ class WeightUpdate:
         Args:
             generator: its model is a :func:`replica`, or has all experts, in any dtype.
 
-        Raises ValueError: the models have different parameters.
+        Raises ValueError: the models have different parameters, or parameters of other shapes.
         """
         self.engine = engine
         self.generator = generator
@@ -212,7 +214,7 @@ class _Pair:
 
     @property
     def is_one(self) -> bool:
-        """True if both are the same tensor. :func:`replica` shares tensors where it can."""
+        """True if both are the same tensor, which :func:`replica` shares where it can."""
         return self.target.data_ptr() == self.member.local.data_ptr() and self.target.numel() > 0
 
     @property
@@ -244,9 +246,10 @@ class _Pair:
 class _Gather:
     """Parameters that travel in one all-gather, as bytes, because their dtypes may differ.
 
-    A single parameter whose parts are consecutive in rank order is gathered in place. Otherwise
-    every parameter has a range in each rank's message, as long as the largest part of any rank, and
-    the parts are copied out of the messages.
+    If there is a single parameter, and its parts are consecutive in rank order, the all-gather
+    writes into it directly. Otherwise each rank's message has a range for every parameter, which is
+    as long as the largest part of any rank, and :meth:`finish` copies the parts out of the
+    messages.
     """
 
     def __init__(self, pairs: Sequence[_Pair], group: dist.ProcessGroup) -> None:

@@ -8,10 +8,11 @@ For a group's rewards R (n of them):
     reinforce_pp_baseline  a = R - mean(R), then over the batch     arXiv 2501.03262
     reinforce_pp           a = R, then over the batch: A = (a - mean(a)) / std(a)
 
-Standard deviations divide by n - 1. All but the last compare within a group: a group whose rewards
-are equal, or that has a single member, teaches nothing. ``none`` is 0 for all.
+Standard deviations divide by n - 1. All but the last of these compare rewards within a group. So a
+group whose rewards are equal, or that has a single member, gives no gradient. A further name,
+``none``, gives every trajectory the advantage 0.
 
-Legend: N trajectories, fp64.
+Legend: N trajectories. All arrays are fp64.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,8 @@ import numpy as np
 
 _EQUAL = 1e-9
 """Relative difference below which rewards count as equal: sums of the same parts in another order
-differ by about 1e-16, and division by their standard deviation would make that 1."""
+differ by about 1e-16, and division by their standard deviation would make advantages of size 1
+from that."""
 _BASELINES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "dr_grpo": lambda r: r - r.mean(),
     "grpo": lambda r: (r - r.mean()) / r.std(ddof=1),
@@ -34,9 +36,9 @@ _OVER_BATCH = ("reinforce_pp_baseline", "reinforce_pp")
 
 
 def group_advantages(name: str, rewards_N: np.ndarray) -> np.ndarray | None:
-    """Return a group's advantages, before :func:`batch_advantages`.
+    """Return a group's advantages, which :func:`batch_advantages` completes.
 
-    None: the group teaches nothing.
+    None: the group gives no gradient, because its rewards are equal or it has a single member.
     """
     compare = _BASELINES.get(name)
     if compare is None:

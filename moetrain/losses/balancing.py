@@ -1,6 +1,6 @@
 """Routing statistics of a batch, and the losses that balance routers.
 
-Legend: E experts, L MoE layers, N numbers of a packed row.
+Legend: E experts, K experts of a token, L MoE layers, N elements of a packed row.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 
 _NUM_SCALARS = 2
-"""Sums of a layer that are one number each. They come last in a packed row."""
+"""Number of a layer's sums that are scalars. They come last in a packed row."""
 
 
 class RouterStats(NamedTuple):
     """Sums over one layer's tokens, from :class:`~moetrain.kernels.experts.routed.Routed`.
 
-    All but the last are a layer's part of the fields of :class:`RoutingStats`.
+    :class:`RoutingStats` stacks them over layers, and describes them.
     """
 
     counts_E: torch.Tensor
@@ -23,7 +23,8 @@ class RouterStats(NamedTuple):
     z_sum: torch.Tensor
     entropy_sum: torch.Tensor
     dropped: torch.Tensor | None = None
-    """int32: rows for which a dispatcher of fixed sizes had no room; None: sizes are not fixed."""
+    """int32 (0-d): rows for which a dispatcher with buffers of fixed sizes had no room; None: its
+    sizes are not fixed."""
 
     @staticmethod
     def packed_size(num_experts: int) -> int:
@@ -63,7 +64,8 @@ class RoutingStats(NamedTuple):
     num_tokens: torch.Tensor
     """int64 (0-d): tokens that each layer routed, without padding."""
     dropped: torch.Tensor | None = None
-    """int32: rows dropped in all layers; if it is not 0, the other statistics are wrong."""
+    """int32 (0-d): the sum of dropped rows over all layers. If it is not 0, the other statistics
+    are wrong."""
 
     @classmethod
     def of_layers(cls, layers: Sequence[RouterStats], top_k: int) -> "RoutingStats | None":
@@ -93,7 +95,7 @@ class RoutingStats(NamedTuple):
         )
 
     def packed(self) -> torch.Tensor:
-        """Return each layer's row [L, N] of :meth:`RouterStats.packed`, fp64."""
+        """Return the rows of all layers, fp64 [L, N], laid out as by :meth:`RouterStats.packed`."""
         scalars = torch.stack([self.z_sum_L, self.entropy_sum_L], 1)
         return torch.cat([self.counts_LE.double(), self.prob_sum_LE, scalars], 1)
 
@@ -117,10 +119,11 @@ def load_balancing_loss(
 ) -> torch.Tensor:
     """Return the auxiliary loss ``E * sum_e f_e * P_e`` of L layers (arXiv 2101.03961, eq. 4-6).
 
-    ``f_e`` is the share of the tokens that chose the expert, ``P_e`` its mean probability. Each
-    layer has its own, and the loss is the layers' mean (Megatron adds them up: its coefficient
-    times L is ours). With ``pooled``, as in Hugging Face, both are means over all layers: one layer
-    may be unbalanced if others make up for it. A uniform router gives K either way.
+    ``f_e`` is the share of the tokens that chose the expert, ``P_e`` its mean probability. The loss
+    is computed in each layer, and the mean over layers is returned. (Megatron adds the layers up,
+    so the coefficient here must be L times Megatron's.) With ``pooled``, as in Hugging Face,
+    ``f_e`` and ``P_e`` are first averaged over all layers: one layer may then be unbalanced if
+    others make up for it. A uniform router gives K either way.
 
     Args:
         counts_LE: choices of each expert over the *whole* batch.

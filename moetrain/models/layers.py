@@ -67,7 +67,10 @@ class Vocabulary:
     def logits_of(
         self, h_TD: torch.Tensor, w_VD: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the fp32 logits [T, K] of a few tokens: the same [K] everywhere, or [T, K]."""
+        """Compute the logits [T, K], at least fp32, of the token ids ``tokens``.
+
+        ``tokens`` is [K], the same ids for every row of ``h_TD``, or [T, K].
+        """
         w = F.embedding(tokens, w_VD).to(h_TD.dtype)
         logits_TK = h_TD @ w.T if tokens.ndim == 1 else (w @ h_TD[..., None])[..., 0]
         wide = torch.promote_types(h_TD.dtype, torch.float32)
@@ -78,8 +81,8 @@ class Vocabulary:
     ) -> torch.Tensor:
         """Compute ``h @ w^T`` at the indices ``places_N`` (int64) of T: [N, L], at least fp32.
 
-        ``w_LD`` is the whole head of a reward model. All devices have the same result, so a loss
-        that each computes from it must be divided by their number.
+        ``w_LD`` is the whole head of a reward model. If several devices share a batch row, all get
+        the same result. If each computes a loss from it, the loss must be divided by their number.
         """
         wide = torch.promote_types(h_TD.dtype, torch.float32)
         return F.linear(h_TD[places_N].to(wide), w_LD.to(wide))
@@ -125,13 +128,16 @@ _KERNELS = KernelsSection()
 
 
 class KernelModule(nn.Module):
-    """A module that computes as the settings ``kernels`` say, and otherwise in generation."""
+    """A module that computes as the settings ``kernels`` say.
+
+    In generation it computes as :meth:`use_generation_kernels` says.
+    """
 
     backend: Backend
     precision: Precision
     batch_invariant: bool
-    """True: operations run as ops that the compiler fuses with nothing, and whose bits do not
-    depend on the other tokens of the batch."""
+    """True: the module uses only ops whose results for a token have the same bits whatever other
+    tokens are in the batch, and that the compiler does not fuse with others."""
 
     def use_kernels(self, kernels: KernelsSection) -> None:
         """Compute as ``kernels`` says."""
@@ -140,7 +146,10 @@ class KernelModule(nn.Module):
         self.batch_invariant = kernels.batch_invariant
 
     def use_generation_kernels(self, *, batch_invariant: bool) -> None:
-        """Compute as generation does: in bf16, since reading the weights takes most of its time."""
+        """Compute in bf16, not in fp8: generation spends most of its time on reading weights.
+
+        The module becomes batch-invariant if ``batch_invariant`` is True, and stays so if it is.
+        """
         self.precision = "bf16"
         self.batch_invariant = self.batch_invariant or batch_invariant
 
@@ -175,7 +184,8 @@ class RMSNorm(KernelModule):
     def with_stream(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``x`` for the residual stream, and its norm.
 
-        The gradient of the returned ``x`` is added in the kernel that computes the norm's gradient.
+        Unless :attr:`batch_invariant`, the kernel that computes the norm's gradient also adds the
+        gradient of the returned ``x``.
         """
         weight = self._factor()
         if self.batch_invariant:
@@ -189,7 +199,7 @@ class RMSNorm(KernelModule):
         return self.with_stream(x + y)
 
     def _factor(self) -> torch.Tensor:
-        """Return what the quotient is multiplied by."""
+        """Return the factor of the quotient ``x / rms(x)``."""
         if not self.zero_centred:
             return self.weight
         return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
@@ -237,8 +247,10 @@ class Linear(KernelModule, Adaptable):
 
 
 def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor, ...]":
-    """Apply each of ``modules`` to ``x`` [..., in]; their settings are equal. Returns [..., out]
-    each."""
+    """Apply each of ``modules`` to ``x`` [..., in], and return one tensor [..., out] of each.
+
+    The modules must have the same settings.
+    """
     x_TD = x.flatten(0, -2)
     leading = x.shape[:-1]
     weights = [module.weight.to(x.dtype) for module in modules]
@@ -301,13 +313,13 @@ class Context(NamedTuple):
     """The documents over the B * S tokens; in generation what a step reads. None: no layer carries
     a state from token to token."""
     place_T: torch.Tensor | None = None
-    """Each token's place in its document; None where ``documents`` is, and in generation."""
+    """Each token's place in its document, from 0. None: ``documents`` is None, or in generation."""
     whole: tuple[int, int] | None = None
-    """B and S of the whole rows, which ``mask`` is for, under context parallelism. All other fields
-    are then of this device's tokens, as [1, N]. None: this device has all tokens."""
+    """Under context parallelism, B and S of the whole rows. ``mask`` is then for whole rows, and
+    all other fields are for this device's tokens, as [1, N]. None: this device has all tokens."""
     parts: tuple[AttentionMask, ...] = ()
-    """Masks of equal parts of this device's queries over the keys of all tokens, where context
-    parallelism gathers keys; else empty."""
+    """If context parallelism gathers keys: a mask for each of several equal parts of this device's
+    queries, over the keys of all tokens. Else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

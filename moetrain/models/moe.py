@@ -6,8 +6,9 @@ The layer is single-device math. A subclass of :class:`Dispatcher` sends tokens 
 devices. A layer returns its routing statistics instead of counting into buffers, since
 recomputation would count twice.
 
-Legend: B batch, S sequence, T = B * S tokens, D model width, F expert width, E experts,
-K experts a token, S tokens for the experts here, R routed rows, L MoE layers.
+Legend: B batch, S sequence (with B: x_BSD) or tokens sent to this device's experts (without: x_SD),
+T = B * S tokens, D model width, F expert width, E experts, K experts a token, R routed rows, L MoE
+layers.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -168,20 +169,21 @@ class Dispatched(NamedTuple):
     """The tokens sent to the experts of this device."""
 
     x_SD: torch.Tensor
-    """Each token once, however many of the experts here it uses, in its own dtype."""
+    """The tokens, in the activations' dtype. A token is here once, even if several of its experts
+    are on this device."""
     weights_SK: torch.Tensor
-    """fp32 routing weights; unspecified where a slot has no expert here. They travel with the
-    token, because the experts apply them before their down projection (combining is then a plain
-    sum); their gradient flows back."""
+    """fp32 routing weights, with any values where a slot's expert is not on this device. They
+    travel with the token, because the experts apply them before their down projection, so that
+    combining is a plain sum. Gradients flow back to them."""
     indices: ExpertIndices
     """Maps the tokens' slots to rows of the local experts."""
     ctx: tuple[torch.Tensor, ...]
-    """The input of ``combine``; opaque to all others."""
+    """Passed to ``combine``, and opaque to all other code."""
     typical_rows: int
     """R under balanced routing, known to the host."""
     dropped: torch.Tensor | None = None
-    """int32: the number of rows for which there was no room; None: there is room for all. A value
-    above 0 asks for the step to be run again; tokens that a rule drops do not count."""
+    """int32: the number of rows for which there was no room; None: there is room for all. If it is
+    above 0, the step is run again. Tokens that a rule such as a capacity drops are not counted."""
 
 
 class MoEOutput(NamedTuple):
@@ -196,14 +198,15 @@ class MoEOutput(NamedTuple):
 class Dispatcher:
     """Sends tokens to their experts and back; this class serves a device that has all experts.
 
-    ``x_TD`` are a rank's own tokens, in the order of its rows. Under context and tensor parallelism
-    they are the rank's share of them, in the same order.
+    ``x_TD`` are the tokens of a rank's own batch rows, in order. Under context and tensor
+    parallelism they are the rank's share of these tokens, in the same order.
 
     No per-call state lives on a dispatcher: the context is an immutable tuple of tensors, so calls
     re-enter safely under recomputation, pipelining and overlap.
 
-    A rule of its own, such as a capacity, is a subclass whose ``dispatch`` gives the ids of what it
-    drops as -1 to this one. :class:`MoE` skips dispatch for few tokens only with this very class.
+    To drop tokens by a rule of your own, such as a capacity, write a subclass whose ``dispatch``
+    sets the ids of dropped slots to -1 and then calls this one. For few tokens, :class:`MoE` skips
+    the dispatcher if it is of exactly this class, so a subclass is always called.
     """
 
     def __init__(self, num_experts: int, backend: Backend = "auto") -> None:
@@ -237,9 +240,9 @@ class Dispatcher:
 class Router(Adaptable):
     """Chooses K experts for each token by fp32 logits, whatever the activations' dtype.
 
-    ``bias`` (fp32 buffer [E], with ``selection_bias`` or ``moe.bias_update_rate`` > 0) is added to
-    the scores for the choice alone; :func:`update_router_bias` moves it between steps. It stays
-    fp32 when the model is cast.
+    With ``selection_bias`` or ``moe.bias_update_rate`` > 0 there is a ``bias`` (fp32 buffer [E]).
+    It is added to the scores when experts are chosen, but not to the scores that weight them.
+    :func:`update_router_bias` changes it between steps. It stays fp32 when the model is cast.
     """
 
     bias: torch.Tensor | None
@@ -322,8 +325,8 @@ class Experts(KernelModule, Adaptable):
     quant_format: QuantFormat | None = None
     """The format in which the matrices are stored, uint8 [E, bytes] each; None: unquantised."""
     room: int = 0
-    """The number of further experts for which each matrix has memory right after its end, outside
-    of any tensor."""
+    """The number of redundant experts that fit in the memory right behind each stacked matrix. That
+    memory belongs to no tensor."""
 
     def __init__(self, sizes: RoutedExperts, kernels: KernelsSection) -> None:
         super().__init__()
@@ -406,8 +409,10 @@ class Experts(KernelModule, Adaptable):
         )
 
     def of_few(self, x_TD: torch.Tensor, routed: Routed) -> torch.Tensor | None:
-        """Return the sum of each token's experts by the kernel for few tokens, where all experts
-        are local; None: this kernel does not take these tokens or experts."""
+        """Return the weighted sum of each token's experts, computed by the kernel for few tokens.
+
+        All experts must be local. None: the kernel does not support these tokens or experts.
+        """
         is_swiglu = type(self) is Experts and self.activation == "silu"
         is_plain = self.precision == "bf16" and self.quant_format is None
         if not (is_few(x_TD) and is_swiglu and is_plain):

@@ -22,15 +22,16 @@ class RopeScaling(BaseModel):
     """A variant of rotary embeddings, with Hugging Face's names and meanings.
 
     ``linear``: positions are divided by ``factor`` (arXiv 2306.15595). ``yarn``: arXiv 2309.00071.
-    ``llama3``: frequency-dependent scaling of Llama 3.1. ``dynamic``: ``alpha`` stretches the base,
-    by the same for every length, as in HunYuan. ``proportional``: only the ``share`` of pairs with
-    the highest frequencies rotates, as in Gemma-4.
+    ``llama3``: frequency-dependent scaling of Llama 3.1. ``dynamic``: ``alpha`` enlarges the base
+    theta, by the same factor for rows of every length, as in HunYuan. ``proportional``: only the
+    ``share`` of pairs with the highest frequencies rotates, and their positions are divided by
+    ``factor``, as in Gemma-4.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     ORIGINAL: ClassVar = "original_max_position_embeddings"
-    """The files' key of ``original_max_positions``; all other fields have the same name there."""
+    """The key of ``original_max_positions`` in files. Other fields have the same name in files."""
     _FIELDS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "default": (),
         "linear": ("factor",),
@@ -83,7 +84,9 @@ class RopeScaling(BaseModel):
 
     @classmethod
     def of_hf(cls, rope: Mapping[str, Any], original: Any) -> "RopeScaling":
-        """Read the object in which files describe rope; ``original``: positions before scaling.
+        """Read ``rope``, the object in which a file describes rotary embeddings.
+
+        ``original``: the longest row, in tokens, before scaling.
 
         Raises ValueError: the kind is not supported, a field is missing, or a value is wrong.
         """
@@ -147,9 +150,10 @@ class RopeScaling(BaseModel):
         dim: int,
         inv_freq: torch.Tensor,
     ) -> torch.Tensor:
-        """Blend linearly over the pairs, from kept to divided by ``factor`` (arXiv 2309.00071)."""
+        """Keep fast frequencies, divide slow ones by ``factor``, and blend linearly over the pairs
+        in between (arXiv 2309.00071)."""
 
-        def pair_of(turns: float) -> float:  # the (real-valued) pair with so many turns
+        def pair_of(turns: float) -> float:  # real-valued: the pair that makes this many turns
             return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
         low = pair_of(self.beta_fast)

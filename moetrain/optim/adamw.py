@@ -11,12 +11,12 @@ views of them, parameter by parameter.
 Offloaded masters (``optim.offload_fraction``) are updated by the CPU, by torch's fused AdamW on all
 threads, while the device continues. A thread waits for the clip factor and the gradients, updates
 the buckets in the order of the next forward's gathers, and copies the weights to the device.
-Training waits, if it must, where a bucket is gathered: the device's own updates and the forward of
-the blocks before hide the rest. So the first gather of a bucket after its update is no prefetch. It
-starts behind the block before it, even if the update is done, because every rank must start
-collectives in the same order, and hosts are not equally fast. The cost is that no computation hides
-this gather if the update was done early. A prefetch would leave the device without work for as long
-as a late update takes.
+Training waits for an update only where the bucket is gathered. Until then the device runs its own
+updates and the forward of the preceding blocks, which hide the CPU's work. So the first gather of a
+bucket after its update is not prefetched: it starts after the preceding block, even if the update
+is done. (Every rank must start collectives in the same order, and hosts are not equally fast.) The
+cost is that no computation hides this gather if the update was done early. A prefetch would cost
+more: if an update was late, the device would have no work until it was done.
 """
 
 import zlib
@@ -47,8 +47,8 @@ class BlockTable(NamedTuple):
     decays_B: torch.Tensor
     """uint8: 1 if the block's parameter has weight decay."""
     origins_B: torch.Tensor | None
-    """int64: the index of the block's first element among those of all parameters. It decides the
-    random bits. None: moments are not rounded by random bits."""
+    """int64: the index of the block's first element among the elements of all parameters, from
+    which the kernel derives the random bits of rounding. None: moments are fp32, not rounded."""
 
 
 class AdamW(torch.optim.Optimizer):
@@ -56,8 +56,9 @@ class AdamW(torch.optim.Optimizer):
 
     Moments in bf16 and float8 are rounded by random bits. These depend on the seed, the step, and
     an element's index in the whole parameter. So copies on several ranks stay equal, and a resumed
-    run has the same bits, on another mesh too. Moments in bf16 are an exception where tensor
-    parallel ranks cut a weight by columns, or a shard begins at no multiple of four elements.
+    run has the same bits, on another mesh too. There is one exception: bf16 moments may differ on
+    another mesh if tensor parallel ranks cut a weight by columns, or if a shard begins at an index
+    that is not a multiple of four.
     """
 
     MOMENTS: ClassVar = ("exp_avg", "exp_avg_sq")
@@ -72,7 +73,7 @@ class AdamW(torch.optim.Optimizer):
         self.steps = torch.zeros((), device=fsdp.device)
         """Number of updates that were not skipped; the ``step`` of every parameter."""
         self.arena = Arena("moments", fsdp.device)
-        # Made at the first step, and the same tensors as long as the optimizer lives.
+        # Allocated by the first `begin`; they stay the same tensors as long as the optimizer lives.
         self._moments: dict[int, tuple[torch.Tensor, ...]] = {}
         """Flat moments by the bucket's id; empty with float8."""
         self._float8_moments: dict[int, Float8Moments] = {}
@@ -109,7 +110,7 @@ class AdamW(torch.optim.Optimizer):
         self.state.update(self._states)
 
     def forget(self) -> None:
-        """Reset to zero steps, without moments."""
+        """Reset to zero steps, and empty :attr:`state`; the moments' memory is kept."""
         self.state.clear()
         self.steps.zero_()
 
@@ -167,7 +168,8 @@ class AdamW(torch.optim.Optimizer):
         Both are 0-d (``skipped`` is bool), on the device, and the same on every rank.
 
         Args:
-            lr: the learning rate, 0-d fp64 on the device; None: that of the parameter group.
+            lr: the learning rate, 0-d fp64 on the device; None: that of the parameter group, which
+                offloaded buckets use in any case.
         """
         if not self.state:
             self.begin()
@@ -225,15 +227,19 @@ class AdamW(torch.optim.Optimizer):
             )
 
     def _before_updates(self, rates_S: torch.Tensor) -> None:
-        """Prepare gradients, before the first bucket is updated."""
+        """Called before the device updates buckets; a subclass may change gradients here."""
 
     def _after_update(self, bucket: Bucket, out_N: torch.Tensor | None) -> None:
-        """Change the new weights of ``bucket``, and their copy ``out_N`` where there is one."""
+        """Called after ``bucket`` is updated; a subclass may change its new weights here.
+
+        It must change their copy ``out_N`` too, if there is one. Offloaded buckets and float8
+        moments do not call this.
+        """
 
     # ---- offloaded buckets ---------------------------------------------------------------------
 
     def _start_on_host(self, rates_S: torch.Tensor, lr: float) -> None:
-        """Start the updates of offloaded buckets, whose gradients must be on their way."""
+        """Start the updates of offloaded buckets. Copies of their gradients must have begun."""
         late_rates = LateValues(rates_S)
         for bucket, storage in self._offloaded:
             assert storage.has_gradient
@@ -291,12 +297,12 @@ class AdamW(torch.optim.Optimizer):
     def load_parts(self, stages: Stages, state: Mapping[str, Sliceable]) -> None:
         """Load what :meth:`parts` returned on any layout; every rank reads its part.
 
-        An empty ``state`` is that of a run before its first step. All parameters have the same
-        step.
+        An empty ``state`` comes from a run before its first step. The entry ``step`` must be the
+        same for all parameters.
 
         Raises:
-            ConfigError: the state is of other parameters or another optimizer, or a tensor has
-                another shape or dtype.
+            ConfigError: the state belongs to other parameters or another optimizer, or a tensor
+                has another shape or dtype.
         """
         if not state:
             self.forget()
@@ -337,7 +343,8 @@ def _num_blocks(member: Member) -> int:
 def _first_index(name: str) -> int:
     """Return the index of a parameter's first element among the elements of all parameters.
 
-    Its 2^30 indices are its own unless two names have the same checksum.
+    First indices of two parameters are at least 2^30 apart, unless their names have the same
+    checksum.
     """
     return zlib.crc32(name.encode()) << 30
 

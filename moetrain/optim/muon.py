@@ -31,10 +31,10 @@ class Muon(AdamW):
         everyone: dist.ProcessGroup,
         clip: QKClip | None = None,
     ) -> None:
-        """Deal the matrices to the ranks.
+        """Assign the matrices to the ranks of ``group``.
 
         Args:
-            group: the ranks that hold one copy of the parameters together. They exchange parts of
+            group: the ranks that together hold one copy of the parameters. They exchange parts of
                 matrices.
             everyone: all ranks. With ``clip`` they agree on the largest scores.
             clip: scales the weights of queries and keys after each update.
@@ -66,7 +66,7 @@ class Muon(AdamW):
         )
 
     def _before_updates(self, rates_S: torch.Tensor) -> None:
-        # 1. Update the momenta; gradients become what is orthogonalised.
+        # 1. Update the momenta, and overwrite the gradients with the matrices to orthogonalise.
         for bucket in self.fsdp.buckets:
             if not bucket.members[0].rule.is_orthogonal:
                 continue
@@ -91,7 +91,7 @@ class Muon(AdamW):
             eps=self.config.eps,
             scale=self.config.muon_scale,
         )
-        # 3. QK-clip: factors by the largest scores of all ranks; 1 in a skipped step.
+        # 3. QK-clip: compute factors from the largest scores over all ranks; 1 in a skipped step.
         if self._clip is not None:
             gamma_LH = self._clip.take(self._reduce_max)
             is_skipped = Rates.unpack(rates_S).skipped != 0

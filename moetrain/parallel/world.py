@@ -46,7 +46,7 @@ _BYTES_OF_TOKEN = 24
 _OF_MACHINES = (
     *("launch.", "output_dir", "checkpoint.memory", "data.cache_dir"),
     *("log.tensorboard", "log.reporters", "log.project", "log.progress"),
-    # A run compares what lies there (moetrain.train.run).
+    # These paths may differ, because a run compares the files' contents (moetrain.train.run).
     *("data.path", "data.eval_path", "data.tokenizer"),
 )
 """Beginnings of the names of settings that may differ from machine to machine."""
@@ -73,7 +73,9 @@ class World:
     rendezvous: processes.Rendezvous
     """Lets ranks wait for one another on the host."""
     store: Store | None = None
-    """The store where generator ranks (``rl.generators``) meet these; None: there are none."""
+    """The store through which the processes of the run connect. It is also where generator ranks
+    (``rl.generators``) meet the ranks that train. None: this run did not connect to one, because it
+    is a single process, or because its process group existed already."""
     endings: list[Callable[[], object]] = field(
         default_factory=list[Callable[[], object]], compare=False
     )
@@ -121,8 +123,10 @@ class World:
         return self.rendezvous.broadcast(text)
 
     def any(self, text: str) -> str:
-        """Return the first non-empty ``text`` by rank order, on all ranks; "" if all are empty. It
-        waits as :meth:`barrier` does."""
+        """Return on all ranks the first ``text``, in rank order, that is not empty; "" if all are.
+
+        It waits as :meth:`barrier` does.
+        """
         return self.broadcast(next(filter(None, self.rendezvous.gather(text)), ""))
 
     def own_rendezvous(self) -> processes.Rendezvous:
@@ -165,7 +169,8 @@ def join_world(config: Config, arch: Architecture) -> World:
         RunFailed: other ranks did not come within ``launch.join_timeout``.
     """
     place = launched_place()
-    # A group of one rank says nothing: an earlier run of this process may have left it.
+    # A process group of one rank does not tell this process's rank: an earlier run of this process
+    # may have left it.
     if dist.is_initialized() and dist.get_world_size() > 1:
         rank, size = dist.get_rank(), dist.get_world_size()
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else rank
@@ -249,8 +254,8 @@ def _check_alike(
     """Raise ConfigError on every rank if one has other settings, another model or other software
     than rank 0.
 
-    Otherwise ranks would wait for one another in different collectives, or train on in silence,
-    each by settings of its own.
+    Otherwise ranks would hang in different collectives, or would train on, each by its own
+    settings, and nobody would notice.
     """
     if rendezvous.size == 1:
         return
@@ -269,8 +274,10 @@ def _check_alike(
 
 
 def _difference(texts: Sequence[str]) -> tuple[str, str] | None:
-    """Return the setting in which a rank first differs from rank 0, and the problem; None: all are
-    alike. ``texts`` are those of :func:`_check_alike`, by rank."""
+    """Compare the ``texts`` that :func:`_check_alike` gathered, one for each rank.
+
+    Return a setting in which a rank differs from rank 0, and the problem; None: all are equal.
+    """
     rank = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
     if rank is None:
         return None
@@ -297,9 +304,10 @@ def _difference(texts: Sequence[str]) -> tuple[str, str] | None:
 
 
 def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
-    """Return the degrees of the ranks that train, of ``size`` in all.
+    """Return the degrees of parallelism of the ranks that train, in a run of ``size`` processes.
 
-    It is arithmetic alone: no process group is needed. Raises ConfigError: the degrees do not fit.
+    This only computes numbers and needs no process group. Raises ConfigError: the degrees do not
+    fit.
     """
     if (apart := config.rl.apart) >= size:
         problem = f"{apart} of {size} processes leave none to train"
@@ -339,7 +347,7 @@ def check_layout(config: Config, arch: Architecture, dims: ParallelDims) -> None
             f"cp {dims.cp} x tp {dims.tp} does not divide the {tokens} tokens of a micro-batch "
             f"(train.micro_batch_size {t.micro_batch_size} x data.seq_len {seq_len}), which these "
             "ranks share"
-            + ", each in two pieces of a size" * (pieces > dims.cp)
+            + ", each in two pieces of equal size" * (pieces > dims.cp)
             + f"; make data.seq_len a multiple of {lcm(dims.token_ranks, pieces)}",
         )
 
@@ -355,7 +363,7 @@ def _ranks_per_machine(config: Config, size: int) -> int:
 
 
 def _check_machines(config: Config, dims: ParallelDims) -> None:
-    """Raise ConfigError for a group that spans machines, and cannot or should not."""
+    """Raise ConfigError for a group of ranks that spans machines but cannot or should not."""
     size, ep = dims.per_machine, dims.ep
     shards = dims.sharding_ranks * (config.parallel.fsdp_transport == "copy")
     for name, ranks, remedy in (
@@ -385,9 +393,9 @@ def claim_device(config: Config, gpu: int) -> torch.device:
         raise ConfigError("train.device", f"{wanted!r}, but {problem}; {remedy}")
     torch.cuda.set_device(gpu)
     if not allocator_is_set():
-        # Routing changes the size of activations every step, and segments that grow in place
-        # fit any: 121.0 GiB reserved for 120.6 in use. What fixed ones take was not measured.
-        # Torch has no public name for it.
+        # Routing changes the size of activations every step. Segments that grow in place fit every
+        # size: torch reserved 121.0 GiB for 120.6 in use. Segments of fixed size were not measured.
+        # Torch has no public function for this setting.
         torch._C._accelerator_setAllocatorSettings(  # pyright: ignore[reportPrivateUsage]
             "expandable_segments:True"
         )

@@ -1,13 +1,13 @@
 """Collects trajectories from a generator and an environment, many at once.
 
-    collector.start(group, task, size, seed)    # begins them
+    collector.start(group, task, size, seed)    # begins a group's trajectories
     collector.finish(groups)                    # runs until these are over; others go on meanwhile
 
 A trajectory is either being continued by the generator, or waits for an answer of its environment
-(:mod:`moetrain.rl.calls`). Weights may change between two calls: trajectories go on with the new
-ones, and every token keeps the version that chose it. With experts shared between ranks,
-:meth:`Collector.finish` is collective: ranks that are done take steps too. A failure of an
-environment costs its own trajectory alone.
+(:mod:`moetrain.rl.calls`). Weights may change between two calls of :meth:`Collector.finish`.
+Unfinished trajectories then go on with the new weights, and every token keeps the version of the
+weights that chose it. With experts spread over ranks, :meth:`Collector.finish` is collective: ranks
+that are done take steps too. An environment that fails ends only its own trajectory.
 """
 
 import asyncio
@@ -47,10 +47,11 @@ _NUMBERS = (Real, Decimal, np.generic, np.ndarray, torch.Tensor)
 
 
 def try_reward(environment: Jsonl, name: str, limit: float) -> None:
-    """Raise ConfigError if the reward function ``name`` returns no reward for the first line.
+    """Raise ConfigError if the reward function ``name`` returns something that is not a reward.
 
-    It is tried with the line's own ``answer``, if it has one, and with an empty text. A call that
-    raises or takes longer than ``limit`` seconds is only logged: it may do so for these alone.
+    The function is called on the first line of ``rl.prompts``, with the line's own ``answer``, if
+    it has one, and with an empty text. A call that raises or takes longer than ``limit`` seconds is
+    only logged, because the function may work for other texts.
     """
     line, calls = environment.lines[0], Calls(limit)
     for answer in {str(line.get("answer", "")): None, "": None}:
@@ -86,7 +87,7 @@ def reward_problem(value: object, before: float = 0.0) -> str | None:
     if number is None:
         return f"a {type(value).__name__} that is no finite number"
     if abs(before + number) > most:
-        return f"{number:g}; all of a trajectory's together are at most {most:g} in size"
+        return f"{number:g}; the sum of a trajectory's rewards is at most {most:g} in size"
     return None
 
 
@@ -176,10 +177,10 @@ class Collector:
     def start(
         self, group: int, task: int, size: int, seed: int, temperature: float | None = None
     ) -> None:
-        """Begin ``size`` attempts at ``task``, which are ``group``.
+        """Begin ``size`` attempts at ``task``. Together they are the group number ``group``.
 
-        Their seeds follow from ``seed`` and the group's number. ``temperature`` None:
-        ``rl.temperature``.
+        The seed of each attempt follows from ``seed``, the group's number and the attempt's number.
+        If ``temperature`` is None, it is ``rl.temperature``.
         """
         if temperature is None:
             temperature = self.settings.temperature
@@ -188,7 +189,10 @@ class Collector:
             self.resume(Trajectory(group, member, task, own, temperature))
 
     def resume(self, trajectory: Trajectory) -> None:
-        """Go on with ``trajectory``, be it new, from a checkpoint, or over."""
+        """Begin ``trajectory``, or go on with one from a checkpoint.
+
+        A trajectory that is over is only kept until :meth:`finish` returns it.
+        """
         self.groups.setdefault(trajectory.group, []).append(trajectory)
         if trajectory.is_over:
             return
@@ -217,8 +221,8 @@ class Collector:
     def unfinished(self) -> list[Trajectory]:
         """Return all trajectories that are not handed out, in the order to resume them in.
 
-        Those of the generator are submitted again, in this order and with a cold cache, exactly as
-        after a restart.
+        This also submits to the generator again what it is continuing, in the same order and with
+        an empty cache. So this run goes on exactly as a run that resumes from the checkpoint.
         """
         generating = {name: part for name, part in self._active.items() if part.is_generating}
         for name, part in generating.items():
@@ -318,7 +322,7 @@ class Collector:
         self._drop(name, answer.done)
 
     def _drop(self, name: str, is_done: bool = False) -> Trajectory:
-        """End a trajectory and return it; the episode is closed unless it ``is_done``."""
+        """End a trajectory and return it. If not ``is_done``, call the episode's ``close``."""
         part = self._active.pop(name)
         if not is_done and callable(close := getattr(part.episode, "close", None)):
             threading.Thread(target=close, daemon=True).start()
@@ -375,7 +379,7 @@ class Collector:
         self._accept(part)
         part.is_generating = False
         trajectory = part.trajectory
-        # They cover all tokens of the segment so far, earlier turns included.
+        # The routes cover all tokens of the segment so far, earlier turns included.
         trajectory.keep_routes(None if completion.routes is None else completion.routes.numpy())
         is_full = self._room(trajectory, trajectory.start) <= 0
         trajectory.is_overlong = completion.finish_reason == "length" and is_full
@@ -403,7 +407,7 @@ async def _replay(
 ) -> tuple[Episode, Turn]:
     """Give ``episode`` its ``actions`` again; return it with its last answer.
 
-    RuntimeError: its tokens are not those of ``before``.
+    Raises RuntimeError if its answers have other tokens than ``before``.
     """
     for action, tokens in zip_longest((None, *actions), before):
         if action is not None:

@@ -36,14 +36,14 @@ class Trajectory:
     temperature: float
     reward: float = 0.0
     answers: int = 0
-    """Number of texts that the environment has given. The prompt is the first of them."""
+    """Number of turns that the environment has taken. The prompt is the first of them."""
     actions: list[tuple[int, int]] = field(default_factory=list)
     """Start and stop of each of the policy's turns in ``tokens``."""
     is_over: bool = False
     is_overlong: bool = False
     """True: it was cut off at ``rl.max_tokens``, ``rl.max_turns`` or the end of a row."""
     fault: str | None = None
-    """The kind of failure, a word by which metrics count failures; None: it did not fail."""
+    """The kind of failure, one word, by which metrics count failures; None: no failure."""
     detail: str = ""
     """The reason of the failure in one line."""
     tokens: list[int] = field(default_factory=list)
@@ -55,7 +55,8 @@ class Trajectory:
     without the segments before it."""
     routes: np.ndarray | None = None
     """int32 [tokens, MoE layers, K]: the experts of each token up to the end of the policy's last
-    turn. A segment's last token was not read and has no entry. None: routes were not asked for."""
+    turn. The last token of a segment has no entry, because the model did not read it. None: routes
+    were not asked for."""
 
     def extend(
         self,
@@ -90,8 +91,7 @@ class Trajectory:
         return max([start, *(stop for _, stop in self.actions)])
 
     def keep_routes(self, routes: np.ndarray | None) -> None:
-        """Keep ``routes``, the experts of the last segment's tokens, after those of earlier
-        segments."""
+        """Replace the routes of the last segment by ``routes``; those of earlier segments stay."""
         if self.routes is not None and routes is not None and self.starts:
             routes = np.concatenate([self.routes[: self.start - len(self.starts)], routes])
         self.routes = routes

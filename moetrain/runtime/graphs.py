@@ -8,13 +8,13 @@ A graph knows memory by its address. So tensors that outlive a step must stay wh
 are copied to fixed tensors, and results are copied out of the memory that all graphs share. A
 replay runs no Python. So it restores ``marks``, the record of what the captured Python code did.
 
-All ranks must capture, and replay, in the same steps, since a collective inside a graph waits for
-the other ranks' graphs. So before each step they agree on the host on how many documents
-micro-batches have (:func:`pad_documents`). If the shapes differ in anything else, all of them run
-the step without graphs.
+All ranks must capture, and replay, in the same steps, because a collective inside a graph waits for
+the other ranks' graphs. So before each step the ranks agree, on the host, on a number of documents
+to which all pad their micro-batches (:func:`pad_documents`). If the ranks' shapes differ in
+anything else, all of them run the step without graphs.
 
-Left out on purpose: pipelines, and dispatch whose sizes the host must know. Tensor and context
-parallelism were not shown to have the same bits.
+Left out on purpose: pipelines, and dispatch whose sizes the host must know. It was not shown that
+replays give the same bits with tensor or context parallelism.
 """
 
 import gc
@@ -32,10 +32,11 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 _B = TypeVar("_B")
 _MAX_KEYS = 64
-"""Keys that are kept; objectives or shapes that are new in every step would add more and more."""
+"""Most keys that are kept. One more makes :meth:`Graphs.run` forget all graphs: objectives or
+shapes that are new in every step would otherwise fill the memory."""
 _MIN_DOCUMENTS = 16
-"""Rounding up to this costs nothing: 16,384 tokens on one H200 take the same within 1 % up to 64
-documents."""
+"""Rounding up to this costs no time: 16,384 tokens on one H200 take the same time within 1 % for
+all numbers of documents up to 64."""
 
 
 def document_bucket(documents: int) -> int:
@@ -50,7 +51,7 @@ class Marked(Protocol):
     """Keeps the state, beside tensors, that a step's Python code changes."""
 
     marks: Any
-    """A hashable record of it. Setting a record restores that state."""
+    """A hashable record of that state. Assigning a record restores the state."""
 
 
 class Captured(NamedTuple):
@@ -67,7 +68,10 @@ class Captured(NamedTuple):
 
 
 class Graphs:
-    """Captured functions of tensors on ``device``, by what they depend on and their inputs' shapes.
+    """Captured functions of tensors on ``device``.
+
+    A function is found again by the objects that it depends on, the marks, and the shapes of its
+    inputs.
 
     Args:
         marked: keeps the marks of a step.
@@ -80,7 +84,7 @@ class Graphs:
         """By key: a captured call, or the objects of one that has run once."""
 
     def clear(self) -> None:
-        """Forget all graphs, after tensors have moved that they know by address."""
+        """Forget all graphs. Call this after tensors that they know by address have moved."""
         self._kept.clear()
         self._pool = None
 
@@ -93,7 +97,7 @@ class Graphs:
         """Return ``fn(inputs)``: tensors, in any nesting.
 
         Args:
-            objects: what ``fn`` depends on beside its inputs, and what does not change.
+            objects: the objects that ``fn`` depends on beside its inputs. They must not change.
             inputs: tensors on the device, in any nesting, beside plain values.
 
         Raises:
@@ -127,10 +131,13 @@ class Graphs:
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, known.replay())
 
     def capture(self, fn: Callable[[], _R]) -> Callable[[], _R]:
-        """Capture the kernels of ``fn`` without running them; return what replays them."""
+        """Capture the kernels of ``fn`` without running them.
+
+        Return a function that replays them and returns what ``fn`` returned.
+        """
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        gc.collect()  # garbage of the call before keeps its stream in use
+        gc.collect()  # garbage of the previous call would keep its stream in use
         try:
             # thread_local: other threads, of data and of checkpoints, may use CUDA meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -148,7 +155,10 @@ class Graphs:
 
 
 def _shape(leaf: object) -> Hashable:
-    """Return what a graph depends on of an input: a tensor's shape and dtype, or a plain value."""
+    """Return the part of a graph's key that an input gives.
+
+    It is a tensor's shape and dtype, or a plain value itself.
+    """
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype
     if leaf is None or isinstance(leaf, (bool, int, float, str)):

@@ -26,7 +26,7 @@ from moetrain.config.sources import RunFailed
 class HostMemory:
     """Host memory (:attr:`bytes`, uint8, of any content), pinned if ``device`` is a GPU.
 
-    It is kept as long as the object: pinning takes far longer than a copy.
+    The memory lives as long as this object, because pinning takes far longer than a copy.
 
     Args:
         wanted_by: who takes the memory, for the error.
@@ -39,10 +39,12 @@ class HostMemory:
         self._unpin: Callable[[], object] = lambda: None
 
     def reserve(self, size: int) -> torch.Tensor:
-        """Return :attr:`bytes`, of at least ``size`` bytes. If it was smaller, it is new memory.
+        """Return :attr:`bytes`, which then has at least ``size`` bytes.
+
+        If it was smaller, it is replaced by new memory, and its content is lost.
 
         Raises:
-            RunFailed: the system does not have as much pinned memory.
+            RunFailed: the system cannot pin that much memory.
         """
         if size <= self.bytes.numel():
             return self.bytes
@@ -66,7 +68,10 @@ class HostMemory:
 
 
 class LateValues:
-    """Values that the device is still computing; reading waits for them and for nothing later."""
+    """Values that the device is still computing.
+
+    :meth:`read` waits for them, but not for work that was queued after them.
+    """
 
     def __init__(self, values: torch.Tensor) -> None:
         on_cuda = values.device.type == "cuda"
@@ -196,11 +201,12 @@ class DeviceBytes:
 
     _now: ClassVar[Counter[int]] = Counter()
     _peaks: ClassVar[Counter[int]] = Counter()
-    """The largest sum of both counts until :attr:`_now` last changed."""
+    """The largest sum of :attr:`_now` and torch's allocated bytes, up to the last change of
+    :attr:`_now`."""
 
     @classmethod
     def peak(cls, device: torch.device) -> int:
-        """Return the most bytes that torch's allocator and all others had on ``device``."""
+        """Return the most bytes on ``device`` at once: torch's and those of :meth:`add`."""
         index = _index(device)
         return max(cls._peaks[index], torch.cuda.max_memory_allocated(index) + cls._now[index])
 

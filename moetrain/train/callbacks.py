@@ -60,11 +60,12 @@ class RunView(Protocol):
     """Tokens that chose each expert in the last logged step, of all ranks; None: no experts."""
 
     def end(self, reason: str, *, everywhere: bool = False) -> None:
-        """End the run in order, as if this step were its last; ``reason`` is said and returned.
+        """End the run in order, as if this step were its last.
 
-        Pass ``everywhere=True`` if every rank calls this at the same step, as a hook does that
-        decides by its row alone: the run ends with this step. Otherwise a single rank may call it,
-        and all ranks end together at most two steps later.
+        ``reason`` is printed, and :class:`Result` has it. Pass ``everywhere=True`` if every rank
+        calls this at the same step, as a hook that decides by its ``row`` alone does: the run then
+        ends with this step. Otherwise a single rank may call it, and all ranks end together at most
+        two steps later.
         """
 
     def say(self, text: str) -> None:
@@ -75,7 +76,7 @@ class RunView(Protocol):
         ...
 
     def ask_to_save(self) -> None:
-        """Have all ranks save at most two steps later, if this is the main rank."""
+        """Make all ranks save at most two steps later. Only the main rank's call has an effect."""
 
 
 class Callback:
@@ -88,7 +89,7 @@ class Callback:
         """The run is built, and resumed if there was something to resume."""
 
     def on_update(self, run: RunView) -> None:
-        """A step is queued, and neither logged nor evaluated."""
+        """A step is queued on the device, and not logged or evaluated yet."""
 
     def on_step(self, run: RunView) -> None:
         """A step is over; the device may still be computing it."""
@@ -180,12 +181,12 @@ class Result(NamedTuple):
     step: int
     """The last step."""
     reason: str
-    """The reason of its end: the setting of its length, or the words of the callback that ended
-    it."""
+    """Why the run ended: the setting that limits its length, or the ``reason`` that a callback gave
+    to :meth:`RunView.end`."""
     loss: float | None
     """Loss of the last logged step; None: not finite, or no step was taken."""
     best_step: int | None
-    """The step of the best evaluation; None: there was no evaluation after a step."""
+    """The step of the best evaluation; None: no evaluation after a step had a finite value."""
     best_value: float | None
     """The lowest ``eval_loss``; in reinforcement learning, the highest ``eval_reward``."""
     best: Path | None
@@ -249,7 +250,11 @@ class Best(Callback):
         patience = run.config.train.patience
         if 0 < patience <= self.since:
             times = f"{self.since} evaluations"
-            best = f"the best was {self.value:.4f} at step {self.step}" if self.step else "none was"
+            best = (
+                f"the best was {self.value:.4f} at step {self.step}"
+                if self.step
+                else "no value was finite"
+            )
             run.end(f"no better in {times} (train.patience); {best}", everywhere=True)
 
 
@@ -260,9 +265,10 @@ class Profile(Callback):
         output_dir/profile/steps-5-7-rank-0.pickle     memory on CUDA, for pytorch.org/memory_viz
 
     A trace holds every op with its shapes, every kernel, and the ranges of
-    :mod:`moetrain.runtime.annotate`; the history of memory each allocation with the lines that made
-    it. Nothing is attached to the model, so all other steps run as without a profile. A trace that
-    is incomplete at the end is written too, unless an error ended the run.
+    :mod:`moetrain.runtime.annotate`. The history of memory holds every allocation with the lines of
+    code that made it. Nothing is attached to the model, so all other steps run as if there were no
+    profile. If the run ends within the traced steps, the incomplete trace is written too, unless an
+    error ended the run.
     """
 
     def __init__(self) -> None:
@@ -333,7 +339,10 @@ class Profile(Callback):
 
 
 class _TensorBoard(Callback):
-    """Event files in ``output_dir/tensorboard``, without events after the step of resumption."""
+    """Writes event files to ``output_dir/tensorboard``.
+
+    A resumed run discards the events of later steps than the one from which it resumes.
+    """
 
     _board: Any = None
 
@@ -342,10 +351,10 @@ class _TensorBoard(Callback):
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def on_log(self, run: RunView, row: Row) -> None:
-        if self._board is None:  # now, because the first step need not wait for the import
+        if self._board is None:  # not in on_start: the first step would wait for the import
             from torch.utils.tensorboard import SummaryWriter
 
-            self._folder.stat()  # the writer would make a new one where the run's was moved
+            self._folder.stat()  # raises if the folder was moved; the writer would make a new one
             self._board = SummaryWriter(str(self._folder), purge_step=self._next)
         for name, value in row.items():
             if value is not None and name != "step":
@@ -389,7 +398,7 @@ class _WandB(Callback):
 
 
 _REPORTERS: dict[str, type[Callback]] = {"tensorboard": _TensorBoard, "wandb": _WandB}
-"""By the name in ``log.reporters``, which is also the library's."""
+"""The reporters by their names in ``log.reporters``, which are also the libraries' names."""
 
 
 def reporters_of(log: LogSection) -> list[Callback]:

@@ -77,7 +77,7 @@ class Trainer(Run):
             config: the settings.
             data: a sequence or an iterable of rows (:mod:`moetrain.data.program_rows`), read by
                 every rank; None: what ``config.data`` describes.
-            eval_data: a sequence of rows to evaluate on, or several by name; with ``data`` alone.
+            eval_data: a sequence of rows to evaluate on, or several by name. It needs ``data``.
             objective: is minimised beside the routers' losses, and measured in evaluations
                 (:mod:`moetrain.train.objectives`); None: the one that ``train.objective`` names.
             callbacks: are called as the run goes along (:mod:`moetrain.train.callbacks`).
@@ -128,7 +128,7 @@ class Trainer(Run):
                 self.resume(found)
 
     def _progress(self) -> Progress:
-        """Return the position in the data, and the chat template, whose file may change."""
+        """Return the position in the data, and the chat template, whose file may change later."""
         return Progress({**self.loader.state(), "chat_template": self.data.chat_template})
 
     def resume(self, found: Checkpoint) -> None:
@@ -248,18 +248,20 @@ class Trainer(Run):
         """Log once that these held-out sets have no target among the rows that are evaluated."""
         if names and not self._said_what_counts_nothing:
             what = "the held-out rows" if names == [""] else f"held-out rows of {', '.join(names)}"
-            problem = "no target token in the first train.eval_rows"
+            problem = "no target token in the first"
             rest = (
                 "eval_loss is not measured" if names == [""] else "eval_loss does not include them"
             )
-            self.say(f"{what} have {problem} {self.config.train.eval_rows}: {rest}")
+            self.say(
+                f"{what} have {problem} {self.config.train.eval_rows} (train.eval_rows): {rest}"
+            )
             self._said_what_counts_nothing = True
 
     def held_out_terms(self, rows: Dataset) -> _HeldOut:
-        """Return the terms over ``train.eval_rows`` of ``rows``, the first as ``loss``; collective.
+        """Return the objective's terms over the first ``train.eval_rows`` of ``rows``. Collective.
 
-        They are the given objective's, else the cross-entropy in nats a token. Waits for the
-        device.
+        The first term is named ``loss``: the cross-entropy in nats a token, unless an objective is
+        given. This waits for the device.
         """
         world, train, objective = self.world, self.config.train, self.own_objective
         ranks = world.data_rank, world.dims.data_ranks

@@ -1,7 +1,7 @@
-"""Passes with gradients: at once or as replays of CUDA graphs, and again where rows were dropped.
+"""Runs passes with gradients, eagerly or as replays of CUDA graphs.
 
 With ``moe.dispatch_mode`` static, tokens travel in buffers of fixed sizes. Rows that find no room
-there are dropped and counted; a pass that dropped some is run again with exact sizes.
+there are dropped and counted. A pass that dropped rows is run again, with exact sizes.
 """
 
 import zlib
@@ -35,13 +35,13 @@ class GradientPasses:
         graphs: Graphs | None,
         work: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Make them; collective.
+        """Prepare to run passes. Collective.
 
         Args:
             runner: runs the model.
             config: the settings of the run.
-            graphs: replays passes (``compile.cuda_graphs``); None: they run at once.
-            work: gives a context in which the model may be called.
+            graphs: captures and replays passes (``compile.cuda_graphs``); None: they run eagerly.
+            work: returns a context in which the model may be called.
         """
         self.runner, self.config, self.graphs, self._work = runner, config, graphs, work
         self.num_retried = 0
@@ -61,9 +61,10 @@ class GradientPasses:
         """Add the gradients of ``objective`` over ``batches`` to those of the step.
 
         Args:
-            sizes: the objective's, of the whole global batch.
-            is_first: the step has no gradients of earlier passes. A retry forgets the gradients of
-                the whole step, so a later pass is run with exact sizes from the beginning.
+            sizes: the objective's denominators over the whole global batch.
+            is_first: the step has no gradients of earlier passes. Only then may rows be dropped,
+                because running the pass again clears the gradients of the whole step. A later pass
+                therefore has exact sizes from the beginning.
         """
         run = self.run_now if self.graphs is None else self._replay
         return run(batches, objective, sizes, is_first=is_first)
@@ -79,7 +80,7 @@ class GradientPasses:
         """Do what :meth:`run` does, without a graph."""
         with nullcontext() if is_first else self.runner.exact_sizes():
             done = self._pass(batches, objective, sizes)
-        # With fixed sizes alone: waits for the last forward, while its backward runs.
+        # Only with fixed sizes: this waits for the last forward, while its backward runs.
         if done.dropped is not None and done.dropped.read() > 0:
             done = self._run_again(batches, objective, sizes)
         return done.totals()
@@ -107,7 +108,7 @@ class GradientPasses:
         runner.fsdp.refresh()
         inputs = [batch.to(runner.world.device) for batch in same], dict(sizes)
         totals, lost = self.graphs.run([objective], learn, inputs)
-        # With fixed sizes alone: waits for the replay.
+        # Only with fixed sizes: this waits for the replay.
         if lost is not None and lost.item() > 0:
             return self._run_again(batches, objective, sizes).totals()
         return totals
@@ -115,7 +116,7 @@ class GradientPasses:
     def _run_again(
         self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]
     ) -> Pass[_B]:
-        """Run a pass that dropped rows again, with exact sizes, in place of its gradients."""
+        """Replace the gradients of a pass that dropped rows: run it again, with exact sizes."""
         self.num_retried += 1
         self.runner.fsdp.clear_gradients()
         with self.runner.exact_sizes():
@@ -124,7 +125,7 @@ class GradientPasses:
     def _pass(
         self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]
     ) -> Pass[_B]:
-        """Run one pass with gradients now, without a look at its dropped rows."""
+        """Run one pass with gradients eagerly, whether or not it drops rows."""
         drops = self.config.lora.dropout > 0
         with self._work(), self._own_draws() if drops else nullcontext():
             return Pass(
@@ -138,10 +139,10 @@ class GradientPasses:
 
     @contextmanager
     def _own_draws(self) -> Iterator[None]:
-        """Use random numbers that are particular to this rank and this call while inside.
+        """Use random numbers within the context that no other rank and no other call has.
 
-        They follow from torch's random state, of which each call draws one number. A run that
-        resumes from a saved state thus draws the same ones.
+        They follow from one number that each call draws from torch's random state. So a run that
+        resumes with the saved state draws the same ones.
         """
         world = self.runner.world
         key = f"{self.config.train.seed}.{world.data_rank}.{self.runner.stages.rank}"

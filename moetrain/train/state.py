@@ -129,7 +129,8 @@ class ModelState:
     def state_bytes(self) -> int:
         """Return the bytes of a copy of this rank's :meth:`state`.
 
-        If there are no moments yet, they are allocated for the time of this call.
+        If there are no moments yet, this call allocates them. They stay allocated for the first
+        step.
         """
         is_new = not self.optimizer.state
         if is_new:
@@ -213,14 +214,15 @@ class ModelState:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the whole tensor of every weight, on the device, one at a time.
 
-        A tensor is valid until the next step. Weights are fp32, except that frozen ones have the
-        dtype in which they are stored.
+        A tensor is valid until the next step. It has the dtype in which the weight is stored, to
+        which quantised weights are dequantised: ``optim.weight_dtype`` for large trained matrices,
+        fp32 for all else that is trained, and usually ``train.dtype`` for frozen weights.
 
         Args:
             hf: use the names and pieces of Hugging Face's files, without the buffers that these do
                 not hold; otherwise use moetrain's names, with all buffers.
-            merged: merge adapters into their weights, in fp32, and yield no adapters. ``hf``
-                implies it.
+            merged: merge adapters into their weights, which are then fp32, and yield no adapters.
+                ``hf`` implies it.
         """
         family, merged = FAMILIES[self.arch.family], merged or hf
         source = self.model.source
@@ -323,8 +325,8 @@ class ModelState:
     def offload(self, *what: StateKind) -> None:
         """Move ``what`` (everything, if nothing is named) to host memory until :meth:`reload`.
 
-        Tensors keep their identity, and on a GPU their addresses, except shards that other ranks
-        read where they lie. Until :meth:`reload`, methods that need the tensors raise
+        Tensors stay the same objects, and on a GPU keep their addresses, except shards that other
+        ranks read from this rank's memory. Until :meth:`reload`, methods that need them raise
         :class:`~moetrain.runtime.arena.OffloadedError`, and no other code may touch them. The host
         memory is kept for the next call. Workspaces (gathered parameters) are only freed, and are
         allocated again at their next use.
@@ -379,7 +381,7 @@ class Snapshots(Saver):
         if self.settings.asynchronous:
             self.staging = Staging(engine.world.device)
             engine.before_change = self.staging.hold_changes
-            # Reserve now: it takes time, and nothing waits for it yet.
+            # Reserving takes time, and no training step waits for it yet.
             saves = self.settings.interval or self.settings.minutes
             if saves or self.settings.memory_interval:
                 self.staging.memory.reserve(engine.state_bytes())
@@ -488,8 +490,8 @@ class Snapshots(Saver):
     def _check_same_run(self, found: Checkpoint, data: str, total_steps: int) -> None:
         """Refuse to resume a finished run with other data, or from another ``model.path``.
 
-        An unfinished run may go on with other rows, and the checkpoint that it began from may have
-        moved. The main rank warns of both. A finished run would not use the other data at all.
+        An unfinished run may go on with other data, and the folder that it began from may have been
+        moved, so both only make the main rank warn. A finished run would never use the other data.
         """
         changed = []
         if found.state.get("data", data) != data:  # earlier versions did not record the hash

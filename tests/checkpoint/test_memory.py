@@ -67,5 +67,5 @@ def test_a_step_is_passed_over_if_machines_have_different_ones(is_alike, tmp_pat
     answers = on_machines(roots, Folders.newest)
     for root, (path, problems) in zip(roots, answers, strict=True):
         assert path == root / f"step-{1 + is_alike:08d}"
-        said = f"{root / 'step-00000002'}: machines have different ones"
+        said = f"{root / 'step-00000002'}: its manifest differs between machines"
         assert problems == [] if is_alike else [said]

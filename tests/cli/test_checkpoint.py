@@ -100,8 +100,8 @@ def test_diff_command_names_changed_tensors(saved, tmp_path, capsys):
     rewrite(two, edit)
     assert main(["diff", str(one), str(two)]) == 1
     model, optim, rng = capsys.readouterr().out.splitlines()
-    assert model.startswith("model norm.weight: by 0.5 at most, ")
-    assert model.endswith("6.2%")
+    assert model.startswith("model norm.weight: differs by at most 0.5, ")
+    assert model.endswith(" 6.2% of its elements")
     assert optim == f"optim norm.weight.step: only in {one}"
     assert rng.startswith("rng cpu: torch.uint8 [")
 

@@ -137,7 +137,7 @@ def test_memory_of_another_run_is_removed(tiny, memory, tmp_path, caplog):
     assert new.run_folder.memory.root != old.run_folder.memory.root
     assert [path.name for path in memory()] == ["step-00000001"]
     assert any(
-        f"checkpoints in memory of another run are removed: {old.run_folder.memory.root}" in x
+        f"removing checkpoints that another run left in memory: {old.run_folder.memory.root}" in x
         for x in said(caplog)
     )
     train(tiny(*EACH, *memory.words, "train.steps=9", "checkpoint.resume=never"), until=1)

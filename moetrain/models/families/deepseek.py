@@ -64,7 +64,10 @@ class V3Decoder(MultiTokenDecoder, LatentDecoder):
 
 
 def check_keys(config: ConfigJson, expected: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise ConfigError for a key of ``config`` with a value that is not ``expected``."""
+    """Raise ConfigError if a key of ``config`` has a value that is not in ``expected``.
+
+    A missing key counts as the first of its expected values.
+    """
     for key, values in expected.items():
         if (value := config.get(key, values[0])) not in values:
             known = " or ".join(map(repr, values))
@@ -73,7 +76,7 @@ def check_keys(config: ConfigJson, expected: Mapping[str, tuple[Any, ...]]) -> N
 
 
 def read_v3_layers(config: ConfigJson) -> Fields:
-    """Read as :func:`read_deepseek_layers`, and refuse values that no model like V3 has."""
+    """Read as :func:`read_deepseek_layers` does, but refuse values that no V3 model has."""
     known = {"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
     check_keys(config, known)
     return read_deepseek_layers(config)
@@ -140,8 +143,8 @@ V3: Fields = {
 }
 """The arguments of :class:`~moetrain.models.family.Family` for DeepSeek-V3."""
 
-# Sizes of presets are those of the published config.json, from memory; their totals of parameters
-# agree with what is published (tests/models/families/test_families.py).
+# The presets' sizes were written from memory of the published config.json. Their parameter counts
+# agree with the published ones (tests/models/families/test_families.py).
 _COMMON: Fields = {
     "family": "deepseek_v3",
     "kv_lora_rank": 512,

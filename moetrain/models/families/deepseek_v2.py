@@ -41,7 +41,7 @@ _KNOWN: Mapping[str, tuple[Any, ...]] = {
     "moe_layer_freq": (1,),
     "scoring_func": ("softmax",),
     "topk_method": (_GREEDY, _GROUPED),
-    # DeepSeek's own code obeys this key, and transformers ignores it.
+    # DeepSeek's own code obeys this key, and transformers ignores it. With these values both agree.
     "norm_topk_prob": (False, None),
     "mlp_bias": (False,),
 }

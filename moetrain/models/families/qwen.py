@@ -1,9 +1,10 @@
 """Qwen2 and Qwen2-MoE (arXiv 2407.10671), Qwen3 and Qwen3-MoE (arXiv 2505.09388).
 
-Qwen2 is dense, with biases of queries, keys and values. Qwen3 has q/k norms instead. Both may have
-windows in some layers, with the same keys. Qwen2-MoE has Qwen2's attention and Qwen3-MoE Qwen3's,
-with routed experts; some layers may be dense. Qwen2-MoE also has a gated shared expert. If its file
-does not name the layers with windows, they are others than Qwen2's.
+Qwen2 is dense, and its queries, keys and values have biases. Qwen3 has q/k norms instead. Both may
+have sliding windows in some layers, and their config.json describes these by the same keys.
+Qwen2-MoE has the attention of Qwen2, and Qwen3-MoE that of Qwen3. Both have routed experts, and may
+have dense layers too. Qwen2-MoE also has a gated shared expert. A config.json without
+``layer_types`` means other layers with windows in Qwen2-MoE than in Qwen2.
 """
 
 from moetrain.models.architecture import Architecture, ConfigJson, Fields
@@ -106,7 +107,7 @@ register(
 
 
 def read_moe_layers(config: ConfigJson) -> Fields:
-    """Read which layers are routed; without experts none is."""
+    """Read which layers have routed experts; none has if ``num_experts`` is 0."""
     step = config["decoder_sparse_step"]
     dense = config["mlp_only_layers"] or []
     if step < 1:
@@ -123,8 +124,10 @@ def write_moe_layers(arch: Architecture) -> Fields:
 
 
 def _read_qwen2_moe(config: ConfigJson) -> Fields:
-    """Read the MoE layers and the windows; without ``layer_types`` every other one of the first
-    ``max_window_layers`` layers has a window."""
+    """Read the MoE layers and the windows.
+
+    Without ``layer_types``, layers 0, 2, 4, ... below ``max_window_layers`` have a window.
+    """
     layers = read_moe_layers(config)
     if any(layers["moe_layers"]) and config["shared_expert_intermediate_size"] == 0:
         raise error("config.json", "shared_expert_intermediate_size is 0, expected 1 or more")

@@ -90,10 +90,10 @@ def _read_head(config: ConfigJson) -> int | None:
 
 
 def _own_keys(config: ConfigJson, family: Family) -> ConfigJson:
-    """Return the keys of ``config`` that describe the model, those in ``Family.section`` if it has
-    one.
+    """Return the keys of ``config`` that describe the model.
 
-    The key for tied embeddings is outside of the section.
+    If the family has a ``Family.section``, these are the section's keys, and the key for tied
+    embeddings, which is outside the section.
     """
     if family.section is None:
         return config
@@ -104,7 +104,7 @@ def _own_keys(config: ConfigJson, family: Family) -> ConfigJson:
 
 
 def _first_problem(error: ValidationError, family: Family) -> str:
-    """Describe pydantic's first error, with the file's name of the field."""
+    """Describe pydantic's first error, with the key that the file uses for the field."""
     problem = error.errors()[0]
     message = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
@@ -145,10 +145,11 @@ def _to_hf(arch: Architecture) -> Fields:
 def exported_config(arch: Architecture, source: ConfigJson | None) -> Fields:
     """Return the ``config.json`` of ``arch``; inverts :func:`architecture_from_hf`.
 
-    ``source`` is the config that the architecture was read from. Its other keys are carried on. It
-    is returned unchanged if it still describes ``arch``.
+    ``source`` is the config that the architecture was read from. The result keeps its other keys.
+    If ``source`` still describes ``arch``, the result is an unchanged copy of it.
 
-    Raises ValueError: the family's format cannot express some fields of ``arch``; it names them.
+    Raises ValueError: the family's format cannot express some fields of ``arch``, which the error
+    names.
     """
     if source is None or source.get("model_type") != arch.family:
         return _to_hf(arch)
@@ -192,7 +193,10 @@ def _check_types(values: ConfigJson, family: Family) -> None:
 
 
 def _canonical(arch: Architecture) -> Architecture:
-    """Empty per-layer fields that only repeat the default, so that equal models compare equal."""
+    """Return ``arch`` without per-layer fields that only repeat the default.
+
+    Equal models then compare equal.
+    """
     return arch.model_copy(
         update={
             "mtp_layers": 0,  # files hold MTP blocks whether or not they are trained
@@ -210,7 +214,8 @@ _ROPE_KEYS = {"rope_scaling", "rope_parameters", "partial_rotary_factor", RopeSc
 def _read_rope(config: ConfigJson, family: Family) -> tuple[float, float, RopeScaling]:
     """Read ``rope_theta``, the rotating share of a head and the scaling.
 
-    They are in ``rope_scaling``, or in newer files in ``rope_parameters``.
+    The scaling is in ``rope_scaling``, or in newer files in ``rope_parameters``. The other two are
+    in the same object, or else are keys of ``config`` itself.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):

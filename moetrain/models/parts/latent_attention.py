@@ -4,8 +4,8 @@
     [c | r] = W_kva x        [k_nope | v] of each head = W_kvb norm(c)        k = [k_nope | rope(r)]
 
 All heads share the rotated key ``r``, and values may be wider or narrower than queries and keys.
-Attention is over the expanded keys and values. Generation caches them expanded too, so that it has
-the bits of training.
+Attention is over the expanded keys and values. Generation caches them expanded too, so that it
+computes the same bits as training.
 
 Left out on purpose: attention within the latent, which saves memory in generation but has other
 bits.
@@ -53,7 +53,7 @@ class LatentAttention(AttentionPart):
     num_heads: int
     num_kv_heads: int
     q_lora_rank: int | None
-    """Width of the queries' latent; None: queries are projected from the token."""
+    """Width of the queries' latent; None: queries are projected from the token directly."""
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
@@ -86,13 +86,14 @@ class LatentAttention(AttentionPart):
 
     @property
     def expanded(self) -> tuple[int, int]:
-        """Widths of all heads' queries, and of the expanded latent."""
+        """Widths of the queries of all heads, and of the expanded keys (without r) and values."""
         latent = self.qk_nope_head_dim + self.v_head_dim
         return self.num_heads * self.head_dim, self.num_heads * latent
 
     @property
     def latents(self) -> tuple[int, int]:
-        """Widths of the queries' latent (0: none), and of the keys' with the rotating key."""
+        """Width of the queries' latent (0: there is none), and width of the latent of keys and
+        values together with the rotating key."""
         return self.q_lora_rank or 0, self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -136,8 +137,8 @@ class LatentAttention(AttentionPart):
         return super().products_per_token(seq_len) + pair * keys
 
     def activations(self, share: Workload) -> float:
-        """Return the bytes of the latents and their norms, on every tensor parallel rank, and of
-        its heads' queries, keys, values, result and log-sum-exp."""
+        """Return the bytes that one rank keeps: the latents and their norms, which every tensor
+        parallel rank has, and the queries, keys, values, results and log-sum-exps of its heads."""
         w = share.width
         normed = self.latents[0] + self.kv_lora_rank
         own = sum(self.latents) * w + normed * (w if share.is_compiled else FP32 + w)
@@ -173,9 +174,9 @@ class LatentAttention(AttentionPart):
 class _MultiHeadLatent(CoreAttention):
     """The module of :class:`LatentAttention`.
 
-    ``gather_latents`` is a plain attribute: context parallelism sets it. It returns the latents and
-    rotated keys of all tokens where this device has a part of them; keys and values are then those
-    of all tokens.
+    ``gather_latents`` is a plain attribute, which context parallelism sets if this device has a
+    part of the tokens. It returns the latents and rotated keys of all tokens, from which keys and
+    values of all tokens are computed here.
     """
 
     def __init__(self, sizes: LatentAttention, kernels: KernelsSection) -> None:

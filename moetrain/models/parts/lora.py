@@ -5,9 +5,9 @@
 The module that has the weight gets two more parameters, named like it with ``_lora_a`` and
 ``_lora_b`` appended. Sharding, optimizer state, checkpoints and weight updates follow from that.
 Stacked experts have stacked adapters, A [E, rank, in]. An expert's gate and up matrices are one
-weight, so they share A. DoRA (arXiv 2402.09353) also trains the lengths m [out] of the rows of
-linear layers' matrices, as ``_lora_magnitude``. The present lengths n are constants of the backward
-(its section 4.3):
+weight, so they share A. With DoRA (arXiv 2402.09353), a linear layer also has a trained parameter
+m [out], named ``_lora_magnitude``: the lengths of the rows of its merged matrix. The row lengths n
+before scaling get no gradient (section 4.3 of that paper):
 
     y = m / n * (x @ W^T + scale * (x @ A^T) @ B^T) + bias        n = |W + scale * B @ A|
 
@@ -35,7 +35,7 @@ class Adapter(NamedTuple):
     scale: float
     dropout: float = 0.0
     magnitude: torch.Tensor | None = None
-    """[out], fp32: the lengths of the merged weight's rows (DoRA); None: they are not set."""
+    """[out], fp32: the lengths of the merged weight's rows (DoRA); None: no DoRA."""
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
         """Return ``W + scale * B @ A``, its rows scaled to length ``magnitude``, in ``weight``'s
@@ -60,9 +60,9 @@ class Adapter(NamedTuple):
 
 
 class Adaptable(nn.Module):
-    """A module that applies the adapters of its ``weights``, if it has some.
+    """A module that applies the adapters of its ``weights``, if they have any.
 
-    Only such modules get adapters: any other module would silently ignore them.
+    Only modules of this class get adapters, because any other module would silently ignore them.
     """
 
     weights: ClassVar[tuple[str, ...]] = ("weight",)
@@ -88,7 +88,7 @@ class Adaptable(nn.Module):
 
 
 def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
-    """Add adapters without values to the modules of ``layers`` that ``lora.targets`` names.
+    """Add uninitialised adapters to the modules of ``layers`` that ``lora.targets`` names.
 
     Raises ConfigError: a pattern matches no module, or a module does not support the dropout, the
     rank or DoRA.

@@ -1,16 +1,17 @@
 """Run a schedule on this rank's stages. One loop over actions and transfers runs any schedule.
 
-A stage sends a micro-batch's residual stream to the next one, and what its routers have counted so
-far, one fp32 row [N] for each MoE layer. So the last stage has the whole model's hidden states
-and routing, and an objective needs to know nothing of stages. The gradients of balancing losses
-come back the way the counts came. Every rank has every batch, and knows the shapes of what it
-receives.
+For each micro-batch, a stage sends two things to the next stage: the residual stream, and the
+routing sums of all MoE layers so far, one fp32 row [N] a layer. So the last stage has the hidden
+states and the routing of the whole model, and an objective needs to know nothing of stages. The
+gradients of balancing losses travel back the same way. Every rank has every batch, so it knows the
+shapes of what it receives.
 
-The host never waits for the device here. The device waits for what it receives where it uses it.
-What is sent is kept for as many batches of transfers as can pass before its receiver answers.
+The host never waits for the device while a schedule runs. The device waits for a received tensor
+where it uses it. A sent tensor is kept for as many batches of transfers as can pass before its
+receiver answers.
 
-Left out on purpose: sending a tensor parallel rank's part alone (it is a part already), and freeing
-a stage's output between its sending and its backward.
+Left out on purpose: splitting what is sent among tensor parallel ranks (each sends only its own
+tokens already), and freeing a stage's output between its sending and its backward.
 
 Legend: B batch, S sequence, D model width, E experts, L MoE layers of all stages so far,
 N the width of their rows (``RouterStats.packed_size``).
@@ -43,15 +44,15 @@ class Pipeline:
     """Runs this rank's stages, and talks to the ranks before and after them."""
 
     REMEMBERED = 8
-    """Objectives of which all ranks remember the names of terms. A run has one or two."""
+    """Number of objectives whose term names all ranks keep. A run has one or two objectives."""
 
     def __init__(self, model: Transformer, fsdp: FSDP, stages: Stages) -> None:
         self.model = model
         self.fsdp = fsdp
         self.stages = stages
         self.plan = lru_cache(self._plan)
-        # Only the latest: all ranks must forget the same ones, and garbage collection would forget
-        # them on each rank at another time.
+        # A name that is not kept costs a collective. So all ranks must drop the same entries at the
+        # same call, which weak references and garbage collection would not ensure.
         self._names_of = lru_cache(self.REMEMBERED)(self._tell_names)
 
     def _plan(self, micro_batches: int, learns: bool) -> tuple[Schedule, list[Step]]:
@@ -118,7 +119,7 @@ class _Run:
     arriving: dict[tuple[Action, int], list[dist.Work]] = field(default_factory=dict)
     """The receives under way, for entries of :attr:`made`."""
     graphs: dict[tuple[int, int], tuple[_Tensors, _Tensors]] = field(default_factory=dict)
-    """The inputs and outputs of a stage for a micro-batch, kept until its backward."""
+    """The inputs and outputs of each (stage, micro-batch) forward, kept until its backward."""
     sent: deque[tuple[list[dist.Work], list[torch.Tensor]]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -179,7 +180,10 @@ class _Run:
             )
 
     def take(self, made: Action, stage: int) -> _Tensors:
-        """Return what the action ``made`` has for ``stage``. A forward's outputs become leaves."""
+        """Return the tensors that the action ``made`` produced for ``stage``.
+
+        The outputs of a forward become leaves of autograd's graph if gradients are wanted.
+        """
         _wait_for(self.arriving.pop((made, stage), []))
         found = self.made.pop((made, stage))
         is_leaf = made.kind == "F" and self.learns
@@ -206,10 +210,10 @@ class _Run:
         self.sent.append((works, sent))
         # The longest way from a message to an answer goes over all ranks and back.
         if len(self.sent) > 2 * self.schedule.num_ranks:
-            _wait_for(self.sent.popleft()[0])  # on a GPU only what is queued next waits
+            _wait_for(self.sent.popleft()[0])  # on a GPU only later work waits, not the host
 
     def empty_like(self, made: Action, receiver: int) -> _Tensors:
-        """Allocate the tensors that the action ``made`` has for the stage ``receiver``."""
+        """Allocate the tensors in which ``receiver`` receives what the action ``made`` produces."""
         arch, plan = self.stages.arch, self.stages.plan
         boundary = min(made.stage, receiver)
         tokens_BS = self.batches[made.micro_batch].inputs.tokens_BS
@@ -225,6 +229,6 @@ class _Run:
 
 
 def _wait_for(works: list[dist.Work]) -> None:
-    """Wait once for each work: gloo would take a second wait for one on the next message."""
+    """Wait for each work, and only once: with gloo, a second wait waits for the next message."""
     while works:
         works.pop().wait()

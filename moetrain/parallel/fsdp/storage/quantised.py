@@ -1,11 +1,11 @@
 """Frozen weights, quantised to 8 or 4 bits in groups with scales (``lora.base_dtype``).
 
 Ranks gather the quantised elements and their scales (:mod:`moetrain.kernels.quant.groups`), and
-dequantise them where the gathered parameters lie. Those of experts may be in host memory
+dequantise them into the memory of the gathered parameters. Experts may be kept in host memory
 (``lora.offload_experts``): a copy to the device then takes the place of the gather, at the same
-moments. To dequantise to fp32 and quantise again changes nothing. A group's elements are neighbours
-in a rank's shard. Groups are the same on every layout that leaves each rank's part of a row a
-multiple of the format's unit (32 elements, of nf4 2,048).
+moments. Dequantising to fp32 and quantising again changes nothing. The elements of a group are
+consecutive in a rank's shard. So two layouts have the same groups if, in both, each rank's part of
+a row is a multiple of the format's unit (32 elements; 2,048 for nf4).
 
 Legend: N elements of one rank's shard of a bucket, W ranks of its group.
 """
@@ -37,9 +37,12 @@ class Quantised(Storage):
         weights: Arena,
         link: HostLink | None = None,
     ) -> None:
-        """``link``: the way from the host, where the bytes are then; None: they are on the device.
+        """Allocate the quantised elements and scales, zeroed.
 
-        Raises RunFailed if the system does not give as much pinned memory.
+        ``link`` copies them from host memory, where they are then stored. None: they are stored on
+        the device.
+
+        Raises RunFailed if the system cannot pin that much host memory.
         """
         self.format, self.dtype, self.device, self.link = format, dtype, weights.device, link
         self.loads_packed = link is not None
@@ -50,7 +53,7 @@ class Quantised(Storage):
         self.bytes = own if link is None else self._memory.reserve(size)[:size]
         """The quantised elements, then their scales: all that is gathered."""
         self.bytes.zero_()
-        # A tensor of the shard's size in one byte of memory, which nothing reads.
+        # A stand-in with the shard's length that occupies one byte. Its values are never read.
         self.shard_N = self.source_N = own[:1].expand(numel)
         self._table = format.table(self.device)
 
@@ -65,12 +68,12 @@ class Quantised(Storage):
         return cls(spec.rule.quant_format, spec.numel, spec.dtype, spec.weights, link)
 
     def _units(self, first: int, stop: int) -> Groups:
-        """Return views of what is stored of units ``first:stop``."""
+        """Return views of the quantised elements and scales of units ``first:stop``."""
         return self.format.split(self.bytes[None]).units(self.format, first, stop)
 
     def read(self, start: int, shape: torch.Size, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a copy of the tensor that begins at element ``start``, in ``dtype`` or as it is
-        used."""
+        """Return a copy of the tensor that begins at element ``start``, in ``dtype``; None: in
+        :attr:`dtype`."""
         out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         unit, numel = self.format.unit, out.numel()
         first, stop = start // unit, -(-(start + numel) // unit)
@@ -122,7 +125,7 @@ class Quantised(Storage):
         if up is None:
             target.copy_(self.bytes)
             return None
-        up.wait_stream(torch.cuda.current_stream(self.device))  # which may still read the last
+        up.wait_stream(torch.cuda.current_stream(self.device))  # it may still read the target
         with torch.cuda.stream(up):
             target.copy_(self.bytes, non_blocking=True)
         came = up.record_event()

@@ -12,21 +12,22 @@ from typing import Protocol
 import torch
 
 Wait = Callable[[], object]
-"""Work under way. Calling it makes the current stream continue once that is done.
+"""Work under way. Calling it makes the current stream wait until the work is done.
 
-It may never be called: after an error FSDP forgets what is under way. The transport must then still
-finish it, or later messages wait behind it.
+After an error FSDP forgets such objects without calling them. The transport must finish the work
+nevertheless, or later messages would wait behind it.
 """
 
 
 class Transport(Protocol):
     """Carries one bucket's shards and gradients among the ranks of its group.
 
-    Its bits are those of collectives, which :meth:`reduce` has if it sums by
-    :func:`~moetrain.kernels.optim.reduction.sum_chunks`. For each row of ``TRANSPORTS``
-    ``tests/parallel/fsdp/test_every_transport.py`` checks that, on meshes of two and four ranks:
-    with frozen and offloaded buckets beside trained ones, in evaluations, after an error within the
-    work, and after parameters were written, offloaded or loaded.
+    Its results must have the same bits as those of the collectives. :meth:`reduce` meets this if it
+    sums by :func:`~moetrain.kernels.optim.reduction.sum_chunks`.
+    ``tests/parallel/fsdp/test_every_transport.py`` checks the bits of every entry of
+    ``TRANSPORTS``, on meshes of two and four ranks: with frozen and offloaded buckets beside
+    trained ones, in evaluations, after an error within the work, and after parameters were written,
+    offloaded or loaded.
     """
 
     is_shared: bool
@@ -57,11 +58,12 @@ class Transport(Protocol):
         Args:
             chunks_WN: bf16, fp16 or fp32, contiguous. It must not change before the work is done.
             out_N: fp32 or bf16, contiguous; the sum is written to it at the latest by the wait.
-            accumulate: add to what ``out_N`` holds then instead of overwriting it.
+            accumulate: add the sum to the values that ``out_N`` has when the sum is written,
+                instead of overwriting them.
             squares_B: as :func:`~moetrain.kernels.optim.reduction.sum_chunks` takes it.
 
         Returns:
-            The wait for the sum; None if it is done.
+            The wait for the sum; None if the sum is in ``out_N`` already.
         """
         ...
 
@@ -79,7 +81,8 @@ class Session(Protocol):
         ...
 
     def finish(self) -> None:
-        """Make the current stream wait for all that the session's streams do, after the work."""
+        """Make the current stream wait for all that the session's streams do. Called after the
+        work."""
         ...
 
     def release(self) -> None:
