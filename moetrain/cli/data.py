@@ -2,7 +2,7 @@
 
 The data is read, rendered, tokenised and packed by a run's own code. Text that the run learns to
 write is green, text that it learns to avoid is red. Left out on purpose: statistics over all rows
-of a large source. The statistics cover its first rows.
+of a large source. They cover only its first rows (``_MOST_ROWS``).
 """
 
 import logging

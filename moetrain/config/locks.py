@@ -42,7 +42,7 @@ class LockHeldError(Exception):
 
 
 class _CrowdedError(LockHeldError):
-    """Another process is taking the lock at this moment, and may still fail."""
+    """Another process may be taking the lock now, and may fail to. A new attempt can succeed."""
 
 
 class _HeldLock:
@@ -79,7 +79,8 @@ os.register_at_fork(
 def file_lock(path: Path, *, waits: bool = False) -> Generator[bool]:
     """Hold the lock of the file ``path`` within the context. The file is created, and stays.
 
-    Yields False where the file system has no locks: then nothing keeps others out.
+    Yields True. On a file system without locks it yields False, and other processes are not kept
+    out.
 
     Args:
         waits: wait for the lock while another holds it.
@@ -157,7 +158,7 @@ def _attempt(path: Path) -> _HeldLock:
 
 
 def _replace(path: Path) -> _HeldLock:
-    """Replace ``path`` by a file that this process has locked."""
+    """Replace the file at ``path`` by a new one that this process has locked."""
     start, end = f".{path.name}.", ".tmp"
     for name in os.listdir(path.parent):
         if name.startswith(start) and name.endswith(end):  # left by a process killed here

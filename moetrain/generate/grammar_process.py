@@ -43,8 +43,9 @@ from typing import Any
 _STACK = 64 << 20
 """Size of the stack in bytes. Linux keeps at least 128 MiB free below the main thread's stack."""
 _BURST, _SECONDS_A_MASK = 1.0, 0.02
-"""CPU seconds that the texts of one grammar may spend at once, and seconds that each mask adds to
-this allowance. llguidance's own limits allow about 20 ms for most masks, but some take longer."""
+"""The texts of one grammar share an allowance of CPU seconds. It begins at ``_BURST`` and never
+exceeds it. Each mask adds ``_SECONDS_A_MASK``. llguidance's own limits allow about 20 ms for most
+masks, but some take longer."""
 
 
 def _limit(kind: int, most: float) -> None:

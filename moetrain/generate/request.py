@@ -235,13 +235,13 @@ def sampling_defaults(model: Transformer) -> dict[str, Any]:
         try:
             SamplingParams(**{name: value})
         except ValidationError:
-            problem = "which is no possible value, is not used"
+            problem = "which is not allowed, is not used"
             logger.warning("generation_config.json: %s %s, %s", name, shortened(value), problem)
         else:
             found[name] = value
     penalty = named.get("repetition_penalty")
     if penalty not in (None, 1):
-        said = "generation_config.json: repetition_penalty %s is not used: there are no penalties"
+        said = "generation_config.json: repetition_penalty %s is not used: it is not supported"
         logger.warning(said, shortened(penalty))
     return found
 

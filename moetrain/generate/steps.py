@@ -1,14 +1,16 @@
-"""Runs the model over pages: a step reads tokens of some sequences and chooses each one's next.
+"""Runs the model's steps over a paged cache: a step reads tokens and chooses the next ones.
 
-A step reads chunks of prompts, one token of each sequence that is being continued, and the draft
-behind it (:mod:`moetrain.generate.drafting`), each draft token as a chunk of its own. If all chunks
-have one token, as in most steps once prompts are read, shapes are fixed. On CUDA such a step is a
-graph. It is captured when its size is first used, and some of its slots may be empty
-(:mod:`moetrain.generate.slots`). Other steps run eagerly.
+A step reads chunks of tokens. A chunk is a part of a prompt, the last token of a sequence that is
+being continued, or one draft token after it (:mod:`moetrain.generate.drafting`). The step chooses a
+token after each chunk. If every chunk has one token, as in most steps once prompts are read, shapes
+are fixed. On CUDA such a step is then a CUDA graph. The graph of a size is captured when the size
+is first used, and some of its slots may be empty (:mod:`moetrain.generate.slots`). Other steps run
+eagerly.
 
 The noise of a choice is a hash of seed, completion, position and token id, and of nothing else. So
 neither the batch, nor preemption, nor earlier requests change a request's tokens. If several ranks
-generate together (:mod:`moetrain.generate.ranks`), all take a step of the same form.
+generate together (:mod:`moetrain.generate.ranks`), all ranks take steps of the same size, and of
+the same kind: fixed or any shape.
 
 Legend: T tokens of a step, N chunks, B slots, C columns of a slot, M pages of a sequence at most, D
 model width, K experts of a token, V vocabulary.
@@ -55,11 +57,12 @@ class Step(NamedTuple):
     read_TD: torch.Tensor
     """Hidden states of every token that was read, after the final norm."""
     hidden_ND: torch.Tensor
-    """The values of each chunk's last token."""
+    """The row of ``read_TD`` of each chunk's last token."""
     choices_RN: torch.Tensor
     """The choice after each chunk, without filters
-    (:func:`~moetrain.generate.slots.unpack_choices`). It has a draft if the chunk is the last right
-    one of its sequence."""
+    (:func:`~moetrain.generate.slots.unpack_choices`). With the MTP block, rows of drafts
+    follow. Only the draft after a sequence's last right chunk
+    (:meth:`~moetrain.generate.drafting.Chunks.last_right`) is meant to be used."""
     routes: list[torch.Tensor]
     """The experts of every token [T, K], one tensor a MoE layer; empty if not asked for."""
 
@@ -96,7 +99,7 @@ class _MixedStep(NamedTuple):
     num_single: int
     """Number of chunks with one token, which come first."""
     read: list[tuple[int, int, int]]
-    """Each sequence's state slot, tokens read before, and tokens read now."""
+    """For each sequence: its state slot, and the numbers of tokens read before and read now."""
 
 
 @dataclass(eq=False)
@@ -106,7 +109,7 @@ class Steps:
     model: Transformer
     pages: Pages
     known: int
-    """Token ids from this one on are never chosen."""
+    """Number of known token ids. Ids from this one on are never chosen."""
     experts: ExpertParallel | None
     """The ranks that share the model's experts; None: this rank has all of them."""
     max_sequences: int
@@ -115,7 +118,7 @@ class Steps:
     draft: int
     """Length of a draft; 0: there are no drafts."""
     has_block: bool
-    """True: the model's MTP block drafts. False: drafts come from the text so far."""
+    """True: the model's MTP block makes drafts. False: drafts come from the text so far."""
 
     def __post_init__(self) -> None:
         model, pages, heads = self.model, self.pages, self.heads
@@ -152,7 +155,10 @@ class Steps:
 
     @property
     def has_graphs(self) -> bool:
-        """True if steps can be captured. The experts' product in fp32 waits for the device."""
+        """True if steps can be captured: on CUDA, in bf16, and with all heads on this rank.
+
+        In fp32 the experts' product waits for the device, which a graph cannot contain.
+        """
         weight = self.model.embed.weight
         return self.heads is None and weight.is_cuda and weight.dtype == torch.bfloat16
 
@@ -169,7 +175,7 @@ class Steps:
     def warm_up(self, most: int) -> None:
         """Capture the graphs for up to ``most`` slots. Collective over ranks of experts."""
         if self.has_graphs and (self.experts is None or self.experts.can_fix_sizes):
-            # The largest first: the memory of the others fits into it.
+            # The largest size first: the others can then reuse its memory.
             for size in reversed(_SIZES[: bisect_left(_SIZES, most) + 1]):
                 if size not in self._graphs:
                     self._capture(size)
@@ -259,7 +265,7 @@ class Steps:
     ) -> Rows:
         """Lay out the tokens of a step as one row; ``is_pad_T``: those of empty slots."""
         is_pad_BS = None if is_pad_T is None else is_pad_T[None]
-        paged: Any = rows  # which PagedAttention takes in place of a mask
+        paged: Any = rows  # PagedAttention takes these rows in place of a mask
         angles = self.model.rotate(positions_T[None])
         contexts = {
             kind: Context(own, mask=paged, is_pad_BS=is_pad_BS, documents=reads)
@@ -274,7 +280,7 @@ class Steps:
         pages_BM: torch.Tensor,
         reads: Reads | None = None,
     ) -> Rows:
-        """Lay out one token a slot. Empty slots are at position 0."""
+        """Lay out one token for each slot. Empty slots have position 0."""
         page_B = pages_BM.gather(1, (positions_B // self.pages.page_size).long()[:, None])[:, 0]
         cache_slots_B = page_B * self.pages.page_size + positions_B % self.pages.page_size
         cache_slots_B = torch.where(is_empty_B, -1, cache_slots_B)
@@ -291,7 +297,10 @@ class Steps:
         slots: Slots,
         routes: bool,
     ) -> Step:
-        """Read tokens, of which ``last_N`` end chunks, and choose the next token of each chunk."""
+        """Read tokens, and choose the next token after each chunk.
+
+        ``last_N``: the indices of the chunks' last tokens among ``tokens_T``.
+        """
         model, softcap = self.model, self.model.arch.logit_softcap
         # 1. Read the tokens.
         with self._record_routes(routes) as experts:
@@ -337,7 +346,7 @@ class Steps:
 
     @contextmanager
     def _record_routes(self, wanted: bool) -> Iterator[list[torch.Tensor]]:
-        """Record what the routers choose inside, in the order of layers, if ``wanted``."""
+        """Record the experts that routers choose inside, layer by layer, if ``wanted``."""
         chosen: list[torch.Tensor] = []
         hooks = [
             router.register_forward_hook(lambda module, args, routed: chosen.append(routed.ids_TK))
@@ -402,7 +411,7 @@ class Steps:
     def choose_from_logits(
         self, chunks: Sequence[Chunk], hidden_ND: torch.Tensor, allowed_NV: np.ndarray | None
     ) -> list[Choice]:
-        """Choose the token after each chunk by its filters, and list the likeliest tokens there.
+        """Choose the token after each chunk with its request's filters, and list the likeliest.
 
         Args:
             hidden_ND: the hidden state of each chunk's last token.
@@ -423,8 +432,8 @@ class Steps:
         inverses = [sequence.inverse_temperature for sequence in sequences]
         chosen_N = sample_filtered(own_NV, keys_N, inverses, params)
         losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, chosen_N)
-        # 2. Rank all tokens. The sort is stable: which of two equals topk takes depends on its k,
-        #    which is the batch's.
+        # 2. Rank all tokens. The sort is stable, unlike topk: its choice among equal values depends
+        #    on k, and k depends on the batch, so other requests would change the result.
         most = min(max(p.logprobs for p in params), known)
         scales_N = torch.tensor([sequence.logprob_scale for sequence in sequences], device=device)
         scaled_NV = logits_NV * scales_N[:, None]

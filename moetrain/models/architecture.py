@@ -47,8 +47,8 @@ def linear(
 ) -> dict[str, Weight]:
     """Return the parameters of a :class:`~moetrain.models.layers.Linear` called ``name``.
 
-    Where its matrix is ``ROWWISE``, results are added up over ranks, so each adds its share of a
-    bias.
+    The results of a ``ROWWISE`` matrix are added up over tensor parallel ranks. Its bias has the
+    style "partial" then: each rank adds a share of it.
     """
     found = {f"{name}.weight": Weight((out_dim, in_dim), rule)}
     if bias:
@@ -83,15 +83,15 @@ class Workload:
 
     @property
     def key_tokens(self) -> int:
-        """The number of tokens whose keys and values attention has here."""
+        """The number of tokens whose keys and values attention on this rank has."""
         return self.tokens * (self.cp if self.gathers_keys else 1)
 
     def received(self, spread: float, gathered: float) -> dict[str, float]:
-        """Return the bytes that a context parallel rank receives in a forward.
+        """Return the bytes that a context parallel rank receives in a part's forward.
 
         Args:
-            spread: elements of each token that Ulysses spreads over the ranks.
-            gathered: elements of each token that gathering keys sends to all ranks.
+            spread: elements a token that ``ulysses`` exchanges among the ranks.
+            gathered: elements a token that ``all_gather`` sends to every rank.
 
         Returns:
             The bytes for each value of ``parallel.cp_method``.
@@ -114,12 +114,13 @@ class Part(ABC):
     """Name of the block's attribute that holds the norm before it; empty: it has none."""
     after: ClassVar[str] = ""
     """Name of the block's attribute that holds the norm after it; empty: it has none. A block calls
-    the parts that have one of the two norms."""
+    only parts that have a norm before or after them."""
     style: ClassVar[PartStyle] = "all"
     aligned: ClassVar[tuple[str, ...]] = ()
-    """Fields that must be multiples of 16 bytes in the compute dtype for products on a GPU."""
+    """Names of fields that are widths of matrix products. On a GPU, such a width in the compute
+    dtype must take a multiple of 16 bytes."""
     divided: ClassVar[Mapping[str, str]] = {}
-    """Fields that the degree of a mesh axis (``tp`` or ``ep``) must divide."""
+    """For names of fields, the mesh axis (``tp`` or ``ep``) whose degree must divide the field."""
 
     hidden_size: int
 
@@ -163,15 +164,15 @@ class Part(ABC):
         return sum(math.prod(w.shape) / ranks.get(w.rule.style, 1) for w in self._matrices())
 
     def activations(self, share: Workload) -> float:
-        """Return the bytes kept for the backward, beside the input, if nothing is recomputed.
+        """Return the bytes kept for the backward, without the input, if nothing is recomputed.
 
-        By default these are the results of all matrix products.
+        The default counts the results of all matrix products.
         """
         elements = sum(weight.shape[0] for weight in self._matrices())
         return share.tokens * share.width * elements / share.tp
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
-        """Return the part of these bytes that each name of ``activation.save`` keeps."""
+        """Return the bytes of :meth:`activations` that each name of ``activation.save`` keeps."""
         return {}
 
     def working_set(self, share: Workload) -> float:
@@ -179,8 +180,10 @@ class Part(ABC):
         return 0.0
 
     def cached_elements(self, ranks: int = 1) -> int:
-        """Count the elements that generation caches for a token, on one of ``ranks`` that share the
-        cache."""
+        """Count the elements that generation caches for a token on one rank.
+
+        ``ranks``: the number of ranks that share the cache.
+        """
         return 0
 
     def state_bytes(self, width: int) -> float:
@@ -207,7 +210,7 @@ class AttentionPart(Part):
     """True: its mask's backend must compute the log-sum-exp."""
 
     window: int | None = None
-    """The number of tokens that a token sees, itself included; None: all before it."""
+    """The number of tokens that a token attends to, itself included; None: all tokens up to it."""
 
     @property
     def rotary_dim(self) -> int:
@@ -220,12 +223,15 @@ class AttentionPart(Part):
         return 0
 
     def exchanged(self, share: Workload) -> dict[str, float]:
-        """Return :meth:`Workload.received` for what ranks exchange to see whole documents."""
+        """Return the bytes that a context parallel rank receives, as :meth:`Workload.received`.
+
+        By default the part exchanges nothing.
+        """
         return share.received(0, 0)
 
 
-# Far above real models, and low enough that counting and building on meta stay quick: a damaged
-# config.json is refused at once.
+# These limits are far above real models. They refuse a damaged config.json at once, before counting
+# its parameters or building it on the meta device would take long.
 _MAX_LAYERS, _MAX_EXPERTS, _MAX_SIZE, _MAX_PARAMS = 10_000, 2**16, 2**31 - 1, 10**15
 
 _Size = Annotated[int, Field(gt=0, le=_MAX_SIZE)]
@@ -235,13 +241,14 @@ _NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 QKNormed = Literal["head", "width", "rotated"]
-"""The elements that a norm of queries and keys takes together. ``head``: each head, before it is
-rotated; ``width``: all heads, before; ``rotated``: each head, after."""
+"""The elements over which queries and keys are normalised. ``head``: each head by itself, before
+the rotation; ``width``: all heads together, before it; ``rotated``: each head by itself, after
+it."""
 RouterScore = Literal["softmax", "sigmoid"]
 
 
 class LayerKind(NamedTuple):
-    """A kind of blocks: those that share masks and rotary angles."""
+    """The properties by which blocks share masks and rotary angles: equal kinds share both."""
 
     window: int | None
     """The attention window, as :attr:`AttentionPart.window`."""
@@ -295,13 +302,14 @@ class Architecture(BaseModel):
     zero_centred_norms: bool = False
     """True: norms multiply by 1 + their weights."""
     late_norms: bool = False
-    """True: norms multiply by their weights before they round, as zero-centred ones always do."""
+    """True: norms multiply by their weights first and round the product. False: they round first.
+    Zero-centred norms always multiply first."""
     layer_scalars: bool = False
-    """True: each block has a scalar that its result is multiplied by, and that is not trained."""
+    """True: each block multiplies its result by a scalar of its own, which is not trained."""
     scaled_embeddings: bool = False
     """True: the embedding's rows are multiplied by the root of ``hidden_size``."""
     logit_softcap: _NonNegative = 0.0
-    """The bound ``c`` of logits ``c * tanh(logits / c)``; 0: there is none."""
+    """The bound ``c`` of soft-capped logits ``c * tanh(logits / c)``; 0: logits are not capped."""
     sliding_windows: tuple[_Size | None, ...] = ()
     """Attention window of each layer in tokens (None: full); empty: full attention everywhere."""
     num_experts: int = Field(default=0, ge=0, le=_MAX_EXPERTS)
@@ -326,7 +334,8 @@ class Architecture(BaseModel):
     router_fp32: bool = False
     """True: the router's weight is used in fp32; False: rounded to the compute dtype first."""
     selection_bias: bool = False
-    """True: checkpoints hold a bias of each expert that is added to scores for the choice alone."""
+    """True: checkpoints hold a bias for each expert. It is added to the scores when experts are
+    chosen, but not to the weights of the chosen ones."""
     num_expert_groups: _Size = 1
     """The number of equal groups of consecutive experts."""
     topk_expert_groups: _Size = 1
@@ -342,8 +351,8 @@ class Architecture(BaseModel):
     router_aux_loss_coef: _NonNegative = 0.0
     """The weight of the load-balancing loss."""
     output_router_logits: bool = Field(default=False, exclude=True)
-    """True: the config.json asks for that loss in training, as ``transformers`` reads it. It is not
-    dumped, since it does not change the model."""
+    """True: the config.json asks for the load-balancing loss in training, in the sense of
+    ``transformers``. This field is not dumped, since it does not change the model."""
     mtp_layers: _Count = 0
     """The number of MTP blocks (:mod:`moetrain.models.parts.multi_token`)."""
     # The next two are None where an older checkpoint does not name them.
@@ -371,9 +380,9 @@ class Architecture(BaseModel):
         return self
 
     def scoring(self, pad_token_id: int | None) -> Self:
-        """Return the reward model of the same blocks; a reward model returns itself.
+        """Return the architecture of a reward model with the same blocks.
 
-        ``pad_token_id``: as the field.
+        A reward model returns itself. ``pad_token_id`` is the field of this name.
         """
         if self.num_labels:
             return self
@@ -411,10 +420,10 @@ class Architecture(BaseModel):
         return list(dict.fromkeys(self._every_part()))
 
     def odd_width(self, multiple: int, *, is_fast: bool = True) -> tuple[str, int] | None:
-        """Return the name and value of a width that is no multiple of ``multiple``.
+        """Return the name and value of a width that is not a multiple of ``multiple``.
 
-        Only widths that products on a GPU need so are looked at, with ``is_fast`` also those of the
-        loss's fast path. None: all are multiples.
+        Only widths of matrix products on a GPU are checked (:attr:`Part.aligned`), and with
+        ``is_fast`` also ``hidden_size``, for the loss's fast path. None: all are multiples.
         """
         widths = {"hidden_size": self.hidden_size} if is_fast else {}
         widths |= {name: getattr(part, name) for part in self.parts() for name in part.aligned}
@@ -425,12 +434,12 @@ class Architecture(BaseModel):
         return [part for part in self.parts() if isinstance(part, AttentionPart)]
 
     def plan(self) -> ShardingPlan:
-        """Collect the rules and styles of all parts, and those that every decoder has."""
+        """Collect the rules and styles of all parts, the embedding, the norms and the head."""
         norm = ZERO_NORM if self.zero_centred_norms else NORM
         rules = {"embed.weight": replace(COLWISE, decay=False), "norm.weight": norm}
         styles: dict[str, PartStyle] = {"embed": "vocabulary", "norm": "gather"}
         if self.num_labels:
-            # fp32 tells close rewards apart: bf16 has three digits.
+            # fp32, because bf16 has three digits and would make close rewards equal.
             rules[SCORE] = Rule("replicate", gather=torch.float32)
             styles["score"] = "vocabulary"
         elif not self.tie_embeddings:
@@ -457,14 +466,16 @@ class Architecture(BaseModel):
         return Rotation(dim, self.rope_theta, self.rope, self.max_positions)
 
     def widest_head(self, *windows: int | None) -> int:
-        """Return the largest head width of attention with one of ``windows``; none given: of any
-        attention."""
+        """Return the largest head width of the attention parts with one of ``windows``.
+
+        Without ``windows`` all attention parts count.
+        """
         kept = [mixer for mixer in self.attentions() if not windows or mixer.window in windows]
         return max((mixer.widest_head for mixer in kept), default=0)
 
     @property
     def has_rotary(self) -> bool:
-        """True: the heads of some layer rotate with the position."""
+        """True: some layer has rotary embeddings."""
         return any(mixer.rotary_dim > 0 for mixer in self.attentions())
 
     @property
@@ -498,8 +509,8 @@ class Architecture(BaseModel):
 
         Forward plus backward (3 x forward), 2 FLOPs a multiply-add, matrix products only: no
         recomputation, norms, embedding lookups or biases. Causal attention counts the average
-        number of keys a query sees, ``seq_len / 2`` (less with a window). ``is_frozen`` leaves out
-        the gradients of weights, and adapters are never counted.
+        number of keys a query sees, ``seq_len / 2`` (less with a window). With
+        ``is_frozen`` the gradients of weights are not counted. Adapters are never counted.
         """
         products = sum(part.products_per_token(seq_len) for part in self._every_part())
         rows = self.num_labels or self.vocab_size
@@ -520,5 +531,5 @@ class Architecture(BaseModel):
 
 @lru_cache(maxsize=8)
 def _layers_of(arch: Architecture) -> tuple[tuple[Part, ...], ...]:
-    """Make the parts once, since plans ask for them hundreds of times."""
+    """Make the parts once and cache them, since plans ask for them hundreds of times."""
     return *(arch.block(i) for i in range(arch.num_layers)), *arch.multi_token_layers()

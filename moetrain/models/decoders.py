@@ -1,7 +1,7 @@
 """The usual decoders and their weight maps; most families are variants of them.
 
-Tensors have the names of Llama's and Mixtral's files, with one tensor for each expert. A family
-completes or replaces entries of these maps and defaults.
+The maps use the tensor names of Llama's and Mixtral's files, where each expert has tensors of its
+own. A family adds entries to these maps and defaults, or replaces some.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,9 @@ COMMON_DEFAULTS: Fields = {
 
 @dataclass(frozen=True)
 class StackExperts:
-    """Stacks experts' matrices to ``[E, ...]``; an expert's are ``theirs``, concatenated by rows.
+    """Stacks the experts' matrices to one parameter ``[E, ...]``.
+
+    The matrix of an expert is the concatenation, by rows, of its tensors ``theirs``.
 
     For E = 2 and theirs = (gate, up), both [F, D], the parameter ``[2, 2F, D]`` is
     ``[[gate_0; up_0], [gate_1; up_1]]``: ``up_1`` is at ``[1, F:2F]``.
@@ -44,7 +46,7 @@ class StackExperts:
     def pieces(
         self, parameter: str, shape: Sequence[int], arch: Architecture | None
     ) -> list[Piece]:
-        """Return the ``E * len(theirs)`` pieces of ``parameter``; none if it is another."""
+        """Return the ``E * len(theirs)`` pieces of ``parameter``; none unless it is ``ours``."""
         fields = match(self.ours, parameter)
         if fields is None:
             return []
@@ -83,7 +85,8 @@ def moe_block(
         gate, up, down: the file's names of an expert's three matrices.
         router: the file's name of the router's weight.
         bias: the file's name of the selection bias; None: the files have none.
-        bias_place: the place of the file's bias in ours.
+        bias_place: the index at which our bias has the shape of the file's; (None,): the file's
+            bias has one more dim, of size 1, in front.
         shared: the file's name of the shared experts' module; None: the files have none.
         shared_gate: the file's name of their gate; None: the files have none.
     """

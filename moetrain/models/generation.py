@@ -1,8 +1,9 @@
-"""The generation form of a model: caches in place of whole rows, and kernels for few rows.
+"""The interfaces by which a model generates: caches of what earlier tokens leave for later ones.
 
-:meth:`Transformer.for_generation <moetrain.models.transformer.Transformer.for_generation>` puts a
-model into it. Every module that mixes tokens then keeps what later tokens need in a cache, which
-the generator makes (keys and values) or the module itself (the states of linear attention).
+:meth:`Transformer.for_generation <moetrain.models.transformer.Transformer.for_generation>` prepares
+a model. A step then reads only new tokens, with kernels for few rows. Every module that mixes
+tokens keeps what later tokens need in a cache. The generator makes the caches of keys and values.
+Modules with a state, such as linear attention, make theirs themselves.
 
 Legend: B batch, S sequence, H query heads, G key/value heads, d width of a query and a key, v of a
 value.
@@ -18,7 +19,7 @@ from moetrain.models.layers import Context, RMSNorm
 
 
 class LayerCache(Protocol):
-    """The state that one layer keeps of the sequences between steps of generation."""
+    """The memory of one layer for running sequences, kept between steps of generation."""
 
     def free(self) -> None:
         """Free its memory; the next step allocates it again."""
@@ -71,14 +72,15 @@ class AttentionCache(LayerCache, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Caches:
-    """The caches that a generator wants of a model's layers."""
+    """The generator's requirements for the caches of a model's layers."""
 
     make_attention: Callable[[int | None], AttentionCache]
-    """Makes the cache of a layer with attention over a window of so many tokens; None: over all."""
+    """Makes the cache of an attention layer from its window in tokens; None: there is no window."""
     slots: int
-    """Slots of a layer with a state; each running sequence has one. Slot 0 is unused."""
+    """Number of slots for sequences in a layer with a state. Each running sequence has one slot.
+    Slot 0 belongs to no sequence: empty slots of a step write their states there."""
     drafts: int = 0
-    """Draft tokens that a step may read behind a sequence's last token."""
+    """The most draft tokens that a step reads after a sequence's last token."""
 
 
 @runtime_checkable
@@ -86,9 +88,10 @@ class CachingMixer(Protocol):
     """A module that mixes tokens, and that can do so in generation."""
 
     def for_generation(self, caches: Caches, window: int | None) -> LayerCache | None:
-        """Mix tokens over a cache from now on, and return it; None: this module cannot.
+        """Mix tokens with a cache from now on, and return the cache; None: this module cannot.
 
         Args:
-            window: tokens that a token sees, itself included; None: all before it.
+            window: the number of tokens that a token attends to, itself included; None: all tokens
+                up to it.
         """
         ...

@@ -41,7 +41,7 @@ PartStyle = Literal["own", "all", "routed", "gather", "vocabulary"]
 """
 
 _BLOCK_ELEMENTS = 2**24
-"""The elements that one random seed draws, about."""
+"""About how many elements are drawn from one random seed."""
 
 
 @dataclass(frozen=True)
@@ -57,29 +57,31 @@ class Rule:
     decay: bool = True
     """True: weight decay applies."""
     gather: torch.dtype | None = None
-    """The dtype in which it is gathered and used; None: the compute dtype."""
+    """The dtype in which the parameter is gathered and used; None: the compute dtype."""
     storage: torch.dtype = torch.float32
     """The dtype of a rank's shard; a trained one is fp32 or bf16."""
     trainable: bool = True
-    """False: it is frozen."""
+    """False: the parameter is frozen."""
     quant_format: QuantFormat | None = None
-    """The format of a quantised shard, which is dequantised to ``storage``; None: it is not
+    """The format of a quantised shard, which is dequantised to ``storage``; None: the shard is not
     quantised."""
     is_offloaded: bool = False
     """True: a quantised shard lies in host memory, and is copied to the device at each use."""
     generated: QuantFormat | None = None
     """The format of generation's quantised copy; None: generation uses the compute dtype."""
     stacked: int = 1
-    """The number of matrices that are stacked in its rows, as gate and up projection are."""
+    """The number of matrices stacked in the parameter's rows: 2 for gate and up projection."""
     rows: tuple[int, ...] | None = None
-    """The rows that are trained, while the others are frozen; None: all of them."""
+    """The rows that are trained; the other rows are frozen. None: all rows are trained."""
     is_orthogonal: bool = False
-    """True: Muon updates it, each matrix by itself; False: AdamW does."""
+    """True: Muon updates the parameter, each matrix by itself; False: AdamW does."""
 
     @property
     def of_bucket(self) -> tuple[object, ...]:
-        """The fields that all parameters of a bucket share, because one storage holds them, and one
-        gather and one update take them."""
+        """The fields that all parameters of a bucket must share.
+
+        One storage holds the bucket, one gather collects it, and one update changes it.
+        """
         return (self.gather, self.storage, self.quant_format, self.trainable, self.is_orthogonal)
 
     @property
@@ -103,9 +105,9 @@ class Rule:
     ) -> None:
         """Fill ``out`` with initial values of the parameter ``name``, or of its part in ``box``.
 
-        Values are drawn in blocks of rows, each with a seed of its own that is made of ``seed``,
-        the name and the block. So no value depends on other parameters, or on how this one is
-        sharded, and a rank draws only the blocks that it holds rows of.
+        Values are drawn in blocks of rows. The seed of a block is a hash of ``seed``, the name and
+        the block's number. So no value depends on other parameters or on the sharding, and a rank
+        draws only the blocks of which it holds rows.
 
         Args:
             out: all of the parameter, or its part in ``box``.
@@ -149,11 +151,11 @@ WIDE_NORM = Rule("colwise", init="ones", decay=False)
 """The rule of a norm over elements that tensor parallel ranks divide."""
 
 SCORE = "score.weight"
-"""The parameter that is a reward model's head."""
+"""Name of a reward model's head."""
 ADAPTER = ("_lora_a", "_lora_b")
 """Suffixes of the adapter's two parameters: [..., rank, in] and [..., out, rank]."""
 MAGNITUDE = "_lora_magnitude"
-"""Suffix of the lengths of a matrix's rows [out], which ``lora.use_dora`` trains."""
+"""Suffix of DoRA's magnitudes (``lora.use_dora``): the norm of each row of a matrix, [out]."""
 ADAPTERS = (*ADAPTER, MAGNITUDE)
 """Suffixes of all parameters of adapters."""
 _ADAPTER_STYLES: Mapping[ParameterStyle, tuple[ParameterStyle, ParameterStyle]] = {
@@ -216,8 +218,8 @@ class ShardingPlan(NamedTuple):
                 rule = replace(rule, trainable=False, storage=rule.gather or dtype)
             if name in saved and tokens is not None:
                 rule = replace(rule, rows=tokens, decay=False)  # decay would move the other rows
-            # Quantised are matrices of blocks. Norms and biases are small, and rounding routers,
-            # embedding and head costs most (QLoRA leaves them too).
+            # Only matrices of blocks are quantised. Norms and biases are small, and rounding
+            # routers, embedding and head costs most accuracy (QLoRA keeps them unquantised too).
             is_hidden = name.startswith("layers.") and rule.is_matrix
             if is_hidden and not rule.trainable:
                 quant_format = QUANT_FORMATS.get(config.lora.base_dtype)
@@ -236,7 +238,7 @@ class ShardingPlan(NamedTuple):
 
 
 def _adapter_rule(rules: Mapping[str, Rule], name: str) -> Rule:
-    """Return the rule of an adapter's parameter, by that of the weight that it adapts."""
+    """Return the rule of an adapter's parameter, from the rule of the weight that it adapts."""
     if name.endswith(MAGNITUDE):  # its initial values are computed from the matrix
         return Rule("replicate", init="zeros", decay=False, gather=torch.float32)
     half = next(i for i, suffix in enumerate(ADAPTER) if name.endswith(suffix))
@@ -256,8 +258,9 @@ def _saved(rules: Mapping[str, Rule], modules: Sequence[str]) -> set[str]:
 def _frozen(rules: Mapping[str, Rule], freeze: Sequence[str], saved: set[str]) -> set[str]:
     """Return the names of frozen parameters.
 
-    These are the names that ``freeze`` matches. If there are adapters, all others are frozen too,
-    except ``saved`` and a reward model's head, which the checkpoint of its base does not have.
+    These are the names that ``freeze`` matches. If there are adapters, all parameters of the base
+    model are frozen too, except ``saved`` and a reward model's head: the checkpoint of the base
+    does not have this head, so it must be trained.
     """
     has_adapters = any(name.endswith(ADAPTERS) for name in rules)
     frozen = {name for name in rules if has_adapters and not name.endswith(ADAPTERS)} - saved

@@ -1,9 +1,9 @@
-"""Torch's collectives, groups and stores, under types: torch has none for most of them.
+"""Torch's collectives, groups and stores, with type annotations: torch has none for most of them.
 
-Each constant is torch's own function, so that a call costs nothing more, and a compiler traces the
-same. Only here is it said, by a cast, what torch takes and returns.
+Each constant is torch's own function, cast to its type. So a call costs nothing more, and the
+compiler traces the same function. Callers need no casts.
 
-Left out on purpose: collectives that have types, such as ``broadcast``.
+Left out on purpose: collectives that torch annotates, such as ``broadcast``.
 """
 
 from collections.abc import Callable
@@ -110,7 +110,7 @@ all_gather_single = cast(
 )
 all_to_all_single = cast("_AllToAll", dist.all_to_all_single)
 new_all_to_all_single = cast("_NewAllToAll", functional.all_to_all_single)
-"""An all-to-all that returns what arrives."""
+"""An all-to-all that returns the received rows as a new tensor."""
 all_gather_object = cast("_AllGatherObject", dist.all_gather_object)
 barrier = cast("_Barrier", dist.barrier)
 split_group = cast("_SplitGroup", dist.split_group)
@@ -122,9 +122,9 @@ new_subgroups = cast(
 default_store = cast("Callable[[], Store]", distributed_c10d._get_default_store)
 """The store of the default process group. Torch has no public name for it."""
 resolve_group = cast("Callable[[str], dist.ProcessGroup]", distributed_c10d._resolve_process_group)
-"""The process group of a name, which ops that communicate take.
+"""Returns the process group with a name. Ops that communicate take this name, not the group.
 
-Torch's own function is private, and the name's type differs between its versions.
+Torch's own function is private, and its versions differ in the type of the name.
 """
 
 

@@ -1,34 +1,36 @@
 """Context parallelism: ranks share the tokens of the same batch rows.
 
-Every rank has its own part of a micro-batch's tokens everywhere but in attention. There are two
-ways to let attention see whole documents, whatever their lengths:
+Every rank has its own part of a micro-batch's tokens. Attention needs more: it must see whole
+documents, whatever their lengths. There are two ways to do that:
 
-``ulysses`` (arXiv 2309.14509) exchanges heads. Each rank gets all tokens of a part of the heads,
-and its tokens of every head come back::
+``ulysses`` (arXiv 2309.14509) exchanges heads. Each rank gets all tokens of a part of the heads.
+After attention, a second exchange returns the results of all heads for the rank's own tokens::
 
     q_NHd, k_NGd, v_NGd --exchange--> [B, S, H/W, d] --attention, exchange--> y_NHd
 
-Every rank has as many scores to compute as the others. Where ranks outnumber key and value heads,
-each such head goes to several ranks. Worked example with W=2, T=4, H=2: rank 0 has tokens 0 and 1
-of both heads; after the exchange, all four tokens of head 0.
+All ranks compute equally many scores. If there are more ranks than key and value heads, each of
+these heads goes to several ranks. Worked example with W=2, T=4, H=2: rank 0 has tokens 0 and 1 of
+both heads; after the exchange it has all four tokens of head 0.
 
-``all_gather`` (arXiv 2407.21783) leaves queries where they are, and gathers keys and values of all
-tokens. Of latent attention it gathers the latents, which every rank expands. Their gradients are
-added up in fp32 in rank order. A document's last tokens see the most keys. So all tokens are cut
-into 2W pieces, and rank r has pieces r and 2W - 1 - r: the scores of one long document are divided
-equally. With W=2 and T=8, rank 0 has tokens 0, 1, 6 and 7, which see 1, 2, 7 and 8 keys;
-rank 1 has those that see 3, 4, 5 and 6.
+``all_gather`` (arXiv 2407.21783) leaves queries where they are, and gathers the keys and values of
+all tokens. For latent attention it gathers the latents, and every rank expands them to keys and
+values. The gradients of what was gathered are added up in fp32, in rank order. A document's last
+tokens see the most keys, so consecutive parts would give the last rank the most work. Therefore all
+tokens are cut into 2W pieces, and rank r has pieces r and 2W - 1 - r. This divides the scores of
+one long document equally. With W=2 and T=8, rank 0 has tokens 0, 1, 6 and 7, which see 1, 2, 7 and
+8 keys; rank 1 has those that see 3, 4, 5 and 6.
 
-With both, layers that carry a state see all tokens of a part of the heads.
+In both methods, layers that carry a state exchange heads as in ``ulysses``.
 
-Tokens are cut as one row [1, T, D] (:mod:`moetrain.parallel.tensor`, whose ranks cut a part
-further). They need not lie in one batch row. Embedding, logits and losses are those of a rank's own
-tokens. Per-token results are gathered, so that every rank has those of whole rows. A loss that
-every rank computes from them alike is divided by W. FSDP shards parameters over these ranks too,
-and adds up the gradients of their tokens.
+The batch rows are concatenated to one row [1, T, D], which is then cut, so a rank's tokens may come
+from several batch rows. Tensor parallel ranks (:mod:`moetrain.parallel.tensor`) cut a part further.
+A rank computes embedding, logits and losses for its own tokens only. Per-token results are
+gathered, so that every rank has the results of whole rows. If every rank computes the same loss
+from these results, the loss must be divided by W. FSDP shards parameters over these ranks too, and
+adds up the gradients of their tokens.
 
-Left out on purpose: rings, whose ranks would hold the keys of one other rank at a time, and hiding
-the exchanges behind the products next to them.
+Left out on purpose: ring attention, where a rank holds the keys of one other rank at a time, and
+overlapping the exchanges with the matrix products around them.
 
 Legend: W context parallel ranks, B batch, S sequence, T = B * S tokens, N = T / W, H query heads,
 G key/value heads (of this tensor parallel rank), d head width, D model width, c any width.
@@ -95,7 +97,10 @@ class _Parts(TokenParts):
         return torch.cat((first_Wnc, second_Wnc.flip(0)), 1)
 
     def starts(self, tokens: int) -> list[int]:
-        """Return where this rank's pieces begin, of ``tokens`` in all."""
+        """Return the index of the first token of each of this rank's pieces.
+
+        ``tokens``: the number of tokens of all ranks.
+        """
         count = self.pieces * self.ranks
         return [i * tokens // count for i in (self.rank, count - 1 - self.rank)[: self.pieces]]
 
@@ -108,9 +113,10 @@ class _Parts(TokenParts):
         return self.in_order(super().gather(x_ND)[0].unflatten(0, (self.ranks, -1)))[None]
 
     def cut(self, rows: Rows) -> Rows:
-        """Return what blocks need to know of this rank's tokens.
+        """Return the description of this rank's tokens that blocks need.
 
-        Masks stay those of whole rows. With all_gather, masks of this rank's queries are added.
+        Its masks are still those of whole rows. With all_gather, it also has a mask for each piece
+        of this rank's queries.
         """
         shape = rows.batch, rows.seq_len
         tokens = rows.batch * rows.seq_len // self.ranks
@@ -124,8 +130,9 @@ class _Parts(TokenParts):
         masks, tokens = (), shape[0] * shape[1]
         if (pieces := self.pieces) > 1:
             n = tokens // (pieces * self.ranks)
-            # A window's keys lie in the piece and in the one before it. The bits of the backend
-            # "exact" depend on where a document's keys begin, so it gets all keys.
+            # A window that is no longer than a piece needs only the keys of that piece and of the
+            # one before it. The backend "exact" still gets all keys, because its bits depend on
+            # where a document's keys begin.
             is_near = window is not None and window <= n and context.mask.backend != "exact"
             before = max(1, window - 1) if is_near and window else None
             starts = self.starts(tokens)
@@ -136,9 +143,9 @@ class _Parts(TokenParts):
         return self.part(x_BS.flatten(0, 1))[None]
 
     def spread(self, given_Nc: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Send heads to their ranks, in one message.
+        """Send the heads of each input to their ranks, in one message.
 
-        Returns all tokens [T, c] of this rank's part of the heads, of each input.
+        Returns a tensor [T, c] for each input: all tokens, of this rank's part of the heads.
         """
         parts = [x.unflatten(1, (self.ranks, -1)) for x in given_Nc]
         leaving_WNc = torch.cat(parts, 2).transpose(0, 1)
@@ -230,7 +237,7 @@ class _Gathered:
         return torch.cat(found, 1)
 
     def _near(self, own_1Nc: torch.Tensor, before: int) -> torch.Tensor:
-        """Put in front of each of this rank's pieces the ``before`` tokens that precede it."""
+        """Prepend to each of this rank's pieces the ``before`` tokens that precede it."""
         pieces = own_1Nc.chunk(self.parts.pieces, 1)
         ends = self.parts.gather(torch.cat([x[:, -before:] for x in pieces], 1))
         ends = F.pad(ends, (0, 0, before, 0)).unflatten(1, (-1, before))
@@ -243,7 +250,8 @@ class _Gathered:
 class _Vocabulary(Vocabulary):
     """Applies the vocabulary ``inner`` to this rank's tokens.
 
-    Arguments and per-token results are those of all tokens.
+    Hidden states, as arguments and as results, are those of this rank's tokens. Token ids, targets
+    and weights are those of all tokens, and so are logits, losses and scores that are returned.
     """
 
     def __init__(self, inner: Vocabulary, parts: _Parts) -> None:

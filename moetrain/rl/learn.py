@@ -1,4 +1,4 @@
-"""The updates of a step: samples are dealt to ranks, packed into rows, scored and learned.
+"""The updates of an RL step: deals samples to ranks, packs them into rows, scores and trains them.
 
 Every denominator is that of the global batch, so the split among ranks does not change the result.
 """
@@ -67,12 +67,12 @@ class Learner:
         elif config.rl.teacher is not None:
             self.teacher = LoadedTeacher(config, config.rl.teacher, engine)
         self.compared = self.differing = 0
-        """``compared``: number of tokens of all ranks that the trainer scored with the very weights
-        that generated them. ``differing``: those among them whose log-probability is not
-        generation's, bit for bit."""
+        """``compared``: number of tokens, of all ranks, that the trainer scored with the same
+        weights that generated them. ``differing``: number of these tokens whose log-probability
+        does not equal generation's bit for bit."""
 
     def deal(self, samples: Sequence[Sample]) -> DealtSamples:
-        """Deal ``samples`` so that all ranks get similar numbers of long ones. Collective."""
+        """Deal ``samples``, the longest first, so that ranks get similar lengths. Collective."""
         longest_first = sorted(range(len(samples)), key=lambda i: -len(samples[i].tokens))
         return DealtSamples(
             self.engine,
@@ -94,7 +94,7 @@ class Learner:
         return Learned(outcome.skipped, totals.routing, row)
 
     def learn(self, samples: Sequence[Sample], version: int, lr: float) -> Learned:
-        """Make the policy's updates on ``samples``, those of all ranks.
+        """Make the policy's updates on ``samples``, which are those of all ranks.
 
         ``version``: the version of the weights before the updates.
         """
@@ -131,16 +131,20 @@ class Learner:
     def scored(
         self, batches: list[RolloutBatch], version: int
     ) -> tuple[list[RolloutBatch], dict[str, float]]:
-        """Add the trainer's log-probabilities if the loss needs others than generation's.
+        """Add the trainer's log-probabilities if the loss needs them beside generation's.
 
-        Also returns metrics of the mismatch, for tokens that the current weights have chosen and
-        for scored tokens of each older version.
+        Also returns metrics of the mismatch between trainer and generation, for tokens that the
+        current weights have chosen and for scored tokens of each older version.
 
-        Only the first batch of each rank is always scored. If its tokens have the same bits in
-        training and generation on all ranks, and no batch has a token of earlier weights, then the
-        other batches have the same bits too. They are scored nevertheless if generation's weights
-        are quantised differently (``rl.generator_dtype``), or tokens may have read a cache of older
-        weights (``rl.keep_cache``).
+        The first batch of each rank is always scored. The others are scored, if the loss uses the
+        result, in any of these cases:
+
+        - A token of a first batch has other bits in training than in generation.
+        - A batch has a token that older weights chose.
+        - Generation's weights are quantised differently (``rl.generator_dtype``).
+        - Tokens may have read a cache of older weights (``rl.keep_cache``).
+
+        In all other cases their log-probabilities are taken to equal generation's bit for bit.
         """
         settings = self.config.rl
         first = score(self.engine, batches[:1], settings.temperature)
@@ -167,8 +171,9 @@ class Learner:
     ) -> torch.Tensor:
         """Compare the log-probabilities ``scored`` [B, S] with those of generation.
 
-        Returns fp64 [ages, 3], a row for each age of tokens up to ``rl.max_staleness`` versions:
-        the sum of k3, the number of tokens that differ, and the number of tokens.
+        Returns fp64 [ages, 3]. Row i is for tokens that weights i versions old chose, up to
+        ``rl.max_staleness``: the sum of the KL estimate k3, the number of tokens whose
+        log-probabilities differ, and the number of tokens.
         """
         sums = torch.zeros(self.config.rl.max_staleness + 1, 3, dtype=torch.float64)
         for batch, logprobs_BS in zip(batches, scored, strict=True):
@@ -192,13 +197,13 @@ class Learner:
         return dealt.by_sample(kls, lambda kl: kl.sum().item())
 
     def keep_reference(self) -> None:
-        """Let the present weights be the reference."""
+        """Copy the present weights to host memory, as the reference."""
         self.reference = _copied(self._values())
 
     def _at_reference(self, batches: Sequence[RolloutBatch]) -> list[torch.Tensor]:
         """Return log-probabilities [B, S] under the reference.
 
-        Meanwhile the reference's weights replace the policy's in the model.
+        While this runs, the reference's weights replace the policy's in the model.
         """
         values = self._values()
         now = _copied(values)
@@ -220,7 +225,7 @@ class Learner:
         self.reference = {name: state[name][part.box] for name, part in parts.items()}
 
     def _values(self) -> dict[str, torch.Tensor]:
-        """Return this rank's part of all that training changes in the model."""
+        """Return this rank's part of the trained parameters, and all buffers, by name."""
         self.engine.fsdp.settle()
         members = self.engine.fsdp.members.items()
         trained = {name: member.local for name, member in members if member.rule.trainable}
@@ -228,7 +233,8 @@ class Learner:
 
 
 class LoadedTeacher:
-    """A frozen model beside the policy's, on the same ranks and in the same layout."""
+    """A teacher whose frozen weights are beside the policy's, on the same ranks and in the same
+    layout."""
 
     def __init__(self, config: Config, path: str, policy: Engine) -> None:
         """Load the model at ``path``."""
@@ -240,7 +246,7 @@ class LoadedTeacher:
         own = {"model": ModelSection(path=path), "lora": other.lora, "optim": other.optim}
         own["parallel"] = config.parallel.model_copy(update={"reshard_after_forward": True})
         own["train"] = config.train.model_copy(update={"freeze": matrices, "mtp_weight": 0.0})
-        # The user's settings are meant for the policy.
+        # The user meant the settings for the policy, so those without effect here may be dropped.
         settings = config.model_copy(update=own).proposed()
         self.engine = Engine(settings, arch, policy.world)
         self.tokens = min(arch.vocab_size, policy.arch.vocab_size)
@@ -249,7 +255,7 @@ class LoadedTeacher:
         """Add the teacher's log-probabilities for every target. Collective."""
         engine, temperature = self.engine, self.settings.temperature
         number = self.settings.teacher_top_k
-        own = [batch._replace(routes_BSLK=None) for batch in batches]  # routes are the policy's
+        own = [batch._replace(routes_BSLK=None) for batch in batches]  # those were the policy's
 
         def finish(hidden_BSD: torch.Tensor, _: object, batch: RolloutBatch) -> torch.Tensor:
             lse_T = token_losses(engine.model, hidden_BSD, batch, temperature).lse_T
@@ -270,7 +276,7 @@ class LoadedTeacher:
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """Makes a redirection an error, since it would send the token to another server."""
+    """Makes a redirect an error, since following it would send the access token elsewhere."""
 
     def redirect_request(self, *args: object, **more: object) -> None:
         return None
@@ -279,14 +285,17 @@ class _NoRedirects(HTTPRedirectHandler):
 class ServedTeacher:
     """The server at ``rl.teacher``, which gives log-probabilities of tokens over HTTP.
 
-    It is asked as vLLM is, at ``/v1/completions`` with ``prompt_logprobs``, sample by sample. One
-    of the ranks that have the same rows asks, and all get its answer. JSON keeps all bits.
+    Requests have the form of vLLM's: ``/v1/completions`` with ``prompt_logprobs``, one for each
+    sample. Of the ranks that have the same rows, one sends the requests, and all get the answers.
+    JSON keeps all bits of the log-probabilities.
 
-    Left out on purpose: probabilities at a temperature other than 1. Such servers have none.
+    Left out on purpose: temperatures other than 1. The servers give log-probabilities at
+    temperature 1 only.
     """
 
     def __init__(self, config: Config, world: World | None = None) -> None:
-        """``world``: its ranks all call :meth:`judged`; None: only :meth:`check` is called."""
+        """``world``: the ranks that call :meth:`judged`, all of them; None: only :meth:`check` is
+        called."""
         self.world, self.settings, self.seq_len = world, config.rl, config.data.seq_len
         self.number, self.patience, self.model = config.rl.teacher_top_k, 0.0, ""
         self._open = build_opener(ProxyHandler({}), _NoRedirects()).open
@@ -312,7 +321,7 @@ class ServedTeacher:
     def judged(self, batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
         """Add the teacher's log-probabilities for every target. Collective.
 
-        RunFailed: the server does not answer any more.
+        Raises RunFailed: the server no longer answers, or refuses a request.
         """
         world, found = self.world, None
         assert world is not None
@@ -348,9 +357,9 @@ class ServedTeacher:
         return values.unflatten(0, batch.tokens_BS.shape)
 
     def _scores(self, prompt: str | list[int], number: int) -> list[dict[int, float]]:
-        """Return log-probabilities by token id, for each position of ``prompt`` but the first.
+        """Return log-probabilities by token id, for each token of ``prompt`` but the first.
 
-        They are those of the token itself and of the ``number`` likeliest.
+        They are those of the token itself, and of the ``number`` likeliest tokens at its position.
         """
         try:
             self.model = self.model or self._ask("models")["data"][0]["id"]
@@ -363,9 +372,11 @@ class ServedTeacher:
             raise self._error(problem) from None
 
     def _ask(self, path: str, body: object = None) -> Any:
-        """Return the answer's JSON; ConfigError: none comes, or the server refuses.
+        """Send a request, and return the JSON of the answer.
 
-        A busy server is asked again for ``patience`` seconds.
+        If the server is busy or does not answer, the request is repeated for ``patience`` seconds.
+
+        Raises ConfigError: there is no answer, or the server refuses the request.
         """
         url = str(self.settings.teacher).rstrip("/").removesuffix("/v1")
         headers, file = {"Content-Type": "application/json"}, user_cache_dir() / "serve.token"

@@ -1,33 +1,39 @@
-"""Advantages and losses of reinforcement learning, by the names that settings of ``rl`` give them.
+"""Advantages and losses of reinforcement learning, as the settings of ``rl`` choose them.
 
-A trajectory that failed, or was cut off where that counts as failing, is left out before anything
-is averaged, and does not affect the others. Rewards become advantages
-(:mod:`moetrain.losses.advantages`) within groups. A group that teaches nothing is not trained at
-all, and so is in no denominator either. Means over the batch are over the trained trajectories.
+A trajectory that failed is left out before anything is averaged, so it does not affect the others.
+With ``rl.overlong drop`` the same holds for a trajectory that was cut off. Rewards become
+advantages within groups (:mod:`moetrain.losses.advantages`). A group without information,
+such as one with equal rewards, is not trained unless there is a teacher, and no denominator counts
+it. Means over the batch are means over the trained trajectories.
 
 The loss of a trained token (:mod:`moetrain.losses.policy`) is multiplied by its importance weight,
-a constant. Tokens that a mask leaves out have none (:func:`corrected`). The setting ``ratio`` says
-which old log-probability the loss compares with: current, the log-probability itself as a constant;
-proximal, the trainer's before the update (arXiv 2110.00641); rollout, generation's. Further terms,
-each with its coefficient, are an estimate of the KL from the reference, minus the entropy, and the
-KL from the teacher over its k likeliest tokens (on-policy distillation, arXiv 2306.13649). With
-``teacher_top_k`` 0 the teacher is in the advantages instead: A - ``teacher_coef`` (old - teacher),
-where old is generation's log-probability. Tokens become a loss by weights that depend on the global
-batch alone:
+a constant. Tokens that a mask leaves out are not trained (:func:`corrected`). The policy's ratio
+compares the log-probability of a token with an old one, which the setting ``ratio`` chooses:
+
+    current    the same log-probability, as a constant
+    proximal   the trainer's before the update (arXiv 2110.00641)
+    rollout    generation's
+
+The loss may have more terms, each with its coefficient: an estimate of the KL from the reference,
+minus the entropy, and the KL from the teacher over the teacher's k likeliest tokens (on-policy
+distillation, arXiv 2306.13649). With ``teacher_top_k`` 0 the teacher changes the advantages
+instead: A - ``teacher_coef`` (old - teacher), where old is generation's log-probability. The loss
+is a weighted sum over tokens. A token's weight depends only on the global batch:
 
     token      1 / trained tokens                               DAPO
     sequence   1 / (trained tokens of the sample * samples)     GRPO
     fixed      1 / (max_tokens * samples)                       Dr. GRPO, arXiv 2503.20783
 
-where a sample counts if one of its tokens is trained. So no split into micro-batches, rows or ranks
-changes the result.
+Here "samples" counts those with at least one trained token. So the split into micro-batches, rows
+and ranks does not change the result.
 
 The log-probability and entropy of every target come from the logits h @ w^T / temperature as
 logits[target] - lse and lse - sum(p * logits), over vocabulary chunks and vocabulary shards.
 
-Left out on purpose: log-probabilities among the tokens that a top-k or top-p filter left. They need
-the logits of every kept token again. With filters the log-probabilities of the whole distribution
-are trained.
+Left out on purpose: log-probabilities renormalised over the tokens that a top-k or top-p filter
+kept. Training would need the logits of every kept token again. With filters the loss uses
+log-probabilities of the whole distribution.
+
 Legend: B rows, S tokens of a row, T tokens, D model width, V vocabulary.
 """
 
@@ -70,8 +76,8 @@ def advantages(
 ) -> _Advantages:
     """Compute the advantage of every trajectory of the *global* batch, those of all ranks.
 
-    ``kls``: the KL estimate of each, summed over its tokens. The reward is lessened by
-    ``rl.kl_coef`` times that; None: it is not.
+    ``kls``: the KL estimate of each trajectory, summed over its tokens. ``rl.kl_coef`` times this
+    is subtracted from its reward. None: nothing is subtracted.
     """
     # 1. Rewards, and the trajectories that have none.
     values = np.array([t.reward for t in trajectories], dtype=np.float64)
@@ -114,11 +120,12 @@ def corrected(
 ) -> list[RolloutBatch]:
     """Add the trainer's log-probabilities and importance weights to ``batches``, and mask tokens.
 
-    If generation's probabilities differ from the trainer's, samples come from another policy than
-    the one that is trained. The importance weight corrects for that: the ratio ``rl.importance_of``
-    of the trainer's to generation's probabilities, bounded from above. The mask leaves out tokens
-    whose ratio ``rl.mask`` lies outside ``mask_range``. They lose their targets, and so are in no
-    denominator.
+    If generation's probabilities differ from the trainer's, the samples come from another policy
+    than the one that is trained. The importance weight corrects for that. It is a ratio of the
+    trainer's to generation's probabilities, bounded from above. ``rl.importance_of`` chooses the
+    ratio: that of the token, or one of its whole sample (:func:`moetrain.losses.policy.ratios`).
+    The mask leaves out tokens whose ratio, of the kind ``rl.mask``, is outside ``mask_range``. Such
+    tokens lose their targets, so no denominator counts them.
 
     ``proximal``: each batch's log-probabilities [B, S] under the trainer's weights
     (:func:`moetrain.train.preferences.score`).

@@ -1,9 +1,9 @@
-"""Names of a step's parts in profiler traces.
+"""Labels for the parts of a step in profiler traces.
 
-While a profiler is on, parts of the host's time have names, and everything launched meanwhile is
-shown under them. Otherwise a name costs one check, a microsecond. Compiled blocks have no names
-inside, since these would break their graphs; the ops there (``moetrain::expert_mlp``) have their
-own.
+While a profiler runs, a label marks a range of the host's time, and the trace shows everything that
+is launched in this range under the label. Without a profiler a label costs one check, about a
+microsecond. There are no labels inside compiled blocks, since they would break the graphs. The ops
+in a compiled block appear under their own names (``moetrain::expert_mlp``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ def _is_traced() -> bool:
 
 
 def annotate(name: str, *moved: torch.Tensor) -> AbstractContextManager[object]:
-    """Label everything inside by ``name``, and by the MiB of ``moved``, in profiler traces."""
+    """Label everything inside with ``name`` in profiler traces.
+
+    The label also gives the size of the tensors ``moved`` in MiB, if there are any.
+    """
     if not _is_traced():
         return nullcontext()
     size = f", {sum(x.nbytes for x in moved) / 2**20:.1f} MiB" if moved else ""
@@ -51,9 +54,10 @@ def annotated(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 
 def annotate_backward(x: _Values, name: str) -> _Values:
-    """Return ``x``, and label the backward from its gradient on ``name`` in profiler traces.
+    """Return ``x``, and label a part of the backward with ``name`` in profiler traces.
 
-    The label lasts until the backward reaches the next name, or ends.
+    The label begins when the backward has the gradient of ``x``. It lasts until the backward
+    reaches the next label, or ends.
     """
     # In generation ``x`` may be a pair of summands.
     if not (isinstance(x, torch.Tensor) and x.requires_grad and _is_traced()):

@@ -1,11 +1,11 @@
-"""Torch's functions that have no types of their own, under the types that they have.
+"""Functions of torch that torch does not annotate, with type annotations.
 
-Each constant is torch's own function or method, so that a call costs nothing more, and a compiler
-traces the same. Only here is it said, by a cast, what torch takes and returns, so that callers are
-checked strictly. The collectives are in :mod:`moetrain.parallel.collectives`.
+Each constant is torch's own function or method, cast to its type. So a call costs nothing more, the
+compiler traces the same function, and a type checker can check callers strictly. The collectives
+are in :mod:`moetrain.parallel.collectives`.
 
-Left out on purpose: what torch has types for elsewhere, such as ``torch.unflatten`` for
-``Tensor.unflatten``.
+Left out on purpose: functions that have an annotated equivalent in torch, such as
+``torch.unflatten`` for ``Tensor.unflatten``.
 """
 
 from collections.abc import Callable, Iterator
@@ -73,13 +73,13 @@ class _CompileModule(Protocol):
 
 
 ints = cast("Callable[[torch.Tensor], list[int]]", torch.Tensor.tolist)
-"""The integers of a tensor of one dim."""
+"""Returns the integers of a tensor with one dim."""
 rows_of_ints = cast("Callable[[torch.Tensor], list[list[int]]]", torch.Tensor.tolist)
-"""The integers of a tensor of two dims, row by row."""
+"""Returns the integers of a tensor with two dims, as a list for each row."""
 split = cast("_Split", torch.Tensor.split)
 vector_norm = cast("_VectorNorm", torch.linalg.vector_norm)
 from_array = cast("Callable[[np.ndarray], torch.Tensor]", torch.from_numpy)
-"""A tensor over the memory of an array."""
+"""Returns a tensor that shares the memory of an array."""
 named_modules = cast(
     "Callable[[nn.Module], Iterator[tuple[str, nn.Module]]]", nn.Module.named_modules
 )
@@ -87,7 +87,8 @@ compile_module = cast("_CompileModule", nn.Module.compile)
 
 
 def fake_of(op: CustomOp) -> Callable[[_F], _F]:
-    """Decorate the function that makes results of ``op`` without values (``register_fake``)."""
+    """Decorate the function that returns fake results of ``op``: their shapes and dtypes, without
+    values (``register_fake``)."""
     return cast("Callable[[_F], _F]", op.register_fake)
 
 

@@ -1,10 +1,11 @@
-"""Refuse settings that contradict each other, the model, the layout or the device: one place.
+"""Checks of a run's settings: against each other, the model, the layout and the device.
 
     check_model(config, arch)                 without processes or devices, as for a dry run
     check_run(config, arch, dims, device)     all of it, on a rank of a run
 
-The commands check as they start, before anything slow, and :class:`moetrain.train.engine.Engine`
-checks as it is built. A program that builds its own engine thus gets the same line as the command.
+The commands check when they start, before anything slow. :class:`moetrain.train.engine.Engine`
+checks again when it is built, so that a program which builds its own engine gets the same errors as
+a command.
 
 Left out on purpose: memory, which :mod:`moetrain.train.session` estimates, and questions that only
 a trial answers, such as whether DeepEP runs here.
@@ -29,12 +30,12 @@ from moetrain.runtime.backend import INTERPRETED
 def check_run(
     config: Config, arch: Architecture, dims: ParallelDims, device: torch.device
 ) -> Config:
-    """Return ``config`` without what recipes propose and this run has no use for.
+    """Check ``config`` for a run; return it without a recipe's settings that have no effect.
 
     Args:
         config: settings that are resolved, as by :func:`moetrain.train.session.resolve_run`.
         arch: the model that is trained.
-        dims: how the ranks of the run share it.
+        dims: the degrees of parallelism.
         device: the device of this rank.
 
     Raises ConfigError: a setting that a user gave has no effect, settings contradict each other,
@@ -47,12 +48,13 @@ def check_run(
 
 
 def check_model(config: Config, arch: Architecture) -> Config:
-    """Return ``config`` without what recipes propose and ``arch`` has no use for.
+    """Check ``config`` for ``arch``; return it without a recipe's settings that have no effect.
 
     Raises ConfigError: a setting that a user gave has no effect or contradicts another one, or
     ``arch`` cannot be trained with the settings.
     """
-    # A recipe may be made for another model; a user's settings are meant for this one.
+    # A recipe may be made for another model, so its settings may be dropped. A user's settings are
+    # meant for this one, so they are refused if they have no effect.
     absent = None if arch.num_experts else f"{arch.family} has no experts"
     config = config.fitted().fitted({Fact.EXPERTS: absent})
     if arch.mtp_layers > 1 and config.parallel.tp > 1:
@@ -102,7 +104,7 @@ def check_widths(config: Config, arch: Architecture) -> None:
 
 
 def check_rows(config: Config, arch: Architecture, device: torch.device) -> None:
-    """Raise ConfigError if matrices of ``arch`` have rows that no kernel on ``device`` reads."""
+    """Raise ConfigError if kernels on ``device`` cannot read the rows of a matrix of ``arch``."""
     if device.type == "cpu" and config.kernels.backend != "triton":
         return
     dtype = compute_dtype(config, device)
@@ -122,7 +124,7 @@ def check_rows(config: Config, arch: Architecture, device: torch.device) -> None
 
 
 def check_device(config: Config, arch: Architecture, device: torch.device) -> Config:
-    """Return ``config`` without what recipes propose and ``device`` has no use for.
+    """Check ``config`` for ``device``; return it without a recipe's settings that have no effect.
 
     Raises ConfigError: a setting that a user gave has no effect on ``device``, or cannot run there.
     """

@@ -4,12 +4,15 @@
     norm, skipped = engine.step(lr)
 
 Data, folders, schedules and the order of actions belong to the training loop
-(:mod:`moetrain.train.loop`). :class:`ModelState` holds weights and moments. Inside a step nothing
-here waits for the device, with three exceptions: dispatch without fixed sizes waits for its counts;
-with fixed sizes the count of dropped rows is read while the last backward runs; and
-``log.find_nan`` reads whether the step was skipped.
+(:mod:`moetrain.train.loop`). :class:`ModelState` holds weights and moments. Inside a step the host
+does not wait for the device, with three exceptions:
 
-Every method is collective: all ranks call them in the same order, with as many micro-batches each.
+- Expert dispatch without fixed sizes waits for the number of tokens that arrive.
+- With fixed sizes, the host reads the number of dropped rows while the last backward runs.
+- With ``log.find_nan``, the host reads whether the step was skipped.
+
+Every method is collective: all ranks call the methods in the same order, and with the same number
+of micro-batches.
 """
 
 import os
@@ -47,12 +50,12 @@ class StepOutcome(NamedTuple):
 
 
 class Engine(ModelState):
-    """A model in training. Building it reads ``model.path`` and nothing else.
+    """A model in training. Building it reads no files but ``model.path`` and ``lora.path``.
 
     Attributes:
         runner: runs micro-batches through the model.
-        passes: runs them with gradients, again where rows were dropped.
-        graphs: replays what steps compute (``compile.cuda_graphs``), or None.
+        passes: runs micro-batches with gradients, and repeats a pass that dropped rows.
+        graphs: captures and replays CUDA graphs of steps (``compile.cuda_graphs``), or None.
         since_step: the totals of each :meth:`forward_backward` since the last :meth:`step`.
     """
 
@@ -67,7 +70,7 @@ class Engine(ModelState):
             world: as :func:`moetrain.parallel.world.join_world` returns it for both.
 
         Raises ConfigError: the settings cannot run here (:mod:`moetrain.train.checks`), or
-        ``model.path`` cannot be loaded.
+        ``model.path`` or ``lora.path`` cannot be loaded.
         """
         config = check_run(config, arch, world.dims, world.device)
         if config.train.deterministic:
@@ -77,7 +80,7 @@ class Engine(ModelState):
             torch.use_deterministic_algorithms(True)
         compile_step_ahead(config, arch, world)
         super().__init__(config, arch, world)
-        config = self.config  # as the dispatcher takes it
+        config = self.config  # without settings of a recipe that the dispatcher does not take
         for member in self.fsdp.members.values():
             if isinstance(member.module, Router) and member.name == "weight":
                 member.module.is_frozen = not member.rule.trainable
@@ -85,7 +88,7 @@ class Engine(ModelState):
         is_graphed = config.compile.cuda_graphs is True
         self.graphs = Graphs(world.device, self.fsdp) if is_graphed else None
         if self.graphs is not None:
-            world.endings.append(self.graphs.clear)  # NCCL cannot end before its graphs
+            world.endings.append(self.graphs.clear)  # NCCL must outlive the graphs that use it
         self.passes = GradientPasses(self.runner, config, self.graphs, self.work)
         self.since_step: list[Totals] = []
         self.nan_finder = NanFinder(self.model, self.fsdp, world) if config.log.find_nan else None
@@ -96,7 +99,7 @@ class Engine(ModelState):
     def forward_backward(self, batches: Sequence[_B], objective: Objective[_B]) -> Totals:
         """Add this rank's gradients of ``objective`` over ``batches`` to the gradients of the step.
 
-        If it fails, all gradients of the step are forgotten, also those of earlier calls.
+        If this fails, all gradients of the step are discarded, including those of earlier calls.
         """
         self._need("weights", "gradients")
         if self.nan_finder is not None:
@@ -113,7 +116,7 @@ class Engine(ModelState):
         return self.since_step[-1]
 
     def learn_now(self, batches: Sequence[_B], objective: Objective[_B]) -> Totals:
-        """Compute a pass of the last step again, without a CUDA graph."""
+        """Compute a pass of the last step again, without a CUDA graph (for ``log.find_nan``)."""
         sizes = self._sum_sizes(objective.sizes(batches))
         return self.passes.run_now(batches, objective, sizes, is_first=True)
 
@@ -136,9 +139,10 @@ class Engine(ModelState):
 
     @annotated("update")
     def step(self, lr: float) -> StepOutcome:
-        """Clip the gradients, update with learning rate ``lr``, and forget the gradients.
+        """Clip the gradients, update with learning rate ``lr``, and discard the gradients.
 
-        The device skips the update if the norm or a loss since the last step is not finite.
+        The update is skipped if the norm, or a loss since the last step, is not finite. The device
+        decides that, so the host does not wait.
 
         Raises ValueError: there was no :meth:`forward_backward` since the last step.
         """

@@ -1,8 +1,8 @@
 """Reports of a run: terminal lines or a progress bar, and metrics.jsonl.
 
-The values of a logged step are one flat mapping of names to floats; each output shows some of them.
-``None`` is a value that is not known (MFU on a CPU) or not finite. Reporters to other programs are
-in :mod:`moetrain.train.callbacks`.
+The values of a logged step are one flat mapping of names to floats. Each output shows some of them.
+``None`` stands for a value that is not known (MFU on a CPU) or not finite. Callbacks that report to
+other programs are in :mod:`moetrain.train.callbacks`.
 """
 
 import json
@@ -30,10 +30,10 @@ from moetrain.runtime.memory import DeviceBytes
 
 _LAYER_GROUPS = 4  # MoE health is logged for this many groups of neighbouring layers
 UNHEALTHY_LOGS = 20
-"""Logged steps in a row in which a layer's routing must be unhealthy, or a rank slow, before the
-user is told. The first steps of a run are uneven, and so is a single small batch."""
+"""The user is warned when routing was unhealthy, or a rank slow, in this many logged steps in a
+row. The first steps of a run are uneven, and so is a single small batch."""
 _SLOW = 1.1
-"""A rank is slow if its step takes this many times the others' mean."""
+"""A rank is slow if its step, without waits, takes more than this many times the others' mean."""
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -69,9 +69,10 @@ class Throughput:
             noted.append(None)
 
     def mark(self, part: str) -> None:
-        """End the ``part`` of a step that began with the last mark; an empty name is no part.
+        """Mark the end of the ``part`` of a step that began at the last mark.
 
-        On CUDA the mark is an event, which :meth:`take` reads later: nothing waits.
+        With an empty name the time since the last mark belongs to no part. On CUDA the mark is an
+        event, which :meth:`take` reads later, so nothing waits.
         """
         self._marks.append((part, now(self.device)))
 
@@ -89,7 +90,7 @@ class Throughput:
         self._steps += 1
 
     def take(self) -> dict[str, float | None]:
-        """Return rates per device and seconds a step of each part, since the last call."""
+        """Return rates per device, and the seconds per step of each part, since the last call."""
         seconds = max(self._seconds, 1e-9)
         rate = self._tokens / seconds
         flops = rate * self.flops_per_token
@@ -150,7 +151,7 @@ class MetricsLog:
         self._task = self._bar.add_task("", total=total_steps, completed=resume_step)
         self._total_steps = total_steps
         self._first: tuple[int, float] | None = None
-        """The first step that was logged, and when, in seconds of a monotonic clock."""
+        """The first step that was logged, and its time in seconds of a monotonic clock."""
         if config.progress and self.console.is_terminal:
             self._bar.start()
 
@@ -168,7 +169,7 @@ class MetricsLog:
             self.console.print(f"step {step}/{self._total_steps}  {text}{self._left(step)}")
 
     def _left(self, step: int) -> str:
-        """Return the time that the other steps take, at the mean rate since the first line."""
+        """Return the time that the remaining steps take at the mean rate since the first line."""
         moment = time.monotonic()
         begin, then = self._first = self._first or (step, moment)
         if step <= begin:
@@ -223,8 +224,10 @@ class RankWatch:
         self._slowest, self._in_row = -1, 0
 
     def row(self, seconds: float) -> dict[str, float]:
-        """Return the part of a step of ``seconds`` in which ranks do not wait, by name.
-        Collective."""
+        """Return metrics of the time of a step without waits for other ranks. Collective.
+
+        ``seconds``: the time of the step on this rank. With one rank there are no metrics.
+        """
         own_R = self._gather(seconds * (1 - share_waited()))
         if len(own_R) == 1:
             return {}
@@ -234,18 +237,19 @@ class RankWatch:
         self._slowest, self._in_row = slowest, (in_row + 1) * (longest > _SLOW * others)
         if self._in_row == UNHEALTHY_LOGS:
             self._say(
-                f"rank {slowest} is slow: beside its waits its steps take {longest:.3f} s, where "
-                f"others take {others:.3f} s, in {UNHEALTHY_LOGS} logged steps in a row"
+                f"rank {slowest} is slow: without waits, its steps take {longest:.3f} s and "
+                f"those of others {others:.3f} s, in {UNHEALTHY_LOGS} logged steps in a row"
             )
         mean = sum(own_R) / len(own_R)
         return {"own_seconds": mean, "own_seconds_max": longest, "slowest_rank": slowest}
 
 
 class RoutingWatch:
-    """Measures how evenly tokens are routed, and reports what stays uneven, once in a run.
+    """Measures how evenly tokens are routed, and reports routing that stays uneven.
 
-    An expert is dead if no token of :data:`UNHEALTHY_LOGS` logged steps in a row chose it. It
-    takes most tokens if more than half of them choose it, and more than twice its share.
+    There are two reports, each given once in a run, for experts that are in the same state in
+    :data:`UNHEALTHY_LOGS` logged steps in a row. One state is that no token chooses the expert. The
+    other is that more than half of the tokens do, and more than twice its even share.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -257,8 +261,8 @@ class RoutingWatch:
     def health(self, routing: RoutingStats) -> dict[str, float]:
         """Return expert load (fullest over mean), router entropy (nats), experts without tokens.
 
-        Load is given as the worst of all layers, and load and entropy as means over groups of
-        neighbouring layers. ``routing`` is of a whole global batch.
+        There is one load for the whole model, that of the worst layer. Load and entropy are also
+        averaged over groups of neighbouring layers. ``routing`` is that of a whole global batch.
         """
         counts_LE, layers = routing.counts_LE.float(), self.layers
         load_L = counts_LE.amax(1) / counts_LE.mean(1)
@@ -303,7 +307,7 @@ class RoutingWatch:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the lines of a metrics.jsonl, without a last line that a crash cut short.
 
-    Lines that are damaged are left out, with a warning that names the first.
+    Damaged lines are left out, and a warning names the first of them.
     """
     if not path.exists():
         return []

@@ -1,15 +1,17 @@
 """Learning from preferences: from pairs of answers, and in KTO from single answers too.
 
 A pair, or a single answer with its label, is one row
-(:class:`~moetrain.data.packing.PairDataset`). For KTO a further segment has the prompt with the
-next row's answer, from which the divergence from the reference is estimated: over the whole global
-batch, all micro-batches of all ranks (``Preference.batch_sums``).
+(:class:`~moetrain.data.packing.PairDataset`). For KTO a row has one more segment: its prompt with
+the answer of the next row. From these segments KTO estimates how far the policy has moved from the
+reference. The estimate is a mean over the whole global batch, all micro-batches of all ranks
+(``Preference.batch_sums``).
 
-The reference is the model that the run begins from, with the adapters that ``lora.path`` loads, if
-it is set. A resumed run reads its log-probabilities from ``output_dir/reference.npz``. SimPO and
-ORPO have none: their log-probabilities of the reference stay 0.
+The reference is the model that the run begins from, including the adapters of ``lora.path`` if this
+is set. Its log-probabilities are computed once, before the first step, and kept in
+``output_dir/reference.npz`` for a resumed run. SimPO and ORPO use no reference, and its
+log-probabilities stay 0.
 
-Left out on purpose: preferences that share a row, and a reference other than the first weights.
+Left out on purpose: several preferences in one row, and a reference other than the initial weights.
 
 Legend: P rows of a micro-batch, N segments, T tokens, S of a row.
 """
@@ -49,14 +51,14 @@ from moetrain.train.reward import Reward
 
 _DAMAGED = (ValueError, KeyError, TypeError, EOFError, BadZipFile, zlib.error, struct.error)
 _DAMAGED += (RuntimeError, OverflowError, SyntaxError)
-"""Errors of numpy and zipfile for a damaged file, which may seem encrypted or of a later
-version."""
-_AGAIN = "give what the run began with, or set never to begin again"
+"""Errors of numpy and zipfile for a damaged file. Damage may look like encryption, or like a later
+version of the format."""
+_AGAIN = "restore what the run began with, or set checkpoint.resume never to start again"
 
 
 @dataclass(frozen=True)
 class Preference:
-    """The mean loss of the pairs, or of KTO's answers; margins and accuracy are logged.
+    """The mean loss of pairs, or for KTO of answers. Margins and accuracy are logged beside it.
 
     A margin is the mean reward of chosen or desirable answers minus that of the others. A row is
     accurate if its chosen answer has more reward than its rejected one. A row with a single answer
@@ -76,7 +78,7 @@ class Preference:
 
     @property
     def needs_reference(self) -> bool:
-        """True: the rows need the reference's log-probabilities. Otherwise these are 0."""
+        """True: the loss needs the reference's log-probabilities. False: they stay 0."""
         return self.kind not in WITHOUT_REFERENCE
 
     def sizes(self, batches: Sequence[Batch]) -> dict[str, int]:
@@ -90,7 +92,8 @@ class Preference:
 
     @property
     def batch_sums(self) -> Callable[..., dict[str, torch.Tensor]] | None:
-        """KTO's losses need the divergence over the whole global batch; the others need nothing."""
+        """For KTO, the function of the divergence's sums over the whole global batch, which its
+        losses need; None: the loss needs no such sums."""
         return self._divergence_sums if self.kind == "kto" else None
 
     def _divergence_sums(
@@ -114,7 +117,7 @@ class Preference:
         self, segments: Segments, batch: Batch, sizes: objectives.Sizes
     ) -> dict[str, torch.Tensor]:
         scores = Scores.of_pairs(segments)
-        is_pair_P = (batch.targets_BS >= 0).any(1)  # others fill up a batch of an evaluation
+        is_pair_P = (batch.targets_BS >= 0).any(1)  # an evaluation may pad a batch with empty rows
         sums = scores.chosen, scores.rejected
         chosen_P, rejected_P = scores.means if self.kind in WITHOUT_REFERENCE else sums
         margin_P = self.beta * (chosen_P - rejected_P).detach()
@@ -168,7 +171,10 @@ class Reference(Callback):
         self._datasets = datasets
 
     def on_start(self, run: RunView) -> None:
-        """Fill in the rows' references; ConfigError: the folder of a resumed run has none."""
+        """Compute the reference's log-probabilities for all rows, or read them if the run resumes.
+
+        Raises ConfigError: a resumed run's file is missing, damaged, or of other pairs.
+        """
         file, identity = run.folder / "reference.npz", [x.identity for x in self._datasets]
         if run.step == 0:
             pairs = sum(map(len, self._datasets))
@@ -205,9 +211,10 @@ def score(
 ) -> list[torch.Tensor]:
     """Return the log-probability of each batch's targets under the engine's weights, fp32 [B, S].
 
-    They are log softmax(h @ head^T / temperature) at the targets, on the CPU; 0: no target.
-    ``Engine.forward_backward`` computes the same values, and the same bits if blocks are not
-    compiled (the graph of a forward alone may round elsewhere). Collective; waits for the device.
+    They are log softmax(h @ head^T / temperature) at the targets, on the CPU; 0 where there is no
+    target. ``Engine.forward_backward`` computes the same values. It has the same bits too if blocks
+    are not compiled: a compiled forward without a backward may round at other places. Collective;
+    waits for the device.
     """
 
     def finish(hidden_BSD: torch.Tensor, _: Any, batch: objectives.MicroBatch) -> torch.Tensor:
@@ -219,9 +226,9 @@ def score(
 
 @torch.no_grad()
 def _fill(dataset: PairDataset, run: RunView) -> None:
-    """Compute the log-probabilities of a dataset's targets by the weights as they are.
+    """Compute the log-probabilities of a dataset's targets under the present weights.
 
-    Ranks with different rows share the work. Waits for the device.
+    Data parallel ranks share the work. Collective; waits for the device.
     """
     engine, world, size = run.engine, run.world, run.config.train.micro_batch_size
     a_rank = size * engine.stages.plan.batch_multiple
@@ -256,7 +263,8 @@ def chosen_objective(
         pairs: the data's rows of preferences; empty: it has none.
         own: the program's objective; None: ``train.objective`` decides.
 
-    Raises ConfigError: settings and program name two, or the data does not suit the objective.
+    Raises ConfigError: the settings and the program each give an objective, or the data does not
+    suit the objective.
     """
     name = config.train.objective
     if own is not None:

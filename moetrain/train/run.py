@@ -1,8 +1,8 @@
 """The objects around a run's steps: folder, reports, checkpoints, callbacks, requests to stop.
 
 :class:`moetrain.train.loop.Trainer` and :class:`moetrain.rl.loop.RlTrainer` are such runs. Each has
-its own loop, in its ``fit``. Here are only the objects that a loop uses and what it does with them;
-nothing here calls the loop. Within a step nothing waits for the device.
+its own loop, in its ``fit``. This module has only the objects that a loop uses, and the actions on
+them. Nothing here calls the loop. Within a step nothing waits for the device.
 """
 
 import gc
@@ -47,7 +47,7 @@ def claimed_folder(session: Session) -> Iterator[tuple[RunFolder, Checkpoint | N
         folder.check_shared(world, ", or set checkpoint.shared no")
         folder.open_memory(world)
         yield folder, folder.find_resumed(arch, world)
-        world.barrier()  # until every rank has read what may be moved from now on
+        world.barrier()  # every rank must have read the folder before its files are moved
 
 
 class Run:
@@ -61,7 +61,7 @@ class Run:
         step, tokens: steps done and tokens trained on, since the run began.
         total_steps: the step at which the run ends.
         evaluated_at: the step of the last evaluation; -1: there was none.
-        clock: measures training alone.
+        clock: measures the time of training, without evaluation and checkpoints.
         callbacks: what is called as the run goes along, :attr:`best` among them.
         reporter: writes metrics.jsonl and the terminal.
         stops: requests to stop or save, and skipped steps.
@@ -134,12 +134,12 @@ class Run:
     def _check_alike(self) -> None:
         """Raise ConfigError on every rank if one has read other data, or other tasks, than rank 0.
 
-        Each rank trains on a share of what it has read itself, so that a difference would be
-        silent.
+        Each rank reads all data and trains on its share. Without this check the ranks would train
+        on a wrong mixture, and nothing would fail.
         """
         main, rank = self.world.broadcast(self.identity), self.world.rank
         if found := self.world.any("" if self.identity == main else str(rank)):
-            self.world.barrier()  # rank 0 may serve the store, and goes when all have heard it
+            self.world.barrier()  # rank 0 may host the store, so the others must get this first
             name, what = "data.path", "files, or those of the tokenizer, differ"
             if self.is_rl:
                 name, what = "rl.env", "tasks (rl.env, rl.prompts, rl.reward, tokenizer) differ"
@@ -161,12 +161,13 @@ class Run:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Open the run's folder and log, and leave the other ranks at the end.
+        """Open the run's folder and log; at the end, leave the process group.
 
         Raises:
             RunFailed: too many steps in a row were not finite (a checkpoint of them is marked as
                 failed, and ``auto`` does not resume it), or a checkpoint cannot be written.
-            SystemExit: SIGTERM (143) or Ctrl-C (130) came, and a checkpoint was written.
+            SystemExit: the run was stopped by SIGTERM (status 143) or Ctrl-C (status 130), and a
+                checkpoint was written.
         """
         with self.run_folder.claimed():
             try:
@@ -183,7 +184,7 @@ class Run:
                 saved = self.checkpointer.save_failed(self.step, self.best.step)
                 raise RunFailed(f"{failure}; {saved}") from None
             finally:
-                self.watchdog.pause()  # a program that runs this one may go on after its error
+                self.watchdog.pause()  # the calling program may catch the error and go on
                 self.reporter.close()
 
     @contextmanager
@@ -228,7 +229,7 @@ class Run:
     def save_if_due(self) -> None:
         """Begin a checkpoint if it is time for one, and report one that is complete."""
         kind = self.checkpointer.due(self.step, asked=self.stops.asked_to_save)
-        if kind and self.stops.skipped_in_row():  # a bad one would push out a good one
+        if kind and self.stops.skipped_in_row():  # its checkpoint would replace a good one
             self.say(
                 f"step {self.step} was skipped because it was not finite, so it has no checkpoint"
             )
@@ -248,19 +249,19 @@ class Run:
         self.watchdog.restart()
 
     def end_steps(self) -> None:
-        """Save what the steps have made, and leave if a stop signal has come to any rank.
+        """Write the last checkpoint, and leave if any rank has received a stop signal.
 
-        Raises SystemExit: one has come, and the checkpoint is written.
+        Raises SystemExit: a rank has received a stop signal, and the checkpoint is written.
         """
         self.watchdog.pause()
         self.stops.check(is_over=True)
         if self.config.checkpoint.at_end:
-            self.save()  # before all that takes time, and while a stop signal can wait
+            self.save()  # first, while stop signals are still collected: what follows takes long
         self.checkpointer.wait()
         if self.stops.is_signalled():
             self.save()
             signals = self.stops.signals
-            number = signals[0] if signals else signal.SIGTERM  # another rank's
+            number = signals[0] if signals else signal.SIGTERM  # another rank received it
             self.say(f"stopped by {signal.Signals(number).name} at step {self.step}")
             self.world.leave()
             raise SystemExit(128 + number)
@@ -269,10 +270,10 @@ class Run:
     def export(self, tokenizer: Tokenizer | None, chat_template: str | None) -> None:
         """Write ``output_dir/hf`` and ``output_dir/adapter``, where settings ask for them.
 
-        With ``checkpoint.best`` they have the weights of the best evaluation, which the model then
-        has too.
+        With ``checkpoint.best`` the weights of the best evaluation are loaded into the model and
+        exported. Otherwise the exports have the weights of the last step.
 
-        Raises RunFailed: the checkpoint of that evaluation cannot be read.
+        Raises RunFailed: the checkpoint of the best evaluation cannot be read.
         """
         has_adapter = self.config.lora.rank and self.config.lora.save
         written = ["adapter"] * bool(has_adapter) + ["hf"] * self.config.checkpoint.save_hf
@@ -291,10 +292,13 @@ class Run:
             dtype=self.config.checkpoint.hf_dtype,
             tokenizer=None if tokenizer is None else tokenizer.export(chat_template),
         )
-        self.world.barrier()  # not in a collective, since that times out
+        self.world.barrier()  # ranks wait here, since waiting in a collective would time out
 
     def _choose_weights(self, written: str) -> None:
-        """Load the weights of the best evaluation, if ``written`` folders are to have them."""
+        """Load the weights of the best evaluation if ``checkpoint.best`` asks for them.
+
+        ``written``: the folders that are written, in words for messages.
+        """
         best = self.best
         if best.step in (None, self.step):
             return
@@ -315,7 +319,7 @@ class Run:
         self.say(f"{written}: the weights of step {best.step}, the best evaluation")
 
     def result(self) -> Result:
-        """Return what the run has come to."""
+        """Return the outcome of the run so far."""
         best, is_kept = self.best, self.config.checkpoint.best
         return Result(
             step=self.step,
@@ -331,10 +335,12 @@ class Run:
     # ---- what callbacks may ask for ------------------------------------------------------------
 
     def end(self, reason: str, *, everywhere: bool = False) -> None:
-        """End the run after this step, as if it were its last; ``reason`` is said and returned.
+        """End the run after this step, as if it were its last.
 
-        Of several ranks any may call this: all end together at most two steps later. With
-        ``everywhere``, all of them call it at this step, and end with it.
+        Args:
+            reason: the cause, which is printed and which :meth:`result` returns.
+            everywhere: True: all ranks call this at the same step, and the run ends with it. False:
+                any rank may call this, and all ranks end together at most two steps later.
         """
         if not self.stops.reason:
             self.say(f"ended at step {self.step}: {reason}")
@@ -345,7 +351,7 @@ class Run:
         self.reporter.say(text)
 
     def ask_to_save(self) -> None:
-        """Have all ranks save at most two steps later, if this is the main rank."""
+        """Ask all ranks to save, at most two steps later. Only the main rank's call counts."""
         self.stops.ask_to_save()
 
     def begin_save(self, *, in_memory: bool = False) -> Path:
@@ -353,7 +359,10 @@ class Run:
         return self.checkpointer.begin(self.step, best=self.best.step, in_memory=in_memory)
 
     def save(self) -> Path:
-        """Write this step's checkpoint, unless there is one, and wait; RunFailed: it fails."""
+        """Write this step's checkpoint, unless it exists, and wait for it.
+
+        Raises RunFailed: the checkpoint cannot be written.
+        """
         path = self.begin_save()
         self.checkpointer.wait()
         return path
@@ -366,7 +375,7 @@ class Run:
             self.callbacks.on_evaluate(self, clean)
 
     def routing_row(self, routing: RoutingStats) -> dict[str, float]:
-        """Return the health of a step's routing, of all ranks, by name; says what is uneven."""
+        """Return metrics of a step's routing over all ranks, and print warnings if it is uneven."""
         self.expert_counts_LE = routing.counts_LE
         for text in self.routing_watch.update(routing):  # every rank finds the same
             self.say(text)

@@ -1,10 +1,11 @@
 """Samples whose chosen tokens are trained, packed into rows and dealt to ranks.
 
-Reinforcement learning makes samples of trajectories, and the service of jobs makes them of its
-clients' texts. Samples are fitted into rows uncut (:func:`moetrain.data.packing.best_fit`), and the
-rest of a row is padding. Position t of a sample reads token t and predicts token t + 1. All that is
-known of a token therefore lies one position before it. A sample of n tokens takes n - 1 positions,
-those of the tokens that generation has read.
+Reinforcement learning makes samples from trajectories, and the service of jobs makes them from its
+clients' texts. Samples are packed into rows without cutting them
+(:func:`moetrain.data.packing.best_fit`), and the rest of a row is padding. Position t of a sample
+reads token t and predicts token t + 1. So the log-probability, advantage and version of a token are
+stored at the position before it. A sample of n tokens takes n - 1 positions, one for each token
+that generation has read.
 
     samples   a0 a1 A2 A3 | b0 B1 B2      capitals: actions                   rows of 6
     tokens    a0 a1 a2 b0 b1  0           positions 0 1 2 0 1 0
@@ -33,7 +34,7 @@ _T = TypeVar("_T")
 
 
 class Sample:
-    """A text of n tokens, some of which are trained."""
+    """A text of n tokens. The model is trained on some of them."""
 
     def __init__(
         self,
@@ -46,15 +47,19 @@ class Sample:
         routes: np.ndarray | None = None,
         targets: ArrayLike | None = None,
     ) -> None:
-        """Convert the values to arrays. Without ``logprobs`` and ``versions`` both are 0.
+        """Convert the values to arrays.
 
-        Raises ValueError: arrays differ in length, or n < 2.
+        Without ``logprobs`` they are 0. Without ``versions`` actions have version 0, and other
+        tokens -1.
+
+        Raises ValueError: arrays differ in length, n < 2, or the first token is an action.
         """
         self.tokens = np.array(tokens, np.int64)
         """int64 [n]."""
         n = len(self.tokens)
         self.is_action = np.array(is_action, bool)
-        """bool [n]: True where the policy chose the token, which is trained. The first is False."""
+        """bool [n]: True where the policy chose the token. Only such tokens are trained. The first
+        is False."""
         self.logprobs = np.array(np.zeros(n) if logprobs is None else logprobs, np.float32)
         """fp32 [n], nats: log-probability of each action when it was sampled, at the sampling
         temperature; 0 elsewhere."""
@@ -68,10 +73,11 @@ class Sample:
         self.routes = routes
         """int32 [n - 1, L, K]: the experts of every token but the last; None: not recorded."""
         self.targets = np.array(self.tokens[1:] if targets is None else targets, np.int64)
-        """int64 [n - 1]: what each token but the last predicts; by default the next token."""
+        """int64 [n - 1]: the token that each token but the last should predict; by default the
+        next one."""
         if n < 2:
             raise ValueError(
-                f"Sample: {n} tokens, but at least two are needed, of which one predicts the next"
+                f"Sample: {n} tokens, but at least two are needed, the first to predict the second"
             )
         for name in ("is_action", "logprobs", "versions", "advantage"):
             values = getattr(self, name)
@@ -108,7 +114,7 @@ class RolloutBatch(NamedTuple):
     positions_BS: torch.Tensor
     """Counted from 0 in each segment: a sample, or the pads at a row's end."""
     cu_seqlens: torch.Tensor
-    """int32, from 0: the end of each segment among the B * S positions."""
+    """int32 [segments + 1]: 0, then the end of each segment among the B * S positions."""
     is_pad_BS: torch.Tensor
     logprobs_BS: torch.Tensor
     """Log-probabilities of the rollout, nats; 0 where there is no target."""
@@ -126,7 +132,7 @@ class RolloutBatch(NamedTuple):
     teacher_BS: torch.Tensor | None = None
     """Log-probabilities under the teacher, for its sampled divergence."""
     teacher_BS2K: torch.Tensor | None = None
-    """The teacher's likeliest tokens, as fp32, and their log-probabilities."""
+    """fp32 [B, S, 2, K]: ids of the teacher's K likeliest tokens, and their log-probabilities."""
     weights_BS: torch.Tensor | None = None
     """Importance weights, 0 where ``rl.mask`` left out a token; None: ones."""
 
@@ -206,7 +212,7 @@ def pack(
 
 
 def _batch(samples: Sequence[Sample], rows: Sequence[Sequence[int]], seq_len: int) -> RolloutBatch:
-    """Build the batch in which row i holds the samples of the indices ``rows[i]``."""
+    """Build the batch in which row i holds the samples with the indices ``rows[i]``."""
     size = len(rows) * seq_len
     spans, ends = [], [0]
     for row, indices in enumerate(rows):
@@ -246,9 +252,9 @@ def _batch(samples: Sequence[Sample], rows: Sequence[Sequence[int]], seq_len: in
 
 
 def unpack(batches: Sequence[RolloutBatch], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Split ``results``, [B, S] for each of :func:`pack`'s batches, into one [n] for each sample.
+    """Split the results of :func:`pack`'s batches, [B, S] each, into one tensor [n] a sample.
 
-    Each token has the value of the position that predicts it, and the first token has 0.
+    Each token gets the value of the position that predicts it. The first token gets 0.
     """
     found = {}
     for batch, result_BS in zip(batches, results, strict=True):
@@ -262,7 +268,7 @@ class DealtSamples:
     """The samples of a global batch, dealt to ranks and packed.
 
     Attributes:
-        batches: this rank's share; every rank has as many batches.
+        batches: this rank's share; every rank has the same number of batches.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ def test_the_line_has_figures_and_settings_that_take_a_tenth_less(policy, capsys
     assert line.startswith("failed: out of the device's memory: 1024.00 MiB were asked for")
     assert "333.00 MiB of GPU 0's 139.80 GiB were free, and this process had 139.46 GiB" in line
     assert "other processes" not in line
-    estimated = float(re.search(r"estimated were ([\d.]+) GiB a device", line)[1])
+    estimated = float(re.search(r"the estimate was ([\d.]+) GiB a device", line)[1])
     proposed = re.search(r"this should fit: (.*) \(([\d.]+) GiB\)", line)
     assert float(proposed[2]) <= 0.9 * estimated + 0.1
     assert set(proposed[1].split()[::2]) <= {
@@ -64,4 +64,4 @@ def test_memory_of_other_processes_is_named(capsys):
 
 def test_a_text_without_figures_is_given_as_it_is(capsys):
     text = "cuMemCreate: CUDA error 2, out of memory"
-    assert f": {text}; estimated were" in last_line(capsys, text, "--train.micro_batch_size", "2")
+    assert f": {text}; the estimate was" in last_line(capsys, text, "--train.micro_batch_size", "2")

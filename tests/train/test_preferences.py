@@ -490,7 +490,7 @@ def test_a_resumed_run_has_the_reference_it_began_with(own_words):
     config = config_of([*words, "train.steps=8"])
     trainer = Trainer(config, **preferences(config, PAIRS[1:]))
     with pytest.raises(
-        ConfigError, match="was computed for other pairs; give what the run began with"
+        ConfigError, match="was computed for other pairs; restore what the run began with"
     ):
         trainer.fit()
 

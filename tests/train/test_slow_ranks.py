@@ -82,7 +82,7 @@ def test_who_is_slow_only_now_and_then_is_not_named():
     assert rows[0] == {"own_seconds": 5 / 3, "own_seconds_max": 3.0, "slowest_rank": 1}
     (text,) = said
     assert "rank 1 is slow" in text
-    assert "take 3.000 s, where others take 1.000 s" in text
+    assert "take 3.000 s and those of others 1.000 s" in text
 
 
 def test_the_first_wait_after_an_interruption_is_not_of_the_step(monkeypatch):

@@ -50,7 +50,7 @@ register(
             "max_window_layers": 62,
             "layer_types": None,
             "moe_intermediate_size": 1408,
-            # These three a file must have: transformers builds nothing without them.
+            # A file must have the next three keys: transformers cannot build a model without them.
             "n_routed_experts": 128,
             "num_experts_per_tok": 6,
             "n_shared_experts": 2,

@@ -1,6 +1,6 @@
 """ERNIE 4.5: neighbouring elements of a head rotate together, and the router has a selection bias.
 
-The router's scores are a softmax. Some layers may be dense, and the others may have shared experts.
+The router's scores are a softmax. Some layers may be dense. MoE layers may have shared experts.
 
 Left out on purpose: biases of linear layers (``use_bias``), which no published model has.
 """

@@ -1,7 +1,7 @@
 """Flex-OLMo (arXiv 2507.07024): OLMoE with norms after attention and experts instead of before.
 
-Each expert of the published models was trained on data of its own, beside a public one. Here they
-are experts like any others.
+In the published models each expert was trained on its own data set, next to an expert trained on
+public data. This module treats them like any other experts.
 """
 
 from dataclasses import dataclass

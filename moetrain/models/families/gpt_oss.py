@@ -1,8 +1,8 @@
 """GPT-OSS (arXiv 2508.10925): attention with sinks and clamped experts with biases.
 
-Every other layer has a window. Published files hold the experts' matrices in mxfp4, four bits an
-element. They are dequantised to bf16, or stay quantised beneath adapters (``lora.base_dtype``), and
-an export has them in bf16.
+Every other layer has sliding-window attention. Published files hold the experts' matrices in mxfp4,
+four bits an element. Loading dequantises them to bf16, unless a run with adapters keeps them
+quantised (``lora.base_dtype``). An export writes them in bf16.
 """
 
 from pydantic import Field
@@ -77,7 +77,7 @@ _FIXED: Fields = {"norm_topk_prob": True, "late_norms": True}
 
 
 def _preset(num_layers: int, num_experts: int) -> _GptOss:
-    """Return a published model; the two differ in depth and in the number of experts."""
+    """Return one of the two published models, which differ in depth and number of experts."""
     return _GptOss(
         family="gpt_oss",
         vocab_size=201_088,

@@ -1,7 +1,7 @@
 """HunYuan-A13B: queries and keys are normalised after the rotation, and there is one shared expert.
 
-Rotary embeddings have a base that ``alpha`` stretches. Files may list the number of a token's
-experts for each layer; lists that differ between layers are refused.
+``alpha`` enlarges the base of rotary embeddings. A config.json may give the number of a token's
+experts for each layer. Numbers that differ between layers are refused.
 """
 
 from dataclasses import replace
@@ -67,7 +67,7 @@ register(
             "moe_intermediate_size": "intermediate_size",
             "shared_intermediate_size": "intermediate_size",
         },
-        # read_layers sets it; until then sizes are checked with this number of experts.
+        # _read_layers sets num_experts_per_token. Until then sizes are checked with this value.
         fixed={**_FIXED, "num_experts_per_token": 1},
         aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
         nullable={"moe_topk": object},

@@ -1,13 +1,13 @@
 """Nemotron-3 (``nemotron_h``): a hybrid of Mamba-2 mixers, experts and some attention.
 
-A block has one part: a Mamba-2 mixer, attention without positions, experts with squared ReLU and
-DeepSeek-V3's router, or a dense layer with squared ReLU. Files name the blocks in
-``layers_block_type``; published files do in ``hybrid_override_pattern``.
+A block has one part: a Mamba-2 mixer, attention without positional embeddings, experts with squared
+ReLU and DeepSeek-V3's router, or a dense layer with squared ReLU. A config.json lists the parts in
+``layers_block_type``, or, as published ones do, in ``hybrid_override_pattern``.
 
-As in transformers, a step dt is at least ``time_step_min``, and ``time_step_limit`` has no effect.
-A limit that would cut steps off is refused. (Where transformers reads one token after its cache, dt
-has no lower bound; here generation has the formulas of training.) An export carries on the tensors
-of multi-token prediction (``mtp``).
+As in transformers, a Mamba time step dt is at least ``time_step_min``, and ``time_step_limit`` has
+no effect. A ``time_step_limit`` that would clip steps is refused. When transformers generates one
+token from its cache, dt has no lower bound; here generation uses the same formulas as training.
+Multi-token prediction is not supported, but an export copies its tensors (``mtp``).
 """
 
 from collections.abc import Mapping
@@ -94,7 +94,7 @@ def _read_layers(config: ConfigJson) -> Fields:
     mixers = tuple(_NEWER.get(x, x) if isinstance(x, str) else repr(x) for x in types)
     unknown = sorted(set(mixers) - set(get_args(_Mixer)))
     if unknown or not mixers:
-        found = ", ".join(unknown) or "of no block"
+        found = ", ".join(unknown) or "without blocks"
         raise error("config.json", f"layers_block_type {found:.80} are not supported")
     none = {} if "moe" in mixers else {"num_experts": 0}
     latent = config["moe_latent_size"] or 0

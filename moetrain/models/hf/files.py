@@ -45,7 +45,8 @@ EXPORT = "hf"
 """Name of a run's export folder, in its output folder."""
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _MANIFEST = ".moetrain-export.json"
-"""Name of the list of an export's files; the next export into the folder removes old ones by it."""
+"""Name of the file that lists an export's files. The next export into the folder reads the list to
+remove files that it does not have."""
 
 
 class FileTensor(NamedTuple):
@@ -53,7 +54,7 @@ class FileTensor(NamedTuple):
 
     file: Path
     dtype: torch.dtype
-    """The dtype in which it is used and exported."""
+    """The dtype in which the tensor is used and exported."""
     shape: tuple[int, ...]
     form: Format | None = None
     """The format of a quantised tensor; None: it is not quantised."""
@@ -65,7 +66,7 @@ class FileTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class HFSource:
-    """The contents of a checkpoint's files, for a model and for an export that carries them on."""
+    """The contents of a checkpoint's files, for loading a model and for a later export of it."""
 
     folder: Path
     config: ConfigJson
@@ -75,13 +76,13 @@ class HFSource:
     stored: Mapping[str, FileTensor]
     """Every tensor of the files, in their order."""
     files: tuple[str, ...]
-    """Other files that an export carries on, relative to ``folder``; see :func:`small_files`."""
+    """Other files that an export copies, relative to ``folder``; see :func:`small_files`."""
     own: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
     """The pieces of each of the model's tensors, by its name in the files."""
     weight_map: WeightMap | None = None
     """The layout of the model's tensors; None: the family's usual one."""
     extra: tuple[str, ...] = ()
-    """Tensors that the model does not have; an export carries them on bit for bit."""
+    """Names of tensors that the model does not have; an export copies them bit for bit."""
     _stamps: Mapping[Path, tuple[int, int] | None] = field(default_factory=dict)
     """Size and time of modification of each file, as it was read."""
 
@@ -101,7 +102,7 @@ class HFSource:
             return cls(folder, config, generation, stored, files, _stamps=stamps)
 
     def with_rows(self, rows: int, own: int) -> HFSource:
-        """Return a copy in which matrices of ``own`` rows, one for each token, have ``rows``."""
+        """Return a copy whose vocabulary matrices have ``rows`` rows instead of ``own``."""
         stored = {
             name: tensor._replace(shape=(rows, *tensor.shape[1:]), has_new_rows=True)
             for name, tensor in self.stored.items()
@@ -117,7 +118,10 @@ class HFSource:
 def _dequantised(
     folder: Path, stored: Mapping[str, FileTensor], form: Format
 ) -> dict[str, FileTensor]:
-    """Replace the parts of every tensor in ``form`` by the tensor; ConfigError: they do not fit."""
+    """Replace the parts of every quantised tensor by one entry for the tensor.
+
+    Raises ConfigError: the parts of a tensor do not fit together.
+    """
     found, opened = dict(stored), lru_cache(maxsize=8)(open_shard)
     for name, parts in form.parts(stored).items():
         own = [found.pop(part, None) for part in parts]
@@ -345,7 +349,7 @@ def _find_local(name: str, needs_weights: bool, field: str, for_adapters: str) -
         snapshot = hub.snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True)
         if needs_weights:
             _shards(Path(snapshot))
-    # The cache has nothing, or only some of the files.
+    # The cache has no snapshot of this id, or only some of its files.
     except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError, ConfigError):
         return None
     return Path(snapshot) if (Path(snapshot) / CONFIG).is_file() else None
@@ -457,7 +461,7 @@ def _shards(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _is_inside(name: object) -> bool:
-    """Return True if ``name`` is a relative path that stays in its folder, links aside."""
+    """Return True if ``name`` is a relative path that stays in its folder; ignores links."""
     if not isinstance(name, str) or "\0" in name or "\\" in name:
         return False
     path = PurePosixPath(name)
@@ -466,7 +470,10 @@ def _is_inside(name: object) -> bool:
 
 # Writing.
 def write_files(folder: Path, files: Mapping[str, Path | str | ConfigJson]) -> list[str]:
-    """Write copies, texts and JSON, each atomically; return the copies whose source is gone."""
+    """Write copies, texts and JSON, each atomically.
+
+    Returns the names of copies whose source is gone, or is now a link to another place.
+    """
     lost = []
     for name, content in files.items():
         path = folder / name
@@ -488,7 +495,8 @@ def write_files(folder: Path, files: Mapping[str, Path | str | ConfigJson]) -> l
 def remove_stale(folder: Path, written: Sequence[str]) -> None:
     """Remove an earlier export's files that this one does not have, and write this one's list.
 
-    Weights are removed whoever wrote them, since a reader would take them for this export's.
+    Other files of weights are removed even if no export wrote them, because a reader would take
+    them for this export's.
     """
     manifest = folder / _MANIFEST
     earlier: object = None
@@ -496,7 +504,7 @@ def remove_stale(folder: Path, written: Sequence[str]) -> None:
         try:
             earlier = read_json(manifest).get("files")
         except ConfigError as failure:
-            logger.warning("what an earlier export left there is kept: %s", failure.problem)
+            logger.warning("files of an earlier export are kept: %s", failure.problem)
     write_files(folder, {_MANIFEST: {"files": sorted(written)}})
     weights = [path.name for path in folder.iterdir() if _SHARD.fullmatch(path.name)]
     for name in weights + (earlier if isinstance(earlier, list) else []):

@@ -1,7 +1,8 @@
 """Writes Hugging Face checkpoints: a model's weights, and the rest of its source checkpoint.
 
-``config.json`` and ``generation_config.json`` are written anew, since the architecture, the dtype
-or the tokenizer may have changed. Their other keys stay. Other files are copied.
+``config.json`` and ``generation_config.json`` are written again, because the architecture, the
+dtype or the tokenizer may have changed. Keys that these do not affect keep their values. Other
+files are copied.
 
 Left out on purpose: process groups (the division of the work is an argument), and writing a run's
 tokenizer to files (:mod:`moetrain.data.tokenizer`).
@@ -55,10 +56,10 @@ class _Outgoing(NamedTuple):
 
 
 class Export:
-    """An export like that of :func:`save_hf`, of weights that arrive one by one.
+    """Writes what :func:`save_hf` writes, from weights that arrive one by one.
 
-    Several processes can share the work. Each needs host memory for two files: one is written while
-    the next is collected.
+    Several processes can share the work. Each needs host memory for two files, because it collects
+    the next file while it writes one.
     """
 
     SHARD_BYTES = 5 * 10**9
@@ -137,9 +138,9 @@ class Export:
     ) -> Mapping[str, int | None]:
         """Return the tokenizer's special ids to write to ``configs``.
 
-        None are needed if the source has the same tokenizer, except that the token that ended every
-        document in training must be among those that end a text. A chat model's checkpoint often
-        lists several of these.
+        If the source has the same tokenizer, its configs keep their ids, which often list several
+        tokens that end a text. The result is then empty, unless none of these is the token that
+        ended every document in training: the result is then this token.
         """
         ids, source = tokenizer.ids, self.model.source
         if source is None or not tokenizer.is_in(source.folder):
@@ -158,8 +159,11 @@ class Export:
             )
 
     def misfit(self, here: Mapping[str, Callable[[], torch.Tensor]]) -> str:
-        """Describe the first of the parameters ``here`` that its dtype cannot hold, or ""."""
-        # One file tensor for each pair of a parameter and a dtype.
+        """Describe the first parameter whose values exceed the dtype of the export; "": none do.
+
+        ``here``: functions that return the parameters to check, by name.
+        """
+        # A parameter may go to several file tensors. Check it once for each dtype of these.
         names = {(p.parameter, x.dtype): x.name for x in self._own for p in x.pieces}
         for (parameter, dtype), name in names.items():
             weight = here[parameter]() if parameter in here else torch.empty(0)
@@ -266,11 +270,11 @@ def save_hf(
 ) -> None:
     """Write ``model`` as a checkpoint that ``transformers`` loads unchanged, shard by shard.
 
-    If ``model.source`` names a checkpoint (:func:`load_hf` sets it), the rest of that is carried
-    on: its keys of config.json, generation_config.json, its tokenizer and other small files
-    (:func:`~moetrain.models.hf.files.small_files`), and the tensors that the model does not have,
-    which are read from there now and copied bit for bit. Set ``model.source`` to None to save the
-    bare model.
+    If ``model.source`` names a checkpoint (:func:`load_hf` sets it), the export also has the rest
+    of that checkpoint: the other keys of config.json and generation_config.json, the tokenizer and
+    other small files (:func:`~moetrain.models.hf.files.small_files`), and the tensors that the
+    model does not have. These tensors are read from the source now and copied bit for bit. Set
+    ``model.source`` to None to save the model alone.
 
     Each file is written atomically. An earlier export's files in ``folder`` are replaced, and those
     that this export does not have are removed at the end.
@@ -282,8 +286,8 @@ def save_hf(
         max_shard_bytes: largest size of a file; a larger single tensor gets a file of its own.
 
     Raises:
-        ConfigError: a weight does not fit ``dtype``, or the source's folder is gone or has changed
-            (all other files have been written by then).
+        ConfigError: a weight exceeds the range of ``dtype``, and nothing was written; or files of
+            the source are gone or have changed, and everything else was written.
         ValueError: the family's format cannot express the model's architecture.
     """
     export = Export(

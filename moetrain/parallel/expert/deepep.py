@@ -1,19 +1,21 @@
 """DeepEP: tokens reach other ranks' experts straight from GPU to GPU, over NVLink.
 
-The package ``deep_ep`` does what the all-to-all does, in one kernel for each direction. The kernel
-copies tokens as they lie into the other GPUs' memory, on some of the GPU's SMs. Nothing is sorted
-by rank, packed or padded, and tokens arrive in the same order. Two modes size what is received:
+The package ``deep_ep`` replaces the all-to-all by one kernel for each direction. The kernel runs on
+some of the GPU's SMs, and copies tokens from where they are directly into the other GPUs' memory.
+Tokens need not be sorted by rank, packed or padded, and arrive in the same order as from the
+all-to-all. There are two modes, which differ in how the memory for received tokens is sized:
 
     counted (``moe.dispatch_mode exact``)  The host waits once, in the forward, for the numbers of
-            tokens and of rows. Both are unknown sizes to the compiler, and the backward reuses them
-            without waiting.
+            tokens and rows that arrive. The compiler treats both as unknown sizes. The backward
+            reuses them without waiting.
     static  Sizes come from the configuration, and nothing waits. Memory past the received tokens is
-            uninitialised. Its ids are -1, so that no expert reads it. There may be more rows than
-            there is room for; the dispatcher sees that on the device, where it counts the ids.
+            uninitialised. Its ids are -1, so that no expert reads it. If more rows arrive than
+            there is room for, some are dropped. The dispatcher counts them on the device, by their
+            ids, so that the pass can be run again.
 
-The package's calls are the ops of :mod:`moetrain.kernels.experts.deepep`. Its kernels between
-machines need a compiler. Instead NCCL brings a token to each machine, and DeepEP to the ranks
-there.
+The package's calls are the ops of :mod:`moetrain.kernels.experts.deepep`. The package's kernels for
+several machines are not used, because they need a compiler. Instead NCCL sends a token once to each
+machine, and DeepEP passes it on to the ranks there.
 
 Legend: W expert parallel ranks, G on each of M machines, E experts, T tokens of this rank, K
 experts a token, A tokens that reach this machine through this rank, S tokens received, R rows of
@@ -47,7 +49,7 @@ _ops: Any = torch.ops.moetrain
 _RANKS = (2, 4, 8)  # the kernels within a machine are built for these
 _MAX_TOP_K = 32  # each choice has a lane of one warp
 _MAX_LOCAL_EXPERTS = 128  # each has a thread of the counting kernel
-# Half a token is one copy, of whole 16 bytes, through 8 KiB of shared memory.
+# The kernel copies half a token at a time, in units of 16 bytes, through 8 KiB of shared memory.
 _HIDDEN_MULTIPLE, _FP8_MULTIPLE = 16, 32
 _MAX_HIDDEN = 8176
 
@@ -68,8 +70,10 @@ class StaticSizes(NamedTuple):
     def plan(
         cls, max_tokens: int, *, capacity: float, num_experts: int, top_k: int, ranks: int
     ) -> "StaticSizes":
-        """Return room for ``capacity`` times the rows of an evenly loaded rank, but for no more
-        than there can be."""
+        """Plan for ``capacity`` times the rows of an evenly loaded rank.
+
+        The plan never exceeds the most rows that can arrive.
+        """
         most = ranks * max_tokens * min(top_k, num_experts // ranks)
         return cls(max_tokens, min(most, ceil(capacity * max_tokens * top_k)))
 
@@ -81,7 +85,7 @@ class DeepEP(ExpertParallelDispatcher):
 
     Raises:
         ValueError: the ranks cannot share the experts equally.
-        ConfigError: it asks for more SMs than this GPU has.
+        ConfigError: ``num_sms`` is more than this GPU has.
         ImportError: the package ``deep_ep`` is missing or broken; the message says what to do.
     """
 
@@ -110,8 +114,10 @@ class DeepEP(ExpertParallelDispatcher):
         connect(group, hidden_size, self.num_sms)
 
     def counted(self) -> "DeepEP":
-        """Return a dispatcher over the same connection that counts, sends bf16 and copies no
-        experts."""
+        """Return a dispatcher over the same connection, in the counted mode.
+
+        It sends tokens in bf16 and uses no redundant experts.
+        """
         other = copy(self)
         other.static, other.precision = None, "bf16"
         if (redundant := self.redundant) is not None:
@@ -129,7 +135,7 @@ class DeepEP(ExpertParallelDispatcher):
             self.static = before
 
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
-        """Send tokens. Raises ValueError: they are more than the static mode was planned for."""
+        """Send tokens. Raises ValueError: there are more than the static mode was planned for."""
         max_tokens, rows = self.static or (0, 0)
         if self.static is not None and x_TD.shape[0] > max_tokens:
             problem = f"was given {x_TD.shape[0]} tokens; moe.dispatch_mode 'static' was planned"
@@ -156,10 +162,13 @@ class DeepEP(ExpertParallelDispatcher):
         )
 
     def send_counts(self, ids_TK: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tokens for each rank, the slots of each expert (both int32), and whether each
-        token goes to each rank (bool [T, W]).
+        """Count what this rank sends.
 
-        Compiled, it takes a seventh of the time that the package's own function takes.
+        Compiled, this takes a seventh of the time of the package's own function.
+
+        Returns:
+            The number of tokens for each rank (int32 [W]), the number of slots that name each
+            expert (int32 [E]), and which tokens go to which ranks (bool [T, W]).
         """
         rank_TK = ids_TK // self.num_local_experts  # rounds down: -1 stays -1
         ranks_W, experts_E = (
@@ -184,10 +193,11 @@ class DeepEP(ExpertParallelDispatcher):
 class DeepEPInside(AllToAll):
     """The all-to-all across machines, with a :class:`DeepEP` of the machine for the hop inside.
 
-    DeepEP delivers tokens by the rank that passed them on, and those of one rank by their machine.
-    Its op puts them in the order of their source ranks. Gradients of sums take the same way by the
-    same handle. Sums go straight home, as without DeepEP, so all bits are those of one hop. The
-    host knows every size from the exchange of counts, and does not wait again.
+    DeepEP delivers tokens sorted by the rank that passed them on, and the tokens of one such rank
+    by their machine of origin. The op reorders them by source rank. In the backward of ``combine``
+    the gradients of sums take the same two hops with the same handle. The sums themselves return in
+    one hop, as in :class:`AllToAll`, so the results have the same bits as with one hop. The host
+    knows every size from the exchange of counts, and does not wait again.
     """
 
     def __init__(
@@ -248,9 +258,10 @@ class DeepEPInside(AllToAll):
 
 
 class _Arrived(torch.autograd.Function):
-    """Makes ``x_SD`` and ``weights_SK``, which arrived by DeepEP, depend on what was sent.
+    """Connects ``x_SD`` and ``weights_SK``, which DeepEP delivered, to the tensors that were sent.
 
-    Their gradients travel home in one hop, over the group of all ranks.
+    The backward returns their gradients to the source ranks in one hop, over the group of all
+    ranks.
     """
 
     if TYPE_CHECKING:  # torch's has no types
@@ -307,7 +318,8 @@ def why_not(
 ) -> str | None:
     """Return why DeepEP cannot run, the same on every rank of ``group``; None: it can. Collective.
 
-    ``inside``: the ranks of this machine, if the settings speak of several.
+    ``inside``: the group of this machine's ranks, if the run has several machines; None: the run
+    has one.
     """
     near = inside or group
     reason = why_not_here(
@@ -338,7 +350,13 @@ def why_not_here(
     spare: int = 0,
     machines: int = 1,
 ) -> str | None:
-    """Return what a rank knows of :func:`why_not` by itself. ``ranks`` of one machine share it."""
+    """Return the reasons of :func:`why_not` that a rank can check alone.
+
+    Args:
+        ranks: the number of expert parallel ranks on one machine.
+        spare: the number of slots for copies of experts on each rank.
+        machines: the number of machines that share the experts.
+    """
     local_experts = arch.num_experts // (ranks * machines) + spare
     top_k, width = arch.num_experts_per_token, arch.sent_size
     multiple = _FP8_MULTIPLE if precision in RECIPES else _HIDDEN_MULTIPLE

@@ -17,11 +17,12 @@ results travels back. Worked example with W=2, E=4, K=2 (-: no expert)::
 An expert thus sees its rows in the order of the concatenated batch. A sum is rounded to the tokens'
 dtype before it is sent, and once more after the sums of all ranks are added.
 
-With ``kernels.precision`` fp8 tokens are sent in e4m3, each with its scales in the same message:
-half of the bytes. So are the gradients that go the same way, in the backward of ``combine``.
-Experts in e4m3 round them so anyhow, so the bits are the same. Sums travel unrounded.
+With ``kernels.precision`` fp8, tokens are sent in e4m3 with their scales in the same message, which
+halves the bytes. The gradients that travel to the experts in the backward of ``combine`` are sent
+in the same way. The experts would round both to e4m3 in any case, so the results have the same
+bits. Sums are not quantised.
 
-Left out on purpose: hiding the exchange behind compute.
+Left out on purpose: overlapping the exchange with compute.
 
 Legend: W expert parallel ranks, G on each of M machines, E experts, L = E / W local experts, T
 tokens of this rank, K experts a token, A tokens that reach this machine through this rank, S tokens
@@ -67,12 +68,13 @@ class Received(NamedTuple):
     weights_SK: torch.Tensor
     """Routing weights, fp32 and differentiable. They are unspecified where the id is -1."""
     num_rows: int
-    """R, the number of ids that are not -1. To the compiler it is an unknown size. Where sizes are
-    fixed beforehand, it is the number of rows that there is room for."""
+    """R, the number of ids that are not -1. The compiler treats it as an unknown size. Where sizes
+    are fixed beforehand, it is the number of rows that there is room for."""
     handle: tuple[torch.Tensor, ...]
-    """Tensors for ``combine``, opaque to everyone else."""
+    """Tensors that only ``combine`` interprets."""
     may_drop: bool = False
-    """True: ``num_rows`` is only the room, and there may be more rows than that."""
+    """True: ``num_rows`` is the number of rows that there is room for. If more arrive, the others
+    are dropped."""
 
 
 class ExpertParallelDispatcher(Dispatcher, ABC):
@@ -118,14 +120,20 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
 
     @abstractmethod
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return ``y_TD``, each token's sum over ranks, made in fp32 and rounded once.
-        Collective."""
+        """Return ``y_TD``: each token's sum over ranks, added in fp32 and rounded once. Collective.
+
+        Args:
+            y_SD: for each token that arrived, the sum of its local experts' results.
+            ctx: the handle that :meth:`send` returned.
+        """
 
     def dispatch(
         self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Dispatched:
-        """Return the tokens that chose local experts. Ids are those of all E experts.
-        Collective."""
+        """Return the tokens of all ranks that chose local experts. Collective.
+
+        ``topk_ids_TK``: ids of all E experts, not of local ones.
+        """
         arrived = self.send(x_TD, topk_ids_TK, topk_weights_TK)
         local = permutation.expert_indices(
             arrived.ids_SK, self.num_local_experts, self.backend, num_rows=arrived.num_rows
@@ -155,31 +163,32 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
 class AllToAll(ExpertParallelDispatcher):
     """Sends tokens by plain collectives, on every device.
 
-    Tokens are sorted by the rank they go to, as :mod:`moetrain.kernels.experts.permutation` sorts
-    by expert. Of a token's choices that lead to one rank only the first counts. With 8 of 128
-    experts over 4 ranks that is 3.6 rows a token (2.7 of them for other ranks) instead of 8. A
-    token's ids and weights travel with every copy, and the receiver picks its own.
+    Tokens are sorted by destination rank, as :mod:`moetrain.kernels.experts.permutation` sorts by
+    expert. If several of a token's experts are on one rank, the token is sent there once. With 8 of
+    128 experts over 4 ranks that is 3.6 rows a token (2.7 of them for other ranks) instead of 8.
+    All ids and weights of a token travel with every copy, and the receiver picks those of its own
+    experts.
 
     The two exchanges are opaque ops rather than functional collectives, for four reasons. The
-    number of rows that travel is known only at run time, on the host. Rows past these stay
+    number of rows that travel is known only at run time, on the host. Rows past this number stay
     unspecified. Several tensors travel together, in one order on all ranks. And a rank without
-    tokens must still take part. The compiler sees the numbers of tokens and rows that arrive as
+    tokens must still take part. The compiler treats the numbers of tokens and rows that arrive as
     unknown sizes, so a block stays one graph whatever the routing. The host waits for the device
     once in a forward, for these numbers, and the backward reuses them. A forward that is recomputed
     exchanges and waits again, unless the recomputation policy keeps the results of both ops.
 
-    Over several machines tokens take two ``hops``: first across machines, to the rank with the same
-    place as this one, then inside the machine. A token thus comes to each machine once, and is
-    passed on over the faster links inside (as DeepEP does, arXiv 2412.19437). Worked example, two
-    machines of four::
+    With several machines tokens take two ``hops``: first to the rank with the same index in the
+    other machine, then to the ranks inside that machine. A token thus crosses to each machine once,
+    and is passed on over the faster links inside (as in DeepEP, arXiv 2412.19437). Worked example
+    with two machines of four ranks::
 
         a token of rank 1, whose experts are on ranks 0, 4, 5, 7
         across   1 -> 1 (stays)   1 -> 5
         inside   1 -> 0           5 -> 4    5 -> 5 (stays)    5 -> 7
 
-    Tokens arrive in the order that one hop gives. Every rank's sum comes straight home, where sums
-    are added in one order. So all bits are those of one hop. Sums made on the way would be rounded
-    once more, and be grouped by machine.
+    Tokens arrive in the same order as with one hop. Every rank sends its sums directly to the
+    source rank, which adds them in a fixed order. So the results have the same bits as with one
+    hop. Adding up inside each machine first would round once more, and group sums by machine.
     """
 
     def __init__(
@@ -198,7 +207,7 @@ class AllToAll(ExpertParallelDispatcher):
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
         rank_TK = ids_TK // self.num_local_experts  # rounds down: -1 stays -1
         sizes, handle, hop = self._plan(rank_TK)
-        if self.hops:  # sort what arrives by the rank of this machine that it is passed on to
+        if self.hops:  # sort arriving tokens by the rank of this machine that gets them next
             across, places = self.hops.across, self.hops.inside.size()
             (rank_AK,) = _exchange_rows(
                 [rank_TK],
@@ -225,8 +234,9 @@ class AllToAll(ExpertParallelDispatcher):
 
     @staticmethod
     def _routing(ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Return both as one tensor [T, 2K], which is one message. Ids up to 2^24 are exact in
-        fp32.
+        """Return weights and ids as one fp32 tensor [T, 2K], to send both in one message.
+
+        Ids up to 2^24 are exact in fp32.
         """
         return torch.cat((weights_TK.float(), ids_TK.float()), dim=1)
 
@@ -237,15 +247,16 @@ class AllToAll(ExpertParallelDispatcher):
         return torch.where((local_SK >= 0) & (local_SK < size), local_SK, -1)
 
     def _plan(self, rank_TK: torch.Tensor) -> tuple[list[int], list[torch.Tensor], Any]:
-        """Exchange counts of what goes to each rank. Collective.
+        """Exchange the numbers of tokens and rows that go to each rank. Collective.
 
         Args:
             rank_TK: the rank that each choice leads to; -1: none.
 
         Returns:
-            The sizes (S and R; with hops also A, and the rows that leave to be passed on), the
-            handle without the hop inside, and what this rank sends and gets in that hop (int64
-            [G, M]).
+            The sizes (S and R; with hops also A, and the number of rows that this rank passes on
+            inside its machine), the handle without the hop inside the machine, and the numbers of
+            rows that this rank sends and receives in that hop (two int64 [G, M]; None without
+            hops).
         """
         home, slots_W = self._route(rank_TK, self.num_ranks)
         counts, once = [home.counts_E[None], slots_W[None]], None
@@ -253,7 +264,8 @@ class AllToAll(ExpertParallelDispatcher):
         place = self.rank % places
         if self.hops:
             once, _ = self._route(rank_TK // places, machines)
-            # Only ranks with the same place learn what comes to them, and where to pass it on.
+            # Ranks with this rank's index learn how much comes from here, and where to pass it on.
+            # All other ranks get zeros.
             hops_CM = torch.cat((once.counts_E[None], home.counts_E.view(machines, places).T))
             is_place_G = torch.arange(places, device=rank_TK.device) == place
             counts.append((hops_CM[:, :, None] * is_place_G).flatten(1))
@@ -270,9 +282,15 @@ class AllToAll(ExpertParallelDispatcher):
     def _route(
         self, target_TK: torch.Tensor, targets: int, room: int | None = None
     ) -> tuple[permutation.ExpertIndices, torch.Tensor]:
-        """Sort tokens by the destination of their choices (-1: none), each token once for each.
+        """Sort tokens by destination, each token once for each of its destinations.
 
-        Returns the order, with ``room`` rows, and the number of slots of each destination [P].
+        Args:
+            target_TK: the destination of each slot; -1: none.
+            targets: P, the number of destinations.
+            room: the number of rows of the order; None: as many as there can be.
+
+        Returns:
+            The order, and the number of slots that lead to each destination, int32 [P].
         """
         tokens, slots = target_TK.shape
         is_same_TKK = target_TK[:, :, None] == target_TK[:, None, :]
@@ -311,16 +329,16 @@ class AllToAll(ExpertParallelDispatcher):
 def _exchange_counts(counts_CW: torch.Tensor, group: str) -> list[torch.Tensor]:
     """Exchange C counts between every pair of ranks of ``group``. Collective.
 
-    The first count is the number of tokens. Returns C tensors without elements, whose rows are the
-    sums of each count received: an op can return a size only as a shape. After them come the counts
-    sent to and received from every rank, int64 [C, W] on the host.
+    An op can return a size only as a shape. So the first C results are tensors [sum, 0] without
+    elements: the number of rows of each is the sum of one received count over all ranks. Two more
+    results are the counts sent to, and received from, every rank, int64 [C, W] on the host.
     """
     ranks = resolve_group(group)
     sent_WC = counts_CW.T.contiguous()
     received_WC = torch.empty_like(sent_WC)
     with waiting(counts_CW.device):
         all_to_all_single(received_WC, sent_WC, group=ranks)
-    # The one wait for the device: memory for what arrives cannot be reserved without its size.
+    # The host waits for the device only here: it needs the sizes to allocate what arrives.
     both_CW = torch.stack((sent_WC, received_WC)).transpose(1, 2).cpu().long()
     sizes = (counts_CW.new_empty(size, 0) for size in ints(both_CW[1].sum(1)))
     return [*sizes, *(x.clone(memory_format=torch.contiguous_format) for x in both_CW)]
@@ -333,8 +351,8 @@ def _(counts_CW: torch.Tensor, group: str) -> list[torch.Tensor]:
     return [*sizes, *counts]
 
 
-# One op carries all that travels together. Two ranks' compilers could order two independent ops
-# differently.
+# One op sends all tensors that travel together. The compilers of two ranks could order two
+# independent ops differently, and the ranks would then wait for each other for ever.
 @torch.library.custom_op("moetrain::exchange_rows", mutates_args=())
 def _exchange_rows(
     rows: Sequence[torch.Tensor],
@@ -346,19 +364,20 @@ def _exchange_rows(
     precision: str,
     backend: str,
 ) -> list[torch.Tensor]:
-    """Bring rows of tokens to the ranks of their experts, or back, added up for each token.
+    """Send rows of tokens to the ranks of their experts, or send results back and add them up.
 
-    Each direction is the other's backward.
+    Each direction is the backward of the other.
 
     Args:
         rows: tensors whose rows travel together.
         handle: for each of ``ways``, the order of rows and the numbers sent and received.
-        num_rows: the rows of each result.
-        is_back: True: rows come home, and are added up.
-        ways: names of the group of all ranks, over which rows come back, and of the hops' groups.
-        num_sms: above 0 the last hop is DeepEP's, which has a handle of its own.
-        precision: on the way there the first tensor's rows are quantised to it.
-        backend: of the kernels that sort and add up.
+        num_rows: the number of rows of each result.
+        is_back: True: rows return to their source ranks, which add them up for each token.
+        ways: names of groups, separated by spaces: first the group of all ranks, over which rows
+            return, then the groups of the hops, if there are any.
+        num_sms: above 0, DeepEP makes the last hop on this number of SMs, with a handle of its own.
+        precision: the precision in which the first tensor's rows travel to the experts.
+        backend: the backend of the kernels that sort and add up.
     """
     kernels, recipe, first = cast("Backend", backend), RECIPES.get(precision), rows[0]
     steps = [(way, *handle[6 * i : 6 * i + 6]) for i, way in enumerate(ways.split())]
@@ -432,8 +451,13 @@ def _travel(
 ) -> list[torch.Tensor]:
     """Send the first rows of each tensor to rank 0, the next to rank 1, and so on.
 
-    From each rank come rows of all M machines. The result is sorted by machine, then by rank. With
-    one machine it has at least ``room`` rows; rows past those received are unspecified.
+    Each rank sends rows that originate on all M machines. The result is sorted by machine of
+    origin, then by sending rank. With one machine it has at least ``room`` rows; rows past those
+    received are unspecified.
+
+    Args:
+        sent_GM, received_GM: int64 on the host, the number of rows sent to and received from each
+            rank of ``group``, by machine of origin.
     """
     sent, received = ([sum(x) for x in rows_of_ints(each)] for each in (sent_GM, received_GM))
     arriving, leaving, ranks = sum(received), sum(sent), resolve_group(group)

@@ -2,14 +2,15 @@
 
     environment.episode(task)    one attempt at a task, with a state of its own
     episode.reset()              -> the prompt
-    episode.step(action)         -> what the policy reads next, a reward, and whether that is all
+    episode.step(action)         -> what the policy reads next, a reward, and whether it is over
 
-Tokens go in and come out. :class:`TextEnvironment` turns them into text for tasks that are text.
+Episodes exchange token ids with the policy. :class:`TextEnvironment` converts them for tasks that
+are text.
 Each method may be plain or ``async``, and each call has a time limit. Plain methods should answer
 at once. Asynchronous methods run beside generation. They share one event loop and must not block it
 (:mod:`moetrain.rl.calls`).
 
-The environments that moetrain brings along are in :mod:`moetrain.rl.envs.shipped`.
+The environments that ship with moetrain are in :mod:`moetrain.rl.envs.shipped`.
 """
 
 from abc import ABC, abstractmethod
@@ -47,7 +48,8 @@ class Demonstration(NamedTuple):
 
     tokens: tuple[int, ...]
     mask: tuple[bool, ...]
-    """For each token, True if the policy is to choose it. The environment gives the others."""
+    """One bool for each token. True: the policy learns to write it. False: it comes from the
+    environment."""
 
 
 class Episode(Protocol):
@@ -101,7 +103,12 @@ class Prompts:
     def __init__(
         self, tokenizer: Tokenizer, chat: bool, *, skip_special_tokens: bool = True
     ) -> None:
-        """Without ``chat`` a text is encoded as it is; with it, as a user's turn of a chat."""
+        """Set how texts are converted.
+
+        Args:
+            chat: True: a text is encoded as a user's turn of a chat; False: as it is.
+            skip_special_tokens: True: decoded texts leave out special tokens.
+        """
         self.tokenizer, self.chat = tokenizer, chat
         self.skip_special_tokens = skip_special_tokens
 

@@ -1,18 +1,20 @@
 """Memory of devices and hosts: the report of ``--dry_run``, and the refusal of runs that do not
 fit.
 
-:func:`plan_memory` plans for devices that need not be here. If a run does not fit, settings are
-tried from the cheapest on, by the same estimate, until one fits. Only settings are tried that
-change results by no more than rounding. Left out on purpose: speed, which
+:func:`plan_memory` plans a run for devices that this machine need not have. If the run does not
+fit, it tries other settings with the same estimate, the cheapest first, until one fits. It tries
+only settings that change results by no more than rounding. Left out on purpose: speed, which
 :mod:`moetrain.train.estimates.speed` estimates.
 
-:func:`check_host` checks host memory, most of it pinned: the system kills a process that takes too
-much, without a message. Processes of a machine share its memory, so ranks exchange their needs. The
-limit of a control group (of the second version) decides where there is one, beside which too little
-free memory is worth a warning alone: some virtual machines get memory only as they use it. Left out
-on purpose: the few GiB that a process takes anyway, and host memory of settings that are tried.
+:func:`check_host` checks host memory, most of it pinned, because Linux kills a process that takes
+too much, without a message. The processes of a machine share its memory, so ranks exchange their
+needs. If the processes are in a control group (cgroup v2) with a limit, a run that exceeds the
+limit is refused. A run that stays below the limit but exceeds the free memory gets only a warning,
+because some virtual machines receive memory only as they use it. Without a limit, the free memory
+decides. Left out on purpose: the few GiB that every process takes, and the host memory of the
+settings that :func:`plan_memory` tries.
 
-Bytes unless a name says otherwise.
+Sizes are in bytes unless a name says otherwise.
 """
 
 import math
@@ -64,8 +66,8 @@ class MemoryPlan(NamedTuple):
     def of(cls, config: Config, arch: Architecture, *, generates: bool) -> Self:
         """Plan ``config`` as it is.
 
-        Raises ConfigError: a setting has no effect on such a machine, or its kernels do not take
-        the model's widths.
+        Raises ConfigError: a setting has no effect on the planned machine, or kernels there cannot
+        compute with the model's widths.
         """
         machine = planned_machine(config)
         kind = machine.device.type
@@ -76,7 +78,7 @@ class MemoryPlan(NamedTuple):
 
     @property
     def recomputation(self) -> Recomputation | None:
-        """What ``activation.policy auto`` means here; None: the policy is another."""
+        """The recomputation that ``activation.policy auto`` chooses; None: the policy differs."""
         config, arch, machine, generates = self
         if config.activation.policy != "auto":
             return None
@@ -120,9 +122,9 @@ class MemoryPlan(NamedTuple):
         return plan
 
     def first_that_fits(self, changes: Iterable[_Change], most: float = math.inf) -> str | None:
-        """Return the first of ``changes`` with which all surely fits, in words, or None.
+        """Return the first of ``changes`` with which every rank surely fits, in words, or None.
 
-        ``most``: bytes that the estimate may come to.
+        ``most``: the largest estimate to accept, in bytes.
         """
         for change in changes:
             plan = self.changed(change)
@@ -140,15 +142,17 @@ def _largest(ranks: Iterable[MemoryEstimate]) -> MemoryEstimate:
 
 
 def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) -> str:
-    """Describe the machine, the estimate, whether it fits and host memory; needs no device.
+    """Describe the machine, the estimate, whether the run fits, and its host memory.
+
+    No device is needed.
 
     Raises ConfigError: the degrees do not fit the model or the number of processes, a setting has
-    no effect on such a machine, or a run that generates does not fit into it.
+    no effect on the planned machine, or a run that generates does not fit into its memory.
     """
     plan = MemoryPlan.of(config, arch, generates=generates)
     ranks, machine = plan.ranks(), plan.machine
     peak, capacity = _largest(ranks), machine.capacity
-    if generates:  # its cache is as large as rl.cache_tokens says: no other setting helps
+    if generates:  # rl.cache_tokens alone sets the size of the cache: no other setting helps
         peak.check(config, capacity)
     lines = [f"memory on {machine.describe()}, estimated: {peak.describe()}"]
     if (chosen := plan.recomputation) is not None:
@@ -183,10 +187,10 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
 
 
 def propose_less(config: Config, arch: Architecture, *, generates: bool = False) -> str:
-    """Say what a run that ran out of memory was estimated to take, and name settings that take
-    less.
+    """Give the estimate of a run that ran out of memory, and name settings that take less.
 
-    The estimate was too low, so they are estimated to take a tenth less than it, and than there is.
+    The estimate of the run was too low. So the estimate of the proposed settings must be a tenth
+    below both that estimate and the memory of the device.
     """
     plan = MemoryPlan.of(config, arch, generates=generates)
     peak = _largest(plan.ranks())
@@ -196,12 +200,12 @@ def propose_less(config: Config, arch: Architecture, *, generates: bool = False)
         changes += [{"activation.policy": policy} for policy in ("selective", "full")]
     found = plan.first_that_fits(changes, most) or plan.first_that_fits(_more_gpus(plan), most)
     advice = f"this should fit: {found}" if found else "use more devices or a smaller model"
-    return f"estimated were {peak.describe()}; {advice}"
+    return f"the estimate was {peak.describe()}; {advice}"
 
 
 def _describe_machines(dims: ParallelDims, machine: Machine) -> str:
-    """Describe the groups that stay on a machine, those that do not, and the assumed speed of
-    links."""
+    """Describe which groups stay inside a machine, which span several, and the assumed speed of
+    the links."""
     spans = {"tp": dims.tp, "cp": dims.token_ranks, "ep": dims.ep}
     spans |= {"dp_shard": dims.sharding_ranks, "pp": dims.world_size}
     spans["dp_replicate"] = dims.world_size // dims.pp
@@ -216,7 +220,7 @@ def _describe_machines(dims: ParallelDims, machine: Machine) -> str:
 
 
 def _exchange(config: Config, dims: ParallelDims, rank: RankSizes) -> str:
-    """Say how context parallel ranks attend, why, and what the ways send."""
+    """Name the method of context parallelism, its reason, and the bytes that each method sends."""
     method, sizes = dims.cp_method, rank.received()
     why = "asked for"
     if config.parallel.cp_method == "auto":
@@ -227,7 +231,7 @@ def _exchange(config: Config, dims: ParallelDims, rank: RankSizes) -> str:
 
 
 def _changes(plan: MemoryPlan) -> Iterator[_Change]:
-    """Changes on the same devices, the cheapest first: single settings, then several together."""
+    """Yield changes for the same devices, the cheapest first: one setting, then several at once."""
     config, on_gpus = plan.config, plan.machine.device.type == "cuda"
     reshard: list[_Change] = [{"parallel.reshard_after_forward": True}]
     if plan.machine.processes == 1 or config.parallel.reshard_after_forward is True:
@@ -254,12 +258,13 @@ def _smaller(config: Config) -> list[_Change]:
 
 
 def _together(changes: Iterable[_Change]) -> _Change:
-    """Make all ``changes`` at once; of one setting the last counts."""
+    """Merge ``changes``; if several change the same setting, the last one counts."""
     return {name: value for change in changes for name, value in change.items()}
 
 
 def _more_gpus(plan: MemoryPlan) -> Iterator[_Change]:
-    """Twice as many GPUs, and so on: with settings as they are, then with the least memory."""
+    """Yield changes to 2, 4, ... times the GPUs: first with the settings as they are, then with
+    those that take the least memory."""
     config, p = plan.config, plan.config.parallel
     for base in ({}, _together(_smaller(config))):
         size = 2 * plan.machine.processes
@@ -285,9 +290,9 @@ class Room(NamedTuple):
     """Host memory that processes may still take on this machine."""
 
     available: float
-    """Memory that is free, or would be without caches."""
+    """Memory that is free or holds only caches, which Linux drops when memory is needed."""
     allowed: float
-    """Memory that the control group's limit leaves; inf: there is no limit."""
+    """Memory that the control group may still take below its limit; inf: there is no limit."""
 
     @property
     def most(self) -> float:
@@ -299,7 +304,8 @@ def check_host(ranks: Sequence[RankSizes], world: World) -> None:
 
     ``ranks``: the sizes of every pipeline rank.
 
-    Raises ConfigError: it names the setting that takes most, and how much memory there is.
+    Raises ConfigError: a machine has too little memory. The error names the setting that takes
+    most.
     """
     of_stages = [rank.on_host() for rank in ranks]
     if not any(of_stages):
@@ -335,7 +341,10 @@ def _described(takes: _Takes) -> str:
 
 
 def room_here(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> Room:
-    """Return the memory that Linux's ``proc`` and ``groups`` say is left, or all there is."""
+    """Return the memory that is left, from the files of Linux in ``proc`` and ``groups``.
+
+    Without these files it is all memory of the machine.
+    """
     available = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if (table := _table(proc / "meminfo")) and "MemAvailable:" in table:
         available = table["MemAvailable:"] * 1024.0
@@ -343,12 +352,13 @@ def room_here(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup"))
 
 
 def _left(mine: Path, root: Path) -> Iterator[float]:
-    """Memory that each control group of this process leaves: its own group, and those around it."""
+    """Yield the memory that each control group of this process may still take: that of its own
+    group, and that of every group around it."""
     for line in mine.read_text().splitlines() if mine.exists() else ():
-        if not line.startswith("0::"):  # of the first version of control groups, of 2008
+        if not line.startswith("0::"):  # a line of cgroup v1
             continue
         inner = root / line.removeprefix("0::").lstrip("/")
-        # In a container that sees its own group as the root, what is named may not be there.
+        # A container may see its own group as the root. The named folder is then not there.
         for folder in (inner, *inner.parents):
             if not folder.is_relative_to(root):
                 break

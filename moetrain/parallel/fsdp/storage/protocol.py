@@ -1,9 +1,9 @@
 """The interface between a bucket and what stores its shard.
 
 A :class:`~moetrain.parallel.fsdp.bucket.Bucket` knows where each parameter lies in its shard, when
-the shard is gathered and how gradients are summed. It does not know where the elements are: that is
-its :class:`Storage`. The defaults here are those of a shard on the device, which the optimizer
-updates there. A storage overrides what differs.
+the shard is gathered and how gradients are summed. It does not know in which memory, and in which
+format, the elements are: only its :class:`Storage` does. The defaults here suit a shard that is on
+the device and that the optimizer updates there. A subclass overrides what differs.
 
 Legend: N elements of one rank's shard of a bucket, W ranks of its group.
 """
@@ -43,10 +43,12 @@ class ShardSpec(NamedTuple):
     is_offloaded: bool
     """True: ``optim.offload_fraction`` or ``lora.offload_experts`` puts it in host memory."""
     may_be_read: bool
-    """True: ranks gather the shard in the dtype in which it is stored, so others may read it where
-    it lies. A storage may leave its memory to the transport then (``Storage.awaits_memory``)."""
+    """True: ranks gather the shard in the dtype in which it is stored, so other ranks may read it
+    directly from its memory. The storage may then let the transport allocate this memory
+    (``Storage.awaits_memory``)."""
     spare_numel: int
-    """Elements of memory behind a shard that blocks use in place, for copies of experts."""
+    """Elements of memory to allocate behind the shard, for copies of redundant experts. They are
+    needed where blocks use the shard in place, without a gather."""
     weights: Arena
     """The memory of parameters on the device."""
     link: HostLink
@@ -54,7 +56,7 @@ class ShardSpec(NamedTuple):
 
 
 def nowhere(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of this size without memory of its own; nobody may use its values."""
+    """Return a tensor [numel] that has memory for one element only; its values are meaningless."""
     return torch.empty(1, dtype=dtype, device=device).expand(numel)
 
 
@@ -64,27 +66,28 @@ class Storage:
     Every storage keeps these promises, which ``tests/parallel/fsdp/test_every_storage.py`` checks
     for each row of ``STORAGES``:
 
-    1. What :meth:`write` stored is what :meth:`read` returns, rounded at most once. To write what
-       was read changes nothing.
-    2. A gather brings what :meth:`read` returns, in the dtype of ``ShardSpec.dtype``. A value that
-       was written is in the next gather.
-    3. All memory is from ``ShardSpec.weights``, or pinned memory of the host, or what
-       ``Bucket.place`` brings.
-    4. If it is trained, an update of :attr:`shard_N` on the device is in the next gather. A master
-       in host memory derives from ``Offloaded``, the only one that the optimizer updates.
+    1. :meth:`read` returns the values that :meth:`write` stored, rounded at most once. Writing
+       values that were read changes nothing.
+    2. A gather returns the values of :meth:`read` in ``ShardSpec.dtype``. A value that was written
+       is in the next gather.
+    3. All memory is from ``ShardSpec.weights``, or pinned memory of the host, or memory that
+       ``Bucket.place`` was given.
+    4. If the shard is trained, an update of :attr:`shard_N` on the device is in the next gather. A
+       storage with a master in host memory derives from ``Offloaded``, since the optimizer updates
+       no other masters there.
     """
 
     shard_N: torch.Tensor
-    """The master values, which parameters' ``local`` are views of. A storage of another form has a
-    tensor of this size without values."""
+    """The master values. The ``local`` tensors of parameters are views of it. A storage that keeps
+    no plain master on the device has a placeholder of the same size (:func:`nowhere`)."""
     source_N: torch.Tensor
     """The shard on the device, as a gather reads it. It is :attr:`shard_N` itself, or a copy."""
     has_host_master: bool = False
     """True: the master is in host memory, where it is updated. The device has a copy
     (:attr:`source_N`) in the dtype that is gathered, and gradients move to the host."""
     is_packed: bool = False
-    """True: ranks exchange :meth:`packed_bytes` bytes each instead of values, by
-    :meth:`start_gather`, and :meth:`unpack` makes values of them."""
+    """True: a gather exchanges packed bytes instead of values. Each rank sends
+    :meth:`packed_bytes` bytes (:meth:`start_gather`). :meth:`unpack` converts them to values."""
     loads_packed: bool = False
     """True: the packed bytes are in host memory, and are copied to the device at each gather."""
     awaits_memory: bool = False
@@ -131,12 +134,14 @@ class Storage:
         """Copy the master to :attr:`source_N`."""
 
     def take_gradient(self, gradient_N: torch.Tensor) -> bool:
-        """Begin to move the device's gradient (fp32) into the storage. Return False if it stays on
-        the device."""
+        """Begin to move the device's gradient (fp32) into the storage.
+
+        Returns False if the gradient stays on the device.
+        """
         return False
 
     def return_gradient(self, gradient_N: torch.Tensor) -> None:
-        """Copy the gradient to the device again if the storage has it, for more to be added."""
+        """Copy the gradient back to the device if the storage has it, so that more can be added."""
 
     def clear_gradient(self) -> None:
         """Forget this step's gradient."""
@@ -148,7 +153,7 @@ class Storage:
         raise NotImplementedError
 
     def start_gather(self, group: dist.ProcessGroup, staging: torch.Tensor) -> Wait | None:
-        """Begin to bring every rank's bytes to ``staging``, unless they are on the device."""
+        """Begin to gather every rank's bytes in ``staging``, unless the device has them already."""
         raise NotImplementedError
 
     def arrived(self, ranks: int, staging: torch.Tensor) -> torch.Tensor:
@@ -156,6 +161,8 @@ class Storage:
         raise NotImplementedError
 
     def unpack(self, out_N: torch.Tensor, bytes_W: torch.Tensor, start: int, numel: int) -> None:
-        """Write to ``out_N`` the values of ``numel`` elements from ``start`` of each rank, one rank
-        after the other. The last ranks may have fewer."""
+        """Write the values of ``numel`` elements of each rank's shard to ``out_N``, rank by rank.
+
+        The elements begin at ``start`` of each shard. The last ranks may have fewer.
+        """
         raise NotImplementedError
