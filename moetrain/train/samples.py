@@ -295,7 +295,9 @@ class DealtSamples:
         number = max(self.world.gather(len(self.batches)))
         number += -number % engine.stages.plan.batch_multiple
         if len(self.batches) < number:
-            self.batches = pack(mine, seq_len, micro_batch_size, min_batches=number)
+            self.batches = pack(
+                mine, seq_len, micro_batch_size, min_batches=number, num_parts=num_parts
+            )
 
     def by_sample(
         self, results: Sequence[torch.Tensor], value: Callable[[torch.Tensor], _T]

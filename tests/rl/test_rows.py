@@ -1,13 +1,15 @@
 """Rows of packed samples: their layout, and the way back to samples."""
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.train.samples import Sample, pack, unpack
+from moetrain.train.samples import DealtSamples, Sample, pack, unpack
 from tests.lib.rl_samples import make_sample, make_samples
 
 
@@ -87,6 +89,21 @@ def test_empty_micro_batches_where_other_ranks_have_more():
         assert (batch.targets_BS == IGNORE_INDEX).all()
         assert batch.cu_seqlens.tolist() == [0, 6]
     assert len(pack([], 6, 2)) == 1
+
+
+def test_samples_stay_in_the_part_of_their_job_where_a_batch_is_added():
+    """A pipeline takes a multiple of batches. The parts used to be lost with the added ones."""
+    samples = [make_sample(5, group=1), make_sample(3, group=0)]
+    plan = SimpleNamespace(batch_multiple=2)
+    world = SimpleNamespace(
+        data_rank=0, dims=SimpleNamespace(data_ranks=1), gather=lambda value: [value]
+    )
+    engine: Any = SimpleNamespace(world=world, stages=SimpleNamespace(plan=plan))
+    dealt = DealtSamples(engine, samples, order=[0, 1], seq_len=6, micro_batch_size=1, num_parts=2)
+    first, added = dealt.batches
+    assert (~first.is_pad_BS).sum(1).tolist() == [2, 4]  # the row of each job
+    assert added.tokens_BS.shape == first.tokens_BS.shape
+    assert added.num_tokens == 0
 
 
 @pytest.mark.parametrize(
