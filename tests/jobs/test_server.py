@@ -239,7 +239,7 @@ def test_bad_bodies_are_refused_in_one_line(served):
             "create_model",
             {**new, "lora_config": {"rank": 8, "train_mlp": False}},
             kind,
-            (400, "train_mlp is False, but this service's lora.targets"),
+            (400, "train_mlp is False, but this service trains these w"),
         ),
         (
             "create_model",

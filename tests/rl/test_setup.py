@@ -78,7 +78,10 @@ REFUSED = [
     (scored_by("nothing"), f"rl.reward: {FIRST('nothing', '')} NoneType that is no finite number"),
     (scored_by("later"), f"rl.reward: {FIRST('later', '')} NoneType that is no finite number"),
     (scored_by("Scores"), f"rl.reward: {FIRST('Scores', 'b')} Scores that is no finite number"),
-    (scored_by("huge"), f"rl.reward: {FIRST('huge', 'b')[:-1]}1e+39; all of a trajectory's"),
+    (
+        scored_by("huge"),
+        f"rl.reward: {FIRST('huge', 'b')[:-1]}1e+39; the sum of a trajectory's rewards is at most",
+    ),
     ({"rl.env": "sorted"}, "rl.env: 'sorted' is neither sort, "),
     ({"rl.env": "FOLDER/none.py:Even"}, "rl.env: 'FOLDER/none.py:Even' is neither "),
     ({"rl.env": "FOLDER/bad.py:Nobody"}, "rl.env: cannot load 'FOLDER/bad.py:Nobody': "),

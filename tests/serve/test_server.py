@@ -237,7 +237,10 @@ LONG = "x" * 129
         ({"prompt": ""}, "no tokens"),
         ({"prompt": [300]}, "a token outside of 0 to 263"),
         ({"prompt": [[10**400]]}, "a token outside of 0 to 263"),
-        ({"prompt": "A" * 1000}, "a prompt of 1000 tokens leaves no room for an answer: together"),
+        (
+            {"prompt": "A" * 1000},
+            "a prompt of 1000 tokens leaves no room for an answer: both together",
+        ),
         ({"prompt": ["A"] * 1025}, "1025 prompts x n 1 are more completions than max_queue 1024"),
         ({"prompt": ["A"] * 100, "n": 100}, "100 prompts x n 100 are more completions than"),
         ({"prompt": {}}, "prompt is neither text nor token ids"),

@@ -97,8 +97,10 @@ ATTENTION_PACKED = KernelSpec(
         "in one dtype": lambda x: x | {"k_TGd": x["k_TGd"].double()},
         r"documents \+ 1\] in int32": lambda x: x | {"cu_seqlens": x["cu_seqlens"].long()},
         "window 0": lambda x: x | {"window": 0},
-        "documents like the queries": lambda x: x | {"cu_seqlens_k": x["cu_seqlens"][1:]},
-        "as many keys as queries": lambda x: (
+        "cu_seqlens_k in the dtype and shape of cu_seqlens": lambda x: (
+            x | {"cu_seqlens_k": x["cu_seqlens"][1:]}
+        ),
+        "at least a key for each query": lambda x: (
             x | {"cu_seqlens_k": x["cu_seqlens"].clamp(max=200), "check": True}
         ),
         r"at most max_seqlen=149": lambda x: x | {"max_seqlen": 149, "check": True},

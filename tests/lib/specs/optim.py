@@ -467,7 +467,7 @@ _REDUCTION_SPECS = (
         ops=(sum_chunks_op,),
         bad_inputs={
             r"takes a contiguous \[R, N\]": lambda i: i | {"chunks_RN": i["chunks_RN"][:, ::2]},
-            "with out_N alone": lambda i: i | {"accumulate": True},
+            "accumulate only with an out_N": lambda i: i | {"accumulate": True},
             r"out torch.float32 \(99,\)": lambda i: i | {"out_N": torch.zeros(99)},
             "given chunk 4": lambda i: i | {"own_N": i["chunks_RN"][0], "own": 4},
             "given chunk 0": lambda i: i | {"own_N": torch.zeros(99), "own": 0},
