@@ -78,8 +78,8 @@ class RlSection(Section):
     """Estimator of the KL, with d = log(policy / reference). k1: d; k2: d^2 / 2; k3: exp(-d) - 1 +
     d."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL is applied. loss: as a term of the loss; reward: subtracted from each
-    trajectory's reward, before advantages."""
+    """The place where the KL divergence enters. loss: it is a term of the loss; reward: it is
+    subtracted from each trajectory's reward before advantages are computed."""
     teacher: MaybePath = None
     """Model with the same tokenizer that judges each token that the policy writes (on-policy
     distillation), in addition to the rewards or, with rl.advantage none, alone. Either a folder or
@@ -94,9 +94,9 @@ class RlSection(Section):
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy, which is maximised; 0: it is only logged."""
     aggregation: Literal["token", "sequence", "fixed"] = "token"
-    """How tokens' losses are combined. token: mean over the global batch; sequence: mean over
-    samples of each one's mean; fixed: sum over tokens / (samples x rl.max_tokens), which favours no
-    length (Dr. GRPO)."""
+    """The formula that combines the losses of tokens. token: the mean over all tokens of the global
+    batch; sequence: the mean over samples of each sample's own mean; fixed: the sum over tokens /
+    (samples x rl.max_tokens), which favours no length (Dr. GRPO)."""
     advantage: Literal[
         "dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "none"
     ] = "dr_grpo"

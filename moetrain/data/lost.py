@@ -62,7 +62,11 @@ _ASKED_BESIDE_TURNS = {"question", "query", "instruction", "prompt", "problem", 
 ``knowledge`` does."""
 _OF_PASSAGES = {"context", "contexts", "passage", "passages", "question", "query", "instruction"}
 """Words in the names of such texts, as in ``retrieved_contexts``."""
-_ANSWERS_OF = {"alpaca": {"output", "history"}, "completion": {"completion"}}
+_ANSWERS_OF = {
+    "alpaca": {"output", "history"},
+    "completion": {"completion"},
+    "preference": {"chosen", "rejected"},
+}
 """Fields of answers that a form reads itself."""
 _BY_ALL = {"messages", "conversations", "system", "tools"}
 """Fields that are read, or compared with what is read, in all forms."""
@@ -83,17 +87,6 @@ _AFTER_TURNS = {
     *("target", "targets", "solution", "reply", "ground_truth", "reference"),
 }
 """Names of the answer to the last question of a dialogue: ChatQA's ``answers`` and others'."""
-_OF_PAIRS = {
-    "chosen",
-    "rejected",
-    "label",
-    "prompt",
-    "instruction",
-    "input",
-    "output",
-    "completion",
-}
-"""Further fields that forms read, or compare with what they read."""
 _VARIANTS = {"original", "rewritten", "evolved", "seed", "explanation"}
 """Words in the names of texts that a record was made of, or that are about it."""
 _OF_OTHER_TOOLS = {"orig", "target"}
@@ -142,13 +135,12 @@ _JUDGING = {
 ``response_label``."""
 _OF_PROMPTS = {"prompt", "question", "query", "user", "input", "instruction", "adversarial"}
 """Words in the names of a verdict on what is asked."""
-_SCORES = {
-    *("helpfulness", "harmlessness", "correctness", "coherence", "quality", "overall_score"),
-    *("score", "reward", "rating"),
+_OF_SCORES = {
+    *("score", "scores", "quality", "reward", "rating", "correctness", "coherence", "toxicity"),
+    *("helpfulness", "harmlessness", "harmfulness"),
 }
-"""Names of scores of an answer: HelpSteer's, UltraFeedback's, FineTome's, Infinity-Instruct's."""
-_OF_SCORES = {"score", "scores", "toxicity", "harmfulness", "helpfulness", "quality", "reward"}
-"""Words in the names of such scores: OpenCodeInstruct's ``average_test_score``, toxic-chat's."""
+"""Words in the names of scores of an answer: HelpSteer's, UltraFeedback's, OpenCodeInstruct's
+``average_test_score``, toxic-chat's."""
 
 
 def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: str) -> None:
@@ -179,20 +171,18 @@ def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: 
             raise BadLineError(_problem(key, value, lost[0], form))
 
 
-def unread_fields(record: Mapping[str, Any], documents: Sequence[Document]) -> list[str]:
+def unread_fields(record: Mapping[str, Any], documents: Sequence[Document], form: str) -> list[str]:
     """Return the fields with texts that no document shows, except those that describe the record.
 
-    Args:
-        record: the record, whose fields are renamed to those of the forms.
-        documents: its documents.
+    The arguments are those of :func:`refuse_lost`.
     """
+    read = _BY_ALL | _READ.get(form, set()) | _ANSWERS_OF.get(form, set())
     shown = [document.text for document in documents]
     return [
         key
         for key, value in record.items()
-        if key not in _BY_ALL | _OF_PAIRS
+        if key not in read
         and not describes(key, value)
-        # a template may write the parts of what is read otherwise
         and not any(is_said(text, shown) for text in _texts_in(value))
     ]
 
@@ -371,7 +361,7 @@ def _is_score(key: str, value: object) -> bool:
         is_number = re.fullmatch(r"-?\d+(?:\.\d+)?", value.strip()) is not None
     words = words_of(key)
     is_named = not words.isdisjoint(_OF_SCORES) and words.isdisjoint(_OF_PROMPTS | {"difficulty"})
-    return is_number and (is_named or key.lower() in _SCORES)
+    return is_number and is_named
 
 
 def _to_avoid(key: str, value: object, record: Mapping[str, Any]) -> BadLineError:

@@ -216,10 +216,9 @@ def _with_results_apart(messages: object) -> object:
         return messages
     turns: list[object] = []
     for turn in messages:
-        if not isinstance(turn, dict) or role_of(turn) != "tool" or turn.get("content") is not None:
-            turns.append(turn)
-            continue
-        if not {"name", "parameters", "observation"} <= turn.keys():
+        keys = turn.keys() if isinstance(turn, dict) else set[str]()
+        is_both = {"name", "parameters", "observation"} <= keys and turn.get("content") is None
+        if not is_both or role_of(turn) != "tool":
             turns.append(turn)
             continue
         rest = {key: turn[key] for key in turn if key not in ("parameters", "observation", "role")}
@@ -313,10 +312,13 @@ def _names_calls(key: str) -> bool:
 
 def _has_calls(parts: object) -> bool:
     """Return whether a list has a part with a call: Anthropic's, Bedrock's, Gemini's."""
-    if not isinstance(parts, list):
-        return False
-    names = {name for part in parts if isinstance(part, dict) for name in (*part, part.get("type"))}
-    return not names.isdisjoint(_PARTS_OF_CALLS)
+    return not _names_of_parts(parts).isdisjoint(_PARTS_OF_CALLS)
+
+
+def _names_of_parts(value: object) -> set[Any]:
+    """Return the types and keys of the parts in a list; none: ``value`` is no list of parts."""
+    parts = [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
+    return {name for part in parts for name in (*part, str(part.get("type")))}
 
 
 def _may_be_said(key: str, value: object) -> bool:
@@ -393,9 +395,7 @@ def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Messa
 
 def _also_in_parts(turn: Mapping[str, Any]) -> str:
     """Return the advice for calls, results and thoughts in a turn's lists of parts (Gemini's)."""
-    lists = [value for value in turn.values() if isinstance(value, list)]
-    parts = [part for value in lists for part in value if isinstance(part, dict)]
-    names = {name for part in parts for name in (*part, part.get("type"))}
+    names = set[Any]().union(*map(_names_of_parts, turn.values()))
     return "".join(dict.fromkeys(_ELSEWHERE[name] for name in _ELSEWHERE if name in names))
 
 

@@ -178,14 +178,13 @@ class RecordReader:
         """
         return self._form(self._named(record))
 
-    def unread(self, record: Any) -> list[str]:
-        """Return the fields of ``record`` with texts that are neither learned nor shown.
+    def unread(self, record: Any, documents: Sequence[Document]) -> list[str]:
+        """Return the fields of ``record`` with texts that none of its ``documents`` shows.
 
-        Fields that describe the record, such as ``source``, are left out. Raises as
-        :meth:`documents`.
+        Fields that describe the record, such as ``source``, are left out.
         """
-        documents = self.documents(record)
-        return unread_fields(self._named(record), documents) if documents else []
+        named = self._named(record)
+        return unread_fields(named, documents, self._form(named)) if documents else []
 
     def _form(self, record: dict[str, Any]) -> str:
         """Return the form of a record whose fields are renamed already."""

@@ -32,7 +32,7 @@ _PART_BYTES = 1 << 20
 """Bytes of a part of a file. Longer texts are read in parts that end with a line, and a stream
 reads parts in any order."""
 _FIRST = 64
-"""Number of records that are read to describe the forms of a source."""
+"""Number of records that are read to describe the forms of a source, and what is not read."""
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Subfolders of the library's folder that do not belong to it: installed packages and tests."""
 _EVERYTHING = HashRange()
@@ -143,6 +143,7 @@ class Source(Files):
         Raises BadRecordError: a record is bad, and bad records are not skipped.
         """
         num_records = num_chats = num_plain = num_empty = 0
+        unread: dict[str, None] = {}
         for each in found:
             if isinstance(each, Document):
                 yield each
@@ -158,6 +159,8 @@ class Source(Files):
                     skipped.add(error)
                 continue
             num_records += 1
+            if num_records <= _FIRST and self.reader is not None:
+                unread |= dict.fromkeys(self.reader.unread(each.value(), documents))
             num_empty += not documents
             num_chats += any(document.is_rendered for document in documents)
             num_plain += any(
@@ -167,6 +170,12 @@ class Source(Files):
             for document in documents:
                 yield document._replace(num_bytes=num_bytes)
                 num_bytes = 0
+        if unread:
+            names = ", ".join(f"`{key}`" for key in unread)
+            warn_once(
+                f"fields that are not read {self.path}",
+                f"{self.path}: neither learned nor shown: {names}",
+            )
         if num_empty:
             warn_once(
                 f"{NOTHING_LEARNED} {self.path}",
@@ -198,25 +207,11 @@ class Source(Files):
                 raise
             return "bad"
 
-    def _unread(self, raw: Raw) -> list[str]:
-        """Return the fields of a record that are not read. A bad record is told of later."""
-        try:
-            return self._read_by(RecordReader.unread, raw)
-        except BadRecordError:
-            return []
-
     def describe(self) -> str:
-        """Describe in one line the forms of the first records, and what of them is not read.
-
-        Empty: there are no records.
-        """
-        first = [*islice(self._raws(), _FIRST)] if self.reader is not None else []
+        """Describe in one line the forms of the first records; empty: there are no records."""
+        first = islice(self._raws(), _FIRST) if self.reader is not None else ()
         forms = Counter(self._form_of(raw) for raw in first)
         found = ", ".join(f"{name} ({count})" for name, count in forms.most_common())
-        unread = dict.fromkeys(key for raw in first for key in self._unread(raw))
-        if unread:
-            names = ", ".join(f"`{key}`" for key in unread)
-            found += f"; neither learned nor shown: {names}"
         return found and f"{self.path}: the first {forms.total()} records are {found}"
 
 

@@ -67,7 +67,7 @@ class _Asked(JsonBody):
     kind: ClassVar[str]
     """The value of ``object`` in a whole reply."""
     kind_of_parts: ClassVar = ""
-    """What follows ``kind`` in the ``object`` of a part of a stream."""
+    """The suffix of ``kind`` in the ``object`` of each part of a streamed reply."""
     counts: ClassVar = ("prompt_tokens", "completion_tokens")
     """The names of the two counts of ``usage``."""
 

@@ -768,18 +768,18 @@ def test_a_call_is_not_learned_twice():
         documents({"messages": [USER, said]})
 
 
-def test_fields_that_are_neither_learned_nor_shown_are_listed(tmp_path: Path):
+def test_fields_that_are_neither_learned_nor_shown_are_listed(tmp_path: Path, caplog):
     turns = [{**USER, "content": "What is it?"}, {**ANSWER, "content": "A library."}]
     records = [
         {"messages": turns, "persona": "A shy girl.", "id": "x7", "score": 3},
         {"messages": turns, "intent": "To know more.", "question": "What is it?"},
         {"instruction": "What is it?", "output": "A library.", "old_contents": "print 1"},
         {"messages": turns, "source": "wikipedia", "text_twice": "A library."},
+        {"messages": turns, "completion": "Another answer."},
     ]
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(map(json.dumps, records)))
     source = Source.of(config(tmp_path, path=str(path), source="records").data, ByteTokenizer())
-    assert source.describe() == (
-        f"{path}: the first 4 records are messages (3), alpaca (1); neither learned nor shown: "
-        "`persona`, `intent`, `old_contents`"
-    )
+    list(source.documents())
+    names = "`persona`, `intent`, `old_contents`, `completion`"
+    assert f"{path}: neither learned nor shown: {names}\n" in caplog.text

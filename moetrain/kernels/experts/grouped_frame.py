@@ -1,4 +1,5 @@
-"""What the grouped products for Hopper GPUs share: the schedule of tiles, loads, sums and stores.
+"""The frame of all grouped products for Hopper GPUs: which tiles a program takes, and how it loads,
+sums and stores them.
 
 Rows of ``a`` are sorted by group, and group g has the rows ``offsets[g-1]:offsets[g]``. An output
 tile has 128 rows and 256 columns, and a tile of a product lies in one group. Worked example: groups

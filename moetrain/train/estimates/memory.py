@@ -58,7 +58,7 @@ class BlockKind(NamedTuple):
 
     layer: _Layer
     policy: BlockPolicy
-    """What the backward of each of these blocks computes again."""
+    """The activation policy of these blocks: it says what their backward recomputes."""
 
 
 @dataclass(frozen=True)
