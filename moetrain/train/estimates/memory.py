@@ -37,7 +37,7 @@ from moetrain.kernels.quant.e4m3 import SCALED
 from moetrain.kernels.vocabulary.chunk import CHUNK_ELEMENTS
 from moetrain.models.architecture import FP32, Architecture, AttentionPart, Part, Workload
 from moetrain.models.hf.load import resolve_architecture
-from moetrain.models.rules import Rule
+from moetrain.models.rules import ADAPTERS, Rule
 from moetrain.models.transformer import plan_model
 from moetrain.parallel.apply import frees_memory, resharded_blocks, shared_regions
 from moetrain.parallel.fsdp.transport.peers import wants_copies
@@ -361,10 +361,18 @@ class RankSizes:
             wide = {n for n, rule in rules.items() if rule.trainable and rule.storage != dtype}
             share = sum(mine[name] for name in wide & mine.keys()) / sum(mine.values())
             self._unlike_kept = share * (1 - config.optim.offload_fraction)
-        experts = [rule for rule in rules.values() if rule.style == "expert"]
+        adapters = {n for n in rules if n.endswith(ADAPTERS)}
+        experts = [
+            rule for n, rule in rules.items() if rule.style == "expert" and n not in adapters
+        ]
         is_used_so = all(rule.storage == dtype and not rule.quant_format for rule in experts)
         self._experts_stay = dims.efsdp == 1 and is_used_so and not self.is_alone
         """True: experts are used as this rank keeps them, while other parameters are gathered."""
+        adapted = (
+            mine[n] / (dims.ep if rules[n].style == "expert" else 1) for n in adapters & mine.keys()
+        )
+        self._adapters = sum(adapted) / self.blocks.total()
+        """Number of a block's adapters on one rank. They are no matrices of its parts."""
         self._blocks = {kind: self._block(*kind) for kind in self.blocks}
         self._peers += max(block.copies for block in self._blocks.values())
 
@@ -377,7 +385,7 @@ class RankSizes:
         is_near = dims.machines(dims.sharding_ranks) == 1
         if not (is_near and wants_copies(config.parallel, device_type)):
             return 0.0
-        copies, inbox = 0.0, 0.0
+        copies, inboxes = 0.0, Counter[object]()
         for name, numel in mine.items():
             rule = rules[name]
             by_style = dims.ep if rule.style == "expert" else dims.tp
@@ -389,9 +397,11 @@ class RankSizes:
             on_device = 1 - config.optim.offload_fraction * rule.trainable
             if rule.storage != gathered:  # else others read the shard where it lies
                 copies += on_device * size * cut / dims.sharding_ranks
-            if rule.trainable and on_device:
-                inbox = max(inbox, size)
-        return copies + inbox
+            if rule.trainable and on_device:  # the gradients of a whole bucket arrive at once
+                is_large = rule.style == "expert" and not name.endswith(ADAPTERS)
+                unit = name if is_large else (*name.split(".")[:2], rule.style == "expert")
+                inboxes[unit, rule.of_bucket] += size
+        return copies + max(inboxes.values(), default=0.0)
 
     def _block(self, layer: _Layer, policy: BlockPolicy) -> _Block:
         share, width, names = self.share, self.share.width, self.config.activation.save
@@ -399,7 +409,7 @@ class RankSizes:
         is_narrow = self.config.lora.base_dtype != "auto"
         weights = [w for part in layer for w in part.weights.values()]
         experts = sum(math.prod(w.shape) for w in weights if w.rule.style == "expert")
-        others = numbers - self._experts_stay * experts / share.ep
+        others = numbers - self._experts_stay * experts / share.ep + self._adapters
         copies = self.config.moe.redundant_experts / max(1, self.arch.num_experts) * experts * width
         unsharded = (1.0 if is_narrow else self._unlike_kept) * width * others + copies
         # Beside its input, a compiled norm keeps its result, which the product after it keeps too;

@@ -105,6 +105,22 @@ MEASURED = [
     ("qwen3-30b-a3b-24l", 4, 5, 1, "activation.policy=full parallel.ep=4", 67.357),
     ("qwen3-30b-a3b-24l", 4, 2, 1, "activation.policy=full parallel.ep=4", 63.912),
     ("qwen3-30b-a3b-24l", 4, 2, 1, "parallel.ep=1 parallel.reshard_after_forward=yes", 84.071),
+    (
+        "qwen3-30b-a3b",
+        4,
+        3,
+        1,
+        "model.preset=glm-4.5-air lora.rank=16 lora.base_dtype=nf4",
+        106.7,
+    ),
+    (
+        "qwen3-30b-a3b",
+        4,
+        6,
+        1,
+        "model.preset=gpt-oss-120b lora.rank=16 lora.base_dtype=mxfp4",
+        115.1,
+    ),
     ("qwen3-30b-a3b", 2, 1, 1, f"{LONG} model.num_layers=4".format(131_072), 44.1),
     ("qwen3-30b-a3b", 2, 1, 1, f"{LONG} model.num_layers=6".format(131_072), 59.1),
     ("qwen3-30b-a3b", 2, 1, 1, f"{LONG} model.num_layers=12".format(131_072), 104.064),
@@ -157,6 +173,8 @@ LAYOUTS = [
     "optim.state_dtype=float8 optim.weight_dtype=bfloat16 model.moe_intermediate_size=512 "
     "parallel.ep=2",  # experts are used in place
     "train.dtype=float32",  # no shard has a copy
+    "lora.rank=64 parallel.ep=2 model.moe_intermediate_size=512 "
+    "moe.bias_update_rate=0",  # the frozen experts are used in place
 ]
 
 
