@@ -10,6 +10,8 @@ FP8 = "kernels.precision=fp8"
 SIX, FOUR = "model.num_layers=6", "model.num_layers=4"
 TWELVE, TWENTY_FOUR = f"{BOTH} model.num_layers=12", f"{BOTH} model.num_layers=24"
 ONE_AFTER_ANOTHER = "model.num_layers=12 train.global_batch_size=16"
+WHOLE = f"{FLOAT8} optim.gradient_dtype=bfloat16 parallel.reshard_after_forward=yes"
+SOME = "activation.policy=selective activation.blocks"
 # Rows are (GPUs, micro-batch, settings, tokens/s/GPU as the page has it). Rows of plain torch are
 # missing: its kernels have no rates here. Of two figures in a row of the page the lower one is
 # used.
@@ -43,4 +45,12 @@ ROWS = [
     (1, 2, "lora.rank=16", "17,920"),
     (1, 2, "lora.rank=16 lora.base_dtype=float8", "15,580"),
     (1, 4, "lora.rank=16 lora.base_dtype=float8", "18,780"),
+    (4, 6, WHOLE, "18,710"),
+    (4, 8, f"{WHOLE} {FP8}_gradients {SOME}=22", "21,970"),
+    (4, 4, f"{WHOLE} {FP8} model.preset=qwen3.6-35b-a3b", "16,760"),
+    (2, 4, f"{WHOLE} {SOME}=35 model.preset=qwen3.6-35b-a3b", "14,500"),
+    (4, 5, f"{WHOLE} {FP8} model.preset=nemotron-3-nano-30b-a3b", "18,080"),
+    (2, 4, f"{WHOLE} {SOME}=20 model.preset=nemotron-3-nano-30b-a3b", "16,440"),
+    (4, 3, "lora.rank=16 lora.base_dtype=nf4 model.preset=glm-4.5-air", "5,600"),
+    (4, 6, "lora.rank=16 lora.base_dtype=mxfp4 model.preset=gpt-oss-120b", "13,850"),
 ]

@@ -291,10 +291,12 @@ class RankSizes:
         self.residual_bytes = self.share.own_tokens * arch.hidden_size * dtype.itemsize
         """Bytes of a micro-batch's residual stream."""
         layers = arch.layers()
-        self.blocks: Counter[BlockKind] = Counter(
+        self.sequence = [
             BlockKind(layers[i], config.activation.of_block(place))
             for place, i in enumerate(plan.blocks_of(rank))
-        )
+        ]
+        """The kinds of this rank's blocks, in their order."""
+        self.blocks = Counter(self.sequence)
         """Number of this rank's blocks of each kind."""
         self.turns = resharded_blocks(config, dims.world_size, self.blocks.total())
         """Number of blocks whose unsharded parameters share one or two buffers (double

@@ -2,15 +2,16 @@
 
 For each pipeline rank, the estimate counts matrix products, the bytes that other kernels move, the
 update and messages. It divides each count by the rate that a GPU reaches, a measured share of the
-rate in its datasheet. Gathers and reductions of parameters overlap the products, and count only as
-far as they take longer. Tensor parallel collectives and dispatch overlap nothing. Pipelines are
-simulated by their schedule.
+rate in its datasheet. Gathers and reductions of parameters overlap the computation of the
+neighbouring block, and count only as far as they take longer. Tensor parallel collectives and
+dispatch overlap nothing. Pipelines are simulated by their schedule.
 
 The shares were measured on H200s (docs/benchmarks.md: where the step of 24 layers goes) and are
 assumed to be the same on other GPUs. Nothing was measured between machines.
 
-Left out on purpose: data loading, evaluation, checkpoints, updates on the host, activations that
-are copied to the host, and eager blocks.
+Left out on purpose: hosts that start kernels more slowly than the GPU runs them, which is so at a
+micro-batch of one row with expert parallelism (47 % too high), data loading, evaluation,
+checkpoints, updates on the host, activations that are copied to the host, and eager blocks.
 
 Times are in seconds unless a name says otherwise.
 """
@@ -27,7 +28,7 @@ from moetrain.kernels.attention.cudnn import MAX_HEAD_DIM
 from moetrain.kernels.optim.muon import newton_schulz_flops
 from moetrain.models.architecture import FP32, AttentionPart, Part
 from moetrain.parallel.pipeline.stages import StagePlan
-from moetrain.train.estimates.memory import RankSizes
+from moetrain.train.estimates.memory import BlockKind, RankSizes
 
 # Shares of peak_flops (bf16) that products reach in whole steps of a hot H200.
 _EXPERTS, _ATTENTION, _PROJECTIONS, _HEAD = (x / 989 for x in (482, 431, 665, 669))
@@ -43,6 +44,10 @@ LINK = 0.6
 _PASSES = 33
 """Reads and writes of a residual stream by the norms, rotations, residuals and indices of a part,
 in forward and backward together. Measured: 63 ms for 24 layers of 40,960 tokens of 4 KiB."""
+_MIXES = 33
+"""Reads and writes of what a linear attention keeps for its backward, by its convolutions, chunks
+and gates, in forward and backward together. Measured: 250 ms for the 30 of ``qwen3.6-35b-a3b`` with
+16,384 tokens, and 200 ms for the 23 of ``nemotron-3-nano-30b-a3b`` with 20,480."""
 IDLE, WAITING = 19 / 1131, 14 / 1131
 """Share of a step in which a GPU computes nothing, and share in which it waits for the slowest of
 several GPUs."""
@@ -116,15 +121,45 @@ class StepClock:
         return max(size * (1 - 1 / ranks) / self.link, across)
 
     def micro_batch(self) -> float:
-        """Estimate the forward and the backward of all the rank's blocks, and of the head."""
-        computing, exposed, dims = self.head(), sum(self.weights_moved()), self.dims
+        """Estimate the forward and the backward of all the rank's blocks, and of the head.
+
+        A block's parameters are gathered while the block that comes before it computes, in the
+        forward and in the backward alike. While a block's backward computes, the gradients of the
+        block before it in the backward are reduced too. What takes longer than the computation
+        beside it is exposed: blocks with few FLOPs hide little of their neighbour's experts.
+        """
+        exposed, dims = sum(self.weights_moved()), self.dims
         for part, policy, count in self.parts:
-            computing += count * sum(self.part(part, policy))
             for axis, size, times in self.exchanges(part, policy):
                 ranks = getattr(dims, axis)
                 span = dims.token_ranks if axis == "cp" else ranks
                 exposed += count * sum(times) * self.travel(size, ranks, span)
-        return max(computing, self._gathers_and_reductions()) + exposed
+        gathers, again, reduces = self._collectives()
+        seconds = {kind: self._block(kind) for kind in self.rank.blocks}
+        forwards = [seconds[kind][0] for kind in self.rank.sequence]
+        backwards = [seconds[kind][1] for kind in self.rank.sequence]
+        moved = [seconds[kind][2] for kind in self.rank.sequence]
+        head, vocabulary = (
+            self.head(),
+            self._gathered(0.0, self.rank.matrices * self.rank.vocabulary_numbers),
+        )
+        # The order in which blocks compute: forwards, the head, backwards.
+        computing = [*forwards, head, *reversed(backwards)]
+        arriving = [*(gathers * x for x in moved[1:]), gathers * vocabulary, again * moved[-1]]
+        arriving += [again * x for x in reversed(moved[:-1])] + [0.0]
+        leaving = [0.0] * len(forwards) + [0.0, reduces * vocabulary]
+        leaving += [reduces * x for x in reversed(moved[1:])]
+        overlapped = zip(computing, arriving, leaving, strict=True)
+        return exposed + sum(max(time, came + left) for time, came, left in overlapped)
+
+    def _block(self, kind: BlockKind) -> tuple[float, float, float]:
+        """Estimate a block's forward, its backward, and one gather of its parameters."""
+        times = [self.part(part, kind.policy) for part in kind.layer]
+        sizes = [(part.style == "routed", part.matrix_elements(self.share)) for part in kind.layer]
+        experts = sum(size for is_routed, size in sizes if is_routed)
+        others = sum(size for is_routed, size in sizes if not is_routed)
+        forward, backward = (sum(each) for each in zip(*times, strict=True))
+        return forward, backward, self._gathered(experts, others)
 
     def head(self) -> float:
         """Estimate the head and the loss; the forward of the loss makes its gradients too."""
@@ -185,6 +220,8 @@ class StepClock:
             backward = (self.times - 2 + twice["linear"]) * linear
             backward += (6 * (1 - _ATTENTION_FORWARD) + twice["attention"]) * mixing
         adapters, moved = self._adapters(part), _PASSES * self.rank.residual_bytes / self.memory
+        if part.state_bytes(self.share.width):
+            moved += _MIXES * part.activations(self.share) / self.memory
         backward += (1 - _FORWARD) * (adapters + moved) + again * _FORWARD * moved
         return forward + _FORWARD * (adapters + moved), backward
 
@@ -225,12 +262,17 @@ class StepClock:
         written = numbers * 2 * width * rank.share_trained + sums
         return numbers * each / self.memory, (numbers * each + written) / self.memory
 
-    def _gathers_and_reductions(self) -> float:
-        """Estimate the time of gathers and reductions of parameters, before overlap."""
-        rank, dims = self.rank, self.dims
-        gathers = 2 if rank.turns else 1 / self.number
-        reduces = 1 / self.number if self.config.parallel.reduce_at == "last" else 1
-        each = self.share.width * (gathers + reduces * rank.share_trained)
-        experts = self.travel(each * self.experts, dims.efsdp, dims.sharding_ranks)
+    def _gathered(self, experts: float, others: float) -> float:
+        """Estimate one gather of these numbers of experts' and of other parameters."""
+        dims, width = self.dims, self.share.width
+        seconds = self.travel(width * experts, dims.efsdp, dims.sharding_ranks)
         ranks = dims.dp_shard * dims.cp
-        return experts + self.travel(each * self.others, ranks, dims.sharding_ranks)
+        return seconds + self.travel(width * others, ranks, dims.sharding_ranks)
+
+    def _collectives(self) -> tuple[float, float, float]:
+        """Return how often a micro-batch gathers parameters in its forward and in its backward, and
+        reduces gradients, which takes as long as a gather."""
+        first = 1 / self.number
+        reduces = first if self.config.parallel.reduce_at == "last" else 1.0
+        gathers, again = (1.0, 1.0) if self.rank.turns else (first, 0.0)
+        return gathers, again, reduces * self.rank.share_trained
