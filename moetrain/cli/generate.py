@@ -16,12 +16,12 @@ _SAMPLING = {
     "top_k": (0, "sample among this many of the likeliest tokens; 0: all (default)"),
     "top_p": (
         1.0,
-        "sample among the likeliest tokens that have this probability together; default 1",
+        "sample among the fewest tokens whose probabilities add up to this or more; default 1",
     ),
     "min_p": (0.0, "smallest probability of a token, as a share of the likeliest one's; default 0"),
     "seed": (0, "seed of sampling; default 0"),
 }
-"""Options with the same names as in SamplingParams, each with its default and meaning."""
+"""The default and the help text of each sampling option. Its name is that of SamplingParams."""
 
 
 @command
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None) -> None:
     add(
         "--max_tokens",
         type=int,
-        help="most tokens to generate; default 256, or as many as the model's positions allow",
+        help="most tokens to generate; default 256, or fewer if the model has no more positions",
     )
     add(
         "--special_tokens",

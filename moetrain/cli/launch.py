@@ -1,21 +1,23 @@
 """Start the processes of a run on this machine, and make sure that they end together.
 
 :func:`start_ranks` uses the process layer of torch's elastic launcher and gives ranks the same
-environment variables as torchrun. The rest of torch's launcher gives a stopped run 30 seconds,
-however large its checkpoint is. After a failure it waits as long for the other ranks, which hang in
-a collective. This module ends runs as follows, with these exit codes:
+environment variables as torchrun. The rest of torch's launcher gives a run that is told to stop 30
+seconds, even if it needs more to write its checkpoint. After a failure it waits another 30 seconds
+for the other ranks, although they hang in a collective. This module ends runs as follows, with
+these exit codes:
 
     all ranks succeed        0
     SIGTERM, Ctrl-C          is sent to every rank; they write a checkpoint: 143, 130
     a rank fails             the first to fail prints its error; the others are killed: 1 or 2
     a rank is killed         a line names the signal; the others are killed: 1
-    a rank ends too early    the others lose it; a line names it and its exit code: 1
+    a rank ends too early    the others lose contact; a line names it and its exit code: 1
     a rank is stopped        the others end by launch.hang_seconds; a line names it, it is killed: 1
     this process is killed   the ranks, which watch it, die too
 
 A rank is ``python -m moetrain.cli.launch LAUNCHER COMMAND``, which runs COMMAND. Left out on
-purpose: several machines (torchrun and srun start them), checks (ranks make them, and the first to
-fail reports), and systems other than Linux, because Linux tells when a parent or a child has died.
+purpose: several machines (torchrun and srun start their processes), checks (the ranks make them,
+and the first rank to fail reports), and systems other than Linux, because this module relies on
+Linux to tell when a parent or a child has died.
 """
 
 import ctypes
@@ -42,7 +44,7 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal
 """Signals that torch's start_processes handles, and SIGUSR1, the warning of batch systems."""
 _FAILED, _MISCONFIGURED = 1, 2
 _LOST = "lost"
-"""Content of the mark of a failure if the rank that reported it has only lost another one."""
+"""Content of the failure mark if the rank that wrote it has only lost contact to another."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -67,9 +69,10 @@ def _run_ranks(command: Sequence[str], nproc: int, restarts: int, max_restarts: 
     from torch.distributed.elastic import multiprocessing
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # This process serves the store: a port that a rank finds free may be taken before its use.
+    # This process serves the store. If a rank did, another program might take the rank's free port
+    # before the rank uses it.
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-    # By default torch uses every core in each of the ranks.
+    # By default the torch of each rank would use every core.
     threads = min(torch.get_num_threads(), (os.cpu_count() or 1) // nproc)
     shared = {
         "MASTER_ADDR": _HOST,
@@ -96,7 +99,7 @@ def _run_ranks(command: Sequence[str], nproc: int, restarts: int, max_restarts: 
                 return _watch(list(ranks.pids().values()), handlers, ranks.error_files)
             finally:
                 ranks.close(signal.SIGKILL)  # kills the ranks' own children too
-        except multiprocessing.SignalException as stop:  # it came before _watch set its handlers
+        except multiprocessing.SignalException as stop:  # before _watch set its own handlers
             print("interrupted", file=sys.stderr)
             return 128 + stop.sigval
         finally:
@@ -109,9 +112,11 @@ def _watch(
 ) -> int:
     """Wait until all ranks have succeeded or stopped, or one has failed. Return the exit code.
 
-    ``before`` has the handlers of signals, and ``error_files`` the file of each rank's error.
+    ``before`` has the earlier handler of each signal, and ``error_files`` the file to which each
+    rank writes its error.
     """
-    from moetrain.config.environment import failure_mark  # Ctrl-C is not handled at the top yet
+    # Imported here: while the module's own imports run, Ctrl-C is not handled yet.
+    from moetrain.config.environment import failure_mark
 
     forwarded: list[int] = []
     failed_mark = failure_mark(error_files[0])
@@ -121,7 +126,7 @@ def _watch(
         forwarded.append(number)
         for pid in pids:
             os.kill(pid, number)
-            os.kill(pid, signal.SIGCONT)  # a process that is stopped takes a signal when it goes on
+            os.kill(pid, signal.SIGCONT)  # a stopped process handles a signal once it continues
 
     for number, was in before.items():  # a signal that nohup ignores stays ignored
         signal.signal(number, was if was is signal.SIG_IGN else forward)
@@ -141,7 +146,7 @@ def _watch(
             cause = f"signal {-code} ({signal.strsignal(-code)})"
             if code == -signal.SIGKILL and _oom_kills() > oom_kills:
                 cause += (
-                    ": the kernel ends processes, as memory is full (see dmesg); lower "
+                    ": the kernel killed processes because memory was full (see dmesg); lower "
                     "train.micro_batch_size, or start fewer processes (launch.nproc)"
                 )
             print(f"failed: rank {rank} was killed by {cause}", file=sys.stderr)
@@ -195,7 +200,7 @@ def is_first_to_fail(error_file: str, *, waits: bool, is_lost: bool = False) -> 
 
     ``error_file`` is this rank's own, from TORCHELASTIC_ERROR_FILE. With ``waits`` this function
     gives the launcher time to report first that another rank was killed, which may be the cause.
-    ``is_lost`` tells the launcher that this rank has only lost another one.
+    ``is_lost`` tells the launcher that this rank has only lost contact to another one.
     """
     from moetrain.config.environment import failure_mark
 

@@ -1,9 +1,10 @@
 """``moetrain launch slurm|k8s|sky [RECIPE] --nodes N``: write the job of a run on several machines.
 
-RECIPE is a recipe or a TOML file of settings. Without it the run chooses one as ``train`` does.
-The file is made from ``templates/``: a script for Slurm's sbatch, a JobSet of Kubernetes or a task
-of SkyPilot. The job starts the ranks by srun or torchrun, and starts them again after a failure;
-the run then resumes from its newest checkpoint. This command does not submit the job.
+RECIPE is a recipe, a preset or a TOML file of settings. Without it the run chooses a recipe as
+``train`` does. The written file is a script for Slurm's sbatch, a JobSet of Kubernetes or a task of
+SkyPilot, made from ``templates/``. The job starts the ranks by srun or torchrun, and starts them
+again after a failure; the run then resumes from its newest checkpoint. This command does not submit
+the job.
 """
 
 import json
@@ -56,7 +57,8 @@ _OPTIONS = {
         f"k8s, sky: volume that all machines share, mounted at {_FOLDER}",
     ),
 }
-"""Each option's values, its default (None: it must be given) and its meaning."""
+"""For each option: the pattern that its value must match, its default (None: the option must be
+given) and its help text."""
 
 
 @command
@@ -139,7 +141,7 @@ def _estimate(options: Namespace, words: Sequence[str]) -> str:
             )
     folder = PurePath(_FOLDER, config.output_dir)
     if in_container and (".." in folder.parts or not folder.is_relative_to(_FOLDER)):
-        problem = f"machines share {_FOLDER} alone; give a path below it, or a relative one"
+        problem = f"machines share only {_FOLDER}; give a path below it, or a relative one"
         raise ConfigError("output_dir", f"{config.output_dir!r}: {problem}")
     own = re.sub(r"[^a-z0-9]+", "-", folder.name.lower())
     options.name = options.name or f"moetrain-{own}"[:40].rstrip("-")

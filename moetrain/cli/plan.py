@@ -1,4 +1,4 @@
-"""``moetrain plan MODEL --gpus N``: list the layouts that fit, with their speed and command.
+"""``moetrain plan MODEL --gpus N``: list the layouts that fit, their speeds, the best's command.
 
 The command estimates memory and time for many combinations of parallel degrees, micro-batch sizes,
 recomputation, precisions and dtypes of optimizer states. It needs no GPU. Settings that you give
@@ -30,7 +30,8 @@ _MOST_STAGES = 16
 _LONG_ROW = 16_384
 """Shortest rows, in tokens, for which context parallel ranks are tried."""
 ROUNDS = 4
-"""Micro-batches of a step for each pipeline rank, if no batch size is given."""
+"""Micro-batches of a step for each of several pipeline ranks, if no batch size is given. Without
+a pipeline a step then has one micro-batch."""
 
 _COLUMNS = {
     **{name: f"parallel.{name}" for name in ("dp_replicate", "cp", "tp", "ep", "pp")},
@@ -38,7 +39,7 @@ _COLUMNS = {
     **{"reshard": "parallel.reshard_after_forward", "states": "optim.state_dtype"},
     "precision": "kernels.precision",
 }
-"""Settings of a layout that are listed, by the title of their column."""
+"""The settings of a layout that the table shows, by the title of their column."""
 
 _Change = dict[str, Any]
 
@@ -127,7 +128,7 @@ def _per_machine(config: Config) -> int:
 
 
 def _command(config: Config, words: Sequence[str], change: _Change, gpus: int) -> str:
-    """Return the command of a layout. ``words`` name the model, and then have settings."""
+    """Return the command of a layout. ``words`` name the model, followed by the user's settings."""
     start, per_machine = ["moetrain", "train"], _per_machine(config)
     if gpus > per_machine:
         start = [
@@ -189,8 +190,10 @@ def _layouts(config: Config, gpus: int, gpu: GpuName) -> Iterator[_Layout]:
 
 
 def _fastest(plan: "MemoryPlan", change: _Change, gpu: GpuName) -> tuple[_Layout | None, bool]:
-    """Return the layout with the fastest micro-batch that fits, or None, and whether the largest
-    micro-batch fits."""
+    """Return the layout with the fastest micro-batch size that fits, and whether the largest fits.
+
+    The layout is None if no size fits.
+    """
     best, fits = None, False
     rows: Sequence[int] = _MICRO_BATCHES
     if plan.config.is_users("train.micro_batch_size"):
@@ -225,7 +228,8 @@ def _estimated(plan: "MemoryPlan", change: _Change, gpu: GpuName) -> _Layout:
 def _meshes(config: Config, gpus: int) -> Iterator[_Change]:
     """Yield degrees of parallelism that multiply to ``gpus``, and dtypes of states.
 
-    Tensor and expert parallel ranks lie on one machine, and so do context parallel ranks.
+    Tensor and expert parallel ranks together lie on one machine, and so do tensor and context
+    parallel ranks together, unless the settings give one of these degrees.
     """
     degrees = [n for n in range(1, gpus + 1) if gpus % n == 0]
     per_machine = _per_machine(config)
@@ -259,7 +263,7 @@ def _meshes(config: Config, gpus: int) -> Iterator[_Change]:
 
 
 def _recomputations(config: Config, gpus: int) -> Iterator[_Change]:
-    """Yield the choices of activations to keep for the backward, the fastest first."""
+    """Yield the choices of what the backward recomputes and gathers again, the fastest first."""
     asked = config.activation.policy
     policies = ("auto",) if asked == "auto" else ("none", "selective", "full")
     for policy, reshard in product(policies, (False, True)[: min(gpus, 2)]):

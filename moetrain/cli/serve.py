@@ -58,7 +58,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add(
         "--token_file",
-        help="file with the bearer token; unset: a token is made, and its file's path is printed",
+        help="file with the bearer token, whose path is printed; unset: a file of this user, which "
+        "is made at the first start",
     )
     add("--name", help="name of the model in requests and replies; default PATH")
     for name, (default, meaning) in _NUMBERS.items():

@@ -18,7 +18,7 @@ _TEMPORARY = re.compile(r"\.[\w.-]+\.\d+\.tmp")
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, then rename it to ``path``.
 
-    However the process dies, ``path`` holds the old content or the new.
+    Whenever the process dies, ``path`` holds the old content or the new.
 
     Raises OSError: the file cannot be written; ``path`` is unchanged.
     """
@@ -32,9 +32,10 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_durably(path: Path, data: bytes | memoryview) -> None:
-    """Write ``data`` as :func:`write_atomically` does, and force data and name to the disk.
+    """Write ``data`` as :func:`write_atomically` does, and force content and name to the disk.
 
-    The function makes few system calls, since a thread may wait for the interpreter after each.
+    The function makes few system calls, because after each one its thread may have to wait for the
+    interpreter's lock.
     """
 
     def put(temporary: Path) -> None:
@@ -54,8 +55,8 @@ def write_durably(path: Path, data: bytes | memoryview) -> None:
 def open_regular(path: Path) -> int:
     """Open a regular file for reading and return its descriptor.
 
-    Raises OSError: it cannot be opened, or is a pipe (opening one waits for its writer), a device,
-    a socket, a folder or a link to nothing.
+    Raises OSError: ``path`` cannot be opened, or is a folder, a device, a socket, a link to nothing
+    or a pipe. (Python's ``open`` of a pipe waits until somebody opens it for writing.)
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
@@ -81,7 +82,7 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 def read_regular(path: Path, most: int, first: int | None = None) -> bytes:
     """Return the content of a regular file, or its ``first`` bytes.
 
-    Raises OSError: as :func:`open_regular`, or the file has more than ``most`` bytes.
+    Raises OSError: as :func:`open_regular`, or more than ``most`` bytes would be read.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -95,7 +95,8 @@ class Generator:
         Raises:
             ConfigError: ``model`` is a reward model, a layer has no cache here, or drafts cannot be
                 made.
-            ValueError: a number is not positive, or pages on CUDA are no multiple of 64 tokens.
+            ValueError: a number is not positive, pages on CUDA are no multiple of 64 tokens, or no
+                page fits in the free memory.
         """
         sizes = {"num_pages": num_pages, "page_size": page_size}
         sizes |= {"max_sequences": max_sequences, "max_tokens": max_tokens}
@@ -296,7 +297,10 @@ class Generator:
         return choices
 
     def _advance_grammars(self, planned: Sequence[Scheduled], choices: Sequence[Choice]) -> None:
-        """Append chosen tokens, up to the first wrong draft, to the texts that follow grammars."""
+        """Append the chosen tokens to the texts that follow grammars.
+
+        The first chosen token that differs from its draft is the last one appended.
+        """
         added: dict[Matcher, list[int]] = {}
         first = 0
         for sequence, _ in planned:
@@ -313,13 +317,13 @@ class Generator:
     def _extend(
         self, sequence: Running, choices: Sequence[Choice], routes: Sequence[torch.Tensor]
     ) -> None:
-        """Append the choices after the last known token and after the right draft tokens."""
+        """Append the choice after the last known token, and those after accepted draft tokens."""
         completion, params, drafts = sequence.completion, sequence.params, sequence.drafts
         completion.num_new = 0
         if not completion.tokens:
             self._report_scores(sequence)
         for i, choice in enumerate(choices):
-            if i:  # after a draft token, which must be right
+            if i:  # after a draft token, which is accepted if it was chosen before
                 if completion.finish_reason is not None or sequence.tokens[-1] != drafts[i - 1]:
                     break
                 self.scheduler.mark_read(sequence, 1)
@@ -377,7 +381,7 @@ class Generator:
         return [[sequence.completion for sequence in sequences] for sequences in mine]
 
     def goes_on(self, is_busy: bool) -> bool:
-        """Return True if another step is needed: ``is_busy`` is True on a rank that takes part.
+        """Return True if another step is needed: ``is_busy`` is True on any of the ranks.
 
         Collective over the ranks that share experts or heads.
         """
@@ -425,7 +429,8 @@ class Generator:
     def wipe(self) -> None:
         """Fill the cache with zeros. There must be no unfinished requests.
 
-        A NaN that diverged weights have left in a page would stay NaN even with attention weight 0.
+        Diverged weights may have left NaNs in pages, and 0 times NaN is NaN: attention weights of 0
+        do not hide them.
         """
         assert not self.is_busy
         for cache in self.steps.caches:
@@ -434,7 +439,7 @@ class Generator:
     def sleep(self, *, weights: bool = False) -> None:
         """Free the memory of the cache; with ``weights`` also that of the generator's own weights.
 
-        The weights are lost. Unfinished completions go on after :meth:`wake`.
+        The values of these weights are lost. Unfinished completions go on after :meth:`wake`.
         """
         self.scheduler.start_over()
         if weights:
@@ -491,7 +496,7 @@ def load_model(
 
     Args:
         adapter: folder of adapters in PEFT's format, used beside the weights.
-        draft: if not 0, also load the block that a :class:`Generator` drafts with.
+        draft: if not 0, also load the MTP block, by which a :class:`Generator` drafts tokens.
         device: auto, cpu or cuda.
         dtype: dtype of weights and arithmetic; auto: bfloat16 on CUDA, float32 on a CPU.
 

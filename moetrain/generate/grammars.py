@@ -116,7 +116,7 @@ class Grammars:
     def __init__(
         self, tokenizer: Tokenizer | None, ends: Sequence[int], known: int, limits: GrammarLimits
     ) -> None:
-        """Store the arguments. The first grammar starts the processes.
+        """Store the arguments. No process starts before the first grammar.
 
         Args:
             tokenizer: the tokenizer of the generator. None: every grammar is refused.
@@ -151,7 +151,7 @@ class Grammars:
             TooManyGrammarsError: ``limits.number`` other grammars are in use.
         """
         if self._tokenizer is None:
-            problem = "it takes a generator with a tokenizer; build it with one (tokenizer=)"
+            problem = "a grammar needs a generator with a tokenizer; build it with one (tokenizer=)"
             raise ConfigError("grammar", problem)
         if find_spec("llguidance") is None:
             remedy = "pip install 'moetrain[grammar]'"
@@ -368,7 +368,7 @@ class Grammars:
         return compiled.is_usable
 
     def _exchange(self, order: str, asked: Mapping[Compiled, list[Any]]) -> dict[Compiled, bytes]:
-        """Send a message to each process and return the answers. Kill those that are late."""
+        """Send a message to each process and return the answers. Kill processes that are late."""
         waiting: dict[Connection, Compiled] = {}
         for compiled, about in asked.items():
             if self._send(compiled, order, about):

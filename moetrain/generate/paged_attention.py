@@ -50,7 +50,10 @@ class PagedAttention:
         *,
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store keys and values, and attend. The parameters are those of every attention core."""
+        """Attend, after storing keys and values unless :meth:`rotate` has stored them.
+
+        The parameters are those of every attention core.
+        """
         rows = context.mask
         assert isinstance(rows, PagedRows)
         k_TGd, v_TGv = k_BSGd[0], v_BSGv[0]
@@ -86,9 +89,9 @@ class PagedAttention:
         k_norm: RMSNorm | None,
         interleaved: bool,
     ) -> tuple[torch.Tensor, Context]:
-        """Rotate queries and keys, and store keys and values.
+        """Normalise (if there are norms) and rotate queries and keys, and store keys and values.
 
-        Returns the queries, and the context for :meth:`__call__`.
+        Returns the queries [1, T, H, d], and the context for :meth:`__call__`.
         """
         rows = context.mask
         assert isinstance(rows, PagedRows)  # generation lays out its rows so

@@ -1,10 +1,10 @@
 """Access to the HTTP servers (``serve`` and ``jobs``): address, token, and host of a request.
 
 Without a token, a request to a loopback address must name a loopback address as its host. Otherwise
-a page in a local browser could let its own name resolve to this machine (DNS rebinding), and would
-then have the server's origin.
+a web page in a local browser could let its own name resolve to this machine (DNS rebinding). The
+browser would then take the page and the server for one origin, and let the page read answers.
 
-Left out on purpose: TLS, which is the task of a proxy before the server.
+Left out on purpose: TLS. A proxy in front of the server may add it.
 """
 
 import hmac
@@ -79,7 +79,12 @@ class Access:
         return self.auth == "none" or (self.auth == "auto" and _is_loopback(self.host))
 
     def token(self) -> str | None:
-        """Return the token that clients must send, if any. Raises ConfigError: it is unreadable."""
+        """Return the token that clients must send; None: they need none.
+
+        A missing :attr:`own_file` is written with a new token. The path of the file is printed.
+
+        Raises ConfigError: the file cannot be read or written, or holds no token.
+        """
         if self.is_open:
             return None
         path = Path(self.token_file or self.own_file)
@@ -107,7 +112,7 @@ class Access:
             given = given if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
             if hmac.compare_digest(given.strip(), token.encode()):
                 return None
-            return 401, "the request has no bearer token, or another than the server's"
+            return 401, "the request has no bearer token, or one that is not the server's"
         host = headers.get(b"host", b"").decode("latin-1")
         try:
             name = urlsplit(f"//{host}").hostname or ""
@@ -115,11 +120,14 @@ class Access:
             name = ""
         if _is_loopback(name) or not _is_loopback(self.host):
             return None
-        problem = f"host {shortened(host)} is not {self.host}, which alone is served here"
-        return 403, f"{problem}; use that, or start the server with {self.section}auth token"
+        problem = f"host {shortened(host)} is not {self.host}, nor another loopback address"
+        return 403, f"{problem}; use one, or start the server with {self.section}auth token"
 
     def listen(self) -> socket.socket:
-        """Return a socket that listens at the address. ConfigError: it is invalid or in use."""
+        """Return a socket that listens at the address.
+
+        Raises ConfigError: the address is invalid or in use.
+        """
         try:
             family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
         except (OSError, UnicodeError) as error:

@@ -181,7 +181,8 @@ class JsonServer:
                 if len(data) > _SMALL_BYTES and self.arriving > _LARGEST_TOGETHER * most:
                     problem = "too many large bodies arrive at once; send this one again later"
                     raise HTTPException(429, problem)
-            # Parsed values take many times the memory of their JSON, so one large body at a time.
+            # Parsed values take many times the memory of their JSON, so only one large body is
+            # parsed at a time.
             async with self._turn if len(data) > _SMALL_BYTES else nullcontext():
                 made = _parsed if wanted == _JSON else bytes
                 return await asyncio.to_thread(lambda: parse(made(bytes(data))))
@@ -194,8 +195,10 @@ class JsonServer:
         """Answer ``request`` with the result of ``work``, which runs on another thread.
 
         Args:
-            work: takes the names in the path, and for POST the body before them, as :meth:`read`
-                parses it. It returns a response, the JSON of one, None, or futures to wait for.
+            work: takes the names in the path as keywords and, for POST, the body first, as
+                :meth:`read` parses it. It returns a response, or a value whose JSON is the
+                response. If it returns None, or futures, for which the answer then waits, the
+                response is an empty object.
             wanted: content type of the body.
         """
         names = request.path_params
@@ -415,9 +418,9 @@ def _bounded(error_body: Callable[[int, str], object], most: int) -> type[asynci
             if self._is_between() or self._is_in_request():
                 self._end()
                 return False
-            # A client that has closed its whole socket looks the same until something is sent to
-            # it. HTTP allows this line before an answer, and a client that waits for the answer
-            # skips the line.
+            # A client that has closed its whole socket looks like one that waits for an answer,
+            # until something is sent to it. HTTP allows the line below before an answer, and a
+            # client that waits skips it.
             if not self.cycle.response_started and self.scope["http_version"] == "1.1":
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             return True

@@ -38,7 +38,7 @@ _FORMATS = {
 }
 """Patterns of calls, each with the pattern of one argument; empty: the arguments are JSON."""
 _MOST_REFERENCES = 100
-"""Number of references that are followed in a chain, which may be a cycle."""
+"""Most references of a chain that are followed; a chain may be a cycle."""
 _AROUND = re.compile("<.tool.calls.(?:begin|end).>|</?minimax:tool_call>")
 
 
@@ -76,8 +76,9 @@ def _read(
 ) -> list[tuple[str, str]]:
     """Return the calls of one match of a pattern of :data:`_FORMATS`.
 
-    ``pair``: the pattern of an argument. If the match is no call, it raises one of the exceptions
-    that :func:`parse_tools` catches.
+    ``pair``: the pattern of an argument.
+
+    Raises one of the exceptions that :func:`parse_tools` catches: the match is no call.
     """
     name = parts.get("name", "").strip()
     if pair:
@@ -98,7 +99,7 @@ def _read(
 
 
 def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema that ``schema`` refers to within ``root``, or ``schema`` itself."""
+    """Return the schema to which ``schema`` refers in ``root``; itself if it is no reference."""
     for _ in range(_MOST_REFERENCES):
         place = schema.get("$ref")
         if not isinstance(place, str) or not re.match("#(/|$)", place):
@@ -145,12 +146,12 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 def call_grammar(tools: Any, choice: Any, template: str) -> str:
-    """Return the grammar of one call of the tool that ``choice`` names; required: of any tool.
-
-    The grammar is Lark in llguidance's dialect.
+    """Return the grammar of one call of a tool, as Lark in llguidance's dialect.
 
     Args:
         tools: the tools of the request.
+        choice: the request's ``tool_choice``: an object that names a tool, or ``required``, for a
+            call of any tool.
         template: the model's chat template.
 
     Raises ValueError: the template does not write such calls, or there is no such tool.
