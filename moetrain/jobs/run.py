@@ -1,7 +1,7 @@
 """``python -m moetrain.jobs``: the service as a process, behind HTTP.
 
-Exit codes are those of :mod:`moetrain.train`. On a signal it saves the jobs in memory and answers
-the clients that wait.
+Exit codes are those of :mod:`moetrain.train`. On SIGTERM or Ctrl-C the process saves the jobs in
+memory, and answers the clients that wait with an error.
 """
 
 import json
@@ -21,33 +21,33 @@ from moetrain.train.estimates.plan import plan_memory
 from moetrain.train.session import garbage_collector_off, resolve_run, stop_signals
 
 _IDLE_SECONDS = 0.1
-"""Time between two looks at stop signals, while no request waits."""
+"""Seconds between two checks for stop signals, while no request waits."""
 
 
 class JobRun:
     """A run of the service as a process: ``JobRun(config).fit()``."""
 
     def __init__(self, config: Config) -> None:
-        """Check ``config``; raises ConfigError for settings that the service cannot have."""
+        """Check ``config``. Raises ConfigError: the service cannot have these settings."""
         check_settings(config)
         self.access_of(config).check()
         self.config = config
 
     @classmethod
     def plan(cls, config: Config, arch: Architecture) -> str:
-        """Return a description of the memory that it takes; ConfigError as the service."""
+        """Describe the memory that a run takes. Raises ConfigError, as the constructor does."""
         return plan_memory(cls(config).config, arch)
 
     def fit(self) -> None:
         """Serve until SIGTERM or Ctrl-C.
 
         Raises:
-            ConfigError: as :class:`Service`; or ``jobs.port`` cannot be listened at.
+            ConfigError: as :class:`Service`, or the server cannot listen at ``jobs.port``.
             RunFailed: the disk or the device fails.
             SystemExit: SIGTERM (143) or Ctrl-C (130) came; everything was saved.
         """
         place = launched_place()
-        if place is not None and place.rank > 0:  # performs the main rank's commands
+        if place is not None and place.rank > 0:  # it performs the main rank's commands
             with stop_signals() as stop:  # the main rank says when to stop
                 session = JobSession(*resolve_run(self.config))
                 with garbage_collector_off():
@@ -78,7 +78,7 @@ class JobRun:
     @classmethod
     @contextmanager
     def serving(cls, service: Service) -> Iterator[None]:
-        """Serve HTTP at ``jobs.port`` inside, in a thread of its own."""
+        """Serve HTTP at ``jobs.port``, on another thread, while the context is open."""
         access = cls.access_of(service.config)
         from moetrain.jobs.server import JobRoutes  # needs the extra "jobs"
 

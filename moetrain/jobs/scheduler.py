@@ -3,17 +3,21 @@
     service.create(id, seed)    service.submit(id, kind, body)    ... from any thread
     while service.turn(): ...                                     one thread
 
-Jobs with waiting requests take turns, training runs and samplers alike. A turn serves one request,
-or all that wait at a sampler, which are generated together, or small requests of several jobs, a
-*batch*. A turn is begun when all of its work is queued for the device, and finished when its
-answers are on the disk and sent. A thread of its own finishes turns, in order. A pass or an update
-is begun before the turns before it are finished, so that the device does not wait for the host. Any
-other request is begun when no turn is unfinished.
+Jobs with waiting requests take turns, training runs and samplers alike. A turn serves one of these:
+
+- one request,
+- all requests that wait at a sampler, whose texts are generated together,
+- small requests of several jobs, a *batch*.
+
+A turn has begun when all of its work is queued for the device. It is finished when its answers are
+on the disk and sent. One thread finishes all turns, in order. A pass or an update begins before
+earlier turns are finished, so that the device does not wait for the host. Any other request begins
+when no turn is unfinished.
 
 A request is on the disk before its sender knows that it was accepted. An answer is on the disk
-before its client gets it, and before a checkpoint has seen its request. So after a crash the next
+before its client gets it, and before a checkpoint includes its request. So after a crash the next
 process goes on from the newest checkpoint of each job and serves later requests again. An error
-within a request, or a damaged file, costs its own job alone. A write that fails ends the service.
+within a request, or a damaged file, affects only its own job. A write that fails ends the service.
 """
 
 import math
@@ -60,18 +64,18 @@ _MOST_UNFINISHED = 2
 """Most turns that stay unfinished: a pass and its update. An update alone is too short to hide the
 host's work."""
 _POLL_SECONDS = 5e-4
-"""Time between two looks whether the device has computed a turn, while no turn can be begun."""
+"""Seconds between two checks whether the device has computed a turn, while no turn can begin."""
 LONGEST_WAIT = 0.5
 """Most seconds that a pass waits, on an idle device, for the jobs of the last batch."""
 
 
 class Turn(NamedTuple):
-    """A turn that is begun."""
+    """A turn that has begun."""
 
     mark: LateValues
     """Ready when the device has computed the turn."""
     finished: Future[None]
-    """Done when its answers are on the disk and sent, or with the error of that."""
+    """Done when the turn's answers are on the disk and sent; if that fails, it has the error."""
 
 
 class Service(AbstractContextManager["Service"]):
@@ -79,15 +83,18 @@ class Service(AbstractContextManager["Service"]):
 
     Attributes:
         jobs: by id, the least recently served first.
-        unfinished: turns that are begun and not finished, in order.
-        pass_seconds: time that beginning the last pass took, if several jobs shared it.
+        unfinished: turns that have begun and are not finished, in order.
+        pass_seconds: seconds that beginning the last pass of several jobs took.
     """
 
     STOPPED = "the service was stopped; ask again when it runs"
-    """The error of requests that had no answer when it ended."""
+    """The error of requests that had no answer when the service ended."""
 
     def __init__(self, config: Config) -> None:
-        """Load the model, and the folder's jobs; ConfigError: they depend on another model."""
+        """Load the model, and the jobs in the output folder.
+
+        Raises ConfigError: the settings do not fit, or the jobs depend on another model.
+        """
         self.folder = Path(config.output_dir)
         folder = RunFolder(self.folder)
         folder.check_usable()
@@ -124,7 +131,7 @@ class Service(AbstractContextManager["Service"]):
             self._remove()
             self.drain()
             for job in [job for job in self.jobs.values() if job.begun != job.done]:
-                self.session.forget(job.id)  # a checkpoint must not have seen what has no answer
+                self.session.forget(job.id)  # no checkpoint may include a request without answer
             self.session.evict_all()
         finally:
             self.release()
@@ -147,7 +154,7 @@ class Service(AbstractContextManager["Service"]):
         for folder in sorted(root.iterdir()):
             if folder.name.startswith(_REMOVED):
                 shutil.rmtree(folder, ignore_errors=True)
-            elif Job(folder).is_removed:  # a service was killed before it was gone
+            elif Job(folder).is_removed:  # a service was killed before it had removed the job
                 job = Job(folder)
                 with suppress(DamagedJob):
                     job.load()
@@ -163,9 +170,9 @@ class Service(AbstractContextManager["Service"]):
 
     def _set_aside(self, job: Job, error: str) -> None:
         """Stop serving ``job``, and leave its folder as it is."""
-        self.drain()  # its turns before this one are as good as others'
+        self.drain()  # its earlier turns still get their answers
         self.session.forget(job.id)
-        with self._lock:  # not written down: the next start may find it put right
+        with self._lock:  # not written to disk: the job may be repaired before the next start
             job.status = "failed"
             job.error = error
             job.fail_waiting(error)
@@ -174,17 +181,18 @@ class Service(AbstractContextManager["Service"]):
     # ---- for clients, from any thread ----------------------------------------------------------
 
     def create(self, name: str, seed: int | None = 0, source: str | None = None) -> Job:
-        """Make a new job with the id ``name``, or return the job if it was made so before.
+        """Create a job with the id ``name``, or return the job if an equal call has created it.
 
         Args:
             seed: None: it follows from ``name``.
-            source: the save that a sampler has, or that the first request of a run is to load, as
-                a path under the folder of jobs; None: the weights that all jobs begin with.
+            source: a save, as a path under the folder of jobs. A sampler generates with its
+                weights; a run loads it by its first request. None: the weights that all jobs begin
+                with.
 
         Raises:
-            Refused: ``name``, ``seed`` or ``source`` is not valid, the job has another or is being
-                deleted, or there are ``jobs.max_jobs`` already.
-            OSError: it cannot be written, and there is no such job.
+            Refused: ``name``, ``seed`` or ``source`` is not valid; the job has another seed or
+                source, or is being deleted; or there are ``jobs.max_jobs`` jobs already.
+            OSError: the job cannot be written, and does not exist.
         """
         if not JOB_ID.fullmatch(name):
             raise Refused(f"{shortened(name)} cannot be the id of a job")
@@ -195,7 +203,7 @@ class Service(AbstractContextManager["Service"]):
         with self._lock:
             job, most = self.jobs.get(name), self.config.jobs.max_jobs
             if job is None:
-                if source is not None:  # its step too: a save may be replaced by one of its name
+                if source is not None:  # with its step: another save may get the same name
                     source = str(SaveFolder(root / source).checkpoint().relative_to(root))
                 job = Job(root / name, seed, source=source)
                 if job.is_sampler:
@@ -213,7 +221,10 @@ class Service(AbstractContextManager["Service"]):
             return job
 
     def _make_room(self, session: str) -> None:
-        """Remove the sampler of ``session`` that was idle for longest, if it has many."""
+        """Remove the sampler of ``session`` that was idle for longest if it has ``jobs.max_saves``.
+
+        Raises Refused: all of them are at work.
+        """
         mine = [x for x in self.jobs.values() if x.session == session and x.is_sampler]
         if len(mine) >= self.config.jobs.max_saves:
             if not (idle := [x for x in mine if x.status != "open" or x.done == x.accepted]):
@@ -226,7 +237,7 @@ class Service(AbstractContextManager["Service"]):
     def finish(self, session: str) -> list[Future[None]]:
         """End the jobs of a session. Runs that have saves keep them; other jobs are removed.
 
-        Returns futures that are done when these are gone (:meth:`delete`).
+        Returns futures that are done when the removed jobs are gone (:meth:`delete`).
         """
         with self._lock:
             mine = [job for job in self.jobs.values() if job.session == session]
@@ -236,7 +247,10 @@ class Service(AbstractContextManager["Service"]):
             return [self.delete(job.id) for job in mine if not job.saves]  # samplers have none
 
     def end(self, name: str) -> None:
-        """Drop a job's waiting requests, and accept no more. OSError: the job goes on."""
+        """Drop a job's waiting requests, and accept no more.
+
+        Raises OSError: this cannot be written to the disk, and the job goes on.
+        """
         with self._lock:
             job = self.find(name)
             if job.status == "open":
@@ -250,18 +264,19 @@ class Service(AbstractContextManager["Service"]):
         return self.find(name).folder / save
 
     def remove_save(self, name: str, save: str) -> None:
-        """Remove a save; Refused: there is none. A finished run goes with its last save."""
+        """Remove a save; Refused: there is none. With its last save a finished run is deleted."""
         with self._lock:
             folder, job = SaveFolder(self.folder_of(name, save)), self.find(name)
             if job.status == "finished" and set(job.saves) == {save}:
-                self.delete(name)  # first: without it a kill would leave a run of no use
+                self.delete(name)  # at once: a kill must not leave a run without a save
             else:
                 folder.unmark()  # its files go between turns: a turn may write a new save there
                 self._removed_saves.append(folder)
                 self._lock.notify()
 
     def find(self, name: str) -> Job:
-        """Return a job. This method and those below raise Refused if there is none."""
+        """Return a job. This method, and each that takes the name of a job, raises Refused if there
+        is none; only :meth:`create` does not."""
         if (job := self.jobs.get(name)) is None:
             raise Refused("there is no such job", 404)
         return job
@@ -274,10 +289,10 @@ class Service(AbstractContextManager["Service"]):
         return self.accept(name, self.session.limits.parse(kind, body), number)
 
     def accept(self, name: str, request: JobRequest, number: int | None = None) -> int:
-        """Accept a request to a job and return its number. It is on the disk then.
+        """Write a request to a job to the disk, and return its number.
 
-        ``number``: the client's number of the request, so that it can be sent again; None: the
-        next. It is the place in a run's order; a sampler takes any number.
+        ``number``: the client's number of the request, under which it can be sent again; None: the
+        next. To a run it is the place of the request in the order. To a sampler it is any number.
 
         Raises Refused: the request is not accepted.
         """
@@ -321,7 +336,8 @@ class Service(AbstractContextManager["Service"]):
     def delete(self, name: str) -> Future[None]:
         """Remove a job and its files; the future is done when they are gone.
 
-        When this returns, a mark on the disk lets the next service remove what is left of them.
+        When this returns, a mark is on the disk, unless writing fails. If this process is killed,
+        the next service removes what is left of a marked job.
         """
         with self._lock:
             job = self.find(name)
@@ -343,8 +359,8 @@ class Service(AbstractContextManager["Service"]):
     def turn(self) -> bool:
         """Begin the next turn, and wait for those before it that may not stay unfinished.
 
-        Returns False if there is nothing to do. RunFailed, OSError: device or disk failed, in this
-        turn or one before it.
+        Returns False if there is nothing to do. Raises RunFailed or OSError: the device or the disk
+        has failed, in this turn or one before it.
         """
         self._remove()
         # 1. Choose the jobs.
@@ -362,7 +378,7 @@ class Service(AbstractContextManager["Service"]):
                 self._last_batch, self._wait_until = set(jobs), math.inf
             for job in jobs:
                 self.jobs[job.id] = self.jobs.pop(job.id)  # behind all others
-        # 2. Passes and updates of resident jobs are begun ahead; others wait for unfinished turns.
+        # 2. Passes and updates of resident jobs begin at once. Others wait for unfinished turns.
         session = self.session
         is_ahead = all(self._goes_ahead(job) for job in jobs)
         if not is_ahead:
@@ -384,16 +400,17 @@ class Service(AbstractContextManager["Service"]):
             mark, before = session.mark(), self.unfinished[-1:]
             finished = self._finisher.submit(self._finish, before, mark, served)
             self.unfinished.append(Turn(mark, finished))
-        # 4. Wait for turns before it, and save the active job if none is unfinished.
+        # 4. Wait for earlier turns, and save the active job if no turn is unfinished.
         self.drain(_MOST_UNFINISHED if is_ahead else 0)
         if not self.unfinished and (now := self.jobs.get(session.now.id or "")) is not None:
             self._save_if_due(now)
         return has_more
 
     def _batch_key(self, job: Job) -> object:
-        """Return the key of the turns that the job's next request may share: its type, or the job.
+        """Return a key that jobs have in common if their next requests may share a turn.
 
-        An update shares a turn only if it follows a pass.
+        It is the type of the requests, or the job itself if its next request needs its own turn. An
+        update shares a turn only if it follows a pass.
         """
         pending = job.pending.get(job.begun)
         if pending is None or not pending.is_small:
@@ -403,7 +420,7 @@ class Service(AbstractContextManager["Service"]):
         return type(pending.request)
 
     def _goes_ahead(self, job: Job) -> bool:
-        """Return whether the job's turn may be begun while others are unfinished."""
+        """Return whether the job's turn may begin while others are unfinished."""
         pending = job.pending.get(job.begun)
         is_queued = pending is not None and isinstance(pending.request, Pass | OptimStep)
         return is_queued and self.session.resident(job.id) is not None
@@ -411,11 +428,12 @@ class Service(AbstractContextManager["Service"]):
     def _choose(
         self, waiting: Sequence[Job]
     ) -> tuple[type[Forward | ForwardBackward | OptimStep] | None, list[Job]]:
-        """Return the jobs of the next turn, and the type of their requests if they are small.
+        """Return the type of the next turn's requests, None if they are not small, and its jobs.
 
-        Updates that follow a pass come first, so that jobs that are a request apart share a pass
-        again. A pass waits for the jobs of the last one while the device is at work, and after that
-        for as long as beginning the last one took.
+        Small updates that follow a pass come first, so that jobs that are one request apart share a
+        pass again. A pass waits for the jobs of the last batch while the device is at work. After
+        that it waits as long as beginning the last shared pass took, but at most
+        :data:`LONGEST_WAIT`.
         """
         keys = {job: self._batch_key(job) for job in waiting}
         most = self.config.jobs.max_tenants
@@ -436,12 +454,15 @@ class Service(AbstractContextManager["Service"]):
         return None, []
 
     def _activate(self, job: Job) -> bool:
-        """Make ``job`` active, in the state that its answers left; False: it cannot be served."""
+        """Make ``job`` active, in its state after the last answer. False: it cannot be served.
+
+        Answered requests that no checkpoint includes are computed again.
+        """
         assert job.seed is not None  # else it was set aside
         session = self.session
         try:
             session.activate(job.id, job.seed, job.folder, job.source)
-            while not job.is_sampler and session.now.seen < job.done:  # in no checkpoint
+            while not job.is_sampler and session.now.seen < job.done:  # answered, not in its state
                 if self._is_cancelled(job):
                     return False
                 number = session.now.seen
@@ -452,17 +473,17 @@ class Service(AbstractContextManager["Service"]):
                     session.skip(number, "error" in answer and not answer["refused"])
         except (RunFailed, OSError):
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+        except Exception as error:  # noqa: BLE001 - any error here affects only this job
             session.wait_for_device()
-            self._set_aside(job, f"it could not be brought back: {_line_of(error)}")
+            self._set_aside(job, f"its state could not be restored: {_line_of(error)}")
             return False
-        self._save_if_due(job)  # a client may always have a further request
+        self._save_if_due(job)  # now, because a client may never let the job become idle
         return True
 
     def _serve_batch(self, jobs: Sequence[Job]) -> _Answers:
         """Serve the next request of each of ``jobs`` in one turn.
 
-        If that fails it serves none, and each request gets a turn of its own.
+        If that fails, it returns no answers, and each request later gets a turn of its own.
         """
         requests = [job.pending[job.begun].request for job in jobs]
         try:
@@ -476,9 +497,9 @@ class Service(AbstractContextManager["Service"]):
             )
             if isinstance(requests[0], Pass):
                 self.pass_seconds = time.monotonic() - started
-        except Exception as error:  # their own turns show whose it is
+        except Exception as error:  # each request's own turn will show whose error it is
             for job in jobs:
-                job.pending.pop(job.begun)  # what is read from the disk is served alone
+                job.pending.pop(job.begun)  # a request that is read from the disk is served alone
                 self.session.forget(job.id)
             if isinstance(error, RunFailed | OSError):
                 raise
@@ -489,7 +510,10 @@ class Service(AbstractContextManager["Service"]):
         return {job: [_answer_with(late)] for job, late in zip(jobs, results, strict=True)}
 
     def _serve(self, job: Job) -> Sequence[_LateAnswer]:
-        """Serve the next requests of ``job``; no answers: it was cancelled or set aside."""
+        """Serve the next request of ``job``, or the requests that wait at a sampler.
+
+        Returns no answers if the job was cancelled, or is served no more.
+        """
         number, session = job.begun, self.session
         session.is_cancelled = partial(self._is_cancelled, job)
         try:
@@ -511,12 +535,12 @@ class Service(AbstractContextManager["Service"]):
             self._set_aside(job, str(error))
             return []
         except (RunFailed, OSError):
-            session.forget(job.id)  # a save must not see what has no answer
+            session.forget(job.id)  # no checkpoint may include a request without an answer
             raise
         except Refused as error:
             answers = [{"error": _line_of(error), "refused": True}]
             session.skip(number, False)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+        except Exception as error:  # noqa: BLE001 - any error here affects only this job
             failed = {"error": _line_of(error), "refused": False}
             answers = [failed] * (job.accepted - number if job.is_sampler else 1)
             session.forget(job.id)
@@ -532,27 +556,28 @@ class Service(AbstractContextManager["Service"]):
         sampler = Sampler.of_run(job.id, job.seed, number)
         try:
             self.create(sampler.id, sampler.seed, sampler.source)
-        except Refused:  # no sampler has its weights
+        except Refused:  # no sampler will use the saved weights
             shutil.rmtree(self.folder / "jobs" / sampler.source, ignore_errors=True)
             raise
 
     def drain(self, most: int = 0) -> None:
-        """Wait until at most ``most`` turns are unfinished; raises the error of one of them.
+        """Wait until at most ``most`` turns are unfinished. Raises the error of a turn that failed.
 
-        With none left, states have seen no request without an answer, and may be saved.
+        With none left, every request that a job's state includes has its answer, so that the state
+        may be saved.
         """
         while self.unfinished and (
             len(self.unfinished) > most or self.unfinished[0].finished.done()
         ):
             first, *later = self.unfinished
-            self.unfinished = []  # if this fails: states have seen what has no answer
+            self.unfinished = []  # if this turn failed, so did the later ones, with its error
             first.finished.result()
             self.unfinished = later
 
     def _finish(self, before: Sequence[Turn], mark: LateValues, served: _Answers) -> None:
         """Wait for the device, write the answers of all jobs at once, and send them.
 
-        Raises the error of the turn ``before``: no answer may be left out.
+        Raises the error of a turn in ``before``, because no answer may be left out.
         """
         for turn in before:
             turn.finished.result()
@@ -571,7 +596,7 @@ class Service(AbstractContextManager["Service"]):
                     job.prune(job.done)
 
         writing = [self._writers.submit(write, job) for job in answers]
-        for one in wait(writing).done:  # whatever fails, answers that are on the disk are sent
+        for one in wait(writing).done:  # even if one fails, answers that are on the disk are sent
             one.result()
 
     def _is_ready(self, job: Job) -> bool:
@@ -611,7 +636,10 @@ class Service(AbstractContextManager["Service"]):
             future.set_result(None)
 
     def _remove_files(self, job: Job) -> None:
-        """Remove the files of a job that is marked; the mark goes with the last ones."""
+        """Remove the files of a job that is marked as removed.
+
+        The folder is renamed first: the next service removes what a kill leaves of it.
+        """
         root, source = job.folder.parent, job.source or ""
         if job.is_sampler and f"/{SAMPLERS}/" in source:  # a save for this sampler alone
             shutil.rmtree((root / source).parent, ignore_errors=True)
@@ -630,6 +658,6 @@ def _constant(answer: dict[str, Any]) -> _LateAnswer:
 
 
 def _line_of(error: Exception) -> str:
-    """Describe ``error`` in one line for a client, with its class unless the message is ours."""
+    """Describe ``error`` in one line for a client, with its class unless it is a ValueError."""
     text = " ".join(str(error).encode(errors="replace").decode().split())
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

@@ -1,8 +1,10 @@
-"""One engine that many jobs share. It points at the active job's state, which copies nothing.
+"""One engine that many jobs share. To make a job active, it points its tensors at the job's state.
 
-Between two steps a job's state is what a checkpoint holds. In the middle of a step it has gradients
-besides, which fit this layout alone and are of no use to another process. States for which the
-device has no room are moved to host memory, and back.
+That copies nothing if the state is on the device. States for which the device has no room are moved
+to host memory, and back.
+
+Between two steps a job's state is what a checkpoint holds. In the middle of a step it also has
+gradients. These have the layout of this process, and another process cannot use them.
 """
 
 import math
@@ -39,7 +41,7 @@ class JobState:
     """The state of a job in this process, and the progress that it stands for."""
 
     id: str | None = None
-    """None: no job's."""
+    """None: the state belongs to no job."""
     seed: int = 0
     folder: Path = field(default_factory=Path)
     seen: int = 0
@@ -53,8 +55,8 @@ class JobState:
     saved_time: float = field(default_factory=time.monotonic)
     """When the state was last saved or restored, in seconds of :func:`time.monotonic`."""
     has_loaded: bool = False
-    """True: a save was loaded since the last checkpoint. It may be gone when the request is served
-    again, so the state is saved soon."""
+    """True: a save was loaded since the last checkpoint. After a crash the request would be served
+    again, and the save may be gone by then. So the state is saved soon."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     place: Literal["device", "host", "file"] = "host"
     """The place of the tensors. The engine uses those on the device as they are. Those in a file
@@ -72,14 +74,21 @@ class JobState:
         self.saved, self.saved_time, self.has_loaded = self.seen, time.monotonic(), False
 
     def is_due(self, config: Config) -> bool:
-        """Return whether to save the state, by the requests or the time since the last save."""
+        """Return whether to save the state.
+
+        It has seen new requests, and they are many enough, or the last checkpoint is old enough, or
+        a save was loaded.
+        """
         new, minutes = self.seen - self.saved, config.checkpoint.minutes
         by_time = 0 < 60 * minutes <= time.monotonic() - self.saved_time
         by_number = new >= config.jobs.save_interval
         return new > 0 and (self.has_loaded or by_time or by_number)
 
     def move_to_file(self, file: Path) -> str:
-        """Move the tensors to ``file``, which loses its name at once; return an error or ""."""
+        """Move the tensors to ``file``, and map it. Return an error, or "".
+
+        The name is removed at once, so that the disk is free again when the tensors are dropped.
+        """
         try:
             save_file({name: x.contiguous() for name, x in self.tensors.items()}, file)
             self.tensors, self.place = load_file(file), "file"
@@ -171,7 +180,7 @@ class SharedEngine(Engine):
 
         A state that is not on the device is copied there.
         """
-        # 1. Memory on the device, and the job's values in it.
+        # 1. Take memory on the device, and copy the job's values there.
         if job.place != "device":
             mine = self.free.pop() if self.free else {}
             missing = {name: views[0][0] for name, views in self._views.items()} | job.tensors
@@ -185,7 +194,7 @@ class SharedEngine(Engine):
                 for name, views in self._views.items()
                 for view, start in views
             ]
-        # 2. The engine's tensors point there.
+        # 2. Point the engine's tensors there.
         for view, there in job.views:
             view.data = there
         for i, bucket in enumerate(self.fsdp.trained):
@@ -234,7 +243,7 @@ class SharedEngine(Engine):
 
     @contextmanager
     def batched(self, jobs: Sequence[JobState]) -> Iterator[None]:
-        """Let ``jobs`` share the pass inside.
+        """Let ``jobs`` share the pass that runs while the context is open.
 
         They are on the device and not active. Each has one term of the loss and an equal part of
         the rows, in order.
@@ -263,6 +272,8 @@ class SharedEngine(Engine):
         """Return how many jobs may be on the device at once. Collective.
 
         ``room``: bytes of the device that the run leaves free.
+
+        Raises ConfigError: ``jobs.max_resident`` is below ``jobs.max_tenants``.
         """
         jobs = self.config.jobs
         if jobs.max_resident != "auto":
@@ -285,7 +296,7 @@ class SharedEngine(Engine):
             raise ConfigError("jobs.max_tenants", problem)
 
     def drop(self, job: JobState) -> None:
-        """Free the tensors of ``job``."""
+        """Drop the tensors of ``job``. Other jobs may then use its memory on the device."""
         if job.place == "device":
             self.free.append({name: job.tensors[name] for name in self._views})
         job.tensors, job.place, job.views = {}, "host", []
@@ -325,7 +336,7 @@ class TenantOverlay:
     tenant's shard is its whole adapter.
 
     Attributes:
-        tenants: a bucket for each tenant, over that job's shard, which gets its gradient.
+        tenants: for each tenant a bucket over that job's shard; it receives the job's gradient.
     """
 
     def __init__(self, bucket: Bucket, shards: Sequence[torch.Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Jobs on the disk. Each file is there whole or not at all, and damage is found and named.
 
     jobs/<id>/job.json                 seed, source, and whether the job is open or finished
-              requests/00000007.json   kept until a checkpoint has seen it
+              requests/00000007.json   kept until every kept checkpoint has seen it
               answers/00000007.json    the newest answers, for clients that ask again
               checkpoints/step-...     the state after so many requests (:mod:`moetrain.checkpoint`)
               weights/<name>/          the same under a name, with a save.json that makes it a save
@@ -11,7 +11,8 @@
 Any other file in requests/ and answers/, except hidden ones, is damage, and so is a missing file.
 JSON files end with a checksum. A request's number is its place in the job's order, from 0. If a
 request is sent again under its number, the first one's answer is its answer. Requests to a sampler
-come in any order: each has a key under which it can be sent again. A sampler has no checkpoints.
+come in any order: each has a key under which it can be sent again. A sampler has no checkpoints;
+its requests are kept until they are answered.
 """
 
 import hashlib
@@ -41,8 +42,8 @@ from moetrain.jobs.api import KINDS, JobRequest, Limits, Pass, Refused
 from moetrain.train.run_folder import RunFolder
 
 KEPT_ANSWERS, KEPT_SAMPLES = 100, 4096
-"""Answers that are kept of each run, and of each sampler. No client that keeps its place asks for
-older ones."""
+"""Answers that are kept of each run, and of each sampler. A client that asks for its answers soon
+needs no older ones."""
 _Status = Literal["open", "finished", "failed"]
 _JOB, _SAVE, _MARK = "job.json", "save.json", ".to-be-removed"
 _REQUESTS = "requests"
@@ -50,7 +51,7 @@ _ANSWERS = "answers"
 SAMPLERS = "samplers"
 """Folder of a run with weights that belong to one sampler each."""
 _SAVES = ("weights", "sampler_weights", "external_weights")
-"""Folders of a run's other saves, as their paths have them."""
+"""Folders of a run's other saves. The path of a save begins with one of them."""
 _NAME = re.compile(r"([0-9]{8,})\.json")
 
 
@@ -64,7 +65,8 @@ class DamagedJob(Refused):
 def check_base(folder: Path, mine: Mapping[str, Any]) -> None:
     """Raise ConfigError if the jobs in ``folder`` depend on another base than ``mine``.
 
-    A new folder gets ``mine``.
+    The base is all that a job's state depends on, such as the frozen weights. It is written to a
+    new folder.
     """
     path = folder / "base.json"
     if not path.exists():
@@ -140,7 +142,7 @@ class SaveFolder(NamedTuple):
         return None if (known["expires"] or math.inf) < time.time() else known
 
     def unmark(self) -> None:
-        """Let the folder be no save any more; its files stay."""
+        """Remove the file that makes the folder a save; the others stay."""
         (self.path / _SAVE).unlink()
 
     def clear(self) -> None:
@@ -152,7 +154,7 @@ class SaveFolder(NamedTuple):
         """Return the save's checkpoint; Refused: there is no save, or it has expired."""
         try:
             found = list_checkpoints(self.path) if self.read() is not None else []
-        except DamagedJob as error:  # it may be another job's, which costs this one nothing
+        except DamagedJob as error:  # the save may be another job's: this job is not damaged
             raise Refused(str(error)) from None
         if not found:
             raise Refused(f"there is no save {'/'.join(self.path.parts[-3:])}", 404)
@@ -233,25 +235,26 @@ class Job:
     """None: its job.json is damaged."""
     status: _Status = "open"
     error: str | None = None
-    """Why it has failed. This is not written down: the next start may find it put right."""
+    """Why it has failed. This is not written to disk: the job may be repaired before the next
+    start."""
     source: str | None = None
     """The checkpoint of the save that the job began with, as a path under the folder of jobs; None:
     it began from its seed."""
     accepted: int = 0
-    """Number of requests."""
+    """Number of requests that were accepted."""
     begun: int = 0
-    """Number of requests that were served. The latest ones need not have an answer yet."""
+    """Number of requests whose turn has begun. The latest ones need not have an answer yet."""
     done: int = 0
     """Number of requests that have an answer."""
     waiting: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
     """Answers that clients wait for."""
     pending: dict[int, PendingRequest] = field(default_factory=dict)
     adding: threading.Lock = field(default_factory=threading.Lock)
-    """Held by the thread that writes the next request, or moves the folder."""
+    """Held by the thread that writes the next request, removes old files or moves the folder."""
     _entries: dict[int, dict[str, str]] = field(default_factory=dict)
     """Kind, digest and key of requests, which their answers repeat."""
     _numbers_of: dict[str, int] = field(default_factory=dict)
-    """The number of each key."""
+    """The number of the request with each key, of a sampler alone."""
 
     @property
     def id(self) -> str:
@@ -309,10 +312,10 @@ class Job:
         return os.path.exists(self.folder / _MARK)  # False if the folder cannot be read
 
     def clear_removed_saves(self) -> None:
-        """Remove the folders that a killed service has left of saves that it was removing."""
+        """Remove what a killed service has left of the saves that it was removing."""
         for kind in _SAVES:
             for path in (self.folder / kind).glob("[!.]*"):
-                with suppress(DamagedJob, OSError):  # an error for the one who loads it
+                with suppress(DamagedJob, OSError):  # whoever loads this save gets the error
                     SaveFolder(path).clear()
 
     def create(self) -> None:
@@ -361,7 +364,7 @@ class Job:
         requests, answers = self._numbers(_REQUESTS), self._numbers(_ANSWERS)
         done = 1 + max(answers, default=-1)
         accepted = max(done, 1 + max(requests, default=-1))
-        # Requests that every checkpoint has seen may be gone. Later ones are needed to go on.
+        # Requests that the newest checkpoint has seen may be gone. Later ones are needed to go on.
         first, oldest = (done, done - len(answers)) if self.is_sampler else (seen, seen)
         wanted = (_REQUESTS, requests, first, accepted), (_ANSWERS, answers, oldest, done)
         for kind, known, start, end in wanted:
@@ -397,8 +400,8 @@ class Job:
         ``number``: the client's number of the request, which is a sampler's key; None: the next.
         Nothing is done if the same request was accepted under this number before.
 
-        Raises Refused: another request has ``number``, or those before it have not come, or
-        ``max_queued`` requests wait already.
+        Raises Refused: another request has ``number``, those before it have not come, or
+        ``max_queued`` requests wait already. Raises OSError: it cannot be written.
         """
         number = key = self.accepted if number is None else number
         kind, body = request.route, request.model_dump_json()

@@ -174,7 +174,7 @@ LATER = {
     ),
     "checkpoints": (
         lambda job: [path.unlink() for path in (job / "checkpoints").glob("*/model-*")],
-        "could not be brought back",
+        "could not be restored",
     ),
 }
 """Damages that show in the job's turn."""

@@ -171,7 +171,7 @@ def test_a_sampler_has_the_weights_that_it_was_made_of_or_none(tmp_path):
                 assert not left.exists()
         assert found[0] != found[1]
         answer = answer_to(service, name, "asample", prompting([1], 2, 0, num_samples=2))
-        assert "could not be brought back" in answer["error"]
+        assert "could not be restored" in answer["error"]
         assert ask("asample", asked)["prompt_logprobs"] == found[1]
 
 
@@ -454,7 +454,7 @@ def test_a_start_with_other_settings_costs_no_job(tmp_path):
     with Service(config_of(tmp_path / "b", "data.seq_len=32")) as service:
         waiting = service.answer(name, service.submit(name, *STEP))
         service.turn()
-        assert "could not be brought back" in waiting.result(0)["error"]
+        assert "could not be restored" in waiting.result(0)["error"]
         assert service.find(name).status == "failed"
     with Service(config_of(tmp_path / "b")) as service:
         assert service.find(name).status == "open"

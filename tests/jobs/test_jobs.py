@@ -678,7 +678,7 @@ def test_a_damaged_job_fails_alone(tmp_path, alone):
         course = Course(0, asker(service, good))
         while course.go_on():
             pass
-        assert "could not be brought back" in future.result(0)["error"]
+        assert "could not be restored" in future.result(0)["error"]
         assert service.find(bad).status == "failed"
     assert (course.results, adapter_of(tmp_path, good)) == alone(0)
 
