@@ -1,9 +1,10 @@
 """cuDNN's ragged attention; no other module uses ``nvidia-cudnn-frontend``.
 
 cuDNN takes packed documents as a batch of padded ones, ``[N, heads, length bound, d]``. A device
-tensor (a "ragged offset") gives their element offsets in memory, so nothing is copied and nothing
-waits for the device. A cuDNN graph is built for one set of sizes, and building takes
-0.04 s. So the number of documents and the length bound are rounded up, and graphs are cached.
+tensor, the "ragged offset", says at which element of memory each document begins. So nothing is
+copied, and the host does not wait for the device. A cuDNN graph is built for one set of sizes, and
+building takes 0.04 s. So the number of documents and the length bound are rounded up, and graphs
+are cached.
 
 Queries may be the last tokens of documents that have more keys: masks are then aligned to the
 bottom right. Keys of no document get gradients of 0.
@@ -180,7 +181,7 @@ class _GraphSizes(NamedTuple):
     tokens: int
     keys: int
     has_key_ends: bool
-    """True: the keys' documents are not the queries'."""
+    """True: the keys' documents have other ends than the queries'."""
     documents: int
     """Rounded up."""
     length: int
@@ -244,9 +245,11 @@ def document_layout(
     documents: int,
     elements: TokenElements,
 ) -> dict[str, torch.Tensor]:
-    """Compute each document's length and offsets in one launch, padded to ``documents``.
+    """Compute each document's lengths and offsets in one launch, padded to ``documents``.
 
-    Offsets are int64, [documents + 1]: they may pass 2^31.
+    Returns them by the names of :data:`_OFFSETS` and :data:`_LENGTHS`. Lengths are in tokens,
+    [documents], in the dtype of ``cu_seqlens``. Offsets are in elements, int64 [documents + 1],
+    because they may pass 2^31.
     """
     offsets = cu_seqlens.new_empty(len(_OFFSETS), documents + 1, dtype=torch.int64)
     lengths = cu_seqlens.new_empty(len(_LENGTHS), documents)
@@ -283,7 +286,7 @@ def _layout_kernel(
     BLOCK: tl.constexpr,
 ):
     document = tl.arange(0, BLOCK)
-    # Documents of the padding are empty, at the end of the last one.
+    # Documents of the padding are empty, and begin at the end of the last document.
     this = tl.minimum(document, given)
     next_one = tl.minimum(document + 1, given)
     start = tl.load(cu_seqlens + this)
@@ -416,7 +419,8 @@ def _backward_graph(sizes: _GraphSizes, deterministic: bool) -> _CudnnGraph:
         name="backward",
         dO=inputs.pop("do"),
         stats=inputs.pop("lse"),
-        max_total_seq_len_q=sizes.tokens,  # sizes the scratch memory, else documents * length
+        # The scratch memory is for as many tokens; without these it would be documents * length.
+        max_total_seq_len_q=sizes.tokens,
         max_total_seq_len_kv=sizes.keys,
         use_deterministic_algorithm=deterministic,
         **inputs,

@@ -1,22 +1,22 @@
-"""Attention of single tokens over pages, with keys split over programs, and the same bits.
+"""Attention of single tokens over pages: keys are split over programs, the bits stay the same.
 
-:mod:`moetrain.kernels.attention.batch_invariant` takes a row's blocks of keys one after the other.
-With few sequences most of a GPU is idle then. Of its recurrence only a multiplication and an
-addition a block must follow one another. The rest needs the largest score of all keys up to a
-block, which does not depend on the order. So for block n with scores s_n, programs compute in
-parallel ::
+In :mod:`moetrain.kernels.attention.batch_invariant` one program takes a row's blocks of keys one
+after the other. With few sequences most of a GPU is idle then. In that recurrence only one
+multiplication and one addition a block must wait for the block before. The rest needs only the
+largest score of all keys up to a block, which may be found in any order. So for block n with scores
+s_n, programs compute in parallel ::
 
     m_n = max(m_(n-1), max(s_n) * scale)    p_n = exp2(s_n * scale - m_n)    sum(p_n)
 
-and then, in the order of the blocks, and in parallel only over columns of the values ::
+and then, in the order of the blocks, in parallel only over the columns of the values ::
 
     r_n = exp2(m_(n-1) - m_n)    total = total * r_n + sum(p_n)    acc = acc * r_n + round(p_n) v_n
 
-These are the operations of the one program in its order, so the bits are equal.
+These are the operations of the single program, in its order, so the bits are equal.
 
-One kernel does it in three passes: the largest scores of blocks, the p_n, the columns. Before the
-second and the third, its programs of one token and key head wait for each other. So these must run
-at the same time: there are few of them.
+One kernel computes them in three passes: the largest scores of the blocks, the p_n, the columns.
+Before the second and the third pass, the programs of one token and key head wait for each other. So
+there are at most as many programs as run at the same time.
 
 Legend: T tokens, one of each sequence, H query heads, G key/value heads, d width of a query and a
 key, v of a value, P pages, Z tokens of a page, M pages of a sequence at most, N blocks of keys.
@@ -42,10 +42,12 @@ _PROGRAMS = 2
 _WIDEST = 512
 """Widest key; two programs then take 164 of a multiprocessor's 227 KiB of shared memory."""
 _ROOM = 166 << 10
-"""Bytes of shared memory that a multiprocessor needs for them, 1 KiB each for the system included.
-A program without room would be waited for without end. An A100 has 164 KiB, an L40S 100."""
+"""Bytes of shared memory that a multiprocessor needs for these programs; each takes 1 KiB for the
+system, too. If a program found no room, the others would wait for it without end. An A100 has 164
+KiB, an L40S 100."""
 _MOST_GROUPS = 32
-"""Most tokens times key heads. With more, the other kernel uses most processors too."""
+"""Most pairs of a token and a key head. With more of them the unsplit kernel uses most
+multiprocessors, too."""
 _MOST_ROWS = 16
 """Most query heads of a key head. With 33 of one key head a test of bits failed on a GPU."""
 _PREFIX = tl.constexpr(64)
@@ -53,15 +55,18 @@ _PREFIX = tl.constexpr(64)
 _COLUMNS = 16
 """Columns of the values that a program takes at a time."""
 _STAGES = tl.constexpr(14)
-"""Stages of the loop over blocks of values. Its loads of values wait for those of pages, so these
-are 6 buffers."""
+"""Stages of the loop over blocks of values. A load of values waits for the load of its page's
+number, so that 14 stages make 6 buffers of values."""
 
 
 def splits_keys(q_THd: torch.Tensor, keys_PZGd: torch.Tensor) -> bool:
-    """Return True if these queries should take :func:`split_attention`: they are few enough."""
+    """Return True if :func:`split_attention` should take these queries.
+
+    They are few, in bf16 and not too wide, and the GPU has room for all programs at once.
+    """
     tokens, heads, width = q_THd.shape
     kv_heads = keys_PZGd.shape[2]
-    # Only bf16: products in fp32 have another layout, and so another order.
+    # Only bf16: products in fp32 have another layout, and so another order of sums.
     fits = width <= _WIDEST and (
         INTERPRETED or (q_THd.dtype == torch.bfloat16 and _has_room(q_THd.device))
     )
@@ -85,9 +90,15 @@ def split_attention(
     scale: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``o_THv``, the result of :func:`paged_attention` with ``one_token``.
+    """Return ``o_THv``, the result of ``batch_invariant.paged_attention`` with ``one_token``.
 
-    ``arrived`` holds T * G zeros, int32: counters. They are not zero afterwards.
+    Args:
+        seen_T: int32, the number of tokens that each sequence has read before.
+        pages_TM: int32, the pages of each sequence.
+        arrived: T * G zeros, int32, which count the programs that have finished a pass. They are
+            not zero afterwards.
+
+    The other arguments are those of ``paged_attention``.
     """
     (tokens, heads, width), (_, page_size, kv_heads, v_width) = q_THd.shape, values_PZGv.shape
     padded, v_padded = (max(16, triton.next_power_of_2(n)) for n in (width, v_width))
@@ -100,8 +111,8 @@ def split_attention(
     largest, shifts, sums = q_THd.new_empty(3, groups, num_blocks, shared, dtype=torch.float32)
     o_THv = q_THd.new_empty(tokens, heads, v_width)
     factor = (width**-0.5 if scale is None else scale) * _LOG2_E
-    # Triton's interpreter runs one program after the other, so none may wait for another: there
-    # each pass is a launch.
+    # Triton's interpreter runs one program after the other, so that none may wait for another.
+    # There each pass is a launch of its own.
     for first, last in ((1, 3),) if not INTERPRETED else ((1, 1), (2, 2), (3, 3)):
         _split_kernel[(splits, groups)](
             q_THd.contiguous(),
@@ -195,8 +206,9 @@ def _weigh_block(
         shift = tl.maximum(shift, tl.max(found, 1))
     at = (base + block) * SHARED + row
     tl.store(shifts_ptr + at, shift, mask=is_row)
-    # Read again, so that the compiler has weights and their sum in the product's layout, as
-    # in the other kernel, and not in the maximum's: the layout decides a sum's order.
+    # The shift is read again, so that the compiler computes the weights and their sum in the layout
+    # of the product, as in the unsplit kernel, and not in that of the maximum. The layout decides a
+    # sum's order.
     tl.debug_barrier()
     shift = tl.load(shifts_ptr + at, mask=is_row, other=0.0)
     weights = tl.exp2(tl.fma(scores, scale, -shift[:, None]))

@@ -65,6 +65,8 @@ def clamped_expert_mlp(
             beside the second; empty: none. With adapters, matrices and biases get no gradient.
         scale: multiplies the adapters' results.
         precision: of the products with the matrices; those with adapters are in bf16.
+
+    Raises ValueError: shapes, dtypes or widths do not fit.
     """
     check_experts(
         "clamped_expert_mlp",

@@ -5,7 +5,7 @@ For a row of expert e, with its routing weight w, a limit L and a factor ``alpha
     gate = min(a_gate + b_gate[e], L)      up = clamp(a_up + b_up[e], -L, L)
     s = sigmoid(alpha * gate)              y = (up + 1) * gate * s * w
 
-For an upstream ``dy``, with 0 in place of the first two where a clamp took effect::
+For an upstream ``dy``, where each of the first two is 0 if its clamp took effect::
 
     d_up   = dy * w * gate * s
     d_gate = dy * w * (up + 1) * s * (1 + alpha * gate * (1 - s))
@@ -55,7 +55,8 @@ def clamped_swiglu(
     """Return ``y_RF`` in ``gate_up``'s dtype, computed in fp32.
 
     Args:
-        gate_up_R2F: bf16, fp16 or fp32, contiguous. Gradients take rows of multiples of 16 bytes.
+        gate_up_R2F: bf16, fp16 or fp32, contiguous. For gradients a row must have a multiple of 16
+            bytes.
         weights_R: routing weights, any floating dtype, differentiable too.
         bias_E2F: in ``gate_up``'s dtype, contiguous, differentiable too.
         offsets_E: int32, the end row of each expert.

@@ -1,9 +1,9 @@
 """The frame of the expert MLPs with products in e4m3.
 
-q() quantises by the precision's recipe (:mod:`moetrain.kernels.quant.recipes`): rows by row or
-tile, weights by row or block, and for gradients weights by column or block. With r(t) for the rows
-that token t is copied to, and the parts of :mod:`moetrain.kernels.experts.projections`, without
-adapters and biases here::
+q() quantises as the precision's recipe says (:mod:`moetrain.kernels.quant.recipes`). Rows have a
+scale for each row or tile. Weights have one for each row or block, and in the products of the
+inputs' gradients one for each column or block. Let token t be copied to the rows r(t). The parts of
+:mod:`moetrain.kernels.experts.projections`, here without adapters and biases, compute::
 
     a = q(x)[r] @ q(W1)^T       h = activation(a, w)        y = sum over r of q(h) @ q(W2)^T
 
@@ -12,11 +12,11 @@ adapters and biases here::
     dx = sum over r of q(da) @ q(W1)
 
 The weights' gradients are products in bf16: they sum over many rows, and their operands are stored
-along the wrong dimension for e4m3. They take ``x`` and ``dy`` dequantised. A token that another
-rank sent arrives in e4m3, so a gradient does not depend on the rank that an expert is on.
+along the wrong dimension for e4m3. They take ``x`` and ``dy`` dequantised, as a token from another
+rank arrives in e4m3. So a gradient does not depend on the rank that an expert is on.
 
-A recipe with ``quantises_weight_grads`` multiplies them in e4m3, too. The operands are the same
-quantised rows, transposed expert by expert (t() of :mod:`moetrain.kernels.quant.transposed`)::
+With ``quantises_weight_grads`` these products are in e4m3, too. The operands are the same quantised
+rows, transposed expert by expert (t() of :mod:`moetrain.kernels.quant.transposed`)::
 
     dW2 = t(q(dy)[r]) @ t(q(h))^T       dW1 = t(q(da)) @ t(q(x)[r])^T
 
@@ -68,7 +68,7 @@ from moetrain.runtime.typed import OpContext
 
 
 class _Rows(NamedTuple):
-    """Rows, as products take them; a form that no product takes may be None."""
+    """Rows in the forms that products take. A form that no product takes may be None."""
 
     quantised: Quantised | None
     """In e4m3, with their scales."""
@@ -131,10 +131,10 @@ def backward(
 ) -> Gradients:
     """Differentiate :func:`forward`, within an op; ``dy_TD`` is contiguous.
 
-    Parameters get gradients if ``is_trained``, adapters always. The products of matrices' gradients
-    take dequantised rows or, if the recipe quantises them, transposed quantised rows, for which
-    tokens are transposed without copying them to rows. Tensors are deleted before the products
-    during which memory peaks.
+    Of the parameters, adapters get gradients; without adapters matrices and biases do, if
+    ``is_trained``. Matrices' gradients are products of dequantised rows or, if the recipe quantises
+    them, of transposed quantised rows. Tokens are then transposed without being copied to rows.
+    Tensors are deleted before the products during which memory peaks.
     """
     x_TD, weights_TK, slot_row_TK, offsets_E = tokens
     num_rows, dtype, recipe = saved.a_RA.shape[0], dy_TD.dtype, RECIPES[precision]
@@ -237,7 +237,7 @@ def reference(
     activation: Activation,
     precision: Precision,
 ) -> torch.Tensor:
-    """Compute ``y_TD`` of :func:`forward` in plain torch, by values of e4m3 in ``x``'s dtype."""
+    """Compute ``y_TD`` of :func:`forward` in plain torch, with e4m3 values in ``x``'s dtype."""
     offsets_E = indices.offsets_E
     rounded_TD = _Rounded.apply(x_TD, precision, True, False)
     x_RD, weights_R = permute(rounded_TD, weights_TK, indices, "reference")
@@ -333,7 +333,7 @@ def _weight_grad(
     a_tokens: torch.Tensor | None = None,
     g_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``a^T @ g`` by expert of rows or, with ``columns``, of quantised rows.
+    """Return each expert's ``a^T @ g``, of rows or, with ``columns``, of quantised rows.
 
     Args:
         a_tokens, g_tokens: the token of each row, if the operand has tokens in place of rows.

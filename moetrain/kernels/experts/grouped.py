@@ -1,4 +1,4 @@
-"""Grouped products on a Hopper GPU, with torch's bits: forward, both gradients, and with SwiGLU.
+"""Grouped products on a Hopper GPU, bitwise equal to torch's: forward, gradients, with SwiGLU.
 
 Rows of ``a`` are sorted by group, and group g has the rows ``offsets[g-1]:offsets[g]``::
 
@@ -7,12 +7,12 @@ Rows of ``a`` are sorted by group, and group g has the rows ``offsets[g-1]:offse
     gated     a[r] = x[r] @ w[group of r]^T,  h[r] = silu(a_gate[r]) * a_up[r] * weight[r]
 
 Tiles, programs and their parts are those of :mod:`moetrain.kernels.experts.grouped_frame`. Sums run
-over K in ascending order, as those of torch's product and cuBLAS do: their bits are equal, and a
-row's bits do not depend on the other rows. Rows past ``offsets[-1]`` are neither read into a sum
+over K in ascending order, as in torch's product and in cuBLAS. So the bits are equal to theirs, and
+a row's bits do not depend on the other rows. Rows past ``offsets[-1]`` are neither read into a sum
 nor written.
 
-Left out: other dtypes, and gathering rows while loading (slower where it was tried,
-docs/log/experts.md; TMA gathers on newer GPUs alone).
+Left out on purpose: other dtypes than bf16, and gathering rows while loading. That was slower where
+it was tried (docs/log/experts.md), and TMA gathers rows only on newer GPUs.
 
 Legend: R rows, E groups (experts), K inner and M, N outer widths, D model width, F expert width.
 """
@@ -28,16 +28,18 @@ from moetrain.kernels.experts import grouped_frame as frame
 from moetrain.runtime.backend import gl, gluon, hopper
 
 # Limits of the sizes for which this kernel is taken, measured on one H100 with 16 to 128 experts.
-# Where two rates in TFLOP/s stand, the first one is torch's. docs/log/experts.md has more.
+# Of two rates in TFLOP/s the first is torch's, the second this kernel's. docs/log/experts.md has
+# more.
 _NARROWEST = 512
 """The smallest inner and outer width."""
 _LARGEST = 3 << 21
 """The most elements of a group's matrix, 12 MB: several such matrices stay in the L2 cache while
-the tiles of a group are multiplied. 2048 -> 2816 has 615 and 627, 2048 -> 7168 601 and 487."""
+the tiles of a group are multiplied. 2048 -> 2816 reaches 615 and 627, but 2048 -> 7168 reaches 601
+and 487."""
 _LONGEST = 6144
 """The most rows of a group, on average, for gradients of matrices larger than
-:data:`_LARGEST_LONG`. 1536 x 2048 has 509 and 569 over 1,024 rows, 582 and 547 over 8,192.
-768 x 2048 has 491 and 539 over 8,192."""
+:data:`_LARGEST_LONG`. 1536 x 2048 reaches 509 and 569 over 1,024 rows, but 582 and 547 over 8,192.
+768 x 2048 reaches 491 and 539 over 8,192."""
 _LARGEST_LONG = 1 << 21
 """Elements of a group's matrix up to which gradients are summed over any number of rows."""
 
@@ -45,7 +47,7 @@ _LARGEST_LONG = 1 << 21
 def takes(a_RK: torch.Tensor, b_EKN: torch.Tensor) -> bool:
     """Return True if :func:`product` should multiply these: bf16, many rows, on a Hopper GPU.
 
-    It is False where something is differentiated or compiled. Within ops nothing is.
+    It is False while gradients are enabled or the compiler traces. Within ops neither is the case.
     """
     is_packed = b_EKN.is_contiguous() or b_EKN.transpose(1, 2).is_contiguous()
     depth, width = b_EKN.shape[1:]
@@ -77,7 +79,7 @@ def _fits(
 ) -> bool:
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    # If the last tile is not full torch is faster: 2048 -> 1408 has 575 and 534.
+    # If the last tile is not full, torch is faster: 2048 -> 1408 reaches 575 and 534.
     is_measured = width % frame.COLUMNS.value == 0 and height * width <= _LARGEST
     is_large = min(height, width) >= _NARROWEST and a.shape[0] >= frame.FEWEST_ROWS
     is_bf16 = a.dtype == b.dtype == torch.bfloat16
@@ -132,7 +134,7 @@ def gated(
     offsets_E: torch.Tensor,
     weights_R: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``a_R2F = x @ w^T`` in bf16, and of it ``h_RF = silu(gate) * up * weight``.
+    """Return ``a_R2F = x @ w^T``, [gate, up] in bf16, and ``h_RF = silu(gate) * up * weight``.
 
     :func:`takes_gated` accepts the first two arguments.
 

@@ -1,7 +1,7 @@
 """The expert MLP, from tokens to tokens: two grouped GEMMs around SwiGLU, between permutations.
 
-With r(t) for the rows that token t is copied to, and a row's routing weight w, applied inside so
-that combining is a plain sum::
+Let token t be copied to the rows r(t), and let w be a row's routing weight. The weight is applied
+before the down product, so that combining rows is a plain sum::
 
     a = x[t] @ [gate; up]^T      h = silu(a_gate) * a_up * w      y[t] = sum over r of h @ down^T
 
@@ -11,9 +11,9 @@ and for an upstream ``dy``::
     da, dw = swiglu'(dh)      d_gate_up = da^T @ x        dx = da @ [gate; up]
 
 Only the tokens and ``a`` are saved. The pass that computes ``da`` recomputes ``h``, and with it
-``dw = <dh, h / w>``, which needs no ``y`` (arXiv 2512.14080). The rows of ``x``, K times as many as
-the tokens, are copied again. A token with D = 2048, F = 768 and K = 8 keeps 28 KB in bf16. Its rows
-would take another 32 KB.
+``dw = <dh, h / w>``, which needs no ``y`` (arXiv 2512.14080). The backward copies the tokens to
+rows again, which are K times as many. A token with D = 2048, F = 768 and K = 8 keeps 28 KB in bf16.
+Its rows would take another 32 KB.
 
 Worked example, one row, D = F = 1, x 1, gate 0, up 3, down 1, w 2: ``a = [0, 3]``, ``h = y = 0``;
 for ``dy = 1``, ``dh = 1``, ``da = [dh * w * 3 * 1/2, 0] = [3, 0]``, ``dw = 0`` and ``dx = 0``.
@@ -28,22 +28,23 @@ for ``dy = 1``, ``dh = 1``, ``da = [dh * w * 3 * 1/2, 0] = [3, 0]``, ``dw = 0`` 
     da, dw = swiglu'(dh)
     du = s * da @ B1     dx = da @ W1 + du @ A1      dB1 = s * da^T @ u     dA1 = du^T @ x
 
-Adapters of S tenants are stacked before the experts, [S, E, ...]. Tenant s has the s-th of S equal
-parts of the tokens. An expert's rows lie in the order of their tokens, so that a tenant's rows lie
-together. The frozen matrices' products have E groups of rows, and the adapters' products E * S.
-With E = 2, S = 2, T = 4, K = 1 and tokens for experts 0, 1, 0, 1::
+Tenants are jobs that share a pass, each with adapters of its own. Adapters of S tenants are stacked
+before the experts, [S, E, ...]. Tenant s has the s-th of S equal parts of the tokens. An expert's
+rows are in the order of their tokens, so that those of a tenant are together. The frozen matrices'
+products have E groups of rows, and the adapters' products E * S. With E = 2, S = 2, T = 4, K = 1
+and tokens for experts 0, 1, 0, 1::
 
     row         0       1       2       3
     token       0       2       1       3           offsets of experts           [2, 4]
     tenant      0       1       0       1           offsets of (expert, tenant)  [1, 2, 3, 4]
 
-``activation`` names what takes SwiGLU's place (``ACTIVATIONS`` of
-:mod:`moetrain.kernels.experts.projections`), such as ``gelu`` for GeGLU, or ``relu2`` for experts
-without a gate, whose first matrix has F rows: ``h = relu(a)^2 * w``. The products for few rows
-(:mod:`moetrain.kernels.small_m`) exist for SwiGLU in bf16 alone.
+``activation`` is a name of ``ACTIVATIONS`` (:mod:`moetrain.kernels.experts.projections`), such as
+``silu`` for SwiGLU or ``gelu`` for GeGLU. With ``relu2`` experts have no gate: the first matrix has
+F rows, and ``h = relu(a)^2 * w``. The products for few rows (:mod:`moetrain.kernels.small_m`) exist
+only for SwiGLU in bf16.
 
-The ops here choose the parts of :mod:`moetrain.kernels.experts.frame`, which computes these
-formulas, with products in e4m3 where ``precision`` says so.
+The ops here give their projections and activation to :mod:`moetrain.kernels.experts.frame`. It
+computes these formulas, with products in e4m3 where ``precision`` says so.
 
 Legend: T tokens, K experts a token, R rows sorted by expert, E experts, D model width, F expert
 width, r rank of the adapters.
@@ -92,9 +93,10 @@ def expert_mlp(
         weights_TK: routing weights, any floating dtype, differentiable too.
         w_gate_up_E2FD: gate's F rows, then up's; without a gate, up's alone.
         w_down_EDF: both matrices are in ``x``'s dtype, with rows of multiples of 16 bytes, or both
-            are quantised. Quantised matrices are dequantised here, for few rows within the
-            products' kernels.
-        typical_rows: the usual number of rows, if ``indices`` have room for more.
+            are quantised. Quantised matrices are dequantised first; with few rows the kernels of
+            the products dequantise them.
+        typical_rows: the usual number of rows, if ``indices`` have room for more; None: all rows
+            of ``indices``.
         activation: a name of ``ACTIVATIONS``.
         precision: as the setting ``kernels.precision``; for fp8, D is a multiple of 16, and F of
             the recipe's ``multiple``.
@@ -343,6 +345,10 @@ def adapted_expert_mlp(
             [S, E, ...] each for S tenants.
         scale: multiplies the adapters' results.
         precision: of the products with the frozen matrices; those with the adapters are in bf16.
+
+    The other arguments are those of :func:`expert_mlp`.
+
+    Raises ValueError: shapes, dtypes or widths do not fit.
     """
     chosen = _activation("adapted_expert_mlp", activation)
     check_experts(
@@ -442,7 +448,7 @@ def tenant_offsets(
     expert_R = torch.searchsorted(offsets_E, rows_R.int(), right=True)
     key_R = expert_R * tenants + row_slot_R // max(1, slots)
     groups = torch.arange(offsets_E.shape[0] * tenants, device=row_slot_R.device)
-    # Unused rows behind the last one have the last group's key, so its end is cut off.
+    # Unused rows, behind all others, have the last group's key: that group ends where they begin.
     return torch.minimum(torch.searchsorted(key_R, groups, right=True), offsets_E[-1]).int()
 
 

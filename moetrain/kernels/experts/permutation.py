@@ -1,4 +1,4 @@
-"""Permutation: the row of each (token, slot) with rows sorted by expert; copying there and back.
+"""Permutation of tokens to rows sorted by expert: the index maps, and the copies there and back.
 
 A token t that chose experts ``ids[t, 0..K)`` becomes up to K rows. Rows are sorted by expert, and
 within one expert by (token, slot). Worked example with T=3, K=2, E=3 and
@@ -14,15 +14,17 @@ within one expert by (token, slot). Worked example with T=3, K=2, E=3 and
 With room for 4 rows only, row 4 is dropped: ``offsets`` is [2, 3, 4], slot (2, 0) gets -1, and
 ``counts`` still counts all 5.
 
-:func:`expert_indices` is a counting sort in two launches, without atomics: each program counts its
-ids, then ranks them from the counts of the programs before it. The host does not wait.
+:func:`expert_indices` is a counting sort in two launches, without atomics. In the first launch each
+program counts its ids by expert. In the second it ranks them, from the counts of the programs
+before it. The host does not wait.
 
-The maps then copy tokens to rows and sum rows to tokens, over the slots (t, k) that have a row::
+With the maps, tokens are copied to rows and rows summed to tokens, over the slots (t, k) that have
+a row::
 
     permute:    x_RD[slot_row[t, k]] = x_TD[t]             unpermute:  y_TD[t] = sum over k of
                 weights_R[slot_row[t, k]] = weights_TK[t, k]                   y_RD[slot_row[t, k]]
 
-Each is the other's backward. A program takes a token, since taking a row would read each token K
+Each is the other's backward. A program takes a token: if it took a row, each token would be read K
 times. Rows past ``offsets[-1]`` are unspecified, and gradients never read them.
 
 Legend: T tokens, K experts a token, E experts, R rows (T * K, or as many as the row map has room
@@ -33,7 +35,7 @@ for), D width.
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-# Triton has no types: the bodies of kernels, and what calls them, consist of unknown ones.
+# Triton has no types, so the bodies of kernels, and what calls them, have unknown types.
 
 from typing import Any, NamedTuple
 
@@ -60,9 +62,9 @@ _MAX_PROGRAMS = 256
 _COUNT_ELEMENTS = 16384
 """Counts that a program reads at once."""
 _CHANGING = ("programs", "num_rows", "slots", "tiles")
-"""Arguments that routing changes from call to call, for which kernels are not specialised: Triton
-would compile anew, for 0.4 s within a training step, for each combination of those that are 1 or
-multiples of 16."""
+"""Arguments that change with the routing from call to call. Kernels are not specialised for them:
+otherwise Triton would compile anew for each combination of arguments that are 1 or multiples of 16,
+which takes 0.4 s within a training step."""
 
 
 class ExpertIndices(NamedTuple):
@@ -153,7 +155,7 @@ def _empty_indices(
 
 
 fake_of(expert_indices_op)(_empty_indices)
-# In the reference the sort orders the rows.
+# In the reference the rows come from the sort, so it is worth saving, too.
 worth_saving("routing", torch.ops.moetrain.expert_indices.default, torch.ops.aten.sort.stable)
 
 
@@ -270,7 +272,10 @@ def unpermute(
     indices: ExpertIndices,
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """Sum each token's rows (contiguous) in fp32, rounded once to ``y_RD``'s dtype: ``y_TD``."""
+    """Return ``y_TD``, the sum of each token's rows in fp32, rounded once to ``y_RD``'s dtype.
+
+    Raises ValueError: the shape does not fit, or ``y_RD`` is not contiguous.
+    """
     if y_RD.dim() != 2 or y_RD.shape[0] != indices.row_slot_R.shape[0]:
         raise refusal("unpermute", "[R, D]", y=y_RD, row_slot_R=indices.row_slot_R)
     if use_fast(backend, y_RD):

@@ -2,6 +2,8 @@
 
     w_te = s_te / max(sum over the chosen e of s_te, min_sum) * scale,    s: softmax or sigmoid
 
+Without ``normalize`` the scores are not divided: w_te = s_te * scale.
+
 Legend: T tokens, E experts, K experts a token, R = T * K.
 """
 
@@ -15,8 +17,8 @@ class Routed(NamedTuple):
     """The decision of one router call, and the sums over tokens that the balancing losses need."""
 
     ids_TK: torch.Tensor
-    """int32: each token's experts, that with the largest s + bias first; -1: no expert. Only
-    pads have -1, and have nothing else."""
+    """int32: each token's experts, the one with the largest s + bias first. A pad has no experts:
+    all its entries are -1. No other token has a -1."""
     weights_TK: torch.Tensor
     """fp32, differentiable: the routing weights; 0 for a pad."""
     counts_E: torch.Tensor

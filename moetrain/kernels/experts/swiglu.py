@@ -1,9 +1,9 @@
 """SwiGLU with a routing weight, or GeGLU: ``y = act(gate) * up * w`` (arXiv 2002.05202).
 
 ``act(gate) = gate * s`` with ``s = sigmoid(u)``. For SiLU u is ``gate``. For GELU, in its tanh form
-(arXiv 1606.08415), it is ``2 sqrt(2 / pi) (gate + 0.044715 gate^3)``. Other activations of a gate
-are rows of :data:`GATES` and branches of :func:`_share` and :func:`_slope`. The gradients for an
-upstream ``dy`` are::
+(arXiv 1606.08415), it is ``2 sqrt(2 / pi) (gate + 0.044715 gate^3)``. Another activation of a gate
+needs an entry in :data:`GATES` and branches in :func:`_share` and :func:`_slope`. The gradients for
+an upstream ``dy`` are::
 
     d_up   = dy * w * gate * s
     d_gate = dy * w * up * (s + gate * s * (1 - s) * u')

@@ -1,7 +1,7 @@
 """SwiGLU that writes e4m3: a program holds a whole row, and so knows its scale.
 
-The kernels round to the rows' dtype first, as if the result were stored and then quantised
-(:meth:`moetrain.kernels.quant.recipes.Recipe.rows`): the bits are those of both steps.
+The kernels round to the rows' dtype before they quantise. So the bits are those of two steps:
+SwiGLU, and then :meth:`moetrain.kernels.quant.recipes.Recipe.rows`.
 
 Legend: R rows, F expert width.
 """
@@ -39,7 +39,7 @@ class _SwiGLUGradients(NamedTuple):
     d_gate_up: Quantised
     """The gradient of the pre-activations, [R, 2F]."""
     y: torch.Tensor | Quantised | None
-    """SwiGLU's result [R, F], in the dtype that was asked for; None: it was not asked for."""
+    """SwiGLU's result [R, F], in the rows' dtype or quantised; None: it was not asked for."""
     d_weights_R: torch.Tensor
     """The gradient of the routing weights."""
     d_gate_up_R2F: torch.Tensor | None
@@ -60,7 +60,7 @@ def swiglu_backward_quantised(
     Args:
         tiled: quantise in tiles of 128 columns; F is a multiple of 128.
         with_dequantised: return ``d_gate_up_R2F`` and ``y``, too, in the rows' dtype.
-        with_quantised: return ``y``, too, quantised.
+        with_quantised: return ``y``, too, quantised, unless ``with_dequantised`` is True.
     """
     rows, width = dy_RF.shape
     y = None

@@ -4,9 +4,10 @@
 Without DELTA they are the kernels of :mod:`moetrain.kernels.linear_attention.ssd`, where U is given
 and there is no T.
 
-A program takes one head of one chunk, or walks over the chunks of one document, for all columns of
-a state or for some. In all kernels H, Q, K and V are as in the legend, and C is the tokens of a
-chunk; ``row`` and ``gates`` are the offsets of its tokens' rows and of their gates.
+A program takes one head of one chunk, or walks over the chunks of one document. It computes all
+columns of a state or some. In all kernels H, Q, K and V are as in the legend, and C is the number
+of tokens in a chunk. ``gates`` are the offsets of the tokens' gates in [T, H], and ``row`` those of
+the elements in the tokens' rows.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -17,7 +18,7 @@ from moetrain.runtime.backend import tl, triton
 
 @triton.jit
 def _decay(sums_I, i, size):
-    """Return exp(G_i - G_j) on and below the diagonal of a chunk, elsewhere 0."""
+    """Return D_ij = exp(G_i - G_j) for j <= i < ``size``, elsewhere 0."""
     sums_J = tl.sum(tl.where(i[:, None] == i[None, :], sums_I[:, None], 0.0), axis=0)
     keep = (i[:, None] >= i[None, :]) & (i[:, None] < size)
     return tl.exp(tl.where(keep, sums_I[:, None] - sums_J[None, :], float("-inf")))
@@ -69,7 +70,7 @@ def states_kernel(
     H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PRECISION: tl.constexpr, CARRIED: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Walk over a document's chunks; write the state before each, and its U.
+    """Walk over a document's chunks. Write the state before each chunk and, with ``DELTA``, its U.
 
     With ``CARRIED`` the document begins with its slot's state, unless it is new, and leaves the
     state after its last full chunk there.
@@ -123,6 +124,7 @@ def outputs_kernel(
     H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    # O = scale (diag(e^G) Q S + (D * Q K^T) U), for some columns of the values.
     part, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     size = tl.load(sizes_ptr + chunk)
     if size > 0:
@@ -176,9 +178,9 @@ def state_gradients_kernel(
     H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PRECISION: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Walk back over a document's chunks; write the gradient of the state after each, and dR.
+    """Walk back over a document's chunks. Write the gradient of the state after each chunk, and dR.
 
-    dR overwrites the part of dU that :func:`local_kernel` wrote.
+    dR (without ``DELTA``, the whole dU) overwrites the part of dU that :func:`local_kernel` wrote.
     """
     part, head, doc = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(bounds_ptr + doc), tl.load(bounds_ptr + doc + 1)
@@ -227,10 +229,10 @@ def input_gradients_kernel(
     H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Compute the inputs' gradients as far as one part of K's columns goes.
+    """Compute the share of one part of K's columns in the inputs' gradients.
 
-    These are dQ and dK for its columns, dV for its share of V's blocks, and its share of dG and
-    dbeta.
+    These are dQ and dK for the part's columns, and its terms of dG. With ``DELTA`` they are also
+    its terms of dbeta and, if there are P parts, dV for every P-th of V's blocks.
     """
     part, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     size = tl.load(sizes_ptr + chunk)
@@ -296,7 +298,7 @@ def input_gradients_kernel(
             lower = (d_lower * beta[:, None]).to(k.dtype)
             dk += tl.dot(lower, k, input_precision=PRECISION)
             dk += tl.dot(tl.trans(lower), k, input_precision=PRECISION)
-        columns = tl.sum(moved, axis=0)  # in the layout of columns; now in that of rows:
+        columns = tl.sum(moved, axis=0)  # has the layout of columns; the next line gives it rows'
         columns = tl.sum(tl.where(i[:, None] == i[None, :], columns[None, :], 0.0), axis=1)
         d_sums += tl.sum(moved, axis=1) - columns + tl.where(i == size - 1, d_final, 0.0)
         tl.store(d_sums_ptr + parts + gates, d_sums, mask=valid)

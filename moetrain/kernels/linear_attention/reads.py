@@ -19,8 +19,8 @@ from moetrain.kernels.linear_attention.gated_delta import CHUNK, Documents
 class Reads(NamedTuple):
     """The tokens that a step reads, and their rows and slots; all layers share it.
 
-    Slot 0 belongs to no sequence: what no later step needs is written there. A slot has ``CHUNK``
-    entries; an entry's index counts over all slots.
+    A slot has ``CHUNK`` entries, for the tokens of a sequence's open chunk. An entry's index counts
+    over all slots. Slot 0 belongs to no sequence; tokens that no later step needs go there.
     """
 
     place_T: torch.Tensor
@@ -28,16 +28,17 @@ class Reads(NamedTuple):
     before_T: torch.Tensor
     """int64: number of tokens of its sequence that this step reads before it."""
     after_T: torch.Tensor
-    """int64: number of tokens of its sequence that this step reads after it."""
+    """int64: number of tokens of its sequence that this step reads after it. :meth:`of_singles` has
+    zeros, whatever follows."""
     slots_T: torch.Tensor
     """int64: the slot of its sequence."""
     rows_T: torch.Tensor
     """int64: its row."""
     own_T: torch.Tensor
-    """int64: its entry if its chunk stays open, else an entry of slot 0."""
+    """int64: its entry if its chunk is still open after the step, else an entry of slot 0."""
     kept_2R: torch.Tensor | None
-    """int64: rows of tokens that earlier steps read, and their entries. None: the rows are the
-    entries themselves."""
+    """int64: the rows of tokens that earlier steps read, and the entries of these tokens. None: the
+    rows are the entries themselves."""
     num_rows: int
     """R; 0 if the rows are the entries."""
     begins_N: torch.Tensor
@@ -59,7 +60,7 @@ class Reads(NamedTuple):
             sequences: (slot, tokens that earlier steps read, tokens to read) of each.
         """
         slots_N, seen_N, new_N = torch.tensor(sequences, dtype=torch.int64).view(-1, 3).T
-        # Rows: of each sequence the tokens of its open chunk, then those to read.
+        # Rows: for each sequence the tokens of its open chunk, then those to read.
         open_N = seen_N % CHUNK
         bounds_N = F.pad((open_N + new_N).cumsum(0), (1, 0))
         rows = int(bounds_N[-1])
@@ -103,10 +104,10 @@ class Reads(NamedTuple):
 
         Args:
             slots_N: each sequence's slot.
-            seen_N: the tokens before this one.
-            before_N: the number of them that this step reads too, if a sequence may have several
-                tokens, one after the other. They are of one chunk, and none is its last, so that
-                the state is only read.
+            seen_N: the number of tokens before this one.
+            before_N: the number of these tokens that this step reads, too, if it reads several
+                consecutive tokens of a sequence; None: zeros. Those of one sequence are then in one
+                chunk, and none is the last token of the chunk, so that the state is only read.
         """
         slots_N, seen_N = slots_N.long(), seen_N.long()
         zeros_N = torch.zeros_like(slots_N)

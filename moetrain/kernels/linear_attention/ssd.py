@@ -5,8 +5,8 @@ duality, arXiv 2405.21060)::
 
     S = exp(g) S + k u^T        o = S^T q
 
-In Mamba-2's notation q, k and u are C, B and dt x, and g is dt A. It is the gated delta rule
-without the correction by what the state already holds for the key.
+In Mamba-2's notation q, k and u are C, B and dt x, and g is dt A. This is the gated delta rule
+without its correction, which subtracts what the state already holds for the key.
 
 Worked example, K = V = 1, g = ln(1/2), k = q = 1, u = 1, 1: the state goes from 0 to 1 and 3/2,
 which are also the outputs; a document that starts at the second token gives 1 again.
@@ -76,7 +76,7 @@ def ssd(
 
     Args:
         q_TQK, k_TQK, u_THV: one dtype, contiguous; H is a multiple of Q.
-        g_TH: fp32, at most 0: the log of what the state keeps.
+        g_TH: fp32, at most 0: the log of the share of the state that is kept.
         documents: of all T tokens.
     """
     if not _is_fast(q_TQK, k_TQK, u_THV, g_TH, backend):
@@ -93,9 +93,10 @@ def ssd_continued(
     carried: Carried,
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """Return :func:`ssd` of documents that go on from states, without gradients.
+    """Return :func:`ssd` of documents that continue from the states in ``carried``, no gradients.
 
-    Outputs of tokens outside the chunks are unspecified.
+    The states in ``carried`` are updated in place. Outputs of tokens outside the chunks are
+    unspecified.
     """
     if not _is_fast(q_TQK, k_TQK, u_THV, g_TH, backend):
         return chunked(q_TQK, k_TQK, u_THV, g_TH, None, documents, 1.0, carried)
@@ -124,8 +125,8 @@ def _is_fast(
     return True
 
 
-# These are the gated delta rule's and not tuned again. Kernels that walk over chunks need two
-# stages.
+# These are the settings of the gated delta rule, except _GATES and _INPUTS. They were not tuned
+# again. Kernels that walk over chunks need two stages or more (see there).
 _GATES = Launch(1, 1)
 _STATES = Launch(4, 3, 32)
 _OUTPUTS = Launch(4, 1, 128)
@@ -153,7 +154,7 @@ def ssd_op(
     sizes_C: torch.Tensor,
     firsts_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return :class:`_Forward`."""
+    """Return the fields of :class:`_Forward`."""
     documents = Documents(bounds_N, starts_C, sizes_C, firsts_N)
     return _launch_forward(q_TQK, k_TQK, u_THV, g_TH, documents)
 
@@ -276,9 +277,9 @@ def ssd_gradients_op(
     do_THV, du_THV, dg_TH = do_THV.contiguous(), torch.empty_like(u_THV), torch.empty_like(g_TH)
     if T * H == 0:
         return torch.zeros_like(q_TQK), torch.zeros_like(k_TQK), du_THV, dg_TH
-    # 1. The states again.
+    # 1. Compute the states again.
     states_CHKV = _states(k_TQK, u_THV, sums_TH, documents)
-    # 2. The part of dU from the chunk's own outputs.
+    # 2. Compute the part of dU that comes from the chunk's own outputs.
     d_states_CHKV = torch.empty_like(states_CHKV)
     local_kernel[(H, C)](
         q_TQK,
@@ -293,7 +294,7 @@ def ssd_gradients_op(
         num_warps=_LOCAL.warps,
         num_stages=_LOCAL.stages,
     )
-    # 3. The states' gradients, from each document's end, and the rest of dU.
+    # 3. Compute the states' gradients, from each document's end, and the rest of dU.
     columns = min(_STATE_GRADS.columns, V)
     state_gradients_kernel[(V // columns, H, len(bounds_N) - 1)](
         q_TQK,
@@ -314,7 +315,7 @@ def ssd_gradients_op(
         # Three stages of fp32 tiles do not fit into a multiprocessor's shared memory.
         num_stages=min(_STATE_GRADS.stages, 8 // k_TQK.element_size()),
     )
-    # 4. The other inputs' gradients. Each part of K has a share of the sums' gradients.
+    # 4. Compute the other inputs' gradients. Each part of K has a share of the sums' gradients.
     dq_THK, dk_THK = k_TQK.new_empty(T, H, K), k_TQK.new_empty(T, H, K)
     columns = min(_INPUTS.columns, K)
     parts = K // columns

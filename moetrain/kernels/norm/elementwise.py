@@ -1,8 +1,8 @@
 """Elementwise functions as ops of their own, with the same bits in every graph.
 
-The compiler computes an exponential by other code than torch, inside the kernel that it fuses it
-into, and the last bit may differ. Where generation must have training's bits, ``fusible`` is False
-and torch's own kernels run; the compiler fuses their gradients as it likes.
+The compiler fuses an exponential into other kernels, and computes it by other code than torch, so
+that the last bit may differ. Where generation must have the bits of training, ``fusible`` is False,
+and torch's own kernels run. The compiler may still fuse the gradients.
 """
 
 import torch

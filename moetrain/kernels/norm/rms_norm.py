@@ -3,16 +3,16 @@
     r = 1 / rms(x)    n = x * r    y = round(n) * w
     dn = dy * w       dx = r * (dn - n * mean(dn * n))      dw = sum over rows of dy * round(n)
 
-:func:`rms_norm` is one op, because the compiler would round at other places in every graph. An op
-rounds where the formula says, so a row has the same bits in training and in generation.
+:func:`rms_norm` is one op, because the compiler rounds at different places in different graphs. An
+op rounds where the formula says, so a row has the same bits in training and in generation.
 :func:`add_rms_norm` is ``s = round(x + y)`` and the norm of ``s`` in one pass.
 :func:`fusible_rms_norm` leaves the forward to the compiler, where bits may differ.
 
 With ``late`` the weight is applied in fp32, and only the result is rounded: the ``round`` of n
 above is left out.
 
-One op makes the gradients of all three. ``dw`` is a sum over rows, where ``dx`` needs sums over
-columns: each of P programs takes every P-th row and adds up its ``dw`` in registers.
+One op makes the gradients of all three. ``dw`` is a sum over rows, while ``dx`` needs sums over
+columns. So each of P programs takes every P-th row, and adds up its share of ``dw`` in registers.
 
 Legend: N rows, D width, P programs of the backward.
 """
@@ -43,9 +43,11 @@ def rms_norm(
     *,
     late: bool = False,
 ) -> torch.Tensor:
-    """Normalise ``x`` [..., D] in fp32, round to its dtype and multiply by ``weight`` in it.
+    """Normalise ``x`` [..., D] in fp32, round to ``x``'s dtype, and multiply by ``weight`` in it.
 
-    With ``late`` it is multiplied in fp32, and rounded after that.
+    With ``late`` the product with the weight is in fp32, and only that product is rounded.
+
+    Raises ValueError: shapes or dtypes do not fit, or ``weight`` is not contiguous.
     """
     _check("rms_norm", x, x, weight_D)
     if use_fast(backend, x):

@@ -8,8 +8,9 @@
 The kernel reads what changes from step to step from device memory (:class:`Rates`), the decision to
 skip included. A skipped step writes only the copy.
 
-bf16 moments are rounded stochastically (:mod:`moetrain.kernels.optim.rounding`), so that the mean
-is exact: a second moment at beta2 0.95 would otherwise lose all that is below 1/256 of it.
+bf16 moments are rounded stochastically (:mod:`moetrain.kernels.optim.rounding`), so that their mean
+is exact. Rounded to nearest, a second moment at beta2 0.95 would lose all that is below 1/256 of
+it.
 
 Left out on purpose: gradients (it runs after the backward), AMSGrad, masters in other than fp32.
 
@@ -118,7 +119,7 @@ def adamw(
 ) -> None:
     """Update ``param_N``, ``avg_N``, ``avg_sq_N`` in place, and write ``out_N`` if it is given.
 
-    All tensors over N are contiguous.
+    All tensors over N are contiguous. In plain torch they may also all be fp64.
 
     Args:
         param_N: fp32.
@@ -128,7 +129,9 @@ def adamw(
         decays_B: uint8, 1 where weight decay applies.
         origins_B: int64, the index of each block's first element, from which its random bits are
             drawn; given with bf16 moments, and only with these.
-        out_N: of any float dtype: the new parameters, rounded to nearest.
+        out_N: fp32, bf16 or fp16: receives the new parameters, rounded to nearest.
+
+    Raises ValueError: shapes or dtypes do not fit, or a tensor is not contiguous.
     """
     flat = {"param": param_N, "grad": grad_N, "avg": avg_N, "avg_sq": avg_sq_N}
     is_fast = use_fast(backend, param_N)

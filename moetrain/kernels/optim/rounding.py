@@ -2,10 +2,10 @@
 
     round(x) = the top 16 bits of (x + noise)        noise: 16 random bits below those of bf16
 
-as 32-bit integers: the mean of the rounded value is x. The random bits are Philox's (Salmon et al.
-2011, ten rounds) of the seed, the step and the element's index: a rerun repeats them, and so does
-another layout. Worked example: 1 + 2^-9 becomes 1 + 2^-7, the next bf16 value, for one in four
-values of the bits.
+with x and the noise added as 32-bit integers, so that the mean of the rounded value is x. Philox
+(Salmon et al. 2011, ten rounds) makes the random bits from the seed, the step and the element's
+index. So they are the same in a rerun, and in another layout. Worked example: 1 + 2^-9 becomes
+1 + 2^-7, the next bf16 value, for one in four values of the bits.
 
 Kernels of other files call :func:`random_bits` and :func:`round_by` on one block of elements. The
 functions named ``_reference`` do the same in plain torch.

@@ -1,4 +1,4 @@
-"""Half of the product of a matrix with its own transpose, and the other half by symmetry.
+"""The product of a matrix with its own transpose: half is computed, half filled in by symmetry.
 
     S = alpha X X^T + beta A          A symmetric, or none
 
@@ -43,8 +43,8 @@ class _Launch(NamedTuple):
 
 _LAUNCH = _Launch(128, 64, 4, 3, 255)
 _LAUNCH_ALONE = _LAUNCH._replace(stages=4)
-"""Settings without an added matrix. Both are the fastest of eight on one H100: of 128 matrices of
-768 x 2048, X X^T takes 0.43 ms and b A + c A A 0.25, where a library takes 0.47 and 0.36."""
+"""Settings without an added matrix. Both are the fastest of eight on one H100. For 128 matrices of
+768 x 2048 X X^T takes 0.43 ms and b A + c A A 0.25; a library takes 0.47 and 0.36."""
 _MOST_ROWS = 46_340
 """Limit of rows: offsets in a result are 32-bit integers."""
 
@@ -62,6 +62,8 @@ def symmetric_product(
         x_BRC: bf16, fp16 or fp32 of any strides; fast where one of R and C is contiguous and the
             other's stride a multiple of 16.
         added_BRR: symmetric matrices in the same dtype, contiguous; only one half of each is read.
+
+    Raises ValueError: shapes or dtypes do not fit.
     """
     batch, rows, _ = sizes = x_BRC.shape if x_BRC.dim() == 3 else (0, 0, 0)
     fits = x_BRC.dim() == 3

@@ -1,16 +1,17 @@
 """Grouped products of e4m3 on a Hopper GPU, in the frame of the grouped products in bf16.
 
 Tiles, programs and their parts are those of :mod:`moetrain.kernels.experts.grouped_frame`. A piece
-of the ring holds 128 bytes, which are moved as 64 elements of bf16 and multiplied as 128 of e4m3.
+of a row in the ring has 128 bytes. They are moved as 64 elements of bf16, and multiplied as 128 of
+e4m3.
 
     rows    out[r, n] = a_scale[r] * b_scale[g, n] * sum over k of a[r, k] b[g, n, k]
     blocks  out[r, n] = sum over pieces p of a_scale[p, r] * b_scale[g, n / 128, p] * s(p)
             s(p)      = sum over k in p of a[r, k] b[g, n, k]
 
-With a scale a row the sums stay in tensor cores' registers (torch's ``use_fast_accum``). With tiles
-and blocks each piece's sum is scaled and added up in fp32 (DeepSeek-V3, arXiv 2412.19437, section
-3.3.2): 128 columns at a time, as registers hold no more. While one warpgroup adds up, the other
-multiplies.
+If rows have one scale each, sums stay in tensor cores' registers (torch's ``use_fast_accum``). With
+scales of tiles and blocks, each piece's sum is scaled and added up in fp32 (DeepSeek-V3, arXiv
+2412.19437, section 3.3.2). That is done for 128 columns at a time, as registers hold no more. While
+one warpgroup adds up, the other multiplies.
 
 Triton's interpreter does not run Gluon: a CPU never takes this file.
 

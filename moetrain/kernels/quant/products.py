@@ -1,13 +1,13 @@
 """Matrix products in e4m3; no other module calls torch's scaled GEMMs.
 
-Both operands lie along the inner width, with a scale for each row of the first and each column of
-the product. On a CPU the dequantised operands are multiplied in fp32: the same sum, but for its
-order. Tensor cores add in registers that keep fewer bits than fp32 (``use_fast_accum``); adding up
-every 128 products in fp32 costs a quarter of the rate on one H200.
+Both operands are contiguous along the inner width. The first has a scale for each row, and the
+second one for each column of the product. On a CPU the dequantised operands are multiplied in fp32:
+the same sum, but for its order. Tensor cores add in registers that keep fewer bits than fp32
+(``use_fast_accum``); adding up every 128 products in fp32 costs a quarter of the rate on one H200.
 
-:func:`linears_fp8` is a dense layer, ``y = q(x) @ q(w)^T``, for several ``w`` at once, so that rows
-are quantised once both ways and the gradients of all ``w`` are added in fp32. For an upstream
-``dy``, with q() as in :mod:`moetrain.kernels.experts.frame_fp8`::
+:func:`linears_fp8` is a dense layer, ``y = q(x) @ q(w)^T``, for several ``w`` at once. So ``x`` and
+``dy`` are quantised once for all ``w``, and the parts of ``dx`` from all ``w`` are added in the
+product. For an upstream ``dy``, with q() as in :mod:`moetrain.kernels.experts.frame_fp8`::
 
     dx = q(dy) @ q(w)        dw = dy^T @ x  (in bf16)
 
@@ -95,7 +95,9 @@ def linears_fp8(
 ) -> tuple[torch.Tensor, ...]:
     """Multiply ``x`` by each ``w`` [N, D], on CUDA in bf16; N and D are multiples of 16.
 
-    The results are views of one tensor.
+    The results are views of one tensor [T, N of all ``w``].
+
+    Raises ValueError: shapes, dtypes or widths do not fit.
     """
     fits = all(w.shape[1:] == x_TD.shape[1:] and w.dtype == x_TD.dtype for w in weights)
     if not fits or any(size % MULTIPLE for w in weights for size in w.shape):

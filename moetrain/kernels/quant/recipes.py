@@ -7,8 +7,8 @@
     fp8_blocks_ue8m0    one a tile of 128    2^k, blocks of 128^2      e4m3
 
 Rows are activations and gradients. Gradients of dense weights are products in bf16, since
-quantising takes as long as e4m3 saves (docs/log/quantisation.md). Gradients of the head are its
-loss's matter (:mod:`moetrain.kernels.vocabulary.fp8_gradients`).
+quantising takes as long as e4m3 saves (docs/log/quantisation.md). The loss makes the gradients of
+the head (:mod:`moetrain.kernels.vocabulary.fp8_gradients`).
 """
 
 from typing import NamedTuple
@@ -30,8 +30,8 @@ class Recipe(NamedTuple):
     """The quantisation of products' operands."""
 
     blocks: Scales | None = None
-    """The scales of weights' blocks; rows then have a scale a tile. None: weights have a scale a
-    row or column, and rows have one."""
+    """The kind of scales of weights' blocks; rows then have a scale for each tile. None: weights
+    have a scale for each row or column, and each row has one."""
     quantises_weight_grads: bool = False
     """True: gradients of experts' weights are products in e4m3, too."""
 
@@ -42,8 +42,8 @@ class Recipe(NamedTuple):
 
     @property
     def multiple(self) -> int:
-        """Experts' widths are multiples of this; of whole blocks, so that no block holds rows of
-        both gate and up."""
+        """Experts' widths F are multiples of this. With blocks it is a block's width, so that no
+        block has rows of both gate and up."""
         return TILE if self.tiled else MULTIPLE
 
     def rows(self, x_XM: torch.Tensor, backend: Backend = "auto") -> Quantised:

@@ -1,20 +1,20 @@
-"""A chunk of tokens against (a part of) the vocabulary: parts of the loss, and sampling.
+"""Logits of a chunk of tokens over (a part of) the vocabulary: the loss's parts, and sampling.
 
 A chunk of a loss takes two calls. ``_chunk_stats`` multiplies h by w^T and gives each token's
 (lse, target logit, mean) of logits = scale * h @ w^T, with p = exp(logits - lse) and mean =
 sum(p * logits). It can also store exp(logit - largest logit of the row's tile), which
 ``_chunk_logit_grads`` replaces, in place, by the gradient of the logits.
 
-Each exponential is stored in bf16, rounded relative to itself, where rounding a logit of 20 can
-move its p by 6 %; maxima and sums are fp32.
+Exponentials are stored in h's dtype, maxima and sums in fp32. In bf16 the error of an exponential
+is relative to itself. If logits were stored, rounding one of 20 could change its p by 6 %.
 
 With a softcap c > 0 (Gemma, arXiv 2408.00118) the product z = h @ w^T is replaced by
 ``c * tanh(z / c)``, and the gradient of z is that of the logits times 1 - tanh(z / c)^2.
 
-A vocabulary that is split over ranks is joined between the two calls: a target outside [0, V) has
-no logit here, and two shards a and b join by lse = logaddexp(lse_a, lse_b), target logit = the sum
-of both, mean = sum of exp(lse_i - lse) * mean_i. The second call then takes the joined lse and
-mean.
+If the vocabulary is split over ranks, the statistics of its parts are joined between the two calls.
+A target outside [0, V) has no logit here: its target logit is 0. Two parts a and b join by
+lse = logaddexp(lse_a, lse_b), target logit = the sum of both, mean = the sum of
+exp(lse_i - lse) * mean_i. The second call then takes the joined statistics.
 
 :func:`sample_tokens` draws the next token in the same product, by the Gumbel-max trick::
 
@@ -74,7 +74,7 @@ _TILES = {
     # For tests: a small tile, which compiles fast.
     torch.float32: _VocabTile(64, 64, 32, num_warps=4, num_stages=2),
 }
-# For sampling, where rows are few: 0.2 ms for 64, 0.45 for 256. Tiles have as many columns as
+# For sampling, where rows are few: 64 take 0.2 ms, 256 take 0.45. Tiles have as many columns as
 # above, and a warp has whole rows, so that a row's sums are added up in the same order.
 _SAMPLING_TILES = {
     torch.bfloat16: _VocabTile(64, 128, 64, num_warps=4, num_stages=4),
@@ -98,7 +98,7 @@ class ChunkStats(NamedTuple):
 
     @classmethod
     def empty(cls, h_TD: torch.Tensor) -> "ChunkStats":
-        """Return tensors for all tokens, without values except the target logits' zeros."""
+        """Return uninitialised statistics for all tokens, with target logits of zero."""
         lse_T = h_TD.new_empty(h_TD.shape[0], dtype=torch.float32)
         return cls(lse_T, torch.zeros_like(lse_T), torch.empty_like(lse_T))
 
@@ -341,10 +341,12 @@ def loss_gradients(
     Args:
         grads: the upstream gradients.
         chunk_elements: about so many logits exist at once.
-        join: where ranks share the vocabulary, replaces a chunk's statistics over ``w``'s part by
-            those over the whole, in place. The gradient of h is then the part from ``w``'s part.
-        columns: all ranks must cut the same chunks, by the most rows that any rank holds; None:
-            ``w``'s own.
+        join: called with each chunk's statistics. If ranks share the vocabulary, it replaces those
+            over ``w``'s part by those over the whole, in place. The gradient of h is then only the
+            term that comes from ``w``'s part.
+        columns: the number of logits of a token for which chunks are cut. Ranks that share the
+            vocabulary must cut the same chunks, so they give the most rows that any of them holds.
+            None: ``w``'s rows.
         is_trained: False: the gradient of w is empty.
     """
     stats = ChunkStats.empty(h_TD)
@@ -538,8 +540,8 @@ def sample_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample each row's token (int64) and return its log-probability (fp32), without gradient.
 
-    The log-probability has the bits of a loss on the same device, at a temperature of 1 / the row's
-    scale.
+    The log-probability has the same bits as that of a loss on the same device, at the temperature
+    1 / the row's scale.
 
     Args:
         keys_N: int32, any bits; they determine the noise.

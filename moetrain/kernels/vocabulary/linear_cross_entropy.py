@@ -13,12 +13,13 @@ Worked example, V=2, temperature 1: logits [0, ln 3] and target 1 give lse = ln 
 loss = ln(4/3), and the gradient of the loss in the logits is [1/4, -1/4].
 
 :func:`linear_cross_entropy` gets the tokens' upstream gradients only in the backward, and
-multiplies h by w again there: four matrix products. :func:`linear_cross_entropy_sum` returns one
-weighted sum, so the forward already makes the gradients of h and w: three. Both walk the tokens in
-chunks; the gradient of w is rounded once a chunk. With ``fp8_grads`` the sum's two products of
-gradients are in fp8 (:mod:`moetrain.kernels.vocabulary.fp8_gradients`), and the loss is the same.
+multiplies h by w again there. It takes four matrix products. :func:`linear_cross_entropy_sum`
+returns one weighted sum, so its forward already makes the gradients of h and w. It takes three.
+Both walk the tokens in chunks; the gradient of w is rounded once a chunk. With ``fp8_grads`` the
+sum's two products of gradients are in fp8 (:mod:`moetrain.kernels.vocabulary.fp8_gradients`), and
+the loss is the same.
 
-Left out on purpose: a gradient of the weights, and label smoothing.
+Left out on purpose: gradients of the tokens' weights, and label smoothing.
 
 Legend: T tokens, D model width, V vocabulary, C tokens of a chunk, N vocabulary tiles.
 """
@@ -89,7 +90,9 @@ def linear_cross_entropy(
         h_TD, w_VD: both bf16 or both fp32, differentiable.
         targets_T: in ``[0, V)``, or ``ignore_index``; not checked.
         softcap: caps the products, before the temperature; 0: they are not capped.
-        chunk_elements: about so many logits exist at once.
+        chunk_elements: about so many logits exist at once; plain torch makes all at once.
+
+    Raises ValueError: shapes or dtypes do not fit, or temperature or softcap is out of range.
     """
     _check(h_TD, w_VD, targets_T, temperature, softcap)
     valid_T = targets_T != ignore_index

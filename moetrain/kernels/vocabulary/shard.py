@@ -4,11 +4,11 @@
 
 A rank computes three statistics a token over its part, in chunks
 (:mod:`moetrain.kernels.vocabulary.chunk`), and ``join`` turns them into those over the whole
-vocabulary. No rank ever has a token's logits over all of it. Losses are the same on every rank.
-Gradients of hidden states are the parts from a rank's part of the vocabulary; the caller adds them
-up over the ranks.
+vocabulary. No rank ever has a token's logits over all of it. Losses are the same on every rank. A
+rank's gradient of the hidden states is the term that comes from its part of the vocabulary; the
+caller adds these terms up over the ranks.
 
-Communication is the caller's too: two functions of :class:`VocabularyShard`.
+The caller provides the communication, too: two functions of :class:`VocabularyShard`.
 
 Legend: T tokens, D model width, L rows of the vocabulary matrix here, C tokens of a chunk.
 """
@@ -94,7 +94,10 @@ class VocabularyShard:
     def stats(
         self, h_TD: torch.Tensor, w_LD: torch.Tensor, targets_T: torch.Tensor, scale: float
     ) -> ChunkStats:
-        """Return every token's statistics over the whole vocabulary. Collective."""
+        """Return every token's statistics over the whole vocabulary. Collective.
+
+        ``targets_T`` counts from :attr:`first`, here and in :meth:`gradients`.
+        """
         if use_fast(self.backend, h_TD):
             stats = token_stats(h_TD, w_LD, targets_T, scale, self.chunk_elements, self.softcap)
         else:
