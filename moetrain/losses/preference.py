@@ -1,10 +1,11 @@
 """Losses of answers to prompts, from log-probabilities of the policy and of its reference.
 
 DPO and IPO compare the two answers of a pair. KTO takes single answers that are desirable or not,
-and compares each with the policy's divergence from the reference; a pair gives one of each. SimPO
-and ORPO compare the answers of a pair without a reference, whose log-probabilities count as 0.
+and compares each with the policy's divergence from the reference. A pair counts as one desirable
+and one undesirable answer. SimPO and ORPO compare the answers of a pair without a reference: its
+log-probabilities count as 0.
 
-Legend: P rows, G segments of a pair (2), N segments of all rows, T tokens, S tokens of a row.
+Legend: P rows, N segments of all rows, T tokens, S tokens of a row. A pair is a row of 2 segments.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,17 +16,17 @@ import torch.nn.functional as F
 
 
 class Segments(NamedTuple):
-    """Prompts with an answer each; all fields are [N]."""
+    """The segments of all rows, each a prompt with an answer; all fields are [N]."""
 
     ratio: torch.Tensor
     """Log-probability of the answer, policy minus reference, in nats, summed over its tokens."""
     num_tokens: torch.Tensor
-    """fp32: tokens of the answer; 0 where nothing is learned."""
+    """fp32: number of the answer's tokens; 0 where nothing is learned."""
     row: torch.Tensor
     """int64: the row that holds the segment."""
     label: torch.Tensor
-    """int64, for KTO: 1 for a desirable answer, -1 for an undesirable one, 0 for another prompt's
-    answer (it only measures the divergence), and where nothing is learned. 0 for other losses."""
+    """int64. With KTO, 1: the answer is desirable; -1: it is undesirable; 0: it is another prompt's
+    answer, which only measures the divergence, or nothing is learned. With other losses, 0."""
 
     @classmethod
     def of(
@@ -38,9 +39,9 @@ class Segments(NamedTuple):
         """Sum each segment's log-ratios over its targets.
 
         Args:
-            ratio_T: policy minus reference.
+            ratio_T: log-probability of each token, policy minus reference, in nats.
             targets_PS: 0 or more where a token is a target.
-            cu_seqlens: the segments' ends, from 0.
+            cu_seqlens: 0, then the end of each segment (int [N + 1]).
             label_PS: the label of each token's segment; None: segments have none.
         """
         starts_N = cu_seqlens[:-1].long()
@@ -65,9 +66,9 @@ class Scores(NamedTuple):
     chosen: torch.Tensor
     rejected: torch.Tensor
     num_chosen: torch.Tensor
-    """Tokens of the chosen answer, at least 1."""
+    """Number of the chosen answer's tokens, at least 1."""
     num_rejected: torch.Tensor
-    """Tokens of the rejected answer, at least 1."""
+    """Number of the rejected answer's tokens, at least 1."""
 
     @classmethod
     def of_pairs(cls, segments: Segments) -> Self:
@@ -87,8 +88,8 @@ def reward_losses(
 ) -> torch.Tensor:
     """Return each pair's loss [P] from its rewards: -log sigmoid(chosen - rejected - margin).
 
-    It is Bradley-Terry's likelihood of the choice (arXiv 2203.02155, eq. 1), with a margin as in
-    Llama 2 (arXiv 2307.09288, eq. 2).
+    It is the negative log-likelihood of the choice by Bradley and Terry's model (arXiv 2203.02155,
+    eq. 1), with a margin as in Llama 2 (arXiv 2307.09288, eq. 2).
     """
     return -F.logsigmoid(chosen_P - rejected_P - margin_P)
 
@@ -96,9 +97,9 @@ def reward_losses(
 def divergence_sums(segments: Segments) -> dict[str, torch.Tensor]:
     """Return the sums over segments from which :func:`divergence` is estimated.
 
-    Segments with label 0 hold a prompt with another prompt's answer. ``ratio`` is the sum of these
-    answers' log-ratios of policy and reference, ``answers`` is their number; both are 0-d and
-    without gradient.
+    A segment with label 0 and with targets holds a prompt with another prompt's answer. ``ratio``
+    is the sum of these answers' log-ratios of policy and reference, and ``answers`` is their
+    number. Both are 0-d and without gradient.
     """
     is_other_N = (segments.label == 0) & (segments.num_tokens > 0)
     ratio_N = torch.where(is_other_N, segments.ratio.detach(), 0.0)
@@ -108,9 +109,9 @@ def divergence_sums(segments: Segments) -> dict[str, torch.Tensor]:
 def divergence(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return KTO's estimate of the divergence, max(0, the mean log-ratio of the answers), 0-d.
 
-    ``sums``: those of :func:`divergence_sums` over the whole batch. The paper (arXiv 2402.01306,
-    section 4.1) clamps the mean over the batch; the clamped means of its parts would have a
-    larger mean.
+    ``sums`` are those of :func:`divergence_sums`, added over the whole batch. The paper (arXiv
+    2402.01306, section 4.1) clamps the mean of the batch. If the means of its parts were clamped
+    instead, their mean would be larger.
     """
     return (sums["ratio"] / sums["answers"].clamp(min=1)).clamp(min=0)
 
@@ -120,7 +121,7 @@ def _dpo(scores: Scores, beta: float, gamma: float) -> torch.Tensor:
 
 
 def _ipo(scores: Scores, beta: float, gamma: float) -> torch.Tensor:
-    chosen, rejected = scores.means  # as its authors compute it
+    chosen, rejected = scores.means  # means over tokens, as its authors compute it
     return (chosen - rejected - 1 / (2 * beta)).square()
 
 
@@ -137,7 +138,7 @@ def _orpo(scores: Scores, beta: float, gamma: float) -> torch.Tensor:
 
 
 def _log1mexp(x: torch.Tensor) -> torch.Tensor:
-    """Return log(1 - exp(x)) for x at most 0; above -1e-6, where p rounds to 1, for -1e-6."""
+    """Return log(1 - exp(x)) for x <= 0; above -1e-6, where exp rounds to 1, x counts as -1e-6."""
     x = x.clamp(max=-1e-6)
     return torch.where(x > -0.6931, (-torch.expm1(x)).log(), torch.log1p(-x.exp()))
 
@@ -148,12 +149,13 @@ LOSSES: dict[str, Callable[[Scores, float, float], torch.Tensor]] = {
     "simpo": _simpo,  # arXiv 2405.14734, eq. 6
     "orpo": _orpo,  # arXiv 2403.07691, eq. 6 and 7; beta is its lambda
 }
-"""Each pair's loss [P] from its scores, ``beta`` and, for SimPO, the margin ``gamma``."""
+"""Functions that return each pair's loss [P]. They take its scores, ``beta``, and the margin
+``gamma``, which SimPO alone uses."""
 
 KINDS = (*LOSSES, "kto")
-"""All losses of preferences."""
+"""Names of all losses of preferences."""
 WITHOUT_REFERENCE = ("simpo", "orpo")
-"""Kinds whose scores are the policy's alone."""
+"""Losses that need no reference: their scores are the policy's alone."""
 
 
 def kto_losses(
@@ -166,8 +168,8 @@ def kto_losses(
 ) -> torch.Tensor:
     """Return each answer's loss [N], 0 where the label is 0 (arXiv 2402.01306, eq. 7 and 8).
 
-    It is lambda * (1 - sigmoid(beta * label * (ratio - kl))), with lambda the weight of the label's
-    kind.
+    It is lambda * (1 - sigmoid(beta * label * (ratio - kl))). lambda is ``desirable_weight`` or
+    ``undesirable_weight``, by the label.
 
     Args:
         kl: 0-d, at least 0: the divergence of the whole batch, without gradient.

@@ -105,12 +105,12 @@ class GroupedQueryAttention(AttentionPart):
     def activations(self, share: Workload) -> float:
         """Return the bytes of queries, keys, values, the result and its log-sum-exp.
 
-        They count all tokens and this rank's heads. With q/k norms, the results of the products
-        are kept beside the inputs of attention.
+        A tensor parallel rank has all tokens of its rows, and its own heads. With q/k norms, the
+        results of the projections are kept as well as the normalised queries and keys.
         """
         w = share.width
         elements = sum(self.widths)
-        values = 2 * w * elements  # the result and the values; queries and keys, as taken
+        values = 2 * w * elements  # result and values; queries and keys as attention takes them
         if self.qk_norm:
             values += (w if share.is_compiled else FP32 + w) * elements
         if self.output_gate:  # the gates, and the gated result
@@ -142,8 +142,11 @@ class GroupedQueryAttention(AttentionPart):
 
 
 class Core(Protocol):
-    """Mixes tokens. It is the seam of context parallelism, key/value caches and other scores, and
-    is called inside the compiled block."""
+    """Mixes tokens, inside the compiled block.
+
+    Context parallelism wraps the core, generation replaces it by attention over a key/value cache,
+    and a family may have a core with other scores.
+    """
 
     def __call__(
         self,
@@ -155,10 +158,10 @@ class Core(Protocol):
         *,
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return one value a query head, [B, S, H, v].
+        """Return one value for each token and query head, [B, S, H, v].
 
-        Under tensor parallelism H counts this rank's heads alone, and under context parallelism S
-        counts its tokens.
+        Under tensor parallelism H counts this rank's heads alone. Under context parallelism S
+        counts this rank's tokens alone.
 
         Args:
             q_BSHd, k_BSGd: rotated queries and keys.
@@ -177,7 +180,7 @@ def masked_attention(
     *,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend over whole rows: softmax over the keys that the mask shows, and over a sink."""
+    """Attend over whole rows: softmax over the keys that the mask shows and, if given, the sink."""
     if sinks_H is not None:
         return attention_with_sinks(q_BSHd, k_BSGd, v_BSGv, context.mask, sinks_H, scale)
     return attention(q_BSHd, k_BSGd, v_BSGv, context.mask, scale)
@@ -198,8 +201,11 @@ class CoreAttention(KernelModule):
         """The keys and values of generation; None: this module trains."""
 
     def for_generation(self, caches: Caches, window: int | None) -> AttentionCache | None:
-        """Attend over a cache from now on, and return it; None: a core of the family's own cannot
-        be replaced."""
+        """Attend over a cache from now on, and return the cache.
+
+        Returns None, and changes nothing, if the module has a core of its family, which cannot be
+        replaced.
+        """
         if self.cache is None and self.core is not masked_attention:
             return None
         self.core = self.cache = caches.make_attention(window)
@@ -207,7 +213,7 @@ class CoreAttention(KernelModule):
 
 
 def _qk_norm(sizes: GroupedQueryAttention, width: int, kernels: KernelsSection) -> RMSNorm:
-    """Make the norm of queries or keys, which all heads together have in ``width`` elements."""
+    """Make the norm of queries or keys; all their heads together have ``width`` elements."""
     if sizes.qk_norm_of == "width":
         return WideNorm(width, sizes.norm_eps, kernels, late=sizes.late_norms)
     return RMSNorm(
@@ -220,7 +226,7 @@ def _qk_norm(sizes: GroupedQueryAttention, width: int, kernels: KernelsSection) 
 
 
 class Attention(CoreAttention):
-    """The module of :class:`GroupedQueryAttention`, with rotary positions if heads rotate."""
+    """The module of :class:`GroupedQueryAttention`; positions rotate unless ``rotary_dim`` is 0."""
 
     def __init__(
         self,
@@ -251,7 +257,8 @@ class Attention(CoreAttention):
             q, gate = (half.flatten(-2) for half in both)
         q_BSHd, k_BSGd, v_BSGd = (torch.unflatten(x, -1, (-1, self.head_dim)) for x in (q, k, v))
         norm, cache = self.q_norm, self.cache
-        # The kernel that stores into a cache rotates too, and knows one order of norm and rotation.
+        # The kernel that stores into a cache also normalises and rotates. It knows one order only:
+        # the norm of each head, then the rotation.
         is_plain = norm is None or (self.norm_of == "head" and not norm.late)
         if cache is not None and cache.rotates and q.is_cuda and self.rotates and is_plain:
             q_BSHd, context = cache.rotate(
@@ -282,7 +289,11 @@ class Attention(CoreAttention):
         return self.core(q_BSHd, k_BSGd, v_BSGd, context)
 
     def _rotated(self, x: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
-        """Normalise queries or keys ``x`` [B, S, H * d] and rotate them: [B, S, H, d]."""
+        """Normalise and rotate queries or keys ``x`` [B, S, H * d]; returns them as [B, S, H, d].
+
+        A norm of each head or of the whole width comes before the rotation, one of ``rotated``
+        heads after it.
+        """
         if norm is not None and self.norm_of == "width":
             x, norm = norm(x), None
         weight, eps = None, 0.0
@@ -291,7 +302,7 @@ class Attention(CoreAttention):
             y_THd = x_THd if norm is None else norm(x_THd)
             return torch.unflatten(y_THd, 0, x.shape[:2])
         if norm is not None and self.norm_of == "head":
-            if norm.late:  # the op's own norm rounds before it multiplies by the weight
+            if norm.late:  # the norm inside rotary rounds before it multiplies by the weight
                 x_THd = norm(x_THd)
             else:
                 weight, eps = norm.weight, norm.eps

@@ -1,8 +1,8 @@
-"""GLM-4.5 (arXiv 2508.06471), 4.6 and 4.7: half of each head rotates, with DeepSeek-V3's router.
+"""GLM-4.5 (arXiv 2508.06471), 4.6 and 4.7: half of each head rotates; the router is DeepSeek-V3's.
 
 The first layers are dense, and the others have a shared expert. Files hold MTP blocks behind the
-model's own layers; an export carries them on, or they are trained
-(:mod:`moetrain.models.parts.multi_token`).
+model's own layers. They can be trained (:mod:`moetrain.models.parts.multi_token`). Otherwise an
+export copies them unchanged.
 """
 
 from moetrain.models.architecture import Fields
@@ -30,8 +30,8 @@ _MAP, _MAP_WITHOUT_COPIES = behind_layers(
     DENSE + moe_block(bias="gate.e_score_correction_bias", shared="shared_experts")
 )
 _FIXED = {**SIGMOID_ROUTER, "out_bias": False}
-# Sizes of presets are those of the published config.json, from memory; their totals of parameters
-# agree with what is published (tests/models/families/test_families.py).
+# The sizes of presets were written down from memory of the published config.json. The totals of
+# parameters agree with the published ones (tests/models/families/test_families.py).
 _COMMON: Fields = {
     "family": "glm4_moe",
     "vocab_size": 151_552,
@@ -76,7 +76,7 @@ register(
             "num_hidden_layers": 46,
             "num_attention_heads": 96,
             "num_key_value_heads": 8,
-            # Every published file has 128. The default of transformers is 42, whose half is odd.
+            # Every published file has 128. The default of transformers is 42, half of which is odd.
             "head_dim": 128,
             "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,

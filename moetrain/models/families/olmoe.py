@@ -57,7 +57,7 @@ register(
         read_layers=_read_layers,
         write_layers=_write_layers,
         presets={
-            # The sizes are from memory; the total is the published 6.9 billion.
+            # The sizes were written down from memory; the total is the published 6.9 billion.
             "olmoe-1b-7b": MoEDecoder(
                 family="olmoe",
                 vocab_size=50_304,

@@ -1,22 +1,25 @@
 """Reads and writes adapters as PEFT's ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Routed experts are written in the layout that servers load for the family, and read in either:
+Adapters of routed experts have one of two layouts. They are read in both, and written in the one
+that servers load for the family, unless ``lora.layout`` names the other:
 
-    per_expert  ``mlp.experts.3.gate_proj.lora_A.weight`` [r, in], one module an expert; the A that
-                gate and up share is written twice
-    fused       ``mlp.experts.lora_A.weight`` [E * r, in] and ``lora_B`` [out, r * E], of which
-                expert e has rows ``e * r`` on of A, and every E-th column of B from e on
+    per_expert  ``mlp.experts.3.gate_proj.lora_A.weight`` [r, in]. Each expert has modules of its
+                own. Gate and up projection share A, which is written for both.
+    fused       ``mlp.experts.lora_A.weight`` [E * r, in] and ``lora_B`` [out, r * E]. Expert e has
+                the r rows of A from ``e * r`` on, and the columns e, e + E, e + 2 E, ... of B.
 
 The files may also hold the whole embedding and head (``modules_to_save``), under their own names.
-Tied ones are written twice, since PEFT would untie them otherwise. Or they hold some rows of these
-(``trainable_token_indices``), which PEFT ties by itself:
+If these are tied, the matrix is written twice, since PEFT would untie them otherwise. Or the files
+hold some rows of the embedding and head (``trainable_token_indices``), which PEFT ties by itself:
 
     model.embed_tokens.token_adapter.trainable_tokens_delta  [N, D], the rows themselves
 
-Reading is strict: tensors and adapters without a counterpart are errors, since nothing else would
-show that an adapter has no effect. An unknown setting is refused too, unless it is off.
+Reading is strict. A tensor of the file without a weight here is an error, and so is a weight
+without its tensors in the file: nothing else would show that an adapter has no effect. An unknown
+setting is refused too, unless it is off.
 
-Left out on purpose: all variants but plain LoRA and DoRA beside unchanged weights (biases, PiSSA).
+Left out on purpose: all variants but plain LoRA and DoRA, and all that change the base model's
+weights besides (biases, PiSSA).
 
 Legend: r rank, E experts, N tokens, D model width.
 """
@@ -55,30 +58,32 @@ _FUSED = {
 }
 """The module in which PEFT nests each stacked weight, and the weight's name in ``transformers``."""
 _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-"""Names of modules that PEFT takes for those of experts, in families with ``mlp.experts`` whose
-experts' names it converts; for the others the layout is ``fused``."""
+"""Names of modules that PEFT takes for those of routed experts, wherever they are. It does so in
+families with ``mlp.experts`` whose experts it renames. In others the layout is ``fused``."""
 _MAX_RANK = 1024
-"""The largest ``lora.rank``."""
+"""The largest rank, that of ``lora.rank`` too."""
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
 _READ |= {"target_modules", "target_parameters", "exclude_modules", "layers_to_transform"}
 _READ |= {"use_dora", "modules_to_save", "ensure_weight_tying", "trainable_token_indices"}
 _ROWS = ".token_adapter.trainable_tokens_delta"
 _WITH_NEW_TOKENS = "use its merged model, or train with the same data.new_tokens"
 _RESIZED = ("modules_to_save.weight", "original_module.weight", "token_adapter.base_layer.weight")
-"""Endings of further tensors that PEFT writes if the base model's embedding was resized."""
+"""Endings of the names of further tensors. PEFT writes these if the embedding was resized."""
 _WITHOUT_EFFECT = {"base_model_name_or_path", "revision", "task_type", "inference_mode"}
 _WITHOUT_EFFECT |= {"auto_mapping", "peft_version", "runtime_config", "lora_dropout"}
 _WITHOUT_EFFECT |= {"megatron_core", "qalora_group_size"}
-# These describe how some ``init_lora_weights`` draw adapters. Kinds that matter are refused below.
+# These are options of some values of ``init_lora_weights``. The values that change more than the
+# first values of an adapter are refused below.
 _WITHOUT_EFFECT |= {"loftq_config", "eva_config", "corda_config", "lora_ga_config"}
 _ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "layers_pattern": (None, "", [], "layers", ["layers"]),
-    # All others change the base model's weights, when adapters are made and when they are loaded.
+    # All other values change the base model's weights, both when adapters are made and when they
+    # are loaded.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
-"""Settings of ``adapter_config.json``, and values that leave adapters plain LoRA. Any other
-setting must be off: null or false."""
+"""For settings of ``adapter_config.json``, the values with which adapters are plain LoRA. Any
+setting may also be off, that is null or false. One that is in none of these tables must be."""
 
 _Index = tuple[int | slice | None, ...]
 _Matches = Callable[[str], bool]
@@ -86,7 +91,7 @@ _Matches = Callable[[str], bool]
 
 
 class _Site(NamedTuple):
-    """A module of PEFT, and the part of an adapter that it holds."""
+    """A module of PEFT's model, and the part of one of our adapters that it holds."""
 
     module: str
     """Its name in the files, with PEFT's prefix."""
@@ -97,9 +102,9 @@ class _Site(NamedTuple):
     key: str
     """The name that the settings' patterns match."""
     experts: int | None = None
-    """The number of experts that its matrices hold; None: one."""
+    """The number of experts whose adapters it holds, stacked; None: it is not a stack."""
     order: torch.Tensor = torch.empty(0)
-    """For each row of these experts' B, its row in our B."""
+    """For each row of such an expert's B, the number of the row in our B."""
     has_lengths: bool = False
     """True: the module also has DoRA's magnitude vector."""
 
@@ -107,7 +112,7 @@ class _Site(NamedTuple):
     def of(cls, arch: Architecture, name: str, shape: torch.Size) -> list[_Site]:
         """List the modules that hold the adapter of the weight ``name``, one for each expert.
 
-        The list is empty where the weight is a part of a module's weight.
+        The list is empty if the weight is only a part of the weight of PEFT's module.
         """
         family, sites = FAMILIES[arch.family], []
         for piece in family.pieces({name: shape}, arch):
@@ -122,7 +127,7 @@ class _Site(NamedTuple):
     def fused(cls, arch: Architecture, name: str, shape: torch.Size) -> _Site:
         """Return the module that holds all experts' adapters of the stacked weight ``name``.
 
-        The module is named as if both stacked weights have adapters.
+        The module has the name that it has if both stacked weights have adapters.
         """
         family, order = FAMILIES[arch.family], torch.arange(shape[1])
         for piece in family.pieces({name: shape}, arch):
@@ -157,9 +162,12 @@ def save_peft(
     """Write adapters as PEFT's files.
 
     Args:
-        adapters: names and shapes of the adapted weights, with their adapters.
+        adapters: the name and shape of each adapted weight, and its adapter.
         base: path or hub id of the model that they adapt.
-        wholes: weights that were trained beside them, by name.
+        wholes: weights that were trained themselves, by name. With ``lora.token_ids`` only these
+            rows of the embedding and the head are written.
+
+    Raises ConfigError: the layout cannot hold the adapter of a weight.
     """
     folder = Path(folder)
     family = FAMILIES[arch.family]
@@ -221,7 +229,7 @@ def save_peft(
         "use_dora": lora.use_dora,
         "base_model_name_or_path": base,
         "r": lora.rank,
-        # PEFT divides it by the rank, so the scale stays, also that of rank-stabilised LoRA.
+        # PEFT divides this by the rank, which gives our scale, also for rank-stabilised LoRA.
         "lora_alpha": lora.scale * lora.rank,
         "target_modules": sorted(modules),
         "target_parameters": sorted(parameters) or None,
@@ -233,7 +241,10 @@ def save_peft(
 
 
 def _vocabulary(arch: Architecture) -> dict[str, torch.Size]:
-    """Return the shapes of the embedding and, unless it is tied, of the head, by our names."""
+    """Return the shapes of the embedding and, unless it is tied, of the head, by our names.
+
+    A reward model's head (``score``) takes the place of the language model's.
+    """
     shape = torch.Size((arch.vocab_size, arch.hidden_size))
     shapes = dict.fromkeys(SAVED_MODULES.values(), shape)
     if arch.tie_embeddings or arch.num_labels:
@@ -244,7 +255,7 @@ def _vocabulary(arch: Architecture) -> dict[str, torch.Size]:
 def _vocabulary_sites(arch: Architecture, name: str) -> list[_Site]:
     """List the modules of PEFT's model that have the matrix ``name``, the embedding or the head.
 
-    Both have it if they are tied.
+    If these are tied, both modules have it.
     """
     sites = _Site.of(arch, name, _vocabulary(arch)[name])
     if arch.tie_embeddings:
@@ -263,9 +274,9 @@ def load_peft(
     lora: LoraSection,
     shapes: Mapping[str, torch.Size],
 ) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
-    """Yield parameters' names, places in them, and values.
+    """Yield the values of a file: the name of each parameter, the index in it, and the value.
 
-    These are the adapters of the weights ``shapes``, the weights or rows that
+    The parameters are the adapters of the weights ``shapes``, the weights or rows that
     ``lora.modules_to_save`` and ``lora.trainable_tokens`` name, and a reward model's head. ``B`` is
     multiplied by the ratio of the file's scale to that of ``lora``.
 
@@ -293,7 +304,7 @@ def load_peft(
     rows = dict.fromkeys(own, lora.token_ids) if lora.token_ids else {}
     if {name: tuple(sorted(tokens)) for name, tokens in files.rows.items()} != rows:
         problem = f"lora.path {str(folder)!r} holds rows of other tokens: {files.rows or 'none'}"
-        raise ConfigError("lora.trainable_tokens", f"{problem:.300}; name the same")
+        raise ConfigError("lora.trainable_tokens", f"{problem:.300}; name the same tokens")
     yield from files.values()
     for name, shape in shapes.items():
         a, b = files.read(sites[name], shape)
@@ -309,13 +320,14 @@ def load_peft(
 def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     """Add the adapters in ``folder`` to ``model``, which must not be sharded.
 
-    Weights and rows that were trained themselves replace the model's. Adapters have the dtype and
-    the device of the weights.
+    If the folder also holds weights or rows that were trained themselves, they replace the model's.
+    Adapters get the dtype and the device of the weights.
 
-    Raises ConfigError: as :func:`load_peft`, or an adapter is for a module that cannot have one.
+    Raises ConfigError: the files are not supported, do not fit the model, or hold no adapters; or
+    an adapter is for a module that cannot have one.
     """
     files = _AdapterFiles(folder, model.arch)
-    modules = dict(adaptable(model.layers[: model.arch.num_layers]))  # PEFT knows no others
+    modules = dict(adaptable(model.layers[: model.arch.num_layers]))  # PEFT has no MTP blocks
     shapes = {
         f"{name}.{leaf}": module.get_parameter(leaf).shape
         for name, module in modules.items()
@@ -326,8 +338,9 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
         raise _error(files.folder, f"{_TENSORS} holds no adapters")
     halves = {name: files.read(own, shapes[name]) for name, own in sites.items()}
     values = list(files.values())
-    # Everything is read and checked before the model is changed. All weights get the largest rank,
-    # rounded up to a multiple of 8 for the experts' kernels, and zeros beyond their own.
+    # Everything is read and checked before the model is changed. All weights get the largest rank
+    # in the file, rounded up to a multiple of 8 for the experts' kernels. Adapters of a smaller
+    # rank are filled up with zeros.
     rank = -(-max(a.shape[-2] for a, _ in halves.values()) // 8) * 8
     if rank > _MAX_RANK:
         raise _error(files.folder, f"it needs rank {rank}, but at most {_MAX_RANK} is supported")
@@ -357,11 +370,11 @@ class _AdapterFiles:
         self.settings = _Settings(self.folder, read_json(self.folder / _SETTINGS))
         self.file = open_shard(follow(self.folder / _TENSORS, self.folder))
         self.own = {name: _vocabulary_sites(arch, name) for name in _vocabulary(arch)}
-        """PEFT's modules that have the embedding and the head, by our names."""
+        """PEFT's modules that have the embedding and the head, by the weights' names."""
         self.saved = self._find_saved()
-        """The tensors of weights that were trained whole, by the weights' names."""
+        """Names of the tensors that hold whole trained weights, by the weights' names."""
         self.rows = self._find_rows()
-        """The tokens of trained rows, by the weights' names."""
+        """The tokens whose rows were trained, by the weights' names."""
 
     def _find_saved(self) -> dict[str, list[str]]:
         stored, found = set(self.file.keys()), dict[str, list[str]]()
@@ -384,12 +397,12 @@ class _AdapterFiles:
         return found
 
     def _find_rows(self) -> dict[str, tuple[int, ...]]:
-        """Read ``trainable_token_indices``: tokens of the embedding, or tokens by module."""
+        """Read ``trainable_token_indices``: tokens of the embedding, or a list for each module."""
         indices, found = self.settings.values.get("trainable_token_indices"), {}
         if isinstance(indices, list):
             indices = {self.own["embed.weight"][0].kind: indices}
         if not isinstance(indices, dict | None):
-            raise self.settings.bad("trainable_token_indices", "not tokens, or tokens by module")
+            raise self.settings.bad("trainable_token_indices", "not tokens, nor tokens by module")
         for key, tokens in (indices or {}).items():
             names = [n for n, own in self.own.items() if any(key in (x.kind, x.key) for x in own)]
             is_list = isinstance(tokens, list) and all(type(i) is int and i >= 0 for i in tokens)
@@ -404,9 +417,10 @@ class _AdapterFiles:
         return found
 
     def values(self) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
-        """Yield names, places and values of weights and rows that were trained themselves.
+        """Yield the weights and rows that were trained themselves: name, index and value.
 
-        Raises ConfigError: one has another shape, or two tied ones differ.
+        Raises ConfigError: a tensor has another shape than the model's, or the two tensors of a
+        tied weight differ.
         """
         for name, tokens in self.rows.items():
             tensor = self.own[name][0].module + _ROWS
@@ -450,13 +464,14 @@ class _AdapterFiles:
     def matched(
         self, shapes: Mapping[str, torch.Size], others: str, *, is_partial: bool
     ) -> dict[str, list[_Site]]:
-        """Return the sites of the weights that have adapters in the file.
+        """Return, for each weight that has an adapter in the file, the sites of the adapter.
 
         Args:
             shapes: the weights that may have adapters.
             others: describes tensors without a site, for the error.
-            is_partial: True: the file may lack all tensors of a weight, or of its gates. Settings
-                often target more modules than have adapters, such as those of every layer.
+            is_partial: True: the file may lack all tensors of a weight, or of one kind of its
+                modules, such as the experts' gates. Settings often target more modules than have
+                adapters, such as those of every layer.
 
         Raises ConfigError: a site's tensors are missing, or tensors have no site.
         """
@@ -486,8 +501,9 @@ class _AdapterFiles:
     def read(self, sites: Sequence[_Site], shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
         """Read A [..., rank, in] and scale * B [..., out, rank] of a weight, in fp32.
 
-        Where its modules have several ranks or several A, these are stacked, and B has zeros in the
-        columns of others: [B_gate 0; 0 B_up] @ [A_gate; A_up] = [B_gate A_gate; B_up A_up].
+        If the modules that make up the weight have different A, these are stacked. Each module's B
+        then has zeros in the columns of the other A:
+        [B_gate 0; 0 B_up] @ [A_gate; A_up] = [B_gate A_gate; B_up A_up].
         """
         *stack, out_dim, in_dim = shape
         rows: dict[_Index, list[torch.Tensor]] = defaultdict(list)
@@ -513,7 +529,7 @@ class _AdapterFiles:
         return a, b
 
     def lengths(self, sites: Sequence[_Site]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-        """Yield DoRA's magnitudes in ``sites``, with their places in that of the weight."""
+        """Yield DoRA's magnitudes of ``sites``, each with its index in the weight's magnitude."""
         for site in sites:
             if site.has_lengths:
                 _, b, name = site.tensors
@@ -544,7 +560,8 @@ class _AdapterFiles:
 class _Settings:
     """The settings of ``adapter_config.json``, interpreted by PEFT's rules.
 
-    Raises ConfigError unless they describe plain LoRA or DoRA, with embedding or head beside it.
+    Raises ConfigError unless they describe plain LoRA or DoRA. The embedding and the head may have
+    been trained besides.
     """
 
     def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
@@ -585,7 +602,7 @@ class _Settings:
         return self.values.get("ensure_weight_tying") is True
 
     def check_saved(self, known: Container[str]) -> None:
-        """Raise ConfigError if a module that was trained whole is not ``known``."""
+        """Raise ConfigError if a module in ``modules_to_save`` is not among the names ``known``."""
         names = self.values.get("modules_to_save") or []
         if not isinstance(names, list) or any(name not in known for name in names):
             raise self.bad("modules_to_save", "but only embedding and head are supported")
@@ -607,7 +624,7 @@ class _Settings:
         return rank, alpha / (rank**0.5 if self.values.get("use_rslora") else rank)
 
     def _names(self, key: str) -> _Matches:
-        """Make the test of names for ``key``, a list of endings or a regular expression."""
+        """Return the test of names that ``key`` describes: a list of endings, or a pattern."""
         value = self.values.get(key) or []
         if key == "target_modules" and str(value).lower() == "all-linear":
             return lambda name: True
@@ -620,7 +637,10 @@ class _Settings:
     def _by_pattern(
         self, key: str, *, default: str, is_good: Callable[[Any], bool], wanted: str
     ) -> list[tuple[_Matches, Any]]:
-        """List the values of ``key`` by pattern, then ``default``; the first match counts."""
+        """List the values of ``key`` with their patterns, then the value of ``default``.
+
+        The first pattern that matches a name decides.
+        """
         values = self.values.get(key) or {}
         if not isinstance(values, dict) or not all(map(is_good, values.values())):
             raise self.bad(key, f"not patterns of names, each with {wanted}")
@@ -630,7 +650,8 @@ class _Settings:
         return [*found, (lambda name: True, self.values[default])]
 
     def _pattern(self, key: str, pattern: str) -> _Matches:
-        # Rust's regular expressions take linear time. A stranger's could run for ever in Python's.
+        # The file may be a stranger's, whose pattern could run for ever in Python's engine. This
+        # one is Rust's, and takes linear time.
         try:
             schema = core_schema.str_schema(pattern=f"^(?:{pattern})$")
             return SchemaValidator(schema).isinstance_python

@@ -58,7 +58,11 @@ class ClampedExperts(RoutedExperts):
 
 
 class _LearnedBiasRouter(Router):
-    """A router whose logits have a learned bias, in contrast to the selection bias."""
+    """A router whose logits have a learned bias.
+
+    The selection bias is another one: it is no parameter, and only decides which experts are
+    chosen.
+    """
 
     def __init__(
         self,
@@ -76,7 +80,7 @@ class _LearnedBiasRouter(Router):
 
 
 class _BiasedExperts(Experts):
-    """All experts' matrices and biases, stacked; the gate's F rows come first."""
+    """All experts' matrices and biases, stacked; the gate's F rows precede the up projection's."""
 
     def __init__(self, sizes: ClampedExperts, kernels: KernelsSection) -> None:
         super().__init__(sizes, kernels)
@@ -94,7 +98,7 @@ class _BiasedExperts(Experts):
         indices: ExpertIndices,
         typical_rows: int | None = None,
     ) -> torch.Tensor:
-        """Return ``y_SD``, the weighted sum of each token's local experts."""
+        """Return ``y_SD``: for each token, the weighted sum of the results of its local experts."""
         dtype = x_SD.dtype
         gate_up, down = (self.adapter(name, dtype) for name in self.weights)
         adapters: tuple[torch.Tensor, ...] = ()
@@ -130,8 +134,9 @@ class InterleavedExperts(Rename):
     """Maps experts' stacked parameter to a file tensor that interleaves ``parts`` in its last dim.
 
     Matrices are transposed in files. For two parts and F = 2, the parameter ``[E, 4, D]`` with rows
-    g0, g1, u0, u1 is ``[E, D, 4]`` with columns g0, u0, g1, u1. Biases ``[E, 4]`` have the order of
-    the columns. A file tensor is read and written one expert at a time.
+    g0, g1, u0, u1 is in files ``[E, D, 4]`` with columns g0, u0, g1, u1. Biases are ``[E, 4]`` in
+    both, and files have them in the order of these columns. A file tensor is read and written one
+    expert at a time.
     """
 
     parts: int = 1
@@ -140,7 +145,7 @@ class InterleavedExperts(Rename):
     def pieces(
         self, parameter: str, shape: Sequence[int], arch: Architecture | None
     ) -> list[Piece]:
-        """Return one piece for each expert and part; none if ``parameter`` is another."""
+        """Return one piece for each expert and part; none if ``parameter`` is not mapped here."""
         found = super().pieces(parameter, shape, arch)
         if not found:
             return []

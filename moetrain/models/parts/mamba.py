@@ -3,13 +3,14 @@
     x, B, C = silu(convolution of W h)      dt = max(softplus(W h + b), s)      g = -exp(a) dt
     y = W norm((o + d x) * silu(W h)),    o by :mod:`moetrain.kernels.linear_attention.ssd`
 
-Convolutions are causal, and each document starts with no inputs and a zero state. A group of heads
-shares B and C, and the norm is over the elements of a group's heads together.
+Each W is a projection of its own, and s is ``mamba_min_step``. Convolutions are causal. Each
+document starts with a zero state, and its convolutions see no earlier document. A group of heads
+shares B and C, and the norm is over the elements of all heads of a group.
 
 Left out on purpose: biases of the projections, which no published model has.
 
 Legend: B batch, S sequence, T = B * S tokens, D model width, H heads, G groups, V width of a head,
-K width of a state, J taps of a convolution.
+K width of a state, N width of a group's heads together.
 """
 
 import math
@@ -44,7 +45,7 @@ from moetrain.models.parts.linear_states import (
 from moetrain.models.rules import COLWISE, ROWWISE, WIDE_NORM, Rule
 
 _NARROW = replace(COLWISE, gather=torch.float32)
-"""The rule of the steps, which have one output a head: too narrow for products in fp8."""
+"""The rule of the projection to dt. It has one output for each head: too few for fp8."""
 
 
 def _draw_steps(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -119,15 +120,19 @@ class Mamba2(AttentionPart):
         return found | {"wo.weight": Weight((dim, v_dim), ROWWISE)}
 
     def products_per_token(self, seq_len: int) -> float:
-        """Count the products with weights, and two with each head's state: writing to it, and
-        reading it by C."""
+        """Count the products with the weights, and two with each head's state.
+
+        One of these writes to the state, and the other reads it by C.
+        """
         v_dim = self.widths[0]
         weights = self.hidden_size * (sum(self.inputs.values()) + v_dim)
         return weights + 2 * v_dim * self.mamba_state_dim
 
     def activations(self, share: Workload) -> float:
-        """Return the bytes of the projections, of B, C and dt x, and of the recurrence's result,
-        before and after its gate."""
+        """Return the bytes of the projections' results, B, C, dt x, and the recurrence's result.
+
+        The last is counted twice: before and after its gate.
+        """
         (v_dim, k_dim), w = self.widths, share.width
         elements = (2 * v_dim + 2 * k_dim) + (v_dim + 2 * k_dim) + 2 * v_dim
         if not share.is_compiled:  # convolutions, the gate and the norm keep fp32 instead
@@ -141,7 +146,7 @@ class Mamba2(AttentionPart):
         v_dim, k_dim = self.widths
         results = v_dim * FP32 / share.width
         spread = (v_dim + 2 * k_dim + self.mamba_num_heads + results) / share.tp
-        return share.received(spread, spread / share.cp)  # both methods send heads
+        return share.received(spread, spread / share.cp)  # both methods exchange heads
 
     def state_bytes(self, width: int) -> float:
         (v_dim, k_dim), heads = self.widths, self.mamba_num_heads
@@ -190,7 +195,7 @@ class Mamba(LinearMixer):
         """Mix tokens; returns [B, S, D] in ``h_BSD``'s dtype."""
         h_TD = h_BSD.flatten(0, 1)
         dtype = h_BSD.dtype
-        # z is computed apart, since with few rows one launch takes three products at most.
+        # z is projected separately: for a few rows, one launch computes at most three projections.
         z = self.wz(h_TD)
         values = (*linears(h_TD, (self.wx, self.wb, self.wc)), self.wdt(h_TD))
         biases = [x for x in map(self._bias, "xbc") if x is not None]
@@ -204,7 +209,7 @@ class Mamba(LinearMixer):
         weights: Sequence[torch.Tensor],
         context: Context,
     ) -> torch.Tensor:
-        """Return the heads' readings of their states, plus d x: [T, H * V], fp32."""
+        """Return o + d x, what the heads read from their states plus the skip: [T, H * V], fp32."""
         *convolving, dt_TH = values
         *filters, a_log, dt_bias, d = weights[:6]
         dtype = dt_TH.dtype
@@ -228,7 +233,7 @@ class Mamba(LinearMixer):
     def _normed(self, y: torch.Tensor) -> torch.Tensor:
         """Normalise the elements of each group's heads together."""
         y_TGN = y.unflatten(-1, (-1, self.group_dim))
-        if self.states is not None:  # generation's op: a row's bits do not depend on other rows
+        if self.states is not None:  # generation needs an op whose rows do not affect one another
             y_TGN = rms_norm(y_TGN, y.new_ones(self.group_dim), self.eps, self.backend)
             return y_TGN.flatten(1) * self.norm.to(y.dtype)
         y_TGN = y_TGN * torch.rsqrt(y_TGN.square().mean(-1, keepdim=True) + self.eps)

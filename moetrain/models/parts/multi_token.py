@@ -6,16 +6,18 @@ embedding (DeepSeek-V3, arXiv 2412.19437, section 2.2):
     h_k[i] = norm(block_k(W_k [norm(E(t[i + k])) ; norm(h_{k-1}[i])]))
     loss_k = mean over i of -log p(t[i + k + 1] | head(h_k[i]))
 
-The blocks use the model's embedding and head. Where i + k lies past its document's end, position i
-has no target, and no expert and no statistic counts it. Attention is causal, so documents in one
-row stay apart. Published models have one such block. The blocks are built, trained and written only
-if ``train.mtp_weight`` is set; otherwise an export carries their tensors on unchanged.
+The blocks use the model's embedding and head. Where i + k lies past the end of its document,
+position i has no target: experts treat it as padding, and statistics leave it out. Its input has a
+token of the next document, but no position with a target sees it, since attention is causal. The
+published models of these families have one such block.
 
-Files hold the blocks in one of two ways, and a family's maps say in which: as layers behind the
-model's own, with copies of embedding and head (DeepSeek, GLM: :func:`behind_layers`), or under
-``mtp.`` (Qwen: :func:`under_mtp`).
+The blocks are trained and written only if ``train.mtp_weight`` is set; otherwise an export copies
+their tensors unchanged. Generation can draft with the first block
+(:mod:`moetrain.generate.drafting`). The blocks are built for these two uses alone.
 
-Generation drafts with the first block (:mod:`moetrain.generate.drafting`).
+Files hold the blocks in one of two layouts, by the family: as layers behind the model's own, with
+copies of embedding and head (DeepSeek, GLM: :func:`behind_layers`), or under ``mtp.`` (Qwen:
+:func:`under_mtp`).
 
 Left out on purpose: pipelines, since the last stage would need the embedding too.
 
@@ -105,7 +107,7 @@ class _Readout(Part):
 class MultiTokenDecoder(Architecture):
     """A decoder whose files may have MTP blocks, built if ``mtp_layers`` is set.
 
-    The blocks have the parts of the model's last block with full attention.
+    An MTP block has the same parts as the last block of the model that has full attention.
     """
 
     def multi_token_layers(self) -> tuple[tuple[Part, ...], ...]:
@@ -121,7 +123,10 @@ class MultiTokenDecoder(Architecture):
 
 
 def num_multi_token_layers(config: ConfigJson) -> int:
-    """Read from ``config.json`` the number of layers behind the model's own that are MTP blocks."""
+    """Read from ``config.json`` the number of layers behind the model's own that are MTP blocks.
+
+    Raises ConfigError: it is not a whole number of 0 or more.
+    """
     value = config.get(_COUNT)
     if value is not None and (type(value) is not int or value < 0):
         raise error("config.json", f"{_COUNT} is {value!r:.80}, expected 0 or more")
@@ -138,7 +143,7 @@ def with_multi_token(
     A config without that key (Qwen's, and the empty one of a preset) means one block.
 
     Args:
-        setting: the setting that asks for the blocks, for the error.
+        setting: the name of the setting that asks for the blocks; the error names it.
 
     Raises:
         ConfigError: the model or its family has no MTP blocks.
@@ -171,7 +176,8 @@ def run_multi_token(
     stats: list[RouterStats] = []
     tokens_BS = inputs.tokens_BS
     positions_BS = inputs.positions_BS
-    # This rank's tokens alone: calling the module would gather those of all ranks.
+    # ``forward`` normalises this rank's tokens alone. Calling the module would run its hooks, which
+    # gather the tokens of all tensor parallel ranks.
     hidden_BSD = model.norm.forward(x_BSD)
     for depth in range(1, model.arch.mtp_layers + 1):
         is_away_BS = ~reaches(tokens_BS.shape, positions_BS, depth, tokens_BS.device)
@@ -195,7 +201,7 @@ def reaches(
 ) -> torch.Tensor:
     """Return bool [B, S]: True where the token ``depth`` places later is in the same document.
 
-    With positions 0 1 2 0 1 and depth 1 that is True True False True False.
+    Positions 0 1 2 0 1 and depth 1 give True True False True False.
     """
     is_in_row_S = torch.arange(shape[1], device=device) < shape[1] - depth
     if positions_BS is None:
@@ -222,7 +228,7 @@ def multi_token_targets(batch: _Batch, depth: int) -> torch.Tensor:
 
 
 def multi_token_sizes(batches: Sequence[_Batch], depths: int) -> dict[str, int]:
-    """Count the targets of each depth from 1 to ``depths``, in the form of ``Objective.sizes``."""
+    """Count the targets of each depth from 1 to ``depths``, named ``mtp_1``, ``mtp_2``, ..."""
     return {
         f"mtp_{depth}": sum(int((multi_token_targets(b, depth) >= 0).sum()) for b in batches)
         for depth in range(1, depths + 1)
@@ -246,7 +252,7 @@ def multi_token_loss(
     for depth, hidden_BSD in enumerate(hidden, 1):
         targets_T = multi_token_targets(batch, depth).flatten()
         size = sizes[f"mtp_{depth}"] * len(hidden)
-        # The weight goes into the sum instead of onto the result: gradients are rounded once.
+        # Each token's loss is weighted before the sum, so that gradients are rounded only once.
         weights_T = torch.ones_like(targets_T, dtype=torch.float32) * (1 / size)
         hidden_TD = hidden_BSD.flatten(0, 1)
         loss = model.vocabulary.loss_sum(hidden_TD, model.head_weight, targets_T, weights_T)
@@ -259,7 +265,7 @@ def multi_token_loss(
 
 @dataclass(frozen=True)
 class _Repeated(Rename):
-    """A module that files repeat in each MTP layer."""
+    """Maps a module of which files have a copy in each MTP layer."""
 
     copies: tuple[str, ...] = ()
     """Names of the copies, with ``{layer}``."""
@@ -290,9 +296,9 @@ _BEHIND = (
 
 
 def behind_layers(weight_map: WeightMap) -> tuple[WeightMap, WeightMap]:
-    """Return maps of files in which MTP blocks are layers behind the others.
+    """Return two maps of files in which MTP blocks are layers behind the others.
 
-    In the first map these layers have copies of embedding and head, in the second they do not.
+    By the first map these layers have copies of embedding and head, by the second they have none.
     """
 
     def repeated(one: Operation) -> Operation:
@@ -308,12 +314,12 @@ def behind_layers(weight_map: WeightMap) -> tuple[WeightMap, WeightMap]:
 
 @dataclass(frozen=True)
 class _Within:
-    """Maps either the model's own blocks, or the MTP blocks to ``mtp.layers``."""
+    """Limits ``one`` to the model's own tensors, or to MTP blocks, which are in ``mtp.layers``."""
 
     one: Operation
-    """The map of both kinds of blocks."""
+    """Maps a block as if it were one of the model's own."""
     is_mtp: bool = False
-    """True: only the MTP blocks are mapped."""
+    """True: only MTP blocks are mapped. False: only the other tensors."""
 
     def pieces(
         self, parameter: str, shape: Sequence[int], arch: Architecture | None
@@ -345,8 +351,8 @@ _UNDER = (
 def under_mtp(*maps: WeightMap) -> tuple[WeightMap, ...]:
     """Return maps of files in which one MTP block lies under ``mtp.``.
 
-    Any of ``maps`` may describe the model's own blocks, and any the MTP block. All pairs are
-    returned, those of two equal maps first.
+    Files may have the model's own blocks in the layout of one of ``maps``, and the MTP block in
+    that of another. So all pairs are returned. Those of a map with itself come first.
     """
     pairs = [(own, mtp) for own in maps for mtp in maps]
     pairs.sort(key=lambda pair: pair[0] is not pair[1])

@@ -2,9 +2,9 @@
 
     y_t = P sum over the K chosen experts e of  w_te * expert_e(Q x_t)  +  shared expert(x_t)
 
-With ``moe_latent_size`` the routed experts' tokens are narrower than the model. Q projects tokens
-to the latent width before they are sent, and P projects the experts' sum back. The router and the
-shared expert take the tokens themselves.
+With ``moe_latent_size`` the routed experts take tokens that are narrower than the model. Q projects
+tokens to the latent width before they are sent to the experts' ranks, and P projects the experts'
+sum back. The router and the shared expert take the tokens at the model's width.
 
 Left out on purpose: biases, which no published model has.
 
@@ -71,7 +71,7 @@ class _SquaredReLUMLP(nn.Module):
         self.w_down = Linear(sizes.intermediate_size, sizes.hidden_size, kernels)
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, None]:
-        """Return [B, S, D], and None for "no routing"."""
+        """Return [B, S, D], and None, because nothing is routed."""
         return self.w_down(self.w_up(x_BSD).relu().square()), None
 
 
@@ -121,7 +121,8 @@ class SquaredReLUExperts(RoutedExperts):
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
         found: dict[SavedName, float] = {**super().saved(share)}
-        # There is no gate, so half of the pre-activations of SwiGLU; latent tokens are added.
+        # Without a gate there are half as many pre-activations as in SwiGLU. The latent tokens are
+        # the result of one more linear layer.
         row = self.num_experts_per_token * self.moe_intermediate_size
         found["experts"] -= share.own_tokens * share.width * row
         latent = share.own_tokens * share.width * self.moe_latent_size

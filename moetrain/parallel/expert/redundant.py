@@ -1,16 +1,22 @@
 """Redundant experts: busy experts are copied to idle ranks, for one forward and its backward.
 
-With ``moe.redundant_experts`` N a rank has N slots for copies after its own experts. A layer's
-forward gathers all ranks' counts and plans on the device which copies go where
-(:mod:`moetrain.kernels.experts.replicas`). Dispatchers then see ``W * (L + N)`` slots instead of E
-experts. Products take copies like experts: matrices have N more rows, which hold copies only while
-an expert's op runs. Copies travel while tokens are dispatched. For the backward they are kept like
-any result of an op, or fetched again if that is recomputed; the rows may hold another layer's or
-micro-batch's copies meanwhile. Gradients of copies travel back until FSDP reduces the block's.
+With ``moe.redundant_experts`` N a rank has N slots for copies after its own experts. The forward of
+an MoE layer:
 
-All of it passes through memory that the ranks of one machine share, one expert's size for each
-slot. Barriers on the device, like FSDP's, keep writers and readers apart, and one stream has
-everything in order.
+1. gathers the number of tokens of each expert from all ranks, and plans on the device which copies
+   go where (:mod:`moetrain.kernels.experts.replicas`);
+2. fetches the copies while tokens are dispatched; dispatchers see ``W * (L + N)`` slots instead of
+   E experts;
+3. multiplies by experts and copies alike. Behind the experts' matrices there is room for N more.
+   Copies are there only while an expert's op runs; afterwards another layer may use the room.
+
+For the backward, autograd keeps the copies as it keeps other tensors, or a recomputed block fetches
+them again. The gradients of copies are sent back and added to the experts' gradients, before FSDP
+reduces those of the block.
+
+Copies and gradients pass through memory that the ranks of one machine share: one expert's size for
+each slot. Barriers on the device, like FSDP's, keep writers and readers apart. All transfers are
+queued on one stream, so they keep their order.
 
 Legend: W expert parallel ranks, E experts, L = E / W local experts, N slots for copies, T tokens, K
 experts a token, S tokens that arrive.
@@ -48,15 +54,16 @@ from moetrain.runtime.typed import fake_of, split
 class RedundantExperts:
     """Copies busy experts, of ``num_experts``, to ``spare`` slots on every rank of ``group``.
 
-    Making it is collective.
+    The constructor is collective.
 
     Raises:
         ConfigError: ranks do not reach one another's memory.
     """
 
     least_rows: ClassVar = 1024
-    """The fewest rows that are worth a copy. At 330 GB/s and 500 TFLOP/s, an expert travels there
-    and back in the time of 1,000 rows' products. Both times grow alike with an expert's size."""
+    """The fewest rows that are worth a copy. At 330 GB/s and 500 TFLOP/s, sending an expert and
+    returning its gradient takes as long as the products of 1,000 rows. Both times are proportional
+    to the expert's size."""
 
     num_experts: int
     spare: int
@@ -82,9 +89,12 @@ class RedundantExperts:
     def assign(self, ids_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Plan copies of experts. Collective.
 
-        ``ids_TK``: the experts that tokens chose (int32, -1: none). Returns the slots that tokens
-        go to (int32 [T, K], -1: none), and the expert that each slot for copies gets ([W, N], -1:
-        none).
+        Args:
+            ids_TK: the experts that the tokens chose (int32, -1: none).
+
+        Returns:
+            The slots that the tokens are sent to (int32 [T, K], -1: none), and the expert that is
+            copied to each slot (int32 [W, N], -1: none).
         """
         return _assign(
             ids_TK.contiguous(),
@@ -98,9 +108,10 @@ class RedundantExperts:
     def start(
         self, experts: Experts, x_TD: torch.Tensor, slots_TK: torch.Tensor, copies_WN: torch.Tensor
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Begin to fetch copies, while tokens are sent. Collective.
+        """Begin to fetch copies, so that they arrive while tokens are sent. Collective.
 
-        Returns the slots to send tokens to, and the copies, which :meth:`compute` takes.
+        Returns the slots to send tokens to, and the copies for :meth:`compute`. There are no copies
+        if the reference op is used, which fetches them itself.
         """
         if not use_fast(self.backend, x_TD):  # the reference op fetches copies itself
             return slots_TK, ()
@@ -145,7 +156,7 @@ class RedundantExperts:
         copies: Sequence[torch.Tensor],
         copies_WN: torch.Tensor,
     ) -> None:
-        """Begin to write the experts of this rank's slots, by ``copies_WN``, to ``copies``."""
+        """Begin to write to ``copies`` the experts that ``copies_WN`` has for this rank's slots."""
         rows = [(w.flatten(1), c.flatten(1)) for w, c in zip(experts, copies, strict=True)]
         self._through_memory(rows, copies_WN, write=send_experts, read=take_copies)
 
@@ -154,7 +165,10 @@ class RedundantExperts:
         self._streams.wait(self._streams.push)
 
     def give_back(self, gradients: Sequence[torch.Tensor], copies_WN: torch.Tensor) -> None:
-        """Begin to add the gradients of copies, every rank's last N rows, to those of experts."""
+        """Begin to add the gradients of copies, the last N rows on every rank, to the experts'.
+
+        The current stream waits for the sums, unless :attr:`is_late`.
+        """
         rows = [g.flatten(1).tensor_split([-self.spare]) for g in gradients]
         self._through_memory(rows, copies_WN, write=show_gradients, read=add_gradients)
         if not self.is_late:
@@ -202,7 +216,7 @@ class RedundantExperts:
                 tensor.record_stream(stream)
 
     def _shared(self, copies: Sequence[torch.Tensor]) -> Any:
-        """Return the shared memory. The first call makes it. Collective."""
+        """Return the shared memory. The first call allocates it, and is collective."""
         if self._memory is None:
             sizes = [c.nbytes for c in copies]
             self._memory = self._streams.shared(sum(sizes), self.group)
@@ -211,7 +225,7 @@ class RedundantExperts:
                 parts = [p[i].view(matrix.dtype).view(self.spare, -1) for p in pieces]
                 addresses = torch.tensor([p.data_ptr() for p in parts], device=self.device)
                 self._shared_rows.append((parts, addresses))
-        # All layers are alike.
+        # All layers share this memory, so their experts must have the same sizes.
         for matrix, (parts, _) in zip(copies, self._shared_rows, strict=True):
             assert (matrix.dtype, matrix.shape) == (parts[0].dtype, parts[0].shape)
         return self._memory
@@ -246,6 +260,7 @@ def _(
     return torch.empty_like(ids_TK), ids_TK.new_empty(resolve_group(group).size(), spare)
 
 
-# As in moetrain.parallel.expert.dispatch: a rank without tokens must still call.
+# As in moetrain.parallel.expert.dispatch: the op is collective, so a rank without tokens must still
+# call it.
 torch.fx.has_side_effect(torch.ops.moetrain.assign_places.default)
 worth_saving("routing", torch.ops.moetrain.assign_places.default)

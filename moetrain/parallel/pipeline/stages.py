@@ -1,10 +1,10 @@
 """Cut a model's blocks into stages, and place its tensors on pipeline ranks.
 
-The list of blocks is cut where it makes the slowest rank fastest. A block's cost follows from its
-parts' counts of multiply-adds and of parameters, which every micro-batch moves through memory. The
-first stage also has the embedding, which costs no products, and the last one the final norm and the
-head. With tied embeddings both ends need the same matrix: each keeps a copy, and their gradients
-are added up before the step.
+The cuts are chosen so that the slowest rank takes as little time as possible. The cost of a block
+is estimated from its multiply-adds and from its parameters, which every micro-batch moves through
+memory. The first stage also has the embedding, which counts as free, and the last stage has the
+final norm and the head. With tied embeddings both stages need the same matrix: each keeps a copy,
+and their gradients are added up before the step.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,10 +27,10 @@ from moetrain.parallel.pipeline.schedules import SCHEDULES, Schedule
 _PRODUCTS = 640e12
 """FLOP/s of large matrix products in bf16."""
 _MEMORY = 4.26e12
-"""Bytes/s that a copy reads and writes."""
+"""Bytes/s that a copy on the device reads and writes together."""
 _BYTES_MOVED = 16
-"""Bytes for each parameter and micro-batch: two reads in bf16, and a gradient that is written and
-added in fp32."""
+"""Bytes for each parameter and micro-batch: it is read twice in bf16, and its gradient is written
+and added in fp32."""
 
 
 class StagePlan:
@@ -41,7 +41,8 @@ class StagePlan:
         rank_of_stage: the pipeline rank of every stage.
 
     Raises:
-        ConfigError: there are more stages than blocks, or the split does not add up to the blocks.
+        ConfigError: there are more stages than blocks, the schedule does not allow this number of
+            stages on a rank, or ``pp_split`` does not give every block to one of the stages.
     """
 
     def __init__(self, config: Config, arch: Architecture) -> None:
@@ -86,7 +87,7 @@ class StagePlan:
         return [i for stage in self.stages_of(rank) for i in self.ranges[stage]]
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """Return the pipeline ranks that hold the tensor ``name``, in the order of their use."""
+        """Return the pipeline ranks that hold the tensor ``name``, in the forward's order."""
         first, last = self.rank_of_stage[0], self.rank_of_stage[-1]
         kind, _, rest = name.partition(".")
         if kind == "layers":
@@ -98,7 +99,10 @@ class StagePlan:
         return (last,)
 
     def check(self, dims: ParallelDims) -> None:
-        """Raise :class:`ConfigError` unless several ranks of ``dims`` can train by these stages."""
+        """Raise :class:`ConfigError` unless the schedule can run the micro-batches of a step.
+
+        It is called with two or more pipeline ranks.
+        """
         number = self.config.train.micro_batches(dims.data_ranks)
         if number < dims.pp:
             raise ConfigError(
@@ -116,7 +120,10 @@ class StagePlan:
         return parallel.pp if SCHEDULES[parallel.pp_schedule].by_rounds else 1
 
     def schedule(self, micro_batches: int) -> Schedule:
-        """Make the schedule of a step. Raises ConfigError, with what is possible."""
+        """Make the schedule of a step.
+
+        Raises ConfigError: there is none for these numbers; the error names what is possible.
+        """
         name, ranks = self.config.parallel.pp_schedule, self.config.parallel.pp
         return Schedule.make(name, ranks, len(self.rank_of_stage) // ranks, micro_batches)
 
@@ -130,8 +137,8 @@ class StagePlan:
     def describe(self, dims: ParallelDims) -> str:
         """Describe a step's schedule in one line: stages, bubble, activations by rank.
 
-        The bubble is simulated with the stages' own costs, a backward of twice the forward, and no
-        time for communication.
+        The bubble is that of a simulation with the estimated costs of the stages. In it a backward
+        takes twice as long as a forward, and communication takes no time.
         """
         number = self.config.train.micro_batches(dims.data_ranks)
         schedule = self.schedule(number)
@@ -147,7 +154,7 @@ class StagePlan:
         )
 
     def _costs(self) -> list[float]:
-        """Estimate the seconds a token, forward and backward, of every block and of the head."""
+        """Estimate the seconds for a token, forward and backward, of each block and of the head."""
         config, arch = self.config, self.arch
         tokens = config.train.micro_batch_size * config.data.seq_len // config.parallel.cp
         share = Workload(tokens, config.parallel.tp, config.parallel.ep, 2, config.compile.is_on)
@@ -168,11 +175,17 @@ class StagePlan:
     def balance(
         costs: tuple[float, ...], head: float, rank_of_stage: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Return the number of blocks of each stage, one at least.
+        """Return the number of blocks of each stage, at least one.
 
-        Blocks have ``costs``, and the last stage has ``head`` besides. From equal numbers on, one
-        block at a time moves from a stage to another, as long as that makes the slowest rank
-        faster, or else ranks more alike, or else stages more alike.
+        It is a local search. It starts from numbers that differ by at most one, and moves one block
+        at a time from one stage to another. The best move leaves the smallest cost of the slowest
+        rank; among equal ones, the most equal costs of ranks, and then of stages. The search ends
+        when no move is better than none.
+
+        Args:
+            costs: the cost of each block.
+            head: the cost of the head, which the last stage has.
+            rank_of_stage: the pipeline rank of every stage.
         """
         sums = [0.0, *accumulate(costs)]
 
@@ -211,7 +224,7 @@ class _ModelTensor(NamedTuple):
 
 
 class _RemoteStage(nn.Module):
-    """Stands for a part of the model that another rank has."""
+    """Takes the place of a part of the model that another rank has."""
 
 
 class Stages:
@@ -222,9 +235,10 @@ class Stages:
         rules: the rule of every parameter.
         trained: the entries of the table that are trained.
         saved: the entries that a checkpoint holds: trained parameters, and buffers.
-        token_ranks: the ranks of each stage that share a micro-batch's tokens.
-        group: the ranks that have the stages of the same data. Ranks in it are pipeline ranks.
-        rank: this pipeline rank.
+        token_ranks: the number of ranks of each stage that share a micro-batch's tokens.
+        group: the ranks that have the stages for the same data. A rank's number in the group is
+            its pipeline rank.
+        rank: this rank's pipeline rank.
         blocks: the blocks of this rank.
     """
 
@@ -280,7 +294,7 @@ class Stages:
         return [*units[:first], *([model.layers[i]] for i in self.blocks), *units[first:]]
 
     def among(self, name: str, part: TensorSlice) -> TensorSlice:
-        """Return ``part`` with its number among the copies that all pipeline ranks hold.
+        """Return ``part`` with copies on all pipeline ranks counted, and its number among them.
 
         ``name``: the tensor that it is a part of, or one with the same layout.
         """
@@ -314,8 +328,8 @@ def check_like(
 ) -> None:
     """Raise :class:`ConfigError` unless a checkpoint's ``saved`` has this shape and dtype.
 
-    A copy would broadcast, cut or round it in silence. ``remedy``: what the error advises for
-    another dtype.
+    Without this check, copying the tensor could broadcast, cut or round it in silence. ``remedy``:
+    what the error advises if the dtype differs.
     """
     if saved.shape != torch.Size(shape) or saved.dtype != dtype:
         theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
