@@ -1,19 +1,21 @@
 """Ranks that only generate, beside those that train (``rl.placement`` apart).
 
     rank of a launcher   supervises a process, and starts another if it dies or hangs
-      its process        a :class:`Generator` and a Collector, on a socket to the main learner
+      its process        a :class:`Generator` and a Collector, with a socket to the main learner
     main learner         :class:`Fleet`, a Collector whose trajectories run in those processes
 
-No collective includes both learners and generators: it would hang with a dead peer. A socket ends
-with the process, however that ended. On it a generator sends the first :class:`Report`, and the
-learner answers each with :class:`Orders`. A busy generator is answered at once, and takes steps
-meanwhile. The groups of a dead generator begin again in another. Seeds follow from a group's
-number, so they get the same tokens.
+No collective includes both learners and generators, because it would hang if one of them died. They
+talk through a socket, which closes when a process ends, for whatever reason. The generator sends a
+:class:`Report`, the learner answers it with :class:`Orders`, and so on. The learner answers a busy
+generator at once, and the generator takes steps meanwhile. If a generator dies, its groups begin
+again in another. Their seeds follow from the groups' numbers, so with the same weights they get the
+same tokens.
 
-Weights go from the main learner's copy, as they were at an update, straight into a generator's
-parameters between two of its steps, while learners train. They travel over the socket on CPUs, and
-by NCCL in a group of two on GPUs (:class:`Wire`; copy engines would take its place). Left out on
-purpose: a generator on several ranks; generators that send weights on.
+The main learner has a copy of the weights as they were after an update. They are written directly
+into a generator's parameters, between two of its steps, while learners train. On CPUs they are sent
+over the socket, and on GPUs by NCCL in a group of two. A transport by copy engines would belong in
+:class:`Wire` too. Left out on purpose: a generator on several ranks, and generators that pass
+weights on to others.
 """
 
 import gc
@@ -49,23 +51,24 @@ from moetrain.rl.trajectories import Trajectory
 from moetrain.train.session import resolve_run
 
 _BEAT_SECONDS = 1.0
-"""Seconds between two heartbeats of a generator, which a thread of it sends."""
+"""Seconds between two heartbeats that a generator's thread sends."""
 SILENCE_SECONDS = 8.0
-"""Seconds without a heartbeat after which a generator hangs: its process is stopped, or a call
-holds the interpreter."""
+"""Seconds without a heartbeat after which a generator counts as hanging: its process is stopped, or
+a call holds the interpreter."""
 _STEP_SECONDS = 600.0
-"""Most seconds between two steps of a generator, beside ``rl.step_timeout``. Then it hangs."""
+"""The most seconds that a step of a generator may take, besides ``rl.step_timeout``. After that it
+counts as hanging."""
 _PAUSE = 0.01
 """Seconds after which a busy generator reports again, with news or without."""
 _SPARE = 1 / 8
-"""Share of a generator's slots that must be free before it begins further trajectories. As many
-wait there until then. Steps that read prompts are no graphs, and they were half of all steps when
-each end of a trajectory began another."""
+"""Share of a generator's slots that must be free before it begins further trajectories, all at
+once. As many trajectories wait in the generator for this. Steps that read prompts cannot be CUDA
+graphs. They were half of all steps when a trajectory began as soon as another ended."""
 _MAX_STILLBORN = 3
-"""Generators of a rank that may die in a row before they serve; then the run ends."""
+"""Number of processes of a rank that may die in a row before they serve; then the run ends."""
 MAX_IN_VAIN = 10
-"""Generators that may die in a row before any group is over; then the run ends, since some group
-kills them."""
+"""Number of generators that may die in a row without a finished group in between. Then the run
+ends, because some group probably kills them."""
 _KEY = "generators"
 """Key of the main learner's address and secret in the run's store."""
 _GONE = (OSError, EOFError, AuthenticationError, dist.DistError)
@@ -76,11 +79,11 @@ class Report(NamedTuple):
     """A generator's message to the main learner."""
 
     groups: list[list[Trajectory]]
-    """Groups that are over since the last report, or all."""
+    """Groups that were finished since the last report; with ``are_all``, all groups."""
     are_all: bool
-    """True: ``groups`` are all, as :attr:`Orders.wants_all` asked."""
+    """True: ``groups`` has all groups, also unfinished ones, as :attr:`Orders.wants_all` asked."""
     num_running: int
-    """Trajectories that are not over."""
+    """Number of trajectories that are not over."""
     figures: Any
     """Counts and seconds of the generator since the last report, to be added up."""
 
@@ -89,9 +92,9 @@ class Orders(NamedTuple):
     """The main learner's answer to a report."""
 
     names: list[str]
-    """Parameters and buffers that follow."""
+    """Names of the parameters and buffers that are sent next."""
     version: int | None
-    """The version of the weights."""
+    """The version of the main learner's weights; None: they are being written."""
     stop_ids: tuple[int, ...]
     begun: list[Trajectory]
     """Trajectories to begin."""
@@ -123,14 +126,14 @@ class Wire:
         self._group: Any = None
         self.values = dict((*model.named_parameters(), *model.named_buffers()))
         self.groups: dict[int, int] = {}
-        """Groups that the generator has, and the number of trajectories of each."""
+        """The groups given to the generator, and the number of trajectories of each."""
         self.num_running = 0
-        """Trajectories that are not over: the generator's, and those of its next orders."""
+        """Number of trajectories that are not over: the generator's, and those in :attr:`begun`."""
         self.begun: list[Trajectory] = []
-        """Trajectories that are not sent yet."""
+        """Trajectories given to the generator that have not been sent yet."""
 
     def is_gone(self) -> bool:
-        """Return whether the other end was closed. There may still be something to read."""
+        """Return True if the other end was closed. There may still be something to read."""
         poll = select.poll()
         poll.register(self.link, select.POLLRDHUP)
         return bool(poll.poll(0))
@@ -148,18 +151,18 @@ class Wire:
     def _copy_by_nccl(self, parts: Sequence[torch.Tensor]) -> None:
         device = parts[0].device
         rank = int(self.index is None)
-        torch.cuda.set_device(device)  # the current device is each thread's own
+        torch.cuda.set_device(device)  # each thread has its own current device
         if self._group is None:
             options = dist.ProcessGroupNCCL.Options()
             self._group = dist.ProcessGroupNCCL(self._store, rank, 2, options)
         if self.index is None:  # a step may still read the old values
             torch.cuda.synchronize(device)
         transfer = self._group.recv if self.index is None else self._group.send
-        with torch.cuda.stream(torch.cuda.Stream(device)):  # else training would wait as well
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # else training would wait for it
             works = [transfer([part], 1 - rank, 0) for part in parts]
         while not all(work.is_completed() for work in works):
             time.sleep(0.001)
-            if self.is_gone():  # NCCL does not notice
+            if self.is_gone():  # NCCL does not notice that the other end is gone
                 self._group.abort()
                 raise EOFError
 
@@ -168,10 +171,10 @@ class Wire:
 
 
 class Fleet(Collector):
-    """A collector with trajectories in the generators' processes, which go on between its calls.
+    """A collector whose trajectories run in the generators' processes, also between its calls.
 
-    Only the main learner's collector has any. It has a thread for each generator, which answers
-    its reports. One lock protects all.
+    Only the main learner's collector has trajectories. It has a thread for each generator, which
+    answers the generator's reports. One lock protects the state of all.
     """
 
     def __init__(
@@ -185,15 +188,15 @@ class Fleet(Collector):
         world: World,
         config: Config,
     ) -> None:
-        """``generator`` has the weights to send; it generates nothing."""
+        """Accept generators, on the main learner. ``generator`` only has the weights to send."""
         super().__init__(generator, environment, settings, stop_ids, longest)
         self._device = world.device
         self._limit = config.launch.join_timeout
         self.num_expected = self.settings.generators if world.is_main else 0
-        """Generators to wait for before the first weights are sent."""
+        """Number of generators to wait for before the first weights are sent."""
         self._changed = threading.Condition()
         self._new: list[Trajectory] = []
-        """Trajectories that no thread knows of, since their groups may be incomplete."""
+        """Trajectories that are not handed out yet, since their groups may be incomplete."""
         self.peers: list[Wire] = []
         self._version: int | None = None
         """Version of the weights to generate with; None: they are being written."""
@@ -206,7 +209,7 @@ class Fleet(Collector):
             key = secrets.token_bytes(32)
             place, store = launched_place(), world.store
             assert place is not None
-            assert store is not None  # where there are generators
+            assert store is not None  # a launcher has started ranks, so there is one
             host = place.address.rpartition(":")[0]
             listens_at = host if host in ("127.0.0.1", "localhost") else ""
             listener = connection.Listener((listens_at, 0), backlog=64)
@@ -241,7 +244,7 @@ class Fleet(Collector):
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
-        """Wait until the last weights are sent, then send those that are written inside."""
+        """Wait until all generators have the last weights; send those written in the context."""
         with self._changed:
             self._await(lambda: len(self.peers) >= self.num_expected)
             self._await(lambda: all(peer.version == self._version for peer in self.peers))
@@ -262,7 +265,10 @@ class Fleet(Collector):
         return self._counts | {name: value / number for name, value in sums.items()}
 
     def _await(self, condition: Callable[[], bool]) -> None:
-        """Wait, with the lock released, until ``condition``; RunFailed: no generator comes."""
+        """Wait, with the lock released, until ``condition`` is true.
+
+        Raises RunFailed: no generator joins in time, or too many died in a row.
+        """
         while not condition():
             if self._in_vain >= MAX_IN_VAIN:
                 problem = (
@@ -278,8 +284,9 @@ class Fleet(Collector):
     def _hand_out(self) -> None:
         """Give each group that no generator has to the least busy one, and wake all threads.
 
-        If generation runs ahead (``rl.max_staleness``), no generator gets more than it soon begins.
-        Else all groups are given at once, in one order, so that reruns are the same.
+        If generation runs ahead (``rl.max_staleness``), a generator gets no more groups than it can
+        begin soon. Otherwise all groups are given at once and in a fixed order, so that reruns are
+        the same.
         """
         self._changed.notify_all()
         if self._version is None or not self.peers:
@@ -287,7 +294,7 @@ class Fleet(Collector):
         rl = self.settings
         taken = _over(self.groups).union(*(peer.groups for peer in self.peers))
         most = rl.group_size + (1 + _SPARE) * rl.max_sequences if rl.max_staleness else math.inf
-        # Groups below 0 are an evaluation's, which the loop waits for: they come first.
+        # An evaluation's groups have negative numbers. They come first: the loop waits for them.
         for group in sorted(self.groups.keys() - taken, key=lambda n: (n >= 0, abs(n))):
             peer = min(self.peers, key=lambda peer: (peer.num_running, peer.index))
             if peer.num_running >= most:
@@ -305,7 +312,7 @@ class Fleet(Collector):
             threading.Thread(target=self._attend, args=args, daemon=True).start()
 
     def _attend(self, link: connection.Connection, store: dist.Store, key: bytes) -> None:
-        """Answer a generator until it is gone; then its groups are given to others."""
+        """Answer a generator until it is gone, then give its groups to others."""
         peer = None
         try:
             with suppress(*_GONE):
@@ -321,12 +328,12 @@ class Fleet(Collector):
                     orders = self._orders(peer, link.recv())
                     link.send(orders)
                     if orders.names:
-                        link.recv()  # it is between two steps
+                        link.recv()  # the generator is between two steps
                         peer.copy(orders.names)
                         with self._changed:
                             peer.version = orders.version
                             self._changed.notify_all()
-        finally:  # after an error of this side too: nobody waits for such a generator
+        finally:  # also after an error here: no other thread may wait for this generator
             with self._changed:
                 if peer in self.peers:
                     self.peers.remove(peer)
@@ -340,7 +347,10 @@ class Fleet(Collector):
                     self._hand_out()
 
     def _orders(self, peer: Wire, report: Report) -> Orders:
-        """Take a generator's report, and return its orders when there are any or it is busy."""
+        """Take a generator's report, and return its orders.
+
+        Waits until there are orders, unless the generator is busy.
+        """
         with self._changed:
             peer.num_running = report.num_running + len(peer.begun)
             self._sums.update(report.figures)
@@ -353,7 +363,7 @@ class Fleet(Collector):
             while True:
                 begun: list[Trajectory] = []
                 names: list[str] = []
-                if self._version is not None:  # no trajectory begins with weights from before
+                if self._version is not None:  # else trajectories would begin with old weights
                     begun, peer.begun = peer.begun, begun
                     has = () if peer.version is None else self.generator.borrowed
                     if peer.version != self._version:
@@ -367,18 +377,22 @@ class Fleet(Collector):
 
 
 def generate_if_apart(config: Config) -> None:
-    """Return if this rank is to train; else generate until the main learner's process ends.
+    """Return if this rank is to train; else supervise a generator until the main learner ends.
 
-    Raises SystemExit: it has ended, or this rank's generators die before they serve. Also raises
-    the errors of building a generator.
+    The generator is a forked process, which also raises the errors of building it.
+
+    Raises:
+        SystemExit: with code 0, the main learner's process has ended; with 2, a setting is wrong;
+            with 1, several generators in a row died before they served.
+        ConfigError, RunFailed: as :func:`find_ranks`.
     """
     place = launched_place()
     if place is None or not 0 < place.world_size - config.rl.apart <= place.rank:
         return
-    for thread in threading.enumerate():  # a fork has no other threads, and their locks as they are
+    for thread in threading.enumerate():  # a forked process has their locks, but not the threads
         if type(thread) is threading.Thread:
             thread.join(_STEP_SECONDS)
-    find_ranks(place, config.launch.join_timeout)  # a generator may die before it does
+    find_ranks(place, config.launch.join_timeout)  # here, since a generator may die before it
     stillborn = 0
     while stillborn < _MAX_STILLBORN:
         reading, writing = os.pipe()
@@ -410,7 +424,7 @@ def _leave_stopping_to_learners() -> None:
 class _Serving:
     """The process of a generator.
 
-    A thread of it sends heartbeats to the supervisor through ``pipe``.
+    One of its threads sends heartbeats to the supervisor through ``pipe``.
     """
 
     def __init__(self, config: Config, place: LaunchedPlace, pipe: int) -> None:
@@ -421,7 +435,7 @@ class _Serving:
 
     def _beat(self) -> None:
         while time.monotonic() - self._stepped < _STEP_SECONDS + self.config.rl.step_timeout:
-            if self._wire is not None and self._wire.is_gone():  # the other thread may hang
+            if self._wire is not None and self._wire.is_gone():  # the main thread may hang
                 os._exit(0)
             try:
                 os.write(self._pipe, b"." if self._wire is None else b"s")
@@ -431,7 +445,7 @@ class _Serving:
 
     def run(self) -> None:
         """Build a generator and serve."""
-        gc.enable()  # it is off while a command starts
+        gc.enable()  # garbage collection is off while a command starts
         config, arch = resolve_run(self.config)
         device = claim_device(config, self.place.local_rank)
         setup = Setup(config, arch, device.type)
@@ -442,7 +456,7 @@ class _Serving:
             setup.tokenizer,
             num_pages=setup.num_pages,
             max_sequences=slots,
-            max_tokens=max(2048, 32 * slots),  # after an update all may be read again
+            max_tokens=max(2048, 32 * slots),  # after an update all tokens may be read again
         )
         generator.scheduler.batch = max(1, int(_SPARE * slots))
         collector = Collector(
@@ -458,7 +472,7 @@ class _Serving:
             self._wire = Wire(link, dist.PrefixStore(token, store), model)
             os.write(self._pipe, b"s")
             self._serve(self._wire, collector)
-        except (*_GONE, RunFailed):  # a learner's error is its own to report
+        except (*_GONE, RunFailed):  # if the learner is gone, it reports its own error
             if self._wire is not None and not self._wire.is_gone():
                 raise
 
@@ -471,12 +485,12 @@ class _Serving:
             now = time.monotonic()
             running = sum(not t.is_over for group in collector.groups.values() for t in group)
             self._stepped = now if running else math.inf
-            # 1. Report news, or from time to time that there are none.
+            # 1. Send a report if there is news, and otherwise from time to time.
             if not waits and (groups or are_all or not running or now - reported > _PAUSE):
                 wire.link.send(Report(groups, are_all, running, figures))
                 groups, reported, waits = [], now, True
                 figures.clear()
-            # 2. Follow the orders that answer it.
+            # 2. Follow the orders that answer the report.
             if waits and (not running or wire.link.poll()):
                 orders: Orders = wire.link.recv()
                 collector.stop_ids, are_all, waits = orders.stop_ids, orders.wants_all, False
@@ -485,7 +499,7 @@ class _Serving:
                     wire.link.send(None)
                     wire.copy(orders.names)
                     generator.weights_changed(keeps_cache=self.config.rl.keep_cache)
-                    assert orders.version is not None  # it comes with weights
+                    assert orders.version is not None  # weights come with their version
                     generator.version = orders.version
                 for trajectory in orders.begun:
                     collector.resume(trajectory)

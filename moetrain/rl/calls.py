@@ -1,9 +1,9 @@
 """Calls of an environment's methods, plain or ``async``, each with a time limit.
 
-Calls begin in daemon threads. One thread makes all of them while they are quick, and slow ones soon
-have a thread each. A plain answer is waited for, so that a run with a quick environment is the same
-at every rerun. An awaitable goes on, on one event loop for all, while text is generated. A thread
-that hangs is left behind.
+Calls are made in daemon threads. One thread makes all of them as long as they are quick; if calls
+are slow, threads are added until each has its own. :meth:`Calls.finished` waits for the answers of
+plain methods, so that a rerun with a quick environment is the same run. The awaitables of ``async``
+methods all run on one event loop, while text is generated. A thread that hangs is abandoned.
 
 Left out on purpose: isolation of code that blocks the event loop or ends the interpreter.
 """
@@ -18,18 +18,17 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 PATIENCE = 0.01
-"""Seconds that one call of :meth:`Calls.finished` may wait for awaitables, if there is nothing else
-to do."""
+"""Seconds for which a caller without other work lets :meth:`Calls.finished` wait for awaitables."""
 _QUICK = 0.005
-"""Seconds that a call may take before the calls behind it get another thread. Threads cost as well:
-with one for each of 2,048 calls a step of 0.43 s took 0.67 s."""
+"""Seconds that a call may take before the calls behind it get more threads. Threads have a cost:
+when each of 2,048 calls had its own, a step took 0.67 s instead of 0.43 s."""
 
 
 class Failed(NamedTuple):
     """Takes the place of an answer that did not come, or is not valid."""
 
     reason: str
-    """A word to count by."""
+    """The kind of failure, one word; failures are counted by it."""
     detail: str
 
 
@@ -40,10 +39,10 @@ class Calls:
         """``limit``: seconds that each call may take."""
         self.limit = limit
         self._plain: dict[Any, tuple[Future[Any], Future[float]]] = {}
-        """For each call that was started, a future of the answer and one of the time when it began.
-        The answer of an ``async`` method is a future in turn."""
+        """For each call that was started, a future of the answer, and a future of the time at which
+        the call began. The answer of an ``async`` method is itself a future."""
         self._awaited: dict[Any, tuple[Future[Any], float]] = {}
-        """Such futures, each with its call's deadline."""
+        """The futures of ``async`` methods, each with the deadline of its call."""
         self._loop = asyncio.new_event_loop()
         self._queue: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         """Calls that have not begun, each after the two futures of ``_plain``."""
@@ -62,9 +61,10 @@ class Calls:
         self._loop.call_soon_threadsafe(function, *args)
 
     def finished(self, patience: float = 0.0) -> list[tuple[Any, Any]]:
-        """Return keys and answers, or :class:`Failed`, in the order of the calls.
+        """Return the keys and answers of calls that are finished; :class:`Failed` for a failure.
 
-        Waits for plain calls. Without any it waits up to ``patience`` seconds for an awaitable.
+        Waits for all plain calls. If none has an answer, waits up to ``patience`` seconds for an
+        awaitable. Plain calls come first, then awaitables, both in the order of the calls.
         """
         done: list[tuple[Any, Any]] = []
         # 1. Plain calls; slow ones get threads of their own.

@@ -1,11 +1,12 @@
-"""The tasks and the sizes of a run of reinforcement learning, which it needs before its model.
+"""The tasks and the sizes of a run of reinforcement learning, found before its model is built.
 
 All errors in settings, files and the environment are raised here. So a dry run, and the process
 that starts the ranks, refuse what a run would refuse.
 
-Training data is identified by content: a folder of prompts and functions may move between a run and
-its resumption, but edited prompts are refused. Edited code may repair an environment, so the run
-goes on with it and logs that. The bytes of a user's file are compared, not those of its imports.
+Training data is identified by its content. A folder of prompts and functions may move between a run
+and its resumption, but edited prompts are refused. Edited code may repair an environment, so the
+run continues with it and logs that. A user's file is compared by its bytes; the modules that it
+imports are not compared.
 """
 
 import hashlib
@@ -42,16 +43,17 @@ class Setup:
     """The tasks and sizes of a run.
 
     Attributes:
-        num_groups: prompts of a step.
-        num_pages: pages of one rank's key/value cache.
-        identity: identifies what the run is trained on, for each setting that decides it.
+        num_groups: the number of prompts of a step.
+        num_pages: the number of pages of one rank's key/value cache.
+        identity: for each setting that decides what the run is trained on, a text that identifies
+            that content.
     """
 
     def __init__(self, config: Config, arch: Architecture, device_type: str) -> None:
         """Import the user's files, make the environment and try the reward function.
 
-        Raises ConfigError: settings of several sections do not fit, one cannot run on this device,
-        or something named is not there.
+        Raises ConfigError: settings of different sections contradict one another, one cannot run
+        on this device, or something that a setting names does not exist.
         """
         if device_type == "cuda" and config.kernels.backend == "reference":
             problem = "'reference' has no generation on CUDA; use auto, or train.device cpu"
@@ -99,21 +101,21 @@ class Setup:
 
     @classmethod
     def plan(cls, config: Config, arch: Architecture) -> str:
-        """Return a description of the memory that a run takes; raises ConfigError as the run."""
+        """Describe the memory that a run takes; raises the ConfigError that the run would raise."""
         cls(config, arch, planned_machine(config).device.type)
         return plan_memory(config, arch, generates=True)
 
     @property
     def digest(self) -> str:
-        """Digest of :attr:`identity` without the code of a user's files."""
+        """SHA-256 of :attr:`identity` without the code of a user's files, in hexadecimal."""
         tasks = _without_code(self.identity)
         tasks = {x: y for x, y in tasks.items() if y != "None" or "chat_template" not in x}
         return hashlib.sha256(json.dumps(tasks).encode()).hexdigest()
 
     def edited_since(self, found: Checkpoint) -> list[str]:
-        """Return the settings whose code was edited since the checkpoint ``found``.
+        """Return the names of settings whose code was edited since the checkpoint ``found``.
 
-        ConfigError: the checkpoint was trained on other data.
+        Raises ConfigError: the checkpoint was trained on other data.
         """
         before = self.identity | found.state.get("tasks", {})
         then, now = _without_code(before), _without_code(self.identity)
@@ -133,7 +135,11 @@ class Setup:
 
 
 def _steps_and_groups(config: Config) -> tuple[int, int]:
-    """Return the steps of the run and the groups of a step; ConfigError: sizes do not fit."""
+    """Return the number of steps of the run, and of groups in a step.
+
+    Raises ConfigError: ``train.steps`` is not set or is less than ``rl.supervised_steps``, or
+    ``rl.group_size`` does not divide a step's trajectories.
+    """
     train, rl = config.train, config.rl
     if train.steps is None:
         problem = f"{train.epochs}, but reinforcement learning counts steps"
@@ -175,9 +181,9 @@ class PromptWindow:
     """A sliding window over the run's sequence of prompts: those that have begun, and those due.
 
     A step takes the next prompts and waits for exactly those. With ``rl.max_staleness`` s, the
-    prompts of the next s steps have begun by then, and continue during the updates in between. So a
-    trajectory is at most s updates old when it is trained, and the prompts of a step do not depend
-    on the speed of any rank.
+    prompts of the next s steps have begun by then, and their generation continues across the
+    updates. So a trajectory begins at most s steps before the step that trains it, and the prompts
+    of a step do not depend on the speed of any rank.
 
         s = 1, 4 prompts a step     begun before step 0 trains: 0 to 7    taken: 0 to 3
                                                         step 1: 8 to 11          4 to 7
@@ -186,9 +192,9 @@ class PromptWindow:
     """
 
     ahead: int
-    """Prompts that are begun before their step."""
+    """The number of prompts beyond a step's own that have begun when it trains."""
     taken: int = 0
-    """Prompts that were due so far."""
+    """The number of prompts that were due so far."""
     begun: int = 0
 
     def advance(self, number: int) -> tuple[range, range]:
@@ -202,12 +208,12 @@ class PromptWindow:
 class Tasks:
     """An environment's tasks, split into held-out tasks and trained ones.
 
-    Finite tasks are shuffled once, always in the same way, so that neither part is the start of a
-    sorted file. The trained ones come in another order at each epoch.
+    If their number is finite, tasks are shuffled once, always in the same way, so that neither part
+    is just the start of a sorted file. The trained ones come in another order in each epoch.
     """
 
     def __init__(self, num_tasks: int | None, num_held_out: int, seed: int) -> None:
-        """``num_tasks`` None: tasks have no end. ConfigError: none would be left to train."""
+        """``num_tasks`` None: there is no end. Raises ConfigError: none would be left to train."""
         if num_tasks is not None and num_held_out >= num_tasks:
             problem = f"{num_held_out} of {num_tasks} tasks leave none to train; lower it"
             raise ConfigError("rl.eval_tasks", problem)
@@ -222,7 +228,7 @@ class Tasks:
         return index if self._shuffled is None else int(self._shuffled[index])
 
     def trained(self, prompt: int) -> int:
-        """Return the number of the task of the run's ``prompt``."""
+        """Return the number of the task that is the run's prompt number ``prompt``."""
         if self._shuffled is None:
             return self.num_held_out + prompt
         trained = self._shuffled[self.num_held_out :]

@@ -1,9 +1,10 @@
 """Triton kernels compiled before their first launch, several at once.
 
-A process that launches thirty kernels for the first time compiles them one after the other, in
-about half a second each. A fake step, on tensors without memory, finds the launches, and threads
-compile them while the model is being built. The processes of a machine share the work. A kernel
-that is missed is compiled at its launch. Left out on purpose: kernels of libraries.
+A process that launches thirty kernels for the first time compiles them one after the other, which
+takes about half a second each. Here a fake step, on tensors without memory, finds the launches, and
+threads compile the kernels while the model is being built. The processes of a machine share the
+work. A kernel that the fake step does not launch is compiled at its first launch. Left out on
+purpose: kernels of libraries.
 
 torch's compiler compiles its own kernels in processes that take seconds to start.
 :func:`compiler_started` starts them beside other work. :func:`cache_compiled_blocks` lets the
@@ -34,7 +35,7 @@ from moetrain.runtime.backend import INTERPRETED, KNOBS, TensorDescriptor, trito
 _logger = logging.getLogger("moetrain")
 
 _THREADS = 16
-"""Threads of each process; they mostly wait."""
+"""Number of threads of each process; they mostly wait."""
 
 _COMPILER = (  # modules that torch's compiler imports at its first use
     "torch._dynamo.backends.inductor",
@@ -49,12 +50,12 @@ _LIBRARY_OPS = (
     "moetrain::grouped_mm",
     "moetrain::grouped_outer",
 )
-"""Ops of libraries, which would write to tensors without memory. The forward of packed attention is
-not one of them: fake steps run it only as ``exact``, a Triton kernel."""
+"""Ops that call libraries, which would write to tensors without memory. The forward of packed
+attention is not listed: fake steps run it only as ``exact``, which is a Triton kernel."""
 
 _IN_GRAPHS = ("torch.nn.attention._backend_from_string", "torch.nn.attention._sdpa_kernel")
-"""Functions of torch's attention that blocks call: they choose among kernels. They depend only on
-their arguments; the compiler's cache does not know that."""
+"""Functions of torch's attention that blocks call to choose among kernels. The compiler's cache has
+to be told that their results depend only on their arguments."""
 
 _Launch = tuple[tuple[object, ...], dict[str, object]]
 """A kernel's arguments and launch settings; tensors are Triton's MockTensor."""
@@ -84,7 +85,7 @@ def compile_ahead(
     This is process ``rank`` of ``size`` on the machine. It compiles its share first, then what the
     others have not yet put into Triton's cache.
     """
-    # If it is unset, torch's compiler later sets it to a folder of this process alone.
+    # If this is unset, torch's compiler later sets it to a folder for this process alone.
     os.environ.setdefault("TRITON_CACHE_DIR", KNOBS.cache.dir)
     pool = ThreadPoolExecutor(_THREADS, "compile", torch.cuda.set_device, (device,))
     items = list(launches.items())
@@ -98,7 +99,7 @@ def compile_ahead(
 def _hash_triton() -> None:
     """Compute the hash of all of Triton's files, the first part of every kernel's key.
 
-    Triton caches the hash once it is computed. Until then, each thread that needs it, and the first
+    Triton keeps the hash once it is computed. Until then, every thread that needs it, and the first
     launch, would read all the files, which takes 0.7 s.
     """
     with suppress(AttributeError):  # it is not a public function
@@ -110,9 +111,9 @@ def _compile(kernel: Any, launches: list[_Launch], after: Sequence[Future[None]]
     try:
         for args, settings in launches:
             compiled = kernel.warmup(*args, grid=(1,), **settings)
-            # Triton also compiles a host function that launches the kernel, and finds it later on
-            # disk. ``compiled.run`` would do that too, but would set the function before it loads
-            # the kernel, and a thread that launches in between would find no kernel.
+            # Triton also compiles a host function that launches the kernel; the launch later finds
+            # it on disk. ``compiled.run`` would compile it too. But it would set the function
+            # before it loads the kernel, and a launch by another thread in between would fail.
             driver: Any = triton.runtime.driver.active
             driver.launcher_cls(compiled.src, compiled.metadata)
     except Exception as error:
@@ -186,7 +187,7 @@ def compiler_started(device: torch.device) -> Iterator[None]:
 def _start_compiler(device: torch.device) -> None:
     try:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # the current device is each thread's own
+            torch.cuda.set_device(device)  # each thread has its own current device
         for name in _COMPILER:
             import_module(name)
         import_module("torch._inductor.async_compile").maybe_warm_pool()
@@ -202,10 +203,10 @@ def can_compile_ahead(device: torch.device) -> bool:
 def cache_compiled_blocks() -> None:
     """Let torch's compiler find the forwards and backwards of blocks in its cache on disk.
 
-    A hit saves what follows Dynamo's trace, a second for a model. By default blocks that contain
-    custom autograd functions are not looked up. The cache's key holds the traced graph, in which
-    our ops are only names. So a hash of this package's source, which has their backwards, becomes a
-    part of the key.
+    A hit saves all of the compilation after Dynamo's trace, about a second for a model. By default
+    the compiler does not look up blocks that contain custom autograd functions. The cache's key
+    holds the traced graph, in which our ops are only names. So the key also gets a hash of this
+    package's source, which defines the ops and their backwards.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
@@ -219,15 +220,15 @@ def cache_compiled_blocks() -> None:
 
 
 def prepare_compiler() -> None:
-    """Change the process's compiler settings for graphs that contain dispatch."""
+    """Set the compiler of this process up for blocks whose sizes it does not know."""
     from torch._dynamo import config as dynamo_config  # a second to import
 
-    # Sizes that the compiler does not know come from our ops. Asserting in the graph that they are
-    # not negative is useless, and with selective recomputation torch 2.11 fails on the assertions:
-    # "Unsupported inductor graph input type".
+    # Our ops return tensors whose sizes the compiler does not know. It would assert in the graph
+    # that these are not negative, which is useless. With selective recomputation torch 2.11 fails
+    # on the assertions: "Unsupported inductor graph input type".
     dynamo_config.do_not_emit_runtime_asserts = True
-    # The limit counts all models of a process, whose blocks share code: a sweep in a notebook has
-    # many. With torch's own limit of 8, training would fail at the ninth shape of a block.
+    # The limit counts the compilations of a block for all models of a process, such as those of a
+    # sweep in a notebook. With torch's own limit of 8, training would fail at the ninth shape.
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 64)
 
 

@@ -1,13 +1,13 @@
 """A rank's long-lived state, offloaded to pinned host memory and reloaded.
 
-An :class:`Arena` holds one kind of state. While it is offloaded its memory is free for other uses.
-After a reload every tensor is what it was: the same object, over the same storage, with the same
-values and on a GPU at the same address, so that an optimizer, views, graphs and compiled code need
-not know. For that, memory is mapped behind reserved addresses and unmapped
-(:mod:`moetrain.runtime.memory`). Where a device cannot do so, and where memory is to be freed with
-its last use (``fixed=False``), the storage is emptied and filled again, and may then have another
-address. Memory that other processes map is a :class:`Piece` of its owner, who points the same
-tensors to new storages.
+An :class:`Arena` holds one kind of state. While it is offloaded, its memory is free for other uses.
+After a reload every tensor is the same object, over the same storage, with the same values. On a
+GPU it also has the same address, so that an optimizer, views, CUDA graphs and compiled code need
+not know. For that, memory is unmapped from reserved addresses, and mapped there again
+(:mod:`moetrain.runtime.memory`). In two cases the storage is resized to nothing and back instead,
+and may then have another address: if the device cannot map memory, and if memory is to be freed
+with its last use (``fixed=False``). Memory that other processes map is a :class:`Piece` of the code
+that owns it, which points the same tensors to new storages.
 
 Left out on purpose: offloading parts of an arena.
 """
@@ -23,7 +23,7 @@ from moetrain.runtime.memory import AddressRange, HostMemory, can_map
 _ALIGNMENT = 256
 """Alignment in bytes of CUDA's own allocations; no kernel needs more."""
 _GROWTH = 32 << 20
-"""Bytes that are mapped at a time at least. Much smaller pieces are copied below link speed."""
+"""The fewest bytes that are mapped at a time. Much smaller pieces do not reach the link's rate."""
 
 
 def aligned(size: int) -> int:
@@ -40,20 +40,20 @@ class Piece(Protocol):
 
     @property
     def memory(self) -> torch.Tensor:
-        """The memory, contiguous and of any dtype. It is asked for only while it is there."""
+        """The memory, contiguous and of any dtype. It is not read between free and restore."""
         ...
 
     def free(self) -> None:
-        """Give the memory back. The tensors in it stay, without values."""
+        """Give the memory back. The tensors in it remain as objects, without values."""
         ...
 
     def restore(self) -> None:
-        """Give the tensors memory again, of any content, unless they have it."""
+        """Give the tensors memory again, with any content, unless they still have it."""
         ...
 
 
 class _Resized:
-    """A tensor in torch's allocator."""
+    """A tensor in memory of torch's allocator, whose storage is resized."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -66,7 +66,7 @@ class _Resized:
 
 
 class _Mapped:
-    """Memory mapped behind a part of a range."""
+    """Memory that is mapped to a part of an address range."""
 
     def __init__(self, addresses: AddressRange, start: int, size: int) -> None:
         self.addresses, self.start, self.size = addresses, start, size
@@ -83,8 +83,8 @@ class _Mapped:
 class Arena:
     """The state called ``name`` (a plural) on one device.
 
-    With ``fixed`` memory is kept as long as the arena, on a GPU at its address. Without, it is
-    freed with the last use of the tensor that :meth:`empty` returned.
+    With ``fixed`` its memory lasts as long as the arena and, on a GPU, keeps its address. Without
+    ``fixed`` memory is freed with the last use of the tensor that :meth:`empty` returned.
     """
 
     def __init__(self, name: str, device: torch.device, *, fixed: bool = True) -> None:
@@ -96,14 +96,14 @@ class Arena:
         """Tensors that are not fixed."""
         self._keys = count()
         self._offloaded: list[tuple[Piece, torch.Tensor]] = []
-        """Each offloaded piece and its bytes in host memory; no bytes where values are not kept."""
+        """Each offloaded piece and its bytes in host memory; no bytes if values are not kept."""
         self._addresses: AddressRange | None = None
         self._taken = self._backed = 0
-        """Bytes of the range that tensors take, and that have memory."""
+        """The number of bytes of the range that tensors take, and of those that have memory."""
         remedy = "offload less, or use a machine with more memory"
         self._host = HostMemory(device, f"offloading {name}", remedy)
         self._arrived: Any = None
-        """The event after the last reload's copies, until a stream waits for it."""
+        """The event after the copies of the last reload; None once a stream waits for it."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new flat tensor without values. Raises :class:`OffloadedError`."""
@@ -130,14 +130,20 @@ class Arena:
         self._pieces.append(piece)
 
     def loose(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new tensor as :meth:`empty` does in an arena that is not fixed."""
+        """Return a new tensor that is not fixed, also in a fixed arena.
+
+        Raises :class:`OffloadedError`.
+        """
         self.need()
         block = torch.empty(numel, dtype=dtype, device=self.device)
         self._loose[next(self._keys)] = block
         return block
 
     def need(self) -> None:
-        """Let the device's work from here on use the values. Raises :class:`OffloadedError`."""
+        """Make the current stream wait until the values are there, after a reload.
+
+        Raises OffloadedError: they are offloaded.
+        """
         if self.is_offloaded:
             raise OffloadedError(f"{self.name} are offloaded: call Engine.reload() first")
         arrived, self._arrived = self._arrived, None
@@ -151,7 +157,8 @@ class Arena:
         Without ``keep`` nothing is copied, and values are undefined after the reload.
 
         Raises:
-            RunFailed: the system does not have as much pinned memory.
+            OffloadedError: everything is offloaded already.
+            RunFailed: the system cannot pin that much host memory.
         """
         self.need()
         pieces = [*self._pieces, *map(_Resized, self._loose.values())]
@@ -173,17 +180,17 @@ class Arena:
 
     @torch.no_grad()
     def reload(self, stream: torch.cuda.Stream | None) -> None:
-        """Invert :meth:`offload`; copies are under way until :meth:`need`.
+        """Undo :meth:`offload`. Values may be used after :meth:`need`, which waits for the copies.
 
         Raises:
-            torch.OutOfMemoryError: others have too much of the device's memory.
+            torch.OutOfMemoryError: other users have too much of the device's memory.
         """
         if not self.is_offloaded:
             return
         if stream is not None:  # new memory may be in use by kernels that were queued before
             stream.wait_stream(torch.cuda.current_stream(self.device))
         for piece, part in self._offloaded:
-            piece.restore()  # while the one before is copied
+            piece.restore()  # while the piece before it is copied
             with torch.cuda.stream(stream):
                 piece.memory.view(torch.uint8)[: len(part)].copy_(part, non_blocking=True)
         self.is_offloaded = False

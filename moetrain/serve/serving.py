@@ -1,4 +1,4 @@
-"""Runs a generator for an event loop: its steps run on a thread, and tokens arrive as they come."""
+"""Runs a generator for an event loop: a thread takes steps, whose tokens are yielded at once."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -45,7 +45,7 @@ class Serving:
         return sum(listener.num_open for listener in self._streams)
 
     async def stream(self, *requests: Request) -> AsyncGenerator[Update, None]:
-        """Yield the tokens of all completions of ``requests`` as they come.
+        """Yield the tokens of all completions of ``requests`` as they are generated.
 
         Raises:
             BusyError: too many grammars are in use now.
@@ -78,12 +78,15 @@ class Serving:
                 if self._listeners.get(request.id) is listener:
                     del self._listeners[request.id]
             if left and submitted is not None and not self._is_closed:
-                # Do not wait for it: this task may be in cancellation, and must not await then.
+                # The abort is not awaited: a task that is being cancelled must not await.
                 self._thread.submit(self._abort, requests, submitted)
 
     @asynccontextmanager
     async def _compiled(self, requests: Sequence[Request]) -> AsyncIterator[None]:
-        """Compile the grammars of ``requests`` and keep them inside. Raises RequestError."""
+        """Compile the grammars of ``requests``, and keep them while the context lasts.
+
+        Raises RequestError: a grammar cannot be compiled.
+        """
         firsts = {r.params.grammar: r for r in reversed(requests) if r.params.grammar is not None}
         held: list[Compiled] = []
         try:
@@ -108,7 +111,7 @@ class Serving:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     async def close(self) -> None:
-        """Abort all requests, whose streams raise ServingClosedError, and end the thread."""
+        """Abort all requests, so that their streams raise ServingClosedError; end the thread."""
         self._is_closed = True
         if self._driver is not None:
             self._driver.cancel()

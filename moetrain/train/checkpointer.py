@@ -1,7 +1,7 @@
 """Checkpoints of a run: when one is due, how it is saved, and how a run resumes from one.
 
-What a checkpoint holds of the model is :mod:`moetrain.train.state`'s business, where it lies
-:mod:`moetrain.train.run_folder`'s, and how it is written :mod:`moetrain.checkpoint.save`'s.
+:mod:`moetrain.train.state` decides what a checkpoint holds of the model,
+:mod:`moetrain.train.run_folder` where it is, and :mod:`moetrain.checkpoint.save` how it is written.
 """
 
 import time
@@ -25,7 +25,7 @@ from moetrain.train.state import ModelState, Snapshots
 
 
 class Progress(NamedTuple):
-    """The part of a checkpoint besides the state of the model."""
+    """The part of a checkpoint that is not the state of the model and its optimizer."""
 
     state: dict[str, Any]
     """JSON for ``state.json``, such as ``sample_index``."""
@@ -37,10 +37,12 @@ class Checkpointer:
     """Saves the checkpoints of a run, and loads the one that it resumes. Collective.
 
     Attributes:
-        snapshots: writes and reads them.
-        saved_at: the step of the newest checkpoint on the disk; -1: there is none.
-        saved_time: when that was begun, by ``time.monotonic``.
-        newest: the newest checkpoint that this run has resumed or written, or None.
+        snapshots: writes and reads the checkpoints.
+        saved_at: the step of the newest checkpoint on the disk that this run has begun or resumed;
+            -1: there is none.
+        saved_time: the time from which ``checkpoint.minutes`` count, by ``time.monotonic``: when
+            training started, or when the call of :meth:`begin` for that checkpoint ended.
+        newest: the newest checkpoint that this run has resumed, or begun on the disk, or None.
     """
 
     def __init__(
@@ -52,14 +54,16 @@ class Checkpointer:
         progress: Callable[[], Progress],
         on_saved: Callable[[Saved], None],
     ) -> None:
-        """Reserve host memory for copies; RunFailed: there is too little.
+        """Reserve host memory for copies.
 
         Args:
             engine: the model and its optimizer.
-            folder: where checkpoints lie.
-            clock: stops while a save holds training up.
-            progress: returns what a checkpoint of this step holds besides the engine.
-            on_saved: called once a checkpoint on the disk is complete.
+            folder: the folder of the checkpoints.
+            clock: it is stopped while a save holds training up.
+            progress: returns what a checkpoint of this step holds besides the engine's state.
+            on_saved: called when a checkpoint on the disk is complete.
+
+        Raises RunFailed: there is too little host memory.
         """
         self.engine, self.folder, self.clock = engine, folder, clock
         self.settings = engine.config.checkpoint
@@ -69,16 +73,19 @@ class Checkpointer:
         self.newest: Path | None = None
 
     def start_clock(self) -> None:
-        """Begin to wait for the first ``checkpoint.minutes``."""
+        """Count ``checkpoint.minutes`` from now on."""
         self.saved_time = time.monotonic()
 
     def is_time(self) -> bool:
-        """Return whether ``checkpoint.minutes`` are over since the last checkpoint."""
+        """Return True if ``checkpoint.minutes`` have passed since the last checkpoint."""
         return 0 < 60 * self.settings.minutes <= time.monotonic() - self.saved_time
 
     def due(self, step: int, *, asked: bool) -> Literal["disk", "memory"] | None:
-        """Return where a checkpoint of ``step`` is due; ``asked``: one was asked for."""
-        # A request from before the last checkpoint is fulfilled by it.
+        """Return where a checkpoint of ``step`` is due, or None.
+
+        ``asked``: a checkpoint was asked for, by a signal or because it is time.
+        """
+        # The request was made in the step before. A checkpoint of that step has fulfilled it.
         by_time = asked and self.saved_at < step - 1
         if by_time or _is_multiple(step, self.settings.interval):
             return "disk"
@@ -87,17 +94,19 @@ class Checkpointer:
     def begin(
         self, step: int, *, best: int | None, failed: bool = False, in_memory: bool = False
     ) -> Path:
-        """Begin a checkpoint; with ``checkpoint.asynchronous`` training goes on meanwhile.
+        """Begin a checkpoint. Unless ``checkpoint.asynchronous``, wait until it is complete.
 
         Args:
-            step: the step that is done.
+            step: the number of steps done.
             best: the step of the best evaluation, whose checkpoint is kept.
-            failed: the run has failed; the checkpoint has another name, and removes no other.
+            failed: the run has failed. The checkpoint gets another name, and no other is removed
+                for it.
             in_memory: write it to the machines' memory, not to the disk.
 
-        Returns its path. A checkpoint on the disk that there is already is not written again.
+        Returns the path of the checkpoint. If this step's checkpoint is on the disk already, it is
+        not written again.
 
-        Raises RunFailed: it, or the one before, cannot be written.
+        Raises RunFailed: this checkpoint, or the one before, cannot be written.
         """
         own, settings = self.folder, self.settings
         folders, store = (own.memory, None) if in_memory else (own.own, own.store)
@@ -128,7 +137,7 @@ class Checkpointer:
         return plan.path
 
     def wait(self) -> None:
-        """Wait until the checkpoint that was begun is complete; RunFailed: it cannot be written."""
+        """Wait until the checkpoint under way is complete; RunFailed: it cannot be written."""
         self._report(self.snapshots.wait())
 
     def poll(self) -> None:
@@ -140,32 +149,32 @@ class Checkpointer:
             self._on_saved(saved)
 
     def save_failed(self, step: int, best: int | None) -> str:
-        """Save the state of a failed run under another name; returns what to tell the user."""
+        """Save the state of a failed run under another name, and return what to tell the user."""
         try:
             saved = self.begin(step, best=best, failed=True)
             self.wait()
         except RunFailed as failure:
             return str(failure)
         if self.folder.memory is not None:
-            self.folder.memory.remove()  # its checkpoints lead to the same failure
+            self.folder.memory.remove()  # the checkpoints there would lead to the same failure
         good = list_checkpoints(saved.parent)[-1:]
         return (
-            f"its weights, which may have blown up, are in {saved}, which only checkpoint.resume "
-            f"with that path takes; auto goes on from {good[0].name if good else 'the start'}"
+            f"its weights, which may have diverged, are in {saved}; only checkpoint.resume with "
+            f"that path loads them, and auto goes on from {good[0].name if good else 'the start'}"
         )
 
     def restore(self, found: Checkpoint, identity: str, total_steps: int) -> Checkpoint:
-        """Load the state of the engine from ``found``, and return what was loaded.
+        """Load the state of the engine from ``found``, and return the checkpoint that was loaded.
 
-        That is an earlier checkpoint where ``found`` is damaged and ``checkpoint.resume`` is auto.
+        If ``found`` is damaged and ``checkpoint.resume`` is auto, an earlier one is loaded.
 
         Args:
             found: as :meth:`RunFolder.find_resumed` returns it.
             identity: hash of the data or tasks that are trained on.
             total_steps: the length of the run.
 
-        Raises ConfigError: it is damaged, and was named or has none before it, or it does not suit
-        the run (:meth:`Snapshots.restore`).
+        Raises ConfigError: the checkpoint is damaged, and it was named or is the first one; or it
+        does not suit the run (:meth:`Snapshots.restore`).
         """
         folder, world = self.folder, self.engine.world
         while damaged := self.snapshots.restore(found, identity, total_steps):
@@ -188,9 +197,9 @@ class Checkpointer:
         return found
 
     def load_weights(self, path: Path) -> str:
-        """Load the weights of a checkpoint of this run, and nothing else of it. Collective.
+        """Load only the weights of a checkpoint of this run. Collective.
 
-        Returns what is wrong with it, the same on every rank, or an empty text.
+        Returns what is wrong with the checkpoint, the same on every rank; an empty text: nothing.
         """
         problem = ""
         try:

@@ -1,12 +1,12 @@
 """Silent faults: numbers that are not finite, and ranks that compute wrong bits.
 
-A step that is not finite changes no weight. With ``log.find_nan`` its micro-batches therefore run
-through the same weights once more, without the compiler, while hooks check each module's results
-and their gradients. The fault arose in the first tensor that is not finite, or between that tensor
-and the last finite one before it. Left out on purpose: tensors within a module, such as a kernel's.
+A step whose loss or gradient norm is not finite changes no weight. So with ``log.find_nan`` its
+micro-batches can run through the same weights once more, without the compiler, while hooks check
+each module's results and their gradients. The fault arose between the last finite tensor and the
+first one that is not finite. Left out on purpose: tensors within a module, such as a kernel's.
 
 Ranks that hold the same weights update them with the same sums of gradients. So their weights must
-have the same bits (``train.compare_replicas``). If bits differ, a machine is faulty.
+have the same bits, which ``train.compare_replicas`` checks. If bits differ, a machine is faulty.
 """
 
 from collections import Counter
@@ -28,17 +28,18 @@ from moetrain.parallel.world import World
 from moetrain.train.objectives import Objective
 
 _Note = tuple[tuple[int, float], str, torch.Tensor]
-"""(order, name, 0-d bool: it is finite) of a tensor. ``order`` is (phase, block). The phases are
-0 weights, 1 forward, 2 backward, 3 gradients of weights. Backward passes run to earlier blocks, so
-their block numbers are negated. The smallest order over all pipeline ranks is the first in time."""
+"""A tensor's (order, name, 0-d bool: it is finite). ``order`` is (phase, block), and the smallest
+order over all pipeline ranks is the first in time. The phases are 0 weights, 1 forward, 2 backward
+and 3 gradients of weights. A backward goes from the last block to the first, so its block numbers
+are negated."""
 
 
 class NanFinder:
     """Looks for the source of a step that is not finite (``log.find_nan``).
 
     Attributes:
-        passes: the batches, the objective and torch's random state of each pass since the last
-            step, so that it can be computed again.
+        passes: for each pass since the last step, its batches, its objective and the state of
+            torch's random numbers when it began, so that it can be computed again.
     """
 
     def __init__(self, model: Transformer, fsdp: FSDP, world: World) -> None:
@@ -54,7 +55,7 @@ class NanFinder:
         self.passes = []
 
     def report(self, learn: Callable[[Sequence[Any], Objective[Any]], object]) -> None:
-        """Compute the step's gradients again, and log which tensor is the first not to be finite.
+        """Compute the step's gradients again, and log the first tensor that is not finite.
 
         Collective. Waits for the device. ``learn`` computes the gradients of a pass.
         """
@@ -75,7 +76,8 @@ def first_not_finite(
 ) -> str | None:
     """Describe the first tensor that is not finite, and name its rank.
 
-    Collective. Waits for the device. The words are the same on every rank; None: all is finite.
+    Collective. Waits for the device. Every rank returns the same words. None: all tensors are
+    finite.
 
     Args:
         learn: computes the gradients of the step again.
@@ -86,7 +88,7 @@ def first_not_finite(
         notes.append(((0, 0), f"the weight {name}", _is_finite(member.read())))
     with _watched(model, notes), torch.compiler.set_stance("force_eager"):
         learn()
-    fsdp.gradient_norm()  # completes the gradients, which ``grad`` shows only afterwards
+    fsdp.gradient_norm()  # completes the gradients: ``grad`` has them only afterwards
     for name, member in fsdp.members.items():
         if (gradient := member.local.grad) is not None:
             notes.append(((3, 0), f"the gradient of {name}", _is_finite(gradient)))
@@ -143,8 +145,7 @@ def _is_finite(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _watched(model: Transformer, notes: list[_Note]) -> Iterator[None]:
-    """Note whether the outputs of each module and their gradients are finite, in the order of
-    time."""
+    """Note in ``notes``, in the order of time, if modules' outputs and gradients are finite."""
 
     def note(place: tuple[int, float], what: str, x: torch.Tensor) -> None:
         notes.append((place, what, _is_finite(x)))

@@ -1,9 +1,9 @@
 """The objective of a reward model: a pair's chosen answer is to score higher than its rejected one.
 
-The model's head has one row (:meth:`~moetrain.models.architecture.Architecture.scoring`), and the
-reward of a text is its product with the hidden state of the text's last token, as in transformers'
-``*ForSequenceClassification``. The formula is TRL's RewardTrainer's, with ``margin`` and
-``center_rewards_coefficient``.
+The model's head has one row (:meth:`~moetrain.models.architecture.Architecture.scoring`). The
+reward of a text is the product of that row with the hidden state of the text's last token, as in
+transformers' ``*ForSequenceClassification``. The loss is that of TRL's RewardTrainer, with
+``margin`` and ``center_rewards_coefficient``.
 
 Left out on purpose: more than one row (rewards by aspect), and rewards of single steps.
 
@@ -25,8 +25,9 @@ from moetrain.train.objectives import Outputs, Sizes, Term
 class Reward:
     """The mean loss of the pairs; margins and accuracy are logged.
 
-    A margin is the chosen answer's reward minus the rejected one's, and a pair is accurate if it is
-    positive. ``centering`` is the mean squared sum of both rewards, if that has a weight.
+    A pair's margin is the chosen answer's reward minus the rejected one's. Accuracy is the share of
+    pairs with a positive margin. If ``centering`` is not 0, the mean square of the sum of both
+    rewards, times ``centering``, is added to the loss.
     """
 
     centering: float = 0.0
@@ -52,17 +53,17 @@ class Reward:
         if self.centering:
             found["centering"] = (chosen_P + rejected_P).square()
             weights["centering"] = self.centering
-        is_pair_P = (batch.targets_BS >= 0).any(1)  # others fill up a batch of an evaluation
+        is_pair_P = (batch.targets_BS >= 0).any(1)  # other rows fill up an evaluation's batch
         share = outputs.share / sizes["rows"]
         sums = {name: torch.where(is_pair_P, x, 0.0).sum() * share for name, x in found.items()}
         return {name: Term(x, weights.get(name, 0.0)) for name, x in sums.items()}
 
 
 def text_scores(model: Transformer, hidden_BSD: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return the score of each segment of ``batch`` under a reward model, at least fp32 [N].
+    """Return a reward model's score of each segment of ``batch``: [N], at least in fp32.
 
-    ``hidden_BSD`` are as ``Transformer.backbone`` returns them. Over several devices all have the
-    same result (:meth:`~moetrain.models.layers.Vocabulary.scores`).
+    ``hidden_BSD`` is as ``Transformer.backbone`` returns it. If several devices share the batch,
+    all get the same result (:meth:`~moetrain.models.layers.Vocabulary.scores`).
     """
     places_N = last_places(
         batch.tokens_BS, batch.cu_seqlens, batch.is_pad_BS, model.arch.pad_token_id
@@ -77,10 +78,10 @@ def last_places(
     is_pad_BS: torch.Tensor | None,
     pad_token_id: int | None,
 ) -> torch.Tensor:
-    """Return where each segment has its last token that is no pad, among all B * S: int64 [N].
+    """Return the position of each segment's last token that is no pad, among all B * S: int64 [N].
 
-    As in transformers, a token of the text with the id of PAD counts as one, and where no other is
-    there it is the segment's first. With PAD 0, segments (5 6 0) (7 8) give 1 and 4.
+    As in transformers, a token of the text that has the id of PAD counts as a pad, and a segment of
+    nothing but pads has its first position. With PAD 0, segments (5 6 0) (7 8) give 1 and 4.
     """
     tokens_T = tokens_BS.flatten()
     index_T = torch.arange(len(tokens_T), device=tokens_T.device)

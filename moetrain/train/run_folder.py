@@ -1,12 +1,13 @@
 """A run's output folder: it is checked, claimed by one run, and searched for a checkpoint.
 
-The checkpoints of a folder belong to one branch of training, and a higher step is newer. ``auto``
-resumes the newest intact one. Checkpoints of another branch (steps after the resumed one, or of
-another run) are moved to ``earlier-1``, ``earlier-2``, ... and never deleted.
+The checkpoints of a folder belong to one branch of training, so a higher step is newer.
+``checkpoint.resume auto`` resumes the newest intact one. Checkpoints of another branch (those of
+later steps than the resumed one, or of another run) are moved to ``earlier-1``, ``earlier-2``, ...
+and never deleted.
 
 With ``checkpoint.shared no`` each machine has its own output folder, with a part of each checkpoint
-or all of it. Only the main rank's folder has metrics and exports. One rank of each machine does the
-work of the main rank there.
+or all of it. Only the main rank's folder has metrics and exports. On each machine one rank does the
+main rank's work with checkpoints.
 """
 
 import json
@@ -35,15 +36,15 @@ from moetrain.models.architecture import Architecture
 from moetrain.parallel.world import World
 
 RUN_FILE, _LOCK, _MARK = ".run", ".lock", ".rank-{}"
-"""Files of a folder: the name of the run that has begun there, the file whose lock a run holds, and
-the file by which a rank shows that its machine sees the folder."""
+"""Files in an output folder: one holds the name of the run that has begun there, a run holds the
+lock of one, and a rank writes one to show that its machine sees the folder."""
 _RUN_NAME = re.compile(rb"[0-9a-f]*\n?")
-"""Content of the file with the run's name; empty if a run was killed while it wrote the file."""
+"""The content of the file with the run's name. It is empty if a run was killed while writing it."""
 _VISIBLE_SECONDS = 60.0
-"""Time within which a rank must see another rank's file; NFS caches a folder no longer than that
+"""Seconds within which a rank must see another rank's file. NFS caches a folder no longer than that
 (acdirmax in nfs(5))."""
 _EXPORT_BYTES = 4
-"""Bytes of a parameter in fp32."""
+"""Bytes of an exported parameter, in fp32."""
 _FILES = ("metrics.jsonl", "config.json", "sample.txt")
 _WRITING: dict[str, Callable[[CheckpointSection], object]] = {
     "checkpoint.keep": lambda x: x.keep > 1 and (x.interval or x.minutes),
@@ -54,9 +55,9 @@ _WRITING: dict[str, Callable[[CheckpointSection], object]] = {
     "checkpoint.best": lambda x: x.best,
     "checkpoint.save_hf": lambda x: x.save_hf,
 }
-"""The settings that let a run write more, and whether they do now."""
+"""Settings that make a run write more, each with a function that is true if it does so."""
 _FOLDERS = ("checkpoints", "tensorboard", "wandb", "hf", "adapter", "completions", "profile")
-"""Folders that a run writes."""
+"""Folders that a run may write."""
 
 
 class RunFolder:
@@ -65,14 +66,12 @@ class RunFolder:
     def __init__(
         self, path: Path, world: World | None = None, settings: CheckpointSection | None = None
     ) -> None:
-        """Collective over the ranks of ``world``; without one, this process uses the folder
-        alone."""
+        """Collective over the ranks of ``world``. None: only this process uses the folder."""
         self.settings = settings = settings or CheckpointSection()
         self.path, self.checkpoints = path, path / "checkpoints"
         self.store = Store(settings.store) if settings.store else None
         self._stored = math.inf
-        """The step that was fetched from the store last; from then on only older ones are
-        fetched."""
+        """The step that was last fetched from the store. Only older ones are fetched after it."""
         copies = 0 if settings.shared else settings.replicas
         if world is None:
             self.disk = Folders(self.checkpoints, copies=copies)
@@ -80,9 +79,9 @@ class RunFolder:
             self.disk = Folders(
                 self.checkpoints, rank=world.rank, gather=world.gather, copies=copies
             )
-        """The folders of checkpoints: one, kept by the main rank, or one a machine."""
+        """The folders of checkpoints: one that the main rank keeps, or one for each machine."""
         self.own = self.disk if copies else None
-        """The machines' own folders; None: all share this one."""
+        """The machines' own folders of checkpoints; None: all machines share one."""
         self.memory: Memory | None = None
         """The run's folders in the machines' memory; None: it uses none."""
         if world is not None and settings.memory_interval:
@@ -90,10 +89,10 @@ class RunFolder:
             world.endings.append(self.memory.remove)
 
     def check_usable(self) -> None:
-        """Check that a run can write here, without creating anything.
+        """Check that a run can write here, and leave nothing behind.
 
-        Raises ConfigError: the folder or a path in it is blocked by another file, has too long a
-        name, or cannot be written to.
+        Raises ConfigError: the folder cannot be made or written to, its name is too long, or it
+        holds something else under a name that a run uses.
         """
         folder, absolute = self.path, Path(os.path.abspath(self.path))
 
@@ -125,19 +124,22 @@ class RunFolder:
             raise error(f"cannot be written to: {failure.strerror}") from None
 
     def check_room(self, config: Config, arch: Architecture, saved: float) -> None:
-        """Raise ConfigError unless there is room for the run's checkpoints of ``saved`` bytes each,
-        and for its export. The message says how much each needs."""
+        """Raise ConfigError unless there is room for the run's checkpoints and its export.
+
+        The message says how much each of them needs. ``saved``: bytes of one checkpoint.
+        """
         checkpoint, steps = config.checkpoint, config.train.steps
         keep, best = checkpoint.keep, checkpoint.best
         saves, milestones = checkpoint.at_end + (1 + keep) * best, int(best)
         if checkpoint.interval:
             saves += keep if steps is None else (steps - 1) // checkpoint.interval
-        if checkpoint.minutes:  # how many there will be is not known
+        if checkpoint.minutes:  # the number of these is not known in advance
             saves += keep if steps is None else min(keep, steps - 1)
         if checkpoint.keep_every and steps is not None:
             milestones += steps // checkpoint.keep_every
         if self.disk.keeps:
-            # The oldest is removed when the newest is complete; new ones replace those here.
+            # The oldest is removed only when the newest is complete, so one more is counted. New
+            # checkpoints replace those of the run that is resumed.
             there = _bytes_of_checkpoints(self.checkpoints) * (checkpoint.resume != "never")
             exports = checkpoint.save_hf and self.disk.rank == 0  # into the main rank's folder
             fewer = [name for name, writes in _WRITING.items() if writes(checkpoint)]
@@ -167,9 +169,9 @@ class RunFolder:
     def claimed(self) -> Iterator[None]:
         """Keep every other run out in this context; create the folder if it is missing.
 
-        Leftovers of killed saves are removed first. The claim is a lock of the rank that looks
-        after the folder, and ends with its process (:mod:`moetrain.config.locks`). A folder made
-        for a run whose settings or data turn out to be wrong is removed again.
+        Leftovers of killed saves are removed first. The rank that looks after the folder holds a
+        lock, which ends with its process (:mod:`moetrain.config.locks`). If settings or data turn
+        out to be wrong, a folder that was created here is removed again.
 
         Raises ConfigError: another run writes to it, or it cannot be written to.
         """
@@ -188,7 +190,7 @@ class RunFolder:
                     f"{str(folder)!r} is being written by another run ({error}); "
                     "wait for it, stop it, or choose another folder",
                 ) from None
-            except (OSError, ValueError) as error:  # a name with a NUL is the latter
+            except (OSError, ValueError) as error:  # ValueError: the name has a NUL
                 problem = f"{str(folder)!r} cannot be written: {error}"
                 remedy = disk_remedy(getattr(error, "errno", None), "output_dir")
                 raise ConfigError("output_dir", f"{problem}; {remedy}") from None
@@ -236,7 +238,7 @@ class RunFolder:
                 mine.unlink()
         reports = world.gather((socket.gethostname(), world.rank, problem))
         problems = [report for report in reports if report[2]]
-        if keeps:  # the folder may go again, and must be empty then
+        if keeps:  # the folder may be removed again, and must be empty then
             with suppress(OSError):
                 shared.unlink()
         if problems:
@@ -255,10 +257,11 @@ class RunFolder:
             self.memory.open(world.any(self._run()), since)
 
     def _run(self) -> str:
-        """Return the name of the run that has begun here; an empty text if another rank keeps the
-        folder.
+        """Return the name of the run that has begun here, or an empty text.
 
-        Raises ConfigError: the file that holds it is damaged.
+        The text is empty if no run has begun, or if another rank looks after the folder.
+
+        Raises ConfigError: the file with the name is damaged.
         """
         name, problem = self._read_run()
         if problem:
@@ -266,7 +269,7 @@ class RunFolder:
         return name
 
     def _read_run(self) -> tuple[str, str]:
-        """Return the name of :meth:`_run`, and the problem with its file, or an empty text."""
+        """Return the name as :meth:`_run` does, and what is wrong with its file, or empty texts."""
         mark = self.path / RUN_FILE
         if not self.disk.keeps or not mark.exists():
             return "", ""
@@ -286,12 +289,15 @@ class RunFolder:
     def find(self, resume: str, before: int | None = None, least: int = 0) -> Path | None:
         """Return the checkpoint that ``checkpoint.resume`` asks for, or None to start anew.
 
-        ``auto`` skips damaged checkpoints, with a warning, and takes the newest intact one. Those
-        of step ``before`` and later are known to be damaged, and those before step ``least`` are
-        of no use. Collective.
+        ``auto`` skips damaged checkpoints, with a warning, and takes the newest intact one.
+        Collective.
 
-        Raises ConfigError: a named folder is not an intact checkpoint, none here is, or the newest
-        that is not damaged has another version of the format.
+        Args:
+            before: checkpoints of this step and later ones are known to be damaged.
+            least: checkpoints before this step are not wanted; None is returned instead.
+
+        Raises ConfigError: a named folder is not an intact checkpoint; there are checkpoints here,
+        but none is intact; or the newest intact one has another version of the format.
         """
         if resume == "never":
             return None
@@ -324,19 +330,23 @@ class RunFolder:
     def _fetch(self, store: Store, resume: str, newest: int) -> str:
         """Fetch the newest checkpoint of ``store`` if it is newer than ``newest``; return its step.
 
-        Raises ConfigError: the store has a checkpoint, and ``resume`` is not auto.
+        The step is returned as text, which is empty if nothing was fetched.
+
+        Raises:
+            ConfigError: the store has a checkpoint, and ``resume`` is not auto.
+            RunFailed: the store cannot be read.
         """
         try:
             there = [step for step in store.steps() if step < self._stored]
             if there and resume != "auto":
-                problem = f"it holds step {there[-1]}, which checkpoint.resume {resume} passes over"
+                problem = f"it holds step {there[-1]}, but checkpoint.resume is {resume}"
                 raise ConfigError("checkpoint.store", f"{problem}; empty it, or choose another")
             if not there or there[-1] <= newest:
                 return ""
             final = self.checkpoints / read.checkpoint_name(there[-1])
             new = begin(final)
             store.get(there[-1], new)
-            shutil.rmtree(final, ignore_errors=True)  # it is damaged
+            shutil.rmtree(final, ignore_errors=True)  # if it exists, it is damaged
             new.rename(final)
             self._stored = there[-1]
         except OSError as error:
@@ -347,8 +357,10 @@ class RunFolder:
     def open(
         self, resume: str, arch: Architecture, world: World, before: int | None = None
     ) -> read.Checkpoint | None:
-        """Open the checkpoint that :meth:`find` finds, or with auto a newer one in memory or in the
-        store. Collective. Raises ConfigError also for another model's checkpoint."""
+        """Open the checkpoint that :meth:`find` finds, or with auto a newer one in memory or store.
+
+        Collective. Raises as :meth:`find`, and ConfigError if it is a checkpoint of another model.
+        """
         kept, least = None, 0
         if self.memory is not None and resume == "auto":
             kept, problems = self.memory.newest()
@@ -382,19 +394,21 @@ class RunFolder:
     def find_resumed(
         self, arch: Architecture, world: World, before: int | None = None
     ) -> read.Checkpoint | None:
-        """Open the checkpoint that the run resumes, if any; of an earlier step than ``before``.
+        """Open the checkpoint that the run resumes, or return None.
 
-        Collective. Raises as :meth:`resume_now` and :meth:`open`.
+        ``before``: only earlier steps are considered. Collective. Raises as :meth:`resume_now` and
+        :meth:`open`.
         """
         return self.open(self.resume_now(self.settings.resume, world), arch, world, before)
 
     def resume_now(self, resume: str, world: World) -> str:
         """Return ``checkpoint.resume`` as it applies to ranks that a launcher may have restarted.
 
-        The result is ``auto`` once the first run has come to :meth:`set_aside` and has saved
-        something. Before that, a restarted run begins where the first one began. Collective.
+        Under a launcher it is ``auto`` once the run has passed :meth:`set_aside` and there is a
+        checkpoint. Before that, a restarted run begins where the first one began. Collective.
 
-        Raises ConfigError: machines with folders of their own have different runs there.
+        Raises ConfigError: machines with folders of their own have different runs there, or the
+        file with a run's name is damaged.
         """
         place = launched_place()
         restarts = world.gather(place.restarts if place else 0)[0]
@@ -414,12 +428,12 @@ class RunFolder:
         return "auto" if place and runs and any(saved for _, _, saved, _ in found) else resume
 
     def set_aside(self, resumed: Path | None, step: int, world: World) -> None:
-        """Move aside the files that a run from checkpoint ``resumed`` at ``step`` does not
-        continue.
+        """Move aside the files that the run does not continue. Collective.
 
-        A run that starts anew (None), or from a checkpoint elsewhere, moves an earlier run's
-        checkpoints and metrics. Any other run moves the checkpoints after ``step``, with a copy of
-        the metrics, whose later lines it will drop. Collective.
+        A run that starts anew (``resumed`` is None), or from a checkpoint elsewhere, moves an
+        earlier run's checkpoints and metrics. A run from a checkpoint here, of step ``step``, moves
+        the checkpoints of later steps. With these it puts a copy of the metrics, since it will drop
+        the later lines.
         """
         folder, root = self.path, self.checkpoints
         is_continued = resumed is not None and (
@@ -427,7 +441,7 @@ class RunFolder:
         )
         if self.disk.keeps and not is_continued:
             (folder / RUN_FILE).unlink(missing_ok=True)
-        # All machines lose the old name before one gets a new one.
+        # All machines remove the old name before any of them gets a new one.
         run = world.any(self._run()) or world.broadcast(secrets.token_hex(8))
         if not self.disk.keeps:
             return
@@ -453,18 +467,18 @@ class RunFolder:
 
 
 def _is_of_a_run(file: Path) -> bool:
-    """Return whether ``file`` is missing, or is the ``config.json`` of a run and not of a model."""
+    """Return True if ``file`` is missing, or is the ``config.json`` of a run and not of a model."""
     if not file.exists():
         return True
     try:
         settings = json.loads(file.read_bytes())
-    except (ValueError, RecursionError):  # a run was killed while it wrote this
+    except (ValueError, RecursionError):  # it is not JSON: a run was killed while it wrote this
         return True
     return isinstance(settings, dict) and "output_dir" in settings
 
 
 def _bytes_of_checkpoints(root: Path) -> int:
-    """Add up the bytes of checkpoints' files, while another run may be removing some."""
+    """Return the bytes of all checkpoints' files. Another run may be removing some meanwhile."""
     total = 0
     for path, _, names in os.walk(root):  # os.walk skips a folder that is gone
         for name in names if os.path.basename(path).startswith("step-") else ():
@@ -486,16 +500,17 @@ def _check_free(
     """Raise ConfigError unless ``folder`` has room for checkpoints and an export.
 
     Args:
-        setting: names the folder.
-        there: bytes of checkpoints in the folder, whose place the new ones take.
-        copies: how many checkpoints there will be, of ``one`` bytes each.
+        setting: the setting that names the folder.
+        there: bytes of checkpoints in the folder that the new ones will replace.
+        copies: the number of checkpoints that there will be at once.
+        one: bytes of each checkpoint.
         export: bytes of the export.
         remedy: the end of the message.
     """
     folders = (folder, *Path(os.path.abspath(folder)).parents)
     total, _, free = shutil.disk_usage(next(path for path in folders if path.exists()))
     need = copies * one + export
-    if total and free + there < need:  # remote ones may not know their size
+    if total and free + there < need:  # remote file systems may report no size
         what = [f"{copies} checkpoint{'s' * (copies > 1)} of {_gib(one)}"] * (copies > 0)
         what += [f"checkpoint.save_hf's {_gib(export)}"] * (export > 0)
         problem = f"has room for {_gib(free)}, and the run will write {_gib(need)}"
@@ -507,7 +522,7 @@ def _gib(num_bytes: float) -> str:
 
 
 def _failure_to_write(file: Path, text: str) -> str:
-    """Write ``text``; returns why it cannot be written, or an empty text."""
+    """Write ``text`` to ``file``; return why it cannot be written, or an empty text."""
     try:
         file.write_text(text)
     except OSError as error:
@@ -516,7 +531,7 @@ def _failure_to_write(file: Path, text: str) -> str:
 
 
 def _is_seen(file: Path, token: str) -> bool:
-    """Wait until ``file``, which another rank writes, holds ``token``; False: it does not come."""
+    """Wait until ``file``, which another rank writes, holds ``token``; False: it was too late."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while True:
         with suppress(OSError, ValueError):  # it is not there yet, or only half

@@ -734,7 +734,7 @@ FOLDERS: dict[str, tuple[Callable[[], object], dict[str, Any], str, list[Remedy]
     "a store that holds what a new run passes over": (
         lambda: shutil.copytree("out/checkpoints", "store"),
         {"checkpoint.store": "file:store", "checkpoint.resume": "never", "output_dir": "new"},
-        "checkpoint.store: it holds step 2, .* never passes over; empty it, or choose another",
+        "checkpoint.store: it holds step 2, but .* is never; empty it, or choose another",
         [
             ({}, remove("store"), 0),
             ({"checkpoint.store": "file:another"}, nothing, 0),

@@ -1,15 +1,16 @@
 """The environments that ``rl.env`` names: generated problems, prompts of a file, a user's class.
 
-A random generator that is seeded by a problem's number generates the problem, so a number always
-means the same problem.
+Generated problems come from a random generator that is seeded by the problem's number, so a number
+always means the same problem.
 
 ``jsonl`` reads prompts from a file, and scores answers by a function of the user or one of
 :data:`REWARDS`. A line holds ``prompt`` (text, or a conversation) or ``messages`` (a conversation),
 and anything that the reward function needs (``answer``, for the functions here). The chat template
-gets the line's ``tools``, ``documents`` and ``chat_template_kwargs``. It writes conversations, and
-with ``rl.chat`` also texts. A ``system`` of the line, which has other names too, is its first turn.
+formats conversations and, with ``rl.chat``, also prompts that are texts. It gets the line's
+``tools``, ``documents`` and ``chat_template_kwargs``. If a line has a ``system``, under this or
+another name (``_SYSTEMS``), the text becomes the conversation's first turn.
 
-    def reward(line: dict, answer: str) -> float: ...        # in file.py; async def goes as well
+    def reward(line: dict, answer: str) -> float: ...        # in file.py; async def works too
     rl.reward = "file.py:reward"
 """
 
@@ -39,10 +40,11 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.rl.envs import Environment, Problem, Prompts, SolvedEnvironment, TextEnvironment
 
 MAX_DIGITS, MAX_TERMS = 20, 200
-"""Most digits of a number, and most terms. Python refuses to write larger products as text."""
+"""The most digits of a number, and the most numbers of a problem. Python refuses to write products
+as text that are much larger."""
 _GYM_SIZE = 2**31 - 1
-"""Number of problems of a task of reasoning-gym. They are generated on demand, so this is more than
-any run reads."""
+"""Number of problems of a task of reasoning-gym, more than any run reads. They are generated on
+demand, so the number costs nothing."""
 
 _OBJECT = """write one such as '{"most": 6}'"""
 
@@ -53,9 +55,9 @@ _SYSTEMS = ("system", *SYSTEMS)
 
 
 class Sort(SolvedEnvironment):
-    """The task to put ``least`` to ``most`` different digits in order.
+    """The task to sort ``least`` to ``most`` different digits.
 
-    The reward of a wrong answer is half the share of digits before the first wrong one.
+    The reward of a wrong answer is 0.5 times the share of digits before the first wrong one.
     """
 
     def __init__(self, prompts: Prompts, least: int = 4, most: int = 8) -> None:
@@ -82,7 +84,7 @@ class Sort(SolvedEnvironment):
 
 
 class Arithmetic(SolvedEnvironment):
-    """The task to compute a term of ``terms`` numbers of up to ``digits`` digits."""
+    """The task to compute an expression of ``terms`` numbers of up to ``digits`` digits each."""
 
     def __init__(
         self, prompts: Prompts, digits: int = 2, terms: int = 2, operations: str = "+-*"
@@ -132,7 +134,7 @@ class _ReasoningGym(SolvedEnvironment):
 def _import_extra(module: str, field: str, value: str) -> Any:
     """Import a package of the extra ``rl``; ConfigError: it is not installed.
 
-    Here rather than at the top, since that takes a second.
+    It is imported here rather than at the top of the file, because that takes a second.
     """
     if importlib.util.find_spec(module) is None:
         problem = f"{value!r} needs {module.replace('_', '-')}, which is not installed"
@@ -141,7 +143,7 @@ def _import_extra(module: str, field: str, value: str) -> Any:
 
 
 def check_whole(**values: object) -> None:
-    """Raise ConfigError unless all ``values`` are integers; JSON has other numbers too."""
+    """Raise ConfigError unless all ``values`` are integers; a user's JSON may hold other types."""
     for name, value in values.items():
         if type(value) is not int:
             raise ConfigError("rl.env_args", f"{name} {value!r} is not a whole number; give one")
@@ -153,7 +155,7 @@ _Reward = Callable[[dict[str, Any], str], "float | Awaitable[float]"]
 
 
 _ANSWERS = ("ground_truth", "reward_model", "solution", "target", "expected_answer", "final_answer")
-"""Fields that may hold the right answer: verl's ``reward_model`` has it in ``ground_truth``."""
+"""Fields in which other formats have the right answer; verl's is ``reward_model.ground_truth``."""
 
 
 class Jsonl(TextEnvironment):
@@ -192,7 +194,8 @@ class Jsonl(TextEnvironment):
     def _asked(self, line: dict[str, Any]) -> str | list[Any]:
         """Return the line's prompt: a text, or the messages of a conversation.
 
-        Raises BadLineError: two names of the system's text, or the system's turn, differ.
+        Raises BadLineError: the fields with the system's text differ from one another, or from the
+        conversation's own system turn; or the conversation is not valid.
         """
         systems = {key: line[key] for key in _SYSTEMS if line.get(key)}
         name, system = next(iter(systems.items()), ("", None))
@@ -241,7 +244,8 @@ def _math() -> _Reward:
     parse, verify = math_verify.parse, math_verify.verify
 
     def score(line: dict[str, Any], answer: str) -> float:
-        # Its own time limits use signals, which only the main thread gets. The call has a limit.
+        # math-verify's own time limits use signals, which only the main thread gets. The call of
+        # the reward function has a limit anyway.
         gold = parse(str(line["answer"]), parsing_timeout=None)
         return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
 
@@ -258,7 +262,8 @@ REWARDS: dict[str, Callable[[], _Reward]] = {
 def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
     """Return the function or class ``name``, which is FILE.py:NAME. This runs the file.
 
-    ConfigError: there is none. The error names ``field``, and ``others``, its other values.
+    Raises ConfigError: there is none, or the file fails. The error is for the setting ``field``,
+    and lists ``others``, the setting's other values.
     """
     file, _, key = name.rpartition(":")
     path = Path(os.path.expanduser(file))
@@ -279,9 +284,10 @@ def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
 
 
 def _read_lines(path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the records of ``rl.prompts``, each without and with the nulls of tables.
+    """Return the records of ``rl.prompts``, each twice: without nulls of tables, and with them.
 
-    Templates get the first, rewards the second. Raises ConfigError: a record has no prompt.
+    Chat templates get the first, reward functions the second. Raises ConfigError: a record has no
+    prompt, or the file none.
     """
     lines: list[tuple[dict[str, Any], dict[str, Any]]] = []
     file = Path(os.path.expanduser(path))
@@ -293,7 +299,7 @@ def _read_lines(path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
             line: Any = raw.value()
             whole: Any = raw.whole()
             asked = line.get("prompt") if isinstance(line, dict) else 0
-            if asked is None:  # null in files made of tables, where messages has a value
+            if asked is None:  # files made of tables have null here, if messages has a value
                 asked = line.get("messages")
             if not isinstance(asked, str | list):
                 problem = "has no `prompt` (a text or a list of messages) and no `messages`"
@@ -321,7 +327,7 @@ def _likely_prompt(line: object) -> str:
 GENERATED: dict[str, Callable[..., Environment]] = {"sort": Sort, "arithmetic": Arithmetic}
 """Environments that need no files, by their names in ``rl.env``."""
 _NOT_OWN = {*GENERATED, "reasoning-gym", "agent"}
-"""Values of ``rl.env``, up to a colon, whose rewards ignore the special tokens of an answer."""
+"""Values of ``rl.env``, up to a colon, whose rewards never read the special tokens of an answer."""
 
 
 def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
