@@ -3,9 +3,10 @@
     python scripts/bench_activation.py [--micro-batches 8,16] [--steps 5] [--rows NAME,...]
         [--recipe qwen3-30b-a3b] [--layers 6] [--results FILE.jsonl] [--section.key value ...]
 
-It runs real, compiled steps with the optimizer on one GPU. A row is a policy; a policy that does
-not fit says so. Per row: tokens/s; the allocator's peak and the estimate of
-``moetrain.train.estimates.memory``; and the last loss.
+It runs real, compiled steps with the optimizer on one GPU, and prints a line for each policy and
+micro-batch: tokens/s, the time of a step, the allocator's peak, the estimate of
+``moetrain.train.estimates.memory`` and the last loss. For a policy that does not fit, the line says
+so.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ROWS = "none,selective,full"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Policies of recomputation.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Time activation policies.", allow_abbrev=False)
     parser.add_argument("--recipe", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--micro-batches", default="8,16")
@@ -55,7 +56,7 @@ def main() -> int:
 
 
 def bench(args: argparse.Namespace, settings: list[str], name: str, size: str) -> dict[str, Any]:
-    """Return a row's measurements, or its ``problem``."""
+    """Measure one policy at one micro-batch; return the figures, or the ``problem``."""
     words = [
         *("--model.num_layers", str(args.layers), "--compile.enabled", "yes"),
         *("--train.micro_batch_size", size, "--train.global_batch_size", size),
@@ -78,7 +79,7 @@ def bench(args: argparse.Namespace, settings: list[str], name: str, size: str) -
 
 
 def measure(trainer: Trainer, steps: int) -> dict[str, Any]:
-    """Time ``steps`` steps after some warm-up steps."""
+    """Time ``steps`` steps after some warm-up steps; return the figures by name."""
     for _ in range(WARMUP_STEPS):
         trainer.train_step()
     wait(trainer)

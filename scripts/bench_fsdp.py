@@ -3,10 +3,11 @@
     python scripts/bench_fsdp.py RECIPE [--section.key value ...] [--compare-steps 20]
         [--memory-steps 200]
 
-Both transports train from the same start in one process per rank, one after the other. The
-checksums of every parameter and gradient after ``--compare-steps`` steps are compared on every
-rank; give ``--train.deterministic yes`` for that. The copies continue to ``--memory-steps`` while
-the driver's free memory is watched. The exit code is 1 if bits differ or free memory shrinks.
+Both transports train from the same start in one process per rank, one after the other. After
+``--compare-steps`` steps, each rank compares all losses and the checksums of every parameter and
+gradient; give ``--train.deterministic yes`` for that. The run over copy engines then continues to
+``--memory-steps`` while the driver's free memory is watched. The exit code is 1 if bits differ or
+free memory shrinks.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from moetrain.train.metrics import peak_memory_gib
 SETTLED = 50
 """Steps after which nothing new should be allocated."""
 SLACK = 64 << 20
-"""Bytes by which free memory may differ: other processes use it too."""
+"""Bytes by which free memory may shrink: other processes use it too."""
 NUMBERS = 2**24
-"""Elements of a tensor that are summed at a time."""
+"""Number of elements that are summed at a time."""
 
 
 def main() -> int:
-    """Start the ranks, or be one; return 1 if a check fails."""
+    """Start the ranks, or run as one of them; return 1 if a check fails."""
     parser = argparse.ArgumentParser(description="Compare FSDP's transports.", allow_abbrev=False)
     parser.add_argument("recipe")
     parser.add_argument("--compare-steps", type=int, default=20)
@@ -66,7 +67,10 @@ def main() -> int:
 
 
 def compare(trainer: Trainer, steps: int) -> dict[str, float]:
-    """Return all losses, and checksums of the last gradients and of the updated parameters."""
+    """Train, and print a line; return all losses, and checksums of the last step.
+
+    The checksums are those of the gradients before the update, and of the parameters after it.
+    """
     members, world = trainer.engine.fsdp.members, trainer.world
     losses = [trainer.train_step().loss for _ in range(steps // 2)]
     wait(trainer)
@@ -97,7 +101,7 @@ def compare(trainer: Trainer, steps: int) -> dict[str, float]:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return a checksum of bits and their positions."""
+    """Return a checksum of the elements' bits and positions."""
     kind = {2: torch.int16, 4: torch.int32}[tensor.itemsize]
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for number, bits in enumerate(tensor.detach().contiguous().view(-1).view(kind).split(NUMBERS)):
@@ -107,7 +111,10 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def watch(trainer: Trainer, steps: int) -> bool:
-    """Return True if free memory after ``steps`` more steps equals that after the first of them."""
+    """Train ``steps`` more steps; return True if free memory stays the same.
+
+    It may shrink by :data:`SLACK` from step :data:`SETTLED` of these to the last.
+    """
     free = []
     for step in range(steps):
         trainer.train_step()

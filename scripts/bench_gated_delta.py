@@ -3,11 +3,11 @@
     pip install --no-deps fla-core einops
     python scripts/bench_gated_delta.py [--times-only]
 
-Both take packed documents, 32 heads of 128 in bf16, and queries and keys that are normalised
-already. fla-core refuses its backward on Hopper with Triton 3.4.0 to 3.7.0, since its gradients
-are wrong there; its check is switched off here, so the errors of both against the plain rule in
-fp32 are printed beside the times, unless ``--times-only`` is given (the plain rule takes a minute
-a row). Times are medians of device milliseconds.
+Both take packed documents, 32 heads of width 128 in bf16, and queries and keys that are normalised
+already. On Hopper with Triton 3.4.0 to 3.7.0 fla-core refuses its backward, since its gradients are
+wrong there. Its check is switched off here. So the errors of both against the plain rule in fp32
+are printed beside the times, for up to 16,384 tokens. The plain rule takes a minute for each line;
+``--times-only`` leaves the errors out. Times are medians of device milliseconds.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def theirs(lengths: tuple[int, ...]) -> Rule:
 
 
 def inputs_of(tokens: int) -> list[torch.Tensor]:
-    """Return queries, keys, values, gates and betas of ``tokens`` tokens, in bf16 but the gates."""
+    """Return queries, keys, values, gates and betas of ``tokens`` tokens: bf16, the gates fp32."""
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (tokens, HEADS, WIDTH)
     q, k, v = (torch.randn(shape, device="cuda", generator=generator) for _ in range(3))
@@ -73,7 +73,10 @@ def results(rule: Rule, inputs: list[torch.Tensor], upstream: torch.Tensor) -> l
 
 
 def errors(rule: Rule, lengths: tuple[int, ...]) -> list[float]:
-    """Return how far the outputs and gradients are from the plain rule's in fp32, by norms."""
+    """Return the errors of the outputs and of each gradient against the plain rule in fp32.
+
+    An error is the norm of the difference over the norm of the plain rule's tensor.
+    """
     inputs = inputs_of(sum(lengths))
     upstream = torch.randn_like(inputs[2])
     found = results(rule, inputs, upstream)
@@ -84,7 +87,7 @@ def errors(rule: Rule, lengths: tuple[int, ...]) -> list[float]:
 
 
 def row(name: str, rule: Rule, lengths: tuple[int, ...], checked: int) -> float:
-    """Print errors (up to checked tokens) and times of a rule; return its total time."""
+    """Print a rule's errors, for up to ``checked`` tokens, and times; return the total in ms."""
     tokens = sum(lengths)
     off = [f"{error:.1e}" for error in errors(rule, lengths)] if tokens <= checked else []
     inputs = inputs_of(tokens)

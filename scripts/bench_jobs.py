@@ -3,20 +3,21 @@
     python scripts/bench_jobs.py --output_dir OUT [--layers 24] [--section.key value ...]
     python scripts/bench_jobs.py --output_dir OUT --tenants 8 --rows 1 --data.seq_len 512
 
-Random weights of ``qwen3-30b-a3b``, cut to ``--layers``, with adapters of rank 16 on attention and
-experts. A step is a forward_backward of ``--rows`` rows of ``data.seq_len`` random tokens and an
-optim_step. One line each is printed for: the engine by itself; one job of the service; jobs that
-take turns, so that each request swaps another job's state out and its own in; generation; a save;
-memory after the first and the last switch. Every step waits for the device.
+The model is ``qwen3-30b-a3b`` with random weights, cut to ``--layers``, with adapters of rank 16 on
+attention and experts. A step is a forward_backward of ``--rows`` rows of ``data.seq_len`` random
+tokens and an optim_step. There is a line for each of these: the engine by itself; one job of the
+service; jobs that take turns, so that each request swaps another job's state out and its own in;
+memory before and after the timed switches; generation; a save. Every step waits for the device.
 
-With ``--tenants`` the lines are: one job with all rows of a micro-batch, and as many jobs that
-share it, with ``--rows`` each. Every client, in its own thread, submits the forward_backward and
-the optim_step of step n + 1 before it waits for the answers of step n, with one job as with
-several. A line below each divides the time of the serving thread: queueing passes and updates for
-the device; waiting for earlier turns; the rest of turns; time without a turn. The device's own time
-comes from the profiler, in further steps. Clients write requests to the disk and read answers in
-their own threads, at the same time. ``--model.preset debug --layers 2 --data.seq_len 64`` runs on a
-laptop.
+With ``--tenants N`` there are two lines instead: one job with all rows of a micro-batch, and N jobs
+that share the micro-batch, with ``--rows`` rows each. In both cases every client, in its own
+thread, submits the forward_backward and the optim_step of step n + 1 before it waits for the
+answers of step n. The line below each of them divides the time of the serving thread: queueing
+passes and updates for the device; waiting for earlier turns; the rest of turns; time without a
+turn. The device's own time comes from the profiler, in further steps. Meanwhile the clients'
+threads write requests to the disk and read answers.
+
+``--model.preset debug --layers 2 --data.seq_len 64`` runs on a laptop.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Bench:
         return answer["result"]
 
     def by_tenants(self, jobs: list[str], steps: int) -> None:
-        """Time steps of all ``jobs``, which share the rows and whose clients submit ahead."""
+        """Run ``steps`` steps of all ``jobs``, which divide the rows; clients submit ahead."""
         data, each = self.body["data"], len(self.body["data"]) // len(jobs)
         parts = [{"data": data[i * each : (i + 1) * each]} for i in range(len(jobs))]
         with ThreadPoolExecutor(len(jobs)) as clients:
@@ -82,7 +83,7 @@ class Bench:
                 client.result()
 
     def client(self, job: str, body: dict[str, Any], steps: int) -> None:
-        """Ask for ``steps`` steps of ``job``, with two steps in flight."""
+        """Ask for ``steps`` steps of ``job``, with up to two steps in flight."""
         asked: list[list[tuple[str, int]]] = []
         for step in range(steps + 1):
             if step < steps:
@@ -96,7 +97,7 @@ class Bench:
                     sys.exit(f"{kind}: {answer['error']}")
 
     def measure(self) -> None:
-        """Note in :attr:`spent`, from now on, the seconds of each part of a turn."""
+        """From now on, add the seconds of each part of a turn to :attr:`spent`."""
 
         def timed(owner: object, method: str, part: str) -> None:
             work = getattr(owner, method)
@@ -125,7 +126,11 @@ class Bench:
         return f"{total / 1e3 / steps:.1f}"
 
     def breakdown(self, jobs: list[str], steps: int, seconds: float) -> str:
-        """Divide the time of one of the last ``steps`` steps, which took ``seconds``, in ms."""
+        """Return a line that divides the time of a step, in ms.
+
+        ``seconds`` is the mean time of the last ``steps`` steps, of which :attr:`spent` has the
+        parts.
+        """
         spent = dict(self.spent)
         named = ("passes", "updates", "waits")
         spent["else"] = spent["turns"] - sum(spent[part] for part in named)
@@ -138,7 +143,7 @@ class Bench:
         )
 
     def by_engine(self) -> None:
-        """Time a step without the service."""
+        """Make a step without the service."""
         session = self.session
         request = ForwardBackward.model_validate(self.body)
         batches = session.deal([datum.sample(0) for datum in request.data]).batches
@@ -147,7 +152,7 @@ class Bench:
         session.queue_updates([session.now], [OptimStep.model_validate(STEP)])[0]()
 
     def by_jobs(self, jobs: list[str]) -> None:
-        """Time a step of every job; the jobs' requests alternate."""
+        """Make a step of every job; the jobs' requests alternate."""
         for job in jobs:
             self.ask(job, "forward_backward", self.body)
         for job in jobs:
@@ -164,7 +169,7 @@ def seconds_of(work: Callable[[], object], times: int) -> float:
 
 
 def main() -> int:
-    """Run, and print."""
+    """Run the benchmark, and print its lines."""
     parser = argparse.ArgumentParser(description="Time the job service.", allow_abbrev=False)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rows", type=int, default=4)
@@ -224,7 +229,7 @@ def main() -> int:
         bench.by_jobs(jobs[:1])
         alone = seconds_of(bench.by_engine, args.steps)
         print(f"engine: {alone:.3f} s a step, {bench.tokens / alone:,.0f} tokens/s", flush=True)
-        service.session.forget(jobs[0])  # it has made steps that no client asked for
+        service.session.forget(jobs[0])  # its state has steps that no client asked for
         one = seconds_of(lambda: bench.by_jobs(jobs[:1]), args.steps)
         print(f"one job: {one:.3f} s a step, {one / alone - 1:+.1%}", flush=True)
         bench.by_jobs(jobs)

@@ -3,12 +3,13 @@
     python scripts/bench_kernels.py [--only NAME ...] [--json FILE]
 
 For each benchmark size of the kernel specs it first checks the outputs and gradients (bf16 against
-the reference in fp32) and that a rerun is bitwise equal; then it times forward and backward of the
-reference, of the reference compiled, and of the kernel. Times are medians of device time: the L2 is
-flushed before each call by a write long enough that the host's launch work is hidden, as it is in a
-compiled training step.
+the reference in fp32), and that a rerun gives the same bits. Then it times forward and backward of
+the kernel, of the reference, and of the compiled reference. Some sizes are too large for the
+reference. For these a smaller size is checked, and the kernel alone is timed. Times are medians of
+device time. A write before each call flushes the L2, and takes so long that the host's launch work
+is hidden, as it is in a compiled training step.
 
-It leaves out tuning: a kernel's launch settings are constants in its file.
+Left out on purpose: tuning. A kernel's launch settings are constants in its file.
 """
 
 import argparse
@@ -40,7 +41,7 @@ BYTES_PER_SECOND = 4.26e12  # one H200: measured device copy, read + write
 FLOPS_PER_SECOND = 785e12  # one H200: measured bf16 GEMM 8192^3
 FLUSH_BYTES = 1 << 30  # about 0.25 ms of writing, 16 times the L2
 REPEATS = 20
-AT_LEAST = ("fraction", "tflops")  # metrics where more is better end so
+AT_LEAST = ("fraction", "tflops")  # endings of metrics of which more is better
 
 COLUMNS = (
     ("eager fwd", "eager", "forward_ms", ".3f"),
@@ -106,7 +107,7 @@ def measure(
 
 
 def bench_row(spec: KernelSpec, bench: Bench) -> dict[str, Any]:
-    """Check, then time; return everything that is printed about one size."""
+    """Check one size, then time it; return everything that is printed about it."""
     generator = torch.Generator("cuda").manual_seed(0)
     check_case = bench.check_case or bench.case
     # The inputs are bf16, except for kernels of integers or of fp32 alone.
@@ -174,7 +175,10 @@ def _short(value: Any) -> str:
 
 
 def main() -> int:
-    """Print the table; return 1 if a result is wrong (a missed target is only reported)."""
+    """Print the table; return 1 if a result is wrong, or 2 without a GPU.
+
+    A missed target is only reported.
+    """
     parser = argparse.ArgumentParser(description="Check and time every kernel.")
     names = [spec.name for spec in SPECS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")

@@ -13,10 +13,11 @@ Two GPUs of one machine can simulate two machines, connected by sockets:
             --master-port 29500 scripts/bench_links.py &
     done; wait
 
-The last line has the options for scripts/simulate.py, from the largest messages. Rates are GB/s
-that arrive at a GPU from other machines. Collectives "at once" have a communicator each, and are
-compared with the same ones in sequence. Those "in turns" share one communicator. Products are
-square, in bf16, and run in groups until the collectives beside them are done.
+The last line has the options for scripts/simulate.py, from the last size of messages. Rates are
+GB/s that arrive at a GPU from other machines. Collectives "at once" have a communicator each;
+those "in turns" share one. Both are compared with the same collectives one after another. The
+products are of square matrices in bf16. They run in groups until the collectives beside them are
+done.
 
 Left out on purpose: copies within a machine (scripts/bench_fsdp.py), and anything that trains.
 """
@@ -41,8 +42,8 @@ PAIRS = (
     ("all_to_all", "all_to_all"),
     ("all_gather", "reduce_scatter"),
 )
-"""Pairs of collectives that run at once, each on its own communicator; the first is
-simulate.py's."""
+"""Pairs of collectives that run at once, each on its own communicator. The first pair gives
+simulate.py's ``--together``."""
 NAMES = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter")
 REPEATED = 3
 AT_A_TIME = 4
@@ -55,9 +56,11 @@ class Links:
     def __init__(
         self, device: torch.device, seconds: float, groups: Sequence[Any] | None = None
     ) -> None:
-        """``seconds``: how long each measurement takes, unless that is less than three times.
+        """Make the groups and the matrix.
 
-        ``groups``: groups of all ranks whose communicators are measured; None: two new ones.
+        Args:
+            seconds: the time for repeating each measurement, which is made at least three times.
+            groups: groups of all ranks whose communicators are measured; None: two new ones.
         """
         self.device, self.seconds = device, seconds
         self.ranks, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -67,7 +70,10 @@ class Links:
         self.square = torch.randn(side, side, dtype=torch.bfloat16, device=device)
 
     def work(self, name: str, size: int, which: int = 0) -> Callable[[], Any]:
-        """Make a collective of bf16 (an all-reduce: fp32) with ``size`` bytes in all."""
+        """Return a function that starts a collective, with ``size`` bytes in all.
+
+        The elements are bf16, those of an all-reduce fp32. ``which`` chooses the group.
+        """
         numbers = max(1, size // 2 // self.ranks)
         whole = torch.ones(self.ranks * numbers, dtype=torch.bfloat16, device=self.device)
         part, other = whole[:numbers].clone(), torch.empty_like(whole)
@@ -81,7 +87,7 @@ class Links:
         }[name]
 
     def rate(self, name: str, size: int, seconds: float) -> float:
-        """Return the GB/s that arrive at a GPU from other machines, by simulate.py's definition."""
+        """Return the GB/s that arrive at a GPU from other machines, as simulate.py counts them."""
         across = size * (1 - 1 / self.machines) * (1 + (name == "all_reduce"))
         return across / (1 if name == "all_to_all" else self.local) / seconds / 1e9
 
@@ -97,18 +103,18 @@ class Links:
         return time.perf_counter()
 
     def agreed(self, numbers: Sequence[float]) -> list[int]:
-        """Return the first rank's ``numbers``, rounded, for all ranks."""
+        """Return the first rank's ``numbers``, rounded, on all ranks."""
         found = torch.tensor(numbers, device=self.device)
         dist.broadcast(found, 0)
         return [int(x) for x in found.round()]
 
     def repeated(self, measure: Callable[[], float]) -> list[float]:
-        """Repeat the measurement while time is left, at least twice, without the first one."""
+        """Measure once, then for :attr:`seconds`, at least twice; return all but the first."""
         (number,) = self.agreed([self.seconds / measure()])
         return [measure() for _ in range(max(2, min(100, number)))]
 
     def together(self, works: Sequence[Callable[[], Any]]) -> float:
-        """Begin ``works`` in order, all at once; return the seconds until they are done."""
+        """Start all ``works`` in order, without waiting; return the seconds until all are done."""
         begin = self.begin()
         for started in [work() for work in works]:
             started.wait()
@@ -116,12 +122,15 @@ class Links:
         return time.perf_counter() - begin
 
     def alone(self, name: str, size: int, which: int = 0) -> list[float]:
-        """Time one collective behind another of the same kind."""
+        """Return times of a collective: half the seconds of two, one behind the other."""
         works = [self.work(name, size, which)] * 2
         return [seconds / 2 for seconds in self.repeated(lambda: self.together(works))]
 
     def at_once(self, names: Sequence[str], size: int, alone: Mapping[str, float]) -> float:
-        """Return the time of collectives in sequence divided by their time at once."""
+        """Return the time of collectives in sequence divided by their time at once.
+
+        Short collectives are repeated, so that all take equally long.
+        """
         longest = max(alone[name] for name in names)
         counts = self.agreed([2 * longest / alone[name] for name in names])
         works = [self.work(name, size, i) for i, name in enumerate(names)]
@@ -130,7 +139,7 @@ class Links:
         return sum(n * alone[name] for n, name in zip(counts, names, strict=True)) / found
 
     def in_turns(self, names: Sequence[str], size: int, alone: Mapping[str, float]) -> float:
-        """Return that ratio for collectives that share one communicator."""
+        """Return the ratio of :meth:`at_once` for collectives that share one communicator."""
         works = [self.work(name, size) for name in names] * 2
         found = statistics.median(self.repeated(lambda: self.together(works)))
         return 2 * sum(alone[name] for name in names) / found
@@ -205,8 +214,10 @@ def main() -> int:
     """Join the other ranks, measure, and leave."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
-    parser.add_argument("--seconds", type=float, default=60.0, help="in all, about")
-    parser.add_argument("--mib", type=float, nargs="+", default=[64, 512, 1024], help="of messages")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for all measurements, about")
+    parser.add_argument(
+        "--mib", type=float, nargs="+", default=[64, 512, 1024], help="sizes of messages, MiB"
+    )
     given = parser.parse_args()
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
@@ -214,7 +225,8 @@ def main() -> int:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if is_cuda else "gloo", device_id=device if is_cuda else None)
     number = len(NAMES) * (2 + len(given.mib)) + len(PAIRS) + 4
-    links = Links(device, given.seconds / number / 2)  # the shortest takes at least twice as long
+    # Half of the time is for first measurements, and for waiting until all ranks are idle.
+    links = Links(device, given.seconds / number / 2)
     options = measure(links, [int(mib * 2**20) for mib in given.mib])
     if dist.get_rank() == 0:
         print(options, flush=True)

@@ -3,13 +3,17 @@
     python scripts/bench_optimizer.py [--parameters 600e6] [--matrices 128x768x2048]
         [--only-muon] [--sweep]
 
-It runs on one GPU, on one flat shard like a bucket's. First it checks the results (against torch's
-fused AdamW after a step, and with rounded moments against the reference's bits). Then a line for
-each part has median device milliseconds, the required bytes per second, and their share of a copy's
-rate. Then Muon on ``--matrices``: five Newton-Schulz iterations, by half of each symmetric product
-and by whole products, with their share of one large product's FLOPs per second (whole products are
-counted both times), and whole updates beside AdamW's. ``--only-muon`` leaves the rest out;
-``--sweep`` times other launch settings.
+It runs on one GPU, on one flat shard like that of an FSDP bucket:
+
+1. It checks the results: a step against torch's fused AdamW, and bf16 and float8 moments against
+   the reference.
+2. It prints a line for each part: median device milliseconds, the bytes per second that the part
+   has to move, and their share of a copy's rate.
+3. It times Muon on ``--matrices``: five Newton-Schulz iterations, by half of each symmetric product
+   and by whole products. Their FLOPs per second are compared with one large product's; both count
+   whole products. Then it times whole updates beside AdamW's.
+
+``--only-muon`` leaves the first two out. ``--sweep`` also times other launch settings.
 """
 
 import argparse
@@ -51,7 +55,7 @@ from moetrain.kernels.quant.e4m3 import SCALED
 SETTINGS = Settings(0.9, 0.95, 1e-8, seed=0)
 LR, DECAY = 1e-3, 0.1
 WIDTH = 2048
-"""Elements of a row, for moments in float8."""
+"""Number of elements in a row of moments in float8."""
 REPEATS, WARM_UP = 10, 3
 SWEEP = ((512, 4), (1024, 2), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8))
 SYMMETRIC_SWEEP = (
@@ -96,12 +100,15 @@ class Bench:
         self.copied = self.time("copy in fp32", 8, lambda: spare_N.copy_(self.param_N))
 
     def moments(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return zeros."""
+        """Return both moments of AdamW, filled with zeros."""
         zeros = (torch.zeros_like(self.param_N, dtype=dtype) for _ in range(2))
         return next(zeros), next(zeros)
 
     def time(self, name: str, bytes_each: float, function: Callable[[], object]) -> float:
-        """Print a line; return bytes per second."""
+        """Time ``function`` and print a line; return its bytes per second.
+
+        ``bytes_each``: the bytes that it has to move for each element of the shard.
+        """
         ms = milliseconds(function)
         rate = bytes_each * self.numbers / ms * 1e3
         share = f", {rate / self.copied:4.0%} of a copy's" if self.copied > 1 else ""
@@ -114,7 +121,7 @@ class Bench:
         moments: tuple[torch.Tensor, torch.Tensor],
         out_N: torch.Tensor | None,
     ) -> None:
-        """Run our update."""
+        """Run our AdamW; ``out_N`` gets a bf16 copy of the parameters."""
         origins_B = self.origins_B if moments[0].dtype == torch.bfloat16 else None
         tensors = (self.param_N, grad_N, *moments, self.rates_S, self.decays_B)
         adamw(*tensors, SETTINGS, origins_B, out_N)
@@ -129,7 +136,10 @@ def torch_adamw(param_N: torch.Tensor, grad_N: torch.Tensor) -> torch.optim.Adam
 
 
 def check(bench: Bench) -> bool:
-    """Return True if a step equals torch's, and rounded moments equal the reference's."""
+    """Return True if a step is torch's up to rounding, and rounded moments are the reference's.
+
+    The bf16 copy must be the exact cast. One rounded moment in a thousand may differ.
+    """
     before_N, moments = bench.param_N.clone(), bench.moments(torch.float32)
     bench.update(bench.grad_N, moments, bench.out_N)
     theirs_N = before_N.clone()
@@ -153,7 +163,7 @@ def check(bench: Bench) -> bool:
 
 
 def float8_moments(rows: int) -> Float8Moments:
-    """Return zeros in rows of :data:`WIDTH` elements."""
+    """Return float8 moments of zeros, in rows of :data:`WIDTH` elements."""
     moments = Float8Moments.of_whole((rows, WIDTH), partial(torch.zeros, device="cuda"))
     for moment in moments:
         moment.zero_()
@@ -161,7 +171,10 @@ def float8_moments(rows: int) -> Float8Moments:
 
 
 def check_float8(bench: Bench) -> bool:
-    """Return True if codes and bf16 weights equal the reference's, except a few at an edge."""
+    """Return True if float8 moments, scales and bf16 weights equal the reference's.
+
+    One element in a thousand may differ, because it is close to where rounding changes.
+    """
     rows, found = (1 << 20) // WIDTH, []
     grads = [x.view(rows, WIDTH) for x in bench.grad_N[: 3 << 20].split(1 << 20)]
     for backend in ("triton", "reference"):
@@ -178,7 +191,7 @@ def check_float8(bench: Bench) -> bool:
 
 
 def compare_float8(bench: Bench) -> None:
-    """Print lines of float8 moments, with weights in fp32 and in bf16."""
+    """Print the lines for float8 moments, with weights in fp32 and in bf16."""
     rows = bench.numbers // WIDTH
     few = rows * WIDTH
     narrow_N, moments = bench.grad_N[:few].bfloat16(), float8_moments(rows)
@@ -214,7 +227,7 @@ def _word(dtype: torch.dtype) -> str:
 
 
 def compare(bench: Bench) -> None:
-    """Print a line for each part."""
+    """Print a line for each part of the optimizer, and for torch's."""
     narrow_N = bench.grad_N.bfloat16()
     for dtype, bytes_each in ((torch.float32, 24), (torch.bfloat16, 16)):
         moments = bench.moments(dtype)
@@ -246,7 +259,10 @@ def compare(bench: Bench) -> None:
 
 
 def muon(sizes: tuple[int, int, int]) -> bool:
-    """Print the times of Muon's parts and whole; return True if its matrices are right."""
+    """Print the times of Muon's parts and of whole updates.
+
+    Returns True if the orthogonalised matrices are right.
+    """
     generator = torch.Generator("cuda").manual_seed(0)
     wide_BRC = torch.randn(*sizes, device="cuda", generator=generator)
     x_BRC = wide_BRC.bfloat16()
@@ -331,7 +347,7 @@ def sweep(bench: Bench) -> None:
 
 
 def main() -> int:
-    """Return 1 if a result is wrong."""
+    """Run everything that was asked for; return 1 if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=float, default=600e6)
     parser.add_argument("--sweep", action="store_true")

@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 4 scripts/bench_reduce.py
 
-It prints the errors against an fp64 sum and whether a rerun gives the same bits, then the median
-device milliseconds of a call with ready buffers. A spin before each call hides the launches, as a
-busy queue does in training. Sizes are bytes of one rank's whole bf16 input.
+For each size it prints the median device milliseconds of a call with allocated buffers, the errors
+against an fp64 sum, and whether a rerun of ours gives the same bits. A spin kernel before each call
+hides the launches, as a busy queue does in training. A size is that of one rank's whole input in
+bf16.
 """
 
 import os
@@ -62,7 +63,7 @@ def say(line: str) -> None:
 
 
 def random_chunks(mib: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    """Return bf16 [W, N], different on each rank."""
+    """Return a random bf16 [W, N] of ``mib`` MiB, different on each rank."""
     length = mib * 2**20 // 2 // group.size()
     generator = torch.Generator(device).manual_seed(group.rank())
     return torch.randn(group.size(), length, device=device, generator=generator).bfloat16()
@@ -71,7 +72,7 @@ def random_chunks(mib: int, group: dist.ProcessGroup, device: torch.device) -> t
 def reductions(
     chunks: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[Reduction, Reduction, Reduction]:
-    """Return the reductions: ours, NCCL in fp32, NCCL in bf16."""
+    """Return functions that reduce ``chunks``: ours, NCCL in fp32 and NCCL in bf16."""
     wide, out_bf16 = chunks.float(), chunks.new_empty(chunks.shape[1])
     out = torch.empty_like(out_bf16, dtype=torch.float32)
 
@@ -109,7 +110,7 @@ def all_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def milliseconds(function: Reduction) -> float:
-    """Return the median over calls that all ranks begin together."""
+    """Return the median device milliseconds of a call. All ranks begin each call together."""
     times = []
     for _ in range(REPEATS + 3):
         dist.barrier()

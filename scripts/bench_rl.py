@@ -1,18 +1,20 @@
 """Time whole steps of reinforcement learning: generation, updates, and everything in between.
 
-    torchrun --nproc-per-node 4 scripts/bench_rl.py [--layers 24] [--section.key=value ...]
+    torchrun --nproc-per-node 4 scripts/bench_rl.py --output_dir OUT [--layers 24]
+        [--section.key=value ...]
 
 The model is ``qwen3-30b-a3b`` with random weights, cut to ``--layers``. Prompts have ``--prompt``
-random tokens, in groups of 8; every response has ``--responses`` tokens; a rank has ``--sequences``
-trajectories per step. With ``--mean M`` lengths are skewed instead: drawn as if each token ended a
-response with a probability of 1 / M, up to ``--responses`` tokens. With ``--rl.placement=apart``
-all ranks count. The reward is the share of even tokens, so that rewards vary within every group.
-The first step compiles, captures and connects, and is not counted.
+random tokens, in groups of 8, and every response has ``--responses`` tokens. For each rank there
+are ``--sequences`` trajectories in a step; with ``--rl.placement=apart`` ranks that only generate
+count too. With ``--mean M`` lengths are skewed instead: they are drawn as if each token ended a
+response with a probability of 1 / M, up to ``--responses`` tokens. The reward is the share of even
+tokens, so that rewards vary within every group. The first step compiles kernels, captures CUDA
+graphs and connects ranks, and is not counted.
 
-One line is for the whole step, and one for every part: seconds and share. Generated tokens are
-counted as in published figures: responses alone, over the whole step. The exit code is 1 if a
-log-probability of generation differs from training's although both use exact kernels and the same
-weights (``--rl.generator_dtype``, ``--rl.keep_cache``).
+One line is for the whole step, and one for each part of it, with seconds and share. Generated
+tokens are counted as in published figures: those of responses alone, over the time of the whole
+step. The exit code is 1 if a log-probability of generation differs from training's although both
+use exact kernels and the same weights (``--rl.generator_dtype``, ``--rl.keep_cache``).
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ GROUP = 8
 
 
 class Noise(Episode):
-    """Prompt of random tokens."""
+    """A prompt of random tokens, with one answer."""
 
     def __init__(self, task: int, length: int, vocabulary: int, most: int | None) -> None:
         rng = random.Random(task)
@@ -51,7 +53,7 @@ class Noise(Episode):
 
 
 class Noises:
-    """Task set with one prompt for every number."""
+    """The environment, with one prompt for every number."""
 
     num_tasks: int | None = None
 
@@ -65,7 +67,7 @@ class Noises:
 
 
 class Bench(RlTrainer):
-    """Run in which only its length ends a response."""
+    """A run in which responses end only by their length."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -76,7 +78,7 @@ class Bench(RlTrainer):
 
 
 def main() -> int:
-    """Run, and print on rank 0."""
+    """Run the benchmark, and print the report on rank 0."""
     parser = argparse.ArgumentParser(description="Time RL steps.", allow_abbrev=False)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--prompt", type=int, default=256)

@@ -1,28 +1,30 @@
-"""Measure how rounding changes a recipe's gradients and losses, by precision and by reduction.
+"""Measure the effect of precisions and reductions on a recipe's gradients and losses.
 
     python scripts/compare_precision.py RECIPE [--section.key value ...]
     python scripts/compare_precision.py RECIPE --reductions PICTURE [--seeds 5] [...]
     python scripts/compare_precision.py RECIPE --losses PICTURE [--seeds 5] [...]
 
-The first compares gradients with fp32's. Five runs from the same weights take the same first batch,
-one after the other: ``train.dtype`` float32, bfloat16, and bfloat16 with ``kernels.precision`` fp8,
-fp8_gradients and fp8_blocks. A line of the table is a layer, a column a kind of module; the numbers
-are ``|g - g32| / |g32|`` in bf16 and in each fp8, over all of these parameters. Where precisions
-differ the router may send a token elsewhere, which is part of all errors.
+The first form compares gradients with fp32's. Five runs, one after the other, start from the same
+weights and take the same first batch: ``train.dtype`` float32, bfloat16, and bfloat16 with
+``kernels.precision`` fp8, fp8_gradients and fp8_blocks. A line of the table is a layer. In it each
+kind of module has the errors ``|g - g32| / |g32|`` of bf16 and of each fp8, over all parameters of
+these modules. Different rounding may make the router send a token to another expert. This is part
+of all errors.
 
-``--reductions`` compares sums of the same bf16 gradients, one micro-batch's for each of up to 32
-ranks, which it computes one after another. They are added in several orders of the ranks: by FSDP's
-kernel (sent in bf16, added in fp32 in rank order), and like a ring that rounds every partial sum to
-bf16. By the number of ranks, it shows how far the gradient norm spreads over the orders, and how
-far gradients are from the exact sum.
+``--reductions`` compares sums of the same bf16 gradients. It computes those of one micro-batch for
+each of up to 32 ranks, one after another. It adds them for several orders of the ranks in two ways:
+by FSDP's kernel, which adds in fp32 in rank order, and like a ring, which rounds every partial sum
+to bf16. For each number of ranks it shows how far the gradient norm spreads over the orders, and
+how far gradients are from the exact sum.
 
-``--losses`` trains the recipe's ``train.steps`` once for each precision and seed from the same
-weights on the same rows, and sends every token to the experts that the fp32 run chose for it, so
-that rounding is all that differs. It shows each loss minus fp32's.
+``--losses`` trains for the recipe's ``train.steps``, once for each precision and seed. The runs of
+a seed start from the same weights, take the same rows, and send every token to the experts that the
+fp32 run chose for it. So they differ only by rounding. It shows each loss minus fp32's.
 
-Both draw the mean over the seeds 0, 1, ... and the range from the least to the greatest, and print
-the numbers. Weights are random, or with ``--model.path`` a checkpoint's. On one device; weights
-and three gradients have to fit.
+Both options draw the mean over the seeds 0, 1, ... and the range from the least to the greatest,
+and print the numbers. Weights are random, or with ``--model.path`` a checkpoint's. All runs are on
+one device. The first form keeps the gradients of all five runs in host memory, ``--reductions``
+those of all ranks on the device.
 """
 
 import argparse
@@ -62,7 +64,7 @@ PRECISIONS = {
 
 @contextmanager
 def trainer_of(recipe: str, words: Sequence[str]) -> Iterator[Trainer]:
-    """Return a trainer whose folder is removed with it."""
+    """Yield a trainer. Its output folder is removed at the end of the context."""
     with tempfile.TemporaryDirectory() as folder:
         yield Trainer(Config.load(recipe, [*words, f"output_dir={folder}"]))
 
@@ -82,7 +84,10 @@ def gradients_of(recipe: str, words: Sequence[str]) -> tuple[float, Gradients]:
 
 
 def errors_by_group(found: Gradients, exact: Gradients) -> dict[tuple[str, str], float]:
-    """Return the joint error of all parameters by layer (or the whole model) and part."""
+    """Return the joint error of all parameters by layer and part.
+
+    For parameters outside of layers, "model" takes the place of the layer.
+    """
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, want in exact.items():
         layer = re.match(r"layers\.(\d+)\.(.*)\.", name)
@@ -93,14 +98,17 @@ def errors_by_group(found: Gradients, exact: Gradients) -> dict[tuple[str, str],
 
 
 def _part(module: str) -> str:
-    """Return the part of a module: attn for ``attn.wq``; one part for all norms of a block."""
+    """Return the part that a module belongs to, such as attn for ``attn.wq``.
+
+    All norms of a block are one part.
+    """
     if module.endswith("_norm") and "." not in module:
         return "norms"
     return module.removeprefix("moe.").split(".")[0]
 
 
 def table(errors: dict[str, dict[tuple[str, str], float]]) -> str:
-    """Return a line per layer; ``bf16 / fp8 / fp8_gradients / fp8_blocks`` for each part."""
+    """Return a line for each layer, with ``bf16 / fp8 / fp8_gradients / fp8_blocks`` by part."""
     groups = list(next(iter(errors.values())))
     lines = []
     for layer in dict.fromkeys(layer for layer, _ in groups):
@@ -117,12 +125,15 @@ def table(errors: dict[str, dict[tuple[str, str], float]]) -> str:
 
 RANKS = (2, 4, 8, 16, 32)
 ORDERS = 16
-"""Random orders of the ranks, for each seed."""
+"""Number of random orders of the ranks, for each seed."""
 REDUCTIONS = ("fp32_accum", "bf16 ring")
 
 
 def rank_gradients(recipe: str, words: Sequence[str], ranks: int) -> torch.Tensor:
-    """Return [ranks, N] bf16: each rank's gradients of a micro-batch, for bf16 parameters."""
+    """Return [ranks, N] bf16: each rank's gradients of one micro-batch.
+
+    Parameters that are gathered in fp32 are left out.
+    """
     rows: list[torch.Tensor] = []
     with trainer_of(recipe, [*words, "train.dtype=bfloat16"]) as trainer:
         size, engine = trainer.config.train.micro_batch_size, trainer.engine
@@ -130,7 +141,7 @@ def rank_gradients(recipe: str, words: Sequence[str], ranks: int) -> torch.Tenso
 
         def keep(optimizer: object, args: object, kwargs: object) -> None:
             pieces = [
-                member.local.grad.flatten().bfloat16()  # the sum of one rank
+                member.local.grad.flatten().bfloat16()  # what one rank would send
                 for member in engine.fsdp.members.values()
                 if member.local.grad is not None and member.rule.gather is None
             ]
@@ -144,8 +155,11 @@ def rank_gradients(recipe: str, words: Sequence[str], ranks: int) -> torch.Tenso
 
 
 def ring_sum(rows_WN: torch.Tensor) -> torch.Tensor:
-    """Return the sum that a ring of W ranks makes: rank r's chunk starts behind it, ends at it, and
-    is rounded to bf16 at every hop."""
+    """Return the sum that a ring of W ranks makes.
+
+    The sum of rank r's chunk starts at the rank behind it and ends at rank r. It is rounded to bf16
+    at every hop.
+    """
     chunks = []
     for rank, chunk_Wn in enumerate(rows_WN.tensor_split(len(rows_WN), dim=1)):
         first, *others = chunk_Wn.roll(-rank - 1, 0)
@@ -173,7 +187,7 @@ class Spread:
 
 
 def spreads(rows_WN: torch.Tensor, seed: int) -> dict[tuple[str, int], Spread]:
-    """Return the spread by reduction and number of ranks, whose rows have equal shares."""
+    """Return the spread by reduction and number of ranks. Each rank counts equally in the sum."""
     found = {}
     generator = torch.Generator().manual_seed(seed)
     for ranks in RANKS:
@@ -190,7 +204,7 @@ def spreads(rows_WN: torch.Tensor, seed: int) -> dict[tuple[str, int], Spread]:
 
 
 def compare_reductions(recipe: str, words: Sequence[str], seeds: Sequence[int], path: str) -> None:
-    """Print the table and draw it."""
+    """Print the norms' and the sums' errors, and draw them into the file ``path``."""
     found = [
         spreads(rank_gradients(recipe, [*words, f"train.seed={seed}"], max(RANKS)), seed)
         for seed in seeds
@@ -248,10 +262,10 @@ class Routed:
 def train(
     recipe: str, words: Sequence[str], routes: Sequence[torch.Tensor] | None = None
 ) -> tuple[list[float], list[torch.Tensor]]:
-    """Return each step's loss, and the experts of every micro-batch's tokens ([B, S, L, K], on the
-    CPU).
+    """Return each step's loss, and the experts that each micro-batch's tokens went to.
 
-    ``routes``: experts of another run, to send tokens to.
+    The experts are [B, S, L, K], on the CPU. ``routes``: the experts of another run, to which
+    tokens are sent instead. With these the list of experts is empty.
     """
     losses, went = [], []
     with trainer_of(recipe, words) as trainer:
@@ -277,10 +291,10 @@ def train(
 
 
 def compare_losses(recipe: str, words: Sequence[str], seeds: Sequence[int], path: str) -> None:
-    """Print the differences of each tenth of the steps and draw all."""
+    """Print the differences after each tenth of the steps, and draw those of all steps."""
     apart: dict[str, list[list[float]]] = {name: [] for name in PRECISIONS if name != "fp32"}
     for seed in seeds:
-        # Runs are eager: recording and replacing routes would need a compilation for each of them.
+        # The runs are not compiled: recording and replacing routes would each need a compilation.
         mine = [*words, f"train.seed={seed}", "compile.enabled=no"]
         exact, routes = train(recipe, [*mine, *PRECISIONS["fp32"]])
         print(f"seed {seed}: fp32's loss goes from {exact[0]:.4f} to {exact[-1]:.4f}", flush=True)
@@ -306,7 +320,7 @@ def compare_losses(recipe: str, words: Sequence[str], seeds: Sequence[int], path
 
 
 def compare_gradients(recipe: str, words: Sequence[str]) -> None:
-    """Print the losses and the table."""
+    """Print the losses of all precisions, and the table of their gradients' errors."""
     losses, gradients = {}, {}
     for name, precision in PRECISIONS.items():
         losses[name], gradients[name] = gradients_of(recipe, [*words, *precision])
@@ -317,7 +331,7 @@ def compare_gradients(recipe: str, words: Sequence[str]) -> None:
 
 
 def main() -> int:
-    """Run the command line's comparison."""
+    """Run the comparisons that the command line asks for."""
     parser = argparse.ArgumentParser(
         description="Compare precisions and reductions.", allow_abbrev=False
     )

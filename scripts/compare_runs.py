@@ -4,12 +4,13 @@
         --run "fp32 moments" optim.state_dtype=float32 \\
         --run "bf16 moments" optim.state_dtype=bfloat16
 
-The words before the first ``--run`` (a recipe or file, and settings) are common to all runs; each
-run adds a name and its own settings, which replace common ones. OUT gets a folder for each run,
-emptied first. ``losses.png`` shows every run's loss above, and its smoothed difference from the
-first run's below; ``losses.json`` has the numbers. A line per run shows the mean loss of the last
-tenth of the steps. With several GPUs ``launch.nproc=auto`` takes them all. ``--at-once N`` trains N
-runs concurrently on the same devices, because a small run leaves them mostly idle.
+The words before the first ``--run`` (a recipe or file, and settings) are common to all runs. Each
+``--run`` adds a name and its own settings, which replace common ones. Each run gets a folder in
+OUT; what is in this folder is removed first. ``losses.png`` shows every run's loss above, and its
+smoothed difference from the first run's below. ``losses.json`` has the losses. A line for each run
+shows the mean loss of the last tenth of the steps. With several GPUs ``launch.nproc=auto`` uses
+them all. ``--at-once N`` trains N runs concurrently on the same devices: a small run leaves them
+mostly idle.
 """
 
 import argparse
@@ -44,8 +45,10 @@ def train(folder: Path, words: Sequence[str]) -> list[float]:
 
 
 def arguments(*groups: Sequence[str]) -> list[str]:
-    """Return the command line of a recipe and of settings, of which later ones replace earlier
-    ones: a run's own replace the common ones."""
+    """Return a command line: the recipe, then the settings of all ``groups``.
+
+    A setting of a later group replaces that of an earlier one.
+    """
     words = [word for group in groups for word in group]
     settings = dict(word.split("=", 1) for word in words if "=" in word)
     recipes = [word for word in words if "=" not in word]
@@ -53,7 +56,7 @@ def arguments(*groups: Sequence[str]) -> list[str]:
 
 
 def smoothed(values: Sequence[float], width: int) -> list[float]:
-    """Return means over windows of ``width`` values."""
+    """Return, at each position, the mean of the last ``width`` values."""
     return [statistics.fmean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 
@@ -78,7 +81,7 @@ def draw(losses: dict[str, list[float]], picture: Path) -> None:
 
 
 def main() -> int:
-    """Train, draw, and print a line per run; a run that fails ends it."""
+    """Train all runs, print a line for each, and draw. A run that fails ends the script."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -6,11 +6,12 @@
         --prompts 1 --held_out 4                                     # on a CPU
 
 The problems are reasoning-gym's ``gsm_symbolic``, a hundred kinds with changing names and numbers
-(https://arxiv.org/abs/2410.05229). The original model solves none, so there is nothing to reward.
-For each seed it first learns from ``--worked`` solutions, which teach the form of an answer and
-some arithmetic. Then GRPO rewards right results alone, once for all weights and once for adapters
-of rank 16. Held-out problems are in neither part. ``figures.json`` has the share of them that is
-solved by the likeliest answer, and ``curves.png`` its curves.
+(https://arxiv.org/abs/2410.05229). The original model solves none, so at first no answer would be
+rewarded. For each seed the model therefore first learns from ``--worked`` solutions, which teach
+the form of an answer and some arithmetic. Then GRPO rewards right results alone, once training all
+weights and once adapters of rank 16. Held-out problems are used in neither part. ``figures.json``
+has the share of held-out problems that the likeliest answer solves, and ``curves.png`` shows how it
+grows.
 """
 
 from __future__ import annotations
@@ -69,7 +70,11 @@ def fine_tune(model: Path, out: Path, seed: int, words: argparse.Namespace) -> P
 
 
 def reward(model: Path, to: Path, seed: int, how: str, steps: int, words: Any) -> dict[str, Any]:
-    """Learn from right results; return steps and solved shares of held-out and sampled problems."""
+    """Learn from right results; return the curves of the run.
+
+    These are the steps and values of the solved share of held-out problems, of the solved share of
+    sampled answers, and of the seconds so far.
+    """
     task = ["--rl.env", "jsonl", "--rl.prompts", words.out / "problems.jsonl"]
     task += ["--rl.reward", f"{words.out / 'reward.py'}:right_result"]
     task += ["--rl.eval_tasks", words.held_out, "--data.seq_len", 1024, "--rl.group_size", 8]
@@ -91,7 +96,7 @@ def learn(tuned: Path, seed: int, how: str, words: argparse.Namespace) -> dict[s
 
 
 def draw(file: Path, seeds: dict[int, dict[str, Any]]) -> None:
-    """Draw the held-out shares of every seed."""
+    """Draw the solved shares of held-out problems for every seed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -112,19 +117,19 @@ def draw(file: Path, seeds: dict[int, dict[str, Any]]) -> None:
 def main() -> None:
     """Run everything, and write figures.json and curves.png."""
     parser = argparse.ArgumentParser(description="Word problems by reward.")
-    parser.add_argument("out", type=lambda text: Path(text).resolve(), help="folder for it all")
+    parser.add_argument("out", type=lambda text: Path(text).resolve(), help="folder of all files")
     parser.add_argument("--model", type=Path, help="unpacked model; unset: OUT/model is made")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--how", nargs="+", choices=RATES, default=list(RATES))
-    parser.add_argument("--at-once", type=int, default=1, help="runs beside each other")
-    parser.add_argument("--worked", type=int, default=12000, help="solutions to see first")
-    parser.add_argument("--problems", type=int, default=3000, help="problems to reward, at most")
-    parser.add_argument("--steps", type=int, default=400, help="of fine-tuning")
-    parser.add_argument("--rl_steps", type=int, default=100, help="of reinforcement learning")
+    parser.add_argument("--at-once", type=int, default=1, help="number of concurrent runs")
+    parser.add_argument("--worked", type=int, default=12000, help="number of worked solutions")
+    parser.add_argument("--problems", type=int, default=3000, help="number of problems for GRPO")
+    parser.add_argument("--steps", type=int, default=400, help="steps of fine-tuning")
+    parser.add_argument("--rl_steps", type=int, default=100, help="steps of GRPO")
     parser.add_argument("--rows", type=int, default=8, help="rows of a step of fine-tuning")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step, 8 answers each")
-    parser.add_argument("--held_out", type=int, default=200, help="problems to measure on")
-    parser.add_argument("--tokens", type=int, default=256, help="of an answer, at most")
+    parser.add_argument("--held_out", type=int, default=200, help="number of held-out problems")
+    parser.add_argument("--tokens", type=int, default=256, help="the most tokens of an answer")
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--rl_lr", type=float, default=1e-5)
     parser.add_argument("--lora_lr", type=float, default=2e-4)

@@ -4,11 +4,11 @@
     python scripts/demo_upcycle.py outputs/upcycle                   # minutes on one GPU
     python scripts/demo_upcycle.py outputs/upcycle --steps 2 --rows 1 --seq_len 128   # on a CPU
 
-SmolLM2-135M-Instruct is unpacked (scripts/smollm2.py), or ``--model`` names another dense
-checkpoint. ``moetrain.checkpoint upcycle`` makes experts of it, and transformers' logits of both
-are compared. Then both learn Python's standard library for the same steps on the same rows. The
-folder gets ``figures.json`` (losses before, after and in between), ``curves.png`` and both runs.
-Every command is printed as it is run.
+The dense model is SmolLM2-135M-Instruct, which is unpacked (scripts/smollm2.py), or the checkpoint
+that ``--model`` names. ``moetrain.checkpoint upcycle`` makes a mixture of experts of it, and the
+logits of both in transformers are compared. Then both are trained on Python's standard library, for
+the same steps on the same rows. The folder gets ``figures.json`` (losses before, after and in
+between), ``curves.png`` and both runs. Every command is printed when it is run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moetrain.train.metrics import read_metrics
 
 @torch.no_grad()
 def largest_difference(one: Path, other: Path) -> dict[str, float]:
-    """Return the largest difference of two models' logits in fp32, and the logits' size."""
+    """Return the largest difference of two models' logits in fp32, and the largest logit."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     text = inspect.getsource(argparse)
@@ -43,7 +43,7 @@ def largest_difference(one: Path, other: Path) -> dict[str, float]:
 
 
 def train(model: Path, folder: Path, words: argparse.Namespace) -> dict[str, Any]:
-    """Train ``model`` on the standard library; return the curves of both losses."""
+    """Train ``model`` on the standard library; return the curves of loss and held-out loss."""
     data = ["--data.source", "stdlib", "--data.seq_len", words.seq_len]
     data += ["--data.eval_fraction", 0.05, "--data.cache_dir", folder.parent / "cache"]
     steps = ["--train.steps", words.steps, "--train.eval_interval", max(1, words.steps // 10)]
@@ -79,7 +79,7 @@ def draw(file: Path, curves: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     """Run everything, and write figures.json after each part."""
     parser = argparse.ArgumentParser(description="A dense model becomes a mixture of experts.")
-    parser.add_argument("out", type=Path, help="folder for all that is made")
+    parser.add_argument("out", type=Path, help="folder of all files")
     parser.add_argument("--model", type=Path, help="dense checkpoint; unset: OUT/model is unpacked")
     parser.add_argument("--num_experts", type=int, default=8)
     parser.add_argument("--num_experts_per_token", type=int, default=2)

@@ -2,7 +2,8 @@
 
 Usage: python scripts/draw_schedule.py gpipe 1f1b --ranks 4 --micro_batches 8 --out schedule
 
-A rank is a row; a number is a micro-batch. On ranks with several stages, later stages are lighter.
+Each row is a rank, and each number a micro-batch. If a rank has several stages, later ones are
+lighter.
 """
 
 import argparse
@@ -21,7 +22,7 @@ NAMES = {"F": "forward", "B": "backward"}
 
 
 def draw(axes: "plt.Axes", timeline: _Timeline) -> None:
-    """Draw one schedule; its title has its duration."""
+    """Draw one schedule; its title is :func:`describe`'s line."""
     schedule = timeline.schedule
     for rank, actions in enumerate(schedule.actions):
         stages = [s for s, owner in enumerate(schedule.rank_of_stage) if owner == rank]
@@ -38,7 +39,7 @@ def draw(axes: "plt.Axes", timeline: _Timeline) -> None:
 
 
 def describe(timeline: _Timeline) -> str:
-    """Describe a schedule in one line."""
+    """Describe a schedule in one line: its bubble, and the most activations in flight on a rank."""
     schedule = timeline.schedule
     peaks = [max(schedule.in_flight(rank)) for rank in range(schedule.num_ranks)]
     virtual = schedule.num_stages // schedule.num_ranks
@@ -55,22 +56,22 @@ def main() -> int:
     parser.add_argument("schedules", nargs="+", help=", ".join(SCHEDULES))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--micro_batches", type=int, default=8)
-    parser.add_argument("--virtual", type=int, default=2, help="stages a rank, where it can choose")
-    parser.add_argument("--communication", type=float, default=0.0, help="in units of a forward")
+    parser.add_argument("--virtual", type=int, default=2, help="stages of a rank, if it may choose")
+    parser.add_argument("--communication", type=float, default=0.0, help="time, in forwards")
     parser.add_argument("--out", type=Path, default=Path("schedule"))
     words = parser.parse_args()
     timelines = []
     for name in words.schedules:
         try:
             if name not in SCHEDULES:
-                raise ValueError(f"{name!r} is no schedule; use one of {', '.join(SCHEDULES)}")
+                raise ValueError(f"unknown schedule {name!r}; use one of {', '.join(SCHEDULES)}")
             virtual = words.virtual if len(SCHEDULES[name].stages_per_rank) > 1 else 1
             schedule = Schedule.make(name, words.ranks, virtual, words.micro_batches)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
         timelines.append(
-            # The model is the same; its stages are shorter.
+            # The model is the same, so its stages are shorter if a rank has several.
             schedule.simulate(lambda action, v=virtual: action.unit_time / v, words.communication)
         )
     figure, rows = plt.subplots(

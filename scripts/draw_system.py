@@ -1,4 +1,4 @@
-"""Draw the parts of moetrain and what travels between them, in a light and in a dark picture.
+"""Draw the parts of moetrain and what they pass to one another, in a light and a dark picture.
 
     python scripts/draw_system.py
 
@@ -25,7 +25,7 @@ COLOURS = {
 
 
 class Box(NamedTuple):
-    """A part: its centre, size, name and what it does."""
+    """A part: its centre, width, name and what it does."""
 
     x: float
     y: float
@@ -45,7 +45,7 @@ BOXES = [
     Box(8.5, 6.9, 2.6, "serve, jobs", "OpenAI's protocol,\nadapters of many tenants"),
     Box(5.0, 6.9, 2.6, "rl", "environments, rewards,\nadvantages"),
 ]
-ARROWS = [  # from, to, what travels
+ARROWS = [  # from, to, what is passed on
     ("data", "train", "rows"),
     ("train", "generate", "weights"),
     ("train", "model", ""),

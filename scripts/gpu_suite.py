@@ -3,24 +3,29 @@
     python scripts/gpu_suite.py --out outputs/gpu_suite [--minutes 8] [--workers 12]
     python scripts/gpu_suite.py --due
 
-Compiling takes most of the time, so many workers share a GPU. There are three phases, of which the
-first two run at the same time. Tests that took longest in the recorded run begin first, so that no
-phase ends with a few long tests that leave processors idle.
+Compiling takes most of the time, so many workers share a GPU. There are three phases; the first two
+run at the same time. Tests that took longest in the recorded run begin first, so that a phase does
+not end with a few long tests while most processors are idle.
 
 1. Tests that need one GPU, with :data:`WORKERS_PER_GPU` workers a GPU. Each worker sees one GPU.
 2. Tests that need several GPUs, with :data:`WORKERS_OF_RANKS` workers that see all of them.
 3. Tests marked ``alone``, one after another. They measure a device's memory, which a neighbour
    would change.
 
-``--out`` gets ``report.md`` (failures whole, tests that did not end, skips with their reasons, the
-slowest tests, commit, cards), ``report.json`` (the counts), ``results_PHASE.jsonl`` (a line when a
-test begins and one when it ends) and a log of each phase, with the stacks of tests that run for
-more than :data:`STACK_SECONDS`. The exit code is 0 when every test passed or was skipped and no
-time ran out.
+The folder ``--out`` gets
 
-``--due`` compares the last run's commit, in ``tests/gpu_last_run.json``, with the work tree. It
+- ``report.md``: full texts of failures, tests that did not end, skips with their reasons, the
+  slowest tests, commit and GPUs;
+- ``report.json``: the counts;
+- ``results_PHASE.jsonl``: a line when a test begins, and one when it ends;
+- ``log_PHASE.txt``: pytest's output, with the stacks of tests that run for more than
+  :data:`STACK_SECONDS`.
+
+The exit code is 0 if every test passed or was skipped and no phase ran out of time.
+
+``--due`` compares the work tree with the commit of the last run, in ``tests/gpu_last_run.json``. It
 lists the changed files that GPU tests cover, and exits with 1 if there are any. ``--record`` writes
-that file after a whole run.
+that file after a run of all phases and tests.
 """
 
 from __future__ import annotations
@@ -44,15 +49,15 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAST_RUN = ROOT / "tests" / "gpu_last_run.json"
 WORKERS_PER_GPU = 12
-"""Measured with 16 cores a GPU: compilers leave few of them idle."""
+"""With 16 cores for each GPU, compilers of as many workers leave few cores idle."""
 WORKERS_OF_RANKS = 6
-"""Each starts two or four ranks, which compile as well."""
+"""Each of these workers starts two or four ranks, which compile as well."""
 TEST_SECONDS = 300
-"""The longest time of one test."""
+"""The most seconds that a test may take."""
 STACK_SECONDS = 150
-"""A test that runs for longer has its stacks printed: the phase may end before the test does."""
+"""After as many seconds a test's stacks are printed: the phase may end before the test does."""
 SLOW_SECONDS = 3
-"""Tests that take longer are recorded, and begin first in the next run."""
+"""Tests that take more seconds are recorded, and begin first in the next run."""
 COVERED = (
     "moetrain/checkpoint",
     "moetrain/generate",
@@ -69,7 +74,7 @@ COVERED = (
     "tests/lib/distributed.py",
     "tests/lib/specs",
 )
-"""Files that GPU tests execute on a device; files with the mark ``gpu`` also belong to them."""
+"""Files that GPU tests execute on a device. Test files with the mark ``gpu`` are covered too."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,10 @@ class Phase:
 
 
 def phases(num_gpus: int, workers_per_gpu: int = WORKERS_PER_GPU) -> list[Phase]:
-    """The phases on ``num_gpus`` GPUs; ``workers_per_gpu`` processes share a GPU in the first."""
+    """Return the phases on ``num_gpus`` GPUs.
+
+    ``workers_per_gpu`` processes share a GPU in the first phase.
+    """
     single = Phase(
         name="one GPU",
         marks="gpu and not several_gpus and not alone",
@@ -109,7 +117,7 @@ def pytest_load_initial_conftests(early_config: Any) -> None:
 
 @pytest.hookimpl(trylast=True)  # after conftest.py has given the marks
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Put the tests first that took longest in the recorded run."""
+    """Sort tests so that those that took longest in the recorded run begin first."""
     slow = json.loads(LAST_RUN.read_text()).get("slow", {})
     items.sort(key=lambda item: -slow.get(item.nodeid, 0))
 
@@ -122,7 +130,7 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 def _append(row: dict[str, Any]) -> None:
     """Append a row to the file that ``GPU_SUITE_RESULTS`` names.
 
-    With xdist the controller hears of every worker's tests, and workers write nothing.
+    With xdist the controlling process gets the reports of all workers, so workers write nothing.
     """
     path = os.environ.get("GPU_SUITE_RESULTS")
     if path is not None and "PYTEST_XDIST_WORKER" not in os.environ:
@@ -160,8 +168,8 @@ def run_phase(
     """Run one phase until it ends or ``deadline`` (of ``time.monotonic``) passes.
 
     Returns:
-        its name, seconds, pytest's exit code (None: time ran out), rows of tests that ended, and
-        the names of tests that began and did not end.
+        The phase's name, its seconds, pytest's exit code (None: time ran out), the rows of tests
+        that ended, and the names of tests that began but did not end.
     """
     slug = phase.name.replace(" ", "_")
     results = out / f"results_{slug}.jsonl"
@@ -169,7 +177,7 @@ def run_phase(
     words = [sys.executable, "-m", "pytest", "-q", "-p", "gpu_suite", "-p", "no:cacheprovider"]
     words += ["-o", "addopts=--strict-markers", "-m", phase.marks, f"--timeout={TEST_SECONDS}"]
     words += ["-o", f"faulthandler_timeout={STACK_SECONDS}"]
-    if phase.workers:  # one test after another goes to whoever is free, so the order holds
+    if phase.workers:  # tests are given out one at a time to free workers, so the order holds
         words += ["-n", str(phase.workers), "--dist", "load", "--maxschedchunk", "1"]
     words += ["-k", keyword] if keyword else []
     environment = {**os.environ, "GPU_SUITE_RESULTS": str(results)}
@@ -211,8 +219,7 @@ def run_phase(
 
 
 def is_good(phase: dict[str, Any]) -> bool:
-    """Return True if the phase ran to its end without a failure. Pytest's code 5: it had no
-    tests."""
+    """Return True if the phase ended without a failure. Pytest's code 5 means that it was empty."""
     return phase["exit_code"] in (0, 5)
 
 
@@ -229,7 +236,7 @@ def output_of(*words: str) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return commit, cards and versions."""
+    """Return the commit, the GPUs, the number of cores and versions."""
     import torch
     import triton
 
@@ -279,7 +286,10 @@ def report_text(machine: dict[str, Any], done: list[dict[str, Any]]) -> str:
 def run(
     out: Path, minutes: float, keyword: str, only: str, workers_per_gpu: int, record: bool
 ) -> int:
-    """Run all phases, write the reports, print the counts; 0 if nothing failed."""
+    """Run the selected phases, write the reports and print the counts.
+
+    Returns 0 if all tests passed or were skipped in time, 1 if not, and 2 if nothing could be run.
+    """
     num_gpus = number_of_gpus()
     if not num_gpus:
         print("error: no CUDA device; GPU tests need one", file=sys.stderr)
@@ -359,12 +369,12 @@ def due() -> int:
 
 
 def main() -> int:
-    """Read the command line."""
+    """Read the command line; run the tests, or list what is due."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu_suite")
-    parser.add_argument("--minutes", type=float, default=8.0, help="the longest that all may take")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time limit of all phases")
     parser.add_argument("-k", dest="keyword", default="", help="as pytest's -k")
-    parser.add_argument("--workers", type=int, default=WORKERS_PER_GPU, help="processes a GPU")
+    parser.add_argument("--workers", type=int, default=WORKERS_PER_GPU, help="processes per GPU")
     parser.add_argument("--phase", default="", help="only phases whose name contains this")
     parser.add_argument("--record", action="store_true", help="write tests/gpu_last_run.json")
     parser.add_argument("--due", action="store_true", help="list covered files that changed since")

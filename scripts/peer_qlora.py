@@ -3,10 +3,11 @@
     python scripts/peer_qlora.py PRESET [--layers N] [--rows 1] [--seq-len 4096] [--steps 8]
         [--lora-rank 16] [--bf16-experts] [--device cuda]
 
-It does what a user of these libraries would write: linear layers as ``Linear4bit`` in nf4 with
-double quantisation, experts' stacked matrices by bitsandbytes' ``replace_parameter_4bit``, adapters
-on the attention's projections, layers recomputed, bf16. Weights and tokens are random. The last
-line holds ``<number> tok/s/gpu``, which ``scripts/bench_train.py --peer`` reads.
+It does what a user of these libraries would write. Linear layers are ``Linear4bit`` in nf4 with
+double quantisation, and experts' stacked matrices are quantised by bitsandbytes'
+``replace_parameter_4bit``. Adapters are on the attention's projections, layers are recomputed, and
+the compute dtype is bf16. Weights and tokens are random. The last line holds
+``<number> tok/s/gpu``, which ``scripts/bench_train.py --peer`` reads.
 
 bitsandbytes is not a dependency of moetrain: ``pip install bitsandbytes``.
 """
@@ -36,7 +37,7 @@ NF4: dict[str, Any] = {"compress_statistics": True, "quant_type": "nf4"}
 
 
 def model_of(preset: str, layers: int | None, device: str, *, experts_in_4bit: bool) -> Any:
-    """Build the preset with random weights, a layer at a time, its matrices in nf4."""
+    """Build the preset with random weights, and quantise its layers to nf4 one after another."""
     arch = resolve_architecture(ModelSection(preset=preset, num_layers=layers))
     values = exported_config(arch, None)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
@@ -69,7 +70,7 @@ def fill(module: nn.Module, device: str) -> None:
 
 
 def linear_4bit(plain: nn.Linear, device: str) -> nn.Module:
-    """Quantise a linear layer."""
+    """Return a linear layer quantised to nf4, on ``device``."""
     made = bnb.nn.Linear4bit(
         plain.in_features, plain.out_features, plain.bias is not None, torch.bfloat16, **NF4
     )
@@ -80,7 +81,7 @@ def linear_4bit(plain: nn.Linear, device: str) -> nn.Module:
 
 
 def main() -> int:
-    """Print the time of each step, and tokens per second by the median of the timed ones."""
+    """Print each step's time, and tokens per second by the median without the warm-up steps."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("preset")
     parser.add_argument("--layers", type=int)

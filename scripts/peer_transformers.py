@@ -4,13 +4,14 @@
         [--attention sdpa] [--no-compile] [--checkpoint]
     torchrun --nproc-per-node 2 scripts/peer_transformers.py ... [--context-parallel]
 
-It does what a user of transformers alone would write: ``fully_shard`` a layer and the whole,
-parameters and AdamW's moments in fp32, products in bf16, experts by ``grouped_mm``, every layer
-compiled, and the loss that the model itself computes. Weights and tokens are random. The last line
-holds ``<number> tok/s/gpu``, which ``scripts/bench_train.py --peer`` reads.
+It does what a user of transformers alone would write. ``fully_shard`` is applied to each layer and
+to the whole model. Parameters and AdamW's moments are fp32, products are bf16, experts use
+``grouped_mm``, every layer is compiled, and the model itself computes the loss. Weights and tokens
+are random. The last line holds ``<number> tok/s/gpu``, which ``scripts/bench_train.py --peer``
+reads.
 
-With ``--context-parallel`` all ranks share each row by torch's own context parallelism, and the
-loss is computed in pieces, since the logits of long rows would not fit.
+With ``--context-parallel`` all ranks share each row by torch's own context parallelism. The loss is
+then computed in pieces, since the logits of long rows would not fit.
 """
 
 import argparse
@@ -42,7 +43,7 @@ PIECES = 32  # pieces of the loss, with context parallelism
 def loss_in_pieces(
     model: Any, input_ids: torch.Tensor, labels: torch.Tensor, **how: Any
 ) -> torch.Tensor:
-    """Compute the mean loss of these tokens; logits of one piece exist at a time."""
+    """Compute the mean loss of these tokens, in pieces: only one piece's logits exist at a time."""
 
     def piece(hidden_BSD: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
         logits = model.lm_head(hidden_BSD).float().flatten(0, 1)
@@ -67,7 +68,8 @@ def model_of(
         model = AutoModelForCausalLM.from_config(config).float()
     if in_pieces:
         model.forward = MethodType(loss_in_pieces, model)
-        # Without this, positions out of order count as packed rows, which need an S x S mask.
+        # Without this, transformers takes positions out of order for packed rows, and makes an
+        # S x S mask.
         module: Any = sys.modules[type(model).__module__]
         module.create_causal_mask = lambda **_: None
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -91,7 +93,7 @@ def model_of(
 
 @contextlib.contextmanager
 def row_parts(tokens: torch.Tensor) -> Any:
-    """Return this rank's part of the rows; attention inside sees all parts."""
+    """Yield this rank's part of the rows. Within the context attention sees all parts."""
     from torch.distributed.tensor.experimental import context_parallel
 
     positions = torch.arange(tokens.shape[1], device="cuda").expand(tokens.shape).contiguous()
@@ -105,11 +107,11 @@ def row_parts(tokens: torch.Tensor) -> Any:
 
 
 def main() -> int:
-    """Print each step's time, and tokens per second and GPU by the median of the timed ones."""
+    """Print each step's time, and tokens per second and GPU by the median without the warm-up."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("preset")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--rows", type=int, default=2, help="of each GPU")
+    parser.add_argument("--rows", type=int, default=2, help="rows on each GPU")
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--attention", default="sdpa")

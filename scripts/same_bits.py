@@ -1,11 +1,11 @@
-"""Check that this tree trains with the bits of another tree of moetrain, on a CPU.
+"""Check that this checkout of moetrain trains to the same bits as another, on a CPU.
 
     python scripts/same_bits.py OTHER_TREE
 
-Each of five settings (one process, tensor, expert and pipeline parallel over two processes, LoRA)
-trains 20 steps in both trees. The losses and gradient norms of every step must be equal as
-numbers; the first step that differs is printed, and the exit code is then 1. OTHER_TREE is a
-checkout, for example made by ``git worktree add OTHER_TREE COMMIT``.
+Both train 20 steps in each of five settings: one process, tensor, expert and pipeline parallelism
+over two processes, and LoRA. The losses and gradient norms of every step must be equal as numbers.
+If they are not, the first step that differs is printed, and the exit code is 1. OTHER_TREE is the
+other checkout, for example made by ``git worktree add OTHER_TREE COMMIT``.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def losses(tree: Path, settings: dict[str, object], folder: Path) -> list[tuple[
 
 
 def main() -> int:
-    """Run every setting in both trees and print a line for each."""
+    """Train every setting in both checkouts, and print a line for each; return 1 if one differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

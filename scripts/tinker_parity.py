@@ -1,27 +1,27 @@
-"""Compare rewards of the unmodified ``tinker`` SDK with the job service to those of our own loop.
+"""Compare rewards of the unmodified ``tinker`` SDK on the job service with those of our own loop.
 
     pip install -e '.[jobs]'
     python scripts/tinker_parity.py outputs/parity --supervised 20         # on two CPU cores
     python scripts/tinker_parity.py outputs/parity --recipe rl-arithmetic \\
         --steps 30 --lr 5e-4 --at_once 3                                    # on one GPU
 
-Both begin with a supervised start, made once by ``moetrain.rl`` with the recipe's demonstrations.
+Both begin with the same weights, which ``moetrain.rl`` trains once on the recipe's demonstrations.
 Then, for each seed, ``python -m moetrain.rl`` trains adapters on the recipe's rewards, and a client
-of ``python -m moetrain.jobs`` does the same by the SDK alone: a sampler of the weights as they are,
-a group of answers to each prompt, advantages, ``forward_backward`` with the loss that ``--loss``
-names, ``optim_step``. Prompts, adapters' first values and all settings are the same. So is the
-loss: the SDK's is a sum over tokens, so the client divides advantages by the number of trained
-tokens; our loop has the SDK's clipping and no auxiliary loss.
+of ``python -m moetrain.jobs`` does the same with the SDK alone. A step of the client is: a sampler
+of the current weights, a group of answers to each prompt, advantages, ``forward_backward`` with the
+loss that ``--loss`` names, and ``optim_step``. Prompts, adapters' first values and all settings are
+the same. The loss is the same too. The SDK's is a sum over tokens, so the client divides advantages
+by the number of trained tokens. Our loop clips as the SDK does, and has no auxiliary loss.
 
-``--draws groups`` asks for a group at a time, with random numbers of its own, as recipes do; same
-asks for each answer by itself, with the seed that our loop gives it. Then the two differ by
-rounding alone, until that changes a token (on a GPU soon: products there depend on how many rows
-are generated together).
+With ``--draws groups`` the client asks for a group at a time, with random numbers of its own, as
+recipes of the SDK do. With ``--draws same`` it asks for each answer separately, with the seed that
+our loop gives the answer. Then the two differ by rounding alone, until rounding changes a token. On
+a GPU this happens soon, since products there depend on how many rows are generated together.
 
-It prints smoothed mean rewards over seeds, the solved held-out share at the end, and the number of
-generated tokens whose log-probability differs in training; rows of all steps are in
-``parity.jsonl``. The exit code is 1 if the rewards of the last ``--window`` steps, or the shares,
-are further apart than ``--bar``.
+It prints mean rewards over seeds, smoothed over steps, the solved share of held-out tasks before
+and after training, and the number of generated tokens whose log-probability differs in training.
+The rows of all steps are in ``parity.jsonl``. The exit code is 1 if the rewards of the last
+``--window`` steps, or the solved shares at the end, differ by more than ``--bar``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ CLIPS: dict[str, dict[str, float]] = {
     "importance_sampling": {"rl.clip_low": 1.0, "rl.clip_high": 1e9},
     "ppo": {"rl.clip_low": 0.2, "rl.clip_high": 0.2},
 }
-"""Our loop's bounds, by the SDK's name of the loss: none, and the SDK's own."""
+"""The bounds of our loop's clipping, by the SDK's name of the loss: no bounds, and the SDK's."""
 ALIKE = {
     "rl.policy": "clip",
     "rl.ratio": "rollout",
@@ -83,7 +83,7 @@ ALIKE = {
 """Settings that give our loop the client's loss and steps."""
 OF_JOBS = ("model.", "data.", "lora.", "kernels.", "compile.", "rl.max_seq", "rl.cache")
 OF_JOBS += ("train.device", "train.dtype", "train.micro", "train.global")
-"""Prefixes of settings that the service has too; other settings are in requests."""
+"""Prefixes of settings that the service has too; the client's requests carry other settings."""
 
 
 class Attempt(NamedTuple):
@@ -97,7 +97,10 @@ class Attempt(NamedTuple):
 
 
 def advantages(attempts: Iterable[Attempt]) -> list[tuple[Attempt, float]]:
-    """Subtract each group's mean reward; groups whose rewards are equal are left out."""
+    """Return each attempt with its reward minus its group's mean.
+
+    Groups whose rewards are all equal are left out.
+    """
     found = []
     for _, members in groupby(attempts, key=lambda one: one.group):
         group = list(members)
@@ -108,7 +111,7 @@ def advantages(attempts: Iterable[Attempt]) -> list[tuple[Attempt, float]]:
 
 
 class Client:
-    """A training run with the task of ``config``, by the SDK alone."""
+    """A training run on the task of ``config``, with the SDK alone."""
 
     def __init__(self, service: tinker.ServiceClient, config: Config, loss: Any, draws: str):
         self.service, self.config, self.loss, self.draws = service, config, loss, draws
@@ -121,22 +124,25 @@ class Client:
         }
         self.run = service.create_lora_training_client(**base).result()
         self.step = self.sampled = self.trained = self.differing = 0
-        """The number of steps, of sampled tokens, of trained tokens, and of tokens whose
-        log-probability differed."""
+        """The number of steps, of sampled tokens, of trained tokens, and of trained tokens whose
+        log-probability in the pass differed from the sampler's."""
         self.attempts: list[Attempt] = []
-        """The values of these counters for the last step."""
+        """The attempts of the last step."""
 
     @staticmethod
     def model_of(service: tinker.ServiceClient) -> str:
         """Return the name of the base model of ``service``."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the call moves to another class
+            warnings.simplefilter("ignore")  # the SDK says that the call moves to another class
             (model,) = service.get_server_capabilities().supported_models
         assert model.model_name is not None
         return model.model_name
 
     def fit(self, every: int) -> Iterator[dict[str, float]]:
-        """Train to the end; yield the row of each step, or of an evaluation every every."""
+        """Train to the end; yield the row of each step and of each evaluation.
+
+        Evaluations are before every ``every``-th step, from the first, and at the end.
+        """
         for step in range(self.config.train.steps or 0):
             if step % every == 0:
                 yield self.evaluate()
@@ -148,7 +154,7 @@ class Client:
         return self.run.save_weights_and_get_sampling_client().result()
 
     def evaluate(self) -> dict[str, float]:
-        """Return the likeliest answers to held-out tasks."""
+        """Answer the held-out tasks greedily; return the row: solved share and mean reward."""
         number = self.config.rl.eval_tasks
         asked = [(-1 - task, task, 1, 0) for task in range(number)]
         found = self.answers(self.sampler(), asked, 0.0)
@@ -157,7 +163,10 @@ class Client:
         return {"step": self.step, "eval_solved": solved, "eval_reward": fmean(rewards)}
 
     def learn(self) -> dict[str, float]:
-        """Make one step: sample, compare, pass forward and back, update."""
+        """Make one step: sample, compute advantages, pass forward and back, update.
+
+        Returns the step's row.
+        """
         rl, optim = self.config.rl, self.config.optim
         size, seed = rl.group_size, self.config.train.seed
         number = self.config.train.global_batch_size // size
@@ -202,7 +211,10 @@ class Client:
         asked: Sequence[tuple[int, int, int, int]],
         temperature: float,
     ) -> list[Attempt]:
-        """Return attempts at ``asked``: group, task, number, and seed."""
+        """Sample attempts at tasks, and return them in order.
+
+        ``asked``: for each request its group, task, number of answers, and seed.
+        """
         waiting: list[tuple[int, Any, tuple[int, ...], int, Any]] = []
         for group, task, number, seed in asked:
             episode = self.environment.episode(task)
@@ -226,7 +238,10 @@ class Client:
 
     @staticmethod
     def datum(one: Attempt, advantage: float) -> types.Datum:
-        """Return a datum with the advantage of every token after the first; 0 in the prompt."""
+        """Return the datum of an attempt, for all tokens after the first.
+
+        Log-probabilities and advantages of the prompt's tokens are 0.
+        """
         tokens, unread = [*one.prompt, *one.tokens], len(one.prompt) - 1
         inputs = {
             "target_tokens": tokens[1:],
@@ -246,7 +261,7 @@ class Client:
             self.differing += int((told != known).sum())
 
     def adapter(self) -> dict[str, torch.Tensor]:
-        """Download the adapter's tensors, by PEFT's names."""
+        """Save and download the adapter; return its tensors by PEFT's names."""
         path = self.run.save_weights_external(f"at-{self.step}").result().path
         urls = self.service._rest_client().get_external_weights_urls(path).result().urls
         with urllib.request.urlopen(urls["adapter_model.safetensors"]) as reply:
@@ -254,7 +269,7 @@ class Client:
 
 
 def furthest(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
-    """Return the largest difference of two adapters' elements, over the largest element."""
+    """Return the largest difference between two adapters' elements, over the largest of ``one``."""
     assert one.keys() == other.keys()
     largest = max(x.abs().max().item() for x in one.values())
     return max((x - other[name]).abs().max().item() for name, x in one.items()) / largest
@@ -280,7 +295,7 @@ def run(module: str, settings: Mapping[str, Any], log: Path) -> None:
 
 @contextmanager
 def serving(settings: Mapping[str, Any], log: Path) -> Iterator[tinker.ServiceClient]:
-    """Serve jobs inside the context, and yield a client."""
+    """Run the job service while the context lasts, and yield a client of it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -315,7 +330,7 @@ def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def curve(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
-    """Return the values of ``name`` in order."""
+    """Return the values of ``name`` in order, of the rows that have one."""
     return [row[name] for row in rows if row.get(name) is not None]
 
 
@@ -331,7 +346,7 @@ def same_steps(one: Sequence[float], other: Sequence[float]) -> int:
 
 
 def show(rows: Sequence[Mapping[str, Any]], window: int, bar: float) -> bool:
-    """Print tables of ``rows``; return True if everything is within ``bar``."""
+    """Print tables of ``rows``; return True if every client ends within ``bar`` of the loop."""
     keys = list(dict.fromkeys((row["how"], row["seed"]) for row in rows))
     parts = {key: [row for row in rows if (row["how"], row["seed"]) == key] for key in keys}
     curves = {key: smoothed(curve(part, "reward"), window) for key, part in parts.items()}
@@ -375,9 +390,9 @@ def show(rows: Sequence[Mapping[str, Any]], window: int, bar: float) -> bool:
 
 
 def settings_of(args: argparse.Namespace, given: Sequence[str]) -> dict[str, Any]:
-    """Make the start, unless it exists; return the settings of our loop's continuation."""
+    """Train the weights that both start from, unless they exist; return our loop's settings."""
     if odd := [word for word in given if not (word.startswith("--") and "=" in word)]:
-        sys.exit(f"error: {odd[0]!r} is no option, and no setting --SECTION.KEY=VALUE")
+        sys.exit(f"error: {odd[0]!r} is neither an option nor --SECTION.KEY=VALUE")
     more = dict(word.removeprefix("--").split("=", 1) for word in given)
     file = Path(moetrain.__file__).parent / "recipes" / f"{args.recipe}.toml"
     recipe = {"rl.chat": False, **flat(tomllib.loads(file.read_text())), **more}
@@ -407,7 +422,7 @@ def settings_of(args: argparse.Namespace, given: Sequence[str]) -> dict[str, Any
 
 
 def by_loop(settings: Mapping[str, Any], out: Path, seed: int) -> list[dict[str, Any]]:
-    """Train by our own loop; return its rows."""
+    """Train with our own loop; return its rows."""
     started, log = time.monotonic(), out / f"loop-{seed}.log"
     own = {"train.seed": seed, "output_dir": str(out / f"loop-{seed}")}
     metrics = out / f"loop-{seed}" / "metrics.jsonl"
@@ -424,7 +439,7 @@ def by_loop(settings: Mapping[str, Any], out: Path, seed: int) -> list[dict[str,
 
 
 def by_sdk(client: Client, out: Path, every: int) -> list[dict[str, Any]]:
-    """Train by ``client``; return its rows."""
+    """Train with ``client``; return its rows."""
     started, seed = time.monotonic(), client.config.train.seed
     how = f"sdk, {client.draws}"
     rows: list[dict[str, Any]] = []
@@ -442,19 +457,19 @@ def by_sdk(client: Client, out: Path, every: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Make the start, run both for every seed, and print."""
+    """Train the start, run the loop and the client for every seed, and print the comparison."""
     parser = argparse.ArgumentParser(description="Compare rewards.", allow_abbrev=False)
-    parser.add_argument("out", type=lambda text: Path(text).resolve(), help="folder for it all")
-    parser.add_argument("--recipe", default="rl-sort", help="of moetrain.rl, with demonstrations")
+    parser.add_argument("out", type=lambda text: Path(text).resolve(), help="folder of all files")
+    parser.add_argument("--recipe", default="rl-sort", help="recipe with demonstrations")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=60, help="of reinforcement learning")
+    parser.add_argument("--steps", type=int, default=60, help="steps of reinforcement learning")
     parser.add_argument("--supervised", type=int, help="steps of the start; unset: the recipe's")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--loss", choices=CLIPS, default="importance_sampling")
     parser.add_argument("--draws", choices=("groups", "same"), nargs="+", default=["groups"])
-    parser.add_argument("--at_once", type=int, default=1, help="seeds beside each other")
-    parser.add_argument("--window", type=int, default=10, help="steps that a mean is over")
+    parser.add_argument("--at_once", type=int, default=1, help="number of concurrent seeds")
+    parser.add_argument("--window", type=int, default=10, help="steps over which means are taken")
     parser.add_argument("--every", type=int, default=20, help="steps between evaluations")
     parser.add_argument("--bar", type=float, default=0.1)
     args, given = parser.parse_known_args()

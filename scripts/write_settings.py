@@ -1,9 +1,9 @@
-"""Write docs/settings.md, the table of every setting, and docs/names.md, other trainers' names.
+"""Write docs/settings.md, tables of all settings, and docs/names.md, other trainers' names of them.
 
     python scripts/write_settings.py
 
-They come from the config sections and from moetrain/config/elsewhere.py. Run it after a change to
-these; a test fails until it has been run.
+The texts come from the config sections and from moetrain/config/elsewhere.py. Run the script after
+a change to these; a test fails until it has been run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-# The page is of this checkout, wherever the package is installed.
+# The pages describe this checkout, even if another moetrain is installed.
 sys.path.insert(0, str(Path(__file__).parent.parent.resolve()))
 
 from moetrain.config import Config
@@ -40,15 +40,15 @@ defaults below, a recipe or TOML file, the environment and the command line. The
 HEAD_OF_NAMES = """\
 # Names elsewhere
 
-Written by `scripts/write_settings.py` from `moetrain/config/elsewhere.py`: change it there. A
-command answers an unknown setting by the one that its name means elsewhere.
+Written by `scripts/write_settings.py` from `moetrain/config/elsewhere.py`: change it there. If a
+command is given a setting by its name in another trainer, the error says what it is called here.
 
 The meaning is the same, but values may differ:
 
 - `train.global_batch_size` counts the rows of a whole step, over all GPUs and accumulated
   micro-batches. Elsewhere it is often a product: rows of a GPU x GPUs x accumulation steps.
 - `train.eval_interval`, `checkpoint.interval` and `log.interval` count steps.
-- `data.train_on` says which turns are learned; assistant's alone is the default for chats.
+- `data.train_on` says which turns are learned; for chats the default is the assistant's alone.
 - 4 bits are `lora.base_dtype nf4`, 8 bits `float8`; both are a frozen base beside adapters.
 - `activation.policy full` recomputes whole blocks, `selective` all but some results; `auto`
   recomputes as little as fits.
