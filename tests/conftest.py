@@ -7,6 +7,7 @@ import functools
 import gc
 import hashlib
 import importlib
+import itertools
 import os
 import signal
 import time
@@ -133,15 +134,18 @@ def packages_of(paths) -> list[str]:
     return [*dict.fromkeys(found)]
 
 
-def order_of(item, changed, seed):
-    """Return what a gate sorts tests by that may not all have time.
+def in_turns(files, changed, seed):
+    """Return test files in the order in which a gate runs those that may not all have time.
 
-    Files of the ``changed`` packages come first, in the order of ``changed``. The rest has an order
-    that ``seed`` decides, so that each commit runs others. Tests of a file stay together.
+    By turns comes the next file of the ``changed`` packages, in their order, and the next of all
+    files in an order that ``seed`` decides. So each gate runs the tests of what is new, and others
+    than the gate before, even if every package has changed. ``files`` are paths from the root.
     """
-    package = item.nodeid.split("/")[1]
-    place = changed.index(package) if package in changed else len(changed)
-    return place, hashlib.sha256(f"{seed}{item.path.name}".encode()).digest()
+    by_chance = sorted(files, key=lambda file: hashlib.sha256(f"{seed}{file}".encode()).digest())
+    packages = {file: file.split("/")[1] for file in files}
+    new = [file for package in changed for file in by_chance if packages[file] == package]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(new, by_chance))
+    return [file for file in dict.fromkeys(turns) if file is not None]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
@@ -157,7 +161,10 @@ def pytest_collection_modifyitems(config, items):
 
     if config.option.markexpr in ("long", "wide") and "TESTS_ORDER" in os.environ:
         changed = packages_of(os.environ.get("CHANGED_FILES", "").split())
-        items.sort(key=lambda item: order_of(item, changed, os.environ["TESTS_ORDER"]))
+        files = dict.fromkeys(item.nodeid.partition("::")[0] for item in items)
+        order = in_turns([*files], changed, os.environ["TESTS_ORDER"])
+        places = {file: place for place, file in enumerate(order)}
+        items.sort(key=lambda item: places[item.nodeid.partition("::")[0]])
 
     present = torch.cuda.device_count()
     for item in items:
