@@ -44,6 +44,11 @@ def main() -> int:
     parser.add_argument("--compare-steps", type=int, default=20)
     parser.add_argument("--memory-steps", type=int, default=200)
     args, settings = parser.parse_known_args()
+    if args.memory_steps <= args.compare_steps + SETTLED:
+        least = args.compare_steps + SETTLED + 1
+        parser.error(
+            f"--memory-steps: {args.memory_steps} compares no memory; give {least} or more"
+        )
     nproc = num_processes(Config.load(args.recipe, settings))
     if launched_place() is None and nproc > 1:
         return start_ranks([__file__, *sys.argv[1:]], nproc)

@@ -88,6 +88,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--output_dir", type=Path, required=True)
     args, words = parser.parse_known_args()
+    if args.steps < 2:
+        parser.error(f"--steps: {args.steps} counts no step, as the first is not counted; give 2")
     place = launched_place()
     ranks = 1 if place is None else place.world_size
     own = dict(word.removeprefix("--").split("=", 1) for word in words)

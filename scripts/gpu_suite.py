@@ -25,7 +25,7 @@ The exit code is 0 if every test passed or was skipped and no phase ran out of t
 
 ``--due`` compares the work tree with the commit of the last run, in ``tests/gpu_last_run.json``. It
 lists the changed files that GPU tests cover, and exits with 1 if there are any. ``--record`` writes
-that file after a run of all phases and tests.
+that file after a run of all phases and tests in which none failed and no time ran out.
 """
 
 from __future__ import annotations
@@ -327,9 +327,10 @@ def run(
     }
     (out / "report.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(f"all in {summary['seconds']} s; {out / 'report.md'}")
-    if record and not keyword and not only:
+    passed = all(is_good(phase) for phase in done)
+    if record and passed and not keyword and not only:
         LAST_RUN.write_text(json.dumps(summary, indent=1) + "\n")
-    return 0 if all(is_good(phase) for phase in done) else 1
+    return 0 if passed else 1
 
 
 # ---- what changed since ------------------------------------------------------------------------
@@ -376,7 +377,11 @@ def main() -> int:
     parser.add_argument("-k", dest="keyword", default="", help="as pytest's -k")
     parser.add_argument("--workers", type=int, default=WORKERS_PER_GPU, help="processes per GPU")
     parser.add_argument("--phase", default="", help="only phases whose name contains this")
-    parser.add_argument("--record", action="store_true", help="write tests/gpu_last_run.json")
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="write tests/gpu_last_run.json if all tests passed in time",
+    )
     parser.add_argument("--due", action="store_true", help="list covered files that changed since")
     args = parser.parse_args()
     if args.due:

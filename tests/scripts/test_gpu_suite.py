@@ -168,3 +168,23 @@ def test_due_lists_what_gpu_tests_cover(tmp_path, monkeypatch, capsys):
     assert "moetrain/cli/data.py" not in printed
     changed[:] = ["README.md"]
     assert gpu_suite.due() == 0
+
+
+@pytest.mark.parametrize(("exit_code", "is_recorded"), [(0, True), (1, False), (124, False)])
+def test_only_a_whole_run_without_a_failure_is_recorded(
+    monkeypatch, tmp_path, exit_code, is_recorded
+):
+    """A run that failed or ran out of time must not make its commit count as tested."""
+    machine = {"commit": "0" * 40, "cards": ["a card"], "torch": "2"}
+    monkeypatch.setattr(gpu_suite, "LAST_RUN", tmp_path / "last.json")
+    monkeypatch.setattr(gpu_suite, "number_of_gpus", lambda: 1)
+    monkeypatch.setattr(gpu_suite, "describe_machine", lambda: machine)
+    monkeypatch.setattr(gpu_suite, "report_text", lambda *_: "")
+
+    def run_phase(phase, *_):
+        return {"name": phase.name, "rows": [], "seconds": 1, "exit_code": exit_code}
+
+    monkeypatch.setattr(gpu_suite, "run_phase", run_phase)
+    code = gpu_suite.run(tmp_path, 8.0, "", "", 12, record=True)
+    assert code == (0 if is_recorded else 1)
+    assert (tmp_path / "last.json").exists() == is_recorded
