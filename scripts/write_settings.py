@@ -43,6 +43,32 @@ HEAD_OF_NAMES = """\
 Written by `scripts/write_settings.py` from `moetrain/config/elsewhere.py`: change it there. If a
 command is given a setting by its name in another trainer, the error says what it is called here.
 
+A whole run of axolotl or TRL becomes a recipe by one command, with the other trainer's defaults.
+The recipe's comments list what means something else here, and every setting that was left out:
+
+```yaml axolotl.yml
+base_model: MODEL
+adapter: lora
+lora_r: 16
+lora_alpha: 32
+lora_target_linear: true
+datasets:
+  - path: chats.jsonl
+    type: chat_template
+sequence_len: 2048
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+learning_rate: 2e-4
+```
+
+```sh
+moetrain translate axolotl.yml --gpus 4 --out run.toml
+moetrain translate -- trl dpo --model_name_or_path MODEL --dataset_name DATA
+```
+
+`moetrain train run.toml` runs it.
+
 The meaning is the same, but values may differ:
 
 - `train.global_batch_size` counts the rows of a whole step, over all GPUs and accumulated

@@ -37,6 +37,10 @@ COMMANDS = {
     ),
     "data": ("moetrain.cli.data:main", "show the rows that a run would train on"),
     "report": ("moetrain.cli.report:main", "write a page with the curves of runs"),
+    "translate": (
+        "moetrain.cli.translate:main",
+        "print a run of axolotl or TRL as a recipe",
+    ),
     "launch": (
         "moetrain.cli.machines:main",
         "write a job for several machines: slurm, k8s, sky",

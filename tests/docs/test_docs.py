@@ -25,7 +25,7 @@ import pytest
 from pydantic import BaseModel
 from torch.distributed.run import get_args_parser
 
-from moetrain.cli import checkpoint, generate, machines, plan, serve
+from moetrain.cli import checkpoint, generate, machines, plan, serve, translate
 from moetrain.cli.main import main as named
 from moetrain.cli.train import JOBS, RL, TRAIN, main
 from moetrain.config import Config, Recipes
@@ -175,6 +175,8 @@ def check_module(module, words, world):
         serve._parse(words)
     elif module == "moetrain.generate":
         assert generate.main([*words, "--max_tokens", "2"]) == 0
+    elif module == "moetrain.translate":
+        assert translate.main(words) == 0
     elif module == "moetrain.plan":
         assert plan.main(words) == 0
     elif module == "moetrain.launch":
