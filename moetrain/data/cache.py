@@ -8,16 +8,17 @@ the corpus in memory.
     tokens.bin     [num_tokens] uint16, or uint32 for a vocabulary over 65,536
     documents.bin  [num_documents + 1] int64: the start of each document, then num_tokens
     targets.bin    [num_documents] int64: number of tokens with loss in each document
-    masked.bin     [num_tokens] uint8: 1 for a token without loss; empty if all have loss
+    masked.bin     [num_tokens] uint8: 1 for a token without loss; empty if no document has
+                   a mask
     labels.bin     [num_documents] int8: 1 for a desirable answer, 0 for an undesirable one, -1
                    for a document without a label; empty if there are no labels
     margins.bin    [num_documents] float32: the margin of each document's pair; empty if
                    margins are not read
-    meta.json      the sizes, the type of the tokens, a hash of all that is in the files, checksums
-                   of their beginnings, the records that were left out, and warnings
+    meta.json      the sizes, the type of the tokens, a hash of the content of the files, checksums
+                   of their beginnings, the number of bad records by kind, and warnings
 
 Left out on purpose: removing caches that are no longer used (delete the folder), and reading a
-source to see whether it changed (a file's path, size and time of change stand for its content).
+source to see whether it has changed (its files' paths, sizes and times of change decide).
 """
 
 import hashlib
@@ -64,16 +65,16 @@ _CHECKED_BYTES = 1 << 26
 """Bytes at the beginning of each file that are checked when a cache is opened. A small file is
 checked whole. Reading this part of a large file takes a tenth of a second."""
 _BATCH_CHARACTERS = 1 << 22
-"""Characters that one call encodes. They keep all threads busy, and take little memory beside a
-model."""
+"""Characters after which a batch is encoded in one call. So many characters keep all threads busy,
+and take little memory beside a model."""
 _BLOCK_BYTES = 1 << 22
-"""Least bytes of a stream's group of file parts, except the last group. A group becomes one block,
-or several if its records have more than twice as many bytes."""
+"""Least bytes of each group of file parts of a stream. Only the last group may have fewer. A group
+becomes one block, or several blocks if its records have more than twice as many bytes."""
 _MOST_WORKERS = 8
 _KEPT_BLOCKS = 4
-"""Blocks that are kept even if the disk is full."""
+"""Number of blocks, those used last, that a walk keeps even if the disk is full."""
 _FREE_SHARE = 0.1
-"""Share of the disk that blocks leave free."""
+"""Share of the disk that has to stay free. A walk removes blocks if less is free."""
 
 
 class BlockPlace(NamedTuple):
@@ -97,8 +98,8 @@ class TokenCache(NamedTuple):
     """[num_documents] int64: number of tokens with loss in each document. The first token of a
     document does not count."""
     masked: np.ndarray | None
-    """[num_tokens] uint8: 1 for a token without loss. None: there are no conversations, and every
-    token has loss."""
+    """[num_tokens] uint8: 1 for a token without loss. None: no document has a mask, and every token
+    has loss."""
     content: str
     """Hash of all arrays."""
     labels: np.ndarray | None = None
@@ -185,8 +186,8 @@ class Blocks:
     """The token caches of a stream's blocks. Several processes make them ahead of their use.
 
     A block holds parts from all over the source. Blocks stay in the cache for the next pass and the
-    next run. Once less than a tenth of the disk is free, the blocks that were used first are
-    removed.
+    next run. Once less than a tenth of the disk is free, a walk removes the blocks that it used
+    first.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class Blocks:
         """List the blocks of ``share`` of ``source``.
 
         ``workers`` is the number of processes that make blocks. None: one for each core of this
-        rank's share, up to 8.
+        rank's share of the machine, up to 8. 0: this process makes each block when it is used.
         """
         parts = source.file_parts(share)
         order = np.random.Generator(np.random.PCG64(0)).permutation(len(parts))
@@ -226,8 +227,9 @@ class Blocks:
         return self._made(found, "0-0"), max(1, sum(each.num_bytes for each in found))
 
     def sample(self, num_bytes: int) -> TokenCache | None:
-        """Return a cache of the first ``num_bytes`` of at most sixteen groups of parts.
+        """Return a cache of the first groups of parts, which together have ``num_bytes`` or more.
 
+        Each group is read whole. At most sixteen groups are read, even if they have fewer bytes.
         None: there are no records.
         """
         found = []
@@ -259,7 +261,7 @@ class Blocks:
                     self._pool.apply_async(_work, (found, self._folder / name))
             place, name, found = ahead.popleft()
             yield place, self._made(found, name)
-            # Remove the blocks that were used first while the disk is nearly full.
+            # While the disk is nearly full, remove the blocks that were used first.
             used.append(self._folder / name)
             disk = shutil.disk_usage(self._folder)
             while len(used) > _KEPT_BLOCKS and disk.free < _FREE_SHARE * disk.total:
@@ -300,7 +302,7 @@ class Blocks:
 
     @cached_property
     def _pool(self) -> Any:
-        """The processes that make blocks. Nothing waits for their imports.
+        """The processes that make blocks. The caller does not wait until they have been started.
 
         The processes read the tokenizer from a file. If it came through a pipe, each process would
         have to finish its imports before the next one could start. The processes do not import the
@@ -357,12 +359,17 @@ def _build(
     total: Callable[[], int] | None = None,
     skipped: Skipped | None = None,
 ) -> None:
-    """Write a cache, unless it is there. If another process writes it, wait for that process.
+    """Write the cache ``folder``, unless it is there. Wait if another process is writing it.
 
     Args:
+        documents: the documents to tokenise.
+        tokenizer: encodes their texts.
+        folder: the folder of the cache.
         total: counts the bytes of all documents, for a progress bar. None: there is no bar.
         skipped: the records that ``documents`` leaves out. It is complete once all documents are
             read.
+
+    Raises ConfigError: the folder cannot be written.
     """
     if os.path.isdir(folder):  # unlike Path.is_dir, it accepts names of any length
         return
@@ -388,7 +395,7 @@ def _build(
             (Path(made) / "meta.json").write_text(json.dumps(meta))
             Path(made).rename(folder)
     except OSError as error:
-        # Errors of a source's files are ConfigErrors, so this is an error of the cache's folder.
+        # An error of a source's files is a ConfigError, so this one comes from the cache's folder.
         if os.path.isdir(folder):
             return
         problem = f"{str(parent)!r} cannot be written: {error}"
@@ -423,7 +430,7 @@ def _write(
                 masked.write(masked_T.tobytes())
                 content.update(masked_T.tobytes())
             if num_tokens == start:
-                learned_T = learned_T[1:]  # no token predicts the first of a document
+                learned_T = learned_T[1:]  # no token predicts the first token of a document
             num_targets += int(learned_T.sum())
             num_tokens += len(ids_T)
             if document.is_end:

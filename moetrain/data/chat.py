@@ -1,15 +1,15 @@
 """Renders conversations to text, with the spans that a model learns: the assistant's turns.
 
-A template is rendered up to each assistant's turn (with the generation prompt), and once more with
-the turn. The text that the second rendering adds is the turn. So any Jinja chat template works
-without marks. A template that marks the text to learn with ``{% generation %}`` is rendered once,
-as for ``transformers``' assistant mask. A template may rewrite history: Qwen3's drops the thoughts
-of earlier turns. Then one text cannot hold every turn as the model will see it, and the
-conversation becomes several texts. A template with such marks needs several texts only for thoughts
-that its one rendering drops.
+For each assistant's turn, a template renders the conversation before the turn (with the generation
+prompt), and then the conversation with the turn. The text that the second rendering adds is the
+turn. So any Jinja chat template works without marks. A template that marks the text to learn with
+``{% generation %}`` is rendered once, as for ``transformers``' assistant mask. A template may
+rewrite history: Qwen3's drops the thoughts of earlier turns. Then one text cannot hold every turn
+as the model will see it, and the conversation becomes several texts. With a template that marks the
+text to learn, a conversation becomes several texts only if the one rendering drops thoughts.
 
-Left out on purpose: turns after the last assistant's turn, which have no loss, and white space at
-the end of a turn, which is layout.
+Left out on purpose: turns after the last turn that is learned, which have no loss, and white space
+at the end of a turn, which is layout.
 """
 
 import json
@@ -92,8 +92,8 @@ _KWARGS = "data.chat_template_kwargs"
 _MAX_BYTES = 1 << 20
 """Most bytes of a template's file. Published templates have at most 30 KB."""
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
-"""Names that chat_template_kwargs cannot set: variables that records have, and the arguments of
-``apply_chat_template`` in ``transformers`` that are no variables of a template."""
+"""Names that chat_template_kwargs cannot set: the variables that records set, and the arguments of
+``apply_chat_template`` in ``transformers`` that are not variables of a template."""
 _RESERVED |= {"conversation", "chat_template", "continue_final_message", "tokenize", "padding"}
 _RESERVED |= {"sanitize_control_tokens", "truncation", "max_length", "return_tensors"}
 _RESERVED |= {"return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
@@ -105,22 +105,22 @@ _OPEN, _CLOSE = f"<{_MARK}>", f"</{_MARK}>"
 _READS_PARTS = re.compile(
     r"content is (not )?(string|iterable|mapping)|\.type\b|\[['\"]type['\"]\]"
 )
-"""Matches a template that takes ``content`` as a list of parts."""
+"""Matches a template that may read ``content`` as a list of parts."""
 _READS_CHANNELS = re.compile(r"\.channel\b|['\"]channel['\"]")
-"""Matches a template that reads the ``channel`` of a message. The template of GPT-OSS writes
-channels and reads none."""
+"""Matches a template that reads the ``channel`` of a message. GPT-OSS's template writes channels,
+but does not read this key."""
 
 _TAG = r"(?:\w+:)?(?:think|thought)\w*(?::\w+)?"
 _PAIRS = {"<|channel>thought": "<channel|>", "<|START_THINKING|>": "<|END_THINKING|>"}
-"""Marks around thoughts that are no tags. Gemma and Cohere write them."""
+"""Marks around thoughts that are not tags like ``<think>``: Gemma's and Cohere's."""
 _OPENED = rf"[<\[◁]{_TAG}[>\]▷]|(?-i:{'|'.join(map(re.escape, _PAIRS))})"
 _CLOSED = rf"[<\[◁]/{_TAG}[>\]▷]|(?-i:{'|'.join(map(re.escape, _PAIRS.values()))})"
 _OPENING = re.compile(rf"(?:(?P<open>{_OPENED})(?P<blanks>\s*))?(?P<closed>{_CLOSED})?\s*$", re.I)
-"""Matches the end of a generation prompt. This end may open a thought, or close an empty one."""
+"""Matches the end of a generation prompt, which may open a thought, or close an empty thought."""
 _LONGEST_OPENING = 100
-"""Characters at the end of a prompt in which _OPENING is looked for."""
+"""Number of characters at the end of a prompt that are searched for _OPENING."""
 _THOUGHT = re.compile(rf"\s*(?P<open>{_OPENED})?(?P<thought>.*)(?P<close>{_CLOSED})", re.I | re.S)
-"""Matches the beginning of a content that has a thought."""
+"""Matches a content from its beginning to the end of its thought."""
 
 
 class Rendered(NamedTuple):
@@ -138,8 +138,8 @@ class ChatTemplate:
     A template comes from an untrusted checkpoint, so it runs in Jinja's sandbox and in a process
     with limits of time and memory (:mod:`moetrain.data.templates`).
 
-    An error of the template is raised at the first conversation, because a corpus without
-    conversations needs no valid template.
+    An error of the tokenizer's template is raised at the first conversation, because a corpus
+    without conversations needs no valid template. :meth:`of` checks the template of a named file.
     """
 
     source: str
@@ -149,11 +149,11 @@ class ChatTemplate:
     with_tools: "ChatTemplate | None" = None
     """The template for conversations that have tools. None: this one."""
     now: datetime = field(default_factory=datetime.now)
-    """The time that ``strftime_now`` writes, one for all texts."""
+    """The time that ``strftime_now`` writes. It is the same for all texts."""
     file: str | None = None
     """The file that holds the template, for messages."""
     added_tokens: frozenset[str] = frozenset()
-    """The tokenizer's added tokens. One of them may end a turn."""
+    """The tokenizer's added tokens. Some of them may end a turn."""
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further variables. A conversation's own variables take precedence."""
 
@@ -161,7 +161,7 @@ class ChatTemplate:
     def of(
         cls, tokenizer: Tokenizer, file_name: str | None = None, kwargs: str | None = None
     ) -> Self:
-        """Make the template of the file ``file_name``, else the tokenizer's, else ChatML.
+        """Make the template of the file ``file_name``, or the tokenizer's, or else ChatML.
 
         ``kwargs`` is data.chat_template_kwargs. None: the tokenizer's variables are taken.
 
@@ -184,7 +184,7 @@ class ChatTemplate:
             files = tokenizer.template_files
             with_tools = None if tools is None else make(tools, file=files[1])
             return make(tokenizer.chat_template, with_tools=with_tools, file=files[0])
-        # Templates write their own BOS. So does this one, if the model's texts begin with one.
+        # Templates write BOS themselves. So does ChatML here, if the model's texts begin with BOS.
         has_bos = tokenizer.bos_ids and "bos_token" in special
         return make("{{- bos_token }}" * bool(has_bos) + CHATML)
 
@@ -198,9 +198,9 @@ class ChatTemplate:
 
     @classmethod
     def put_in(cls, tokenizer: Tokenizer, file_name: str | None, kwargs: str | None) -> None:
-        """Make ``file_name`` and ``kwargs`` the tokenizer's own template and variables.
+        """Replace the tokenizer's template by ``file_name``, and its variables by ``kwargs``.
 
-        None keeps the tokenizer's. Raises ConfigError as :meth:`of`.
+        None: the tokenizer keeps its own. Raises ConfigError as :meth:`of`.
         """
         template = cls.of(tokenizer, file_name, kwargs)
         tokenizer.chat_template_kwargs = template.kwargs
@@ -224,21 +224,21 @@ class ChatTemplate:
             messages: ``[{"role": "user", "content": "..."}, ...]``, or another form that
                 :func:`~moetrain.data.messages.read_messages` reads. Other keys go to the template.
             variables: further variables of the template (:meth:`variables_of`).
-            train_on: the assistant's turns that are learned: ``all``, those behind the last turn of
-                the user (``completion``), or the ``last`` one.
-            num_given: number of first messages that are a prompt. They are not learned.
+            train_on: the assistant's turns that are learned: ``all``, the ``last`` one, or those
+                behind the last user's turn before it (``completion``).
+            num_given: number of messages at the beginning that are a prompt. They are not learned.
             adds_ends: True: a turn without an end in the template ends with the beginning of the
                 next one (:class:`~moetrain.data.turn_ends.TurnEnds`).
             strict: True: refuse a conversation if the template does not show all of it.
 
         Returns:
-            The texts. Every learned turn has loss in one text, in which it has its final form.
-            There are none if all turns have weight 0.
+            The texts. Every learned turn has loss in exactly one text, which shows the turn as the
+            model writes it. There are none if all turns to learn have weight 0.
 
         Raises:
-            BadLineError: ``messages`` has another shape or no assistant's turn, the template
-                fails, or the template does not show all of the conversation. It may drop the
-                reasoning of earlier turns.
+            BadLineError: ``messages`` has another shape or no assistant's turn to learn, the
+                template fails, or ``strict`` is True and the template does not show all of the
+                conversation. The template may drop the reasoning of earlier turns.
             ConfigError: the template itself is wrong.
         """
         turns, num_given = self._read(messages, num_given, strict=strict)
@@ -273,11 +273,11 @@ class ChatTemplate:
             raise BadLineError(f"{said}: {shortened(messages)}; {remedy}")
         if strict:
             self._check_turns(turns, learned, variables)
-        # Render the turns in the form of which the template shows most.
+        # Render the turns in the form that the template shows most of.
         view = View(learned[-1] + 1, add_generation_prompt=False)
         form, lost = self._find_form(turns, variables, view, learned)
         documents = self._documents(form.of(turns), variables, learned, adds_ends=adds_ends)
-        # Refuse lost pieces. A thought that the template drops may have been added to the text.
+        # Refuse lost pieces. A dropped thought is not lost if _learned_from added it to the text.
         said = "".join(text[a:b] for text, spans in documents for a, b in spans)
         lost = [piece for piece in lost if (_thought_of(piece, turns) or _OPEN) not in said]
         if lost and strict:
@@ -292,8 +292,8 @@ class ChatTemplate:
     ) -> None:
         """Warn of undeclared tools and unknown roles.
 
-        Raises BadLineError: a thought is in a channel, or a part of a turn has a name that is not
-        read.
+        Raises BadLineError: the template does not read the channel of a thought, or a key that
+        holds a tool, a call, the text of an answer or a thought.
         """
         name = undeclared_call(turns, learned, variables.get("tools") or ())
         if name is not None:
@@ -335,7 +335,7 @@ class ChatTemplate:
         *,
         adds_ends: bool,
     ) -> list[Rendered]:
-        """Return the texts of ``turns``, which have the form that the template takes."""
+        """Render ``turns``, which have the form that the template takes, to texts with spans."""
         if re.search(r"{%[-+]?\s*generation\b", self.source):
             return self._marked_documents(turns, variables, learned)
         documents: list[Rendered] = []
@@ -357,7 +357,7 @@ class ChatTemplate:
             if adds_ends:
                 following = turns[i + 1]["role"] if i + 1 < len(turns) else None
                 text += self.turn_ends.behind(turns[i], following)
-            # A text that continues the one before it holds the turns of both.
+            # A text that continues the text before it replaces that one, and has the spans of both.
             goes_on = bool(documents) and text.startswith(documents[-1].text)
             spans = documents.pop().spans if goes_on else []
             documents.append(Rendered(text, [*spans, (start, len(text))]))
@@ -380,10 +380,10 @@ class ChatTemplate:
     ) -> tuple[int, str]:
         """Return the character from which the last of ``turns`` is learned, and the whole text.
 
-        The model continues the generation prompt, so text of the prompt is not learned. A prompt
-        may open a thought (``<think>``) that the turn does not have. Such a turn is learned from
-        the place where the thought would begin. A template may leave out the thought even of the
-        last turn. Then the thought is added to the text.
+        The model continues the generation prompt, so the prompt itself is not learned. If the
+        prompt opens a thought (``<think>``) that the turn does not have, the turn is learned from
+        the place where the thought would begin. If the template leaves out the thought of even the
+        last turn, the thought is added to the text.
 
         Args:
             prompt: the conversation up to the turn, with the generation prompt.
@@ -391,7 +391,8 @@ class ChatTemplate:
             turns: the turns of ``text``.
             variables: further variables of the template.
 
-        Raises BadLineError: the text does not begin with the prompt.
+        Raises BadLineError: the text does not begin with the prompt, and does not tell where the
+        turn begins; or the template begins another turn behind the last one.
         """
         opening = _OPENING.search(prompt, max(0, len(prompt) - _LONGEST_OPENING))
         assert opening is not None  # the match may be empty
@@ -424,9 +425,9 @@ class ChatTemplate:
         template drops the analysis of calls as soon as there is an answer, but a model that writes
         the answer still sees the analysis. DeepSeek-V3's template closes results at the end of a
         generation prompt, and leaves them open before further calls. Hermes-3's template ends the
-        line of a result that is not the last one. So a mark takes the place of the content of the
-        turn before the last. Then two texts behind the mark are compared: the prompt's, and the
-        whole conversation's.
+        line of a result that is not the last one. So a mark replaces the content of the turn
+        before the last, and the text behind the mark in the generation prompt is compared with the
+        text behind the mark in the whole conversation.
 
         None: the texts do not tell where the turn begins.
         """
@@ -454,9 +455,9 @@ class ChatTemplate:
         view = View(size, add_generation_prompt=False)
         (answered,) = self._rendered([*turns[:-1], answer], variables, [view])
         if prompt != closed or not answered.rpartition(_MARK)[2].startswith(prompt):
-            return None  # the prompt begins no turn of the model, or another turn
+            return None  # the prompt begins no turn, or not the turn that the template writes
         # Both texts have the end of the turn before the last. The turn begins where they differ, or
-        # at the beginning of a token there.
+        # if they differ within a token, at the beginning of this token.
         pairs = enumerate(zip(prompt, said, strict=False))
         parting = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(said)))
         tokens = "|".join(map(re.escape, sorted(self.added_tokens, key=len, reverse=True)))
@@ -489,12 +490,14 @@ class ChatTemplate:
     ) -> list[Rendered]:
         """Render a conversation by a template that marks the text to learn.
 
-        One text is enough if it shows all that is learned. An earlier turn whose thought the
-        template drops is learned in a text that ends with this turn.
+        One text is enough if it shows all that is learned. If the template drops the thought of an
+        earlier turn, this turn is learned in a text that ends with it.
 
         Returns:
-            The texts up to the last mark that is learned, with the marked spans of the turns
-            ``learned``.
+            The texts, each up to its last span. The spans are those that the template marks,
+            except in assistant's turns that are not in ``learned``.
+
+        Raises BadLineError: the template marks no text, or other spans if texts change.
         """
         text, spans = self._with_marks(turns, variables)
         num_answers = sum(turn["role"] == "assistant" for turn in turns)
@@ -560,10 +563,10 @@ class ChatTemplate:
             variables: as in :meth:`documents`.
             strict: True: refuse a conversation if the template does not show all of it.
                 False: warn once for each kind of text that it does not show.
-            add_generation_prompt: end with the beginning of an assistant's turn, as in
-                ``transformers``.
-            continue_final_message: end with the text of the last message, which is the assistant's,
-                without the end of its turn, as in ``transformers``.
+            add_generation_prompt: True: the text ends with the beginning of an assistant's turn,
+                as in ``transformers``.
+            continue_final_message: True: the text ends with the content of the last message, which
+                is the assistant's, and without the end of its turn, as in ``transformers``.
         """
         turns, variables = self._prompt_read(messages, variables, strict)
         if self.with_tools is not None and variables.get("tools") is not None:
@@ -582,7 +585,10 @@ class ChatTemplate:
 
     @staticmethod
     def _cut_behind_content(text: str, turn: Mapping[str, Any]) -> str:
-        """Return ``text`` up to the end of the content of ``turn``, the last one in it."""
+        """Return ``text`` up to the end of the content of ``turn``, the last turn in it.
+
+        Raises BadLineError: ``turn`` is no text by the assistant, or the template rewrites it.
+        """
         content = turn.get("content") or ""
         if isinstance(content, list):
             content = content[-1]["text"]
@@ -599,7 +605,10 @@ class ChatTemplate:
         return text[: start + len(content.strip())]
 
     def check_prompt(self, messages: object, variables: Mapping[str, Any]) -> None:
-        """Raise the errors of a strict :meth:`prompt`. Each shape is rendered only once."""
+        """Raise the errors of a strict :meth:`prompt`.
+
+        Conversations that differ only in their texts are rendered once.
+        """
         turns, variables = self._prompt_read(messages, variables, strict=True)
         if self.with_tools is not None and variables.get("tools") is not None:
             return self.with_tools.check_prompt(turns, variables)
@@ -632,9 +641,9 @@ class ChatTemplate:
 
         ``tools`` and ``documents`` are lists of objects, ``chat_template_kwargs`` an object of
         other variables (``{"enable_thinking": false}``), as in TRL's data sets and vLLM's requests.
-        Each may be JSON as text, as in tables. An empty text counts as no value. The template gets
-        no other keys. Tools get the form that ``transformers`` takes
-        (:func:`~moetrain.data.tools.read_tools`).
+        ``functions`` is read if there is no ``tools``. Each may be JSON as text, as in tables. An
+        empty text counts as no value. The template gets no other keys. Tools get the form that
+        ``transformers`` takes (:func:`~moetrain.data.tools.read_tools`).
 
         Raises BadLineError: a value has another type, or a variable has a reserved name.
         """
@@ -695,10 +704,10 @@ class ChatTemplate:
         view: View,
         learned: Sequence[int] | None = None,
     ) -> tuple[Form, Sequence[Piece]]:
-        """Find the form of ``turns`` of which the template shows most.
+        """Find the form of ``turns`` that the template shows most of.
 
         The conversation is rendered with marks in place of its texts, so the result holds for all
-        conversations of its shape.
+        conversations that differ only in their texts.
 
         Args:
             turns: the conversation.
@@ -709,6 +718,8 @@ class ChatTemplate:
 
         Returns:
             The form, and the pieces that the template does not show.
+
+        Raises BadLineError: the template does not read a variable that seems to hold a text.
         """
         reads_parts = _READS_PARTS.search(self.source) is not None
         knows_developers = "developer" in self.source
@@ -753,9 +764,9 @@ class ChatTemplate:
 
     @contextmanager
     def _naming_errors(self) -> Iterator[None]:
-        """Turn errors of the template into those of :meth:`documents`, with the file's name.
+        """Turn errors of the template into those of :meth:`documents`, and name its file.
 
-        A template that cannot be compiled is a ConfigError, any other error a BadLineError.
+        A template that cannot be compiled becomes a ConfigError, any other error a BadLineError.
         """
         try:
             yield
@@ -781,11 +792,11 @@ class _Thought(NamedTuple):
     def of(cls, turn: Mapping[str, Any], opening: re.Match[str]) -> Self | None:
         """Return the thought of ``turn``.
 
-        A thought within the content stays as it is. A thought with a key of its own is written as a
-        model would continue ``opening``, the end of a generation prompt. Its closing tag is a line
-        of its own if its opening tag is one.
+        A thought within the content stays as it is. A thought under a key of its own is written as
+        a model would continue ``opening``, the end of a generation prompt. Its closing tag stands
+        on a line of its own if its opening tag does.
 
-        None: the turn has no thought, or nothing tells how to write the thought.
+        None: the turn has no thought, or the prompt does not tell how to write one.
         """
         content, reasoning = turn.get("content", ""), turn.get("reasoning_content")
         if not isinstance(content, str):
@@ -811,7 +822,7 @@ def _opening_of(closing: str) -> str:
 
 
 class _Probe(NamedTuple):
-    """A turn with marks in place of its texts. The marks in a span tell the span's turn."""
+    """A turn with marks in place of its texts. A mark in a span tells which turn the span shows."""
 
     turn: Message
     """The turn with marks."""
@@ -820,7 +831,7 @@ class _Probe(NamedTuple):
 
     @classmethod
     def of(cls, turn: Mapping[str, Any], i: int) -> Self:
-        """Put marks into ``turn``, number ``i`` of a conversation."""
+        """Put marks into ``turn``, which has the index ``i`` in its conversation."""
         made, thought = {**turn}, f"{_MARK}thought{i:06d}"
         content, reasoning = turn.get("content"), turn.get("reasoning_content")
         parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
@@ -844,7 +855,7 @@ class _Probe(NamedTuple):
 
 
 def _owner(probed: str, span: tuple[int, int], turns: Sequence[Mapping[str, Any]]) -> int:
-    """Return the turn that a marked span belongs to.
+    """Return the index of the turn that a marked span belongs to.
 
     Args:
         probed: a rendering of the turns' :class:`_Probe`.
@@ -852,8 +863,9 @@ def _owner(probed: str, span: tuple[int, int], turns: Sequence[Mapping[str, Any]
         turns: the conversation.
 
     Returns:
-        The turn whose text is in the span. A span without text (a call, the end of a turn) belongs
-        to the assistant's turn at this place.
+        The turn whose text is in the span. A span without such a text (a call, the end of a turn)
+        belongs to the last turn whose text stands before it if this is the assistant's, otherwise
+        to the assistant's next turn.
     """
     texts = f"{_MARK}(?:thought)?([0-9]{{6}})"
     if own := re.findall(texts, probed[slice(*span)]):
@@ -869,17 +881,17 @@ def _warn_of_thoughts(opening: str) -> None:
     warn_once(
         f"thoughts {opening}",
         f"generation prompts end with {opening!r}, and answers without a thought are learned as "
-        "the chat template writes them, without it; ask the model for such answers with thinking "
-        "off, or give thoughts as reasoning_content",
+        "the chat template writes them, without a thought; ask the model for such answers with "
+        "thinking off, or give thoughts as reasoning_content",
     )
 
 
 _MOST_SHAPES = 1024
-"""Number of shapes of conversations whose form is remembered."""
+"""Number of shapes whose form is cached. Conversations of a shape differ only in their texts."""
 
 
 class _Shape(NamedTuple):
-    """A conversation with marks in place of its texts, as all conversations of its shape have."""
+    """A conversation with marks in place of its texts. Conversations of one shape share it."""
 
     turns: list[Message]
     variables: dict[str, Any]
@@ -895,9 +907,9 @@ class _Shape(NamedTuple):
 
 @lru_cache(maxsize=_MOST_SHAPES)
 def _best_form(source: str, pickled: bytes) -> tuple[Form, Sequence[Piece]]:
-    """Return the form that the template ``source`` shows whole, else the one it shows most of.
+    """Return the first form that the template ``source`` shows whole, or else shows most of.
 
-    ``pickled`` is a :class:`_Shape` as bytes, because bytes can be a key of the cache.
+    ``pickled`` is a pickled :class:`_Shape`: bytes can be a key of the cache.
 
     Returns:
         The form, and the pieces that the template does not show.
@@ -921,8 +933,8 @@ def _best_form(source: str, pickled: bytes) -> tuple[Form, Sequence[Piece]]:
         if not lost:
             return form, ()
         found.append((form, lost))
-    # If no form works, choose one with `content`: the template's error for it says more than that
-    # the content is missing.
+    # If the template fails for each form, choose one in which `content` is always there. Then the
+    # template's error does not only say that the content is missing.
     usual = min(shape.forms, key=lambda form: form.empty != "text")
     return min(found, key=lambda pair: len(pair[1]), default=(usual, ()))
 
@@ -933,12 +945,12 @@ def _lost(
     """Return the pieces that the template does not show.
 
     A piece of an assistant's turn may be missing from ``shape.view`` if a rendering that ends with
-    its turn has it, since templates change earlier turns on purpose. In turns that are not learned,
-    the first lost piece of each kind decides for all lost pieces of this kind.
+    its turn has it, since templates change earlier turns on purpose. In assistant's turns that are
+    not learned, the first lost piece of each kind decides for all lost pieces of this kind.
     """
     (text,) = rendered([shape.view])
     lost = [piece for piece in shape.pieces if not piece.is_in(text, form)]
-    # The case of each lost piece in an assistant's turn. One rendering decides a whole case.
+    # Group the lost pieces of assistant's turns into cases. One rendering decides a whole case.
     cases = {
         piece: piece if piece.turn in (shape.learned or ()) else piece.kind
         for piece in lost
@@ -974,8 +986,9 @@ def _refuse(piece: Piece, turns: Sequence[Mapping[str, Any]]) -> None:
 
 
 _OF_TEXTS = {"instructions", "instruction", "tools", "system", "prompt"}
-"""Words in the names of variables that hold texts or tools, which would be lost: SmolLM3's
-``custom_instructions`` and ``xml_tools``. Other variables are switches."""
+"""Words in the names of variables that hold texts or tools, such as SmolLM3's
+``custom_instructions`` and ``xml_tools``. What they hold must not be lost. Other variables are
+switches."""
 
 
 @lru_cache(maxsize=1024)
@@ -993,7 +1006,7 @@ def _warn_of_unread(name: str) -> None:
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """Return ``value``, or the JSON in it if it is a text. Raises BadLineError: it is not JSON."""
+    """Return ``value``, or the JSON in it if it is text. Raises BadLineError: it is not JSON."""
     return parse_json(value, what) if isinstance(value, str) else value
 
 
@@ -1003,7 +1016,7 @@ def _with_tools_once(
     """Return ``variables`` without ``tools`` if the system's turn lists them already.
 
     In such records (NousResearch's hermes-function-calling) ``tools`` repeats the text of the turn.
-    The model sees the text.
+    The model sees the tools as the turn writes them.
 
     Raises BadLineError: the two lists differ.
     """
@@ -1017,7 +1030,7 @@ def _warn_of_repeated_tools() -> None:
     warn_once(
         "repeated tools",
         "records list their tools in the system's turn and in `tools`: they are shown once, as the "
-        "turn has them; leave the list out of the turn for the template's",
+        "turn has them; to show them as the template writes them, leave the list out of the turn",
     )
 
 
@@ -1033,15 +1046,15 @@ def _warn_of_role(role: str) -> None:
     warn_once(
         f"role {role}",
         f"the role {role!r} is none of system, developer, user, assistant and tool: such turns are "
-        "as the chat template writes them, and not learned",
+        "rendered as the chat template writes them, and are not learned",
     )
 
 
 def _warn_of_tags() -> None:
     warn_once(
         "tags of results",
-        "results of tools have <tool_response> around them, which the chat template writes too: it "
-        "is written once",
+        "results of tools have <tool_response> tags around them, which the chat template writes "
+        "too: the tags are written once",
     )
 
 
@@ -1066,7 +1079,7 @@ def _read_kwargs(text: str) -> dict[str, Any]:
         problem = f"{shortened(text)} is no JSON object; write one such as"
         raise ConfigError(_KWARGS, f'{problem} {{"enable_thinking": false}}')
     if taken := sorted(_RESERVED.intersection(kwargs)):
-        raise ConfigError(_KWARGS, f"has {taken[0]!r}, which records set; leave it out")
+        raise ConfigError(_KWARGS, f"has {taken[0]!r}, which cannot be set there; leave it out")
     return kwargs
 
 

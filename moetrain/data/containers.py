@@ -1,13 +1,13 @@
 """Finds and reads files of records: JSON, CSV, Parquet, Arrow and data sets of ``datasets``.
 
-Files are read in pieces, which can be read alone and in any order. ``pyarrow`` reads tables and
-``.zst``, and ``datasets`` opens saved data sets and those of a hub. The extra ``data`` installs
+Files are read in pieces. Each piece can be read alone, and in any order. ``pyarrow`` reads tables
+and ``.zst``, and ``datasets`` opens saved data sets and those of a hub. The extra ``data`` installs
 both. Without it, JSON and CSV can be read, and JSON in ``.gz``, ``.bz2`` and ``.xz``.
 
 No record larger than :data:`_MOST_BYTES` is held in memory, even if its compressed file is small. A
 larger line, element or row is skipped, and counts as a bad record.
 
-Left out on purpose: remote files other than a hub's data sets. A program can give the rows of such
+Left out on purpose: remote files, except a hub's data sets. A program can give the rows of such
 files to a Trainer as an iterable (docs/library.md).
 """
 
@@ -45,14 +45,14 @@ _ARCHIVES = FileKind.ARCHIVE.suffixes
 _OPEN: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 """Functions that open compressed files, by suffix. pyarrow opens ``.zst``."""
 _WHOLE = (".arrow", *_CELLS, *_COMPRESSED)
-"""Suffixes of files that are read from their beginning alone, as one piece."""
+"""Suffixes of files that can be read only from their beginning, as one piece."""
 _RECORD_FILES = (
     *(*FileKind.LINES.suffixes, *_TABLES, *_CELLS),
     *(f".jsonl{c}" for c in _COMPRESSED),
 )
 """Suffixes of the files of records in a folder."""
 _JSON_FILES = (*FileKind.JSON.suffixes, *(f".json{c}" for c in _COMPRESSED))
-"""Suffixes of files that are read only in a folder without any of :data:`_RECORD_FILES`."""
+"""Suffixes of files that are read in a folder only if it has none of :data:`_RECORD_FILES`."""
 _ABOUT = {
     "config.json",
     "dataset_info.json",
@@ -70,7 +70,7 @@ _RATIO = 4
 _MOST_BYTES = 64 << 20
 """Most bytes of a record."""
 _LINE_PART = 1 << 20
-"""Bytes that are read at once from a line that is skipped."""
+"""Bytes of a line that are read at once while the line is skipped."""
 _ROWS_AT_ONCE = 256
 """Most rows of a table that are Python objects at the same time."""
 _ROWS = 4096
@@ -85,20 +85,20 @@ class Raw(NamedTuple):
     key: bytes
     """Identifies the record when held-out records are chosen.
 
-    The bytes decide: those of a line of JSON without the blanks around it, those of a row of a
-    table as JSON with sorted keys, or those that ``json.dumps`` makes of a row of a CSV file. The
-    same record in another spelling has another key.
+    It is the text of a line or an element of JSON, without the blanks around it. Of a row of a
+    table it is JSON with sorted keys, and of a row of a CSV file what ``json.dumps`` makes of it.
+    The same record in another spelling has another key.
     """
     content: bytes | dict[str, Any]
     """The JSON text of the record, or a row of a table with its nulls."""
     num_bytes: int
-    """Size of the record's text."""
+    """Bytes that the record takes in its file, or bytes of ``key`` if it is a row of a table."""
     problem: str | None = None
     """The reason why the record was not read. None: it was read."""
 
     @classmethod
     def too_large(cls, where: str, num_bytes: int = 0) -> Self:
-        """Return a record larger than :data:`_MOST_BYTES`, without its content."""
+        """Return a record that is larger than :data:`_MOST_BYTES`, without its content."""
         return cls(
             where=where,
             key=where.encode(),
@@ -108,15 +108,15 @@ class Raw(NamedTuple):
         )
 
     def value(self) -> object:
-        """Parse the record, without the nulls that a table fills in.
+        """Parse the record. Leave out the nulls that a table fills in.
 
-        Raises BadLineError: it is not JSON, or too large.
+        Raises BadLineError: the record is not JSON, or could not be read (``problem``).
         """
         value = self.whole()
         return _without_tables_nulls(value) if isinstance(self.content, dict) else value
 
     def whole(self) -> object:
-        """Parse the record, with all of its nulls. Raises BadLineError as :meth:`value` does."""
+        """Parse the record, and keep all nulls. Raises BadLineError as :meth:`value` does."""
         if self.problem is not None:
             raise BadLineError(self.problem)
         if isinstance(self.content, dict):
@@ -142,7 +142,7 @@ class FilePart(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """True: it is the whole file."""
+        """True: the part is the whole file. It must be a part of a file of lines or text."""
         return self.start == 0 and self.stop >= self.file.stat().st_size
 
 
@@ -159,7 +159,7 @@ class Files:
     """A ``datasets.Dataset``, whose rows are read. None: the files are read."""
 
     def stamps(self) -> list[Any]:
-        """Return a JSON value for the token cache's key. The value differs if the files changed."""
+        """Return a JSON value that differs once the files change, for the token cache's key."""
         stats = [(file, file.stat()) for file in self.files]
         found: list[Any] = [[str(file.absolute()), s.st_size, s.st_mtime_ns] for file, s in stats]
         return found if self.table is None else [*found, len(self.table), self.table._fingerprint]
@@ -171,7 +171,9 @@ class Files:
     def pieces(self, line_bytes: int | None = None) -> list[FilePart]:
         """List the parts that can be read alone.
 
-        ``line_bytes``: size of the parts of a file of lines; None: such a file is one part.
+        ``line_bytes`` is the size of the parts of a file of lines. None: such a file is one part.
+
+        Raises ConfigError: a file cannot be read.
         """
         if self.table is not None:
             starts = range(0, len(self.table), _ROWS)
@@ -200,7 +202,7 @@ class Files:
             return is_array(opened)
 
     def records(self, piece: FilePart) -> Iterator[Raw]:
-        """Yield the records of ``piece``; ConfigError: they cannot be read."""
+        """Yield the records of ``piece``. Raises ConfigError: they cannot be read."""
         suffix = piece.file.suffix.lower()
         with self.reading(piece.file):
             if self.table is not None:
@@ -238,7 +240,7 @@ def _pyarrow(module: str) -> Any:
 
 
 def _rows(piece: FilePart, batches: Iterable[Any]) -> Iterator[Raw]:
-    """Yield the rows of ``batches`` of Arrow, which begin with the first row of ``piece``."""
+    """Yield the rows of Arrow's ``batches``, from the first row of ``piece`` on."""
     place, number = str(piece.file), piece.start
     if piece.file.suffix.lower() == ".parquet":
         place, number = f"{place}, group {piece.start}", 0
@@ -261,14 +263,15 @@ def _rows(piece: FilePart, batches: Iterable[Any]) -> Iterator[Raw]:
 
 
 def _without_tables_nulls(row: object) -> Any:
-    """Return a row without the keys that a table has because other rows have a value there."""
+    """Return a row without the nulls that a table fills in because other rows have a value."""
     return without_nulls(row, kept=TABLED)
 
 
 def _bounded(batch: Any) -> Iterator[Any]:
-    """Yield slices of ``batch`` that are small enough to become objects, and None for a large row.
+    """Yield slices of ``batch`` that are small enough to become Python objects.
 
-    Rows that may share their bytes, and rows of a large slice, are yielded one by one.
+    Rows whose values may share their bytes, and the rows of a large slice, are yielded one by one.
+    None stands for a row that is too large.
     """
     shares = any(map(_shares_bytes, batch.schema.types))
     for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
@@ -305,7 +308,7 @@ def _parquet(piece: FilePart) -> Iterator[Raw]:
 
 
 def _arrow(piece: FilePart) -> Iterator[Raw]:
-    """Yield the rows of an Arrow file, or of a stream in a file, as ``datasets`` writes them."""
+    """Yield the rows of a file in Arrow's file format, or in the stream format of ``datasets``."""
     pa, ipc = _pyarrow("lib"), _pyarrow("ipc")
     with pa.memory_map(str(piece.file)) as source:
         if source.read(6) == b"ARROW1":
@@ -319,9 +322,9 @@ def _arrow(piece: FilePart) -> Iterator[Raw]:
 
 
 def _json(piece: FilePart) -> Iterator[Raw]:
-    """Yield the lines that begin in ``piece``, or the elements if the file is one array.
+    """Yield the lines that begin in ``piece``. If the file is one array, yield its elements.
 
-    A piece of a compressed file is the whole file.
+    The piece of a compressed file is the whole file.
     """
     suffix = piece.file.suffix.lower()
     if suffix == ".zst":
@@ -362,7 +365,7 @@ def _array(path: Path, file: Any) -> Iterator[Raw]:
 
 
 def _csv(piece: FilePart) -> Iterator[Raw]:
-    """Yield the rows of a CSV file as records, whose fields the first row names."""
+    """Yield the rows of a CSV file as records. The first row names their fields."""
     with piece.file.open("rb") as file:
         try:
             yield from _named_rows(piece.file, csv_rows(file, _MOST_BYTES))
@@ -385,7 +388,7 @@ def _named_rows(path: Path, rows: Iterator[CsvRow]) -> Iterator[Raw]:
         found = list(islice(every, len(names)))
         number = len(found) + sum(1 for _ in every)
         if number == len(names):
-            # An empty cell is a field that the record does not have.
+            # The record does not have the fields whose cells are empty.
             record = {name: cell for name, cell in zip(names, found, strict=True) if cell}
             key = json.dumps(record).encode()
             yield Raw(where, key=key, content=record, num_bytes=num_bytes)
@@ -396,7 +399,10 @@ def _named_rows(path: Path, rows: Iterator[CsvRow]) -> Iterator[Raw]:
 
 
 def _names_of(row: CsvRow) -> list[str]:
-    """Return the names of fields in the first row of a CSV file; BadLineError: they name none."""
+    """Return the names of the fields in ``row``, the first row of a CSV file.
+
+    Raises BadLineError: the row is too large, or a name is empty or occurs twice.
+    """
     if row.text is None:
         raise BadLineError(f"{row.line}: the first row is too large to be names of fields")
     names: dict[str, None] = {}
@@ -434,7 +440,8 @@ def find_records(field: str, path: str, split: str, subset: str | None) -> tuple
     Returns:
         The files, and the table of ``datasets`` if ``path`` is a data set, otherwise None.
 
-    Raises ConfigError: ``path`` names nothing, or cannot be read.
+    Raises ConfigError: ``path`` names nothing or cannot be read, the data set has no such split, or
+    the library that reads it is missing.
     """
     is_saved = any(os.path.isfile(os.path.join(path, name)) for name in _SAVED)
     is_file = os.path.splitext(path)[1] in FILE_KINDS
@@ -508,7 +515,7 @@ def list_files(
         said = "%s: %s of its files end in .json and are not read beside others; name them as %s"
         logger.info(said, path, len(arrays), shortened(f"{path}/*.json"))
     for file in (file for file in found if not os.path.isfile(file)):
-        logger.info("%s is no file, or a link to none; skipped", file)
+        logger.info("%s is not a file, or is a link to no file; skipped", file)
     found = [file for file in found if os.path.isfile(file)]
     if not found:
         ends = "text" if takes_all else f"{suffixes[0]} files, nor {' or '.join(suffixes[1:3])}"

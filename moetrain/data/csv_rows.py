@@ -1,16 +1,18 @@
 """Reads the rows of a CSV file one by one, however large the file is.
 
-The format is that of Python's module ``csv`` in its default form (the dialect ``excel``, which is
-not strict), with what the module leaves to its caller: the file is UTF-8, perhaps with a byte
-order mark, and a line ends in ``\\n`` or ``\\r\\n``. A quote that does not begin its cell is a
-character like others, and so is what follows a closing quote. Unlike in the module, a ``\\r``
-without ``\\n`` ends no line, and a quote without an end is an error.
+The format is that of Python's module ``csv`` by default (the dialect ``excel``, which is not
+strict). The module leaves the encoding and the ends of lines to its caller. Here the file is
+UTF-8, perhaps with a byte order mark, and a line ends in ``\\n`` or ``\\r\\n``. A quote that does
+not begin its cell is an ordinary character, and what follows a closing quote belongs to the cell.
+Unlike in the module, a ``\\r`` without ``\\n`` does not end a line, and a quote without an end is
+an error.
 
-The module itself would hold a row of any size, and takes cells of more than 128 KiB only if a limit
-of the whole process is raised. Here a scan for commas, quotes and line ends finds where a row ends,
-and the caller asks for the cells of that row alone. A row that is too large is passed over.
+The module itself would hold a row of any size, and refuses cells of more than 128 Ki characters
+unless a limit of the whole process is raised. Here a scan for commas, quotes and line ends finds
+where a row ends, and the caller asks for the cells of that row alone. A row that is too large is
+passed over.
 
-Left out on purpose: other separators and quotes, and what the first row means.
+Left out on purpose: other separators and quotes, and names for the cells from the first row.
 """
 
 import codecs
@@ -24,10 +26,10 @@ _WITHIN = re.compile(rb'[^"]*+(?:""[^"]*+)*+')
 """Matches the inside of a quoted cell up to its end, or to the end of the bytes that are read. No
 pattern here backtracks (``*+``), so a cell of any length is scanned once."""
 _PLAIN = re.compile(rb'[^,\n]*+(?:,(?=[^"])[^,\n]*+)*+')
-"""Matches cells from a place without quotes up to the line's end, to a comma before a quoted cell,
-or to a comma of which the next byte is not read yet."""
+"""Matches cells without quotes up to the end of the line, to a comma before a quoted cell, or to a
+comma whose next byte is not read yet."""
 _CELL = re.compile(r'(?:"([^"]*+(?:""[^"]*+)*+)")?+([^,]*+)(?:,|\Z)')
-"""Matches a cell of a whole row, with its comma: what is quoted, and what follows it."""
+"""Matches a cell of a whole row, with its comma. The groups are the quoted text and the rest."""
 _READ = 1 << 20
 """Bytes that are read at once."""
 
@@ -36,12 +38,13 @@ class CsvRow(NamedTuple):
     """One row that is not empty."""
 
     text: bytes | None
-    """The row without its line end, as UTF-8. None: it has more bytes than the caller takes, and
-    was passed over."""
+    """The row in UTF-8, without the end of its line. None: the row has more bytes than the caller
+    takes, and was passed over."""
     line: int
     """The line in which the row begins, from 1."""
     num_bytes: int
-    """Bytes of the file from the end of the row before it to its own end, with blank lines."""
+    """Bytes of the file from the end of the row before to the end of this one. Blank lines between
+    them count."""
 
 
 def csv_rows(file: Any, most_bytes: int) -> Iterator[CsvRow]:
@@ -49,8 +52,8 @@ def csv_rows(file: Any, most_bytes: int) -> Iterator[CsvRow]:
 
     A row of more than ``most_bytes`` is passed over, and is never held as a whole.
 
-    Raises BadLineError, whose text begins with the line: a quote does not end, or bytes are not
-    UTF-8.
+    Raises BadLineError: a quote has no end, or bytes are not UTF-8. Its text begins with the number
+    of the line.
     """
     scanner, end = _Scanner(file, most_bytes), 0
     while (row := scanner.next_row()) is not None:
@@ -73,7 +76,7 @@ def cells(text: bytes) -> Iterator[str]:
 
 
 class _Scanner:
-    """Finds where rows end. It holds only the current row, and the last part that it read.
+    """Finds where rows end. It holds only the current row and the part that it read last.
 
     ``held[start:at]`` is the part of the current row that was scanned and may be needed.
     """
@@ -88,7 +91,7 @@ class _Scanner:
         """Bytes of the file before ``held[start]``."""
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._is_large = False
-        """True: the current row is passed over."""
+        """True: the current row is too large, and is passed over."""
         self._is_end = False
         """True: the whole file is read."""
         head = file.read(len(codecs.BOM_UTF8))
@@ -108,7 +111,7 @@ class _Scanner:
                 self._pass_quoted(line)
             is_last = self._pass_plain()
         text = bytes(self._held[self._start : self._at])
-        if self._at < len(self._held):  # the line ends, and not the file
+        if self._at < len(self._held):  # the row ends with its line, not with the file
             text = text.removesuffix(b"\r")
             self._at += 1
         is_large = self._is_large or len(text) > self._most_bytes
@@ -116,12 +119,15 @@ class _Scanner:
         return CsvRow(None if is_large else text, line, self.offset - offset)
 
     def _pass_quoted(self, line: int) -> None:
-        """Pass over what is quoted, in a row that begins in ``line``."""
+        """Pass over a quoted text and its closing quote, in a row that begins in ``line``.
+
+        Raises BadLineError: the quote has no end.
+        """
         self._at += 1
         while True:
             self._at = _end_of(_WITHIN, self._held, self._at)
             num_left = len(self._held) - self._at
-            if num_left > 1 or (num_left and self._is_end):  # at a quote that no other follows
+            if num_left > 1 or (num_left and self._is_end):  # at a quote that no quote follows
                 self._at += 1
                 return
             if self._is_end:
@@ -131,7 +137,7 @@ class _Scanner:
             self._read_more()
 
     def _pass_plain(self) -> bool:
-        """Pass over cells without quotes; return whether the row ends there."""
+        """Pass over cells without quotes. Return whether the row ends behind them."""
         while True:
             self._at = _end_of(_PLAIN, self._held, self._at)
             num_left = len(self._held) - self._at
@@ -146,7 +152,7 @@ class _Scanner:
             self._read_more()
 
     def _next_byte(self) -> bytes:
-        """Return the byte at ``at``, or nothing at the end of the file."""
+        """Return the byte at ``at``, or no byte at the end of the file."""
         if self._at == len(self._held) and not self._is_end:
             self._read_more()
         return bytes(self._held[self._at : self._at + 1])
@@ -158,7 +164,7 @@ class _Scanner:
         self._start = self._at
 
     def _read_more(self) -> None:
-        # One byte more may be held, since "\r" may be a part of the line's end.
+        # One more byte may be held, since a "\r" may belong to the end of the line.
         self._is_large = self._is_large or len(self._held) - self._start > self._most_bytes + 1
         if self._is_large:
             self._drop()
@@ -169,7 +175,7 @@ class _Scanner:
         self._hold(more)
 
     def _hold(self, more: bytes) -> None:
-        """Add ``more`` to what is held. Raises BadLineError: it is not UTF-8."""
+        """Add ``more`` to the bytes that are held. Raises BadLineError: they are not UTF-8."""
         num_pending = len(self._decoder.getstate()[0])
         try:
             self._decoder.decode(more, not more)

@@ -1,4 +1,4 @@
-"""Documents, the shares of them that are read, and the bad records that are left out."""
+"""Documents, the shares of a source that are read, and the bad records that are left out."""
 
 import hashlib
 import re
@@ -10,12 +10,12 @@ from moetrain.data.messages import BadLineError
 
 
 class Document(NamedTuple):
-    """A text with its loss mask, or a part of a text that is too large to hold."""
+    """A text with its loss mask, or a part of a text that is too large to be held in memory."""
 
     text: str
     loss_spans: list[tuple[int, int]] | None = None
-    """The characters ``start:end`` to learn. None: all. An empty span at the end of a text that no
-    template rendered stands for an empty answer: only EOS is learned."""
+    """The spans ``start:end`` of characters to learn. None: all. An empty span at the end of a text
+    that no template rendered stands for an empty answer: only EOS is learned."""
     is_rendered: bool = False
     """True: a chat template made the text, and decided how it begins."""
     is_end: bool = True
@@ -23,14 +23,14 @@ class Document(NamedTuple):
     num_bytes: int = 0
     """Bytes of the source that were read for the document, for the progress bar."""
     label: bool | None = None
-    """For KTO: True for a desirable answer, False for an undesirable one, None without a label."""
+    """For KTO: True for a desirable answer, False for an undesirable one. None: no label."""
     margin: float | None = None
     """For reward models: the least difference that the rewards of the pair's answers should have.
     None: margins are not read."""
 
 
 class HashRange(NamedTuple):
-    """A share of documents: those whose hash, a number in [0, 1), is in ``low <= hash < high``."""
+    """A share of documents: those with ``low <= hash < high``. A hash is a number in [0, 1)."""
 
     low: float = 0.0
     high: float = 1.0
@@ -45,7 +45,7 @@ class BadRecordError(ConfigError):
     """A record that cannot be used, with its file and line."""
 
     def __init__(self, field: str, where: str, error: BadLineError) -> None:
-        """``field`` is the setting at fault, ``where`` the file and line."""
+        """``field`` is the setting at fault, ``where`` the record's file and line."""
         self.problem = f"{where}: {error}"
         self.kind = error.kind or _kind_of(str(error))
         """The kind of problem, by which bad records are counted."""
@@ -59,8 +59,8 @@ class Skipped:
     MOST_KINDS: ClassVar = 10
     count: int = 0
     kinds: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """For each kind of problem the number of records, and the file, line and problem of the first
-    one."""
+    """For each kind of problem, the number of records, and the place and problem of the first one.
+    After :data:`MOST_KINDS` kinds, records of other kinds count in ``count`` alone."""
 
     def add(self, error: BadRecordError) -> None:
         """Count a bad record."""
@@ -86,10 +86,10 @@ class Skipped:
 
 
 _VALUE = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+|(?<=\s)[\[{(].*""")
-"""Matches the parts that differ between errors of one kind: texts, numbers, and all that follows
-the beginning of a list or an object."""
+"""Matches the parts that differ between errors of one kind: quoted texts, numbers, and everything
+from the beginning of a list or an object on."""
 
 
 def _kind_of(problem: str) -> str:
-    """Return ``problem`` without its remedy and the values of the record."""
+    """Return ``problem`` without its remedy, and with dots in place of the record's values."""
     return _VALUE.sub("...", problem.partition("; ")[0])

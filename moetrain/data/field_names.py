@@ -1,8 +1,8 @@
 """Renames fields of the records of public data sets to the names that the known forms use.
 
 A field is renamed only if it means the same in all data sets that have it. A question with its
-answer is read if all other fields are known to describe the record
-(:data:`~moetrain.data.known_sets.ABOUT`), since an unknown field may be a part of the question.
+answer is read only if each other field is known (:data:`~moetrain.data.known_sets.ABOUT`),
+describes the record, or repeats text of the two. Any other field may be a part of the question.
 """
 
 from collections.abc import Mapping
@@ -24,21 +24,21 @@ from moetrain.data.tools import are_tools
 from moetrain.data.warned import warn_once
 
 _DIALOGUES = ("conversation", "trajectory")
-"""Other names of ``messages``: in LMSYS-Chat and WildChat, and in runs of OpenHands."""
+"""Other names of ``messages``: LMSYS-Chat's and WildChat's, and OpenHands' for its runs."""
 SYSTEMS = ("system_prompt", "system_message", "meta_instruction")
 """Other names of ``system``: OpenOrca's, distilabel's, MOSS's."""
 _OF_FORMS = {
     *("messages", "conversations", "chosen", "rejected", "instruction", "output", "prompt"),
     *("question", "answer"),
 }
-"""Fields of the known forms. A record that has none of them may have a dialogue under any name."""
+"""Fields of the known forms. A record without any of them may have a dialogue under any name."""
 _IN_CAPITALS = {
     **{"Instruction": "instruction", "Input": "input", "Output": "output"},
     **{"System": "system", "Functions": "functions", "Tools": "tools", "History": "history"},
 }
-"""Fields of Alpaca's form that some copies write in capitals."""
+"""The fields of Alpaca's form that some copies write with a capital letter."""
 _FUNCTIONS = ("available_tools", "function_list", "function_description")
-"""Other names of ``tools``, where they have a list of tools or the text of its JSON."""
+"""Other names of ``tools``, if the field holds a list of tools, or the text of its JSON."""
 
 
 def renamed(
@@ -48,12 +48,12 @@ def renamed(
 
     Args:
         record: a record of any form.
-        reads_pairs: True: rejected answers are read too. False: ms-swift's ``rejected_response``
-            is ignored.
+        reads_pairs: True: rejected answers beside an answer or ``messages`` are read too. False:
+            ms-swift's ``rejected_response`` is ignored.
         text_field: the field that holds a whole text (``data.text_field``). It keeps its name.
 
-    Raises BadLineError: the record has two system prompts or two answers to an instruction, or it
-    belongs to a known data set and a part of it cannot be read.
+    Raises BadLineError: two fields that would get the same name differ, a text that should be JSON
+    is not, or the record belongs to a known data set and a part of it cannot be read.
     """
     found = {key: value for key, value in record.items() if value is not None}
     if not {"instruction", "output"} & found.keys() and {"Instruction", "Output"} <= found.keys():
@@ -100,7 +100,7 @@ def renamed(
             f"the dialogue {name}",
             f"`{name}` of records is read as `messages`: it is their only field with a dialogue",
         )
-    # Fields that are null mean nothing. Errors show them.
+    # Keep the fields that are null: they mean nothing, but errors show them.
     return {**{key: None for key in record if record[key] is None}, **found}
 
 
@@ -113,9 +113,10 @@ def name_of_dialogue(record: object) -> str | None:
 
 
 def _other_dialogue(record: Mapping[str, Any], text_field: str) -> str | None:
-    """Return the only field with a dialogue that has an answer, in a record of no known form.
+    """Return the only field with a dialogue, in a record of no known form.
 
-    None: there is none, or the record has a known form or answers to compare.
+    None: there is no such field or more than one, the dialogue has no question or does not end with
+    an answer, or the record has a field of a known form.
     """
     if not _OF_FORMS.isdisjoint(key for key, value in record.items() if value is not None):
         return None
@@ -130,7 +131,7 @@ def _other_dialogue(record: Mapping[str, Any], text_field: str) -> str | None:
 
 
 def _rename(found: dict[str, Any], name: str, new: str) -> None:
-    """Rename a field unless it is empty; BadLineError: both names have a value."""
+    """Rename a field unless it is empty. Raises BadLineError: ``new`` has another value."""
     if name not in found or found[name] in ("", [], {}):
         return
     if found.get(new) and found[new] != found[name]:
@@ -139,7 +140,7 @@ def _rename(found: dict[str, Any], name: str, new: str) -> None:
 
 
 def _read_functions(found: dict[str, Any], name: str) -> None:
-    """Rename the field ``name`` to ``tools`` if it has a list of tools."""
+    """Rename the field ``name`` to ``tools`` if it holds a list of tools, perhaps as JSON."""
     tools = found.get(name)
     if isinstance(tools, str) and tools.lstrip().startswith("[") and '"name"' in tools:
         tools = parse_json(tools, f"`{name}`")
@@ -156,7 +157,7 @@ def _read_question(found: dict[str, Any], reads_pairs: bool) -> None:
         said = [name for name, lower in texts.items() if lower in QUESTION_OF]
         asked = [name for name, lower in texts.items() if lower in map(_question_of, said)]
     beside = found.keys() - {*asked, *said}
-    whole = [found[name] for name in (*asked, *said)]  # OpenCodeReasoning's `solution` is in it
+    whole = [found[name] for name in (*asked, *said)]  # it contains OpenCodeReasoning's `solution`
     others = {
         name.lower()
         for name in beside
@@ -191,7 +192,7 @@ def _read_openais_pair(found: dict[str, Any]) -> None:
 
 
 def _read_swifts_pair(found: dict[str, Any]) -> None:
-    """Read ms-swift's ``messages`` beside a rejected answer or a rejected dialogue."""
+    """Read ``messages`` beside a rejected answer or a rejected dialogue, as ms-swift has them."""
     messages = found.get("messages")
     if not isinstance(messages, list) or len(messages) < 2:
         return

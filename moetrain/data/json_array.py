@@ -2,8 +2,8 @@
 
 ``json.load`` would hold the whole file and all of its objects. Here a scan for brackets, commas and
 strings finds where an element ends, and the caller parses that element alone. The scan does not
-check the elements, because the parser of an element finds its errors. An element that is too large
-is passed over, and the scan continues after it.
+check the elements, because the caller's parser finds their errors. An element that is too large is
+passed over, and the scan continues after it.
 """
 
 import re
@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{},]', re.DOTALL)
-"""Matches a whole string, the first quote of a string whose end is not read yet, a bracket or a
-comma. The pattern does not backtrack (``*+``), so a string of any length is scanned once."""
+"""Matches a whole string, or the first quote of a string whose end is not read yet, or a bracket or
+a comma. The pattern does not backtrack (``*+``), so a string of any length is scanned once."""
 _WITHIN = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 """Matches the inside of a string up to its end, or to the end of the bytes that are read."""
 _TURNS = re.compile(rb'\[\s*\{\s*"(?:role|from|content|value)"\s*:')
 """Matches the beginning of a list of turns."""
 _BLANKS = re.compile(rb"[ \n\r\t]*")
 _READ = 1 << 20
-"""Least bytes that are read at once. If more are held already, as many again are read."""
+"""Least bytes that are read at once. If more bytes are held already, as many again are read."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -31,13 +31,13 @@ class Element(NamedTuple):
     line: int
     """The line in which the element begins, from 1."""
     num_bytes: int
-    """Bytes of the element in the file, and of the comma or bracket behind it."""
+    """Bytes of the element in the file, with the comma or bracket behind it."""
 
 
 def is_array(file: Any) -> bool:
     """Return whether the buffered ``file`` holds an array. The file stays at its beginning.
 
-    A file of lines whose records are lists of turns is none, though it begins like one.
+    A file of lines may begin like an array because its records are lists of turns. It holds none.
     """
     begins = file.peek(len(_BOM) + 1).removeprefix(_BOM).lstrip()
     if begins[:1] != b"[":
@@ -63,7 +63,7 @@ def array_elements(file: Any, most_bytes: int) -> Iterator[Element]:
 
 
 class _Scanner:
-    """Finds where the elements of an array end. It holds only the last part that it read.
+    """Finds where the elements of an array end. It holds only what it still needs of the file.
 
     ``held[start:at]`` is the part of the current element that was scanned and may be needed.
     """
@@ -104,7 +104,7 @@ class _Scanner:
 
     def check_end(self) -> None:
         """Raise ValueError if anything follows the array."""
-        # An array that ends with "}" keeps it, and is refused.
+        # If a "}" closes the array, it is not removed here, and is refused.
         rest = self._held[self._at - 1 :].removeprefix(b"]")
         while rest:
             if rest.strip():
@@ -120,7 +120,7 @@ class _Scanner:
             self._read_more()
 
     def _pass_string(self) -> int:
-        """Pass over the rest of a string without holding it; return the bytes dropped."""
+        """Pass over the rest of a string without holding it. Return the number of bytes dropped."""
         num_dropped = 0
         while True:
             self._at = _end_of(_WITHIN, self._held, self._at)

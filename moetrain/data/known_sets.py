@@ -1,11 +1,11 @@
 """Reads records of public data sets with forms of their own, and says what to do with others.
 
 A record is read if its fields tell what is asked and what is answered. The sets with such records
-are Glaive's and xLAM's function calling, runs of SWE-agent, Capybara's and XTuner's conversations,
-Llama-Nemotron's and Dolphin-R1's answers, Magicoder's problems, and pairs of SHP and of Stack
-Exchange. Other sets leave a choice to the user, such as which of two judgements counts
-(PKU-SafeRLHF) or how good an answer must be (HelpSteer). Their records are refused, and the error
-says what to write instead (:func:`remedy_for`).
+are Glaive's and xLAM's function calling, runs of SWE-agent, the conversations of Capybara, XTuner
+and Firefly, the answers of Llama-Nemotron, Dolphin-R1 and WildJailbreak, Magicoder's problems, and
+pairs of SHP and of Stack Exchange. Other sets leave a choice to the user, such as which of two
+judgements counts (PKU-SafeRLHF) or how good an answer must be (HelpSteer). Their records are
+refused, and the error says what to write instead (:func:`remedy_for`).
 
 Left out on purpose: records that differ from the published records of their set.
 """
@@ -33,7 +33,7 @@ _GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": 
 _GLAIVE_INTRODUCTION = (
     "You are a helpful assistant with access to the following functions. Use them if required -"
 )
-"""The text before the functions in a system turn. It means nothing without the functions."""
+"""The text before the functions in a system turn. It is dropped once the functions are read."""
 _GLAIVE_CALL = re.compile(r'\{\s*"name":\s*"([^"]+)"\s*(?:,\s*"arguments":\s*(.*?))?\s*\}', re.S)
 
 ABOUT = {
@@ -51,16 +51,16 @@ ABOUT = {
         "rejected_response",
     ),
 }
-"""Fields that may stand beside a question and its answer. Some are read too; others describe the
-question and the answer."""
+"""Fields that may stand beside a question and its answer. Some of them are read too, and the others
+describe the question or the answer."""
 QUESTIONS = ("question", "query", "inputs", "inputs_pretokenized")
 RESPONSES = ("answer", "response", "targets", "targets_pretokenized")
 """Names of a question and of its answer, in lower case: those of GSM8K, MetaMathQA, CodeFeedback,
 OpenOrca and ms-swift; of FLAN, xP3 and Aya; and of P3."""
 QUESTION_OF = {"output": "input", "target": "input"}
-"""The question of an answer with such a name: OpenCodeReasoning's and Firefly's."""
+"""For these names of an answer, the name of its question: OpenCodeReasoning's and Firefly's."""
 _METADATA = ("metadata", "meta", "extra", "extra_info")
-"""Fields that describe a record. In Nemotron's records they hold its tools."""
+"""Fields that describe a record. In Nemotron's records such a field holds the tools."""
 
 _QUESTIONS = ("prompt", "question", "query", "problem", "inputs", "inputs_pretokenized")
 _ANSWERS = {
@@ -69,11 +69,11 @@ _ANSWERS = {
 }
 """Fields that may be an answer to a prompt."""
 _OF_TWO = re.compile(r"(?:response|answer|completion|conversation|output)_?[012ab]", re.I)
-"""Matches names of two answers: PKU-SafeRLHF's, HelpSteer's, WebGPT's, Chatbot Arena's."""
+"""Matches the name of one of two answers: PKU-SafeRLHF's, HelpSteer's, WebGPT's, Arena's."""
 _JUDGES = re.compile(
     r".*_response_id|(?:overall_)?preference(?:_strength)?|winner(?:_model_[ab])?|label"
 )
-"""Matches names of fields that tell the better one of two answers."""
+"""Matches names of fields that tell which of two answers is better."""
 _SCORE_OF_TWO = re.compile(r"(?:score|rating|reward)s?_?[012ab]", re.I)
 """Matches the score of one of two answers: WebGPT's."""
 _STEP = "\u043a\u0438"
@@ -111,18 +111,18 @@ _NO_SCORES = {
     "turns",
     "seed",
 }
-"""Words in the names of numbers that do not judge an answer, such as tiny-codes' ``idx``."""
+"""Words in the names of fields whose number does not judge an answer: tiny-codes' ``idx``."""
 _LISTS_OF_TEXTS = {
     *("dialog", "dialogs", "dialogue", "dialogues", "conversation", "turns", "utterances", "data"),
     "chat",
 }
-"""Fields with the texts of a dialogue: DailyDialog's, SODA's, UltraChat's, PIPPA's, MOSS's."""
+"""Fields that hold the texts of a dialogue: in DailyDialog, SODA, UltraChat, PIPPA and MOSS."""
 _ASKING = {"prompt", "question", "query", "instruction", "problem", "user", "input"}
 _ANSWERING = {
     *("answer", "response", "completion", "solution", "attempt", "assistant", "output", "reply"),
     *("generation", "summary", "highlights"),
 }
-"""Words in the names of what is asked and of an answer."""
+"""Words in the names of fields that hold what is asked, and of fields that hold an answer."""
 
 
 def read_known_set(found: dict[str, Any]) -> None:
@@ -165,7 +165,10 @@ def read_known_set(found: dict[str, Any]) -> None:
 
 
 def read_reasoned_answer(found: dict[str, Any]) -> None:
-    """Add Dolphin-R1's ``reasoning`` and ``answer`` to ``messages`` that end with a question."""
+    """Add Dolphin-R1's ``reasoning`` and ``answer`` to ``messages`` that end with a question.
+
+    Raises BadLineError: the messages end with another turn, or ``answer`` is no text.
+    """
     turns, answer = found.get("messages"), found.get("answer")
     if not {"reasoning", "answer"} <= found.keys() or not isinstance(turns, list):
         return
@@ -179,8 +182,10 @@ def read_reasoned_answer(found: dict[str, Any]) -> None:
 
 
 def with_tools_of_metadata(record: dict[str, Any]) -> dict[str, Any]:
-    """Return ``record`` with the tools of its metadata in ``tools``, unless it already has tools
-    outside the metadata."""
+    """Return ``record`` with the tools of its metadata in ``tools``.
+
+    Tools outside the metadata take precedence. Then the record is returned as it is.
+    """
     found = {**record}
     if not found.get("tools") and not found.get("functions"):
         tools = next(filter(None, (_tools_in(found.get(key)) for key in _METADATA)), None)
@@ -209,7 +214,7 @@ def _tools_in(metadata: object) -> list[Any] | None:
 
 
 def _read_glaive(found: dict[str, Any]) -> None:
-    """Read Glaive's function calling v2: ``system`` and ``chat``, each of which is one text."""
+    """Read Glaive's function calling v2. Its ``system`` and ``chat`` are one text each."""
     chat = found.pop("chat")
     marks = list(_GLAIVE_TURN.finditer(chat))
     ends = [*(mark.start() for mark in marks[1:]), len(chat)]
@@ -231,7 +236,10 @@ def _read_glaive(found: dict[str, Any]) -> None:
 
 
 def _glaive_turn(mark: str, text: str) -> dict[str, Any]:
-    """Read a turn that begins with ``mark``; BadLineError: it holds two turns, or a broken call."""
+    """Read a turn that begins with ``mark``.
+
+    Raises BadLineError: the text holds two turns, or a call that cannot be read.
+    """
     role = _GLAIVE_ROLES[mark]
     text = text.removesuffix("<|endoftext|>").rstrip() if role == "assistant" else text
     if "<|endoftext|>" in text:
@@ -257,7 +265,7 @@ def _glaive_turn(mark: str, text: str) -> dict[str, Any]:
 
 
 def _objects_in(text: str) -> list[dict[str, Any]]:
-    """Return the JSON objects of ``text``. Return none if there is anything else in it."""
+    """Return the JSON objects in ``text``. Return none if it has anything else than objects."""
     decoder, found, at = json.JSONDecoder(), [], 0
     while at < len(text):
         try:
@@ -270,7 +278,10 @@ def _objects_in(text: str) -> list[dict[str, Any]]:
 
 
 def _read_xlam(found: dict[str, Any]) -> None:
-    """Read xLAM's function calling: ``query``, ``tools`` and the calls in ``answers``."""
+    """Read xLAM's function calling: ``query``, ``tools`` and the calls in ``answers``.
+
+    Raises BadLineError: ``answers`` has no call, or is no list of calls.
+    """
     answers = found["answers"]
     if isinstance(answers, str) and re.match(r"[^\W\d_]", answers.strip()):  # Synth-APIGen's words
         found["instruction"], found["output"] = found.pop("query"), found.pop("answers")
@@ -288,9 +299,10 @@ def _read_xlam(found: dict[str, Any]) -> None:
 
 
 def _is_swe_agents(turns: object) -> bool:
-    """Return whether ``turns`` belong to a run of SWE-agent: `text` in place of `content`.
+    """Return whether ``turns`` belong to a run of SWE-agent.
 
-    The system turn has a null there, which tables leave out.
+    Such turns have ``text`` in place of ``content``. The system turn has a null there, which tables
+    leave out, and its text in ``system_prompt``.
     """
     if not isinstance(turns, list) or not turns:
         return False
@@ -304,9 +316,9 @@ def _is_swe_agents(turns: object) -> bool:
 
 
 def _read_swe_agent(found: dict[str, Any]) -> None:
-    """Read a run of SWE-agent. Its system turn has the text in ``system_prompt``.
+    """Read a run of SWE-agent. Its system turn has its text in ``system_prompt``.
 
-    Raises BadLineError: the run failed.
+    Raises BadLineError: the run did not solve its issue.
     """
     if found.get("target") is False:  # nebius'
         problem = "`target` is false: the run did not solve its issue, and would be learned"
@@ -321,14 +333,21 @@ def _read_swe_agent(found: dict[str, Any]) -> None:
 
 
 def _are_exchanges(turns: object) -> bool:
-    """Return whether ``turns`` are objects with `input`, as Capybara and XTuner have them, or with
-    `human` and `assistant`, as Firefly."""
+    """Return whether ``turns`` are questions with their answers.
+
+    Capybara and XTuner have objects with ``input``, Firefly objects with ``human`` and
+    ``assistant``.
+    """
     first = turns[0] if isinstance(turns, list) and turns else None
     return isinstance(first, dict) and ("input" in first or {"human", "assistant"} <= first.keys())
 
 
 def _read_exchanges(found: dict[str, Any]) -> None:
-    """Read a list of questions with their answers. Each question may come with a system text."""
+    """Read a list of questions with their answers. Each question may come with a system text.
+
+    Raises BadLineError: a question or its answer is no text, a question is empty, or an answer is
+    to be learned without its end.
+    """
     turns: list[dict[str, Any]] = []
     for i, each in enumerate(found.pop("conversation")):
         if isinstance(each, dict) and "input" not in each and "human" in each:
@@ -351,7 +370,10 @@ def _read_exchanges(found: dict[str, Any]) -> None:
 
 
 def _read_shp(found: dict[str, Any]) -> None:
-    """Read a pair of SHP. Its ``labels`` is 1 if the first answer is preferred, otherwise 0."""
+    """Read a pair of SHP. Its ``labels`` is 1 if the first answer is preferred, otherwise 0.
+
+    Raises BadLineError: ``labels`` is neither of them.
+    """
     answers, label = [found.pop("human_ref_A"), found.pop("human_ref_B")], found.pop("labels")
     if label not in (0, 1):
         said = f"`labels` is {shortened(label)}, and 1 says that `human_ref_A` is preferred"
@@ -370,8 +392,8 @@ def remedy_for(
 
     Args:
         record: the record.
-        reads_pairs: True: pairs alone are learned.
-        reads_labels: True: single answers with a label are learned too, good and bad ones.
+        reads_pairs: True: only pairs are learned.
+        reads_labels: True: single answers with a label are learned too, both good and bad ones.
     """
     said = (
         _remedy_for_steps(record, reads_pairs, reads_labels)
@@ -396,8 +418,8 @@ def remedy_for(
 def _remedy_for_steps(
     record: Mapping[str, Any], reads_pairs: bool, reads_labels: bool
 ) -> str | None:
-    """Return the advice for a tree of messages, a run without roles, steps with verdicts,
-    translations, or pieces of a text with a mask each."""
+    """Return the advice for a tree of messages, translations, pieces of a text with a mask each, a
+    run without roles, or steps with verdicts. None: the record holds none of these."""
     for key, value in record.items():
         if isinstance(value, dict) and isinstance(value.get("replies"), list):
             write = "write each path from its root to a leaf as `messages`"
@@ -447,8 +469,11 @@ def _remedy_for_steps(
 
 
 def _has_verdicts_of_steps(key: str, record: Mapping[str, Any]) -> bool:
-    """Return whether a field has verdicts on steps: PRM800K's ``label``, Math-Shepherd's, which
-    repeats ``input`` with a sign in the place of each mark."""
+    """Return whether the field ``key`` has verdicts on the steps of an answer.
+
+    PRM800K's ``label`` has a rating of each step. Math-Shepherd's ``label`` repeats ``input``, with
+    a sign in place of the mark behind each step.
+    """
     value = record[key]
     if isinstance(value, dict) and isinstance(steps := value.get("steps"), list) and steps:
         inner = steps[0].get("completions", [steps[0]]) if isinstance(steps[0], dict) else None
@@ -461,7 +486,7 @@ def _has_verdicts_of_steps(key: str, record: Mapping[str, Any]) -> bool:
 
 
 def remedy_for_two(record: Mapping[str, Any]) -> str | None:
-    """Return the advice for a record with two answers."""
+    """Return the advice for a record with two answers. None: it does not have two."""
     fields = sorted(key for key, value in record.items() if value is not None)
     better, worse = (next(filter(x.fullmatch, fields), None) for x in (_BETTER, _WORSE))
     if better is not None and worse is not None and "chosen" not in fields:
@@ -528,7 +553,10 @@ def _remedy_for_response(record: Mapping[str, Any], reads_labels: bool) -> str |
 
 
 def _judging(record: Mapping[str, Any]) -> str:
-    """Return the fields that may judge the answer: those alone that say so, if any do."""
+    """Return the names of the fields that may judge the answer, as one text.
+
+    If some fields say that they judge it, only these are named.
+    """
     found = [
         key
         for key, value in record.items()
@@ -601,7 +629,7 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
 
 
 def _likely_answers(record: Mapping[str, Any]) -> list[str]:
-    """Return the fields that are likely an answer by their words or by a thought in their text."""
+    """Return the fields that are likely an answer, by their names or by a thought in their text."""
     return [
         key
         for key, value in _named(record).items()
@@ -651,7 +679,7 @@ def _remedy_for_turns(record: Mapping[str, Any]) -> str | None:
 
 
 def _remedy_for_texts(record: Mapping[str, Any]) -> str | None:
-    """Return the advice for a dialogue of texts without roles, under a name of dialogues."""
+    """Return the advice for a dialogue without roles in a field of :data:`_LISTS_OF_TEXTS`."""
     for key, value in record.items():
         inner = value.values() if isinstance(value, dict) else value
         inner = list(inner) if isinstance(value, list | dict) else []
@@ -678,7 +706,7 @@ def _remedy_for_thoughts(record: Mapping[str, Any]) -> str | None:
 
 
 def _also_thought(record: Mapping[str, Any]) -> str:
-    """Return the advice for the thoughts of a record beside a question. Empty: it has none."""
+    """Return the advice to write a record's thoughts beside its answer. Empty: it has none."""
     thoughts = [key for key in record if thoughts_of_field(key, record[key])]
     if not thoughts:
         return ""
@@ -696,7 +724,10 @@ def _without_thought(record: Mapping[str, Any]) -> str:
 
 
 def _named(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of the fields in lower case, without nulls and P3's lists of token ids."""
+    """Return the name of each field in lower case.
+
+    Fields that are null, and P3's lists of token ids, are left out.
+    """
     return {
         key: key.lower()
         for key, value in record.items()
@@ -732,8 +763,10 @@ def _one_of(names: list[str]) -> str:
 
 
 def _for_chat(record: Mapping[str, Any]) -> str:
-    """Return the advice to make a chat of a prompt and two answers that would be joined as plain
-    text. Empty: they become a chat."""
+    """Return the advice to make a chat of a prompt and two answers.
+
+    Answers to a text in ``prompt`` would be joined to it as plain text. Empty: they become a chat.
+    """
     asked = record.get("prompt")
     if isinstance(asked, str) and not asked.lstrip().startswith("["):  # Arena's lists are turns
         return "; answers are joined to `prompt` as plain text: rename it `question` for a chat"

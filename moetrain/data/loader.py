@@ -1,9 +1,10 @@
 """Makes the rows of a run from its settings (:func:`build_data`), and batches from rows.
 
-Whole documents are held out for evaluation, chosen by a hash. If training or evaluation then has no
-row (one file, a handful of chats), the end of the data is held out instead: the last rows if
-documents are laid end to end, otherwise the last documents. In both cases no text is used for both
-training and evaluation.
+Whole documents are held out for evaluation, chosen by a hash. If training or evaluation then has
+nothing to learn (one file, a handful of chats), the end of the data is held out instead: the last
+rows if documents are laid end to end, otherwise the last documents. In both cases no text is used
+for both training and evaluation. A source that is tokenised during training has to hold out enough
+in its first blocks.
 
 Left out on purpose: worker processes and prefetching for batches. A row is a slice of a
 memory-mapped file and takes microseconds.
@@ -60,7 +61,7 @@ class Data(NamedTuple):
     masks, the packing, the row length, the held-out documents and the seed of synthetic rows. The
     order of rows and the places of files do not count."""
     chat_template: str | None
-    """The template that rendered the conversations. None: there are none."""
+    """The template that rendered the conversations. None: there are no conversations."""
     sources: Mapping[str, HeldOut] = MappingProxyType({})
     """The sources of a mixture by name."""
 
@@ -79,8 +80,8 @@ def section_of_rows(config: Config) -> DataSection:
     kind = _ROWS_OF_PREFERENCES.get(config.train.objective)
     if kind is None:
         return config.data
-    # The reference's log-probabilities of all rows are computed before the first step. A stream has
-    # no last row, so these rows are not streamed.
+    # The log-probabilities of all rows under the reference model are computed before the first
+    # step. A stream has no last row, so these rows are not streamed.
     return config.data.model_copy(update={"packing": kind, "streaming": "no"})
 
 
@@ -138,7 +139,7 @@ def _mixed(
 ) -> tuple[packing.Mixture, dict[str, HeldOut], str | None]:
     """Return the rows of a mixture, :attr:`Data.sources` and the template of conversations.
 
-    A pass over the mixture is as long as weights and repeats allow.
+    A pass over the mixture is as long as the weights and repeats of the sources allow.
     """
     parts: dict[str, Samples] = {}
     held_out: dict[str, Dataset] = {}
@@ -177,7 +178,7 @@ class _Rows(NamedTuple):
 def _from_text(
     data: DataSection, tokenizer: Tokenizer, seed: int, limit: int | None = None
 ) -> _Rows:
-    """Return the rows of a source; ``limit`` as in :meth:`Source.of`."""
+    """Return the rows of a source. ``limit`` is as in :meth:`Source.of`."""
     source = Source.of(data, tokenizer, limit)
     other = None if data.eval_path is None else Source.of(data, tokenizer, limit, "eval_path")
     if said := source.describe():
@@ -202,7 +203,8 @@ def _tokenised(
 ) -> tuple[Dataset, Dataset | None, bool]:
     """Return the rows to train on, the held-out rows, and True if there are conversations.
 
-    ``other`` is the source to evaluate on. None: the share ``data.eval_fraction`` of ``source``.
+    ``other`` is the source to evaluate on. None: the share ``data.eval_fraction`` of ``source`` is
+    held out, and nothing if it is 0.
     """
 
     def read(source: Source) -> TokenCache:
@@ -226,8 +228,8 @@ def _tokenised(
     rows = _rows(train, data), _rows(held_out, data)
     if all(map(len, rows)) and train.targets.any() and held_out.targets.any():
         return *rows, has_chats
-    # A side has nothing to learn: divide all documents by their order instead.
-    if train.num_documents == 0 or held_out.num_documents == 0:  # the other side has all
+    # One side has nothing to learn: divide all documents by their order instead.
+    if train.num_documents == 0 or held_out.num_documents == 0:  # the other side has all documents
         whole = train if train.num_documents else held_out
     else:
         whole = read(source)
@@ -235,9 +237,9 @@ def _tokenised(
 
 
 _STREAMED_BYTES = 1 << 26
-"""Total bytes of files above which data.streaming auto streams them."""
+"""Estimated bytes of the records of a source above which data.streaming auto streams it."""
 _HELD_OUT_BYTES = 1 << 22
-"""Most bytes of held-out text that a stream evaluates."""
+"""Bytes of held-out text that are enough for a stream: it takes whole groups until it has them."""
 
 
 def _streamed(
@@ -283,7 +285,8 @@ def _is_whole(cache: TokenCache, data: DataSection) -> bool:
 def _rows(cache: TokenCache, data: DataSection, first: int = 0, stop: int | None = None) -> Dataset:
     """Pack ``first:stop`` of the documents, the preferences, or the stream's rows in ``cache``.
 
-    Raises ConfigError: a conversation is longer than a row, and data.overlong is error.
+    Raises ConfigError: a conversation or a preference is longer than a row, and data.overlong is
+    error.
     """
     kind = RecordReader.kind_of_rows(data)
     if kind in RecordReader.PAIRED:
@@ -315,7 +318,7 @@ def _all_rows(cache: TokenCache, source: Source, data: DataSection) -> Dataset:
 
 
 def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Dataset, Dataset]:
-    """Divide the data by its order. Return the rows to train on, and the held-out rows at the end.
+    """Divide the data by its order. Return the rows to train on, and the last rows, held out.
 
     Raises ConfigError: a side would have nothing to learn.
     """
@@ -338,7 +341,7 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
     remedy = "add data, name some in data.eval_path instead, or set it to 0"
     if is_stream and len(cache.tokens) > 3:
         remedy = f"lower data.seq_len to {len(cache.tokens) // 2}, {remedy}"
-    elif total > 1:  # rows end before the answers of one side begin
+    elif total > 1:  # on one side, rows end before the answers begin
         longest = int(np.diff(cache.documents).max())
         remedy = f"raise data.seq_len to {longest}, {remedy}"
     raise ConfigError(
@@ -430,7 +433,7 @@ def _stacked(arrays: Sequence[np.ndarray]) -> torch.Tensor:
 
 
 def tensors_on(device: torch.device, fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Copy the tensors of ``fields`` to ``device`` without waiting. Leave out other values."""
+    """Copy the tensors of ``fields`` to ``device`` without waiting. Other values are left out."""
     tensors = {name: x for name, x in fields.items() if isinstance(x, torch.Tensor)}
     if device.type == "cuda":
         tensors = {name: x if x.is_cuda else x.pin_memory() for name, x in tensors.items()}
@@ -447,13 +450,13 @@ class Loader:
     """
 
     dataset: Dataset | Samples
-    """Rows, which are shuffled in each pass, or samples, which keep their order."""
+    """Rows or samples. Rows are shuffled in each pass, and samples keep their order."""
     global_batch_size: int
     """Rows of a step, on all ranks."""
     micro_batch_size: int
     """Rows of a batch."""
     seed: int
-    """Decides the order of rows."""
+    """Decides the order of the rows of a dataset."""
     rank: int = 0
     """Index of this rank among the data-parallel ranks."""
     world_size: int = 1
@@ -490,6 +493,7 @@ class Loader:
         8 rows, 2 ranks and micro-batches of 2, rank 1 gets rows 2 and 3, then 6 and 7.
 
         Raises ValueError: the dataset returns a row with other shapes than those of :class:`Row`.
+        Raises ConfigError: rows of a micro-batch have different extra fields.
         """
         size, end = self.micro_batch_size, self.sample_index + self.global_batch_size
         batches: list[Batch] = []
@@ -500,14 +504,14 @@ class Loader:
         return batches
 
     def _row(self, number: int) -> Row:
-        """Return sample ``number``. Raises ValueError: it has not the shapes of :class:`Row`."""
+        """Return sample ``number``. Raises ValueError: its shapes are not those of :class:`Row`."""
         row = self._samples.sample(number)
         shapes = {name: np.shape(x) for name, x in row._asdict().items() if x is not None}
         lengths, _ = shapes.pop("lengths"), shapes.pop("extra")
         shapes |= {name: np.shape(field)[:1] for name, field in row.extra.items()}
         wanted = (len(row.tokens_S) if self.seq_len is None else self.seq_len,)
         problems = [
-            f"{name} of shape {shape}, where {wanted} is wanted (S,)"
+            f"{name} of shape {shape}, where {wanted} is wanted, which is (S,)"
             for name, shape in shapes.items()
             if shape != wanted
         ]
@@ -529,7 +533,7 @@ loss, so they are evaluated on the same rows."""
 def eval_batches(
     dataset: Dataset, num_rows: int, micro_batch_size: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[Batch]:
-    """Yield one rank's share of ``num_rows`` rows that are drawn at random from ``dataset``.
+    """Draw ``num_rows`` rows at random from ``dataset``, and yield one rank's share in batches.
 
     The rows are the same at every call and on any number of ranks. If the dataset has at most
     ``num_rows`` rows, all are drawn. Every batch is full, so that nothing compiles again. All ranks

@@ -2,11 +2,11 @@
 
 A field is lost if none of the record's documents shows its text. It may be a thought, a passage
 that the question is about, the choices of a question, a system text, the tools, or a picture. The
-names are those of public data sets. Names are compared in lower case.
+names of such fields are those of public data sets, in lower case.
 
-Names that no set of ours has are judged by their words: ``synthetic_reasoning`` is a thought, and
-``reasoning_effort`` describes one. Left out on purpose: fields of records that are one text. Such a
-text is whole by itself.
+Other names are judged by their words: ``synthetic_reasoning`` is a thought, and
+``reasoning_effort`` describes one. Left out on purpose: fields beside a text that is a whole
+document by itself, except pictures whose mark is in the text.
 """
 
 import re
@@ -34,14 +34,14 @@ _THOUGHTS = {
     *("thinking_trajectory", "thinking_trajectories"),
     *("deepseek_thinking_trajectory", "gemini_thinking_trajectory"),
 }
-"""Names of a thought beside an answer: medical-o1's, s1K's, OpenThoughts' and others."""
+"""Names of a thought beside an answer: those of medical-o1, s1K, OpenThoughts and others."""
 _OF_THOUGHTS = {
     *("reasoning", "thinking", "think", "thought", "thoughts", "cot", "rationale", "scratchpad"),
     *("monologue", "deepthink"),
 }
-"""Words in the names of a thought: GeneralThought's ``model_reasoning``, SYNTH's and others'."""
+"""Words in the names of a thought, such as GeneralThought's ``model_reasoning``."""
 _MODES = {"on", "off", "true", "false", "yes", "no", "none", "minimal", "low", "medium", "high"}
-"""Values of such fields that are no thoughts. Nemotron's ``reasoning`` is on or off."""
+"""Values of such fields that are not thoughts: Nemotron's ``reasoning`` is on or off."""
 PASSAGES = {
     *("context", "contexts", "ctx", "passage", "passages", "paragraph", "paragraphs"),
     *("document", "article", "background", "evidence", "story", "support"),
@@ -58,16 +58,16 @@ _ASKED = {
 }
 """Names of texts that may be a part of what is asked, beside an instruction or a prompt."""
 _ASKED_BESIDE_TURNS = {"question", "query", "instruction", "prompt", "problem", "input"}
-"""Names of such texts beside a dialogue. Other names describe the dialogue there, as Magpie's
-``knowledge`` does."""
+"""Names of texts that may be a part of what is asked beside a dialogue. Fields with other names
+describe the dialogue, as Magpie's ``knowledge`` does."""
 _OF_PASSAGES = {"context", "contexts", "passage", "passages", "question", "query", "instruction"}
-"""Words in the names of such texts, as in ``retrieved_contexts``."""
+"""Words in the names of texts that may be a part of what is asked: ``retrieved_contexts``."""
 _ANSWERS_OF = {
     "alpaca": {"output", "history"},
     "completion": {"completion"},
     "preference": {"chosen", "rejected"},
 }
-"""Fields of answers that a form reads itself."""
+"""Fields with answers that a form reads itself."""
 _BY_ALL = {"messages", "conversations", "system", "tools"}
 """Fields that are read, or compared with what is read, in all forms."""
 _READ = {"alpaca": {"instruction", "input"}, "completion": {"prompt"}}
@@ -81,46 +81,46 @@ _DESCRIBES = {
     *("path", "is", "has", "enable", "metadata", "meta", "title", "qtype", "script", "subset"),
     *("author", "year", "timestamp", "origin", "task", "unnamed", "generator"),
 }
-"""Words in the names of fields that describe a record, whatever their other words say."""
+"""Words that tell that a field describes the record, whatever other words its name has."""
 _AFTER_TURNS = {
     *("answer", "answers", "response", "responses", "output", "completion", "completions"),
     *("target", "targets", "solution", "reply", "ground_truth", "reference"),
 }
-"""Names of the answer to the last question of a dialogue: ChatQA's ``answers`` and others'."""
+"""Names of the answer to the last question of a dialogue, such as ChatQA's ``answers``."""
 _VARIANTS = {"original", "rewritten", "evolved", "seed", "explanation"}
-"""Words in the names of texts that a record was made of, or that are about it."""
+"""Words in the names of texts that a record was made from, or that explain it."""
 _OF_OTHER_TOOLS = {"orig", "target"}
-"""Words in the names of tools that were taken from the record: When2Call's."""
+"""Words in the names of tools that were taken out of a record on purpose: When2Call's."""
 CHOICES = {"choices", "options"}
 """Names of fields with the answers that a question gives to choose from."""
 _CHOICE = re.compile(r"(?:op|opt|option|choice|ending|sol|alternative)_?[a-e0-9]|[a-e]", re.I)
-"""Matches the name of a field with one of them, if a record has several: MedMCQA's, PIQA's."""
+"""Matches the name of a field with one choice, if a record has several: MedMCQA's, PIQA's."""
 _SYSTEMS = {
     *("sys", "custom_system_prompt", "sys_prompt", "instructions", "preamble", "developer"),
     "developer_prompt",
 }
-"""Names that may be those of a system text."""
+"""Names that a system text may have."""
 _BESIDE_SYSTEM = {"prompt", "message", "instruction", "instructions", "msg", "text", "content"}
 """Words beside "system" in such names, as in Gemini's ``systemInstruction``."""
 _PLAYED = {"persona", "character_card", "scenario"}
-"""Names of who the assistant is, beside an instruction. Beside a dialogue they describe it."""
+"""Names of texts that say whom the assistant plays. Beside a dialogue they describe it."""
 _FUNCTIONS = {
     *("available_tools", "function_list", "function_description", "toolconfig", "tool_config"),
     *("tool_definitions", "tool_list", "tool_schemas", "tools_json", "apis", "api_list"),
 }
-"""Names that may be those of the tools: Bedrock's ``toolConfig`` among them."""
+"""Names that the tools may have, such as Bedrock's ``toolConfig``."""
 _TEXTS = PASSAGES | _SYSTEMS | _FUNCTIONS
-"""Names of fields whose texts must be in a document, thoughts and choices aside."""
+"""Names of further fields whose texts must be in a document, beside thoughts and choices."""
 _MARK = re.compile(r"<(?:image|img|video|audio)>", re.I)
 """Matches the mark in a text that stands for a picture, a film or a sound."""
 _MARK_OF_TURN = re.compile(r"\A\s*<(?:image|video|audio)>\s*\n|\n\s*<(?:image|video|audio)>\s*\Z")
-"""Matches such a mark on the first or the last line of a turn, as LLaVA's records have it. Within a
-line it may be HTML."""
+"""Matches such a mark on a line of its own, the first or the last of a turn, as in LLaVA's records.
+Elsewhere it may be HTML."""
 
 _OF_VERDICTS = {"is", "if", "was", "the", "response", "answer", "completion", "output"}
-"""Words that may stand beside a word of the next two sets in the name of a verdict."""
+"""Words that may stand beside a word of :data:`_GOOD` or :data:`_BAD` in the name of a verdict."""
 _ENDS = {"resolved", "success", "successful", "solved"}
-"""Words for a run that came to its end: SWE-Gym's. As numbers they are 0 and 1."""
+"""Words for a run that succeeded: SWE-Gym's. Their values may be the numbers 0 and 1."""
 _GOOD = {
     *("safe", "correct", "helpful", "harmless", "acceptable", "approved", "valid", "passed"),
     *("verified", "good", "unharmful", "chosen", "accepted", *_ENDS),
@@ -131,10 +131,10 @@ _JUDGING = {
     *("label", "labels", "harm", "safety", "verdict", "judgement", "judgment", "quality", "rating"),
     *("correctness", "toxicity", "evaluation", "score", "class", "harmfulness", "helpfulness"),
 }
-"""Words in the names of what judges an answer: WildGuard's ``response_harm_label``, Aegis'
+"""Words in the names of fields that judge an answer: WildGuard's ``response_harm_label``, Aegis'
 ``response_label``."""
 _OF_PROMPTS = {"prompt", "question", "query", "user", "input", "instruction", "adversarial"}
-"""Words in the names of a verdict on what is asked."""
+"""Words in the names of fields that judge what is asked."""
 _OF_SCORES = {
     *("score", "scores", "quality", "reward", "rating", "correctness", "coherence", "toxicity"),
     *("helpfulness", "harmlessness", "harmfulness"),
@@ -147,8 +147,8 @@ def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: 
     """Raise BadLineError if a field beside the answer would be lost.
 
     Args:
-        record: the record, whose fields are renamed to those of the forms.
-        documents: the documents of the record. There are none if nothing of it is learned.
+        record: the record, whose fields have been renamed to those of the forms.
+        documents: the documents of the record. It may have none: then nothing is refused.
         form: the form of the record.
     """
     if not documents:
@@ -167,7 +167,7 @@ def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: 
         texts = _texts_to_show(key, value, record, form, choices)
         lost = [t for t in texts if not is_said(t, (document.text for document in documents))]
         is_chosen = len(lost) < len(texts) and all("</think>" in text for text in texts)
-        if lost and not is_chosen:  # the answer is one of several samples: OpenR1's `generations`
+        if lost and not is_chosen:  # in OpenR1's `generations`, the answer is one of the texts
             raise BadLineError(_problem(key, value, lost[0], form))
 
 
@@ -188,7 +188,7 @@ def unread_fields(record: Mapping[str, Any], documents: Sequence[Document], form
 
 
 def thoughts_of_field(key: str, value: object) -> list[str]:
-    """Return the texts of a field beside an answer that may be a thought. It may have none."""
+    """Return the texts of the field ``key`` beside an answer that may be thoughts, or none."""
     if key.lower() not in _THOUGHTS and not _has_words(key, _OF_THOUGHTS):
         return []
     return [text for text in thoughts_in(value) if text.strip().lower() not in _MODES]
@@ -204,12 +204,12 @@ def choices_of(record: Mapping[str, Any]) -> list[str]:
 def refuse_lost_answer(record: Mapping[str, Any], turns: Sequence[Any], name: str) -> None:
     """Raise BadLineError if ``turns`` end with a question whose answer is in another field.
 
-    A warning, once, says that a last question without an answer is left out.
+    If no field has an answer, a warning says once that the question is left out.
 
     Args:
         record: the record.
-        turns: its dialogue, whose roles are those of templates.
-        name: the field of the dialogue.
+        turns: its dialogue, with OpenAI's roles.
+        name: the field that holds the dialogue.
     """
     if not turns or turns[-1]["role"] != "user":
         return
@@ -233,7 +233,7 @@ def refuse_lost_answer(record: Mapping[str, Any], turns: Sequence[Any], name: st
 
 
 def _has_words(key: str, words: Collection[str]) -> bool:
-    """Return whether a name has one of ``words``, and none by which it describes the record."""
+    """Return whether ``key`` has one of ``words``, and no word of a description or a variant."""
     found = words_of(key)
     return found.isdisjoint(_VARIANTS) and not _describes(key) and not found.isdisjoint(words)
 
@@ -244,8 +244,10 @@ def _describes(key: str) -> bool:
 
 
 def describes(key: str, value: object) -> bool:
-    """Return whether a field describes a record, and is no part of a question or an answer: by its
-    name, or because it has no text."""
+    """Return whether a field only describes a record, and is no part of a question or an answer.
+
+    Its name says so, or it holds no text.
+    """
     return _describes(key) or not any(_texts_in(value))
 
 
@@ -261,12 +263,12 @@ def _texts_to_show(
 ) -> Sequence[str]:
     """Return the texts of the field ``key`` that a document of the record has to show."""
     name, is_pair = key.lower(), form == "preference"
-    if is_pair and name == "rationale":  # the judge's, about both answers
+    if is_pair and name == "rationale":  # it is the judge's, about both answers
         return []
     if thoughts := thoughts_of_field(key, value):
         return thoughts
     is_read = key in _BY_ALL | _READ.get(form, set()) | _ANSWERS_OF.get(form, set())
-    if not is_pair and not is_read:  # templates may write the thoughts of what is read otherwise
+    if not is_pair and not is_read:  # templates may rewrite the thoughts of fields that are read
         thoughts = [text for text in _texts_in(value) if "</think>" in text]
         if thoughts:
             return thoughts
@@ -285,7 +287,7 @@ def _texts_to_show(
         return []
     else:
         is_asked = name in _ASKED | _PLAYED or _has_words(key, _OF_PASSAGES)
-        if name == "code" and isinstance(value, str):  # of one word: that of a language
+        if name == "code" and isinstance(value, str):  # one word is the code of a language
             is_asked = len(value.split()) > 1
     texts = [*_texts_in(value)] if is_asked else []
     # Alpaca's `text` is the whole record, rendered, and so is `prompt` in copies of it.
@@ -321,7 +323,7 @@ def _problem(key: str, value: object, text: str, form: str) -> str:
 
 
 def _texts_in(value: object) -> Iterator[str]:
-    """Yield the texts in a value of any form, and not the keys of objects."""
+    """Yield the texts in a value of any form, but not the keys of objects."""
     if isinstance(value, str):
         if value.strip() and value.strip() not in ("[]", "{}"):
             yield value
@@ -336,7 +338,7 @@ def _texts_in(value: object) -> Iterator[str]:
 def refuse_bad_verdict(record: Mapping[str, Any]) -> None:
     """Raise BadLineError if a field such as ``is_safe`` says that the answer is a bad one.
 
-    A warning, once for each name, says that a field with a score of the answer is not read.
+    If a field has a score of the answer, a warning says once for its name that it is not read.
     """
     for key, value in record.items():
         words = words_of(key)
@@ -372,7 +374,7 @@ def _to_avoid(key: str, value: object, record: Mapping[str, Any]) -> BadLineErro
 
 
 def is_about_answer(key: str) -> bool:
-    """Return whether a field judges the answer by its name, and not what is asked."""
+    """Return whether the name of a field says that it judges the answer, not what is asked."""
     words = words_of(key)
     if words.isdisjoint(_JUDGING) or not words.isdisjoint(_OF_PROMPTS):
         return False
@@ -380,19 +382,22 @@ def is_about_answer(key: str) -> bool:
 
 
 def is_label(value: object) -> bool:
-    """Return whether a value is a word that judges: ``unsafe``, ``harmful``, ``correct``."""
+    """Return whether a value is a word that judges, such as ``unsafe`` or ``correct``."""
     return isinstance(value, str) and value.strip().lower() in _GOOD | _BAD
 
 
 def is_about_question(key: str) -> bool:
-    """Return whether a field describes what is asked by its name, and not the answer."""
+    """Return whether the name of a field says that it describes what is asked, not the answer."""
     words = words_of(key)
     return words.isdisjoint(_OF_ANSWERS) and not words.isdisjoint(_OF_PROMPTS)
 
 
 def is_bad_label(key: str, value: object) -> bool:
-    """Return whether a field says by a word, such as ``harmful``, or as the truth value of a name
-    such as ``correctness``, that the answer is a bad one."""
+    """Return whether a field says that the answer is a bad one.
+
+    It says so by a word such as ``harmful``, or by the value false if its name says ``correct`` or
+    ``correctness``.
+    """
     is_bad = isinstance(value, str) and value.strip().lower() in _BAD
     words = words_of(key)
     if truth_of(value) is False and not words.isdisjoint({"correct", "correctness"}):
@@ -403,6 +408,6 @@ def is_bad_label(key: str, value: object) -> bool:
 def _verdict(value: object, is_named: bool) -> bool | None:
     """Return the truth value of a verdict. None: it has none.
 
-    ``is_named``: True: the name of the field says that 0 and 1 are truth values too.
+    ``is_named`` is True if the name of the field says that 0 and 1 are truth values too.
     """
     return bool(value) if is_named and value in (0, 1) else truth_of(value)

@@ -1,12 +1,11 @@
-"""Reads the messages that users write, and brings them into the forms that chat templates take.
+"""Reads the messages that users write, and writes them in the forms that chat templates take.
 
 :func:`read_messages` reads and checks OpenAI's messages, ShareGPT's (``from`` and ``value``),
-ms-swift's (roles ``tool_call`` and ``tool_response``), Qwen-Agent's and ChatGLM3's, and returns
-OpenAI's.
-Templates differ in what they read: arguments of calls are objects or JSON text, and an empty
-``content`` is missing, null or "". :func:`forms_of` lists the forms of a conversation in the order
-in which they are tried. :func:`marked` puts unique marks in the place of the users' texts. From the
-marks :class:`~moetrain.data.chat.ChatTemplate` sees what a template shows of each form.
+ms-swift's (roles ``tool_call`` and ``tool_response``), Qwen-Agent's and ChatGLM3's. It returns
+OpenAI's. Templates differ in what they read: arguments of calls are objects or JSON text, and an
+empty ``content`` is missing, null or "". :func:`forms_of` lists the forms of a conversation in the
+order in which they are tried. :func:`marked` puts unique marks in the place of the users' texts.
+:class:`~moetrain.data.chat.ChatTemplate` looks for these marks to see what a template shows.
 
 Left out on purpose: images and sounds in ``content``, and repairing JSON.
 """
@@ -42,13 +41,13 @@ _BESIDE = {
     *("response", "sample", "scale", "skip", "span", "spans", "the", "this", "to", "token"),
     *("tokens", "turn", "turns", "use"),
 }
-"""Names of masks and weights consist of words of these two sets. At least one word is in the first
-set."""
+"""A name of a mask or a weight consists of words of these two sets, at least one of them a word of
+``_OF_LOSS``."""
 _NOT_LEARNED = {"mask", "masked", "ignore", "no", "skip", "exclude"}
-"""Words of the names whose value true means "not learned"."""
+"""Words of names with which the value true means "not learned"."""
 _OF_SWITCHES = {"last", "history", "input", "inputs", "prompt", "prompts"}
-"""Words of names that are true or false for a whole record: Qwen-Coder's ``only_last_turn_loss``,
-LLaMA-Factory's ``mask_history``, axolotl's ``train_on_inputs``."""
+"""Words in the names of switches, which are true or false for a whole record: Qwen-Coder's
+``only_last_turn_loss``, LLaMA-Factory's ``mask_history``, axolotl's ``train_on_inputs``."""
 _FLAGS = {"ignore": True, "skip": True, "exclude": True, "label": False}
 """Other keys of a turn, and the value with which each says that the turn is not to be learned."""
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
@@ -87,9 +86,9 @@ THOUGHTS = (
 """Other names of a thought, which are not read: SWE-agent's, GitHub Copilot's, OpenRouter's,
 Cohere's."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-"""Fields of pictures, films and sounds, beside messages and in them."""
+"""Names of fields with pictures, films or sounds, beside messages and in them."""
 _PLACES = {"path", "paths", "file", "files"}
-"""Words in the names of such fields, of the place of a picture."""
+"""Words that name the place of a picture, a film or a sound, as in ``image_path``."""
 _PARTS_OF_CALLS = ("tool_use", "toolUse", "functionCall")
 _ELSEWHERE = {
     "thinking": ", and thoughts as `reasoning_content`",
@@ -100,18 +99,17 @@ _ELSEWHERE = {
         ", and results as turns of the role tool",
     ),
 }
-"""Advice on parts of ``content`` in the messages of Anthropic, which are named by their type, and
-in those of Bedrock and Gemini, which are named by their key. OpenAI's have other fields for them.
-"""
+"""Advice on parts of ``content`` that OpenAI's messages write in other fields. Anthropic's parts
+are named by their type, those of Bedrock and Gemini by their key."""
 _OF_ITEMS = {
     "function_call": ", and calls as `tool_calls` of a turn of the assistant",
     "function_call_output": ", and results as turns of the role tool",
     "reasoning": ", and thoughts as `reasoning_content` of a turn of the assistant",
 }
-"""Advice on items of OpenAI's responses that are no messages, by their type."""
+"""Advice, by type, on items of OpenAI's responses that are no messages."""
 _OF_CALLS = {"call", "calls", "invocation", "invocations"}
-"""Words of names of calls that are not read: ``function_calls`` in Olmo's records, the AI SDK's
-``toolInvocations``. Beside them stand the next words alone."""
+"""Words in the names of calls that are not read: ``function_calls`` in Olmo's records, the AI SDK's
+``toolInvocations``. Other words of such a name are in ``_OF_TOOLS``."""
 _OF_TOOLS = {"tool", "tools", "function"}
 _ANSWERS = {"refusal", "text", "message", "output", "output_text", "response", "answer"}
 """Keys of an answer's text that are not read: OpenAI's ``refusal`` and others."""
@@ -120,11 +118,11 @@ _ABOUT_TURNS = {
     *("usage", "usage_metadata", "response_metadata", "models_usage", "moderation"),
     "tool_call_ids",
 }
-"""Keys of lists and objects that describe a turn."""
+"""Keys whose lists and objects describe a turn."""
 
 
 Message = dict[str, Any]
-"""A message of a conversation, which has OpenAI's form once it is read."""
+"""A message of a conversation. It has OpenAI's form once it is read."""
 
 
 class BadLineError(Exception):
@@ -136,7 +134,7 @@ class BadLineError(Exception):
         Args:
             problem: what is wrong, and what to do.
             field: the setting at fault, if it is not the one that names the file.
-            kind: the kind of problem. Bad records are counted by kind. None: the words of
+            kind: the kind of problem, by which bad records are counted. None: the words of
                 ``problem`` tell the kind.
         """
         super().__init__(problem)
@@ -156,10 +154,11 @@ def read_messages(
     Args:
         messages: the messages, or their JSON as text, as in tables.
         name: the field that holds the messages, for errors.
-        num_given: number of first messages that are a prompt. A call right after begins a turn.
-        strict: True: refuse masks that are not read. False: ignore them.
+        num_given: number of messages at the beginning that are a prompt. The message after them
+            begins a turn, even if it is a call or goes on with the turn before it.
+        strict: True: refuse masks that are not read, and pictures and sounds. False: ignore them.
 
-    Raises BadLineError: ``messages`` are no conversation, or a mask of theirs cannot be read.
+    Raises BadLineError: ``messages`` are no conversation, or have something that is refused.
     """
     if isinstance(messages, str) and messages.lstrip().startswith("["):
         messages = parse_json(messages, f"`{name}`")
@@ -197,7 +196,10 @@ def read_messages(
 
 
 def _of_columns(messages: object) -> object:
-    """Return turns for an object of columns, as a table has a list of objects with one form."""
+    """Return the turns of an object of columns, as some tables write a list of objects.
+
+    Return any other value unchanged.
+    """
     if not isinstance(messages, dict) or {"role", "from"}.isdisjoint(messages):
         return messages
     columns = [*messages.values()]
@@ -209,8 +211,8 @@ def _of_columns(messages: object) -> object:
 def _with_results_apart(messages: object) -> object:
     """Return turns in which a call and its result are two turns.
 
-    ChatGLM3 has one turn of the role tool for both: the name of the tool, the ``parameters`` of the
-    call, and its result in ``observation``.
+    ChatGLM3 has one turn of the role tool for both. It has the name of the tool, the ``parameters``
+    of the call, and the result in ``observation``.
     """
     if not isinstance(messages, list):
         return messages
@@ -233,8 +235,8 @@ def _goes_on(
 ) -> bool:
     """Return whether ``turn``, read from ``message``, is a part of the turn ``before`` it.
 
-    Qwen-Agent writes a message for a thought, one for an answer and one for each call. Calls in a
-    row are parallel calls.
+    Qwen-Agent writes a message for a thought, one for an answer and one for each call. Successive
+    calls are parallel calls.
     """
     if turn["role"] != "assistant" or "reasoning_content" in turn:
         return False
@@ -245,7 +247,7 @@ def _goes_on(
 
 
 def thoughts_in(value: object) -> list[str]:
-    """Return the texts of a thought under another name than reasoning.
+    """Return the texts of a thought that has another name than those in :data:`REASONING`.
 
     ``value`` is a text, a list of texts (s1K), or a list of objects with ``text`` or ``summary``
     (OpenRouter's ``reasoning_details``).
@@ -277,8 +279,8 @@ def lost_thought(turn: Mapping[str, Any]) -> str | None:
 def lost_keys(turn: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each key of ``turn`` whose value only a special template shows, and the advice for it.
 
-    It holds tools (``functions`` in Olmo's records), calls under another name, or what an answer
-    says whose ``content`` is empty.
+    Such a value holds tools (``functions`` in Olmo's records), calls under another name, or what an
+    answer with an empty ``content`` says.
     """
     is_answer = turn["role"] == "assistant" and "tool_calls" not in turn
     is_empty = is_answer and not _text_of(turn).strip() and "reasoning_content" not in turn
@@ -316,13 +318,13 @@ def _has_calls(parts: object) -> bool:
 
 
 def _names_of_parts(value: object) -> set[Any]:
-    """Return the types and keys of the parts in a list; none: ``value`` is no list of parts."""
+    """Return the types and keys of the parts in a list, or none if ``value`` is no such list."""
     parts = [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
     return {name for part in parts for name in (*part, str(part.get("type")))}
 
 
 def _may_be_said(key: str, value: object) -> bool:
-    """Return whether a key of an answer that is empty may hold what the answer says."""
+    """Return whether a key may hold what an answer with an empty ``content`` says."""
     if isinstance(value, str):
         return key in _ANSWERS
     is_known = key in THOUGHTS or key in _ABOUT_TURNS
@@ -341,7 +343,10 @@ def role_of(message: Mapping[str, Any]) -> object:
 def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Message:
     """Read a message as :func:`read_messages` does. A lone call keeps the role ``_CALL``.
 
-    ``has_masks``: True: ``mask`` says whether the turn is learned.
+    ``has_masks`` is True if ``mask`` says whether the turn is learned.
+
+    Raises BadLineError: the role, the content, a call or the reasoning has a wrong form, or a part
+    of the turn would be lost or learned twice.
     """
     turn = {key: value for key, value in message.items() if value is not None}
     for key, other in (("role", "from"), ("content", "value")):
@@ -394,7 +399,7 @@ def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Messa
 
 
 def _also_in_parts(turn: Mapping[str, Any]) -> str:
-    """Return the advice for calls, results and thoughts in a turn's lists of parts (Gemini's)."""
+    """Return the advice for calls, results and thoughts in lists of parts of a turn (Gemini's)."""
     names = set[Any]().union(*map(_names_of_parts, turn.values()))
     return "".join(dict.fromkeys(_ELSEWHERE[name] for name in _ELSEWHERE if name in names))
 
@@ -402,7 +407,7 @@ def _also_in_parts(turn: Mapping[str, Any]) -> str:
 def _without_thought(content: object) -> tuple[dict[str, str], object]:
     """Divide the text of a call into its thought, as keys of a turn, and the call itself.
 
-    LLaMA-Factory's calls have a thought: ``<think>...</think>`` and then the JSON.
+    Calls of LLaMA-Factory may have a thought, ``<think>...</think>``, before the JSON.
     """
     found = _THOUGHT.match(content) if isinstance(content, str) else None
     if found is None:
@@ -412,7 +417,7 @@ def _without_thought(content: object) -> tuple[dict[str, str], object]:
 
 
 def _without_repeated(reasoning: Sequence[object], content: object, where: str) -> object:
-    """Return ``content`` without the thought at its beginning that ``reasoning`` repeats.
+    """Return ``content`` without the thought at its beginning if ``reasoning`` repeats it.
 
     Raises BadLineError: there are two different thoughts.
     """
@@ -430,7 +435,11 @@ def _without_repeated(reasoning: Sequence[object], content: object, where: str) 
 
 
 def _read_weight(turn: dict[str, Any], where: str, has_masks: bool) -> dict[str, int]:
-    """Remove the weight from ``turn``, and return ``{"weight": 0}`` if it is 0."""
+    """Remove the weight from ``turn``. Return ``{"weight": 0}`` if it is 0, otherwise no key.
+
+    Raises BadLineError: a weight is neither 0 nor 1, two weights contradict each other, or a turn
+    that is not the assistant's is to be learned.
+    """
     mask = turn.pop("mask", None)
     is_answer = turn["role"] in ("assistant", _CALL)
     weights = {key: turn.pop(key) for key in _WEIGHTS if key in turn}
@@ -460,8 +469,9 @@ def _has_masks(messages: Sequence[Any], name: str) -> bool:
     """Return whether the ``mask`` of turns says which answers are learned.
 
     In the published runs of SWE-agent ``mask`` is true in the answers that are learned, and false
-    in all other turns. Other programs mean the opposite. So masks are read only if an answer has a
-    true one, and the turns that are not answers have false ones or none.
+    in all other turns. Other programs mean the opposite. So masks are read only if each answer has
+    one, at least one of them is true, and the other turns have false ones or none, at least one of
+    them false.
 
     Raises BadLineError: the masks do not tell which answers are learned.
     """
@@ -485,7 +495,7 @@ def _has_masks(messages: Sequence[Any], name: str) -> bool:
     return bool(of_answers)
 
 
-# The records of a source mostly have the same keys, so the result for each key is cached.
+# Most records of a source have the same keys, so the result for each key is cached.
 @lru_cache(4096)
 def says_what_is_learned(key: str) -> bool:
     """Return whether ``key`` is a name of a mask or a weight, such as ``loss_mask``."""
@@ -500,14 +510,14 @@ def words_of(key: str) -> frozenset[str]:
 
 
 def truth_of(value: object) -> bool | None:
-    """Return the truth value that ``value`` is, or that it spells. None: it is no truth value."""
+    """Return the truth value that ``value`` is or spells. None: it is no truth value."""
     if isinstance(value, str):
         return {"true": True, "false": False}.get(value.strip().lower())
     return value if isinstance(value, bool) else None
 
 
 def _is_switch(key: str, value: object) -> bool:
-    """Return whether a field says of a whole record, by true or false, which turns are learned."""
+    """Return whether a field of a record says, by true or false, which turns are learned."""
     return _names_switch(key) and truth_of(value) is not None
 
 
@@ -552,8 +562,8 @@ def refuse_masks_of_record(record: Mapping[str, Any], train_on: str = "all") -> 
     """Raise BadLineError if a mask of ``record`` is not read, or says not to learn the record.
 
     ``weight`` is read elsewhere. A number in ``loss`` is a loss that was measured. ``mask`` may
-    name the role that is not learned, as in NeMo's chats. ``train_on`` is ``data.train_on``: with
-    ``last``, a record may say that its last answer alone is learned.
+    name the role that is not learned, as in NeMo's chats. ``train_on`` is ``data.train_on``: if it
+    is ``last``, a record may say that only its last answer is learned.
     """
     for key, value in record.items():
         if _is_switch(key, value):
@@ -574,7 +584,7 @@ def refuse_masks_of_record(record: Mapping[str, Any], train_on: str = "all") -> 
 def _refuse_switch(key: str, value: object, train_on: str) -> None:
     """Raise BadLineError if the switch ``key`` of a record asks for something that is not done.
 
-    With ``data.train_on last`` the last answer alone is learned, and questions never are.
+    With ``data.train_on last`` only the last answer is learned. Questions are never learned.
     """
     words, is_set = words_of(key), bool(truth_of(value))
     is_negated = not words.isdisjoint(_NOT_LEARNED)
@@ -621,7 +631,7 @@ def _is_container(value: object) -> bool:
 
 
 def _is_of_media(key: str) -> bool:
-    """Return whether ``key`` names pictures, films or sounds, or where they are (`image_path`)."""
+    """Return whether ``key`` names pictures, films or sounds, or their place (``image_path``)."""
     words = words_of(key)
     return key in MEDIA or not (words.isdisjoint(MEDIA) or words.isdisjoint(_PLACES))
 
@@ -633,8 +643,10 @@ def lost_media(where: str, value: object) -> BadLineError:
 
 
 def _is_something(value: object) -> bool:
-    """Return whether ``value`` has content. Null, false, empty texts, and lists and objects that
-    hold nothing else have none."""
+    """Return whether ``value`` has content.
+
+    Null, false and empty texts have none, nor have lists and objects that hold nothing else.
+    """
     if isinstance(value, dict):
         return any(map(_is_something, value.values()))
     if isinstance(value, list | tuple):
@@ -687,18 +699,17 @@ def _read_calls(value: object, where: str) -> list[dict[str, Any]]:
             said = f"{where}: `arguments` is not an object: {shortened(arguments)}"
             raise BadLineError(f"{said}; give an object, or its JSON as text")
         if is_text and isinstance(arguments, dict) and arguments != without_nulls(arguments):
-            arguments = json.dumps(arguments, ensure_ascii=False)  # in a text, nulls are intended
+            arguments = json.dumps(arguments, ensure_ascii=False)  # nulls in a text are meant
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return calls
 
 
 _QUOTED_CALL = re.compile(r"""\s*\{\s*"name":\s*"([^"]+)",\s*"arguments":\s*'(.*)'\s*\}\s*""", re.S)
-"""Matches a call as Glaive's records have it: JSON but for the quotes around its arguments."""
+"""Matches a call in Glaive's records: JSON, except for the single quotes around its arguments."""
 
 
 def _parse_calls(text: str, where: str) -> Any:
-    """Parse calls that are written in JSON, as Python shows its objects (Toucan's), or as Glaive's
-    records have them."""
+    """Parse calls written in JSON, in Python's notation (Toucan's), or as in Glaive's records."""
     if found := _QUOTED_CALL.fullmatch(text):
         return {"name": found[1], "arguments": found[2].replace("\\'", "'")}
     if text.lstrip().startswith(("{'", "[{'")):
@@ -725,7 +736,8 @@ def in_order_of_calls(turns: list[Message]) -> list[Message]:
     Most templates write results without ``tool_call_id``, so a model takes the first result for
     that of the first call. Results without ids, and results of calls without ids, keep their order.
 
-    Raises BadLineError: an id names none of the calls, or an earlier call has no result.
+    Raises BadLineError: an id names none of the calls, two results have the same id, or a call has
+    no result although a later call has one.
     """
     made = [*turns]
     for i, turn in enumerate(turns):
@@ -781,7 +793,7 @@ def are_listed(tools: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, 
 def without_tags(turn: Message) -> Message:
     """Return a tool's turn without ``<tool_response>`` around its content.
 
-    Other turns are returned unchanged. If one content has several results, the inner tags stay.
+    Other turns are returned unchanged. If a content has several results, the inner tags stay.
     """
     content = turn.get("content")
     if turn["role"] != "tool" or not isinstance(content, str):
@@ -791,7 +803,7 @@ def without_tags(turn: Message) -> Message:
 
 
 def unknown_role(turns: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the first role in ``turns`` that is not one of OpenAI's, or None."""
+    """Return the first role in ``turns`` that is not OpenAI's. None: there is none."""
     return next((turn["role"] for turn in turns if turn["role"] not in _ROLES.values()), None)
 
 
@@ -800,8 +812,8 @@ def undeclared_call(
 ) -> str | None:
     """Return the name of a called function that the model was not shown.
 
-    Only calls of ``learned`` turns count. Either ``tools`` or a turn before the call shows a
-    function. None: all functions were shown.
+    Only calls of the turns ``learned`` count. A function is shown if it is in ``tools``, or if a
+    turn before the call has its name. None: all functions were shown.
     """
     declared = {_name_of(tool) for tool in tools}
     for i in learned:
@@ -824,7 +836,7 @@ def _text_of(turn: Mapping[str, Any]) -> str:
 
 
 class Form(NamedTuple):
-    """A way to write a conversation. The fields are the points in which templates differ."""
+    """A way to write a conversation. Each field is a point in which templates differ."""
 
     arguments: Literal["object", "text"] = "object"
     """Arguments of calls: objects, or the text of their JSON."""
@@ -836,7 +848,7 @@ class Form(NamedTuple):
     """Role of a developer's turns."""
 
     def is_alike_without_calls(self, other: "Form") -> bool:
-        """Return whether this form differs from ``other`` at most in how calls are written."""
+        """Return whether this form and ``other`` write everything but calls in the same way."""
         return (self.content, self.developer) == (other.content, other.developer)
 
     def of(self, turns: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -881,8 +893,8 @@ def forms_of(
     Args:
         turns: the conversation.
         reads_parts: True: the template seems to take lists of parts.
-        knows_developers: True: the template knows the role of developers. False: developers become
-            the system.
+        knows_developers: True: the template knows the role ``developer``. False: a developer's
+            turns become the system's.
     """
     has_calls = any("tool_calls" in turn for turn in turns)
     is_empty = any("tool_calls" in turn and not turn.get("content") for turn in turns)
@@ -904,7 +916,7 @@ def forms_of(
 # ---- what a template shows ----------------------------------------------------------------------
 
 _SECRET = secrets.token_hex(6)
-"""Part of each mark, so that no conversation or template contains one."""
+"""A part of each mark. It is random, so that no conversation or template contains a mark."""
 
 
 _KIND = "the parameters of `tools`"
@@ -912,7 +924,7 @@ _KIND = "the parameters of `tools`"
 
 
 class Piece(NamedTuple):
-    """A text that a user wrote, and the marks in its place that a template should show."""
+    """A text that a user wrote, and the marks in its place. A template should show them."""
 
     place: str
     """The field that holds the text, such as ``messages[3].content``."""
@@ -934,7 +946,7 @@ class Piece(NamedTuple):
         key, value = self.marks
         if form.arguments == "text":
             return json.dumps({key: value}) in text
-        # Python writes these quotes around a key. JSON has double quotes.
+        # Single quotes around the key mean that the template wrote a Python object, and not JSON.
         return key in text and value in text and f"'{key}'" not in text
 
 
@@ -949,7 +961,7 @@ class Marked(NamedTuple):
 
 
 class _Marker:
-    """Makes marks, and notes the pieces that they stand for."""
+    """Makes marks, and lists the pieces that they stand for."""
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
@@ -957,24 +969,24 @@ class _Marker:
         self._ids: dict[str, str] = {}
 
     def new(self) -> str:
-        """Return a mark that no text contains. No filter changes its letters and digits."""
+        """Return a mark that no text contains. Filters such as ``tojson`` do not change it."""
         self._num_marks += 1
         return f"m{_SECRET}{self._num_marks:06d}"
 
     def add(self, place: str, kind: str, turn: int | None, count: int = 1) -> tuple[str, ...]:
-        """Note a piece of ``count`` new marks, and return the marks."""
+        """List a piece with ``count`` new marks, and return the marks."""
         marks = tuple(self.new() for _ in range(count))
         self.pieces.append(Piece(place, kind, turn, marks))
         return marks
 
     def id(self, given: object) -> object:
-        """Return an id of nine characters, which some templates require, for a call's id."""
+        """Replace the id of a call by one of nine digits: some templates require this length."""
         if not isinstance(given, str):
             return given
         return self._ids.setdefault(given, f"{len(self._ids):09d}")
 
     def text(self, text: str, turn: int, role: str, place: str, with_thoughts: bool) -> str:
-        """Return a mark in place of ``text``, or marks between its ``<think>`` tags.
+        """Return a mark in place of ``text``. Thoughts in an assistant's text get their own marks.
 
         Blank text stays. Thoughts are pieces only if ``with_thoughts`` is True.
         """
@@ -1050,7 +1062,7 @@ class _Marker:
         return made
 
     def _parameters(self, given: Any, place: str) -> Any:
-        """Return parameters with marks in place of their names, or of a text."""
+        """Return parameters with marks in place of their names, or in place of a text."""
         if isinstance(given, str):
             return self.add(f"{place}.parameters", _KIND, None)[0]
         if isinstance(given, list):  # a JSON schema would have an object here
@@ -1096,7 +1108,7 @@ def marked(
 ) -> Marked:
     """Put marks in place of each text, reasoning, call, tool and document.
 
-    ``learned``: the turns whose reasoning has to be shown.
+    ``learned`` has the indices of the turns whose reasoning has to be shown.
     """
     marker = _Marker()
     made = [marker.turn(turn, i, i in learned) for i, turn in enumerate(turns)]

@@ -2,11 +2,12 @@
 
 Texts are laid end to end, and the stream is cut every ``seq_len`` tokens (:class:`StreamDataset`).
 If a conversation were cut, its second part would lack the prompt, and a model would learn answers
-without their questions. So conversations are fitted into rows uncut (:class:`WholeDataset`).
+without their questions. So rows hold conversations uncut (:class:`WholeDataset`), or one preference
+each (:class:`PairDataset`).
 
-Left out on purpose: storing the fit. Fitting a million documents takes 1.4 s with rows of 2,048
-tokens and 5 s with rows of 32,768. Each document takes a few integers of memory. Its tokens stay on
-disk.
+Left out on purpose: storing which row each document is in. Finding the rows of a million documents
+takes 1.4 s with rows of 2,048 tokens and 5 s with rows of 32,768. Each document takes a few
+integers of memory, and its tokens stay on disk.
 
 Shapes: S tokens of a row, D documents, I items (documents, or parts of them).
 """
@@ -29,7 +30,7 @@ class Row(NamedTuple):
     tokens_S: np.ndarray
     """Ids of the tokens."""
     targets_S: np.ndarray
-    """The next token of the same document. IGNORE_INDEX if there is none, or if it has no loss."""
+    """The next token of the same document, or IGNORE_INDEX if there is none or it has no loss."""
     positions_S: np.ndarray | None
     """Position within the segment. None: each row is one document, so attention needs no mask."""
     lengths: np.ndarray
@@ -74,7 +75,7 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> Row:
-        """Return row ``index`` of ``len(self)``. Each call returns the same."""
+        """Return row ``index``, from 0 to ``len(self) - 1``. Each call returns the same row."""
         ...
 
 
@@ -85,27 +86,30 @@ class Samples(Dataset, Protocol):
     """
 
     def sample(self, number: int) -> Row:
-        """Return sample ``number``, the same on every rank. Samples far back may be slow to get."""
+        """Return sample ``number``, the same on every rank.
+
+        Samples far back may be slow to read, or cannot be read again.
+        """
         ...
 
     def row(self, index: int) -> Row:
         return self.sample(index)
 
     def state(self, number: int) -> object:
-        """Return a JSON value from which :meth:`resume` finds sample ``number`` fast.
+        """Return a JSON value with which :meth:`resume` finds sample ``number`` quickly.
 
         None: :meth:`resume` needs no value.
         """
         return None
 
     def resume(self, state: Any) -> None:
-        """Continue from the value that :meth:`state` returned."""
+        """Continue at the sample for which :meth:`state` returned the value ``state``."""
 
 
 class Shuffled(Samples):
-    """A dataset in a new random order in each pass.
+    """A dataset whose rows have a new random order in each pass.
 
-    Of n rows, sample g is row ``permutation(seed, g // n)[g % n]``.
+    If there are n rows, sample g is row ``permutation(seed, g // n)[g % n]``.
     """
 
     def __init__(self, rows: Dataset, seed: int) -> None:
@@ -130,9 +134,9 @@ class Shuffled(Samples):
 class Mixture(Samples):
     """A mixture of several sources.
 
-    A pass has a fixed count of rows of each source, in an order that the seed decides. The next
-    pass takes the next rows of each source, so a source with more rows than its count gives other
-    rows.
+    A pass has a fixed number of rows of each source, in an order that the seed decides. The next
+    pass takes the next rows of each source. So if a source has more rows than a pass takes, each
+    pass has other rows of it.
     """
 
     def __init__(self, parts: Mapping[str, Samples], counts: Sequence[int], seed: int) -> None:
@@ -149,7 +153,7 @@ class Mixture(Samples):
         return list(self.parts.values())[part].sample(own_number)
 
     def _find(self, number: int) -> tuple[int, int]:
-        """Return the source of sample ``number``, and its number among that source's samples."""
+        """Return the index of the source of sample ``number``, and its number in this source."""
         number_of_pass, index = divmod(number, len(self))
         if number_of_pass != self._pass:
             order = _permutation(len(self), self._seed, number_of_pass)
@@ -183,14 +187,14 @@ class _BlockRows(NamedTuple):
     place: BlockPlace
     rows: Dataset
     order: np.ndarray
-    """[rows] int64: the index of the row that is each sample, in the order of the samples."""
+    """[rows] int64: the index of the row of each sample, in the order of the samples."""
 
 
 class Streamed(Samples):
-    """The rows of a source's blocks, block after block, each in an order that the seed decides."""
+    """The rows of a source, block after block. The seed decides the order of a block's rows."""
 
     def __init__(self, blocks: Blocks, rows_of: Callable[[TokenCache], Dataset], seed: int) -> None:
-        """Stream ``blocks``; ``rows_of`` makes the rows of each.
+        """Stream ``blocks``. ``rows_of`` makes the rows of a block from its token cache.
 
         The number of rows in a pass is estimated from the first block.
         """
@@ -239,7 +243,7 @@ def _permutation(size: int, *seeds: int) -> np.ndarray:
 
 
 def _targets(cache: TokenCache, where: slice | np.ndarray) -> np.ndarray:
-    """Return the tokens ``where`` in the cache, with IGNORE_INDEX for those without loss."""
+    """Return the tokens ``where`` of the cache, int64 [T]. Those without loss are IGNORE_INDEX."""
     targets_T = cache.tokens[where].astype(np.int64)
     if cache.masked is not None:
         targets_T[cache.masked[where] == 1] = IGNORE_INDEX
@@ -249,9 +253,10 @@ def _targets(cache: TokenCache, where: slice | np.ndarray) -> np.ndarray:
 class StreamDataset:
     """Rows of ``seq_len`` tokens over a token cache, with documents laid end to end.
 
-    There is no padding, and only the last partial row is dropped. A document that a row's end cuts
-    continues in the next row as a segment of its own. Segments attend only to themselves, and no
-    target crosses documents. ``.`` is IGNORE_INDEX; other targets are a document's next tokens:
+    There is no padding, and only the tokens behind the last full row are dropped. If the end of a
+    row cuts a document, the document continues in the next row as a segment of its own. Segments
+    attend only to themselves, and no target is a token of another document. In this example ``.``
+    is IGNORE_INDEX, and the other targets are a document's next tokens:
 
         documents  a a a | b b b b b | c c      seq_len 4
         row 0      tokens a a a b    targets a a . b    positions 0 1 2 0    lengths 3 1
@@ -261,7 +266,7 @@ class StreamDataset:
     def __init__(
         self, cache: TokenCache, seq_len: int, first: int = 0, stop: int | None = None
     ) -> None:
-        """Take rows ``first:stop`` of the stream, perhaps none.
+        """Take rows ``first:stop`` of the stream. There may be none.
 
         If ``stop`` is None, all rows from ``first`` on are taken.
         """
@@ -271,7 +276,7 @@ class StreamDataset:
         self._seq_len = seq_len
         self._first = first
         self._num_rows = stop - first
-        # Targets end here, so that none lies in another dataset's rows or after the corpus.
+        # No target lies at or behind this token: it may belong to another dataset's rows.
         self._end = len(cache.tokens) if stop == len(cache.tokens) // seq_len else stop * seq_len
 
     def __len__(self) -> int:
@@ -286,7 +291,7 @@ class StreamDataset:
         following = slice(start + 1, min(stop + 1, self._end))
         targets_S = np.full(size, IGNORE_INDEX)
         targets_S[: following.stop - following.start] = _targets(cache, following)
-        # Documents that end in this row: their ends e lie in start < e <= stop.
+        # Find the documents that end in this row. Their ends e lie in start < e <= stop.
         first, last = np.searchsorted(cache.documents, (start, stop), side="right")
         ends = cache.documents[first:last] - start
         targets_S[ends - 1] = IGNORE_INDEX
@@ -324,19 +329,20 @@ class SyntheticDataset:
 class WholeDataset:
     """Rows of ``seq_len`` tokens that hold whole documents, fitted by :func:`best_fit`.
 
-    The rest of a row is padding. Chats of a fifth of a row fill 99% of the rows.
+    The rest of a row is padding. If a chat takes about a fifth of a row, padding takes 1% of all
+    tokens.
 
         documents  a a a a | b b b | c c      seq_len 6
         row 0      tokens a a a a c c    positions 0 1 2 3 0 1    lengths 4 2    pads . . . . . .
         row 1      tokens b b b 0 0 0    positions 0 1 2 3 4 5    lengths 6      pads . . . x x x
 
-    A conversation that is longer than a row keeps its beginning, so each kept answer keeps its
-    whole context. With ``drops_overlong`` it is left out. A longer document without masked tokens
-    is a text, and is cut into parts. Documents with nothing to learn are left out, so every row has
-    a target.
+    A conversation that is longer than a row keeps its beginning, so that each answer in it keeps
+    its whole context. With ``drops_overlong`` such a conversation is left out. A longer document
+    without masked tokens is a text, and is cut into parts. Documents with nothing to learn are left
+    out, so every row has a target.
 
     Attributes:
-        overlong_lengths: numbers of tokens of the conversations that are longer than a row.
+        overlong_lengths: int64 numbers of tokens of the conversations that are longer than a row.
     """
 
     def __init__(
@@ -348,7 +354,7 @@ class WholeDataset:
         *,
         drops_overlong: bool = False,
     ) -> None:
-        """Pack documents ``first:stop`` of ``cache``, perhaps into no row.
+        """Pack documents ``first:stop`` of ``cache``. There may be no row.
 
         If ``stop`` is None, all documents from ``first`` on are packed.
         """
@@ -360,8 +366,8 @@ class WholeDataset:
         starts_D = cache.documents[first:stop].astype(np.int64)
         lengths_D = np.diff(cache.documents[first : stop + 1])
         targets_D = cache.targets[first:stop].astype(np.int64)
-        # Find the documents that are longer than a row. A last token needs no room as an input,
-        # since it has no target, so seq_len + 1 tokens fit a row.
+        # Find the documents that are longer than a row. The last token of a document has no target,
+        # so it need not be an input, and a document of seq_len + 1 tokens fits a row.
         is_long_D = lengths_D > seq_len + 1
         is_text_D = targets_D == lengths_D - 1
         kept_D = targets_D.copy()
@@ -375,8 +381,8 @@ class WholeDataset:
             assert cache.masked is not None  # otherwise every document is a text
             start = starts_D[d] + 1
             kept_D[d] = seq_len - int(cache.masked[start : start + seq_len].sum())
-        # Divide documents into items, the parts of the token stream that rows consist of. Most
-        # items are whole documents.
+        # Divide the documents into items, of which rows consist. Most items are whole documents,
+        # and the others are parts of texts or beginnings of conversations.
         parts_D = np.where(is_text_D, -(-(lengths_D - 1) // seq_len), 1)
         parts_D[kept_D == 0] = 0
         first_item_D = np.cumsum(parts_D) - parts_D
@@ -431,19 +437,21 @@ class PairDataset:
     Two successive documents of the cache without a label are a pair: the prompt with the chosen
     answer, and the prompt with the rejected answer. A document with a label is a prompt with a
     single answer. Each document becomes a segment of the row, and segments do not see each other.
-    Preferences that are longer than a row, or have an answer without targets, are left out.
+    A preference is left out if it is longer than a row, or if an answer of it has no targets.
 
     For KTO a row has one more segment: its own prompt with the first answer of the next preference.
     Such rows have the field ``label``, [S] int64: 1 in the segment of a desirable answer, -1 in
     the segment of an undesirable one, 0 in the segment of the other preference's answer. If the
     cache has margins, rows have the field ``margin``, [S] float32, the pair's margin at each token.
+    All rows have the field ``reference``, [S] float32, the row's part of ``reference_PS``.
 
     Attributes:
-        pairs: the preference of the cache that each row holds.
-        needed_P: number of tokens that each preference needs in a row, even if it has no row.
+        pairs: int64 [rows], the index of the preference in the cache that each row holds.
+        needed_P: int64 [preferences], the number of tokens that each one needs in a row. Those that
+            have no row are among them.
         overlong_lengths: the values of ``needed_P`` that are larger than ``seq_len``.
-        reference_PS: fp32 log-probabilities of the targets under the reference model. They are 0
-            until the owner of the objective fills them in.
+        reference_PS: float32 [rows, S], log-probabilities of the targets under the reference model.
+            They are 0 until the owner of the objective fills them in.
     """
 
     def __init__(
@@ -454,7 +462,7 @@ class PairDataset:
         first: int = 0,
         stop: int | None = None,
     ) -> None:
-        """Take preferences ``first:stop`` of ``cache``, perhaps for no row.
+        """Take preferences ``first:stop`` of ``cache``. There may be no row.
 
         If ``stop`` is None, all preferences from ``first`` on are taken.
         """
@@ -482,7 +490,7 @@ class PairDataset:
         return len(self.pairs)
 
     def _segments(self, pair: int) -> list[np.ndarray]:
-        """Return the indices of the cache's tokens in each segment of a preference."""
+        """Return, for each segment of a preference, the indices of its tokens in the cache."""
         ends = self._cache.documents
         first, stop = (int(d) for d in self._starts[pair : pair + 2])
         segments = [np.arange(int(ends[d]), int(ends[d + 1])) for d in range(first, stop)]
@@ -508,7 +516,7 @@ class PairDataset:
         return row._replace(extra=extra)
 
     def _labels(self, pair: int) -> list[int]:
-        """Return 1 for a desirable and -1 for an undesirable answer, for each answer in order."""
+        """Return 1 for each desirable answer of a preference and -1 for each undesirable one."""
         labels, first = self._cache.labels, self._starts[pair]
         if labels is None or labels[first] < 0:
             return [1, -1]
@@ -543,12 +551,13 @@ def best_fit(lengths_I: np.ndarray, size: int) -> np.ndarray:
     """Fit items into rows of ``size``, by the method "best fit decreasing".
 
     The longest item comes first. Each item goes into the row with the least room that still holds
-    it: lengths 3, 2, 5, 4 and rows of 7 give 5 + 2 and 4 + 3. The method fills at most 11/9 of the
-    fewest possible rows (D. S. Johnson, 1973). It takes O(I log I) time, with one search of
-    ``size`` bits for each item.
+    it: lengths 3, 2, 5, 4 and rows of 7 give 5 + 2 and 4 + 3. If m rows are the fewest possible,
+    the method fills at most 11/9 m + 4 rows (D. S. Johnson, 1973). It sorts the items in
+    O(I log I) time, and then searches ``size`` bits for each item.
 
     Args:
         lengths_I: integers from 1 to ``size``.
+        size: number of tokens of a row.
 
     Returns:
         The row of each item, int64 [I]. Rows are numbered in the order in which they are opened.

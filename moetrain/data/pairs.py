@@ -1,10 +1,10 @@
 """Finds the prompt of one answer, or of the two answers of a pair.
 
 Public data sets write a question and its answers in many forms (:data:`KNOWN_FORMS`). The prompt
-may be a field of its own, or the beginning of whole dialogues, or both. In each case it is read
-only once. The prompt of two dialogues is their common beginning, as in TRL's ``extract_prompt``,
-except that the last turn of each dialogue always belongs to the answer. A record is refused if its
-prompt cannot be found, or if a field of it would be lost.
+may be a field of its own, or the beginning of whole dialogues. If it is both, it is written only
+once. The prompt of two dialogues is their common beginning, as in TRL's ``extract_prompt``, except
+that the last turn of each dialogue always belongs to the answer. A record is refused if its prompt
+cannot be found, or if one of its fields would be lost.
 
 Left out on purpose: whole texts in other forms than Anthropic's ``Human:`` and ``Assistant:``,
 because nothing marks the end of their prompt.
@@ -34,18 +34,18 @@ _SYSTEM = ("system", "developer")
 _QUESTIONS = ("prompt", "question", "instruction", "input")
 """Fields that may hold the question, in the order of the search."""
 _NAMES = ("human", "user", "assistant", "system", "question", "answer")
-"""Names of roles in texts that hold several turns."""
+"""Words that name roles in a text that holds several turns."""
 _OF_DIALOGUES = ("system", "history", "tools", "functions", "documents", "chat_template_kwargs")
 """Fields that only a chat template can show."""
 _LABELS = {
     "desirable": ("true", "1", "1.0", "good", "desirable"),
     "undesirable": ("false", "0", "0.0", "bad", "undesirable"),
 }
-"""Labels of a single answer, in lower case."""
+"""The values of a label, as texts in lower case."""
 _MARK = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 """Matches the beginning of a turn in a whole text."""
 _NOTHING = ("", "[]", "{}", "null")
-"""Texts of fields that have no value, as tables write them."""
+"""Texts that tables write in fields without a value."""
 
 
 class Dialogues(NamedTuple):
@@ -63,8 +63,8 @@ class Texts(NamedTuple):
     texts: list[str]
     """For each answer, the prompt followed by the answer."""
     spans: list[list[tuple[int, int]]]
-    """For each text, the characters ``(start, end)`` of the answer. There are none if the answer
-    has no turn of the assistant."""
+    """For each text, the spans ``(start, end)`` of the characters to learn. A text whose answer has
+    no turn of the assistant has none."""
 
 
 class _Asked(NamedTuple):
@@ -77,7 +77,7 @@ class _Asked(NamedTuple):
     messages: list[Message]
     """Everything before the answers, as messages: system, history and question."""
     is_plain: bool
-    """True: nothing but the text ``prompt`` comes before the answers, which need no template."""
+    """True: at most the text ``prompt`` comes before the answers, so they need no template."""
 
 
 def read_answers(
@@ -88,7 +88,7 @@ def read_answers(
     Args:
         record: the record. Its lists of messages have been converted already.
         keys: ``chosen`` and ``rejected``, or the field of one answer.
-        needs_prompt: True: refuse answers without a prompt, and a second question.
+        needs_prompt: True: refuse answers without a prompt, and texts that ask but are not in it.
 
     Raises BadLineError: the record has no known form, or a part of it would be lost.
     """
@@ -120,11 +120,11 @@ def _unknown(record: Mapping[str, Any]) -> BadLineError:
 
 
 def label_of(record: Mapping[str, Any]) -> bool | None:
-    """Return the ``label`` of a single answer, True if desirable; None: there is no label.
+    """Return the ``label`` of a single answer: True if it is desirable. None: there is no label.
 
     ``kto_tag`` is another name of the field. Words and numbers of :data:`_LABELS` are labels too.
 
-    Raises BadLineError: both fields are there, and differ.
+    Raises BadLineError: both fields have a label, and the labels differ.
     """
     labels = {key: found for key in ("label", "kto_tag") if (found := _label(record.get(key)))}
     if len({*labels.values()}) > 1:
@@ -166,7 +166,7 @@ def _asked(record: Mapping[str, Any], needs_prompt: bool) -> _Asked:
             del lists[key]
     for turns in lists.values():
         _check(turns)
-    # Choose one question. It must contain the other texts.
+    # Choose one question. With needs_prompt, it must contain the other texts.
     name, text, messages = "prompt", "", []
     if "prompt" not in lists and texts:
         name, text = next(iter(texts.items()))
@@ -182,7 +182,7 @@ def _asked(record: Mapping[str, Any], needs_prompt: bool) -> _Asked:
             problem = f"`{key}` is not in `{name}`, beside which it would be lost"
             remedy = f"write both in `{name}`, or leave `{key}` out"
             raise BadLineError(f"{problem}: {shortened(other)}; {remedy}")
-    # Add history and system.
+    # Put the history and the system text before the question.
     messages = with_system([*read_history(record), *messages], system, name)
     # A field without a value decides nothing, whether it is null, empty, or missing.
     of_dialogues = lists or any(_has_value(record.get(key)) for key in _OF_DIALOGUES)
@@ -196,12 +196,12 @@ def _asked(record: Mapping[str, Any], needs_prompt: bool) -> _Asked:
 
 
 def _has_value(value: object) -> bool:
-    """Return whether a field has a value: it is not null, empty, or the text of an empty list."""
+    """Return whether a field has a value: it is neither null nor empty, nor the text of either."""
     return value not in _NOTHING if isinstance(value, str) else bool(value)
 
 
 def with_system(messages: Sequence[Message], system: object, name: str) -> list[Message]:
-    """Return ``messages`` behind the text ``system``, unless their system turn has this text.
+    """Put a turn with the text ``system`` before ``messages``, unless they have this text already.
 
     Args:
         messages: the messages of the field ``name``.
@@ -225,7 +225,10 @@ def with_system(messages: Sequence[Message], system: object, name: str) -> list[
 
 
 def read_history(record: Mapping[str, Any]) -> list[Message]:
-    """Return alpaca's ``history``, pairs of a question and its answer, as messages."""
+    """Return Alpaca's ``history``, pairs of a question and its answer, as messages.
+
+    Raises BadLineError: an entry is no such pair, or a text is no JSON.
+    """
     messages: list[Message] = []
     history = record.get("history") or []
     if isinstance(history, str) and history.lstrip().startswith("["):
@@ -244,8 +247,8 @@ def dialogues_of_lists(
 ) -> tuple[str, list[list[Message]]] | None:
     """Read a question and its answers that are lists of texts, as Chatbot Arena writes them.
 
-    ``["q", "r"]`` and ``["a", "b"]``, or the texts of their JSON, are the dialogue q, a, r, b. An
-    answer alone that is such a list is an answer in JSON, and stays as it is.
+    ``["q", "r"]`` and ``["a", "b"]``, or the texts of their JSON, are the dialogue q, a, r, b. If
+    only the answer is such a list, it is an answer in JSON, and stays as it is.
 
     Args:
         record: the record.
@@ -255,7 +258,8 @@ def dialogues_of_lists(
         The field of the question, and for each answer the dialogue. None: the question is no list
         of texts.
 
-    Raises BadLineError: the question is a list of texts, and an answer is no list of as many.
+    Raises BadLineError: the question is a list of texts, and an answer is no list of as many texts,
+    or a list has null in place of a text.
     """
     fields = [key for key in _QUESTIONS if record.get(key) not in (None, "", [])]
     asked = _texts_in(record[fields[0]]) if fields else None
@@ -286,7 +290,7 @@ def dialogues_of_lists(
 
 
 def _texts_in(value: object) -> list[str | None] | None:
-    """Return the texts of a list, or of the JSON of one. None: ``value`` is no such list."""
+    """Return the texts of a list, or of a list in JSON. None: ``value`` is no list of texts."""
     if isinstance(value, str) and re.match(r"""\s*\[\s*["n\]]""", value):
         try:
             value = parse_json(value, "a text")
@@ -298,7 +302,7 @@ def _texts_in(value: object) -> list[str | None] | None:
 
 
 def _systems(messages: Sequence[Message]) -> list[Message]:
-    """Return the system's turns at the beginning of ``messages``."""
+    """Return the turns of the system and of developers at the beginning of ``messages``."""
     others = (i for i, turn in enumerate(messages) if turn.get("role") not in _SYSTEM)
     return list(messages[: next(others, len(messages))])
 
@@ -308,14 +312,14 @@ def _is_answer(turn: Any) -> bool:
 
 
 def text_of(turn: Message) -> str:
-    """Return the text of a turn's ``content``, of which the parts are joined."""
+    """Return the text of a turn's ``content``. Its parts are joined."""
     content = turn.get("content") or ""
     parts = content if isinstance(content, list) else [content]
     return "".join(str(x.get("text") or "") if isinstance(x, dict) else str(x) for x in parts)
 
 
 def _words(text: str) -> str:
-    """Return ``text`` with each run of white space as one blank: copies often differ there."""
+    """Return ``text`` with one blank for each run of white space, in which copies often differ."""
     return " ".join(text.split())
 
 
@@ -331,9 +335,9 @@ def _is_same(turn: Message, other: Message) -> bool:
 
 
 def _writes_out(text: str, turns: Sequence[Message]) -> bool:
-    """Return whether ``text`` consists of the contents of ``turns`` and their marks.
+    """Return whether ``text`` consists of the contents of ``turns`` and of marks between them.
 
-    The system's turns may be missing. Marks are names of roles, and text in angle or square
+    The system's turns may be missing. A mark is the name of a role, or text in angle or square
     brackets.
     """
     rest = _words(text)
@@ -352,7 +356,7 @@ def _writes_out(text: str, turns: Sequence[Message]) -> bool:
 def _dialogues(
     record: Mapping[str, Any], answers: list[list[Message]], asked: _Asked, needs_prompt: bool
 ) -> Dialogues:
-    """Return dialogues of the question and each answer. An answer may repeat the question.
+    """Return a dialogue of the question and each answer. An answer may repeat the question.
 
     Raises BadLineError: there is no prompt, or the answers begin with another question.
     """
@@ -363,13 +367,13 @@ def _dialogues(
     prompt = [*before, *answers[0][:num_shared]]
     if needs_prompt and len(_systems(prompt)) == len(prompt):
         raise _unknown(record)
-    # A single answer may have several turns, which are all trained on.
+    # A single answer may have several turns. All of them are trained on.
     num_given = len(prompt) if len(answers) > 1 else len(before) + num_repeated
     return Dialogues([[*before, *answer] for answer in answers], num_given)
 
 
 def _check(turns: list[Any]) -> None:
-    """Raise BadLineError unless ``turns`` are objects."""
+    """Raise BadLineError unless all ``turns`` are objects."""
     for turn in turns:
         if not isinstance(turn, dict):
             problem = f"a list of messages has {shortened(turn)}, which is no object"
@@ -382,7 +386,7 @@ def _check(turns: list[Any]) -> None:
 def _num_shared(answers: Sequence[Sequence[Any]]) -> int:
     """Return the number of turns that all answers share at their beginning.
 
-    The last turn of each does not count. Keys with null, which tables add, are ignored.
+    The last turn of each answer does not count. Keys with null, which tables add, are ignored.
     """
     most = min(map(len, answers)) - 1
     known = [without_nulls(answer[:most]) for answer in answers]
@@ -396,7 +400,7 @@ def _before(
 
     Returns:
         The messages of ``asked`` that the answers do not repeat, and the number of turns at the
-        common beginning of the answers that repeat the other messages.
+        beginning of the answers within which they repeat the other messages.
 
     Raises BadLineError: the answers begin with another question.
     """
@@ -417,7 +421,7 @@ def _before(
 def _num_repeated(
     turns: list[Message], shared: list[Message], text: str, is_answer: bool
 ) -> int | None:
-    """Return the number of turns of ``shared`` until it has repeated ``turns``; None: never.
+    """Return after how many turns ``shared`` has repeated ``turns``. None: it does not.
 
     Args:
         turns: the question and its history.
@@ -467,7 +471,8 @@ def _joined(prompt: str, answers: Sequence[str]) -> Texts:
 def _learned(text: str, start: int) -> list[tuple[int, int]]:
     """Return the spans of ``text`` to train on. The answer begins at ``start``.
 
-    The spans of an answer with several turns are the assistant's turns.
+    If the prompt before it begins with a human's turn, the spans are the assistant's turns in the
+    answer. A blank answer is one span.
     """
     if not text[start:].strip() or not _is_whole(text[:start]):
         return [(start, len(text))]
@@ -502,7 +507,7 @@ def _turns(text: str) -> list[_Turn]:
 
 
 def _whole_texts(record: Mapping[str, Any], texts: list[str], asked: _Asked) -> Texts:
-    """Return whole texts. The assistant's turns after their common beginning are trained on.
+    """Return whole texts. Their assistant's turns after the common beginning are trained on.
 
     Raises BadLineError: the texts have no common beginning, or a field beside them would be lost.
     """

@@ -1,8 +1,8 @@
 """Reads the sizes of a Parquet file's pages from their headers.
 
-A file of a few kilobytes can hold pages that decompress to gigabytes, and one value of a dictionary
-can be repeated a billion times. The file's footer may not show this, and pyarrow checks no size.
-So the headers of pages, which have the sizes that a reader allocates, are read first.
+A file of a few kilobytes can hold pages that decompress to gigabytes, and it can repeat one value
+of a dictionary a billion times. The file's footer may not show this, and pyarrow checks no size.
+The header of a page has the size that a reader allocates for it, so these headers are read first.
 
 The format is https://parquet.apache.org/docs/file-format/ (``parquet.thrift``: PageHeader), in
 Thrift's compact protocol.
@@ -15,11 +15,11 @@ from moetrain.data.messages import BadLineError
 
 _MIB = 1 << 20
 _MOST_TOGETHER = 1 << 30
-"""Most bytes that the largest pages of a row group's columns may have together: a reader holds one
-page of each column at once."""
+"""Most bytes that the largest pages of all columns of a row group may have together. A reader holds
+one page of each column at the same time."""
 _MOST_VALUES = 1 << 27
-"""Most values of a column of lists in a row group. One row may hold all of them, and each takes
-twelve bytes."""
+"""Most values that a column of lists may have in a row group. One row may hold all of them, and
+each value takes twelve bytes."""
 _DEEPEST = 8
 _DAMAGED = "its page headers are damaged; write the file again"
 
@@ -33,7 +33,7 @@ class GroupSize(NamedTuple):
 
 
 def group_size(file: Path, metadata: Any, group: int) -> GroupSize:
-    """Read the page headers of row group ``group`` of ``file``.
+    """Return the memory that row group ``group`` of ``file`` takes, from its page headers.
 
     ``metadata`` is pyarrow's ``ParquetFile.metadata``.
 
@@ -58,7 +58,10 @@ def group_size(file: Path, metadata: Any, group: int) -> GroupSize:
 
 
 def _column_size(opened: IO[bytes], column: Any) -> tuple[int, int]:
-    """Return the uncompressed bytes of a column's largest page, and its number of values."""
+    """Return the uncompressed bytes of a column's largest page, and the column's number of values.
+
+    Raises BadLineError: a header is damaged.
+    """
     at = column.dictionary_page_offset or column.data_page_offset
     end = at + column.total_compressed_size
     largest = num_values = 0
@@ -95,7 +98,10 @@ def _struct(opened: IO[bytes], depth: int) -> dict[int, Any]:
 
 
 def _value(opened: IO[bytes], kind: int, depth: int) -> Any:
-    """Read a value of Thrift's type ``kind``. Texts and lists are passed over."""
+    """Read a value of Thrift's type ``kind``. Texts and lists are passed over.
+
+    Raises ValueError or IndexError: the bytes are no such value.
+    """
     if depth > _DEEPEST:
         raise ValueError("nested too deeply")
     match kind:

@@ -1,7 +1,7 @@
 """Shows the first document of each source of a run as it will be learned, for ``--dry_run``.
 
-One document of a source is read and rendered by a run's own code. Left out on purpose: tokens and
-rows, which ``moetrain data`` shows; a large source takes minutes to tokenise.
+The code that a run uses reads and renders this document. Left out on purpose: tokens and rows,
+since it takes minutes to tokenise a large source. ``moetrain data`` shows these.
 """
 
 from moetrain.config import Config
@@ -15,8 +15,10 @@ _LONGEST = 400
 
 
 def cautions(config: Config, vocab_size: int) -> list[str]:
-    """Return a line for each setting by which a run teaches less, or keeps less, than its user may
-    think: random tokens, bytes under a large vocabulary, no checkpoint."""
+    """Return a line for each setting with which a run learns or keeps less than its user may think.
+
+    Such settings are random tokens, bytes under a large vocabulary, and no checkpoint.
+    """
     data, checkpoint = config.data, config.checkpoint
     found: list[str] = []
     if data.source == "synthetic" and data.mix is None:
@@ -36,7 +38,7 @@ def cautions(config: Config, vocab_size: int) -> list[str]:
 
 
 def preview(config: Config, vocab_size: int) -> str:
-    """Describe the data of ``config`` in a line for each source.
+    """Describe the data of ``config``, with one line for each source.
 
     Raises ConfigError: a source is not there, or its first record cannot be learned.
     """
@@ -55,8 +57,10 @@ def preview(config: Config, vocab_size: int) -> str:
 
 
 def _marked(document: Document) -> str:
-    """Return the text of a document on one line, cut in the middle, with marks around what is
-    learned."""
+    """Return the text of a document on one line, with « and » around what is learned.
+
+    A long text is cut in the middle.
+    """
     text, spans = document.text, document.loss_spans
     parts, at = [], 0
     for start, end in [(0, len(text))] if spans is None else spans:

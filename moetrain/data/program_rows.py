@@ -1,13 +1,13 @@
 """Reads the rows that a program hands to a trainer, in place of a source of text in the settings.
 
-docs/library.md describes the rows. A sequence is shuffled by ``train.seed``. An iterable keeps its
-order, and it is begun again when it ends. Every rank reads all rows and keeps its own share. The
-further fields of a token are stored at the position that predicts the token, where an objective
-reads them.
+docs/library.md describes the rows. A sequence is shuffled by ``train.seed``, and each rank reads
+only its own rows of it. An iterable keeps its order, and is begun again when it ends. Each rank
+reads all rows of an iterable, and keeps its own share. Further fields of a token are stored at the
+position that predicts the token, where an objective reads them.
 
 An iterable with ``state_dict`` and ``load_state_dict``, as torch's stateful data sets have them,
-resumes from its state, which the checkpoint holds as JSON. Any other iterable is read again from
-the beginning up to the row at which the checkpoint was written.
+resumes from its state, which the checkpoint holds as JSON. Any other iterable is begun again, and
+its rows are skipped up to the row at which the checkpoint was written.
 """
 
 import hashlib
@@ -76,7 +76,9 @@ class _IterableRows(Samples):
         )
 
     def _read_to(self, number: int) -> Any:
-        """Read up to ``number`` rows in all, and return the last one.
+        """Read until ``number`` rows have been read in all. Return the last one.
+
+        None: as many rows had been read already.
 
         Raises RunFailed: the iterable ended and cannot be begun again.
         """
@@ -95,7 +97,7 @@ class _IterableRows(Samples):
         return found
 
     def state(self, number: int) -> dict[str, Any]:
-        self._read_to(number)  # includes the rows of other ranks
+        self._read_to(number)  # the rows behind this rank's last one are other ranks'
         state: dict[str, Any] = {"taken": number, "began_at": self._began_at}
         if hasattr(self.rows, "state_dict"):
             state["rows"] = cast("Any", self.rows).state_dict()
@@ -125,8 +127,9 @@ def data_of_rows(rows: Any, held_out: Any, config: Config, vocab_size: int) -> D
         config: the settings of the run.
         vocab_size: number of token ids that the model takes.
 
-    Raises ConfigError: a user gave a setting that has no effect on rows, there are no rows,
-    ``train.epochs`` is set for an iterable, or nothing can be sampled from ``train.sample_prompt``.
+    Raises ConfigError: a user gave a setting that has no effect on rows or needs held-out rows,
+    there are no rows, ``held_out`` is no sequence, ``train.epochs`` is set for an iterable, or
+    nothing can be sampled from ``train.sample_prompt``.
     """
     for name in _OF_TEXT:
         if config.is_users(f"data.{name}"):
@@ -168,13 +171,16 @@ def data_of_rows(rows: Any, held_out: Any, config: Config, vocab_size: int) -> D
 
 
 def _is_sequence(rows: Any) -> bool:
-    """Return True if ``rows`` have a length and an index."""
+    """Return True if ``rows`` have a length and can be indexed."""
     is_stream = isinstance(rows, IterableDataset)  # may have both, and still cannot be indexed
     return not is_stream and hasattr(rows, "__getitem__") and hasattr(rows, "__len__")
 
 
 def _sized(rows: Any, seq_len: int, vocab_size: int) -> Dataset:
-    """Return a sequence of rows as a dataset, or a dataset unchanged."""
+    """Return a sequence of rows as a dataset, or a dataset unchanged.
+
+    Raises ConfigError: ``rows`` is neither, or has no row.
+    """
     if not hasattr(rows, "row") and not _is_sequence(rows):
         raise ConfigError("eval_data", f"{_name_of(rows)} has no len() and []; give a list of rows")
     if len(rows) == 0:
@@ -189,7 +195,8 @@ def _name_of(rows: Any) -> str:
 def _row_of(entry: Any, what: str, *, seq_len: int, vocab_size: int) -> Row:
     """Make a row of ``entry``, a list of token ids or a mapping with ``input_ids``.
 
-    Raises ConfigError, whose text begins with ``what``: ``entry`` is neither, or does not fit.
+    Raises ConfigError, whose text begins with ``what``: ``entry`` is neither, has more tokens than
+    a row, or has tokens that the model lacks.
     """
     fields = entry if isinstance(entry, Mapping) else {"input_ids": entry}
     ids = np.asarray(fields["input_ids"])
@@ -214,15 +221,15 @@ def _row_of(entry: Any, what: str, *, seq_len: int, vocab_size: int) -> Row:
         extra[name][: len(ids) - 1] = found[1:]
     del extra["input_ids"]
     targets_T = np.append(np.where(labels < 0, IGNORE_INDEX, labels)[1:], IGNORE_INDEX)
-    # One document, whose attention needs no mask.
+    # The row is one document, so attention needs no mask.
     return Row.filled(seq_len, [(ids, targets_T)])._replace(positions_S=None, extra=extra)
 
 
 def _numbers(field: Any, what: str, length: int) -> np.ndarray | None:
     """Return ``field`` as an array with an entry for each token. None: it is no list of numbers.
 
-    Raises ConfigError, whose text begins with ``what``: the entries differ in length, or their
-    number is not ``length``.
+    Raises ConfigError, whose text begins with ``what``: the entries differ in their length, or
+    their number is not ``length``.
     """
     try:
         found = np.asarray(field)

@@ -4,7 +4,7 @@ The fields of a record tell its form, so one source may mix forms. ``data.format
 for all records. Every form of a dialogue becomes messages, which :mod:`moetrain.data.chat` renders.
 Prompts and completions of plain text are joined as they are.
 
-Left out on purpose: renaming other fields of records (a line of the user's own script does that),
+Left out on purpose: renaming fields of an unknown name (a line of the user's own script does that),
 and images and sounds in ``content``.
 """
 
@@ -53,11 +53,11 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.warned import warn_once
 
 _ALIKE = 0.5
-"""An error names the nearest form if the record has at least this share of the form's fields."""
+"""An error names the nearest form if a record has at least this share of its fields."""
 _DIALOGUES = ("messages", "conversations", "conversation", "trajectory")
 """Fields that may hold a dialogue."""
 _MOST_MARGIN = 1e30
-"""The largest margin of a pair. fp32 holds this number, and sums of such numbers."""
+"""The largest size of a pair's margin. fp32 holds this number, and sums of such numbers."""
 
 RowKind = Literal["auto", "whole", "stream", "pairs", "answers", "ranked"]
 """A value of data.packing, or one of :attr:`RecordReader.PAIRED`."""
@@ -68,7 +68,7 @@ class RecordReader:
     """Reads records as ``data.format``, ``data.text_field`` and ``data.train_on`` say."""
 
     PAIRED: ClassVar = ("pairs", "answers", "ranked")
-    """Further values of data.packing, which train.objective sets. pairs: rows of preference pairs.
+    """Further values of data.packing. train.objective sets them. pairs: rows of preference pairs.
     answers: rows of pairs and of single answers with a label, for kto. ranked: rows of pairs with
     their margins, for reward."""
 
@@ -84,7 +84,7 @@ class RecordReader:
     """True: both answers of a preference pair become documents. False: only the chosen answer
     becomes a document, for next-token loss."""
     reads_labels: bool = False
-    """True: single answers with a label are read too. All records that are neither such answers nor
+    """True: single answers with a label are read too. Records that are neither such answers nor
     pairs are refused."""
     reads_margins: bool = False
     """True: the ``margin`` of a pair is read."""
@@ -93,7 +93,7 @@ class RecordReader:
 
     @staticmethod
     def kind_of_rows(data: DataSection) -> RowKind:
-        """Return ``data.packing``, which train.objective may have replaced by one of ``PAIRED``."""
+        """Return ``data.packing``. For some objectives it has become one of :attr:`PAIRED`."""
         return cast("RowKind", data.packing)
 
     @classmethod
@@ -133,11 +133,13 @@ class RecordReader:
         return [*found, *["skip"] * self.skips_bad, *reads]
 
     def documents(self, record: Any) -> list[Document]:
-        """Return the documents of ``record``. A blank text or a record of weight 0 gives none.
+        """Return the documents of ``record``.
+
+        A blank text, a record of weight 0 and a dialogue whose answers have weight 0 give none.
 
         Raises:
-            BadLineError: the record has no known form, or is malformed. The error names the field
-                of the dialogue as the record does.
+            BadLineError: the record has no known form, is malformed, or would lose a field. The
+                error names the field of the dialogue as the record does.
             ConfigError: the chat template itself is wrong.
         """
         name = name_of_dialogue(record)
@@ -165,7 +167,7 @@ class RecordReader:
         if self.form == "auto":
             _refuse_second_dialogue(record, form)
         refuse_lost(record, found, form)
-        # Lone surrogates, which JSON can spell and no tokenizer accepts, become a question mark.
+        # JSON can spell lone surrogates, and no tokenizer accepts them. They become question marks.
         return [
             document._replace(text=document.text.encode(errors="replace").decode())
             for document in found
@@ -187,7 +189,10 @@ class RecordReader:
         return unread_fields(named, documents, self._form(named)) if documents else []
 
     def _form(self, record: dict[str, Any]) -> str:
-        """Return the form of a record whose fields are renamed already."""
+        """Return the form of a record whose fields are renamed already.
+
+        Raises BadLineError: the record has no known form, or not the form of ``data.format``.
+        """
         if self.form != "auto":
             missing = [key for key in self._needed(self.form) if record.get(key) is None]
             if missing and self.reads_pairs:
@@ -246,8 +251,8 @@ class RecordReader:
         return (self.text_field,) if form == "text" else _FORMS[form].fields
 
     def _text(self, record: dict[str, Any]) -> list[Document]:
-        # In OASST a record is one turn. Tables leave out the empty parent of a dialogue's first
-        # turn.
+        # In OASST a record is one turn. The first turn of a dialogue has no parent, and tables
+        # leave out its `parent_id`.
         if {"role", "parent_id"} <= record.keys() or record.get("role") == "prompter":
             problem = f"a turn of a dialogue and no document: {shortened(record)}"
             raise BadLineError(f"{problem}; give whole dialogues as `messages`")
@@ -267,9 +272,9 @@ class RecordReader:
         *,
         needs_text: bool = False,
     ) -> list[Document]:
-        """Render ``messages``. The first ``num_given`` of them are a prompt, and not learned.
+        """Render ``messages``. The first ``num_given`` of them are a prompt, and are not learned.
 
-        With ``needs_text``, and in a labelled answer, empty answers give no document.
+        Empty answers give no document if ``needs_text`` is True, or if answers have labels.
         """
         said = [turn for turn in messages[num_given:] if turn.get("role") == "assistant"]
         said = said[-1:] if self.train_on == "last" else said
@@ -363,8 +368,8 @@ class RecordReader:
             record: the record.
             keys: the fields that hold the answers.
             num_learned: number of answers to return.
-            needs_prompt: True: refuse answers without a prompt, and give no document of an answer
-                without a text, as for the answers of a pair and answers with a label.
+            needs_prompt: True: refuse answers without a prompt, and return no document for an empty
+                answer. This holds for the answers of a pair and for answers with a label.
         """
         if lists_of_texts := dialogues_of_lists(record, keys):
             asked, dialogues = lists_of_texts
@@ -402,14 +407,14 @@ _FORMS: dict[str, _Form] = {
     "alpaca": _Form(("instruction", "output"), RecordReader._alpaca),
     "text": _Form(("text",), RecordReader._text),
 }
-"""Forms by their names in data.format. A record is compared with the forms in this order."""
+"""The forms by their names in data.format, in the order in which a record is compared with them."""
 
 
 _ANSWERS_OF_TEXTS = {
     *("code", "summary", "highlights", "completion", "output", "response", "answer", "solution"),
     *("target", "targets"),
 }
-"""Names of an answer to a ``text``: MBPP's and BillSum's among them."""
+"""Names of an answer to a ``text``, such as MBPP's and BillSum's."""
 
 
 def _warn_of_answer(record: Mapping[str, Any], text_field: str) -> None:
@@ -421,7 +426,7 @@ def _warn_of_answer(record: Mapping[str, Any], text_field: str) -> None:
         problem = f"`text` stands beside two answers: {shortened(record)}"
         raise BadLineError(f"{problem}; {remedy}")
     for key, value in record.items():
-        # A `code` of one word is that of a language or a country.
+        # A `code` of one word is the code of a language or a country.
         is_answer = isinstance(value, str) and value.strip() and key.lower() in _ANSWERS_OF_TEXTS
         is_answer = is_answer and (key != "code" or len(value.split()) > 1)
         if is_answer and key != text_field and not is_said(value, [record[text_field]]):
@@ -460,7 +465,7 @@ def _refuse_unwanted(record: Mapping[str, Any], form: str) -> None:
 
 
 def _refuse_second_dialogue(record: Mapping[str, Any], form: str) -> None:
-    """Raise BadLineError if another field than the one that is read holds another dialogue."""
+    """Raise BadLineError if a field beside the one that is read holds another dialogue."""
     name = {"messages": "messages", "sharegpt": "conversations"}.get(form)
     if name is None:
         return
@@ -473,7 +478,7 @@ def _refuse_second_dialogue(record: Mapping[str, Any], form: str) -> None:
 
 
 def _said(turns: object, name: str) -> list[Any] | None:
-    """Return what the turns of the field ``name`` say. None: they are no turns that can be read."""
+    """Return what the turns of the field ``name`` say. None: no turns can be read there."""
     turns = _turns_in(turns) if isinstance(turns, str) else turns
     found = {name: turns}
     try:
@@ -498,7 +503,7 @@ def _refuse_other_functions(record: Mapping[str, Any]) -> None:
 def has_answer(record: Mapping[str, Any]) -> bool:
     """Return whether ``messages`` or ``conversations`` end with an answer.
 
-    If they do not, these messages are the prompt of a pair in the same record.
+    If they end otherwise, they are the prompt of a pair in the same record.
     """
     for turns in (record.get("messages"), record.get("conversations")):
         last = turns[-1] if isinstance(turns, list) and turns else None
@@ -508,7 +513,7 @@ def has_answer(record: Mapping[str, Any]) -> bool:
 
 
 def _likeness(fields: tuple[str, ...], record: dict[str, Any]) -> float:
-    """Return the share of ``fields`` that the record has, perhaps misspelt."""
+    """Return the share of ``fields`` that the record has. Their names may be misspelt."""
     is_dialogue_form = fields[0] in ("messages", "conversations")
     keys = [
         key

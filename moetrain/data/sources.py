@@ -1,9 +1,9 @@
 """Reads the documents of a run: Python's standard library, text files, or files of records.
 
 A source lists its files when it is made, and reads a part of bounded size at a time. A corpus, and
-even a single file, may be larger than memory. Held-out documents are chosen by a hash of their name
-(files) or content (records), so the split is the same on every machine. Adding documents never
-moves another document into or out of the held-out ones.
+even a single file, may be larger than memory. Held-out documents are chosen by a hash of the name
+of a file, or of the content of a record, so the split is the same on every machine. If documents
+are added, no other document moves into the held-out ones or out of them.
 
 Left out on purpose: synthetic data, which has no text (:mod:`moetrain.data.packing`).
 """
@@ -29,10 +29,10 @@ from moetrain.data.warned import warn_once
 _T = TypeVar("_T")
 
 _PART_BYTES = 1 << 20
-"""Bytes of a part of a file. Longer texts are read in parts that end with a line, and a stream
-reads parts in any order."""
+"""Bytes of a part of a file. A longer text is read in parts that end with a line. A stream reads
+parts in any order."""
 _FIRST = 64
-"""Number of records that are read to describe the forms of a source, and what is not read."""
+"""Number of records that tell the forms of a source, and the fields that are not read."""
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Subfolders of the library's folder that do not belong to it: installed packages and tests."""
 _EVERYTHING = HashRange()
@@ -44,16 +44,17 @@ NOTHING_LEARNED = "nothing is learned of records"
 class Source(Files):
     """The documents of the files that one setting names.
 
-    A text file is one document. A record gives any number of documents.
+    A text file is one document, but a stream makes a document of each part of a large one. A record
+    gives any number of documents.
 
     Methods that read files raise ConfigError if a file cannot be read or is malformed. In texts,
     bytes that are not UTF-8 become U+FFFD.
     """
 
     reader: RecordReader | None = None
-    """Reads the records. None: the files are texts."""
+    """The reader of the records. None: the files are texts."""
     limit: int | None = None
-    """Most records to read. They are counted before the share is chosen. None: all."""
+    """Most records to read, counted before the share is chosen. None: all are read."""
     share: HashRange = _EVERYTHING
     """The share of the records that is read."""
 
@@ -106,10 +107,10 @@ class Source(Files):
         yield from self.documents_of(texts if self.reader is None else self._raws(), skipped)
 
     def file_parts(self, share: HashRange) -> list[FilePart]:
-        """List the parts of the files that have documents of ``share``.
+        """List the parts of the files that may have documents of ``share``.
 
         A stream reads them in any order. A text that is longer than a part is divided into
-        documents of a part's length.
+        documents that are about as long as a part.
         """
         parts = self.pieces(_PART_BYTES)
         if self.reader is not None:
@@ -136,9 +137,9 @@ class Source(Files):
     def documents_of(
         self, found: Iterable[Raw | Document], skipped: Skipped | None = None
     ) -> Iterator[Document]:
-        """Yield the documents of ``found``, which :meth:`read` yielded.
+        """Yield the documents of ``found``, the records or texts that :meth:`read` yields.
 
-        With ``data.bad_records skip`` bad records are added to ``skipped``.
+        With ``data.bad_records skip``, bad records are added to ``skipped``.
 
         Raises BadRecordError: a record is bad, and bad records are not skipped.
         """
@@ -208,7 +209,7 @@ class Source(Files):
             return "bad"
 
     def describe(self) -> str:
-        """Describe in one line the forms of the first records; empty: there are no records."""
+        """Describe in one line the forms of the first records. Empty: there are no records."""
         first = islice(self._raws(), _FIRST) if self.reader is not None else ()
         forms = Counter(self._form_of(raw) for raw in first)
         found = ", ".join(f"{name} ({count})" for name, count in forms.most_common())
@@ -216,7 +217,7 @@ class Source(Files):
 
 
 def _lines_from(part: FilePart) -> str:
-    """Return the lines that begin in ``part``. Cut a line that is longer than a part."""
+    """Return the lines that begin in ``part``. A line that is much longer than a part is cut."""
     with part.file.open("rb") as file:
         skipped = 0
         if part.start:
@@ -228,8 +229,10 @@ def _lines_from(part: FilePart) -> str:
 
 
 def _text_parts(path: Path) -> Iterator[Document]:
-    """Yield a text in parts that end with a line. Skip it if its first part is blank or has null
-    bytes."""
+    """Yield a text in parts that end with a line.
+
+    A text is skipped if its first part is blank or has null bytes.
+    """
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
     with path.open("rb") as file:
         raw = file.read(_PART_BYTES)

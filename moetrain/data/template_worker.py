@@ -1,18 +1,18 @@
-"""The program in which chat templates run. It reads requests from its input, and writes texts.
+"""The program in which chat templates run. It reads requests, and answers with texts.
 
 A template comes from an untrusted checkpoint. Jinja's sandbox limits neither time nor memory:
 ``{{ 10 ** 10 ** 8 }}`` is one operation in C that no check between operations can interrupt. So
-templates run in a process that the kernel can stop. The signal of a timer of CPU time ends the
-process, and the size of its address space is limited.
+templates run in a process that the kernel can stop. A timer of CPU time sends a signal that ends
+the process, and the size of its address space is limited.
 
 :mod:`moetrain.data.templates` starts this file as a program. The program imports only Jinja and the
 standard library, because a worker has to start quickly and stay small.
 
-A request is :data:`LIMITS` (seconds of CPU time, bytes of address space, characters of a text,
-bytes of the rest) and the pickled arguments of :func:`render`. An :data:`Answer` is written as
-:data:`LENGTH`, one byte for its kind, and its text in UTF-8. An answer of another kind
-than :data:`TEXT` is the last one. Answers are not pickled, because the trainer must not unpickle
-data that a template can change.
+A request on the standard input is :data:`LIMITS` (seconds of CPU time, bytes of address space,
+characters of a text, bytes of the rest) and the pickled arguments of :func:`render`. An
+:data:`Answer` is written to the standard output as :data:`LENGTH`, one byte for its kind, and its
+text in UTF-8. Behind an answer that is not of the kind :data:`TEXT` there is no other one. Answers
+are not pickled, because the trainer must not unpickle data that a template can change.
 """
 
 import json
@@ -39,8 +39,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 LIMITS, LENGTH = struct.Struct("<dQQQ"), struct.Struct("<Q")
 TEXT, FAILED, WRONG, LARGE = b"t", b"f", b"w", b"l"
-"""Kinds of answers: a rendering, an error of the template, an error of compiling it, and a text or
-memory that is too large."""
+"""Kinds of answers: a rendering, an error of rendering, an error of compiling the template, and a
+text or memory that is too large."""
 
 _ERRORS = (jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError)
 _ERRORS += (OSError, RuntimeError, StopIteration, TypeError, ValueError)
@@ -51,7 +51,7 @@ class View(NamedTuple):
     """A text to render."""
 
     num_turns: int
-    """The text shows this number of turns, from the first turn of the conversation on."""
+    """Number of turns that the text shows, from the first turn of the conversation on."""
     add_generation_prompt: bool
     """True: the text ends with the beginning of an assistant's turn."""
     marks: tuple[str, str] | None = None
@@ -63,8 +63,10 @@ Answer = tuple[bytes, str]
 
 
 class _Generation(Extension):
-    """The tag ``{% generation %} ... {% endgeneration %}``. It renders its content, within marks if
-    the view has any."""
+    """The tag ``{% generation %} ... {% endgeneration %}``.
+
+    It renders its content, and puts the view's marks around it if there are any.
+    """
 
     tags = {"generation"}  # noqa: RUF012  as the base class has it
 
@@ -113,7 +115,7 @@ def render(
     except jinja2.TemplateSyntaxError as error:
         yield WRONG, f"line {error.lineno} of the template: {error.message}"
         return
-    except (SyntaxError, *_ERRORS) as error:  # Jinja makes bad Python code of it
+    except (SyntaxError, *_ERRORS) as error:  # Jinja made invalid Python of the template
         yield WRONG, f"the template cannot be compiled: {_say(error)}"
         return
     yield TEXT, ""
@@ -131,8 +133,8 @@ def render(
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer requests until the input ends."""
-    # The end of the input ends this process. Signals to all processes of a terminal or a job are
-    # meant for the trainer, which may still need this process.
+    # The process ends with its input. Signals that all processes of a terminal or a job get are
+    # meant for the trainer, which may still need this process, so they are ignored.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _, most_memory = resource.getrlimit(resource.RLIMIT_AS)
@@ -160,7 +162,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _say(error: BaseException) -> str:
-    """Describe an error. The description of a Python error names its class."""
+    """Describe an error in at most 2,000 characters, with the class of a Python error."""
     text = str(error)[:2000]  # the template may have written it
     return text if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {text}"
 
@@ -170,7 +172,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-    """Write JSON as ``transformers`` does; Jinja's own filter escapes for HTML."""
+    """Write JSON as ``transformers`` does. Jinja's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

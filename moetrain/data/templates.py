@@ -2,7 +2,8 @@
 
 A template that computes without end, or fills the memory, ends its own process and no other. A
 conversation takes one round trip through a pipe for every :data:`_AT_ONCE` texts. A process starts
-in about 100 ms and is used again. Threads that render at the same time have a process each.
+in about 100 ms and is used again. Each thread that renders has a process of its own. At most
+:data:`_MOST_PROCESSES` threads render at the same time.
 """
 
 import atexit
@@ -31,20 +32,20 @@ from moetrain.data.template_worker import (
 )
 
 _SECONDS = 1.0
-"""CPU time that a request may take."""
+"""Seconds of CPU time that a request may take."""
 _SECONDS_A_TURN, _SECONDS_A_BYTE = 2e-3, 5e-7
-"""Further CPU time that each text of a request may take, for each turn and each byte of the
-conversation.
+"""Seconds of CPU time that each text of a request may take besides, for each turn and for each byte
+of the conversation.
 
-A template may look at all turns at each turn: a thousand turns take one second.
+A template may look at all turns for each turn: with a thousand turns this takes one second.
 """
 _MEMORY, _MEMORY_A_BYTE = 1 << 30, 32
-"""Bytes of memory that a request may take, and further bytes for each byte of the conversation in
-each text."""
+"""Bytes of memory that a request may take, and bytes that it may take besides for each byte of the
+conversation and each text."""
 _CHARACTERS, _CHARACTERS_A_BYTE = 16 << 20, 8
-"""Characters that a text may have, and further ones for each byte of the conversation."""
+"""Characters that a text may have, and how many more for each byte of the conversation."""
 _AT_ONCE = 32
-"""Most texts of one request. All texts at once would fill memory with copies of long histories."""
+"""Most texts of one request. All texts of a long history at once would fill the memory."""
 _MOST_PROCESSES = 8
 
 
@@ -82,7 +83,7 @@ class _Process:
         _pool.all.add(self)
 
     def ask(self, request: bytes, num_texts: int) -> list[Answer]:
-        """Return the answers to a request, up to the first one that is no text.
+        """Return the answers to a request. The first one that is no text is the last.
 
         Raises _EndedError: the process ended before the last answer.
         """
@@ -105,14 +106,14 @@ class _Process:
         return answers
 
     def close(self) -> int:
-        """End the process, unless it has ended; return its exit status."""
+        """End the process, unless it has ended. Return its exit status."""
         if not self._wait(0.5):  # its output may end before the process does
             self._process.kill()
         self.forget()
         return self._process.wait()
 
     def _wait(self, seconds: float) -> bool:
-        """Close the input, at which the process ends; return True if it ends within ``seconds``."""
+        """Close the input, so that the process ends. Return True if it ends within ``seconds``."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -129,7 +130,7 @@ class _Process:
                 pipe.close()
 
     def leave(self) -> None:
-        """Forget the process. It is a child of the process that this one was forked from."""
+        """Forget the process. It belongs to the process that this one was forked from."""
         self.forget()
         self._process.returncode = 0
 
@@ -155,7 +156,7 @@ class _Pool:
             self.idle.pop().close()
 
     def begin_in_child(self) -> None:
-        """Leave the processes to the process that this one was forked from."""
+        """Forget all processes. They belong to the process that this one was forked from."""
         for process in [*self.all]:
             process.leave()
         self.idle.clear()
@@ -176,8 +177,9 @@ def render(
 ) -> Iterator[str]:
     """Render views of a conversation.
 
-    A request has 1 s of CPU time and 1 GiB of memory, and a text may have 16 Mi characters. Each
-    limit grows with the size of the conversation. Up to :data:`_AT_ONCE` views are rendered ahead.
+    A request may take 1 s of CPU time and 1 GiB of memory, and a text may have 16 Mi characters.
+    Each limit grows with the size of the conversation. Up to :data:`_AT_ONCE` views are rendered
+    before the first text is yielded.
 
     Args:
         source: the template.
@@ -230,10 +232,10 @@ def render(
 
 
 def _answers(request: bytes, num_texts: int) -> list[Answer]:
-    """Send a request to a process. If the process ends, send it once more to another one.
+    """Send a request to a process. If the process ends, send the request once more, to a new one.
 
-    A machine that runs out of memory may end any process. The template is certainly at fault only
-    if the process exceeded its CPU time.
+    A machine that runs out of memory may end any process. It is certain that the template is at
+    fault only if the process exceeded its CPU time. Then the request is not sent again.
     """
     with _pool.slots:
         try:
@@ -245,7 +247,7 @@ def _answers(request: bytes, num_texts: int) -> list[Answer]:
 
 
 def _asked(process: _Process, request: bytes, num_texts: int) -> list[Answer]:
-    """Send a request to ``process``, and keep the process for the next one if it can be used."""
+    """Send a request to ``process``, and keep the process for the next request if possible."""
     try:
         answers = process.ask(request, num_texts)
     except BaseException:  # after an interrupt, the pipe may still hold answers to this request

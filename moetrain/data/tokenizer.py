@@ -1,8 +1,9 @@
-"""Encodes text to token ids and back, by bytes or by any Hugging Face ``tokenizer.json``.
+"""Encodes texts as token ids and decodes them, by bytes or by any Hugging Face ``tokenizer.json``.
 
 The byte tokenizer needs no files, so a fresh machine can train at once. The rest of the package
-uses only :class:`Tokenizer`. Left out on purpose: padding and truncation (rows are packed), and the
-special tokens that a post-processor would put after a text (each document ends with one EOS).
+loads a tokenizer by :func:`load_tokenizer`, and uses it as a :class:`Tokenizer`. Left out on
+purpose: padding and truncation (rows are packed), and the special tokens that a post-processor
+would put after a text (each document ends with one EOS).
 
 Shapes: T tokens.
 """
@@ -27,17 +28,17 @@ from moetrain.models.hf.files import TokenizerFiles, read_json, read_small, smal
 _wrong = partial(ConfigError, "data.tokenizer")
 
 _END_OF_TEXT = "<|endoftext|>"
-"""The text that stands for the byte tokenizer's EOS when special tokens are shown."""
+"""The text that stands for the byte tokenizer's EOS where special tokens are written out."""
 _CONFIG = "tokenizer_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
 _TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 _CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
-"""Usual names of EOS, for a tokenizer.json without a tokenizer_config.json beside it."""
+"""Usual texts of EOS, for a tokenizer.json if no file beside it names EOS."""
 
 
 class _Encoded(NamedTuple):
-    """The tokens of a text. Offsets are computed on demand, since only conversations need them."""
+    """The tokens of a text. Offsets are computed on demand, since only masked texts need them."""
 
     ids: np.ndarray
     """[T] integers."""
@@ -53,15 +54,15 @@ class Tokenizer(Protocol):
     eos_id: int
     """The token that ends every document."""
     bos_ids: tuple[int, ...]
-    """The tokens that Hugging Face's tokenizer puts before a plain text: BOS, or none. Documents
-    and prompts begin with these tokens. A chat template writes BOS itself, and a text may already
-    begin with it (:meth:`missing_bos`)."""
+    """The tokens that Hugging Face's tokenizer puts before a plain text: mostly BOS, or none.
+    Documents and prompts begin with them. They are not added to a text that a chat template
+    rendered, nor to a text that begins with them already (:meth:`missing_bos`)."""
     added_ids: Mapping[str, int] = MappingProxyType({})
     """The ids of tokens that ``data.new_tokens`` and the files beside ``tokenizer.json`` add."""
     fingerprint: str
     """Hash of everything that decides the ids of a text or a conversation, except the template."""
     chat_template: str | None = None
-    """The tokenizer's own Jinja template for conversations. None: it has none."""
+    """The tokenizer's Jinja template for conversations. None: it has none."""
     tool_template: str | None = None
     """The template for conversations with tools. None: ``chat_template`` renders these too."""
     template_files: tuple[str | None, str | None] = (None, None)
@@ -71,16 +72,16 @@ class Tokenizer(Protocol):
     given_template: str | None = None
     """The template from data.chat_template. None: the files' own template is used."""
     special_tokens: dict[str, str]
-    """Variables of the template that name special tokens: ``bos_token``, ``eos_token``, ..."""
+    """The texts of special tokens, by the template's variables ``bos_token``, ``eos_token``, ..."""
     file: Path | None = None
     """The tokenizer.json that the tokenizer was read from. None: there is no such file."""
     special_ids: dict[str, int | None]
-    """The ids of ``special_tokens``. None: the text is not a token."""
+    """The ids of ``special_tokens``. None: the text is no token, or none that the model knows."""
     added_tokens: Mapping[str, int]
     """The ids of texts that are one token wherever they occur, such as ``<|im_end|>``."""
     byte_ids: frozenset[int]
-    """Tokens of one byte each (byte fallback). A run of byte tokens is decoded together, and one
-    byte that is not valid UTF-8 makes the whole run undecodable."""
+    """Tokens of one byte each (byte fallback). Successive byte tokens are decoded together, and one
+    byte that is not valid UTF-8 makes all of them undecodable."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[_Encoded]:
         """Encode each text, without special tokens at its ends."""
@@ -89,24 +90,25 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Decode ``ids``. Bytes that are not UTF-8 become U+FFFD.
 
-        ``skip_special_tokens``: True: leave special tokens out; False: write their texts.
+        If ``skip_special_tokens`` is True, special tokens are left out, otherwise their texts are
+        written.
         """
         ...
 
     def whole_json(self) -> str:
-        """Return the text of a tokenizer.json that has every token."""
+        """Return the text of a tokenizer.json that has all tokens, also those of other files."""
         file = self._files()["tokenizer.json"]
         return file if isinstance(file, str) else file.read_text("utf-8")
 
     def _files(self) -> dict[str, Path | str]:
-        """Return the files of :meth:`export`, with the tokenizer's own template."""
+        """Return the files of :meth:`export`, by name, with the tokenizer's own template."""
         ...
 
     def export(self, chat_template: str | None = None) -> TokenizerFiles:
         """Return the files that ``transformers`` and servers read, and the ids of special tokens.
 
-        ``chat_template``: the template to write, also for conversations with tools; None:
-        the tokenizer's own, if it has one.
+        ``chat_template`` is the template to write, also for conversations with tools. None: the
+        tokenizer's own template is written, if it has one.
         """
         files = self._files()
         if chat_template in (None, self.chat_template):
@@ -118,14 +120,14 @@ class Tokenizer(Protocol):
         return TokenizerFiles(files, {**ids, "eos_token_id": self.eos_id}, self.file)
 
     def missing_bos(self, ids_T: np.ndarray) -> tuple[int, ...]:
-        """Return ``bos_ids``, or nothing if the tokens ``ids_T`` of a text begin with them."""
+        """Return ``bos_ids``, or no ids if the tokens ``ids_T`` of a text begin with them."""
         return () if tuple(ids_T[: len(self.bos_ids)].tolist()) == self.bos_ids else self.bos_ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode ``text`` as a prompt, with ``bos_ids`` before it unless it begins with them.
 
-        Raises ValueError: there are no tokens, or ``text`` has surrogates. Bytes of a command line
-        that are not UTF-8 become surrogates.
+        Raises ValueError: there are no tokens, or ``text`` has surrogates, which stand for bytes of
+        a command line that are not UTF-8.
         """
         try:
             text.encode()
@@ -139,7 +141,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer(Tokenizer):
-    """Encodes text as the bytes of UTF-8. The id 256 ends a document."""
+    """Encodes text as its bytes in UTF-8. The id 256 ends a document."""
 
     vocab_size = 257
     eos_id = 256
@@ -165,13 +167,13 @@ class ByteTokenizer(Tokenizer):
         return b"".join(parts).decode(errors="replace")
 
     def _files(self) -> dict[str, Path | str]:
-        """Return an exact equivalent: byte-level BPE without merges, whose ids are the bytes.
+        """Return an exact equivalent: a byte-level BPE without merges, whose ids are the bytes.
 
-        EOS is not an added token in tokenizer.json, and ``split_special_tokens`` keeps
-        ``transformers`` from making it one. So no text contains EOS.
+        EOS is not an added token in tokenizer.json, and because of ``split_special_tokens``
+        ``transformers`` does not make it one. So no text contains EOS.
         """
         level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        # GPT-2 writes each byte as its own character, or as one from U+0100 on.
+        # GPT-2 writes a byte as the character with its number, or as one from U+0100 on.
         alphabet = sorted(level.alphabet())
         others = (symbol for symbol in alphabet if ord(symbol) > 255)
         vocabulary = {chr(i) if chr(i) in alphabet else next(others): i for i in range(256)}
@@ -216,7 +218,8 @@ class _HFTokenizer(Tokenizer):
         ]
         with _library_errors(f"{folder}/{_CONFIG}: its tokens cannot be added"):
             self._tokenizer.add_tokens(self._added)
-            # Special tokens in texts are then split like other characters, as `transformers` does.
+            # If this is true, special tokens in texts are split like other characters, as in
+            # `transformers`.
             self._splits_special = bool(config.get("split_special_tokens"))
             self._tokenizer.encode_special_tokens = self._splits_special
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -243,7 +246,8 @@ class _HFTokenizer(Tokenizer):
         for text, i in wrong[:1]:
             said = f"{text!r} the id {i}, but {file} gives it {vocabulary.get(text)}, which is used"
             logger.warning("data.tokenizer: %s gives %s (%d such)", folder, said, len(wrong))
-        # No model was trained on texts that begin or end with a token new to the vocabulary.
+        # A named token that is new to the vocabulary and in no list is unknown to the model, so it
+        # can neither end a document nor begin one.
         for key in ("eos_token", "bos_token"):
             if self.special_tokens.get(key) in self.added_ids.keys() - listed.keys():
                 self.special_ids[key] = None
@@ -251,8 +255,8 @@ class _HFTokenizer(Tokenizer):
         self.bos_ids = self._find_bos(vocabulary)
         if not self.bos_ids and config.get("add_bos_token") and "bos_token" in self.special_tokens:
             self.bos_ids = (self._id_of("bos_token"),)
-        # Remove the post-processor: its `trim_offsets` removes blanks from the characters that a
-        # token covers. The tokens that it puts before a text are in `bos_ids`.
+        # Remove the post-processor: with `trim_offsets`, the characters that a token covers would
+        # lack blanks. The tokens that it puts before a text are in `bos_ids`.
         self._tokenizer.post_processor = None
         # chat_template.jinja replaces all templates in the config, as in `transformers`.
         if os.path.lexists(folder / _CHAT_TEMPLATE):
@@ -261,7 +265,7 @@ class _HFTokenizer(Tokenizer):
         self.tool_template, tool_file = _chat_template(folder, _TOOL_TEMPLATE, config, "tool_use")
         self.template_files = (str(chat_file), str(tool_file))
         about: list[Any] = [self.special_tokens, self.bos_ids]
-        if self._added or self._splits_special:  # without them the fingerprint is as in old caches
+        if self._added or self._splits_special:  # otherwise old caches keep their key
             about += [[repr(token) for token in self._added], self._splits_special]
         special = json.dumps(about, sort_keys=True)
         self.fingerprint = hashlib.sha256(content + special.encode()).hexdigest()
@@ -269,15 +273,15 @@ class _HFTokenizer(Tokenizer):
         for pad in sorted(pads - {None}):
             if roles := self._other_roles(pad):
                 said = f"PAD is {' and '.join(roles)} ({pad!r}, id {vocabulary.get(pad)})"
-                why = "Loss is masked by position, not by id, so those in a text keep their loss"
+                why = "Loss is masked by position, not by id, so such tokens in a text keep it"
                 logger.warning("data.tokenizer: %s. %s", said, why)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._tokenizer.encode_special_tokens = self._splits_special  # pickles do not hold it
+        self._tokenizer.encode_special_tokens = self._splits_special  # pickles lack this setting
 
     def _id_of(self, key: str) -> int:
-        """Return the id of a special token; ConfigError: its text is no token."""
+        """Return the id of a special token. Raises ConfigError: its text is no token."""
         found = self.special_ids[key]
         if found is None:
             raise _wrong(f"{self._file} has no token {self.special_tokens[key]!r}, its {key}")
@@ -295,7 +299,7 @@ class _HFTokenizer(Tokenizer):
     def _find_bos(self, vocabulary: Iterable[str]) -> tuple[int, ...]:
         """Find the tokens that the post-processor puts before a text.
 
-        The post-processor is tried on the first text that has tokens.
+        It is tried on ``a``, and if this text has no tokens, on the texts of the vocabulary.
         """
         if self._tokenizer.num_special_tokens_to_add(is_pair=False) == 0:
             return ()
@@ -314,7 +318,7 @@ class _HFTokenizer(Tokenizer):
         return [_Encoded(np.array(e.ids, np.uint32), partial(_offsets, e)) for e in encodings]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        # In some files EOS is no special token.
+        # EOS is left out even if the file does not call it a special token.
         own = [i for i in ids if i != self.eos_id or not skip_special_tokens]
         with _library_errors(f"the tokenizer cannot decode tokens: {self._file}"):
             return self._tokenizer.decode(own, skip_special_tokens=skip_special_tokens)
@@ -327,7 +331,7 @@ class _HFTokenizer(Tokenizer):
         return whole.to_str()
 
     def _files(self) -> dict[str, Path | str]:
-        """Return tokenizer.json and the files beside it, with a config that names EOS."""
+        """Return tokenizer.json and the files beside it. The config among them names EOS."""
         folder = self._file.parent
         names = filter(TokenizerFiles.has, small_files(folder))
         files: dict[str, Path | str] = {name: folder / name for name in names}
@@ -347,7 +351,7 @@ def load_tokenizer(
         name: ``byte``, a tokenizer.json, a folder that holds one, or a hub id. The files
             of a hub id are downloaded unless the hub's cache has them (``HF_HUB_OFFLINE`` forbids
             downloads).
-        vocab_size: the model's vocabulary; None: any.
+        vocab_size: number of ids that the model takes. None: any number will do.
         new_tokens: texts that become special tokens. Texts that are not tokens yet get
             the next free ids.
 
@@ -372,7 +376,7 @@ def load_tokenizer(
 
 
 def _file_of(name: str) -> Path:
-    """Return the tokenizer.json that ``name`` names; ConfigError: there is none."""
+    """Return the tokenizer.json that ``name`` names. Raises ConfigError: there is none."""
     if os.path.isfile(name):
         return Path(name)
     folder = name
@@ -406,7 +410,10 @@ def _offsets(encoding: tokenizers.Encoding) -> np.ndarray:
 
 
 def _byte_offsets(text: str) -> np.ndarray:
-    """Return the character span of each UTF-8 byte, [T, 2]: ``"aé"`` gives (0,1), (1,2), (1,2)."""
+    """Return the characters that each UTF-8 byte is in, int64 [T, 2].
+
+    The bytes of ``"aé"`` give (0, 1), (1, 2), (1, 2).
+    """
     code_points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     bytes_per_character = 1 + sum((code_points >= n).astype(int) for n in (0x80, 0x800, 0x10000))
     start = np.repeat(np.arange(len(text)), bytes_per_character)
@@ -431,7 +438,10 @@ _NAMED = (
 
 
 def _token_of(value: Any, key: str, folder: Path, **defaults: bool) -> tokenizers.AddedToken:
-    """Make a token from an entry of a file: a string, or an object with ``content``."""
+    """Make a token from an entry of a file: a string, or an object with ``content``.
+
+    Raises ConfigError: the entry is neither.
+    """
     fields: Any = {"content": value} if isinstance(value, str) else value
     if not isinstance(fields, dict) or not isinstance(fields.get("content"), str):
         raise _wrong(f"{folder}/{_CONFIG}: {key} {value!r:.80} is no token")
@@ -446,8 +456,8 @@ def _token_of(value: Any, key: str, folder: Path, **defaults: bool) -> tokenizer
 def _named_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, tokenizers.AddedToken]:
     """Read the tokens that a config names, ``{"eos_token": AddedToken("</s>"), ...}``.
 
-    The names are variables of the template. A model may have names of its own (``image_token``),
-    also within ``extra_special_tokens``.
+    The keys are variables of the template. A model may have keys of its own (``image_token``), also
+    within ``extra_special_tokens``.
     """
     extra = config.get("extra_special_tokens")
     own = {key: x for key, x in config.items() if key.endswith("_token") and key not in _NAMED}
@@ -461,9 +471,10 @@ def _named_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, tokenize
 def _listed_tokens(
     config: Mapping[str, Any], named: Mapping[str, tokenizers.AddedToken], folder: Path
 ) -> list[tuple[int, tokenizers.AddedToken]]:
-    """Return (id, token) of each entry of ``added_tokens_decoder``, in the order of ids.
+    """Return (id, token) of each entry of ``added_tokens_decoder``, in the order of the ids.
 
-    Older checkpoints have the file added_tokens.json instead.
+    Older checkpoints have the file added_tokens.json instead. Raises ConfigError: either of them is
+    malformed.
     """
     special = {token.content for token in named.values()}
     if "added_tokens_decoder" in config:
@@ -495,8 +506,8 @@ def _tokens_of_config(
     """List the tokens that the files beside tokenizer.json add, in the order of ``transformers``.
 
     First come the tokens that have an id in these files, then the named tokens, then
-    ``extra_special_tokens``. Each is a single token wherever it occurs in a text. It gets the next
-    free id, unless the vocabulary already has it.
+    ``extra_special_tokens``. Each becomes a single token wherever it occurs in a text. It gets the
+    next free id, unless the vocabulary already has it.
     """
     there = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
     listed = [token for _, token in _listed_tokens(config, named, folder)]
@@ -526,7 +537,9 @@ def _chat_template(
     """Read the template ``name`` from its own file, otherwise from ``tokenizer_config.json``.
 
     Returns:
-        The template and its file. The template is None if there is none.
+        The template, or None if there is none, and the file that it is looked for in.
+
+    Raises ConfigError: the template is no text.
     """
     file = folder / file_name
     if os.path.lexists(file):

@@ -1,15 +1,15 @@
 """Reads the tools of a conversation, and the nulls that tables put into tools and calls.
 
-:func:`read_tools` returns OpenAI's tools, whose ``parameters`` are a JSON schema. Chat templates
-read these alone: GPT-OSS's writes no parameter that is not in ``properties``. It reads functions
-alone, Anthropic's and MCP's tools, Bedrock's, Gemini's, Qwen-Agent's lists of parameters, and
-xLAM's mappings of parameters to Python's types.
+:func:`read_tools` returns tools in OpenAI's form, in which ``parameters`` is a JSON schema. Chat
+templates read only this form: GPT-OSS's writes only the parameters in ``properties``. The function
+reads bare functions, the tools of Anthropic, MCP, Bedrock and Gemini, Qwen-Agent's lists of
+parameters, and xLAM's mappings of parameters to Python's types.
 
 Tables (Arrow, Parquet) have each key in all of their rows, and null where a row has no value.
 :func:`without_nulls`, :func:`read_tools` and :func:`without_filled` drop such nulls.
 
 Left out on purpose: schemas of other kinds than JSON's. Such parameters stay as they are, and a
-template that does not show them is refused (:mod:`moetrain.data.messages`).
+conversation is refused if the template does not show them (:mod:`moetrain.data.chat`).
 """
 
 import json
@@ -25,8 +25,8 @@ _PARAMETERS = (
 )
 """Names of a tool's parameters: OpenAI's, Anthropic's, MCP's, and Gemini's two for JSON schema."""
 _ARGUMENTS = ("arguments", "args", "params", "inputs")
-"""Names of parameters in tools without one of :data:`_PARAMETERS`. What they hold describes each
-parameter, as BitAgent's ``arguments`` do."""
+"""Names of a tool's parameters if it has none of :data:`_PARAMETERS`. They count only if they
+describe each parameter, as BitAgent's ``arguments`` do."""
 _DECLARATIONS = ("functionDeclarations", "function_declarations")
 """Names of Gemini's list of tools within a tool."""
 _TYPES = {
@@ -39,9 +39,10 @@ _TYPES = {
     **dict.fromkeys(("dict", "mapping"), "object"),
     **dict.fromkeys(("null", "none", "nonetype"), "null"),
 }
-"""JSON schema's type for each name in other languages and in capital letters, in lower case."""
+"""JSON schema's type for each name of a type, in lower case. Names of other languages are among
+them."""
 _SINGLE = {"string", "integer", "number", "boolean"}
-"""Types of which ``transformers`` writes a union as a list."""
+"""Types whose union ``transformers`` writes as a list of their names."""
 _OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords of JSON schema whose value has a schema for each name."""
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -51,13 +52,13 @@ KEYWORDS = {
     *("const", "examples", "example", "nullable", "format", "strict", "minProperties"),
     *("maxProperties", "dependentRequired", "unevaluatedProperties", "deprecated", "readOnly"),
 }
-"""Keywords that are no names of parameters. Others begin with ``$`` or ``x-``."""
+"""Keywords of JSON schema, which are not names of parameters. Others begin with ``$`` or ``x-``."""
 TABLED = ("tools", "functions", "tool_calls", "function_call", *("arguments", "parameters", "args"))
-"""Keys within which a null may be meant. The functions of this module decide about these nulls."""
+"""Keys within which a null may be meant. This module decides which of these nulls are dropped."""
 
 
 def without_nulls(value: Any, kept: Collection[str] = ()) -> Any:
-    """Return ``value`` without keys whose value is null, except within the keys ``kept``."""
+    """Return ``value`` without keys whose value is null. The values of ``kept`` stay unchanged."""
     if isinstance(value, dict):
         return {
             key: inner if key in kept else without_nulls(inner, kept)
@@ -89,10 +90,10 @@ def are_tools(tools: list[Any]) -> bool:
 
 
 def names_of_tools(value: object) -> list[str]:
-    """Return the names of the tools that a field of any name seems to hold; none: it holds none.
+    """Return the names of the tools that ``value`` seems to hold, whatever the name of its field.
 
-    ``value`` is a tool, a list of tools, the JSON text of either, or a list of such texts. A tool
-    has a name and a schema of its parameters.
+    It may be a tool, a list of tools, the JSON text of either, or a list of such texts. A tool has
+    a name and a schema of its parameters. If anything in a list is no tool, no name is returned.
     """
     if isinstance(value, str):
         if not re.match(r"\s*[\[{]", value) or not any(f'"{key}"' in value for key in _SCHEMAS):
@@ -113,9 +114,9 @@ def names_of_tools(value: object) -> list[str]:
 
 
 def _single_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the tools that stand in Gemini's lists and in Bedrock's ``toolSpec``, and all others.
+    """Yield single tools, also those within Gemini's lists and Bedrock's ``toolSpec``.
 
-    What stands beside such a list (Gemini's ``googleSearch``) stays as it is.
+    What a tool has beside them (Gemini's ``googleSearch``) is yielded as a tool of its own.
     """
     for tool in tools:
         rest = dict(tool)
@@ -175,13 +176,13 @@ def _parameters(given: Any) -> Any:
 
 
 def _describe(given: Any) -> bool:
-    """Return whether ``given`` describes parameters: it becomes a JSON schema."""
+    """Return whether ``given`` describes parameters, so that it becomes a JSON schema."""
     read = _parameters(given)
     return isinstance(read, dict) and isinstance(read.get("properties"), dict)
 
 
 def _of_list(given: list[Any]) -> Any:
-    """Read Qwen-Agent's list of parameters, each with its ``name``."""
+    """Read Qwen-Agent's list of parameters, each with its ``name``. Other lists stay unchanged."""
     are_named = all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in given)
     if not given or not are_named:
         return given
@@ -201,7 +202,8 @@ def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
 def _is_mapping(given: Mapping[str, Any]) -> bool:
     """Return whether ``given`` has a description of each parameter, and is no JSON schema.
 
-    A parameter may be called ``type`` or ``properties``. Its value is an object with a type.
+    A parameter may be called ``type`` or ``properties``. Its value is an object with a type or a
+    description, unlike the values of these keys in a JSON schema.
     """
     described = {key: value for key, value in given.items() if not _names_required(key, value)}
     return bool(described) and all(
@@ -219,8 +221,9 @@ def _names_required(key: str, value: Any) -> bool:
 def _of_mapping(given: Mapping[str, Any]) -> dict[str, Any]:
     """Read xLAM's parameters: a description for each name, with a type of Python.
 
-    A parameter is required if it has no ``default`` and its type does not end with ``optional``,
-    as in NeMo's reader of this set. A flag ``required`` comes before both.
+    A parameter is required if it has no ``default`` and its type is not followed by ``optional`` or
+    ``default``, as in NeMo's reader of this set. Its own ``required``, true or false, overrides
+    this. A list ``required`` beside the parameters overrides both.
     """
     properties: dict[str, Any] = {}
     required: list[str] = []
@@ -242,7 +245,10 @@ def _of_mapping(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema(given: Any) -> Any:
-    """Return a JSON schema without nulls, and with JSON's names of types."""
+    """Return a JSON schema with JSON's names of types, and without nulls.
+
+    A null stays as ``default`` or ``const`` of a value that may be null.
+    """
     if not isinstance(given, dict):
         return given
     found: dict[str, Any] = {}
@@ -265,7 +271,8 @@ def _schema(given: Any) -> Any:
 def _type(text: str) -> dict[str, Any]:
     """Return the JSON schema of a type: JSON's, Gemini's (``STRING``) or Python's (``List[int]``).
 
-    Python's types become what ``transformers`` makes of them. Unknown types stay as they are.
+    Python's types become what ``transformers`` makes of them. Flags behind a type (``optional``,
+    ``default 5``) are dropped. Unknown types stay as they are.
     """
     kind, *flags = _divided(text)
     known = all(re.match(r"optional$|required$|default\b", flag, re.I) for flag in flags)
@@ -286,7 +293,7 @@ def _read_type(text: str) -> dict[str, Any] | None:
         return _union([*inner, "None"] if name == "optional" else inner) if inner else None
     if name == "any":
         return {}
-    if name == "callable":  # JSON has no functions: calls give the name or the source
+    if name == "callable":  # JSON has no functions, so calls have a name or a source
         return {"type": "string"}
     if name not in _TYPES:
         return None
@@ -305,7 +312,10 @@ def _read_type(text: str) -> dict[str, Any] | None:
 
 
 def _union(names: Sequence[str]) -> dict[str, Any] | None:
-    """Return the JSON schema of a union as ``transformers`` writes it. None: a type is unknown."""
+    """Return the JSON schema of a union as ``transformers`` writes it.
+
+    None: a type is unknown, or all are null.
+    """
     parts = [_read_type(each) for each in names]
     known = [part for part in parts if part is not None and part != {"type": "null"}]
     null = {"nullable": True} if {"type": "null"} in parts else {}
@@ -351,11 +361,11 @@ def takes_null(schema: object) -> bool:
 def without_filled(
     turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
 ) -> list[dict[str, Any]]:
-    """Return ``turns`` without nulls that tables put into the arguments of calls.
+    """Return ``turns`` without the nulls that tables put into the arguments of calls.
 
     A null stays if the tool in ``tools`` requires its parameter, or says that it may be null.
-    Arguments that are text stay as they are: no table changes them. A warning names the first null
-    that is dropped.
+    Arguments that are text stay as they are, since no table changes them. A warning names the first
+    null that is dropped.
     """
     functions = [f for tool in tools or () if isinstance(f := tool.get("function"), dict)]
     schemas = {f["name"]: f.get("parameters") for f in functions if isinstance(f.get("name"), str)}
@@ -380,7 +390,7 @@ def _without_filled(call: Mapping[str, Any], schemas: Mapping[str, Any]) -> dict
 
 
 def _meant(value: Any, schema: object, dropped: list[str]) -> Any:
-    """Return ``value`` without nulls that are not meant. Their keys are added to ``dropped``."""
+    """Return ``value`` without the nulls that are not meant. Add their keys to ``dropped``."""
     schema = schema if isinstance(schema, dict) else {}
     if isinstance(value, list):
         return [_meant(each, schema.get("items"), dropped) for each in value]

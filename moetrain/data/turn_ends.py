@@ -2,9 +2,9 @@
 
 Most templates write an end behind each answer, such as ``<|im_end|>``. Other templates write no
 end: a turn ends where the next turn begins, in GLM with ``<|user|>`` or ``<|observation|>``, and
-elsewhere with text (``User:``). A model generates the beginning of the next turn last, so this
-beginning is learned as the end of the turn. It is also learned behind the last turn of a
-conversation, where the template writes nothing.
+elsewhere with text (``User:``). Then a model ends its turn by generating the beginning of the next
+one, so this beginning is learned as the end of the turn. It is also learned behind the last turn of
+a conversation, where the template writes nothing.
 
 The end is found by rendering short conversations with marks as their contents. Left out on purpose:
 templates whose ends depend on variables or on the content of turns.
@@ -21,7 +21,7 @@ from moetrain.data.template_worker import View
 from moetrain.data.templates import TemplateError, render
 
 _ANSWER, _NEXT = (f"x{secrets.token_hex(8)}" for _ in range(2))
-"""Contents of turns. No template contains them."""
+"""Random contents of turns. No template contains them."""
 _NOW = datetime(2000, 1, 1)
 _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
 
@@ -31,21 +31,21 @@ class TurnEnds:
     """The texts that end an assistant's turn."""
 
     own: str = ""
-    """The text that the template writes behind an answer, without the whitespace around the text.
+    """The text that the template writes behind an answer, without the whitespace around this text.
     It may be empty."""
     by_next_role: Mapping[str, str] = field(default_factory=dict)
-    """The end of a turn by the role of the next turn, if ``own`` is empty. It consists of the
-    whitespace behind the answer and the first token of the next turn. Without such a token, it
-    consists of all text between the two contents."""
+    """For each role of the next turn, the end of a turn, if ``own`` is empty. It is the whitespace
+    behind the answer and the first token of the next turn. If the next turn begins with no token,
+    it is all text between the two contents, without the whitespace at its end."""
     stops: tuple[str, ...] = ()
-    """The texts that a model generates last. Each is the last token of an end, or the whole end if
-    it does not end with a token."""
+    """The texts that a model generates last: the last token of ``own``, or all of it if it does not
+    end with a token, and the token behind calls; or the texts of ``by_next_role``."""
 
     def behind(self, turn: Mapping[str, Any], next_role: str | None) -> str:
         """Return the end of ``turn`` that the template does not write.
 
-        ``next_role`` is the role of the next turn. If it is None, no turn follows. Then the turn
-        ends as if a turn of the user, or the result of its call, followed.
+        ``next_role`` is the role of the next turn. None: no turn follows, and ``turn`` ends as if
+        the result of its call, or else a turn of the user, followed.
         """
         if next_role == "assistant":
             return ""  # the assistant goes on
@@ -61,7 +61,7 @@ def turn_ends(
 
     Args:
         source: the template.
-        variables: its variables, such as ``bos_token``.
+        variables: the names and values of its variables, such as ``bos_token``.
         added_tokens: texts that are one token each wherever they occur.
 
     Returns:
@@ -105,7 +105,10 @@ def turn_ends(
 
 
 def _stops(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return each text once. Single letters are left out, since any answer may contain them."""
+    """Return each text once.
+
+    Blank texts and single characters are left out, since any answer may contain them.
+    """
     return tuple(dict.fromkeys(text for text in texts if len(text.strip()) > 1))
 
 
@@ -118,8 +121,10 @@ def _said_in_parts(text: str) -> object:
 
 
 def _first_token(text: str, added_tokens: Iterable[str]) -> str:
-    """Return the first token of ``text``, with the whitespace before it. If ``text`` begins with no
-    token, return it without the whitespace at its end."""
+    """Return the first token of ``text``, with the whitespace before it.
+
+    If ``text`` begins with no token, return it without the whitespace at its end.
+    """
     blanks, text = text[: len(text) - len(text.lstrip())], text.strip()
     tokens = [token for token in added_tokens if token and text.startswith(token)]
     return blanks + max(tokens, key=len, default=text) if text else ""

@@ -454,7 +454,7 @@ ROWS = {
     "a variable that records have": Row(
         {"a.jsonl": CHATS},
         {**OF_CHATS, "data.chat_template_kwargs": '{"tools": [], "a": 1}'},
-        "data.chat_template_kwargs: has 'tools', which records set; leave it out",
+        "data.chat_template_kwargs: has 'tools', which cannot be set there; leave it out",
         [{"data.chat_template_kwargs": '{"a": 1}'}],
     ),
     "a template that marks nothing": Row(

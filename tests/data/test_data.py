@@ -215,9 +215,9 @@ def test_links_to_nothing_and_files_of_other_kinds_are_left_out(
     with caplog.at_level(logging.INFO, logger="moetrain"):
         data = build_data(c, BYTE_VOCAB)
     assert data.tokenizer.decode(data.train.row(0).tokens_S.tolist()) == "firstlast"
-    assert caplog.text.count("gone is no file, or a link to none; skipped") == 1
+    assert caplog.text.count("gone is not a file, or is a link to no file; skipped") == 1
     assert "elsewhere is a link to a folder; not followed" in caplog.text
-    assert "fifo is no file" in caplog.text
+    assert "fifo is not a file" in caplog.text
     assert "image is not text; skipped" in caplog.text
 
 

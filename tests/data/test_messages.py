@@ -639,7 +639,7 @@ def test_a_run_has_variables_of_its_template(tmp_path: Path):
     [
         ("style", "'style' is not JSON"),
         ("[1]", "'[1]' is no JSON object"),
-        ('{"messages": []}', "has 'messages', which records set"),
+        ('{"messages": []}', "has 'messages', which cannot be set there"),
     ],
 )
 def test_variables_that_are_none_are_named(kwargs: str, problem: str):
