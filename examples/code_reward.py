@@ -3,7 +3,7 @@
     python -m moetrain.rl --rl.env jsonl --rl.prompts prompts.jsonl \
         --rl.reward code_reward.py:score_code ...
 
-A line's ``answer`` is its tests, such as ``assert add(3, 4) == 7``.
+A line's ``answer`` is its tests, such as ``assert add(3, 4) == 7``: a text, or a list of texts.
 
 The available guarantees depend on the machine. ``python code_reward.py`` prints those of this one:
 
@@ -67,14 +67,23 @@ def score_code(line: dict[str, Any], answer: str) -> float:
     The program is the last block between ``` marks, or else all of the text. The module's docstring
     lists its limits.
 
-    Raises RuntimeError: programs cannot be run here, not even one that does nothing.
+    Raises:
+        RuntimeError: programs cannot be run here, not even one that does nothing.
+        ValueError: the tests assert nothing, so that every program would pass them.
     """
+    tests = line["answer"]
+    tests = "\n".join(map(str, tests)) if isinstance(tests, list) else tests
+    if not isinstance(tests, str) or "assert" not in tests:
+        raise ValueError(
+            f"answer has no assert, so that every program would pass: {str(tests)[:80]!r}; write "
+            "tests such as assert add(3, 4) == 7 (from inputs and outputs: a call and its result)"
+        )
     uses, _ = _usable(_USES)
     found = re.findall(r"```([^\n`]*)\n(.*?)```", answer, re.DOTALL)
     blocks = [code for kind, code in found if kind.strip().lower() in _PYTHON]
     # A program that exits before its tests can print this only on purpose.
     ran = secrets.token_hex(8)
-    parts = (blocks[-1] if blocks else answer, str(line["answer"]), f"print('{ran}', flush=True)")
+    parts = (blocks[-1] if blocks else answer, tests, f"print('{ran}', flush=True)")
     code, written, _ = _run("\n\n".join(parts), uses)
     return float(code == 0 and ran.encode() in written)
 

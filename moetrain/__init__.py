@@ -6,6 +6,7 @@ The library in seven names: ``load_hf`` and ``save_hf`` for Hugging Face checkpo
 torch.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -35,5 +36,7 @@ __all__ += ["save_hf"]
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
+        if "torch" not in sys.modules:  # as the commands do; torch reads it when it is imported
+            import_module("moetrain.config.environment").let_idle_threads_sleep()
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'moetrain' has no attribute {name!r}")

@@ -5,8 +5,6 @@ write is green, text that it learns to avoid is red. Left out on purpose: statis
 of a large source. They cover only its first rows (``_MOST_ROWS``).
 """
 
-import logging
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moetrain.cli.main import Parser, command
+from moetrain.cli.main import Parser, command, log_lines
 from moetrain.config import Config, logger
 from moetrain.data.loader import Data, build_data
 from moetrain.data.packing import IGNORE_INDEX, Row
@@ -41,8 +39,8 @@ def main(argv: Sequence[str] | None) -> None:
     )
     parser.add_argument("--show", type=int, default=2, help="rows to print (default: 2)")
     options, settings = parser.parse_known_args(argv)
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logger.setLevel(logging.INFO)
+    log_lines()
+    logger.setLevel("INFO")
     config = Config.load(overrides=["--data.path", options.path, *settings], once=True)
     config, arch = resolve_run(config)
     data = build_data(config, arch.vocab_size)

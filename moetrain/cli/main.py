@@ -9,6 +9,7 @@ the command prints one line to standard error, and its exit code is 2.
 
 import argparse
 import atexit
+import logging
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 from functools import wraps
 from importlib import metadata
 from pkgutil import resolve_name
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from moetrain.cli import interrupt_by_exception, interrupt_quietly
 from moetrain.config import ConfigError
@@ -62,6 +63,23 @@ def version() -> str:
         return f"moetrain {metadata.version('moetrain')}"
     except metadata.PackageNotFoundError:
         return "moetrain"
+
+
+class _ToStandardError(logging.StreamHandler[TextIO]):
+    """Writes each record to what ``sys.stderr`` is at that moment: a progress bar replaces it, and
+    prints the line above itself."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return sys.stderr
+
+
+def log_lines() -> None:
+    """Print what is logged, warnings and errors of all libraries, as plain lines to stderr."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[_ToStandardError()])
 
 
 def error_line(text: str) -> str:

@@ -26,7 +26,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from moetrain.cli import interrupt_by_exception, launch, quiet_imports
-from moetrain.cli.main import error_line, reader_may_leave, version, without_imports
+from moetrain.cli.main import (
+    error_line,
+    log_lines,
+    reader_may_leave,
+    version,
+    without_imports,
+)
 from moetrain.config import Config, ConfigError, Recipes, logger
 from moetrain.config.environment import (
     LaunchedPlace,
@@ -224,7 +230,7 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
             # A rank does not do this: Python may lose an exception that is raised during an import,
             # and the launcher would wait for this rank forever.
             interrupt_by_exception()
-        logging.basicConfig(format="%(message)s", level=logging.WARNING)
+        log_lines()
         if place is None or place.rank == 0:
             logger.setLevel(logging.INFO)
         words = without_imports(words)

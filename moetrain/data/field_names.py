@@ -13,13 +13,20 @@ from moetrain.data.known_sets import (
     QUESTION_OF,
     QUESTIONS,
     RESPONSES,
-    is_dialogue,
     read_known_set,
     read_reasoned_answer,
     with_tools_of_metadata,
 )
 from moetrain.data.lost import describes
-from moetrain.data.messages import MEDIA, BadLineError, is_said, media_of, parse_json, role_of
+from moetrain.data.messages import (
+    MEDIA,
+    BadLineError,
+    is_dialogue,
+    is_said,
+    media_of,
+    parse_json,
+    role_of,
+)
 from moetrain.data.tools import are_tools
 from moetrain.data.warned import warn_once
 

@@ -25,7 +25,14 @@ from moetrain.data.lost import (
     is_label,
     thoughts_of_field,
 )
-from moetrain.data.messages import BadLineError, learning_of, parse_json, role_of, words_of
+from moetrain.data.messages import (
+    BadLineError,
+    is_dialogue,
+    learning_of,
+    parse_json,
+    role_of,
+    words_of,
+)
 from moetrain.data.tools import are_tools
 
 _GLAIVE_TURN = re.compile(r"(?:\A|\n\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
@@ -40,7 +47,17 @@ ABOUT = {
     *("id", "uuid", "source", "dataset", "data_source", "resource", "license", "url", "split"),
     *("type", "category", "subject", "topic", "tags", "difficulty", "level", "lang", "language"),
     *("language_code", "annotation_type", "user_id"),  # Aya's
-    *("original_question", "created", "timestamp", "score", "label", "kto_tag", "weight"),
+    *(
+        "original_question",
+        "orig_question",
+        "orig_answer",
+        "created",
+        "timestamp",
+        "score",
+        "label",
+        "kto_tag",
+        "weight",
+    ),
     *(
         "system",
         "system_prompt",
@@ -118,6 +135,8 @@ _LISTS_OF_TEXTS = {
 }
 """Fields that hold the texts of a dialogue: in DailyDialog, SODA, UltraChat, PIPPA and MOSS."""
 _ASKING = {"prompt", "question", "query", "instruction", "problem", "user", "input"}
+_OF_SAMPLES = {"responses", "answers", "completions", "generations", "solutions", "outputs"}
+"""Words in the names of lists of answers."""
 _ANSWERING = {
     *("answer", "response", "completion", "solution", "attempt", "assistant", "output", "reply"),
     *("generation", "summary", "highlights"),
@@ -153,8 +172,8 @@ def read_known_set(found: dict[str, Any]) -> None:
             raise BadLineError(f"{said}; write it at the end of `prompt`")
     if "chosen" not in found and _are_exchanges(found.get("conversation")):
         _read_exchanges(found)
-    if {"vanilla", "adversarial", "completion"} <= found.keys() and "prompt" not in found:
-        asked = [found.pop(key) for key in ("adversarial", "vanilla")]  # WildJailbreak
+    if {"vanilla", "completion"} <= found.keys() and "prompt" not in found:
+        asked = [found.pop(key, None) for key in ("adversarial", "vanilla")]  # WildJailbreak
         found["instruction"] = next(filter(None, asked), "")
         found["output"] = found.pop("completion")
     asked = [key for key in ("input", *QUESTIONS) if is_dialogue(found.get(key))]
@@ -191,12 +210,6 @@ def with_tools_of_metadata(record: dict[str, Any]) -> dict[str, Any]:
         tools = next(filter(None, (_tools_in(found.get(key)) for key in _METADATA)), None)
         found |= {"tools": tools} if tools else {}
     return found
-
-
-def is_dialogue(turns: object) -> bool:
-    """Return whether ``turns`` is a list whose first entry has a role."""
-    first = turns[0] if isinstance(turns, list) and turns else None
-    return isinstance(first, dict) and not {"role", "from"}.isdisjoint(first)
 
 
 # ---- reading ------------------------------------------------------------------------------------
@@ -463,7 +476,7 @@ def _remedy_for_steps(
         return (
             f"`{key}` has a verdict on each step of an answer, which no train.objective learns; "
             "leave such records out, or write the steps of a right answer as one text, without "
-            "marks, as `output` beside the question as `instruction`"
+            "marks, as `output` beside the question as `instruction` (train.objective next_token)"
         )
     return None
 
@@ -633,12 +646,23 @@ def _likely_answers(record: Mapping[str, Any]) -> list[str]:
     return [
         key
         for key, value in _named(record).items()
-        if value not in _ANSWERS
-        and _is_text(record[key])
-        and not thoughts_of_field(key, record[key])
-        and not is_label(record[key])
-        and ("</think>" in record[key] or _names_answer(key, record[key]))
+        if _are_samples(key, record[key])
+        or (value not in _ANSWERS and _is_likely_answer(key, record[key]))
     ]
+
+
+def _is_likely_answer(key: str, value: object) -> bool:
+    if not _is_text(value) or thoughts_of_field(key, value) or is_label(value):
+        return False
+    return "</think>" in str(value) or _names_answer(key, value)
+
+
+def _are_samples(key: str, value: object) -> bool:
+    """Return whether a field is a list of objects that hold answers, such as natural_reasoning's
+    ``responses``."""
+    are_objects = isinstance(value, list) and value and all(isinstance(x, dict) for x in value)
+    is_named = not words_of(key).isdisjoint(_OF_SAMPLES)
+    return bool(are_objects) and is_named and not is_dialogue(value)
 
 
 def _names_answer(key: str, value: object) -> bool:

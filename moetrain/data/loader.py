@@ -343,7 +343,11 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
         remedy = f"lower data.seq_len to {len(cache.tokens) // 2}, {remedy}"
     elif total > 1:  # on one side, rows end before the answers begin
         longest = int(np.diff(cache.documents).max())
-        remedy = f"raise data.seq_len to {longest}, {remedy}"
+        rows = _rows(cache, data, 0, total)
+        if isinstance(rows, packing.PairDataset):  # a row holds whole pairs
+            longest = int(rows.needed_P.max())
+        if longest > data.seq_len:
+            remedy = f"raise data.seq_len to {longest}, {remedy}"
     raise ConfigError(
         "data.eval_fraction",
         f"{data.eval_fraction}: the {total} {what} of {source.field} cannot be divided so that "

@@ -9,8 +9,10 @@ Other names are judged by their words: ``synthetic_reasoning`` is a thought, and
 document by itself, except pictures whose mark is in the text.
 """
 
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from moetrain.config.sources import shortened
@@ -19,6 +21,7 @@ from moetrain.data.messages import (
     REASONING,
     THOUGHTS,
     BadLineError,
+    is_dialogue,
     is_said,
     lost_media,
     media_of,
@@ -87,9 +90,9 @@ _AFTER_TURNS = {
     *("target", "targets", "solution", "reply", "ground_truth", "reference"),
 }
 """Names of the answer to the last question of a dialogue, such as ChatQA's ``answers``."""
-_VARIANTS = {"original", "rewritten", "evolved", "seed", "explanation"}
+_VARIANTS = {"original", "orig", "rewritten", "evolved", "seed", "explanation"}
 """Words in the names of texts that a record was made from, or that explain it."""
-_OF_OTHER_TOOLS = {"orig", "target"}
+_OF_OTHER_TOOLS = {"target"}
 """Words in the names of tools that were taken out of a record on purpose: When2Call's."""
 CHOICES = {"choices", "options"}
 """Names of fields with the answers that a question gives to choose from."""
@@ -109,6 +112,9 @@ _FUNCTIONS = {
     *("tool_definitions", "tool_list", "tool_schemas", "tools_json", "apis", "api_list"),
 }
 """Names that the tools may have, such as Bedrock's ``toolConfig``."""
+_OF_BEFORE = {"prev", "previous", "prior", "earlier", "past", "history", "context"}
+"""Words in the names of turns that come before those of a record, such as GeneralThought's
+``prev_messages``."""
 _TEXTS = PASSAGES | _SYSTEMS | _FUNCTIONS
 """Names of further fields whose texts must be in a document, beside thoughts and choices."""
 _MARK = re.compile(r"<(?:image|img|video|audio)>", re.I)
@@ -160,6 +166,8 @@ def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: 
         raise lost_media(f"`{key}`", record[key])
     if form == "text":
         return
+    if form == "alpaca":
+        _refuse_empty_question(record)
     for name in ("messages", "conversations"):
         _refuse_marks(record.get(name), name)
     choices = choices_of(record) if form != "preference" else []  # those of a pair are its answers
@@ -168,7 +176,23 @@ def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: 
         lost = [t for t in texts if not is_said(t, (document.text for document in documents))]
         is_chosen = len(lost) < len(texts) and all("</think>" in text for text in texts)
         if lost and not is_chosen:  # in OpenR1's `generations`, the answer is one of the texts
-            raise BadLineError(_problem(key, value, lost[0], form))
+            # Among the texts of objects the longest: others may be the address of a passage.
+            are_texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
+            text = lost[0] if are_texts else max(lost, key=len)
+            raise BadLineError(_problem(key, value, text, record, form))
+
+
+def _refuse_empty_question(record: Mapping[str, Any]) -> None:
+    """Raise BadLineError if a question has neither a letter nor a digit, such as the "-" of
+    OpenCodeReasoning, whose questions lie in another data set."""
+    fields = [key for key in ("instruction", "input") if isinstance(record.get(key), str)]
+    text = "".join(record[key] for key in fields).strip()
+    if text and text.isascii() and not any(character.isalnum() for character in text):
+        name = next(key for key in fields if record[key].strip())
+        raise BadLineError(
+            f"`{name}` is {text!r}, which asks nothing; write the question there, or leave such "
+            "records out (data.bad_records skip)"
+        )
 
 
 def unread_fields(record: Mapping[str, Any], documents: Sequence[Document], form: str) -> list[str]:
@@ -183,8 +207,18 @@ def unread_fields(record: Mapping[str, Any], documents: Sequence[Document], form
         for key, value in record.items()
         if key not in read
         and not describes(key, value)
-        and not any(is_said(text, shown) for text in _texts_in(value))
+        and not (key in ("label", "kto_tag") and truth_of(value) is not None)
+        # The longest: short ones, such as the roles of turns, are in other texts by chance.
+        and not is_said(max(_texts_in(_parsed(value)), key=len, default=""), shown)
     ]
+
+
+def _parsed(value: object) -> object:
+    """Return what a text of JSON holds, as an export as CSV has it; any other value as it is."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def thoughts_of_field(key: str, value: object) -> list[str]:
@@ -289,6 +323,8 @@ def _texts_to_show(
         is_asked = name in _ASKED | _PLAYED or _has_words(key, _OF_PASSAGES)
         if name == "code" and isinstance(value, str):  # one word is the code of a language
             is_asked = len(value.split()) > 1
+    if is_dialogue(value) and not _OF_BEFORE.isdisjoint(words_of(key)):
+        return [text for text in _texts_in(value) if len(text.split()) > 1]
     texts = [*_texts_in(value)] if is_asked else []
     # Alpaca's `text` is the whole record, rendered, and so is `prompt` in copies of it.
     asked = record.get("instruction") or record.get("prompt")
@@ -305,9 +341,15 @@ def _refuse_marks(turns: object, name: str) -> None:
             raise lost_media(f"{name}[{i}] has a mark in the place of what", said)
 
 
-def _problem(key: str, value: object, text: str, form: str) -> str:
+def _problem(key: str, value: object, text: str, record: Mapping[str, Any], form: str) -> str:
     """Describe a text of the field ``key`` that would be lost, and say what to write."""
     name = key.lower()
+    if pair := _second_pair(name, record):
+        both = f"`{pair[0]}` and `{pair[1]}`"
+        return (
+            f"{both} are a second question and answer: {shortened(text)}; leave them out, or "
+            + ("write them as `instruction` and `output` in place of the first")
+        )
     if name in _SYSTEMS | _PLAYED or _is_system(key):
         said, remedy = "seems to be the system's text, which would be lost", "write it as `system`"
     elif name in _FUNCTIONS | {"tools"} or names_of_tools(value):
@@ -320,6 +362,19 @@ def _problem(key: str, value: object, text: str, form: str) -> str:
         where = "`chosen` or `rejected`" if form == "preference" else "`messages`"
         remedy = f"write it as `reasoning_content` of an answer in {where}"
     return f"`{key}` {said}: {shortened(text)}; {remedy}, or leave it out"
+
+
+def _second_pair(name: str, record: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the fields of a second question and answer, if ``name`` is that of the question.
+
+    The ending of both names is the same: OpenSchnabeltier's ``instruction_de`` and ``output_de``.
+    """
+    first, _, end = name.rpartition("_")
+    if first not in _ASKED | {"instruction", "prompt"} or not end:
+        return None
+    answers = (f"{answer}_{end}" for answer in sorted(_AFTER_TURNS))
+    answer = next((answer for answer in answers if answer in record), None)
+    return None if answer is None else (name, answer)
 
 
 def _texts_in(value: object) -> Iterator[str]:

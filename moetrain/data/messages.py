@@ -331,6 +331,12 @@ def _may_be_said(key: str, value: object) -> bool:
     return isinstance(value, list | dict) and not is_known and _is_something(value)
 
 
+def is_dialogue(turns: object) -> bool:
+    """Return whether ``turns`` is a list whose first entry has a role."""
+    first = turns[0] if isinstance(turns, list) and turns else None
+    return isinstance(first, dict) and not {"role", "from"}.isdisjoint(first)
+
+
 def role_of(message: Mapping[str, Any]) -> object:
     """Return the role of a message that is not read yet. A known role gets OpenAI's name."""
     role = message.get("role")

@@ -379,7 +379,7 @@ def _check(turns: list[Any]) -> None:
             problem = f"a list of messages has {shortened(turn)}, which is no object"
             remedy = "write {'role': ..., 'content': ...}"
             if all(isinstance(turn, str) for turn in turns):
-                remedy += ", or one text if these are several answers"
+                remedy += ", or a pair of each two if these are several answers"
             raise BadLineError(f"{problem}; {remedy}")
 
 

@@ -20,7 +20,7 @@ from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import OBJECTS
 from moetrain.data.documents import Document
 from moetrain.data.field_names import name_of_dialogue, renamed
-from moetrain.data.known_sets import is_dialogue, read_known_set, remedy_for, remedy_for_two
+from moetrain.data.known_sets import read_known_set, remedy_for, remedy_for_two
 from moetrain.data.lost import (
     refuse_bad_verdict,
     refuse_lost,
@@ -31,6 +31,7 @@ from moetrain.data.messages import (
     BadLineError,
     Message,
     check_weight,
+    is_dialogue,
     is_mask,
     is_said,
     parse_json,

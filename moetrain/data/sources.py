@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
 from moetrain.config import DataSection
 from moetrain.data.containers import FilePart, Files, Raw, find_records, list_files
@@ -28,6 +28,8 @@ from moetrain.data.warned import warn_once
 
 _T = TypeVar("_T")
 
+_CONTINUATIONS = bytes(range(0x80, 0xC0))
+"""Bytes of UTF-8 that begin no character."""
 _PART_BYTES = 1 << 20
 """Bytes of a part of a file. A longer text is read in parts that end with a line. A stream reads
 parts in any order."""
@@ -217,15 +219,30 @@ class Source(Files):
 
 
 def _lines_from(part: FilePart) -> str:
-    """Return the lines that begin in ``part``. A line that is much longer than a part is cut."""
+    """Return the lines that begin in ``part``.
+
+    A line that is much longer than a part is cut: each part that lies within it has the bytes
+    between one and two part sizes after its own start, and no character is cut in two.
+    """
     with part.file.open("rb") as file:
-        skipped = 0
-        if part.start:
-            file.seek(part.start - 1)
-            skipped = len(file.readline(_PART_BYTES)) - 1
-        raw = file.read(max(0, part.stop - part.start - skipped))
-        raw += file.readline(_PART_BYTES) if raw and raw[-1:] != b"\n" else b""
+        file.seek(max(0, part.start - 1))
+        before = _rest_of_line(file, part.start + _PART_BYTES) if part.start else b"\n"
+        raw = file.read(max(0, part.stop - file.tell()))
+        is_within = before[-1:] != b"\n"
+        if is_within or (raw and raw[-1:] != b"\n"):
+            raw += _rest_of_line(file, part.start + 2 * _PART_BYTES)
     return raw.decode("utf-8", errors="replace")
+
+
+def _rest_of_line(file: BinaryIO, end: int) -> bytes:
+    """Read the rest of a line, but at most the characters that begin before the offset ``end``."""
+    raw = file.readline(max(0, end - file.tell()))
+    if raw[-1:] != b"\n":
+        following = file.read(3)
+        of_character = len(following) - len(following.lstrip(_CONTINUATIONS))
+        raw += following[:of_character]
+        file.seek(of_character - len(following), os.SEEK_CUR)
+    return raw
 
 
 def _text_parts(path: Path) -> Iterator[Document]:

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import random
 import threading
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ import tokenizers
 from moetrain.config import Config, ConfigError, DataSection, locks
 from moetrain.data import cache, sources
 from moetrain.data.cache import TokenCache
+from moetrain.data.containers import FilePart
 from moetrain.data.documents import HashRange
 from moetrain.data.loader import build_data
 from moetrain.data.packing import IGNORE_INDEX, SyntheticDataset
@@ -516,3 +518,22 @@ def test_nothing_is_said_of_a_pad_of_its_own(tmp_path: Path, caplog: pytest.LogC
     folder = word_tokenizer(tmp_path / "t", "p", "</s>", "a", eos_token="</s>", pad_token="p")
     load_tokenizer(str(folder))
     assert "PAD" not in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_of_a_text_are_the_text(monkeypatch, tmp_path, seed):
+    """No byte is read twice, none is lost, and no character is cut, however long a line is."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(sources, "_PART_BYTES", 16)
+    lines = ["".join(rng.choices("aß€😀", k=rng.choice((0, 3, 9, 40, 200)))) for _ in range(30)]
+    text = "\n".join(lines) + "\n" * rng.randrange(2)
+    path = tmp_path / "a.txt"
+    path.write_text(text, encoding="utf-8")
+    size = path.stat().st_size
+    parts = [FilePart(path, at, min(at + 16, size)) for at in range(0, size, 16)]
+    read = [sources._lines_from(part) for part in parts]
+    assert "".join(read) == text
+    # Lines that are no longer than a part are whole.
+    assert {line for line in lines if 0 < len(line.encode()) <= 16} <= {
+        line for each in read for line in each.split("\n")
+    }

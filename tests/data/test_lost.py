@@ -783,3 +783,99 @@ def test_fields_that_are_neither_learned_nor_shown_are_listed(tmp_path: Path, ca
     list(source.documents())
     names = "`persona`, `intent`, `old_contents`, `completion`"
     assert f"{path}: neither learned nor shown: {names}\n" in caplog.text
+
+
+# ---- found by readers of 148 sets (2026-12-01) --------------------------------------------------
+
+EARLIER = [{"role": "user", "content": "what came before"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize("name", ["prev_messages", "previous", "earlier_turns", "context_messages"])
+@pytest.mark.parametrize("form", ["messages", "sharegpt", "alpaca", "completion"])
+def test_turns_that_come_before_are_not_lost(form, name):
+    """GeneralThought's ``prev_messages``."""
+    refuses(form, {name: EARLIER}, f"`{name}` may be a part of the question .*: 'what came before'")
+
+
+def test_a_question_that_is_a_mark_is_refused():
+    """OpenCodeReasoning's questions lie in another set, and are "-" in its second part."""
+    for record in ({"input": "-", "output": "a"}, {"instruction": "...", "output": "a"}):
+        says = r"`instruction` is '.*', which asks nothing; .* \(data\.bad_records skip\)"
+        with pytest.raises(BadLineError, match=says):
+            documents(record)
+    for text in ("🎬", "你好", "2+2", "-1"):  # pictures, other scripts and numbers ask something
+        assert text in documents({"instruction": text, "output": "a"})[0].text
+
+
+def test_a_second_pair_is_named_as_one():
+    """OpenSchnabeltier's German pair beside the English one."""
+    fields = {"instruction_de": "Nenne einen Vogel.", "output_de": "Rotkehlchen."}
+    says = "`instruction_de` and `output_de` are a second question and answer: 'Nenne einen Vogel.'"
+    refuses("alpaca", fields, f"{says}; leave them out, or write them as `instruction`")
+
+
+def test_the_longest_text_of_a_passage_is_shown():
+    passages = [{"url": "https://a.example/b", "text": "What the passage says, at some length."}]
+    refuses("alpaca", {"passages": passages}, "'What the passage says, at some length.'")
+
+
+def unread(record: dict, kind: str = "one") -> list[str]:
+    reader = RecordReader(ChatTemplate(CHATML, {}), **READERS[kind])
+    return reader.unread(record, reader.documents(record))
+
+
+def test_what_is_shown_is_not_said_to_be_unread():
+    """Exports as CSV have truth values and lists as texts."""
+    turns = json.dumps(["first question", "second question"])
+    messages = [{"role": "user", "content": "first question"}, ANSWER]
+    messages += [{"role": "user", "content": "second question"}, ANSWER]
+    assert unread({"messages": messages, "turns": turns}) == []
+    labelled = {"prompt": [USER], "completion": [ANSWER], "label": "True"}
+    assert unread(labelled, "labels") == []
+    # A list of turns is unread although its roles are words of every text.
+    assert unread({"messages": [USER, ANSWER], "drafts": EARLIER}) == ["drafts"]
+
+
+@pytest.mark.parametrize("adversarial", [{}, {"adversarial": None}, {"adversarial": ""}])
+def test_wildjailbreak_without_an_adversarial_prompt(adversarial):
+    record = {"vanilla": "How do locks work?", **adversarial, "completion": "By pins."}
+    (document,) = documents(record)
+    asked = {"role": "user", "content": "How do locks work?"}
+    assert document.text == theirs(asked, {"role": "assistant", "content": "By pins."})
+
+
+def test_an_original_question_and_answer_describe_the_record():
+    """WebInstructSub's ``orig_question`` and ``orig_answer``."""
+    record = {"question": "2+2?", "answer": "It is 4.", "orig_question": "<p>2+2?</p>"}
+    assert "It is 4." in documents({**record, "orig_answer": "<p>4</p>"})[0].text
+
+
+def test_lists_of_answers_are_offered():
+    """natural_reasoning's ``responses``, the texts that one fine-tunes on."""
+    samples = [{"response_model": "m", "response": "a long one"}]
+    record = {"question": "Why?", "reference_answer": "r", "responses": samples}
+    with pytest.raises(BadLineError, match=r"one of .*`responses`.* as `output`"):
+        documents(record)
+
+
+def test_several_answers_of_a_pair_are_not_one_text():
+    """RewardBench 2's lists of answers."""
+    with pytest.raises(BadLineError, match="or a pair of each two if these are several answers"):
+        documents({"prompt": "q", "chosen": ["a"], "rejected": ["b", "c"]}, "pairs")
+
+
+def test_the_row_that_pairs_need_holds_both_answers(tmp_path):
+    turns = [{"prompt": "q", "chosen": "a" * 100, "rejected": "b" * 90}] * 2
+    path = write_lines(tmp_path / "a.jsonl", *turns)
+    settings = {"source": "records", "path": str(path), "seq_len": 128, "eval_fraction": 0.3}
+
+    def build(**data: object) -> None:
+        loaded = config(tmp_path, **{**settings, **data})
+        train = loaded.train.model_copy(update={"objective": "dpo"})
+        build_data(loaded.model_copy(update={"train": train}), BYTE_VOCAB)
+
+    with pytest.raises(ConfigError, match=r"raise data\.seq_len to (\d+), add data") as error:
+        build()
+    (size,) = map(int, re.findall(r"seq_len to (\d+)", str(error.value)))
+    assert size > 190
+    build(seq_len=size)

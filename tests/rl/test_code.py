@@ -19,6 +19,31 @@ GOOD = "def add(a, b):\n    return a + b\n"
 
 
 @pytest.mark.parametrize(
+    "answer",
+    [
+        '{"inputs": ["3\\n"], "outputs": ["6\\n"]}',
+        {"inputs": ["3\n"], "outputs": ["6\n"]},
+        "",
+        None,
+        [],
+    ],
+)
+def test_tests_that_assert_nothing_are_an_error(answer):
+    """APPS' and Eurus' inputs and outputs are valid Python, which every program passes."""
+    with pytest.raises(
+        ValueError, match=r"^answer has no assert, so that every program would pass"
+    ):
+        score_code({"answer": answer}, GOOD)
+
+
+def test_a_list_of_tests_is_run_whole():
+    """MBPP's ``test_list`` and AceCode's ``test_cases`` are lists of texts."""
+    tests = {"answer": ["assert add(3, 4) == 7", "assert add(1, 1) == 2"]}
+    assert score_code(tests, GOOD) == 1
+    assert score_code(tests, "def add(a, b):\n    return 7") == 0
+
+
+@pytest.mark.parametrize(
     ("answer", "reward"),
     [
         (GOOD, 1),
@@ -67,7 +92,7 @@ os.set_inheritable(kept, True)
 held = sorted(code_reward.contained())
 print(json.dumps(held), flush=True)
 text = settings["program"].replace("TRAINER", str(os.getpid()))
-reward = code_reward.score_code({"answer": ""}, text)
+reward = code_reward.score_code({"answer": "assert True"}, text)
 tasks = os.listdir("/proc/self/task")
 children = [open(f"/proc/self/task/{task}/children").read() for task in tasks]
 print(json.dumps([reward, "".join(children).split()]))

@@ -18,15 +18,17 @@ import copy
 import importlib.util
 import inspect
 import json
+import logging
 import math
 import os
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, logger
 from moetrain.config.rl import RlSection
 from moetrain.config.sources import shortened
 from moetrain.config.user_files import run_file
@@ -34,7 +36,7 @@ from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import Files
 from moetrain.data.field_names import SYSTEMS
 from moetrain.data.known_sets import with_tools_of_metadata
-from moetrain.data.messages import BadLineError, read_messages
+from moetrain.data.messages import BadLineError, is_dialogue, read_messages
 from moetrain.data.pairs import with_system
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rl.envs import Environment, Problem, Prompts, SolvedEnvironment, TextEnvironment
@@ -154,8 +156,16 @@ def check_whole(**values: object) -> None:
 _Reward = Callable[[dict[str, Any], str], "float | Awaitable[float]"]
 
 
-_ANSWERS = ("ground_truth", "reward_model", "solution", "target", "expected_answer", "final_answer")
-"""Fields in which other formats have the right answer; verl's is ``reward_model.ground_truth``."""
+_ANSWERS = (
+    *("ground_truth", "reward_model.ground_truth", "reward_model", "solution", "target"),
+    *("expected_answer", "final_answer", "gold_standard_solution", "verification_info"),
+)
+"""Fields in which other formats have the right answer, verl's ``reward_model.ground_truth`` among
+them."""
+_MARKS = ("####", r"\boxed{")
+"""Marks before the final answer in a solution: GSM8K's and MATH's."""
+_CHECKED = 256
+"""Number of lines whose answers are read at the start, to see that the reward can use them."""
 
 
 class Jsonl(TextEnvironment):
@@ -174,18 +184,35 @@ class Jsonl(TextEnvironment):
                 problem = f"`{variable}` would be lost, as no chat template formats `prompt`"
                 remedy = "set rl.chat yes, or give `messages`"
                 raise ConfigError("rl.prompts", f"{path!r} line {number}: {problem}; {remedy}")
-            if reward in {*REWARDS} - {"zero"} and line.get("answer") is None:
-                problem = f"{path!r} line {number}: no answer, which {reward} needs"
-                found = [key for key in _ANSWERS if line.get(key) is not None]
-                perhaps = f" (perhaps from `{found[0]}`)" if found else ""
-                remedy = f"give it as `answer`{perhaps}, or another rl.reward: a function of yours "
-                remedy += "(FILE.py:NAME) gets the whole record, with its tests or rubrics"
-                raise ConfigError("rl.prompts", f"{problem}; {remedy}")
+            if reward in _COMPARING and (problem := _answer_problem(line, reward)):
+                remedy = "or another rl.reward: a function of yours (FILE.py:NAME) gets the whole "
+                remedy += "record, with its tests or rubrics"
+                raise ConfigError("rl.prompts", f"{path!r} line {number}: {problem}, {remedy}")
             try:
                 prompts.check(self._asked(line), line)
             except BadLineError as error:
                 problem = f"{path!r} line {number}: {error}"
                 raise ConfigError("rl.prompts", problem) from None
+        if reward in _COMPARING:
+            self._warn_of_answers(path, reward)
+
+    def _warn_of_answers(self, path: str, reward: str) -> None:
+        """Log a line if some of the first answers can earn nothing, whatever a policy says."""
+        answers = [str(line["answer"]) for line in self.lines[:_CHECKED]]
+        if isinstance(self.reward, _Math):
+            odd = [i for i, answer in enumerate(answers) if not self.reward.has_value(answer)]
+            said = "no value that rl.reward math finds"
+            remedy = "such prompts earn 0 whatever is answered: leave them out"
+        else:
+            odd = [i for i, x in enumerate(answers) if any(mark in x for mark in _MARKS)]
+            said = "a whole solution, and rl.reward exact compares all of it"
+            remedy = "write the final answer alone, or set rl.reward math"
+        if odd:
+            first = shortened(answers[odd[0]])
+            logger.warning(
+                "rl.prompts: %r: of the first %d answers %d have %s (line %d: %s); %s",
+                *(path, len(answers), len(odd), said, odd[0] + 1, first, remedy),
+            )
 
     def problem(self, task: int) -> Problem:
         line = self.lines[task]
@@ -208,10 +235,38 @@ class Jsonl(TextEnvironment):
             if not system or not self.prompts.chat:
                 return prompt
             prompt = [{"role": "user", "content": prompt}]
-        return with_system(read_messages(prompt), system, key)
+        turns = read_messages(prompt)
+        if turns and turns[-1]["role"] == "assistant":
+            said = shortened(turns[-1].get("content"))
+            raise BadLineError(
+                f"`{key}` ends with the assistant's turn, which the policy would be shown: {said}; "
+                "leave that turn out, or write what is asked as `prompt`"
+            )
+        return with_system(turns, system, key)
 
     def score(self, problem: Problem, answer: str) -> float | Awaitable[float]:
         return self.reward(copy.deepcopy(problem.facts), answer)  # it may change its copy
+
+
+def _answer_problem(line: dict[str, Any], reward: str) -> str:
+    """Describe why ``reward`` cannot compare the answer of ``line``. Empty: it can."""
+    answer = line.get("answer")
+    if answer is None:
+        inner = line.get("reward_model")
+        given = (
+            {**line, **{f"reward_model.{key}": x for key, x in inner.items()}}
+            if isinstance(inner, dict)
+            else line
+        )
+        found = [key for key in _ANSWERS if given.get(key) is not None]
+        perhaps = f" (perhaps from `{found[0]}`)" if found else ""
+        return f"no answer, which {reward} needs; give it as `answer`{perhaps}"
+    if not isinstance(answer, dict | list):
+        return ""
+    kind = "an object" if isinstance(answer, dict) else "a list"
+    inner = [key for key in (*_ANSWERS, "value") if isinstance(answer, dict) and key in answer]
+    write = f"write its `{inner[0]}`" if inner else "write one value"
+    return f"`answer` is {kind}, which {reward} cannot compare: {shortened(answer)}; {write} there"
 
 
 def _find_reward(name: str) -> _Reward:
@@ -235,28 +290,35 @@ def _exact(line: dict[str, Any], answer: str) -> float:
     return float(answer.strip() == str(line["answer"]).strip())
 
 
-def _math() -> _Reward:
-    """Return a function that compares answers by math-verify.
+class _Math:
+    """The reward that compares answers by math-verify.
 
     It understands LaTeX, and different ways to write a number.
     """
-    math_verify = _import_extra("math_verify", "rl.reward", "math")
-    parse, verify = math_verify.parse, math_verify.verify
 
-    def score(line: dict[str, Any], answer: str) -> float:
+    def __init__(self) -> None:
+        library = _import_extra("math_verify", "rl.reward", "math")
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no limit
         # math-verify's own time limits use signals, which only the main thread gets. The call of
         # the reward function has a limit anyway.
-        gold = parse(str(line["answer"]), parsing_timeout=None)
-        return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
+        self.parse = partial(library.parse, parsing_timeout=None)
+        self.verify = partial(library.verify, timeout_seconds=None)
 
-    return score
+    def __call__(self, line: dict[str, Any], answer: str) -> float:
+        return float(self.verify(self.parse(str(line["answer"])), self.parse(answer)))
+
+    def has_value(self, answer: str) -> bool:
+        """Return whether there is a value in ``answer`` that others can be compared with."""
+        return bool(self.parse(answer))
 
 
 REWARDS: dict[str, Callable[[], _Reward]] = {
     "exact": lambda: _exact,
-    "math": _math,
+    "math": _Math,
     "zero": lambda: lambda line, answer: 0.0,
 }
+_COMPARING = {"exact", "math"}
+"""Rewards that compare an answer with the line's."""
 
 
 def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
@@ -316,8 +378,18 @@ def _read_lines(path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 def _likely_prompt(line: object) -> str:
     """Return the advice to rename the field of ``line`` that is likely its prompt."""
-    names = ("question", "problem", "query", "instruction", "input")
-    found = [key for key in names if isinstance(line, dict) and isinstance(line.get(key), str)]
+    names = ("question", "problem", "query", "instruction", "input", "text", "problem_statement")
+    given = line if isinstance(line, dict) else {}
+    inner = {
+        f"{outer}.{key}": value
+        for outer, each in given.items()
+        if isinstance(each, dict)
+        for key, value in each.items()
+    }
+    for key, value in {**given, **inner}.items():  # Llama-Nemotron's `input`, NeMo-Gym's
+        if is_dialogue(value) and key.rpartition(".")[2] in (*names, "messages", "prompt"):
+            return f"; write `{key}` as `messages`"
+    found = [key for key in names if isinstance(given.get(key), str)]
     whole = ", with all that the question needs" * (len(found) > 1)
     return f"; rename `{found[0]}` to `prompt`{whole}" if found else ""
 

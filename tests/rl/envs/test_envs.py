@@ -357,6 +357,67 @@ def test_reasoning_gym():
         opened("reasoning-gym:chain_sum", env_args='{"max_terms": -3}')
 
 
+ASKED = {"role": "user", "content": "2+2?"}
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (
+            {"problem": "2+2?", "messages": [ASKED, {"role": "assistant", "content": "It is 4."}]},
+            r"line 1: `messages` ends with the assistant's turn, which the policy would be shown: "
+            r"'It is 4\.'; leave that turn out, or write what is asked as `prompt`",
+        ),
+        (
+            {"prompt": [ASKED, {"role": "assistant", "content": "It is 4."}]},
+            r"line 1: `prompt` ends with the assistant's turn",
+        ),
+        (
+            {"prompt": "2+2?", "answer": None, "reward_model": {"ground_truth": "4"}},
+            r"no answer, which exact needs; give it as `answer` \(perhaps from "
+            r"`reward_model\.ground_truth`\)",
+        ),
+        (
+            {"prompt": "2+2?", "answer": {"ground_truth": "4", "style": "rule"}},
+            r"`answer` is an object, which exact cannot compare: .*; write its `ground_truth` ",
+        ),
+        (
+            {"prompt": "2+2?", "answer": ["4", "four"]},
+            r"`answer` is a list, which exact cannot compare: .*; write one value there",
+        ),
+        ({"text": "2+2?"}, r"; rename `text` to `prompt`$"),
+        ({"input": [ASKED]}, r"; write `input` as `messages`$"),
+        (
+            {"responses_create_params": {"input": [ASKED]}},
+            r"; write `responses_create_params\.input` as `messages`$",
+        ),
+    ],
+)
+def test_prompts_that_would_be_learned_wrongly_are_one_line(lines, row, says):
+    lines.write_text(json.dumps({"answer": "4", **row}) + "\n")
+    with pytest.raises(ConfigError, match=says):
+        opened("jsonl", prompts=lines, reward="exact")
+
+
+@pytest.mark.parametrize("answer", ["3 + 4 = 7\n#### 7", r"So it is $\boxed{7}$."])
+def test_a_solution_that_exact_compares_is_said(lines, caplog, answer):
+    lines.write_text(
+        "".join(json.dumps({"prompt": "?", "answer": x}) + "\n" for x in ("7", answer))
+    )
+    opened("jsonl", prompts=lines, reward="exact")
+    assert "of the first 2 answers 1 have a whole solution" in caplog.text
+    assert "(line 2: " in caplog.text
+    assert "set rl.reward math" in caplog.text
+
+
+def test_answers_without_a_value_are_said(lines, caplog):
+    pytest.importorskip("math_verify")
+    answers = ["7", "proof", '{"func_name": null}', r"\frac{1}{2}"]
+    lines.write_text("".join(json.dumps({"prompt": "?", "answer": x}) + "\n" for x in answers))
+    opened("jsonl", prompts=lines, reward="math")
+    assert "of the first 4 answers 2 have no value that rl.reward math finds (line 2" in caplog.text
+
+
 def test_math_verify(lines):
     pytest.importorskip("math_verify")
     lines.write_text('{"prompt": "half?", "answer": "1/2"}\n')
