@@ -41,7 +41,8 @@ from tests.lib.pages import PAGES, ROOT, blocks, load_script
 from tests.lib.toy_environments import YES_NO_MAYBE
 
 LOG = sorted((ROOT / "docs" / "log").glob("*.md"))
-PROSE = [*PAGES, *LOG, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+LESSONS = sorted((ROOT / "docs" / "lessons").glob("*.md"))
+PROSE = [*PAGES, *LOG, *LESSONS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PROGRAMS = {f"moetrain.{program.name}": program for program in (TRAIN, RL, JOBS)}
 OTHERS = {"bash", "cd", "git", "pip", "ruff", "pyright", "tensorboard", "uv", ".ci/run"}
 """Commands of other projects; only the extras that pip installs are checked."""
