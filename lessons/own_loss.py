@@ -155,6 +155,6 @@ figure.savefig(folder / "how-sure-both-models-are.svg")
 # - Set `Focal(gamma=0)`: the focal loss is the cross-entropy then, and both curves lie on each
 #   other.
 # - Set `coefficient=0.5` for the term `cross_entropy`, and remove `detach()`: the loss is a sum of
-#   both. Is the model sure again?
+#   both. The check of the gradient then fails until the formula has the new term too.
 # - Set `"train.micro_batch_size": 4`: two micro-batches make a step, and the losses stay the same,
 #   because the terms are sums over a count of the whole batch.

@@ -149,4 +149,4 @@ assert largest < 1e-6
 #   model earn its reward now?
 # - Set `"train.steps": 200`. Does the reward pass the dashed line?
 # - Set `"rl.generator_dtype": "nf4"`: the generator has its experts in four bits. What does that
-#   do to the mismatch, and to the reward?
+#   do to the mismatch, and to the reward? The last assertion then fails, as it should.
