@@ -4,14 +4,17 @@
     verify PATH         read every byte; exit code 1 if one differs from what was written
     export-hf PATH OUT  write a Hugging Face checkpoint, as checkpoint.save_hf does
     import-hf PATH OUT  write a checkpoint of step 0 into OUT from a Hugging Face folder
+    merge PATH BASE OUT merge the adapters in PATH into the model BASE, and write OUT
     upcycle PATH OUT    write a mixture of experts that computes the same as the dense model PATH;
                         both are Hugging Face folders
     diff PATH OTHER     print the tensors that differ, and by how much; exit code 1 if any does
 
 PATH is a step-... folder, or the output_dir of a run, which stands for its newest checkpoint.
-In host memory, export-hf and upcycle hold one parameter and two files, import-hf one file, and diff
-one tensor of each checkpoint, in float64. Unless it is 1 as said above, the exit code is 0, or 2
-with one line that says what is wrong.
+For merge it may also be a folder of adapters in PEFT's format, and an output_dir stands for the
+adapters that its run exported, or else for its newest checkpoint.
+In host memory, export-hf, merge and upcycle hold one parameter and two files, import-hf one file,
+and diff one tensor of each checkpoint, in float64. Unless it is 1 as said above, the exit code is
+0, or 2 with one line that says what is wrong.
 """
 
 import argparse
@@ -19,9 +22,12 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import lru_cache, partial, reduce
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +38,30 @@ from safetensors import SafetensorError
 from moetrain.checkpoint import read
 from moetrain.checkpoint.save import SavePlan, begin, commit, cut_to_files, write_tensors
 from moetrain.cli.main import Parser, command
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, LoraSection
+from moetrain.config.files import fsync
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.hf.config import architecture_from_hf, exported_config
-from moetrain.models.hf.files import CONFIG, listing, read_json, resolve
+from moetrain.models.hf.files import (
+    CONFIG,
+    HFSource,
+    TokenizerFiles,
+    listing,
+    read_json,
+    resolve,
+)
 from moetrain.models.hf.load import check_checkpoint, opened
+from moetrain.models.hf.peft import merge_peft, num_rows
 from moetrain.models.hf.save import Export
 from moetrain.models.hf.upcycling import Upcycling
+from moetrain.models.parts.lora import Adapter
+from moetrain.models.rules import ADAPTERS
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.mesh import TensorSlice
+
+_Merge = Callable[[str, torch.Tensor], torch.Tensor]
+"""Returns the merged value of a weight, from its name and its value in the base."""
 
 
 @command
@@ -54,12 +74,19 @@ def main(argv: Sequence[str] | None) -> int:
         metavar="OUT",
         type=Path,
         nargs="?",
-        help="folder to write; for diff the OTHER checkpoint",
+        help="folder to write; for diff the OTHER checkpoint; for merge the model BASE, a Hugging "
+        "Face folder or hub id",
+    )
+    parser.add_argument(
+        "out", metavar="OUT", type=Path, nargs="?", help="merge: folder to write, a new one"
     )
     parser.add_argument("--tensors", action="store_true", help="inspect: list every tensor")
     dtypes = ["auto", "bfloat16", "float16", "float32"]
     parser.add_argument(
-        "--dtype", choices=dtypes, default="auto", help="export-hf: dtype of the stored weights"
+        "--dtype",
+        choices=dtypes,
+        default="auto",
+        help="export-hf and merge: dtype of the stored weights",
     )
     upcycle = parser.add_argument_group("upcycle")
     add = upcycle.add_argument
@@ -73,11 +100,11 @@ def main(argv: Sequence[str] | None) -> int:
     meaning = "family of the written model; unset: the one with the dense model's attention"
     add("--family", help=meaning)
     words = parser.parse_args(argv)
-    if (words.other is None) != (words.command in ("inspect", "verify")):
-        takes = (
-            "needs a second path" if words.other is None else "takes one path; leave out the second"
-        )
-        raise ConfigError("checkpoint", f"{words.command} {takes}")
+    given = 1 + (words.other is not None) + (words.out is not None)
+    wanted = {"inspect": 1, "verify": 1, "merge": 3}.get(words.command, 2)
+    if given != wanted:
+        paths = {1: "one path", 2: "two paths", 3: "three paths: the adapters, BASE and OUT"}
+        raise ConfigError("checkpoint", f"{words.command} takes {paths[wanted]}, not {given}")
     try:
         return COMMANDS[words.command](words)
     except read.DamagedCheckpoint as error:
@@ -195,25 +222,141 @@ def _export_hf(words: argparse.Namespace) -> int:
         raise ConfigError(
             "checkpoint",
             f"{str(found.folder)!r} lacks weights that were not trained ({listing(absent, 2)}); "
-            "resume its run with checkpoint.save_hf yes, which exports all weights",
+            f"add them by python -m moetrain.checkpoint merge {found.folder} BASE OUT, where BASE "
+            "is the model that the run began from",
         )
-    config = found.state["config"]
-    began, data = config.get("model", {}).get("path"), config.get("data", {})
+    began = found.state["config"].get("model", {}).get("path")
     if began is not None:
         model.source = check_checkpoint(resolve(began), arch)
-    tokenizer = None
-    if data.get("source") != "synthetic" and "tokenizer" in data:
-        from moetrain.data.tokenizer import load_tokenizer
-
-        new = data.get("new_tokens", ())
-        # The file that data.chat_template names may have changed since training.
-        template = found.state.get("chat_template")
-        tokenizer = load_tokenizer(data["tokenizer"], new_tokens=new).export(template)
+    tokenizer = _tokenizer(found)
     whole = lru_cache(1)(lambda parameter: stored[parameter][()])  # one parameter at a time
     weights = ((p.hf_name, whole(p.parameter)[p.place]) for p in pieces)
     Export(model, words.other, dtype=words.dtype, tokenizer=tokenizer).write(weights)
     print(f"{words.other}: the weights of {found.folder}")
     return 0
+
+
+def _tokenizer(found: read.Checkpoint) -> TokenizerFiles | None:
+    """Return the tokenizer of a checkpoint's run; None: it had none."""
+    data = found.state["config"].get("data", {})
+    if data.get("source") == "synthetic" or "tokenizer" not in data:
+        return None
+    from moetrain.data.tokenizer import load_tokenizer
+
+    new = data.get("new_tokens", ())
+    # The file that data.chat_template names may have changed since training.
+    template = found.state.get("chat_template")
+    return load_tokenizer(data["tokenizer"], new_tokens=new).export(template)
+
+
+def _merge(words: argparse.Namespace) -> int:
+    with _named({"model.path": "BASE", "lora.path": "PATH"}):
+        base = resolve(words.other, field="BASE", for_adapters="give that model in place of {}")
+        for source in (base, words.path):
+            _check_out(words.out, source)
+        if words.out.exists() and not (words.out.is_dir() and not any(words.out.iterdir())):
+            raise ConfigError("OUT", f"{str(words.out)!r} is there already; give a new folder")
+        arch = architecture_from_hf(read_json(base / CONFIG))
+        folders = (words.path, words.path / "adapter")
+        adapter = next((f for f in folders if (f / "adapter_config.json").is_file()), None)
+        if adapter is None:
+            found = _open(words.path)
+            arch, tokenizer = _architecture(found), _tokenizer(found)
+            make, name = partial(_merge_checkpoint, found), found.folder
+        else:
+            arch, tokenizer = _with_adapters_tokens(adapter, base, arch)
+            make, name = partial(merge_peft, folder=adapter), adapter
+        source = check_checkpoint(base, arch)
+        with torch.device("meta"):
+            model = Transformer(arch)
+        model.source = source
+        merge = make(model)
+        new = begin(words.out)
+        try:
+            export = Export(model, new, dtype=words.dtype, tokenizer=tokenizer)
+            export.write(_merged(model, source, merge, export))
+            for path in (*new.rglob("*"), new):
+                fsync(path)
+            new.rename(words.out)
+            fsync(words.out.absolute().parent)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+    print(f"{words.out}: {base} with what {name} holds")
+    return 0
+
+
+def _merged(
+    model: Transformer, source: HFSource, merge: _Merge, export: Export
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of the files of ``source``, each with its name, after ``merge``.
+
+    One parameter at a time is in memory, in fp32 or wider.
+
+    Raises ConfigError: a merged weight exceeds the range of its dtype in the files.
+    """
+    dtypes = (source.stored[name].dtype for name in source.own)
+    width = reduce(torch.promote_types, dtypes, torch.float32)
+    shapes = {name: x.shape for name, x in (*model.named_parameters(), *model.named_buffers())}
+    with opened(source, model.arch) as parts:
+        for name, pieces in groupby(model.pieces(), attrgetter("parameter")):
+            empty = torch.zeros(shapes[name], dtype=width)
+            weight = merge(name, _filled(parts, {name: empty})[name])
+            if problem := export.misfit({name: lambda weight=weight: weight}):
+                raise ConfigError("--dtype", problem)
+            yield from ((piece.hf_name, weight[piece.place]) for piece in pieces)
+
+
+def _with_adapters_tokens(
+    adapter: Path, base: Path, arch: Architecture
+) -> tuple[Architecture, TokenizerFiles | None]:
+    """Return the architecture with rows for the adapters' new tokens, and their tokenizer.
+
+    It is the base's tokenizer with additions, so an export keeps the ids that end texts in the
+    base. It is None if the folder of the adapters has none; that of the base is then kept.
+    """
+    if not (adapter / "tokenizer.json").is_file():
+        return arch, None
+    from moetrain.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(str(adapter))
+    rows = num_rows(adapter, tokenizer.vocab_size)
+    arch = arch.model_copy(update={"vocab_size": max(rows, arch.vocab_size)})
+    load_tokenizer(str(adapter), arch.vocab_size)  # raises if it has tokens without rows
+    return arch, replace(tokenizer.export(), origin=base / "tokenizer.json")
+
+
+def _merge_checkpoint(found: read.Checkpoint, model: Transformer) -> _Merge:
+    """Return the function that merges what a run trained, adapters too, into a weight.
+
+    Raises ConfigError: the run trained all weights.
+    """
+    stored = found.group("model")
+    if all(name in stored for name, _ in model.named_parameters()):
+        raise ConfigError(
+            "PATH",
+            f"{str(found.folder)!r} holds all weights, and no adapters; use export-hf",
+        )
+    lora = LoraSection.model_validate(found.state["config"].get("lora", {}))
+
+    def merge(name: str, weight: torch.Tensor) -> torch.Tensor:
+        if name in stored:
+            return stored[name][()].to(weight.dtype)
+        halves = [name + half for half in ADAPTERS]
+        if halves[0] not in stored:
+            return weight
+        a, b, *magnitude = (stored[half][()].float() for half in halves if half in stored)
+        return Adapter(a, b, lora.scale, 0.0, *magnitude).merged(weight)
+
+    return merge
+
+
+@contextmanager
+def _named(names: Mapping[str, str]) -> Iterator[None]:
+    """Raise ConfigErrors on a setting in ``names`` as errors on the argument of that name."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(names.get(error.field, error.field), error.problem) from None
 
 
 def _import_hf(words: argparse.Namespace) -> int:
@@ -293,5 +436,5 @@ def _upcycle(words: argparse.Namespace) -> int:
     return 0
 
 
-_ALL = (_inspect, _verify, _export_hf, _import_hf, _upcycle, _diff)
+_ALL = (_inspect, _verify, _export_hf, _import_hf, _merge, _upcycle, _diff)
 COMMANDS = {work.__name__.strip("_").replace("_", "-"): work for work in _ALL}

@@ -22,16 +22,20 @@ import tomllib
 from contextlib import redirect_stderr
 
 import pytest
+import torch
 from pydantic import BaseModel
 from torch.distributed.run import get_args_parser
 
 from moetrain.cli import checkpoint, generate, machines, plan, serve, translate
 from moetrain.cli.main import main as named
 from moetrain.cli.train import JOBS, RL, TRAIN, main
-from moetrain.config import Config, Recipes
+from moetrain.config import Config, LoraSection, Recipes
 from moetrain.models.decoders import DenseDecoder
 from moetrain.models.families import PRESETS
+from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.peft import save_peft
 from moetrain.models.hf.save import save_hf
+from moetrain.models.parts.lora import Adapter
 from moetrain.models.transformer import Transformer
 from moetrain.rl.loop import RlTrainer
 from moetrain.serve.server import CompletionServer
@@ -97,6 +101,16 @@ def folder(corpus, token_cache, tmp_path_factory):
     model.init_weights(std=0.02, seed=0)
     save_hf(model, folder / "DENSE")
     shutil.copy(folder / "outputs" / "debug" / "hf" / "tokenizer.json", folder / "DENSE")
+    routed, rank = load_hf(folder / "MODEL"), 8
+    shape = routed.get_parameter("layers.0.attn.wo.weight").shape
+    wo = Adapter(a=torch.ones(rank, shape[1]), b=torch.ones(shape[0], rank), scale=1.0)
+    save_peft(
+        folder / "outputs" / "MODEL-chats" / "adapter",
+        routed.arch,
+        LoraSection(rank=rank),
+        [("layers.0.attn.wo.weight", shape, wo)],
+        base="MODEL",
+    )
     first = "checkpoints/step-00000001"
     shutil.copytree(folder / "outputs" / "debug" / first, folder / "outputs" / "other" / first)
     return folder

@@ -42,7 +42,7 @@ from moetrain.config.files import write_atomically
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES
 from moetrain.models.hf.files import follow, listing, open_shard, read_json, write_files
-from moetrain.models.parts.lora import Adapter, adaptable, add_adapters
+from moetrain.models.parts.lora import Adaptable, Adapter, adaptable, add_adapters
 from moetrain.models.rules import ADAPTER, MAGNITUDE, SAVED_MODULES, SCORE
 from moetrain.models.transformer import Transformer
 
@@ -327,15 +327,9 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     an adapter is for a module that cannot have one.
     """
     files = _AdapterFiles(folder, model.arch)
-    modules = dict(adaptable(model.layers[: model.arch.num_layers]))  # PEFT has no MTP blocks
-    shapes = {
-        f"{name}.{leaf}": module.get_parameter(leaf).shape
-        for name, module in modules.items()
-        for leaf in module.weights
-    }
-    sites = files.matched(shapes, "of modules that have none here", is_partial=True)
-    if not sites:
-        raise _error(files.folder, f"{_TENSORS} holds no adapters")
+    modules = dict(_adaptable(model))
+    shapes = _shapes(modules)
+    sites = files.sites(shapes)
     halves = {name: files.read(own, shapes[name]) for name, own in sites.items()}
     values = list(files.values())
     # Everything is read and checked before the model is changed. All weights get the largest rank
@@ -362,6 +356,65 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
                 own.copy_(model.get_parameter(name).float().norm(dim=1))
                 for place, value in lengths.get(name, ()):
                     own[place] = value.to(own)
+
+
+def merge_peft(
+    model: Transformer, folder: str | os.PathLike[str]
+) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Return a function that merges the adapters in ``folder`` into a weight of ``model``.
+
+    The function takes the weight's name and value, in fp32 or wider, and may change the value in
+    place. It adds ``scale * (B @ A)`` module by module, as PEFT's ``merge_and_unload`` does in
+    fp32, or returns a weight that was trained itself. Other weights are returned as they are. The
+    files are read when the function is called, one weight at a time.
+
+    Args:
+        model: names the weights; its values are not read.
+
+    Raises ConfigError: as :func:`attach_peft`.
+    """
+    files = _AdapterFiles(folder, model.arch)
+    sites = files.sites(_shapes(dict(_adaptable(model))))
+    for _ in files.values():  # checks them before anything is written
+        pass
+
+    def merge(name: str, weight: torch.Tensor) -> torch.Tensor:
+        for site in sites.get(name, ()):
+            weight[site.b] = files.adapter(site, weight.shape).merged(weight[site.b])
+        if name in files.saved or name in files.rows:
+            for own, place, value in files.values():
+                if own == name:
+                    weight[place] = value.to(weight)
+        return weight
+
+    return merge
+
+
+def num_rows(folder: str | os.PathLike[str], tokens: int) -> int:
+    """Return the number of tokens that a model needs for the adapters in ``folder``; 0: any.
+
+    ``tokens``: those of the tokenizer beside the adapters. They count if the adapters hold rows of
+    the embedding or of the head.
+
+    Raises ConfigError: the settings cannot be read.
+    """
+    settings = read_json(Path(folder) / _SETTINGS, "lora.path")
+    has_rows = settings.get("modules_to_save") or settings.get("trainable_token_indices")
+    return tokens if has_rows else 0
+
+
+def _adaptable(model: Transformer) -> Iterator[tuple[str, Adaptable]]:
+    """Iterate over the modules for which PEFT's files can hold adapters."""
+    return adaptable(model.layers[: model.arch.num_layers])  # PEFT knows no others
+
+
+def _shapes(modules: Mapping[str, Adaptable]) -> dict[str, torch.Size]:
+    """Return the shapes of the weights of ``modules`` by their names."""
+    return {
+        f"{name}.{leaf}": module.get_parameter(leaf).shape
+        for name, module in modules.items()
+        for leaf in module.weights
+    }
 
 
 class _AdapterFiles:
@@ -498,6 +551,16 @@ class _AdapterFiles:
                 raise _error(self.folder, problem)
         return {name: own for name, own in found.items() if own}
 
+    def sites(self, shapes: Mapping[str, torch.Size]) -> dict[str, list[_Site]]:
+        """Return the sites of the weights ``shapes`` that have adapters in the file.
+
+        Raises ConfigError: there are none, or one has no counterpart in ``shapes``.
+        """
+        found = self.matched(shapes, "of modules that have none here", is_partial=True)
+        if not found:
+            raise _error(self.folder, f"{_TENSORS} holds no adapters")
+        return found
+
     def read(self, sites: Sequence[_Site], shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
         """Read A [..., rank, in] and scale * B [..., out, rank] of a weight, in fp32.
 
@@ -509,7 +572,8 @@ class _AdapterFiles:
         rows: dict[_Index, list[torch.Tensor]] = defaultdict(list)
         columns: list[tuple[_Index, int, torch.Tensor]] = []
         for site in sites:
-            own_a, own_b = self._read_site(site, shape)
+            adapter = self.adapter(site, shape)
+            own_a, own_b = adapter.a, adapter.scale * adapter.b
             first = 0
             for other in rows[site.a]:
                 if torch.equal(other, own_a):  # an expert's gate and up projection share it
@@ -531,14 +595,21 @@ class _AdapterFiles:
     def lengths(self, sites: Sequence[_Site]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
         """Yield DoRA's magnitudes of ``sites``, each with its index in the weight's magnitude."""
         for site in sites:
-            if site.has_lengths:
-                _, b, name = site.tensors
-                found, rows = (list(self.file.get_slice(x).get_shape()) for x in (name, b))
-                if found != rows[:1]:
-                    raise _error(self.folder, f"{name} has shape {found}, not {rows[:1]}")
-                yield site.b[:1], self.file.get_tensor(name).float()
+            if (lengths := self._lengths(site)) is not None:
+                yield site.b[:1], lengths
 
-    def _read_site(self, site: _Site, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+    def _lengths(self, site: _Site) -> torch.Tensor | None:
+        """Read the magnitudes of one module; None: it has none."""
+        if not site.has_lengths:
+            return None
+        _, b, name = site.tensors
+        found, rows = (list(self.file.get_slice(x).get_shape()) for x in (name, b))
+        if found != rows[:1]:
+            raise _error(self.folder, f"{name} has shape {found}, not {rows[:1]}")
+        return self.file.get_tensor(name).float()
+
+    def adapter(self, site: _Site, shape: torch.Size) -> Adapter:
+        """Read the adapter of one module, in fp32; ``shape`` is that of the whole weight."""
         rank, scale = self.settings.rank_and_scale(site.key)
         out_dim, in_dim = torch.empty(shape, device="meta")[site.b].shape[-2:]
         wide = rank * (site.experts or 1)
@@ -550,11 +621,10 @@ class _AdapterFiles:
                 problem = f"{name} has shape {[*found]}, but this model needs {[*wanted]}"
                 raise _error(self.folder, problem)
         a, b = (self.file.get_tensor(name).float() for name in halves)
-        b = scale * b
-        if site.experts is None:
-            return a, b
-        b = b.view(out_dim, rank, site.experts).permute(2, 0, 1)
-        return a.view(site.experts, rank, in_dim), b[:, torch.argsort(site.order)]
+        if site.experts is not None:
+            a = a.view(site.experts, rank, in_dim)
+            b = b.view(out_dim, rank, site.experts).permute(2, 0, 1)[:, torch.argsort(site.order)]
+        return Adapter(a, b, scale, magnitude=self._lengths(site))
 
 
 class _Settings:

@@ -43,7 +43,8 @@ class Adapter(NamedTuple):
         whole = weight + (self.scale * (self.b @ self.a)).to(weight.dtype)
         if self.magnitude is None:
             return whole
-        return whole * self.factors(weight)[:, None].to(whole.dtype)
+        lengths = torch.linalg.vector_norm(whole.float(), dim=1)
+        return whole * (self.magnitude / lengths)[:, None].to(whole.dtype)
 
     def factors(self, weight: torch.Tensor) -> torch.Tensor:
         """Return ``magnitude / |W + scale * B @ A|`` [out] in fp32; the lengths have no gradient.
