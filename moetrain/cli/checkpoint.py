@@ -29,7 +29,7 @@ from functools import lru_cache, partial, reduce
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from pydantic import ValidationError
@@ -52,6 +52,7 @@ from moetrain.models.hf.files import (
     resolve,
 )
 from moetrain.models.hf.load import check_checkpoint, opened
+from moetrain.models.hf.packing import ExportFormat
 from moetrain.models.hf.peft import merge_peft, num_rows
 from moetrain.models.hf.save import Export
 from moetrain.models.hf.upcycling import Upcycling
@@ -87,6 +88,13 @@ def main(argv: Sequence[str] | None) -> int:
         choices=dtypes,
         default="auto",
         help="export-hf and merge: dtype of the stored weights",
+    )
+    parser.add_argument(
+        "--format",
+        choices=get_args(ExportFormat),
+        default="plain",
+        help="export-hf and merge: format in which matrices are stored quantised; plain: they are "
+        "not quantised",
     )
     upcycle = parser.add_argument_group("upcycle")
     add = upcycle.add_argument
@@ -231,7 +239,8 @@ def _export_hf(words: argparse.Namespace) -> int:
     tokenizer = _tokenizer(found)
     whole = lru_cache(1)(lambda parameter: stored[parameter][()])  # one parameter at a time
     weights = ((p.hf_name, whole(p.parameter)[p.place]) for p in pieces)
-    Export(model, words.other, dtype=words.dtype, tokenizer=tokenizer).write(weights)
+    export = Export(model, words.other, dtype=words.dtype, format=words.format, tokenizer=tokenizer)
+    export.write(weights)
     print(f"{words.other}: the weights of {found.folder}")
     return 0
 
@@ -273,7 +282,7 @@ def _merge(words: argparse.Namespace) -> int:
         merge = make(model)
         new = begin(words.out)
         try:
-            export = Export(model, new, dtype=words.dtype, tokenizer=tokenizer)
+            export = Export(model, new, dtype=words.dtype, format=words.format, tokenizer=tokenizer)
             export.write(_merged(model, source, merge, export))
             for path in (*new.rglob("*"), new):
                 fsync(path)

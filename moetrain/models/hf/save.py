@@ -32,6 +32,7 @@ from moetrain.models.family import Piece
 from moetrain.models.hf import files as hf_files
 from moetrain.models.hf.config import exported_config
 from moetrain.models.hf.load import check_checkpoint
+from moetrain.models.hf.packing import ExportFormat, Packing, packing_of
 from moetrain.models.transformer import Transformer
 
 ExportDtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -53,6 +54,14 @@ class _Outgoing(NamedTuple):
     """The pieces in which a tensor of the model arrives, in order."""
     shape: tuple[int, ...] = ()
     """The shape of a tensor of the model."""
+    packing: Packing | None = None
+    """The format in which the tensor is stored quantised; None: it is not quantised. ``dtype`` is
+    then the one in which it is quantised."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors of the file."""
+        return (self.name,) if self.packing is None else self.packing.names(self.name)
 
 
 class Export:
@@ -71,6 +80,7 @@ class Export:
         folder: str | os.PathLike[str],
         *,
         dtype: ExportDtype = "auto",
+        format: ExportFormat = "plain",
         tokenizer: hf_files.TokenizerFiles | None = None,
         max_shard_bytes: int = SHARD_BYTES,
         rank: int = 0,
@@ -101,6 +111,26 @@ class Export:
             self._own.append(_Outgoing(name, own, num_bytes, pieces=pieces, shape=shape))
         default = None if source is not None and dtype == "auto" else self._own[0].dtype
         self._files = self._side_files(default)
+        if (packing := packing_of(format)) is not None:
+            self._pack(packing)
+
+    def _pack(self, packing: Packing) -> None:
+        """Plan to store matrices quantised; raises ConfigError as :meth:`Packing.chosen`."""
+        chosen = packing.chosen(self.model, {x.name: x.shape for x in self._own})
+        for i, outgoing in enumerate(self._own):
+            if outgoing.name in chosen:
+                num_bytes = packing.num_bytes(outgoing.shape)
+                self._own[i] = outgoing._replace(
+                    dtype=torch.float32, num_bytes=num_bytes, packing=packing
+                )
+        source = self.model.source
+        names = [x.name for x in self._own] + ([] if source is None else [*source.extra])
+        ending = ".weight"
+        kept = [n.removesuffix(ending) for n in names if n.endswith(ending) and n not in chosen]
+        config = self._files[hf_files.CONFIG]
+        assert isinstance(config, Mapping)
+        own = {"quantization_config": packing.settings(kept)}
+        self._files[hf_files.CONFIG] = {**config, **own}
 
     def _side_files(self, dtype: torch.dtype | None) -> dict[str, _File]:
         """Make all files without weights, by name in the export; raises as :func:`save_hf`.
@@ -200,7 +230,12 @@ class Export:
         files = dict(self._files)
         if len(shards) > 1:
             sizes = (tensor.num_bytes for shard in shards.values() for tensor in shard)
-            weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
+            weight_map = {
+                name: file
+                for file, shard in shards.items()
+                for tensor in shard
+                for name in tensor.names
+            }
             files[hf_files.INDEX] = {
                 "metadata": {"total_size": sum(sizes)},
                 "weight_map": weight_map,
@@ -257,6 +292,8 @@ class Export:
                     values[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
                 elif is_mine:
                     piece.of(values[name]).copy_(tensor.detach())
+            if is_mine and outgoing.packing is not None:
+                values |= outgoing.packing.packed(name, values.pop(name))
         return values
 
 
@@ -265,6 +302,7 @@ def save_hf(
     folder: str | os.PathLike[str],
     *,
     dtype: ExportDtype = "auto",
+    format: ExportFormat = "plain",
     tokenizer: hf_files.TokenizerFiles | None = None,
     max_shard_bytes: int = Export.SHARD_BYTES,
 ) -> None:
@@ -282,16 +320,24 @@ def save_hf(
     Args:
         dtype: dtype of the weights. ``auto`` keeps the dtype of each tensor in ``model.source``,
             or without a source that of the parameter.
+        format: format in which matrices are stored quantised (:mod:`moetrain.models.hf.packing`);
+            ``dtype`` then applies to the other tensors. ``plain``: nothing is quantised.
         tokenizer: replaces the source's tokenizer, and sets the ids of special tokens.
         max_shard_bytes: largest size of a file; a larger single tensor gets a file of its own.
 
     Raises:
-        ConfigError: a weight exceeds the range of ``dtype``, and nothing was written; or files of
-            the source are gone or have changed, and everything else was written.
+        ConfigError: a weight exceeds the range of ``dtype``, or the family's files cannot have
+            ``format``, and nothing was written; or files of the source are gone or have changed,
+            and everything else was written.
         ValueError: the family's format cannot express the model's architecture.
     """
     export = Export(
-        model, folder, dtype=dtype, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes
+        model,
+        folder,
+        dtype=dtype,
+        format=format,
+        tokenizer=tokenizer,
+        max_shard_bytes=max_shard_bytes,
     )
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
     if problem := export.misfit({name: x.detach for name, x in parameters.items()}):

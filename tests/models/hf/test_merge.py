@@ -269,6 +269,15 @@ def test_out_appears_whole_or_not_at_all(plain, bases, tmp_path, monkeypatch, ca
     assert LOAD(tmp_path / "out").num_parameters() > 0
 
 
+def test_merged_weights_can_be_quantised(plain, bases, tmp_path):
+    """transformers' values of this format are in test_packing.py."""
+    ours = merge(plain, bases["moe"][0], tmp_path / "fp8", "--format", "fp8")
+    merge(plain, bases["moe"][0], tmp_path / "plain")
+    save_hf(load_hf(tmp_path / "plain"), tmp_path / "want", format="fp8")
+    assert any(name.endswith("_scale_inv") for name in ours)
+    assert files_of(tmp_path / "fp8") == files_of(tmp_path / "want")
+
+
 def two_files(tensors, max_bytes):
     tensors = [*tensors]
     halves = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]

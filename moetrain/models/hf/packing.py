@@ -1,0 +1,122 @@
+"""Writes quantised tensors of checkpoints: the formats in which an export can store matrices.
+
+A :class:`Packing` stores a tensor of an export as several tensors of the files, and names itself in
+``quantization_config``. The counterparts that read are in :mod:`moetrain.models.hf.formats`.
+
+    fp8     X e4m3 [N, M] and X_scale_inv fp32 [N/128, M/128], both rounded up, as DeepSeek-V3 and
+            Qwen3-30B-A3B-FP8 have them; see :mod:`moetrain.kernels.quant.blocks`
+
+Matrices of products in blocks are quantised. Embedding, head, norms, biases, routers and other
+gates keep their dtype, as in published checkpoints.
+
+Legend: N rows and M columns of a matrix.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+from moetrain.config import ConfigError
+from moetrain.kernels.quant.blocks import quantise_blocks
+from moetrain.kernels.quant.e4m3 import E4M3, TILE
+from moetrain.models.architecture import Fields
+from moetrain.models.family import Piece
+from moetrain.models.transformer import Transformer
+
+ExportFormat = Literal["plain", "fp8"]
+"""Formats of an export; ``plain``: nothing is quantised."""
+_Shape = tuple[int, ...]
+
+
+class Packing(NamedTuple):
+    """The storage of quantised tensors in an export."""
+
+    name: ExportFormat
+    endings: tuple[str, ...]
+    """The endings of the names of a tensor's parts; they follow the tensor's name."""
+    dims: int
+    """The number of dims of the tensors that are quantised."""
+    sizes: Callable[[_Shape], tuple[tuple[torch.dtype, _Shape], ...]]
+    """Computes dtype and shape of each part from the shape of a tensor."""
+    pack: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+    """Quantises a tensor in fp32 to its parts."""
+    settings: Callable[[Sequence[str]], Fields]
+    """Makes ``quantization_config``, from the modules that are not quantised."""
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Return the names of the parts of the tensor ``name``."""
+        return tuple(name + ending for ending in self.endings)
+
+    def num_bytes(self, shape: _Shape) -> int:
+        """Return the size of the parts of a tensor."""
+        return sum(torch.Size(size).numel() * dtype.itemsize for dtype, size in self.sizes(shape))
+
+    def packed(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Quantise the tensor ``name``; return its parts by name.
+
+        Raises ConfigError: an element is not finite.
+        """
+        if not tensor.isfinite().all():
+            problem = f"{self.name!r} cannot hold {name}, which has elements that are not finite"
+            raise ConfigError("format", f"{problem}; use plain, or an earlier checkpoint")
+        return dict(zip(self.names(name), self.pack(tensor), strict=True))
+
+    def chosen(self, model: Transformer, shapes: Mapping[str, _Shape]) -> set[str]:
+        """Return the names of the files' tensors that are quantised.
+
+        Args:
+            shapes: the shape of each tensor of the files.
+
+        Raises ConfigError: the family's files hold matrices in a form that this format cannot have,
+            or there is nothing to quantise.
+        """
+        rules = model.arch.plan().rules(model)
+        found: dict[str, list[Piece]] = {}
+        for piece in model.pieces():
+            found.setdefault(piece.hf_name, []).append(piece)
+
+        def is_matrix(piece: Piece) -> bool:
+            name = piece.parameter
+            return name.startswith("layers.") and name in rules and rules[name].is_matrix
+
+        chosen = {name for name, own in found.items() if all(map(is_matrix, own))}
+        if odd := sorted(name for name in chosen if len(shapes[name]) != self.dims):
+            problem = f"{self.name!r}, but files of the family {model.arch.family} have stacked"
+            raise ConfigError("format", f"{problem} experts ({odd[0]}); use plain")
+        return chosen
+
+
+def packing_of(format: ExportFormat) -> Packing | None:
+    """Return the packing of ``format``; None: it is plain."""
+    return _PACKINGS.get(format)
+
+
+def _fp8_sizes(shape: _Shape) -> tuple[tuple[torch.dtype, _Shape], ...]:
+    return (E4M3, shape), (torch.float32, tuple(-(-size // TILE) for size in shape))
+
+
+def _pack_fp8(w_NM: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    made = quantise_blocks(w_NM[None], "fp32", backend="reference")
+    return made.values[0], made.scales[0]
+
+
+def _fp8_settings(kept: Sequence[str]) -> Fields:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [TILE, TILE],
+        "modules_to_not_convert": [*kept],
+    }
+
+
+_FP8 = Packing(
+    name="fp8",
+    endings=("", "_scale_inv"),
+    dims=2,
+    sizes=_fp8_sizes,
+    pack=_pack_fp8,
+    settings=_fp8_settings,
+)
+_PACKINGS = {packing.name: packing for packing in (_FP8,)}

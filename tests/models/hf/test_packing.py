@@ -1,0 +1,173 @@
+"""Exports with quantised matrices: transformers reads the formulas' values, and so do we."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from moetrain.config import ConfigError
+from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.save import save_hf
+from tests.lib.family_cases import CASES as ODD
+from tests.lib.family_cases import SIZES as SMALL
+from tests.lib.family_cases import random_reference, save_reference
+from tests.lib.small_models import relative_error
+
+LOAD = transformers.AutoModelForCausalLM.from_pretrained
+KEPT = ("embed_tokens", "lm_head", "norm", "layernorm", "mlp.gate", "shared_expert_gate")
+KEPT += ("conv1d", "in_proj_a", "in_proj_b", "in_proj_ba", "router")
+BLOCK = 128
+# Widths are multiples of 128 or below it: transformers derives the size of blocks from the number
+# of scales, and would refuse others, or take them for another size.
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128}
+CASES = {
+    "qwen3_moe": {"head_dim": 64, "num_experts": 6, "num_experts_per_tok": 2},
+    "deepseek_v3": {"q_lora_rank": 128, "kv_lora_rank": 64},
+    "qwen3_next": {"shared_expert_intermediate_size": 128},
+    "olmoe": {},
+    "qwen3": {"head_dim": 64},
+}
+
+
+def write(case, folder, **sizes):
+    """Write transformers' model of ``case`` and load it."""
+    sizes = SIZES | CASES[case] | sizes
+    if case in ODD:
+        save_reference(case, folder, **sizes)
+    else:
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(case, **SMALL | sizes)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return load_hf(folder)
+
+
+def tensors_of(folder):
+    files = folder.glob("*.safetensors")
+    return {name: x for path in files for name, x in load_file(path).items()}
+
+
+def settings_of(folder):
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def is_kept(name):
+    module = name.removesuffix(".weight")
+    return not name.endswith(".weight") or module.endswith(KEPT)
+
+
+def by_formula(w_NM):
+    """Return e4m3 values and scales of blocks by the published formula, in fp64."""
+    (rows, columns), n = w_NM.shape, BLOCK
+    scales = torch.zeros(-(-rows // n), -(-columns // n))
+    values = torch.zeros(rows, columns)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            part = (slice(i * n, (i + 1) * n), slice(j * n, (j + 1) * n))
+            scales[i, j] = w_NM[part].abs().max() / 448
+            exact = w_NM[part].double() / scales[i, j].double()
+            values[part] = exact.float().to(torch.float8_e4m3fn).float()
+    return values, scales
+
+
+def assert_nearest(found, w_NM):
+    """Check e4m3 values against the formula's; they may differ where it is nearly tied.
+
+    Training's kernel multiplies by the inverse of a scale, and an export has the kernel's values.
+    """
+    codes, scales = by_formula(w_NM)
+    wide = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    exact = w_NM.double() / wide[: len(w_NM), : w_NM.shape[1]].double()
+    more = (found.double() - exact).abs() - (codes.double() - exact).abs()
+    assert (more <= 2.0**-22 * exact.abs()).all()
+    assert (found.float() != codes).double().mean() < 1e-3
+
+
+@pytest.mark.tier("long", quick=["olmoe", "qwen3"])
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_fp8_is_the_formulas_and_transformers_reads_it(case, tmp_path):
+    model = write(case, tmp_path / "in")
+    save_hf(model, tmp_path / "out", format="fp8")
+    plain, made = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
+    settings = settings_of(tmp_path / "out")
+    kept = settings.pop("modules_to_not_convert")
+    assert settings == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    values = {}
+    for name, tensor in plain.items():
+        if is_kept(name) or name.startswith(f"model.layers.{model.arch.num_layers}."):
+            assert torch.equal(made.pop(name), tensor), name
+            assert not name.endswith(".weight") or name.removesuffix(".weight") in kept
+            values[name] = tensor
+            continue
+        found, scales = made.pop(name), made.pop(f"{name}_scale_inv")
+        assert (found.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+        assert torch.equal(scales, by_formula(tensor)[1]), name
+        assert_nearest(found, tensor)
+        wide = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        values[name] = found.float() * wide[: len(found), : found.shape[1]]
+        assert relative_error(values[name], tensor) < 0.04
+    assert not made
+    # transformers' model and ours, of the dequantised values.
+    save_file(values, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    want = LOAD(tmp_path / "in", dtype=torch.float32, attn_implementation="eager")
+    theirs = LOAD(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
+    state = want.state_dict()
+    assert all(torch.equal(x, state[name]) for name, x in theirs.state_dict().items())
+    again = load_hf(tmp_path / "out")
+    mine = dict(load_hf(tmp_path / "in").named_parameters())
+    assert all(torch.equal(x, mine[name]) for name, x in again.named_parameters())
+
+
+@torch.no_grad()
+def test_fp8_of_partial_blocks_is_padded_as_published(tmp_path):
+    """DeepSeek-V3's latent keys have 576 rows, and the grid of their scales 5."""
+    model = write("deepseek_v3", tmp_path / "in", kv_lora_rank=200, hidden_size=320)
+    save_hf(model, tmp_path / "out", format="fp8", max_shard_bytes=10**5)
+    made = tensors_of(tmp_path / "out")
+    name = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
+    assert [*made[name].shape] == [206, 320]
+    assert [*made[f"{name}_scale_inv"].shape] == [2, 3]
+    stored = tensors_of(tmp_path / "in")[name]
+    assert_nearest(made[name], stored)
+    assert torch.equal(made[f"{name}_scale_inv"], by_formula(stored)[1])
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == made.keys()
+    sizes = [x.numel() * x.itemsize for x in made.values()]
+    assert index["metadata"]["total_size"] == sum(sizes)
+    # What is read and quantised again is the same.
+    save_hf(load_hf(tmp_path / "out"), tmp_path / "again", format="fp8")
+    for name, tensor in tensors_of(tmp_path / "again").items():
+        assert torch.equal(tensor.float(), made[name].float()), name
+
+
+def test_zeros_and_huge_weights_are_held(tmp_path):
+    model = write("olmoe", tmp_path / "in")
+    with torch.no_grad():
+        model.get_parameter("layers.0.attn.wq.weight").zero_()
+        model.get_parameter("layers.0.attn.wk.weight")[3, 5] = 3e38
+    save_hf(model, tmp_path / "out", format="fp8")
+    again = load_hf(tmp_path / "out").requires_grad_(False)
+    assert not again.get_parameter("layers.0.attn.wq.weight").any()
+    assert again.get_parameter("layers.0.attn.wk.weight")[3, 5].item() == pytest.approx(
+        3e38, rel=1e-6
+    )
+    with torch.no_grad():
+        model.get_parameter("layers.0.attn.wk.weight")[3, 5] = float("inf")
+    with pytest.raises(ConfigError, match=r"format: 'fp8' cannot hold .*k_proj.*not finite; use"):
+        save_hf(model, tmp_path / "bad", format="fp8")
+
+
+def test_stacked_experts_are_refused_before_anything_is_written(tmp_path):
+    model = random_reference("gpt_oss")
+    model.save_pretrained(tmp_path / "in")
+    model = load_hf(tmp_path / "in")
+    with pytest.raises(ConfigError, match=r"format: 'fp8', but files of the family gpt_oss have"):
+        save_hf(model, tmp_path / "out", format="fp8")
+    assert not (tmp_path / "out").exists()
