@@ -5,11 +5,13 @@ A :class:`Packing` stores a tensor of an export as several tensors of the files,
 
     fp8     X e4m3 [N, M] and X_scale_inv fp32 [N/128, M/128], both rounded up, as DeepSeek-V3 and
             Qwen3-30B-A3B-FP8 have them; see :mod:`moetrain.kernels.quant.blocks`
+    mxfp4   X_blocks uint8 [E, N, M/32, 16] and X_scales uint8 [E, N, M/32] for X [E, M, N], as
+            GPT-OSS has its experts; see :mod:`moetrain.kernels.quant.groups`
 
 Matrices of products in blocks are quantised. Embedding, head, norms, biases, routers and other
-gates keep their dtype, as in published checkpoints.
+gates keep their dtype, as in published checkpoints. In mxfp4 attention does too.
 
-Legend: N rows and M columns of a matrix.
+Legend: E experts, N outer and M inner width of a matrix.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +21,13 @@ import torch
 
 from moetrain.config import ConfigError
 from moetrain.kernels.quant.blocks import quantise_blocks
-from moetrain.kernels.quant.e4m3 import E4M3, TILE
+from moetrain.kernels.quant.e4m3 import E4M3, SCALED, TILE
+from moetrain.kernels.quant.groups import QUANT_FORMATS, quantise_groups
 from moetrain.models.architecture import Fields
 from moetrain.models.family import Piece
 from moetrain.models.transformer import Transformer
 
-ExportFormat = Literal["plain", "fp8"]
+ExportFormat = Literal["plain", "fp8", "mxfp4"]
 """Formats of an export; ``plain``: nothing is quantised."""
 _Shape = tuple[int, ...]
 
@@ -37,6 +40,10 @@ class Packing(NamedTuple):
     """The endings of the names of a tensor's parts; they follow the tensor's name."""
     dims: int
     """The number of dims of the tensors that are quantised."""
+    family: str | None
+    """The one family whose files have this format; None: every family's may have it."""
+    group: int
+    """A divisor of the inner width of tensors that are quantised."""
     sizes: Callable[[_Shape], tuple[tuple[torch.dtype, _Shape], ...]]
     """Computes dtype and shape of each part from the shape of a tensor."""
     pack: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
@@ -68,9 +75,12 @@ class Packing(NamedTuple):
         Args:
             shapes: the shape of each tensor of the files.
 
-        Raises ConfigError: the family's files hold matrices in a form that this format cannot have,
-            or there is nothing to quantise.
+        Raises ConfigError: the family's files hold matrices in a form that this format cannot have.
         """
+        family = model.arch.family
+        if self.family not in (None, family):
+            problem = f"{self.name!r} is a format of {self.family}, and this is a {family}"
+            raise ConfigError("format", f"{problem}; use fp8")
         rules = model.arch.plan().rules(model)
         found: dict[str, list[Piece]] = {}
         for piece in model.pieces():
@@ -81,10 +91,23 @@ class Packing(NamedTuple):
             return name.startswith("layers.") and name in rules and rules[name].is_matrix
 
         chosen = {name for name, own in found.items() if all(map(is_matrix, own))}
-        if odd := sorted(name for name in chosen if len(shapes[name]) != self.dims):
-            problem = f"{self.name!r}, but files of the family {model.arch.family} have stacked"
-            raise ConfigError("format", f"{problem} experts ({odd[0]}); use plain")
+        odd = {name for name in chosen if len(shapes[name]) != self.dims}
+        if self.family is not None:
+            chosen -= odd
+        elif odd:
+            problem = f"{self.name!r}, but files of the family {family} have stacked experts"
+            raise ConfigError("format", f"{problem} ({min(odd)}); use {_format_of(family)}")
+        for name in sorted(chosen):
+            width = shapes[name][-1 if self.dims == 2 else -2]
+            if width % self.group:
+                problem = f"{self.name!r} has groups of {self.group}, which do not divide the width"
+                raise ConfigError("format", f"{problem} {width} of {name}; use plain")
         return chosen
+
+
+def _format_of(family: str) -> str:
+    """Return a format that files of ``family``, with stacked experts, can have."""
+    return next((p.name for p in _PACKINGS.values() if p.family == family), "plain")
 
 
 def packing_of(format: ExportFormat) -> Packing | None:
@@ -115,8 +138,39 @@ _FP8 = Packing(
     name="fp8",
     endings=("", "_scale_inv"),
     dims=2,
+    family=None,
+    group=1,
     sizes=_fp8_sizes,
     pack=_pack_fp8,
     settings=_fp8_settings,
 )
-_PACKINGS = {packing.name: packing for packing in (_FP8,)}
+
+
+def _mxfp4_sizes(shape: _Shape) -> tuple[tuple[torch.dtype, _Shape], ...]:
+    experts, inner, outer = shape
+    groups = (experts, outer, inner // SCALED)
+    return (torch.uint8, (*groups, SCALED // 2)), (torch.uint8, groups)
+
+
+def _pack_mxfp4(w_EMN: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    (_, blocks), (_, scales) = _mxfp4_sizes(tuple(w_EMN.shape))
+    made = quantise_groups(QUANT_FORMATS["mxfp4"], w_EMN.mT.flatten())
+    return made.quantised.view(blocks), made.scales.view(scales)
+
+
+def _mxfp4_settings(kept: Sequence[str]) -> Fields:
+    own = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+    return {"quant_method": "mxfp4", "modules_to_not_convert": [*own]}
+
+
+_MXFP4 = Packing(
+    name="mxfp4",
+    endings=("_blocks", "_scales"),
+    dims=3,
+    family="gpt_oss",
+    group=SCALED,
+    sizes=_mxfp4_sizes,
+    pack=_pack_mxfp4,
+    settings=_mxfp4_settings,
+)
+_PACKINGS = {packing.name: packing for packing in (_FP8, _MXFP4)}

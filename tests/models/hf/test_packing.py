@@ -13,6 +13,7 @@ from moetrain.models.hf.save import save_hf
 from tests.lib.family_cases import CASES as ODD
 from tests.lib.family_cases import SIZES as SMALL
 from tests.lib.family_cases import random_reference, save_reference
+from tests.lib.quantised_files import quantised
 from tests.lib.small_models import relative_error
 
 LOAD = transformers.AutoModelForCausalLM.from_pretrained
@@ -168,6 +169,68 @@ def test_stacked_experts_are_refused_before_anything_is_written(tmp_path):
     model = random_reference("gpt_oss")
     model.save_pretrained(tmp_path / "in")
     model = load_hf(tmp_path / "in")
-    with pytest.raises(ConfigError, match=r"format: 'fp8', but files of the family gpt_oss have"):
+    with pytest.raises(ConfigError, match=r"format: 'fp8', but .* gpt_oss have .*; use mxfp4"):
         save_hf(model, tmp_path / "out", format="fp8")
+    # 24, the width of its experts, holds no group of 32.
+    with pytest.raises(ConfigError, match=r"'mxfp4' has groups of 32, .* 24 of .*down_proj; use"):
+        save_hf(model, tmp_path / "out", format="mxfp4")
     assert not (tmp_path / "out").exists()
+    other = write("olmoe", tmp_path / "other")
+    with pytest.raises(ConfigError, match="'mxfp4' is a format of gpt_oss, and this is a olmoe"):
+        save_hf(other, tmp_path / "out", format="mxfp4")
+    assert not (tmp_path / "out").exists()
+
+
+def mxfp4_by_formula(w_NM):
+    """Return the nearest values that mxfp4 can hold, in fp64; ties go to the even mantissa.
+
+    A group's scale is the smallest power of two with all elements below 7 times the scale.
+    """
+    groups = w_NM.double().unflatten(-1, (-1, 32))
+    scale = 2.0 ** ((groups.abs().amax(-1, keepdim=True) / 7).log2().floor() + 1)
+    exact = groups / scale
+    # The first of two that are as near is the one with the even mantissa.
+    values = torch.tensor([0.0, 1.0, 2.0, 4.0, 0.5, 1.5, 3.0, 6.0]).double()
+    nearest = (exact.abs()[..., None] - values).abs().argmin(-1)
+    return (values[nearest] * exact.sign() * scale).flatten(-2)
+
+
+@torch.no_grad()
+def test_mxfp4_is_the_formats_and_transformers_reads_it(tmp_path):
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    random_reference("gpt_oss in mxfp4").save_pretrained(tmp_path / "in")
+    save_hf(load_hf(tmp_path / "in"), tmp_path / "out", format="mxfp4", dtype="bfloat16")
+    plain, made = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
+    assert settings_of(tmp_path / "out")["quant_method"] == "mxfp4"
+    ours = tensors_of_model(load_hf(tmp_path / "out"), tmp_path / "again")
+    for name, tensor in plain.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            assert torch.equal(made.pop(name), tensor.bfloat16()), name
+            continue
+        blocks, scales = made.pop(f"{name}_blocks"), made.pop(f"{name}_scales")
+        experts, inner, outer = tensor.shape
+        assert [*blocks.shape] == [experts, outer, inner // 32, 16]
+        found = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        assert torch.equal(found.double(), mxfp4_by_formula(tensor.mT).mT), name
+        assert torch.equal(ours[name].float(), found)
+    assert not made
+    theirs = LOAD(tmp_path / "out", dtype=torch.float32, attn_implementation="eager").state_dict()
+    again = LOAD(tmp_path / "again", dtype=torch.float32).state_dict()
+    assert all(torch.equal(x, again[name]) for name, x in theirs.items())
+
+
+def tensors_of_model(model, folder):
+    save_hf(model, folder)
+    return tensors_of(folder)
+
+
+def test_published_mxfp4_comes_back_as_it_was(tmp_path):
+    """Values that are exact in mxfp4 stay; a byte may have another scale and twice the value."""
+    stored = quantised(tmp_path)
+    save_hf(load_hf(tmp_path / "in"), tmp_path / "out", format="mxfp4")
+    save_hf(load_hf(tmp_path / "out"), tmp_path / "again")
+    found = tensors_of(tmp_path / "again")
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(x, stored[name]) for name, x in found.items())
+    kept = settings_of(tmp_path / "out")["modules_to_not_convert"]
+    assert "model.layers.*.self_attn" in kept
