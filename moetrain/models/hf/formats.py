@@ -11,6 +11,9 @@ that tensor alone, with the name that it has in unquantised checkpoints. The key
     nf4     X uint8 [N M / 2, 1], X.absmax, X.quant_map, X.quant_state.bitsandbytes__nf4 and, where
             scales are quantised too, X.nested_absmax, X.nested_quant_map -> X [N, M], as
             bitsandbytes writes it: two elements a byte, the high half first
+    float-quantized, pack-quantized
+            of the library compressed-tensors, with a scale a row in e4m3 and with groups in 4 bits;
+            :mod:`moetrain.models.hf.packing` has their parts
 
 In nf4 the JSON of ``quant_state`` has the shape and ``blocksize``, the number of consecutive
 elements that share a scale. Scales are fp32, or bytes where they are quantised; a scale is then
@@ -293,6 +296,74 @@ def _nf4(is_nested: bool) -> Format:
     )
 
 
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+
+
+def _channels_shape(scales: Sequence[int], codes: Sequence[int]) -> tuple[int, ...] | None:
+    return (*codes,) if len(codes) == 2 and list(scales) == [codes[0], 1] else None
+
+
+def _read_channels(parts: Sequence[LazyTensor], rows: slice) -> torch.Tensor:
+    scales_N1, values_NM = (part[rows].float() for part in parts)
+    return values_NM * scales_N1
+
+
+_CHANNELS = Format(
+    endings=(".weight_scale", ".weight"),
+    ending=".weight",
+    dtypes=(_FLOATS, {torch.float8_e4m3fn}),
+    shape=_channels_shape,
+    read=_read_channels,
+)
+
+
+def _int4(group: int) -> Format:
+    """Return the format of matrices in 4 bits with a scale for each ``group`` of a row."""
+
+    def shape(
+        state: LazyTensor, packed: Sequence[int], scales: Sequence[int]
+    ) -> tuple[int, ...] | None:
+        if _sizes(state) != [2]:
+            return None
+        rows, columns = (int(size) for size in state[:])
+        fits = columns > 0 and columns % group == 0 and columns % 8 == 0
+        wanted = [rows, columns // 8], [rows, columns // group]
+        return (rows, columns) if fits and [[*packed], [*scales]] == [*wanted] else None
+
+    def read(parts: Sequence[LazyTensor], rows: slice) -> torch.Tensor:
+        bytes_NB, scales_NG = parts[1][rows].view(torch.uint8), parts[2][rows].float()
+        codes_NM = torch.stack((bytes_NB & 15, bytes_NB >> 4), -1).flatten(1).float() - 8
+        return (codes_NM.unflatten(1, (-1, group)) * scales_NG[..., None]).flatten(1)
+
+    return Format(
+        endings=(".weight_shape", ".weight_packed", ".weight_scale"),
+        ending=".weight",
+        dtypes=({torch.int64, torch.int32}, {torch.int32}, _FLOATS),
+        shape=shape,
+        read=read,
+        has_state=True,
+    )
+
+
+def _compressed(config: ConfigJson) -> Format | None:
+    """Return the format that the settings of compressed-tensors describe; None: another one.
+
+    All matrices must have the same one, symmetric and in the order of the columns.
+    """
+    groups = config.get("config_groups")
+    one = [*groups.values()] if isinstance(groups, Mapping) and len(groups) == 1 else [None]
+    weights = one[0].get("weights") if isinstance(one[0], Mapping) else None
+    if not isinstance(weights, Mapping) or weights.get("symmetric") is not True:
+        return None
+    keys = (config.get("format"), *(weights.get(x) for x in ("type", "num_bits", "strategy")))
+    if keys == ("float-quantized", "float", 8, "channel"):
+        return _CHANNELS
+    group = weights.get("group_size")
+    if keys == ("pack-quantized", "int", 4, "group") and type(group) is int and group > 0:
+        return None if weights.get("actorder") else _int4(group)
+    return None
+
+
 def format_of(config: ConfigJson) -> Format | None:
     """Return the format of a checkpoint's quantised tensors; None: its config.json names none.
 
@@ -309,8 +380,11 @@ def format_of(config: ConfigJson) -> Format | None:
             return _fp8((n, m))
         case "bitsandbytes", _ if said.get("bnb_4bit_quant_type") == "nf4":
             return _nf4(bool(said.get("bnb_4bit_use_double_quant")))
+        case "compressed-tensors", _ if (found := _compressed(said)) is not None:
+            return found
     raise ConfigError(
         "model.path",
         f"config.json: quantization_config {value!r:.80}: such quantized weights are not read; use"
-        " a checkpoint in bf16, mxfp4 or nf4 (of bitsandbytes), or in fp8 with weight_block_size",
+        " a checkpoint in bf16, mxfp4 or nf4 (of bitsandbytes), in fp8 with weight_block_size, or"
+        " of compressed-tensors in fp8 by channel or in int4 by symmetric groups",
     )

@@ -7,6 +7,15 @@ A :class:`Packing` stores a tensor of an export as several tensors of the files,
             Qwen3-30B-A3B-FP8 have them; see :mod:`moetrain.kernels.quant.blocks`
     mxfp4   X_blocks uint8 [E, N, M/32, 16] and X_scales uint8 [E, N, M/32] for X [E, M, N], as
             GPT-OSS has its experts; see :mod:`moetrain.kernels.quant.groups`
+    compressed-fp8
+            X e4m3 [N, M] and X_scale bf16 [N, 1], a scale a row
+    compressed-int4
+            X_packed int32 [N, M/8], X_scale bf16 [N, M/128] and X_shape int64 [2]; an int32 has
+            eight elements of 4 bits, the first in its lowest bits, each with 8 added
+
+The last two are the formats float-quantized and pack-quantized of the library compressed-tensors.
+Their scales are the largest element / 448 and / 7.5, rounded to bf16 before elements are divided by
+them, and elements are rounded to the nearest.
 
 Matrices of products in blocks are quantised. Embedding, head, norms, biases, routers and other
 gates keep their dtype, as in published checkpoints. In mxfp4 attention does too.
@@ -21,15 +30,19 @@ import torch
 
 from moetrain.config import ConfigError
 from moetrain.kernels.quant.blocks import quantise_blocks
-from moetrain.kernels.quant.e4m3 import E4M3, SCALED, TILE
+from moetrain.kernels.quant.e4m3 import E4M3, LARGEST_E4M3, SCALED, TILE
 from moetrain.kernels.quant.groups import QUANT_FORMATS, quantise_groups
 from moetrain.models.architecture import Fields
 from moetrain.models.family import Piece
 from moetrain.models.transformer import Transformer
 
-ExportFormat = Literal["plain", "fp8", "mxfp4"]
+ExportFormat = Literal["plain", "fp8", "mxfp4", "compressed-fp8", "compressed-int4"]
 """Formats of an export; ``plain``: nothing is quantised."""
 _Shape = tuple[int, ...]
+_Settings = Callable[[Sequence[str]], Fields]
+"""Makes ``quantization_config``, from the modules that are not quantised."""
+_LEAST_SCALE = 2.0**-100
+"""Lower bound of a scale, so that it is not 0 where all elements are."""
 
 
 class Packing(NamedTuple):
@@ -48,8 +61,7 @@ class Packing(NamedTuple):
     """Computes dtype and shape of each part from the shape of a tensor."""
     pack: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
     """Quantises a tensor in fp32 to its parts."""
-    settings: Callable[[Sequence[str]], Fields]
-    """Makes ``quantization_config``, from the modules that are not quantised."""
+    settings: _Settings
 
     def names(self, name: str) -> tuple[str, ...]:
         """Return the names of the parts of the tensor ``name``."""
@@ -173,4 +185,91 @@ _MXFP4 = Packing(
     pack=_pack_mxfp4,
     settings=_mxfp4_settings,
 )
-_PACKINGS = {packing.name: packing for packing in (_FP8, _MXFP4)}
+
+
+def _compressed(format: str, activations: Fields | None, **weights: object) -> _Settings:
+    """Return the function that makes the settings of the library compressed-tensors."""
+
+    def settings(kept: Sequence[str]) -> Fields:
+        of_weights = {**weights, "symmetric": True, "dynamic": False, "observer": "minmax"}
+        group = {
+            "targets": ["Linear"],
+            "weights": of_weights,
+            "input_activations": activations,
+            "output_activations": None,
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": format,
+            "quantization_status": "compressed",
+            "kv_cache_scheme": None,
+            "ignore": [*kept],
+            "config_groups": {"group_0": group},
+        }
+
+    return settings
+
+
+def _scales(w_NGS: torch.Tensor, largest: float) -> torch.Tensor:
+    """Return the scale of each group [N, G] in bf16; an element is at most ``largest`` of them."""
+    return (w_NGS.abs().amax(-1) / largest).clamp(min=_LEAST_SCALE).bfloat16()
+
+
+def _channels_sizes(shape: _Shape) -> tuple[tuple[torch.dtype, _Shape], ...]:
+    return (E4M3, shape), (torch.bfloat16, (shape[0], 1))
+
+
+def _pack_channels(w_NM: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    scales_N1 = _scales(w_NM[:, None], LARGEST_E4M3)
+    values_NM = (w_NM / scales_N1.float()).clamp(-LARGEST_E4M3, LARGEST_E4M3)
+    return values_NM.to(E4M3), scales_N1
+
+
+_TOKENS: Fields = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "token",
+    "dynamic": True,
+}
+"""Activations in e4m3 with a scale for each token, which a server computes."""
+_CHANNELS = Packing(
+    name="compressed-fp8",
+    endings=("", "_scale"),
+    dims=2,
+    family=None,
+    group=1,
+    sizes=_channels_sizes,
+    pack=_pack_channels,
+    settings=_compressed("float-quantized", _TOKENS, num_bits=8, type="float", strategy="channel"),
+)
+
+
+def _int4_sizes(shape: _Shape) -> tuple[tuple[torch.dtype, _Shape], ...]:
+    rows, columns = shape
+    scales = (torch.bfloat16, (rows, columns // TILE))
+    return (torch.int32, (rows, columns // 8)), scales, (torch.int64, (2,))
+
+
+def _pack_int4(w_NM: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    w_NGS = w_NM.unflatten(1, (-1, TILE))
+    scales_NG = _scales(w_NGS, 7.5)
+    codes_NGS = (w_NGS / scales_NG.float()[..., None]).round().clamp(-8, 7) + 8
+    codes_NM = codes_NGS.flatten(1).to(torch.uint8)
+    packed = (codes_NM[:, ::2] | codes_NM[:, 1::2] << 4).contiguous().view(torch.int32)
+    return packed, scales_NG, torch.tensor(w_NM.shape)
+
+
+_INT4 = Packing(
+    name="compressed-int4",
+    endings=("_packed", "_scale", "_shape"),
+    dims=2,
+    family=None,
+    group=TILE,
+    sizes=_int4_sizes,
+    pack=_pack_int4,
+    settings=_compressed(
+        "pack-quantized", None, num_bits=4, type="int", strategy="group", group_size=TILE
+    ),
+)
+_PACKINGS = {packing.name: packing for packing in (_FP8, _MXFP4, _CHANNELS, _INT4)}

@@ -234,3 +234,124 @@ def test_published_mxfp4_comes_back_as_it_was(tmp_path):
     assert all(torch.equal(x, stored[name]) for name, x in found.items())
     kept = settings_of(tmp_path / "out")["modules_to_not_convert"]
     assert "model.layers.*.self_attn" in kept
+
+
+def by_library(folder):
+    """Dequantise the files in ``folder`` by the library compressed-tensors, in fp64.
+
+    Its own products are in the dtype of the scales, bf16.
+    """
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    compressors = pytest.importorskip("compressed_tensors.compressors.base")
+    settings = settings_of(folder)
+    config = quantization.QuantizationConfig.model_validate(settings)
+    compressor = compressors.BaseCompressor.get_value_from_registry(config.format)
+    scheme, tensors, found = config.config_groups["group_0"], tensors_of(folder), {}
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:
+        module = name.removesuffix(".weight_scale")
+        parts = {
+            key: tensors.pop(f"{module}.{key}")
+            for key in compressor.compression_param_names(scheme)
+        }
+        parts["weight_scale"] = parts["weight_scale"].double()
+        found[f"{module}.weight"] = compressor.decompress(parts, scheme)["weight"]
+    return found, tensors, settings["ignore"]
+
+
+def formula_of(format, w_NM):
+    """Return the nearest values of a format, in fp64, and half of the distance of two of them."""
+    groups = w_NM[:, None] if format == "compressed-fp8" else w_NM.unflatten(1, (-1, 128))
+    largest = 448 if format == "compressed-fp8" else 7.5
+    scales = (groups.abs().amax(-1, keepdim=True) / largest).bfloat16().double()
+    exact = groups.double() / scales
+    if format == "compressed-fp8":
+        codes = exact.clamp(-448, 448).float().to(torch.float8_e4m3fn).double()
+    else:
+        codes = exact.round().clamp(-8, 7)
+    return (codes * scales).flatten(1)
+
+
+@pytest.mark.tier("long", quick=["qwen3-..."])
+@pytest.mark.parametrize("format", ["compressed-fp8", "compressed-int4"])
+@pytest.mark.parametrize("case", ["qwen3", "deepseek_v3", "qwen3_moe"])
+@torch.no_grad()
+def test_compressed_tensors_reads_what_is_written(case, format, tmp_path):
+    """The library's values are the formula's, and the import's bit for bit."""
+    sizes = {"kv_lora_rank": 128, "v_head_dim": 32} if case == "deepseek_v3" else {}
+    model = write(case, tmp_path / "in", **sizes)
+    save_hf(model, tmp_path / "out", format=format)
+    plain = tensors_of(tmp_path / "in")
+    values, others, ignored = by_library(tmp_path / "out")
+    for name, tensor in plain.items():
+        if name in values:
+            want, got = formula_of(format, tensor), values[name]
+            # Elements that are nearly tied are divided in fp32.
+            assert ((got - want).abs() > 2.0**-20 * want.abs()).double().mean() < 1e-3, name
+            assert relative_error(got, tensor) < (0.04 if format == "compressed-fp8" else 0.12)
+        else:
+            assert torch.equal(others.pop(name), tensor), name
+            assert not name.endswith(".weight") or name.removesuffix(".weight") in ignored
+    assert not others
+    assert {n for n in plain if not is_kept(n) and ".layers.3." not in n} == values.keys()
+    save_hf(load_hf(tmp_path / "out"), tmp_path / "again", dtype="float32")
+    again = tensors_of(tmp_path / "again")
+    assert all(torch.equal(again[name], x.float()) for name, x in values.items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("format", ["compressed-fp8", "compressed-int4"])
+def test_transformers_reads_compressed_tensors(format, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    save_hf(write("qwen3", tmp_path / "in"), tmp_path / "out", format=format)
+    theirs = LOAD(
+        tmp_path / "out",
+        dtype=torch.float32,
+        quantization_config=transformers.CompressedTensorsConfig(dequantize=True),
+    )
+    ours = tensors_of_model(load_hf(tmp_path / "out"), tmp_path / "again")
+    for name, tensor in theirs.state_dict().items():
+        # The library multiplies in bf16, the dtype of the scales.
+        torch.testing.assert_close(tensor, ours[name].float(), rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("format", "change"),
+    [
+        ("compressed-fp8", {"strategy": "tensor"}),
+        ("compressed-fp8", {"symmetric": False}),
+        ("compressed-int4", {"num_bits": 8}),
+        ("compressed-int4", {"group_size": "128"}),
+        ("compressed-int4", {"actorder": "group"}),
+        ("compressed-int4", {"symmetric": None}),
+    ],
+)
+def test_other_kinds_of_compressed_tensors_are_refused(format, change, tmp_path):
+    model = write("qwen3", tmp_path / "in")
+    save_hf(model, tmp_path / "out", format=format)
+    assert load_hf(tmp_path / "out")
+    file = tmp_path / "out" / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"] |= change
+    file.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="such quantized weights are not read; use a checkpoint"):
+        load_hf(tmp_path / "out")
+
+
+def test_parts_of_another_shape_are_refused(tmp_path):
+    save_hf(write("qwen3", tmp_path / "in"), tmp_path / "out", format="compressed-int4")
+    tensors = tensors_of(tmp_path / "out")
+    name = next(name for name in tensors if name.endswith("weight_shape"))
+    save_file(
+        tensors | {name: tensors[name] + 128},
+        tmp_path / "out" / "model.safetensors",
+        {"format": "pt"},
+    )
+    with pytest.raises(ConfigError, match=r"weight_shape and .* do not fit together"):
+        load_hf(tmp_path / "out")
+
+
+def test_widths_without_whole_groups_are_refused(tmp_path):
+    model = write("olmoe", tmp_path / "in", hidden_size=192)
+    with pytest.raises(ConfigError, match=r"'compressed-int4' has groups of 128, .* width 192 of"):
+        save_hf(model, tmp_path / "out", format="compressed-int4")
+    assert not (tmp_path / "out").exists()
