@@ -4,6 +4,8 @@
     verify PATH         read every byte; exit code 1 if one differs from what was written
     export-hf PATH OUT  write a Hugging Face checkpoint, as checkpoint.save_hf does
     import-hf PATH OUT  write a checkpoint of step 0 into OUT from a Hugging Face folder
+    export-gguf PATH OUT
+                        write the Hugging Face folder PATH to a file OUT for llama.cpp
     merge PATH BASE OUT merge the adapters in PATH into the model BASE, and write OUT
     upcycle PATH OUT    write a mixture of experts that computes the same as the dense model PATH;
                         both are Hugging Face folders
@@ -95,6 +97,12 @@ def main(argv: Sequence[str] | None) -> int:
         default="plain",
         help="export-hf and merge: format in which matrices are stored quantised; plain: they are "
         "not quantised",
+    )
+    parser.add_argument(
+        "--gguf_type",
+        choices=["bf16", "f16", "q8_0"],
+        default="bf16",
+        help="export-gguf: type of matrices; default bf16",
     )
     upcycle = parser.add_argument_group("upcycle")
     add = upcycle.add_argument
@@ -359,6 +367,16 @@ def _merge_checkpoint(found: read.Checkpoint, model: Transformer) -> _Merge:
     return merge
 
 
+def _export_gguf(words: argparse.Namespace) -> int:
+    from moetrain.cli.gguf_file import export_gguf
+
+    with _named({"model.path": "PATH"}):
+        folder = resolve(words.path, field="PATH")
+        count = export_gguf(folder, words.other, words.gguf_type)
+    print(f"{words.other}: {count} tensors of {folder}")
+    return 0
+
+
 @contextmanager
 def _named(names: Mapping[str, str]) -> Iterator[None]:
     """Raise ConfigErrors on a setting in ``names`` as errors on the argument of that name."""
@@ -445,5 +463,5 @@ def _upcycle(words: argparse.Namespace) -> int:
     return 0
 
 
-_ALL = (_inspect, _verify, _export_hf, _import_hf, _merge, _upcycle, _diff)
+_ALL = (_inspect, _verify, _export_hf, _export_gguf, _import_hf, _merge, _upcycle, _diff)
 COMMANDS = {work.__name__.strip("_").replace("_", "-"): work for work in _ALL}

@@ -1,0 +1,212 @@
+"""``python -m moetrain.checkpoint export-gguf``: gguf's reader finds what transformers has."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from moetrain.cli.checkpoint import main
+from tests.lib.exports import TEMPLATE, make_tokenizer
+
+gguf = pytest.importorskip("gguf")
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 290}
+SIZES |= {"num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 128}
+SIZES |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+CASES = {
+    "llama": {"rope_theta": 5e5},
+    "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
+    "qwen3_moe": {**MOE, "norm_topk_prob": True},
+}
+NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
+"""llama.cpp's names of tensors."""
+
+
+def write(case, folder, **sizes):
+    """Write transformers' model of ``case`` with random weights, and a tokenizer."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(case, **SIZES | CASES[case] | sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    model.save_pretrained(folder)
+    make_tokenizer(folder)
+    return model.eval()
+
+
+def wanted_of(folder, case):
+    """Return llama.cpp's tensors by name, made of transformers' one by one."""
+    found = {}
+    for name, x in load_file(folder / "model.safetensors").items():
+        inner = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+        if inner is None:
+            found[NAMES[name]] = x
+            continue
+        layer, module = inner.groups()
+        expert = re.search(r"experts\.(\d+)\.", module)
+        module = re.sub(r"experts\.\d+\.", "experts.", module)
+        if case == "llama" and module in ("self_attn.q_proj", "self_attn.k_proj"):
+            x = rotated(x, 4 if "q_proj" in module else 2)
+        key = f"blk.{layer}.{NAMES[module]}.weight"
+        if expert is None:
+            found[key] = x
+        else:
+            found.setdefault(key, {})[int(expert[1])] = x
+    stacks = {n: x for n, x in found.items() if isinstance(x, dict)}
+    return found | {n: torch.stack([x[i] for i in sorted(x)]) for n, x in stacks.items()}
+
+
+def rotated(x, heads):
+    """Put the rows of each head in llama.cpp's order, one by one."""
+    width, made = len(x) // heads, torch.empty_like(x)
+    for head in range(heads):
+        for i in range(width // 2):
+            for k in range(2):
+                made[head * width + 2 * i + k] = x[head * width + k * width // 2 + i]
+    return made
+
+
+def read(file):
+    """Return the fields and the dequantised tensors of ``file`` by gguf's reader."""
+    reader = gguf.GGUFReader(file)
+    tensors = {
+        x.name: (x.tensor_type, torch.tensor(gguf.quants.dequantize(x.data, x.tensor_type)))
+        for x in reader.tensors
+    }
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    return fields, tensors
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16", "q8_0"])
+@pytest.mark.parametrize("case", CASES)
+def test_tensors_are_those_of_transformers(case, kind, tmp_path):
+    write(case, tmp_path)
+    out = tmp_path / "made.gguf"
+    assert main(["export-gguf", str(tmp_path), str(out), "--gguf_type", kind]) == 0
+    fields, tensors = read(out)
+    wanted = wanted_of(tmp_path, case)
+    assert tensors.keys() == wanted.keys()
+    for name, (type, got) in tensors.items():
+        want = wanted[name].float()
+        own = "f32" if want.ndim == 1 or "ffn_gate_inp" in name else kind
+        assert type == gguf.GGMLQuantizationType[own.upper()], name
+        assert got.shape == want.shape
+        if own == "q8_0":
+            rounded = gguf.quants.quantize(want.numpy(), type)
+            assert torch.equal(got, torch.tensor(gguf.quants.dequantize(rounded, type))), name
+            assert (got - want).abs().max() <= want.abs().max() / 127
+        else:
+            dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[own]
+            assert torch.equal(got, want.to(dtype).float()), name
+    model = fields["general.architecture"]
+    assert model == case.replace("_", "")
+    assert fields[f"{model}.block_count"] == 2
+    assert fields[f"{model}.attention.head_count_kv"] == 2
+    assert fields[f"{model}.rope.freq_base"] == CASES[case].get("rope_theta", 10000.0)
+    assert fields.get(f"{model}.expert_used_count") == (2 if case == "qwen3_moe" else None)
+
+
+def test_the_tokenizer_is_that_of_the_folder(tmp_path):
+    write("qwen3", tmp_path)
+    assert main(["export-gguf", str(tmp_path), str(tmp_path / "a.gguf")]) == 0
+    fields, _ = read(tmp_path / "a.gguf")
+    said = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokens = fields["tokenizer.ggml.tokens"]
+    for token, i in said["model"]["vocab"].items():
+        assert tokens[i] == token
+    assert len(tokens) == 290
+    assert tokens[289] == "[PAD289]"
+    types = fields["tokenizer.ggml.token_type"]
+    assert [types[i] for i in (0, 3, 10, 289)] == [3, 3, 1, 5]  # control, normal, unused
+    assert fields["tokenizer.ggml.merges"] == [" ".join(x) for x in said["model"]["merges"]]
+    assert fields["tokenizer.ggml.pre"] == "gpt-2"
+    names = ("bos_token_id", "eos_token_id", "padding_token_id", "add_bos_token")
+    assert [fields[f"tokenizer.ggml.{name}"] for name in names] == [0, 1, 2, False]
+    assert fields["tokenizer.chat_template"] == TEMPLATE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_loads_the_file_with_the_same_logits(case, tmp_path):
+    """Its reader undoes llama.cpp's order of rows, and takes its defaults for some widths."""
+    defaults = {"qwen3": {"head_dim": 128}, "qwen3_moe": {"head_dim": 128}}
+    sizes = {"moe_intermediate_size": 768} if case == "qwen3_moe" else {}
+    model = write(case, tmp_path, **defaults.get(case, {}), **sizes)
+    assert main(["export-gguf", str(tmp_path), str(tmp_path / "a.gguf"), "--gguf_type", "f16"]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="a.gguf", dtype=torch.float32
+    )
+    tokens_BS = torch.arange(40).view(2, 20) * 7
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and "mlp.gate.weight" not in name:  # routers are in fp32
+            parameter.copy_(parameter.half())
+    want = model(tokens_BS).logits
+    torch.testing.assert_close(theirs(tokens_BS).logits, want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes", "says"),
+    [
+        ("llama", {"attention_bias": True}, "does not write: biases; convert the folder by"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "rotary embeddings stretched by linear",
+        ),
+        ("qwen3_moe", {"norm_topk_prob": False}, "not normalised"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "layers without experts"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused_in_one_line(case, sizes, says, tmp_path, capsys):
+    write(case, tmp_path, **sizes)
+    refuse(tmp_path, says, capsys)
+
+
+def refuse(folder, says, capsys):
+    assert main(["export-gguf", str(folder), str(folder / "a.gguf")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: PATH: ")
+    assert says in error
+    assert error.count("\n") == 1
+    assert not list(folder.glob("*.gguf*"))
+
+
+def test_other_tokenizers_are_refused_in_one_line(tmp_path, capsys):
+    write("qwen3", tmp_path)
+    file = tmp_path / "tokenizer.json"
+    said = json.loads(file.read_text())
+    for change in ({"add_prefix_space": True}, {"use_regex": False}, {"type": "Whitespace"}):
+        file.write_text(json.dumps(said | {"pre_tokenizer": said["pre_tokenizer"] | change}))
+        refuse(tmp_path, "a tokenizer of a kind that this export does not write", capsys)
+
+
+def test_a_missing_library_is_named(tmp_path, monkeypatch, capsys):
+    write("qwen3", tmp_path)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert main(["export-gguf", str(tmp_path), str(tmp_path / "a.gguf")]) == 2
+    assert "export-gguf: needs the library gguf; install it by pip" in capsys.readouterr().err
