@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moetrain.cli.main import Parser, command, log_lines
-from moetrain.config import Config, logger
+from moetrain.config import Config, ConfigError, logger
 from moetrain.data.loader import Data, build_data
 from moetrain.data.packing import IGNORE_INDEX, Row
 from moetrain.train.session import resolve_run
@@ -34,14 +34,21 @@ def main(argv: Sequence[str] | None) -> None:
         "data", "Show the rows that a run would train on, their lengths, and what is learned."
     )
     parser.prog = "moetrain data"
-    parser.add_argument(
-        "path", metavar="PATH", help="value of the setting data.path; further settings may follow"
-    )
+    parser.usage = "moetrain data [PATH] [--show N] [--section.key value ...]"
+    parser.epilog = "PATH is the value of the setting data.path, or a recipe FILE.toml."
     parser.add_argument("--show", type=int, default=2, help="rows to print (default: 2)")
-    options, settings = parser.parse_known_args(argv)
+    words = list(argv or [])
+    # A word behind the name of a setting is its value, so PATH is the first word alone.
+    path = words.pop(0) if words and not words[0].startswith("--") else None
+    options, settings = parser.parse_known_args(words)
+    if path is None and not any(word.startswith("--data.") for word in settings):
+        raise ConfigError("data", "no PATH is given; give one, a recipe FILE.toml, or --data.mix")
+    is_recipe = path is not None and path.endswith(".toml")
+    if path is not None and not is_recipe:
+        settings = ["--data.path", path, *settings]
     log_lines()
     logger.setLevel("INFO")
-    config = Config.load(overrides=["--data.path", options.path, *settings], once=True)
+    config = Config.load(path if is_recipe else None, settings, once=True)
     config, arch = resolve_run(config)
     data = build_data(config, arch.vocab_size)
     console = Console()
@@ -50,7 +57,8 @@ def main(argv: Sequence[str] | None) -> None:
     _describe(console, config, data, rows)
     for number, row in enumerate(rows[: options.show]):
         console.rule(f"row {number}", align="left")
-        console.print(_coloured(data, row, _sides(row)), soft_wrap=True)
+        has_colours = console.color_system is not None and not console.no_color
+        console.print(_coloured(data, row, _sides(row), has_colours), soft_wrap=True)
 
 
 def _describe(console: Console, config: Config, data: Data, rows: Sequence[Row]) -> None:
@@ -101,11 +109,12 @@ def _sides(row: Row) -> list[str]:
     return ["chosen", "rejected"] if "reference" in row.extra else [""] * len(row.lengths)
 
 
-def _coloured(data: Data, row: Row, sides: Sequence[str]) -> Text:
+def _coloured(data: Data, row: Row, sides: Sequence[str], has_colours: bool) -> Text:
     """Return the text of ``row`` with its special tokens, and a bar between documents.
 
-    Learned text is green, text to avoid is red, and the rest is dim. In a preference, the
-    name of each answer stands before its document.
+    Learned text is green, text to avoid is red, and the rest is dim. Where there are no colours,
+    learned text and text to avoid stand in « ». In a preference, the name of each answer stands
+    before its document.
     """
     learned_S = np.append(False, row.targets_S[:-1] != IGNORE_INDEX)
     text = Text()
@@ -116,6 +125,8 @@ def _coloured(data: Data, row: Row, sides: Sequence[str]) -> Text:
         for a, b in zip([start, *borders], [*borders, end], strict=True):
             ids = row.tokens_S[a:b].tolist()
             said = data.tokenizer.decode(ids, skip_special_tokens=False)
+            if learned_S[a] and not has_colours:
+                said = f"«{said}»"
             text.append(said, colour if learned_S[a] else "dim")
         text.append("\n│\n", "cyan")
     return text

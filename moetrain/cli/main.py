@@ -14,12 +14,13 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from importlib import metadata
 from pkgutil import resolve_name
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from moetrain.cli import interrupt_by_exception, interrupt_quietly
 from moetrain.config import ConfigError
@@ -197,6 +198,21 @@ class Parser(argparse.ArgumentParser):
             "far"
         )
         self.add_argument("--draft_by", choices=["block", "ngram"], default="block", help=meaning)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does. Raises ConfigError: an option is given twice, of which argparse
+        would drop the first."""
+        words = list(sys.argv[1:] if args is None else args)
+        own = {
+            name
+            for action in self._actions
+            if not isinstance(action, argparse._AppendAction)
+            for name in action.option_strings
+        }
+        given = Counter(word.partition("=")[0] for word in words)
+        if twice := sorted(name for name in own if given[name] > 1 and name != "--import"):
+            raise ConfigError(twice[0], "given twice; leave one out")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(self.name, f"{message}; see --help")

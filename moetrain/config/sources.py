@@ -337,10 +337,20 @@ def _recipe_under(layers: _Layers, source: object, recipes: Recipes) -> tuple[st
         why += " and no recipe is named"
     else:
         path, kind = values.get("data.path"), values.get("data.source")
-        kind = kind or (path and source_by_suffix(path)) or (values.get("data.mix") and "records")
+        kind = kind or (path and source_by_suffix(path)) or _kind_of_mix(values.get("data.mix"))
         recipe = recipes.of_chats if kind in ("records", "jsonl") else recipes.of_path
         why += f", the data is {kind} and no recipe is named"
     return recipe, f"  recipe {recipe}, as {why}"
+
+
+def _kind_of_mix(mix: object) -> str | None:
+    """Return ``text`` if all sources of a mixture are texts, else ``records``; None: no mixture."""
+    if not mix:
+        return None
+    found = mix if isinstance(mix, list | tuple) else ()
+    entries = [each for each in found if isinstance(each, Mapping)]
+    kinds = {each.get("source") or source_by_suffix(each.get("path")) for each in entries}
+    return "text" if kinds == {"text"} else "records"
 
 
 def _source_of_path(layers: _Layers) -> _Layers:

@@ -401,7 +401,8 @@ def _named_rows(path: Path, rows: Iterator[CsvRow]) -> Iterator[Raw]:
 def _names_of(row: CsvRow) -> list[str]:
     """Return the names of the fields in ``row``, the first row of a CSV file.
 
-    Raises BadLineError: the row is too large, or a name is empty or occurs twice.
+    Raises BadLineError: the row is too large, a name is empty or occurs twice, or the cells are
+    separated by another character than a comma.
     """
     if row.text is None:
         raise BadLineError(f"{row.line}: the first row is too large to be names of fields")
@@ -414,6 +415,11 @@ def _names_of(row: CsvRow) -> list[str]:
             problem = f"the first row has the name {shortened(name)} twice"
             raise BadLineError(f"{row.line}: {problem}; rename or leave out one of the columns")
         names[name] = None
+    (first, *others) = names
+    if not others and (other := next((x for x in ";\t|" if x in first), None)):
+        problem = f"the first row has one name, {shortened(first)}"
+        remedy = "save the file as CSV with commas (UTF-8)"
+        raise BadLineError(f"{row.line}: {problem}; its cells seem to end with {other!r}: {remedy}")
     return list(names)
 
 

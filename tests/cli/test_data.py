@@ -45,6 +45,25 @@ def test_data_command_reports_bad_data_in_one_line(
     assert command.main([]) == 2
 
 
+def test_a_mixture_and_a_recipe_are_shown_without_colours(tmp_path: Path, capsys):
+    turns = [{"role": "user", "content": "Asked"}, {"role": "assistant", "content": "Answered"}]
+    path = write_lines(tmp_path / "a.jsonl", *({"messages": turns, "n": i} for i in range(30)))
+    common = ["--data.seq_len", "256", "--data.cache_dir", str(tmp_path / "cache"), "--show", "1"]
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(f'model.preset = "debug"\n[[data.mix]]\npath = "{path}"\n')
+    for words in (["--data.mix", f'[{{"path": "{path}"}}]', *common], [str(recipe), *common]):
+        assert command.main(words) == 0
+        out = capsys.readouterr().out
+        assert "«Answered<|im_end|>" in out
+        assert "«Asked" not in out
+
+
+def test_an_option_given_twice_is_an_error(capsys):
+    """argparse would drop the first."""
+    assert command.main(["a.jsonl", "--show", "1", "--show=2"]) == 2
+    assert "error: --show: given twice; leave one out" in capsys.readouterr().err
+
+
 PAIR = {"prompt": "Asked ", "chosen": "Right", "rejected": "Wrong"}
 GOOD, BAD = (
     {"prompt": "Asked ", "completion": said, "label": said == "Right"}

@@ -234,6 +234,20 @@ def test_a_checkpoint_and_no_recipe_imply_one_for_fine_tuning(
     assert "output_dir" in config.describe()
 
 
+@pytest.mark.parametrize(
+    ("kinds", "recipe"),
+    [(["text", "text"], "continue"), (["text", "records"], "sft"), ([None, None], "sft")],
+)
+def test_a_mixture_of_texts_implies_continued_pretraining(kinds, recipe):
+    """Values of the recipe for chats were taken for a mixture of texts."""
+    mix = [{"path": f"{i}.parquet", "source": kind} for i, kind in enumerate(kinds)]
+    given = Config.load({"model": {"path": "x/qwen"}, "data": {"mix": mix}}, environ={})
+    said = load("--model.path", "x/qwen", "--data.mix", json.dumps(mix))
+    for config in (given, said):
+        assert config.origins["optim.lr"] == f"recipe {recipe}"
+        assert f"recipe {recipe}, as model.path is set" in config.describe()
+
+
 def test_a_named_recipe_stays_the_one(tmp_path):
     assert load(source=Path("debug")).origins == load(source="debug").origins
     config = load("--model.path", "x", "--data.path", "y", source="continue")

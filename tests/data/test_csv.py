@@ -106,6 +106,7 @@ REFUSED = {
     "an empty name": ("text,\na,b\n", r"a\.csv:1: name 2 of the first row is empty; give each"),
     "an empty name in quotes": ('\n"",a\n', r"a\.csv:2: name 1 of the first row is empty"),
     "a name twice": ("a,text,a\n1,2,3\n", r"a\.csv:1: the first row has the name 'a' twice; ren"),
+    "semicolons": ("a;b\n1;2\n", r"a\.csv:1: the first row has one name, 'a;b'; its cells seem to"),
     "large names": ("a" * 2000 + "\n1\n", r"a\.csv:1: the first row is too large to be"),
     "bytes": (b"text\na\n\xe9t\xe9\n", r"a\.csv:3: byte 0xe9 is not UTF-8: inv.* file as UTF-8"),
     "half a character": (b"text\na\n\xc3", r"a\.csv:3: byte 0xc3 is not UTF-8"),
