@@ -177,5 +177,5 @@ def test_a_url_that_cannot_be_used_is_named(url, words, tiny):
 
 def test_a_run_that_does_not_go_on_from_the_store_does_not_mix_with_it(tiny):
     Trainer(tiny(*STORED, "train.steps=2")).fit()
-    with pytest.raises(ConfigError, match=r"holds step 2, which checkpoint\.resume never passes"):
+    with pytest.raises(ConfigError, match=r"holds step 2, but checkpoint\.resume is never"):
         Trainer(tiny(*STORED, "train.steps=2", "checkpoint.resume=never"))
