@@ -63,6 +63,18 @@ def _glm_355b(max_positions: int) -> _Glm:
     )
 
 
+_AIR = _Glm(
+    **_COMMON,
+    hidden_size=4096,
+    num_layers=46,
+    intermediate_size=10_944,
+    max_positions=131_072,
+    num_experts=128,
+    moe_intermediate_size=1408,
+    shared_intermediate_size=1408,
+    moe_layers=(False,) + (True,) * 45,
+)
+
 register(
     Family(
         name="glm4_moe",
@@ -101,17 +113,8 @@ register(
         read_layers=read_deepseek_layers,
         write_layers=write_deepseek_layers,
         presets={
-            "glm-4.5-air": _Glm(
-                **_COMMON,
-                hidden_size=4096,
-                num_layers=46,
-                intermediate_size=10_944,
-                max_positions=131_072,
-                num_experts=128,
-                moe_intermediate_size=1408,
-                shared_intermediate_size=1408,
-                moe_layers=(False,) + (True,) * 45,
-            ),
+            "glm-4.5-air": _AIR,
+            "intellect-3": _AIR,  # GLM-4.5-Air with other weights
             "glm-4.5": _glm_355b(131_072),
             "glm-4.6": _glm_355b(202_752),
             "glm-4.7": _glm_355b(202_752),

@@ -1,4 +1,4 @@
-"""MiniMax-M2: q/k norms over all heads together, and a sigmoid router.
+"""MiniMax-M2 to M2.7: q/k norms over all heads together, and a sigmoid router.
 
 Rotary embeddings rotate a part of each head. Files give it as ``rotary_dim`` (elements) or as
 ``partial_rotary_factor`` (a share of the head).
@@ -29,6 +29,27 @@ def _read_layers(config: ConfigJson) -> Fields:
 
 def _write_layers(arch: Architecture) -> Fields:
     return {"rotary_dim": arch.attention(0).rotary_dim}
+
+
+def _preset(max_positions: int) -> MoEDecoder:
+    return MoEDecoder(
+        family="minimax_m2",
+        vocab_size=200_064,
+        hidden_size=3072,
+        num_layers=62,
+        num_heads=48,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=1536,
+        max_positions=max_positions,
+        rope_theta=5e6,
+        partial_rotary_factor=0.5,
+        num_experts=256,
+        num_experts_per_token=8,
+        moe_intermediate_size=1536,
+        router_aux_loss_coef=0.001,
+        **_FIXED,
+    )
 
 
 register(
@@ -71,27 +92,12 @@ register(
         nullable={"rotary_dim": int},
         read_layers=_read_layers,
         write_layers=_write_layers,
+        # All sizes but max_positions were recalled, not copied from a config.json; their total is
+        # the published 229 billion parameters.
         presets={
-            # The sizes were recalled, not copied from a config.json; their total is the published
-            # 229 billion parameters.
-            "minimax-m2": MoEDecoder(
-                family="minimax_m2",
-                vocab_size=200_064,
-                hidden_size=3072,
-                num_layers=62,
-                num_heads=48,
-                num_kv_heads=8,
-                head_dim=128,
-                intermediate_size=1536,
-                max_positions=196_608,
-                rope_theta=5e6,
-                partial_rotary_factor=0.5,
-                num_experts=256,
-                num_experts_per_token=8,
-                moe_intermediate_size=1536,
-                router_aux_loss_coef=0.001,
-                **_FIXED,
-            )
+            "minimax-m2": _preset(196_608),
+            "minimax-m2.5": _preset(196_608),
+            "minimax-m2.7": _preset(204_800),
         },
     )
 )

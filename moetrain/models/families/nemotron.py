@@ -11,7 +11,7 @@ Multi-token prediction is not supported, but an export copies its tensors (``mtp
 """
 
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from moetrain.models.architecture import Architecture, ConfigJson, Fields, Part
 from moetrain.models.attention import GroupedQueryAttention
@@ -173,6 +173,28 @@ _MAP: WeightMap = (
 _FIXED: Fields = {**SIGMOID_ROUTER, "partial_rotary_factor": 0.0, "tie_embeddings": False}
 _COMMON = {key: COMMON_DEFAULTS[key] for key in COMMON_DEFAULTS if key != "rms_norm_eps"}
 
+
+def _preset(pattern: str, **sizes: Any) -> _NemotronH:
+    return _NemotronH(
+        family="nemotron_h",
+        vocab_size=131_072,
+        num_layers=len(pattern),
+        mixers=tuple(_LETTERS[letter] for letter in pattern),
+        num_heads=32,
+        num_kv_heads=2,
+        head_dim=128,
+        max_positions=262_144,
+        norm_eps=1e-5,
+        mamba_head_dim=64,
+        mamba_num_groups=8,
+        mamba_state_dim=128,
+        mamba_conv_kernel_dim=4,
+        mamba_min_step=0.001,
+        **sizes,
+        **_FIXED,
+    )
+
+
 register(
     Family(
         name="nemotron_h",
@@ -241,36 +263,34 @@ register(
         activation="relu2",
         read_layers=_read_layers,
         write_layers=_write_layers,
+        # The sizes are from memory, and Super's order of blocks is that of NVIDIA's scripts. The
+        # totals are the published ones: 31.6 billion, 3.2 of them active (3.6 with the embedding),
+        # and 120.67 billion, 12.2 of them active (12.8).
         presets={
-            # The sizes are from memory; the totals are the published 31.6 billion, 3.2 of them
-            # active (3.6 with the embedding).
-            "nemotron-3-nano-30b-a3b": _NemotronH(
-                family="nemotron_h",
-                vocab_size=131_072,
+            "nemotron-3-nano-30b-a3b": _preset(
+                "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
                 hidden_size=2688,
-                num_layers=52,
-                mixers=tuple(
-                    _LETTERS[x] for x in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
-                ),
-                num_heads=32,
-                num_kv_heads=2,
-                head_dim=128,
                 intermediate_size=1856,
-                max_positions=262_144,
-                norm_eps=1e-5,
                 mamba_num_heads=64,
-                mamba_head_dim=64,
-                mamba_num_groups=8,
-                mamba_state_dim=128,
-                mamba_conv_kernel_dim=4,
-                mamba_min_step=0.001,
                 num_experts=128,
                 num_experts_per_token=6,
                 moe_intermediate_size=1856,
                 shared_intermediate_size=3712,
                 routed_scaling_factor=2.5,
-                **_FIXED,
-            )
+            ),
+            "nemotron-3-super-120b-a12b": _preset(
+                "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*"
+                "EMEMEMEME",
+                hidden_size=4096,
+                intermediate_size=2688,
+                mamba_num_heads=128,
+                num_experts=512,
+                num_experts_per_token=22,
+                moe_intermediate_size=2688,
+                moe_latent_size=1024,
+                shared_intermediate_size=5376,
+                routed_scaling_factor=5.0,
+            ),
         },
     )
 )

@@ -1,9 +1,9 @@
 """Qwen3-Next and Qwen3.5: gated delta nets (arXiv 2412.06464), and attention in every fourth layer.
 
 Attention has an output gate, and a quarter of each head rotates. Norms multiply by 1 + their
-weights. MoE layers have a gated shared expert. Qwen3.5 (and Qwen3.6, which has its classes) also
-has dense models. Its published files also hold a vision tower, and an export copies the tower's
-tensors unchanged. Files of a ``_text`` family hold the language model alone.
+weights. MoE layers have a gated shared expert. Qwen3.5 (and 3.6 and 3.8, which have its classes)
+also has dense models. Its published files also hold a vision tower, and an export copies the
+tower's tensors unchanged. Files of a ``_text`` family hold the language model alone.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ class _QwenNext(MultiTokenDecoder, MoEDecoder):
         return GatedDeltaNet.of(self, window=None) if is_linear else super().attention(layer)
 
 
-_FIXED = {"qk_norm": True, "output_gate": True, "zero_centred_norms": True}
+_FIXED: Fields = {"qk_norm": True, "output_gate": True, "zero_centred_norms": True}
 _FIELDS = {
     name: name
     for name in (
@@ -176,18 +176,20 @@ _PACKED = (
 
 # The sizes are those of the published config.json, except rope_theta, max_positions and the dense
 # width of Qwen3-Next, which were recalled.
-_COMMON: Fields = {
-    "num_heads": 16,
-    "num_kv_heads": 2,
+_HEADS: Fields = {
     "head_dim": 256,
-    "rope_theta": 1e7,
     "partial_rotary_factor": 0.25,
     "max_positions": 262_144,
     "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
+}
+_COMMON: Fields = {
+    **_HEADS,
+    "num_heads": 16,
+    "num_kv_heads": 2,
+    "linear_num_value_heads": 32,
     "hidden_size": 2048,
     "moe_intermediate_size": 512,
     "shared_intermediate_size": 512,
@@ -195,6 +197,21 @@ _COMMON: Fields = {
     **_EXPERTS_FIXED,
 }
 _INTERVAL = (True, True, True, False)
+
+
+def _next_80b(rope_theta: float) -> _QwenNext:
+    return _QwenNext(
+        family="qwen3_next",
+        vocab_size=151_936,
+        num_layers=48,
+        intermediate_size=5120,
+        rope_theta=rope_theta,
+        num_experts=512,
+        num_experts_per_token=10,
+        linear_layers=_INTERVAL * 12,
+        **_COMMON,
+    )
+
 
 register(
     Family(
@@ -219,16 +236,8 @@ register(
         read_layers=_read_next_layers,
         write_layers=_write_next_layers,
         presets={
-            "qwen3-next-80b-a3b": _QwenNext(
-                family="qwen3_next",
-                vocab_size=151_936,
-                num_layers=48,
-                intermediate_size=5120,
-                num_experts=512,
-                num_experts_per_token=10,
-                linear_layers=_INTERVAL * 12,
-                **_COMMON,
-            )
+            "qwen3-next-80b-a3b": _next_80b(1e7),
+            "qwen3-coder-next": _next_80b(5e6),
         },
     )
 )
@@ -238,10 +247,25 @@ _QWEN35_PRESET = _QwenNext(
     vocab_size=248_320,
     num_layers=40,
     intermediate_size=512,
+    rope_theta=1e7,
     num_experts=256,
     num_experts_per_token=8,
     linear_layers=_INTERVAL * 10,
     **_COMMON,
+)
+_QWEN35_27B = _QwenNext(
+    family="qwen3_5_text",
+    vocab_size=248_320,
+    hidden_size=5120,
+    num_layers=64,
+    num_heads=24,
+    num_kv_heads=4,
+    intermediate_size=17_408,
+    rope_theta=1e7,
+    linear_num_value_heads=48,
+    linear_layers=_INTERVAL * 16,
+    **_HEADS,
+    **_FIXED,
 )
 
 
@@ -302,5 +326,5 @@ _register_qwen35(
     },
     fields=_FIELDS,
     fixed=_FIXED,
-    presets={},
+    presets={"qwen3.5-27b": _QWEN35_27B, "qwen3.8-27b": _QWEN35_27B},
 )
