@@ -4,7 +4,7 @@ The maps use the tensor names of Llama's and Mixtral's files, where each expert 
 own. A family adds entries to these maps and defaults, or replaces some.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,19 +130,36 @@ DENSE: tuple[Rename, ...] = (
 )
 
 
+def stacked(block: WeightMap, *, is_transposed: bool = False) -> WeightMap:
+    """Return the map ``block`` of a :func:`moe_block` for files that stack the experts' matrices.
+
+    A layer's files then have ``gate_up_proj`` ``[E, 2F, D]`` and ``down_proj`` ``[E, D, F]``, or
+    ``[E, D, 2F]`` and ``[E, F, D]`` if ``is_transposed``.
+    """
+    ours, theirs = "layers.{layer}.moe.experts", "model.layers.{layer}.mlp.experts"
+    return (
+        *(one for one in block if isinstance(one, Rename)),
+        Rename(f"{ours}.w_gate_up", f"{theirs}.gate_up_proj", is_transposed=is_transposed),
+        Rename(f"{ours}.w_down", f"{theirs}.down_proj", is_transposed=is_transposed),
+    )
+
+
+def renamed(weight_map: WeightMap, change: Callable[[str], str]) -> WeightMap:
+    """Return ``weight_map`` for files with other names, ``change(name)`` in place of ``name``."""
+
+    def changed(theirs: Any) -> Any:
+        return tuple(map(changed, theirs)) if isinstance(theirs, tuple) else change(theirs)
+
+    operations: Any = weight_map  # all of them have the field ``theirs``
+    return tuple(replace(one, theirs=changed(one.theirs)) for one in operations)
+
+
 def beside_vision(weight_map: WeightMap) -> WeightMap:
     """Return ``weight_map`` for files that also hold a vision tower.
 
     The language model's modules are then under ``model.language_model``.
     """
-
-    def nested(theirs: Any) -> Any:
-        if isinstance(theirs, tuple):
-            return tuple(map(nested, theirs))
-        return theirs.replace("model.", "model.language_model.", 1)
-
-    operations: Any = weight_map  # all of them have the field ``theirs``
-    return tuple(replace(one, theirs=nested(one.theirs)) for one in operations)
+    return renamed(weight_map, lambda name: name.replace("model.", "model.language_model.", 1))
 
 
 class DenseDecoder(Architecture):

@@ -74,6 +74,8 @@ class Rename:
     """Name of the module or tensor in files, with ``{layer}``."""
     place: tuple[int | slice | None, ...] = ()
     """The place of the file tensor in the parameter."""
+    is_transposed: bool = False
+    """True: the last two dims of the file tensor are swapped."""
 
     def pieces(
         self, parameter: str, shape: Sequence[int], arch: Architecture | None
@@ -81,7 +83,9 @@ class Rename:
         module, dot, leaf = parameter.rpartition(".")
         for name, rest in ((parameter, ""), (module, dot + leaf)):
             if (fields := match(self.ours, name)) is not None:
-                return [Piece(self.theirs.format(**fields) + rest, parameter, self.place)]
+                hf_name = self.theirs.format(**fields) + rest
+                swapped = self.is_transposed
+                return [Piece(hf_name, parameter, self.place, is_transposed=swapped)]
         return []
 
     @property

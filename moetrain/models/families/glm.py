@@ -3,6 +3,9 @@
 The first layers are dense, and the others have a shared expert. Files hold MTP blocks behind the
 model's own layers. They can be trained (:mod:`moetrain.models.parts.multi_token`). Otherwise an
 export copies them unchanged.
+
+GLM-4.5V and 4.6V (arXiv 2507.01006) are such models beside a vision tower, without MTP blocks. An
+export copies the tower's tensors unchanged.
 """
 
 from moetrain.models.architecture import Fields
@@ -10,6 +13,7 @@ from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
     MoEDecoder,
+    beside_vision,
     moe_block,
 )
 from moetrain.models.family import Family, register
@@ -26,9 +30,8 @@ class _Glm(MultiTokenDecoder, MoEDecoder):
     """An MoE decoder that can have MTP blocks."""
 
 
-_MAP, _MAP_WITHOUT_COPIES = behind_layers(
-    DENSE + moe_block(bias="gate.e_score_correction_bias", shared="shared_experts")
-)
+_MODEL = DENSE + moe_block(bias="gate.e_score_correction_bias", shared="shared_experts")
+_MAP, _MAP_WITHOUT_COPIES = behind_layers(_MODEL)
 _FIXED = {**SIGMOID_ROUTER, "out_bias": False}
 # The sizes of presets were written down from memory of the published config.json. The totals of
 # parameters agree with the published ones (tests/models/families/test_families.py).
@@ -75,41 +78,46 @@ _AIR = _Glm(
     moe_layers=(False,) + (True,) * 45,
 )
 
+_DEFAULTS: Fields = {
+    **COMMON_DEFAULTS,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    # Every published file has 128. The default of transformers is 42, half of which is odd.
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
+_ALIASES = {"num_local_experts": "n_routed_experts"}
+
 register(
     Family(
         name="glm4_moe",
         architecture=_Glm,
         hf_class="Glm4MoeForCausalLM",
         defaults={
-            **COMMON_DEFAULTS,
+            **_DEFAULTS,
             "vocab_size": 151552,
-            "hidden_size": 4096,
-            "intermediate_size": 10944,
-            "num_hidden_layers": 46,
-            "num_attention_heads": 96,
-            "num_key_value_heads": 8,
-            # Every published file has 128. The default of transformers is 42, half of which is odd.
-            "head_dim": 128,
             "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
             "attention_bias": False,
             "use_qk_norm": False,
-            "moe_intermediate_size": 1408,
-            "num_experts_per_tok": 8,
-            "n_shared_experts": 1,
-            "n_routed_experts": 128,
-            "routed_scaling_factor": 1.0,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "norm_topk_prob": True,
         },
         weight_map=_MAP,
         other_maps=(_MAP_WITHOUT_COPIES,),
         fields={**DEEPSEEK_FIELDS, "qk_norm": "use_qk_norm"},
         fixed=_FIXED,
-        aliases={"num_local_experts": "n_routed_experts"},
+        aliases=_ALIASES,
         read_layers=read_deepseek_layers,
         write_layers=write_deepseek_layers,
         presets={
@@ -119,5 +127,27 @@ register(
             "glm-4.6": _glm_355b(202_752),
             "glm-4.7": _glm_355b(202_752),
         },
+    )
+)
+register(
+    Family(
+        name="glm4v_moe",
+        architecture=MoEDecoder,
+        hf_class="Glm4vMoeForConditionalGeneration",
+        defaults={
+            **_DEFAULTS,
+            "vocab_size": 151424,
+            "max_position_embeddings": 65536,
+            "attention_bias": True,
+            "router_aux_loss_coef": 0.0001,
+            "output_router_logits": False,
+        },
+        weight_map=beside_vision(_MODEL),
+        section=("text_config", "glm4v_moe_text"),
+        fields=DEEPSEEK_FIELDS,
+        fixed=_FIXED,
+        aliases=_ALIASES,
+        read_layers=read_deepseek_layers,
+        write_layers=write_deepseek_layers,
     )
 )

@@ -5,6 +5,11 @@ have sliding windows in some layers, and their config.json describes these by th
 Qwen2-MoE has the attention of Qwen2, and Qwen3-MoE that of Qwen3. Both have routed experts, and may
 have dense layers too. Qwen2-MoE also has a gated shared expert. A config.json without
 ``layer_types`` means other layers with windows in Qwen2-MoE than in Qwen2.
+
+Qwen3-VL-MoE (arXiv 2511.21631) is a Qwen3-MoE beside a vision tower, whose tensors an export copies
+unchanged. Files stack the experts' matrices. Published files hold them transposed, and those that
+transformers 5 writes do not. The shapes of both projections together say which, also where one is
+square: a width of D cannot be F and 2F at once.
 """
 
 from moetrain.models.architecture import Architecture, ConfigJson, Fields
@@ -13,7 +18,9 @@ from moetrain.models.decoders import (
     DENSE,
     DenseDecoder,
     MoEDecoder,
+    beside_vision,
     moe_block,
+    stacked,
 )
 from moetrain.models.family import Family, register
 from moetrain.models.hf.files import error
@@ -191,30 +198,33 @@ register(
 )
 
 
+_QWEN3_EXPERTS = {
+    **COMMON_DEFAULTS,
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "router_aux_loss_coef": 0.001,
+    "output_router_logits": False,
+    "mlp_only_layers": None,
+}
 register(
     Family(
         name="qwen3_moe",
         architecture=MoEDecoder,
         hf_class="Qwen3MoeForCausalLM",
         defaults={
-            **COMMON_DEFAULTS,
-            "vocab_size": 151936,
-            "hidden_size": 2048,
+            **_QWEN3_EXPERTS,
             "intermediate_size": 6144,
-            "num_hidden_layers": 24,
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,
-            "attention_bias": False,
             "use_sliding_window": False,
             "sliding_window": 4096,
-            "decoder_sparse_step": 1,
             "moe_intermediate_size": 768,
             "num_experts_per_tok": 8,
             "num_experts": 128,
             "norm_topk_prob": False,
-            "router_aux_loss_coef": 0.001,
-            "output_router_logits": False,
-            "mlp_only_layers": None,
         },
         weight_map=DENSE + moe_block(),
         fixed={"qk_norm": True},
@@ -273,5 +283,32 @@ register(
                 router_aux_loss_coef=0.001,
             ),
         },
+    )
+)
+register(
+    Family(
+        name="qwen3_vl_moe",
+        architecture=MoEDecoder,
+        hf_class="Qwen3VLMoeForConditionalGeneration",
+        defaults={
+            **_QWEN3_EXPERTS,
+            "intermediate_size": 5632,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 128000,
+            "rope_theta": 500000.0,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 4,
+            "num_experts": 60,
+        },
+        weight_map=beside_vision(DENSE + stacked(moe_block(), is_transposed=True)),
+        other_maps=(beside_vision(DENSE + stacked(moe_block())),),
+        section=("text_config", "qwen3_vl_moe_text"),
+        fixed={"qk_norm": True, "norm_topk_prob": True},
+        nullable={"mlp_only_layers": list},
+        aliases={"num_local_experts": "num_experts"},
+        lora_layout="fused",
+        read_layers=read_moe_layers,
+        write_layers=write_moe_layers,
     )
 )

@@ -16,6 +16,7 @@ from moetrain.models.decoders import (
     MoEDecoder,
     beside_vision,
     moe_block,
+    stacked,
 )
 from moetrain.models.families.qwen import read_moe_layers, write_moe_layers
 from moetrain.models.family import Family, Rename, WeightMap, register
@@ -165,11 +166,7 @@ _SPLIT_LINEAR_MAP = (
     *(Rename(f"{_OURS}.w{x}", f"{_THEIRS}.in_proj_{x}") for x in "zba"),
 )
 _EXPERTS = moe_block(shared="shared_expert", shared_gate="shared_expert_gate")
-_PACKED = (
-    *(one for one in _EXPERTS if isinstance(one, Rename)),
-    Rename("layers.{layer}.moe.experts.w_gate_up", "model.layers.{layer}.mlp.experts.gate_up_proj"),
-    Rename("layers.{layer}.moe.experts.w_down", "model.layers.{layer}.mlp.experts.down_proj"),
-)
+_PACKED = stacked(_EXPERTS)
 
 
 # ---- families ----------------------------------------------------------------------------------

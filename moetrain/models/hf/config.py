@@ -162,8 +162,19 @@ def exported_config(arch: Architecture, source: ConfigJson | None) -> Fields:
         spelled |= {"num_labels"}
     if family.section is not None:
         key = family.section[0]
-        own[key] = _carried(source[key], spelled) | own[key]
+        own[key] = _carried(source[key], spelled) | own[key] | _image_rope(source[key], own[key])
     return _carried(source, {*own, *spelled}) | own
+
+
+def _image_rope(source: ConfigJson, own: ConfigJson) -> Fields:
+    """Return the scaling of ``own`` with what ``source`` says of images' positions, if it does.
+
+    A token of text has one position, so only a vision tower's inputs need these keys.
+    """
+    rope = source.get("rope_scaling") or source.get("rope_parameters") or {}
+    found = {name: value for name, value in rope.items() if name.startswith("mrope_")}
+    scaling = own.get("rope_scaling") or {"rope_type": "default"}
+    return {"rope_scaling": {**scaling, **found}} if found else {}
 
 
 def _carried(source: ConfigJson, spelled: set[str]) -> Fields:

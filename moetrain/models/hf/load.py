@@ -32,8 +32,6 @@ from moetrain.models.rope_scaling import RopeScaling
 from moetrain.models.rules import SCORE
 from moetrain.models.transformer import Transformer
 
-_EMBED = "model.embed_tokens.weight"
-_HEAD = "lm_head.weight"
 _FRAME = {"vocab_size", "hidden_size", "num_layers"}
 """Fields of an architecture that are used outside of the parts of layers."""
 _Index = tuple[int | slice | None, ...]
@@ -78,18 +76,21 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> hf_f
         for piece in model.pieces():
             found[piece.hf_name].append(piece)
         layouts.append(model.source)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     held = {*stored, *([SCORE] if arch.num_labels else ())}
-    source = next((one for one in layouts if one.own.keys() <= held), layouts[0])
+    named = [one for one in layouts if one.own.keys() <= held] or layouts[:1]
+    # Layouts with the same names differ in shapes.
+    source = next((one for one in named[:-1] if not _misshapen(one, tensors)), named[-1])
     if arch.num_labels and not is_reward_model(source.config):  # a new head is trained
         source = replace(source, own={k: v for k, v in source.own.items() if k != SCORE})
     extra = [name for name in stored if name not in source.own]
-    if (arch.tie_embeddings or arch.num_labels) and _HEAD in extra:
+    head = _file_name(arch, "lm_head.weight")
+    if (arch.tie_embeddings or arch.num_labels) and head in extra:
         # load_weights checks that it repeats the embedding. A reward model has no such head.
-        extra.remove(_HEAD)
+        extra.remove(head)
     num_extra_layers = num_multi_token_layers(source.config)
     unexpected = [name for name in extra if _is_contradiction(name, arch, num_extra_layers)]
     source = replace(source, extra=tuple(extra))
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     _check_headers(source, tensors, unexpected)
     return source
 
@@ -137,13 +138,14 @@ def opened(source: hf_files.HFSource, arch: Architecture) -> Iterator[_Parts]:
         paths = {path for x in source.stored.values() for path in (x.file, *x.parts.values())}
         files = {path: stack.enter_context(hf_files.open_shard(path)) for path in paths}
         find = lru_cache(1)(lambda name: hf_files.find_in(files, name, source.stored[name]))
-        if arch.tie_embeddings and _HEAD in source.stored:
-            head_VD, embed_VD, step = find(_HEAD), find(_EMBED), 1 << 12  # a few rows at a time
+        head, embed = (_file_name(arch, f"{x}.weight") for x in ("lm_head", "embed"))
+        if arch.tie_embeddings and head in source.stored:
+            head_VD, embed_VD, step = find(head), find(embed), 1 << 12  # a few rows at a time
             shape = head_VD.get_shape()
             rows = (slice(i, i + step) for i in range(0, shape[0], step))
             are_alike = shape == embed_VD.get_shape()
             if not (are_alike and all(torch.equal(head_VD[i], embed_VD[i]) for i in rows)):
-                problem = f"config.json ties the embeddings, but {_HEAD} differs from {_EMBED}; set"
+                problem = f"config.json ties the embeddings, but {head} differs from {embed}; set"
                 problem += " tie_word_embeddings to false there to keep both"
                 raise hf_files.error(source.folder, problem)
 
@@ -237,17 +239,33 @@ def _count_tensors(arch: Architecture) -> int:
     return min(totals.values())
 
 
+def _file_name(arch: Architecture, parameter: str) -> str:
+    """Return the name in files of the embedding's or the head's matrix."""
+    pieces = FAMILIES[arch.family].pieces({parameter: ()}, arch)
+    return next(piece.hf_name for piece in pieces if not piece.is_copy)
+
+
+def _misshapen(
+    source: hf_files.HFSource, parameters: Mapping[str, torch.Tensor]
+) -> Mapping[str, tuple[int, ...]]:
+    """Return the right shapes of the tensors that have others, by their names in the files."""
+    shapes = {n: Piece.shape_of(x, parameters) for n, x in source.own.items() if n in source.stored}
+    return {name: shape for name, shape in shapes.items() if source.stored[name].shape != shape}
+
+
 def _check_headers(
     source: hf_files.HFSource, parameters: Mapping[str, torch.Tensor], unexpected: Sequence[str]
 ) -> None:
     """Raise one ConfigError for all tensors that do not fit."""
-    missing, misshapen, untrainable = [], [], []
-    for name, own in source.own.items():
-        if (tensor := source.stored.get(name)) is None:
+    missing, untrainable, stored = [], [], source.stored
+    misshapen = [
+        f"{name} {list(stored[name].shape)}, not {list(want)}"
+        for name, want in _misshapen(source, parameters).items()
+    ]
+    for name in source.own:
+        if (tensor := stored.get(name)) is None:
             missing.append(name)
             continue
-        if tensor.shape != (want := Piece.shape_of(own, parameters)):
-            misshapen.append(f"{name} {list(tensor.shape)}, not {list(want)}")
         if tensor.dtype not in _TRAINABLE:
             untrainable.append(f"{name} {str(tensor.dtype).removeprefix('torch.')}")
     problems = {

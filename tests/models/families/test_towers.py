@@ -1,0 +1,213 @@
+"""Language models beside a vision tower equal those of transformers, and the tower is carried on.
+
+Logits, the loss and every gradient; files there and back bit for bit, in each of their layouts.
+``test_families.py`` has Qwen3.5 and Gemma-4, whose language models it also tests alone.
+"""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig
+
+from moetrain.config import ConfigError
+from moetrain.models.families import FAMILIES
+from moetrain.models.hf.config import architecture_from_hf, exported_config
+from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.save import save_hf
+from tests.lib.family_cases import AROUND_ONE, GLM, SIZES, SPREAD, YARN, tokens
+from tests.lib.small_models import gradients_as_checkpoint, relative_error
+
+CLASSES = {"qwen3_vl_moe": "Qwen3VLMoe", "glm4v_moe": "Glm4vMoe"}
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+VISION |= {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+TOWERS = {
+    "qwen3_vl_moe": VISION,
+    "glm4v_moe": {key: VISION[key] for key in list(VISION)[:5]},
+}
+QWEN = {"head_dim": 12, "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
+PARTS = {"mrope_section": [3, 2, 1], "rope_type": "default", "rope_theta": 1e4}
+GLM4V = {key: value for key, value in GLM.items() if key != "num_nextn_predict_layers"}
+GLM4V |= {"rope_parameters": {**PARTS, "mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5}}
+ONE_PAIR = {"rope_parameters": {**GLM4V["rope_parameters"], "mrope_section": [1, 0, 0]}}
+# The key names the family and the oddity of this case.
+CASES = {
+    "qwen3_vl_moe": QWEN,
+    "qwen3_vl_moe tied": {**QWEN, "tie_word_embeddings": True},
+    "qwen3_vl_moe biases": {**QWEN, "attention_bias": True, "num_key_value_heads": 4},
+    "qwen3_vl_moe one kv head": {**QWEN, "num_key_value_heads": 1, "head_dim": 8},
+    "qwen3_vl_moe dense layers": {**QWEN, "mlp_only_layers": [0, 2]},
+    "qwen3_vl_moe every other": {**QWEN, "decoder_sparse_step": 2},
+    "qwen3_vl_moe interleaved parts": {
+        **QWEN,
+        "rope_parameters": {**PARTS, "mrope_interleaved": True},
+    },
+    "qwen3_vl_moe yarn": {**QWEN, "rope_parameters": {**YARN, "mrope_section": [3, 2, 1]}},
+    "qwen3_vl_moe one layer": {**QWEN, "num_hidden_layers": 1},
+    "qwen3_vl_moe every expert": {**QWEN, "num_experts_per_tok": 6},
+    "qwen3_vl_moe many experts": {**QWEN, "num_experts": 37, "num_experts_per_tok": 8},
+    "qwen3_vl_moe square gate and up": {**QWEN, "moe_intermediate_size": 16},
+    "qwen3_vl_moe square down": {**QWEN, "moe_intermediate_size": 32},
+    "glm4v_moe": GLM4V,
+    "glm4v_moe tied": {**GLM4V, "tie_word_embeddings": True},
+    "glm4v_moe no biases": {**GLM4V, "attention_bias": False},
+    "glm4v_moe groups": {**GLM4V, "n_group": 3, "topk_group": 2, "n_shared_experts": 2},
+    "glm4v_moe one kv head": {**GLM4V, **ONE_PAIR, "num_key_value_heads": 1, "head_dim": 4},
+    "glm4v_moe no dense layer": {**GLM4V, "first_k_dense_replace": 0},
+    "glm4v_moe two dense layers": {**GLM4V, "first_k_dense_replace": 2},
+    "glm4v_moe not normalised": {**GLM4V, "norm_topk_prob": False, "num_experts_per_tok": 5},
+    "glm4v_moe whole heads": {
+        **GLM4V,
+        "rope_parameters": {**PARTS, "partial_rotary_factor": 1.0},
+    },
+    "glm4v_moe many experts": {**GLM4V, "n_routed_experts": 33, "num_experts_per_tok": 7},
+    "glm4v_moe every expert": {**GLM4V, "num_experts_per_tok": 6},
+}
+
+
+def swap(tensors):
+    """Give the stacked experts of a checkpoint the layout of the hub's files, or take it away."""
+    is_stack = {name: ".experts." in name for name in tensors}
+    return {name: x.mT.contiguous() if is_stack[name] else x for name, x in tensors.items()}
+
+
+LAYOUTS = {"qwen3_vl_moe": swap}
+"""Make of the files that transformers writes those that the hub has, where they differ."""
+FILES = [(case, False) for case in CASES] + [(c, True) for c in CASES if c.split()[0] in LAYOUTS]
+
+
+def random_reference(case):
+    """Return transformers' own model of ``case``, in which no routing choice is nearly tied."""
+    torch.manual_seed(len(case))
+    family, sizes = case.split()[0], dict(CASES[case])
+    tied = sizes.pop("tie_word_embeddings", False)
+    text = {**SIZES, **sizes, "tie_word_embeddings": tied}
+    config = AutoConfig.for_model(
+        family, text_config=text, vision_config=TOWERS[family], tie_word_embeddings=tied
+    )
+    kind = getattr(transformers, f"{CLASSES[family]}ForConditionalGeneration")
+    model = kind._from_config(config, attn_implementation="eager").train()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            spread = next((s for end, s in SPREAD.items() if name.endswith(end)), 0.1)
+            tensor.normal_(1.0 if name.endswith(AROUND_ONE) else 0.0, spread)
+    return model
+
+
+def save_reference(case, folder, is_hub):
+    """Write transformers' model of ``case`` into ``folder``; return it and a file's tensors."""
+    theirs = random_reference(case)
+    theirs.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    if is_hub:
+        stored = LAYOUTS[case.split()[0]](stored)
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    return theirs, stored
+
+
+def text_of(theirs, tokens_BS, **more):
+    return theirs(input_ids=tokens_BS, use_cache=False, **more)
+
+
+@pytest.mark.parametrize(("case", "is_hub"), FILES)
+def test_gradients_of_the_text_are_those_of_transformers(case, is_hub, tmp_path):
+    theirs, _ = save_reference(case, tmp_path / "weights", is_hub)
+    ours, tokens_BS = load_hf(tmp_path / "weights"), tokens(2, 23)
+    reference = text_of(theirs, tokens_BS, labels=tokens_BS)
+    logits_BSV = ours(tokens_BS)
+    loss = cross_entropy(logits_BSV[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten())
+    assert relative_error(logits_BSV, reference.logits) < 1e-5
+    assert relative_error(loss, reference.loss) < 1e-5
+    for model, total in ((ours, loss), (theirs, reference.loss)):
+        for parameter in model.parameters():  # an unused expert has none, nor has the tower
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        total.backward()
+        for fixed in (p for p in model.parameters() if not p.requires_grad):
+            fixed.grad = fixed.detach().clone()
+    want = gradients_as_checkpoint(theirs, theirs.save_pretrained, tmp_path / "theirs")
+    want = LAYOUTS[case.split()[0]](want) if is_hub else want
+    got = gradients_as_checkpoint(ours, lambda folder: save_hf(ours, folder), tmp_path / "ours")
+    assert got.keys() == want.keys()
+    errors = {name: relative_error(got[name], want[name]) for name in ours.source.own}
+    assert {name: error for name, error in errors.items() if not error < 1e-5} == {}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("case", "is_hub"), FILES)
+def test_files_come_back_bit_for_bit_with_their_tower(case, is_hub, tmp_path):
+    _, stored = save_reference(case, tmp_path / "in", is_hub)
+    model = load_hf(tmp_path / "in")
+    save_hf(model, tmp_path / "out")
+    configs = [json.loads((tmp_path / f / "config.json").read_text()) for f in ("in", "out")]
+    assert configs[0] == configs[1]
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert got.keys() == stored.keys()
+    assert got.keys() > model.source.own.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in stored.items())
+    # A change of the architecture is written where it was read; everything else stays.
+    changed = model.arch.model_copy(update={"max_positions": 99})
+    written = exported_config(changed, configs[0])
+    assert written["text_config"]["max_position_embeddings"] == 99
+    assert written["vision_config"] == configs[0]["vision_config"]
+    rope, own = configs[0]["text_config"]["rope_parameters"], written["text_config"]["rope_scaling"]
+    assert {k: rope[k] for k in rope if "mrope" in k} == {
+        k: value for k, value in (own or {}).items() if "mrope" in k
+    }
+    assert architecture_from_hf(written) == changed
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", [case for case in CASES if "square" not in case])
+def test_transformers_reads_a_text_that_is_written_anew(case, tmp_path):
+    """Without the source the language model has the hub's names, and the tower is not there.
+
+    transformers decides by one tensor's shape, and takes a square one for its own layout.
+    """
+    theirs, stored = save_reference(case, tmp_path / "in", is_hub=False)
+    model, tokens_BS = load_hf(tmp_path / "in"), tokens(1, 9)
+    extra = {name: stored[name] for name in model.source.extra}
+    model.source = None
+    save_hf(model, tmp_path / "bare")
+    written = load_file(tmp_path / "bare" / "model.safetensors")
+    save_file({**written, **extra}, tmp_path / "bare" / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "bare" / "config.json"
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    written = json.loads(path.read_text()) | {"vision_config": config["vision_config"]}
+    rope = config["text_config"][
+        "rope_parameters"
+    ]  # the parts of images' positions are the tower's
+    written["text_config"] |= {"rope_scaling": None, "rope_parameters": rope}
+    path.write_text(json.dumps(written))
+    again, told = type(theirs).from_pretrained(
+        tmp_path / "bare", attn_implementation="eager", output_loading_info=True
+    )
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    assert relative_error(model(tokens_BS), text_of(again, tokens_BS).logits) < 1e-5
+
+
+def test_experts_of_neither_layout_are_refused(tmp_path):
+    _, stored = save_reference("qwen3_vl_moe", tmp_path, is_hub=True)
+    name = "model.language_model.layers.1.mlp.experts.down_proj"
+    save_file({**stored, name: stored[name].mT.contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"of another shape: .*layers\.") as caught:
+        load_hf(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_a_head_beside_tied_embeddings_must_repeat_them(family, tmp_path):
+    _, stored = save_reference(f"{family} tied", tmp_path, is_hub=False)
+    model = load_hf(tmp_path)
+    embed = next(p.hf_name for p in model.pieces() if p.parameter == "embed.weight")
+    pieces = FAMILIES[family].pieces({"lm_head.weight": ()}, model.arch)
+    head = pieces[0].hf_name
+    assert {embed} == {name for name in stored if "embed_tokens" in name}
+    save_file({**stored, head: stored[embed].clone()}, tmp_path / "model.safetensors")
+    load_hf(tmp_path)
+    save_file({**stored, head: stored[embed] + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"ties the embeddings, but {head} differs from {embed}"):
+        load_hf(tmp_path)
