@@ -166,8 +166,9 @@ class Family:
     """Keys of ``defaults`` that may be null, and the types of their other values."""
     lora_layout: Literal["per_expert", "fused"] = "per_expert"
     """The layout in which servers load experts' adapters; see :mod:`moetrain.models.hf.peft`."""
-    backbone: str = "model"
-    """The prefix in files of the names that begin with ``model`` in ``transformers``."""
+    backbone: str = ""
+    """The prefix in files of the names that begin with :attr:`language_model` in ``transformers``;
+    empty: files have the same names."""
     experts: str = "mlp.experts"
     """The module of a layer that holds all routed experts in ``transformers``."""
     unadaptable: str = ""
@@ -186,6 +187,11 @@ class Family:
     """Inverts ``read_layers``."""
     presets: Mapping[str, Architecture] = field(default_factory=dict)
     """The named architectures, for ``model.preset``."""
+
+    @property
+    def language_model(self) -> str:
+        """The module of ``transformers`` that holds the embedding and the blocks."""
+        return "model" if self.section is None else "model.language_model"
 
     @property
     def keys(self) -> dict[str, str]:

@@ -1,9 +1,11 @@
-"""DeepSeek-V3 and R1 (arXiv 2412.19437), Moonlight and Kimi-K2.
+"""DeepSeek-V3 and R1 (arXiv 2412.19437), Moonlight, Kimi-K2 and K2.5 to K2.7.
 
 Attention is multi-head latent attention. The router scores by sigmoid, has a selection bias and
 chooses among groups of experts. The first layers are dense, and the others have shared experts.
 Files hold MTP blocks behind the model's own layers. An export copies them unchanged unless they are
 trained (:mod:`moetrain.models.parts.multi_token`). ``kimi_k2`` is another name of ``deepseek_v3``.
+``kimi_k25`` is a ``kimi_k2`` beside a vision tower, which an export copies unchanged, without MTP
+blocks. Published files have ``layers`` where those that transformers 5 writes have ``blocks``.
 
 Other families with this attention use :class:`LatentDecoder` and the tables of V3.
 """
@@ -19,6 +21,7 @@ from moetrain.models.decoders import (
     DENSE,
     MoEDecoder,
     moe_block,
+    renamed,
 )
 from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
@@ -100,9 +103,9 @@ _WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
 LATENT_FIELDS: Mapping[str, str] = {name: name for name in _WIDTHS}
 # The width of a head is the sum of two others; files hold a head_dim that nothing reads.
 _FIXED: Fields = {**SIGMOID_ROUTER, "head_dim": 0}
-_MAP, _MAP_WITHOUT_COPIES = behind_layers(
-    LATENT_MAP + moe_block(bias="gate.e_score_correction_bias", shared="shared_experts")
-)
+_MODEL = LATENT_MAP + moe_block(bias="gate.e_score_correction_bias", shared="shared_experts")
+_MAP, _MAP_WITHOUT_COPIES = behind_layers(_MODEL)
+_KIMI = renamed(_MODEL, lambda name: f"language_model.{name}")
 V3: Fields = {
     "architecture": V3Decoder,
     "hf_class": "DeepseekV3ForCausalLM",
@@ -219,3 +222,19 @@ _PRESETS: Mapping[str, Architecture] = {
 
 register(Family(name="deepseek_v3", **V3, presets=_PRESETS))
 register(Family(name="kimi_k2", **V3))
+register(
+    Family(
+        name="kimi_k25",
+        **{
+            **V3,
+            "architecture": LatentDecoder,
+            "hf_class": "Kimi_K25ForConditionalGeneration",
+            "defaults": {**V3["defaults"], "tie_word_embeddings": True},
+            "weight_map": _KIMI,
+            "other_maps": (renamed(_KIMI, lambda name: name.replace(".layers.", ".blocks.")),),
+            "section": ("text_config", "kimi_k2"),
+            "backbone": "language_model.model",
+            "lora_layout": "fused",  # PEFT does not convert the names of this type's experts
+        },
+    )
+)

@@ -117,8 +117,10 @@ class _Site(NamedTuple):
         family, sites = FAMILIES[arch.family], []
         for piece in family.pieces({name: shape}, arch):
             key = piece.hf_name.removesuffix(".weight")
-            if key.startswith(f"{family.backbone}."):
-                key = "model" + key.removeprefix(family.backbone)
+            if family.backbone and key.startswith(f"{family.backbone}."):
+                key = family.language_model + key.removeprefix(family.backbone)
+            elif name == SAVED_MODULES["lm_head"]:
+                key = "lm_head"
             if piece.is_whole:
                 sites.append(cls(_PREFIX + key, a=piece.place[:1], b=piece.place, key=key))
         return sites
@@ -134,7 +136,8 @@ class _Site(NamedTuple):
             if piece.place[:1] == (0,) and piece.within:
                 order[piece.within[1]] = torch.arange(shape[1])[piece.place[1]]
         _, layer, *_, leaf = name.split(".")
-        experts, (nested, theirs) = f"model.layers.{layer}.{family.experts}", _FUSED[leaf]
+        experts = f"{family.language_model}.layers.{layer}.{family.experts}"
+        nested, theirs = _FUSED[leaf]
         key = f"{experts}.{theirs}"
         module = _PREFIX + experts + nested
         return cls(module, a=(), b=(), key=key, experts=shape[0], order=order)

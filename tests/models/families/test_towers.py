@@ -1,6 +1,7 @@
 """Language models beside a vision tower equal those of transformers, and the tower is carried on.
 
-Logits, the loss and every gradient; files there and back bit for bit, in each of their layouts.
+Logits, the loss and every gradient; files there and back bit for bit, in each of their layouts;
+adapters against PEFT.
 ``test_families.py`` has Qwen3.5 and Gemma-4, whose language models it also tests alone.
 """
 
@@ -13,20 +14,39 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig
 
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, LoraSection
 from moetrain.models.families import FAMILIES
 from moetrain.models.hf.config import architecture_from_hf, exported_config
 from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.peft import attach_peft
 from moetrain.models.hf.save import save_hf
-from tests.lib.family_cases import AROUND_ONE, GLM, SIZES, SPREAD, YARN, tokens
+from tests.lib.families_beside_transformers import save_adapters
+from tests.lib.family_cases import (
+    AROUND_ONE,
+    GLM,
+    SIZES,
+    SPREAD,
+    STRETCHED,
+    V3,
+    YARN,
+    tokens,
+)
 from tests.lib.small_models import gradients_as_checkpoint, relative_error
 
-CLASSES = {"qwen3_vl_moe": "Qwen3VLMoe", "glm4v_moe": "Glm4vMoe"}
+CLASSES = {"qwen3_vl_moe": "Qwen3VLMoe", "glm4v_moe": "Glm4vMoe", "kimi_k25": "Kimi_K25"}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 VISION |= {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 TOWERS = {
     "qwen3_vl_moe": VISION,
     "glm4v_moe": {key: VISION[key] for key in list(VISION)[:5]},
+    "kimi_k25": {
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "pos_emb_height": 4,
+        "pos_emb_width": 4,
+    },
 }
 QWEN = {"head_dim": 12, "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
 PARTS = {"mrope_section": [3, 2, 1], "rope_type": "default", "rope_theta": 1e4}
@@ -65,6 +85,18 @@ CASES = {
     },
     "glm4v_moe many experts": {**GLM4V, "n_routed_experts": 33, "num_experts_per_tok": 7},
     "glm4v_moe every expert": {**GLM4V, "num_experts_per_tok": 6},
+    "kimi_k25": V3,
+    "kimi_k25 tied": {**V3, "tie_word_embeddings": True},
+    "kimi_k25 yarn": {**V3, "rope_parameters": STRETCHED},
+    "kimi_k25 halves": {**V3, "rope_interleave": False, "qk_rope_head_dim": 8},
+    "kimi_k25 groups": {**V3, "n_group": 3, "topk_group": 2, "n_shared_experts": 2},
+    "kimi_k25 biases": {**V3, "attention_bias": True},
+    "kimi_k25 wide values": {**V3, "v_head_dim": 26},
+    "kimi_k25 no dense layer": {**V3, "first_k_dense_replace": 0},
+    "kimi_k25 two dense layers": {**V3, "first_k_dense_replace": 2},
+    "kimi_k25 not normalised": {**V3, "norm_topk_prob": False, "num_experts_per_tok": 5},
+    "kimi_k25 many experts": {**V3, "n_routed_experts": 33, "num_experts_per_tok": 7},
+    "kimi_k25 one head": {**V3, "num_attention_heads": 1, "num_key_value_heads": 1},
 }
 
 
@@ -74,9 +106,16 @@ def swap(tensors):
     return {name: x.mT.contiguous() if is_stack[name] else x for name, x in tensors.items()}
 
 
-LAYOUTS = {"qwen3_vl_moe": swap}
+def rename(tensors):
+    """Give the blocks of the language model the name that they have in the hub's files."""
+    ours, theirs = "language_model.model.blocks.", "language_model.model.layers."
+    return {name.replace(ours, theirs): x for name, x in tensors.items()}
+
+
+LAYOUTS = {"qwen3_vl_moe": swap, "kimi_k25": rename}
 """Make of the files that transformers writes those that the hub has, where they differ."""
 FILES = [(case, False) for case in CASES] + [(c, True) for c in CASES if c.split()[0] in LAYOUTS]
+FIRST = [f"{case}-{is_hub}" for case, is_hub in FILES if " " not in case or "square" in case]
 
 
 def random_reference(case):
@@ -85,8 +124,13 @@ def random_reference(case):
     family, sizes = case.split()[0], dict(CASES[case])
     tied = sizes.pop("tie_word_embeddings", False)
     text = {**SIZES, **sizes, "tie_word_embeddings": tied}
+    if family == "kimi_k25":  # transformers takes it for deepseek_v3
+        text["model_type"] = "kimi_k2"
     config = AutoConfig.for_model(
-        family, text_config=text, vision_config=TOWERS[family], tie_word_embeddings=tied
+        family,
+        text_config=text,
+        vision_config=TOWERS[family],
+        tie_word_embeddings=tied,
     )
     kind = getattr(transformers, f"{CLASSES[family]}ForConditionalGeneration")
     model = kind._from_config(config, attn_implementation="eager").train()
@@ -112,6 +156,7 @@ def text_of(theirs, tokens_BS, **more):
     return theirs(input_ids=tokens_BS, use_cache=False, **more)
 
 
+@pytest.mark.tier("wide", quick=FIRST)
 @pytest.mark.parametrize(("case", "is_hub"), FILES)
 def test_gradients_of_the_text_are_those_of_transformers(case, is_hub, tmp_path):
     theirs, _ = save_reference(case, tmp_path / "weights", is_hub)
@@ -136,6 +181,7 @@ def test_gradients_of_the_text_are_those_of_transformers(case, is_hub, tmp_path)
 
 
 @torch.no_grad()
+@pytest.mark.tier("wide", quick=FIRST)
 @pytest.mark.parametrize(("case", "is_hub"), FILES)
 def test_files_come_back_bit_for_bit_with_their_tower(case, is_hub, tmp_path):
     _, stored = save_reference(case, tmp_path / "in", is_hub)
@@ -160,6 +206,7 @@ def test_files_come_back_bit_for_bit_with_their_tower(case, is_hub, tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.tier("wide", quick=list(CLASSES))
 @pytest.mark.parametrize("case", [case for case in CASES if "square" not in case])
 def test_transformers_reads_a_text_that_is_written_anew(case, tmp_path):
     """Without the source the language model has the hub's names, and the tower is not there.
@@ -189,12 +236,53 @@ def test_transformers_reads_a_text_that_is_written_anew(case, tmp_path):
     assert relative_error(model(tokens_BS), text_of(again, tokens_BS).logits) < 1e-5
 
 
+@pytest.mark.parametrize("layout", ["per_expert", "fused"])
+@pytest.mark.parametrize("family", CLASSES)
+@torch.no_grad()
+def test_adapters_of_the_text_are_those_of_peft(family, layout, tmp_path):
+    peft = pytest.importorskip("peft")
+    if layout == "per_expert" and FAMILIES[family].lora_layout == "fused":
+        pytest.skip("PEFT gives such adapters no effect, or has no place for them")
+    theirs, _ = save_reference(family, tmp_path / "base", is_hub=False)
+    model, tokens_BS = load_hf(tmp_path / "base"), tokens(2, 13)
+    lora = LoraSection(rank=8, alpha=4, layout=layout)
+    want = save_adapters(model, lora, tmp_path / "adapter", tokens_BS)
+    base = type(theirs).from_pretrained(tmp_path / "base", attn_implementation="eager")
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert relative_error(text_of(adapted, tokens_BS).logits, want) < 1e-5
+    folders = ["adapter"]
+    if layout == "fused":  # with stacked experts, PEFT would write another rank
+        adapted.save_pretrained(tmp_path / "theirs")
+        folders.append("theirs")
+    for folder in folders:
+        again = load_hf(tmp_path / "base")
+        attach_peft(again, tmp_path / folder)
+        assert relative_error(again(tokens_BS), want) < 1e-5
+
+
 def test_experts_of_neither_layout_are_refused(tmp_path):
     _, stored = save_reference("qwen3_vl_moe", tmp_path, is_hub=True)
     name = "model.language_model.layers.1.mlp.experts.down_proj"
     save_file({**stored, name: stored[name].mT.contiguous()}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"of another shape: .*layers\.") as caught:
         load_hf(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "problem"),
+    [
+        ("kimi_k25", {"quantization_config": {"quant_method": "compressed-tensors"}}, "quantiz"),
+        ("kimi_k25", {"scoring_func": "softmax"}, "scoring_func 'softmax' .* only 'sigmoid'"),
+        ("qwen3_vl_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, expected 1"),
+        ("qwen3_vl_moe", {"num_local_experts": 5}, "num_local_experts 5 contradicts"),
+        ("glm4v_moe", {"n_group": 4}, "n_group 4 .* n_routed_experts 6"),
+    ],
+)
+def test_unsupported_texts_are_refused_in_one_line(family, change, problem):
+    config = {"model_type": family, "text_config": {**SIZES, **CASES[family], **change}}
+    with pytest.raises(ConfigError, match=problem) as caught:
+        architecture_from_hf(config)
     assert "\n" not in str(caught.value)
 
 
