@@ -199,7 +199,9 @@ class Parser(argparse.ArgumentParser):
         )
         self.add_argument("--draft_by", choices=["block", "ngram"], default="block", help=meaning)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
         """Parse as argparse does. Raises ConfigError: an option is given twice, of which argparse
         would drop the first."""
         words = list(sys.argv[1:] if args is None else args)

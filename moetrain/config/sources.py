@@ -343,13 +343,14 @@ def _recipe_under(layers: _Layers, source: object, recipes: Recipes) -> tuple[st
     return recipe, f"  recipe {recipe}, as {why}"
 
 
-def _kind_of_mix(mix: object) -> str | None:
+def _kind_of_mix(mix: Any) -> str | None:
     """Return ``text`` if all sources of a mixture are texts, else ``records``; None: no mixture."""
     if not mix:
         return None
-    found = mix if isinstance(mix, list | tuple) else ()
-    entries = [each for each in found if isinstance(each, Mapping)]
-    kinds = {each.get("source") or source_by_suffix(each.get("path")) for each in entries}
+    kinds: set[object] = set()
+    for each in mix if isinstance(mix, list | tuple) else ():  # pyright: ignore[reportUnknownVariableType]
+        if isinstance(each, Mapping):
+            kinds.add(each.get("source") or source_by_suffix(each.get("path")))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     return "text" if kinds == {"text"} else "records"
 
 

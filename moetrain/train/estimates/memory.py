@@ -18,7 +18,7 @@ All sizes are in bytes unless a name says otherwise.
 
 import math
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -387,7 +387,7 @@ class RankSizes:
         is_near = dims.machines(dims.sharding_ranks) == 1
         if not (is_near and wants_copies(config.parallel, device_type)):
             return 0.0
-        copies, inboxes = 0.0, Counter[object]()
+        copies, inboxes = 0.0, defaultdict[object, float](float)
         for name, numel in mine.items():
             rule = rules[name]
             by_style = dims.ep if rule.style == "expert" else dims.tp
