@@ -85,13 +85,15 @@ _ANSWERS = {
     *("ground_truth", "reference", "rejected", "text", "targets", "targets_pretokenized"),
 }
 """Fields that may be an answer to a prompt."""
-_OF_TWO = re.compile(r"(?:response|answer|completion|conversation|output)_?[012ab]", re.I)
+_OF_TWO = re.compile(
+    r"(?:orig_)?(?:response|answer|completion|conversation|conv|output)_?[012ab]", re.I
+)
 """Matches the name of one of two answers: PKU-SafeRLHF's, HelpSteer's, WebGPT's, Arena's."""
 _JUDGES = re.compile(
-    r".*_response_id|(?:overall_)?preference(?:_strength)?|winner(?:_model_[ab])?|label"
+    r".*_response_id|(?:overall_|orig_)?preference(?:_strength)?|winner(?:_model_[ab])?|label"
 )
 """Matches names of fields that tell which of two answers is better."""
-_SCORE_OF_TWO = re.compile(r"(?:score|rating|reward)s?_?[012ab]", re.I)
+_SCORE_OF_TWO = re.compile(r"(?:conv_)?(?:score|rating|reward)s?_?[012ab]|conv_[ab]_rating", re.I)
 """Matches the score of one of two answers: WebGPT's."""
 _STEP = "\u043a\u0438"
 """The mark behind each step of Math-Shepherd's answers."""
@@ -415,6 +417,12 @@ def remedy_for(
     )
     if said is not None:
         return said
+    if reads_pairs and {"parent_id", "role"} <= record.keys():  # oasst's flat files
+        by = ", by `rank`," * ("rank" in record)
+        return (
+            "it is one turn of a tree; write the turns up to a question as `prompt`, and of its "
+            f"answers a better one{by} as `chosen` and a worse one as `rejected`"
+        )
     if reads_pairs:
         write = "write the better of two answers as `chosen`, the other as `rejected`"
         said = f"it has a question without two answers; {write}, or {_OF_POLICY}"

@@ -147,6 +147,8 @@ _OF_SCORES = {
 }
 """Words in the names of scores of an answer: HelpSteer's, UltraFeedback's, OpenCodeInstruct's
 ``average_test_score``, toxic-chat's."""
+_SCORES_OF_PAIRS = ("score_{}", "{}_score", "rating_{}", "{}_rating", "{}_avg_rating")
+"""Names of the scores of both answers of a pair, beside ``chosen`` and ``rejected``."""
 
 
 def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: str) -> None:
@@ -388,6 +390,20 @@ def _texts_in(value: object) -> Iterator[str]:
 
 
 # ---- verdicts -----------------------------------------------------------------------------------
+
+
+def warn_of_tie(record: Mapping[str, Any]) -> None:
+    """Warn once if both answers of a pair have the same score, so that neither is the better one:
+    UltraFeedback's ``score_chosen`` and ``score_rejected``."""
+    for name in _SCORES_OF_PAIRS:
+        better, worse = (name.format(side) for side in ("chosen", "rejected"))
+        score = record.get(better)
+        if isinstance(score, int | float) and score == record.get(worse):
+            warn_once(
+                f"ties by {better}",
+                f"the answers of some pairs have the same `{better}` and `{worse}`: the pairs are "
+                "learned as they stand; leave them out if a tie says nothing",
+            )
 
 
 def refuse_bad_verdict(record: Mapping[str, Any]) -> None:

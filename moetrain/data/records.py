@@ -26,6 +26,7 @@ from moetrain.data.lost import (
     refuse_lost,
     refuse_lost_answer,
     unread_fields,
+    warn_of_tie,
 )
 from moetrain.data.messages import (
     BadLineError,
@@ -463,6 +464,8 @@ def _refuse_unwanted(record: Mapping[str, Any], form: str) -> None:
         raise BadLineError(f"{problem}; {remedy}means something else")
     if form not in ("text", "preference"):
         refuse_bad_verdict(record)
+    if form == "preference":
+        warn_of_tie(record)
 
 
 def _refuse_second_dialogue(record: Mapping[str, Any], form: str) -> None:

@@ -879,3 +879,37 @@ def test_the_row_that_pairs_need_holds_both_answers(tmp_path):
     (size,) = map(int, re.findall(r"seq_len to (\d+)", str(error.value)))
     assert size > 190
     build(seq_len=size)
+
+
+@pytest.mark.parametrize("names", ["score_{}", "{}_rating", "{}_score"])
+def test_pairs_with_equal_scores_are_said(caplog, names):
+    SEEN.clear()
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    better, worse = (names.format(side) for side in ("chosen", "rejected"))
+    documents({**pair, better: 7.5, worse: 7.0}, "pairs")
+    assert "learned as they stand" not in caplog.text
+    documents({**pair, better: 7.5, worse: 7.5}, "pairs")
+    assert f"have the same `{better}` and `{worse}`: the pairs are learned as they" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (
+            {"parent_id": None, "role": "prompter", "text": "q", "rank": None},
+            r"it is one turn of a tree; .* a better one, by `rank`, as `chosen`",
+        ),
+        (
+            {"conv_A": [USER, ANSWER], "conv_A_rating": 1, "conv_B": [USER], "conv_B_rating": 2},
+            r"it has two answers; .* by `conv_A_rating` and `conv_B_rating`, as `chosen`",
+        ),
+        (
+            {"orig_response_A": "a", "orig_response_B": "b", "orig_preference": "A"},
+            r"it has two answers; .* the one that `orig_preference` names, as `chosen`",
+        ),
+    ],
+)
+def test_two_answers_under_rarer_names_are_named(record, says):
+    """oasst's flat files, Unified-Feedback, Preference-Collection."""
+    with pytest.raises(BadLineError, match=says):
+        documents(record, "pairs")
