@@ -94,10 +94,13 @@ class HFSource:
             path = folder / GENERATION
             generation = read_json(path) if os.path.lexists(path) else None
             stamps = {tensor.file: _stamp(tensor.file) for tensor in stored.values()}
-            form = format_of(config)
-            if form is not None:
+            text = config.get("text_config")  # Kimi's files have the settings there
+            places = [config, text] if isinstance(text, dict) else [config]
+            places = [place for place in places if place.get("quantization_config") is not None]
+            if places and (form := format_of(places[0])) is not None:
                 stored = _dequantised(folder, stored, form)
-                del config["quantization_config"]
+                for place in places:
+                    del place["quantization_config"]
             files = tuple(small_files(folder))
             return cls(folder, config, generation, stored, files, _stamps=stamps)
 

@@ -299,3 +299,54 @@ def test_a_head_beside_tied_embeddings_must_repeat_them(family, tmp_path):
     save_file({**stored, head: stored[embed] + 1}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=f"ties the embeddings, but {head} differs from {embed}"):
         load_hf(tmp_path)
+
+
+def packed(w_NM):
+    """Return a matrix in 4 bits with scales of 32 elements, as Kimi publishes it, and its values.
+
+    An int32 has eight elements, the first in its lowest bits, each with 8 added.
+    """
+    groups = w_NM.double().unflatten(1, (-1, 32))
+    scales = (groups.abs().amax(-1, keepdim=True) / 7.5).bfloat16()
+    codes = (groups / scales.double()).round().clamp(-8, 7)
+    nibbles = (codes.flatten(1).long() + 8).unflatten(1, (-1, 8))
+    words = (nibbles << (4 * torch.arange(8))).sum(-1)
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+    parts = {"packed": words, "scale": scales[..., 0], "shape": torch.tensor(w_NM.shape)}
+    return parts, (codes * scales.double()).flatten(1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_within", [True, False])
+def test_kimis_experts_in_four_bits_are_read(is_within, tmp_path):
+    """Routed experts alone are quantised; the settings may lie in ``text_config``."""
+    settings = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    settings = {"config_groups": {"group_0": {"weights": {**settings, "symmetric": True}}}}
+    settings |= {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    settings |= {"ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]}
+    CASES["kimi_k25 int4"] = {**V3, "moe_intermediate_size": 32}
+    try:
+        _, stored = save_reference("kimi_k25 int4", tmp_path / "in", is_hub=True)
+    finally:
+        del CASES["kimi_k25 int4"]
+    files, values = {}, {}
+    for name, tensor in stored.items():
+        if ".mlp.experts." not in name:
+            files[name] = tensor
+            continue
+        parts, values[name] = packed(tensor)
+        files |= {f"{name}_{ending}": part for ending, part in parts.items()}
+    assert values
+    save_file(files, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "in" / "config.json"
+    config = json.loads(path.read_text())
+    (config["text_config"] if is_within else config)["quantization_config"] = settings
+    path.write_text(json.dumps(config))
+    save_hf(load_hf(tmp_path / "in"), tmp_path / "out", dtype="float32")
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert got.keys() == stored.keys()
+    for name, tensor in stored.items():
+        want = values[name].float() if name in values else tensor
+        assert torch.equal(got[name], want), name
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in written | written["text_config"]
