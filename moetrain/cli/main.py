@@ -202,13 +202,13 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Any = None, namespace: Any = None
     ) -> Any:
-        """Parse as argparse does. Raises ConfigError: an option is given twice, of which argparse
-        would drop the first."""
+        """Parse as argparse does. Raises ConfigError: an option is given twice, of whose values
+        argparse would drop the first."""
         words = list(sys.argv[1:] if args is None else args)
         own = {
             name
             for action in self._actions
-            if not isinstance(action, argparse._AppendAction)
+            if action.nargs != 0 and not isinstance(action, argparse._AppendAction)
             for name in action.option_strings
         }
         given = Counter(word.partition("=")[0] for word in words)

@@ -9,7 +9,7 @@ from moetrain.parallel.world import plan_world
 from moetrain.train.estimates.memory import RankSizes
 from moetrain.train.estimates.speed import step_seconds
 from moetrain.train.session import resolve_run
-from tests.lib.speed_rows import FP8, HALF, ONE_AFTER_ANOTHER, PAGE, ROWS, SIX, TWENTY_FOUR
+from tests.lib.speed_rows import FP8, HALF, LATE, ONE_AFTER_ANOTHER, PAGE, ROWS, SIX, TWENTY_FOUR
 
 
 def rate(gpus, rows, words, gpu="h200"):
@@ -27,7 +27,9 @@ def rate(gpus, rows, words, gpu="h200"):
     return tokens / step_seconds(ranks, gpu) / gpus
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}-{row[2]}-{row[3]}")
+@pytest.mark.parametrize(
+    "row", [*ROWS, *LATE], ids=lambda row: f"{row[0]}-{row[1]}-{row[2]}-{row[3]}"
+)
 def test_the_estimate_is_near_what_was_measured(row):
     check(row, 0.15)
 
