@@ -57,5 +57,4 @@ LATE = [
     (4, 6, "lora.rank=16 lora.base_dtype=mxfp4 model.preset=gpt-oss-120b", "13,850"),
 ]
 """Rows that estimate and simulation expect to be 9 to 11 % faster. In the first GPUs are idle or
-wait for one another for 8 % of a step; in the second experts of four bits are dequantised, whose
-rate is that of smaller models."""
+wait for one another for 8 % of a step; the reason of the second was not looked for."""
