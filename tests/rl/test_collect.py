@@ -62,7 +62,8 @@ def said(trajectory):
 
 
 def played(environment, groups=5, **values):
-    collector = collector_of(environment, **values)
+    # Nothing here may take too long: beside compilers the first call can wait for half a second.
+    collector = collector_of(environment, **{"step_timeout": 20, **values})
     for group in range(groups):
         collector.start(group, group, 3, seed=0)
     found = collector.finish(range(groups))
