@@ -94,7 +94,7 @@ def write_page(name: str) -> None:
             parts = _run(name, cells_of(source), file)
         finally:
             os.chdir(before)
-    # Of this process and those that it started; other programs make a clock's time longer.
+    # CPU time of this process and of those that it started: a clock would count other programs.
     seconds = sum(os.times()[:4]) - sum(begun[:4])
     for picture in PICTURES.glob(f"{name}-*.svg"):
         if not any(f"/{picture.name})" in part for part in parts):

@@ -31,7 +31,7 @@ from functools import lru_cache, partial, reduce
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from pydantic import ValidationError
@@ -53,7 +53,7 @@ from moetrain.models.hf.files import (
     read_json,
     resolve,
 )
-from moetrain.models.hf.load import check_checkpoint, opened
+from moetrain.models.hf.load import check_checkpoint, filled, opened
 from moetrain.models.hf.packing import ExportFormat
 from moetrain.models.hf.peft import merge_peft, num_rows
 from moetrain.models.hf.save import Export
@@ -317,7 +317,7 @@ def _merged(
     with opened(source, model.arch) as parts:
         for name, pieces in groupby(model.pieces(), attrgetter("parameter")):
             empty = torch.zeros(shapes[name], dtype=width)
-            weight = merge(name, _filled(parts, {name: empty})[name])
+            weight = merge(name, filled(parts, {name: empty})[name])
             if problem := export.misfit({name: lambda weight=weight: weight}):
                 raise ConfigError("--dtype", problem)
             yield from ((piece.hf_name, weight[piece.place]) for piece in pieces)
@@ -426,15 +426,8 @@ def _parameters(folder: Path, arch: Architecture) -> Iterator[dict[str, TensorSl
     with opened(source, arch) as parts:
         for group in cut_to_files(empty):
             whole = {name: torch.empty_like(p.tensor, device="cpu") for name, p in group.items()}
-            filled = _filled(parts, whole)
-            yield {name: TensorSlice.all_of(tensor) for name, tensor in filled.items()}
-
-
-def _filled(parts: Callable[..., Any], whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy the values that ``parts`` yields into the parameters of ``whole``; return ``whole``."""
-    for name, place, part in parts(whole):
-        whole[name][place].copy_(part[...])
-    return whole
+            values = filled(parts, whole)
+            yield {name: TensorSlice.all_of(tensor) for name, tensor in values.items()}
 
 
 def _upcycle(words: argparse.Namespace) -> int:
@@ -457,7 +450,7 @@ def _upcycle(words: argparse.Namespace) -> int:
     ids = {key: value for key, value in source.config.items() if key.endswith("_token_id")}
     model.source = replace(source, config=config | ids, weight_map=None, extra=())
     with opened(source, dense) as parts:
-        weights = made.weights(model, before, partial(_filled, parts))
+        weights = made.weights(model, before, partial(filled, parts))
         Export(model, words.other).write(weights)
     print(f"{words.other}: {arch.family}, {arch.num_params():,} parameters, made of {folder}")
     return 0

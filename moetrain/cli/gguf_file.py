@@ -26,7 +26,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.family import Piece
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.files import CONFIG, read_json
-from moetrain.models.hf.load import check_checkpoint, opened
+from moetrain.models.hf.load import check_checkpoint, filled, opened
 from moetrain.models.transformer import Transformer
 
 GgufType = Literal["bf16", "f16", "q8_0"]
@@ -99,10 +99,8 @@ def export_gguf(folder: Path, out: Path, type: GgufType) -> int:
             whole, read = torch.empty(0), ""
             for one in outgoing:
                 if (parameter := one.pieces[0].parameter) != read:
-                    read, whole = parameter, torch.zeros(own[parameter])
-                    for name, place, part in parts({parameter: whole}):
-                        assert name == parameter
-                        whole[place] = part[...].float()
+                    read = parameter
+                    whole = filled(parts, {read: torch.zeros(own[read])})[read]
                 writer.write_tensor_data(gguf.quants.quantize(_values(one, whole), one.type))
         writer.close()
 

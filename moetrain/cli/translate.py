@@ -14,6 +14,7 @@ The defaults are those of axolotl 0.19 and TRL 1.16.
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,22 @@ from moetrain.config.files import read_regular, write_atomically
 _MOST_BYTES = 1 << 20
 """Largest file that is read: a configuration is small."""
 
-_TRANSFORMERS = {
-    "num_train_epochs": 3.0,
-    "per_device_train_batch_size": 8,
+_ARGUMENTS = {
     "gradient_accumulation_steps": 1,
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 0,
     "weight_decay": 0.0,
     "adam_beta1": 0.9,
     "adam_beta2": 0.999,
     "adam_epsilon": 1e-8,
     "max_grad_norm": 1.0,
     "seed": 42,
+}
+"""Defaults of transformers' TrainingArguments, which both trainers keep."""
+_TRL = {
+    **_ARGUMENTS,
+    "num_train_epochs": 3.0,
+    "per_device_train_batch_size": 8,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0,
     "optim": "adamw_torch_fused",
     "save_steps": 500,
     "logging_steps": 10,
@@ -48,20 +53,13 @@ _TRANSFORMERS = {
     "lora_r": 16,
     "lora_alpha": 32,
     "lora_dropout": 0.05,
-    "beta": 0.1,
 }
-"""Defaults of transformers' TrainingArguments as TRL's trainers and ModelConfig change them."""
+"""Defaults of TRL's trainers and of its ModelConfig."""
 _AXOLOTL = {
+    **_ARGUMENTS,
     "num_epochs": 1.0,
     "micro_batch_size": 1,
-    "gradient_accumulation_steps": 1,
     "lr_scheduler": "cosine",
-    "weight_decay": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "max_grad_norm": 1.0,
-    "seed": 42,
     "optimizer": "adamw_torch_fused",
     "sequence_len": 512,
     "gradient_checkpointing": False,
@@ -73,10 +71,10 @@ _AXOLOTL = {
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "axolotl": _AXOLOTL,
-    "trl-sft": {**_TRANSFORMERS, "learning_rate": 2e-5},
-    "trl-dpo": {**_TRANSFORMERS, "learning_rate": 1e-6},
-    "trl-kto": {**_TRANSFORMERS, "learning_rate": 1e-6},
-    "trl-reward": {**_TRANSFORMERS, "learning_rate": 1e-4},
+    "trl-sft": {**_TRL, "learning_rate": 2e-5},
+    "trl-dpo": {**_TRL, "learning_rate": 1e-6},
+    "trl-kto": {**_TRL, "learning_rate": 1e-6},
+    "trl-reward": {**_TRL, "learning_rate": 1e-4},
 }
 """The defaults of each trainer that differ from moetrain's, or may."""
 _AS = {
@@ -89,7 +87,6 @@ _AS = {
     "max_seq_length": "sequence_len",
     "use_dora": "peft_use_dora",
     "use_rslora": "peft_use_rslora",
-    "eval_on_start": "eval_on_start",
     "run_name": "wandb_name",
 }
 """TRL's names, and axolotl's for the same. The translation below knows axolotl's alone."""
@@ -164,9 +161,19 @@ class Translation:
     out. A setting that nothing has taken (:meth:`take`) is left out at the end.
     """
 
-    def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.given = {key: value for key, value in given.items() if value is not None}
-        self.defaults = defaults
+    def __init__(self, given: Mapping[str, Any], trainer: str) -> None:
+        self.names: dict[str, str] = {}
+        """The name of each setting as the run has it, by axolotl's name."""
+        self.given: dict[str, Any] = {}
+        for name, value in given.items():
+            if value is None:
+                continue
+            key = _AS.get(name, name)
+            if key in self.given and self.given[key] != value:
+                problem = f"{_short(value)}, but {self.names[key]} is {_short(self.given[key])}"
+                raise ConfigError(name, f"{problem}; leave one of them out")
+            self.names[key], self.given[key] = name, value
+        self.defaults = {_AS.get(name, name): value for name, value in DEFAULTS[trainer].items()}
         self.taken: set[str] = set()
         self.settings: dict[str, Any] = {}
         self.notes: list[str] = []
@@ -177,11 +184,58 @@ class Translation:
         self.taken.add(name)
         return self.given.get(name, self.defaults.get(name))
 
+    def number(self, name: str) -> float | None:
+        """Take a setting that is a number, perhaps written as text (YAML reads 2e-4 as one).
+
+        Raises ConfigError: it is something else, such as auto, or not finite.
+        """
+        value = self.take(name)
+        if value is None:
+            return None
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ConfigError(self.called(name), f"{_short(value)}: not a number; give one")
+        return number
+
+    def count(self, name: str) -> int | None:
+        """Take a setting that is a whole number; raises ConfigError as :meth:`number`."""
+        value = self.number(name)
+        if value is not None and not value.is_integer():
+            raise ConfigError(self.called(name), f"{value:g}: not a whole number; give one")
+        return None if value is None else int(value)
+
+    def texts(self, name: str) -> list[str]:
+        """Take a setting that is a text or a list of texts. Raises ConfigError: it is neither."""
+        value = self.take(name)
+        found = [value] if isinstance(value, str) else [] if value is None else value
+        if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+            raise ConfigError(self.called(name), f"{_short(value)}: not a list of texts; give one")
+        return found
+
+    def sets(self, name: str) -> list[dict[str, Any]]:
+        """Take a list of data sets, each an object or its path. Raises ConfigError: it is not."""
+        value = self.take(name) or []
+        found: list[dict[str, Any]] = []
+        for each in value if isinstance(value, list) else [value]:
+            entry: Any = {"path": each} if isinstance(each, str) else each
+            if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
+                problem = f"{_short(value)}: not a list of data sets with a path each"
+                raise ConfigError(self.called(name), f"{problem}; give one")
+            found.append({**entry})
+        return found
+
+    def called(self, name: str) -> str:
+        """Return the name that the run has for a setting."""
+        return self.names.get(name, name)
+
     def leave(self, name: str, why: str) -> None:
         """List a given setting as left out."""
         self.taken.add(name)
         if name in self.given:
-            self.left.append(f"{name} {_short(self.given[name])}: {why}")
+            self.left.append(f"{self.called(name)} {_short(self.given[name])}: {why}")
 
     def leave_rest(self) -> None:
         """List every given setting that nothing has taken."""
@@ -190,7 +244,7 @@ class Translation:
                 continue
             if name in _NEEDLESS:
                 self.leave(name, _NEEDLESS[name] or "it says nothing about a run here")
-            elif here := settings_named(name):
+            elif here := settings_named(self.called(name)) or settings_named(name):
                 self.leave(name, f"decide yourself: {' or '.join(here)} is like it")
             else:
                 self.leave(name, "nothing here does the same")
@@ -201,9 +255,7 @@ def translate(given: Mapping[str, Any], trainer: str, gpus: int) -> Translation:
 
     Raises ConfigError: the run cannot be said in settings here at all.
     """
-    alike = {_AS.get(name, name): value for name, value in given.items()}
-    defaults = {_AS.get(name, name): value for name, value in DEFAULTS[trainer].items()}
-    run = Translation(alike, defaults)
+    run = Translation(given, trainer)
     _model(run, trainer)
     _data(run, trainer)
     _objective(run, trainer)
@@ -240,14 +292,8 @@ def _model(run: Translation, trainer: str) -> None:
 
 
 def _data(run: Translation, trainer: str) -> None:
-    found: list[dict[str, Any]] = []
-    sets = run.take("datasets") or run.take("pretraining_dataset") or []
-    if run.given.get("pretraining_dataset"):
-        run.taken.add("pretraining_dataset")
-    if isinstance(sets, str | Mapping):
-        sets = [sets]
-    for each in sets:
-        found.append(_source(run, {"path": each} if isinstance(each, str) else dict(each)))
+    sets = run.sets("datasets") + run.sets("pretraining_dataset")
+    found = [_source(run, each) for each in sets]
     if name := run.take("dataset_name"):
         entry = {"path": name, "split": run.take("dataset_train_split")}
         if subset := run.take("dataset_config"):
@@ -286,18 +332,15 @@ def _data(run: Translation, trainer: str) -> None:
         run.left.append(
             "train_on_inputs true: of chats and instructions only answers are learned here"
         )
-    if held := run.take("test_datasets"):
-        paths = [each.get("path") for each in held]
-        run.settings["data.eval_path"] = paths[0]
-        if len(paths) > 1:
-            run.left.append(f"test_datasets {_short(paths[1:])}: one set is held out")
-    elif "val_set_size" in run.given or "val_set_size" in run.defaults:
-        share = float(run.take("val_set_size"))
-        if share >= 1:
-            run.leave("val_set_size", "a number of records; data.eval_fraction is a share of them")
-        else:
-            run.settings["data.eval_fraction"] = share
-    run.taken.add("val_set_size")
+    share = run.number("val_set_size")
+    if held := [each["path"] for each in run.sets("test_datasets")]:
+        run.settings["data.eval_path"] = held[0]
+        if len(held) > 1:
+            run.left.append(f"test_datasets {_short(held[1:])}: one set is held out")
+    elif share is not None and share >= 1:
+        run.leave("val_set_size", "a number of records; data.eval_fraction is a share of them")
+    elif share is not None:
+        run.settings["data.eval_fraction"] = share
 
 
 def _source(run: Translation, given: dict[str, Any]) -> dict[str, Any]:
@@ -386,25 +429,24 @@ def _objective(run: Translation, trainer: str) -> None:
 
 
 def _batch(run: Translation, gpus: int) -> None:
-    rows = int(run.take("micro_batch_size"))
-    accumulated = int(run.take("gradient_accumulation_steps"))
+    rows = run.count("micro_batch_size") or 1
+    accumulated = run.count("gradient_accumulation_steps") or 1
     run.settings["train.micro_batch_size"] = rows
     run.settings["train.global_batch_size"] = rows * accumulated * gpus
-    steps, epochs = run.take("max_steps"), run.take("num_epochs")
-    if steps is not None and int(steps) > 0:
-        run.settings["train.steps"] = int(steps)
-        if "num_epochs" in run.given:
-            run.left.append(f"num_epochs {epochs}: max_steps decides, as it does there")
+    steps, epochs = run.count("max_steps"), run.number("num_epochs")
+    if steps is not None and steps > 0:
+        run.settings["train.steps"] = steps
+        run.leave("num_epochs", "max_steps decides, as it does there")
     else:
-        run.settings["train.epochs"] = float(epochs)
+        run.settings["train.epochs"] = epochs
 
 
 def _optimizer(run: Translation) -> None:
     out = run.settings
-    rate = run.take("learning_rate")
+    rate = run.number("learning_rate")
     if rate is None:
         raise ConfigError("learning_rate", "the run has none; give one")
-    out["optim.lr"] = float(rate)
+    out["optim.lr"] = rate
     name = str(run.take("optimizer"))
     if name in _NARROW_ADAMW:
         out["optim.state_dtype"] = "float8"
@@ -412,7 +454,8 @@ def _optimizer(run: Translation) -> None:
     elif name == "muon":
         out["optim.name"] = "muon"
     elif name not in _ADAMW:
-        run.left.append(f"optimizer {name}: AdamW is used; optim.name knows adamw and muon")
+        said = f"{run.called('optimizer')} {_short(name)}"
+        run.left.append(f"{said}: AdamW is used; optim.name knows adamw and muon")
     for there, here in {
         "adam_beta1": "optim.beta1",
         "adam_beta2": "optim.beta2",
@@ -420,8 +463,8 @@ def _optimizer(run: Translation) -> None:
         "weight_decay": "optim.weight_decay",
         "max_grad_norm": "optim.max_grad_norm",
     }.items():
-        if (value := run.take(there)) is not None:
-            out[here] = float(value)
+        if (value := run.number(there)) is not None:
+            out[here] = value
     if not out.get("optim.max_grad_norm"):
         out.pop("optim.max_grad_norm", None)
         run.left.append("max_grad_norm 0: gradients are always clipped, here to 1.0")
@@ -430,22 +473,22 @@ def _optimizer(run: Translation) -> None:
 
 def _schedule(run: Translation) -> None:
     out, total = run.settings, run.settings.get("train.steps")
-    steps, share = run.take("warmup_steps"), run.take("warmup_ratio")
+    steps, share = run.number("warmup_steps"), run.number("warmup_ratio")
     if steps is None and share is None:
         share = 0.03  # axolotl's; at most 100 steps
         run.notes.append("no warmup is given: 3 % of the steps, as there, but not at most 100")
-    if isinstance(steps, float) and 0 < steps < 1:
+    if steps is not None and 0 < steps < 1:
         steps, share = None, steps  # a share, since transformers 5
     if steps and total:
-        share, steps = float(steps) / total, None
+        share, steps = steps / total, None
     if share is not None and not steps:
-        out["optim.warmup_fraction"] = float(share)
+        out["optim.warmup_fraction"] = share
     else:
         out["optim.warmup_steps"] = int(steps or 0)
     kind = str(run.take("lr_scheduler"))
-    ratio = run.take("cosine_min_lr_ratio")
+    ratio = run.number("cosine_min_lr_ratio")
     if kind == "cosine":
-        out["optim.schedule"], out["optim.min_lr_ratio"] = "cosine", float(ratio or 0.0)
+        out["optim.schedule"], out["optim.min_lr_ratio"] = "cosine", ratio or 0.0
     elif kind in ("constant", "constant_with_warmup"):
         out["optim.schedule"] = "constant"
         if kind == "constant" and (steps or share):
@@ -453,14 +496,15 @@ def _schedule(run: Translation) -> None:
             out["optim.warmup_fraction"] = 0.0
     elif kind == "linear":
         out["optim.schedule"], out["optim.min_lr_ratio"] = "wsd", 0.0
-        out["optim.decay_fraction"] = 1.0 - float(share or 0.0)
+        out["optim.decay_fraction"] = 1.0 - (share or 0.0)
         if steps:
             run.notes.append(
                 "linear: optim.decay_fraction should be the share of steps after the warmup, which "
                 "is not known before the data is; at 1.0 the rate falls a little earlier"
             )
     else:
-        run.left.append(f"lr_scheduler {kind}: cosine is used; see optim.schedule")
+        said = f"{run.called('lr_scheduler')} {_short(kind)}"
+        run.left.append(f"{said}: cosine is used; see optim.schedule")
         out["optim.schedule"] = "cosine"
 
 
@@ -476,12 +520,12 @@ def _adapters(run: Translation, trainer: str) -> None:
         for name in (*names, "load_in_4bit", "load_in_8bit"):
             run.leave(name, "it needs adapters, which the run has not (adapter, use_peft)")
         return
-    rank = run.take("lora_r")
+    rank = run.count("lora_r")
     if rank is None:
         raise ConfigError("lora_r", "the run has adapters without a rank; give one")
-    out["lora.rank"] = int(rank)
-    out["lora.alpha"] = float(run.take("lora_alpha") or 8)
-    out["lora.dropout"] = float(run.take("lora_dropout") or 0.0)
+    out["lora.rank"] = rank
+    out["lora.alpha"] = run.number("lora_alpha") or 8.0
+    out["lora.dropout"] = run.number("lora_dropout") or 0.0
     if narrow[4] or adapter == "qlora":
         out["lora.base_dtype"] = "nf4"
         if run.take("bnb_4bit_quant_type") not in (None, "nf4"):
@@ -493,21 +537,19 @@ def _adapters(run: Translation, trainer: str) -> None:
         out["lora.use_dora"] = True
     if run.take("peft_use_rslora"):
         out["lora.rs"] = True
-    if saved := run.take("lora_modules_to_save"):
+    if saved := run.texts("lora_modules_to_save"):
         known = [x for x in saved if x in ("embed_tokens", "lm_head")]
         if known:
             out["lora.modules_to_save"] = known
         if odd := [x for x in saved if x not in known]:
             run.left.append(f"lora_modules_to_save {_short(odd)}: embed_tokens and lm_head can be")
-    run.taken |= {"lora_model_dir"}
-    if folder := run.given.get("lora_model_dir"):
+    if folder := run.take("lora_model_dir"):
         out["lora.path"] = folder
     _targets(run, trainer)
 
 
 def _targets(run: Translation, trainer: str) -> None:
-    modules, is_linear = run.take("lora_target_modules"), run.take("lora_target_linear")
-    modules = [modules] if isinstance(modules, str) else list(modules or [])
+    modules, is_linear = run.texts("lora_target_modules"), run.take("lora_target_linear")
     if is_linear or modules == ["all-linear"]:
         run.settings["lora.targets"] = ["auto"]
         run.notes.append(
@@ -544,8 +586,8 @@ def _memory(run: Translation) -> None:
         "context_parallel_size": "parallel.cp",
         "expert_parallel_size": "parallel.ep",
     }.items():
-        if (value := run.take(there)) and int(value) > 1:
-            run.settings[here] = int(value)
+        if (value := run.count(there)) and value > 1:
+            run.settings[here] = value
 
 
 def _evaluation(run: Translation) -> None:
@@ -557,19 +599,17 @@ def _evaluation(run: Translation) -> None:
         "save_total_limit": "checkpoint.keep",
         "early_stopping_patience": "train.patience",
     }.items():
-        value = run.take(there)
-        if value is None or (isinstance(value, float) and value < 1):
-            if value is not None:
-                run.leave(there, f"a share of the steps; {here} counts steps")
-            continue
-        out[here] = int(value)
+        value = run.number(there)
+        if value is not None and 0 < value < 1:
+            run.leave(there, f"a share of the steps; {here} counts steps")
+        elif value is not None:
+            out[here] = run.count(there)
     for name in ("eval_strategy", "evaluation_strategy"):
         if run.take(name) == "no":
             out["train.eval_interval"] = 0
     if run.take("load_best_model_at_end"):
         out["checkpoint.best"] = True
-    reporters = run.take("report_to")
-    reporters = [reporters] if isinstance(reporters, str) else list(reporters or [])
+    reporters = [*run.texts("report_to")]
     if run.take("wandb_project"):
         out["log.project"] = run.given["wandb_project"]
         reporters.append("wandb")

@@ -269,6 +269,9 @@ def _streamed(
         return train, None, has_chats
     sample = Blocks(rest, held_out, tokenizer, cache_dir, 0).sample(_HELD_OUT_BYTES)
     if sample is None or not sample.targets.any() or not len(rows := _rows(sample, fixed)):
+        if other is not None:
+            problem = f"{data.eval_path!r}: its first blocks have no row with anything to learn"
+            raise ConfigError("data.eval_path", f"{problem}; name other data, or add some")
         raise ConfigError(
             "data.eval_fraction",
             f"{data.eval_fraction}: the first blocks of {source.field} hold out too little; "

@@ -1,6 +1,8 @@
 """``moetrain data PATH`` prints records, lengths and masks."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,21 @@ def test_a_mixture_and_a_recipe_are_shown_without_colours(tmp_path: Path, capsys
         out = capsys.readouterr().out
         assert "«Answered<|im_end|>" in out
         assert "«Asked" not in out
+
+
+def test_log_lines_go_to_what_stands_in_for_standard_error():
+    """A progress bar stands there while it is shown, and prints lines above itself."""
+    code = """
+import io, logging, sys
+from moetrain.cli.main import log_lines
+log_lines()
+sys.stderr = bar = io.StringIO()
+logging.getLogger("moetrain").warning("a line")
+sys.stderr = sys.__stderr__
+print(bar.getvalue(), end="")
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (found.stdout, found.stderr) == ("a line\n", "")
 
 
 def test_an_option_given_twice_is_an_error(capsys):

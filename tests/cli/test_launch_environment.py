@@ -117,3 +117,13 @@ def test_idle_threads_sleep_unless_the_environment_says_otherwise(
     command = [sys.executable, "-c", LOADED, str(load), f"moetrain.{module}", *words]
     found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert wanted in found.stderr
+
+
+def test_idle_threads_sleep_in_a_program_that_imports_the_library_first():
+    code = "import os; os.getloadavg = lambda: (99, 99, 99); import moetrain; moetrain.Trainer; "
+    code += "print(os.environ['OMP_WAIT_POLICY'])"
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert found.stdout == "passive\n", found.stderr

@@ -1,11 +1,12 @@
 """``moetrain translate``: runs of axolotl and TRL as recipes."""
 
 import tomllib
+from contextlib import suppress
 
 import pytest
 import torch
 
-from moetrain.cli.translate import main, read_words, translate
+from moetrain.cli.translate import DEFAULTS, as_toml, main, read_words, translate
 from moetrain.config import Config, ConfigError
 from moetrain.optim.schedule import learning_rate
 
@@ -227,11 +228,47 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_nothing_is_dropped_in_silence(name):
     """Each setting changes the recipe, or is listed with the reason."""
-    from moetrain.cli.translate import as_toml
-
     given = {**BASE, "rl": "dpo"} if name == "rl_beta" else BASE
     before = as_toml(translate(given, "axolotl", 1), "x")
     assert as_toml(translate({**given, name: SETTINGS[name]}, "axolotl", 1), "x") != before
+
+
+ODD = ["auto", "", [], {}, 3.5, True, -1, [1], {"a": 1}, [None], [{"path": None}], "9" * 400]
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *BASE, *ADAPTERS, *DEFAULTS["axolotl"], "loss_type"])
+def test_odd_values_are_translated_or_refused(name):
+    """DeepSpeed's ``auto`` among them. Nothing else than a ConfigError is raised."""
+    refused = 0
+    for given in (BASE, {**BASE, **ADAPTERS}, {**BASE, "rl": "kto"}):
+        for value in ODD:
+            with suppress(ConfigError):
+                as_toml(translate({**given, name: value}, "axolotl", 1), "x")
+                continue
+            refused += 1
+    if name in ("micro_batch_size", "learning_rate", "datasets"):
+        assert refused > 10
+
+
+def test_lines_use_the_names_that_the_run_has():
+    run = translate(
+        {
+            "model_name_or_path": "m",
+            "dataset_name": "d",
+            "optim": "lion_8bit",
+            "lr_scheduler_type": "polynomial",
+            "num_train_epochs": 2,
+            "max_steps": 5,
+        },
+        "trl-sft",
+        1,
+    )
+    said = [line.partition(" ")[0] for line in run.left]
+    assert {"optim", "lr_scheduler_type", "num_train_epochs"} <= {*said}
+    with pytest.raises(ConfigError, match=r"^per_device_train_batch_size: auto: not a number"):
+        translate({**run.given, "per_device_train_batch_size": "auto"}, "trl-sft", 1)
+    with pytest.raises(ConfigError, match=r"^max_seq_length: 9, but max_length is 8; leave one"):
+        translate({"max_length": 8, "max_seq_length": 9}, "trl-sft", 1)
 
 
 @pytest.mark.parametrize(

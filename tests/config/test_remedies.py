@@ -110,6 +110,8 @@ OF_TEXT = {"data.path": "a.txt"}
 OF_CHATS = {"data.path": "a.jsonl"}
 RL = {"rl.env": "jsonl", "rl.prompts": "p.jsonl", "rl.reward": "exact"}
 
+UNLEARNED = '{"messages": [{"role": "user", "content": "q"}, '
+UNLEARNED += '{"role": "assistant", "content": "a", "weight": 0}]}\n'
 ROWS = {
     # ---- the model and its tokenizer
     "vocabulary of a preset": Row(
@@ -525,6 +527,12 @@ ROWS = {
         {**OF_TEXT, "data.tokenizer": "."},
         r"data.tokenizer: '\.' holds no tokenizer.json; name a folder that holds one",
         [{"data.tokenizer": "model"}],
+    ),
+    "a stream whose held-out file has nothing to learn": Row(
+        {"a.jsonl": CHATS, "b.jsonl": CHATS, "c.jsonl": UNLEARNED},
+        {**OF_CHATS, "data.streaming": "yes", "data.eval_path": "c.jsonl"},
+        r"data\.eval_path: 'c\.jsonl': its first blocks have no row with anything to learn; name",
+        [{"data.eval_path": "b.jsonl"}],
     ),
     "a stream that holds out too little": Row(
         {"a.jsonl": CHATS, "b.jsonl": CHATS},

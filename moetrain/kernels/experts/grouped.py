@@ -28,8 +28,8 @@ from moetrain.kernels.experts import grouped_frame as frame
 from moetrain.runtime.backend import gl, gluon, hopper
 
 # Limits of the sizes for which this kernel is taken, measured on one H100 with 16 to 128 experts.
-# Of two rates in TFLOP/s the first is torch's, the second this kernel's. docs/log/experts.md has
-# more.
+# Where a comment gives two rates in TFLOP/s, torch has the first and this kernel the second.
+# docs/log/experts.md has more.
 _NARROWEST = 512
 """The smallest inner and outer width."""
 _LARGEST = 3 << 21

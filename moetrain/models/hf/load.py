@@ -128,6 +128,13 @@ def load_weights(
     model.source = source
 
 
+def filled(parts: _Parts, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy the values in the files into the parameters of ``whole``, in their dtypes; return it."""
+    for name, place, part in parts(whole):
+        whole[name][place].copy_(part[...])
+    return whole
+
+
 @contextmanager
 def opened(source: hf_files.HFSource, arch: Architecture) -> Iterator[_Parts]:
     """Open the files of ``source``; the context's value is a :data:`_Parts`.

@@ -92,7 +92,7 @@ class Packing(NamedTuple):
         family = model.arch.family
         if self.family not in (None, family):
             problem = f"{self.name!r} is a format of {self.family}, and this is a {family}"
-            raise ConfigError("format", f"{problem}; use fp8")
+            raise ConfigError("format", f"{problem}; use plain, or a format of every family")
         rules = model.arch.plan().rules(model)
         found: dict[str, list[Piece]] = {}
         for piece in model.pieces():

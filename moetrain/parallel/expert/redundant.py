@@ -260,7 +260,7 @@ def _(
     return torch.empty_like(ids_TK), ids_TK.new_empty(resolve_group(group).size(), spare)
 
 
-# As in moetrain.parallel.expert.dispatch: the op is collective, so a rank without tokens must still
-# call it.
+# The op is collective, so a rank without tokens must call it too, and the compiler may not drop it
+# (as in moetrain.parallel.expert.dispatch).
 torch.fx.has_side_effect(torch.ops.moetrain.assign_places.default)
 worth_saving("routing", torch.ops.moetrain.assign_places.default)

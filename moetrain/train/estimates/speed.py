@@ -103,14 +103,11 @@ class StepClock:
             (part, kind.policy, n) for kind, n in rank.blocks.items() for part in kind.layer
         ]
         """This rank's parts, how their blocks recompute, and their numbers."""
-        sizes = [
-            (part.style == "routed", n * part.matrix_elements(self.share))
-            for part, _, n in self.parts
-        ]
-        self.experts = sum(size for is_routed, size in sizes if is_routed)
+        sizes = [(n, *self._sizes(kind)) for kind, n in rank.blocks.items()]
+        self.experts = sum(n * experts for n, experts, _ in sizes)
         """Number of the experts' parameters that a rank computes with. :attr:`others` counts all
         other parameters."""
-        self.others = sum(size for is_routed, size in sizes if not is_routed)
+        self.others = sum(n * others for n, _, others in sizes)
         self.others += rank.matrices * rank.vocabulary_numbers
 
     def travel(self, size: float, ranks: int, span: int) -> float:
@@ -155,11 +152,14 @@ class StepClock:
     def _block(self, kind: BlockKind) -> tuple[float, float, float]:
         """Estimate a block's forward, its backward, and one gather of its parameters."""
         times = [self.part(part, kind.policy) for part in kind.layer]
+        forward, backward = (sum(each) for each in zip(*times, strict=True))
+        return forward, backward, self._gathered(*self._sizes(kind))
+
+    def _sizes(self, kind: BlockKind) -> tuple[float, float]:
+        """Count the experts' and the other parameters that a rank computes with in a block."""
         sizes = [(part.style == "routed", part.matrix_elements(self.share)) for part in kind.layer]
         experts = sum(size for is_routed, size in sizes if is_routed)
-        others = sum(size for is_routed, size in sizes if not is_routed)
-        forward, backward = (sum(each) for each in zip(*times, strict=True))
-        return forward, backward, self._gathered(experts, others)
+        return experts, sum(size for _, size in sizes) - experts
 
     def head(self) -> float:
         """Estimate the head and the loss; the forward of the loss makes its gradients too."""

@@ -142,7 +142,7 @@ def test_fp8_of_partial_blocks_is_padded_as_published(tmp_path):
     assert index["weight_map"].keys() == made.keys()
     sizes = [x.numel() * x.itemsize for x in made.values()]
     assert index["metadata"]["total_size"] == sum(sizes)
-    # What is read and quantised again is the same.
+    # An export that is read and quantised again has the same values.
     save_hf(load_hf(tmp_path / "out"), tmp_path / "again", format="fp8")
     for name, tensor in tensors_of(tmp_path / "again").items():
         assert torch.equal(tensor.float(), made[name].float()), name
