@@ -136,7 +136,7 @@ def invariant_linear_op(
         return F.linear(x_TD, w_ND, bias_N)
     if width % _MULTIPLE and bias_N is not None:
         bias_N = F.pad(bias_N, (0, -width % _MULTIPLE))
-    return _product(x_TD, [_padded(w_ND)], [bias_N])[:, :width].contiguous()
+    return _first_columns(_product(x_TD, [_padded(w_ND)], [bias_N]), width)
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -407,7 +407,18 @@ def wide_product(x_TD: torch.Tensor, w_ND: torch.Tensor) -> torch.Tensor:
     if not is_few and (width <= _WHOLE_WIDTH or width % 8 or rows >= _WHOLE_ROWS):
         return torch.mm(x_TD, w_ND.t(), out_dtype=torch.float32)
     y_TN = _product(x_TD.contiguous(), [_padded(w_ND)], dtype=torch.float32)
-    return y_TN[:, : w_ND.shape[0]].contiguous()
+    return _first_columns(y_TN, w_ND.shape[0])
+
+
+def _first_columns(y_TN: torch.Tensor, number: int) -> torch.Tensor:
+    """Return the first columns of ``y`` as a dense tensor.
+
+    A row's stride is then the number of columns for a single row, too. A view of one row counts as
+    contiguous whatever its stride, and kernels are compiled by the alignment of strides.
+    """
+    if number == y_TN.shape[1]:
+        return y_TN
+    return y_TN[:, :number].clone(memory_format=torch.contiguous_format)
 
 
 def low_rank_products(

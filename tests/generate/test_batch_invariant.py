@@ -1,6 +1,7 @@
 """A row's bits do not depend on the batch: attention, products of few rows, sampling."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -266,6 +267,9 @@ def test_few_rows_are_those_of_many(place):
     for n in rows if place == "cuda" else rows[-1:]:  # cuBLAS would have other bits
         for found, want in zip(low_rank_products(x[:n], narrow), wanted, strict=True):
             assert torch.equal(found, want[:n])
+    for rows in (1, 5):  # a router of 8 experts, whose product is padded to 16
+        logits = small_m.wide_product(x[:rows], draw(8, 160))
+        assert logits.stride() == (8, 1)
     counts = [3, 0, 70, 1]
     ends = torch.tensor(counts, device=place).cumsum(0).int()
     x, w = draw(sum(counts) + 2, 64), torch.rand(sum(counts) + 2, device=place)
@@ -282,13 +286,12 @@ def test_few_rows_are_those_of_many(place):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-@pytest.mark.parametrize(("experts", "k"), [(32, 3), (128, 8), (512, 10)])
+@pytest.mark.parametrize(("experts", "k"), [(8, 2), (32, 3), (60, 4), (128, 8), (512, 10)])
 def test_routes_of_few_tokens_are_those_of_many(place, score, experts, k):
     generator = torch.Generator(place).manual_seed(0)
-    logits = torch.randn(
-        4096 if place == "cuda" else 40, experts, generator=generator, device=place
-    )
-    groups = (8, 4) if score == "sigmoid" else (1, 1)
+    rows, padded = 4096 if place == "cuda" else 40, -experts % 16 + experts
+    logits = torch.randn(rows, padded, generator=generator, device=place)[:, :experts].contiguous()
+    groups = (1, 1) if score == "softmax" else (4, 2) if experts == 60 else (8, 4)
     how = {"score": score, "num_groups": groups[0], "topk_groups": groups[1], "backend": "triton"}
     expected = router_topk(logits, k, **how)
     for tokens in (1, 2, 5, 16):
@@ -298,6 +301,12 @@ def test_routes_of_few_tokens_are_those_of_many(place, score, experts, k):
         plain = router_topk(logits[:tokens], k, **how | {"backend": "reference"})
         for one, other in zip(found[2:], plain[2:], strict=True):
             torch.testing.assert_close(one, other)
+    # A row of padded logits counts as contiguous, whatever its stride.
+    wide = torch.nn.functional.pad(logits, (0, padded - experts))
+    for row in range(100 if place == "cuda" else 5):
+        found = router_topk(wide[row : row + 1, :experts], k, **how)
+        assert torch.equal(found.ids_TK[0], expected.ids_TK[row])
+        assert torch.equal(found.weights_TK[0], expected.weights_TK[row])
 
 
 @pytest.mark.tier("quick", long=["0.0-cpu", "2.0-cpu"])
@@ -388,12 +397,14 @@ GENERATING = (
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("preset", GENERATING)
-def test_generation_has_the_bits_of_the_compiled_forward(preset):
+@pytest.mark.parametrize(
+    ("preset", "experts"), [*((preset, 16) for preset in GENERATING), ("qwen3-30b-a3b", 12)]
+)
+def test_generation_has_the_bits_of_the_compiled_forward(preset, experts):
     from moetrain.models.families import PRESETS
     from moetrain.models.transformer import compile_blocks
 
-    sizes = {"num_layers": 3, "hidden_size": 256, "head_dim": 64, "num_experts": 16}
+    sizes = {"num_layers": 3, "hidden_size": 256, "head_dim": 64, "num_experts": experts}
     sizes |= {"moe_intermediate_size": 128, "vocab_size": 3000}
     if preset == "gpt-oss-20b":
         sizes["sliding_windows"] = (40, None, 40)
@@ -421,6 +432,7 @@ def test_generation_has_the_bits_of_the_compiled_forward(preset):
         for n in torch.randint(1, 200, (40,), generator=draw)
     ]
     params = [SamplingParams(max_tokens=60, seed=i, temperature=i % 3 / 2) for i in range(40)]
+    params[-1] = replace(params[-1], max_tokens=200)  # it is alone in the end
     requests = [Request(str(i), tuple(prompts[i]), params[i]) for i in range(40)]
     found = [completions[0] for completions in generator.generate(requests)]
     assert generator.scheduler.figures["generator/read_again"]  # some sequences were preempted

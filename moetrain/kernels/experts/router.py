@@ -13,7 +13,10 @@ of -1 and weights of 0, and count in no statistic.
 Worked example, E=4, K=2, softmax, normalised: logits [0, ln 3, 0, ln 4] give
 p = [1, 3, 1, 4] / 9, ids [3, 1], weights [4/7, 3/7]; a tie between experts 0 and 2 would go to 0.
 
-Sums are added up in a fixed order, so equal inputs give equal bits.
+Sums are added up in a fixed order, so equal inputs give equal bits. A tile's layout decides the
+order of a softmax's sum, and the compiler chooses the layout by the alignment of rows. So a row's
+stride is the constant E. A stride as an argument could be aligned for one token, whose logits may
+be a view of padded ones, and not for many.
 
 Legend: T tokens, E experts, K experts a token, G expert groups, M = E / G experts a group,
 P programs, C tile columns (E with each group padded to a power of two), S slots (K, padded).
@@ -202,6 +205,7 @@ def router_topk_op(
 ) -> _Outputs:
     T, E = logits_TE.shape
     M = E // num_groups
+    logits_TE = logits_TE.contiguous()
     outputs = _empty_outputs(logits_TE, k)
     weights_TK, prob_sum_E, z_sum, entropy_sum, ids_TK, counts_E = outputs
     padded_groups = triton.next_power_of_2(num_groups)
@@ -221,7 +225,7 @@ def router_topk_op(
     _route_kernel[(num_programs,)](
         logits_TE, bias_E, is_pad, ids_TK, weights_TK, counts_PE,
         prob_sum_E if alone else sums_PE, z_sum, entropy_sum,
-        T, logits_TE.stride(0), topk_groups, scale, min_sum, K=k, E=E, G=num_groups, M=M,
+        T, topk_groups, scale, min_sum, K=k, E=E, G=num_groups, M=M,
         SIGMOID=sigmoid, NORMALIZE=normalize, DROP_GROUPS=topk_groups < num_groups,
         BEST=best_of_group, B=rows, GP=padded_groups, MP=padded_members,
         S=slots, ALONE=alone, num_warps=warps,
@@ -248,13 +252,14 @@ def router_topk_backward_op(
 ) -> torch.Tensor:
     T, E = logits_TE.shape
     k = ids_TK.shape[1]
+    logits_TE = logits_TE.contiguous()
     grad_logits_TE = logits_TE.new_empty((T, E))
     if T:
         columns = triton.next_power_of_2(E)
         rows = max(1, _TILE_ELEMENTS // columns)
         _route_backward_kernel[(triton.cdiv(T, rows),)](
             logits_TE, ids_TK, grad_weights_TK.contiguous(), grad_prob_sum_E.contiguous(),
-            grad_z_sum, grad_logits_TE, T, logits_TE.stride(0), scale, min_sum, K=k, E=E,
+            grad_z_sum, grad_logits_TE, T, scale, min_sum, K=k, E=E,
             SIGMOID=sigmoid, NORMALIZE=normalize, B=rows, C=columns, S=triton.next_power_of_2(k),
         )  # fmt: skip
     return grad_logits_TE
@@ -403,7 +408,7 @@ def _sum_of_slots(weights, C: tl.constexpr, B: tl.constexpr, S: tl.constexpr):
 @triton.jit
 def _route_kernel(
     logits_ptr, bias_ptr, is_pad_ptr, ids_ptr, weights_ptr, counts_ptr, sums_ptr, z_ptr,
-    entropy_ptr, T, row_stride, topk_groups, scale, min_sum,
+    entropy_ptr, T, topk_groups, scale, min_sum,
     K: tl.constexpr, E: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, DROP_GROUPS: tl.constexpr,
     BEST: tl.constexpr, B: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr, S: tl.constexpr,
@@ -429,7 +434,7 @@ def _route_kernel(
         in_range = row < T
         # Rows past the end repeat the last one and are left out of every store and sum.
         row = tl.minimum(row, T - 1).to(tl.int64)
-        row_ptr = logits_ptr + row * row_stride
+        row_ptr = logits_ptr + row * E
         logits = tl.load(row_ptr[:, None] + expert[None, :], mask=is_expert, other=float("-inf"))
         largest = tl.max(logits, axis=1)
         exps = tl.exp(logits - largest[:, None])
@@ -516,7 +521,7 @@ def _sum_programs_kernel(
 @triton.jit
 def _route_backward_kernel(
     logits_ptr, ids_ptr, grad_weights_ptr, grad_prob_sum_ptr, grad_z_sum_ptr, grad_logits_ptr,
-    T, row_stride, scale, min_sum,
+    T, scale, min_sum,
     K: tl.constexpr, E: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
     B: tl.constexpr, C: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
@@ -531,7 +536,7 @@ def _route_backward_kernel(
     col = tl.arange(0, C)
     slot = tl.arange(0, S)
     in_slots = (slot < K)[None, :]
-    row_ptr = logits_ptr + row * row_stride
+    row_ptr = logits_ptr + row * E
     logits = tl.load(row_ptr[:, None] + col[None, :], mask=(col < E)[None, :], other=float("-inf"))
     largest = tl.max(logits, axis=1)
     exps = tl.exp(logits - largest[:, None])
