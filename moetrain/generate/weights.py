@@ -152,7 +152,10 @@ class WeightUpdate:
         """Parameters that are copied on this rank, without communication."""
         self._gathers: list[_Gather] = []
         for unit in engine.fsdp.units:
-            pairs = [_Pair(m, targets[names[id(m)]].detach()) for m in unit.members]
+            pairs = [
+                _Pair(m, targets[names[id(m)]].detach(), engine.model.compute_dtype)
+                for m in unit.members
+            ]
             generator.borrowed |= {names[id(p.member)] for p in pairs if p.is_one}
             self._add([pair for pair in pairs if not pair.is_one])
         self._from_stages = [
@@ -211,6 +214,8 @@ class _Pair:
 
     member: Member
     target: torch.Tensor
+    dtype: torch.dtype | None
+    """The dtype in which the trainer computes."""
 
     @property
     def is_one(self) -> bool:
@@ -225,12 +230,19 @@ class _Pair:
         return torch.Size((len(self.target), *self.member.layout.shape[1:]))
 
     def local(self) -> torch.Tensor:
-        """Return this rank's part of the parameter, quantised if the target is."""
-        values, format = self.member.read().detach(), self.member.rule.generated
-        if format is None:
+        """Return this rank's part of the parameter, quantised if the target is.
+
+        Trained weights are rounded to the trainer's dtype first, since these are the weights that
+        training uses. In bf16 one of 30 weights lies halfway between two values of e4m3, one of 150
+        between two of e2m1. Quantised from fp32, all of them would move with the first update,
+        however small: in SmolLM2-135M 200 times as far as its weights.
+        """
+        values, rule = self.member.read().detach(), self.member.rule
+        if rule.generated is None:
             return values
         bytes_EB = self.target.new_empty(len(values), self.target.shape[1])
-        quantise_matrices(format, values, bytes_EB)
+        trained = self.dtype if rule.quant_format is None else None
+        quantise_matrices(rule.generated, values, bytes_EB, trained)
         return bytes_EB
 
     def places(self, ranks: Sequence[int]) -> list[Box]:

@@ -73,6 +73,26 @@ def test_generation_is_that_of_dequantised_experts(name):
     check(*follow(name, []))
 
 
+@every_form
+def test_what_training_does_not_see_moves_no_quantised_weight(name):
+    """Weights of a bf16 checkpoint often lie halfway between two quantised values."""
+    engine = make_engine(f"rl.generator_dtype={name}", "train.dtype=bfloat16", micro=MICRO)
+    members = [member for key, member in engine.fsdp.members.items() if is_coded(key)]
+    for member in members:
+        member.local.copy_(member.local.bfloat16())
+    model, _ = replica(engine)
+    generator = Generator(model, num_pages=20, page_size=4)
+    update, found = WeightUpdate(engine, generator), []
+    for factor in (1, 1 + 2**-12, 1 + 2**-5):  # half a unit of bf16's last place is 2^-9 to 2^-8
+        for member in members:
+            member.local.mul_(factor)
+        update()
+        found.append([p.clone() for p in model.parameters() if p.dtype == torch.uint8])
+    before, after, moved = found
+    assert all(map(torch.equal, before, after))
+    assert not any(map(torch.equal, before, moved))
+
+
 def follow_all(runs):
     return [follow(*run) for run in runs]
 

@@ -179,9 +179,14 @@ _AT_ONCE = 2**25
 """Elements (whole units) that are quantised at a time, in five times their memory in fp32."""
 
 
-def quantise_groups(format: QuantFormat, x_N: torch.Tensor) -> Groups:
-    """Quantise ``x_N`` (floating, whole units) in plain torch; the result has W = 1."""
-    parts = [_quantise(format, x) for x in x_N.split(_AT_ONCE)]
+def quantise_groups(
+    format: QuantFormat, x_N: torch.Tensor, dtype: torch.dtype | None = None
+) -> Groups:
+    """Quantise ``x_N`` (floating, whole units) in plain torch; the result has W = 1.
+
+    ``dtype``: the dtype to which elements are rounded first; None: they are not.
+    """
+    parts = [_quantise(format, x.to(dtype or x.dtype)) for x in x_N.split(_AT_ONCE)]
     return Groups(
         quantised=torch.cat([part.quantised for part in parts], 1),
         scales=torch.cat([part.scales for part in parts], 1),
@@ -279,14 +284,19 @@ def _quantise_scales(
     return bytes_SG.flatten().to(torch.uint8), shared_S2, ~is_kept_SG.flatten()
 
 
-def quantise_matrices(format: QuantFormat, x_END: torch.Tensor, out_EB: torch.Tensor) -> None:
+def quantise_matrices(
+    format: QuantFormat,
+    x_END: torch.Tensor,
+    out_EB: torch.Tensor,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Quantise ``x_END`` (floating) into ``out_EB``: uint8, whole units for each expert.
 
-    The rest of an expert's last unit is 0.
+    The rest of an expert's last unit is 0. ``dtype`` is that of :func:`quantise_groups`.
     """
     x_EN = x_END.flatten(1)
     padded_EN = F.pad(x_EN, (0, -x_EN.shape[1] % format.unit))
-    made = quantise_groups(format, padded_EN.flatten())
+    made = quantise_groups(format, padded_EN.flatten(), dtype)
     for own, new in zip(format.split(out_EB), made, strict=True):
         if own is not None and new is not None:
             own.copy_(new.view(own.shape))
