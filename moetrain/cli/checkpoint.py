@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None) -> int:
     )
     parser.add_argument(
         "--gguf_type",
-        choices=["bf16", "f16", "q8_0"],
+        choices=["bf16", "f16", "f32", "q8_0"],
         default="bf16",
         help="export-gguf: type of matrices; default bf16",
     )

@@ -18,11 +18,20 @@ SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "v
 SIZES |= {"num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 128}
 SIZES |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+YARN = {"rope_type": "yarn", "factor": 8.0, "truncate": True, "rope_theta": 15e4}
+YARN |= {"original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16}
 CASES = {
     "llama": {"rope_theta": 5e5},
+    "mixtral": LOCAL,
+    "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
     "qwen3_moe": {**MOE, "norm_topk_prob": True},
+    "gpt_oss": {**LOCAL, "sliding_window": 8, "rope_parameters": YARN},
 }
+OWN = {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "mixtral": "llama"}
+"""llama.cpp's names of architectures, where they differ from the model types."""
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -42,6 +51,12 @@ NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
+    "self_attn.sinks": "attn_sinks",
+    "mlp.router": "ffn_gate_inp",
 }
 """llama.cpp's names of tensors."""
 
@@ -63,16 +78,25 @@ def wanted_of(folder, case):
     """Return llama.cpp's tensors by name, made of transformers' one by one."""
     found = {}
     for name, x in load_file(folder / "model.safetensors").items():
-        inner = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+        inner = re.fullmatch(r"model\.layers\.(\d+)\.(.+?)[._]?(weight|bias|)", name)
         if inner is None:
             found[NAMES[name]] = x
             continue
-        layer, module = inner.groups()
+        layer, module, leaf = inner.groups()
+        leaf = leaf or "weight"
+        if case == "gpt_oss" and "experts" in module:  # [E, in, out], gate and up interleaved
+            x = x.mT if leaf == "weight" else x
+            if "gate_up" in module:
+                key = f"blk.{layer}.ffn_{{}}_exps.{leaf}"
+                found |= {key.format("gate"): x[:, ::2], key.format("up"): x[:, 1::2]}
+                continue
         expert = re.search(r"experts\.(\d+)\.", module)
         module = re.sub(r"experts\.\d+\.", "experts.", module)
-        if case == "llama" and module in ("self_attn.q_proj", "self_attn.k_proj"):
+        if case in ("llama", "mixtral") and module in ("self_attn.q_proj", "self_attn.k_proj"):
             x = rotated(x, 4 if "q_proj" in module else 2)
-        key = f"blk.{layer}.{NAMES[module]}.weight"
+        key = f"blk.{layer}.{NAMES[module]}.{leaf}"
+        if case == "gpt_oss":
+            key = key.replace("ffn_norm", "post_attention_norm")
         if expert is None:
             found[key] = x
         else:
@@ -102,7 +126,7 @@ def read(file):
     return fields, tensors
 
 
-@pytest.mark.parametrize("kind", ["bf16", "f16", "q8_0"])
+@pytest.mark.parametrize("kind", ["bf16", "f16", "f32", "q8_0"])
 @pytest.mark.parametrize("case", CASES)
 def test_tensors_are_those_of_transformers(case, kind, tmp_path):
     write(case, tmp_path)
@@ -113,7 +137,8 @@ def test_tensors_are_those_of_transformers(case, kind, tmp_path):
     assert tensors.keys() == wanted.keys()
     for name, (type, got) in tensors.items():
         want = wanted[name].float()
-        own = "f32" if want.ndim == 1 or "ffn_gate_inp" in name else kind
+        is_exact = want.ndim == 1 or name.endswith(".bias") or "ffn_gate_inp" in name
+        own = "f32" if is_exact else kind
         assert type == gguf.GGMLQuantizationType[own.upper()], name
         assert got.shape == want.shape
         if own == "q8_0":
@@ -124,11 +149,24 @@ def test_tensors_are_those_of_transformers(case, kind, tmp_path):
             dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[own]
             assert torch.equal(got, want.to(dtype).float()), name
     model = fields["general.architecture"]
-    assert model == case.replace("_", "")
+    assert model == OWN.get(case, case)
     assert fields[f"{model}.block_count"] == 2
     assert fields[f"{model}.attention.head_count_kv"] == 2
-    assert fields[f"{model}.rope.freq_base"] == CASES[case].get("rope_theta", 10000.0)
-    assert fields.get(f"{model}.expert_used_count") == (2 if case == "qwen3_moe" else None)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert fields[f"{model}.rope.freq_base"] == config["rope_parameters"]["rope_theta"]
+    used = fields.get(f"{model}.expert_used_count")
+    assert used == (2 if case in ("qwen3_moe", "mixtral", "gpt_oss") else None)
+    rope = {
+        "type": "yarn",
+        "factor": 8.0,
+        "original_context_length": 32,
+        "yarn_beta_fast": 32.0,
+        "yarn_beta_slow": 1.0,
+    }
+    found = {key: fields.get(f"{model}.rope.scaling.{key}") for key in rope}
+    assert found == (rope if case == "gpt_oss" else dict.fromkeys(rope))
+    window = fields.get(f"{model}.attention.sliding_window")
+    assert window == (8 if case == "gpt_oss" else None)
 
 
 def test_the_tokenizer_is_that_of_the_folder(tmp_path):
@@ -151,7 +189,7 @@ def test_the_tokenizer_is_that_of_the_folder(tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["llama", "qwen3", "qwen3_moe"])
 def test_transformers_loads_the_file_with_the_same_logits(case, tmp_path):
     """Its reader undoes llama.cpp's order of rows, and takes its defaults for some widths."""
     defaults = {"qwen3": {"head_dim": 128}, "qwen3_moe": {"head_dim": 128}}
@@ -174,10 +212,18 @@ def test_transformers_loads_the_file_with_the_same_logits(case, tmp_path):
     [
         ("llama", {"attention_bias": True}, "does not write: biases; convert the folder by"),
         (
-            "llama",
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "rotary embeddings stretched by linear",
+            "qwen3",
+            {"rope_parameters": YARN | {"rope_type": "llama3", **LLAMA3}},
+            "rotary embeddings stretched by llama3",
         ),
+        (
+            "qwen3",
+            {"rope_parameters": YARN | {"attention_factor": 1.0}},
+            "yarn with a factor of its own on attention",
+        ),
+        ("mixtral", {"sliding_window": 8}, "sliding windows"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "windows in other layers than every"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit 6.0 instead of 7.0"),
         ("qwen3_moe", {"norm_topk_prob": False}, "not normalised"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "layers without experts"),
     ],
