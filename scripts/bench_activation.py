@@ -1,7 +1,7 @@
 """Measure tokens/s and peak memory of every activation policy.
 
     python scripts/bench_activation.py [--micro-batches 8,16] [--steps 5] [--rows NAME,...]
-        [--recipe qwen3-30b-a3b] [--layers 6] [--results FILE.jsonl] [--section.key value ...]
+        [--recipe bench-qwen3-30b-a3b] [--layers 6] [--results FILE.jsonl] [--section.key value ...]
 
 It runs real, compiled steps with the optimizer on one GPU, and prints a line for each policy and
 micro-batch: tokens/s, the time of a step, the allocator's peak, the estimate of
@@ -37,7 +37,7 @@ ROWS = "none,selective,full"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time activation policies.", allow_abbrev=False)
-    parser.add_argument("--recipe", default="qwen3-30b-a3b")
+    parser.add_argument("--recipe", default="bench-qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--micro-batches", default="8,16")
     parser.add_argument("--rows", default=ROWS)

@@ -124,7 +124,9 @@ def steps(args: argparse.Namespace) -> bool:
     for words in STEPS:
         rows = words.split("--train.micro_batch_size ")[1].split()[0]
         own = f"{words} --train.global_batch_size {rows} --results {args.results}"
-        commands.append([sys.executable, here / "bench_train.py", "qwen3-30b-a3b", *own.split()])
+        commands.append(
+            [sys.executable, here / "bench_train.py", "bench-qwen3-30b-a3b", *own.split()]
+        )
     for rows in (1, 2):
         peer = [here / "peer_qlora.py", "qwen3-30b-a3b", "--rows", str(rows), "--lora-rank", "16"]
         commands.append([sys.executable, *peer])

@@ -1,7 +1,7 @@
 """Compare pipeline schedules on this machine's GPUs: losses, speed, and idle time.
 
     python scripts/bench_pipeline.py --launch.nproc auto [--layers 12] [--sequences N] [--steps 5]
-        [--only NAME,...] [--recipe qwen3-30b-a3b-24l] [--results FILE.jsonl] [--profile]
+        [--only NAME,...] [--recipe bench-qwen3-30b-a3b-24l] [--results FILE.jsonl] [--profile]
         [--timeout SECONDS] [--section.key value ...]
 
 Each row of the table is a separate run on all GPUs, with the same model and batches. The first row
@@ -91,7 +91,7 @@ def layouts(nproc: int) -> list[Layout]:
 def main() -> int:
     """Run every row, or be the launcher or a rank of one; return 1 if a row has failed."""
     parser = argparse.ArgumentParser(description="Time pipelines.", allow_abbrev=False)
-    parser.add_argument("--recipe", default="qwen3-30b-a3b-24l")
+    parser.add_argument("--recipe", default="bench-qwen3-30b-a3b-24l")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--sequences", type=int, help="sequences of a step; default: 8 a process")
     parser.add_argument("--steps", type=int, default=5)

@@ -3,6 +3,9 @@
     python scripts/bench_train.py RECIPE [--section.key value ...] [--bench-steps 10]
         [--warm-up 4] [--kernels N] [--links ROUNDS] [--peer COMMAND] [--results FILE.jsonl]
 
+RECIPE is a recipe or a TOML file. A preset that is no recipe, such as deepseek-v3, stands for the
+recipe bench-qwen3-30b-a3b (random tokens, no checkpoints) with that preset.
+
 Real steps, optimizer included: a few to warm up, then the timed ones, then one under the profiler,
 whose GPU time is attributed by kernel and by the part of moetrain that launched it. "Exposed" is
 the time in which communication ran and no computation did. FLOPs are counted as
@@ -42,6 +45,8 @@ import torch
 from moetrain.cli.launch import start_ranks
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
+from moetrain.config.sources import recipe_names
+from moetrain.models.families import PRESETS
 from moetrain.parallel.processes import num_processes
 from moetrain.train.session import garbage_collector_off
 
@@ -51,6 +56,9 @@ if TYPE_CHECKING:
 
 BEGAN = "BENCH_TRAIN_BEGAN"
 """Environment variable with the start time of the command, for its ranks."""
+
+BENCHMARK = "bench-qwen3-30b-a3b"
+"""The recipe that a preset is timed with."""
 
 LINKS_MIB = 512
 """Size of the messages by which ``--links`` measures."""
@@ -82,7 +90,7 @@ COMMUNICATION = (
 def main() -> int:
     """Start the ranks, or be one; return 1 if a run failed."""
     parser = argparse.ArgumentParser(description="Time training steps.", allow_abbrev=False)
-    parser.add_argument("recipe")
+    parser.add_argument("recipe", help="recipe, TOML file or preset")
     parser.add_argument("--bench-steps", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=4, help="untimed steps first, 1 at least")
     parser.add_argument("--kernels", type=int, default=0, metavar="N")
@@ -91,7 +99,10 @@ def main() -> int:
     parser.add_argument("--results", type=Path)
     args, settings = parser.parse_known_args()
     os.environ.setdefault(BEGAN, str(time.time() - process_seconds()))
-    config = Config.load(args.recipe, settings)
+    source = args.recipe
+    if source in PRESETS and source not in recipe_names():
+        source, settings = BENCHMARK, [f"--model.preset={source}", *settings]
+    config = Config.load(source, settings)
     nproc = num_processes(config)
     if launched_place() is not None or nproc == 1:
         with garbage_collector_off():  # as in a run

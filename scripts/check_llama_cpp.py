@@ -122,18 +122,16 @@ def compare(
     rows = []
     for prompt, ids, (own,) in zip(prompts, split, ours, strict=True):
         found = theirs.continued(prompt, max_tokens)
-        # llama.cpp leaves out the token that ends a text.
-        kept = own.tokens[: -1 if own.tokens[-1] in stops else None]
-        most = max(len(kept), len(found.tokens))
-        same = [a == b for a, b in zip(kept, found.tokens, strict=False)]
+        same = [a == b for a, b in zip(own.tokens, found.tokens, strict=False)]
         apart = same.index(False) if False in same else len(same)
         margin = None
-        if apart < most:
+        if apart < max(len(own.tokens), len(found.tokens)):
             other = found.tokens[apart] if apart < len(found.tokens) else -1
             margin = own.logprobs[apart] - own.top_logprobs[apart].get(other, -math.inf)
         pairs = zip(own.logprobs[:apart], found.logprobs[:apart], strict=True)
         worst = max((abs(a - b) for a, b in pairs), default=0.0)
         is_split = theirs.tokens(prompt) == list(ids)
+        kept = own.tokens[: -1 if own.tokens[-1] in stops else None]
         is_text = tokenizer.decode(kept) == found.text
         rows.append(Row(len(ids), is_split, apart, worst, margin, is_text))
     return rows

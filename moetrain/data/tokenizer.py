@@ -386,7 +386,8 @@ def _file_of(name: str) -> Path:
         except (OSError, ValueError) as error:
             said = (str(error) or repr(error)).splitlines()[0]
             problem = f"{name!r} is neither a file, a folder nor a hub id that can be reached"
-            raise _wrong(f"{problem}: {said}") from None
+            remedy = "give a tokenizer.json, or a folder that holds one"
+            raise _wrong(f"{problem}, {said}; {remedy}") from None
     if not os.path.lexists(file := Path(folder, "tokenizer.json")):
         raise _wrong(f"{name!r} holds no tokenizer.json; name a folder that holds one")
     return file

@@ -14,7 +14,7 @@ from moetrain.models.families import PRESETS
 from moetrain.models.hf import files
 from moetrain.models.hf.load import resolve_architecture
 
-SIX = ["qwen3-30b-a3b", "--model.num_layers", "6"]
+SIX = ["bench-qwen3-30b-a3b", "--model.num_layers", "6"]
 FIXED = ["--kernels.precision", "bf16", "--optim.state_dtype", "float32"]
 
 
@@ -32,7 +32,7 @@ def test_the_best_layout_is_first_and_its_command_fits(capsys):
     rates = [float(row["tokens/s/GPU"].replace(",", "")) for row in rows]
     assert len(rows) == 4
     assert rates == sorted(rates, reverse=True)
-    assert command[:3] == ["moetrain", "train", "qwen3-30b-a3b"]
+    assert command[:3] == ["moetrain", "train", "bench-qwen3-30b-a3b"]
     at = command.index("--launch.nproc")
     planned = ["--launch.gpus", command[at + 1], "--launch.gpu", "h200", "--dry_run"]
     assert train.main([*command[2:at], *command[at + 2 :], *planned]) == 0
@@ -158,7 +158,10 @@ def test_a_folder_or_a_hubs_cache_with_nothing_but_a_config(capsys, tmp_path, mo
         ("debug --gpus 0", r"^error: gpus: 0: give 1 to 8, or whole machines of 8"),
         ("debug --gpus 12", r"^error: gpus: 12: give 1 to 8"),
         ("debug --gpus 1 --gpu x", r"^error: plan: .*invalid choice"),
-        ("qwen3-30b-a3b --gpus 1 --gpu l40s", r"^error: gpus: 1: qwen3-30b-a3b fits in no layout"),
+        (
+            "bench-qwen3-30b-a3b --gpus 1 --gpu l40s",
+            r"^error: gpus: 1: bench-qwen3-30b-a3b fits in no layout",
+        ),
         ("debug --gpus 1 --optim.lrr 1", r"^error: optim\.lrr: "),
     ],
 )
@@ -208,7 +211,7 @@ def test_a_preset_stands_where_a_recipe_does(capsys):
     words = ["olmoe-7b", "--dry_run"]
     assert train.main(words) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: recipe: 'olmoe-7b' is not one of continue, debug")
+    assert error.startswith("error: recipe: 'olmoe-7b' is not one of bench-qwen3-235b-a22b, ")
     assert error.endswith("nor a .toml file; did you mean olmoe-1b-7b?\n")
     machine = ["--launch.gpus", "8", "--launch.gpu", "h200", "--data.source", "synthetic"]
     assert train.main(["olmoe-1b-7b", "--dry_run", *machine]) == 0

@@ -512,7 +512,7 @@ def test_tensor_parallel_ranks_that_would_share_a_scale_are_refused():
 
 
 def test_the_plan_takes_float8_if_it_is_asked_for(capsys):
-    words = ["qwen3-30b-a3b", "--gpus", "2", "--gpu", "h200", "--parallel.pp", "1"]
+    words = ["bench-qwen3-30b-a3b", "--gpus", "2", "--gpu", "h200", "--parallel.pp", "1"]
     small = ["--optim.state_dtype", "float8", "--optim.weight_dtype", "bfloat16"]
     assert not fits(words, capsys)
     assert fits([*words, *small], capsys)

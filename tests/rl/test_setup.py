@@ -197,7 +197,7 @@ def thirty_billion(*words):
     """Estimate the step of 24 layers on 4 GPUs with an awake generator."""
     sizes = ["parallel.ep=4", "train.global_batch_size=256", "data.seq_len=4096", "rl.env=sort"]
     sizes += ["train.micro_batch_size=2", "compile.enabled=yes"]
-    config = Config.load("qwen3-30b-a3b-24l", [*sizes, *words], environ={})
+    config = Config.load("bench-qwen3-30b-a3b-24l", [*sizes, *words], environ={})
     arch = resolve_architecture(config.model)
     return config, arch, ParallelDims.resolve(config.parallel, 4, arch), torch.bfloat16
 

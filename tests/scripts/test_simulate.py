@@ -70,7 +70,7 @@ def config_of(gpus, rows, words, gpu="h200"):
     names = {word.partition("=")[0] for word in words.split()}
     batch = [word for word in batch if word.partition("=")[0] not in names]
     planned = [f"launch.gpus={gpus}", f"launch.gpu={gpu}"]
-    return Config.load("qwen3-30b-a3b", [*batch, *planned, *words.split()], environ={})
+    return Config.load("bench-qwen3-30b-a3b", [*batch, *planned, *words.split()], environ={})
 
 
 def check(gpu, gpus, rows, words, measured, tolerance=0.1):

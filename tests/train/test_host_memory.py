@@ -143,7 +143,9 @@ def test_host_memory_is_not_measured_without_such_settings(monkeypatch, tmp_path
 
 def test_dry_run_prints_host_memory(capsys, monkeypatch):
     with_room(monkeypatch, 21.4 * GIB)  # the run may be planned for another machine
-    words = "qwen3-30b-a3b --launch.gpus 4 --optim.offload_fraction 1 --train.global_batch_size 8"
+    words = (
+        "bench-qwen3-30b-a3b --launch.gpus 4 --optim.offload_fraction 1 --train.global_batch_size 8"
+    )
     assert main([*words.split(), "--dry_run"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["optim"]["offload_fraction"] == 1

@@ -228,7 +228,7 @@ register(
         **{
             **V3,
             "architecture": LatentDecoder,
-            "hf_class": "Kimi_K25ForConditionalGeneration",
+            "hf_class": "KimiK25ForConditionalGeneration",
             "defaults": {**V3["defaults"], "tie_word_embeddings": True},
             "weight_map": _KIMI,
             "other_maps": (renamed(_KIMI, lambda name: name.replace(".layers.", ".blocks.")),),

@@ -518,7 +518,7 @@ def test_memory_estimate_counts_a_quantised_base():
     words += ["compile.enabled=yes"]
     found = []
     for extra in ([], [FLOAT8], ["lora.base_dtype=nf4"]):
-        config = Config.load("qwen3-30b-a3b", [*words, *extra], environ={})
+        config = Config.load("bench-qwen3-30b-a3b", [*words, *extra], environ={})
         arch = resolve_architecture(config.model)
         dims = ParallelDims.resolve(config.parallel, 1, arch)
         found.append(estimate_memory(config, arch, dims, torch.bfloat16))

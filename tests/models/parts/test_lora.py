@@ -287,7 +287,7 @@ def test_memory_of_what_is_not_trained_is_not_counted():
     words += ["compile.enabled=yes"]
     found = []
     for extra in ([], ["lora.rank=16"]):
-        config = Config.load("qwen3-30b-a3b", [*words, *extra], environ={})
+        config = Config.load("bench-qwen3-30b-a3b", [*words, *extra], environ={})
         arch = resolve_architecture(config.model)
         dims = ParallelDims.resolve(config.parallel, 1, arch)
         found.append(estimate_memory(config, arch, dims, torch.bfloat16))

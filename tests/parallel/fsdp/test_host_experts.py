@@ -87,7 +87,7 @@ def test_memory_estimate_counts_offloaded_experts():
             "activation.policy=full",
             f"lora.offload_experts={hosted}",
         ]
-        config = Config.load("qwen3-30b-a3b", words, environ={})
+        config = Config.load("bench-qwen3-30b-a3b", words, environ={})
         arch = resolve_architecture(config.model)
         dims = ParallelDims.resolve(config.parallel, 1, arch)
         given = config, arch, dims, torch.bfloat16

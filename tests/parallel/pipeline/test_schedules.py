@@ -203,7 +203,7 @@ def test_ranks_are_balanced(costs, head, ranks, sizes):
 def test_blocks_weigh_what_they_take_on_a_gpu():
     """On two H200s with 4,096 tokens, 8 blocks took 49.2 ms, and 4 blocks with the head 36.1."""
     words = ["model.num_layers=12", "train.micro_batch_size=1", "train.global_batch_size=16"]
-    config, arch = resolve_run(Config.load("qwen3-30b-a3b-24l", [*words, "parallel.pp=2"]))
+    config, arch = resolve_run(Config.load("bench-qwen3-30b-a3b-24l", [*words, "parallel.pp=2"]))
     assert [len(blocks) for blocks in StagePlan(config, arch).ranges] == [7, 5]
 
 

@@ -41,15 +41,15 @@ NF4 = "lora.rank=16 lora.targets=*.attn.* lora.base_dtype=nf4 activation.policy=
 NARROW = "optim.state_dtype=float8 optim.weight_dtype=bfloat16 optim.gradient_dtype=bfloat16"
 CUT = "model.preset={} model.num_layers={} optim.state_dtype=bfloat16"
 MEASURED = [
-    ("qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6 activation.policy=none", 66.875),
-    ("qwen3-30b-a3b", 1, 2, 1, "model.num_layers=6 activation.policy=none", 66.844),
-    ("qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6 activation.policy=selective", 66.875),
-    ("qwen3-30b-a3b", 1, 2, 1, "model.num_layers=6 activation.policy=selective", 66.844),
-    ("qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6 activation.policy=full", 66.875),
-    ("qwen3-30b-a3b", 1, 2, 1, "model.num_layers=6 activation.policy=full", 66.844),
-    ("qwen3-30b-a3b", 1, 2, 2, "model.num_layers=6", 78.309),
+    ("bench-qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6 activation.policy=none", 66.875),
+    ("bench-qwen3-30b-a3b", 1, 2, 1, "model.num_layers=6 activation.policy=none", 66.844),
+    ("bench-qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6 activation.policy=selective", 66.875),
+    ("bench-qwen3-30b-a3b", 1, 2, 1, "model.num_layers=6 activation.policy=selective", 66.844),
+    ("bench-qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6 activation.policy=full", 66.875),
+    ("bench-qwen3-30b-a3b", 1, 2, 1, "model.num_layers=6 activation.policy=full", 66.844),
+    ("bench-qwen3-30b-a3b", 1, 2, 2, "model.num_layers=6", 78.309),
     (
-        "qwen3-30b-a3b",
+        "bench-qwen3-30b-a3b",
         1,
         4,
         1,
@@ -57,7 +57,7 @@ MEASURED = [
         48.299,
     ),
     (
-        "qwen3-30b-a3b",
+        "bench-qwen3-30b-a3b",
         1,
         4,
         1,
@@ -65,22 +65,22 @@ MEASURED = [
         48.299,
     ),
     (
-        "qwen3-30b-a3b",
+        "bench-qwen3-30b-a3b",
         1,
         12,
         1,
         "model.num_layers=6 optim.state_dtype=bfloat16 optim.gradient_dtype=bfloat16",
         64.094,
     ),
-    ("qwen3-30b-a3b", 1, 12, 1, "model.num_layers=6 optim.state_dtype=bfloat16", 64.488),
-    ("qwen3-30b-a3b", 1, 6, 1, f"{CUT.format('gpt-oss-20b', 6)}", 78.614),
-    ("qwen3-30b-a3b", 1, 8, 1, f"{CUT.format('nemotron-3-nano-30b-a3b', 9)}", 78.474),
-    ("qwen3-30b-a3b", 1, 6, 1, f"{CUT.format('gemma-4-26b-a4b', 6)}", 79.079),
-    ("qwen3-30b-a3b", 1, 8, 1, "lora.rank=16 model.num_layers=12", 44.821),
-    ("qwen3-30b-a3b", 1, 6, 1, f"model.preset=moonlight-16b-a3b {NARROW}", 119.583),
-    ("qwen3-30b-a3b", 1, 4, 1, f"model.preset=gpt-oss-20b {NARROW}", 124.176),
+    ("bench-qwen3-30b-a3b", 1, 12, 1, "model.num_layers=6 optim.state_dtype=bfloat16", 64.488),
+    ("bench-qwen3-30b-a3b", 1, 6, 1, f"{CUT.format('gpt-oss-20b', 6)}", 78.614),
+    ("bench-qwen3-30b-a3b", 1, 8, 1, f"{CUT.format('nemotron-3-nano-30b-a3b', 9)}", 78.474),
+    ("bench-qwen3-30b-a3b", 1, 6, 1, f"{CUT.format('gemma-4-26b-a4b', 6)}", 79.079),
+    ("bench-qwen3-30b-a3b", 1, 8, 1, "lora.rank=16 model.num_layers=12", 44.821),
+    ("bench-qwen3-30b-a3b", 1, 6, 1, f"model.preset=moonlight-16b-a3b {NARROW}", 119.583),
+    ("bench-qwen3-30b-a3b", 1, 4, 1, f"model.preset=gpt-oss-20b {NARROW}", 124.176),
     (
-        "qwen3-30b-a3b",
+        "bench-qwen3-30b-a3b",
         2,
         4,
         1,
@@ -88,25 +88,39 @@ MEASURED = [
         "activation.blocks=23",
         132.768,
     ),
-    ("qwen3-30b-a3b", 1, 2, 1, "lora.rank=16", 92.3),
-    ("qwen3-30b-a3b", 1, 2, 1, "lora.rank=16 lora.base_dtype=float8", 66.499),
-    ("qwen3-30b-a3b", 1, 4, 1, "lora.rank=16 lora.base_dtype=float8", 92.192),
-    ("qwen3-30b-a3b", 1, 4, 1, NF4, 22.4),
-    ("qwen3-30b-a3b", 1, 1, 1, f"{NF4} compile.cuda_graphs=yes", 19.2),
-    ("qwen3-30b-a3b", 1, 2, 1, f"{NF4} compile.cuda_graphs=yes", 20.0),
-    ("qwen3-30b-a3b", 1, 4, 1, f"{NF4} lora.offload_experts=yes", 10.1),
-    ("qwen3-30b-a3b", 1, 2, 1, f"{NF4} lora.offload_experts=yes compile.cuda_graphs=yes", 7.7),
+    ("bench-qwen3-30b-a3b", 1, 2, 1, "lora.rank=16", 92.3),
+    ("bench-qwen3-30b-a3b", 1, 2, 1, "lora.rank=16 lora.base_dtype=float8", 66.499),
+    ("bench-qwen3-30b-a3b", 1, 4, 1, "lora.rank=16 lora.base_dtype=float8", 92.192),
+    ("bench-qwen3-30b-a3b", 1, 4, 1, NF4, 22.4),
+    ("bench-qwen3-30b-a3b", 1, 1, 1, f"{NF4} compile.cuda_graphs=yes", 19.2),
+    ("bench-qwen3-30b-a3b", 1, 2, 1, f"{NF4} compile.cuda_graphs=yes", 20.0),
+    ("bench-qwen3-30b-a3b", 1, 4, 1, f"{NF4} lora.offload_experts=yes", 10.1),
+    (
+        "bench-qwen3-30b-a3b",
+        1,
+        2,
+        1,
+        f"{NF4} lora.offload_experts=yes compile.cuda_graphs=yes",
+        7.7,
+    ),
     ("qwen3-0.6b", 1, 4, 1, "", 28.769),
     ("qwen3-0.6b", 1, 4, 1, "activation.policy=full", 9.79),
-    ("qwen3-30b-a3b-24l", 4, 5, 1, "activation.policy=none parallel.ep=4", 118.477),
-    ("qwen3-30b-a3b-24l", 4, 2, 1, "activation.policy=none parallel.ep=4", 88.133),
-    ("qwen3-30b-a3b-24l", 4, 5, 1, "activation.policy=selective parallel.ep=4", 95.289),
-    ("qwen3-30b-a3b-24l", 4, 2, 1, "activation.policy=selective parallel.ep=4", 79.096),
-    ("qwen3-30b-a3b-24l", 4, 5, 1, "activation.policy=full parallel.ep=4", 67.357),
-    ("qwen3-30b-a3b-24l", 4, 2, 1, "activation.policy=full parallel.ep=4", 63.912),
-    ("qwen3-30b-a3b-24l", 4, 2, 1, "parallel.ep=1 parallel.reshard_after_forward=yes", 84.071),
+    ("bench-qwen3-30b-a3b-24l", 4, 5, 1, "activation.policy=none parallel.ep=4", 118.477),
+    ("bench-qwen3-30b-a3b-24l", 4, 2, 1, "activation.policy=none parallel.ep=4", 88.133),
+    ("bench-qwen3-30b-a3b-24l", 4, 5, 1, "activation.policy=selective parallel.ep=4", 95.289),
+    ("bench-qwen3-30b-a3b-24l", 4, 2, 1, "activation.policy=selective parallel.ep=4", 79.096),
+    ("bench-qwen3-30b-a3b-24l", 4, 5, 1, "activation.policy=full parallel.ep=4", 67.357),
+    ("bench-qwen3-30b-a3b-24l", 4, 2, 1, "activation.policy=full parallel.ep=4", 63.912),
     (
-        "qwen3-30b-a3b",
+        "bench-qwen3-30b-a3b-24l",
+        4,
+        2,
+        1,
+        "parallel.ep=1 parallel.reshard_after_forward=yes",
+        84.071,
+    ),
+    (
+        "bench-qwen3-30b-a3b",
         4,
         3,
         1,
@@ -114,17 +128,17 @@ MEASURED = [
         106.7,
     ),
     (
-        "qwen3-30b-a3b",
+        "bench-qwen3-30b-a3b",
         4,
         6,
         1,
         "model.preset=gpt-oss-120b lora.rank=16 lora.base_dtype=mxfp4",
         115.1,
     ),
-    ("qwen3-30b-a3b", 2, 1, 1, f"{LONG} model.num_layers=4".format(131_072), 44.1),
-    ("qwen3-30b-a3b", 2, 1, 1, f"{LONG} model.num_layers=6".format(131_072), 59.1),
-    ("qwen3-30b-a3b", 2, 1, 1, f"{LONG} model.num_layers=12".format(131_072), 104.064),
-    ("qwen3-30b-a3b", 2, 1, 1, f"{LONG} model.num_layers=1".format(1_048_576), 83.479),
+    ("bench-qwen3-30b-a3b", 2, 1, 1, f"{LONG} model.num_layers=4".format(131_072), 44.1),
+    ("bench-qwen3-30b-a3b", 2, 1, 1, f"{LONG} model.num_layers=6".format(131_072), 59.1),
+    ("bench-qwen3-30b-a3b", 2, 1, 1, f"{LONG} model.num_layers=12".format(131_072), 104.064),
+    ("bench-qwen3-30b-a3b", 2, 1, 1, f"{LONG} model.num_layers=1".format(1_048_576), 83.479),
 ]
 
 
@@ -263,15 +277,17 @@ def test_peers_have_copies_only_of_what_is_cast():
     """Beside copies there is the inbox, of the gradients of one matrix of all experts."""
     inbox = 2 * 128 * 2 * 768 * 2048
     for words, copied in ((NARROW, 0), ("lora.rank=16", 0), ("optim.state_dtype=float8", 0.5)):
-        _, found = estimate("qwen3-30b-a3b", 2, 4, 1, f"{words} parallel.fsdp_transport=copy")
+        _, found = estimate("bench-qwen3-30b-a3b", 2, 4, 1, f"{words} parallel.fsdp_transport=copy")
         assert copied * found.weights <= found.peers < (copied + 0.01) * found.weights + inbox
 
 
 def test_moments_in_fp32_take_twice_the_weights():
-    _, found = estimate("qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6")
+    _, found = estimate("bench-qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6")
     assert found.moments == 2 * found.weights
     # There is one scale per 32 elements.
-    _, narrow = estimate("qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6 optim.state_dtype=float8")
+    _, narrow = estimate(
+        "bench-qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6 optim.state_dtype=float8"
+    )
     assert narrow.moments == found.moments * 33 / 32 / 4
 
 
@@ -280,14 +296,14 @@ def test_parts_of_a_block_are_recomputed_together_unless_it_is_compiled():
     sums = {}
     for is_compiled, policy in itertools.product(("no", "yes"), ("full", "selective")):
         words = f"model.num_layers=1 compile.enabled={is_compiled} activation.policy={policy}"
-        _, found = estimate("qwen3-30b-a3b", 1, 4, 1, words)
+        _, found = estimate("bench-qwen3-30b-a3b", 1, 4, 1, words)
         sums[is_compiled, policy] = found.activations + found.working_set
     assert sums["no", "selective"] == pytest.approx(sums["no", "full"], rel=1e-9)
     assert sums["yes", "selective"] < 0.95 * sums["yes", "full"]
 
 
 def plan_of(words):
-    config = Config.load("qwen3-30b-a3b", words.split(), environ={})
+    config = Config.load("bench-qwen3-30b-a3b", words.split(), environ={})
     config, arch = resolve_run(config)
     return MemoryPlan.of(config, arch, generates=False)
 
@@ -344,15 +360,15 @@ def test_memory_falls_with_each_block_that_recomputes():
 def test_the_dry_run_says_what_auto_means(capsys):
     words = f"{WHOLE.format(6, 3)} launch.gpus=2 activation.policy=auto"
     given = [f"--{word.replace('=', ' ', 1)}".split() for word in words.split()]
-    assert main(["qwen3-30b-a3b", *(x for pair in given for x in pair), "--dry_run"]) == 0
+    assert main(["bench-qwen3-30b-a3b", *(x for pair in given for x in pair), "--dry_run"]) == 0
     said = r"\nactivation\.policy auto: full in a rank's first \d+ blocks, selective in others\n"
     assert re.search(said, capsys.readouterr().err)
 
 
 def test_muon_has_a_momentum_and_a_bounded_working_set():
     words = "model.num_layers=6 activation.policy=full"
-    config, adamw = estimate("qwen3-30b-a3b", 1, 1, 1, words)
-    _, muon = estimate("qwen3-30b-a3b", 1, 1, 1, f"{words} optim.name=muon")
+    config, adamw = estimate("bench-qwen3-30b-a3b", 1, 1, 1, words)
+    _, muon = estimate("bench-qwen3-30b-a3b", 1, 1, 1, f"{words} optim.name=muon")
     arch = resolve_architecture(config.model)
     experts = 6 * 128 * 3 * 768 * 2048
     attention = 6 * 2 * (32 + 4) * 128 * 2048
@@ -365,13 +381,15 @@ def test_muon_has_a_momentum_and_a_bounded_working_set():
     # If activations take more, the update is not the peak.
     large = "model.num_layers=6 activation.policy=none"
     peaks = [
-        estimate("qwen3-30b-a3b", 1, 8, 1, f"{large}{name}")[1] for name in ("", " optim.name=muon")
+        estimate("bench-qwen3-30b-a3b", 1, 8, 1, f"{large}{name}")[1]
+        for name in ("", " optim.name=muon")
     ]
     assert peaks[0].activations == peaks[1].activations > 0
     assert peaks[0].total - peaks[1].total == 4 * (experts + attention)
     # Each of four ranks updates a quarter.
     shared = [
-        estimate("qwen3-30b-a3b", 4, 1, 1, f"{words}{name}")[1] for name in ("", " optim.name=muon")
+        estimate("bench-qwen3-30b-a3b", 4, 1, 1, f"{words}{name}")[1]
+        for name in ("", " optim.name=muon")
     ]
     assert shared[0].moments - shared[1].moments == experts + attention
 
@@ -379,19 +397,19 @@ def test_muon_has_a_momentum_and_a_bounded_working_set():
 @pytest.mark.parametrize("layout", ["tp=2", "tp=4", "ep=4", "dp_replicate=2", "ep=2 parallel.tp=2"])
 def test_memory_estimate_falls_with_more_ranks(layout):
     words = f"parallel.{layout} activation.policy=none"
-    _, one = estimate("qwen3-30b-a3b-24l", 1, 1, 1, "activation.policy=none")
-    _, four = estimate("qwen3-30b-a3b-24l", 4, 1, 1, words)
+    _, one = estimate("bench-qwen3-30b-a3b-24l", 1, 1, 1, "activation.policy=none")
+    _, four = estimate("bench-qwen3-30b-a3b-24l", 4, 1, 1, words)
     copies = 2 if "dp_replicate" in layout else 1
     assert four.weights == pytest.approx(one.weights * copies / 4, rel=0.01)
     assert four.total < one.total
     assert "weights" in four.describe()
 
 
-@pytest.mark.parametrize("preset", ["qwen3-30b-a3b-24l", "deepseek-v3"])
+@pytest.mark.parametrize("preset", ["bench-qwen3-30b-a3b-24l", "deepseek-v3"])
 def test_gathered_keys_and_values_are_those_of_all_tokens(preset):
     """They hold as many tokens as all ranks together, computed by hand."""
     words = "model.num_layers=5 parallel.cp=2 activation.policy=none"
-    run = ("qwen3-30b-a3b-24l", 2, 1, 1)
+    run = ("bench-qwen3-30b-a3b-24l", 2, 1, 1)
     if preset == "deepseek-v3":
         words, run = f"model.preset={preset} {words}", ("debug", 2, 1, 1)
     config, heads = estimate(*run, words)
@@ -403,8 +421,8 @@ def test_gathered_keys_and_values_are_those_of_all_tokens(preset):
 
 def test_moments_in_bf16_take_half():
     words = "activation.policy=none parallel.ep=4"
-    _, wide = estimate("qwen3-30b-a3b-24l", 4, 1, 1, words)
-    _, half = estimate("qwen3-30b-a3b-24l", 4, 1, 1, f"{words} optim.state_dtype=bfloat16")
+    _, wide = estimate("bench-qwen3-30b-a3b-24l", 4, 1, 1, words)
+    _, half = estimate("bench-qwen3-30b-a3b-24l", 4, 1, 1, f"{words} optim.state_dtype=bfloat16")
     assert half.moments == wide.moments / 2
     assert half.total == wide.total - half.moments
 
@@ -420,7 +438,7 @@ def test_moments_in_bf16_take_half():
 )
 def test_gradients_in_bf16_take_half(world, accumulated, words):
     """Only the kept gradients are halved: those that are still to be reduced are fp32."""
-    run = ("qwen3-30b-a3b-24l", world, 1, accumulated)
+    run = ("bench-qwen3-30b-a3b-24l", world, 1, accumulated)
     config, wide = estimate(*run, words)
     _, half = estimate(*run, f"{words} optim.gradient_dtype=bfloat16")
     assert config.optim.gradient_dtype == "float32"
@@ -436,12 +454,16 @@ def test_gradients_in_bf16_take_half(world, accumulated, words):
 
 def test_what_cannot_fit_is_refused_with_the_remedy():
     gpu = 140 * GIB
-    config, small = estimate("qwen3-30b-a3b", 1, 2, 1, "model.num_layers=6")
+    config, small = estimate("bench-qwen3-30b-a3b", 1, 2, 1, "model.num_layers=6")
     small.check(config, gpu)
-    config, whole = estimate("qwen3-30b-a3b", 1, 2, 1, "")  # 30 B parameters: 340 GiB of state
+    config, whole = estimate(
+        "bench-qwen3-30b-a3b", 1, 2, 1, ""
+    )  # 30 B parameters: 340 GiB of state
     with pytest.raises(ConfigError, match=r"model\.preset: .* moments 2\d\d\..* 140\.0 GiB.*more"):
         whole.check(config, gpu)
-    config, long = estimate("qwen3-30b-a3b", 1, 48, 1, "model.num_layers=6 compile.enabled=no")
+    config, long = estimate(
+        "bench-qwen3-30b-a3b", 1, 48, 1, "model.num_layers=6 compile.enabled=no"
+    )
     with pytest.raises(
         ConfigError, match=r"train\.micro_batch_size: 48 takes .*activation\.policy"
     ):
@@ -456,16 +478,17 @@ def test_device_capacity_of_the_cpu():
     ("words", "says"),
     [
         (
-            "qwen3-30b-a3b --model.num_layers 6 --train.micro_batch_size 16 --launch.gpu h200",
+            "bench-qwen3-30b-a3b --model.num_layers 6 --train.micro_batch_size 16 "
+            "--launch.gpu h200",
             r"1 x H200 of 139\.8 GiB \(launch\.nproc, launch\.gpu\).*\nfits: 1\d\d\.\d of .*",
         ),
         (
-            "qwen3-30b-a3b-24l --launch.gpus 4 --parallel.ep 4",
+            "bench-qwen3-30b-a3b-24l --launch.gpus 4 --parallel.ep 4",
             r"4 x H100 of 79\.1 GiB \(launch\.gpus; no GPU is here: launch\.gpu names another "
             r"kind\).*\nmay not fit: .*",
         ),
         (
-            "qwen3-30b-a3b-24l --parallel.ep 4 --launch.gpu b200",
+            "bench-qwen3-30b-a3b-24l --parallel.ep 4 --launch.gpu b200",
             r"4 x B200 of 178\.3 GiB \(as many as parallel's degrees multiply to, launch\.gpu\).*\n"
             r"fits: .*",
         ),
@@ -509,7 +532,7 @@ def test_the_machine_that_is_here_is_planned_for(words, gpus, says, monkeypatch)
 
 def test_a_launchers_processes_are_planned_for_and_one_says_so(monkeypatch, capsys):
     words = [
-        "qwen3-30b-a3b",
+        "bench-qwen3-30b-a3b",
         "--launch.gpu",
         "h200",
         "--parallel.ep",
@@ -538,25 +561,25 @@ def test_a_plan_for_other_numbers_than_are_started_is_refused():
 
 WITHOUT_ROOM = [
     (
-        "qwen3-30b-a3b --model.num_layers 6 --train.micro_batch_size 48 --launch.gpu h200",
+        "bench-qwen3-30b-a3b --model.num_layers 6 --train.micro_batch_size 48 --launch.gpu h200",
         r"^does not fit: 169.9 of 139.8 GiB, give or take 10%; nearest that fits: "
         r"--train.micro_batch_size 24 \(1\d\d\.\d GiB\), or --launch.gpus \d+ ",
     ),
     (
-        "qwen3-30b-a3b-24l --launch.gpus 4 --launch.gpu h200 --train.micro_batch_size 8",
+        "bench-qwen3-30b-a3b-24l --launch.gpus 4 --launch.gpu h200 --train.micro_batch_size 8",
         r"^may not fit: 15\d.*: --parallel.reshard_after_forward yes \(.*, or --launch.gpus 8 ",
     ),
     (
-        "qwen3-30b-a3b-24l --launch.gpus 4 --launch.gpu h200 --train.micro_batch_size 8 "
+        "bench-qwen3-30b-a3b-24l --launch.gpus 4 --launch.gpu h200 --train.micro_batch_size 8 "
         "--parallel.ep 4",
         r"^may not fit: 13\d.*: --train.micro_batch_size 4 \(.*, or --launch.gpus 8 ",
     ),
     (
-        "qwen3-30b-a3b --launch.gpus 4 --launch.gpu h200",
+        "bench-qwen3-30b-a3b --launch.gpus 4 --launch.gpu h200",
         r"^does not fit: .*--activation.policy full --optim.offload_fraction 0.25 \(.*, or --laun",
     ),
     (
-        "qwen3-30b-a3b --launch.gpu l40s",
+        "bench-qwen3-30b-a3b --launch.gpu l40s",
         r"fits: --train.micro_batch_size 1 .*--launch.gpus 16 \([^,]*",
     ),
 ]
@@ -583,5 +606,5 @@ def test_dry_run_proposes_settings_that_fit(words, says, capsys):
 
 
 def test_dry_run_says_when_no_setting_makes_it_fit(capsys):
-    assert main(["qwen3-30b-a3b", "--train.device", "cpu", "--dry_run"]) == 0
+    assert main(["bench-qwen3-30b-a3b", "--train.device", "cpu", "--dry_run"]) == 0
     assert re.search(r"\ndoes not fit: .*; nothing that was tried fits\n$", capsys.readouterr().err)

@@ -18,7 +18,7 @@ def rate(gpus, rows, words, gpu="h200"):
     names = {word.partition("=")[0] for word in words.split()}
     batch = [word for word in batch if word.partition("=")[0] not in names]
     planned = [f"launch.gpus={gpus}", f"launch.gpu={gpu}"]
-    config = Config.load("qwen3-30b-a3b", [*batch, *planned, *words.split()], environ={})
+    config = Config.load("bench-qwen3-30b-a3b", [*batch, *planned, *words.split()], environ={})
     config, arch = resolve_run(config)
     machine = planned_machine(config)
     dims = plan_world(config, arch, gpus)
