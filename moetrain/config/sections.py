@@ -440,8 +440,8 @@ class LoraSection(Section):
     """Write the adapters in PEFT's format to output_dir/adapter at the end of the run."""
     layout: Literal["auto", "per_expert", "fused"] = "auto"
     """Layout of routed experts' adapters in files in PEFT's format. per_expert: one module for each
-    expert; fused: PEFT's target_parameters; auto: the layout that inference servers load for the
-    model's family."""
+    expert; fused: PEFT's target_parameters; auto: the layout that has an effect in PEFT for the
+    model's family. vLLM and SGLang may need the other one (docs/checkpoints.md)."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -165,7 +165,7 @@ class Family:
     nullable: Mapping[str, type] = field(default_factory=dict)
     """Keys of ``defaults`` that may be null, and the types of their other values."""
     lora_layout: Literal["per_expert", "fused"] = "per_expert"
-    """The layout in which servers load experts' adapters; see :mod:`moetrain.models.hf.peft`."""
+    """The layout in which PEFT loads experts' adapters; see :mod:`moetrain.models.hf.peft`."""
     backbone: str = ""
     """The prefix in files of the names that begin with :attr:`language_model` in ``transformers``;
     empty: files have the same names."""

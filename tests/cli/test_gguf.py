@@ -256,3 +256,31 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert main(["export-gguf", str(tmp_path), str(tmp_path / "a.gguf")]) == 2
     assert "export-gguf: needs the library gguf; install it by pip" in capsys.readouterr().err
+
+
+def test_llama3_rope_factors_are_those_of_transformers(tmp_path):
+    sizes = {"rope_parameters": YARN | LLAMA3 | {"rope_type": "llama3"}, "head_dim": 32}
+    model = write("llama", tmp_path, **sizes)
+    assert main(["export-gguf", str(tmp_path), str(tmp_path / "a.gguf")]) == 0
+    _, tensors = read(tmp_path / "a.gguf")
+    type, factors = tensors["rope_freqs.weight"]
+    assert type == gguf.GGMLQuantizationType.F32
+    plain = 15e4 ** -(torch.arange(0, 32, 2) / 32)  # llama.cpp divides angles by the factors
+    torch.testing.assert_close(plain / factors, model.model.rotary_emb.inv_freq)
+    assert factors.max() == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_that_llama_cpp_rounds_is_told(truncate, tmp_path, caplog):
+    write("gpt_oss", tmp_path, rope_parameters=YARN | {"truncate": truncate})
+    assert main(["export-gguf", str(tmp_path), str(tmp_path / "a.gguf")]) == 0
+    said = "llama.cpp rounds yarn's range to whole pairs (truncate true), and the model does not"
+    assert (said in caplog.text) == (not truncate)
+
+
+def test_a_tokenizer_that_merges_otherwise_is_refused(tmp_path, capsys):
+    write("qwen3", tmp_path)
+    file = tmp_path / "tokenizer.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps(said | {"model": said["model"] | {"ignore_merges": True}}))
+    refuse(tmp_path, "a tokenizer of a kind that this export does not write", capsys)

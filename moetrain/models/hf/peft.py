@@ -1,7 +1,7 @@
 """Reads and writes adapters as PEFT's ``adapter_config.json`` and ``adapter_model.safetensors``.
 
 Adapters of routed experts have one of two layouts. They are read in both, and written in the one
-that servers load for the family, unless ``lora.layout`` names the other:
+that has an effect in PEFT for the family, unless ``lora.layout`` names the other:
 
     per_expert  ``mlp.experts.3.gate_proj.lora_A.weight`` [r, in]. Each expert has modules of its
                 own. Gate and up projection share A, which is written for both.
