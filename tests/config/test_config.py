@@ -9,9 +9,11 @@ import pytest
 
 from moetrain.cli import checkpoint, generate, serve
 from moetrain.cli.train import main, run_jobs, run_rl
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config, ConfigError, sources
 from moetrain.config.sections import TrainSection
 from moetrain.config.sources import recipe_names
+from moetrain.data.preview import cautions
+from moetrain.models.families import PRESETS
 from moetrain.train.session import resolve_run
 
 
@@ -354,3 +356,24 @@ def test_an_empty_entry_of_a_list_is_refused_and_not_dropped(given, wanted):
             Config.load(source, words, environ={})
     else:
         assert Config.load(source, words, environ={}).data.new_tokens == wanted
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipes_that_learn_random_tokens_begin_with_bench(name):
+    text = (Path(sources.__file__).parents[1] / "recipes" / f"{name}.toml").read_text()
+    said = tomllib.loads(text)
+    is_random = said.get("data", {}).get("source") == "synthetic"
+    assert is_random == name.startswith("bench-")
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3-235b-a22b"])
+def test_recipes_of_published_models_train_them(name):
+    own = load(source=name)
+    assert cautions(own, PRESETS[name].vocab_size) == []
+    assert own.model.preset == name
+    assert own.data.tokenizer.lower() == f"qwen/{name}"
+    assert own.checkpoint.interval > 0
+    assert own.checkpoint.at_end
+    assert own.train.eval_interval > 0
+    random, _ = cautions(load(source=f"bench-{name}"), PRESETS[name].vocab_size)
+    assert random == "data.source synthetic: random tokens, from which nothing is learned"
