@@ -84,7 +84,14 @@ SHAPES = [
 
 @pytest.mark.tier(
     "quick",
-    long=["lengths9-24-24-192-128-None-True-cpu"],
+    long=[
+        "lengths0-4-2-16-16-None-True-cpu",
+        "lengths1-6-2-24-24-None-True-cpu",
+        "lengths4-33-1-16-16-None-True-cpu",
+        "lengths8-2-2-256-256-None-True-cpu",
+        "lengths9-24-24-192-128-None-True-cpu",
+        "lengths10-8-1-512-512-None-True-cpu",
+    ],
     wide=["lengths9-24-24-192-128-None-False-cpu"],
 )
 @pytest.mark.parametrize("place", PLACES)
@@ -189,6 +196,7 @@ def test_rotating_into_pages_is_rotating_and_storing(place, interleaved, has_nor
         assert torch.equal(one, other)
 
 
+@pytest.mark.tier("quick", long=["2-1120-cpu"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("tokens", "inner"), [(1, 768), (2, 1120), (5, 96), (16, 96)])
 def test_experts_of_few_tokens_are_those_of_many(place, tokens, inner):

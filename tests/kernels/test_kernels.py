@@ -43,17 +43,39 @@ def case_name(case: Case) -> str:
     return ",".join(f"{k}={v}" for k, v in case.items())
 
 
+def tier_of_variant(spec: KernelSpec, *, is_first: bool) -> tuple[pytest.MarkDecorator, ...]:
+    """Return the mark of a further case of experts' kernels, which take seconds when interpreted.
+
+    The products of all kinds of experts share one frame in bf16 and one in e4m3.
+    """
+    is_variant = "expert_mlp" in spec.name and spec.name not in ("expert_mlp", "expert_mlp_fp8")
+    return (pytest.mark.tier("long"),) if is_variant and not is_first else ()
+
+
 specs = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+specs_by_tier = pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(spec, marks=tier_of_variant(spec, is_first=False), id=spec.name)
+        for spec in SPECS
+    ],
+)
 SAVING = [spec for spec in SPECS if "expert_mlp" in spec.name or "entropy_sum" in spec.name]
 ENDINGS = ("expert_mlp", "expert_mlp_fp8", "expert_mlp_fp8_gradients")
 EXPERTS = [spec.name for spec in SPECS if spec.name.endswith(ENDINGS)]
 every_case = pytest.mark.parametrize(
     ("spec", "case", "dtype"),
     [
-        pytest.param(spec, case, dtype, id=f"{spec.name}-{case_name(case)}-{dtype}")
+        pytest.param(
+            spec,
+            case,
+            dtype,
+            id=f"{spec.name}-{case_name(case)}-{dtype}",
+            marks=tier_of_variant(spec, is_first=(i, j) == (0, 0)),
+        )
         for spec in SPECS
-        for case in spec.cases
-        for dtype in spec.tolerance
+        for i, case in enumerate(spec.cases)
+        for j, dtype in enumerate(spec.tolerance)
     ],
 )
 
@@ -79,7 +101,7 @@ def test_matches_the_float64_reference(spec, case, dtype, device):
 
 
 @devices
-@specs
+@specs_by_tier
 def test_a_rerun_is_bitwise_equal(spec, device):
     # An interpreter runs like the first time.
     for case in spec.cases[: 1 if device == "cpu" else 3]:
@@ -87,7 +109,7 @@ def test_a_rerun_is_bitwise_equal(spec, device):
 
 
 @devices
-@specs
+@specs_by_tier
 def test_compiles_without_graph_breaks(spec, device):
     if not spec.ops:
         pytest.skip("is a part of an op")
@@ -101,7 +123,7 @@ def test_compiles_without_graph_breaks(spec, device):
 
 
 @devices
-@specs
+@specs_by_tier
 def test_takes_expanded_and_missing_gradients(spec, device):
     leaves = with_grad(spec, make(spec, spec.cases[0], device))
     roots = [x for x in as_tuple(spec.fast(**leaves)) if x.requires_grad]
