@@ -152,6 +152,13 @@ QWEN2 = {
     "num_experts_per_tok": 2,
 }
 QWEN2_WINDOW = {**WINDOW, "use_sliding_window": True}
+SOLAR = {
+    "head_dim": 10,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 2.5,
+}
 # The key names the family and the oddity of this case.
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
@@ -421,6 +428,18 @@ CASES = {
     "qwen2_moe wide shared expert": {**QWEN2, "shared_expert_intermediate_size": 56},
     "qwen2_moe yarn": {**QWEN2, "rope_parameters": YARN},
     "qwen2_moe one layer": {**QWEN2, "num_hidden_layers": 1, "intermediate_size": 8},
+    "solar_open": SOLAR,
+    "solar_open groups": {**SOLAR, "n_group": 3, "topk_group": 2, "n_shared_experts": 2},
+    "solar_open biases": {**SOLAR, "attention_bias": True},
+    "solar_open tied": {**SOLAR, "tie_word_embeddings": True},
+    "solar_open one kv head": {**SOLAR, "num_key_value_heads": 1, "head_dim": 4},
+    "solar_open as many kv heads": {**SOLAR, "num_key_value_heads": 4, "head_dim": 16},
+    "solar_open not normalised": {**SOLAR, "norm_topk_prob": False, "num_experts_per_tok": 5},
+    "solar_open top-1": {**SOLAR, "num_experts_per_tok": 1, "norm_topk_prob": False},
+    "solar_open every expert": {**SOLAR, "num_experts_per_tok": 6},
+    "solar_open many experts": {**SOLAR, "n_routed_experts": 33, "num_experts_per_tok": 7},
+    "solar_open yarn": {**SOLAR, "rope_parameters": YARN},
+    "solar_open one layer": {**SOLAR, "num_hidden_layers": 1, "moe_intermediate_size": 8},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""

@@ -449,6 +449,11 @@ def test_every_family(case, check, tmp_path):
         "qwen3_5_text-packing",
         "qwen3_next-formulas",
         "qwen3_next-packing",
+        "solar_open-files",
+        "solar_open-formulas",
+        "solar_open-generation",
+        "solar_open-gradients",
+        "solar_open-packing",
     ],
     wide=[
         "deepseek_v2-generation",
@@ -786,6 +791,7 @@ PUBLISHED = {
     "qwen3.5-27b": 26.90,  # without the MTP heads and the tower, like the next
     "qwen3.8-27b": 26.90,
     "nemotron-3-super-120b-a12b": 120.67,
+    "solar-open-100b": 102.65,
 }
 
 
@@ -953,6 +959,9 @@ def test_fewer_or_more_layers_of_a_preset():
         ),
         ("gemma4_text", {"global_head_dim": 7}, "head_dim 7 is odd"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of a llama"),
+        ("solar_open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of a solar_open"),
+        ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace 1 is not .* only 0"),
+        ("solar_open", {"use_qk_norm": True}, "use_qk_norm True is not supported, only False"),
         ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, expected 1 or more"),
         ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "intermediate_size is 0, expected 1"),
         ("qwen2_moe", {"layer_types": ["sliding_attention"] * 3}, "no sliding_window is in use"),

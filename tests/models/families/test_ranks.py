@@ -32,6 +32,7 @@ LIKE = {
     "qwen3_5_text": "qwen3_next",
     "deepseek_v2": "deepseek_v3",
     "glm4_moe_lite": "deepseek_v3",
+    "solar_open": "glm4_moe",
 }
 """Families whose blocks run only the code of another family: the compiler sees the same."""
 
