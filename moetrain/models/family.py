@@ -166,11 +166,14 @@ class Family:
     """Keys of ``defaults`` that may be null, and the types of their other values."""
     lora_layout: Literal["per_expert", "fused"] = "per_expert"
     """The layout in which PEFT loads experts' adapters; see :mod:`moetrain.models.hf.peft`."""
-    backbone: str = ""
-    """The prefix in files of the names that begin with :attr:`language_model` in ``transformers``;
-    empty: files have the same names."""
+    modules: WeightMap | None = None
+    """The map of the modules of ``transformers``, after which adapters are named; None: the files
+    have the same names."""
     experts: str = "mlp.experts"
     """The module of a layer that holds all routed experts in ``transformers``."""
+    unused: str = ""
+    """The pattern of tensors that files may hold in a layer and that no model of the family uses;
+    empty: there are none. An export copies them unchanged."""
     unadaptable: str = ""
     """The pattern of weights for which PEFT takes no adapters in this family."""
     other_maps: tuple[WeightMap, ...] = ()
@@ -222,9 +225,10 @@ class Family:
             pieces += found[0]
         return pieces
 
-    def holds(self, name: str) -> bool:
-        """Return True if files hold the buffer ``name``."""
-        return any(one.pieces(name, (), None) for one in self.weight_map)
+    def holds(self, name: str, weight_map: WeightMap | None = None) -> bool:
+        """Return True if files hold the buffer ``name``; ``weight_map`` as in :meth:`pieces`."""
+        operations = self.weight_map if weight_map is None else weight_map
+        return any(one.pieces(name, (), None) for one in operations)
 
     def scope(self, hf_name: str) -> str | None:
         """Return the layer or module of the weight map that a file tensor belongs to.

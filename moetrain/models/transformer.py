@@ -424,8 +424,9 @@ class Transformer(nn.Module):
         """List the tensors of Hugging Face's files that hold the model, and their places in it."""
         family = FAMILIES[self.arch.family]
         shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
-        shapes |= {name: x.shape for name, x in self.named_buffers() if family.holds(name)}
         weight_map = None if self.source is None else self.source.weight_map
+        buffers = self.named_buffers()
+        shapes |= {name: x.shape for name, x in buffers if family.holds(name, weight_map)}
         return family.pieces(shapes, self.arch, weight_map)
 
     @torch.no_grad()

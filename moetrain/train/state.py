@@ -228,7 +228,7 @@ class ModelState:
         source = self.model.source
         weight_map = None if source is None else source.weight_map
         for name, entry in self.stages.table.items():
-            is_left_out = hf and entry.rule is None and not family.holds(name)
+            is_left_out = hf and entry.rule is None and not family.holds(name, weight_map)
             if is_left_out or (merged and name.endswith(ADAPTERS)):
                 continue
             whole = self._whole(name)

@@ -20,6 +20,7 @@ from moetrain.models.decoders import (
     COMMON_DEFAULTS,
     DENSE,
     MoEDecoder,
+    beside_vision,
     moe_block,
     renamed,
 )
@@ -233,7 +234,7 @@ register(
             "weight_map": _KIMI,
             "other_maps": (renamed(_KIMI, lambda name: name.replace(".layers.", ".blocks.")),),
             "section": ("text_config", "kimi_k2"),
-            "backbone": "language_model.model",
+            "modules": beside_vision(_MODEL),
             "lora_layout": "fused",  # PEFT does not convert the names of this type's experts
         },
     )

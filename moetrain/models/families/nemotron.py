@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from moetrain.models.architecture import Architecture, ConfigJson, Fields, Part
 from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.decoders import COMMON_DEFAULTS, StackExperts
+from moetrain.models.decoders import COMMON_DEFAULTS, StackExperts, renamed
 from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
 from moetrain.models.hf.take_rows import TakeRows
@@ -257,7 +257,7 @@ register(
             "moe_latent_size": int,
         },
         lora_layout="fused",
-        backbone="backbone",
+        modules=renamed(_MAP, lambda name: name.replace("backbone.", "model.", 1)),
         experts="mixer.experts",
         unadaptable="*.mamba.wo.weight",
         activation="relu2",

@@ -228,6 +228,8 @@ def load_hf(
     with torch.device("meta"):
         model = Transformer(arch)
     model.to(dtype).to_empty(device=device)
+    for buffer in model.buffers():  # only routers' biases are buffers; not all files hold them
+        buffer.zero_()
     load_weights(model, folder)
     return model
 
@@ -291,8 +293,9 @@ def _is_contradiction(name: str, arch: Architecture, num_extra_layers: int) -> b
     It does if it is in a module or a layer of the model, or in a layer past the
     ``num_extra_layers`` of multi-token prediction that follow the model's layers.
     """
-    scope = FAMILIES[arch.family].scope(name)
-    if scope is None or _FOLLOWS_FROM_CONFIG.fullmatch(name):
+    family = FAMILIES[arch.family]
+    scope = family.scope(name)
+    if scope is None or _FOLLOWS_FROM_CONFIG.fullmatch(name) or re.fullmatch(family.unused, name):
         return False
     is_layer = scope.isascii() and scope.isdecimal() and len(scope) < 9
     return not is_layer or not 0 <= int(scope) - arch.num_layers < num_extra_layers

@@ -115,12 +115,8 @@ class _Site(NamedTuple):
         The list is empty if the weight is only a part of the weight of PEFT's module.
         """
         family, sites = FAMILIES[arch.family], []
-        for piece in family.pieces({name: shape}, arch):
+        for piece in family.pieces({name: shape}, arch, family.modules):
             key = piece.hf_name.removesuffix(".weight")
-            if family.backbone and key.startswith(f"{family.backbone}."):
-                key = family.language_model + key.removeprefix(family.backbone)
-            elif name == SAVED_MODULES["lm_head"]:
-                key = "lm_head"
             if piece.is_whole:
                 sites.append(cls(_PREFIX + key, a=piece.place[:1], b=piece.place, key=key))
         return sites

@@ -109,6 +109,8 @@ class Export:
                 own = source.stored[name].dtype
             num_bytes = math.prod(shape) * own.itemsize
             self._own.append(_Outgoing(name, own, num_bytes, pieces=pieces, shape=shape))
+        # The pieces of a tensor must arrive one after another.
+        assert len({outgoing.name for outgoing in self._own}) == len(self._own)
         default = None if source is not None and dtype == "auto" else self._own[0].dtype
         self._files = self._side_files(default)
         if (packing := packing_of(format)) is not None:
@@ -182,8 +184,10 @@ class Export:
     @staticmethod
     def warn_about_router_bias(model: Transformer) -> None:
         """Warn if files of the family cannot hold the routers' selection biases."""
-        holds = FAMILIES[model.arch.family].holds
-        if lost := [n for n, b in model.named_buffers() if not holds(n) and b.any()]:
+        family, source = FAMILIES[model.arch.family], model.source
+        weight_map = None if source is None else source.weight_map
+        buffers = ((name, x) for name, x in model.named_buffers() if x.any())
+        if lost := [name for name, _ in buffers if not family.holds(name, weight_map)]:
             logger.warning(
                 "Hugging Face files cannot hold %s, which are left out", hf_files.listing(lost)
             )
