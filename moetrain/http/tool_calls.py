@@ -14,18 +14,20 @@ from moetrain.config.sources import shortened
 
 _BEGIN, _SEP, _END = (f"<.tool.{mark}.>" for mark in ("call.begin", "sep", "call.end"))
 """Marks of DeepSeek. The dots stand for U+FF5C and U+2581."""
-_IN = rf"(?:(?!<tool_call>|<invoke |{_BEGIN}).)*?"
+_OF = r"(?::\w{1,32})?"
+"""The word that Hy3's tokenizer adds to every mark (``<tool_call:opensource>``)."""
+_IN = rf"(?:(?!<tool_call{_OF}>|<invoke |{_BEGIN}).)*?"
 """Text inside a call. It does not reach into the next call, because a text that consists of marks
 would then take quadratic time."""
 _FORMATS = {
     # Hermes, Qwen
     rf"<tool_call>\s*(?P<json>\{{{_IN}\}})\s*</tool_call>": "",
-    # Qwen3-Coder, Nemotron; GLM; MiniMax: the arguments one by one
+    # Qwen3-Coder, Nemotron; GLM, Hy3; MiniMax: the arguments one by one
     rf"<tool_call>\s*<function=(?P<name>[^<>]+)>(?P<pairs>{_IN})</function>\s*</tool_call>": (
         r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>"
     ),
-    rf"<tool_call>\s*(?P<name>[^<{{\s]{{1,128}})(?P<pairs>{_IN})</tool_call>": (
-        r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
+    rf"<tool_call{_OF}>\s*(?P<name>[^<{{\s]{{1,128}})(?P<pairs>{_IN})</tool_call{_OF}>": (
+        rf"<arg_key{_OF}>(.*?)</arg_key{_OF}>\s*<arg_value{_OF}>(.*?)</arg_value{_OF}>"
     ),
     rf'<invoke name="(?P<name>[^"<]+)">(?P<pairs>{_IN})</invoke>': (
         r'<parameter name="([^"]+)">(.*?)</parameter>'
@@ -39,7 +41,7 @@ _FORMATS = {
 """Patterns of calls, each with the pattern of one argument; empty: the arguments are JSON."""
 _MOST_REFERENCES = 100
 """Most references of a chain that are followed; a chain may be a cycle."""
-_AROUND = re.compile("<.tool.calls.(?:begin|end).>|</?minimax:tool_call>")
+_AROUND = re.compile(rf"<.tool.calls.(?:begin|end).>|</?minimax:tool_call>|</?tool_calls{_OF}>")
 
 
 def parse_tools(text: str, schemas: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:

@@ -510,6 +510,21 @@ TOOLS = {name: {"properties": {"q": {"type": "string"}, "n": {}}} for name in ("
             [("add", {"n": [1]})],
         ),
         (
+            "c<tool_calls:opensource>\n<tool_call:opensource>find<tool_sep:opensource>\n"
+            "<arg_key:opensource>q</arg_key:opensource>\n"
+            "<arg_value:opensource>3</arg_value:opensource>\n</tool_call:opensource>\n"
+            "<tool_call:opensource>add<tool_sep:opensource>\n</tool_call:opensource>\n"
+            "</tool_calls:opensource>",
+            "c",
+            [("find", {"q": "3"}), ("add", {})],
+        ),
+        (
+            "<tool_calls>\n<tool_call>add<tool_sep>\n<arg_key>n</arg_key>\n"
+            "<arg_value>[1]</arg_value>\n</tool_call>\n</tool_calls>",
+            "",
+            [("add", {"n": [1]})],
+        ),
+        (
             '<minimax:tool_call><invoke name="add"><parameter name="n">x y</parameter></invoke>'
             '<invoke name="find"></invoke></minimax:tool_call>',
             "",
@@ -552,6 +567,7 @@ def test_tool_calls_of_every_format(text, left, calls):
         "[{",
         "{" * 9999,
         "<tool_call>{" * 9999,
+        "<tool_call:opensource>a" * 9999,
         "<tool_call>" + " " * 99_999,
         '<invoke name="add">' * 9999,
         '{"name": "add", "arguments": {"n": NaN}}',
