@@ -159,6 +159,12 @@ SOLAR = {
     "num_experts_per_tok": 2,
     "routed_scaling_factor": 2.5,
 }
+HY = {
+    "head_dim": 12,
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
 # The key names the family and the oddity of this case.
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
@@ -440,6 +446,19 @@ CASES = {
     "solar_open many experts": {**SOLAR, "n_routed_experts": 33, "num_experts_per_tok": 7},
     "solar_open yarn": {**SOLAR, "rope_parameters": YARN},
     "solar_open one layer": {**SOLAR, "num_hidden_layers": 1, "moe_intermediate_size": 8},
+    "hy_v3": HY,
+    "hy_v3 layer types": {**HY, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    "hy_v3 no dense layer": {**HY, "mlp_layer_types": ["sparse"] * 3},
+    "hy_v3 sums in the model's dtype": {**HY, "enable_moe_fp32_combine": False},
+    "hy_v3 two shared experts": {**HY, "num_shared_experts": 2, "router_scaling_factor": 1.0},
+    "hy_v3 biases": {**HY, "attention_bias": True},
+    "hy_v3 tied": {**HY, "tie_word_embeddings": True},
+    "hy_v3 one kv head": {**HY, "num_key_value_heads": 1, "head_dim": 4},
+    "hy_v3 as many kv heads": {**HY, "num_key_value_heads": 4},
+    "hy_v3 every expert": {**HY, "num_experts_per_tok": 6},
+    "hy_v3 many experts": {**HY, "num_experts": 35, "num_experts_per_tok": 8},
+    "hy_v3 yarn": {**HY, "rope_parameters": YARN},
+    "hy_v3 one layer": {**HY, "num_hidden_layers": 1, "mlp_layer_types": ["sparse"]},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
@@ -465,6 +484,7 @@ EXTRA = {
     "ernie4_5_moe": "model.mtp_block.0.mlp.up_proj.weight",
     "minimax_m2": "model.mtp.0.fc.weight",
     "nemotron_h": "mtp.layers.0.eh_proj.weight",
+    "hy_v3": "model.layers.{}.eh_proj.weight",
 }
 """Tensors of MTP blocks, under their names in each family's files."""
 AROUND_ONE = ("norm.weight", "layer_scalar", "scale")

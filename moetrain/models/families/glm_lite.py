@@ -11,32 +11,22 @@ from moetrain.models.families.deepseek import (
     read_v3_layers,
 )
 from moetrain.models.family import Family, register
-from moetrain.models.hf.files import error
 from moetrain.models.parts.deepseek_router import write_deepseek_layers
+from moetrain.models.parts.layer_types import read_mlp_types, write_mlp_types
 
-_DENSE = "dense"
-_ROUTED = "sparse"
 _FIRST = "first_k_dense_replace"
 
 
 def _read_layers(config: ConfigJson) -> Fields:
     """Read which layers are MoE; by default all but the first are."""
-    kinds = config["mlp_layer_types"]
-    if kinds is None:
-        kinds = [_DENSE] + [_ROUTED] * (config["num_hidden_layers"] - 1)
-    unknown = sorted({str(kind) for kind in kinds} - {_DENSE, _ROUTED})
-    if unknown:
-        raise error("config.json", f"mlp_layer_types {', '.join(unknown)} are not supported")
-    read = read_v3_layers({**config, _FIRST: 0})
-    return {**read, "moe_layers": tuple(kind == _ROUTED for kind in kinds)}
+    read = read_v3_layers({**config, _FIRST: 1})
+    return {**read, "moe_layers": read_mlp_types(config, read["moe_layers"])}
 
 
 def _write_layers(arch: Architecture) -> Fields:
     written = write_deepseek_layers(arch)
-    routed = arch.moe_layer_indices
     del written[_FIRST]
-    kinds = [_ROUTED if i in routed else _DENSE for i in range(arch.num_layers)]
-    return {**written, "mlp_layer_types": kinds}
+    return {**written, "mlp_layer_types": write_mlp_types(arch)}
 
 
 _DEFAULTS = {key: value for key, value in V3["defaults"].items() if key != _FIRST}

@@ -449,6 +449,11 @@ def test_every_family(case, check, tmp_path):
         "qwen3_5_text-packing",
         "qwen3_next-formulas",
         "qwen3_next-packing",
+        "hy_v3-files",
+        "hy_v3-formulas",
+        "hy_v3-generation",
+        "hy_v3-gradients",
+        "hy_v3-packing",
         "solar_open-files",
         "solar_open-formulas",
         "solar_open-generation",
@@ -723,6 +728,7 @@ def test_adapters_that_peft_cannot_express_are_refused(preset, target, problem):
         ("qwen2_moe", ("*.shared_experts.*",)),
         ("qwen2_moe dense layers", ("*.shared_experts.*", "*.mlp.*", "*.moe.experts")),
         ("nemotron_h", ("*.to_latent", "*.from_latent", "*.shared_experts.*")),
+        ("hy_v3", ("*.shared_experts.*", "*.mlp.*", "*.moe.experts")),
     ],
 )
 @torch.no_grad()
@@ -792,6 +798,7 @@ PUBLISHED = {
     "qwen3.8-27b": 26.90,
     "nemotron-3-super-120b-a12b": 120.67,
     "solar-open-100b": 102.65,
+    "hy3-preview": 295.03,  # without the MTP blocks, like the next two
 }
 
 
@@ -959,6 +966,9 @@ def test_fewer_or_more_layers_of_a_preset():
         ),
         ("gemma4_text", {"global_head_dim": 7}, "head_dim 7 is odd"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of a llama"),
+        ("hy_v3", {"mlp_bias": True}, "mlp_bias True is not supported, only False"),
+        ("hy_v3", {"route_norm": False}, "route_norm False is not supported, only True"),
+        ("hy_v3", {"mlp_layer_types": ["cnn"] * 3}, "mlp_layer_types cnn are not supported"),
         ("solar_open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of a solar_open"),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace 1 is not .* only 0"),
         ("solar_open", {"use_qk_norm": True}, "use_qk_norm True is not supported, only False"),
