@@ -37,7 +37,7 @@ from tests.lib.generators import draw_request
 from tests.lib.generators import make_model as make_plain_model
 from tests.lib.multi_token_models import with_multi_token
 
-CASES = ["glm4_moe", "deepseek_v3", "glm4_moe_lite tied", "qwen3_5_moe_text"]
+CASES = ["glm4_moe", "deepseek_v3", "glm4_moe_lite tied", "qwen3_5_moe_text", "mellum"]
 
 
 def texts_of(found):

@@ -165,6 +165,15 @@ HY = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
 }
+MELLUM = {
+    "head_dim": 12,
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+    "layer_types": TURNS + TURNS[:1],
+}
+MELLUM_YARN = {TURNS[1]: YARN, TURNS[0]: SLIDING_ROPE}
 # The key names the family and the oddity of this case.
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
@@ -459,6 +468,27 @@ CASES = {
     "hy_v3 many experts": {**HY, "num_experts": 35, "num_experts_per_tok": 8},
     "hy_v3 yarn": {**HY, "rope_parameters": YARN},
     "hy_v3 one layer": {**HY, "num_hidden_layers": 1, "mlp_layer_types": ["sparse"]},
+    "mellum": MELLUM,
+    "mellum yarn": {**MELLUM, "rope_parameters": MELLUM_YARN},
+    "mellum yarn in windows": {
+        **MELLUM,
+        "rope_parameters": {TURNS[0]: YARN, TURNS[1]: {"rope_type": "default", "rope_theta": 7e3}},
+    },
+    "mellum no window": {**MELLUM, "layer_types": None},
+    "mellum every window": {**MELLUM, "layer_types": TURNS[:1] * 3, "sliding_window": 2},
+    "mellum one kind's angles": {
+        **MELLUM,
+        "layer_types": TURNS[1:] * 3,
+        "rope_parameters": {TURNS[1]: YARN},
+    },
+    "mellum dense layers": {**MELLUM, "mlp_layer_types": ["dense", "sparse", "dense"]},
+    "mellum not normalised": {**MELLUM, "norm_topk_prob": False, "num_experts_per_tok": 5},
+    "mellum biases": {**MELLUM, "attention_bias": True},
+    "mellum tied": {**MELLUM, "tie_word_embeddings": True},
+    "mellum one kv head": {**MELLUM, "num_key_value_heads": 1, "head_dim": 4},
+    "mellum as many kv heads": {**MELLUM, "num_key_value_heads": 4},
+    "mellum many experts": {**MELLUM, "num_experts": 37, "num_experts_per_tok": 8},
+    "mellum one layer": {**MELLUM, "num_hidden_layers": 1, "layer_types": TURNS[:1]},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
@@ -485,6 +515,7 @@ EXTRA = {
     "minimax_m2": "model.mtp.0.fc.weight",
     "nemotron_h": "mtp.layers.0.eh_proj.weight",
     "hy_v3": "model.layers.{}.eh_proj.weight",
+    "mellum": "mtp.fc.weight",
 }
 """Tensors of MTP blocks, under their names in each family's files."""
 AROUND_ONE = ("norm.weight", "layer_scalar", "scale")

@@ -16,8 +16,8 @@ their tensors unchanged. Generation can draft with the first block
 (:mod:`moetrain.generate.drafting`). The blocks are built for these two uses alone.
 
 Files hold the blocks in one of two layouts, by the family: as layers behind the model's own, with
-copies of embedding and head (DeepSeek, GLM: :func:`behind_layers`), or under ``mtp.`` (Qwen:
-:func:`under_mtp`).
+copies of embedding and head (DeepSeek, GLM: :func:`behind_layers`), or under ``mtp.`` (Qwen,
+Mellum: :func:`under_mtp`).
 
 Left out on purpose: pipelines, since the last stage would need the embedding too.
 
@@ -107,18 +107,22 @@ class _Readout(Part):
 class MultiTokenDecoder(Architecture):
     """A decoder whose files may have MTP blocks, built if ``mtp_layers`` is set.
 
-    An MTP block has the same parts as the last block of the model that has full attention.
+    An MTP block has the same parts as the last block of the model that has full attention, or that
+    has a window (``mtp_has_window``).
     """
+
+    mtp_has_window: ClassVar[bool] = False
 
     def multi_token_layers(self) -> tuple[tuple[Part, ...], ...]:
         if not self.mtp_layers:
             return ()
         mixers = {i: self.attention(i) for i in range(self.num_layers)}
-        full = [i for i, part in mixers.items() if not part.carries_state and part.window is None]
-        if not full:
-            raise ValueError(f"mtp_layers is {self.mtp_layers}, but no block has full attention")
-        last = full[-1]
-        parts = mixers[last], self.feed_forward(last), Join.of(self), _Readout.of(self)
+        softmax = {i: part for i, part in mixers.items() if not part.carries_state}
+        fit = [i for i, x in softmax.items() if (x.window is not None) == self.mtp_has_window]
+        if not fit:
+            kind = "a window" if self.mtp_has_window else "full attention"
+            raise ValueError(f"mtp_layers is {self.mtp_layers}, but no block has {kind}")
+        parts = mixers[fit[-1]], self.feed_forward(fit[-1]), Join.of(self), _Readout.of(self)
         return (parts,) * self.mtp_layers
 
 

@@ -62,6 +62,7 @@ from tests.lib.family_cases import (
     ROUTED_CASES,
     SIZES,
     STATES,
+    TURNS,
     YARN,
     architecture_of,
     limits,
@@ -454,6 +455,11 @@ def test_every_family(case, check, tmp_path):
         "hy_v3-generation",
         "hy_v3-gradients",
         "hy_v3-packing",
+        "mellum-files",
+        "mellum-formulas",
+        "mellum-generation",
+        "mellum-gradients",
+        "mellum-packing",
         "solar_open-files",
         "solar_open-formulas",
         "solar_open-generation",
@@ -799,6 +805,7 @@ PUBLISHED = {
     "nemotron-3-super-120b-a12b": 120.67,
     "solar-open-100b": 102.65,
     "hy3-preview": 295.03,  # without the MTP blocks, like the next two
+    "mellum2-12b-a2.5b": 12.15,
 }
 
 
@@ -969,6 +976,20 @@ def test_fewer_or_more_layers_of_a_preset():
         ("hy_v3", {"mlp_bias": True}, "mlp_bias True is not supported, only False"),
         ("hy_v3", {"route_norm": False}, "route_norm False is not supported, only True"),
         ("hy_v3", {"mlp_layer_types": ["cnn"] * 3}, "mlp_layer_types cnn are not supported"),
+        ("mellum", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention are not"),
+        ("mellum", {"mtp_layer_types": TURNS[1:]}, "mtp_layer_types .* is not supported"),
+        ("mellum", {"sliding_window": None}, "no sliding_window is in use"),
+        ("mellum", {"rope_parameters": YARN}, "rope_parameters of full_attention are None"),
+        (
+            "mellum",
+            {"rope_parameters": {key: {**YARN, "rope_type": "longrope"} for key in TURNS}},
+            "rope_parameters of full_attention: rope type 'longrope' is not supported",
+        ),
+        (
+            "mellum",
+            {"rope_parameters": {key: {**YARN, "partial_rotary_factor": 0.5} for key in TURNS}},
+            "rope_parameters of full_attention .* for whole heads",
+        ),
         ("solar_open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of a solar_open"),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace 1 is not .* only 0"),
         ("solar_open", {"use_qk_norm": True}, "use_qk_norm True is not supported, only False"),

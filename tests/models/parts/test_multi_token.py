@@ -36,6 +36,7 @@ from tests.lib.small_models import relative_error
 
 CASES = ["glm4_moe", "glm4_moe groups", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"]
 CASES += ["deepseek_v3", "deepseek_v3 no latent queries", "deepseek_v3 yarn", "glm4_moe_lite"]
+CASES += ["mellum", "mellum yarn"]
 LINEAR = {"qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"}
 
 
@@ -76,7 +77,8 @@ def theirs(folder):
     config = main_model.config
     config.num_mtp_layers = 1
     if getattr(config, "layer_types", None) is not None:
-        config.mtp_layer_types = ["full_attention"]
+        has_window = config.model_type == "mellum"
+        config.mtp_layer_types = ["sliding_attention" if has_window else "full_attention"]
     if getattr(config, "mlp_layer_types", None) is not None:
         config.mtp_mlp_layer_types = ["sparse"]
     # transformers' classes of GLM know the published numbers of layers alone.
@@ -227,7 +229,9 @@ def test_parts_know_parameters_and_products(case):
         used = arch.num_experts_per_token * (seq_len if arch.num_experts else 0)
         experts = 6 * used * arch.hidden_size * arch.moe_intermediate_size
     widths = arch.head_dim + getattr(arch, "v_head_dim", arch.head_dim)
-    pairs = arch.num_heads * widths * seq_len * seq_len
+    window = min(arch.window(arch.num_layers) or seq_len, seq_len)
+    keys = 2 * window * (1 - window / (2 * seq_len))
+    pairs = arch.num_heads * widths * seq_len * keys
     more = (arch.flops_per_token(seq_len) - plain.flops_per_token(seq_len)) * seq_len / 3
     assert counts[1] - counts[0] + experts + pairs == pytest.approx(more, rel=1e-12)
 
