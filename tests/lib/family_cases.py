@@ -174,6 +174,14 @@ MELLUM = {
     "layer_types": TURNS + TURNS[:1],
 }
 MELLUM_YARN = {TURNS[1]: YARN, TURNS[0]: SLIDING_ROPE}
+EXAONE = {
+    "head_dim": 12,
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+    "sliding_window_pattern": 2,
+}
 # The key names the family and the oddity of this case.
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
@@ -489,6 +497,20 @@ CASES = {
     "mellum as many kv heads": {**MELLUM, "num_key_value_heads": 4},
     "mellum many experts": {**MELLUM, "num_experts": 37, "num_experts_per_tok": 8},
     "mellum one layer": {**MELLUM, "num_hidden_layers": 1, "layer_types": TURNS[:1]},
+    "exaone_moe": EXAONE,
+    "exaone_moe no window": {**EXAONE, "layer_types": TURNS[1:] * 3},
+    "exaone_moe every window": {**EXAONE, "sliding_window_pattern": 4, "sliding_window": 2},
+    "exaone_moe layer types": {**EXAONE, "layer_types": TURNS[::-1] + TURNS[:1]},
+    "exaone_moe groups": {**EXAONE, "n_group": 3, "topk_group": 2, "num_shared_experts": 2},
+    "exaone_moe mlp types": {**EXAONE, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    "exaone_moe two dense layers": {**EXAONE, "first_k_dense_replace": 2},
+    "exaone_moe not normalised": {**EXAONE, "norm_topk_prob": False, "num_experts_per_tok": 5},
+    "exaone_moe tied": {**EXAONE, "tie_word_embeddings": True},
+    "exaone_moe one kv head": {**EXAONE, "num_key_value_heads": 1, "head_dim": 4},
+    "exaone_moe as many kv heads": {**EXAONE, "num_key_value_heads": 4, "head_dim": 8},
+    "exaone_moe many experts": {**EXAONE, "num_experts": 35, "num_experts_per_tok": 8},
+    "exaone_moe yarn": {**EXAONE, "rope_parameters": YARN},
+    "exaone_moe one layer": {**EXAONE, "num_hidden_layers": 1, "first_k_dense_replace": 0},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
@@ -516,6 +538,7 @@ EXTRA = {
     "nemotron_h": "mtp.layers.0.eh_proj.weight",
     "hy_v3": "model.layers.{}.eh_proj.weight",
     "mellum": "mtp.fc.weight",
+    "exaone_moe": "mtp.fc.weight",
 }
 """Tensors of MTP blocks, under their names in each family's files."""
 AROUND_ONE = ("norm.weight", "layer_scalar", "scale")

@@ -450,6 +450,11 @@ def test_every_family(case, check, tmp_path):
         "qwen3_5_text-packing",
         "qwen3_next-formulas",
         "qwen3_next-packing",
+        "exaone_moe-files",
+        "exaone_moe-formulas",
+        "exaone_moe-generation",
+        "exaone_moe-gradients",
+        "exaone_moe-packing",
         "hy_v3-files",
         "hy_v3-formulas",
         "hy_v3-generation",
@@ -806,6 +811,7 @@ PUBLISHED = {
     "solar-open-100b": 102.65,
     "hy3-preview": 295.03,  # without the MTP blocks, like the next two
     "mellum2-12b-a2.5b": 12.15,
+    "k-exaone-236b-a23b": 236.57,
 }
 
 
@@ -990,6 +996,10 @@ def test_fewer_or_more_layers_of_a_preset():
             {"rope_parameters": {key: {**YARN, "partial_rotary_factor": 0.5} for key in TURNS}},
             "rope_parameters of full_attention .* for whole heads",
         ),
+        ("exaone_moe", {"swiglu_limits": [7.0] * 3}, "swiglu_limits .* is not supported"),
+        ("exaone_moe", {"sliding_windows": [5] * 3}, "sliding_windows .* is not supported"),
+        ("exaone_moe", {"is_moe_layer": [True] * 3}, "is_moe_layer .* contradicts"),
+        ("exaone_moe", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern is 'LLLG'"),
         ("solar_open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of a solar_open"),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace 1 is not .* only 0"),
         ("solar_open", {"use_qk_norm": True}, "use_qk_norm True is not supported, only False"),
