@@ -182,6 +182,7 @@ EXAONE = {
     "sliding_window": 5,
     "sliding_window_pattern": 2,
 }
+AXK1 = {key: value for key, value in V3.items() if key != "num_nextn_predict_layers"}
 # The key names the family and the oddity of this case.
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
@@ -511,6 +512,18 @@ CASES = {
     "exaone_moe many experts": {**EXAONE, "num_experts": 35, "num_experts_per_tok": 8},
     "exaone_moe yarn": {**EXAONE, "rope_parameters": YARN},
     "exaone_moe one layer": {**EXAONE, "num_hidden_layers": 1, "first_k_dense_replace": 0},
+    "axk1": AXK1,
+    "axk1 groups": {**AXK1, "n_group": 3, "topk_group": 2, "n_shared_experts": 2},
+    "axk1 layer types": {**AXK1, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    "axk1 every other": {**AXK1, "moe_layer_freq": 2, "first_k_dense_replace": 0},
+    "axk1 no dense layer": {**AXK1, "first_k_dense_replace": 0, "tie_word_embeddings": True},
+    "axk1 biases": {**AXK1, "attention_bias": True},
+    "axk1 yarn": {**AXK1, "rope_parameters": STRETCHED},
+    "axk1 halves": {**AXK1, "rope_interleave": False, "qk_rope_head_dim": 8},
+    "axk1 wide values": {**AXK1, "v_head_dim": 26, "rms_norm_eps": 1e-2},
+    "axk1 not normalised": {**AXK1, "norm_topk_prob": False, "num_experts_per_tok": 5},
+    "axk1 many experts": {**AXK1, "n_routed_experts": 33, "num_experts_per_tok": 7},
+    "axk1 one head": {**AXK1, "num_attention_heads": 1, "num_key_value_heads": 1},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""

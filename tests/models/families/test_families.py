@@ -318,6 +318,29 @@ def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
 
 
 @torch.no_grad()
+def test_files_of_axk1_hold_no_biases_and_a_norm_too_many(tmp_path, caplog):
+    """Biases are zero then, and left out again, which is told if they have moved."""
+    theirs, end = random_reference("axk1"), ".e_score_correction_bias"
+    for name, bias_E in theirs.named_buffers():
+        if name.endswith(end):
+            bias_E.zero_()
+    theirs.save_pretrained(tmp_path / "in")
+    stored = load_file(tmp_path / "in" / "model.safetensors")
+    stored = {name: tensor for name, tensor in stored.items() if not name.endswith(end)}
+    stored["model.layers.0.post_mlp_layernorm.weight"] = torch.randn(32)  # of a dense layer
+    save_file(stored, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    model, tokens_BS = load_hf(tmp_path / "in"), tokens(2, 9)
+    assert relative_error(model(tokens_BS), theirs(tokens_BS, use_cache=False).logits) < 1e-5
+    for value in (0.0, 0.5):
+        model.layers[2].moe.router.bias.fill_(value)
+        save_hf(model, tmp_path / "out")
+        got = load_file(tmp_path / "out" / "model.safetensors")
+        assert got.keys() == stored.keys()
+        assert all(torch.equal(got[name], tensor) for name, tensor in stored.items())
+        assert ("cannot hold layers.2.moe.router.bias" in caplog.text) == (value > 0)
+
+
+@torch.no_grad()
 def generation(case, tmp_path):
     """Check that greedy tokens equal transformers'."""
     theirs = random_reference(case).eval()
@@ -405,6 +428,11 @@ def test_every_family(case, check, tmp_path):
 @pytest.mark.tier(
     "quick",
     long=[
+        "axk1-files",
+        "axk1-formulas",
+        "axk1-generation",
+        "axk1-gradients",
+        "axk1-packing",
         "dots1-files",
         "dots1-formulas",
         "dots1-generation",
@@ -740,6 +768,7 @@ def test_adapters_that_peft_cannot_express_are_refused(preset, target, problem):
         ("qwen2_moe dense layers", ("*.shared_experts.*", "*.mlp.*", "*.moe.experts")),
         ("nemotron_h", ("*.to_latent", "*.from_latent", "*.shared_experts.*")),
         ("hy_v3", ("*.shared_experts.*", "*.mlp.*", "*.moe.experts")),
+        ("axk1", ("*.shared_experts.*", "*.mlp.*", "*.attn.*")),
     ],
 )
 @torch.no_grad()
@@ -812,6 +841,7 @@ PUBLISHED = {
     "hy3-preview": 295.03,  # without the MTP blocks, like the next two
     "mellum2-12b-a2.5b": 12.15,
     "k-exaone-236b-a23b": 236.57,
+    "a.x-k1": 518.98,
 }
 
 
@@ -996,6 +1026,9 @@ def test_fewer_or_more_layers_of_a_preset():
             {"rope_parameters": {key: {**YARN, "partial_rotary_factor": 0.5} for key in TURNS}},
             "rope_parameters of full_attention .* for whole heads",
         ),
+        ("axk1", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+        ("axk1", {"q_lora_rank": None}, "q_lora_rank is None, expected a value like 1536"),
+        ("axk1", {"moe_layer_freq": 0}, "moe_layer_freq is 0, expected 1 or more"),
         ("exaone_moe", {"swiglu_limits": [7.0] * 3}, "swiglu_limits .* is not supported"),
         ("exaone_moe", {"sliding_windows": [5] * 3}, "sliding_windows .* is not supported"),
         ("exaone_moe", {"is_moe_layer": [True] * 3}, "is_moe_layer .* contradicts"),
