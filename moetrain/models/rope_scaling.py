@@ -48,6 +48,8 @@ class RopeScaling(BaseModel):
         "dynamic": ("alpha", "factor"),
     }
     """The fields that files have for each kind."""
+    _ALIASES: ClassVar[Mapping[str, str]] = {"deepseek_yarn": "yarn"}
+    """Other names that files have for kinds."""
     _REQUIRED: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "linear": ("factor",),
         "yarn": ("factor",),
@@ -91,6 +93,7 @@ class RopeScaling(BaseModel):
         Raises ValueError: the kind is not supported, a field is missing, or a value is wrong.
         """
         kind = rope.get("rope_type", rope.get("type", "default"))
+        kind = cls._ALIASES.get(kind, kind) if isinstance(kind, str) else kind
         if not isinstance(kind, str) or kind not in cls._FIELDS:
             known = ", ".join(cls._FIELDS)
             raise ValueError(f"rope type {kind!r} is not supported; supported: {known}")

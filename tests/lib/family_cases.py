@@ -183,6 +183,14 @@ EXAONE = {
     "sliding_window_pattern": 2,
 }
 AXK1 = {key: value for key, value in V3.items() if key != "num_nextn_predict_layers"}
+SARVAM = {
+    "head_dim": 12,
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+SARVAM_LATENT = {key: value for key, value in LATENT.items() if key != "n_routed_experts"}
+SARVAM_LATENT |= {"num_experts": 6, "q_lora_rank": None}
 # The key names the family and the oddity of this case.
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
@@ -524,6 +532,31 @@ CASES = {
     "axk1 not normalised": {**AXK1, "norm_topk_prob": False, "num_experts_per_tok": 5},
     "axk1 many experts": {**AXK1, "n_routed_experts": 33, "num_experts_per_tok": 7},
     "axk1 one head": {**AXK1, "num_attention_heads": 1, "num_key_value_heads": 1},
+    "sarvam_moe": SARVAM,
+    "sarvam_moe groups": {**SARVAM, "n_group": 3, "topk_group": 2, "num_shared_experts": 2},
+    "sarvam_moe every expert": {**SARVAM, "num_experts_per_tok": 6},
+    "sarvam_moe no norms": {**SARVAM, "use_qk_norm": False, "rms_norm_eps": 1e-2},
+    "sarvam_moe half": {**SARVAM, "partial_rotary_factor": 0.5},
+    "sarvam_moe tied": {**SARVAM, "tie_word_embeddings": True},
+    "sarvam_moe one kv head": {**SARVAM, "num_key_value_heads": 1, "head_dim": 4},
+    "sarvam_moe as many kv heads": {**SARVAM, "num_key_value_heads": 4},
+    "sarvam_moe no dense layer": {**SARVAM, "first_k_dense_replace": 0},
+    "sarvam_moe two dense layers": {**SARVAM, "first_k_dense_replace": 2},
+    "sarvam_moe not normalised": {**SARVAM, "norm_topk_prob": False, "num_experts_per_tok": 5},
+    "sarvam_moe many experts": {**SARVAM, "num_experts": 33, "num_experts_per_tok": 7},
+    "sarvam_moe yarn": {**SARVAM, "rope_parameters": YARN},
+    "sarvam_mla": SARVAM_LATENT,
+    "sarvam_mla latent queries": {**SARVAM_LATENT, "q_lora_rank": 20},
+    "sarvam_mla groups": {**SARVAM_LATENT, "n_group": 3, "topk_group": 2, "num_shared_experts": 2},
+    "sarvam_mla no kv heads": {**SARVAM_LATENT, "num_key_value_heads": None, "head_dim": 18},
+    "sarvam_mla yarn": {**SARVAM_LATENT, "rope_parameters": STRETCHED},
+    "sarvam_mla biases": {**SARVAM_LATENT, "attention_bias": True},
+    "sarvam_mla tied": {**SARVAM_LATENT, "tie_word_embeddings": True},
+    "sarvam_mla equal widths": {**SARVAM_LATENT, "v_head_dim": 16},
+    "sarvam_mla no dense layer": {**SARVAM_LATENT, "first_k_dense_replace": 0},
+    "sarvam_mla two dense layers": {**SARVAM_LATENT, "first_k_dense_replace": 2},
+    "sarvam_mla every expert": {**SARVAM_LATENT, "num_experts_per_tok": 6},
+    "sarvam_mla many experts": {**SARVAM_LATENT, "num_experts": 33, "num_experts_per_tok": 7},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""

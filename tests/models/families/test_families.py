@@ -493,6 +493,16 @@ def test_every_family(case, check, tmp_path):
         "mellum-generation",
         "mellum-gradients",
         "mellum-packing",
+        "sarvam_mla-files",
+        "sarvam_mla-formulas",
+        "sarvam_mla-generation",
+        "sarvam_mla-gradients",
+        "sarvam_mla-packing",
+        "sarvam_moe-files",
+        "sarvam_moe-formulas",
+        "sarvam_moe-generation",
+        "sarvam_moe-gradients",
+        "sarvam_moe-packing",
         "solar_open-files",
         "solar_open-formulas",
         "solar_open-generation",
@@ -769,6 +779,7 @@ def test_adapters_that_peft_cannot_express_are_refused(preset, target, problem):
         ("nemotron_h", ("*.to_latent", "*.from_latent", "*.shared_experts.*")),
         ("hy_v3", ("*.shared_experts.*", "*.mlp.*", "*.moe.experts")),
         ("axk1", ("*.shared_experts.*", "*.mlp.*", "*.attn.*")),
+        ("sarvam_moe", ("*.shared_experts.*", "*.attn.wq", "*.attn.wo")),
     ],
 )
 @torch.no_grad()
@@ -842,6 +853,8 @@ PUBLISHED = {
     "mellum2-12b-a2.5b": 12.15,
     "k-exaone-236b-a23b": 236.57,
     "a.x-k1": 518.98,
+    "sarvam-30b": 32.15,
+    "sarvam-105b": 106.03,
 }
 
 
@@ -1029,6 +1042,10 @@ def test_fewer_or_more_layers_of_a_preset():
         ("axk1", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
         ("axk1", {"q_lora_rank": None}, "q_lora_rank is None, expected a value like 1536"),
         ("axk1", {"moe_layer_freq": 0}, "moe_layer_freq is 0, expected 1 or more"),
+        ("sarvam_moe", {"use_bias": True}, "use_bias True is not supported, only False"),
+        ("sarvam_moe", {"use_qkv_bias": True}, "use_qkv_bias True is not supported, only False"),
+        ("sarvam_moe", {"n_routed_experts": 7}, "n_routed_experts 7 contradicts num_experts 6"),
+        ("sarvam_mla", {"score_function": "softmax"}, "score_function 'softmax' is not supported"),
         ("exaone_moe", {"swiglu_limits": [7.0] * 3}, "swiglu_limits .* is not supported"),
         ("exaone_moe", {"sliding_windows": [5] * 3}, "sliding_windows .* is not supported"),
         ("exaone_moe", {"is_moe_layer": [True] * 3}, "is_moe_layer .* contradicts"),

@@ -34,6 +34,8 @@ LIKE = {
     "glm4_moe_lite": "deepseek_v3",
     "solar_open": "glm4_moe",
     "hy_v3": "glm4_moe",
+    "sarvam_moe": "glm4_moe",
+    "sarvam_mla": "deepseek_v3",
 }
 """Families whose blocks run only the code of another family: the compiler sees the same."""
 
@@ -98,10 +100,12 @@ SPLIT = {
     "qwen3_next": ".linear_attn.",
     "gpt_oss": ".experts.",
     "nemotron_h": ".mamba.",
+    "sarvam_moe": ".attn.w",
 }
 """Families in which a parameter is part of a file's tensor, and its name."""
 KEPT = {  # nemotron_h's files call every part a mixer
     "nemotron_h": ["layers.0.mixer.", "layers.4.mixer.", "correction_bias", "mtp."],
+    "sarvam_moe": [".query_key_value.", ".attention.dense.", ".expert_bias"],
 }
 """What the files call the frozen tensors and those that are not trained, if it is another name."""
 

@@ -51,6 +51,109 @@ def test_presets_can_be_saved(preset):
     assert architecture_from_hf(exported_config(arch, None)) == arch
 
 
+# The keys of published files that describe the model, as far as they have been seen.
+PUBLISHED = {
+    "solar-open-100b": {
+        "model_type": "solar_open",
+        "partial_rotary_factor": 1.0,
+        "hidden_size": 4096,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 64,
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "vocab_size": 196608,
+        "intermediate_size": 10240,
+        "moe_intermediate_size": 1280,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000,
+        "max_position_embeddings": 131072,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 65536,
+        },
+    },
+    "sarvam-30b": {
+        "model_type": "sarvam_moe",
+        "first_k_dense_replace": 1,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 19,
+        "moe_intermediate_size": 1024,
+        "moe_router_enable_expert_bias": True,
+        "moe_shared_expert_intermediate_size": 1024,
+        "n_group": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 64,
+        "num_experts": 128,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 19,
+        "num_key_value_heads": 4,
+        "num_shared_experts": 1,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 8000000,
+        "routed_scaling_factor": 2.5,
+        "router_dtype": "fp32",
+        "score_function": "sigmoid",
+        "topk_group": 1,
+        "use_bias": False,
+        "use_qk_norm": True,
+        "use_qkv_bias": False,
+        "vocab_size": 262144,
+    },
+    "sarvam-105b": {
+        "model_type": "sarvam_mla",
+        "default_theta": 10000.0,
+        "first_k_dense_replace": 1,
+        "head_dim": 576,
+        "hidden_size": 4096,
+        "intermediate_size": 16384,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 2048,
+        "moe_router_enable_expert_bias": True,
+        "num_attention_heads": 64,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 32,
+        "num_shared_experts": 1,
+        "q_head_dim": 192,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "deepseek_yarn",
+        },
+        "rope_theta": 10000.0,
+        "routed_scaling_factor": 2.5,
+        "vocab_size": 262144,
+    },
+}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_published_files_describe_the_presets(preset):
+    config = PUBLISHED[preset]
+    theirs = AutoConfig.for_model(**config).to_dict()
+    assert architecture_from_hf(config) == architecture_from_hf(theirs) == PRESETS[preset]
+
+
 def test_config_values():
     arch = architecture_from_hf(config_of("qwen3 tied, biases, windows").to_dict())
     assert (arch.tie_embeddings, arch.qkv_bias, arch.out_bias) == (True, True, True)
