@@ -150,12 +150,13 @@ def _command(config: Config, words: Sequence[str], change: _Change, gpus: int) -
 def source_of(model: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the recipe to start from, and the settings that name the model."""
     from moetrain.models.families import PRESETS
+    from moetrain.models.family import presets_near
 
     if model in recipe_names() or model in PRESETS:
         return recipe_of(model, Recipes.TRAIN)
     if not Path(model).expanduser().is_dir() and model.count("/") != 1:
-        names = ", ".join(sorted(PRESETS))
-        problem = f"{model!r} is neither a folder, a hub id nor a preset ({names})"
+        near = ", ".join(presets_near(model)[:3])
+        problem = f"{model!r} is neither a folder, a hub id nor a preset, such as {near}"
         raise ConfigError("model", problem)
     has_data = any(word.lstrip("-").startswith(("data.source", "data.path")) for word in words)
     return None, ["--model.path", model, *["--data.source", "synthetic"] * (not has_data)]

@@ -13,6 +13,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -251,6 +252,12 @@ FAMILIES: dict[str, Family] = {}
 """Every known family by its ``model_type``."""
 PRESETS: dict[str, Architecture] = {}
 """The named architectures of all families."""
+
+
+def presets_near(name: str) -> list[str]:
+    """Return the names of all presets, the most similar to ``name`` first."""
+    likeness = {preset: SequenceMatcher(None, name, preset).ratio() for preset in PRESETS}
+    return sorted(PRESETS, key=lambda preset: (-likeness[preset], preset))
 
 
 def register(family: Family) -> None:

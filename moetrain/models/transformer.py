@@ -506,7 +506,7 @@ def _check_adapters(model: Transformer, layout: str) -> None:
     family = FAMILIES[model.arch.family]
     for name in weights:
         shape = model.get_parameter(name).shape
-        piece = family.pieces({name: shape}, model.arch)[0]
+        piece = family.pieces({name: shape}, model.arch, family.modules)[0]
         if fnmatchcase(name, family.unadaptable):
             problem = f"PEFT does not load an adapter of {name} in {family.name} models"
             raise ConfigError("lora.targets", f"{problem}; leave it out")

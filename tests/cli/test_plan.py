@@ -149,7 +149,7 @@ def test_a_folder_or_a_hubs_cache_with_nothing_but_a_config(capsys, tmp_path, mo
     [
         (
             "nothing --gpus 1",
-            r"^error: model: 'nothing' is neither a folder, a hub id nor a preset .debug",
+            r"^error: model: 'nothing' is neither a folder, a hub id nor a preset, such as ",
         ),
         (
             "no/such --gpus 1",

@@ -57,8 +57,12 @@ FILES = [
     ("--checkpoint.resume " + "n" * 300, "checkpoint.resume", "is not a checkpoint"),
     ("--checkpoint.resume {tmp}/no", "checkpoint.resume", "is not a checkpoint"),
     # The model.
-    ("--model.preset gpt-5", "model.preset", "'gpt-5' is not one of debug.* give model.path"),
-    ("--model.preset qwen3-30b-a3c", "model.preset", "is not one of .* qwen3-30b-a3b"),
+    (
+        "--model.preset gpt-5",
+        "model.preset",
+        "'gpt-5' is not one of .*gpt-oss-20b, .* give model.path",
+    ),
+    ("--model.preset qwen3-30b-a3c", "model.preset", "is not one of qwen3-30b-a3b, .* more "),
     ("--model.num_heads 3", "model.num_heads", "not a multiple"),
     ("--model.head_dim 7", "model.head_dim", "odd"),
     ("--model.num_experts 1", "model.num_experts", "more than"),

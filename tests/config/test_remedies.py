@@ -183,7 +183,7 @@ ROWS = {
     "no such preset": Row(
         model(),
         SYNTHETIC | {"model.preset": "gpt-2", "data.seq_len": 32},
-        "model.preset: 'gpt-2' is not one of debug, .*; for other models give model.path, a Hug",
+        "model.preset: 'gpt-2' is not one of gpt-.*; for other models give model.path, a Hug",
         [{"model.preset": "debug"}, {"model.preset": UNSET, "model.path": "model"}],
     ),
     "no model": Row(

@@ -376,6 +376,13 @@ def test_the_pages_of_settings_and_of_names_elsewhere_are_fresh():
         assert page == text, "run python scripts/write_settings.py"
 
 
+def test_every_preset_is_on_the_page_of_families():
+    page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    listed = re.findall(r"`(.+?)`", page.partition("## Presets")[2].partition("\n## ")[0])
+    ours = {n for n, x in PRESETS.items() if type(x).__module__.startswith("moetrain.")}
+    assert {*listed} == ours | {"model.preset"}
+
+
 def test_every_setting_is_on_its_page(capsys):
     page = (ROOT / "docs" / "settings.md").read_text()
     assert main(["--help"]) == 0

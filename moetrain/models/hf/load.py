@@ -23,7 +23,7 @@ from moetrain.config import ConfigError, ModelSection, logger
 from moetrain.config.sources import shortened
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES, PRESETS
-from moetrain.models.family import Piece
+from moetrain.models.family import Piece, presets_near
 from moetrain.models.hf import files as hf_files
 from moetrain.models.hf.config import architecture_from_hf, is_reward_model
 from moetrain.models.hf.lazy import LazyTensor
@@ -387,9 +387,10 @@ def _named(section: ModelSection, needs_weights: bool, multi_token: bool) -> Arc
         return _with_tokens(arch, section)
     preset = PRESETS.get(section.preset or "")
     if preset is None:
+        near = hf_files.listing(presets_near(section.preset or ""))
         raise ConfigError(
             "model.preset",
-            f"{shortened(section.preset)} is not one of {', '.join(sorted(PRESETS))}; for other "
+            f"{shortened(section.preset)} is not one of {near} (docs/families.md); for other "
             "models give model.path, a Hugging Face folder or hub id",
         )
     overrides = section.overrides()
