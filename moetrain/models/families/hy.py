@@ -2,7 +2,7 @@
 
 The first layer is dense. Published files have other names for the router and the shared expert than
 ``transformers`` has in memory. They also hold an MTP block behind the model's own layers, which an
-export copies unchanged.
+export copies unchanged unless it is trained (:mod:`moetrain.models.parts.multi_token`).
 
 ``enable_moe_fp32_combine`` adds the shared expert's result in fp32 and rounds the sum. That has the
 same bits as the sum in bf16, so both values are read.
@@ -18,7 +18,17 @@ from moetrain.models.parts.deepseek_router import (
     write_deepseek_layers,
 )
 from moetrain.models.parts.layer_types import read_mlp_types, write_mlp_types
+from moetrain.models.parts.multi_token import MultiTokenDecoder, behind_layers
 
+
+class _Hy(MultiTokenDecoder, MoEDecoder):
+    """An MoE decoder that can have MTP blocks."""
+
+
+_MAP, _MAP_WITHOUT_COPIES = behind_layers(
+    DENSE + moe_block(router="router.gate.weight", bias="expert_bias", shared="shared_mlp"),
+    readout="final_layernorm",
+)
 _FIXED: Fields = {**SIGMOID_ROUTER, "qk_norm": True, "norm_topk_prob": True}
 _FIRST = "first_k_dense_replace"
 _SHARED = "num_shared_experts"
@@ -37,13 +47,14 @@ def _write_layers(arch: Architecture) -> Fields:
         _SHARED: written["n_shared_experts"],
         _FIRST: written[_FIRST],  # transformers reads the next key, and other programs this one
         "mlp_layer_types": write_mlp_types(arch),
+        **({"num_nextn_predict_layers": arch.mtp_layers} if arch.mtp_layers else {}),
     }
 
 
 register(
     Family(
         name="hy_v3",
-        architecture=MoEDecoder,
+        architecture=_Hy,
         hf_class="HYV3ForCausalLM",
         defaults={
             **COMMON_DEFAULTS,
@@ -65,8 +76,8 @@ register(
             "mlp_layer_types": None,
             _FIRST: 1,
         },
-        weight_map=DENSE
-        + moe_block(router="router.gate.weight", bias="expert_bias", shared="shared_mlp"),
+        weight_map=_MAP,
+        other_maps=(_MAP_WITHOUT_COPIES,),
         modules=DENSE + moe_block(bias="e_score_correction_bias", shared="shared_experts"),
         fields={"routed_scaling_factor": "router_scaling_factor"},
         fixed=_FIXED,
@@ -78,7 +89,7 @@ register(
         presets={
             # The sizes are those of the class in transformers, and max_positions those of the
             # published config.json.
-            "hy3-preview": MoEDecoder(
+            "hy3-preview": _Hy(
                 family="hy_v3",
                 vocab_size=120_832,
                 hidden_size=4096,

@@ -16,7 +16,7 @@ their tensors unchanged. Generation can draft with the first block
 (:mod:`moetrain.generate.drafting`). The blocks are built for these two uses alone.
 
 Files hold the blocks in one of two layouts, by the family: as layers behind the model's own, with
-copies of embedding and head (DeepSeek, GLM: :func:`behind_layers`), or under ``mtp.`` (Qwen,
+copies of embedding and head (DeepSeek, GLM, Hy: :func:`behind_layers`), or under ``mtp.`` (Qwen,
 Mellum: :func:`under_mtp`).
 
 Left out on purpose: pipelines, since the last stage would need the embedding too.
@@ -291,18 +291,17 @@ class _Repeated(Rename):
 _LAYER = "model.layers.{layer}"
 _EMBED = f"{_LAYER}.embed_tokens"
 _HEAD = f"{_LAYER}.shared_head.head"
-_BEHIND = (
-    Rename("layers.{layer}.join.enorm", f"{_LAYER}.enorm"),
-    Rename("layers.{layer}.join.hnorm", f"{_LAYER}.hnorm"),
-    Rename("layers.{layer}.join.proj", f"{_LAYER}.eh_proj"),
-    Rename("layers.{layer}.readout", f"{_LAYER}.shared_head.norm"),
-)
 
 
-def behind_layers(weight_map: WeightMap) -> tuple[WeightMap, WeightMap]:
+def behind_layers(
+    weight_map: WeightMap, readout: str = "shared_head.norm"
+) -> tuple[WeightMap, WeightMap]:
     """Return two maps of files in which MTP blocks are layers behind the others.
 
     By the first map these layers have copies of embedding and head, by the second they have none.
+
+    Args:
+        readout: the files' name of the norm before the head.
     """
 
     def repeated(one: Operation) -> Operation:
@@ -313,7 +312,13 @@ def behind_layers(weight_map: WeightMap) -> tuple[WeightMap, WeightMap]:
                 return _Repeated("lm_head", one.theirs, copies=(_HEAD,))
         return one
 
-    return (*map(repeated, weight_map), *_BEHIND), (*weight_map, *_BEHIND)
+    behind = (
+        Rename("layers.{layer}.join.enorm", f"{_LAYER}.enorm"),
+        Rename("layers.{layer}.join.hnorm", f"{_LAYER}.hnorm"),
+        Rename("layers.{layer}.join.proj", f"{_LAYER}.eh_proj"),
+        Rename("layers.{layer}.readout", f"{_LAYER}.{readout}"),
+    )
+    return (*map(repeated, weight_map), *behind), (*weight_map, *behind)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ from tests.lib.small_models import relative_error
 
 CASES = ["glm4_moe", "glm4_moe groups", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"]
 CASES += ["deepseek_v3", "deepseek_v3 no latent queries", "deepseek_v3 yarn", "glm4_moe_lite"]
-CASES += ["mellum", "mellum yarn"]
+CASES += ["mellum", "mellum yarn", "hy_v3"]
 LINEAR = {"qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"}
 
 
@@ -73,6 +74,12 @@ def ours(folder):
 
 def theirs(folder):
     """Load transformers' model in ``folder``, and its MTP model."""
+    path = folder / "model.safetensors"
+    names = {name: name.replace("final_layernorm", "shared_head.norm") for name in load_file(path)}
+    if names.keys() != {*names.values()}:  # transformers does not know Hy3's name of it
+        renamed = {names[name]: tensor for name, tensor in load_file(path).items()}
+        folder = shutil.copytree(folder, folder / "renamed")
+        save_file(renamed, folder / "model.safetensors", {"format": "pt"})
     main_model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
     config = main_model.config
     config.num_mtp_layers = 1
@@ -148,7 +155,7 @@ def test_hidden_states_and_gradients_are_those_of_transformers(case, tmp_path):
             leaf = {"w_gate_up": "gate_up_proj", "w_down": "down_proj"}[own.rpartition(".")[2]]
             there = theirs_by_name[f"mtp_block.mlp.experts.{leaf}"]
         else:
-            (piece,) = family.pieces({plain: parameter.shape}, model.arch)
+            (piece,) = family.pieces({plain: parameter.shape}, model.arch, family.modules)
             key = piece.hf_name.partition("layers.0.")[2]
             there = theirs_by_name[f"mtp_block.{key}"]
         assert relative_error(parameter.grad, there.grad) < limit, name
