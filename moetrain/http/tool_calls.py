@@ -13,7 +13,7 @@ from urllib.parse import unquote
 from moetrain.config.sources import shortened
 
 _BEGIN, _SEP, _END = (f"<.tool.{mark}.>" for mark in ("call.begin", "sep", "call.end"))
-"""Marks of DeepSeek. The dots stand for U+FF5C and U+2581."""
+"""Marks of DeepSeek, where the dots stand for U+FF5C and U+2581, and of Solar-Open."""
 _OF = r"(?::\w{1,32})?"
 """The word that Hy3's tokenizer adds to every mark (``<tool_call:opensource>``)."""
 _IN = rf"(?:(?!<tool_call{_OF}>|<invoke |{_BEGIN}).)*?"
@@ -35,13 +35,18 @@ _FORMATS = {
     # DeepSeek
     rf"{_BEGIN}(?:function{_SEP})?(?P<name>[^<\n]{{1,128}})(?:{_SEP}|\n)(?:```json)?"
     rf"(?P<json>{_IN})(?:```)?{_END}": "",
+    # Solar-Open
+    rf"{_BEGIN}[^<]{{0,64}}<.tool.call.name.>(?P<name>[^<]{{1,128}})<.tool.call.args.>"
+    rf"(?P<json>{_IN}){_END}": "",
     # Llama, Mistral: JSON and nothing else
     r"\A\s*(?P<json>\[?\{.*\}\]?)\s*\Z": "",
 }
 """Patterns of calls, each with the pattern of one argument; empty: the arguments are JSON."""
 _MOST_REFERENCES = 100
 """Most references of a chain that are followed; a chain may be a cycle."""
-_AROUND = re.compile(rf"<.tool.calls.(?:begin|end).>|</?minimax:tool_call>|</?tool_calls{_OF}>")
+_AROUND = re.compile(
+    rf"<.tool.calls.(?:begin|end).>|</?minimax:tool_call>|</?tool_calls{_OF}>|<\|(?:tool_)?calls\|>"
+)
 
 
 def parse_tools(text: str, schemas: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:

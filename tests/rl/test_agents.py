@@ -541,6 +541,13 @@ TOOLS = {name: {"properties": {"q": {"type": "string"}, "n": {}}} for name in ("
             "",
             [("add", {"n": 1})],
         ),
+        (
+            "d<|tool_calls|><|tool_call:begin|>ab12<|tool_call:name|>find<|tool_call:args|>"
+            '{"q": "<"}<|tool_call:end|><|tool_call:begin|>cd34<|tool_call:name|>add'
+            "<|tool_call:args|>{}<|tool_call:end|><|calls|>",
+            "d",
+            [("find", {"q": "<"}), ("add", {})],
+        ),
         ('{"name": "add", "parameters": {"n": 1}}', "", [("add", {"n": 1})]),
         (
             '[{"name": "add", "arguments": {}}, {"name": "find", "arguments": {}}]',
@@ -550,7 +557,7 @@ TOOLS = {name: {"properties": {"q": {"type": "string"}, "n": {}}} for name in ("
     ],
 )
 def test_tool_calls_of_every_format(text, left, calls):
-    if "<|" in text:  # DeepSeek's characters
+    if "<|tool_call_" in text:  # DeepSeek's characters
         text = text.replace("|", "\uff5c").replace("_", "\u2581")
     found, said = parse_tools(text, TOOLS)
     assert (found, [(name, json.loads(given)) for name, given in said]) == (left, calls)
@@ -568,6 +575,7 @@ def test_tool_calls_of_every_format(text, left, calls):
         "{" * 9999,
         "<tool_call>{" * 9999,
         "<tool_call:opensource>a" * 9999,
+        "<|tool_call:begin|><|tool_call:name|>a<|tool_call:args|>" * 9999,
         "<tool_call>" + " " * 99_999,
         '<invoke name="add">' * 9999,
         '{"name": "add", "arguments": {"n": NaN}}',
