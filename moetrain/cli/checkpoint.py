@@ -425,7 +425,8 @@ def _parameters(folder: Path, arch: Architecture) -> Iterator[dict[str, TensorSl
     empty |= {name: TensorSlice.all_of(buffer) for name, buffer in model.named_buffers()}
     with opened(source, arch) as parts:
         for group in cut_to_files(empty):
-            whole = {name: torch.empty_like(p.tensor, device="cpu") for name, p in group.items()}
+            # Zeros, since not all files hold the routers' biases.
+            whole = {name: torch.zeros_like(p.tensor, device="cpu") for name, p in group.items()}
             values = filled(parts, whole)
             yield {name: TensorSlice.all_of(tensor) for name, tensor in values.items()}
 

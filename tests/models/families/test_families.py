@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
+from moetrain.cli.checkpoint import main
 from moetrain.config import (
     Config,
     ConfigError,
@@ -51,6 +52,7 @@ from moetrain.models.parts.mamba import Mamba2
 from moetrain.models.parts.squared_relu import SquaredReLU, SquaredReLUExperts
 from moetrain.models.transformer import Inputs, Transformer, compile_blocks, plan_model
 from moetrain.train.checks import check_model, check_widths
+from tests.lib.checkpoints import tensors_of
 from tests.lib.families_beside_transformers import save_adapters
 from tests.lib.family_cases import (
     CASES,
@@ -331,6 +333,9 @@ def test_files_of_axk1_hold_no_biases_and_a_norm_too_many(tmp_path, caplog):
     save_file(stored, tmp_path / "in" / "model.safetensors", {"format": "pt"})
     model, tokens_BS = load_hf(tmp_path / "in"), tokens(2, 9)
     assert relative_error(model(tokens_BS), theirs(tokens_BS, use_cache=False).logits) < 1e-5
+    assert main(["import-hf", str(tmp_path / "in"), str(tmp_path / "began")]) == 0
+    began = tensors_of(tmp_path / "began" / "step-00000000")["model"]
+    assert not any(began[f"layers.{i}.moe.router.bias"].any() for i in (1, 2))
     for value in (0.0, 0.5):
         model.layers[2].moe.router.bias.fill_(value)
         save_hf(model, tmp_path / "out")
