@@ -309,7 +309,7 @@ def test_preset_with_overrides():
 @pytest.mark.parametrize(
     ("settings", "field", "words"),
     [
-        ({"preset": "gpt-5"}, "model.preset", ["gpt-5", "debug", "qwen3-30b-a3b"]),
+        ({"preset": "gpt-5"}, "model.preset", ["gpt-5", "gpt-oss-20b", "docs/families.md"]),
         ({"preset": "debug", "num_heads": 3}, "model.num_heads", ["3", "num_kv_heads 2"]),
         ({"preset": "debug", "head_dim": 7}, "model.head_dim", ["7"]),
         ({"preset": "debug", "num_experts": 1}, "model.num_experts", ["1", "2"]),
