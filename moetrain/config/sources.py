@@ -5,6 +5,7 @@ puts a recipe under them if the user named none, and merges them. Unknown names 
 where the message can name the source. The sections say which values are valid.
 """
 
+import codecs
 import difflib
 import os
 import re
@@ -12,7 +13,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar, get_args
+from typing import Any, Generic, Literal, NamedTuple, TypeGuard, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -393,6 +394,7 @@ FILE_KINDS: Mapping[str, FileKind] = {
     ".csv": FileKind.CELLS,
     ".gz": FileKind.COMPRESSED,
     ".zst": FileKind.COMPRESSED,
+    ".zstd": FileKind.COMPRESSED,
     ".bz2": FileKind.COMPRESSED,
     ".xz": FileKind.COMPRESSED,
     ".tsv": FileKind.SHEET,
@@ -418,11 +420,15 @@ def source_by_suffix(path: object, field: str = "data.path") -> str:
 
     The end of the file's name decides. A folder holds texts if all of its files end in .txt.
 
-    Raises ConfigError: no source reads names with this end.
+    Raises ConfigError: no source reads names with this end, or the name has no end that is known,
+    and the file is a text that does not begin as JSON.
     """
     # If other files were read as texts, a model would learn their format: braces, commas, binary.
     suffix = PurePath(str(path)).suffix.lower()
     if not re.fullmatch(r"\.[a-z]+\d?", suffix):  # a folder, or a data set on the hub
+        if begins_as(str(path)) == "text":
+            problem = f"not set, and {field} {shortened(path)} is a text without a known extension"
+            raise ConfigError("data.source", f"{problem}; set text to learn it as it is")
         return "text" if _holds_texts_alone(str(path)) else "records"
     kind = FILE_KINDS.get(suffix)
     if kind is FileKind.SHEET:
@@ -438,6 +444,23 @@ def source_by_suffix(path: object, field: str = "data.path") -> str:
             "data set of the hub); stdlib and synthetic take no path",
         )
     return _SOURCE_OF[kind]
+
+
+def begins_as(path: str) -> Literal["json", "text"] | None:
+    """Return what the file ``path`` seems to hold, by its first bytes.
+
+    None: it is blank, has null bytes, cannot be read, or is no file.
+    """
+    if not os.path.isfile(path):
+        return None
+    try:
+        with open(path, "rb") as file:
+            head = file.read(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()
+    except OSError:
+        return None
+    if not head or b"\0" in head:
+        return None
+    return "json" if head.startswith((b"{", b"[")) else "text"
 
 
 def _holds_texts_alone(folder: str) -> bool:

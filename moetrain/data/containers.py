@@ -22,7 +22,7 @@ import re
 import stat
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from moetrain.config import ConfigError, logger
-from moetrain.config.sources import FILE_KINDS, FileKind, shortened
+from moetrain.config.sources import FILE_KINDS, FileKind, begins_as, shortened
 from moetrain.data.csv_rows import CsvRow, cells, csv_rows
 from moetrain.data.json_array import array_elements, is_array
 from moetrain.data.messages import BadLineError
@@ -327,7 +327,7 @@ def _json(piece: FilePart) -> Iterator[Raw]:
     The piece of a compressed file is the whole file.
     """
     suffix = piece.file.suffix.lower()
-    if suffix == ".zst":
+    if suffix in (".zst", ".zstd"):
         # Unlike the library zstandard, pyarrow refuses a file that is cut short.
         opened = io.BufferedReader(_pyarrow("lib").input_stream(str(piece.file), "zstd"), 1 << 20)
     else:
@@ -501,7 +501,7 @@ def list_files(
         problem = f"cannot be read: {error.strerror}; name a file or folder of this machine"
         raise ConfigError(field, f"{path!r} {problem}") from None
     root = Path(path)
-    takes_all = suffixes == ("",)
+    takes_all, takes_records = suffixes == ("",), suffixes == _RECORD_FILES
     if stat.S_ISREG(mode):
         _check_format(field, path, root, takes_all)
         return [root]
@@ -509,27 +509,72 @@ def list_files(
         raise ConfigError(field, f"{path!r} is neither a file nor a folder")
     visible = [file for file in _walk(field, root, skipped) if not file.name.startswith(".")]
     found = [file for file in visible if file.name.endswith(suffixes)]
-    arrays = [file for file in visible if file.name.endswith(_JSON_FILES)]
-    arrays = [file for file in arrays if file.name not in _ABOUT]
     if takes_all:
         for file in visible:
             if file.suffix.lower() in _TABLES:
                 _check_format(field, path, file, takes_all)
-    elif not found:
-        found = arrays
-    elif arrays:
-        said = "%s: %s of its files end in .json and are not read beside others; name them as %s"
-        logger.info(said, path, len(arrays), shortened(f"{path}/*.json"))
+    others = [file for file in visible if takes_records and file.name not in _ABOUT]
+    if not found:
+        found = [file for file in others if file.name.endswith(_JSON_FILES)]
     for file in (file for file in found if not os.path.isfile(file)):
         logger.info("%s is not a file, or is a link to no file; skipped", file)
     found = [file for file in found if os.path.isfile(file)]
     if not found:
         ends = "text" if takes_all else f"{suffixes[0]} files, nor {' or '.join(suffixes[1:3])}"
-        remedy = "name a file, or a folder with some"
-        if any(file.suffix == ".txt" for file in visible):
-            remedy = "it holds .txt files: set data.source text, or name a file"
-        raise ConfigError(field, f"{path!r} holds no {ends} files; {remedy}")
+        raise ConfigError(field, f"{path!r} holds no {ends} files; {_remedy_for(path, others)}")
+    read = {*found}
+    kinds = _by_kind(found if takes_all else [file for file in others if file not in read])
+    if len(kinds) > takes_all:
+        what = "all files are read as texts:" if takes_all else "not read beside its records:"
+        most = sorted(kinds, key=lambda kind: -len(kinds[kind]))[:5]
+        few = ", ".join(f"{len(kinds[kind]):,} {kind}" for kind in most)
+        said = "%s: %s %s; to read those of one kind alone, name them as %s"
+        logger.info(said, path, what, few, shortened(_pattern(path, kinds)))
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+
+
+def _by_kind(files: Iterable[Path]) -> dict[str, list[Path]]:
+    """Divide files by the ends of their names, and names without one by their first letters."""
+    found: dict[str, list[Path]] = {}
+    for file in files:
+        end = "".join(file.suffixes[-2:] if file.suffix in _COMPRESSED else file.suffixes[-1:])
+        found.setdefault(end or re.sub(r"\d+.*", "*", file.name), []).append(file)
+    return found
+
+
+def _pattern(path: str, kinds: Mapping[str, Sequence[Path]]) -> str:
+    """Return the pattern of the files of one kind in the folder ``path``.
+
+    It is .txt, or else a kind that is known, or else one that is no binary; of these, the most
+    frequent one.
+    """
+
+    def rank(kind: str) -> tuple[bool, bool, bool, int]:
+        first = kinds[kind][0]
+        is_known = first.suffix in FILE_KINDS
+        return kind == ".txt", is_known, begins_as(str(first)) is not None, len(kinds[kind])
+
+    kind = max(kinds, key=rank)
+    return os.path.join(glob.escape(path), "**", kind if kind[:1] != "." else f"*{kind}")
+
+
+def _remedy_for(path: str, files: Iterable[Path]) -> str:
+    """Return the advice for a folder whose ``files`` are not read as records."""
+    kinds = _by_kind(file for file in files if file.suffix.lower() not in _ARCHIVES)
+    if texts := kinds.get(".txt"):
+        return f"it holds .txt files: name them as {_pattern(path, {'.txt': texts})!r}"
+    begins = {kind: begins_as(str(files[0])) for kind, files in kinds.items()}
+    kinds = {kind: files for kind, files in kinds.items() if begins[kind] is not None}
+    if not kinds:
+        return "name a file, or a folder with some"
+    most = max(kinds, key=lambda kind: len(kinds[kind]))
+    pattern = repr(_pattern(path, {most: kinds[most]}))
+    if begins[most] == "json":
+        return f"name its files with records, such as {pattern}, with data.source records"
+    return (
+        "set data.source text to learn each of its files as it is, or some of them alone, such as "
+        f"{pattern}"
+    )
 
 
 def _walk(field: str, root: Path, skipped: Set[str]) -> Iterator[Path]:

@@ -49,8 +49,8 @@ class Source(Files):
     A text file is one document, but a stream makes a document of each part of a large one. A record
     gives any number of documents.
 
-    Methods that read files raise ConfigError if a file cannot be read or is malformed. In texts,
-    bytes that are not UTF-8 become U+FFFD.
+    Methods that read files raise ConfigError if a file cannot be read or is malformed, also if a
+    text is not UTF-8.
     """
 
     reader: RecordReader | None = None
@@ -227,11 +227,46 @@ def _lines_from(part: FilePart) -> str:
     with part.file.open("rb") as file:
         file.seek(max(0, part.start - 1))
         before = _rest_of_line(file, part.start + _PART_BYTES) if part.start else b"\n"
-        raw = file.read(max(0, part.stop - file.tell()))
+        start = file.tell()
+        raw = file.read(max(0, part.stop - start))
         is_within = before[-1:] != b"\n"
         if is_within or (raw and raw[-1:] != b"\n"):
             raw += _rest_of_line(file, part.start + 2 * _PART_BYTES)
-    return raw.decode("utf-8", errors="replace")
+        is_end = not file.read(1)
+    return _Decoder(part.file, "utf-8", start).decode(raw, is_end)
+
+
+class _Decoder:
+    """Decodes a text in UTF-8, piece by piece."""
+
+    def __init__(self, path: Path, encoding: str, start: int = 0) -> None:
+        """``start`` is the offset in the file of the first byte that :meth:`decode` gets."""
+        self._path, self._at = path, start
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+
+    def decode(self, raw: bytes, is_end: bool) -> str:
+        """Return the text of ``raw``, which follows what was decoded before.
+
+        ``is_end`` is True if the file ends there. If it ends within a character, that character is
+        left out, and a warning says so.
+
+        Raises BadLineError: the bytes are not UTF-8. The error names the file and the first such
+        byte.
+        """
+        try:
+            text = self._decoder.decode(raw)
+        except UnicodeDecodeError as error:
+            # Its object ends where `raw` ends, and may begin earlier, or behind a byte order mark.
+            at = self._at + len(raw) - len(error.object) + error.start
+            byte = f"byte 0x{error.object[error.start]:02x} at offset {at:,} is not UTF-8"
+            remedy = "write the file as UTF-8 (from Latin-1: iconv -f ISO-8859-1 -t UTF-8 FILE > "
+            remedy += "NEW), or leave it out"
+            raise BadLineError(f"{self._path}: {byte}: {error.reason}; {remedy}") from None
+        self._at += len(raw)
+        if is_end and self._decoder.getstate()[0]:
+            said = f"{self._path} ends within a character of UTF-8, which is left out"
+            warn_once(f"half a character {self._path}", said)
+        return text
 
 
 def _rest_of_line(file: BinaryIO, end: int) -> bytes:
@@ -250,7 +285,7 @@ def _text_parts(path: Path) -> Iterator[Document]:
 
     A text is skipped if its first part is blank or has null bytes.
     """
-    decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
+    decoder = _Decoder(path, "utf-8-sig")
     with path.open("rb") as file:
         raw = file.read(_PART_BYTES)
         if b"\0" in raw:
@@ -260,6 +295,6 @@ def _text_parts(path: Path) -> Iterator[Document]:
         while raw:
             raw += file.readline(_PART_BYTES)
             following = file.read(_PART_BYTES)
-            text = decoder.decode(raw, final=not following)
+            text = decoder.decode(raw, is_end=not following)
             yield Document(text, is_end=not following, num_bytes=len(raw))
             raw = following

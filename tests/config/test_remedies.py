@@ -350,9 +350,33 @@ ROWS = {
     "a folder of texts and others": Row(
         {"d/a.txt": TEXT, "d/README.md": "about"},
         {"data.path": "d"},
-        "data.path: 'd' holds no .jsonl files, .*; it holds .txt files: set data.source text, or "
-        "name a file",
-        [{"data.source": "text"}, {"data.path": "d/a.txt"}],
+        r"data.path: 'd' holds no .jsonl files, .*; it holds .txt files: name them as "
+        r"'d/\*\*/\*.txt'",
+        [{"data.path": "d/**/*.txt"}],
+    ),
+    "a folder of texts without an end": Row(
+        {"d/wiki_00": TEXT, "d/wiki_01": TEXT, "d/LICENSE": "all"},
+        {"data.path": "d"},
+        "data.path: 'd' holds no .jsonl files, .*; set data.source text to learn each of its files "
+        r"as it is, or some of them alone, such as 'd/\*\*/wiki_\*'",
+        [
+            {"data.source": "text"},
+            {"data.source": "text", "data.path": "d/**/wiki_*"},
+        ],
+    ),
+    "a folder of records without an end": Row(
+        {"d/wiki_00": CHATS, "d/wiki_01": CHATS, "d/README": "about"},
+        {"data.path": "d"},
+        "data.path: 'd' holds no .jsonl files, .*; name its files with records, such as "
+        r"'d/\*\*/wiki_\*', with data.source records",
+        [{"data.source": "records", "data.path": "d/**/wiki_*"}],
+    ),
+    "a text without an end": Row(
+        {"text8": " anarchism originated as a term of abuse first used " * 200},
+        {"data.path": "text8"},
+        "data.source: not set, and data.path 'text8' is a text without a known extension; set text "
+        "to learn it as it is",
+        [{"data.source": "text"}],
     ),
     "an empty folder": Row(
         {"d/a.png": "", "e/a.jsonl": CHATS},

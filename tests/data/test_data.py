@@ -50,20 +50,47 @@ def test_stdlib_is_large_and_held_out_files_are_disjoint(tmp_path: Path):
     assert len(built.eval) > 16
 
 
-def test_text_folder_becomes_sorted_documents(tmp_path: Path):
+def test_text_folder_becomes_sorted_documents(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     folder = write_files(tmp_path / "text", b="second é", a="first", empty="")
     (folder / ".hidden").write_text("no")
     (folder / "deeper").mkdir()
-    (folder / "deeper" / "c").write_bytes(b"caf\xe9")
+    (folder / "deeper" / "c").write_bytes("café".encode()[:-1])  # head -c cuts a character
     (folder / "image").write_bytes(b"\x89PNG\0\0")
-    c = config(tmp_path, source="text", path=str(folder), eval_fraction=0.0, seq_len=23)
+    c = config(tmp_path, source="text", path=str(folder), eval_fraction=0.0, seq_len=20)
     data = build_data(c, BYTE_VOCAB)
     assert data.eval is None
     row = data.train.row(0)
-    assert row.lengths.tolist() == [6, 10, 7]
+    assert row.lengths.tolist() == [6, 10, 4]
     text = data.tokenizer.decode(row.tokens_S.tolist())
-    assert text == "first" + "second é" + "caf\ufffd"
-    assert np.flatnonzero(row.tokens_S == data.tokenizer.eos_id).tolist() == [5, 15, 22]
+    assert text == "first" + "second é" + "caf"
+    assert np.flatnonzero(row.tokens_S == data.tokenizer.eos_id).tolist() == [5, 15, 19]
+    assert "deeper/c ends within a character of UTF-8, which is left out" in caplog.text
+
+
+BOOK = "é was a good day\n" * 3 + "A caf"
+"""The valid part of a text. What follows is in another encoding, as Gutenberg's ``11-8.txt`` is."""
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "shift-jis"])
+@pytest.mark.parametrize("begin", ["", "\ufeff", "é" * 4_000])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_text_that_is_not_utf_8_is_named_with_its_byte(
+    encoding: str, begin: str, is_stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("moetrain.data.sources._PART_BYTES", 512)
+    before = (begin + BOOK).encode()
+    other = "とても" if encoding == "shift-jis" else "é in the morning"
+    raw = before + (other + ", and later.\n").encode(encoding)
+    with pytest.raises(UnicodeDecodeError) as theirs:
+        raw.decode()
+    (tmp_path / "11-8.txt").write_bytes(raw)
+    data = config(tmp_path, path=str(tmp_path / "11-8.txt")).data
+    source = sources.Source.of(data, ByteTokenizer())
+    parts = source.file_parts(HashRange()) if is_stream else source.pieces()
+    byte = rf"byte 0x{raw[theirs.value.start]:02x} at offset {theirs.value.start:,} is not UTF-8"
+    says = rf"data\.path: .*11-8\.txt: {byte}: .*; write the file as UTF-8 \(from Latin-1: iconv"
+    with pytest.raises(ConfigError, match=says):
+        list(each for part in parts for each in source.read(part, HashRange()))
 
 
 def test_large_files_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

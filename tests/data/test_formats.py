@@ -174,9 +174,9 @@ def test_folders_patterns_and_forms_said_in_the_log(
             write(tmp_path / name, [{"text": f"{i} x"}])
     write_lines(tmp_path / "b.jsonl", FORMS["messages"][0][0])
     with caplog.at_level("INFO", logger="moetrain"):
-        assert len(documents(rows_of(tmp_path, marked, source="records"))) == 7
-    assert "records are text (6), messages (1)" in caplog.text
-    assert len(documents(rows_of(tmp_path / "a.jsonl*", marked))) == 3
+        assert len(documents(rows_of(tmp_path, marked, source="records"))) == 8
+    assert "records are text (7), messages (1)" in caplog.text
+    assert len(documents(rows_of(tmp_path / "a.jsonl*", marked))) == 4
     with pytest.raises(ConfigError, match=r"data\.path: .*b\.jsonl:1: no 'text', which data"):
         rows_of(tmp_path, marked, source="records", format="text")
 

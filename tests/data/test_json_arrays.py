@@ -12,7 +12,7 @@ import pytest
 
 from moetrain.config import Config, ConfigError
 from moetrain.data import json_array
-from moetrain.data.containers import Files
+from moetrain.data.containers import Files, find_records, list_files
 from moetrain.data.loader import build_data
 from moetrain.data.sources import Source
 from moetrain.data.tokenizer import ByteTokenizer
@@ -192,8 +192,26 @@ def test_files_of_arrays_in_a_folder_that_has_no_others(case: str, tmp_path: Pat
     caplog.set_level("INFO")
     files, wanted = FOLDERS[case]
     assert found_in(tmp_path, files) == wanted
-    skipped = "1 of its files end in .json and are not read" in caplog.text
-    assert skipped == (case == "lines beside")
+    said = "not read beside its records: 1 .json; to read those of one kind alone, name them as '"
+    assert (said in caplog.text) == (case == "lines beside")
+
+
+def test_what_is_read_of_a_folder_and_what_is_not_is_said(tmp_path: Path, caplog):
+    """PG-19 has a book in each file, and a table about them."""
+    caplog.set_level("INFO")
+    for name in ("train/10.txt", "train/11.txt", "metadata.csv", "LICENSE"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("A book")
+    found, _ = find_records("data.path", str(tmp_path), "train", None)
+    texts = f"to read those of one kind alone, name them as '{tmp_path}/**/*.txt'"
+    assert [file.name for file in found] == ["metadata.csv"]
+    assert f"not read beside its records: 2 .txt, 1 LICENSE; {texts}" in caplog.text
+    assert len(list_files("data.path", str(tmp_path))) == 4
+    assert f"all files are read as texts: 2 .txt, 1 LICENSE, 1 .csv; {texts}" in caplog.text
+    caplog.clear()
+    books = list_files("data.path", f"{tmp_path}/**/*.txt")
+    assert [file.name for file in books] == ["10.txt", "11.txt"]
+    assert not caplog.text
 
 
 def source_of(path: Path) -> str:

@@ -153,6 +153,7 @@ CONTAINERS: dict[str, Callable[[Path, list[dict]], Path]] = {
     "a.json": _array,
     "a.csv": _csv,
     "a.jsonl.zst": _compressed(zstandard.open),
+    "a.jsonl.zstd": _compressed(zstandard.open),  # Nemotron-CC's
     "a.parquet": _parquet,
     "a.arrow": _arrow,
     "saved": _saved,
