@@ -136,6 +136,12 @@ _LISTS_OF_TEXTS = {
     "chat",
 }
 """Fields that hold the texts of a dialogue: in DailyDialog, SODA, UltraChat, PIPPA and MOSS."""
+_LISTS_OF_TURNS = _LISTS_OF_TEXTS - {"data"}
+"""Of these, those whose questions and answers are turns and no records."""
+_ASKED_IN_RECORDS = ("input", "question", "query", "problem", "inputs", "prompt", "instruction")
+"""Names of a question in a list of records, the likeliest first."""
+_OF_EXAMPLES = {"example", "examples", "negative", "demonstration", "demonstrations"}
+"""Words in the names of lists of records that only show what is meant."""
 _ASKING = {"prompt", "question", "query", "instruction", "problem", "user", "input"}
 _OF_SAMPLES = {"responses", "answers", "completions", "generations", "solutions", "outputs"}
 """Words in the names of lists of answers."""
@@ -429,6 +435,7 @@ def remedy_for(
         return said if _asks(record) else None
     return (
         _remedy_for_response(record, reads_labels)
+        or _remedy_for_records(record)
         or (None if _asked(record) else _remedy_for_texts(record))
         or _remedy_for_question(record)
         or _remedy_for_turns(record)
@@ -509,10 +516,11 @@ def _has_verdicts_of_steps(key: str, record: Mapping[str, Any]) -> bool:
 def remedy_for_two(record: Mapping[str, Any]) -> str | None:
     """Return the advice for a record with two answers. None: it does not have two."""
     fields = sorted(key for key, value in record.items() if value is not None)
+    also = _also_original(record) or f"{_also_prompt(record)}{_for_chat(record)}"
     better, worse = (next(filter(x.fullmatch, fields), None) for x in (_BETTER, _WORSE))
     if better is not None and worse is not None and "chosen" not in fields:
         and_worse = f" and `{worse}` as `rejected`" * (worse != "rejected")
-        return f"write `{better}` as `chosen`{and_worse}{_also_prompt(record)}{_for_chat(record)}"
+        return f"write `{better}` as `chosen`{and_worse}{also}"
     if len([key for key in fields if _OF_TWO.fullmatch(key)]) == 2:
         judges = " or ".join(f"`{key}`" for key in fields if _JUDGES.fullmatch(key))
         names = f", the one that {judges} names," * bool(judges)
@@ -521,7 +529,7 @@ def remedy_for_two(record: Mapping[str, Any]) -> str | None:
             names = f", by {' and '.join(scores)},"
         return (
             f"it has two answers; write the better one{names} as `chosen`, the other as `rejected`"
-            f"{_also_prompt(record)}{_for_chat(record)}; leave ties out"
+            f"{also}; leave ties out"
         )
     return None
 
@@ -532,11 +540,17 @@ def _remedy_for_several(
     """Return the advice for a record with a list of answers."""
     output = record.get("output")
     if isinstance(output, list) and len(output) > 1 and all(isinstance(x, str) for x in output):
-        # An older form of LLaMA-Factory's pairs has the better answer first.
-        return (
-            "it has several answers in `output`; write the better one as `chosen`, another as "
-            f"`rejected`{_also_prompt(record)}"
-        )
+        # An older form of LLaMA-Factory's pairs has the better answer first. In Natural
+        # Instructions all of them are right.
+        write = "write the better one as `chosen`, another as `rejected`"
+        if reads_pairs or reads_labels:
+            write += f"{_also_prompt(record)}; leave records out in which all are as good"
+        else:
+            is_asked = _is_text(record.get("input")) and record.get("instruction") is None
+            also = " and `input` as `instruction`" * is_asked
+            write = f"write one of them as `output`{also}, or, if one is better, {write[6:]}"
+            write += _also_prompt(record)
+        return f"it has several answers in `output`; {write}"
     if not _ANSWERS.isdisjoint(_named(record).values()):
         return None
     asked = _asked(record)
@@ -547,7 +561,7 @@ def _remedy_for_several(
             also = f" and {question} as `instruction`"
             also *= name == "output" and record.get("instruction") is None
             pair = f"the better one as `chosen`, the other as `rejected`{_also_prompt(record)}"
-            problem = f"it has several answers in `{key}`"
+            problem = f"it has several answers in `{_place_of_answer(key, record[key])}`"
             if reads_pairs:
                 return f"{problem}; write of two answers {pair}"
             if reads_labels:
@@ -624,6 +638,7 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
         problem = f"`{asked[0]}` has no answer of a known name beside it"
         return f"{problem}; write {write}, or {_OF_POLICY}"
     answers = likely + [key for key in named if named[key] in _ANSWERS - _OF_PAIRS]
+    answers = [_place_of_answer(key, record[key]) for key in answers]
     if "instruction" in named and "output" not in named and answers:
         return f"write {_one_of(answers)} as `output`"
     if asked[:1] == ["prompt"] and answers:
@@ -643,6 +658,9 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
         asking = [key for key in others if not words_of(key).isdisjoint(_ASKING)]
         asking = asking or [key for key in others if named[key] in {*PASSAGES, "dialogue"}]
         what = f"what is asked, perhaps `{asking[0]}`," if asking else "what is asked"
+        turns = [key for key in named if is_dialogue(record[key]) and key not in answers]
+        if turns and role_of(record[turns[0]][-1]) == "user":  # HelpSteer3's `context`
+            return f"write `{turns[0]}` as `prompt` and {_one_of(answers)} as `completion`"
         scores = _judging({key: value for key, value in record.items() if key not in answers})
         kept = f"keep the records whose {scores} suffice, and " if scores else ""
         return f"{kept}write {what} as `instruction` and {_one_of(answers)} as `output`"
@@ -671,6 +689,75 @@ def _are_samples(key: str, value: object) -> bool:
     are_objects = isinstance(value, list) and value and all(isinstance(x, dict) for x in value)
     is_named = not words_of(key).isdisjoint(_OF_SAMPLES)
     return bool(are_objects) and is_named and not is_dialogue(value)
+
+
+def _place_of_answer(key: str, value: object) -> str:
+    """Return the place of the answers in the field ``key``. In a list of objects it is a field of
+    each, such as natural_reasoning's ``responses[].response``."""
+    first = value[0] if isinstance(value, list) and value else None
+    inner = _answer_in(first) if isinstance(first, dict) and not is_dialogue(value) else None
+    return f"{key}[].{inner}" if inner else key
+
+
+def _answer_in(entry: Mapping[str, Any]) -> str | None:
+    """Return the field of an object in a list that has a text, or texts, as an answer."""
+    found = [
+        key
+        for key, value in entry.items()
+        if (_is_text(value) or (isinstance(value, list) and value and all(map(_is_text, value))))
+        and (key.lower() in _ANSWERS - _OF_PAIRS or _names_answer(key, value))
+        and not thoughts_of_field(key, value)
+    ]
+    return next(iter(sorted(found, key=lambda key: key.lower() not in _ANSWERS)), None)
+
+
+def _question_in(entry: Mapping[str, Any]) -> str | None:
+    """Return the field of an object that has a question, which may be an empty text."""
+    texts = {key.lower(): key for key, value in entry.items() if isinstance(value, str)}
+    return next((texts[name] for name in _ASKED_IN_RECORDS if name in texts), None)
+
+
+def _remedy_for_records(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for a list of questions with their answers, which are records themselves:
+    self-instruct's ``instances``, Natural Instructions' ``Instances``."""
+    lists: dict[str, tuple[str, str]] = {}
+    for key, value in record.items():
+        first = value[0] if isinstance(value, list) and value else None
+        if not isinstance(first, dict) or is_dialogue(value) or are_tools(value):
+            continue
+        question, answer = _question_in(first), _answer_in(first)
+        if question and answer and key.lower() not in _LISTS_OF_TURNS:
+            lists[key] = question, answer
+    if not lists:
+        return None
+    # Natural Instructions has two lists of examples too, which are shorter.
+    key = max(lists, key=lambda key: (words_of(key).isdisjoint(_OF_EXAMPLES), len(record[key])))
+    question, answer = lists[key]
+    first = record[key][0]
+    shared = [
+        name
+        for name, value in record.items()
+        if name not in lists
+        and _is_text(value[0] if isinstance(value, list) and len(value) == 1 else value)
+        and not words_of(name).isdisjoint(_ASKING | PASSAGES | {"definition"})
+        and not describes(name, value)
+    ]
+    where = f"the `{shared[0]}` of the record" if shared else ""
+    if not where:
+        fields = [f"`{question}` as `instruction`"] * (question != "instruction")
+    elif question == "instruction":
+        fields = [f"{where} before `instruction`"]
+    else:
+        fields = [f"{where} as `instruction`", f"`{question}` as `input`"]
+    several = "one text of " * isinstance(first[answer], list)
+    fields += [f"{several}`{answer}` as `output`"] * bool(several or answer != "output" or where)
+    *before, last = fields or [""]
+    write = "write each of them as a line" + ", with " * bool(last)
+    write += ", ".join(before) + " and " * bool(before) + last
+    return (
+        f"`{key}` holds records with `{question}` and `{answer}`; {write}, or, if each follows "
+        "from those before it, write all as the turns of `messages`"
+    )
 
 
 def _names_answer(key: str, value: object) -> bool:
@@ -802,7 +889,26 @@ def _for_chat(record: Mapping[str, Any]) -> str:
     asked = record.get("prompt")
     if isinstance(asked, str) and not asked.lstrip().startswith("["):  # Arena's lists are turns
         return "; answers are joined to `prompt` as plain text: rename it `question` for a chat"
-    return ", or as `question` for a chat" if _also_prompt(record) else ""
+    turns = record.get(_other_question(record) or "")
+    is_chat = not _also_prompt(record) or isinstance(turns, list)  # HelpSteer3's `context`
+    return "" if is_chat else ", or as `question` for a chat"
+
+
+def _also_original(record: Mapping[str, Any]) -> str:
+    """Return the advice to write the question that two answers have in their names.
+
+    Preference-Collection has ``orig_instruction`` beside ``orig_response_A`` and
+    ``orig_response_B``, and in ``instruction`` what a judge is asked. Empty: there is none.
+    """
+    answer = next((key for key in record if _OF_TWO.fullmatch(key)), "")
+    begin = re.fullmatch(r"(\w+_)[a-z]+_[012ab]", answer, re.I)
+    begins = [begin[1]] if begin else []
+    names = [f"{begin}{name}" for begin in begins for name in (*_QUESTIONS_OF_PAIRS, *_QUESTIONS)]
+    name = next((name for name in names if _is_text(record.get(name))), None)
+    if name is None:
+        return ""
+    others = [f"`{key}`" for key in _QUESTIONS_OF_PAIRS if record.get(key) is not None]
+    return f", and `{name}` as `question`" + f" in place of {' and '.join(others)}" * bool(others)
 
 
 def _also_prompt(record: Mapping[str, Any]) -> str:
@@ -812,8 +918,13 @@ def _also_prompt(record: Mapping[str, Any]) -> str:
         return ""
     if any(is_dialogue(value) for key, value in record.items() if _OF_TWO.fullmatch(key)):
         return ""  # whole dialogues begin with their question
-    for key in ("context", "query", "problem"):
-        if record.get(key) is not None:
-            return f", and `{key}` as `prompt`"
+    if (key := _other_question(record)) is not None:
+        return f", and `{key}` as `prompt`"
     where = "the text of `question`" if record.get("question") is not None else "what is asked"
     return f", and {where} as `prompt`"
+
+
+def _other_question(record: Mapping[str, Any]) -> str | None:
+    """Return the field of a question of two answers that has another name, if any."""
+    names = ("context", "query", "problem")
+    return next((key for key in names if record.get(key) is not None), None)

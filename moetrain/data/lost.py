@@ -150,6 +150,11 @@ _OF_SCORES = {
 _SCORES_OF_PAIRS = ("score_{}", "{}_score", "rating_{}", "{}_rating", "{}_avg_rating")
 """Names of the scores of both answers of a pair, beside ``chosen`` and ``rejected``."""
 
+_TIE = re.compile(r"(?:tied?|draw)(?: \(\w+\))?", re.I)
+"""Matches the word that neither of two answers is better: Arena's ``tie (bothbad)``."""
+_OF_PAIRS = {"prompt", "question", "instruction", "input", "chosen", "rejected", "system"}
+"""Fields of pairs that are read."""
+
 
 def refuse_lost(record: Mapping[str, Any], documents: Sequence[Document], form: str) -> None:
     """Raise BadLineError if a field beside the answer would be lost.
@@ -393,17 +398,28 @@ def _texts_in(value: object) -> Iterator[str]:
 
 
 def warn_of_tie(record: Mapping[str, Any]) -> None:
-    """Warn once if both answers of a pair have the same score, so that neither is the better one:
-    UltraFeedback's ``score_chosen`` and ``score_rejected``."""
-    for name in _SCORES_OF_PAIRS:
-        better, worse = (name.format(side) for side in ("chosen", "rejected"))
-        score = record.get(better)
-        if isinstance(score, int | float) and score == record.get(worse):
-            warn_once(
-                f"ties by {better}",
-                f"the answers of some pairs have the same `{better}` and `{worse}`: the pairs are "
-                "learned as they stand; leave them out if a tie says nothing",
-            )
+    """Warn once if neither answer of a pair is the better one.
+
+    Both have the same score (UltraFeedback's ``score_chosen`` and ``score_rejected``), or a field
+    is the word tie (``status`` of distilabel's pairs of Orca).
+    """
+    ties = [
+        f"the same `{better}` and `{worse}`"
+        for name in _SCORES_OF_PAIRS
+        for better, worse in [[name.format(side) for side in ("chosen", "rejected")]]
+        if isinstance(record.get(better), int | float) and record[better] == record.get(worse)
+    ]
+    ties += [
+        f"`{key}` {shortened(value)}"
+        for key, value in record.items()
+        if isinstance(value, str) and _TIE.fullmatch(value.strip()) and key not in _OF_PAIRS
+    ]
+    for tie in ties:
+        warn_once(
+            f"ties by {tie}",
+            f"the answers of some pairs have {tie}: the pairs are learned as they stand; leave "
+            "them out if a tie says nothing",
+        )
 
 
 def refuse_bad_verdict(record: Mapping[str, Any]) -> None:

@@ -342,14 +342,18 @@ class RecordReader:
     def _labelled(self, record: dict[str, Any], form: str) -> list[Document]:
         """Return the document of a single answer with its label.
 
-        In ``messages`` and other dialogues the label belongs to the assistant's last turn.
+        In ``messages`` and other dialogues the label belongs to the assistant's last turn, also in
+        a ``completion`` that is a whole dialogue, as TRL's kto-mix-14k divides it.
         """
         label = label_of(record)
         if label is None or form == "text":
             problem = "no answer with a `label` that is true or false"
             raise BadLineError(f"{problem}: {shortened(record)}; known forms are {KNOWN_LABELLED}")
         if form == "completion":
-            (found,) = self._answers(record, ("completion",), num_learned=1)
+            turns = _as_messages("completion", record["completion"])
+            is_whole = is_dialogue(turns) and role_of(turns[0]) in ("system", "developer", "user")
+            reader = replace(self, train_on="last") if is_whole else self
+            (found,) = reader._answers(record, ("completion",), num_learned=1)
         else:
             found = _FORMS[form].read(replace(self, train_on="last"), record)
         if len(found) != 1:
@@ -378,6 +382,7 @@ class RecordReader:
             record = {key: value for key, value in record.items() if key != asked}
             record |= dict(zip(keys, dialogues, strict=True))
         lists = {*keys, "prompt", "messages", "conversations"}
+        lists |= {"question"} if is_dialogue(record.get("question")) else set()
         record = {k: _as_messages(k, x) if k in lists else x for k, x in record.items()}
         found = read_answers(record, keys, needs_prompt)
         documents: list[list[Document]] = []
@@ -568,5 +573,7 @@ def _text_in(record: Mapping[str, Any], key: str) -> str:
     value = record.get(key)
     value = "" if value is None else value
     if not isinstance(value, str):
-        raise BadLineError(f"{key!r} is not text: {shortened(value)}; write a text there")
+        are_texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        write = "write one of them there" if are_texts and value else "write a text there"
+        raise BadLineError(f"{key!r} is not text: {shortened(value)}; {write}")
     return value

@@ -90,7 +90,7 @@ def test_a_text_that_is_not_utf_8_is_named_with_its_byte(
     byte = rf"byte 0x{raw[theirs.value.start]:02x} at offset {theirs.value.start:,} is not UTF-8"
     says = rf"data\.path: .*11-8\.txt: {byte}: .*; write the file as UTF-8 \(from Latin-1: iconv"
     with pytest.raises(ConfigError, match=says):
-        list(each for part in parts for each in source.read(part, HashRange()))
+        [each for part in parts for each in source.read(part, HashRange())]
 
 
 def test_large_files_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -418,7 +418,9 @@ def test_other_metadata_is_no_tools(metadata: object):
         ({"topic;": "t", "message_1": "q", "message_2": "a"}, "none is near"),
         (
             {"Instances": [{"input": "q", "output": ["a"]}], "Definition": ["d"]},
-            "if `Instances` is a dialogue, .*; if it holds the records, write each of them as",
+            "`Instances` holds records with `input` and `output`; write each of them as a line, "
+            "with the `Definition` of the record as `instruction`, `input` as `input` and one text "
+            "of `output` as `output`, or, if each",
         ),
         (
             {"question": "q", "solution": "a", "metadata": "{}", "thinking_trajectories": ["t"]},
@@ -488,8 +490,8 @@ def test_other_metadata_is_no_tools(metadata: object):
         ),
         (
             {"prompt": "q", "answers": [{"answer": "a", "rank": 1}, {"answer": "b", "rank": 2}]},
-            "it has several answers in `answers`; write a good one as `completion`, or of two the "
-            "better one as `chosen`, the other as `rejected`",
+            r"several answers in `answers\[\].answer`; write a good one as `completion`, or of two "
+            "the better one as `chosen`, the other as `rejected`",
         ),
         ({"instruction": "q", "completions": ["a", "b"]}, "several answers in `completions`"),
         ({"conversation": [{"input": "q"}]}, r"conversation\[0\] has no text `output`"),
@@ -899,7 +901,7 @@ FOLLOWED = [
     ),
     (
         {"info": {"post": "q"}, "summaries": [{"text": "a"}, {"text": "b"}], "choice": 0},
-        "several answers in `summaries`; .* as `rejected`, and what is asked as `prompt`",
+        r"several answers in `summaries\[\].text`; .* as `rejected`, and what is asked as `prompt`",
         {"prompt": "q", **BOTH, "choice": 0},
         1,
     ),
@@ -913,6 +915,67 @@ FOLLOWED = [
         {"conversation": [{"input": "q"}]},
         "give both, or write the turns as `messages`",
         {"conversation": [{"input": "q"}], "messages": DIALOGUE_A},
+        [CHAT],
+    ),
+    (  # Natural Instructions
+        {
+            **{"Source": ["squad"], "Definition": ["q"], "Input_language": ["English"]},
+            "Positive Examples": [{"input": "r", "output": "b", "explanation": "c"}],
+            "Negative Examples": [{"input": "s", "output": "b", "explanation": "c"}],
+            "Instances": [{"id": "1", "input": "", "output": ["a", "b"]}],
+        },
+        "`Instances` holds records with `input` and `output`; .*, with the `Definition` of the "
+        "record as `instruction`, `input` as `input` and one text of `output` as `output`",
+        {"instruction": "q", "input": "", "output": "a"},
+        [CHAT],
+    ),
+    (  # self-instruct's seed_tasks.jsonl
+        {"id": "1", "instruction": "q", "instances": [{"input": "", "output": "a"}]},
+        "`instances` holds records with `input` and `output`; write each of them as a line, with "
+        "the `instruction` of the record as `instruction`, `input` as `input` and `output` as",
+        {"id": "1", "instruction": "q", "input": "", "output": "a"},
+        [CHAT],
+    ),
+    (
+        {"version": 2, "data": [{"question": "q", "answer": "a"}]},
+        "`data` holds records .* as a line, with `question` as `instruction` and `answer` as `out",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (
+        {"rounds": [{"instruction": "q", "output": "a"}]},
+        "`rounds` .*; write each of them as a line, or, if each follows .* turns of `messages`",
+        {"messages": DIALOGUE_A},
+        [CHAT],
+    ),
+    (
+        {"input": "q", "output": ["a", "b"]},
+        "write one of them as `output` and `input` as `instruction`, or, if one is better, the",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (
+        {"instruction": "q", "input": "", "output": ["a", "b"]},
+        "'output' is not text: .*; write one of them there",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (  # natural_reasoning
+        {"question": "q", "responses": [{"response_model": "m", "response": "a"}]},
+        r"`question` as `instruction` and `responses\[\].response` as `output`",
+        {"instruction": "q", "output": "a"},
+        [CHAT],
+    ),
+    (  # HelpSteer3
+        {"context": [USER], "response1": "a", "response2": "b", "overall_preference": -2},
+        "`rejected`, and `context` as `prompt`; leave ties out",
+        {"prompt": [USER], **BOTH, "overall_preference": -2},
+        0,
+    ),
+    (  # HelpSteer3's edits
+        {"context": [USER], "original_response": "b", "edited_response": "a"},
+        "write `context` as `prompt` and one of .* and `edited_response` as `completion`",
+        {"prompt": [USER], "completion": "a"},
         [CHAT],
     ),
     (

@@ -268,6 +268,7 @@ LINES = [
     ("pairs", ULTRA, "; write of two answers the better one as `chosen`, the other as `rejected`;"),
     ("labels", ULTRA, "; write one as `output`, beside a `label` that is true or false, or of two"),
     ("pairs", RANKED, "several answers in `output`; write the better one as `chosen`, another as"),
+    ("pairs", RANKED, "`rejected`; leave records out in which all are as good"),
 ]
 
 
@@ -854,7 +855,7 @@ def test_lists_of_answers_are_offered():
     """natural_reasoning's ``responses``, the texts that one fine-tunes on."""
     samples = [{"response_model": "m", "response": "a long one"}]
     record = {"question": "Why?", "reference_answer": "r", "responses": samples}
-    with pytest.raises(BadLineError, match=r"one of .*`responses`.* as `output`"):
+    with pytest.raises(BadLineError, match=r"one of .*`responses\[\].response`.* as `output`"):
         documents(record)
 
 
@@ -892,6 +893,17 @@ def test_pairs_with_equal_scores_are_said(caplog, names):
     assert f"have the same `{better}` and `{worse}`: the pairs are learned as they" in caplog.text
 
 
+@pytest.mark.parametrize("said", ["tie", "Tie", "tie (bothbad)", "draw"])
+def test_pairs_that_are_ties_by_a_word_are_said(caplog, said):
+    """``status`` of distilabel-intel-orca-dpo-pairs, whose card filters ties, and Arena's words."""
+    SEEN.clear()
+    pair = {"prompt": "q", "chosen": "tie", "rejected": "a"}
+    documents({**pair, "status": "unchanged"}, "pairs")
+    assert "learned as they stand" not in caplog.text
+    documents({**pair, "status": said}, "pairs")
+    assert f"have `status` '{said}': the pairs are learned as they" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("record", "says"),
     [
@@ -907,9 +919,29 @@ def test_pairs_with_equal_scores_are_said(caplog, names):
             {"orig_response_A": "a", "orig_response_B": "b", "orig_preference": "A"},
             r"it has two answers; .* the one that `orig_preference` names, as `chosen`",
         ),
+        (
+            {"instruction": "Judge a, b", "output": "A", "orig_instruction": "q"}
+            | {"orig_response_A": "a", "orig_response_B": "b", "orig_preference": "A"},
+            r"`rejected`, and `orig_instruction` as `question` in place of `instruction`; leave ti",
+        ),
+        (
+            {"context": [USER], "response1": "a", "response2": "b", "overall_preference": -2},
+            r"`rejected`, and `context` as `prompt`; leave ties out",
+        ),
+        (
+            {"context": "q", "response1": "a", "response2": "b"},
+            r"`rejected`, and `context` as `prompt`, or as `question` for a chat; leave ties out",
+        ),
     ],
 )
 def test_two_answers_under_rarer_names_are_named(record, says):
-    """oasst's flat files, Unified-Feedback, Preference-Collection."""
+    """oasst's flat files, Unified-Feedback, Preference-Collection, HelpSteer3."""
     with pytest.raises(BadLineError, match=says):
         documents(record, "pairs")
+
+
+def test_the_question_of_two_answers_in_place_of_a_judges_prompt_is_learned():
+    record = {"question": "q", "chosen": "a", "rejected": "b", "output": "A", "orig_score_A": "5"}
+    assert documents(record, "pairs")[0].text == theirs(USER, ANSWER)
+    with pytest.raises(BadLineError, match="`instruction` is not in `question`, beside which it"):
+        documents({**record, "instruction": "Judge a and b"}, "pairs")

@@ -100,6 +100,15 @@ PAIRS = {
     ),
     "answers as texts, prompt as list": ({"prompt": turns(">S", Q), **TEXTS}, sides(">S", Q)),
     "answers as texts, history as messages": ({"messages": turns(*LONG), **TEXTS}, sides(*LONG)),
+    "answers as texts, question as list": ({"question": turns(">S", Q), **TEXTS}, sides(">S", Q)),
+    "answers as lists, question of ShareGPT": (
+        {
+            "question": [{"from": "human", "value": Q}],
+            "chosen": answer(A),
+            "rejected": answer(B),
+        },
+        sides(Q),
+    ),
     "system and question": ({"system": ">S", "question": Q, **TEXTS}, sides(">S", Q)),
     "system without a text, and question": ({"system": "", "question": Q, **TEXTS}, sides(Q)),
     "system and prompt": ({"system": ">S", "prompt": Q, **TEXTS}, sides(">S", Q)),
@@ -450,6 +459,30 @@ def test_a_whole_dialogue_behind_its_prompt_is_not_written_twice():
         assert (learned(document)[0], *learned(document)[1]) == chatml(Q, A)
     (document,) = reader_of().documents({"system": ">S", "prompt": Q, "completion": A})
     assert (learned(document)[0], *learned(document)[1]) == chatml(">S", Q, A)
+
+
+@pytest.mark.parametrize("prompt", [{}, {"prompt": "Hi"}, {"prompt": turns(*LONG)}], ids=str)
+@pytest.mark.parametrize("label", [True, False])
+def test_the_label_of_a_whole_dialogue_is_that_of_its_last_turn(prompt, label):
+    """trl-lib/kto-mix-14k has all turns before the last one as `prompt`, and that one as
+    `completion`; argilla/kto-mix-15k has the same dialogues whole, as `completion`."""
+    reader = reader_of(reads_pairs=True, reads_labels=True)
+    divided = {"prompt": turns(*LONG), "completion": answer(B), "label": label}
+    whole = {**prompt, "completion": turns(*LONG, B), "label": label}
+    assert reader.documents(whole) == reader.documents(divided)
+    if prompt:
+        text = {**whole, "completion": json.dumps(whole["completion"])}
+        assert reader.documents(text) == reader.documents(divided)
+    assert learned(*reader.documents(divided))[1] == [f"{B}<|im_end|>"]
+
+
+def test_the_label_of_an_answer_of_several_turns_is_that_of_all():
+    """As in TRL, where the whole completion behind a prompt is the answer."""
+    reader = reader_of(reads_pairs=True, reads_labels=True)
+    call, result = answer("Let me see."), [{"role": "tool", "content": "7"}]
+    record = {"prompt": turns(Q), "completion": [*call, *result, *answer(A)], "label": False}
+    found = learned(*reader.documents(record))[1]
+    assert found == ["Let me see.<|im_end|>", f"{A}<|im_end|>"]
 
 
 MIXED = [
