@@ -36,10 +36,18 @@ from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import Files
 from moetrain.data.field_names import SYSTEMS
 from moetrain.data.known_sets import with_tools_of_metadata
-from moetrain.data.messages import BadLineError, is_dialogue, read_messages
-from moetrain.data.pairs import with_system
+from moetrain.data.messages import BadLineError, read_messages
+from moetrain.data.pairs import text_of, with_system
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rl.envs import Environment, Problem, Prompts, SolvedEnvironment, TextEnvironment
+from moetrain.rl.envs.lines import (
+    ANSWERS,
+    Hidden,
+    advice_for_prompt,
+    hidden_parts,
+    is_packed,
+    place_of_answer,
+)
 
 MAX_DIGITS, MAX_TERMS = 20, 200
 """The most digits of a number, and the most numbers of a problem. Python refuses to write products
@@ -156,12 +164,6 @@ def check_whole(**values: object) -> None:
 _Reward = Callable[[dict[str, Any], str], "float | Awaitable[float]"]
 
 
-_ANSWERS = (
-    *("ground_truth", "reward_model.ground_truth", "reward_model", "solution", "target"),
-    *("expected_answer", "final_answer", "gold_standard_solution", "verification_info"),
-)
-"""Fields in which other formats have the right answer, verl's ``reward_model.ground_truth`` among
-them."""
 _MARKS = ("####", r"\boxed{")
 """Marks before the final answer in a solution: GSM8K's and MATH's."""
 _CHECKED = 256
@@ -193,8 +195,25 @@ class Jsonl(TextEnvironment):
             except BadLineError as error:
                 problem = f"{path!r} line {number}: {error}"
                 raise ConfigError("rl.prompts", problem) from None
+        self._warn_of_hidden_parts(path)
         if reward in _COMPARING:
             self._warn_of_answers(path, reward)
+
+    def _warn_of_hidden_parts(self, path: str) -> None:
+        """Log a line for each part of the first lines that the policy is not shown and may need."""
+        found: dict[str, list[tuple[int, Hidden]]] = {}
+        for number, line in enumerate(self.lines[:_CHECKED], 1):
+            asked = self._asked(line)
+            turns = [{"content": asked}] if isinstance(asked, str) else asked
+            for part in hidden_parts(line, [text_of(turn) for turn in turns]):
+                found.setdefault(part.place, []).append((number, part))
+        for place, parts in found.items():
+            number, first = parts[0]
+            logger.warning(
+                "rl.prompts: %r: of the first %d prompts %d do not show `%s`, %s (line %d: %s); %s",
+                *(path, len(self.lines[:_CHECKED]), len(parts), place, first.why, number),
+                *(shortened(first.text), first.remedy),
+            )
 
     def _warn_of_answers(self, path: str, reward: str) -> None:
         """Log a line if some of the first answers can earn nothing, whatever a policy says."""
@@ -203,10 +222,19 @@ class Jsonl(TextEnvironment):
             odd = [i for i, answer in enumerate(answers) if not self.reward.has_value(answer)]
             said = "no value that rl.reward math finds"
             remedy = "such prompts earn 0 whatever is answered: leave them out"
+            if odd and is_packed(answers[odd[0]]):
+                remedy = "write the value out of the JSON as `answer`, or leave such prompts out"
         else:
-            odd = [i for i, x in enumerate(answers) if any(mark in x for mark in _MARKS)]
+            odd = [
+                i
+                for i, answer in enumerate(answers)
+                if any(mark in answer for mark in _MARKS) or is_packed(answer)
+            ]
             said = "a whole solution, and rl.reward exact compares all of it"
             remedy = "write the final answer alone, or set rl.reward math"
+            if odd and is_packed(answers[odd[0]]):
+                said = "JSON, and rl.reward exact compares its text"
+                remedy = "write the value out of the JSON, unless the policy is asked for JSON"
         if odd:
             first = shortened(answers[odd[0]])
             logger.warning(
@@ -252,19 +280,13 @@ def _answer_problem(line: dict[str, Any], reward: str) -> str:
     """Describe why ``reward`` cannot compare the answer of ``line``. Empty: it can."""
     answer = line.get("answer")
     if answer is None:
-        inner = line.get("reward_model")
-        given = (
-            {**line, **{f"reward_model.{key}": x for key, x in inner.items()}}
-            if isinstance(inner, dict)
-            else line
-        )
-        found = [key for key in _ANSWERS if given.get(key) is not None]
-        perhaps = f" (perhaps from `{found[0]}`)" if found else ""
+        place = place_of_answer(line)
+        perhaps = f" (perhaps from {place})" if place else ""
         return f"no answer, which {reward} needs; give it as `answer`{perhaps}"
     if not isinstance(answer, dict | list):
         return ""
     kind = "an object" if isinstance(answer, dict) else "a list"
-    inner = [key for key in (*_ANSWERS, "value") if isinstance(answer, dict) and key in answer]
+    inner = [key for key in (*ANSWERS, "value") if isinstance(answer, dict) and key in answer]
     write = f"write its `{inner[0]}`" if inner else "write one value"
     return f"`answer` is {kind}, which {reward} cannot compare: {shortened(answer)}; {write} there"
 
@@ -365,7 +387,7 @@ def _read_lines(path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
                 asked = line.get("messages")
             if not isinstance(asked, str | list):
                 problem = "has no `prompt` (a text or a list of messages) and no `messages`"
-                raise BadLineError(problem + _likely_prompt(line))
+                raise BadLineError(problem + advice_for_prompt(line))
             line, whole = with_tools_of_metadata(line), with_tools_of_metadata(whole)
             ChatTemplate.variables_of(line)
         except BadLineError as error:
@@ -374,24 +396,6 @@ def _read_lines(path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     if not lines:
         raise ConfigError("rl.prompts", f"{path!r} has no lines; write one prompt a line")
     return lines
-
-
-def _likely_prompt(line: object) -> str:
-    """Return the advice to rename the field of ``line`` that is likely its prompt."""
-    names = ("question", "problem", "query", "instruction", "input", "text", "problem_statement")
-    given = line if isinstance(line, dict) else {}
-    inner = {
-        f"{outer}.{key}": value
-        for outer, each in given.items()
-        if isinstance(each, dict)
-        for key, value in each.items()
-    }
-    for key, value in {**given, **inner}.items():  # Llama-Nemotron's `input`, NeMo-Gym's
-        if is_dialogue(value) and key.rpartition(".")[2] in (*names, "messages", "prompt"):
-            return f"; write `{key}` as `messages`"
-    found = [key for key in names if isinstance(given.get(key), str)]
-    whole = ", with all that the question needs" * (len(found) > 1)
-    return f"; rename `{found[0]}` to `prompt`{whole}" if found else ""
 
 
 # ---- by name ------------------------------------------------------------------------------------

@@ -169,6 +169,106 @@ def test_a_record_without_a_prompt_says_which_field_may_be_it(lines):
         opened("jsonl", prompts=lines, reward="exact")
 
 
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        # CodeContests, LiveCodeBench, knights-and-knaves
+        (
+            {"name": "1_A", "description": "Add two numbers"},
+            "; perhaps rename `description` to `pr",
+        ),
+        (
+            {"question_title": "A", "question_content": "Three cards", "platform": "a long one"},
+            "; perhaps rename `question_content` to `prompt`$",
+        ),
+        (
+            {
+                "quiz": "Who is a knave?",
+                "names": ["Ann"],
+                "solution_text": "Ann is a knave, Bo not",
+            },
+            "; perhaps rename `quiz` to `prompt`$",
+        ),
+        # Countdown, Open-Reasoner-Zero
+        ({"nums": [1, 2], "target": 3}, "; write what the policy is asked, in words, as `prompt`$"),
+        ([{"from": "human", "value": "q"}], "; it is a list of turns: .* `messages` of an object"),
+        # MMLU-Pro, APPS, KodCode, NeMo Gym
+        ({"question": "Prime?", "options": ["4", "7"]}, "to `prompt`, with `options` in it$"),
+        (
+            {"question": "Add", "starter_code": "class Solution:\n    def add(self): pass\n"},
+            "to `prompt`, with `starter_code` in it$",
+        ),
+        (
+            {"question": "Add", "test_info": [{"function_declaration": "def add(a, b):"}]},
+            r"to `prompt`, with `test_info\.function_declaration` in it$",
+        ),
+        (
+            {"params": {"input": [{"role": "user", "content": "1+1?"}], "tools": [ADD]}},
+            r"; write `params\.input` as `messages` and `params\.tools` as `tools`$",
+        ),
+        ({"question": "1+1?", "extra": json.dumps([ADD])}, "to `prompt` and `extra` as `tools`$"),
+    ],
+    ids=str,
+)
+def test_a_record_without_a_prompt_says_what_belongs_to_it(lines, row, says):
+    lines.write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match=says):
+        opened("jsonl", prompts=lines, reward="zero")
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"options": ["4", "7"]}, "`options`, which may be a part of the question (line 1: '4')"),
+        ({"options": '["4", "7"]'}, "`options`, which may be a part of the question (line 1: '4')"),
+        ({"A": "4", "B": "7"}, "`A`, which may be a part of the question (line 1: '4')"),
+        ({"context": "Ann won."}, "`context`, which may be a part of the question (line 1: 'Ann"),
+        (
+            {"starter_code": "class Solution:\n    def prime(self): pass\n"},
+            "`starter_code`, with a name that tests of the answer may call",
+        ),
+        (
+            {"input_output": json.dumps({"fn_name": "prime", "inputs": [4]})},
+            "`input_output.fn_name`, with a name that tests of the answer may call (line 1: 'pri",
+        ),
+        ({"params": {"tools": [ADD]}}, "`params.tools`, which holds tools (line 1: 'add'); write "),
+    ],
+    ids=str,
+)
+def test_what_a_policy_may_need_and_is_not_shown_is_said(lines, caplog, row, says):
+    """MMLU-Pro's options, APPS's code and names, and NeMo Gym's tools."""
+    row = {"prompt": "Which one?", "answer": "7", **row}
+    lines.write_text(json.dumps({"prompt": "1+1?", "answer": "2"}) + "\n" + json.dumps(row))
+    opened("jsonl", prompts=lines, reward="exact")
+    says = says.replace("line 1", "line 2")
+    assert f"of the first 2 prompts 1 do not show {says}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"options": ["4", "7"], "context": ""},
+        {"starter_code": "def prime(x):", "entry_point": "prime", "question_id": "a"},
+        {"starter_code": "", "input_output": json.dumps({"inputs": ["4"], "outputs": ["no"]})},
+        {"context_messages": [{"role": "user", "content": "Be brief. prime(x): is it 4 or 7?"}]},
+        {"solution": "def other(x): pass", "tests": "assert other(7)", "class_name": "math"},
+        {"ground_truth": [{"name": "add", "parameters": {"a": 1}}], "problem": "Is it 4 or 7?"},
+        {"question": "function (see there) of 4 or 7", "tools": [ADD], "function_name": "add"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_what_a_policy_is_shown_or_only_the_reward_needs_is_not_said(lines, caplog, row, is_chat):
+    asked = "prime(x): is it 4 or 7?"
+    asked = [{"role": "user", "content": asked}] if is_chat or "tools" in row else asked
+    lines.write_text(json.dumps({"prompt": asked, "answer": "7", **row}))
+    opened("jsonl", prompts=lines, reward="exact")
+    assert not caplog.text
+
+
 def test_tools_of_a_conversation_are_in_its_prompt(lines):
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = "{{ tools | tojson }}{{ messages[0].content }}"
@@ -377,6 +477,14 @@ ASKED = {"role": "user", "content": "2+2?"}
             r"no answer, which exact needs; give it as `answer` \(perhaps from "
             r"`reward_model\.ground_truth`\)",
         ),
+        (  # SYNTHETIC-2
+            {"prompt": "2+2?", "answer": None, "verification_info": '{"ground_truth": "4"}'},
+            r"perhaps from `verification_info\.ground_truth`, out of its JSON\)",
+        ),
+        (  # Skywork-OR1
+            {"prompt": "2+2?", "answer": None, "reward_model": {"ground_truth": '["4"]'}},
+            r"perhaps from one value of `reward_model\.ground_truth`, out of its JSON\)",
+        ),
         (
             {"prompt": "2+2?", "answer": {"ground_truth": "4", "style": "rule"}},
             r"`answer` is an object, which exact cannot compare: .*; write its `ground_truth` ",
@@ -408,6 +516,25 @@ def test_a_solution_that_exact_compares_is_said(lines, caplog, answer):
     assert "of the first 2 answers 1 have a whole solution" in caplog.text
     assert "(line 2: " in caplog.text
     assert "set rl.reward math" in caplog.text
+
+
+@pytest.mark.parametrize("answer", ['{"ground_truth": "4"}', '["4"]'])
+@pytest.mark.parametrize("reward", ["exact", "math"])
+def test_an_answer_in_json_is_said(lines, caplog, answer, reward):
+    if reward == "math":
+        pytest.importorskip("math_verify")
+    lines.write_text(json.dumps({"prompt": "2+2?", "answer": answer}))
+    opened("jsonl", prompts=lines, reward=reward)
+    assert "of the first 1 answers 1 have " in caplog.text
+    assert "; write the value out of the JSON" in caplog.text
+
+
+@pytest.mark.parametrize("answer", ["(0, 1]", r"[0, \infty)", "[1, 2]", "{1, 2}", "[0,1]"])
+def test_an_interval_or_a_set_is_a_value(lines, caplog, answer):
+    pytest.importorskip("math_verify")
+    lines.write_text(json.dumps({"prompt": "?", "answer": answer}))
+    opened("jsonl", prompts=lines, reward="math")
+    assert "JSON" not in caplog.text
 
 
 def test_answers_without_a_value_are_said(lines, caplog):

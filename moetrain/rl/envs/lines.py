@@ -1,0 +1,227 @@
+"""Finds what the lines of ``rl.prompts`` lack: a prompt, an answer, or a part of the question.
+
+Public sets have these under many names. The advice says what to write for such a line. A reward
+function gets the whole line, so a field that the policy is not shown may be meant for it alone.
+Therefore such fields are warned of, and never refused.
+
+Left out on purpose: reading these fields, since a prompt in words has to say what they are.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from moetrain.data.containers import OBJECTS
+from moetrain.data.lost import PASSAGES, choices_of, describes
+from moetrain.data.messages import is_dialogue, is_said, words_of
+from moetrain.data.tools import names_of_tools
+
+ANSWERS = (
+    *("ground_truth", "reward_model", "solution", "target", "expected_answer", "final_answer"),
+    *("gold_standard_solution", "verification_info"),
+)
+"""Fields in which other formats have the right answer. In an object it is one of these again, as
+verl's ``reward_model.ground_truth``."""
+_PROMPTS = ("question", "problem", "query", "instruction", "input", "text", "problem_statement")
+"""Fields in which other formats have the prompt, the likeliest first."""
+_ASKING = {"prompt", "question", "query", "instruction", "problem", "user", "input", "task"}
+"""Words in the names of such fields: LiveCodeBench's ``question_content``."""
+_NOT_ASKING = {
+    *("answer", "answers", "solution", "solutions", "response", "output", "code", "test", "tests"),
+    *(
+        "target",
+        "truth",
+        "reference",
+        "explanation",
+        "rationale",
+        "reasoning",
+        "cot",
+        "verification",
+    ),
+}
+"""Words in the names of texts that are not what is asked."""
+_SHOWN = {"prompt", "messages", "tools", "documents", "chat_template_kwargs", "answer"}
+"""Fields that a policy is shown, or that only the reward needs."""
+_PARTS = PASSAGES | {"table", "premise", "hypothesis"}
+"""Names of texts that may be a part of the question, beside its choices."""
+_OF_PARTS = {"context", "contexts", "passage", "passages"}
+"""Words in such names."""
+_OF_CODE = {
+    *("starter", "stub", "skeleton", "signature", "declaration", "header", "prototype"),
+    *("boilerplate", "scaffold"),
+}
+"""Words in the names of the beginnings of programs: ``starter_code`` of APPS and LiveCodeBench,
+``function_declaration`` of KodCode, whose card advises to write it in the prompt."""
+_DECLARED = re.compile(
+    r"\b(?:def|fn|func|function)\s+(\w+)\s*\(|\b(?:class|struct)\s+(\w+)\s*[:({]"
+)
+"""Matches what the beginning of a program declares."""
+_OF_NAMES = {"fn", "func", "function", "method", "entry"}
+"""Words beside "name" or "point" in the names of fields that name what tests call: ``fn_name`` of
+APPS, ``func_name`` of LiveCodeBench, ``entry_point`` of HumanEval."""
+_MOST_JSON = 1 << 18
+"""Most characters of a text whose JSON is read. Tests of a program may have many more."""
+
+
+class Hidden(NamedTuple):
+    """A part of a line that the policy is not shown."""
+
+    place: str
+    """The field, with a dot before a field within it."""
+    text: str
+    """The first text of it that is not shown."""
+    why: str
+    """What it may be, as the end of a sentence."""
+    remedy: str
+    """What to write."""
+
+
+_WRITE = "write it in the prompt, or leave it out"
+
+
+def hidden_parts(line: Mapping[str, Any], shown: Sequence[str]) -> Iterator[Hidden]:
+    """Yield the parts of ``line`` that a policy may need and that no text of ``shown`` has."""
+    choices = choices_of(line)
+    whole = " ".join([*shown, json.dumps(line.get("tools"), default=str)])
+    for key, value in line.items():
+        if key in _SHOWN:
+            continue
+        texts = [*_texts_in(key, value)]
+        is_part = key in choices or key.lower() in _PARTS
+        if is_part or (not words_of(key).isdisjoint(_OF_PARTS) and not describes(key, value)):
+            lost = [text for _, text in texts if not is_said(text, shown)]
+            # AceCode's `context_messages` are the prompt in other words around it.
+            is_around = any(is_said(each, [text]) for text in lost for each in shown)
+            if lost and not is_around:
+                why = "which may be a part of the question"
+                yield Hidden(key, max(lost, key=len), why, _WRITE)
+            continue
+        for place, text in texts:
+            names = _names_to_call(place.rpartition(".")[2], text)
+            if any(re.search(rf"\b{name}\b", whole) is None for name in names):
+                yield Hidden(place, text, "with a name that tests of the answer may call", _WRITE)
+                break
+    if not line.get("tools"):
+        for place, names in _tools_in(line):
+            if not all(is_said(name, shown) for name in names):
+                yield Hidden(place, names[0], "which holds tools", "write them as `tools`")
+
+
+def _names_to_call(key: str, text: str) -> list[str]:
+    """Return the names in the text of a field that tests may call."""
+    words = words_of(key)
+    if not words.isdisjoint({"name", "point"}) and not words.isdisjoint(_OF_NAMES):
+        return [text] if text.isidentifier() else []
+    if words.isdisjoint(_OF_CODE):
+        return []
+    return [function or name for function, name in _DECLARED.findall(text)]
+
+
+def _texts_in(place: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield the texts in ``value`` with their places. JSON in a text is read."""
+    value = _unpacked(value)
+    if isinstance(value, str) and value.strip():
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _texts_in(f"{place}.{key}", each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts_in(place, each)
+
+
+def _unpacked(value: object) -> object:
+    """Return the object or list whose JSON is the text ``value``. Return other values unchanged."""
+    is_json = isinstance(value, str) and value.lstrip()[:1] in ("{", "[")
+    if isinstance(value, str) and is_json and len(value) <= _MOST_JSON:
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def _tools_in(line: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the places of tools outside of ``tools``, and their names."""
+    for place, value in _places(line):
+        is_answer = not words_of(place).isdisjoint(_NOT_ASKING)  # calls may look like tools
+        if place != "tools" and not is_answer and (names := names_of_tools(value)):
+            yield place, names
+
+
+def _places(line: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of ``line``, and those of objects in them."""
+    for key, value in line.items():
+        yield key, value
+        if isinstance(inner := _unpacked(value), Mapping):
+            yield from ((f"{key}.{name}", each) for name, each in inner.items())
+
+
+# ---- advice -------------------------------------------------------------------------------------
+
+
+def advice_for_prompt(line: object) -> str:
+    """Return what to write as the prompt of a ``line`` without one, for the end of an error."""
+    if is_dialogue(line):
+        return (
+            "; it is a list of turns: write those up to the question as `messages` of an object, "
+            "and the right answer as `answer`"
+        )
+    if not isinstance(line, Mapping):
+        return f"; {OBJECTS}"
+    also = "".join(f" and `{place}` as `tools`" for place, _ in [*_tools_in(line)][:1])
+    for place, value in _places(line):  # Llama-Nemotron's `input`, NeMo-Gym's
+        if is_dialogue(value) and place.rpartition(".")[2] in (*_PROMPTS, "messages", "prompt"):
+            return f"; write `{place}` as `messages`{also}"
+    found = [key for key in _PROMPTS if isinstance(line.get(key), str)]
+    likely = found or _likely(line)
+    if not likely:
+        return "; write what the policy is asked, in words, as `prompt`"
+    parts = dict.fromkeys(part.place for part in hidden_parts(line, [line[likely[0]]]))
+    parts = [f"`{place}`" for place in parts if f" and `{place}` as `tools`" != also]
+    whole = ", with all that the question needs" * (len(found) > 1)
+    whole = f", with {' and '.join(parts)} in it" if parts else whole
+    perhaps = "rename" if found else "perhaps rename"
+    return f"; {perhaps} `{likely[0]}` to `prompt`{whole}{also}"
+
+
+def _likely(line: Mapping[str, Any]) -> list[str]:
+    """Return the texts that are likely a prompt, the likeliest first."""
+    texts = [
+        key
+        for key, value in line.items()
+        if isinstance(value, str)
+        and len(value.split()) > 1
+        and isinstance(_unpacked(value), str)
+        and words_of(key).isdisjoint(_NOT_ASKING)
+        and not describes(key, value)
+    ]
+    return sorted(texts, key=lambda key: (words_of(key).isdisjoint(_ASKING), -len(line[key])))
+
+
+def place_of_answer(line: Mapping[str, Any]) -> str:
+    """Describe where the right answer of a line without ``answer`` may be. Empty: nowhere."""
+    place = next((key for key in ANSWERS if line.get(key) is not None), None)
+    if place is None:
+        return ""
+    value, packed = line[place], ""
+    while True:
+        inner = _unpacked(value)
+        packed = ", out of its JSON" if inner is not value else packed
+        given = inner if isinstance(inner, Mapping) else {}
+        names = (*ANSWERS, "answer", "value")
+        key = next((key for key in names if given.get(key) is not None), None)
+        if key is None:
+            return "one value of " * isinstance(inner, list) + f"`{place}`{packed}"
+        place, value = f"{place}.{key}", given[key]
+
+
+def is_packed(answer: object) -> bool:
+    """Return whether an answer is the JSON text of an object, of one value in a list, or of texts.
+
+    Several numbers in brackets may be an interval or a vector.
+    """
+    inner = _unpacked(answer)
+    if isinstance(answer, str) and isinstance(inner, list):
+        return len(inner) == 1 or (bool(inner) and all(isinstance(x, str) for x in inner))
+    return isinstance(answer, str) and isinstance(inner, Mapping)
