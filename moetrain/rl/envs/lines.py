@@ -30,16 +30,8 @@ _ASKING = {"prompt", "question", "query", "instruction", "problem", "user", "inp
 """Words in the names of such fields: LiveCodeBench's ``question_content``."""
 _NOT_ASKING = {
     *("answer", "answers", "solution", "solutions", "response", "output", "code", "test", "tests"),
-    *(
-        "target",
-        "truth",
-        "reference",
-        "explanation",
-        "rationale",
-        "reasoning",
-        "cot",
-        "verification",
-    ),
+    *("target", "truth", "reference", "explanation", "rationale", "reasoning", "cot"),
+    *("completion", "verification", "chosen", "rejected"),
 }
 """Words in the names of texts that are not what is asked."""
 _SHOWN = {"prompt", "messages", "tools", "documents", "chat_template_kwargs", "answer"}
@@ -97,6 +89,8 @@ def hidden_parts(line: Mapping[str, Any], shown: Sequence[str]) -> Iterator[Hidd
             if lost and not is_around:
                 why = "which may be a part of the question"
                 yield Hidden(key, max(lost, key=len), why, _WRITE)
+            continue
+        if key in ANSWERS:  # in RLVR-IFeval `func_name` is that of the verifier
             continue
         for place, text in texts:
             names = _names_to_call(place.rpartition(".")[2], text)
@@ -176,7 +170,7 @@ def advice_for_prompt(line: object) -> str:
     found = [key for key in _PROMPTS if isinstance(line.get(key), str)]
     likely = found or _likely(line)
     if not likely:
-        return "; write what the policy is asked, in words, as `prompt`"
+        return "; write what the policy is asked as `prompt`"
     parts = dict.fromkeys(part.place for part in hidden_parts(line, [line[likely[0]]]))
     parts = [f"`{place}`" for place in parts if f" and `{place}` as `tools`" != also]
     whole = ", with all that the question needs" * (len(found) > 1)

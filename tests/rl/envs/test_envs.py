@@ -192,8 +192,9 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "o
             },
             "; perhaps rename `quiz` to `prompt`$",
         ),
-        # Countdown, Open-Reasoner-Zero
-        ({"nums": [1, 2], "target": 3}, "; write what the policy is asked, in words, as `prompt`$"),
+        # Countdown, a pair, Open-Reasoner-Zero
+        ({"chosen": "Human: q Assistant: a"}, "; write what the policy is asked as `prompt`$"),
+        ({"nums": [1, 2], "target": 3}, "; write what the policy is asked as `prompt`$"),
         ([{"from": "human", "value": "q"}], "; it is a list of turns: .* `messages` of an object"),
         # MMLU-Pro, APPS, KodCode, NeMo Gym
         ({"question": "Prime?", "options": ["4", "7"]}, "to `prompt`, with `options` in it$"),
@@ -255,6 +256,7 @@ def test_what_a_policy_may_need_and_is_not_shown_is_said(lines, caplog, row, say
         {"starter_code": "", "input_output": json.dumps({"inputs": ["4"], "outputs": ["no"]})},
         {"context_messages": [{"role": "user", "content": "Be brief. prime(x): is it 4 or 7?"}]},
         {"solution": "def other(x): pass", "tests": "assert other(7)", "class_name": "math"},
+        {"ground_truth": json.dumps({"func_name": "validate_no_commas", "N": None})},
         {"ground_truth": [{"name": "add", "parameters": {"a": 1}}], "problem": "Is it 4 or 7?"},
         {"question": "function (see there) of 4 or 7", "tools": [ADD], "function_name": "add"},
     ],
