@@ -528,8 +528,10 @@ def list_files(
         what = "all files are read as texts:" if takes_all else "not read beside its records:"
         most = sorted(kinds, key=lambda kind: -len(kinds[kind]))[:5]
         few = ", ".join(f"{len(kinds[kind]):,} {kind}" for kind in most)
-        said = "%s: %s %s; to read those of one kind alone, name them as %s"
-        logger.info(said, path, what, few, shortened(_pattern(path, kinds)))
+        number = sum(map(len, kinds.values()))
+        also = ", or set data.source text to learn all files" * (number > len(found))
+        said = "%s: %s %s; to read those of one kind alone, name them as %r%s"
+        logger.info(said, path, what, few, _pattern(path, kinds), also)
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
 

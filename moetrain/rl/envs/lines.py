@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from moetrain.data.containers import OBJECTS
@@ -105,12 +106,20 @@ def hidden_parts(line: Mapping[str, Any], shown: Sequence[str]) -> Iterator[Hidd
 
 def _names_to_call(key: str, text: str) -> list[str]:
     """Return the names in the text of a field that tests may call."""
+    kind = _kind_of(key)
+    if kind == "name":
+        return [text] if text.isidentifier() else []
+    declared = _DECLARED.findall(text) if kind == "code" else []
+    return [function or name for function, name in declared]
+
+
+@lru_cache(4096)
+def _kind_of(key: str) -> str | None:
+    """Return whether a field has the ``name`` of a function, or the ``code`` that declares one."""
     words = words_of(key)
     if not words.isdisjoint({"name", "point"}) and not words.isdisjoint(_OF_NAMES):
-        return [text] if text.isidentifier() else []
-    if words.isdisjoint(_OF_CODE):
-        return []
-    return [function or name for function, name in _DECLARED.findall(text)]
+        return "name"
+    return None if words.isdisjoint(_OF_CODE) else "code"
 
 
 def _texts_in(place: str, value: object) -> Iterator[tuple[str, str]]:
