@@ -43,6 +43,7 @@ from moetrain.data.messages import (
     marked,
     parse_json,
     read_messages,
+    result_without_call,
     undeclared_call,
     unknown_role,
     without_tags,
@@ -298,6 +299,13 @@ class ChatTemplate:
         name = undeclared_call(turns, learned, variables.get("tools") or ())
         if name is not None:
             _warn_of_undeclared(name)
+        if (given := result_without_call(turns)) is not None:
+            warn_once(
+                "results without a call",
+                "results of tools follow turns without a call, such as that with the id "
+                f"{given!r}: they are shown as they are; write the call as `tool_calls` of the "
+                "turn before them",
+            )
         role = unknown_role(turns)
         if role is not None:
             _warn_of_role(role)

@@ -13,6 +13,7 @@ Left out on purpose: records that differ from the published records of their set
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from moetrain.config.sources import shortened
@@ -28,9 +29,11 @@ from moetrain.data.lost import (
 from moetrain.data.messages import (
     BadLineError,
     is_dialogue,
+    is_message,
     learning_of,
     parse_json,
     role_of,
+    turns_in,
     words_of,
 )
 from moetrain.data.tools import are_tools
@@ -76,6 +79,8 @@ RESPONSES = ("answer", "response", "targets", "targets_pretokenized")
 OpenOrca and ms-swift; of FLAN, xP3 and Aya; and of P3."""
 QUESTION_OF = {"output": "input", "target": "input"}
 """For these names of an answer, the name of its question: OpenCodeReasoning's and Firefly's."""
+_SAID = ("output", *RESPONSES)
+"""Names of the answer to a question that is a list of turns, in lower case."""
 _METADATA = ("metadata", "meta", "extra", "extra_info")
 """Fields that describe a record. In Nemotron's records such a field holds the tools."""
 
@@ -184,11 +189,58 @@ def read_known_set(found: dict[str, Any]) -> None:
         asked = [found.pop(key, None) for key in ("adversarial", "vanilla")]  # WildJailbreak
         found["instruction"] = next(filter(None, asked), "")
         found["output"] = found.pop("completion")
-    asked = [key for key in ("input", *QUESTIONS) if is_dialogue(found.get(key))]
-    said = [key for key in ("output", *RESPONSES) if isinstance(found.get(key), str)]
-    if len(asked) == len(said) == 1 and role_of(found[asked[0]][-1]) == "user":
-        answer = {"role": "assistant", "content": found.pop(said[0])}
-        found["prompt"], found["completion"] = found.pop(asked[0]), [answer]
+    _read_asked_turns(found)
+
+
+def _read_asked_turns(found: dict[str, Any]) -> None:
+    """Read a question that is a list of turns, or the text of its JSON, with its answer.
+
+    These are records of Llama-Nemotron, and what Langfuse exports. The answer is a text, a message
+    of the assistant or a list of such, or the text of their JSON.
+
+    Raises BadLineError: the question is Python's notation of messages.
+    """
+    if "instruction" not in found:  # otherwise the text belongs to the instruction
+        for key in [key for key in found if key.lower() in ("input", *QUESTIONS)]:
+            turns = turns_in(found[key], key)
+            found[key] = turns if _ends_asking(turns) else _with_messages(found[key])
+    asked = [key for key in found if key.lower() in ("input", *QUESTIONS)]
+    asked = [key for key in asked if _ends_asking(found[key])]
+    if len(asked) != 1:
+        return
+    answers = {key: _answer_in(found, key) for key in found if key.lower() in _SAID}
+    said = [key for key in answers if answers[key]]
+    if len(said) == 1:
+        found["prompt"], found["completion"] = found.pop(asked[0]), answers[said[0]]
+        del found[said[0]]
+
+
+def _ends_asking(turns: object) -> bool:
+    """Return whether ``turns`` is a dialogue that ends with a question or a tool's result."""
+    if not isinstance(turns, list) or not is_dialogue(turns):
+        return False
+    return isinstance(turns[-1], dict) and role_of(turns[-1]) in ("user", "tool")
+
+
+def _with_messages(value: Any) -> Any:
+    """Return the object whose JSON ``value`` is if it has ``messages``, otherwise ``value``."""
+    if isinstance(value, str) and value.lstrip().startswith("{") and '"messages"' in value:
+        with suppress(ValueError, RecursionError):
+            found = json.loads(value)
+            if is_dialogue(found.get("messages")):
+                return found
+    return value
+
+
+def _answer_in(found: Mapping[str, Any], key: str) -> list[Any]:
+    """Return the assistant's turns in the field ``key``, or none if it holds anything else."""
+    value = turns_in(found[key], key)
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    turns = [value] if isinstance(value, dict) else value
+    if not isinstance(turns, list) or not all(map(is_message, turns)):
+        return []
+    return turns if all(role_of(turn) == "assistant" for turn in turns) else []
 
 
 def read_reasoned_answer(found: dict[str, Any]) -> None:

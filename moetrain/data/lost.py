@@ -22,13 +22,16 @@ from moetrain.data.messages import (
     THOUGHTS,
     BadLineError,
     is_dialogue,
+    is_role,
     is_said,
     lost_media,
     media_of,
+    role_of,
     thoughts_in,
     truth_of,
     words_of,
 )
+from moetrain.data.pairs import text_of
 from moetrain.data.tools import names_of_tools
 from moetrain.data.warned import warn_once
 
@@ -216,8 +219,13 @@ def unread_fields(record: Mapping[str, Any], documents: Sequence[Document], form
         and not describes(key, value)
         and not (key in ("label", "kto_tag") and truth_of(value) is not None)
         # The longest: short ones, such as the roles of turns, are in other texts by chance.
-        and not is_said(max(_texts_in(_parsed(value)), key=len, default=""), shown)
+        and not is_said(max(_said_in(_parsed(value)), key=len, default=""), shown)
     ]
+
+
+def _said_in(value: object) -> Iterator[str]:
+    """Yield the texts in a value, without those that are the name of a role."""
+    return (text for text in _texts_in(value) if not is_role(text))
 
 
 def _parsed(value: object) -> object:
@@ -252,25 +260,71 @@ def refuse_lost_answer(record: Mapping[str, Any], turns: Sequence[Any], name: st
         turns: its dialogue, with OpenAI's roles.
         name: the field that holds the dialogue.
     """
-    if not turns or turns[-1]["role"] != "user":
+    if not turns or turns[-1]["role"] not in ("user", "tool"):
         return
-    shown = [turn.get("content") for turn in turns if turn["role"] == "assistant"]
+    end = {"user": "question", "tool": "result of a tool"}[turns[-1]["role"]]
+    shown = [text_of(turn) for turn in turns if turn["role"] == "assistant"]
     for key, value in record.items():
-        text = value[0] if isinstance(value, list) and len(value) == 1 else value
-        if key.lower() not in _AFTER_TURNS or not isinstance(text, str) or not text.strip():
-            continue
-        if not is_said(text, shown):
+        if key not in (name, *_BY_ALL) and _answers_last(key, value, shown):
             raise BadLineError(
-                f"`{name}` end with a question, and `{key}` seems to be its answer, which would be "
-                f"lost: {shortened(text)}; write it as the last turn, with the role assistant, or "
+                f"`{name}` end with a {end}, and `{key}` seems to be its answer, which would be "
+                f"lost: {shortened(value)}; write it as the last turn, with the role assistant, or "
                 "leave it out"
             )
+    if turns[-1]["role"] == "tool":
+        return
     if shown:
         warn_once(
             "questions at the end",
             f"`{name}` of records end with a question that nothing answers: it is left out, and "
             "the answers before it are learned",
         )
+
+
+def _answers_last(key: str, value: object, shown: Sequence[str]) -> bool:
+    """Return whether the field ``key`` seems to hold the answer behind a dialogue.
+
+    It has a name of :data:`_AFTER_TURNS` and a text, or it is what a server answers, whatever its
+    name. ``shown`` are the answers of the dialogue. A text within one of them is no further answer.
+    """
+    is_named = key.lower() in _AFTER_TURNS
+    text = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if isinstance(text, dict) and is_named:
+        text = next((text[name] for name in ("content", "text") if name in text), text)
+    if is_named and isinstance(text, str):
+        is_whole = text.strip() in {each.strip() for each in shown}  # a class, answered once more
+        return bool(text.strip()) and (is_whole or not is_said(text, shown))
+    if not words_of(key).isdisjoint(_OF_BEFORE | {"chosen", "rejected"}):
+        return False
+    return is_answer_of_server(_parsed(value))
+
+
+def is_answer_of_server(value: object) -> bool:
+    """Return whether ``value`` is a message of the assistant, or an object or a list with one.
+
+    These are the responses of OpenAI, Anthropic, Gemini, Bedrock and others. A dialogue with a
+    user's turn is none.
+    """
+    found = [*_objects_in(value)]
+    if any(role_of(each) == "user" for each in found):
+        return False
+    return any(_is_answer(each) and any(_texts_in(each)) for each in found)
+
+
+def _is_answer(value: Mapping[str, Any]) -> bool:
+    """Return whether ``value`` is an assistant's message, or a text with the reason of its end."""
+    if role_of(value) == "assistant":
+        return not {"content", "parts", "tool_calls", "text"}.isdisjoint(value)
+    return "text" in value and any(words_of(key) >= {"finish", "reason"} for key in value)
+
+
+def _objects_in(value: object) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects in a value of any form, the outer ones first."""
+    if isinstance(value, Mapping):
+        yield value
+    if isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _objects_in(each)
 
 
 def _has_words(key: str, words: Collection[str]) -> bool:

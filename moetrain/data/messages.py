@@ -85,6 +85,10 @@ THOUGHTS = (
 )
 """Other names of a thought, which are not read: SWE-agent's, GitHub Copilot's, OpenRouter's,
 Cohere's."""
+_OF_THOUGHTS = {"reasoning", "thinking", "thought"}
+"""Words in the types of parts that are thoughts."""
+_TEXTS_OF_THOUGHTS = ("text", "reasoning", "thinking", "summary")
+"""Keys of such a part that hold its text."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Names of fields with pictures, films or sounds, beside messages and in them."""
 _PLACES = {"path", "paths", "file", "files"}
@@ -111,6 +115,9 @@ _OF_CALLS = {"call", "calls", "invocation", "invocations"}
 """Words in the names of calls that are not read: ``function_calls`` in Olmo's records, the AI SDK's
 ``toolInvocations``. Other words of such a name are in ``_OF_TOOLS``."""
 _OF_TOOLS = {"tool", "tools", "function"}
+_OF_IDS = {"id", "tool", "call", "use", "function"}
+"""Words in the names of the id of a call: ``tool_use_id`` (Anthropic), ``call_id`` (OpenAI's
+responses), ``toolUseId`` (Bedrock), ``toolCallId`` (the AI SDK)."""
 _ANSWERS = {"refusal", "text", "message", "output", "output_text", "response", "answer"}
 """Keys of an answer's text that are not read: OpenAI's ``refusal`` and others."""
 _ABOUT_TURNS = {
@@ -139,6 +146,52 @@ class BadLineError(Exception):
         """
         super().__init__(problem)
         self.field, self.kind = field, kind
+
+
+_TURNS = re.compile(r"\s*(?:\[\s*)?\{\s*[\"\[\w]")
+"""Matches the beginning of a text that may be the JSON of messages."""
+_PYTHONS_TURNS = re.compile(
+    r"\s*(?:array\(\s*)?(?:\[\s*)?\{\s*'(?:role|from|content|value)'\s*:.*\}\s*"
+    r"(?:\]\s*)?(?:,\s*dtype=object\s*\))?\s*",
+    re.S,
+)
+"""Matches messages as Python, or numpy, shows them. pandas' ``to_csv`` writes lists so."""
+
+
+def turns_in(value: object, name: str) -> Any:
+    """Return the messages whose JSON ``value`` is, a list or one message, as tables have them.
+
+    Return any other value unchanged. One message has a known role and a content or calls.
+
+    Raises BadLineError: the text is Python's notation of messages, in the field ``name``.
+    """
+    if not isinstance(value, str):
+        return value
+    if shows_pythons_turns(value):
+        return parse_json(value, f"`{name}`")
+    if _TURNS.match(value) is None or not ('"role"' in value or '"from"' in value):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    if isinstance(found, dict):
+        return found if is_message(found) else value
+    are_turns = all(isinstance(x, dict) and not {"role", "from"}.isdisjoint(x) for x in found)
+    return found if are_turns and found else value
+
+
+def shows_pythons_turns(text: str) -> bool:
+    """Return whether ``text`` is a list of messages, or one message, as Python shows it."""
+    has_role = "'role':" in text or "'from':" in text
+    return has_role and _PYTHONS_TURNS.fullmatch(text) is not None
+
+
+def is_message(value: object) -> bool:
+    """Return whether ``value`` is an object with a known role, and a content or calls."""
+    if not isinstance(value, dict) or {"content", "value", "tool_calls"}.isdisjoint(value):
+        return False
+    return is_role(str(role_of(value)))
 
 
 def read_messages(
@@ -192,7 +245,33 @@ def read_messages(
         calls = [*turns[-1].get("tool_calls", ()), *turn.get("tool_calls", ())]
         said = {key: value for key, value in turn.items() if key != "content" or value}
         turns[-1] = {**turns[-1], **said} | ({"tool_calls": calls} if calls else {})
-    return turns
+    return _with_ids(turns)
+
+
+def _with_ids(turns: list[Message]) -> list[Message]:
+    """Return ``turns`` with the ids of tools' results in ``tool_call_id``.
+
+    The id of a result is under a key that names the id of a call, or it is the id of a call of the
+    turn before it.
+    """
+    made, ids = [*turns], set[object]()
+    for i, turn in enumerate(turns):
+        if turn["role"] == "assistant":
+            ids = {call.get("id") for call in turn.get("tool_calls", ())}
+        if turn["role"] != "tool" or "tool_call_id" in turn:
+            continue
+        texts = [key for key, x in turn.items() if isinstance(x, str) and key != "content"]
+        named = [key for key in texts if _names_id_of_call(key)]
+        named = named or [key for key in texts if turn[key] in ids and key not in ("role", "name")]
+        if named:
+            made[i] = {("tool_call_id" if k == named[0] else k): x for k, x in turn.items()}
+    return made
+
+
+@lru_cache(4096)
+def _names_id_of_call(key: str) -> bool:
+    words = words_of(key)
+    return "id" in words and len(words) > 1 and words <= _OF_IDS
 
 
 def _of_columns(messages: object) -> object:
@@ -268,12 +347,25 @@ def lost_thought(turn: Mapping[str, Any]) -> str | None:
 
     SWE-agent's ``thought`` is a part of its ``content``. None: there is no such key.
     """
+    shown = [_text_of(turn), turn.get("reasoning_content")]
     for key in THOUGHTS:
-        if key in turn:
-            shown = [_text_of(turn), turn.get("reasoning_content")]
-            if not all(is_said(text, shown) for text in thoughts_in(turn[key])):
-                return key
+        if key in turn and not all(is_said(text, shown) for text in thoughts_in(turn[key])):
+            return key
+    for key, value in turn.items():
+        parts = value if isinstance(value, list) and key not in ("content", "tool_calls") else ()
+        if not all(is_said(text, shown) for part in parts for text in _thoughts_in_part(part)):
+            return key
     return None
+
+
+def _thoughts_in_part(part: object) -> list[str]:
+    """Return the texts of a part of a turn that is a thought: the AI SDK's, Gemini's."""
+    if not isinstance(part, dict):
+        return []
+    is_thought = not words_of(str(part.get("type"))).isdisjoint(_OF_THOUGHTS)
+    if not is_thought and part.get("thought") is not True:
+        return []
+    return [x for key in _TEXTS_OF_THOUGHTS if isinstance(x := part.get(key), str) and x.strip()]
 
 
 def lost_keys(turn: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -291,15 +383,16 @@ def lost_keys(turn: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             remedy = "write the tools as `tools` of the record, or leave it out"
         elif is_empty and _names_calls(key):  # without it the answer would be empty
             remedy = "write calls as `tool_calls`, or leave such records out"
-        elif is_answer and (
-            _names_calls(key)
-            or _has_calls(value)
-            or (key == "arguments" and "name" in turn)  # OpenAI's items of responses
-        ):
-            remedy = "write calls as `tool_calls`, or leave it out"
         elif is_empty and _may_be_said(key, value):
             remedy = "write what the turn says as `content`, and calls as `tool_calls`, or leave "
             remedy += "such records out"
+        elif is_answer and (
+            _names_calls(key)
+            or (key not in _ABOUT_TURNS and _has_calls(value))
+            or (key == "arguments" and "name" in turn)  # OpenAI's items of responses
+        ):
+            results = ", their results as turns of the role tool" * _has_results(value)
+            remedy = f"write calls as `tool_calls`{results}, or leave it out"
         else:
             continue
         if not isinstance(value, str) or not is_said(value, [_text_of(turn)]):
@@ -312,9 +405,36 @@ def _names_calls(key: str) -> bool:
     return not words.isdisjoint(_OF_CALLS) and words <= _OF_CALLS | _OF_TOOLS
 
 
-def _has_calls(parts: object) -> bool:
-    """Return whether a list has a part with a call: Anthropic's, Bedrock's, Gemini's."""
-    return not _names_of_parts(parts).isdisjoint(_PARTS_OF_CALLS)
+def _has_calls(value: object) -> bool:
+    """Return whether a list or an object holds a call, at any depth.
+
+    A call is a part of Anthropic's, Bedrock's or Gemini's, an object with the id of a call and its
+    arguments (the AI SDK's), or a list or an object under a key that names calls (LangChain's
+    ``additional_kwargs``).
+    """
+    if isinstance(value, list):
+        return any(map(_has_calls, value))
+    if not isinstance(value, dict):
+        return False
+    found = {key: inner for key, inner in value.items() if inner is not None}
+    if not {*found, str(found.get("type"))}.isdisjoint(_PARTS_OF_CALLS):
+        return True
+    if any(_names_id_of_call(key) for key in found) and not found.keys().isdisjoint(_ARGUMENTS):
+        return True
+    are_calls = (_names_calls(key) and isinstance(x, list | dict) and x for key, x in found.items())
+    return any(are_calls) or any(map(_has_calls, found.values()))
+
+
+def _has_results(value: object) -> bool:
+    """Return whether a list or an object holds a result with the id of its call, at any depth."""
+    if isinstance(value, list):
+        return any(map(_has_results, value))
+    if not isinstance(value, dict):
+        return False
+    has_id = any(map(_names_id_of_call, value))
+    return (has_id and not {"result", "output"}.isdisjoint(value)) or any(
+        map(_has_results, value.values())
+    )
 
 
 def _names_of_parts(value: object) -> set[Any]:
@@ -344,6 +464,11 @@ def role_of(message: Mapping[str, Any]) -> object:
     if not isinstance(role, str):
         return role
     return _ROLES.get(re.sub("[- ]", "_", role.strip().lower()), role)
+
+
+def is_role(text: str) -> bool:
+    """Return whether ``text`` is the name of a known role."""
+    return role_of({"role": text}) in _ROLES.values()
 
 
 def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Message:
@@ -698,6 +823,10 @@ def _read_calls(value: object, where: str) -> list[dict[str, Any]]:
             said = f"{where} has `{others[0]}`, which is no name of its arguments"
             raise BadLineError(f"{said}: {shortened(value)}; name them `arguments`")
         arguments = function.pop(named) if named else {}
+        # OpenAI's items of responses have an id of their own beside that of the call.
+        of_call = [key for key, x in call.items() if _names_id_of_call(key) and isinstance(x, str)]
+        if of_call:
+            call["id"] = call.pop(of_call[0])
         if isinstance(arguments, str):
             found = parse_json(arguments, f"{where}: `arguments`") if arguments.strip() else {}
             arguments = arguments if isinstance(found, dict) and found else found
@@ -753,13 +882,16 @@ def in_order_of_calls(turns: list[Message]) -> list[Message]:
             stop += 1
         results = turns[i + 1 : stop]
         answered = [result.get("tool_call_id") for result in results]
-        if len(ids) < 2 or None in ids or None in answered or len({*ids}) < len(ids):
+        is_one = len(ids) == len(answered) == 1
+        if is_one or not ids or None in ids or None in answered or len({*ids}) < len(ids):
             continue
         for k, each in enumerate(answered, i + 1):
             if each not in ids:
                 said = f"messages[{k}].tool_call_id is {shortened(each)}, which names no call of"
                 said = f"{said} messages[{i}]: {shortened(ids)}"
                 raise BadLineError(f"{said}; give the id of the call that it answers")
+        if len(ids) == 1:
+            continue
         places = [ids.index(each) for each in answered]
         if sorted(places) != [*range(len(places))]:
             said = f"the results of the calls of messages[{i}] are {shortened(answered)}"
@@ -767,6 +899,23 @@ def in_order_of_calls(turns: list[Message]) -> list[Message]:
             raise BadLineError(f"{said}; give one result for each call, or leave such records out")
         made[i + 1 : stop] = sorted(results, key=lambda x: ids.index(x["tool_call_id"]))
     return made
+
+
+def result_without_call(turns: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the id of a tool's result that stands behind a turn without calls.
+
+    None: there is no such result, or that turn has a call in its content.
+    """
+    before: Mapping[str, Any] = {}
+    for turn in turns:
+        if turn["role"] != "tool":
+            before = turn
+            continue
+        given = turn.get("tool_call_id")
+        is_written = before.get("role") == "assistant" and re.search("[<{]", _text_of(before))
+        if isinstance(given, str) and not before.get("tool_calls") and not is_written:
+            return given
+    return None
 
 
 def are_listed(tools: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]) -> bool:

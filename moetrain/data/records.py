@@ -35,10 +35,11 @@ from moetrain.data.messages import (
     is_dialogue,
     is_mask,
     is_said,
-    parse_json,
     read_messages,
     refuse_masks_of_record,
     role_of,
+    shows_pythons_turns,
+    turns_in,
 )
 from moetrain.data.pairs import (
     KNOWN_FORMS,
@@ -308,6 +309,7 @@ class RecordReader:
             (messages,) = found[1]
         else:
             asked = [_text_in(record, key) for key in ("instruction", "input")]
+            _warn_of_written_turns(record)
             messages = [
                 {"role": "user", "content": "\n\n".join(filter(None, asked))},
                 {"role": "assistant", "content": _text_in(record, "output")},
@@ -382,7 +384,8 @@ class RecordReader:
             record = {key: value for key, value in record.items() if key != asked}
             record |= dict(zip(keys, dialogues, strict=True))
         lists = {*keys, "prompt", "messages", "conversations"}
-        lists |= {"question"} if is_dialogue(record.get("question")) else set()
+        if not record.get("prompt") and is_dialogue(_question(record)):
+            record = {**record, "prompt": _question(record), "question": None}
         record = {k: _as_messages(k, x) if k in lists else x for k, x in record.items()}
         found = read_answers(record, keys, needs_prompt)
         documents: list[list[Document]] = []
@@ -444,6 +447,20 @@ def _warn_of_answer(record: Mapping[str, Any], text_field: str) -> None:
             )
 
 
+def _warn_of_written_turns(record: Mapping[str, Any]) -> None:
+    """Warn once if an instruction, or its output, is the text of messages: it is shown as it is."""
+    for key in ("instruction", "output"):
+        text = record.get(key)
+        if not isinstance(text, str):
+            continue
+        if shows_pythons_turns(text) or not isinstance(turns_in(text, key), str):
+            warn_once(
+                f"messages as text in {key}",
+                f"`{key}` of records is the text of messages, and is taken as this text: "
+                f"{shortened(text)}; write the messages themselves as `messages` if they are meant",
+            )
+
+
 def _margin_of(record: Mapping[str, Any]) -> float:
     """Return the ``margin`` of a pair, or 0 if the pair has none.
 
@@ -488,9 +505,9 @@ def _refuse_second_dialogue(record: Mapping[str, Any], form: str) -> None:
 
 def _said(turns: object, name: str) -> list[Any] | None:
     """Return what the turns of the field ``name`` say. None: no turns can be read there."""
-    turns = _turns_in(turns) if isinstance(turns, str) else turns
-    found = {name: turns}
     try:
+        turns = turns_in(turns, name)
+        found = {name: turns}
         if name not in ("messages", "conversations"):
             read_known_set(found)
         turns = found.get("messages", turns)
@@ -537,7 +554,7 @@ def _as_messages(key: str, value: Any) -> Any:
 
     The field may also hold a single message, or messages as JSON text, as in tables.
     """
-    turns = _turns_in(value) if isinstance(value, str) else value
+    turns = turns_in(value, key)
     turns = [turns] if isinstance(turns, dict) else turns
     if isinstance(turns, str) and key in ("messages", "conversations"):
         return read_messages(turns, key)
@@ -546,18 +563,9 @@ def _as_messages(key: str, value: Any) -> Any:
     return read_messages(turns, key)
 
 
-def _turns_in(text: str) -> Any:
-    """Return the messages whose JSON is ``text``. Return any other text unchanged."""
-    if not re.match(r"\s*\[\s*\{", text):
-        return text
-    try:
-        found = parse_json(text, "a text")
-    except BadLineError:
-        return text
-    are_turns = all(
-        isinstance(x, dict) and not x.keys().isdisjoint(("role", "from")) for x in found
-    )
-    return found if are_turns else text
+def _question(record: Mapping[str, Any]) -> Any:
+    """Return the field ``question``, as messages if it is the text of their JSON."""
+    return turns_in(record.get("question"), "question")
 
 
 def _is_filled(turn: Message) -> bool:

@@ -474,3 +474,76 @@ def test_a_server_answers_thoughts_under_other_names(caplog):
         turns = [USER, {**ANSWER, "reasoning_details": OPENROUTER}, USER]
         (found,) = [ChatTemplate(CHATML, {}).prompt(turns, strict=False)]
     assert "a<|im_end|>" in str(found)
+
+
+# ---- messages that are texts --------------------------------------------------------------------
+
+LONG = [USER, {**ANSWER, "content": "old"}, {**USER, "content": "then?"}]
+
+
+def asked(question: object, answer: object) -> list[dict]:
+    """Return the records with a question and its answer under each pair of names."""
+    names = [("input", "output"), ("question", "answer"), ("Query", "Response")]
+    return [{a: question, b: answer, "id": "x7"} for a, b in names]
+
+
+@pytest.mark.parametrize("answer", [ANSWER, [ANSWER], "a"], ids=str)
+@pytest.mark.parametrize("write", [json.dumps, lambda value: value], ids=["JSON", "values"])
+def test_a_question_that_is_messages_is_read_as_them(answer: object, write):
+    """Langfuse exports ``input`` and ``output`` so, in CSV as the texts of their JSON."""
+    said = answer if isinstance(answer, str) else write(answer)
+    for record in asked(write(LONG), said):
+        (document,) = documents(record)
+        assert document.text == theirs(*LONG, ANSWER)
+        assert learned(document) == ["a<|im_end|>"]
+
+
+def test_a_text_about_messages_stays_a_text():
+    """A dialogue that ends with an answer is what the instruction is about, as is any ``input``."""
+    for turns in ([USER, ANSWER], LONG):
+        record = {"instruction": "Sum up.", "input": json.dumps(turns), "output": "s"}
+        right = {**USER, "content": f"Sum up.\n\n{json.dumps(turns)}"}
+        assert documents(record)[0].text == theirs(right, {**ANSWER, "content": "s"})
+    for record in asked(json.dumps([USER, ANSWER]), "s"):
+        right = {**USER, "content": json.dumps([USER, ANSWER])}
+        assert documents(record)[0].text == theirs(right, {**ANSWER, "content": "s"})
+
+
+@pytest.mark.parametrize("value", [ANSWER, [ANSWER], [USER, ANSWER]], ids=str)
+@pytest.mark.parametrize("write", [json.dumps, str], ids=["JSON", "Python"])
+@pytest.mark.parametrize("name", ["instruction", "output"])
+def test_messages_that_are_learned_as_a_text_are_named(name: str, write, value, caplog):
+    SEEN.clear()
+    record = {"instruction": "q", "output": "a"} | {name: write(value)}
+    (document,) = documents(record)
+    assert write(value) in document.text
+    assert f"`{name}` of records is the text of messages, and is taken as this text" in caplog.text
+
+
+def numpys(turns: list[dict]) -> str:
+    """Return what numpy shows of an array of ``turns``."""
+    return "[" + "\n ".join(map(str, turns)) + "]"
+
+
+@pytest.mark.parametrize("write", [str, numpys, lambda x: f"array({x}, dtype=object)"])
+@pytest.mark.parametrize("name", ["prompt", "completion", "chosen", "rejected", "question"])
+def test_messages_as_python_shows_them_are_refused(name: str, write):
+    """pandas' ``to_csv`` writes lists so. The JSON of the same lists is read."""
+    turns = [USER] if name in ("prompt", "question") else [ANSWER]
+    pair = {"chosen": [ANSWER], "rejected": [{**ANSWER, "content": "b"}]}
+    record: dict[str, Any] = {"prompt": [USER], "completion": [ANSWER]}
+    kind = "one"
+    if name in pair:
+        record, kind = {"prompt": [USER], **pair}, "pairs"
+    if name == "question":
+        record = {"question": [USER], "answer": "a"}
+    with pytest.raises(BadLineError, match=rf"`{name}` is text that is not JSON: .*JSON library"):
+        documents({**record, name: write(turns)}, kind)
+    right = documents({**record, name: turns}, kind)
+    assert documents({**record, name: json.dumps(turns)}, kind) == right
+
+
+def test_the_question_of_a_pair_may_be_the_json_of_messages():
+    pair = {"chosen": "a", "rejected": "b"}
+    right = documents({"prompt": LONG, **pair}, "pairs")
+    assert documents({"question": json.dumps(LONG), **pair}, "pairs") == right

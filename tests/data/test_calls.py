@@ -164,6 +164,45 @@ def test_results_of_no_call_are_refused(results: list[str], says: str):
     assert "<|im_start|>tool\nr" in ChatTemplate(CHATML, {}).prompt(given[:-1])
 
 
+@pytest.mark.parametrize("key", ["tool_use_id", "call_id", "toolUseId", "toolCallId", "id"])
+def test_ids_of_results_have_many_names(key: str):
+    """Anthropic's, OpenAI's responses', Bedrock's and the AI SDK's. Some have ``id`` as well."""
+    results = [{"role": "tool", "content": x, key: i} for i, x in (("c2", "two"), ("c1", "one"))]
+    for template in (CHATML, WITH_IDS):
+        right = ORDERED if template == CHATML else [*ORDERED[:2], *reversed(ORDERED[2:4]), ANSWER]
+        found = texts({"messages": [USER, calls("c1", "c2"), *results, ANSWER]}, template)
+        assert found == [theirs(right, template=template)]
+    if key != "id":
+        strange = [results[0], {**results[1], key: "x"}]
+        with pytest.raises(BadLineError, match=r"tool_call_id is 'x', which names no call"):
+            texts({"messages": [USER, calls("c1", "c2"), *strange, ANSWER]})
+
+
+def test_ids_of_calls_have_many_names():
+    """An item of OpenAI's responses has an ``id`` of its own."""
+    both = calls("c1", "c2")["tool_calls"]
+    for key, own in (("call_id", {"id": "fc_1"}), ("toolUseId", {})):
+        turn = {"role": "assistant", "tool_calls": [{**x, **own, key: x["id"]} for x in both]}
+        given = [USER, turn, ORDERED[3], ORDERED[2], ANSWER]
+        assert texts({"messages": given}) == [theirs(ORDERED)]
+
+
+def test_a_second_result_of_one_call_is_refused():
+    given = [USER, calls("c1"), result("c1", "one"), result("c2", "two"), ANSWER]
+    with pytest.raises(BadLineError, match=r"messages\[3\]\.tool_call_id is 'c2', which names no"):
+        texts({"messages": given})
+
+
+@pytest.mark.parametrize(
+    ("said", "is_named"), [("I look.", True), ("<tool_call>{}</tool_call>", False)]
+)
+def test_a_result_behind_a_turn_without_a_call_is_named(said: str, is_named: bool, caplog):
+    SEEN.clear()
+    given = [USER, {**ANSWER, "content": said}, result("c", "r"), ANSWER]
+    assert texts({"messages": given}) == [theirs(given)]
+    assert ("such as that with the id 'c': they are shown as they" in caplog.text) is is_named
+
+
 # ---- calls --------------------------------------------------------------------------------------
 
 

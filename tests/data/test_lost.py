@@ -945,3 +945,152 @@ def test_the_question_of_two_answers_in_place_of_a_judges_prompt_is_learned():
     assert documents(record, "pairs")[0].text == theirs(USER, ANSWER)
     with pytest.raises(BadLineError, match="`instruction` is not in `question`, beside which it"):
         documents({**record, "instruction": "Judge a and b"}, "pairs")
+
+
+# ---- found by readers of the files of tools and vendors (2026-12-01) ----------------------------
+
+INVOCATION = {
+    "type": "tool-invocation",
+    "toolInvocation": {"toolCallId": "c", "toolName": "f", "args": {}, "result": {"celsius": 20}},
+}
+OPENAIS = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLS_BESIDE = {
+    "AI SDK 4": ("parts", [{"type": "text", "text": "a"}, INVOCATION]),
+    "AI SDK 5": (
+        "parts",
+        [{"type": "tool-f", "toolCallId": "c", "input": {"x": 1}, "output": {"celsius": 20}}],
+    ),
+    "LangChain": ("additional_kwargs", {"tool_calls": [OPENAIS]}),
+    "LangChain's older": ("additional_kwargs", {"function_call": OPENAIS["function"]}),
+    "Bedrock": ("blocks", [{"toolUse": {"toolUseId": "c", "name": "f", "input": {}}}]),
+    "a whole message": ("raw", {"message": {"role": "assistant", "tool_calls": [OPENAIS]}}),
+}
+
+
+@pytest.mark.parametrize("form", CALLS_BESIDE)
+def test_calls_in_another_field_beside_content_are_refused(form: str):
+    """A template that does not show them would learn the answer without its call."""
+    key, value = CALLS_BESIDE[form]
+    says = (
+        rf"messages\[1\]\.{key} is not read by the chat template: .*; write calls as `tool_calls`"
+    )
+    if form.startswith("AI SDK"):
+        says += ", their results as turns of the role tool"
+    with pytest.raises(BadLineError, match=f"{says}, or leave it out"):
+        documents({"messages": [USER, {**ANSWER, key: value}]})
+    # The same calls in `tool_calls` are read.
+    assert documents({"messages": [USER, {**ANSWER, key: value, "tool_calls": [OPENAIS]}]})
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"parts": [{"type": "step-start"}, {"type": "text", "text": "a"}]},
+        {"parts": [{"text": "a", "functionCall": None}]},
+        {"additional_kwargs": {"tool_calls": [], "function_call": None, "refusal": None}},
+        {"response_metadata": {"finish_reason": "tool_calls", "usage": {"tool_calls": 1}}},
+        {"parts": [{"type": "reasoning", "reasoning": "t"}], "reasoning_content": "t"},
+    ],
+    ids=str,
+)
+def test_fields_of_a_turn_without_calls_change_nothing(beside: dict):
+    turn = {**ANSWER, **beside}
+    thought = {key: turn[key] for key in ("reasoning_content",) if key in turn}
+    assert documents({"messages": [USER, turn]}) == documents(
+        {"messages": [USER, {**ANSWER, **thought}]}
+    )
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "reasoning", "reasoning": "so it is"},
+        {"type": "reasoning", "text": "so it is"},
+        {"type": "thinking", "thinking": "so it is"},
+        {"thought": True, "text": "so it is"},
+    ],
+    ids=str,
+)
+def test_a_thought_in_a_part_of_a_turn_is_refused(part: dict):
+    """The AI SDK's, Anthropic's and Gemini's."""
+    says = (
+        r"messages\[1\]\.parts is a thought that the chat template does not read: .*as `reasoning"
+    )
+    with pytest.raises(BadLineError, match=says):
+        documents({"messages": [USER, {**ANSWER, "parts": [part, {"text": "a"}]}]})
+
+
+def openais(said: dict) -> dict:
+    message = {"role": "assistant", **said}
+    return {"id": "x", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+
+
+RESPONSES = {
+    "OpenAI": openais({"content": "NEW"}),
+    "OpenAI's calls": openais({"content": None, "tool_calls": [OPENAIS]}),
+    "OpenAI's older": {"choices": [{"text": "NEW", "finish_reason": "stop"}]},
+    "OpenAI's responses": {
+        "output": [
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "N"}],
+            }
+        ]
+    },
+    "Anthropic": {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "text", "text": "NEW"}],
+        "stop_reason": "end_turn",
+    },
+    "Gemini": {"candidates": [{"content": {"role": "model", "parts": [{"text": "NEW"}]}}]},
+    "Bedrock": {"message": {"role": "assistant", "content": [{"text": "NEW"}]}},
+    "a message": {**ANSWER, "content": "NEW"},
+    "a list": [{**ANSWER, "content": "NEW"}],
+    "a text": "NEW",
+}
+CALLED = [USER, {"role": "assistant", "tool_calls": [OPENAIS]}, {"role": "tool", "content": "20"}]
+
+
+@pytest.mark.parametrize("response", RESPONSES)
+@pytest.mark.parametrize("key", ["response", "output", "completion"])
+@pytest.mark.parametrize("turns", [[USER], [USER, ANSWER, USER], CALLED], ids=["1", "2", "tool"])
+def test_a_response_beside_its_question_is_not_lost(turns: list, key: str, response: str):
+    """Logs of LiteLLM, of gateways and of agents have the request and its response so."""
+    end = "result of a tool" if turns is CALLED else "question"
+    says = f"`messages` end with a {end}, and `{key}` seems to be its answer, which would be lost"
+    for write in (json.dumps, lambda value: value):  # as an export as CSV has it
+        with pytest.raises(BadLineError, match=says):
+            documents({"messages": turns, key: write(RESPONSES[response])})
+
+
+def test_a_response_under_any_name_is_not_lost():
+    for key in ("choices", "raw_response", "completionObject"):
+        value = RESPONSES["OpenAI"]["choices"] if key == "choices" else RESPONSES["OpenAI"]
+        with pytest.raises(BadLineError, match=f"`{key}` seems to be its answer"):
+            documents({"messages": [USER, ANSWER, USER], key: value})
+
+
+def test_a_class_that_is_answered_twice_is_not_lost():
+    """A classifier's log may have the same word as an earlier answer."""
+    asked = [USER, {**ANSWER, "content": "yes"}, USER]
+    with pytest.raises(BadLineError, match="`response` seems to be its answer"):
+        documents({"messages": asked, "response": "yes"})
+    thanked = [USER, {**ANSWER, "content": "So yes, it is."}, USER]  # which has the answer
+    assert documents({"messages": thanked, "answer": "yes"}) == documents({"messages": thanked})
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"examples": [USER, ANSWER]},
+        {"metadata": {"finish_reason": "stop", "usage": {"total": 3}}},
+        {"response": {"id": "x", "choices": []}},
+        {"rejected_message": {**ANSWER, "content": "b"}},
+    ],
+    ids=str,
+)
+def test_what_is_no_response_beside_a_question_changes_nothing(beside: dict):
+    asked = [USER, ANSWER, USER]
+    assert documents({"messages": asked, **beside}) == documents({"messages": asked})
