@@ -375,7 +375,7 @@ class FileKind(Enum):
     JSON = "the same, or one array of objects"
     TABLE = "rows and columns, which pyarrow reads"
     CELLS = "rows of cells, which are texts; the first row names the fields"
-    COMPRESSED = "a compressed file of LINES or JSON"
+    COMPRESSED = "a compressed file of LINES, JSON or CELLS"
     SHEET = "rows and columns as text, to be converted, or learned as text"
     ARCHIVE = "several files in one, to be unpacked"
 

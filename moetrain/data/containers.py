@@ -48,7 +48,7 @@ _WHOLE = (".arrow", *_CELLS, *_COMPRESSED)
 """Suffixes of files that can be read only from their beginning, as one piece."""
 _RECORD_FILES = (
     *(*FileKind.LINES.suffixes, *_TABLES, *_CELLS),
-    *(f".jsonl{c}" for c in _COMPRESSED),
+    *(f"{kind}{c}" for kind in (".jsonl", *_CELLS) for c in _COMPRESSED),
 )
 """Suffixes of the files of records in a folder."""
 _JSON_FILES = (*FileKind.JSON.suffixes, *(f".json{c}" for c in _COMPRESSED))
@@ -62,7 +62,9 @@ _ABOUT = {
 }
 """Files that describe a data set. They hold no records."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_SAVED = ("dataset_dict.json", "dataset_info.json")
+_SAVED = (("dataset_dict.json",), ("state.json", "dataset_info.json"))
+"""Files of a folder that ``save_to_disk`` wrote: of several splits, or of one. A
+``dataset_info.json`` alone is that of another program, such as LLaMA-Factory."""
 _DAMAGED = "it is damaged, cut short or of another format: fetch or write it again"
 OBJECTS = "give each object one line, or all in one array: [{...}, {...}]"
 _RATIO = 4
@@ -124,8 +126,20 @@ class Raw(NamedTuple):
         try:
             return json.loads(self.content)
         except (ValueError, RecursionError) as error:
-            said = f"not JSON: {getattr(error, 'msg', error)}: {shortened(self.content)}"
-            raise BadLineError(f"{said}; {OBJECTS}") from None
+            said, remedy = getattr(error, "msg", str(error)), OBJECTS
+            if isinstance(error, UnicodeDecodeError):
+                remedy = "write the file as UTF-8"
+            elif isinstance(error, json.JSONDecodeError) and _goes_on(error):
+                said = "an object or a list that does not end in its line"
+                remedy += "; of a file that is one object, write the list of its records so"
+            said = f"not JSON: {said}: {shortened(self.content)}"
+            raise BadLineError(f"{said}; {remedy}") from None
+
+
+def _goes_on(error: json.JSONDecodeError) -> bool:
+    """Return whether a text ends before its value does, as the first line of indented JSON."""
+    text = error.doc.strip()
+    return text[:1] in ("{", "[") and error.pos >= len(error.doc.rstrip())
 
 
 class FilePart(NamedTuple):
@@ -211,6 +225,8 @@ class Files:
                 rows = table.select(range(piece.start, min(piece.stop, len(table))))
                 yield from _rows(piece, rows.iter(batch_size=_ROWS_AT_ONCE))
             else:
+                if suffix in _COMPRESSED and Path(piece.file.stem).suffix.lower() in _CELLS:
+                    suffix = Path(piece.file.stem).suffix.lower()
                 yield from _READERS.get(suffix, _json)(piece)
 
     @contextmanager
@@ -321,18 +337,21 @@ def _arrow(piece: FilePart) -> Iterator[Raw]:
             yield from _rows(piece, ipc.open_stream(source))
 
 
+def _opened(path: Path) -> Any:
+    """Open a file, perhaps a compressed one, for its bytes."""
+    suffix = path.suffix.lower()
+    if suffix in (".zst", ".zstd"):
+        # Unlike the library zstandard, pyarrow refuses a file that is cut short.
+        return io.BufferedReader(_pyarrow("lib").input_stream(str(path), "zstd"), 1 << 20)
+    return _OPEN.get(suffix, Path.open)(path, "rb")
+
+
 def _json(piece: FilePart) -> Iterator[Raw]:
     """Yield the lines that begin in ``piece``. If the file is one array, yield its elements.
 
     The piece of a compressed file is the whole file.
     """
-    suffix = piece.file.suffix.lower()
-    if suffix in (".zst", ".zstd"):
-        # Unlike the library zstandard, pyarrow refuses a file that is cut short.
-        opened = io.BufferedReader(_pyarrow("lib").input_stream(str(piece.file), "zstd"), 1 << 20)
-    else:
-        opened = _OPEN.get(suffix, Path.open)(piece.file, "rb")
-    with opened as file:
+    with _opened(piece.file) as file:
         at = piece.start
         if not piece.start and is_array(file):
             yield from _array(piece.file, file)
@@ -366,7 +385,7 @@ def _array(path: Path, file: Any) -> Iterator[Raw]:
 
 def _csv(piece: FilePart) -> Iterator[Raw]:
     """Yield the rows of a CSV file as records. The first row names their fields."""
-    with piece.file.open("rb") as file:
+    with _opened(piece.file) as file:
         try:
             yield from _named_rows(piece.file, csv_rows(file, _MOST_BYTES))
         except BadLineError as error:  # it begins with the line
@@ -406,6 +425,9 @@ def _names_of(row: CsvRow) -> list[str]:
     """
     if row.text is None:
         raise BadLineError(f"{row.line}: the first row is too large to be names of fields")
+    if b"\r" in re.sub(rb'"[^"]*"', b"", row.text):  # Excel's "CSV (Macintosh)"
+        problem = "the lines of the file end in \\r alone"
+        raise BadLineError(f"{row.line}: {problem}; save it as CSV (UTF-8), whose lines end in \\n")
     names: dict[str, None] = {}
     for name in cells(row.text):
         if not name:
@@ -449,7 +471,9 @@ def find_records(field: str, path: str, split: str, subset: str | None) -> tuple
     Raises ConfigError: ``path`` names nothing or cannot be read, the data set has no such split, or
     the library that reads it is missing.
     """
-    is_saved = any(os.path.isfile(os.path.join(path, name)) for name in _SAVED)
+    is_saved = any(
+        all(os.path.isfile(os.path.join(path, name)) for name in names) for names in _SAVED
+    )
     is_file = os.path.splitext(path)[1] in FILE_KINDS
     is_of_hub = _HUB_ID.fullmatch(path) and not is_file and not os.path.lexists(path)
     if not is_saved and not is_of_hub:
@@ -491,6 +515,8 @@ def list_files(
     """
     if glob.has_magic(path) and not os.path.lexists(path):
         found = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
+        if suffixes != ("",):
+            found = [file for file in found if file.name not in _ABOUT]
         files = [f for one in found for f in list_files(field, str(one), suffixes, skipped)]
         if not files:
             raise ConfigError(field, f"{path!r} matches no file")

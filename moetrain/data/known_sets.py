@@ -24,6 +24,7 @@ from moetrain.data.lost import (
     is_about_answer,
     is_about_question,
     is_label,
+    is_score,
     thoughts_of_field,
 )
 from moetrain.data.messages import (
@@ -134,8 +135,11 @@ _NO_SCORES = {
     "turn",
     "turns",
     "seed",
+    *("hash", "time", "timestamp", "date", "year", "version", "count"),
+    *("annotator", "annotation", "worker", "user", "author"),
 }
-"""Words in the names of fields whose number does not judge an answer: tiny-codes' ``idx``."""
+"""Words in the names of fields whose number does not judge an answer: tiny-codes' ``idx``,
+Prodigy's ``_task_hash``, Label Studio's ``lead_time`` and ``annotator``."""
 _LISTS_OF_TEXTS = {
     *("dialog", "dialogs", "dialogue", "dialogues", "conversation", "turns", "utterances", "data"),
     "chat",
@@ -647,7 +651,7 @@ def _judging(record: Mapping[str, Any]) -> str:
     found = [
         key
         for key, value in record.items()
-        if (isinstance(value, int | float) or is_label(value))
+        if (isinstance(value, int | float) or is_label(value) or is_score(key, value))
         and words_of(key).isdisjoint(_NO_SCORES)
         and not is_about_question(key)
     ]

@@ -29,6 +29,7 @@ from moetrain.data.messages import (
     role_of,
     thoughts_in,
     truth_of,
+    value_in,
     words_of,
 )
 from moetrain.data.pairs import text_of
@@ -76,6 +77,8 @@ _ANSWERS_OF = {
 """Fields with answers that a form reads itself."""
 _BY_ALL = {"messages", "conversations", "system", "tools"}
 """Fields that are read, or compared with what is read, in all forms."""
+_OF_NUMBERS = {"label", "kto_tag", "weight", "margin"}
+"""Fields whose numbers and truth values are read. In CSV these are texts."""
 _READ = {"alpaca": {"instruction", "input"}, "completion": {"prompt"}}
 """Fields of what is asked that a form reads itself, whatever their type."""
 _DESCRIBES = {
@@ -135,6 +138,8 @@ _GOOD = {
     *("verified", "good", "unharmful", "chosen", "accepted", *_ENDS),
 }
 _BAD = {"unsafe", "incorrect", "harmful", "wrong", "failed", "toxic", "bad", "hallucination"}
+_ANNOTATED = {"accept": True, "reject": False, "ignore": False}
+"""What annotators say of an answer, and whether it is to be learned: Prodigy's ``answer``."""
 _OF_ANSWERS = {"response", "answer", "completion", "output", "assistant"}
 _JUDGING = {
     *("label", "labels", "harm", "safety", "verdict", "judgement", "judgment", "quality", "rating"),
@@ -217,7 +222,7 @@ def unread_fields(record: Mapping[str, Any], documents: Sequence[Document], form
         for key, value in record.items()
         if key not in read
         and not describes(key, value)
-        and not (key in ("label", "kto_tag") and truth_of(value) is not None)
+        and not (key in _OF_NUMBERS and not isinstance(value_in(value), str))
         # The longest: short ones, such as the roles of turns, are in other texts by chance.
         and not is_said(max(_said_in(_parsed(value)), key=len, default=""), shown)
     ]
@@ -487,9 +492,9 @@ def refuse_bad_verdict(record: Mapping[str, Any]) -> None:
         if len(verdict) == 1 and verdict <= _GOOD | _BAD:
             if _verdict(value, "is" in words or verdict <= _ENDS) is verdict.issubset(_BAD):
                 raise _to_avoid(key, value, record)
-        elif is_bad_label(key, value):
+        elif is_bad_label(key, value) or _is_rejected(key, value, record):
             raise _to_avoid(key, value, record)
-        elif _is_score(key, value):
+        elif is_score(key, value):
             warn_once(
                 f"the score {key}",
                 f"`{key}` of records is not read: the answers are learned whatever it is; keep the "
@@ -497,14 +502,29 @@ def refuse_bad_verdict(record: Mapping[str, Any]) -> None:
             )
 
 
-def _is_score(key: str, value: object) -> bool:
-    """Return whether a field has a score of the answer: a number, or the text of one."""
-    is_number = type(value) in (int, float)
-    if isinstance(value, str):
-        is_number = re.fullmatch(r"-?\d+(?:\.\d+)?", value.strip()) is not None
+def _is_rejected(key: str, value: object, record: Mapping[str, Any]) -> bool:
+    """Return whether ``answer`` is an annotator's word about the answer in another field."""
+    if key != "answer" or not isinstance(value, str):
+        return False
+    others = (text for name in record if name != key for text in _texts_in(record[name]))
+    return _ANNOTATED.get(value.strip().lower()) is False and not is_said(value, others)
+
+
+def is_score(key: str, value: object) -> bool:
+    """Return whether a field has a score of the answer."""
     words = words_of(key)
     is_named = not words.isdisjoint(_OF_SCORES) and words.isdisjoint(_OF_PROMPTS | {"difficulty"})
-    return is_number and is_named
+    return is_named and _has_number(value)
+
+
+def _has_number(value: object) -> bool:
+    """Return whether a value is a number, the text of one, or holds one, as Label Studio's and
+    Argilla's lists of ratings do."""
+    if isinstance(value, Mapping | list | tuple):
+        return any(map(_has_number, value.values() if isinstance(value, Mapping) else value))
+    if isinstance(value, str):
+        return re.fullmatch(r"-?\d+(?:\.\d+)?", value.strip()) is not None
+    return type(value) in (int, float)
 
 
 def _to_avoid(key: str, value: object, record: Mapping[str, Any]) -> BadLineError:
@@ -524,7 +544,7 @@ def is_about_answer(key: str) -> bool:
 
 def is_label(value: object) -> bool:
     """Return whether a value is a word that judges, such as ``unsafe`` or ``correct``."""
-    return isinstance(value, str) and value.strip().lower() in _GOOD | _BAD
+    return isinstance(value, str) and value.strip().lower() in {*_GOOD, *_BAD, *_ANNOTATED}
 
 
 def is_about_question(key: str) -> bool:

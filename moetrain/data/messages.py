@@ -575,8 +575,7 @@ def _read_weight(turn: dict[str, Any], where: str, has_masks: bool) -> dict[str,
     is_answer = turn["role"] in ("assistant", _CALL)
     weights = {key: turn.pop(key) for key in _WEIGHTS if key in turn}
     weights |= {"mask": mask} if has_masks and is_answer else {}
-    for key, value in weights.items():
-        check_weight(value, f"{where}.{key}")
+    weights = {key: weight_of(value, f"{where}.{key}") for key, value in weights.items()}
     if len({bool(value) for value in weights.values()}) > 1:
         said = f"{where} has {' and '.join(map(repr, weights))}, which contradict each other"
         raise BadLineError(f"{said}; leave one of them out")
@@ -589,11 +588,26 @@ def _read_weight(turn: dict[str, Any], where: str, has_masks: bool) -> dict[str,
     return {} if is_learned else {"weight": 0}
 
 
-def check_weight(value: object, where: str) -> None:
-    """Raise BadLineError unless ``value`` is a weight that a turn or a record may have."""
-    if value not in (0, 1):
+def weight_of(value: object, where: str) -> bool:
+    """Return the weight of a turn or a record, 0 or 1, or its text, as CSV has it.
+
+    Raises BadLineError: ``value`` is no such weight.
+    """
+    number = value_in(value)
+    if number not in (0, 1):
         said = f"{where} is {shortened(value)}, and a weight is 0 (not learned) or 1 (learned)"
         raise BadLineError(f"{said}; give one of these, and repeat records that count more")
+    return bool(number)
+
+
+def value_in(value: object) -> object:
+    """Return the number or the truth value that a text spells. Return any other value unchanged."""
+    if not isinstance(value, str):
+        return value
+    if (truth := truth_of(value)) is not None:
+        return truth
+    text = value.strip()
+    return float(text) if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text, re.I) else value
 
 
 def _has_masks(messages: Sequence[Any], name: str) -> bool:
@@ -700,14 +714,14 @@ def refuse_masks_of_record(record: Mapping[str, Any], train_on: str = "all") -> 
         if _is_switch(key, value):
             _refuse_switch(key, value, train_on)
             continue
-        if key == "mask" and isinstance(value, str):
+        if key == "mask" and isinstance(value, str) and not is_mask(value):
             is_read = role_of({"role": value}) != "assistant"
         elif key == "weight" or not says_what_is_learned(key) or not is_mask(value):
             is_read = True
-        elif isinstance(value, bool):
-            is_read = value and _NOT_LEARNED.isdisjoint(key.lower().split("_"))
+        elif isinstance(meant := value_in(value), bool):
+            is_read = meant and _NOT_LEARNED.isdisjoint(key.lower().split("_"))
         else:
-            is_read = isinstance(value, int | float) and (key == "loss" or value == 1)
+            is_read = isinstance(meant, int | float) and (key == "loss" or meant == 1)
         if not is_read:
             raise _unread_mask(f"`{key}`", value, "records or turns")
 

@@ -31,7 +31,6 @@ from moetrain.data.lost import (
 from moetrain.data.messages import (
     BadLineError,
     Message,
-    check_weight,
     is_dialogue,
     is_mask,
     is_said,
@@ -40,6 +39,8 @@ from moetrain.data.messages import (
     role_of,
     shows_pythons_turns,
     turns_in,
+    value_in,
+    weight_of,
 )
 from moetrain.data.pairs import (
     KNOWN_FORMS,
@@ -157,10 +158,9 @@ class RecordReader:
     def _documents(self, record: dict[str, Any]) -> list[Document]:
         """Return the documents of a record whose fields are renamed already."""
         form = self._form(record)
-        if is_mask(weight := record.get("weight")):
-            check_weight(weight, "`weight`")
-            if not weight:
-                return []
+        weight = record.get("weight")
+        if is_mask(weight) and not weight_of(weight, "`weight`"):
+            return []
         refuse_masks_of_record(record, self.train_on)
         if self.reads_labels and form != "preference":
             found = self._labelled(record, form)
@@ -466,7 +466,7 @@ def _margin_of(record: Mapping[str, Any]) -> float:
 
     Raises BadLineError: the margin is no number, or too large.
     """
-    margin = record.get("margin")
+    margin = value_in(record.get("margin"))  # in CSV it is the text of a number
     if margin is None:
         return 0.0
     is_number = isinstance(margin, int | float) and not isinstance(margin, bool)

@@ -1,8 +1,11 @@
 """Records in a CSV file are those of Python's module ``csv``, and train as lines of JSON do."""
 
+import bz2
 import csv
+import gzip
 import io
 import json
+import lzma
 import random
 import re
 import tracemalloc
@@ -12,9 +15,11 @@ import pytest
 
 from moetrain.config import Config, ConfigError
 from moetrain.data import csv_rows
+from moetrain.data.chat import CHATML, ChatTemplate
 from moetrain.data.containers import Files, Raw
 from moetrain.data.loader import build_data
 from moetrain.data.messages import BadLineError
+from moetrain.data.records import RecordReader
 from moetrain.data.sources import Source
 from moetrain.data.tokenizer import ByteTokenizer
 from tests.lib.data_files import found_in, write_lines
@@ -111,6 +116,10 @@ REFUSED = {
     "bytes": (b"text\na\n\xe9t\xe9\n", r"a\.csv:3: byte 0xe9 is not UTF-8: inv.* file as UTF-8"),
     "half a character": (b"text\na\n\xc3", r"a\.csv:3: byte 0xc3 is not UTF-8"),
     "bytes in a large row": (b'text\n"' + b"a\n" * 2000 + b'\xff"\n', r"a\.csv:2002: byte 0xff"),
+    "lines of the Macintosh": (
+        "text,n\ra,1\rb,2\r",
+        r"a\.csv:1: the lines of the file end in \\r al",
+    ),
     "UTF-16": ("text\na\n".encode("utf-16"), r"a\.csv:1: byte 0xff is not UTF-8"),
 }
 
@@ -220,6 +229,47 @@ def test_rows_train_as_lines_do(form: str, streaming: str, tmp_path: Path):
         found.append([(r.tokens_S.tolist(), r.targets_S.tolist()) for r in [*rows, *held]])
         assert held
     assert found[0] == found[1]
+
+
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_compressed_rows_are_those_of_the_file(suffix: str, tmp_path: Path):
+    content = b'question,answer\nq,"a\nb"\n"x, y",z\n'
+    (tmp_path / "a.csv").write_bytes(content)
+    (tmp_path / f"b.csv{suffix}").write_bytes(COMPRESS[suffix](content))
+    found = [[*source_of(tmp_path / name).documents()] for name in ("a.csv", f"b.csv{suffix}")]
+    assert found[0] == found[1]
+    assert [raw.value() for raw in raws_of(tmp_path / f"b.csv{suffix}")] == [
+        *csv.DictReader(io.StringIO(content.decode()))
+    ]
+    assert found_in(tmp_path / "c", {f"a.csv{suffix}": ""}) == f"a.csv{suffix}"
+
+
+@pytest.mark.parametrize(("cell", "is_learned"), [("1", True), ("1.0", True), ("0", False)])
+def test_weights_in_cells_are_numbers(cell: str, is_learned: bool, tmp_path: Path, caplog):
+    """OpenAI's and Mistral's weights are 0 and 1. In JSON they are numbers."""
+    path = tmp_path / "a.csv"
+    for name, value in (("weight", cell), ("train", "True"), ("loss_mask", "1")):
+        path.write_text(f"instruction,output,{name}\nq,a,{value}\n")
+        assert len([*source_of(path).documents()]) == (is_learned or name != "weight")
+    assert "neither learned nor shown" not in caplog.text
+    path.write_text("question,answer,weight\nq,a,0.5\n")
+    with pytest.raises(ConfigError, match=r"`weight` is '0.5', and a weight is 0 .* or 1"):
+        [*source_of(path).documents()]
+
+
+def test_margins_in_cells_are_numbers(tmp_path: Path):
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,chosen,rejected,margin\nq,a,b,1.5\nq,a,b,\nq,a,b,-2e1\n")
+    found = []
+    for raw in raws_of(path):
+        reader = RecordReader(
+            ChatTemplate(CHATML, {}), form="preference", reads_pairs=True, reads_margins=True
+        )
+        found.append(reader.documents(raw.value())[0].margin)
+    assert found == [1.5, 0.0, -20.0]
 
 
 FOLDERS = {

@@ -14,6 +14,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.data import json_array
 from moetrain.data.containers import Files, find_records, list_files
 from moetrain.data.loader import build_data
+from moetrain.data.messages import BadLineError
 from moetrain.data.sources import Source
 from moetrain.data.tokenizer import ByteTokenizer
 from tests.lib.data_files import found_in
@@ -184,6 +185,7 @@ FOLDERS = {
     "arrays": ({"a.json": "[]", "b.json": "[]", "c/d.json.gz": ""}, "a.json b.json c/d.json.gz"),
     "about them": ({"a.json": "[]", "dataset_infos.json": "{}", "config.json": "{}"}, "a.json"),
     "lines beside": ({"a.json": "[]", "b.jsonl": ""}, "b.jsonl"),
+    "LLaMA-Factory's": ({"a.json": "[]", "dataset_info.json": "{}"}, "a.json"),
 }
 
 
@@ -212,6 +214,33 @@ def test_what_is_read_of_a_folder_and_what_is_not_is_said(tmp_path: Path, caplog
     books = list_files("data.path", f"{tmp_path}/**/*.txt")
     assert [file.name for file in books] == ["10.txt", "11.txt"]
     assert not caplog.text
+
+
+def test_a_pattern_leaves_out_what_describes_a_set(tmp_path: Path):
+    found_in(tmp_path, {"a.json": "[]", "dataset_info.json": "{}"})
+    files, _ = find_records("data.path", f"{tmp_path}/*.json", "train", None)
+    assert [file.name for file in files] == ["a.json"]
+
+
+@pytest.mark.parametrize("indent", [1, "\t"])
+def test_indented_objects_are_not_called_malformed(indent: int | str, tmp_path: Path):
+    """DiscordChatExporter's and Telegram's files are such objects."""
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"data": [{"text": "a"}]}, indent=indent))
+    says = r"not JSON: an object or a list that does not end in its line: b'\{\\n'; give "
+    says += "each object one line, or all in one array: .*; of a file that is one object, write the"
+    with pytest.raises(BadLineError, match=says):
+        values_of(path)
+
+
+def test_lines_in_another_encoding_are_told_of_utf_8(tmp_path: Path):
+    """PowerShell writes UTF-16."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "b"}\n', encoding="utf-16")
+    with pytest.raises(
+        BadLineError, match=r"not JSON: 'utf-16-le' codec .*; write the file as UTF"
+    ):
+        values_of(path)
 
 
 def source_of(path: Path) -> str:

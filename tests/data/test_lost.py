@@ -1094,3 +1094,39 @@ def test_a_class_that_is_answered_twice_is_not_lost():
 def test_what_is_no_response_beside_a_question_changes_nothing(beside: dict):
     asked = [USER, ANSWER, USER]
     assert documents({"messages": asked, **beside}) == documents({"messages": asked})
+
+
+PRODIGYS = {"_input_hash": 123, "_task_hash": 456, "_view_id": "blocks", "_timestamp": 17}
+
+
+@pytest.mark.parametrize("form", SINGLE)
+def test_what_an_annotator_says_of_the_answer_is_obeyed(form: str):
+    """Prodigy has ``accept``, ``reject`` or ``ignore`` in ``answer``."""
+    right = documents(ALL[form])
+    assert documents({**ALL[form], **PRODIGYS, "answer": "accept"}) == right
+    for word in ("reject", "ignore"):
+        refuses(form, {**PRODIGYS, "answer": word}, f"`answer` is '{word}': the answer is one to")
+    assert documents({"prompt": "q", "completion": "reject it", "answer": "reject"})
+
+
+def test_a_remedy_names_the_verdict_and_no_number_of_anything_else():
+    """Records of Prodigy, and of Label Studio (JSON-MIN)."""
+    asked = {"prompt": "What?", "response": "It"}
+    rated = {"rating": [{"rating": 4}], "id": 1, "annotator": 1, "lead_time": 2.1}
+    for beside, name in ((PRODIGYS | {"answer": "accept"}, "answer"), (rated, "rating")):
+        with pytest.raises(
+            BadLineError, match=f"; keep the records whose `{name}` suffice, and wr"
+        ):
+            documents({**asked, **beside})
+    with pytest.raises(BadLineError, match="; write `response` as `completion`"):
+        documents({**asked, **PRODIGYS})
+
+
+@pytest.mark.parametrize(
+    "beside", [{"rating": [{"rating": 1}]}, {"quality.responses": [1]}, {"score": {"value": 0.5}}]
+)
+def test_a_score_within_a_list_or_an_object_is_named(beside: dict, caplog):
+    """Label Studio's and Argilla's."""
+    SEEN.clear()
+    assert documents({**ALL["alpaca"], **beside}) == documents(ALL["alpaca"])
+    assert f"`{next(iter(beside))}` of records is not read: the answers are" in caplog.text

@@ -137,7 +137,7 @@ def test_the_weight_of_xtuners_answers_is_obeyed(value: object):
         learned({"conversation": [{"input": "q", "output": "a", "loss_mask": [0]}]})
 
 
-@pytest.mark.parametrize("weight", ["0", [0, 1], 0.5])
+@pytest.mark.parametrize("weight", ["no", "0.5", [0, 1], 0.5])
 def test_weights_of_records_that_are_none_are_refused(weight: object):
     with pytest.raises(BadLineError, match=r"`weight` is .*, and a weight is 0"):
         learned({"messages": [USER, ANSWER], "weight": weight})

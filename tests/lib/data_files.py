@@ -47,7 +47,7 @@ def word_tokenizer(folder: Path, *words: str, **settings: object) -> Path:
 def found_in(folder, files: dict[str, str]) -> str:
     """Write ``files`` below ``folder``, and return the names that are read as records."""
     for name, content in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
     found, _ = find_records("data.path", str(folder), "train", None)
     return " ".join(file.relative_to(folder).as_posix() for file in found)
