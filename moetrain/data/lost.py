@@ -27,6 +27,7 @@ from moetrain.data.messages import (
     lost_media,
     media_of,
     role_of,
+    says_what_is_learned,
     thoughts_in,
     truth_of,
     value_in,
@@ -77,8 +78,9 @@ _ANSWERS_OF = {
 """Fields with answers that a form reads itself."""
 _BY_ALL = {"messages", "conversations", "system", "tools"}
 """Fields that are read, or compared with what is read, in all forms."""
-_OF_NUMBERS = {"label", "kto_tag", "weight", "margin"}
-"""Fields whose numbers and truth values are read. In CSV these are texts."""
+_OF_NUMBERS = {"label", "kto_tag", "margin"}
+"""Fields, beside masks and weights, whose numbers and truth values are read. In CSV these are
+texts."""
 _READ = {"alpaca": {"instruction", "input"}, "completion": {"prompt"}}
 """Fields of what is asked that a form reads itself, whatever their type."""
 _DESCRIBES = {
@@ -222,10 +224,14 @@ def unread_fields(record: Mapping[str, Any], documents: Sequence[Document], form
         for key, value in record.items()
         if key not in read
         and not describes(key, value)
-        and not (key in _OF_NUMBERS and not isinstance(value_in(value), str))
+        and not (_is_of_numbers(key) and not isinstance(value_in(value), str))
         # The longest: short ones, such as the roles of turns, are in other texts by chance.
         and not is_said(max(_said_in(_parsed(value)), key=len, default=""), shown)
     ]
+
+
+def _is_of_numbers(key: str) -> bool:
+    return key in _OF_NUMBERS or says_what_is_learned(key)
 
 
 def _said_in(value: object) -> Iterator[str]:

@@ -600,7 +600,7 @@ def weight_of(value: object, where: str) -> bool:
     return bool(number)
 
 
-def value_in(value: object) -> object:
+def value_in(value: object) -> Any:
     """Return the number or the truth value that a text spells. Return any other value unchanged."""
     if not isinstance(value, str):
         return value
