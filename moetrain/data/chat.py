@@ -329,6 +329,24 @@ class ChatTemplate:
                 said += "`reasoning_content` of the turn that they begin, and calls as `tool_calls`"
                 raise BadLineError(said)
 
+    def warn_of_variables(self, record: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        """Warn of fields of ``record`` that have the name of a variable of the template.
+
+        ``given`` are the variables of the record (:meth:`variables_of`): templates get no others.
+        """
+        known = {"messages", "tools", "documents", "functions", *self.special_tokens}
+        for key, value in record.items():
+            is_switch = isinstance(value, bool | int | float | str) and value != ""
+            if not is_switch or key in known or key in given:
+                continue
+            if _has_variable(self.source, key):
+                warn_once(
+                    f"a field {key} as a variable",
+                    f"`{key}` of records is not given to the chat template, which reads a variable "
+                    "of this name: write it in `chat_template_kwargs` of the record, or for the "
+                    "whole run in data.chat_template_kwargs",
+                )
+
     def _reads_key(self, key: str) -> bool:
         """Return whether the template seems to read ``key`` of a turn."""
         key = re.escape(key)
@@ -1003,6 +1021,16 @@ switches."""
 def _reads(source: str, name: str) -> bool:
     """Return whether the template ``source`` contains the word ``name``."""
     return re.search(rf"\b{re.escape(name)}\b", source) is not None
+
+
+@lru_cache(4096)
+def _has_variable(source: str, name: str) -> bool:
+    """Return whether the template ``source`` reads a variable ``name`` that it does not set."""
+    code = " ".join(re.findall(r"\{[{%](.*?)[%}]\}", source, re.S))
+    code = re.sub(r"'[^']*'|\"[^\"]*\"", "''", code)
+    name = re.escape(name)
+    is_set = re.search(rf"\b(?:set|for)\s+(?:\w+\s*,\s*)?{name}\b", code)
+    return is_set is None and re.search(rf"(?<![\w.]){name}\b(?!\s*[=(])", code) is not None
 
 
 def _warn_of_unread(name: str) -> None:

@@ -78,6 +78,8 @@ _ANSWERS_OF = {
 """Fields with answers that a form reads itself."""
 _BY_ALL = {"messages", "conversations", "system", "tools"}
 """Fields that are read, or compared with what is read, in all forms."""
+_HALF = re.compile("[\ud800-\udfff]")
+"""Matches half of a character, a surrogate without the other one."""
 _OF_NUMBERS = {"label", "kto_tag", "margin"}
 """Fields, beside masks and weights, whose numbers and truth values are read. In CSV these are
 texts."""
@@ -226,7 +228,7 @@ def unread_fields(record: Mapping[str, Any], documents: Sequence[Document], form
         and not describes(key, value)
         and not (_is_of_numbers(key) and not isinstance(value_in(value), str))
         # The longest: short ones, such as the roles of turns, are in other texts by chance.
-        and not is_said(max(_said_in(_parsed(value)), key=len, default=""), shown)
+        and not is_said(_HALF.sub("\ufffd", _longest(value)), shown)
     ]
 
 
@@ -234,9 +236,32 @@ def _is_of_numbers(key: str) -> bool:
     return key in _OF_NUMBERS or says_what_is_learned(key)
 
 
+def _longest(value: object) -> str:
+    """Return the longest text in a value, or an empty text."""
+    return max(_said_in(_parsed(value)), key=len, default="")
+
+
 def _said_in(value: object) -> Iterator[str]:
     """Yield the texts in a value, without those that are the name of a role."""
     return (text for text in _texts_in(value) if not is_role(text))
+
+
+def with_whole_characters(text: str) -> str:
+    """Return ``text`` with U+FFFD in place of each half of a character. Warn once if there is any.
+
+    JSON can spell lone surrogates, which a cut between two UTF-16 units leaves. No tokenizer takes
+    them.
+    """
+    half = _HALF.search(text)
+    if half is None:
+        return text
+    warn_once(
+        "halves of characters",
+        "texts of records have halves of characters, which become U+FFFD: "
+        f"{shortened(text[max(0, half.start() - 20) : half.end() + 20])}; a program that cut the "
+        "text within a character, such as an emoji, left them",
+    )
+    return _HALF.sub("\ufffd", text)
 
 
 def _parsed(value: object) -> object:
@@ -457,6 +482,17 @@ def _texts_in(value: object) -> Iterator[str]:
     elif isinstance(value, Mapping | list | tuple):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _texts_in(each)
+
+
+def warn_of_parent(record: Mapping[str, Any]) -> None:
+    """Warn once if a record names the one before it in a conversation, as H2O's do."""
+    for key, value in record.items():
+        if words_of(key) == {"parent", "id"} and value not in (None, ""):
+            warn_once(
+                f"parents by {key}",
+                f"`{key}` of records names the turn before them: each is learned alone, without "
+                "it; write whole conversations as `messages` to learn answers behind what was said",
+            )
 
 
 # ---- verdicts -----------------------------------------------------------------------------------

@@ -26,7 +26,9 @@ from moetrain.data.lost import (
     refuse_lost,
     refuse_lost_answer,
     unread_fields,
+    warn_of_parent,
     warn_of_tie,
+    with_whole_characters,
 )
 from moetrain.data.messages import (
     BadLineError,
@@ -170,11 +172,9 @@ class RecordReader:
         if self.form == "auto":
             _refuse_second_dialogue(record, form)
         refuse_lost(record, found, form)
-        # JSON can spell lone surrogates, and no tokenizer accepts them. They become question marks.
-        return [
-            document._replace(text=document.text.encode(errors="replace").decode())
-            for document in found
-        ]
+        if form in ("alpaca", "completion"):
+            warn_of_parent(record)
+        return [document._replace(text=with_whole_characters(document.text)) for document in found]
 
     def form_of(self, record: Any) -> str:
         """Return the form of ``record``.
@@ -285,6 +285,7 @@ class RecordReader:
             return []
         _refuse_other_functions(record)
         variables = ChatTemplate.variables_of(record)
+        self.template.warn_of_variables(record, variables)
         rendered = self.template.documents(
             messages, variables, train_on=self.train_on, num_given=num_given
         )

@@ -10,18 +10,20 @@ Left out on purpose: synthetic data, which has no text (:mod:`moetrain.data.pack
 
 import codecs
 import os
+import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
 
 from moetrain.config import DataSection
+from moetrain.config.sources import shortened
 from moetrain.data.containers import FilePart, Files, Raw, find_records, list_files
 from moetrain.data.documents import BadRecordError, Document, HashRange, Skipped
-from moetrain.data.messages import BadLineError
+from moetrain.data.messages import BadLineError, words_of
 from moetrain.data.records import RecordReader
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.warned import warn_once
@@ -38,6 +40,10 @@ _FIRST = 64
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Subfolders of the library's folder that do not belong to it: installed packages and tests."""
 _EVERYTHING = HashRange()
+_HELD_OUT = {
+    *("validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"),
+}
+"""Names of splits that are not trained on, which ``datasets`` looks for in the names of files."""
 NOTHING_LEARNED = "nothing is learned of records"
 """Kind of the warning about records that give no document."""
 
@@ -75,6 +81,8 @@ class Source(Files):
         if data.source in ("records", "jsonl"):
             reader = RecordReader.of(data, tokenizer)
             files, table = find_records(name, path, data.split, data.subset)
+            if field == "path":
+                _warn_of_held_files(path, files if table is None else [])
             return cls(name, path, files, table, reader, limit)
         if data.source == "stdlib" and field == "path":
             path = sysconfig.get_path("stdlib")
@@ -147,13 +155,14 @@ class Source(Files):
         """
         num_records = num_chats = num_plain = num_empty = 0
         unread: dict[str, None] = {}
+        held: Counter[tuple[str, str]] = Counter()
         for each in found:
             if isinstance(each, Document):
                 yield each
                 continue
             num_bytes = each.num_bytes
             try:
-                documents = self._read_by(RecordReader.documents, each)
+                record, documents = self._read_by(_record_and_documents, each)
             except BadRecordError as error:
                 assert self.reader is not None
                 if not self.reader.skips_bad:
@@ -162,8 +171,9 @@ class Source(Files):
                     skipped.add(error)
                 continue
             num_records += 1
+            held.update(_held_out_by(record))
             if num_records <= _FIRST and self.reader is not None:
-                unread |= dict.fromkeys(self.reader.unread(each.value(), documents))
+                unread |= dict.fromkeys(self.reader.unread(record, documents))
             num_empty += not documents
             num_chats += any(document.is_rendered for document in documents)
             num_plain += any(
@@ -178,6 +188,14 @@ class Source(Files):
             warn_once(
                 f"fields that are not read {self.path}",
                 f"{self.path}: neither learned nor shown: {names}",
+            )
+        if 0 < held.total() < num_records and not self.field.endswith("eval_path"):
+            (key, value), count = held.most_common(1)[0]
+            warn_once(
+                f"held-out records {self.path}",
+                f"{self.path}: of {num_records:,} records {count:,} have the `{key}` "
+                f"{shortened(value)}, and are trained on too; write those in a file of their own "
+                "as data.eval_path to hold them out",
             )
         if num_empty:
             warn_once(
@@ -216,6 +234,36 @@ class Source(Files):
         forms = Counter(self._form_of(raw) for raw in first)
         found = ", ".join(f"{name} ({count})" for name, count in forms.most_common())
         return found and f"{self.path}: the first {forms.total()} records are {found}"
+
+
+def _record_and_documents(reader: RecordReader, record: Any) -> tuple[Any, list[Document]]:
+    return record, reader.documents(record)
+
+
+def _held_out_by(record: object) -> list[tuple[str, str]]:
+    """Return the field and the value by which other trainers hold a record out, if any."""
+    if not isinstance(record, dict):
+        return []
+    named = [(key, x) for key, x in record.items() if isinstance(x, str)]
+    return [(k, x) for k, x in named if "split" in words_of(k) and x.lower() in _HELD_OUT][:1]
+
+
+def _warn_of_held_files(path: str, files: Sequence[Path]) -> None:
+    """Warn if some of several files have the name of a split that other trainers hold out.
+
+    ``datasets`` finds such a name between separators and digits in the name of a file or a folder.
+    """
+    root = Path(path)
+    names = [str(x.relative_to(root) if x.is_relative_to(root) else x.name) for x in files]
+    held = [
+        name for name in names if not _HELD_OUT.isdisjoint(re.split(r"[-._ 0-9/]", name.lower()))
+    ]
+    if held and len(held) < len(names):
+        warn_once(
+            f"held-out files {path}",
+            f"{path}: its files {shortened(', '.join(held))} are trained on too; name the others "
+            "in data.path, and these in data.eval_path to hold them out",
+        )
 
 
 def _lines_from(part: FilePart) -> str:

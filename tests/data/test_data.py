@@ -21,6 +21,7 @@ from moetrain.data.documents import HashRange
 from moetrain.data.loader import build_data
 from moetrain.data.packing import IGNORE_INDEX, SyntheticDataset
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from moetrain.data.warned import SEEN
 from tests.lib.data_files import BYTE_VOCAB, config, word_tokenizer, write_files, write_lines
 
 
@@ -135,12 +136,69 @@ def test_eval_path_is_the_held_out_text(tmp_path: Path):
     assert data.tokenizer.decode(data.eval.row(0).tokens_S.tolist()) == "held-out"
 
 
-def test_lone_surrogates_in_json_become_question_marks(tmp_path: Path):
+def test_lone_surrogates_in_json_become_replacement_characters(tmp_path: Path, caplog):
+    """U+FFFD is what the WHATWG's encoder writes for a lone surrogate."""
+    SEEN.clear()
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a\\ud800b"}\n')
-    c = config(tmp_path, source="jsonl", path=str(path), eval_fraction=0, seq_len=4)
+    path.write_text('{"text": "a\\ud800b \\ud83d\\ude00"}\n')
+    c = config(tmp_path, source="jsonl", path=str(path), eval_fraction=0, seq_len=10)
     data = build_data(c, BYTE_VOCAB)
-    assert data.tokenizer.decode(data.train.row(0).tokens_S.tolist()) == "a?b"
+    said = data.tokenizer.decode(data.train.row(0).tokens_S.tolist())
+    assert said.startswith("a\ufffdb \U0001f600")
+    assert r"which become U+FFFD: 'a\ud800b" in caplog.text
+    assert "neither learned nor shown" not in caplog.text
+
+
+def warnings_of(path: Path, caplog, **data: object) -> str:
+    """Return what reading the records of ``path`` warns of."""
+    SEEN.clear()
+    caplog.clear()
+    section = config(path, source="records", path=str(path), **data).data
+    found = [*sources.Source.of(section, ByteTokenizer()).documents()]
+    assert found
+    if section.eval_path is not None:
+        [*sources.Source.of(section, ByteTokenizer(), field="eval_path").documents()]
+    return caplog.text
+
+
+@pytest.mark.parametrize("key", ["split", "data_split", "Split"])
+@pytest.mark.parametrize("value", ["test", "TEST", "evaluation", "validation", "dev"])
+def test_records_that_other_trainers_hold_out_are_named(key, value, tmp_path: Path, caplog):
+    """Predibase's are of the split evaluation, OpenPipe's of TEST."""
+    train, held = ({"text": "a", key: each} for each in ("train", value))
+    path = write_lines(tmp_path / "a.jsonl", [train, held, train])
+    said = warnings_of(path, caplog)
+    assert f"of 3 records 1 have the `{key}` {value!r}, and are trained on too" in said
+    # A whole source of such records is meant, and so are held-out records.
+    only = write_lines(tmp_path / "b.jsonl", [held, held])
+    whole = write_lines(tmp_path / "c.jsonl", [train])
+    assert "trained on too" not in warnings_of(only, caplog)
+    assert "trained on too" not in warnings_of(whole, caplog, eval_path=str(path))
+
+
+HELD_FILES = {
+    "mlx-lm": ("train.jsonl valid.jsonl test.jsonl", "'test.jsonl, valid.jsonl'"),
+    "a hub's": (
+        "data/train-00000-of-00001.jsonl data/test-00000-of-00001.jsonl",
+        "'data/test-00000-of-00001.jsonl'",
+    ),
+    "folders": ("train/a.jsonl dev/a.jsonl", "'dev/a.jsonl'"),
+    "one file": ("test.jsonl", None),
+    "other words": ("contest.jsonl latest.jsonl evaluations.jsonl", None),
+}
+
+
+@pytest.mark.parametrize("case", HELD_FILES)
+def test_files_that_other_trainers_hold_out_are_named(case: str, tmp_path: Path, caplog):
+    """``datasets`` makes splits of files with these names."""
+    names, held = HELD_FILES[case]
+    for name in names.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_lines(tmp_path / name, [{"text": "a"}])
+    said = warnings_of(tmp_path, caplog)
+    assert ("are trained on too" in said) is (held is not None)
+    if held is not None:
+        assert f"{tmp_path}: its files {held} are trained on too; name the others in" in said
 
 
 def test_synthetic_rows(tmp_path: Path):

@@ -7,6 +7,7 @@ import pytest
 from moetrain.data.chat import ChatTemplate
 from moetrain.data.messages import BadLineError
 from moetrain.data.records import RecordReader
+from moetrain.data.warned import SEEN
 
 TEMPLATE = (
     "{% if tools %}{{ tools[0].function.name }} {% endif %}{% for m in messages %}"
@@ -143,6 +144,47 @@ def test_columns_that_would_be_lost_are_refused(record, says):
 def test_a_text_that_is_named_stays_one():
     (document,) = read({"question": "q", "answer": "good"}, text_field="answer")
     assert (document.text, document.loss_spans) == ("good", None)
+
+
+SWITCHED = (
+    "{# note #}plain{%- set kept = 'x' %}"
+    "{%- for m in messages %}{{- m.role + m.title|default('') + m.content }}{%- endfor %}{%- if add_generation_prompt %}assistant{%- if enable_thinking is defined and "
+    "enable_thinking is false %}<think></think>{%- endif %}{%- endif %}"
+)
+
+
+@pytest.mark.parametrize("value", [True, False, "False"])
+def test_a_column_with_the_name_of_a_variable_is_named(value, caplog):
+    """verl's files for fine-tuning have ``enable_thinking`` so, and pass it to the template."""
+    SEEN.clear()
+    reader = RecordReader(ChatTemplate(SWITCHED, {}))
+    record = {"messages": [USER, GOOD]}
+    right = reader.documents(record)
+    assert reader.documents({**record, "enable_thinking": value}) == right
+    says = "`enable_thinking` of records is not given to the chat template, which reads a variable"
+    assert says in caplog.text
+    caplog.clear()
+    SEEN.clear()
+    kwargs = {"chat_template_kwargs": {"enable_thinking": value}}
+    reader.documents({**record, **kwargs, "enable_thinking": value})
+    for key in ("title", "kept", "note", "plain", "role", "m", "content", "source"):
+        reader.documents({**record, key: "x"})
+    assert "is not given to the chat template" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "record", [{"prompt": "q", "completion": "a"}, {"instruction": "q", "output": "a"}], ids=str
+)
+def test_a_record_that_goes_on_from_another_is_named(record, caplog):
+    """H2O LLM Studio chains records by a column with the id of the parent."""
+    SEEN.clear()
+    reader = RecordReader(ChatTemplate(TEMPLATE, {}))
+    right = reader.documents(record)
+    for value in (None, ""):
+        assert reader.documents({**record, "parent_id": value}) == right
+    assert not caplog.text
+    assert reader.documents({**record, "parent_id": "1"}) == right
+    assert "`parent_id` of records names the turn before them: each is learned alone" in caplog.text
 
 
 def test_variables_that_the_template_does_not_read_are_named_once(caplog):
