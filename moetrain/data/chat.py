@@ -271,6 +271,11 @@ class ChatTemplate:
                 "leave such records out, or let a policy answer them for a reward: moetrain rl "
             )
             remedy += "reads `messages` from rl.prompts"
+            if (role := unknown_role(turns)) is not None:
+                remedy = (
+                    f"its role {role!r} is not known: write assistant in place of the role that "
+                )
+                remedy += "is to be learned, and user in place of others"
             raise BadLineError(f"{said}: {shortened(messages)}; {remedy}")
         if strict:
             self._check_turns(turns, learned, variables)

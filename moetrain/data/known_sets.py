@@ -493,6 +493,7 @@ def remedy_for(
         _remedy_for_response(record, reads_labels)
         or _remedy_for_records(record)
         or (None if _asked(record) else _remedy_for_texts(record))
+        or _remedy_for_objects(record)
         or _remedy_for_question(record)
         or _remedy_for_turns(record)
         or _remedy_for_thoughts(record)
@@ -839,8 +840,6 @@ def _remedy_for_turns(record: Mapping[str, Any]) -> str | None:
                 return f"`{key}` seems to be a dialogue; write its turns as `messages`, {each}"
             also = "and after them the answer that is to be learned"
             return f"`{key}` seems to be a question; write its turns as `messages`, {each}, {also}"
-        if isinstance(value, dict) and is_dialogue(value.get("messages")):
-            return f"`{key}` has `messages`; write them, with the answer, outside of it"
     if (said := _remedy_for_texts(record)) is not None:
         return said
     for key, value in record.items():
@@ -851,6 +850,34 @@ def _remedy_for_turns(record: Mapping[str, Any]) -> str | None:
                 "`content`; if it holds the records, write each of them as a line"
             )
     return None
+
+
+def _remedy_for_objects(record: Mapping[str, Any]) -> str | None:
+    """Return the advice for a record whose question is an object: Weave's and LangSmith's logs.
+
+    The object holds the messages or the arguments of a call to a model or a program.
+    """
+    objects = {key: value for key, value in record.items() if isinstance(value, dict)}
+    for key, value in objects.items():
+        if is_dialogue(value.get("messages")):
+            return f"`{key}` has `messages`; write them, with the answer, outside of it"
+    for key, value in objects.items():
+        texts = [name for name in value if _is_text(value[name])]
+        if key.lower() not in ("input", *_QUESTIONS) or not texts:
+            continue
+        said = [name for name in record if name != key and _names_result(name)]
+        answer = "what is to be learned"
+        if said:
+            answer = "that of " * isinstance(record[said[0]], dict) + f"`{said[0]}`"
+        return (
+            f"`{key}` is an object; write its text, {_one_of(texts)}, as `instruction` and "
+            f"{answer} as `output`" + f", or {_OF_POLICY}" * (not said)
+        )
+    return None
+
+
+def _names_result(key: str) -> bool:
+    return not words_of(key).isdisjoint({*_ANSWERING, *_OF_SAMPLES})
 
 
 def _remedy_for_texts(record: Mapping[str, Any]) -> str | None:

@@ -224,7 +224,8 @@ def read_messages(
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
             said = f"{name}[{i}] is not an object: {shortened(message)}"
-            raise BadLineError(f'{said}; give {{"role": ..., "content": ...}}')
+            also = "; if it is a conversation of several, give each a record" * is_dialogue(message)
+            raise BadLineError(f'{said}; give {{"role": ..., "content": ...}}{also}')
         if role_of(message) == "system" and message.get("content", message.get("value")) is None:
             continue  # tables have such a turn where a conversation has no system text
         if strict:

@@ -37,6 +37,8 @@ _NAMES = ("human", "user", "assistant", "system", "question", "answer")
 """Words that name roles in a text that holds several turns."""
 _OF_DIALOGUES = ("system", "history", "tools", "functions", "documents", "chat_template_kwargs")
 """Fields that only a chat template can show."""
+BEFORE_ANSWERS = {*_QUESTIONS, *_OF_DIALOGUES, "messages", "conversations"}
+"""Fields that hold what comes before the answers."""
 _LABELS = {
     "desirable": ("true", "1", "1.0", "good", "desirable"),
     "undesirable": ("false", "0", "0.0", "bad", "undesirable"),
@@ -286,7 +288,8 @@ def dialogues_of_lists(
     warn_once(
         "lists of texts",
         f"`{name}` and its answers are lists of texts, which are read as the turns of a dialogue; "
-        "write them as `messages` to learn such lists themselves",
+        "if they are the columns of a table, write a record for each row; write them as `messages` "
+        "to learn such lists themselves",
     )
     return name, dialogues
 

@@ -45,6 +45,7 @@ from moetrain.data.messages import (
     weight_of,
 )
 from moetrain.data.pairs import (
+    BEFORE_ANSWERS,
     KNOWN_FORMS,
     KNOWN_LABELLED,
     Dialogues,
@@ -262,7 +263,8 @@ class RecordReader:
         text = record[self.text_field]
         if not isinstance(text, str):
             said = f"{self.text_field!r} is not text: {shortened(text)}"
-            raise BadLineError(f"{said}; write texts there, or name another data.text_field")
+            remedy = f"write texts there{_or_rows(text)}, or name another data.text_field"
+            raise BadLineError(f"{said}; {remedy}")
         if self.form == "auto":
             _warn_of_answer(record, self.text_field)
         return [Document(text)] if text.strip() else []
@@ -388,7 +390,9 @@ class RecordReader:
         if not record.get("prompt") and is_dialogue(_question(record)):
             record = {**record, "prompt": _question(record), "question": None}
         record = {k: _as_messages(k, x) if k in lists else x for k, x in record.items()}
-        found = read_answers(record, keys, needs_prompt)
+        # TRL's reward trainer compares whole texts.
+        are_whole = self.reads_margins and _are_texts_alone(record, keys)
+        found = read_answers(record, keys, needs_prompt and not are_whole)
         documents: list[list[Document]] = []
         for i in range(num_learned):
             if isinstance(found, Dialogues):
@@ -564,6 +568,13 @@ def _as_messages(key: str, value: Any) -> Any:
     return read_messages(turns, key)
 
 
+def _are_texts_alone(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
+    """Return whether the answers of a pair are texts, with no question and nothing before it."""
+    given = {key for key, value in record.items() if value not in (None, "", [], {})}
+    are_texts = all(isinstance(record[key], str) for key in keys)
+    return are_texts and given.isdisjoint(BEFORE_ANSWERS)
+
+
 def _question(record: Mapping[str, Any]) -> Any:
     """Return the field ``question``, as messages if it is the text of their JSON."""
     return turns_in(record.get("question"), "question")
@@ -572,6 +583,16 @@ def _question(record: Mapping[str, Any]) -> Any:
 def _is_filled(turn: Message) -> bool:
     """Return whether an assistant's turn has a text, a thought or a call."""
     return bool(text_of(turn).strip() or turn.get("reasoning_content") or turn.get("tool_calls"))
+
+
+def _or_rows(value: object) -> str:
+    """Return the advice for a field that may be a column of a table: a list, or pandas' object."""
+    is_column = isinstance(value, list) or (isinstance(value, dict) and all(map(_is_row, value)))
+    return ", or of a table a record for each row" if value and is_column else ""
+
+
+def _is_row(key: str) -> bool:
+    return key.isdigit()
 
 
 def _text_in(record: Mapping[str, Any], key: str) -> str:
@@ -584,5 +605,5 @@ def _text_in(record: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str):
         are_texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
         write = "write one of them there" if are_texts and value else "write a text there"
-        raise BadLineError(f"{key!r} is not text: {shortened(value)}; {write}")
+        raise BadLineError(f"{key!r} is not text: {shortened(value)}; {write}{_or_rows(value)}")
     return value

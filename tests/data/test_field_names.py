@@ -147,8 +147,9 @@ def test_a_text_that_is_named_stays_one():
 
 
 SWITCHED = (
-    "{# note #}plain{%- set kept = 'x' %}"
-    "{%- for m in messages %}{{- m.role + m.title|default('') + m.content }}{%- endfor %}{%- if add_generation_prompt %}assistant{%- if enable_thinking is defined and "
+    "{# note #}plain{%- set kept = 'x' %}{%- for m in messages %}"
+    "{{- m.role + m.title|default('') + m.content }}{%- endfor %}"
+    "{%- if add_generation_prompt %}assistant{%- if enable_thinking is defined and "
     "enable_thinking is false %}<think></think>{%- endif %}{%- endif %}"
 )
 

@@ -883,7 +883,7 @@ FOLLOWED = [
     ),
     (
         {"question": {"text": "q"}, "answer": "a"},
-        "; write `question` as `instruction` and `answer` as `output`, or let",
+        "; `question` is an object; write its text, `text`, as `instruction` and `answer` as `out",
         {"instruction": "q", "output": "a"},
         [CHAT],
     ),

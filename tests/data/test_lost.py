@@ -1130,3 +1130,60 @@ def test_a_score_within_a_list_or_an_object_is_named(beside: dict, caplog):
     SEEN.clear()
     assert documents({**ALL["alpaca"], **beside}) == documents(ALL["alpaca"])
     assert f"`{next(iter(beside))}` of records is not read: the answers are" in caplog.text
+
+
+TURNS = [USER, {**ANSWER, "content": "old"}, USER]
+OBJECTS = [
+    (
+        {"inputs": {"model": "m", "messages": TURNS}, "output": openais({"content": "NEW"})},
+        "messages",
+    ),
+    ({"input": {"messages": TURNS}, "output": ANSWER}, "messages"),
+    ({"inputs": {"question": "q"}, "outputs": {"answer": "a"}}, "`outputs` as `output`"),
+    ({"input": {"question": "q"}, "expectedOutput": {"answer": "a"}}, "`expectedOutput` as `outp"),
+    ({"inputs": {"question": "q"}, "feedback": {"n": 1}}, "what is to be learned as `output`"),
+]
+
+
+@pytest.mark.parametrize(("record", "says"), OBJECTS, ids=str)
+def test_a_question_that_is_an_object_is_told_what_to_write(record: dict, says: str):
+    """Logs of Weave, LangSmith and Langfuse have the arguments of a call so."""
+    key = next(iter(record))
+    write = f"; `{key}` is an object; write its text, `question`, as `instruction` and .*{says}"
+    if says == "messages":
+        write = f"; `{key}` has `messages`; write them, with the answer, outside of it"
+    with pytest.raises(BadLineError, match=write):
+        documents({"id": "x", **record})
+
+
+def test_a_dialogue_of_two_names_is_told_of_the_role_to_learn():
+    turns = [{"role": "alice", "content": "hi"}, {"role": "bob", "content": "hello"}]
+    says = "no assistant turn to learn from: .*; its role 'alice' is not known: write assistant in"
+    with pytest.raises(BadLineError, match=says):
+        documents({"messages": turns})
+    right = [{**turns[0], "role": "user"}, {**turns[1], "role": "assistant"}]
+    assert documents({"messages": right})[0].text == theirs(*right)
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (
+            {"instruction": {"0": "q", "1": "r"}, "output": {"0": "a", "1": "b"}},
+            "write a text there",
+        ),
+        ({"text": ["one", "two"]}, "write texts there"),
+    ],
+    ids=str,
+)
+def test_columns_of_a_table_are_told_to_be_written_as_records(record: dict, says: str, caplog):
+    """pandas' ``to_json`` writes a table so, and ``json.dump`` of a data set's ``to_dict``."""
+    with pytest.raises(BadLineError, match=f"; {says}, or of a table a record for each row"):
+        documents(record)
+    with pytest.raises(
+        BadLineError, match="if it is a conversation of several, give each a record"
+    ):
+        documents({"messages": [[USER, ANSWER], [USER, ANSWER]]})
+    SEEN.clear()
+    assert documents({"instruction": ["q", "r"], "output": ["a", "b"]})
+    assert "if they are the columns of a table, write a record for each row" in caplog.text

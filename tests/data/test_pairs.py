@@ -329,6 +329,28 @@ def test_nothing_that_is_beside_a_pair_is_lost(name):
             reader.documents(record)
 
 
+@pytest.mark.parametrize("beside", [{}, {"prompt": ""}, {"prompt": None, "system": ""}], ids=str)
+def test_a_reward_model_compares_whole_texts(beside, tmp_path):
+    """TRL's ``RewardTrainer`` takes pairs of texts without a prompt, and appends EOS to each."""
+    pair = {"chosen": "The sky is blue.", "rejected": "The sky is green.", **beside}
+    path = write_lines(tmp_path / "a.jsonl", [pair])
+    settings = {"path": str(path), "seq_len": 64, "eval_fraction": 0, "cache_dir": str(tmp_path)}
+    given = {"model": {"preset": "debug"}, "data": settings}
+    data = build_data(Config.load(given | {"train": {"objective": "reward"}}, environ={}), 257)
+    row = data.train.row(0)
+    first, _ = row.lengths
+    assert row.tokens_S[:first].tolist() == [*b"The sky is blue.", 256]
+    assert row.tokens_S[first : first + 18].tolist() == [*b"The sky is green.", 256]
+    with pytest.raises(ConfigError, match="no prompt is found"):
+        build_data(Config.load(given | {"train": {"objective": "dpo"}}, environ={}), 257)
+    reader = reader_of(form="preference", reads_pairs=True, reads_margins=True)
+    (asked, _) = reader.documents({**pair, "question": "Why?"})
+    assert "Why?" in asked.text
+    for other, says in (({"system": "S"}, "no prompt is found"), ({"chosen": " "}, "has no text")):
+        with pytest.raises(BadLineError, match=says):
+            reader.documents({**pair, **other})
+
+
 def test_records_that_are_no_pairs_are_refused():
     reader = reader_of(form="preference", reads_pairs=True)
     for record in ({"prompt": Q, "completion": A}, {"prompt": Q, "chosen": A}, {"text": Q}):
