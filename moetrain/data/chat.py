@@ -1030,12 +1030,20 @@ def _reads(source: str, name: str) -> bool:
 
 @lru_cache(4096)
 def _has_variable(source: str, name: str) -> bool:
-    """Return whether the template ``source`` reads a variable ``name`` that it does not set."""
-    code = " ".join(re.findall(r"\{[{%](.*?)[%}]\}", source, re.S))
-    code = re.sub(r"'[^']*'|\"[^\"]*\"", "''", code)
-    name = re.escape(name)
-    is_set = re.search(rf"\b(?:set|for)\s+(?:\w+\s*,\s*)?{name}\b", code)
-    return is_set is None and re.search(rf"(?<![\w.]){name}\b(?!\s*[=(])", code) is not None
+    """Return whether the template ``source`` seems to read a variable that it is given.
+
+    The first statement with the name tells: it may set the name without reading it.
+    """
+    read = re.compile(rf"(?<![\w.]){re.escape(name)}\b(?!\s*[=(])")
+    for code in re.findall(r"\{[{%][-+]?(.*?)[-+]?[%}]\}", source, re.S):
+        code = re.sub(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", "''", code)
+        code = re.sub(r"\|\s*\w+|\bis\s+(?:not\s+)?\w+", " , ", code)  # filters, tests
+        given = re.match(r"\s*(?:set\s+([^=]*)=|for\s(.*?)\sin\b|macro\s(.*))", code, re.S)
+        if read.search(code[given.end() :] if given else code):
+            return name != "loop"
+        if given and name in re.findall(r"\w+", given[0]):
+            return False
+    return False
 
 
 def _warn_of_unread(name: str) -> None:

@@ -34,6 +34,7 @@ from moetrain.data.messages import (
     learning_of,
     parse_json,
     role_of,
+    shows_pythons_turns,
     turns_in,
     words_of,
 )
@@ -206,6 +207,8 @@ def _read_asked_turns(found: dict[str, Any]) -> None:
     """
     if "instruction" not in found:  # otherwise the text belongs to the instruction
         for key in [key for key in found if key.lower() in ("input", *QUESTIONS)]:
+            if isinstance(found[key], str) and _shows_answered_turns(found[key]):
+                continue
             turns = turns_in(found[key], key)
             found[key] = turns if _ends_asking(turns) else _with_messages(found[key])
     asked = [key for key in found if key.lower() in ("input", *QUESTIONS)]
@@ -217,6 +220,14 @@ def _read_asked_turns(found: dict[str, Any]) -> None:
     if len(said) == 1:
         found["prompt"], found["completion"] = found.pop(asked[0]), answers[said[0]]
         del found[said[0]]
+
+
+def _shows_answered_turns(text: str) -> bool:
+    """Return whether ``text`` is what Python shows of a dialogue that ends with an answer."""
+    if not shows_pythons_turns(text):
+        return False
+    roles = re.findall(r"'(?:role|from)':\s*'([^']*)'", text)
+    return bool(roles) and role_of({"role": roles[-1]}) == "assistant"
 
 
 def _ends_asking(turns: object) -> bool:

@@ -299,7 +299,9 @@ def refuse_lost_answer(record: Mapping[str, Any], turns: Sequence[Any], name: st
     if not turns or turns[-1]["role"] not in ("user", "tool"):
         return
     end = {"user": "question", "tool": "result of a tool"}[turns[-1]["role"]]
-    shown = [text_of(turn) for turn in turns if turn["role"] == "assistant"]
+    answers = [turn for turn in turns if turn["role"] == "assistant"]
+    shown = [text_of(turn) for turn in answers]
+    shown += [json.dumps(turn["tool_calls"]) for turn in answers if "tool_calls" in turn]
     for key, value in record.items():
         if key not in (name, *_BY_ALL) and _answers_last(key, value, shown):
             raise BadLineError(

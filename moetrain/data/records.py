@@ -560,6 +560,8 @@ def _as_messages(key: str, value: Any) -> Any:
     The field may also hold a single message, or messages as JSON text, as in tables.
     """
     turns = turns_in(value, key)
+    if isinstance(value, str) and isinstance(turns, dict) and key != "prompt":
+        turns = turns if role_of(turns) == "assistant" else value  # an answer in JSON
     turns = [turns] if isinstance(turns, dict) else turns
     if isinstance(turns, str) and key in ("messages", "conversations"):
         return read_messages(turns, key)

@@ -504,9 +504,14 @@ def test_a_text_about_messages_stays_a_text():
         record = {"instruction": "Sum up.", "input": json.dumps(turns), "output": "s"}
         right = {**USER, "content": f"Sum up.\n\n{json.dumps(turns)}"}
         assert documents(record)[0].text == theirs(right, {**ANSWER, "content": "s"})
-    for record in asked(json.dumps([USER, ANSWER]), "s"):
-        right = {**USER, "content": json.dumps([USER, ANSWER])}
-        assert documents(record)[0].text == theirs(right, {**ANSWER, "content": "s"})
+    for text in (json.dumps([USER, ANSWER]), str([USER, ANSWER])):
+        for record in asked(text, "s"):
+            right = {**USER, "content": text}
+            assert documents(record)[0].text == theirs(right, {**ANSWER, "content": "s"})
+    record = {"prompt": "q", "completion": json.dumps(USER)}
+    assert documents(record)[0].text == f"q{json.dumps(USER)}"
+    record = {"prompt": "q", "completion": json.dumps(ANSWER)}
+    assert documents(record)[0].text == theirs(USER, ANSWER)
 
 
 @pytest.mark.parametrize("value", [ANSWER, [ANSWER], [USER, ANSWER]], ids=str)

@@ -147,7 +147,8 @@ def test_a_text_that_is_named_stays_one():
 
 
 SWITCHED = (
-    "{# note #}plain{%- set kept = 'x' %}{%- for m in messages %}"
+    "{# note #}plain{%- set kept = 'x' %}{%- macro show(name) %}{{ name | trim }}{%- endmacro %}"
+    "{%- for m in messages %}"
     "{{- m.role + m.title|default('') + m.content }}{%- endfor %}"
     "{%- if add_generation_prompt %}assistant{%- if enable_thinking is defined and "
     "enable_thinking is false %}<think></think>{%- endif %}{%- endif %}"
@@ -168,7 +169,7 @@ def test_a_column_with_the_name_of_a_variable_is_named(value, caplog):
     SEEN.clear()
     kwargs = {"chat_template_kwargs": {"enable_thinking": value}}
     reader.documents({**record, **kwargs, "enable_thinking": value})
-    for key in ("title", "kept", "note", "plain", "role", "m", "content", "source"):
+    for key in ("title", "kept", "note", "plain", "role", "m", "name", "trim", "default", "source"):
         reader.documents({**record, key: "x"})
     assert "is not given to the chat template" not in caplog.text
 

@@ -1079,6 +1079,14 @@ def test_a_class_that_is_answered_twice_is_not_lost():
         documents({"messages": asked, "response": "yes"})
     thanked = [USER, {**ANSWER, "content": "So yes, it is."}, USER]  # which has the answer
     assert documents({"messages": thanked, "answer": "yes"}) == documents({"messages": thanked})
+    call = {"function": {"name": "submit", "arguments": {"answer": "x = 42"}}}
+    submitted = [
+        USER,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "ok"},
+    ]
+    right = documents({"messages": submitted})
+    assert documents({"messages": submitted, "answer": "x = 42"}) == right
 
 
 @pytest.mark.parametrize(
