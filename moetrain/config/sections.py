@@ -414,8 +414,8 @@ class LoraSection(Section):
     routers do not support it."""
     targets: tuple[str, ...] = ("auto",)
     """Patterns of the modules that get adapters, separated by commas: *.attn.*, *.wq, *.mlp.*,
-    layers.1.moe.experts, *.router. auto: attention, and the routed experts, or the MLPs if
-    there are none."""
+    layers.1.moe.experts, *.router. auto: attention without its gates, and the routed experts,
+    or the MLPs if there are none."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """The distribution of an adapter's first matrix; the second starts at 0. kaiming: uniformly
     within 1 / sqrt(inputs); gaussian: normally, with standard deviation 1 / rank."""

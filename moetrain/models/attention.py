@@ -255,7 +255,17 @@ class Attention(CoreAttention):
         if self.output_gate:
             both = torch.unflatten(q, -1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
             q, gate = (half.flatten(-2) for half in both)
-        q_BSHd, k_BSGd, v_BSGd = (torch.unflatten(x, -1, (-1, self.head_dim)) for x in (q, k, v))
+        y = self.attend(q, k, v, context).flatten(-2)
+        if gate is not None:
+            y = y * sigmoid(gate, fusible=not self.batch_invariant)
+        return self.wo(y)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context
+    ) -> torch.Tensor:
+        """Return the heads' results [B, S, H, v], from the projections of all heads [B, S, ...]."""
+        q_BSHd, k_BSGd = (torch.unflatten(x, -1, (-1, self.head_dim)) for x in (q, k))
+        v_BSGv = torch.unflatten(v, -1, (-1, self.head_dim))
         norm, cache = self.q_norm, self.cache
         # The kernel that stores into a cache also normalises and rotates. It knows one order only:
         # the norm of each head, then the rotation.
@@ -264,7 +274,7 @@ class Attention(CoreAttention):
             q_BSHd, context = cache.rotate(
                 q_BSHd,
                 k_BSGd,
-                v_BSGd,
+                v_BSGv,
                 context,
                 q_norm=norm,
                 k_norm=self.k_norm,
@@ -273,10 +283,7 @@ class Attention(CoreAttention):
         else:
             q_BSHd = self._rotated(q, self.q_norm, context)
             k_BSGd = self._rotated(k, self.k_norm, context)
-        y = self.mix(q_BSHd, k_BSGd, v_BSGd, context).flatten(-2)
-        if gate is not None:
-            y = y * sigmoid(gate, fusible=not self.batch_invariant)
-        return self.wo(y)
+        return self.mix(q_BSHd, k_BSGd, v_BSGv, context)
 
     def mix(
         self,

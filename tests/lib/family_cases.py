@@ -191,6 +191,17 @@ SARVAM = {
 }
 SARVAM_LATENT = {key: value for key, value in LATENT.items() if key != "n_routed_experts"}
 SARVAM_LATENT |= {"num_experts": 6, "q_lora_rank": None}
+AFMOE = {
+    "rms_norm_eps": 0.01,  # as in Gemma's case, which also has norms of results
+    "head_dim": 10,
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "route_scale": 2.5,
+    "mup_enabled": True,
+    "sliding_window": 5,
+    "layer_types": TURNS[:1] * 2 + TURNS[1:],
+}
 # The key names the family and the oddity of this case.
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
@@ -557,6 +568,32 @@ CASES = {
     "sarvam_mla two dense layers": {**SARVAM_LATENT, "first_k_dense_replace": 2},
     "sarvam_mla every expert": {**SARVAM_LATENT, "num_experts_per_tok": 6},
     "sarvam_mla many experts": {**SARVAM_LATENT, "num_experts": 33, "num_experts_per_tok": 7},
+    "afmoe": AFMOE,
+    "afmoe plain embeddings": {**AFMOE, "mup_enabled": False, "num_shared_experts": 1},
+    "afmoe no window": {**AFMOE, "layer_types": TURNS[1:] * 3},
+    "afmoe every window": {**AFMOE, "layer_types": TURNS[:1] * 3, "sliding_window": 2},
+    "afmoe turned about": {**AFMOE, "layer_types": TURNS[::-1] + TURNS[1:]},
+    "afmoe every other": {
+        **AFMOE,
+        "layer_types": None,
+        "global_attn_every_n_layers": 2,
+        "num_hidden_layers": 5,
+    },
+    "afmoe biases": {**AFMOE, "attention_bias": True},
+    "afmoe tied": {**AFMOE, "tie_word_embeddings": True, "mup_enabled": False},
+    "afmoe one kv head": {**AFMOE, "num_key_value_heads": 1, "head_dim": 4},
+    "afmoe as many kv heads": {**AFMOE, "num_key_value_heads": None},
+    "afmoe no dense layer": {**AFMOE, "num_dense_layers": 0, "route_scale": 1.0},
+    "afmoe two dense layers": {**AFMOE, "num_dense_layers": 2},
+    "afmoe yarn": {**AFMOE, "rope_parameters": YARN},
+    "afmoe every expert": {**AFMOE, "num_experts_per_tok": 6},
+    "afmoe many experts": {**AFMOE, "num_experts": 37, "num_experts_per_tok": 8},
+    "afmoe one layer": {
+        **AFMOE,
+        "num_hidden_layers": 1,
+        "num_dense_layers": 0,
+        "layer_types": TURNS[:1],
+    },
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""

@@ -131,7 +131,8 @@ def _targets(modules: Mapping[str, Adaptable], lora: LoraSection) -> list[str]:
     patterns = lora.targets
     if patterns == ("auto",):
         is_routed = any(fnmatchcase(name, "*.moe.experts") for name in modules)
-        patterns = ("*.attn.*", "*.moe.experts" if is_routed else "*.mlp.*")
+        # Not the gates of attention: PEFT has no place for those of some families.
+        patterns = ("*.attn.w[qkvo]*", "*.moe.experts" if is_routed else "*.mlp.*")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in modules):
             # Without layers' numbers, so that each name is listed once.

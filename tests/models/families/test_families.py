@@ -296,7 +296,8 @@ def test_states_begin_with_documents_however_these_are_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "case", ["glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2", "deepseek_v3", "nemotron_h"]
+    "case",
+    ["glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2", "deepseek_v3", "nemotron_h", "afmoe"],
 )
 def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
     random_reference(case).save_pretrained(tmp_path)
@@ -312,7 +313,7 @@ def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
     save_hf(model, tmp_path / "narrow", dtype="bfloat16")
     written = load_file(tmp_path / "narrow" / "model.safetensors")
     for name, tensor in written.items():
-        is_bias = name.endswith("e_score_correction_bias")
+        is_bias = name.endswith(("e_score_correction_bias", "expert_bias"))
         assert tensor.dtype == (torch.float32 if is_bias else torch.bfloat16), name
         assert not is_bias or torch.equal(tensor, stored[name])
     model.double()
@@ -438,6 +439,9 @@ def test_every_family(case, check, tmp_path):
         "axk1-generation",
         "axk1-gradients",
         "axk1-packing",
+        "afmoe-formulas",
+        "afmoe-gradients",
+        "afmoe-packing",
         "dots1-files",
         "dots1-formulas",
         "dots1-generation",
@@ -515,6 +519,8 @@ def test_every_family(case, check, tmp_path):
         "solar_open-packing",
     ],
     wide=[
+        "afmoe-files",
+        "afmoe-generation",
         "deepseek_v2-generation",
         "deepseek_v3-files",
         "deepseek_v3-generation",
@@ -860,6 +866,9 @@ PUBLISHED = {
     "a.x-k1": 518.98,
     "sarvam-30b": 32.15,
     "sarvam-105b": 106.03,
+    "trinity-nano": 6.12,
+    "trinity-mini": 26.12,
+    "trinity-large": 398.6,
 }
 
 
@@ -1067,6 +1076,12 @@ def test_fewer_or_more_layers_of_a_preset():
             "no sliding_window is in use",
         ),
         ("qwen2_moe", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention are not"),
+        ("afmoe", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention are not"),
+        ("afmoe", {"sliding_window": None}, "sliding_window is null, but .*; give the window"),
+        ("afmoe", {"global_attn_every_n_layers": 0}, "every_n_layers is 0, expected 1 or more"),
+        ("afmoe", {"num_shared_experts": 0}, "num_shared_experts is 0, expected 1 or more"),
+        ("afmoe", {"score_func": "softmax"}, "score_func 'softmax' is not supported, only 'sig"),
+        ("afmoe", {"num_expert_groups": 4}, "num_expert_groups 4 is not supported, only 1 or"),
     ],
 )
 def test_unsupported_configs_of_families_are_refused_in_one_line(family, change, problem, tmp_path):
