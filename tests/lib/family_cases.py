@@ -202,6 +202,18 @@ AFMOE = {
     "sliding_window": 5,
     "layer_types": TURNS[:1] * 2 + TURNS[1:],
 }
+LAGUNA = {
+    "head_dim": 12,
+    "num_attention_heads_per_layer": [4, 6, 6],
+    "layer_types": TURNS[1:] + TURNS[:1] * 2,
+    "sliding_window": 5,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_routed_scaling_factor": 2.5,
+}
+LAGUNA_ROPES = {TURNS[1]: {**YARN, "partial_rotary_factor": 0.5}, TURNS[0]: SLIDING_ROPE}
 # The key names the family and the oddity of this case.
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
@@ -594,6 +606,42 @@ CASES = {
         "num_dense_layers": 0,
         "layer_types": TURNS[:1],
     },
+    "laguna": {**LAGUNA, "rope_parameters": LAGUNA_ROPES},
+    "laguna plain rotary": LAGUNA,
+    "laguna gates of elements": {**LAGUNA, "gating": "per-element"},
+    "laguna equal heads": {**LAGUNA, "num_attention_heads_per_layer": None},
+    "laguna more heads without window": {
+        **LAGUNA,
+        "num_attention_heads_per_layer": [8, 2, 2],
+        "gating": "per-head",
+    },
+    "laguna capped router": {**LAGUNA, "moe_router_logit_softcapping": 0.7},
+    "laguna no window": {
+        **LAGUNA,
+        "layer_types": None,
+        "num_attention_heads_per_layer": [6] * 3,
+    },
+    "laguna every window": {
+        **LAGUNA,
+        "layer_types": TURNS[:1] * 3,
+        "num_attention_heads_per_layer": [6] * 3,
+        "sliding_window": 2,
+    },
+    "laguna half of every head": {
+        **LAGUNA,
+        "head_dim": 8,
+        "rope_parameters": {
+            TURNS[0]: {**YARN, "partial_rotary_factor": 0.25},
+            TURNS[1]: {**FULL_ROPE, "rope_type": "default", "partial_rotary_factor": 1.0},
+        },
+    },
+    "laguna biases": {**LAGUNA, "attention_bias": True},
+    "laguna tied": {**LAGUNA, "tie_word_embeddings": True},
+    "laguna one kv head": {**LAGUNA, "num_key_value_heads": 1, "head_dim": 4},
+    "laguna no dense layer": {**LAGUNA, "mlp_layer_types": ["sparse"] * 3},
+    "laguna dense at the end": {**LAGUNA, "mlp_layer_types": ["sparse"] * 2 + ["dense"]},
+    "laguna every expert": {**LAGUNA, "num_experts_per_tok": 6, "moe_routed_scaling_factor": 1.0},
+    "laguna many experts": {**LAGUNA, "num_experts": 37, "num_experts_per_tok": 8},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""

@@ -6,25 +6,19 @@ after it. Embeddings are multiplied by the root of the width. The router is Deep
 computes its product in the compute dtype. The first layers are dense.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from moetrain.models.architecture import Architecture, ConfigJson, Fields, Part
-from moetrain.models.decoders import COMMON_DEFAULTS, DENSE, moe_block
+from moetrain.models.architecture import Architecture, AttentionPart, ConfigJson, Fields, Part
+from moetrain.models.decoders import COMMON_DEFAULTS, DENSE, MoEDecoder, moe_block
 from moetrain.models.families.deepseek import check_keys
 from moetrain.models.family import Family, Rename, register
 from moetrain.models.hf.files import error
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts
 from moetrain.models.parts.deepseek_router import SIGMOID_ROUTER
-from moetrain.models.parts.gated_attention import GatedAttention
-from moetrain.models.parts.layer_kinds import (
-    FULL,
-    SLIDING,
-    WindowedDecoder,
-    read_windows,
-    write_windows,
-)
+from moetrain.models.parts.gated_attention import GateActivation, GatedAttention, GateOf
+from moetrain.models.parts.layer_types import FULL, SLIDING, read_types, write_types
 
 _AFTER = "mlp_out_norm"
 
@@ -50,13 +44,18 @@ class _Experts(RoutedExperts):
     after: ClassVar[str] = _AFTER
 
 
-class _Afmoe(WindowedDecoder):
+class _Afmoe(MoEDecoder):
     """A decoder with four norms a block."""
 
     kinds = (_Attention, _Experts, _MLP)
 
-    gate_of: str = "element"
-    gate_activation: str = "sigmoid"
+    gate_of: ClassVar[GateOf] = "element"
+    gate_activation: ClassVar[GateActivation] = "sigmoid"
+
+    def attention(self, layer: int) -> AttentionPart:
+        part = super().attention(layer)
+        assert isinstance(part, _Attention)
+        return part if part.window is not None else replace(part, partial_rotary_factor=0.0)
 
     def feed_forward(self, layer: int) -> Part:
         is_routed = self.moe_layers[layer] if self.moe_layers else self.num_experts > 0
@@ -85,7 +84,7 @@ def _read_layers(config: ConfigJson) -> Fields:
         raise error("config.json", problem)
     types = config["layer_types"] or [SLIDING if (i + 1) % every else FULL for i in range(count)]
     return {
-        **read_windows(config, types),
+        **read_types(config, types),
         "moe_layers": tuple(i >= config["num_dense_layers"] for i in range(count)),
         "shared_intermediate_size": config["num_shared_experts"] * config["moe_intermediate_size"],
     }
@@ -93,7 +92,7 @@ def _read_layers(config: ConfigJson) -> Fields:
 
 def _write_layers(arch: Architecture) -> Fields:
     return {
-        **write_windows(arch),
+        **write_types(arch),
         "num_dense_layers": min(arch.moe_layer_indices, default=arch.num_layers),
         "num_shared_experts": arch.shared_intermediate_size // arch.moe_intermediate_size,
     }
@@ -120,7 +119,6 @@ _FIXED: Fields = {
     "norm_topk_prob": True,
     "qk_norm": True,
     "late_norms": True,
-    "partial_rotary_factor": 0.0,  # of layers without a window
 }
 
 

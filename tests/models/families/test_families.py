@@ -406,9 +406,12 @@ def formulas(case, tmp_path):
     experts = 2 * stacked * arch.num_experts_per_token * seq_len
     mixers = [part for part in parts if isinstance(part, (GroupedQueryAttention, LatentAttention))]
     kept = [min(part.window or seq_len, seq_len) for part in mixers]
-    widths = [part.head_dim + getattr(part, "v_head_dim", part.head_dim) for part in mixers]
+    widths = [
+        part.num_heads * (part.head_dim + getattr(part, "v_head_dim", part.head_dim))
+        for part in mixers
+    ]
     keys = sum(n * (1 - n / (2 * seq_len)) * width for n, width in zip(kept, widths, strict=True))
-    pairs = 2 * keys * arch.num_heads
+    pairs = 2 * keys
     states = sum(
         6 * part.widths[1] * part.linear_key_head_dim
         if isinstance(part, GatedDeltaNet)
@@ -419,7 +422,7 @@ def formulas(case, tmp_path):
     found = arch.flops_per_token(seq_len) / 3 - pairs - states
     assert sum(counts.values()) + experts == pytest.approx(found * seq_len, rel=1e-12)
     if not states:  # states have products of the same kind
-        assert attention == 2 * seq_len**2 * arch.num_heads * sum(widths)
+        assert attention == 2 * seq_len**2 * sum(widths)
 
 
 CHECKS = {f.__name__: f for f in (gradients, files, packing, generation, formulas)}
@@ -472,6 +475,9 @@ def test_every_family(case, check, tmp_path):
         "hunyuan_v1_moe-formulas",
         "hunyuan_v1_moe-gradients",
         "hunyuan_v1_moe-packing",
+        "laguna-formulas",
+        "laguna-gradients",
+        "laguna-packing",
         "minimax_m2-files",
         "minimax_m2-formulas",
         "minimax_m2-generation",
@@ -534,6 +540,8 @@ def test_every_family(case, check, tmp_path):
         "glm4_moe_lite-files",
         "glm4_moe_lite-generation",
         "hunyuan_v1_moe-generation",
+        "laguna-files",
+        "laguna-generation",
         "nemotron_h-files",
         "nemotron_h-generation",
         "nemotron_h-gradients",
@@ -791,6 +799,7 @@ def test_adapters_that_peft_cannot_express_are_refused(preset, target, problem):
         ("hy_v3", ("*.shared_experts.*", "*.mlp.*", "*.moe.experts")),
         ("axk1", ("*.shared_experts.*", "*.mlp.*", "*.attn.*")),
         ("sarvam_moe", ("*.shared_experts.*", "*.attn.wq", "*.attn.wo")),
+        ("laguna", ("*.attn.wg", "*.attn.wq", "*.moe.experts")),
     ],
 )
 @torch.no_grad()
@@ -869,6 +878,8 @@ PUBLISHED = {
     "trinity-nano": 6.12,
     "trinity-mini": 26.12,
     "trinity-large": 398.6,
+    "laguna-xs-2.1": 33.4,
+    "laguna-s-2.1": 117.6,
 }
 
 
@@ -1082,6 +1093,19 @@ def test_fewer_or_more_layers_of_a_preset():
         ("afmoe", {"num_shared_experts": 0}, "num_shared_experts is 0, expected 1 or more"),
         ("afmoe", {"score_func": "softmax"}, "score_func 'softmax' is not supported, only 'sig"),
         ("afmoe", {"num_expert_groups": 4}, "num_expert_groups 4 is not supported, only 1 or"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 6, 4]}, "differs between layers of slid"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 6]}, "has 2 entries, but num_hidden_lay"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 3, 3]}, "3 is not a multiple of num_key"),
+        ("laguna", {"mlp_layer_types": ["dense", "moe", "sparse"]}, "mlp_layer_types moe are not"),
+        ("laguna", {"gating": False}, "gating False is not supported, only True or 'per-head'"),
+        ("laguna", {"shared_expert_intermediate_size": 0}, "intermediate_size is 0, expected 1"),
+        ("laguna", {"moe_apply_router_weight_on_input": True}, "input True is not supported"),
+        ("laguna", {"rope_parameters": {}}, "rope_parameters of full_attention are None, expected"),
+        (
+            "laguna",
+            {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": "a"}}},
+            "rope_parameters of sliding_attention are .*, expected a rope_theta; use",
+        ),
     ],
 )
 def test_unsupported_configs_of_families_are_refused_in_one_line(family, change, problem, tmp_path):
