@@ -22,7 +22,7 @@ from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import Precision, SavedName
 from moetrain.kernels import small_m
 from moetrain.kernels.attention.attention import AttentionMask
-from moetrain.kernels.experts.swiglu import GATES, swiglu
+from moetrain.kernels.experts.swiglu import gated, swiglu
 from moetrain.kernels.linear_attention.gated_delta import Documents
 from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.norm.rms_norm import add_rms_norm, fusible_rms_norm, rms_norm
@@ -381,5 +381,5 @@ class DenseMLP(KernelModule):
             y_TF = swiglu(rows_T2F, backend=self.backend, activation=self.activation)
             y = torch.unflatten(y_TF, 0, gate.shape[:-1])
         else:
-            y = GATES[self.activation](gate) * up
+            y = gated(gate, up, self.activation)
         return self.w_down(y), None

@@ -81,11 +81,12 @@ def logits_of(arch):
 
 
 ROPES = ["yarn", "linear"]
-ROPE_REFUSED = {*product(("nemotron_h", "gemma4_text", "hunyuan_v1_moe", "laguna"), ROPES)}
+BY_LAYER = ("gemma4_text", "laguna", "step3p5")
+ROPE_REFUSED = {*product(("nemotron_h", *BY_LAYER, "hunyuan_v1_moe"), ROPES)}
 ROPE_REFUSED.add(("gpt_oss", "linear"))
 """Architectures that cannot stretch their rotary embeddings: Nemotron-3's heads do not rotate,
-Gemma-4's and Laguna's rotate differently by layer, HunYuan and GPT-OSS are stretched already, by
-NTK and by yarn."""
+those of BY_LAYER rotate differently by layer, HunYuan and GPT-OSS are stretched already, by NTK and
+by yarn."""
 
 
 @pytest.mark.parametrize("rope", ROPES)

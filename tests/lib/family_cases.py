@@ -7,6 +7,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import tests.lib.step_reference  # noqa: F401 (registers the class of step3p5)
 from moetrain.models.hf.config import architecture_from_hf
 
 transformers.logging.set_verbosity_error()
@@ -214,6 +215,34 @@ LAGUNA = {
     "moe_routed_scaling_factor": 2.5,
 }
 LAGUNA_ROPES = {TURNS[1]: {**YARN, "partial_rotary_factor": 0.5}, TURNS[0]: SLIDING_ROPE}
+STEP = {
+    "rms_norm_eps": 0.01,  # as in Gemma's case
+    "pad_token_id": 2,  # not in the tokens below; null is no id for this class
+    "head_dim": 12,
+    "num_sliding_attention_heads": 6,
+    "layer_types": TURNS[1:] + TURNS[:1] * 2,
+    "sliding_window": 5,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "moe_intermediate_size": 24,
+    "share_expert_dim": 20,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_router_scaling_factor": 2.5,
+    "swiglu_limits": [None, None, 0.3],
+    "swiglu_limits_shared": [0.2, None, 0.4],
+    "rope_parameters": {
+        TURNS[1]: {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "rope_theta": 1e5,
+            "partial_rotary_factor": 0.5,
+        },
+        TURNS[0]: SLIDING_ROPE,
+    },
+}
 # The key names the family and the oddity of this case.
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
@@ -642,6 +671,40 @@ CASES = {
     "laguna dense at the end": {**LAGUNA, "mlp_layer_types": ["sparse"] * 2 + ["dense"]},
     "laguna every expert": {**LAGUNA, "num_experts_per_tok": 6, "moe_routed_scaling_factor": 1.0},
     "laguna many experts": {**LAGUNA, "num_experts": 37, "num_experts_per_tok": 8},
+    "step3p5": STEP,
+    "step3p5 no limits": {**STEP, "swiglu_limits": None, "swiglu_limits_shared": None},
+    "step3p5 limits of experts": {**STEP, "swiglu_limits_shared": [0, 0.0, None]},
+    "step3p5 limits everywhere": {
+        **STEP,
+        "swiglu_limits": [0.5, 0.2, 7],
+        "swiglu_limits_shared": [0.3, 0.4, 16],
+    },
+    "step3p5 published keys": {
+        **{key: STEP[key] for key in STEP if key not in ("rope_parameters", "mlp_layer_types")},
+        "num_sliding_attention_heads": None,
+        "attention_other_setting": {"num_attention_heads": 8, "head_dim": 12},
+        "rope_theta": [1e5, 1e3, 1e3],
+        "partial_rotary_factors": [0.5, 1.0, 1.0],
+        "moe_layers_enum": "0,2",
+    },
+    "step3p5 equal heads": {**STEP, "num_sliding_attention_heads": None},
+    "step3p5 fewer heads in windows": {**STEP, "num_sliding_attention_heads": 2},
+    "step3p5 no window": {**STEP, "layer_types": TURNS[1:] * 3},
+    "step3p5 every window": {**STEP, "layer_types": TURNS[:1] * 3, "sliding_window": 2},
+    "step3p5 biases": {**STEP, "attention_bias": True},
+    "step3p5 tied": {**STEP, "tie_word_embeddings": True},
+    "step3p5 one kv head": {**STEP, "num_key_value_heads": 1, "head_dim": 4},
+    "step3p5 no dense layer": {**STEP, "mlp_layer_types": ["sparse"] * 3},
+    "step3p5 four layers": {
+        **STEP,
+        "num_hidden_layers": 4,
+        "mlp_layer_types": None,
+        "layer_types": TURNS * 2,
+        "swiglu_limits": None,
+        "swiglu_limits_shared": [None] * 3 + [0.3],
+    },
+    "step3p5 every expert": {**STEP, "num_experts_per_tok": 6},
+    "step3p5 many experts": {**STEP, "n_routed_experts": 37, "num_experts_per_tok": 8},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
@@ -670,6 +733,7 @@ EXTRA = {
     "hy_v3": "model.layers.{}.eh_proj.weight",
     "mellum": "mtp.fc.weight",
     "exaone_moe": "mtp.fc.weight",
+    "step3p5": "model.layers.{}.eh_proj.weight",
 }
 """Tensors of MTP blocks, under their names in each family's files."""
 AROUND_ONE = ("norm.weight", "layer_scalar", "scale")
@@ -692,6 +756,12 @@ def architecture_of(case, **changes):
     return arch.model_copy(update=changes)
 
 
+def centre(case, name):
+    """Return the mean of random values of the tensor ``name``."""
+    is_zero_centred = case.startswith("step3p")
+    return 1.0 if name.endswith(AROUND_ONE) and not is_zero_centred else 0.0
+
+
 def random_reference(case, **sizes):
     """Return transformers' own model of ``case``, in which no routing choice is nearly tied."""
     torch.manual_seed(len(case))
@@ -700,7 +770,7 @@ def random_reference(case, **sizes):
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             spread = next((s for end, s in SPREAD.items() if name.endswith(end)), 0.1)
-            tensor.normal_(1.0 if name.endswith(AROUND_ONE) else 0.0, spread)
+            tensor.normal_(centre(case, name), spread)
     return model
 
 

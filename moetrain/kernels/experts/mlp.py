@@ -65,6 +65,7 @@ from moetrain.kernels.experts.projections import (
     Projection,
     Saved,
     Tokens,
+    activation_of,
     is_swiglu,
 )
 from moetrain.kernels.quant.e4m3 import MULTIPLE
@@ -184,9 +185,11 @@ def check_experts(
 
 def _activation(kernel: str, name: str) -> Activation:
     """Return the activation called ``name``; ValueError, naming ``kernel``: there is none."""
-    if name not in ACTIVATIONS:
-        raise refusal(kernel, " or ".join(map(repr, ACTIVATIONS)), activation=repr(name))
-    return ACTIVATIONS[name]
+    try:
+        return activation_of(name)
+    except ValueError:
+        takes = " or ".join(map(repr, ACTIVATIONS))
+        raise refusal(kernel, takes, activation=repr(name)) from None
 
 
 @torch.library.custom_op("moetrain::expert_mlp", mutates_args=())
@@ -207,7 +210,7 @@ def expert_mlp_op(
         num_rows,
         Projection(w_gate_up_E2FD),
         Projection(w_down_EDF),
-        ACTIVATIONS[activation],
+        activation_of(activation),
         cast("Precision", precision),
     )
     return y_TD, saved.a_RA
@@ -252,7 +255,7 @@ def expert_mlp_backward_op(
         Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),
         Projection(w_gate_up_E2FD),
         Projection(w_down_EDF),
-        ACTIVATIONS[activation],
+        activation_of(activation),
         Saved(a_R2F, none, none),
         is_trained,
         cast("Precision", precision),
@@ -481,7 +484,7 @@ def adapted_expert_mlp_op(
         num_rows,
         Projection(w_gate_up_E2FD, adapter=Adapter(a_gate_up, b_gate_up, scale, offsets_G)),
         Projection(w_down_EDF, adapter=Adapter(a_down, b_down, scale, offsets_G)),
-        ACTIVATIONS[activation],
+        activation_of(activation),
         cast("Precision", precision),
     )
     return y_TD, saved.a_RA, saved.u_Rr, saved.v_Rr
@@ -537,7 +540,7 @@ def adapted_expert_mlp_backward_op(
         Tokens(x_TD, weights_TK, slot_row_TK, offsets_E),
         Projection(w_gate_up_E2FD, adapter=Adapter(a_gate_up, b_gate_up, scale, offsets_G)),
         Projection(w_down_EDF, adapter=Adapter(a_down, b_down, scale, offsets_G)),
-        ACTIVATIONS[activation],
+        activation_of(activation),
         Saved(a_R2F, u_Rr, v_Rr),
         is_trained=False,
         precision=cast("Precision", precision),

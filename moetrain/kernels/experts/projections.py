@@ -39,7 +39,7 @@ from moetrain.kernels.experts.clamped_swiglu import (
 )
 from moetrain.kernels.experts.products import grouped_mm, grouped_weight_grad
 from moetrain.kernels.experts.relu2 import relu2, relu2_gradients
-from moetrain.kernels.experts.swiglu import GATES, swiglu, swiglu_gradients
+from moetrain.kernels.experts.swiglu import GATES, kind_and_limit, swiglu, swiglu_gradients
 from moetrain.runtime.backend import Backend, tl, triton
 
 _COLUMNS, _WARPS = 1024, 2
@@ -82,7 +82,7 @@ class Gated:
     has_gate: ClassVar[bool] = True
 
     kind: str
-    """The activation of the gate, a name of ``GATES``."""
+    """The activation of the gate, a name of ``GATES`` or ``limited``."""
 
     def forward(
         self, a_RA: torch.Tensor, weights_R: torch.Tensor, offsets_E: torch.Tensor, backend: Backend
@@ -159,7 +159,21 @@ ACTIVATIONS: Mapping[str, Activation] = {
     **{kind: Gated(kind) for kind in GATES},
     "relu2": SquaredRelu(),
 }
-"""The activations of experts without biases, by the names that ops, parts and architectures use."""
+"""The activations of experts without biases, by the names that ops, parts and architectures use.
+
+A gated one also has names with limits (:func:`activation_of`)."""
+
+
+def activation_of(name: str) -> Activation:
+    """Return the activation called ``name``, a key of :data:`ACTIVATIONS` or a gate's with a limit.
+
+    Raises ValueError: there is none.
+    """
+    known = ACTIVATIONS.get(name)
+    if known is not None:
+        return known
+    kind_and_limit(name)
+    return Gated(name)
 
 
 def is_swiglu(activation: Activation) -> bool:

@@ -9,8 +9,12 @@ an upstream ``dy`` are::
     d_gate = dy * w * up * (s + gate * s * (1 - s) * u')
     d_w    = sum over F of dy * gate * s * up
 
+Both factors may be clamped, to ``min(act(gate), c) * clamp(up, -c, c)`` for a limit c. They have
+these values in the formulas then, and a clamped one gets no gradient. The name of such an
+activation also has the limit: ``silu<=7.0`` (:func:`limited`).
+
 Worked example, one row, F = 1: gate 0, up 3, w 2 and dy 1 give s = 1/2, y = 0, d_up = 0,
-d_gate = 1 * 2 * 3 * 1/2 = 3 and d_w = 0.
+d_gate = 1 * 2 * 3 * 1/2 = 3 and d_w = 0. With the limit 1, d_gate = 1 * 2 * 1 * 1/2 = 1.
 
 Rows are independent: uninitialised rows, past those of the last expert, change no other row.
 
@@ -41,12 +45,41 @@ from moetrain.runtime.typed import OpContext
 _COLS, _WARPS = 1024, 4
 _SLOPE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 _CUBIC = tl.constexpr(0.044715)
+_NO_LIMIT = tl.constexpr(float("inf"))
 
 GATES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": partial(F.gelu, approximate="tanh"),
 }
 """The activations of a gate by their names, in plain torch."""
+_LIMIT = "<="
+NO_LIMIT = float("inf")
+
+
+def limited(kind: str, limit: float | None) -> str:
+    """Return the name of the activation ``kind`` with clamped factors; None: nothing is clamped."""
+    return f"{kind}{_LIMIT}{limit!r}" if limit else kind
+
+
+def kind_and_limit(activation: str) -> tuple[str, float]:
+    """Return the row of :data:`GATES` that ``activation`` names, and its limit (infinity: none).
+
+    Raises ValueError: it names none.
+    """
+    kind, separator, number = activation.partition(_LIMIT)
+    limit = float(number) if separator else NO_LIMIT
+    if kind not in GATES or not limit > 0:
+        raise ValueError(f"activation {activation!r} is not one of {', '.join(map(repr, GATES))}")
+    return kind, limit
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return ``act(gate) * up`` in plain torch, both clamped if ``activation`` has a limit."""
+    kind, limit = kind_and_limit(activation)
+    active = GATES[kind](gate)
+    if limit == NO_LIMIT:
+        return active * up
+    return active.clamp(max=limit) * up.clamp(min=-limit, max=limit)
 
 
 def swiglu(
@@ -60,7 +93,7 @@ def swiglu(
     Args:
         gate_up_R2F: bf16, fp16 or fp32, contiguous.
         weights_R: routing weights, any floating dtype, differentiable too; None: ones.
-        activation: a name of :data:`GATES`.
+        activation: a name of :data:`GATES`, or one of :func:`limited`.
 
     Raises:
         ValueError: shapes, dtypes or the activation do not fit.
@@ -69,12 +102,12 @@ def swiglu(
     if not is_paired or (weights_R is not None and weights_R.shape != gate_up_R2F.shape[:1]):
         takes = "[R, 2F], gate's columns, then up's, and one weight a row"
         raise refusal("swiglu", takes, gate_up=gate_up_R2F, weights=weights_R)
-    if activation not in GATES:
+    if activation.partition(_LIMIT)[0] not in GATES:
         raise refusal("swiglu", " or ".join(map(repr, GATES)), activation=repr(activation))
     if not use_fast(backend, gate_up_R2F):
         wide = torch.promote_types(gate_up_R2F.dtype, torch.float32)
         gate_RF, up_RF = gate_up_R2F.to(wide).chunk(2, dim=-1)
-        y_RF = GATES[activation](gate_RF) * up_RF
+        y_RF = gated(gate_RF, up_RF, activation)
         if weights_R is not None:
             y_RF = y_RF * weights_R.to(wide)[:, None]
         return y_RF.to(gate_up_R2F.dtype)
@@ -95,9 +128,10 @@ def swiglu_op(
     rows = gate_up_R2F.shape[0]
     width = gate_up_R2F.shape[1] // 2
     y_RF = gate_up_R2F.new_empty(rows, width)
+    kind, limit = kind_and_limit(activation)
     grid = (rows, triton.cdiv(width, _COLS))
     _forward_kernel[grid](
-        gate_up_R2F, weights_R, y_RF, width, COLS=_COLS, GATE=activation, num_warps=_WARPS
+        gate_up_R2F, weights_R, y_RF, width, COLS=_COLS, GATE=kind, LIMIT=limit, num_warps=_WARPS
     )
     return y_RF
 
@@ -136,9 +170,10 @@ def swiglu_gradients(
     """Return ``d_gate_up`` and ``d_weights``, within an op; ``y_RF`` receives :func:`swiglu`."""
     rows, width = dy_RF.shape
     d_gate_up_R2F, d_weights_R = torch.empty_like(gate_up_R2F), torch.empty_like(weights_R)
+    kind, limit = kind_and_limit(activation)
     _backward_kernel[(rows,)](
         dy_RF, gate_up_R2F, weights_R, d_gate_up_R2F, d_weights_R, y_RF, width,
-        COLS=_COLS, GATE=activation, num_warps=_WARPS,
+        COLS=_COLS, GATE=kind, LIMIT=limit, num_warps=_WARPS,
     )  # fmt: skip
     return d_gate_up_R2F, d_weights_R
 
@@ -177,14 +212,26 @@ def _slope(gate, s, active, GATE: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(gate_up, weights, y, width, COLS: tl.constexpr, GATE: tl.constexpr):
+def _clamped(active, up, LIMIT: tl.constexpr):
+    """Clamp both factors. NaN stays NaN, which ``tl.minimum`` would hide."""
+    active = tl.where(active > LIMIT, LIMIT, active)
+    return active, tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+
+
+@triton.jit
+def _forward_kernel(
+    gate_up, weights, y, width, COLS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     gate_at = gate_up + row * 2 * width + col
     gate = tl.load(gate_at, col < width).to(tl.float32)
     up = tl.load(gate_at + width, col < width).to(tl.float32)
     w = tl.load(weights + row).to(tl.float32)
-    tl.store(y + row * width + col, gate * _share(gate, GATE) * up * w, col < width)
+    active = gate * _share(gate, GATE)
+    if LIMIT != _NO_LIMIT:
+        active, up = _clamped(active, up, LIMIT)
+    tl.store(y + row * width + col, active * up * w, col < width)
 
 
 @triton.jit
@@ -198,6 +245,7 @@ def _backward_kernel(
     width: tl.constexpr,
     COLS: tl.constexpr,
     GATE: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     w = tl.load(weights + row).to(tl.float32)
@@ -211,10 +259,16 @@ def _backward_kernel(
         d_y = tl.load(dy + row * width + col, col < width, other=0.0).to(tl.float32)
         s = _share(gate, GATE)
         active = gate * s
-        slope = _slope(gate, s, active, GATE)
+        slope = s + _slope(gate, s, active, GATE)
+        d_yw = d_y * w
+        d_yw_of_up = d_yw
+        if LIMIT != _NO_LIMIT:
+            slope = tl.where(active <= LIMIT, slope, 0.0)
+            d_yw_of_up = tl.where((up <= LIMIT) & (up >= -LIMIT), d_yw, 0.0)
+            active, up = _clamped(active, up, LIMIT)
         d_w += d_y * active * up
-        tl.store(d_gate_up + gate_at, d_y * w * up * (s + slope), col < width)
-        tl.store(d_gate_up + gate_at + width, d_y * w * active, col < width)
+        tl.store(d_gate_up + gate_at, d_yw * up * slope, col < width)
+        tl.store(d_gate_up + gate_at + width, d_yw_of_up * active, col < width)
         if y is not None:
             tl.store(y + row * width + col, active * up * w, col < width)
     tl.store(d_weights + row, tl.sum(d_w, axis=0))

@@ -88,7 +88,9 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> hf_f
     if (arch.tie_embeddings or arch.num_labels) and head in extra:
         # load_weights checks that it repeats the embedding. A reward model has no such head.
         extra.remove(head)
-    num_extra_layers = num_multi_token_layers(source.config)
+    section = FAMILIES[arch.family].section
+    described = source.config if section is None else source.config.get(section[0]) or {}
+    num_extra_layers = num_multi_token_layers(described)
     unexpected = [name for name in extra if _is_contradiction(name, arch, num_extra_layers)]
     source = replace(source, extra=tuple(extra))
     _check_headers(source, tensors, unexpected)
@@ -393,10 +395,11 @@ def _named(section: ModelSection, needs_weights: bool, multi_token: bool) -> Arc
             f"{shortened(section.preset)} is not one of {near} (docs/families.md); for other "
             "models give model.path, a Hugging Face folder or hub id",
         )
-    overrides = section.overrides()
-    for name in ("sliding_windows", "moe_layers", "linear_layers", "mixers"):
-        if (each := getattr(preset, name, ())) and (count := overrides.get("num_layers")):
-            overrides[name] = (each + each[-1:] * count)[:count]
+    overrides: dict[str, Any] = {**section.overrides()}
+    if count := overrides.get("num_layers"):
+        for name, each in preset:
+            if isinstance(each, tuple):  # it has an entry for each layer, or none
+                overrides[name] = (each + each[-1:] * count)[:count]
     try:
         arch = type(preset).model_validate({**preset.model_dump(), **overrides})
     except ValidationError as error:

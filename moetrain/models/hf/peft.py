@@ -60,6 +60,9 @@ _FUSED = {
 _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 """Names of modules that PEFT takes for those of routed experts, wherever they are. It does so in
 families with ``mlp.experts`` whose experts it renames. In others the layout is ``fused``."""
+_TOWERS = r".*\.(vision|visual|audio).*"
+"""The pattern of modules beside a language model. They may have names that it has too, and would
+get adapters from PEFT."""
 _MAX_RANK = 1024
 """The largest rank, that of ``lora.rank`` too."""
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
@@ -231,6 +234,7 @@ def save_peft(
         # PEFT divides this by the rank, which gives our scale, also for rank-stabilised LoRA.
         "lora_alpha": lora.scale * lora.rank,
         "target_modules": sorted(modules),
+        "exclude_modules": _TOWERS if family.section else None,
         "target_parameters": sorted(parameters) or None,
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -523,6 +523,9 @@ def test_every_family(case, check, tmp_path):
         "solar_open-generation",
         "solar_open-gradients",
         "solar_open-packing",
+        "step3p5-formulas",
+        "step3p5-gradients",
+        "step3p5-packing",
     ],
     wide=[
         "afmoe-files",
@@ -555,6 +558,8 @@ def test_every_family(case, check, tmp_path):
         "qwen3_next-files",
         "qwen3_next-generation",
         "qwen3_next-gradients",
+        "step3p5-files",
+        "step3p5-generation",
     ],
 )
 @pytest.mark.parametrize("check", CHECKS)
@@ -800,6 +805,7 @@ def test_adapters_that_peft_cannot_express_are_refused(preset, target, problem):
         ("axk1", ("*.shared_experts.*", "*.mlp.*", "*.attn.*")),
         ("sarvam_moe", ("*.shared_experts.*", "*.attn.wq", "*.attn.wo")),
         ("laguna", ("*.attn.wg", "*.attn.wq", "*.moe.experts")),
+        ("step3p5", ("*.attn.wg", "*.moe.experts")),
     ],
 )
 @torch.no_grad()
@@ -880,6 +886,7 @@ PUBLISHED = {
     "trinity-large": 398.6,
     "laguna-xs-2.1": 33.4,
     "laguna-s-2.1": 117.6,
+    "step-3.5-flash": 196.96,  # without the MTP heads
 }
 
 
@@ -1105,6 +1112,28 @@ def test_fewer_or_more_layers_of_a_preset():
             "laguna",
             {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": "a"}}},
             "rope_parameters of sliding_attention are .*, expected a rope_theta; use",
+        ),
+        ("step3p5", {"mlp_bias": True}, "mlp_bias True is not supported, only False; use"),
+        ("step3p5", {"moe_router_activation": "softmax"}, "'softmax' is not supported, only 'sig"),
+        ("step3p5", {"share_expert_dim": 0}, "share_expert_dim is 0, expected 1 or more"),
+        ("step3p5", {"query_pre_attn_scalar": 5}, "query_pre_attn_scalar 5 is not supported, onl"),
+        ("step3p5", {"layer_types": TURNS}, "layer_types is .*, expected a list of num_hidden"),
+        ("step3p5", {"swiglu_limits": [0.5]}, "swiglu_limits is .*, expected a list of num_hidd"),
+        ("step3p5", {"swiglu_limits": [0, -1.0, 0]}, "an entry that is not above 0"),
+        (
+            "step3p5",
+            {"per_layer_config": {"2": {"num_attention_heads": 6}}},
+            "per_layer_config differs from num_sliding_attention_heads 6 .*; use published",
+        ),
+        (
+            "step3p5",
+            {"attention_other_setting": {"head_dim": 16}},
+            "attention_other_setting head_dim 16 differs from 12, .*; use a published model",
+        ),
+        (
+            "step3p5",
+            {"rope_parameters": None, "rope_theta": [1e4, 1e3, 1e2]},
+            "rope_theta differs between layers of sliding_attention, .*; use a published model",
         ),
     ],
 )

@@ -101,11 +101,14 @@ SPLIT = {
     "gpt_oss": ".experts.",
     "nemotron_h": ".mamba.",
     "sarvam_moe": ".attn.w",
+    "step3p5": ".moe.",
 }
-"""Families in which a parameter is part of a file's tensor, and its name."""
+"""Families in which a parameter is part of a file's tensor, or a file's tensor part of it, and its
+name."""
 KEPT = {  # nemotron_h's files call every part a mixer
     "nemotron_h": ["layers.0.mixer.", "layers.4.mixer.", "correction_bias", "mtp."],
     "sarvam_moe": [".query_key_value.", ".attention.dense.", ".expert_bias"],
+    "step3p5": [".moe.", ".share_expert.", ".eh_proj."],
 }
 """What the files call the frozen tensors and those that are not trained, if it is another name."""
 

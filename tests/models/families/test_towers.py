@@ -22,18 +22,25 @@ from moetrain.models.hf.peft import attach_peft
 from moetrain.models.hf.save import save_hf
 from tests.lib.families_beside_transformers import save_adapters
 from tests.lib.family_cases import (
-    AROUND_ONE,
     GLM,
     SIZES,
     SPREAD,
+    STEP,
     STRETCHED,
+    TURNS,
     V3,
     YARN,
+    centre,
     tokens,
 )
 from tests.lib.small_models import gradients_as_checkpoint, relative_error
 
-CLASSES = {"qwen3_vl_moe": "Qwen3VLMoe", "glm4v_moe": "Glm4vMoe", "kimi_k25": "Kimi_K25"}
+CLASSES = {
+    "qwen3_vl_moe": "Qwen3VLMoe",
+    "glm4v_moe": "Glm4vMoe",
+    "kimi_k25": "Kimi_K25",
+    "step3p7": "Step3p7",
+}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 VISION |= {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 TOWERS = {
@@ -46,6 +53,14 @@ TOWERS = {
         "num_attention_heads": 2,
         "pos_emb_height": 4,
         "pos_emb_width": 4,
+    },
+    "step3p7": {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 7,
+        "mlp_ratio": 2.0,
     },
 }
 QWEN = {"head_dim": 12, "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
@@ -97,6 +112,17 @@ CASES = {
     "kimi_k25 not normalised": {**V3, "norm_topk_prob": False, "num_experts_per_tok": 5},
     "kimi_k25 many experts": {**V3, "n_routed_experts": 33, "num_experts_per_tok": 7},
     "kimi_k25 one head": {**V3, "num_attention_heads": 1, "num_key_value_heads": 1},
+    "step3p7": STEP,
+    "step3p7 tied": {**STEP, "tie_word_embeddings": True},
+    "step3p7 no limits": {**STEP, "swiglu_limits": None, "swiglu_limits_shared": None},
+    "step3p7 no window": {**STEP, "layer_types": TURNS[1:] * 3},
+    "step3p7 every window": {**STEP, "layer_types": TURNS[:1] * 3},
+    "step3p7 equal heads": {**STEP, "num_sliding_attention_heads": None},
+    "step3p7 one kv head": {**STEP, "num_key_value_heads": 1},
+    "step3p7 no dense layer": {**STEP, "mlp_layer_types": ["sparse"] * 3},
+    "step3p7 biases": {**STEP, "attention_bias": True},
+    "step3p7 every expert": {**STEP, "num_experts_per_tok": 6},
+    "step3p7 many experts": {**STEP, "n_routed_experts": 37, "num_experts_per_tok": 8},
 }
 
 
@@ -137,7 +163,7 @@ def random_reference(case):
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             spread = next((s for end, s in SPREAD.items() if name.endswith(end)), 0.1)
-            tensor.normal_(1.0 if name.endswith(AROUND_ONE) else 0.0, spread)
+            tensor.normal_(centre(case, name), spread)
     return model
 
 
@@ -260,6 +286,30 @@ def test_adapters_of_the_text_are_those_of_peft(family, layout, tmp_path):
         assert relative_error(again(tokens_BS), want) < 1e-5
 
 
+def test_layers_behind_the_text_are_carried_on(tmp_path):
+    """Published lists have an entry for each of them, too."""
+    _, stored = save_reference("step3p7", tmp_path / "in", is_hub=False)
+    stored |= {f"model.layers.{i}.eh_proj.weight": torch.randn(4, 8) for i in (3, 4)}
+    save_file(stored, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "in" / "config.json"
+    config = json.loads(path.read_text())
+    want, text = architecture_from_hf(config), config["text_config"]
+    text["num_nextn_predict_layers"] = 2
+    for key in ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"):
+        text[key] = text[key] + text[key][-1:] * 2
+    path.write_text(json.dumps(config))
+    model = load_hf(tmp_path / "in")
+    assert model.arch == want
+    save_hf(model, tmp_path / "out")
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert got.keys() == stored.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in stored.items())
+    text["num_nextn_predict_layers"] = 0
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"layer_types is .*, expected a list of num_hidden"):
+        load_hf(tmp_path / "in")
+
+
 def test_experts_of_neither_layout_are_refused(tmp_path):
     _, stored = save_reference("qwen3_vl_moe", tmp_path, is_hub=True)
     name = "model.language_model.layers.1.mlp.experts.down_proj"
@@ -277,6 +327,7 @@ def test_experts_of_neither_layout_are_refused(tmp_path):
         ("qwen3_vl_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, expected 1"),
         ("qwen3_vl_moe", {"num_local_experts": 5}, "num_local_experts 5 contradicts"),
         ("glm4v_moe", {"n_group": 4}, "n_group 4 .* n_routed_experts 6"),
+        ("step3p7", {"zero_centered": False}, "zero_centered False is not supported, only True"),
     ],
 )
 def test_unsupported_texts_are_refused_in_one_line(family, change, problem):
