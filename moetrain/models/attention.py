@@ -68,13 +68,23 @@ class GroupedQueryAttention(AttentionPart):
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
     @property
+    def value_dim(self) -> int:
+        """v, the width of a value and of a head's result."""
+        return self.head_dim
+
+    @property
+    def value_widths(self) -> tuple[int, int]:
+        """Widths of all heads' results together, and of all values."""
+        return self.num_heads * self.value_dim, self.num_kv_heads * self.value_dim
+
+    @property
     def query_width(self) -> int:
         """Width of ``wq``'s result: all query heads, and their gates."""
         return self.widths[0] * (2 if self.output_gate else 1)
 
     @property
     def widest_head(self) -> int:
-        return self.head_dim
+        return max(self.head_dim, self.value_dim)
 
     @property
     def rotary_dim(self) -> int:
@@ -83,10 +93,11 @@ class GroupedQueryAttention(AttentionPart):
     @property
     def weights(self) -> Mapping[str, Weight]:
         dim, (q_dim, kv_dim) = self.hidden_size, self.widths
+        y_dim, v_dim = self.value_widths
         found: dict[str, Weight] = {}
-        for name, out_dim in {"wq": self.query_width, "wk": kv_dim, "wv": kv_dim}.items():
+        for name, out_dim in {"wq": self.query_width, "wk": kv_dim, "wv": v_dim}.items():
             found |= linear(name, out_dim, dim, COLWISE, bias=self.qkv_bias)
-        found |= linear("wo", dim, q_dim, ROWWISE, bias=self.out_bias)
+        found |= linear("wo", dim, y_dim, ROWWISE, bias=self.out_bias)
         if self.qk_norm:
             rule = ZERO_NORM if self.zero_centred_norms else NORM
             for name, width in zip(("q_norm", "k_norm"), (q_dim, kv_dim), strict=True):
@@ -99,7 +110,7 @@ class GroupedQueryAttention(AttentionPart):
     def products_per_token(self, seq_len: int) -> float:
         window = min(self.window or seq_len, seq_len)
         keys = window * (1 - window / (2 * seq_len))
-        scores_and_values = 2 * self.widths[0] * keys
+        scores_and_values = (self.widths[0] + self.value_widths[0]) * keys
         return super().products_per_token(seq_len) + scores_and_values
 
     def activations(self, share: Workload) -> float:
@@ -110,33 +121,35 @@ class GroupedQueryAttention(AttentionPart):
         """
         w = share.width
         elements = sum(self.widths)
-        values = 2 * w * elements  # result and values; queries and keys as attention takes them
+        # Result and values; queries and keys as attention takes them.
+        values = w * (sum(self.value_widths) + elements)
         if self.qk_norm:
             values += (w if share.is_compiled else FP32 + w) * elements
         if self.output_gate:  # the gates, and the gated result
-            values += 2 * w * self.widths[0]
+            values += 2 * w * self.value_widths[0]
         others = share.key_tokens - share.tokens  # tokens of other ranks whose keys are here
         others = min(others, 2 * self.window) if self.window else others
-        gathered = 2 * w * self.widths[1] * others
+        gathered = w * (self.widths[1] + self.value_widths[1]) * others
         return (share.tokens * (values + FP32 * self.num_heads) + gathered) / share.tp
 
     def exchanged(self, share: Workload) -> dict[str, float]:
-        q_dim, kv_dim = self.widths
+        keys_and_values = self.widths[1] + self.value_widths[1]
         copies = max(1.0, share.cp * share.tp / self.num_kv_heads)
-        spread = 2 * q_dim + 2 * kv_dim * copies
+        spread = self.widths[0] + self.value_widths[0] + keys_and_values * copies
         all_of_one = share.tokens * max(1, share.cp - 1)
         # A rank has two pieces of a row, each of which sees a window before it.
         seen = min(1.0, 2 * (self.window or all_of_one) / share.tokens)
-        return share.received(spread / share.tp, 2 * kv_dim * seen / share.tp)
+        return share.received(spread / share.tp, keys_and_values * seen / share.tp)
 
     def cached_elements(self, ranks: int = 1) -> int:
-        return 2 * self.widths[1] // (1 if self.num_kv_heads % ranks else ranks)
+        elements = self.widths[1] + self.value_widths[1]
+        return elements // (1 if self.num_kv_heads % ranks else ranks)
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
-        w, (q_dim, kv_dim) = share.width, self.widths
-        products = share.tokens * w * (self.query_width + 2 * kv_dim) / share.tp
+        w, (y_dim, v_dim) = share.width, self.value_widths
+        products = share.tokens * w * (self.query_width + self.widths[1] + v_dim) / share.tp
         return {
-            "attention": share.tokens * (w * q_dim + FP32 * self.num_heads) / share.tp,
+            "attention": share.tokens * (w * y_dim + FP32 * self.num_heads) / share.tp,
             "linear": products + share.own_tokens * w * self.hidden_size,
         }
 
@@ -235,14 +248,16 @@ class Attention(CoreAttention):
         core: Core = masked_attention,
     ) -> None:
         super().__init__(kernels, core)
-        self.head_dim, self.interleaved = sizes.head_dim, sizes.rope_interleaved
+        self.head_dim, self.value_dim = sizes.head_dim, sizes.value_dim
+        self.interleaved = sizes.rope_interleaved
         self.norm_of, self.output_gate = sizes.qk_norm_of, sizes.output_gate
         self.rotates = sizes.rotary_dim > 0
         dim, (q_dim, kv_dim) = sizes.hidden_size, sizes.widths
+        y_dim, v_dim = sizes.value_widths
         self.wq = Linear(dim, sizes.query_width, kernels, bias=sizes.qkv_bias)
         self.wk = Linear(dim, kv_dim, kernels, bias=sizes.qkv_bias)
-        self.wv = Linear(dim, kv_dim, kernels, bias=sizes.qkv_bias)
-        self.wo = Linear(q_dim, dim, kernels, bias=sizes.out_bias)
+        self.wv = Linear(dim, v_dim, kernels, bias=sizes.qkv_bias)
+        self.wo = Linear(y_dim, dim, kernels, bias=sizes.out_bias)
         self.q_norm = self.k_norm = None
         if sizes.qk_norm:
             self.q_norm = _qk_norm(sizes, q_dim, kernels)
@@ -265,7 +280,7 @@ class Attention(CoreAttention):
     ) -> torch.Tensor:
         """Return the heads' results [B, S, H, v], from the projections of all heads [B, S, ...]."""
         q_BSHd, k_BSGd = (torch.unflatten(x, -1, (-1, self.head_dim)) for x in (q, k))
-        v_BSGv = torch.unflatten(v, -1, (-1, self.head_dim))
+        v_BSGv = torch.unflatten(v, -1, (-1, self.value_dim))
         norm, cache = self.q_norm, self.cache
         # The kernel that stores into a cache also normalises and rotates. It knows one order only:
         # the norm of each head, then the rotation.

@@ -243,6 +243,17 @@ STEP = {
         TURNS[0]: SLIDING_ROPE,
     },
 }
+MIMO = {
+    "head_dim": 12,
+    "v_head_dim": 8,
+    "layer_types": TURNS[1:] + TURNS[:1] * 2,
+    "sliding_window": 5,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 2.5,
+}
+PARTIAL = {"partial_rotary_factor": 0.6}
 # The key names the family and the oddity of this case.
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
@@ -705,6 +716,31 @@ CASES = {
     },
     "step3p5 every expert": {**STEP, "num_experts_per_tok": 6},
     "step3p5 many experts": {**STEP, "n_routed_experts": 37, "num_experts_per_tok": 8},
+    "mimo_v2_flash": MIMO,
+    "mimo_v2_flash wide values": {**MIMO, "v_head_dim": 18, "attention_value_scale": 1.6},
+    "mimo_v2_flash equal widths": {**MIMO, "v_head_dim": 12, "attention_value_scale": None},
+    "mimo_v2_flash no window": {**MIMO, "layer_types": TURNS[1:] * 3},
+    "mimo_v2_flash every window": {**MIMO, "layer_types": TURNS[:1] * 3, "sliding_window": 2},
+    "mimo_v2_flash published window": {**MIMO, "sliding_window_size": 3},
+    "mimo_v2_flash seven layers": {**MIMO, "layer_types": None, "num_hidden_layers": 7},
+    "mimo_v2_flash other angles": {
+        **MIMO,
+        "head_dim": 14,
+        "rope_parameters": {TURNS[1]: {**YARN, **PARTIAL}, TURNS[0]: {**SLIDING_ROPE, **PARTIAL}},
+    },
+    "mimo_v2_flash groups": {**MIMO, "n_group": 3, "topk_group": 2},
+    "mimo_v2_flash not normalised": {
+        **MIMO,
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 5,
+        "routed_scaling_factor": None,
+    },
+    "mimo_v2_flash biases": {**MIMO, "attention_bias": True},
+    "mimo_v2_flash tied": {**MIMO, "tie_word_embeddings": True},
+    "mimo_v2_flash one kv head": {**MIMO, "num_key_value_heads": 1},
+    "mimo_v2_flash no dense layer": {**MIMO, "mlp_layer_types": ["sparse"] * 3},
+    "mimo_v2_flash every expert": {**MIMO, "num_experts_per_tok": 6},
+    "mimo_v2_flash many experts": {**MIMO, "n_routed_experts": 37, "num_experts_per_tok": 8},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
@@ -734,6 +770,7 @@ EXTRA = {
     "mellum": "mtp.fc.weight",
     "exaone_moe": "mtp.fc.weight",
     "step3p5": "model.layers.{}.eh_proj.weight",
+    "mimo_v2_flash": "model.mtp.layers.0.eh_proj.weight",
 }
 """Tensors of MTP blocks, under their names in each family's files."""
 AROUND_ONE = ("norm.weight", "layer_scalar", "scale")

@@ -34,6 +34,7 @@ from moetrain.models.parts.layer_types import (
     read_ropes,
     read_types,
     write_types,
+    written_share,
 )
 from moetrain.models.parts.multi_token import num_multi_token_layers
 from moetrain.models.rope_scaling import RopeScaling
@@ -216,7 +217,8 @@ def _write_layers(arch: Architecture) -> Fields:
         "num_attention_groups": arch.num_kv_heads,
         "head_dim": arch.head_dim,
     }
-    factors = (arch.partial_rotary_factor, arch.window_partial_rotary_factor)
+    shares = (arch.partial_rotary_factor, arch.window_partial_rotary_factor)
+    factors = [written_share(share, arch.head_dim) for share in shares]
     return {
         "sliding_window": 512,  # transformers asks for it without windows, too
         **write_types(arch),

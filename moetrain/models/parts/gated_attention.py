@@ -45,7 +45,7 @@ class GatedAttention(GroupedQueryAttention):
     @property
     def gate_width(self) -> int:
         """The number of gates."""
-        return self.num_heads if self.gate_of == "head" else self.widths[0]
+        return self.num_heads if self.gate_of == "head" else self.value_widths[0]
 
     @property
     def weights(self) -> Mapping[str, Weight]:
@@ -56,7 +56,7 @@ class GatedAttention(GroupedQueryAttention):
         """Return the bytes of attention, the gates before and after ``f``, and the gated result."""
         w = share.width
         gates = 2 * w + (FP32 if self.gate_activation == "softplus" else 0)
-        own = gates * self.gate_width + w * self.widths[0]
+        own = gates * self.gate_width + w * self.value_widths[0]
         return super().activations(share) + share.tokens * own / share.tp
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:

@@ -6,6 +6,7 @@ layers with a window, and those of the others (:class:`WindowedRopes`). In some,
 layers also differ in their numbers of heads (:class:`WindowedDecoder`).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -143,9 +144,16 @@ def read_ropes(
         except ValueError as problem:
             raise error("config.json", f"rope_parameters of {kind}: {problem}") from None
         found |= {f"{prefix}rope_theta": float(theta), f"{prefix}rope": scaling}
-        if is_partial:
-            found[f"{prefix}partial_rotary_factor"] = float(share)
+        if is_partial:  # the number of elements that rotate is rounded down
+            width = config["head_dim"]
+            found[f"{prefix}partial_rotary_factor"] = int(width * share) / width
     return found
+
+
+def written_share(share: float, width: int) -> float:
+    """Return ``share`` for a file, whose readers round ``share * width`` down."""
+    wanted = round(share * width)
+    return share if int(width * share) == wanted else math.nextafter(share, 1.0)
 
 
 def write_ropes(arch: Architecture) -> Fields:
@@ -160,6 +168,9 @@ def write_ropes(arch: Architecture) -> Fields:
         for kind, (theta, scaling) in pairs.items()
     }
     if isinstance(arch, WindowedDecoder):
-        found[FULL]["partial_rotary_factor"] = arch.partial_rotary_factor
-        found[SLIDING]["partial_rotary_factor"] = arch.window_partial_rotary_factor
+        for kind, share in (
+            (FULL, arch.partial_rotary_factor),
+            (SLIDING, arch.window_partial_rotary_factor),
+        ):
+            found[kind]["partial_rotary_factor"] = written_share(share, arch.head_dim)
     return found

@@ -28,14 +28,14 @@ class SinkAttention(GroupedQueryAttention):
     needs_lse: ClassVar[bool] = True
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> Attention:
-        return _AttentionWithSinks(self, kernels)
+        return AttentionWithSinks(self, kernels)
 
     @property
     def weights(self) -> Mapping[str, Weight]:
         return {**super().weights, "sinks": Weight((self.num_heads,), _SINKS)}
 
 
-class _AttentionWithSinks(Attention):
+class AttentionWithSinks(Attention):
     """The module of :class:`SinkAttention`."""
 
     def __init__(self, sizes: SinkAttention, kernels: KernelsSection) -> None:

@@ -478,6 +478,9 @@ def test_every_family(case, check, tmp_path):
         "laguna-formulas",
         "laguna-gradients",
         "laguna-packing",
+        "mimo_v2_flash-formulas",
+        "mimo_v2_flash-gradients",
+        "mimo_v2_flash-packing",
         "minimax_m2-files",
         "minimax_m2-formulas",
         "minimax_m2-generation",
@@ -545,6 +548,8 @@ def test_every_family(case, check, tmp_path):
         "hunyuan_v1_moe-generation",
         "laguna-files",
         "laguna-generation",
+        "mimo_v2_flash-files",
+        "mimo_v2_flash-generation",
         "nemotron_h-files",
         "nemotron_h-generation",
         "nemotron_h-gradients",
@@ -886,7 +891,8 @@ PUBLISHED = {
     "trinity-large": 398.6,
     "laguna-xs-2.1": 33.4,
     "laguna-s-2.1": 117.6,
-    "step-3.5-flash": 196.96,  # without the MTP heads
+    "step-3.5-flash": 196.96,  # without the MTP heads, like the next
+    "mimo-v2-flash": 308.8,
 }
 
 
@@ -964,6 +970,106 @@ def test_gemmas_widest_head_is_refused_by_cudnn_alone():
     with pytest.raises(ValueError, match="head width 512; it takes multiples of 8 to 256"):
         cudnn.require(cuda, torch.bfloat16, arch.widest_head())
     assert not cudnn.runs(cuda, torch.bfloat16, arch.widest_head())
+
+
+_TURNS = [0, 1, 1, 1] * 11 + [0]
+_PATTERN = [int(i > 0 and (i + 1) % 6 > 0) for i in range(48)]
+_HEADS_OF_STEP = {"num_attention_heads": 96, "num_attention_groups": 8, "head_dim": 128}
+_ROPE_OF_STEP = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0}
+_ROPE_OF_STEP |= {"high_freq_factor": 32.0, "original_max_position_embeddings": 131_072}
+_ROPES_OF_LAGUNA = {
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 500_000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 8192,
+        "beta_fast": 64.0,
+        "beta_slow": 1.0,
+        "partial_rotary_factor": 0.5,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+PUBLISHED_KEYS = {
+    "trinity-mini": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 1024,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "num_dense_layers": 2,
+        "max_position_embeddings": 131_072,
+        "mup_enabled": True,
+        "route_norm": True,
+        "route_scale": 2.826,
+        "score_func": "sigmoid",
+        "num_expert_groups": 1,
+        "num_limited_groups": 1,
+        "rope_theta": 10000,
+        "rope_scaling": None,
+        "sliding_window": 2048,
+    },
+    "laguna-xs-2.1": {
+        "gating": "per-head",
+        "layer_types": [TURNS[i % 4 == 0] for i in range(40)],
+        "num_attention_heads_per_layer": [(48, 64, 64, 64)[i % 4] for i in range(40)],
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+        "moe_routed_scaling_factor": 2.5,
+        "max_position_embeddings": 262_144,
+        "rope_parameters": _ROPES_OF_LAGUNA,
+        "router_aux_loss_coef": 0.0,
+    },
+    "step-3.5-flash": {
+        "vocab_size": 128_896,
+        "num_attention_groups": 8,
+        "moe_num_experts": 288,
+        "moe_top_k": 8,
+        "moe_layers_enum": ",".join(map(str, range(3, 45))),
+        "num_nextn_predict_layers": 3,
+        "layer_types": [TURNS[1 - i] for i in [*_TURNS, 1, 1, 1]],
+        "attention_other_setting": _HEADS_OF_STEP,
+        "rope_theta": [(5e6, 1e4)[i] for i in [*_TURNS, 1, 1, 1]],
+        "partial_rotary_factors": [(0.5, 1.0)[i] for i in [*_TURNS, 1, 1, 1]],
+        "rope_scaling": _ROPE_OF_STEP,
+        "yarn_only_types": ["full_attention"],
+        "swiglu_limits": [0.0] * 43 + [7.0] * 2 + [0.0] * 3,
+        "swiglu_limits_shared": [0.0] * 43 + [16.0] * 2 + [0.0] * 3,
+        "moe_router_scaling_factor": 3.0,
+        "moe_router_activation": "sigmoid",
+        "sliding_window": 512,
+        "max_position_embeddings": 262_144,
+        "zero_centered": True,
+    },
+    "mimo-v2-flash": {
+        "hybrid_layer_pattern": _PATTERN,
+        "moe_layer_freq": [0] + [1] * 47,
+        "partial_rotary_factor": 0.334,
+        "rope_theta": 5_000_000,
+        "swa_rope_theta": 10_000,
+        "swa_num_key_value_heads": 8,
+        "sliding_window": 128,
+        "sliding_window_size": 128,
+        "layernorm_epsilon": 1e-5,
+        "n_shared_experts": None,
+        "routed_scaling_factor": None,
+        "add_swa_attention_sink_bias": True,
+        "max_position_embeddings": 262_144,
+    },
+}
+"""Keys of published files, from memory."""
+
+
+@pytest.mark.parametrize("preset", PUBLISHED_KEYS)
+def test_published_keys_describe_the_preset(preset):
+    want = PRESETS[preset]
+    got = architecture_from_hf({"model_type": want.family, **PUBLISHED_KEYS[preset]})
+    differing = {name for name, value in got if value != getattr(want, name)}
+    assert differing <= {"router_aux_loss_coef"}
+    again = architecture_from_hf(exported_config(want, None))
+    assert again.model_dump() == want.model_dump()
 
 
 def test_fewer_or_more_blocks_of_a_pattern():
@@ -1113,6 +1219,25 @@ def test_fewer_or_more_layers_of_a_preset():
             {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": "a"}}},
             "rope_parameters of sliding_attention are .*, expected a rope_theta; use",
         ),
+        ("mimo_v2_flash", {"swa_head_dim": 8}, "swa_head_dim 8 is not supported, only 12; use"),
+        ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts 1 is not supported, only No"),
+        (
+            "mimo_v2_flash",
+            {"add_full_attention_sink_bias": True},
+            "add_full_attention_sink_bias True is not supported, only False; use a model that",
+        ),
+        (
+            "mimo_v2_flash",
+            {"layer_types": None, "hybrid_layer_pattern": [0, 1, 2]},
+            "hybrid_layer_pattern is .*, expected a list of 0 and 1",
+        ),
+        ("mimo_v2_flash", {"rope_parameters": {}}, "rope_parameters of full_attention are None"),
+        (
+            "mimo_v2_flash",
+            {"partial_rotary_factor": 0.3},
+            "partial_rotary_factor 0.25 of head_dim 12 is 3, which is not an even number",
+        ),
+        ("mimo_v2_flash", {"rope_scaling": YARN}, "rope_scaling {.* is not supported, only None"),
         ("step3p5", {"mlp_bias": True}, "mlp_bias True is not supported, only False; use"),
         ("step3p5", {"moe_router_activation": "softmax"}, "'softmax' is not supported, only 'sig"),
         ("step3p5", {"share_expert_dim": 0}, "share_expert_dim is 0, expected 1 or more"),
