@@ -146,6 +146,8 @@ def _write_layers(arch: Architecture) -> Fields:
 
 # ---- weights and families ----------------------------------------------------------------------
 
+# PEFT's files have these names, too: it reads them as transformers reads a model's files, whose
+# rename of ``shared_expert`` breaks adapters that are named by the modules ``shared_experts``.
 _WEIGHT_MAP = (
     *DENSE,
     Rename("layers.{layer}.attn.wg", "model.layers.{layer}.self_attn.g_proj"),

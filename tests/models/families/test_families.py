@@ -809,8 +809,8 @@ def test_adapters_that_peft_cannot_express_are_refused(preset, target, problem):
         ("hy_v3", ("*.shared_experts.*", "*.mlp.*", "*.moe.experts")),
         ("axk1", ("*.shared_experts.*", "*.mlp.*", "*.attn.*")),
         ("sarvam_moe", ("*.shared_experts.*", "*.attn.wq", "*.attn.wo")),
-        ("laguna", ("*.attn.wg", "*.attn.wq", "*.moe.experts")),
-        ("step3p5", ("*.attn.wg", "*.moe.experts")),
+        ("laguna", ("*.attn.wg", "*.shared_experts.*", "*.mlp.*", "*.moe.experts")),
+        ("step3p5", ("*.attn.wg", "*.shared_experts.*", "*.mlp.*", "*.moe.experts")),
     ],
 )
 @torch.no_grad()
