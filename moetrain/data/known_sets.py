@@ -763,11 +763,11 @@ def _place_of_answer(key: str, value: object) -> str:
     """Return the place of the answers in the field ``key``. In a list of objects it is a field of
     each, such as natural_reasoning's ``responses[].response``."""
     first = value[0] if isinstance(value, list) and value else None
-    inner = _answer_in(first) if isinstance(first, dict) and not is_dialogue(value) else None
+    inner = _answer_key(first) if isinstance(first, dict) and not is_dialogue(value) else None
     return f"{key}[].{inner}" if inner else key
 
 
-def _answer_in(entry: Mapping[str, Any]) -> str | None:
+def _answer_key(entry: Mapping[str, Any]) -> str | None:
     """Return the field of an object in a list that has a text, or texts, as an answer."""
     found = [
         key
@@ -793,7 +793,7 @@ def _remedy_for_records(record: Mapping[str, Any]) -> str | None:
         first = value[0] if isinstance(value, list) and value else None
         if not isinstance(first, dict) or is_dialogue(value) or are_tools(value):
             continue
-        question, answer = _question_in(first), _answer_in(first)
+        question, answer = _question_in(first), _answer_key(first)
         if question and answer and key.lower() not in _LISTS_OF_TURNS:
             lists[key] = question, answer
     if not lists:
