@@ -93,8 +93,8 @@ class Config(Section):
             "a run needs a folder to write to; name one",
         ),
     ] = "outputs/MODEL-DATA"
-    """Folder for metrics, checkpoints and the resolved config; unset: outputs/MODEL-DATA,
-    after the names of model and data."""
+    """Folder for metrics, checkpoints and the resolved config; unset: outputs/MODEL-DATA, named
+    after model and data."""
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _recipe: str = PrivateAttr(default="")

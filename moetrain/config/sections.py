@@ -102,13 +102,14 @@ class ModelSection(Section):
     """The model to train: a preset, whose sizes can be overridden, or a Hugging Face checkpoint."""
 
     preset: str | None = None
-    """Architecture that starts with random weights: debug, qwen3-0.6b, qwen3-30b-a3b, ..."""
+    """Name of an architecture that starts with random weights: debug, qwen3-0.6b, qwen3-30b-a3b,
+    ..."""
     path: str | None = None
-    """Hugging Face checkpoint to start from, a local folder or a hub id, instead of a preset."""
+    """Hugging Face checkpoint to start from instead of a preset: a local folder or a hub id."""
     vocab_size: int | None = _SIZE
     """Vocabulary size; unset: the preset's, or the checkpoint's plus the rows that data.new_tokens
-    needs. If it is larger than the checkpoint's, embedding and head get further rows, which begin
-    as the mean of the others."""
+    needs. If it is larger than the checkpoint's, embedding and head get more rows. Each new row
+    begins as the mean of the old ones."""
     hidden_size: int | None = _SIZE
     """Model width; unset: the preset's."""
     num_layers: int | None = Field(default=None, gt=0, le=10_000)
@@ -128,13 +129,14 @@ class ModelSection(Section):
     moe_intermediate_size: int | None = _SIZE
     """Width of one expert; unset: the preset's."""
     max_positions: PositiveInt | None = None
-    """Tokens of the longest row that the model takes; unset: the model's own limit. A larger value
-    than that limit needs model.rope, unless the model has no rotary embeddings (Nemotron-3)."""
+    """Length of the longest row that the model accepts, in tokens; unset: the model's own limit. A
+    value above that limit needs model.rope, unless the model has no rotary embeddings
+    (Nemotron-3)."""
     rope: Literal["yarn", "linear"] | None = None
-    """The method that stretches rotary embeddings to model.max_positions: yarn (arXiv 2309.00071)
-    or linear (arXiv 2306.15595). The factor is model.max_positions over the model's own length, and
-    exports contain it. Unset: the model's own method. Neither is possible for models without rotary
-    embeddings, or with several (Gemma-4)."""
+    """Method that stretches rotary embeddings to model.max_positions: yarn (arXiv 2309.00071) or
+    linear (arXiv 2306.15595). Its factor is model.max_positions divided by the model's original
+    length, and exports contain it. Unset: the model's own method. Models without rotary embeddings,
+    and models whose layers have different rotary angles (Gemma-4), support neither."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the normal distribution that random weights are drawn from."""
 
@@ -155,9 +157,10 @@ class MixEntry(Section):
     """Share of the rows, relative to the weights of all sources. If no entry sets it, a pass has
     all rows of each source."""
     repeat: PositiveInt = 1
-    """Passes over its rows in one pass over the mixture; with weights, the most passes."""
+    """Passes over its rows in one pass over the mixture. With weights it is the largest number of
+    passes."""
     limit: PositiveInt | None = None
-    """Number of its first records or files to read; unset: all."""
+    """Number of records or files to read, from the first on; unset: all."""
     source: Literal["text", "records"] | None = None
     """Kind of data; unset: the suffix of its path decides."""
     eval_path: MaybePath = None
@@ -177,81 +180,87 @@ class MixEntry(Section):
 
 
 class DataSection(Section):
-    """The source of text, and how it becomes packed rows of tokens."""
+    """The source of text, and how the text becomes packed rows of tokens."""
 
     source: Literal["stdlib", "text", "records", "jsonl", "synthetic"] = "stdlib"
     """Kind of data. stdlib: the source code of Python's standard library; text: a text file, or a
     folder of them; records: files of records (.jsonl, .jsonl.gz, .jsonl.zst, .csv, .parquet,
     .arrow), a data set that `datasets` saved, or one on the Hugging Face hub; jsonl: another name
-    for records; synthetic: random tokens. Unset: the suffix of data.path decides."""
+    for records; synthetic: random tokens. If this is unset and data.path is set, the suffix of
+    data.path decides."""
     path: MaybePath = None
     """File, folder or pattern (data/*.parquet) to read, or OWNER/NAME of a data set on the hub."""
     mix: tuple[MixEntry, ...] | None = None
-    """Sources of a mixture, instead of data.path: tables [[data.mix]] with path, name, weight,
-    repeat, limit and others of this section; on a command line a list in JSON."""
+    """Sources of a mixture, which replace data.path. In a TOML file each source is a table
+    [[data.mix]] with path, name, weight, repeat, limit and some other settings of this section. On
+    a command line the value is a list in JSON."""
     split: str = "train"
-    """Split to read, of a saved data set or of one on the hub."""
+    """Split to read of a saved data set, or of one on the hub."""
     subset: str | None = None
-    """Configuration (subset) to read of a data set on the hub; unset: its default."""
+    """Subset (configuration) to read of a data set on the hub; unset: its default subset."""
     format: Literal[
         "auto", "messages", "sharegpt", "preference", "completion", "alpaca", "text"
     ] = "auto"
-    """Form of the records. messages: chats; sharegpt: `conversations`; preference: `chosen` and
-    `rejected`; completion: `prompt` and `completion`; alpaca: `instruction` and `output`; text:
-    data.text_field. auto: by the fields of each record."""
+    """Format of the records. messages: chats; sharegpt: chats in `conversations`; preference: pairs
+    of `chosen` and `rejected`; completion: pairs of `prompt` and `completion`; alpaca: pairs of
+    `instruction` and `output`; text: plain text in data.text_field; auto: the fields of each record
+    decide."""
     train_on: Literal["all", "completion", "last"] = "all"
-    """Turns of the assistant that are learned. all: all of them; completion: those after the user's
-    last turn; last: the last one. Of records with a prompt and a completion, only the completion is
-    learned in any case."""
+    """Turns of the assistant that the model learns. all: all of them; completion: those after the
+    user's last turn; last: the last one. From a record with a prompt and a completion, the model
+    always learns the completion alone."""
     eval_path: MaybePath = None
     """File or folder to evaluate on; unset: data.eval_fraction of the documents is held out."""
     eval_fraction: float = Field(default=0.02, ge=0, lt=1)
-    """Share of the documents that is held out for evaluation, chosen by a hash of their names or
-    text. With too few documents, the last tokens are held out instead, in the same share."""
+    """Share of the documents that is held out for evaluation. A hash of a document's name or text
+    decides whether it is held out. If training or evaluation would get no row, the last documents
+    (with data.packing stream, the last rows) are held out instead, in the same share. With
+    data.streaming that is an error instead."""
     text_field: str = "text"
-    """Field that holds the text of a record that is no conversation."""
+    """Field that holds the text of a record in data.format text."""
     chat_template: MaybePath = None
     """Jinja file that formats `messages`; unset: the tokenizer's own template, else ChatML."""
     chat_template_kwargs: str | None = None
-    """More variables of the chat template, for all conversations, as a JSON object such as
-    {"enable_thinking": false}. A record's own variables take precedence."""
+    """Additional variables that the chat template gets for every conversation, as a JSON object
+    such as {"enable_thinking": false}. A record's own variables take precedence."""
     tokenizer: GivenPath = "byte"
-    """The tokenizer: byte (no file), a tokenizer.json, a folder that holds one, or a hub id. Unset
-    with model.path: that checkpoint's own."""
+    """Tokenizer: byte (no file), a tokenizer.json, a folder that holds one, or a hub id. Unset with
+    model.path: the checkpoint's own tokenizer."""
     new_tokens: Annotated[
         tuple[str, ...],
         checked(lambda x: len({*x}) == len(x), "names a token twice; once is enough"),
     ] = ()
-    """Texts that become special tokens of the tokenizer, one each, separated by commas
-    (<|tool|>,<|result|>). If embedding and head have too few rows, they get further ones
+    """Texts that each become a special token of the tokenizer, separated by commas
+    (<|tool|>,<|result|>). If embedding and head have too few rows, they get more
     (model.vocab_size). Exports contain the tokens."""
     seq_len: int = Field(default=256, gt=1)
-    """Tokens in one packed row. Unset with model.path: as many as the model takes, up to 4096."""
+    """Number of tokens in one packed row. Unset with model.path: the model's limit, but at most
+    4096."""
     packing: Literal["auto", "whole", "stream"] = "auto"
-    """The way in which documents fill rows. whole: rows have padding, and a document that fits in a
-    row is not cut. Longer texts are cut into parts; for longer conversations data.overlong decides.
-    stream: documents follow one another and are cut at the end of each row. auto: whole for
-    conversations, else stream."""
+    """How documents fill rows. whole: a document that fits in a row is not cut, and rows have
+    padding. Longer texts are cut into parts; data.overlong decides about longer conversations.
+    stream: documents follow one another, and are cut at the end of each row. auto: whole for
+    conversations and for completions of prompts, else stream."""
     overlong: Literal["cut", "drop", "error"] = "cut"
-    """Conversations that are longer than a row. cut: they lose their end; drop: they are left out;
-    error: they end the run. The log says how many. Preference pairs cannot be cut: they are left
-    out, or end the run."""
+    """What happens to conversations that are longer than a row. cut: their end is cut off; drop:
+    they are left out; error: they end the run. The log says how many there are. Preference pairs
+    cannot be cut; pairs that are too long are left out unless the value is error."""
     bad_records: Literal["error", "skip"] = "error"
-    """Records that are not JSON, too large, of no known form, or that the chat template refuses,
-    and rows of a .csv file with more or fewer cells than its first row. error: the first one ends
-    the run; skip: they are left out, and the log has their number, and the first one of each
-    kind."""
+    """What happens to bad records. Records are bad if they are not JSON, are too large, have an
+    unknown format, or are refused by the chat template, and rows of a .csv file if they have more
+    or fewer cells than its first row. error: the first bad record ends the run; skip: bad records
+    are left out, and the log has their number and the first one of each kind."""
     streaming: Literal["auto", "yes", "no"] = "auto"
-    """Begin to train while later blocks of the data are tokenised. The number of rows in a pass
-    over a stream is estimated from its first block. auto: yes for more than 64 MiB of files. A
-    source of data.mix with a limit is never streamed."""
+    """Start training while later blocks of the data are still being tokenised. The number of rows
+    in a pass is then estimated from the first block. auto: yes if the data is estimated to have
+    more than 64 MiB. A source of data.mix with a limit is never streamed."""
     workers: NonNegativeInt | None = None
-    """Processes of each rank that tokenise a stream ahead; unset: as many as the rank's share of
-    the cores, up to 8."""
+    """Number of processes of each rank that tokenise a stream ahead of training; unset: the rank's
+    share of the CPU cores, but at most 8."""
     cache_dir: MaybePath = None
     """Folder of the token cache; unset: the user's cache folder (XDG_CACHE_HOME/moetrain)."""
     num_documents: int = Field(default=1024, gt=0, lt=2**31)
-    """Rows of the synthetic source."""
+    """Number of rows to train on with data.source synthetic."""
 
     @field_validator("mix", mode="before")
     @classmethod
@@ -305,66 +314,74 @@ class TrainSection(Section):
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the data; a fraction is allowed. Give this or train.steps."""
     objective: Literal["next_token", "dpo", "ipo", "kto", "simpo", "orpo", "reward"] = "next_token"
-    """The loss. next_token learns the next token of the text. The others learn which of two
-    answers is preferred, from records of data.format preference: dpo, ipo and kto compare the model
-    with the one that the run begins from, simpo and orpo have no reference. kto also learns from
-    single answers with a `label`, true or false. reward trains a reward model: a head that scores
-    a text by its last token takes the vocabulary's place, and the chosen answer is to score higher
-    than the rejected one (Bradley-Terry), by the record's `margin` if it has one."""
+    """Loss of the run. next_token learns to predict the next token of a text. The other objectives
+    learn which of two answers is preferred, from records in data.format preference. dpo, ipo and
+    kto compare the model with the model that the run begins from; simpo and orpo need no such
+    reference. kto also learns from single answers with a `label`, true or false. reward trains a
+    reward model: a head that scores a text at its last token replaces the head over the vocabulary.
+    It learns to score the chosen answer higher than the rejected one (Bradley-Terry), by the
+    record's `margin` if it has one."""
     reward_centering: float = Field(default=0.0, ge=0)
-    """In objective reward, weight of a second loss that keeps rewards around 0: the mean square of
-    the sum of both answers' rewards (TRL's center_rewards_coefficient; 0.01 is usual). 0: none."""
+    """Weight of a second loss of objective reward, which keeps rewards near 0: the mean square of
+    the sum of both answers' rewards (TRL's center_rewards_coefficient; 0.01 is usual). 0: no such
+    loss."""
     beta: float = Field(default=0.1, gt=0)
-    """Weight of the log-ratio of model and reference in dpo, ipo and kto: the larger, the closer
-    the model stays to the reference. In simpo: weight of the mean log-probabilities (2 to 10 is
-    usual). In orpo: weight of the odds ratio, which is added to the chosen answer's loss."""
+    """Weight of the log-ratio of model and reference in dpo, ipo and kto; a larger weight keeps the
+    model closer to the reference. In simpo it is the weight of the mean log-probabilities (2 to 10
+    is usual). In orpo it is the weight of the odds ratio, which is added to the chosen answer's
+    loss."""
     simpo_gamma: float = Field(default=0.5, ge=0)
-    """Margin by which the rewards of the two answers are to differ in simpo."""
+    """Margin of simpo: the reward of the chosen answer should exceed that of the rejected answer by
+    this much."""
     desirable_weight: float = Field(default=1.0, gt=0)
-    """Factor of kto's loss of chosen answers and of answers with the label true."""
+    """Weight of kto's loss of chosen answers and of answers with the label true."""
     undesirable_weight: float = Field(default=1.0, gt=0)
-    """Factor of kto's loss of rejected answers and of answers with the label false."""
+    """Weight of kto's loss of rejected answers and of answers with the label false."""
     mtp_weight: float = Field(default=0.0, ge=0)
-    """Weight of the multi-token prediction loss, usually 0.3 or 0.1. It trains the blocks after the
-    model's own (DeepSeek's, GLM's, Qwen's) to predict further tokens. 0: these blocks are not
-    trained."""
+    """Weight of the multi-token prediction loss; 0.1 and 0.3 are usual. The loss trains the
+    additional blocks behind the model's last one (DeepSeek's, GLM's, Qwen's) to predict the tokens
+    after the next one. 0: these blocks are not trained."""
     seed: NonNegativeInt = 0
-    """Seed of the initial weights, of the order of the data and of sampling."""
+    """Seed of the initial weights, of the order of the data, and of sampling."""
     micro_batch_size: PositiveInt = 8
     """Rows in one forward pass of one device."""
     global_batch_size: PositiveInt = 8
     """Rows in one optimizer step, over all devices and all accumulated micro-batches."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The kind of device to train on; auto: cuda if there is a GPU."""
+    """Kind of device to train on; auto: cuda if there is a GPU."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of computation. auto: bfloat16 on CUDA, float32 on a CPU. Frozen weights are stored in
-    it too, or as lora.base_dtype says; trained ones as optim.weight_dtype says."""
+    this dtype too, or as lora.base_dtype says. Trained weights are stored as optim.weight_dtype
+    says."""
     deterministic: bool = False
-    """Use only reproducible algorithms, so that a rerun gives the same bits."""
+    """Use only reproducible algorithms, so that the same run gives the same bits again."""
     freeze: tuple[str, ...] = ()
     """Patterns of parameters that are not trained, separated by commas (layers.0.*,*.router.*).
     They are stored in the compute dtype, without gradients or moments. The selection bias of a
-    frozen router does not move either (moe.bias_update_rate)."""
+    frozen router is not updated either (moe.bias_update_rate)."""
     max_bad_steps: PositiveInt = 5
-    """A step whose loss or gradient norm is not finite is skipped. This many in a row end the
-    run."""
+    """Number of bad steps in a row that ends the run. A step is bad, and is skipped, if its loss or
+    gradient norm is not finite."""
     compare_replicas: NonNegativeInt = 0
-    """Steps between checks that ranks with the same weights hold the same bits. A difference is a
-    machine's fault: it ends the run and names the rank. 0: no checks."""
+    """Steps between checks that ranks with the same weights hold the same bits. A difference means
+    that a machine is faulty. It ends the run, and the error names the rank. 0: no checks."""
     gc_interval: PositiveInt = 50
-    """Steps between runs of Python's garbage collector. It never runs in between."""
+    """Steps between runs of Python's garbage collector, which does not run at any other time during
+    training."""
     eval_interval: NonNegativeInt = 100
-    """Steps between evaluations on held-out rows; 0: only at the end."""
+    """Steps between evaluations on held-out rows. The model is also evaluated before the first step
+    and at the end of the run. 0: only at the end."""
     eval_rows: PositiveInt = 256
-    """Held-out rows that each evaluation uses; all of them if there are fewer. They are the same at
-    every evaluation, whatever train.seed and the number of ranks are."""
+    """Number of held-out rows in each evaluation; if there are fewer, all of them are used. Every
+    evaluation uses the same rows, whatever train.seed and the number of ranks are."""
     patience: NonNegativeInt = 0
-    """End the run after this many evaluations in a row that do not improve the best held-out loss
-    (in reinforcement learning, the best held-out reward); 0: never. The evaluation before the first
-    step does not count."""
+    """End the run after this many evaluations in a row without a better held-out loss (in
+    reinforcement learning, without a better held-out reward); 0: never. The evaluation before the
+    first step does not count."""
     sample_tokens: NonNegativeInt = 200
-    """Tokens that the trained model generates at the end of the run, as a sample; 0: no sample. A
-    program of your own gets the sample from the callback ``moetrain.generate.weights.Sampled``."""
+    """Number of tokens that the trained model generates at the end of the run, as a sample; 0: no
+    sample. In a Python program the callback ``moetrain.generate.weights.Sampled`` writes the
+    sample."""
     sample_prompt: str | None = None
     """Text that the sample continues; unset: the start of a held-out row."""
 
@@ -399,49 +416,51 @@ class LoraSection(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685) beside frozen weights."""
 
     rank: int = Field(default=0, ge=0, le=1024)
-    """Rank of the adapters, for routed experts a multiple of 8; 0: no adapters. With adapters, only
-    these, lora.modules_to_save, lora.trainable_tokens and a reward model's head are trained. All
-    other weights are frozen, and stored in the compute dtype."""
+    """Rank of the adapters; 0: no adapters. For routed experts it must be a multiple of 8. With
+    adapters, a run trains only the adapters, lora.modules_to_save, lora.trainable_tokens and a
+    reward model's head. All other weights are frozen, and stored in the compute dtype or in
+    lora.base_dtype."""
     alpha: float = Field(default=32.0, gt=0)
-    """The output of an adapter is multiplied by alpha / rank."""
+    """Scale of the adapters: the output of an adapter is multiplied by alpha / rank."""
     rs: bool = False
-    """Multiply by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
+    """Multiply the output by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
     use_dora: bool = False
     """Also train the length of each row of the adapted matrices (DoRA, arXiv 2402.09353). Linear
     layers support it; routed experts and routers do not."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of an adapter's inputs that is dropped in training. Adapters of routed experts and
-    routers do not support it."""
+    """Share of an adapter's inputs that is dropped in training. Adapters of routed experts and of
+    routers do not support dropout."""
     targets: tuple[str, ...] = ("auto",)
     """Patterns of the modules that get adapters, separated by commas: *.attn.*, *.wq, *.mlp.*,
-    layers.1.moe.experts, *.router. auto: attention without its gates, and the routed experts,
-    or the MLPs if there are none."""
+    layers.1.moe.experts, *.router. auto: attention without its gates, and the routed experts, or
+    the MLPs if the model has no routed experts."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
-    """The distribution of an adapter's first matrix; the second starts at 0. kaiming: uniformly
-    within 1 / sqrt(inputs); gaussian: normally, with standard deviation 1 / rank."""
+    """Distribution of an adapter's first matrix; the second one starts at 0. kaiming: uniform
+    within 1 / sqrt(inputs); gaussian: normal with standard deviation 1 / rank."""
     base_dtype: Literal["auto", "float8", "mxfp4", "nf4"] = "auto"
-    """Storage of the blocks' frozen matrices. auto: in train.dtype; float8 (MXFP8), mxfp4 and nf4
-    (QLoRA's): quantised to 8, 4 and 4 bits with scales, which takes 0.52, 0.27 and 0.26 of bf16's
-    memory. They are dequantised whenever a block runs."""
+    """Storage of the blocks' frozen matrices. auto: train.dtype. float8 (MXFP8), mxfp4 and nf4
+    (QLoRA's) quantise them to 8, 4 and 4 bits with scales, which takes 0.52, 0.27 and 0.26 of
+    bf16's memory. The matrices are dequantised whenever a block runs."""
     offload_experts: bool = False
-    """Keep quantised frozen routed experts in host memory, pinned if there is a GPU. While one
-    block runs, in forward and backward, the experts of the next one are copied to the device."""
+    """Keep quantised frozen routed experts in host memory, pinned if there is a GPU. While a block
+    runs, in the forward and in the backward, the experts of the next block are copied to the
+    device."""
     modules_to_save: tuple[Literal["embed_tokens", "lm_head"], ...] = ()
-    """Modules that are trained whole beside the adapters, and saved with them: embed_tokens,
-    lm_head, or both, separated by commas. Tied embeddings are embed_tokens."""
+    """Modules that are trained in full beside the adapters, and saved with them: embed_tokens,
+    lm_head, or both, separated by commas. If both share one matrix, name it embed_tokens."""
     trainable_tokens: tuple[str, ...] = ()
-    """Tokens whose rows of embedding and head are trained beside the adapters, by id or text,
-    separated by commas (151669,<|tool|>). All other rows stay as they are. The adapter's files hold
-    only these rows."""
+    """Tokens whose rows of embedding and head are trained beside the adapters, given by id or text
+    and separated by commas (151669,<|tool|>). All other rows stay as they are. The adapter's files
+    hold only these rows."""
     path: MaybePath = None
-    """Folder of adapters in PEFT's format to start from; rank, targets, modules_to_save and
-    trainable_tokens must be the same."""
+    """Folder of adapters in PEFT's format to start from. Their rank, targets, modules_to_save and
+    trainable_tokens must be those of this section."""
     save: bool = True
     """Write the adapters in PEFT's format to output_dir/adapter at the end of the run."""
     layout: Literal["auto", "per_expert", "fused"] = "auto"
     """Layout of routed experts' adapters in files in PEFT's format. per_expert: one module for each
-    expert; fused: PEFT's target_parameters; auto: the layout that has an effect in PEFT for the
-    model's family. vLLM and SGLang may need the other one (docs/checkpoints.md)."""
+    expert; fused: PEFT's target_parameters; auto: the layout that PEFT can apply to the model's
+    family. vLLM and SGLang may need the other layout (docs/checkpoints.md)."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -455,54 +474,55 @@ class LoraSection(Section):
 
 
 class CheckpointSection(Section):
-    """Saving, resuming and exporting."""
+    """Checkpoints, resuming and exports."""
 
     interval: NonNegativeInt = 0
-    """Steps between checkpoints; 0: only by time (checkpoint.minutes), at the end and when the run
-    is stopped."""
+    """Steps between checkpoints. A run also saves by time (checkpoint.minutes), at its end, and
+    when it is stopped. 0: no checkpoints by steps."""
     minutes: float = Field(default=30, ge=0)
     """Save when this many minutes have passed since the last checkpoint, so that a power cut loses
-    no more; 0: never by time."""
+    no more than that; 0: never by time."""
     at_end: bool = True
     """Write a checkpoint at the end of the run."""
     keep: PositiveInt = 2
-    """Checkpoints that are kept; older ones are removed."""
+    """Number of the newest checkpoints to keep; older ones are removed."""
     keep_every: NonNegativeInt = 0
-    """Keep checkpoints at multiples of this many steps for good, besides the newest; 0: none."""
+    """Never remove checkpoints at multiples of this many steps; 0: remove them like others."""
     best: bool = False
-    """Save at an evaluation that is the best so far, and keep that checkpoint besides the newest;
-    checkpoints/best is a link to it. The exports at the end of the run (checkpoint.save_hf,
-    lora.save) have its weights."""
+    """Save at an evaluation that is the best so far, and keep that checkpoint in addition to the
+    newest ones. The link checkpoints/best points to it. The exports at the end of the run
+    (checkpoint.save_hf, lora.save) have its weights."""
     asynchronous: bool = False
     """Write checkpoints while training goes on, from a copy of weights and moments in host memory
-    (pinned if there is a GPU). Over all processes the copy takes 12 bytes a parameter, or 8 with
-    moments in bfloat16."""
+    (pinned if there is a GPU). Over all processes the copy takes 12 bytes for each trained
+    parameter with AdamW, or 8 with moments in bfloat16."""
     memory_interval: NonNegativeInt = 0
-    """Steps between checkpoints in the machines' memory, from which a run that starts again can
-    resume; 0: none. The two newest are kept, and removed at the end of the run."""
+    """Steps between checkpoints in the memory of the machines, from which a restarted run can
+    resume; 0: none. The two newest are kept. They are removed at the end of the run."""
     memory: GivenPath = "/dev/shm"
     """Folder for checkpoints in memory, local to each machine."""
     replicas: PositiveInt = 1
     """Number of machines that hold each file of a checkpoint; all machines, if there are fewer. It
-    applies to checkpoints in memory (checkpoint.memory_interval) and to machines with an output_dir
-    of their own (checkpoint.shared no). With 2, one machine may be lost."""
+    applies to checkpoints in memory (checkpoint.memory_interval) and to machines that each have
+    their own output_dir (checkpoint.shared no). With 2, the files survive the loss of one
+    machine."""
     shared: bool = True
-    """All machines share output_dir. no: each machine has a folder of its own, with its part of
-    each checkpoint; metrics and exports are written on the first machine."""
+    """yes: all machines share output_dir. no: each machine has its own folder with its part of each
+    checkpoint, and the first machine writes metrics and exports."""
     store: str | None = None
-    """URL in an object store (s3://, gs:// or another that fsspec knows) to which checkpoints are
-    copied. With checkpoint.resume auto a run fetches the newest one, unless output_dir has one that
-    is at least as new."""
+    """URL in an object store (s3://, gs:// or another that fsspec supports) to which checkpoints
+    are copied. With checkpoint.resume auto, a run fetches the newest one from there, unless
+    output_dir has one that is at least as new."""
     resume: GivenPath = "auto"
-    """The checkpoint to resume from. auto: the newest checkpoint of output_dir or in memory, if
-    there is one; never: start anew; or the folder of a checkpoint."""
+    """Checkpoint to resume from. auto: the newest one in output_dir or in memory, if there is one;
+    never: none, and the run starts anew. Any other value is the folder of a checkpoint."""
     save_hf: bool = False
-    """Write a Hugging Face checkpoint to output_dir/hf at the end of the run: weights (of the best
-    evaluation with checkpoint.best, else of the last step), config, tokenizer, and the other
-    tensors and files of model.path."""
+    """Write a Hugging Face checkpoint to output_dir/hf at the end of the run. It has the weights of
+    the last step (with checkpoint.best, of the best evaluation), the config, the tokenizer, and the
+    other tensors and files of model.path."""
     hf_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Dtype of the weights that checkpoint.save_hf writes. auto: that of each tensor in model.path;
-    for a preset, float32."""
+    """Dtype of the weights that checkpoint.save_hf writes. auto: the dtype of each tensor in
+    model.path, or float32 for a preset."""
 
     def check(self) -> None:
         """Raise ConfigError if a multiple of ``keep_every`` would have no checkpoint."""
@@ -522,7 +542,7 @@ class CheckpointSection(Section):
 
 
 class LogSection(Section):
-    """The output of a run while it trains."""
+    """What a run logs while it trains."""
 
     WARM_STEPS: ClassVar[int] = 1
     """Steps that are traced and thrown away, since the profiler itself loads in them."""
@@ -532,23 +552,24 @@ class LogSection(Section):
     tensorboard: bool = True
     """Write TensorBoard files to output_dir/tensorboard."""
     reporters: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Programs that logged values are also sent to: wandb (Weights & Biases, offline with
-    WANDB_MODE=offline) or tensorboard."""
+    """Programs that also get the logged values: wandb (Weights & Biases; WANDB_MODE=offline keeps
+    it offline) or tensorboard."""
     project: str = "moetrain"
-    """Name of the project for log.reporters. The run's own name is that of the output folder."""
+    """Name of the project for log.reporters. The name of the run is that of its output folder."""
     progress: bool = True
     """Draw a progress bar when standard output is a terminal."""
     profile: NonNegativeInt = 0
-    """Steps to profile; 0: none. Only these steps are slower. Each rank writes a trace (for
-    ui.perfetto.dev) and on CUDA a history of memory (for pytorch.org/memory_viz) to
-    output_dir/profile."""
+    """Number of steps to profile; 0: none. Only these steps and the one before them are slower.
+    Each rank writes a trace (for ui.perfetto.dev), and on CUDA a history of memory (for
+    pytorch.org/memory_viz), to output_dir/profile."""
     profile_after: PositiveInt = 4
-    """Steps of this process before the profile. One more step then warms up the profiler, and the
-    profiled steps follow."""
+    """Number of steps that this process takes before the profile. After them, one step warms up the
+    profiler, and then the profiled steps follow."""
 
     find_nan: bool = False
-    """If a step's loss or gradient is not finite, compute the step again, and name the first tensor
-    that is not finite, with its module and rank. Each step then waits for the device."""
+    """If the loss or the gradient of a step is not finite, compute the step again, and name the
+    first tensor that is not finite, with its module and rank. With this setting, each step waits
+    for the device."""
 
     def check(self, steps: int) -> None:
         """Raise ConfigError if a run of ``steps`` ends before the steps to profile."""
