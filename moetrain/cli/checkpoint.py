@@ -1,22 +1,25 @@
 """``python -m moetrain.checkpoint``: inspect, verify, convert and compare checkpoints, on a CPU.
 
-    inspect PATH        print the model and every group; with --tensors every tensor
-    verify PATH         read every byte; exit code 1 if one differs from what was written
+    inspect PATH        print the model and every group of tensors; with --tensors every tensor
+    verify PATH         read every byte, and compare it with what was written
     export-hf PATH OUT  write a Hugging Face checkpoint, as checkpoint.save_hf does
     import-hf PATH OUT  write a checkpoint of step 0 into OUT from a Hugging Face folder
     export-gguf PATH OUT
                         write the Hugging Face folder PATH to a file OUT for llama.cpp
-    merge PATH BASE OUT merge the adapters in PATH into the model BASE, and write OUT
+    merge PATH BASE OUT merge the adapters in PATH into the model BASE, and write the result to OUT
     upcycle PATH OUT    write a mixture of experts that computes the same as the dense model PATH;
                         both are Hugging Face folders
-    diff PATH OTHER     print the tensors that differ, and by how much; exit code 1 if any does
+    diff PATH OTHER     print the tensors that differ, and by how much
 
-PATH is a step-... folder, or the output_dir of a run, which stands for its newest checkpoint.
-For merge it may also be a folder of adapters in PEFT's format, and an output_dir stands for the
-adapters that its run exported, or else for its newest checkpoint.
-In host memory, export-hf, merge and upcycle hold one parameter and two files, import-hf one file,
-and diff one tensor of each checkpoint, in float64. Unless it is 1 as said above, the exit code is
-0, or 2 with one line that says what is wrong.
+Except where a Hugging Face folder is named, PATH is a step-... folder, or the output_dir of a run,
+which stands for its newest checkpoint. For merge it may also be a folder of adapters in PEFT's
+format, and an output_dir stands for the adapters that its run exported, if there are any.
+
+The commands need little host memory: export-hf, merge and upcycle hold one parameter and two files
+at a time, import-hf one file, and diff one tensor of each checkpoint, in float64.
+
+The exit code is 1 if a checkpoint is damaged, or if diff finds a difference. It is 2 after an error
+in the input, which one line on standard error explains. Otherwise it is 0.
 """
 
 import argparse
@@ -77,11 +80,11 @@ def main(argv: Sequence[str] | None) -> int:
         metavar="OUT",
         type=Path,
         nargs="?",
-        help="folder to write; for diff the OTHER checkpoint; for merge the model BASE, a Hugging "
-        "Face folder or hub id",
+        help="folder to write (export-gguf: file to write); for diff it is the checkpoint OTHER; "
+        "for merge it is the model BASE, a Hugging Face folder or hub id",
     )
     parser.add_argument(
-        "out", metavar="OUT", type=Path, nargs="?", help="merge: folder to write, a new one"
+        "out", metavar="OUT", type=Path, nargs="?", help="merge: new folder to write"
     )
     parser.add_argument("--tensors", action="store_true", help="inspect: list every tensor")
     dtypes = ["auto", "bfloat16", "float16", "float32"]
@@ -89,31 +92,34 @@ def main(argv: Sequence[str] | None) -> int:
         "--dtype",
         choices=dtypes,
         default="auto",
-        help="export-hf and merge: dtype of the stored weights",
+        help="export-hf and merge: dtype of the written weights; auto (default): that of "
+        "the model that training began from, or float32 for a preset",
     )
     parser.add_argument(
         "--format",
         choices=get_args(ExportFormat),
         default="plain",
-        help="export-hf and merge: format in which matrices are stored quantised; plain: they are "
-        "not quantised",
+        help="export-hf and merge: format in which matrices are quantised; plain (default): they "
+        "are not",
     )
     parser.add_argument(
         "--gguf_type",
         choices=["bf16", "f16", "f32", "q8_0"],
         default="bf16",
-        help="export-gguf: type of matrices; default bf16",
+        help="export-gguf: type in which matrices are stored; default bf16",
     )
     upcycle = parser.add_argument_group("upcycle")
     add = upcycle.add_argument
-    add("--num_experts", type=int, default=8, help="experts of each layer; default 8")
-    meaning = "experts that each token is sent to; default 2"
+    add("--num_experts", type=int, default=8, help="number of experts in each layer; default 8")
+    meaning = "number of experts that each token is sent to; default 2"
     add("--num_experts_per_token", type=int, default=2, help=meaning)
-    meaning = "number of pieces into which the width of a feed-forward is cut; default 1"
+    meaning = "number of experts among which the width of one MLP is divided; default 1"
     add("--split", type=int, default=1, help=meaning)
-    meaning = "noise on copies of experts, as a share of their standard deviation; default 0"
+    meaning = (
+        "standard deviation of the noise on copies of experts, as a share of their own; default 0"
+    )
     add("--noise", type=float, default=0.0, help=meaning)
-    meaning = "family of the written model; unset: the one with the dense model's attention"
+    meaning = "model family to write; unset: the one with the same attention as the dense model"
     add("--family", help=meaning)
     words = parser.parse_args(argv)
     given = 1 + (words.other is not None) + (words.out is not None)

@@ -31,12 +31,14 @@ _COLOURS = {"rejected": "red", "undesirable": "red", _COMPARED: "yellow"}
 @command
 def main(argv: Sequence[str] | None) -> None:
     parser = Parser(
-        "data", "Show the rows that a run would train on, their lengths, and what is learned."
+        "data",
+        "Show the rows that a run would train on, the lengths of their documents, and which text "
+        "is learned.",
     )
     parser.prog = "moetrain data"
     parser.usage = "moetrain data [PATH] [--show N] [--section.key value ...]"
     parser.epilog = "PATH is the value of the setting data.path, or a recipe FILE.toml."
-    parser.add_argument("--show", type=int, default=2, help="rows to print (default: 2)")
+    parser.add_argument("--show", type=int, default=2, help="number of rows to print; default 2")
     words = list(argv or [])
     # A word behind the name of a setting is its value, so PATH is the first word alone.
     path = words.pop(0) if words and not words[0].startswith("--") else None

@@ -1,7 +1,8 @@
-"""``python -m moetrain.generate PATH --prompt TEXT``: continue a text with a checkpoint.
+"""``python -m moetrain.generate PATH --prompt TEXT``: continue a text with a model.
 
 PATH is a Hugging Face folder (such as ``output_dir/hf`` of a run) or a hub id. The continuation is
-written to standard output as it is made. Exit codes: 0, or 2 and one line that says what is wrong.
+written to standard output while it is generated. The exit code is 0, or 2 after an error in the
+input, which one line on standard error explains.
 """
 
 import sys
@@ -12,13 +13,20 @@ from moetrain.cli.main import Parser, command
 from moetrain.config import ConfigError
 
 _SAMPLING = {
-    "temperature": (1.0, "temperature of sampling; 0: always the likeliest token; default 1"),
-    "top_k": (0, "sample among this many of the likeliest tokens; 0: all (default)"),
+    "temperature": (
+        1.0,
+        "temperature of sampling; 0: the likeliest token is always chosen; default 1",
+    ),
+    "top_k": (0, "number of likeliest tokens to sample from; 0: all tokens; default 0"),
     "top_p": (
         1.0,
-        "sample among the fewest tokens whose probabilities add up to this or more; default 1",
+        "sample from the fewest likeliest tokens whose probabilities add up to at least this; "
+        "default 1",
     ),
-    "min_p": (0.0, "smallest probability of a token, as a share of the likeliest one's; default 0"),
+    "min_p": (
+        0.0,
+        "smallest probability of a token to sample, as a share of the likeliest one's; default 0",
+    ),
     "seed": (0, "seed of sampling; default 0"),
 }
 """The default and the help text of each sampling option. Its name is that of SamplingParams."""
@@ -29,12 +37,17 @@ def main(argv: Sequence[str] | None) -> None:
     parser = Parser("generate", __doc__)
     parser.add_model()
     add = parser.add_argument
-    add("--prompt", required=True, help="text to continue; with --chat, the user's turn")
-    add("--chat", action="store_true", help="format the prompt by the checkpoint's chat template")
+    add(
+        "--prompt",
+        required=True,
+        help="text to continue; with --chat, the user's message to answer",
+    )
+    add("--chat", action="store_true", help="format the prompt with the model's chat template")
     add(
         "--max_tokens",
         type=int,
-        help="most tokens to generate; default 256, or fewer if the model has no more positions",
+        help="largest number of tokens to generate; default 256, or fewer if the model's context "
+        "ends first",
     )
     add(
         "--special_tokens",

@@ -1,9 +1,9 @@
-"""``moetrain launch slurm|k8s|sky [RECIPE] --nodes N``: write the job of a run on several machines.
+"""``moetrain launch slurm|k8s|sky [RECIPE] --nodes N``: write a job for several machines.
 
-RECIPE is a recipe, a preset or a TOML file of settings. Without it the run chooses a recipe as
-``train`` does. The written file is a script for Slurm's sbatch, a JobSet of Kubernetes or a task of
-SkyPilot, made from ``templates/``. The job starts the ranks by srun or torchrun, and starts them
-again after a failure; the run then resumes from its newest checkpoint. This command does not submit
+RECIPE is a recipe, a preset or a TOML file of settings. If none is given, the run chooses a recipe
+as ``train`` does. The written file is a script for Slurm's sbatch, a JobSet of Kubernetes or a task
+of SkyPilot, made from ``templates/``. The job starts the ranks by srun or torchrun, and starts them
+again after a failure. The run then resumes from its newest checkpoint. This command does not submit
 the job.
 """
 
@@ -37,18 +37,22 @@ _OPTIONS = {
     "nodes": (r"[1-9]\d{,4}", None, "number of machines"),
     "gpus": (r"[1-9]\d?", "8", "number of GPUs of each machine"),
     "gpu": ("|".join(GPUS), "h100", f"kind of GPU: {', '.join(GPUS)}"),
-    "restarts": (r"\d{1,4}", "3", "how many times the job may restart all ranks after a failure"),
+    "restarts": (
+        r"\d{1,4}",
+        "3",
+        "largest number of times that the job restarts all ranks after a failure",
+    ),
     "save_seconds": (r"[1-9]\d{,4}", "300", "seconds that a stopped run has to save a checkpoint"),
     "name": (
         r"([a-z]([-a-z0-9]{,38}[a-z0-9])?)?",
         "",
-        "name of the job, up to 40 of a-z, 0-9 and -",
+        "name of the job, up to 40 characters of a-z, 0-9 and -",
     ),
     "file": (".*", "", "file to write; default NAME.sbatch, NAME.jobset.yaml or NAME.sky.yaml"),
     "sbatch": (
         r"(\w[^\s\"'#\\]*( |$))*",
         "",
-        "slurm: more options of sbatch, such as 'partition=gpu time=60'",
+        "slurm: additional options of sbatch, such as 'partition=gpu time=60'",
     ),
     "image": (r"\S+", None, "k8s, sky: container image that has moetrain"),
     "volume": (
@@ -102,7 +106,9 @@ def _parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     if len(argv) > 1 and not argv[1].startswith("-"):
         parser.add_argument("recipe", metavar="RECIPE")
     parser.set_defaults(recipe=None)
-    parser.add_argument("--dry_run", action="store_true", help="print the file, and write none")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="print the job instead of writing a file"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     *_, others = _WAYS.get(argv[0] if argv else "", (set(),))
     mine = {name: option for name, option in _OPTIONS.items() if name not in others}

@@ -30,26 +30,26 @@ COMMANDS = {
     "train": ("moetrain.cli.train:main", "pretrain or fine-tune a model"),
     "rl": ("moetrain.cli.train:run_rl", "train a model by reinforcement learning"),
     "jobs": ("moetrain.cli.train:run_jobs", "serve training jobs over HTTP"),
-    "generate": ("moetrain.cli.generate:main", "continue a text with a checkpoint"),
-    "score": ("moetrain.cli.score:main", "score answers by a reward model"),
-    "serve": ("moetrain.cli.serve:main", "serve a checkpoint over HTTP in OpenAI's protocol"),
+    "generate": ("moetrain.cli.generate:main", "continue a text with a model"),
+    "score": ("moetrain.cli.score:main", "score answers with a reward model"),
+    "serve": ("moetrain.cli.serve:main", "serve a model over HTTP in OpenAI's protocol"),
     "checkpoint": (
         "moetrain.cli.checkpoint:main",
-        "inspect, verify, convert, compare checkpoints",
+        "inspect, verify, convert and compare checkpoints",
     ),
     "data": ("moetrain.cli.data:main", "show the rows that a run would train on"),
-    "report": ("moetrain.cli.report:main", "write a page with the curves of runs"),
+    "report": ("moetrain.cli.report:main", "write an HTML page with the curves of runs"),
     "translate": (
         "moetrain.cli.translate:main",
-        "print a run of axolotl or TRL as a recipe",
+        "turn the settings of an axolotl or TRL run into a recipe",
     ),
     "launch": (
         "moetrain.cli.machines:main",
-        "write a job for several machines: slurm, k8s, sky",
+        "write a job for several machines: Slurm, Kubernetes or SkyPilot",
     ),
     "plan": (
         "moetrain.cli.plan:main",
-        "list parallel layouts that fit in memory, with their speed",
+        "list parallel layouts that fit in memory, fastest first",
     ),
 }
 """For each command, its ``MODULE:FUNCTION``, imported when it is called, and its purpose."""
@@ -179,23 +179,29 @@ class Parser(argparse.ArgumentParser):
         )
         self.name = name
         self.add_argument("--version", action="version", version=version())
-        meaning = "Python file to run first, such as one with a model family of yours"
+        meaning = "Python file to run first, for example one that registers your own model family"
         self.add_argument("--import", metavar="FILE.py", help=meaning)  # done before parsing
 
     def add_model(self) -> None:
         """Add the options that name a model and the device it runs on."""
         self.add_argument("path", metavar="PATH", help="Hugging Face folder or hub id")
-        self.add_argument("--adapter", help="folder of a LoRA adapter in PEFT's format")
-        meaning = "auto: cuda if there is a GPU"
+        meaning = "folder of a LoRA adapter in PEFT's format to use with the model"
+        self.add_argument("--adapter", help=meaning)
+        meaning = "device to run on; auto (default): cuda if there is a GPU"
         self.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=meaning)
-        meaning = "dtype of weights and computation; auto: bfloat16 on CUDA, float32 on a CPU"
+        meaning = (
+            "dtype of weights and computation; auto (default): bfloat16 on CUDA, float32 on a CPU"
+        )
         dtypes = ["auto", "bfloat16", "float32"]
         self.add_argument("--dtype", choices=dtypes, default="auto", help=meaning)
-        meaning = "speculative decoding: tokens drafted per step (the text does not change)"
+        meaning = (
+            "number of tokens that speculative decoding drafts in each step, which does not change "
+            "the text; 0 (default): no drafts"
+        )
         self.add_argument("--draft", type=int, choices=range(9), default=0, help=meaning)
         meaning = (
-            "source of drafts: the model's multi-token prediction block, or n-grams of the text so "
-            "far"
+            "source of drafts; block (default): the model's multi-token prediction block; ngram: "
+            "n-grams of the text so far"
         )
         self.add_argument("--draft_by", choices=["block", "ngram"], default="block", help=meaning)
 
@@ -230,7 +236,8 @@ def main(argv: Sequence[str] | None) -> int | None:
         case "version" | "--version":
             print(version())
         case "" | "help" | "--help" | "-h":
-            print("usage: moetrain COMMAND ...; moetrain COMMAND --help lists its options\n")
+            print("usage: moetrain COMMAND ...\n")
+            print("moetrain COMMAND --help lists the options of a command.\n")
             for name, (_, meaning) in COMMANDS.items():
                 print(f"  {name:12}{meaning}")
             print("  version     print the version")

@@ -1,9 +1,10 @@
-"""``moetrain plan MODEL --gpus N``: list the layouts that fit, their speeds, the best's command.
+"""``moetrain plan MODEL --gpus N``: list the parallel layouts that fit in memory.
 
 The command estimates memory and time for many combinations of parallel degrees, micro-batch sizes,
-recomputation, precisions and dtypes of optimizer states. It needs no GPU. Settings that you give
-are kept; those of a recipe may change. Settings that move memory from the GPUs to the host are not
-tried; a run's --dry_run proposes them. The estimates are those of moetrain.train.estimates.
+recomputation, precisions and dtypes of optimizer states. It prints the layouts from the fastest on,
+and the training command of the fastest. It needs no GPU. Settings that you give are kept; settings
+of a recipe may change. Settings that move memory from the GPUs to the host are not tried; train
+--dry_run proposes them. The estimates are those of moetrain.train.estimates.
 """
 
 import math
@@ -72,14 +73,14 @@ def main(argv: Sequence[str] | None) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="preset, recipe, Hugging Face folder, or hub id whose files are in the hub's cache",
+        help="preset, recipe, Hugging Face folder, or hub id of a model that is in the hub's cache",
     )
     parser.add_argument(
         "--gpus",
         type=int,
         nargs="+",
         required=True,
-        help="number of GPUs; for several numbers, one plan each",
+        help="number of GPUs; several numbers give one plan each",
     )
     meaning = "kind of GPU; default h200"
     parser.add_argument("--gpu", choices=get_args(GpuName), default="h200", help=meaning)

@@ -1,20 +1,21 @@
-"""``moetrain report RUN [RUN ...]``: runs on one page, in one file that any browser shows.
+"""``moetrain report RUN [RUN ...]``: write an HTML page with the curves of runs.
 
     output_dir/metrics.jsonl, config.json, sample.txt, routing.npz  ->  output_dir/report.html
 
-RUN is the output folder of a run, finished or still training. Several runs share the charts, and
-the page has the settings in which they differ. The page is written to the first run's folder, or
-to ``--out``. A callback writes the page at the end of a run. It also keeps ``routing.npz``, the
-number of tokens of each expert, which metrics.jsonl leaves out.
+RUN is the output folder of a run, which may still be training. Several runs share the charts, and
+the page lists the settings in which they differ. The page is one file that any browser shows. It is
+written to the first run's folder, or to ``--out``. In a Python program, the callback Report writes
+the page at the end of a run. It also keeps ``routing.npz``, the number of tokens that each expert
+got, which metrics.jsonl does not have.
 
     from moetrain.cli.report import Report
 
     Trainer(config, callbacks=[Report()]).fit()
 
 Charts need matplotlib (``pip install matplotlib``).
-
-Legend: N points in time, L layers with experts, E experts.
 """
+
+# Legend: N points in time, L layers with experts, E experts.
 
 import base64
 import json

@@ -1,10 +1,10 @@
-"""``python -m moetrain.score PATH RECORDS``: score answers by a reward model.
+"""``python -m moetrain.score PATH RECORDS``: score answers with a reward model.
 
 PATH is a Hugging Face folder of a reward model (such as ``output_dir/hf`` of a run with
 train.objective reward) or a hub id. RECORDS is a file or folder of records, or a data set. Each
-record has `prompt` and `completion`, or `messages` that end with an answer. It is written to
-standard output as a line of JSON, with its `score` beside its own fields. Exit codes: 0, or 2 and
-one line that says what is wrong.
+record has `prompt` and `completion`, or `messages` that end with an answer. For each record the
+command prints a line of JSON, with the record's own fields and its `score`. The exit code is 0, or
+2 after an error in the input, which one line on standard error explains.
 """
 
 import json
@@ -30,14 +30,18 @@ def main(argv: Sequence[str] | None) -> None:
         metavar="RECORDS",
         help="file, folder or pattern of records, or OWNER/NAME on the hub",
     )
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N; auto: cuda if there is a GPU")
-    meaning = "dtype of weights and computation; auto: bfloat16 on CUDA, float32 on a CPU"
+    add(
+        "--device",
+        default="auto",
+        help="auto, cpu, cuda or cuda:N; auto (default): cuda if there is a GPU",
+    )
+    meaning = "dtype of weights and computation; auto (default): bfloat16 on CUDA, float32 on a CPU"
     add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help=meaning)
     add(
         "--max_tokens",
         type=int,
         default=16384,
-        help="most tokens in one forward pass; default 16384",
+        help="largest number of tokens in one forward pass; default 16384",
     )
     args = parser.parse_args(argv)
     # These imports take seconds, which would delay --help and errors in options.

@@ -1,9 +1,9 @@
-"""``python -m moetrain.serve PATH``: serve a checkpoint over HTTP in OpenAI's protocol.
+"""``python -m moetrain.serve PATH``: serve a model over HTTP in OpenAI's protocol.
 
 PATH is a Hugging Face folder (such as ``output_dir/hf`` of a run) or a hub id. SIGTERM and Ctrl-C
 stop the server, which then has two seconds to answer the requests that it has begun. Requests that
-are not answered by then get status 503, and streams end with an error event. Exit codes: 0, or 2
-and one line that says what is wrong.
+are not answered by then get status 503, and streams end with an error event. The exit code is 0,
+or 2 after an error in the input, which one line on standard error explains.
 """
 
 import argparse
@@ -16,20 +16,20 @@ from moetrain.config.environment import user_cache_dir
 from moetrain.http.access import Access
 
 _NUMBERS = {
-    "cache_tokens": (2**16, "tokens that the key/value cache holds"),
-    "max_sequences": (64, "most completions that are generated at once"),
-    "max_step_tokens": (2048, "most tokens in one forward pass"),
+    "cache_tokens": (2**16, "number of tokens that the key/value cache holds"),
+    "max_sequences": (64, "largest number of completions that are generated at once"),
+    "max_step_tokens": (2048, "largest number of tokens in one forward pass"),
     "max_queue": (
         1024,
-        "completions that may run or wait; requests beyond that are answered with 429",
+        "number of completions that may run or wait; requests beyond that get status 429",
     ),
-    "max_request_mib": (4, "largest body of a request, in MiB"),
+    "max_request_mib": (4, "size of the largest request body, in MiB"),
     "max_grammars": (
         64,
-        "different grammars in use at once; requests beyond that are answered with 429",
+        "number of different grammars in use at once; requests beyond that get status 429",
     ),
-    "grammar_seconds": (5, "most seconds to compile a grammar"),
-    "grammar_mib": (512, "most memory of one grammar, in MiB"),
+    "grammar_seconds": (5, "largest number of seconds to compile a grammar"),
+    "grammar_mib": (512, "largest memory of one grammar, in MiB"),
 }
 """Options whose values are 1 or more, each with its default and meaning."""
 
@@ -53,15 +53,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--auth",
         choices=["auto", "token", "none"],
         default="auto",
-        help="token: serve those who send the bearer token; none: serve everybody who can connect; "
-        "auto: none where --host is a loopback address, else token",
+        help="which clients are served; token: those that send the bearer token; none: everybody "
+        "who can connect; auto (default): none if --host is a loopback address, else token",
     )
     add(
         "--token_file",
-        help="file with the bearer token, whose path is printed; unset: a file of this user, which "
-        "is made at the first start",
+        help="file with the bearer token, whose path is printed; unset: a file in the user's cache "
+        "folder, which is created at the first start",
     )
-    add("--name", help="name of the model in requests and replies; default PATH")
+    add("--name", help="name of the model in requests and responses; default PATH")
     for name, (default, meaning) in _NUMBERS.items():
         add(f"--{name}", type=int, default=default, help=f"{meaning}; default {default}")
     args = parser.parse_args(argv)

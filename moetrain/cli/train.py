@@ -281,13 +281,14 @@ def _help(program: Program, words: Sequence[str] = ()) -> str:
         "",
         f"recipes: {', '.join(recipe_names())}",
         f"default recipe: {recipes.default}; with model.path, {with_path}",
-        f"a preset's name stands for recipe {recipes.of_preset} with that model.preset",
-        "environment: MOETRAIN_SECTION__KEY=value; the command line overrides it",
-        "--dry_run prints the resolved config as JSON, whether it fits, and how the data begins",
-        "--help prints this text, --help SECTION a section of it; --version prints the version",
-        "--import FILE.py runs a Python file first, such as one with a model family of yours",
+        f"the name of a preset stands for the recipe {recipes.of_preset} with that model.preset",
+        "environment variables: MOETRAIN_SECTION__KEY=value; the command line overrides them",
+        "--dry_run prints the resolved config as JSON, and whether it fits; "
+        "train also shows how the data begins",
+        "--help prints this text, --help SECTION one section of it, and --version the version",
+        "--import FILE.py runs a Python file first, for example one that registers a model family",
         f"sections: {', '.join(sections)}",
-        "A recipe may set other values than the defaults shown here.",
+        "a recipe may set other values than the defaults below",
     ]
     for key, field in Config.model_fields.items():
         lines += _help_section(key) if key in sections else ["", *_help_entry(key, field)]

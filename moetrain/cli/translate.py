@@ -1,13 +1,13 @@
-"""``moetrain translate CONFIG``: read a run of axolotl or TRL, and print it as a recipe.
+"""``moetrain translate CONFIG``: turn the settings of an axolotl or TRL run into a recipe.
 
     moetrain translate axolotl.yml --out run.toml && moetrain train run.toml
     moetrain translate --gpus 8 -- trl dpo --model_name_or_path MODEL --dataset_name DATA
 
 CONFIG is axolotl's YAML, a YAML file for ``trl --config`` (then ``--from`` names the trainer), or,
-after ``--``, a whole command ``trl sft|dpo|kto|reward ...``. The recipe has every setting whose
-value would differ from a run there, the other trainer's defaults included. Its comments list what
-means something else here, and every setting that was left out, with the reason: none is dropped in
-silence. The result is checked as a run's settings are.
+after ``--``, a whole command ``trl sft|dpo|kto|reward ...``. The recipe has every setting that is
+needed to train as the other trainer does, including that trainer's defaults. Its comments list the
+settings that mean something else here, and every setting that was left out, with the reason. The
+recipe is checked like the settings of a run.
 
 The defaults are those of axolotl 0.19 and TRL 1.16.
 """
@@ -727,12 +727,29 @@ def main(argv: Sequence[str] | None) -> int:
     words = list(argv or [])
     rest = words[words.index("--") + 1 :] if "--" in words else None
     parser = Parser("translate", __doc__)
-    parser.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="YAML file of a run")
+    parser.prog = "moetrain translate"
     parser.add_argument(
-        "--from", dest="trainer", choices=[*DEFAULTS], help="whose settings they are"
+        "config",
+        metavar="CONFIG",
+        type=Path,
+        nargs="?",
+        help="YAML file with the settings of a run",
     )
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs of the run, for its batch size")
-    parser.add_argument("--out", type=Path, metavar="FILE.toml", help="write the recipe to a file")
+    parser.add_argument(
+        "--from", dest="trainer", choices=[*DEFAULTS], help="trainer whose settings CONFIG has"
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        default=1,
+        help="number of GPUs of the run, which its batch size depends on; default 1",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.toml",
+        help="file to write the recipe to; default standard output",
+    )
     args: argparse.Namespace = parser.parse_args(words[: words.index("--")] if rest else words)
     if (args.config is None) == (rest is None):
         raise ConfigError("CONFIG", "give a YAML file, or a command after --")
