@@ -233,9 +233,9 @@ class _Pair:
         """Return this rank's part of the parameter, quantised if the target is.
 
         Trained weights are rounded to the trainer's dtype first, since these are the weights that
-        training uses. In bf16 one of 30 weights lies halfway between two values of e4m3, one of 150
-        between two of e2m1. Quantised from fp32, all of them would move with the first update,
-        however small: in SmolLM2-135M 200 times as far as its weights.
+        training uses. Of bf16's values one in 16 lies halfway between two of e4m3, and one in 64
+        between two of e2m1. Quantised from fp32, half of them would move with the first update,
+        however small: in SmolLM2-135M on average 200 times as far as its weights.
         """
         values, rule = self.member.read().detach(), self.member.rule
         if rule.generated is None:
