@@ -554,6 +554,7 @@ def list_files(
         what = "all files are read as texts:" if takes_all else "not read beside its records:"
         most = sorted(kinds, key=lambda kind: -len(kinds[kind]))[:5]
         few = ", ".join(f"{len(kinds[kind]):,} {kind}" for kind in most)
+        few = few.encode("utf-8", "backslashreplace").decode()  # names need not be UTF-8
         number = sum(map(len, kinds.values()))
         also = ", or set data.source text to learn all files" * (number > len(found))
         said = "%s: %s %s; to read those of one kind alone, name them as %r%s"

@@ -306,6 +306,8 @@ def test_links_to_nothing_and_files_of_other_kinds_are_left_out(
     assert "elsewhere is a link to a folder; not followed" in caplog.text
     assert "fifo is not a file" in caplog.text
     assert "image is not text; skipped" in caplog.text
+    assert r"1 caf\udce9" in caplog.text
+    assert caplog.text.encode()  # a log may be a file in UTF-8
 
 
 @pytest.mark.parametrize("source", ["text", "jsonl"])
