@@ -76,8 +76,11 @@ NOT_READ = {
 """Families whose tensors' names have not been followed through the servers' loaders."""
 
 
+SHIPPED = {*FAMILIES}  # other tests register families of their own
+
+
 def test_every_family_was_read_or_is_named():
-    assert {*FORMS} | NOT_READ == {*FAMILIES}
+    assert {*FORMS} | NOT_READ == SHIPPED
 
 
 @pytest.mark.parametrize("name", FORMS)
