@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from demo_smollm2 import ROOT, run, series, talk, write_lines
+from demo_smollm2 import REWARD, ROOT, run, series, talk, write_lines
 from smollm2 import unpack
 
 from moetrain.train.metrics import read_metrics
@@ -45,14 +45,6 @@ WAYS = {
 KINDS = ((2, 100), (3, 100), (4, 100), (3, 1000))
 """Tasks: the number of summands, and the number that all of them are below."""
 CURVES = ("eval_solved", "solved", "mismatch", "mismatch_share", "grad_norm", "entropy", "length")
-REWARD = '''"""The reward of a sum: 1 if the text's last number is the line's answer."""
-
-import re
-
-
-def right_number(line: dict, answer: str) -> float:
-    return float(re.findall(r"\\d+", answer)[-1:] == [line["answer"]])
-'''
 
 
 # ---- data ----------------------------------------------------------------------------------------

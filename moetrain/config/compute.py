@@ -58,12 +58,12 @@ class ParallelSection(Section):
     cp: PositiveInt = 1
     """Number of context parallel ranks, which share the tokens of the same rows."""
     cp_method: Literal["auto", "ulysses", "all_gather"] = "auto"
-    """How context parallel ranks share attention. ulysses: each rank computes all tokens of some
-    heads. So cp * tp must divide the number of query heads, and the number of key and value heads
-    must be a multiple or a divisor of cp * tp. all_gather: each rank keeps the queries of its
-    tokens, and gathers all keys and values. auto: ulysses if the numbers of heads allow it, else
-    all_gather. In layers with a recurrent state each rank always computes some heads, so cp * tp
-    must divide their number."""
+    """Method by which context parallel ranks share attention. ulysses: each rank computes all
+    tokens of some heads. So cp * tp must divide the number of query heads, and the number of key
+    and value heads must be a multiple or a divisor of cp * tp. all_gather: each rank keeps the
+    queries of its tokens, and gathers all keys and values. auto: ulysses if the numbers of heads
+    allow it, else all_gather. In layers with a recurrent state each rank always computes some
+    heads, so cp * tp must divide their number."""
     reshard_after_forward: Annotated[
         bool | int,
         checked(
@@ -76,11 +76,11 @@ class ParallelSection(Section):
     no, some blocks still do so: all blocks with lora.base_dtype, and outside of a pipeline those
     that activation.policy full recomputes."""
     reduce_at: Literal["each", "last"] = "each"
-    """When gradients are reduced over ranks. each: after every micro-batch, while its backward
-    runs; last: once a step. With last, each rank first sums its own gradients in fp32, which takes
-    4 bytes for every parameter that it gathers."""
+    """Times at which gradients are reduced over ranks. each: after every micro-batch, while its
+    backward runs; last: once a step. With last, each rank first sums its own gradients in fp32,
+    which takes 4 bytes for every parameter that it gathers."""
     fsdp_transport: Literal["auto", "nccl", "copy"] = "auto"
-    """How FSDP sends parameters and gradients. All ways give the same bits. nccl: by torch's
+    """Transport of parameters and gradients in FSDP. All give the same bits. nccl: by torch's
     collectives (gloo on CPUs); copy: by copy engines, within one machine; auto: copy between GPUs
     that can access each other's memory, else nccl. Copy engines leave all SMs to computation, but
     take more memory: one bucket of gradients, and 2 bytes for each element that a rank stores in
@@ -160,8 +160,8 @@ class MoeSection(Section):
     """Routing, balancing and dispatch of MoE layers."""
 
     dispatcher: Literal["auto", "local", "alltoall", "deepep"] = "auto"
-    """How tokens reach their experts. auto: local if parallel.ep is 1, else deepep where it can
-    run, else alltoall."""
+    """Transport of tokens to their experts. auto: local if parallel.ep is 1, else deepep where it
+    can run, else alltoall."""
     deepep_num_sms: Annotated[
         Literal["auto"] | int,
         checked(
@@ -194,9 +194,9 @@ class MoeSection(Section):
     config.json if output_router_logits is true there, else 0. With adapters and in reinforcement
     learning, unset means 0."""
     aux_loss_layers: Literal["auto", "each", "pooled"] = "auto"
-    """How layers share the load-balancing loss. each: every layer has a loss, and their mean
-    counts; pooled: all layers together have one loss, as in Hugging Face's models, so that a single
-    layer may stay uneven; auto: each for random weights, pooled with model.path."""
+    """Division of the load-balancing loss among layers. each: every layer has a loss, and their
+    mean counts; pooled: all layers together have one loss, as in Hugging Face's models, so that a
+    single layer may stay uneven; auto: each for random weights, pooled with model.path."""
     aux_loss_scope: Literal["micro_batch", "global_batch"] = "micro_batch"
     """Tokens from which the load-balancing loss counts how often each expert was chosen.
     micro_batch: one micro-batch of all ranks, so that the loss depends on how the batch is split;
@@ -283,10 +283,10 @@ LESS: Mapping[BlockPolicy, BlockPolicy] = {
 
 
 class ActivationSection(Section):
-    """Which activations the forward pass keeps for the backward pass."""
+    """Activations that the forward pass keeps for the backward pass."""
 
     policy: Literal["none", "selective", "full", "auto"] = "none"
-    """What the backward pass recomputes. none: nothing; selective: each block, except what
+    """Blocks that the backward pass recomputes. none: nothing; selective: each block, except what
     activation.save names; full: the whole block, whose parameters are gathered again, except in a
     pipeline; auto: as little as fits by the estimate of memory, which is none, or selective or full
     in as few blocks as possible (activation.blocks)."""

@@ -82,8 +82,8 @@ class RlSection(Section):
     """Estimator of the KL, with d = log(policy / reference). k1: d; k2: d^2 / 2; k3: exp(-d) - 1 +
     d."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL divergence enters. loss: it is a term of the loss; reward: it is subtracted from
-    each trajectory's reward before advantages are computed."""
+    """Place where the KL divergence enters. loss: it is a term of the loss; reward: it is
+    subtracted from each trajectory's reward before advantages are computed."""
     teacher: MaybePath = None
     """Model with the same tokenizer that judges each token that the policy writes (on-policy
     distillation). It teaches in addition to the rewards or, with rl.advantage none, alone. The
@@ -98,19 +98,19 @@ class RlSection(Section):
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy in the loss, which maximises it; 0: the entropy is only logged."""
     aggregation: Literal["token", "sequence", "fixed"] = "token"
-    """How the losses of tokens are combined. token: the mean over all tokens of the global batch;
-    sequence: the mean over samples of each sample's own mean; fixed: the sum over tokens / (samples
-    x rl.max_tokens), which favours no length (Dr. GRPO)."""
+    """Formula that combines the losses of tokens. token: the mean over all tokens of the global
+    batch; sequence: the mean over samples of each sample's own mean; fixed: the sum over tokens /
+    (samples x rl.max_tokens), which favours no length (Dr. GRPO)."""
     advantage: Literal[
         "dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "none"
     ] = "dr_grpo"
-    """How rewards become advantages. dr_grpo: reward minus the group's mean; grpo: as dr_grpo,
-    divided by the group's standard deviation; rloo: reward minus the mean of the group's other
-    rewards; reinforce_pp: reward normalised over the global batch, without regard to groups;
+    """Formula that makes advantages of rewards. dr_grpo: reward minus the group's mean; grpo: as
+    dr_grpo, divided by the group's standard deviation; rloo: reward minus the mean of the group's
+    other rewards; reinforce_pp: reward normalised over the global batch, without regard to groups;
     reinforce_pp_baseline: reward minus the group's mean, then normalised over the global batch;
     none: rewards are only logged, and rl.teacher teaches alone."""
     overlong: Literal["keep", "mask", "drop"] = "keep"
-    """What happens to trajectories that rl.max_tokens cut off. keep: they are treated like others;
+    """Treatment of trajectories that rl.max_tokens cut off. keep: they are treated like others;
     mask: they count for advantages but are not trained; drop: they do neither. Failed trajectories
     are always dropped."""
     temperature: float = Field(default=1.0, gt=0)
@@ -154,7 +154,7 @@ class RlSection(Section):
     generation goes on across the updates in between. That keeps the generator full, and keeps
     separate generators busy while the other ranks train."""
     placement: Literal["together", "apart"] = "together"
-    """Which ranks generate. together: all ranks, which generate and train by turns; apart: the last
+    """Ranks that generate. together: all ranks, which generate and train by turns; apart: the last
     rl.generators ranks, while the others train."""
     generators: PositiveInt = 1
     """Number of ranks that generate with rl.placement apart. Each has a copy of the weights."""
@@ -237,7 +237,7 @@ class JobsSection(Section):
     port: int = Field(default=8100, ge=0, le=65535)
     """Port of the HTTP server; 0: any free port, which is printed."""
     auth: Literal["auto", "token", "none"] = "auto"
-    """Which clients are served. token: those that send the bearer token of jobs.token_file; none:
+    """Clients that are served. token: those that send the bearer token of jobs.token_file; none:
     everybody who can connect; auto: none if jobs.host is a loopback address, else token."""
     token_file: MaybePath = None
     """File with the bearer token, which is the API key; unset: output_dir/token, which is created

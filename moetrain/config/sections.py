@@ -237,16 +237,16 @@ class DataSection(Section):
     """Number of tokens in one packed row. Unset with model.path: the model's limit, but at most
     4096."""
     packing: Literal["auto", "whole", "stream"] = "auto"
-    """How documents fill rows. whole: a document that fits in a row is not cut, and rows have
-    padding. Longer texts are cut into parts; data.overlong decides about longer conversations.
-    stream: documents follow one another, and are cut at the end of each row. auto: whole for
-    conversations and for completions of prompts, else stream."""
+    """Method by which documents fill rows. whole: a document that fits in a row is not cut, and
+    rows have padding. Longer texts are cut into parts; data.overlong decides about longer
+    conversations. stream: documents follow one another, and are cut at the end of each row. auto:
+    whole for conversations and for completions of prompts, else stream."""
     overlong: Literal["cut", "drop", "error"] = "cut"
-    """What happens to conversations that are longer than a row. cut: their end is cut off; drop:
+    """Treatment of conversations that are longer than a row. cut: their end is cut off; drop:
     they are left out; error: they end the run. The log says how many there are. Preference pairs
     cannot be cut; pairs that are too long are left out unless the value is error."""
     bad_records: Literal["error", "skip"] = "error"
-    """What happens to bad records. Records are bad if they are not JSON, are too large, have an
+    """Treatment of bad records. Records are bad if they are not JSON, are too large, have an
     unknown format, or are refused by the chat template, and rows of a .csv file if they have more
     or fewer cells than its first row. error: the first bad record ends the run; skip: bad records
     are left out, and the log has their number and the first one of each kind."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moetrain.config.sources import shortened
-from moetrain.data.messages import BadLineError, Message, is_dialogue, parse_json
+from moetrain.data.messages import BadLineError, Message, parse_json
 from moetrain.data.tools import without_nulls
 from moetrain.data.warned import warn_once
 
@@ -163,8 +163,6 @@ def _asked(record: Mapping[str, Any], needs_prompt: bool) -> _Asked:
     histories = {key: record.get(key) for key in ("prompt", "messages", "conversations")}
     histories["prompt"] = prompt
     lists = {key: x for key, x in histories.items() if isinstance(x, list) and x}
-    if not lists and not texts and is_dialogue(record.get("question")):
-        lists["question"] = record["question"]
     for key in ("messages", "conversations"):  # lists that end with an answer are no prompt
         if key in lists and _is_answer(lists[key][-1]):
             del lists[key]

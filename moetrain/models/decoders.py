@@ -32,7 +32,8 @@ COMMON_DEFAULTS: Fields = {
 class StackExperts:
     """Stacks the experts' matrices to one parameter ``[E, ...]``.
 
-    The matrix of an expert is the concatenation, by rows, of its tensors ``theirs``.
+    The matrix of an expert is the concatenation, by rows, of its tensors ``theirs``. A tensor in
+    files is one expert's, or that of all experts, [E, ...].
 
     For E = 2 and theirs = (gate, up), both [F, D], the parameter ``[2, 2F, D]`` is
     ``[[gate_0; up_0], [gate_1; up_1]]``: ``up_1`` is at ``[1, F:2F]``.
@@ -41,29 +42,32 @@ class StackExperts:
     ours: str
     """Name of the stacked parameter, with ``{layer}``."""
     theirs: tuple[str, ...]
-    """Names of an expert's tensors in files, with ``{layer}`` and ``{expert}``."""
+    """Names of the tensors in files, with ``{layer}``, and with ``{expert}`` if each expert has
+    tensors of its own."""
 
     def pieces(
         self, parameter: str, shape: Sequence[int], arch: Architecture | None
     ) -> list[Piece]:
-        """Return the ``E * len(theirs)`` pieces of ``parameter``; none unless it is ``ours``."""
+        """Return a piece for each tensor in files; none unless ``parameter`` is ``ours``."""
         fields = match(self.ours, parameter)
         if fields is None:
             return []
         rows = shape[1] // len(self.theirs)
+        has_own = "{expert}" in self.theirs[0]
+        experts = range(shape[0]) if has_own else [slice(0, shape[0])]
         return [
             Piece(
                 theirs.format(expert=expert, **fields),
                 parameter,
                 (expert, slice(part * rows, (part + 1) * rows)),
             )
-            for expert in range(shape[0])
+            for expert in experts
             for part, theirs in enumerate(self.theirs)
         ]
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The file's modules, with ``{layer}`` and ``{expert}``."""
+        """The file's modules, with ``{layer}``, and with ``{expert}`` where ``theirs`` have it."""
         return tuple(theirs.rpartition(".")[0] for theirs in self.theirs)
 
 

@@ -14,13 +14,10 @@ from moetrain.models.decoders import COMMON_DEFAULTS, DENSE, MoEDecoder, moe_blo
 from moetrain.models.families.deepseek import check_keys
 from moetrain.models.family import Family, Rename, register
 from moetrain.models.hf.files import error
-from moetrain.models.layers import SwiGLU
-from moetrain.models.moe import RoutedExperts
+from moetrain.models.parts.between_norms import ExpertsBetweenNorms, MLPBetweenNorms
 from moetrain.models.parts.deepseek_router import SIGMOID_ROUTER
 from moetrain.models.parts.gated_attention import GateActivation, GatedAttention, GateOf
 from moetrain.models.parts.layer_types import FULL, SLIDING, read_types, write_types
-
-_AFTER = "mlp_out_norm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,24 +27,10 @@ class _Attention(GatedAttention):
     after: ClassVar[str] = "attn_out_norm"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _MLP(SwiGLU):
-    """Describes a dense layer between two norms."""
-
-    after: ClassVar[str] = _AFTER
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Experts(RoutedExperts):
-    """Describes routed experts between two norms."""
-
-    after: ClassVar[str] = _AFTER
-
-
 class _Afmoe(MoEDecoder):
     """A decoder with four norms a block."""
 
-    kinds = (_Attention, _Experts, _MLP)
+    kinds = (_Attention, ExpertsBetweenNorms, MLPBetweenNorms)
 
     gate_of: ClassVar[GateOf] = "element"
     gate_activation: ClassVar[GateActivation] = "sigmoid"
@@ -59,7 +42,7 @@ class _Afmoe(MoEDecoder):
 
     def feed_forward(self, layer: int) -> Part:
         is_routed = self.moe_layers[layer] if self.moe_layers else self.num_experts > 0
-        return (_Experts if is_routed else _MLP).of(self)
+        return (ExpertsBetweenNorms if is_routed else MLPBetweenNorms).of(self)
 
 
 # Keys of published files that transformers does not read, and their only values there.

@@ -6,9 +6,6 @@ hold them. An export has the layout of its source: where that has no biases, it 
 that training has moved, with a warning.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from moetrain.models.architecture import Architecture, ConfigJson, Fields, Part
 from moetrain.models.decoders import moe_block
 from moetrain.models.families.deepseek import (
@@ -21,26 +18,20 @@ from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts
+from moetrain.models.parts.between_norms import ExpertsBetweenNorms
 from moetrain.models.parts.deepseek_router import read_deepseek_layers, write_deepseek_layers
 from moetrain.models.parts.latent_attention import LatentAttention
 from moetrain.models.parts.layer_types import read_mlp_types, write_mlp_types
 
 
-@dataclass(frozen=True, kw_only=True)
-class _NormedExperts(RoutedExperts):
-    """Routed experts between two norms."""
-
-    after: ClassVar[str] = "mlp_out_norm"
-
-
 class _AXK1(LatentDecoder):
     """A latent decoder with a norm of each MoE layer's result."""
 
-    kinds = (LatentAttention, _NormedExperts, SwiGLU)
+    kinds = (LatentAttention, ExpertsBetweenNorms, SwiGLU)
 
     def feed_forward(self, layer: int) -> Part:
         part = super().feed_forward(layer)
-        return _NormedExperts.of(self) if isinstance(part, RoutedExperts) else part
+        return ExpertsBetweenNorms.of(self) if isinstance(part, RoutedExperts) else part
 
 
 _THEIRS = "model.layers.{layer}.mlp.gate.e_score_correction_bias"

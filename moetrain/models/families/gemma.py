@@ -19,10 +19,10 @@ from moetrain.models.architecture import Architecture, AttentionPart, ConfigJson
 from moetrain.models.decoders import COMMON_DEFAULTS, DENSE, beside_vision
 from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
+from moetrain.models.parts.between_norms import MLPBetweenNorms
 from moetrain.models.parts.gemma_layers import (
     GemmaAttention,
     GemmaExperts,
-    GemmaMLP,
 )
 from moetrain.models.rope_scaling import RopeScaling, Rotation
 
@@ -33,7 +33,7 @@ _FULL = "full_attention"
 class _Gemma4(Architecture):
     """Gemma-4; the fields below are those of layers without a window."""
 
-    kinds = (GemmaAttention, GemmaMLP, GemmaExperts)
+    kinds = (GemmaAttention, MLPBetweenNorms, GemmaExperts)
     activation = "gelu"
 
     global_head_dim: int = Field(default=512, gt=0)
@@ -63,7 +63,7 @@ class _Gemma4(Architecture):
         )
 
     def feed_forward(self, layer: int) -> Part:
-        return (GemmaExperts if self.num_experts else GemmaMLP).of(self)
+        return (GemmaExperts if self.num_experts else MLPBetweenNorms).of(self)
 
     def rotation(self, layer: int) -> Rotation:
         if self._is_global(layer):

@@ -18,9 +18,15 @@ from pydantic import model_validator
 
 from moetrain.kernels.experts.swiglu import limited
 from moetrain.models.architecture import Architecture, ConfigJson, Fields, Part
-from moetrain.models.decoders import COMMON_DEFAULTS, DENSE, beside_vision, renamed
+from moetrain.models.decoders import (
+    COMMON_DEFAULTS,
+    DENSE,
+    StackExperts,
+    beside_vision,
+    renamed,
+)
 from moetrain.models.families.deepseek import check_keys
-from moetrain.models.family import Family, Piece, Rename, WeightMap, match, register
+from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts
@@ -235,40 +241,6 @@ def _write_layers(arch: Architecture) -> Fields:
 # ---- weights -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Stacked:
-    """Maps experts' stacked parameter to file tensors that stack one of its matrices each.
-
-    For E experts and theirs = (gate, up), both ``[E, F, D]``, the parameter is ``[E, 2F, D]``.
-    """
-
-    ours: str
-    """Name of the parameter, with ``{layer}``."""
-    theirs: tuple[str, ...]
-    """Names of the file tensors, with ``{layer}``."""
-
-    def pieces(
-        self, parameter: str, shape: Sequence[int], arch: Architecture | None
-    ) -> list[Piece]:
-        """Return one piece for each file tensor; none if ``parameter`` is another."""
-        fields = match(self.ours, parameter)
-        if fields is None:
-            return []
-        experts, rows = shape[0], shape[1] // len(self.theirs)
-        places = [
-            (slice(0, experts), slice(i * rows, (i + 1) * rows)) for i in range(len(self.theirs))
-        ]
-        return [
-            Piece(theirs.format(**fields), parameter, place)
-            for theirs, place in zip(self.theirs, places, strict=True)
-        ]
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The file's modules, with ``{layer}``."""
-        return tuple(theirs.rpartition(".")[0] for theirs in self.theirs)
-
-
 _OURS, _THEIRS = "layers.{layer}.moe", "model.layers.{layer}"
 _WEIGHT_MAP: WeightMap = (
     *DENSE,
@@ -279,7 +251,7 @@ _WEIGHT_MAP: WeightMap = (
         Rename(f"{_OURS}.shared_experts.w_{x}", f"{_THEIRS}.share_expert.{x}_proj")
         for x in ("gate", "up", "down")
     ),
-    _Stacked(
+    StackExperts(
         f"{_OURS}.experts.w_gate_up",
         (f"{_THEIRS}.moe.gate_proj.weight", f"{_THEIRS}.moe.up_proj.weight"),
     ),

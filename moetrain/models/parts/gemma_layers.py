@@ -29,10 +29,10 @@ from moetrain.models.architecture import FP32, Weight, Workload
 from moetrain.models.attention import Attention, GroupedQueryAttention
 from moetrain.models.layers import Context, RMSNorm, SwiGLU, linears
 from moetrain.models.moe import Experts, MoE, MoEOutput, RoutedExperts, Router
+from moetrain.models.parts.between_norms import AFTER
 from moetrain.models.rules import NORM
 from moetrain.runtime.backend import Backend
 
-_AFTER = "mlp_out_norm"
 _NORMS = ("dense_norm", "dense_out_norm", "routed_norm", "routed_out_norm")
 
 
@@ -102,18 +102,11 @@ class _GemmaAttention(Attention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmaMLP(SwiGLU):
-    """Describes a dense layer between two norms."""
-
-    after: ClassVar[str] = _AFTER
-
-
-@dataclass(frozen=True, kw_only=True)
 class GemmaExperts(RoutedExperts):
     """Describes experts beside a dense layer, with all norms but that of the sum."""
 
     norm: ClassVar[str] = ""
-    after: ClassVar[str] = _AFTER
+    after: ClassVar[str] = AFTER
 
     intermediate_size: int
     """Width of the dense layer."""
