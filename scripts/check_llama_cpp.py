@@ -14,6 +14,7 @@ below the rounding where rounding decided. The exit code is 1 if any tokens diff
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import sys
@@ -81,8 +82,8 @@ class LlamaCpp:
 @contextmanager
 def llama_cpp(file: Path, context: int = 1024) -> Iterator[LlamaCpp]:
     """Load ``file`` in llama.cpp. ``context``: the most tokens of a prompt and its continuation."""
-    import xllamacpp  # pyright: ignore[reportMissingImports] - the extra llamacpp
-
+    # No type checker sees into this compiled module of the extra llamacpp.
+    xllamacpp: Any = importlib.import_module("xllamacpp")
     params = xllamacpp.CommonParams()
     params.model.path = str(file)
     params.n_ctx, params.n_parallel, params.n_gpu_layers = context, 1, 0
