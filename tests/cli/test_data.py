@@ -60,6 +60,7 @@ def test_a_mixture_and_a_recipe_are_shown_without_colours(tmp_path: Path, capsys
         assert "«Asked" not in out
 
 
+@pytest.mark.tier("long")
 def test_log_lines_go_to_what_stands_in_for_standard_error():
     """A progress bar stands there while it is shown, and prints lines above itself."""
     code = """

@@ -119,6 +119,7 @@ def test_idle_threads_sleep_unless_the_environment_says_otherwise(
     assert wanted in found.stderr
 
 
+@pytest.mark.tier("long")
 def test_idle_threads_sleep_in_a_program_that_imports_the_library_first():
     code = "import os; os.getloadavg = lambda: (99, 99, 99); import moetrain; moetrain.Trainer; "
     code += "print(os.environ['OMP_WAIT_POLICY'])"

@@ -204,6 +204,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.tier("long", quick=["text-no"])
 @pytest.mark.parametrize("streaming", ["yes", "no"])
 @pytest.mark.parametrize("form", TRAINED)
 def test_rows_train_as_lines_do(form: str, streaming: str, tmp_path: Path):

@@ -60,6 +60,7 @@ def texts(data: Data, start: int, stop: int) -> list[str]:
     return [bytes(row.tokens_S[:-1].tolist()).decode() for row in rows]
 
 
+@pytest.mark.tier("long", quick=["a.jsonl.zstd", "splits"])
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_a_pass_has_every_record_once_in_another_order(container: str, tmp_path: Path):
     path = CONTAINERS[container](

@@ -479,7 +479,7 @@ def hostile(target, draw, field):
     return path, frame[:99], parts(exchange(target.port, head, frame, hang_up))
 
 
-@pytest.mark.tier("quick", long=["Serve-1-500", "Jobs-1-500", "Agents-1-500"])
+@pytest.mark.tier("long", quick=["Agents-0-40"])
 @pytest.mark.parametrize(("seed", "times"), [(0, 40), (1, 500)])
 def test_whatever_comes_is_answered_and_forgotten(target, seed, times):
     draw, expected = random.Random(seed), target.plain()

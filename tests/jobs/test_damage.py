@@ -208,6 +208,7 @@ def unreadable(monkeypatch):
     monkeypatch.setattr(store.os, "scandir", lambda path: refuse(path) or scanned(path))
 
 
+@pytest.mark.tier("long")
 def test_damaged_jobs_are_set_aside_and_the_others_served(left, tmp_path, unreadable, caplog):
     both = AT_ONCE | LATER
     folder, names = copies(left[0], tmp_path, {key: damage for key, (damage, _) in both.items()})

@@ -365,7 +365,7 @@ def rules_of(service):
     return bits, generator.is_busy, pages.num_available == pages.num_pages
 
 
-@pytest.mark.tier("quick", long=["nan"], wide=["exception"])
+@pytest.mark.tier("long", quick=["generation"], wide=["exception"])
 @pytest.mark.parametrize("fails", ["exception", "nan", "generation", "half a step"])
 def test_a_failing_job_reports_and_leaves_the_others_alone(tmp_path, alone, monkeypatch, fails):
     with Service(config_of(tmp_path)) as service:

@@ -164,6 +164,17 @@ class GivesNone(torch.autograd.Function):
         return None
 
 
+@pytest.mark.tier(
+    "quick",
+    long=[
+        "adapted_expert_mlp_fp8-compiled-cpu",
+        "clamped_expert_mlp_fp8-compiled-cpu",
+        "clamped_expert_mlp_fp8_gradients-compiled-cpu",
+        "expert_mlp_fp8_blocks-compiled-cpu",
+        "expert_mlp_fp8_gradients-compiled-cpu",
+        "linear_cross_entropy_sum_narrow-compiled-cpu",
+    ],
+)
 @devices
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("spec", SAVING, ids=lambda spec: spec.name)
@@ -208,6 +219,20 @@ def _copied(value):
     return value.detach().clone().requires_grad_(value.requires_grad)
 
 
+@pytest.mark.tier(
+    "quick",
+    long=[
+        "adapted_clamped_expert_mlp-cpu",
+        "adapted_expert_mlp-cpu",
+        "adapted_expert_mlp_fp8-cpu",
+        "clamped_expert_mlp_fp8-cpu",
+        "clamped_expert_mlp_fp8_gradients-cpu",
+        "expert_mlp_fp8_blocks-cpu",
+        "expert_mlp_fp8_gradients-cpu",
+        "linear_cross_entropy_sum_narrow-cpu",
+        "ssd-cpu",
+    ],
+)
 @devices
 @specs
 def test_ops_pass_opcheck(spec, device):

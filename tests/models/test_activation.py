@@ -342,6 +342,7 @@ def losses_and_memory(folder, policy):
     return losses, peak, config.activation
 
 
+@pytest.mark.tier("long")
 def test_auto_recomputes_what_does_not_fit_with_the_same_losses(tmp_path, monkeypatch, caplog):
     ways = {
         "none": ["activation.policy=none"],

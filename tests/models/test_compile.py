@@ -89,9 +89,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.tier(
-    "quick", long=["norms behind rotation-triton"], wide=["sigmoid-triton", "wide norms-triton"]
-)
+@pytest.mark.tier("long", wide=["sigmoid-triton", "wide norms-triton"])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_compile_once(name, backend):
@@ -121,6 +119,7 @@ def test_a_process_may_build_many_models():
         assert counter.frame_count == 1
 
 
+@pytest.mark.tier("long")
 def test_an_expert_may_run_empty():
     model = fresh_model(MOE)
     counter = compile_counting(model)
@@ -147,6 +146,7 @@ def test_one_graph_for_each_kind_of_block():
     assert not counters["graph_break"]
 
 
+@pytest.mark.tier("long")
 @torch.no_grad()  # flex has no backward on a CPU
 def test_flex_masks_do_not_recompile():
     model = fresh_model(MOE, "flex")
@@ -158,7 +158,7 @@ def test_flex_masks_do_not_recompile():
     assert counter.frame_count == 1
 
 
-@pytest.mark.tier("quick", long=["dtype1"])
+@pytest.mark.tier("long")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_forced_balance_and_bf16_compile(dtype):
     model = fresh_model(MOE, force_balanced=True)

@@ -198,6 +198,7 @@ def test_flops_of_qwen3_30b_a3b(layers, gigaflops):
     assert arch.flops_per_token(4096) / 1e9 == pytest.approx(gigaflops, rel=0.005)
 
 
+@pytest.mark.tier("long")
 def test_sizes_of_presets():
     arch = PRESETS["qwen3-30b-a3b"]
     assert arch.num_params() / 1e9 == pytest.approx(30.5, abs=0.05)
@@ -210,6 +211,10 @@ def test_sizes_of_presets():
 
 
 # Packing.
+@pytest.mark.tier(
+    "long",
+    quick=["flex-windows", "reference-windows", "sdpa-windows", "reference-full", "sdpa-full"],
+)
 @pytest.mark.parametrize("windows", [(), (5, None, 5)], ids=["full", "windows"])
 @pytest.mark.parametrize("attention", ["sdpa", "reference", "flex"])
 @torch.no_grad()  # flex has no backward on a CPU

@@ -160,6 +160,7 @@ def test_a_weight_and_its_moments_are_rounded_by_bits_of_their_own():
 SHAPES = [(5, 64), (3, 100), (70,), (2, 3, 40), (0, 32), (4, 1, 4), (33, 1056)]
 
 
+@pytest.mark.tier("quick", long=["cpu-shape6-dtype0", "cpu-shape6-dtype1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 @devices
@@ -292,6 +293,7 @@ def test_parameters_with_equal_values_and_gradients_are_rounded_differently():
         assert (codes[key] != others[key]).double().mean() > 0.2
 
 
+@pytest.mark.tier("long")
 @pytest.mark.parametrize("words", RUNS.values(), ids=RUNS)
 def test_a_loaded_state_goes_on_bit_for_bit(words):
     straight = make_engine(*words)

@@ -88,6 +88,7 @@ def test_a_matrix_without_a_direction_stays_and_epsilon_is_added_to_the_norm():
 SIZES = [(1, 5, 3), (2, 130, 20), (3, 257, 65), (2, 256, 128)]
 
 
+@pytest.mark.tier("quick", long=["sizes2-dtype0-cpu", "sizes2-dtype1-cpu"])
 @devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", SIZES)
@@ -115,6 +116,7 @@ def test_symmetric_product_worked_example(device):
         assert found_1RR[0].tolist() == [[10, 23], [23, 50]]
 
 
+@pytest.mark.tier("long", quick=["shape1-cpu", "shape2-cpu"])
 @devices
 @pytest.mark.parametrize("shape", [(260, 300), (300, 260), (40, 257)])
 def test_matrices_by_symmetric_products_are_those_of_the_reference(shape, device, monkeypatch):
@@ -335,6 +337,7 @@ def test_a_step_without_a_finite_loss_changes_nothing():
 # ---- checkpoints --------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("long")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_state_goes_on_bit_for_bit(dtype):
     words = [MUON, f"optim.state_dtype={dtype}", f"optim.gradient_dtype={dtype}"]
@@ -467,7 +470,7 @@ def step_on_given_gradients(runs, words, base):
     return answers
 
 
-@pytest.mark.tier("quick", wide=["4-bf16 gradients", "4-dense", "4-experts"])
+@pytest.mark.tier("long", wide=["4-bf16 gradients", "4-dense", "4-experts"])
 @pytest.mark.parametrize("case", GIVEN)
 @pytest.mark.parametrize("world", MESHES)
 def test_every_mesh_gives_the_same_bits(world, case):

@@ -257,6 +257,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.tier("long", quick=["True-a shard in place", "False-a DTensor"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("frees", [True, False])
 def test_forward_uses_weights_after_any_change(change, frees):
@@ -342,7 +343,7 @@ def norms(runs):
     return answers
 
 
-@pytest.mark.tier("quick", long=["2"])
+@pytest.mark.tier("long")
 @pytest.mark.parametrize("world", NORMS)
 def test_the_norm_that_reductions_leave_is_the_gradients(world):
     for answers in spawn(world, norms, NORMS[world], timeout=300):
@@ -426,6 +427,7 @@ def train_small(runs, micro):
     return answers
 
 
+@pytest.mark.tier("long")
 def test_every_mesh_rounds_moments_alike():
     """Elements agree one by one, except for a few at the edge between two roundings."""
     (numbers, moments) = train_small({"one": []}, ROWS)["one"]

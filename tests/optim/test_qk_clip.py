@@ -103,6 +103,7 @@ def scale_by_hand(weights, path, part, head, gamma):
         scale("wk", head * rows, rows * is_alone, root)
 
 
+@pytest.mark.tier("long", quick=["glm4_moe groups, gated"])
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps_equal_steps_that_are_clipped_by_hand(case):
     tau = 0.0023 if case == "nemotron_h" else TAU
@@ -140,6 +141,7 @@ def test_a_clipped_head_has_scores_at_the_threshold_and_others_the_bits_they_had
         assert after == pytest.approx(min(TAU, peak), rel=1e-4)
 
 
+@pytest.mark.tier("long", quick=["gpt_oss as many kv heads"])
 @pytest.mark.parametrize("case", ["gpt_oss as many kv heads", "deepseek_v3"])
 def test_a_threshold_that_no_score_reaches_changes_no_bit(case):
     off, high = engine_of(case, tau=0.0), engine_of(case, tau=1e6)
@@ -164,7 +166,9 @@ CASES_OF_WAYS = [
 
 
 @pytest.mark.tier(
-    "quick", wide=["deepseek_v3-compiled, recomputed in part", "glm4_moe as many kv heads-compiled"]
+    "long",
+    quick=["glm4_moe as many kv heads-recomputed in part"],
+    wide=["deepseek_v3-compiled, recomputed in part", "glm4_moe as many kv heads-compiled"],
 )
 @pytest.mark.parametrize(("case", "way"), CASES_OF_WAYS)
 def test_other_ways_to_compute_a_step_clip_alike(case, way, monkeypatch):
@@ -202,6 +206,7 @@ def test_a_skipped_step_scales_nothing_and_forgets_its_scores():
     assert not engine.clip.peaks_LH.any()
 
 
+@pytest.mark.tier("long")
 @pytest.mark.parametrize("words", [[], ["train.dtype=bfloat16", "moe.z_loss_coef=0"]])
 def test_a_state_goes_on_bit_for_bit(words):
     """In bf16 too: an update leaves the scaled weights for the next forward."""

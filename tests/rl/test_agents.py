@@ -128,6 +128,7 @@ def streamed(base_url, messages, hear=lambda number: None, **options):
     return {"role": "assistant", "content": text}
 
 
+@pytest.mark.tier("long", quick=["y-False"])
 @pytest.mark.parametrize(("asks_again", "stream"), [("x", False), ("y", False), ("x", True)])
 def test_a_resumed_agent_hears_what_it_heard(asks_again, stream):
     """This holds if it sends the same requests; else the recorded row would be another prompt's."""

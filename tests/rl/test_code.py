@@ -416,6 +416,19 @@ CASES = [
 ]
 
 
+@pytest.mark.tier(
+    "long",
+    quick=[
+        "inherited files and environment-as root of a container",
+        "a root's file-as root of a container",
+        "a deletion-as root of a container",
+        "the trainer's memory-as root of a container",
+        "signals to the trainer-as root of a container",
+        "signals to its parents-as root of a container",
+        "files that stay-as root of a container",
+        "the network-as root of a container",
+    ],
+)
 @pytest.mark.parametrize(("attack", "mode"), CASES)
 def test_program_that_attacks_leaves_nothing(attack: str, mode: str, open_folder: Path):
     _, needed, reward = ATTACKS[attack]
@@ -443,6 +456,7 @@ def test_program_that_attacks_leaves_nothing(attack: str, mode: str, open_folder
         assert Path("/proc", group.name.rpartition("-")[2]).exists()
 
 
+@pytest.mark.tier("long", quick=["as root of a container"])
 @pytest.mark.parametrize("mode", MODES)
 def test_program_ends_with_its_trainer(mode: str, open_folder: Path):
     trainer = begin(mode, "a process that ignores signals", open_folder, _SECONDS=60)

@@ -107,6 +107,7 @@ def test_turns_of_several_words():
         assert sample.is_action.sum() == t.num_written == len(first + second + third)
 
 
+@pytest.mark.tier("long", quick=["1"])
 @pytest.mark.parametrize("turns", [1, 3])
 def test_asynchronous_environments_change_nothing(turns):
     class Slow(Counting):

@@ -112,9 +112,7 @@ def step(engine):
     engine.step(1e-2)
 
 
-@pytest.mark.tier(
-    "quick", long=["bf16", "float8 bf16", "fp8_blocks", "fp8_gradients"], wide=["fp8"]
-)
+@pytest.mark.tier("long", quick=["muon"], wide=["fp8"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_fake_step_launches_what_a_step_does(case, monkeypatch):
     as_on_a_gpu(monkeypatch)

@@ -184,6 +184,7 @@ def check_steps(words, micro):
     return len(captured), ours.passes.num_retried
 
 
+@pytest.mark.tier("long", quick=["plain"])
 @pytest.mark.parametrize("case", ["plain", "accumulated", "muon", "coded"])
 def test_graphed_steps_equal_plain_steps(case):
     check_steps(*CASES[case])
@@ -248,6 +249,7 @@ def differing(graphs):
     return total.item(), norm.item(), len(seen)
 
 
+@pytest.mark.tier("long")
 def test_ranks_with_other_shapes_run_without_graphs():
     plain, ours = (spawn(2, differing, words) for words in ([], [ON]))
     assert [x[:2] for x in ours] == [x[:2] for x in plain]

@@ -27,6 +27,7 @@ def walked(request):
     return request.param, script.record(WALKS[request.param])
 
 
+@pytest.mark.tier("long", quick=["request"])
 def test_walk_comes_by_its_landmarks_to_its_target(walked):
     name, stacks = walked
     reached = [":".join(stack[-1]) for stack in stacks.values()]

@@ -53,6 +53,7 @@ def test_the_wheel_trains_without_the_checkout(installed):
     assert (installed / "outputs" / "debug" / "metrics.jsonl").stat().st_size
 
 
+@pytest.mark.tier("long")
 def test_the_wheel_has_the_command_and_its_licence(installed):
     (metadata,) = installed.glob("moetrain-*.dist-info")
     assert "moetrain = moetrain.cli.main:run_script" in (metadata / "entry_points.txt").read_text()

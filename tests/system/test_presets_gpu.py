@@ -60,6 +60,7 @@ def difference(got, want):
     return math.sqrt(squares / sum(g.norm().item() ** 2 for g in want.values()))
 
 
+@pytest.mark.tier("long", quick=["ernie-4.5-21b-a3b"])
 @pytest.mark.parametrize("preset", LAYERS)
 def test_fast_gradients_of_a_preset_are_the_references(preset, tmp_path):
     """Compiled, in bf16 and fp8, beside eager plain formulas in bf16 with the same weights."""

@@ -86,6 +86,7 @@ def cut(text, stops):
     return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
 
 
+@pytest.mark.tier("long", quick=["suffixes", "metaspace", "wordpiece", "no decoder"])
 @pytest.mark.parametrize("name", NAMES)
 def test_text_stream_stops_where_the_whole_text_first_has_a_stop_text(name, load):
     tokenizer = load(name)
@@ -104,6 +105,7 @@ def test_text_stream_stops_where_the_whole_text_first_has_a_stop_text(name, load
             assert found == wanted, (stops, again(number, f"'first_has_a_stop_text and {name}'"))
 
 
+@pytest.mark.tier("long", quick=["wordpiece"])
 @pytest.mark.parametrize("name", ["bytes", "gemma", "llama", "wordpiece"])
 def test_completions_end_at_the_first_stop_text_and_the_server_leaves_it_out(name, load):
     tokenizer = load(name)
@@ -207,6 +209,7 @@ def plain_next(logits, allowed, params):
     return {token: x / sum(p) for token, x in zip(kept, p, strict=False)}
 
 
+@pytest.mark.tier("long")
 @pytest.mark.parametrize("kind", ["regex", "choice"])
 def test_grammars_leave_the_tokens_that_a_match_may_go_on_with(kind):
     tokenizer = ByteTokenizer()
@@ -314,6 +317,7 @@ def is_valid(schema, value):
     return False
 
 
+@pytest.mark.tier("long")
 def test_texts_of_a_schema_are_valid_json_of_it():
     tokenizer, ended = ByteTokenizer(), 0
     for number in numbers("12:0"):

@@ -65,6 +65,7 @@ def check_steps(words, micro):
     return total
 
 
+@pytest.mark.tier("long")
 @pytest.mark.parametrize("case", HOST)
 def test_late_threads_change_no_bit(case):
     assert check_steps(*HOST[case]) > 0

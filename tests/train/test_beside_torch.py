@@ -158,6 +158,7 @@ STEPS = {
 }
 
 
+@pytest.mark.tier("long")
 def test_updates_are_those_of_torchs_adamw():
     assert check_steps(STEPS[1])
 
@@ -214,6 +215,7 @@ def rate_words(schedule):
 # ---- what a run writes -------------------------------------------------------------------------
 
 
+@pytest.mark.tier("long")
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_a_runs_metrics_are_those_of_torch(schedule, tiny_words, tmp_path):
     words = [*tiny_words, *STRONG, *rate_words(schedule), "optim.warmup_steps=3", "train.steps=10"]
@@ -267,6 +269,7 @@ class Cycle:
         self.itself = self
 
 
+@pytest.mark.tier("long")
 def test_the_garbage_collector_runs_when_it_is_told_to(tiny, monkeypatch):
     died, plain = {}, Trainer.train_step
 

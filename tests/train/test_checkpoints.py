@@ -437,6 +437,7 @@ class Clock:
     perf_counter = monotonic
 
 
+@pytest.mark.tier("long", quick=["words4-steps4"])
 @pytest.mark.parametrize(
     ("words", "steps"),
     [
@@ -491,6 +492,7 @@ def saved_by_one_clock(words):
     return saved
 
 
+@pytest.mark.tier("long")
 def test_ranks_save_by_the_clock_of_one(tiny_words, tmp_path):
     words = [*tiny_words, "train.steps=10", "train.sample_tokens=0"]
     assert spawn(2, saved_by_one_clock, words, timeout=90) == [[4, 9, 10]] * 2

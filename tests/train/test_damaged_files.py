@@ -44,6 +44,7 @@ def test_a_run_goes_on_with_a_damaged_line_in_its_metrics(tiny, tmp_path):
     assert max(found) == 4
 
 
+@pytest.mark.tier("long", quick=["name"])
 @pytest.mark.parametrize("data", [b"\xff", b"0123456789abcde\xe9", b"\0" * 16, b"name"])
 def test_a_damaged_name_of_a_run_is_one_line(tiny, tmp_path, data):
     Trainer(tiny("train.steps=2")).fit()
@@ -61,6 +62,7 @@ def test_a_damaged_name_of_a_run_is_one_line(tiny, tmp_path, data):
     assert RunFolder(tmp_path / "out").find("auto") is not None
 
 
+@pytest.mark.tier("long")
 def test_damaged_references_of_preferences_are_one_line(tmp_path):
     """A changed or missing byte anywhere causes only a ConfigError."""
     dataset = SimpleNamespace(identity={"of": "é"}, reference_PS=np.zeros((2, 3), np.float32))

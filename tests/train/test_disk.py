@@ -35,7 +35,9 @@ def last_line(words, capsys):
     return error.splitlines()[-1]
 
 
-@pytest.mark.tier("quick", long=["10000-no", "10000-yes"])
+@pytest.mark.tier(
+    "long", quick=["20-no", "20-yes", "2000-no", "2000-yes", "100000-no", "100000-yes"]
+)
 @pytest.mark.parametrize("board", ["no", "yes"])
 @pytest.mark.parametrize("longest", [20, 2_000, 10_000, 40_000, 100_000])
 def test_no_file_may_grow_beyond_a_size(longest, board, tiny, tiny_words, capsys):

@@ -95,6 +95,7 @@ def test_a_folder_stays_claimed_when_its_process_forks(tmp_path):
         pass
 
 
+@pytest.mark.tier("long")
 @pytest.mark.parametrize("forks", FORKS)
 def test_of_many_that_take_a_killed_processs_folder_one_gets_it(forks, killed, tmp_path):
     killed(forks)

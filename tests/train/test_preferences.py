@@ -357,7 +357,7 @@ def trained(words, kind):
     return losses_of(config, **preferences(config, PAIRS, kind))
 
 
-@pytest.mark.tier("quick", long=["dpo", "ipo"])
+@pytest.mark.tier("long")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_margin_grows(kind, own_words):
     rows = trained([*own_words, "train.steps=12", "optim.lr=2e-2"], kind)
@@ -383,6 +383,7 @@ def pair_words(tiny_words, tmp_path):
     return [*words, "train.sample_tokens=0", "train.steps=6"]
 
 
+@pytest.mark.tier("long")
 def test_kto_learns_single_answers_from_a_file(pair_words, tmp_path):
     """Desirable answers gain over undesirable ones, and a run's first loss is the formula's.
 

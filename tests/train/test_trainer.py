@@ -67,6 +67,7 @@ def gradients(config):
     return kept, trainer.train_step()
 
 
+@pytest.mark.tier("long")
 def test_20_steps_equal_10_kill_resume_10_bit_for_bit(tiny, tmp_path):
     straight = fit(tiny("train.steps=20", f"output_dir={tmp_path / 'a'}"))
     halves = ["train.steps=20", f"output_dir={tmp_path / 'b'}"]

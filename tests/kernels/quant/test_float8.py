@@ -335,7 +335,7 @@ def check_learned(found, wanted):
     assert all(torch.equal(x, wanted[1][name]) for name, x in found[1].items())
 
 
-@pytest.mark.tier("quick", long=["float8"])
+@pytest.mark.tier("long", quick=["mxfp4"])
 @every_form
 def test_a_run_has_the_bits_of_one_with_the_values(name):
     words = [EVERYTHING, f"lora.base_dtype={name}", *ROUND]
@@ -450,6 +450,7 @@ def test_a_checkpoint_is_loaded_and_saved(ranks, tmp_path):
     assert set(saved) == set(model.state_dict())
 
 
+@pytest.mark.tier("long", quick=["float8"])
 @every_form
 def test_generation_uses_the_quantised_base(name):
     check(*follow([f"lora.base_dtype={name}", *ROUND]))
@@ -467,6 +468,7 @@ def test_generation_on_ranks_uses_the_quantised_base():
             check(*answer)
 
 
+@pytest.mark.tier("long", quick=["float8"])
 @every_form
 def test_quantised_base_is_offloaded_and_reloaded(name):
     words = [EVERYTHING, f"lora.base_dtype={name}", *ROUND]
@@ -494,6 +496,7 @@ def test_run_resumes_only_with_the_same_quantised_base(tiny, form):
         Trainer(tiny(*words[:-1], *resume))
 
 
+@pytest.mark.tier("long")
 @pytest.mark.parametrize("form", ["float8", "nf4"])
 def test_jobs_learn_beside_a_quantised_base(tmp_path, form):
     words = f"lora.base_dtype={form}"

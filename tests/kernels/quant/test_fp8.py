@@ -521,6 +521,7 @@ def check_transports(precision: Precision) -> None:
             assert_same(answers[name], answers["plain"], 1e-6, (routing, name))
 
 
+@pytest.mark.tier("long", quick=["2-fp8_blocks"])
 @pytest.mark.parametrize(("world", "precision"), [(2, "fp8"), (4, "fp8"), (2, "fp8_blocks")])
 def test_rows_sent_in_e4m3_change_no_bit(world, precision):
     spawn(world, check_transports, precision, timeout=200)

@@ -145,6 +145,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.tier("long", quick=["whole"])
 @pytest.mark.parametrize("case", TRAINED)
 def test_a_run_is_merged_as_it_exports_itself(case, tmp_path):
     """Its export's weights are tested against PEFT's model (test_peft.py)."""

@@ -211,6 +211,7 @@ def test_a_rank_without_tokens_under_inductor():
     spawn(2, check_under_inductor, timeout=300.0)
 
 
+@pytest.mark.tier("long")
 def test_deepep_with_fast_kernels():
     spawn(2, check_fast_kernels, timeout=120.0)
 
@@ -413,6 +414,7 @@ def gradients_of_two_calls(words: list[str]) -> tuple[dict[str, torch.Tensor], i
     return gradients, engine.passes.num_retried
 
 
+@pytest.mark.tier("long")
 def test_a_call_that_overflows_loses_nothing_of_the_call_before(tiny_words):
     words = one_answer.words_of(tiny_words, "train.micro_batch_size=2")
     words += ["parallel.ep=2", "moe.dispatch_mode=static"]

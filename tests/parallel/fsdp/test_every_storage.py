@@ -79,6 +79,7 @@ def broken_promises(name):
     return broken
 
 
+@pytest.mark.tier("long", quick=["1-Plain", "1-Offloaded", "1-Quantised"])
 @pytest.mark.parametrize("name", [kind.__name__ for kind in STORAGES])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_storage_keeps_its_promises(name, ranks):

@@ -326,6 +326,7 @@ def gathers(words):
     return counts, [len(found) for found in places]
 
 
+@pytest.mark.tier("long")
 def test_fsdp_gathers_parameters_once_a_step_at_fixed_addresses(tiny_words):
     base = [*tiny_words, "model.num_layers=4"]
     for counts, places in spawn(2, gathers, base):

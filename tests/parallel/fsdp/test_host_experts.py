@@ -34,6 +34,7 @@ def check_same(mine, theirs):
     assert hosted == {name for name in values if ".experts.w_" in name and "lora" not in name}
 
 
+@pytest.mark.tier("long")
 @pytest.mark.parametrize(
     ("name", "policy"), [("float8", "none"), ("mxfp4", "selective"), ("nf4", "full")]
 )

@@ -121,7 +121,7 @@ def compare(words, what, steps=3):
 WHAT = [(), ("weights",), ("gradients",), ("moments",), ("workspaces",)]
 
 
-@pytest.mark.tier("quick", long=["weights"])
+@pytest.mark.tier("long", quick=["all"])
 @pytest.mark.parametrize("what", WHAT, ids=lambda what: "-".join(what) or "all")
 def test_a_run_that_is_offloaded_goes_on_as_if_it_were_not(what):
     compare(["train.dtype=bfloat16"], what)
@@ -136,7 +136,7 @@ def on_ranks(words):
     return True
 
 
-@pytest.mark.tier("quick", long=["words1"])
+@pytest.mark.tier("long")
 @pytest.mark.parametrize("words", [["parallel.dp_shard=2"], ["parallel.tp=2"], ["parallel.ep=2"]])
 def test_offloaded_on_ranks(words):
     assert spawn(2, on_ranks, ["train.dtype=bfloat16", *words], timeout=120) == [True, True]
@@ -213,6 +213,7 @@ def test_a_state_is_loaded_into_the_same_moments():
     assert {k: v for k, v in identity_of(engine).items() if k in before} == before
 
 
+@pytest.mark.tier("long")
 def test_an_arena_that_is_not_fixed_forgets_what_nobody_holds():
     arena = Arena("gradients", torch.device("cpu"), fixed=False)
     kept, gone = arena.empty(3, torch.float32), arena.empty(5, torch.float32)
@@ -363,6 +364,7 @@ def each_fraction(words, tolerance, fractions=(0.3, 0.5, 1.0), **kwargs):
     return True
 
 
+@pytest.mark.tier("long", quick=["lora.rank=8 moe.bias_update_rate=0 train.dtype=float32"])
 @pytest.mark.parametrize(
     "words",
     [
@@ -452,6 +454,7 @@ def test_ranks_whose_hosts_are_not_equally_fast_gather_in_one_order():
             assert_near(found, weights, 1e-5)
 
 
+@pytest.mark.tier("long")
 @pytest.mark.parametrize("turns", ["no", "yes"])
 def test_weights_updated_on_the_host_are_not_copied_again(turns):
     """The thread that updates them copies them. A pass that copies them reads a master."""
@@ -575,6 +578,7 @@ def test_a_bad_step_changes_nothing_on_the_host():
     assert not engine.step(1e-3).skipped
 
 
+@pytest.mark.tier("long", quick=["1.0-1.0"])
 @pytest.mark.parametrize(("before", "after"), [(0.5, 0.0), (0.0, 1.0), (1.0, 1.0)])
 def test_a_state_goes_on_with_another_share_on_the_host(before, after):
     words = ["train.dtype=float32"]

@@ -219,7 +219,7 @@ def estimated_and_held(words):
     return {name: (getattr(estimate, name), size) for name, size in held.items()}
 
 
-@pytest.mark.tier("quick", long=["True-2-bf16", "True-4-fp8"], wide=["True-4-bf16"])
+@pytest.mark.tier("long", wide=["True-4-bf16"])
 @pytest.mark.parametrize(
     ("is_compiled", "taps", "precision"),
     [
