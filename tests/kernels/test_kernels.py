@@ -7,12 +7,14 @@ Triton's interpreter (tests/conftest.py); the tests marked ``gpu`` walk the same
 
 import importlib
 import inspect
+import itertools
 import os
 import pkgutil
 import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,7 @@ from tests.lib.specs.spec import (
     Inputs,
     KernelSpec,
     as_tuple,
+    evaluate,
     relative_errors,
     rerun_differences,
     with_grad,
@@ -63,6 +66,11 @@ specs_by_tier = pytest.mark.parametrize(
 SAVING = [spec for spec in SPECS if "expert_mlp" in spec.name or "entropy_sum" in spec.name]
 ENDINGS = ("expert_mlp", "expert_mlp_fp8", "expert_mlp_fp8_gradients")
 EXPERTS = [spec.name for spec in SPECS if spec.name.endswith(ENDINGS)]
+ACTIVATIONS = [
+    spec.name
+    for spec in SPECS
+    if re.match("swiglu(_gelu|_silu.*)?$|relu2|clamped_swiglu", spec.name)
+]
 every_case = pytest.mark.parametrize(
     ("spec", "case", "dtype"),
     [
@@ -98,6 +106,22 @@ def test_matches_the_float64_reference(spec, case, dtype, device):
     errors = relative_errors(spec, make(spec, case, device, dtype))
     for name, error in errors.items():
         assert error <= spec.tolerance[dtype], f"{name}: relative error {error:.2e}"
+
+
+@devices
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_nan_is_not_lost(name, device):
+    """A minimum or maximum of Triton's would return the other operand."""
+    (found,) = (spec for spec in SPECS if spec.name == name)
+    spec = replace(found, select=lambda inputs, output: output, select_grads={})
+    for changed, place in itertools.product(spec.differentiable, (0, -1)):  # gate, up
+        inputs = make(spec, spec.cases[1], device)  # a row
+        inputs[changed].view(-1)[place] = float("nan")
+        ours = evaluate(spec, spec.fast, with_grad(spec, inputs), 0.0).named()
+        theirs = evaluate(spec, spec.reference, with_grad(spec, inputs, torch.float64), 0.0).named()
+        assert any(x.isnan().any() for x in theirs.values())
+        for result, x in ours.items():
+            assert x.isnan()[theirs[result].isnan()].all(), f"{result}, with NaN in {changed}"
 
 
 @devices

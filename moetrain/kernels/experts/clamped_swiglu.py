@@ -219,6 +219,17 @@ def expert_of(offsets, row, experts, EXPERTS: tl.constexpr):
 
 
 @triton.jit
+def _at_most(x, limit):
+    # By default the minimum of NaN and a limit is the limit.
+    return tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _within(x, limit):
+    return tl.maximum(_at_most(x, limit), -limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _forward_kernel(
     gate_up,
     weights,
@@ -241,8 +252,7 @@ def _forward_kernel(
     gate += tl.load(bias_at, col < width).to(tl.float32)
     up = tl.load(gate_at + width, col < width).to(tl.float32)
     up += tl.load(bias_at + width, col < width).to(tl.float32)
-    gate = tl.minimum(gate, limit)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
+    gate, up = _at_most(gate, limit), _within(up, limit)
     w = tl.load(weights + row).to(tl.float32)
     value = (up + 1) * gate * tl.sigmoid(alpha * gate) * w
     tl.store(y + row * width + col, value, col < width)
@@ -279,16 +289,15 @@ def _backward_kernel(
         up_in = tl.load(gate_up + gate_at + width, col < width, other=0.0).to(tl.float32)
         up_in += tl.load(bias_at + width, col < width, other=0.0).to(tl.float32)
         d_y = tl.load(dy + row * width + col, col < width, other=0.0).to(tl.float32)
-        gate = tl.minimum(gate_in, limit)
-        up = tl.minimum(tl.maximum(up_in, -limit), limit) + 1
+        gate, up = _at_most(gate_in, limit), _within(up_in, limit) + 1
         s = tl.sigmoid(alpha * gate)
         gated = gate * s
         d_w += d_y * gated * up
         d_gate = d_y * w * up * (s + alpha * gated * (1 - s))
         d_up = d_y * w * gated
-        is_free = (up_in >= -limit) & (up_in <= limit)
-        tl.store(d_gate_up + gate_at, tl.where(gate_in <= limit, d_gate, 0.0), col < width)
-        tl.store(d_gate_up + gate_at + width, tl.where(is_free, d_up, 0.0), col < width)
+        is_clamped = (up_in < -limit) | (up_in > limit)
+        tl.store(d_gate_up + gate_at, tl.where(gate_in > limit, 0.0, d_gate), col < width)
+        tl.store(d_gate_up + gate_at + width, tl.where(is_clamped, 0.0, d_up), col < width)
         if y is not None:
             tl.store(y + row * width + col, gated * up * w, col < width)
     tl.store(d_weights + row, tl.sum(d_w, axis=0))

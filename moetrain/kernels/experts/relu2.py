@@ -111,10 +111,16 @@ relu2_op.register_autograd(_differentiate, setup_context=save_inputs)
 
 
 @triton.jit
+def _positive(x):
+    # By default the maximum of NaN and 0 is 0.
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _forward_kernel(a, weights, y, width, COLS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    positive = tl.maximum(tl.load(a + row * width + col, col < width).to(tl.float32), 0.0)
+    positive = _positive(tl.load(a + row * width + col, col < width).to(tl.float32))
     w = tl.load(weights + row).to(tl.float32)
     tl.store(y + row * width + col, positive * positive * w, col < width)
 
@@ -128,7 +134,7 @@ def _backward_kernel(dy, a, weights, d_a, d_weights, y, width: tl.constexpr, COL
     for start in tl.static_range(0, width, COLS):
         col = start + tl.arange(0, COLS)
         at = row * width + col
-        positive = tl.maximum(tl.load(a + at, col < width, other=0.0).to(tl.float32), 0.0)
+        positive = _positive(tl.load(a + at, col < width, other=0.0).to(tl.float32))
         d_y = tl.load(dy + at, col < width, other=0.0).to(tl.float32)
         squared = positive * positive
         d_w += d_y * squared

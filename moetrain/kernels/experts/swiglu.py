@@ -263,8 +263,8 @@ def _backward_kernel(
         d_yw = d_y * w
         d_yw_of_up = d_yw
         if LIMIT != _NO_LIMIT:
-            slope = tl.where(active <= LIMIT, slope, 0.0)
-            d_yw_of_up = tl.where((up <= LIMIT) & (up >= -LIMIT), d_yw, 0.0)
+            slope = tl.where(active > LIMIT, 0.0, slope)
+            d_yw_of_up = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, d_yw)
             active, up = _clamped(active, up, LIMIT)
         d_w += d_y * active * up
         tl.store(d_gate_up + gate_at, d_yw * up * slope, col < width)
