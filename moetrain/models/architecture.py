@@ -319,7 +319,7 @@ class Architecture(BaseModel):
     moe_layers: tuple[bool, ...] = ()
     """True for each MoE layer; empty: all layers are MoE if there are experts."""
     linear_layers: tuple[bool, ...] = ()
-    """True for each layer with linear attention; empty: no layer has it."""
+    """True for each layer with linear attention or a short convolution; empty: no layer has it."""
     linear_num_key_heads: _Count = 0
     linear_num_value_heads: _Count = 0
     linear_key_head_dim: _Count = 0
@@ -331,6 +331,8 @@ class Architecture(BaseModel):
     """The function that turns logits into scores."""
     router_min_sum: _NonNegative = 0.0
     """The least sum of weights that renormalisation divides by."""
+    router_sum_eps: _NonNegative = 0.0
+    """The number that renormalisation adds to this sum."""
     router_fp32: bool = False
     """True: the router's weight is used in fp32; False: rounded to the compute dtype first."""
     selection_bias: bool = False

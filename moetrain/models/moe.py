@@ -59,6 +59,7 @@ class RoutedExperts(Part):
     norm_topk_prob: bool = True
     router_score: RouterScore = "softmax"
     router_min_sum: float = 0.0
+    router_sum_eps: float = 0.0
     router_fp32: bool = False
     selection_bias: bool = False
     num_expert_groups: int = 1
@@ -290,6 +291,7 @@ class Router(Adaptable):
             best_of_group=sizes.best_of_group,
             scale=sizes.routed_scaling_factor,
             min_sum=sizes.router_min_sum,
+            sum_eps=sizes.router_sum_eps,
             backend=self.backend,
         )
         if self.is_balanced:  # the router runs first, so that measurements include its cost
@@ -307,6 +309,7 @@ class Router(Adaptable):
             is_pad_T=is_pad_T,
             scale=sizes.routed_scaling_factor,
             min_sum=sizes.router_min_sum,
+            sum_eps=sizes.router_sum_eps,
         )
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:

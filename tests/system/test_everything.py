@@ -153,6 +153,7 @@ def draw_variant(d, sizes):
     return {
         "router_score": d.choice(["softmax", "sigmoid"]),
         "router_min_sum": d.choice([0.0, 0.0, 1e-20, 0.7]),
+        "router_sum_eps": d.choice([0.0, 0.0, 1e-6, 0.3]),
         "router_fp32": d.random() < 0.5,
         "selection_bias": d.random() < 0.5,
         "num_expert_groups": groups,

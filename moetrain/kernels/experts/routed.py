@@ -1,8 +1,8 @@
 """A router's decision: the experts of each token, their weights, and how often each is chosen.
 
-    w_te = s_te / max(sum over the chosen e of s_te, min_sum) * scale,    s: softmax or sigmoid
+    w_te = s_te / (max(sum over the chosen e of s_te, min_sum) + sum_eps) * scale
 
-Without ``normalize`` the scores are not divided: w_te = s_te * scale.
+The score s is softmax's or sigmoid's. Without ``normalize`` it is not divided: w_te = s_te * scale.
 
 Legend: T tokens, E experts, K experts a token, R = T * K.
 """
@@ -38,11 +38,13 @@ def weighted(
     normalize: bool,
     scale: float,
     min_sum: float,
+    sum_eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the first three fields of :class:`Routed` for the choice ``ids_TK`` (int64)."""
     weights_TK = scores_TE.gather(1, ids_TK)
     if normalize:
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=min_sum)
+        divisor_T1 = weights_TK.sum(-1, keepdim=True).clamp(min=min_sum) + sum_eps
+        weights_TK = weights_TK / divisor_T1
     if is_pad_T is not None:
         ids_TK = ids_TK.masked_fill(is_pad_T[:, None], -1)
         weights_TK = weights_TK.masked_fill(is_pad_T[:, None], 0)
@@ -78,6 +80,7 @@ def rerouted(
     is_pad_T: torch.Tensor | None = None,
     scale: float = 1.0,
     min_sum: float = 0.0,
+    sum_eps: float = 0.0,
 ) -> Routed:
     """Replace the choice in ``routed`` by ``ids_TK``; the weights follow from the scores.
 
@@ -88,5 +91,7 @@ def rerouted(
     """
     scores_TE = logits_TE.sigmoid() if score == "sigmoid" else logits_TE.softmax(-1)
     ids_TK = ids_TK.clamp(min=0).long()
-    ids_TK, weights_TK, counts_E = weighted(scores_TE, ids_TK, is_pad_T, normalize, scale, min_sum)
+    ids_TK, weights_TK, counts_E = weighted(
+        scores_TE, ids_TK, is_pad_T, normalize, scale, min_sum, sum_eps
+    )
     return routed._replace(ids_TK=ids_TK, weights_TK=weights_TK, counts_E=counts_E)

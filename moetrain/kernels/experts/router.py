@@ -1,7 +1,7 @@
 """The router: top-k, weights, and the statistics that the balancing losses need.
 
     p = softmax(logits)      s = p (or sigmoid(logits))      chosen = the K largest of s + bias
-    weight = scale * s[chosen], divided by max(sum of s[chosen], min_sum) if ``normalize``
+    weight = scale * s[chosen], divided by max(sum of s[chosen], min_sum) + sum_eps if ``normalize``
 
 ``bias`` changes the choice only, never the weights (auxiliary-loss-free balancing, arXiv
 2408.15664). With expert groups (DeepSeek-V3, arXiv 2412.19437) the choice is among the experts of
@@ -70,6 +70,7 @@ def router_topk(
     best_of_group: bool = False,
     scale: float = 1.0,
     min_sum: float = 0.0,
+    sum_eps: float = 0.0,
     backend: Backend = "auto",
 ) -> Routed:
     """Choose ``k`` experts for every token of ``logits_TE`` (fp32, contiguous rows).
@@ -82,6 +83,7 @@ def router_topk(
         best_of_group: score a group by its best expert, instead of its two best.
         scale: multiplies the weights.
         min_sum: the smallest divisor of ``normalize``, for scores close to zero.
+        sum_eps: is added to that divisor.
 
     Raises:
         ValueError: shapes, dtypes or numbers do not fit.
@@ -123,6 +125,7 @@ def router_topk(
         best_of_group=best_of_group,
         scale=scale,
         min_sum=min_sum,
+        sum_eps=sum_eps,
     )
     return Routed(
         ids_TK=ids_TK,
@@ -164,6 +167,7 @@ def _reference(
     best_of_group: bool,
     scale: float,
     min_sum: float,
+    sum_eps: float,
 ) -> _Outputs:
     log_probs_TE = logits_TE.log_softmax(-1)
     probs_TE = log_probs_TE.exp()
@@ -178,7 +182,9 @@ def _reference(
         choice_TE = choice_TGM.masked_fill(dropped_TG[..., None], float("-inf")).flatten(1)
     # A stable sort, since torch.topk leaves the order of ties open.
     ids_TK = choice_TE.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    ids_TK, weights_TK, counts_E = weighted(scores_TE, ids_TK, is_pad_T, normalize, scale, min_sum)
+    ids_TK, weights_TK, counts_E = weighted(
+        scores_TE, ids_TK, is_pad_T, normalize, scale, min_sum, sum_eps
+    )
     counted_T = logits_TE.new_ones(logits_TE.shape[0])
     if is_pad_T is not None:
         counted_T = counted_T.masked_fill(is_pad_T, 0)
@@ -202,6 +208,7 @@ def router_topk_op(
     best_of_group: bool,
     scale: float,
     min_sum: float,
+    sum_eps: float,
 ) -> _Outputs:
     T, E = logits_TE.shape
     M = E // num_groups
@@ -225,7 +232,7 @@ def router_topk_op(
     _route_kernel[(num_programs,)](
         logits_TE, bias_E, is_pad, ids_TK, weights_TK, counts_PE,
         prob_sum_E if alone else sums_PE, z_sum, entropy_sum,
-        T, topk_groups, scale, min_sum, K=k, E=E, G=num_groups, M=M,
+        T, topk_groups, scale, min_sum, sum_eps, K=k, E=E, G=num_groups, M=M,
         SIGMOID=sigmoid, NORMALIZE=normalize, DROP_GROUPS=topk_groups < num_groups,
         BEST=best_of_group, B=rows, GP=padded_groups, MP=padded_members,
         S=slots, ALONE=alone, num_warps=warps,
@@ -249,6 +256,7 @@ def router_topk_backward_op(
     normalize: bool,
     scale: float,
     min_sum: float,
+    sum_eps: float,
 ) -> torch.Tensor:
     T, E = logits_TE.shape
     k = ids_TK.shape[1]
@@ -259,7 +267,7 @@ def router_topk_backward_op(
         rows = max(1, _TILE_ELEMENTS // columns)
         _route_backward_kernel[(triton.cdiv(T, rows),)](
             logits_TE, ids_TK, grad_weights_TK.contiguous(), grad_prob_sum_E.contiguous(),
-            grad_z_sum, grad_logits_TE, T, scale, min_sum, K=k, E=E,
+            grad_z_sum, grad_logits_TE, T, scale, min_sum, sum_eps, K=k, E=E,
             SIGMOID=sigmoid, NORMALIZE=normalize, B=rows, C=columns, S=triton.next_power_of_2(k),
         )  # fmt: skip
     return grad_logits_TE
@@ -290,6 +298,7 @@ def _(
     best_of_group: bool,
     scale: float,
     min_sum: float,
+    sum_eps: float,
 ) -> _Outputs:
     return _empty_outputs(logits_TE, k)
 
@@ -305,12 +314,14 @@ def _(
     normalize: bool,
     scale: float,
     min_sum: float,
+    sum_eps: float,
 ) -> torch.Tensor:
     return logits_TE.new_empty(logits_TE.shape)
 
 
 def _save(ctx: OpContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    logits_TE, _, _, _, ctx.sigmoid, ctx.normalize, _, _, _, ctx.scale, ctx.min_sum = inputs
+    logits_TE, _, _, _, ctx.sigmoid, ctx.normalize, _, _, _, *divisor = inputs
+    ctx.scale, ctx.min_sum, ctx.sum_eps = divisor
     _, _, _, entropy_sum, ids_TK, counts_E = output
     ctx.mark_non_differentiable(ids_TK, counts_E, entropy_sum)
     ctx.save_for_backward(logits_TE, ids_TK)
@@ -334,6 +345,7 @@ def _differentiate(
         normalize=ctx.normalize,
         scale=ctx.scale,
         min_sum=ctx.min_sum,
+        sum_eps=ctx.sum_eps,
     )
     return gradients(router_topk_op, logits_TE=grad_logits_TE)
 
@@ -408,7 +420,7 @@ def _sum_of_slots(weights, C: tl.constexpr, B: tl.constexpr, S: tl.constexpr):
 @triton.jit
 def _route_kernel(
     logits_ptr, bias_ptr, is_pad_ptr, ids_ptr, weights_ptr, counts_ptr, sums_ptr, z_ptr,
-    entropy_ptr, T, topk_groups, scale, min_sum,
+    entropy_ptr, T, topk_groups, scale, min_sum, sum_eps,
     K: tl.constexpr, E: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, DROP_GROUPS: tl.constexpr,
     BEST: tl.constexpr, B: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr, S: tl.constexpr,
@@ -464,7 +476,8 @@ def _route_kernel(
         if SIGMOID:
             weights = tl.sigmoid(picked)
         if NORMALIZE:
-            weights = weights / tl.maximum(_sum_of_slots(weights, C, B, S), min_sum)[:, None]
+            divisor = tl.maximum(_sum_of_slots(weights, C, B, S), min_sum) + sum_eps
+            weights = weights / divisor[:, None]
         is_counted = in_range
         if is_pad_ptr is not None:
             is_pad = tl.load(is_pad_ptr + row) != 0
@@ -521,7 +534,7 @@ def _sum_programs_kernel(
 @triton.jit
 def _route_backward_kernel(
     logits_ptr, ids_ptr, grad_weights_ptr, grad_prob_sum_ptr, grad_z_sum_ptr, grad_logits_ptr,
-    T, scale, min_sum,
+    T, scale, min_sum, sum_eps,
     K: tl.constexpr, E: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
     B: tl.constexpr, C: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
@@ -554,7 +567,7 @@ def _route_backward_kernel(
         scores = tl.sigmoid(picked)
     if NORMALIZE:
         sum_chosen = tl.sum(scores, axis=1)[:, None]
-        divisor = tl.maximum(sum_chosen, min_sum)
+        divisor = tl.maximum(sum_chosen, min_sum) + sum_eps
         through_sum = tl.sum(grad * scores, axis=1)[:, None] / divisor
         grad = (grad - tl.where(sum_chosen >= min_sum, through_sum, 0.0)) / divisor
     if SIGMOID:

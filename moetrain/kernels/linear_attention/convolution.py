@@ -1,7 +1,8 @@
 """The short causal convolutions of linear attention, in training and in a step of generation.
 
-A token's channel becomes silu of the sum of its last J inputs times as many filters, in fp32. With
-``normalised`` each head is then divided by its norm. Inputs from before a document are zeros::
+A token's channel becomes silu of the sum of its last J inputs times as many filters, in fp32, or
+that sum itself. With ``normalised`` each head is then divided by its norm. Inputs from before a
+document are zeros::
 
     y_tc = silu(sum_j f_cj x_(t - J + 1 + j)c + b_c)         y_th / sqrt(|y_th|^2 + 1e-6)
 
@@ -52,6 +53,8 @@ class Convolution(NamedTuple):
     """True: each head of the result is divided by its norm."""
     bias_C: torch.Tensor | None = None
     """Added before silu."""
+    activated: bool = True
+    """False: without silu."""
 
 
 def convolved(
@@ -78,6 +81,7 @@ def convolved(
                 one.width,
                 one.normalised,
                 one.bias_C,
+                one.activated,
                 place_T,
             )
             for one in convolutions
@@ -99,8 +103,9 @@ def _earlier(one: Convolution, place_T: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _summed(inputs_TC: Sequence[torch.Tensor], one: Convolution) -> torch.Tensor:
-    """Return silu of :func:`_sums`."""
-    return F.silu(_sums(inputs_TC, one))
+    """Return :func:`_sums`, or silu of it."""
+    sums_TC = _sums(inputs_TC, one)
+    return F.silu(sums_TC) if one.activated else sums_TC
 
 
 def _sums(inputs_TC: Sequence[torch.Tensor], one: Convolution) -> torch.Tensor:
@@ -121,9 +126,10 @@ def convolution_op(
     width: int,
     normalised: bool,
     bias_C: torch.Tensor | None,
+    activated: bool,
     place_T: torch.Tensor,
 ) -> torch.Tensor:
-    one = Convolution(x_TC, filters_C1J, width, normalised, bias_C)
+    one = Convolution(x_TC, filters_C1J, width, normalised, bias_C, activated)
     if not use_fast("triton" if INTERPRETED else "auto", x_TC):
         return _heads(_summed(_earlier(one, place_T), one), one)
     # All earlier inputs are this step's, and none is kept in a slot.
@@ -137,35 +143,38 @@ def _(
     width: int,
     normalised: bool,
     bias_C: torch.Tensor | None,
+    activated: bool,
     place_T: torch.Tensor,
 ) -> torch.Tensor:
     return x_TC.new_empty(x_TC.shape[0], x_TC.shape[1] // width, width)
 
 
 def _save(ctx: OpContext, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x_TC, filters_C1J, ctx.width, ctx.normalised, bias_C, place_T = inputs
+    x_TC, filters_C1J, ctx.width, ctx.normalised, bias_C, ctx.activated, place_T = inputs
     ctx.save_for_backward(x_TC, filters_C1J, bias_C, place_T)
 
 
 def _differentiate(ctx: OpContext, dy_Thd: torch.Tensor) -> tuple[object, ...]:
     """Return the gradients by plain formulas, which the compiler fuses.
 
-    With s the sums, y = silu(s), and r = 1 / sqrt(|y|^2 + eps) of each head::
+    With s the sums, y = silu(s) (or s), and r = 1 / sqrt(|y|^2 + eps) of each head::
 
         dy <- r (dy - r^2 y (y . dy))     ds = dy silu'(s)     dx_t = sum_b f_b ds_(t + b)
     """
     x_TC, filters_C1J, bias_C, place_T = ctx.saved_tensors
-    one = Convolution(x_TC, filters_C1J, ctx.width, ctx.normalised, bias_C)
+    how = (ctx.width, ctx.normalised, bias_C, ctx.activated)
+    one = Convolution(x_TC, filters_C1J, *how)
     # Recompute the sums.
     inputs_TC = _earlier(one, place_T)
     s_TC = _sums(inputs_TC, one)
     # Through the norm, then through silu.
-    shares_TC, dy_Thd = s_TC.sigmoid(), dy_Thd.to(s_TC.dtype)
+    shares_TC = s_TC.sigmoid() if ctx.activated else torch.ones_like(s_TC)
+    dy_Thd = dy_Thd.to(s_TC.dtype)
     if ctx.normalised:
         y_Thd = (s_TC * shares_TC).unflatten(-1, (-1, ctx.width))
         r_Th1 = torch.rsqrt(y_Thd.square().sum(-1, True) + _EPS)
         dy_Thd = r_Th1 * (dy_Thd - r_Th1.square() * y_Thd * (y_Thd * dy_Thd).sum(-1, True))
-    ds_TC = dy_Thd.flatten(1) * shares_TC * (1 + s_TC * (1 - shares_TC))
+    ds_TC = dy_Thd.flatten(1) * shares_TC * (1 + s_TC * (1 - shares_TC))  # 1 - 1 without silu
     # Through each tap, to the input so many places back.
     filters_JC = filters_C1J[:, 0].t().to(s_TC.dtype)
     taps = filters_C1J.shape[-1]
@@ -249,6 +258,7 @@ def _by_kernel(
             D=width,
             BLOCK=triton.next_power_of_2(width),
             EPS=_EPS,
+            ACTIVATED=one.activated,
             NORMALISED=one.normalised,
             HAS_BIAS=one.bias_C is not None,
             num_warps=1,
@@ -285,6 +295,7 @@ def _step_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     EPS: tl.constexpr,
+    ACTIVATED: tl.constexpr,
     NORMALISED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
@@ -310,7 +321,8 @@ def _step_kernel(
         y += (now.to(tl.float32) + then.to(tl.float32)) * filters  # one of the two is 0
     if HAS_BIAS:
         y += tl.load(bias_ptr + channel, mask=valid, other=0.0).to(tl.float32)
-    y = y * tl.sigmoid(y)
+    if ACTIVATED:
+        y = y * tl.sigmoid(y)
     if NORMALISED:
         y *= tl.rsqrt(tl.sum(y * y, axis=0) + EPS)
     tl.store(y_ptr + token * C + channel, y.to(y_ptr.dtype.element_ty), mask=valid)

@@ -117,6 +117,7 @@ def _make_convolution_inputs(case: Case, dtype: torch.dtype, generator: torch.Ge
         "reads": Reads.of(planned, generator.device),
         "width": case["width"],
         "normalised": case.get("normalised", True),
+        "activated": case.get("activated", True),
     }
 
 
@@ -141,6 +142,7 @@ def _packed_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -
         "width": case["width"],
         "normalised": case.get("normalised", True),
         "bias_C": bias_C,
+        "activated": case.get("activated", True),
         "place_T": torch.cat(places),
     }
 
@@ -155,6 +157,7 @@ def _packed_cost(case: Case) -> tuple[Cost, Cost]:
 
 
 _SIZES = {"H": 32, "Q": 32, "K": 128}
+_PLAIN = {"activated": False, "normalised": False}
 
 _DELTA_SPECS = (
     KernelSpec(
@@ -225,6 +228,7 @@ _DELTA_SPECS = (
         cases=(
             {"lengths": (5, 1, 9), "heads": 3, "width": 20, "J": 4, "bias": True},
             {"lengths": (1, 2), "heads": 1, "width": 8, "J": 1},
+            {"lengths": (4, 1, 3), "heads": 2, "width": 12, "J": 3, "bias": True, **_PLAIN},
             {
                 "lengths": (0, 7),
                 "heads": 2,
@@ -254,6 +258,7 @@ _DELTA_SPECS = (
             {"sequences": ((1, 3),), "heads": 2, "width": 20, "J": 4, "bias": True},
             {"sequences": ((1, 8), (9, 1), (2, 2)), "heads": 2, "width": 20, "J": 4, "more": 2},
             {"sequences": ((4, 1),), "heads": 1, "width": 8, "J": 1, "more": 1},
+            {"sequences": ((0, 5), (7, 1), (2, 3)), "heads": 3, "width": 20, "J": 3, **_PLAIN},
             {"sequences": (), "heads": 2, "width": 8, "J": 4},
         ),
         benches=(Bench({"sequences": ((500, 1),) * 64, "heads": 16, "width": 128, "J": 4}),),

@@ -252,6 +252,7 @@ _ROUTER_SPECS = (
             # About half of the tokens' sums are below it.
             {"T": 100, "E": 20, "k": 2, "score": "sigmoid", "min_sum": 1.7, "scale": 2.5},
             {"T": 33, "E": 6, "k": 2, "min_sum": 0.6},
+            {"T": 33, "E": 6, "k": 2, "score": "sigmoid", "min_sum": 0.9, "sum_eps": 0.4},
             {"T": 100, "E": 20, "k": 4, "pads": 0.3},
             {"T": 257, "E": 128, "k": 8, "bias": True, "score": "sigmoid", "pads": 0.9},
             {"T": 7, "E": 5, "k": 2, "pads": 1.0},
