@@ -254,6 +254,15 @@ MIMO = {
     "routed_scaling_factor": 2.5,
 }
 PARTIAL = {"partial_rotary_factor": 0.6}
+CONVOLVED = ["conv", "full_attention"]
+LFM2 = {
+    "layer_types": CONVOLVED + CONVOLVED[:1],
+    "num_dense_layers": 1,
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}
 # The key names the family and the oddity of this case.
 CASES = {
     "glm4_moe": {**GLM, "use_qk_norm": True, "attention_bias": True},
@@ -741,10 +750,26 @@ CASES = {
     "mimo_v2_flash no dense layer": {**MIMO, "mlp_layer_types": ["sparse"] * 3},
     "mimo_v2_flash every expert": {**MIMO, "num_experts_per_tok": 6},
     "mimo_v2_flash many experts": {**MIMO, "n_routed_experts": 37, "num_experts_per_tok": 8},
+    "lfm2_moe": LFM2,
+    "lfm2_moe tied": {**LFM2, "tie_word_embeddings": True, "routed_scaling_factor": 2.5},
+    "lfm2_moe no bias of experts": {**LFM2, "use_expert_bias": False},
+    "lfm2_moe attention alone": {**LFM2, "layer_types": CONVOLVED[1:] * 3},
+    "lfm2_moe convolutions alone": {**LFM2, "layer_types": CONVOLVED[:1] * 3},
+    "lfm2_moe turned about": {**LFM2, "layer_types": CONVOLVED[::-1] + CONVOLVED[1:]},
+    "lfm2_moe one tap": {**LFM2, "conv_L_cache": 1},
+    "lfm2_moe seven taps": {**LFM2, "conv_L_cache": 7, "norm_eps": 1e-3},
+    "lfm2_moe no dense layer": {**LFM2, "num_dense_layers": 0},
+    "lfm2_moe two dense layers": {**LFM2, "num_dense_layers": 2},
+    "lfm2_moe not normalised": {**LFM2, "norm_topk_prob": False, "num_experts_per_tok": 5},
+    "lfm2_moe one kv head": {**LFM2, "num_key_value_heads": 1, "hidden_size": 24},
+    "lfm2_moe every expert": {**LFM2, "num_experts_per_tok": 6},
+    "lfm2_moe many experts": {**LFM2, "num_experts": 37, "num_experts_per_tok": 8},
+    "lfm2_moe yarn": {**LFM2, "rope_parameters": YARN},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
-LINEAR_CASES = [case for case in FAMILY_CASES if case.startswith(("qwen3_", "nemotron_h"))]
+WITH_STATES = ("qwen3_", "nemotron_h", "lfm2_moe")
+LINEAR_CASES = [case for case in FAMILY_CASES if case.startswith(WITH_STATES)]
 """Families with layers that carry states."""
 ROUTED_CASES = [case for case in FAMILY_CASES if case != "qwen3_5_text"]
 

@@ -49,6 +49,7 @@ from moetrain.models.parts.gated_delta import GatedDeltaNet
 from moetrain.models.parts.gemma_layers import GemmaExperts
 from moetrain.models.parts.latent_attention import LatentAttention
 from moetrain.models.parts.mamba import Mamba2
+from moetrain.models.parts.short_convolution import ShortConvolution
 from moetrain.models.parts.squared_relu import SquaredReLU, SquaredReLUExperts
 from moetrain.models.transformer import Inputs, Transformer, compile_blocks, plan_model
 from moetrain.train.checks import check_model, check_widths
@@ -56,6 +57,7 @@ from tests.lib.checkpoints import tensors_of
 from tests.lib.families_beside_transformers import save_adapters
 from tests.lib.family_cases import (
     CASES,
+    CONVOLVED,
     FAMILY_CASES,
     GEMMA,
     LINEAR,
@@ -164,6 +166,7 @@ KEEPING = {
         mamba_conv_kernel_dim=4,
     ),
     "dense": SquaredReLU(hidden_size=64, intermediate_size=48),
+    "convolution": ShortConvolution(hidden_size=64, conv_kernel_dim=3),
     "experts": SquaredReLUExperts(hidden_size=64, **EXPERTS, shared_intermediate_size=40),
     "latent": SquaredReLUExperts(hidden_size=64, **EXPERTS, moe_latent_size=32),
 }
@@ -297,7 +300,16 @@ def test_states_begin_with_documents_however_these_are_told(tmp_path):
 
 @pytest.mark.parametrize(
     "case",
-    ["glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2", "deepseek_v3", "nemotron_h", "afmoe"],
+    [
+        "glm4_moe",
+        "dots1",
+        "ernie4_5_moe",
+        "minimax_m2",
+        "deepseek_v3",
+        "nemotron_h",
+        "afmoe",
+        "lfm2_moe",
+    ],
 )
 def test_a_selection_bias_stays_fp32_and_steers(case, tmp_path):
     random_reference(case).save_pretrained(tmp_path)
@@ -478,6 +490,8 @@ def test_every_family(case, check, tmp_path):
         "laguna-formulas",
         "laguna-gradients",
         "laguna-packing",
+        "lfm2_moe-gradients",
+        "lfm2_moe-packing",
         "mimo_v2_flash-formulas",
         "mimo_v2_flash-gradients",
         "mimo_v2_flash-packing",
@@ -548,6 +562,8 @@ def test_every_family(case, check, tmp_path):
         "hunyuan_v1_moe-generation",
         "laguna-files",
         "laguna-generation",
+        "lfm2_moe-files",
+        "lfm2_moe-generation",
         "mimo_v2_flash-files",
         "mimo_v2_flash-generation",
         "nemotron_h-files",
@@ -781,6 +797,7 @@ def test_adapters_are_those_of_peft(case, layout, tmp_path):
         ("qwen3.5-35b-a3b", "*.linear_attn.wq", "in_proj_qkv.weight"),
         ("qwen3.5-35b-a3b", "*.conv_q", "matches no module"),
         ("nemotron-3-nano-30b-a3b", "*.mamba.wx", "in_proj.weight"),
+        ("lfm2-8b-a1b", "*.conv.wx", "in_proj.weight"),
         (
             "nemotron-3-nano-30b-a3b",
             "*.mamba.wo",
@@ -805,6 +822,7 @@ def test_adapters_that_peft_cannot_express_are_refused(preset, target, problem):
         ("qwen3_5_moe_text", ("*.shared_experts.*", "*.moe.experts")),
         ("qwen2_moe", ("*.shared_experts.*",)),
         ("qwen2_moe dense layers", ("*.shared_experts.*", "*.mlp.*", "*.moe.experts")),
+        ("lfm2_moe", ("*.conv.wo", "*.mlp.*", "*.moe.experts")),
         ("nemotron_h", ("*.to_latent", "*.from_latent", "*.shared_experts.*")),
         ("hy_v3", ("*.shared_experts.*", "*.mlp.*", "*.moe.experts")),
         ("axk1", ("*.shared_experts.*", "*.mlp.*", "*.attn.*")),
@@ -893,6 +911,8 @@ PUBLISHED = {
     "laguna-s-2.1": 117.6,
     "step-3.5-flash": 196.96,  # without the MTP heads, like the next
     "mimo-v2-flash": 308.8,
+    "lfm2-8b-a1b": 8.34,
+    "lfm2-24b-a2b": 23.84,
 }
 
 
@@ -990,6 +1010,16 @@ _ROPES_OF_LAGUNA = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 PUBLISHED_KEYS = {
+    "lfm2-8b-a1b": {
+        "layer_types": [CONVOLVED[i in (2, 6, 10, 14, 18, 21)] for i in range(24)],
+        "num_hidden_layers": 24,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "use_expert_bias": True,
+        "max_position_embeddings": 128_000,
+    },
     "trinity-mini": {
         "hidden_size": 2048,
         "intermediate_size": 6144,
@@ -1219,6 +1249,12 @@ def test_fewer_or_more_layers_of_a_preset():
             {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": "a"}}},
             "rope_parameters of sliding_attention are .*, expected a rope_theta; use",
         ),
+        ("lfm2_moe", {"conv_bias": True}, "conv_bias True is not supported, only False; use"),
+        ("lfm2_moe", {"layer_types": None}, "layer_types is null, expected a list of 'conv' and"),
+        ("lfm2_moe", {"layer_types": ["sliding_attention"] * 3}, "sliding_attention are not supp"),
+        ("lfm2_moe", {"layer_types": ["conv"] * 2}, "has 2 entries, but num_hidden_layers is 3"),
+        ("lfm2_moe", {"conv_L_cache": 0}, "conv_L_cache is 0, but a layer is a short convolution"),
+        ("lfm2_moe", {"tie_embedding": True}, "tie_embedding True contradicts tie_word_embeddings"),
         ("mimo_v2_flash", {"swa_head_dim": 8}, "swa_head_dim 8 is not supported, only 12; use"),
         ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts 1 is not supported, only No"),
         (
