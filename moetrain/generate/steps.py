@@ -267,8 +267,15 @@ class Steps:
         is_pad_BS = None if is_pad_T is None else is_pad_T[None]
         paged: Any = rows  # PagedAttention takes these rows in place of a mask
         angles = self.model.rotate(positions_T[None])
+        query_scale = self.model.query_scale(positions_T[None])
         contexts = {
-            kind: Context(own, mask=paged, is_pad_BS=is_pad_BS, documents=reads)
+            kind: Context(
+                rotation=own,
+                mask=paged,
+                is_pad_BS=is_pad_BS,
+                documents=reads,
+                query_scale=query_scale,
+            )
             for kind, own in angles.items()
         }
         return Rows(1, positions_T.shape[0], contexts)

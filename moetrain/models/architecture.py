@@ -23,7 +23,7 @@ from torch import nn
 
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
-from moetrain.models.rope_scaling import RopeScaling, Rotation
+from moetrain.models.rope_scaling import QueryScaling, RopeScaling, Rotation
 from moetrain.models.rules import COLWISE, NORM, SCORE, ZERO_NORM, PartStyle, Rule, ShardingPlan
 
 ConfigJson = Mapping[str, Any]
@@ -466,6 +466,11 @@ class Architecture(BaseModel):
         """Return the rotary embeddings of block ``layer``; by default all blocks share them."""
         dim = max((mixer.rotary_dim for mixer in self.attentions()), default=0)
         return Rotation(dim, self.rope_theta, self.rope, self.max_positions)
+
+    @property
+    def query_scaling(self) -> QueryScaling | None:
+        """The factor on queries by their positions; None: most families have none."""
+        return None
 
     def widest_head(self, *windows: int | None) -> int:
         """Return the largest head width of the attention parts with one of ``windows``.

@@ -317,6 +317,8 @@ class Context(NamedTuple):
     whole: tuple[int, int] | None = None
     """Under context parallelism, B and S of the whole rows. ``mask`` is then for whole rows, and
     all other fields are for this device's tokens, as [1, N]. None: this device has all tokens."""
+    query_scale: torch.Tensor | None = None
+    """fp32 [B or 1, S, 1, 1]: a factor on the queries of each token; None: there is none."""
     parts: tuple[AttentionMask, ...] = ()
     """If context parallelism gathers keys: a mask for each of several equal parts of this device's
     queries, over the keys of all tokens. Else empty."""

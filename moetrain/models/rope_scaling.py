@@ -1,5 +1,7 @@
 """The angles of rotary embeddings, and the variants that reach longer rows than the base.
 
+Beside them is :class:`QueryScaling`, a factor that sharpens the attention of late positions.
+
     angle = position * frequency_p,    frequency_p = theta^(-2 p / d), scaled by the variant
 
 Legend: B batch, S sequence, d elements of a head that rotate, in d / 2 pairs p.
@@ -188,6 +190,22 @@ class Rotation(NamedTuple):
     theta: float
     scaling: RopeScaling
     max_positions: int
+
+
+class QueryScaling(NamedTuple):
+    """A factor on queries that grows with a token's position in its document (Llama 4, Mistral 4).
+
+    factor = 1 + beta * ln(1 + floor(position / interval))
+    """
+
+    beta: float
+    interval: int
+    """The number of positions after which the factor grows; it is 1 before."""
+
+    def factors(self, positions_BS: torch.Tensor) -> torch.Tensor:
+        """Return the factors of integer positions, fp32 [B or 1, S, 1, 1]."""
+        steps_BS = torch.div(positions_BS, self.interval, rounding_mode="floor").float()
+        return (1 + self.beta * torch.log(1 + steps_BS))[..., None, None]
 
 
 class RotaryEmbedding(nn.Module):

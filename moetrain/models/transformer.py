@@ -360,6 +360,7 @@ class Transformer(nn.Module):
             documents, place_T = documents_of(positions_BS, cu_seqlens, shape, tokens_BS.device)
         if positions_BS is None:
             positions_BS = torch.arange(seq_len, device=tokens_BS.device)[None]
+        query_scale = self.query_scale(positions_BS)
         contexts = {
             kind: Context(
                 rotation=angles,
@@ -368,6 +369,7 @@ class Transformer(nn.Module):
                 is_pad_BS=inputs.is_pad_BS,
                 documents=documents,
                 place_T=place_T,
+                query_scale=query_scale,
             )
             for kind, angles in self.rotate(positions_BS).items()
         }
@@ -379,6 +381,11 @@ class Transformer(nn.Module):
         """Return the cosine and sine of the positions' angles, for blocks of each kind."""
         angles = {rotation: rope(positions_BS) for rotation, rope in self.ropes.items()}
         return {kind: angles[kind.rotation] for kind in self.kinds}
+
+    def query_scale(self, positions_BS: torch.Tensor) -> torch.Tensor | None:
+        """Return :attr:`Context.query_scale` of the positions."""
+        scaling = self.arch.query_scaling
+        return None if scaling is None else scaling.factors(positions_BS)
 
     def embed_tokens(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Return the residual stream [B, S, D] before the first block, in the compute dtype."""

@@ -137,7 +137,16 @@ class _Parts(TokenParts):
             before = max(1, window - 1) if is_near and window else None
             starts = self.starts(tokens)
             masks = tuple(context.mask.part(i, i + n, shape, before) for i in starts)
-        return context._replace(rotation=(cos, sin), is_pad_BS=is_pad, whole=shape, parts=masks)
+        query_scale = context.query_scale
+        if query_scale is not None:
+            query_scale = self.part_of_rows(query_scale.expand(shape[0], *query_scale.shape[1:]))
+        return context._replace(
+            rotation=(cos, sin),
+            is_pad_BS=is_pad,
+            query_scale=query_scale,
+            whole=shape,
+            parts=masks,
+        )
 
     def part_of_rows(self, x_BS: torch.Tensor) -> torch.Tensor:
         return self.part(x_BS.flatten(0, 1))[None]

@@ -3,9 +3,10 @@
     q = [q_nope | rope(q_rope)] of each head = W_qb norm(W_qa x), or W_q x
     [c | r] = W_kva x        [k_nope | v] of each head = W_kvb norm(c)        k = [k_nope | rope(r)]
 
-All heads share the rotated key ``r``, and values may be wider or narrower than queries and keys.
-Attention is over the expanded keys and values. Generation caches them expanded too, so that it
-computes the same bits as training.
+All heads share the rotated key ``r``, and values may be wider or narrower than queries and keys. In
+some families queries have a factor by their position (``Context.query_scale``). Attention is over
+the expanded keys and values. Generation caches them expanded too, so that it computes the same bits
+as training.
 
 Left out on purpose: attention within the latent, which saves memory in generation but has other
 bits.
@@ -220,6 +221,8 @@ class _MultiHeadLatent(CoreAttention):
         q_BSHd = q.unflatten(-1, (-1, self.nope + self.rope))
         q_nope, q_rotating = q_BSHd.split((self.nope, self.rope), dim=-1)
         q_BSHd = torch.cat((q_nope, self._rotated(q_rotating, context)), dim=-1)
+        if context.query_scale is not None:
+            q_BSHd = q_BSHd * context.query_scale.to(q_BSHd.dtype)
         kv_BSHn = kv.unflatten(-1, (-1, self.nope + self.v_width))
         k_nope, v_BSHv = kv_BSHn.split((self.nope, self.v_width), dim=-1)
         k_rotated = rotated_BSr[:, :, None].expand(*k_nope.shape[:-1], -1)
