@@ -83,10 +83,10 @@ def logits_of(arch):
 ROPES = ["yarn", "linear"]
 BY_LAYER = ("gemma4_text", "laguna", "step3p5")
 ROPE_REFUSED = {*product(("nemotron_h", *BY_LAYER, "hunyuan_v1_moe"), ROPES)}
-ROPE_REFUSED.add(("gpt_oss", "linear"))
+ROPE_REFUSED |= {("gpt_oss", "linear"), ("mistral4", "linear")}
 """Architectures that cannot stretch their rotary embeddings: Nemotron-3's heads do not rotate,
-those of BY_LAYER rotate differently by layer, HunYuan and GPT-OSS are stretched already, by NTK and
-by yarn."""
+those of BY_LAYER rotate differently by layer, HunYuan is stretched already, by NTK, and GPT-OSS and
+Mistral 4 by yarn."""
 
 
 @pytest.mark.parametrize("rope", ROPES)

@@ -1,15 +1,18 @@
 """Cases of the families of mixtures of experts: transformers' models in odd geometries."""
 
 import json
+from copy import deepcopy
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
 import tests.lib.step_reference  # noqa: F401 (registers the class of step3p5)
 from moetrain.models.hf.config import architecture_from_hf
 
+# transformers has no entry, and takes none for its own classes without exist_ok.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
@@ -254,6 +257,11 @@ MIMO = {
     "routed_scaling_factor": 2.5,
 }
 PARTIAL = {"partial_rotary_factor": 0.6}
+EARLY = {"original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.7}
+MISTRAL_ROPE = {**STRETCHED, **EARLY}
+MISTRAL = {key: value for key, value in V3.items() if key != "num_nextn_predict_layers"}
+LATE = {"llama_4_scaling_beta": 1.5}
+MISTRAL |= {"first_k_dense_replace": 0, "rope_parameters": MISTRAL_ROPE}
 CONVOLVED = ["conv", "full_attention"]
 LFM2 = {
     "layer_types": CONVOLVED + CONVOLVED[:1],
@@ -765,6 +773,32 @@ CASES = {
     "lfm2_moe every expert": {**LFM2, "num_experts_per_tok": 6},
     "lfm2_moe many experts": {**LFM2, "num_experts": 37, "num_experts_per_tok": 8},
     "lfm2_moe yarn": {**LFM2, "rope_parameters": YARN},
+    "mistral4": MISTRAL,
+    "mistral4 late factors": {**MISTRAL, "rope_parameters": {**STRETCHED, **LATE}},
+    "mistral4 no factors": {
+        **MISTRAL,
+        "rope_parameters": {**MISTRAL_ROPE, "llama_4_scaling_beta": 0},
+    },
+    "mistral4 linear": {
+        **MISTRAL,
+        "rope_parameters": {
+            "rope_type": "linear",
+            "factor": 3.0,
+            "rope_theta": 1e3,
+            **EARLY,
+        },
+    },
+    "mistral4 groups": {**MISTRAL, "n_group": 3, "topk_group": 2, "n_shared_experts": 2},
+    "mistral4 no latent queries": {**MISTRAL, "q_lora_rank": None},
+    "mistral4 halves": {**MISTRAL, "rope_interleave": False, "qk_rope_head_dim": 8},
+    "mistral4 biases": {**MISTRAL, "attention_bias": True},
+    "mistral4 wide values": {**MISTRAL, "v_head_dim": 26, "rms_norm_eps": 1e-2},
+    "mistral4 tied": {**MISTRAL, "tie_word_embeddings": True},
+    "mistral4 two dense layers": {**MISTRAL, "first_k_dense_replace": 2},
+    "mistral4 not normalised": {**MISTRAL, "norm_topk_prob": False, "routed_scaling_factor": 2.5},
+    "mistral4 every expert": {**MISTRAL, "num_experts_per_tok": 6},
+    "mistral4 many experts": {**MISTRAL, "n_routed_experts": 33, "num_experts_per_tok": 7},
+    "mistral4 one head": {**MISTRAL, "num_attention_heads": 1, "num_key_value_heads": 1},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
@@ -811,7 +845,7 @@ SPREAD = {
 
 def architecture_of(case, **changes):
     """Return our architecture of ``case``, with these fields changed."""
-    config = AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case]})
+    config = AutoConfig.for_model(case.split()[0], **{**SIZES, **deepcopy(CASES[case])})
     arch = architecture_from_hf(config.to_dict())
     if case not in ROUTED_CASES:
         changes.pop("num_experts", None)
@@ -827,7 +861,8 @@ def centre(case, name):
 def random_reference(case, **sizes):
     """Return transformers' own model of ``case``, in which no routing choice is nearly tied."""
     torch.manual_seed(len(case))
-    config = AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case], **sizes})
+    keys = deepcopy(CASES[case])  # some classes complete the rotary parameters in place
+    config = AutoConfig.for_model(case.split()[0], **{**SIZES, **keys, **sizes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():

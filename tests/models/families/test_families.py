@@ -359,6 +359,26 @@ def test_files_of_axk1_hold_no_biases_and_a_norm_too_many(tmp_path, caplog):
 
 
 @torch.no_grad()
+def test_experts_of_mistral4_may_have_files_tensors_of_their_own(tmp_path):
+    theirs = random_reference("mistral4")
+    theirs.save_pretrained(tmp_path / "in")
+    stored = load_file(tmp_path / "in" / "model.safetensors")
+    for name in [name for name in stored if ".experts." in name]:
+        prefix, _, leaf = name.rpartition(".")
+        for expert, matrix in enumerate(stored.pop(name)):
+            names = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
+            for one, own in zip(names, matrix.chunk(len(names)), strict=True):
+                stored[f"{prefix}.{expert}.{one}.weight"] = own.contiguous()
+    save_file(stored, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    model, tokens_BS = load_hf(tmp_path / "in"), tokens(2, 9)
+    assert relative_error(model(tokens_BS), theirs(tokens_BS, use_cache=False).logits) < 1e-5
+    save_hf(model, tmp_path / "out")
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert got.keys() == stored.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in stored.items())
+
+
+@torch.no_grad()
 def generation(case, tmp_path):
     """Check that greedy tokens equal transformers'."""
     theirs = random_reference(case).eval()
@@ -495,6 +515,9 @@ def test_every_family(case, check, tmp_path):
         "mimo_v2_flash-formulas",
         "mimo_v2_flash-gradients",
         "mimo_v2_flash-packing",
+        "mistral4-formulas",
+        "mistral4-gradients",
+        "mistral4-packing",
         "minimax_m2-files",
         "minimax_m2-formulas",
         "minimax_m2-generation",
@@ -566,6 +589,8 @@ def test_every_family(case, check, tmp_path):
         "lfm2_moe-generation",
         "mimo_v2_flash-files",
         "mimo_v2_flash-generation",
+        "mistral4-files",
+        "mistral4-generation",
         "nemotron_h-files",
         "nemotron_h-generation",
         "nemotron_h-gradients",
@@ -911,6 +936,7 @@ PUBLISHED = {
     "laguna-s-2.1": 117.6,
     "step-3.5-flash": 196.96,  # without the MTP heads, like the next
     "mimo-v2-flash": 308.8,
+    "mistral-small-4-119b": 118.97,
     "lfm2-8b-a1b": 8.34,
     "lfm2-24b-a2b": 23.84,
 }
@@ -1255,6 +1281,22 @@ def test_fewer_or_more_layers_of_a_preset():
         ("lfm2_moe", {"layer_types": ["conv"] * 2}, "has 2 entries, but num_hidden_layers is 3"),
         ("lfm2_moe", {"conv_L_cache": 0}, "conv_L_cache is 0, but a layer is a short convolution"),
         ("lfm2_moe", {"tie_embedding": True}, "tie_embedding True contradicts tie_word_embeddings"),
+        ("mistral4", {"partial_rotary_factor": 0.5}, "factor 0.5 is not supported, only 0.375"),
+        (
+            "mistral4",
+            {"rope_parameters": YARN},
+            "rope_parameters has llama_4_scaling_beta None, expected a number; use a published",
+        ),
+        (
+            "mistral4",
+            {"rope_parameters": {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1}},
+            "rope_parameters has original_max_position_embeddings None, expected a number; use",
+        ),
+        (
+            "mistral4",
+            {"num_key_value_heads": 2},
+            "num_key_value_heads 2 is not num_attention_heads",
+        ),
         ("mimo_v2_flash", {"swa_head_dim": 8}, "swa_head_dim 8 is not supported, only 12; use"),
         ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts 1 is not supported, only No"),
         (

@@ -6,6 +6,7 @@ adapters against PEFT.
 """
 
 import json
+from copy import deepcopy
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from moetrain.models.hf.save import save_hf
 from tests.lib.families_beside_transformers import save_adapters
 from tests.lib.family_cases import (
     GLM,
+    MISTRAL,
     SIZES,
     SPREAD,
     STEP,
@@ -36,6 +38,7 @@ from tests.lib.family_cases import (
 from tests.lib.small_models import gradients_as_checkpoint, relative_error
 
 CLASSES = {
+    "mistral3": "Mistral3",
     "qwen3_vl_moe": "Qwen3VLMoe",
     "glm4v_moe": "Glm4vMoe",
     "kimi_k25": "Kimi_K25",
@@ -54,6 +57,15 @@ TOWERS = {
         "pos_emb_height": 4,
         "pos_emb_width": 4,
     },
+    "mistral3": {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "image_size": 28,
+        "patch_size": 7,
+    },
     "step3p7": {
         "hidden_size": 16,
         "num_hidden_layers": 1,
@@ -68,6 +80,7 @@ PARTS = {"mrope_section": [3, 2, 1], "rope_type": "default", "rope_theta": 1e4}
 GLM4V = {key: value for key, value in GLM.items() if key != "num_nextn_predict_layers"}
 GLM4V |= {"rope_parameters": {**PARTS, "mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5}}
 ONE_PAIR = {"rope_parameters": {**GLM4V["rope_parameters"], "mrope_section": [1, 0, 0]}}
+TEXT = {**MISTRAL, "model_type": "mistral4"}
 # The key names the family and the oddity of this case.
 CASES = {
     "qwen3_vl_moe": QWEN,
@@ -112,6 +125,10 @@ CASES = {
     "kimi_k25 not normalised": {**V3, "norm_topk_prob": False, "num_experts_per_tok": 5},
     "kimi_k25 many experts": {**V3, "n_routed_experts": 33, "num_experts_per_tok": 7},
     "kimi_k25 one head": {**V3, "num_attention_heads": 1, "num_key_value_heads": 1},
+    "mistral3": TEXT,
+    "mistral3 tied": {**TEXT, "tie_word_embeddings": True},
+    "mistral3 two dense layers": {**TEXT, "first_k_dense_replace": 2},
+    "mistral3 no latent queries": {**TEXT, "q_lora_rank": None},
     "step3p7": STEP,
     "step3p7 tied": {**STEP, "tie_word_embeddings": True},
     "step3p7 no limits": {**STEP, "swiglu_limits": None, "swiglu_limits_shared": None},
@@ -147,7 +164,7 @@ FIRST = [f"{case}-{is_hub}" for case, is_hub in FILES if " " not in case or "squ
 def random_reference(case):
     """Return transformers' own model of ``case``, in which no routing choice is nearly tied."""
     torch.manual_seed(len(case))
-    family, sizes = case.split()[0], dict(CASES[case])
+    family, sizes = case.split()[0], deepcopy(CASES[case])
     tied = sizes.pop("tie_word_embeddings", False)
     text = {**SIZES, **sizes, "tie_word_embeddings": tied}
     if family == "kimi_k25":  # transformers takes it for deepseek_v3
@@ -224,7 +241,8 @@ def test_files_come_back_bit_for_bit_with_their_tower(case, is_hub, tmp_path):
     written = exported_config(changed, configs[0])
     assert written["text_config"]["max_position_embeddings"] == 99
     assert written["vision_config"] == configs[0]["vision_config"]
-    rope, own = configs[0]["text_config"]["rope_parameters"], written["text_config"]["rope_scaling"]
+    rope = configs[0]["text_config"]["rope_parameters"]
+    own = written["text_config"].get("rope_scaling")
     assert {k: rope[k] for k in rope if "mrope" in k} == {
         k: value for k, value in (own or {}).items() if "mrope" in k
     }
@@ -327,6 +345,8 @@ def test_experts_of_neither_layout_are_refused(tmp_path):
         ("qwen3_vl_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, expected 1"),
         ("qwen3_vl_moe", {"num_local_experts": 5}, "num_local_experts 5 contradicts"),
         ("glm4v_moe", {"n_group": 4}, "n_group 4 .* n_routed_experts 6"),
+        ("mistral3", {"model_type": "mistral"}, "model_type 'mistral' .* only 'mistral4'"),
+        ("mistral3", {"model_type": None}, "model_type None is not supported, only 'mistral4'"),
         ("step3p7", {"zero_centered": False}, "zero_centered False is not supported, only True"),
     ],
 )

@@ -24,6 +24,7 @@ NEEDED = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "mistral3": {"text_config": {"model_type": "mistral4"}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "gemma4": {"text_config": {"hidden_size_per_layer_input": 0}},
 }
