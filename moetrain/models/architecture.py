@@ -308,6 +308,14 @@ class Architecture(BaseModel):
     """True: each block multiplies its result by a scalar of its own, which is not trained."""
     scaled_embeddings: bool = False
     """True: the embedding's rows are multiplied by the root of ``hidden_size``."""
+    embedding_multiplier: _Positive = 1.0
+    """A factor on the embedding's rows, by itself or beside :attr:`scaled_embeddings`."""
+    residual_multiplier: _Positive = 1.0
+    """A factor on the result of each part, before it is added to the residual stream."""
+    attention_multiplier: _Positive | None = None
+    """The factor of attention's scores; None: the head width to the power -1/2."""
+    logits_scaling: _Positive = 1.0
+    """The divisor of logits. The input of a reward model's head is not divided."""
     logit_softcap: _NonNegative = 0.0
     """The bound ``c`` of soft-capped logits ``c * tanh(logits / c)``; 0: logits are not capped."""
     sliding_windows: tuple[_Size | None, ...] = ()

@@ -36,6 +36,8 @@ class GroupedQueryAttention(AttentionPart):
     qk_norm: bool = False
     """True: queries and keys are normalised."""
     qk_norm_of: QKNormed = "head"
+    attention_multiplier: float | None = None
+    """The factor of the scores; None: d^-1/2."""
     partial_rotary_factor: float = 1.0
     rope_interleaved: bool = False
     output_gate: bool = False
@@ -249,7 +251,7 @@ class Attention(CoreAttention):
     ) -> None:
         super().__init__(kernels, core)
         self.head_dim, self.value_dim = sizes.head_dim, sizes.value_dim
-        self.interleaved = sizes.rope_interleaved
+        self.interleaved, self.scale = sizes.rope_interleaved, sizes.attention_multiplier
         self.norm_of, self.output_gate = sizes.qk_norm_of, sizes.output_gate
         self.rotates = sizes.rotary_dim > 0
         dim, (q_dim, kv_dim) = sizes.hidden_size, sizes.widths
@@ -308,7 +310,7 @@ class Attention(CoreAttention):
         context: Context,
     ) -> torch.Tensor:
         """Call :attr:`core`."""
-        return self.core(q_BSHd, k_BSGd, v_BSGd, context)
+        return self.core(q_BSHd, k_BSGd, v_BSGd, context, self.scale)
 
     def _rotated(self, x: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
         """Normalise and rotate queries or keys ``x`` [B, S, H * d]; returns them as [B, S, H, d].

@@ -68,7 +68,8 @@ def _norm(arch: Architecture, kernels: KernelsSection) -> RMSNorm:
 class Block(nn.Module):
     """A transformer block: attention, then a feed-forward layer, or one of the two.
 
-    A part has a norm before it, after it, or both, and its result is added to the residual stream.
+    A part has a norm before it, after it, or both, and its result is added to the residual stream,
+    in some families with a factor.
     The module of a part is an attribute with the part's name: ``attn``, and ``mlp`` or ``moe``.
     """
 
@@ -87,6 +88,7 @@ class Block(nn.Module):
             for name in part.norms:
                 self.add_module(name, _norm(arch, kernels))
             self.add_module(part.name, part.build(kernels, moe))
+        self.multiplier = arch.residual_multiplier
         one = nn.Parameter(torch.empty(1), requires_grad=False) if arch.layer_scalars else None
         self.register_parameter("scalar", one)
 
@@ -109,12 +111,16 @@ class Block(nn.Module):
             result = run(normed_BSD, context)
             if isinstance(result, tuple):
                 result, stats = result
-            y_BSD = getattr(self, after)(result) if after else result
+            y_BSD = self._added(getattr(self, after)(result) if after else result)
         assert y_BSD is not None  # a block has a part
         if self.defers and self.scalar is None:
             return (x_BSD, y_BSD), stats
         x_BSD = x_BSD + y_BSD
         return x_BSD if self.scalar is None else x_BSD * self.scalar.to(x_BSD.dtype), stats
+
+    def _added(self, y_BSD: torch.Tensor) -> torch.Tensor:
+        """Return what is added to the residual stream for a part's result."""
+        return y_BSD if self.multiplier == 1 else y_BSD * self.multiplier
 
 
 class MultiTokenBlock(Block):
@@ -392,6 +398,8 @@ class Transformer(nn.Module):
         self.sharding.open(self.embed)
         x_BSD = self.embed(tokens_BS, self.vocabulary)
         x_BSD = x_BSD.to(self.compute_dtype or x_BSD.dtype)
+        if self.arch.embedding_multiplier != 1:
+            x_BSD = x_BSD * self.arch.embedding_multiplier
         if not self.arch.scaled_embeddings:
             return x_BSD
         scale = torch.tensor(self.arch.hidden_size**0.5, dtype=x_BSD.dtype, device="cpu")
@@ -422,9 +430,15 @@ class Transformer(nn.Module):
         return annotate_backward(x_BSD, f"layer {i} backward"), stats
 
     def head(self, x_BSD: Stream, rows: Rows) -> torch.Tensor:
-        """Apply the final norm: [B, S, D], the input of ``vocabulary`` with :attr:`head_weight`."""
+        """Return [B, S, D], the input of ``vocabulary`` with :attr:`head_weight`.
+
+        This is the final norm, which is divided in place of logits, so that all that computes with
+        the vocabulary gets divided logits.
+        """
         self.sharding.open(self.norm)
         y_BSD = self.norm.with_sum(*x_BSD)[1] if isinstance(x_BSD, tuple) else self.norm(x_BSD)
+        if self.arch.logits_scaling != 1 and not self.arch.num_labels:
+            y_BSD = y_BSD / self.arch.logits_scaling
         return y_BSD.view(rows.batch, rows.seq_len, y_BSD.shape[-1])
 
     def pieces(self) -> list[Piece]:
