@@ -262,6 +262,15 @@ MISTRAL_ROPE = {**STRETCHED, **EARLY}
 MISTRAL = {key: value for key, value in V3.items() if key != "num_nextn_predict_layers"}
 LATE = {"llama_4_scaling_beta": 1.5}
 MISTRAL |= {"first_k_dense_replace": 0, "rope_parameters": MISTRAL_ROPE}
+GRANITE = {
+    "intermediate_size": 24,
+    "shared_intermediate_size": 20,
+    "num_local_experts": 6,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 1.7,
+}
 CONVOLVED = ["conv", "full_attention"]
 LFM2 = {
     "layer_types": CONVOLVED + CONVOLVED[:1],
@@ -799,6 +808,23 @@ CASES = {
     "mistral4 every expert": {**MISTRAL, "num_experts_per_tok": 6},
     "mistral4 many experts": {**MISTRAL, "n_routed_experts": 33, "num_experts_per_tok": 7},
     "mistral4 one head": {**MISTRAL, "num_attention_heads": 1, "num_key_value_heads": 1},
+    "granitemoeshared": GRANITE,
+    "granitemoeshared no shared expert": {**GRANITE, "shared_intermediate_size": 0},
+    "granitemoeshared plain": {**GRANITE, **dict.fromkeys(list(GRANITE)[3:], 1.0)},
+    "granitemoeshared whole numbers": {**GRANITE, "embedding_multiplier": 12, "logits_scaling": 6},
+    "granitemoeshared wide residuals": {**GRANITE, "residual_multiplier": 1.9},
+    "granitemoeshared biases": {**GRANITE, "attention_bias": True},
+    "granitemoeshared tied": {**GRANITE, "tie_word_embeddings": True, "embedding_multiplier": 0.5},
+    "granitemoeshared one kv head": {**GRANITE, "num_key_value_heads": 1, "hidden_size": 24},
+    "granitemoeshared as many kv heads": {**GRANITE, "num_key_value_heads": None},
+    "granitemoeshared every expert": {**GRANITE, "num_experts_per_tok": 6},
+    "granitemoeshared many experts": {
+        **GRANITE,
+        "num_local_experts": 37,
+        "num_experts_per_tok": 8,
+    },
+    "granitemoeshared yarn": {**GRANITE, "rope_parameters": YARN},
+    "granitemoeshared one layer": {**GRANITE, "num_hidden_layers": 1},
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
