@@ -18,12 +18,10 @@ import copy
 import importlib.util
 import inspect
 import json
-import logging
 import math
 import os
 import random
 from collections.abc import Awaitable, Callable
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -36,8 +34,8 @@ from moetrain.data.chat import ChatTemplate
 from moetrain.data.containers import Files
 from moetrain.data.field_names import SYSTEMS
 from moetrain.data.known_sets import with_tools_of_metadata
-from moetrain.data.messages import BadLineError, read_messages
-from moetrain.data.pairs import text_of, with_system
+from moetrain.data.messages import BadLineError, read_messages, text_of
+from moetrain.data.pairs import with_system
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rl.envs import Environment, Problem, Prompts, SolvedEnvironment, TextEnvironment
 from moetrain.rl.envs.lines import (
@@ -48,6 +46,7 @@ from moetrain.rl.envs.lines import (
     is_packed,
     place_of_answer,
 )
+from moetrain.rl.envs.mathematics import MathReward
 
 MAX_DIGITS, MAX_TERMS = 20, 200
 """The most digits of a number, and the most numbers of a problem. Python refuses to write products
@@ -218,10 +217,12 @@ class Jsonl(TextEnvironment):
     def _warn_of_answers(self, path: str, reward: str) -> None:
         """Log a line if some of the first answers can earn nothing, whatever a policy says."""
         answers = [str(line["answer"]) for line in self.lines[:_CHECKED]]
-        if isinstance(self.reward, _Math):
-            odd = [i for i, answer in enumerate(answers) if not self.reward.has_value(answer)]
+        if isinstance(self.reward, MathReward):
+            values = self.reward.values
+            odd = [i for i, x in enumerate(answers) if is_packed(x) or not values(x)]
             said = "no value that rl.reward math finds"
-            remedy = "such prompts earn 0 whatever is answered: leave them out"
+            remedy = "such prompts earn 0 whatever is answered: leave them out, write values in "
+            remedy += "LaTeX, or set rl.reward exact to compare texts"
             if odd and is_packed(answers[odd[0]]):
                 remedy = "write the value out of the JSON as `answer`, or leave such prompts out"
         else:
@@ -312,31 +313,9 @@ def _exact(line: dict[str, Any], answer: str) -> float:
     return float(answer.strip() == str(line["answer"]).strip())
 
 
-class _Math:
-    """The reward that compares answers by math-verify.
-
-    It understands LaTeX, and different ways to write a number.
-    """
-
-    def __init__(self) -> None:
-        library = _import_extra("math_verify", "rl.reward", "math")
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no limit
-        # math-verify's own time limits use signals, which only the main thread gets. The call of
-        # the reward function has a limit anyway.
-        self.parse = partial(library.parse, parsing_timeout=None)
-        self.verify = partial(library.verify, timeout_seconds=None)
-
-    def __call__(self, line: dict[str, Any], answer: str) -> float:
-        return float(self.verify(self.parse(str(line["answer"])), self.parse(answer)))
-
-    def has_value(self, answer: str) -> bool:
-        """Return whether there is a value in ``answer`` that others can be compared with."""
-        return bool(self.parse(answer))
-
-
 REWARDS: dict[str, Callable[[], _Reward]] = {
     "exact": lambda: _exact,
-    "math": _Math,
+    "math": lambda: MathReward(_import_extra("math_verify", "rl.reward", "math")),
     "zero": lambda: lambda line, answer: 0.0,
 }
 _COMPARING = {"exact", "math"}

@@ -555,6 +555,53 @@ def test_math_verify(lines):
     assert scores == [1, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("right", "answer", "reward"),
+    [
+        # As MATH-500's column `answer` has them.
+        (r"3\sqrt{13}", r"\boxed{3\sqrt{13}}", 1),
+        (r"3\sqrt{13}", r"so $\sqrt{117}$", 1),
+        (r"3\sqrt{13}", "3", 0),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \pi/2)}", 1),
+        (r"\left( 3, \frac{\pi}{2} \right)", "3", 0),
+        ("p - q", r"\boxed{-q + p}", 1),
+        (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}", 1),
+        ("[2,5)", r"\boxed{[2, 5)}", 1),
+        ("[2,5)", r"\boxed{[2, 5]}", 0),
+        ("1,2,3", r"\boxed{3, 2, 1}", 1),
+        ("1,2,3", "1.2", 0),
+        ("3n+1", r"\boxed{1+3n}", 1),
+        ("3n+1", "3", 0),
+        (r"1 \pm \sqrt{19}", r"\boxed{1}", 0),
+        (r"11\frac{1}{2}", r"\boxed{11.5}", 1),
+        ("A", r"\boxed{A}", 1),
+        ("A", r"\boxed{B}", 0),
+        # Policies may leave marks out, too.
+        (r"3\sqrt{2}", r"3\sqrt{2}", 1),
+        ("3", r"3\sqrt{2}", 0),
+        ("7", "**7**", 1),
+        ("7", "It is 7.", 1),
+        ("10", "10 m^2", 1),
+        # Whole solutions and texts with a number.
+        ("He has 48/2 = <<48/2=24>>24.\n#### 72", "72", 1),
+        (r"So it is $\frac{1}{2}$.", "0.5", 1),
+        (r"Hence \boxed{[2,5)}", r"$[2,5)$", 1),
+        ("18 dollars", "18", 1),
+        ("$18", "18", 1),
+        ("70,000", r"\boxed{70000}", 1),
+        ("90^\\circ", "90", 1),
+        ("x=5", r"\boxed{5}", 1),
+        ("7.", "7", 1),
+    ],
+)
+def test_math_compares_whole_expressions(lines, right, answer, reward):
+    """Values are those that mathematics says; math-verify alone finds 3 in the first."""
+    pytest.importorskip("math_verify")
+    lines.write_text(json.dumps({"prompt": "?", "answer": right}))
+    environment = opened("jsonl", prompts=lines, reward="math")
+    assert environment.episode(0).step(ids(answer)).reward == reward
+
+
 # ---- calls -------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,59 @@
+r"""The reward that compares answers by the library math-verify.
+
+math-verify finds values in texts: in ``\boxed{}``, between dollar signs, or the last number. So it
+finds 3 in ``3\sqrt{2}``. Sets of problems (MATH-500) write such answers without any marks. A text
+that is an expression as a whole is therefore read as if it were boxed::
+
+    3\sqrt{2}            3 sqrt(2)        [2,5)       the interval      1,2,3      the set
+    10 apples\n#### 10   10               So $x=2$.   x = 2             proof      no value
+
+An answer of a policy is only read so if it has a LaTeX command. Others (``**7**``) are text.
+"""
+
+import logging
+import re
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+_MARKS = re.compile(r"\$|\\boxed|\\\(|\\\[|####|<<|\S\s*\n\s*\S")
+"""What shows that a text is more than one expression."""
+_COMMANDS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{[^{}]*\}|\\[A-Za-z]+")
+_WORD = re.compile(
+    r"(?!(?:sin|cos|tan|cot|sec|csc|log|exp|max|min|mod|sqrt|inf|gcd|lcm)\b)[A-Za-z]{3,}"
+)
+"""A word that is no name of a function."""
+
+
+class MathReward:
+    """Scores 1 if an answer has the value of the line's ``answer``, else 0.
+
+    math-verify understands LaTeX, and different ways to write a number.
+    """
+
+    def __init__(self, library: ModuleType) -> None:
+        """Compare by ``library``, which is math_verify."""
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no limit
+        # math-verify's own time limits use signals, which only the main thread gets. The call of
+        # the reward function has a limit anyway.
+        self._parse = partial(library.parse, parsing_timeout=None)
+        self._verify = partial(library.verify, timeout_seconds=None)
+
+    def __call__(self, line: dict[str, Any], answer: str) -> float:
+        is_latex = "\\" in answer
+        given = self.values(answer) if is_latex else self._parse(answer)
+        return float(self._verify(self.values(str(line["answer"])), given))
+
+    def values(self, text: str) -> list[Any]:
+        """Return what ``text`` may stand for: values of sympy, and texts. Empty: no value."""
+        if not _is_expression(text):
+            return self._parse(text)
+        found = self._parse(rf"\boxed{{{text.strip()}}}")
+        are_texts = all(isinstance(value, str) for value in found)
+        return self._parse(text) or found if are_texts else found
+
+
+def _is_expression(text: str) -> bool:
+    """Return whether the whole ``text`` seems to be one expression, in LaTeX or as one types it."""
+    has_words = _WORD.search(_COMMANDS.sub(" ", text)) is not None
+    return not has_words and _MARKS.search(text.strip()) is None
