@@ -17,7 +17,7 @@ import os
 import pickle
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -36,14 +36,18 @@ from moetrain.data.messages import (
     Message,
     Piece,
     are_listed,
+    begins_with_system,
     forms_of,
     in_order_of_calls,
+    is_role,
+    is_said,
     lost_keys,
     lost_thought,
     marked,
     parse_json,
     read_messages,
     result_without_call,
+    text_of,
     undeclared_call,
     unknown_role,
     without_tags,
@@ -288,6 +292,8 @@ class ChatTemplate:
         lost = [piece for piece in lost if (_thought_of(piece, turns) or _OPEN) not in said]
         if lost and strict:
             _refuse(lost[0], turns)
+        if strict:
+            _warn_of_names(turns, "".join(text for text, _ in documents))
         return documents
 
     def _check_turns(
@@ -296,7 +302,7 @@ class ChatTemplate:
         learned: Sequence[int],
         variables: Mapping[str, Any],
     ) -> None:
-        """Warn of undeclared tools and unknown roles.
+        """Warn of undeclared tools, unknown roles and a system's text that is shown twice.
 
         Raises BadLineError: the template does not read the channel of a thought, or a key that
         holds a tool, a call, the text of an answer or a thought.
@@ -314,6 +320,12 @@ class ChatTemplate:
         role = unknown_role(turns)
         if role is not None:
             _warn_of_role(role)
+        if begins_with_system(turns):
+            warn_once(
+                "a system's text twice",
+                "questions begin with the text of the system's turn, which is shown twice: leave "
+                "it out of one of them",
+            )
         for i, turn in enumerate(turns):
             for key, remedy in lost_keys(turn):
                 # A template reads `arguments` of calls, not of turns.
@@ -760,7 +772,8 @@ class ChatTemplate:
         all_variables = {**self.special_tokens, **self.kwargs, **found.variables}
         for name in {*self.kwargs, *variables} - {"tools", "documents"}:
             if all_variables[name] and not _reads(self.source, name):
-                if name in variables and not words_of(name).isdisjoint(_OF_TEXTS):
+                is_text = name in variables and not words_of(name).isdisjoint(_OF_TEXTS)
+                if is_text and not is_said(str(all_variables[name]), map(text_of, turns)):
                     raise BadLineError(
                         f"the chat template does not read {name!r} of chat_template_kwargs: "
                         f"{shortened(variables[name])}; write it as a system turn or as `tools`, "
@@ -1009,11 +1022,13 @@ def _thought_of(piece: Piece, turns: Sequence[Mapping[str, Any]]) -> str | None:
 
 def _refuse(piece: Piece, turns: Sequence[Mapping[str, Any]]) -> None:
     """Raise a BadLineError that names ``piece``."""
-    role = "" if piece.turn is None else f", of role {shortened(turns[piece.turn]['role'])}"
-    said = f"the chat template does not show {piece.place}{role}"
-    raise BadLineError(
-        f"{said}; leave it out, or name a template that shows it in data.chat_template"
-    )
+    role = None if piece.turn is None else turns[piece.turn]["role"]
+    said = f"the chat template does not show {piece.place}"
+    said += "" if role is None else f", of role {shortened(role)}"
+    remedy = "leave it out"
+    if role is not None and not is_role(role):  # Olmo's `environment` has results of tools
+        remedy = "write `tool` as the role of a tool's result, and `user` as that of what is said"
+    raise BadLineError(f"{said}; {remedy}, or name a template that shows it in data.chat_template")
 
 
 _OF_TEXTS = {"instructions", "instruction", "tools", "system", "prompt"}
@@ -1097,6 +1112,19 @@ def _warn_of_role(role: str) -> None:
         f"the role {role!r} is none of system, developer, user, assistant and tool: such turns are "
         "rendered as the chat template writes them, and are not learned",
     )
+
+
+def _warn_of_names(turns: Iterable[Mapping[str, Any]], text: str) -> None:
+    """Warn of the first speaker's ``name`` that ``text``, the rendered turns, does not have."""
+    speakers = (turn.get("name") for turn in turns if turn["role"] in ("user", "assistant"))
+    for name in speakers:
+        if isinstance(name, str) and name.strip() and name.strip() not in text:
+            warn_once(
+                "names of speakers",
+                f"the chat template does not show the `name` of a turn, such as {shortened(name)}: "
+                "write it in the `content`, or leave it out",
+            )
+            return
 
 
 def _warn_of_tags() -> None:

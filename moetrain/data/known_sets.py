@@ -25,12 +25,14 @@ from moetrain.data.lost import (
     is_about_question,
     is_label,
     is_score,
+    names_verdict,
     thoughts_of_field,
 )
 from moetrain.data.messages import (
     BadLineError,
     is_dialogue,
     is_message,
+    is_role,
     learning_of,
     parse_json,
     role_of,
@@ -663,7 +665,11 @@ def _judging(record: Mapping[str, Any]) -> str:
     found = [
         key
         for key, value in record.items()
-        if (isinstance(value, int | float) or is_label(value) or is_score(key, value))
+        if (
+            (isinstance(value, int | float) and (type(value) is not bool or names_verdict(key)))
+            or is_label(value)
+            or is_score(key, value)
+        )
         and words_of(key).isdisjoint(_NO_SCORES)
         and not is_about_question(key)
     ]
@@ -845,17 +851,25 @@ def _remedy_for_turns(record: Mapping[str, Any]) -> str | None:
     for key, value in record.items():
         if key in _ANSWERS or (key in _QUESTIONS and not is_dialogue(value)):
             continue
-        if is_dialogue(value):
+        if is_dialogue(value) and words_of(key).isdisjoint(_OF_EXAMPLES):
             each = "each with `role` and `content`"
-            if any(isinstance(turn, dict) and role_of(turn) == "assistant" for turn in value):
+            roles = [role_of(turn) for turn in value if isinstance(turn, dict)]
+            if "assistant" in roles:
                 return f"`{key}` seems to be a dialogue; write its turns as `messages`, {each}"
+            others = [role for role in roles if isinstance(role, str) and not is_role(role)]
+            if others:
+                learned = f"those to be learned, perhaps of {shortened(others[-1])}"
+                return (
+                    f"`{key}` seems to be a dialogue; write its turns as `messages`, {each}, and "
+                    f"`assistant` as the role of {learned}"
+                )
             also = "and after them the answer that is to be learned"
             return f"`{key}` seems to be a question; write its turns as `messages`, {each}, {also}"
     if (said := _remedy_for_texts(record)) is not None:
         return said
-    for key, value in record.items():
-        are_objects = isinstance(value, list) and value and all(isinstance(x, dict) for x in value)
-        if are_objects and not are_tools(value) and not describes(key, value):
+    lists = [key for key in record if _is_list_of_objects(key, record)]
+    for key in sorted(lists, key=lambda key: not words_of(key).isdisjoint(_OF_EXAMPLES)):
+        if not describes(key, record[key]):
             return (
                 f"if `{key}` is a dialogue, write its turns as `messages`, each with `role` and "
                 "`content`; if it holds the records, write each of them as a line"
@@ -952,7 +966,24 @@ def _named(record: Mapping[str, Any]) -> dict[str, str]:
 def _asked(record: Mapping[str, Any]) -> list[str]:
     """Return the fields that may be a question, the likeliest first."""
     named = _named(record)
-    return [key for name in _QUESTIONS for key in named if named[key] == name]
+    has_objects = any(_is_list_of_objects(key, record) for key in record)
+    return [
+        key
+        for name in _QUESTIONS
+        for key in named
+        # DialogStudio's `prompt` lists texts that describe the task of the dialogue in `log`.
+        if named[key] == name and not (has_objects and _are_texts(record[key]))
+    ]
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
+
+
+def _is_list_of_objects(key: str, record: Mapping[str, Any]) -> bool:
+    value = record[key]
+    are_objects = isinstance(value, list) and value and all(isinstance(x, dict) for x in value)
+    return bool(are_objects) and not are_tools(value)
 
 
 def _asks(record: Mapping[str, Any]) -> bool:

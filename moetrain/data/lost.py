@@ -28,12 +28,12 @@ from moetrain.data.messages import (
     media_of,
     role_of,
     says_what_is_learned,
+    text_of,
     thoughts_in,
     truth_of,
     value_in,
     words_of,
 )
-from moetrain.data.pairs import text_of
 from moetrain.data.tools import names_of_tools
 from moetrain.data.warned import warn_once
 
@@ -289,7 +289,8 @@ def choices_of(record: Mapping[str, Any]) -> list[str]:
 def refuse_lost_answer(record: Mapping[str, Any], turns: Sequence[Any], name: str) -> None:
     """Raise BadLineError if ``turns`` end with a question whose answer is in another field.
 
-    If no field has an answer, a warning says once that the question is left out.
+    If no field has an answer, a warning says once that the question, or the result of a tool, is
+    left out.
 
     Args:
         record: the record.
@@ -306,17 +307,20 @@ def refuse_lost_answer(record: Mapping[str, Any], turns: Sequence[Any], name: st
         if key not in (name, *_BY_ALL) and _answers_last(key, value, shown):
             raise BadLineError(
                 f"`{name}` end with a {end}, and `{key}` seems to be its answer, which would be "
-                f"lost: {shortened(value)}; write it as the last turn, with the role assistant, or "
-                "leave it out"
+                f"lost: {shortened(value)}; write it as the last turn, with the role assistant, "
+                "leave it out, or let a policy answer for a reward that reads it: moetrain rl"
             )
-    if turns[-1]["role"] == "tool":
-        return
     if shown:
-        warn_once(
-            "questions at the end",
-            f"`{name}` of records end with a question that nothing answers: it is left out, and "
-            "the answers before it are learned",
-        )
+        warn_of_end(name, end)
+
+
+def warn_of_end(name: str, end: str) -> None:
+    """Warn that the dialogues of the field ``name`` have an ``end`` that is not learned."""
+    warn_once(
+        f"{end} at the end",
+        f"`{name}` of records end with a {end} that nothing answers: it is left out, and the "
+        "answers before it are learned",
+    )
 
 
 def _answers_last(key: str, value: object, shown: Sequence[str]) -> bool:
@@ -501,17 +505,27 @@ def warn_of_parent(record: Mapping[str, Any]) -> None:
 
 
 def warn_of_tie(record: Mapping[str, Any]) -> None:
-    """Warn once if neither answer of a pair is the better one.
+    """Warn once if neither answer of a pair is the better one, or if the rejected one is.
 
-    Both have the same score (UltraFeedback's ``score_chosen`` and ``score_rejected``), or a field
-    is the word tie (``status`` of distilabel's pairs of Orca).
+    Both are the same, have the same score (UltraFeedback's ``score_chosen`` and
+    ``score_rejected``), or a field is the word tie (``status`` of distilabel's pairs of Orca).
     """
-    ties = [
-        f"the same `{better}` and `{worse}`"
-        for name in _SCORES_OF_PAIRS
-        for better, worse in [[name.format(side) for side in ("chosen", "rejected")]]
-        if isinstance(record.get(better), int | float) and record[better] == record.get(worse)
-    ]
+    ties: list[str] = []
+    for name_of in _SCORES_OF_PAIRS:
+        better, worse = (name_of.format(side) for side in ("chosen", "rejected"))
+        high, low = record.get(better), record.get(worse)
+        if not isinstance(high, int | float) or not isinstance(low, int | float):
+            continue
+        if high == low:
+            ties.append(f"the same `{better}` and `{worse}`")
+        elif high < low:
+            warn_once(
+                f"pairs the other way round by {better}",
+                f"some pairs have a larger `{worse}` than `{better}`: they are learned as "
+                "`chosen` and `rejected` say; exchange the two if the scores are right",
+            )
+    if record.get("chosen") and record["chosen"] == record.get("rejected"):
+        ties.append("the same text")
     ties += [
         f"`{key}` {shortened(value)}"
         for key, value in record.items()
@@ -562,11 +576,16 @@ def is_score(key: str, value: object) -> bool:
 
 
 def _has_number(value: object) -> bool:
-    """Return whether a value is a number, the text of one, or holds one, as Label Studio's and
-    Argilla's lists of ratings do."""
+    """Return whether a value is a number, holds one or is the text of such a value.
+
+    Label Studio and Argilla write lists of ratings.
+    """
     if isinstance(value, Mapping | list | tuple):
         return any(map(_has_number, value.values() if isinstance(value, Mapping) else value))
     if isinstance(value, str):
+        parsed = _parsed(value)  # Toucan's assessments are the text of an object
+        if not isinstance(parsed, str):
+            return _has_number(parsed)
         return re.fullmatch(r"-?\d+(?:\.\d+)?", value.strip()) is not None
     return type(value) in (int, float)
 
@@ -584,6 +603,11 @@ def is_about_answer(key: str) -> bool:
     if words.isdisjoint(_JUDGING) or not words.isdisjoint(_OF_PROMPTS):
         return False
     return not words.isdisjoint(_OF_ANSWERS | {"verdict", "judgement", "judgment", "correctness"})
+
+
+def names_verdict(key: str) -> bool:
+    """Return whether the name of a field says that its truth value judges an answer."""
+    return not words_of(key).isdisjoint(_GOOD | _BAD | _JUDGING | _OF_SCORES)
 
 
 def is_label(value: object) -> bool:

@@ -348,7 +348,7 @@ def lost_thought(turn: Mapping[str, Any]) -> str | None:
 
     SWE-agent's ``thought`` is a part of its ``content``. None: there is no such key.
     """
-    shown = [_text_of(turn), turn.get("reasoning_content")]
+    shown = [text_of(turn), turn.get("reasoning_content")]
     for key in THOUGHTS:
         if key in turn and not all(is_said(text, shown) for text in thoughts_in(turn[key])):
             return key
@@ -376,7 +376,7 @@ def lost_keys(turn: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     answer with an empty ``content`` says.
     """
     is_answer = turn["role"] == "assistant" and "tool_calls" not in turn
-    is_empty = is_answer and not _text_of(turn).strip() and "reasoning_content" not in turn
+    is_empty = is_answer and not text_of(turn).strip() and "reasoning_content" not in turn
     for key, value in turn.items():
         if not value or key in ("role", "content"):
             continue
@@ -396,7 +396,7 @@ def lost_keys(turn: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             remedy = f"write calls as `tool_calls`{results}, or leave it out"
         else:
             continue
-        if not isinstance(value, str) or not is_said(value, [_text_of(turn)]):
+        if not isinstance(value, str) or not is_said(value, [text_of(turn)]):
             yield key, remedy
 
 
@@ -489,13 +489,10 @@ def _read_turn(message: Mapping[str, Any], where: str, has_masks: bool) -> Messa
         said = f"{where}.role is missing or not text: {shortened(turn)}"
         also = _OF_ITEMS.get(str(turn.get("type")), "")
         raise BadLineError(f'{said}; give {{"role": ..., "content": ...}}{also}')
-    if "role" not in message and role not in _ROLES.values():
-        said = f"{where}.from is {shortened(role)}, which is no known role"
-        raise BadLineError(f"{said}; write human, gpt, system or observation")
     turn["role"] = role
     weight = _read_weight(turn, where, has_masks)
     if role == _CALL:
-        thought, content = _without_thought(content)
+        thought, content = _without_thought(_joined(content))
         calls = _read_calls(content, f"{where}, a call,")
         return {"role": role, "tool_calls": calls, **thought, **weight}
     turn |= weight
@@ -534,6 +531,14 @@ def _also_in_parts(turn: Mapping[str, Any]) -> str:
     """Return the advice for calls, results and thoughts in lists of parts of a turn (Gemini's)."""
     names = set[Any]().union(*map(_names_of_parts, turn.values()))
     return "".join(dict.fromkeys(_ELSEWHERE[name] for name in _ELSEWHERE if name in names))
+
+
+def _joined(content: object) -> object:
+    """Return the text of a list of parts of text, and other contents, such as calls, unchanged."""
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and "name" not in part]
+    are_texts = texts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
+    return "".join(map(str, texts)) if are_texts else content
 
 
 def _without_thought(content: object) -> tuple[dict[str, str], object]:
@@ -927,7 +932,7 @@ def result_without_call(turns: Sequence[Mapping[str, Any]]) -> str | None:
             before = turn
             continue
         given = turn.get("tool_call_id")
-        is_written = before.get("role") == "assistant" and re.search("[<{]", _text_of(before))
+        is_written = before.get("role") == "assistant" and re.search("[<{]", text_of(before))
         if isinstance(given, str) and not before.get("tool_calls") and not is_written:
             return given
     return None
@@ -942,7 +947,7 @@ def are_listed(tools: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, 
     """
     if not tools:
         return False
-    said = "\n".join(_text_of(turn) for turn in turns if turn["role"] in _OF_SYSTEM)
+    said = "\n".join(text_of(turn) for turn in turns if turn["role"] in _OF_SYSTEM)
     # Each part begins with the value of a key `name`. A signature has a description or parameters;
     # an example of a call has neither.
     parts = re.split(r"""["']name["']\s*:\s*""", said)[1:]
@@ -977,6 +982,14 @@ def unknown_role(turns: Sequence[Mapping[str, Any]]) -> str | None:
     return next((turn["role"] for turn in turns if turn["role"] not in _ROLES.values()), None)
 
 
+def begins_with_system(turns: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the first question begins with the whole text of the system's turn."""
+    if len(turns) < 2 or turns[0]["role"] not in _OF_SYSTEM or turns[1]["role"] != "user":
+        return False
+    system, question = (text_of(turn).strip() for turn in turns[:2])
+    return bool(system) and question.startswith(system)
+
+
 def undeclared_call(
     turns: Sequence[Mapping[str, Any]], learned: Iterable[int], tools: Sequence[Mapping[str, Any]]
 ) -> str | None:
@@ -989,7 +1002,7 @@ def undeclared_call(
     for i in learned:
         for call in turns[i].get("tool_calls", ()):
             name = call["function"]["name"]
-            if name not in declared and not any(name in _text_of(turn) for turn in turns[:i]):
+            if name not in declared and not any(name in text_of(turn) for turn in turns[:i]):
                 return name
     return None
 
@@ -1000,9 +1013,11 @@ def _name_of(tool: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _text_of(turn: Mapping[str, Any]) -> str:
+def text_of(turn: Mapping[str, Any]) -> str:
+    """Return the text of a turn's ``content``. Its parts are joined."""
     content = turn.get("content") or ""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    parts = content if isinstance(content, list) else [content]
+    return "".join(str(x.get("text") or "") if isinstance(x, dict) else str(x) for x in parts)
 
 
 class Form(NamedTuple):

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moetrain.config.sources import shortened
-from moetrain.data.messages import BadLineError, Message, parse_json
+from moetrain.data.lost import warn_of_end
+from moetrain.data.messages import BadLineError, Message, parse_json, text_of
 from moetrain.data.tools import without_nulls
 from moetrain.data.warned import warn_once
 
@@ -100,7 +101,7 @@ def read_answers(
         names = " and ".join(f"`{key}`" for key in (keys if len(keys) > 1 else ("prompt", *keys)))
         problem = f"{names} are neither two texts nor two dialogues: {shortened(dict(record))}"
         raise BadLineError(f"{problem}; write all as texts, or all as lists of messages")
-    asked = _asked(record, needs_prompt)
+    asked = _asked(record, needs_prompt, [] if are_texts else answers)
     if are_texts:
         if len(keys) > 1 and all(_is_whole(text) for text in answers):
             return _whole_texts(record, answers, asked)
@@ -144,8 +145,12 @@ def _label(value: object) -> str | None:
 # ---- the question --------------------------------------------------------------------------------
 
 
-def _asked(record: Mapping[str, Any], needs_prompt: bool) -> _Asked:
+def _asked(
+    record: Mapping[str, Any], needs_prompt: bool, dialogues: Sequence[Sequence[Any]]
+) -> _Asked:
     """Find the question of ``record``, and everything else that comes before the answers.
+
+    ``dialogues`` are the answers that are lists of messages.
 
     Raises BadLineError: a field has a wrong type, or would be lost.
     """
@@ -180,7 +185,9 @@ def _asked(record: Mapping[str, Any], needs_prompt: bool) -> _Asked:
         if key != name and not is_same:
             raise BadLineError(f"`{name}` and `{key}` differ; leave one of them out")
     for key, other in texts.items():
-        if needs_prompt and not any(_contains(turn, other) for turn in messages):
+        is_asked = any(_contains(turn, other) for turn in messages)
+        is_asked |= bool(dialogues) and all(_asks(turns, other) for turns in dialogues)
+        if needs_prompt and not is_asked:
             problem = f"`{key}` is not in `{name}`, beside which it would be lost"
             remedy = f"write both in `{name}`, or leave `{key}` out"
             raise BadLineError(f"{problem}: {shortened(other)}; {remedy}")
@@ -314,13 +321,6 @@ def _is_answer(turn: Any) -> bool:
     return isinstance(turn, dict) and turn.get("role") == "assistant"
 
 
-def text_of(turn: Message) -> str:
-    """Return the text of a turn's ``content``. Its parts are joined."""
-    content = turn.get("content") or ""
-    parts = content if isinstance(content, list) else [content]
-    return "".join(str(x.get("text") or "") if isinstance(x, dict) else str(x) for x in parts)
-
-
 def _words(text: str) -> str:
     """Return ``text`` with one blank for each run of white space, in which copies often differ."""
     return " ".join(text.split())
@@ -330,6 +330,11 @@ def _contains(turn: Message, text: str) -> bool:
     """Return whether the content of ``turn`` contains ``text`` as whole words."""
     part = re.escape(_words(text))
     return re.search(rf"(?<!\w){part}(?!\w)", _words(text_of(turn))) is not None
+
+
+def _asks(turns: Sequence[Any], text: str) -> bool:
+    """Return whether a user's turn in ``turns`` contains ``text``."""
+    return any(_contains(x, text) for x in turns if isinstance(x, dict) and x.get("role") == "user")
 
 
 def _is_same(turn: Message, other: Message) -> bool:
@@ -365,6 +370,8 @@ def _dialogues(
     """
     for turns in answers:
         _check(turns)
+        if turns[-1].get("role") == "user" and any(map(_is_answer, turns)):
+            warn_of_end("answers", "question")
     num_shared = _num_shared(answers)
     before, num_repeated = _before(record, answers, num_shared, asked)
     prompt = [*before, *answers[0][:num_shared]]
@@ -468,6 +475,7 @@ def _joined(prompt: str, answers: Sequence[str]) -> Texts:
     is_whole = len(answers) > 1 and len(prompt.split()) > 1
     is_whole &= all(answer.startswith(prompt) for answer in answers)
     texts = list(answers) if is_whole else [prompt + answer for answer in answers]
+    texts = [_without_last_question(text) if _is_whole(text) else text for text in texts]
     return Texts(texts, [_learned(text, len(prompt)) for text in texts])
 
 
@@ -487,6 +495,19 @@ def _is_whole(text: str) -> bool:
     """Return whether ``text`` begins with a human's turn."""
     mark = _MARK.match(text)
     return mark is not None and mark[1] == "Human"
+
+
+def _without_last_question(text: str) -> str:
+    """Return a whole text up to the end of its last answer, or unchanged if it has none.
+
+    The end of a text is learned, which is to be that of an answer.
+    """
+    turns = _turns(text)
+    answers = [turn for turn in turns if turn.is_answer]
+    if not answers or turns[-1].is_answer or not text[turns[-1].start :].strip():
+        return text
+    warn_of_end("answers", "question")
+    return text[: answers[-1].end]
 
 
 class _Turn(NamedTuple):
@@ -514,6 +535,7 @@ def _whole_texts(record: Mapping[str, Any], texts: list[str], asked: _Asked) -> 
 
     Raises BadLineError: the texts have no common beginning, or a field beside them would be lost.
     """
+    texts = [_without_last_question(text) for text in texts]
     turns = [_turns(text) for text in texts]
     said = [
         [

@@ -40,6 +40,7 @@ from moetrain.data.messages import (
     refuse_masks_of_record,
     role_of,
     shows_pythons_turns,
+    text_of,
     turns_in,
     value_in,
     weight_of,
@@ -53,7 +54,6 @@ from moetrain.data.pairs import (
     label_of,
     read_answers,
     read_history,
-    text_of,
     with_system,
 )
 from moetrain.data.tokenizer import Tokenizer

@@ -1053,15 +1053,6 @@ RECORDS: dict[str, tuple[Any, dict[str, Any], str, list[Any]]] = {
         r'messages\[1\].role is missing or not text: .*; give {"role": ..., "content": ...}',
         [turns({"role": "user", "content": "b"})],
     ),
-    "an unknown from": (
-        {"conversations": [{"from": "me", "value": "a"}, {"from": "gpt", "value": "b"}]},
-        {},
-        "from is 'me', which is no known role; write human, gpt, system or observation",
-        [
-            {"conversations": [{"from": who, "value": "a"}, {"from": "gpt", "value": "b"}]}
-            for who in ("human", "gpt", "system", "observation")
-        ],
-    ),
     "no content": (
         turns({"role": "user"}),
         {},

@@ -1195,3 +1195,162 @@ def test_columns_of_a_table_are_told_to_be_written_as_records(record: dict, says
     SEEN.clear()
     assert documents({"instruction": ["q", "r"], "output": ["a", "b"]})
     assert "if they are the columns of a table, write a record for each row" in caplog.text
+
+
+# ---- what a reading of public sets found --------------------------------------------------------
+
+
+def test_a_system_text_that_the_question_repeats_is_said(caplog):
+    """Sujet-Finance's `inputs` begin with its `system_prompt`."""
+    SEEN.clear()
+    documents({"system": "Be brief.", "instruction": "Who is brief?", "output": "a"})
+    assert "shown twice" not in caplog.text
+    documents({"system": "Be brief.", "instruction": "Be brief. Who?", "output": "a"})
+    assert "questions begin with the text of the system's turn, which is shown twice" in caplog.text
+
+
+def test_a_speakers_name_that_the_template_does_not_show_is_said(caplog):
+    SEEN.clear()
+    named = {**USER, "name": "Alice"}
+    documents({"messages": [{**named, "content": "I am Alice"}, ANSWER]})
+    assert "`name`" not in caplog.text
+    (found,) = documents({"messages": [named, ANSWER]})
+    assert found.text.rstrip() == theirs(USER, ANSWER)
+    assert "the chat template does not show the `name` of a turn, such as 'Alice'" in caplog.text
+
+
+def test_an_unknown_from_is_read_as_an_unknown_role_is(caplog):
+    SEEN.clear()
+    teller = {"role": "narrator", "content": "It rains."}
+    said = [("human", "q"), ("narrator", "It rains."), ("gpt", "a")]
+    record = {"conversations": [{"from": who, "value": text} for who, text in said]}
+    (found,) = documents(record)
+    assert found.text.rstrip() == theirs(USER, teller, ANSWER)
+    assert [found.text[a:b] for a, b in found.loss_spans] == ["a<|im_end|>"]
+    assert "the role 'narrator' is none of" in caplog.text
+
+
+@pytest.mark.parametrize("value", ["Be kind.", ""])
+def test_instructions_that_the_system_turn_has_may_stand_beside_it(value):
+    """SmolTalk2 has them in ``chat_template_kwargs``; other instructions are refused."""
+    system = {"role": "system", "content": "Be kind."}
+    beside = {"chat_template_kwargs": {"custom_instructions": value}}
+    (found,) = documents({"messages": [system, USER, ANSWER], **beside})
+    assert found.text.rstrip() == theirs(system, USER, ANSWER)
+    with pytest.raises(BadLineError, match="does not read 'custom_instructions'"):
+        documents(
+            {
+                "messages": [system, USER, ANSWER],
+                "chat_template_kwargs": {"custom_instructions": "Be rude."},
+            }
+        )
+
+
+def test_a_call_in_parts_of_text_is_that_of_the_text():
+    call = json.dumps({"name": "add", "arguments": {"a": 1}})
+    contents = call, [{"type": "text", "text": call[:9]}, {"type": "text", "text": call[9:]}]
+    in_text, in_parts = (
+        documents(
+            {
+                "messages": [USER, {"role": "tool-call", "content": content}],
+                "tools": [{"name": "add", "parameters": {"type": "object", "properties": {}}}],
+            }
+        )
+        for content in contents
+    )
+    assert in_text == in_parts
+
+
+def test_a_role_that_the_template_does_not_show_is_to_be_that_of_a_result():
+    """Qwen3's template shows no ``environment``, Olmo's role of a tool's result."""
+    source = (
+        "{% for m in messages if m.role in ['user', 'assistant'] %}{{ m.content }};{% endfor %}"
+    )
+    reader = RecordReader(ChatTemplate(source, {}))
+    result = {"role": "environment", "content": "20 degrees"}
+    with pytest.raises(BadLineError, match=r"of role 'environment'; write `tool` as the role of"):
+        reader.documents({"messages": [USER, ANSWER, result, ANSWER]})
+
+
+def test_a_last_result_without_an_answer_is_warned_of(caplog):
+    SEEN.clear()
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "end", "arguments": {}}]}
+    turns = [USER, call, {"role": "tool", "content": "bye"}]
+    tools = {"tools": [{"name": "end", "parameters": {"type": "object", "properties": {}}}]}
+    assert documents({"messages": turns, **tools}) == documents({"messages": turns[:2], **tools})
+    assert "end with a result of a tool that nothing answers: it is left out" in caplog.text
+
+
+def test_a_score_in_json_text_is_said(caplog):
+    """Toucan's assessments are JSON as text."""
+    SEEN.clear()
+    said = json.dumps({"reasoning": "good", "overall_score": 5})
+    documents({"messages": [USER, ANSWER], "response_quality_assessment": said})
+    assert "`response_quality_assessment` of records is not read" in caplog.text
+
+
+def test_pairs_of_texts_that_end_with_a_question_end_with_their_answers(caplog):
+    """The end of a text is learned, and is to be that of an answer."""
+    SEEN.clear()
+    talk = "\n\nHuman: hi\n\nAssistant: {}"
+    whole = [talk.format(answer) for answer in ("yes", "no")]
+    names = "chosen", "rejected"
+    expected = documents(dict(zip(names, whole, strict=True)), "pairs")
+    asking = dict(zip(names, (text + "\n\nHuman: bye" for text in whole), strict=True))
+    assert documents(asking, "pairs") == expected
+    assert "end with a question that nothing answers" in caplog.text
+
+
+def test_pairs_of_messages_that_end_with_a_question_are_said(caplog):
+    SEEN.clear()
+    other = {**ANSWER, "content": "b"}
+    documents({"chosen": [USER, ANSWER, USER], "rejected": [USER, other]}, "pairs")
+    assert "end with a question that nothing answers" in caplog.text
+
+
+def test_a_question_that_both_dialogues_have_is_not_lost():
+    pair = {"chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "b"}]}
+    system = {"prompt": "Be bad.", "question": "q"}
+    with pytest.raises(BadLineError, match="`prompt` is not in the dialogues beside it"):
+        documents({**pair, **system}, "pairs")
+    assert documents({**pair, "question": "q"}, "pairs") == documents(pair, "pairs")
+
+
+def test_pairs_whose_scores_contradict_them_are_said(caplog):
+    SEEN.clear()
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    documents({**pair, "score_chosen": 1, "score_rejected": 5}, "pairs")
+    assert "some pairs have a larger `score_rejected` than `score_chosen`" in caplog.text
+    documents({**pair, "rejected": "a"}, "pairs")
+    assert "the answers of some pairs have the same text" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (
+            {"context": "c", "response": "a", "episode_done": False},
+            r"; write what is asked, perhaps `context`, as `instruction` and `response` as",
+        ),
+        ({"prompt": "q", "response": "a", "is_correct": True}, "whose `is_correct` suffice"),
+        (
+            {
+                "example_dialogue": [USER, {"role": "char", "content": "b"}],
+                "dialogues": [{"chat": [USER, {"role": "char", "content": "b"}]}],
+            },
+            "if `dialogues` is a dialogue, write its turns as `messages`",
+        ),
+        (
+            {"talk": [USER, {"role": "char", "content": "b"}]},
+            "`talk` seems to be a dialogue; .* `assistant` as the role of .* of 'char'",
+        ),
+        (
+            {"log": [{"user utterance": "q", "system response": "a"}], "prompt": ["Find a room"]},
+            "if `log` is a dialogue, write its turns as `messages`",
+        ),
+    ],
+)
+def test_advice_names_the_field_that_holds_the_turns(record, says):
+    """prosocial-dialog, gpt_roleplay_realm and DialogStudio."""
+    with pytest.raises(BadLineError, match=says):
+        documents(record)
