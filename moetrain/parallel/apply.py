@@ -29,7 +29,6 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import resolve
 from moetrain.models.hf.load import load_weights
 from moetrain.models.hf.peft import load_peft
-from moetrain.models.layers import WideNorm
 from moetrain.models.moe import Dispatcher
 from moetrain.models.rules import ADAPTER, ADAPTERS, MAGNITUDE, SCORE, PartStyle, Rule
 from moetrain.models.transformer import Transformer, compile_blocks, compute_dtype, plan_model
@@ -52,6 +51,8 @@ from moetrain.runtime.typed import named_modules, split, vector_norm
 
 _CHECKED_NUMBERS = 2**24
 """Elements of a tensor that a checksum sums at a time."""
+_SUM_SQUARES = "sum_squares"
+"""The attribute of norms over elements that tensor parallel ranks divide."""
 
 
 def place_model(
@@ -133,8 +134,8 @@ def _parallelize(
         for name, style in styles.items():
             parts.share(model.get_submodule(name), style)
         for module in model.modules():
-            if isinstance(module, WideNorm):
-                module.sum_squares = parts.sum
+            if hasattr(module, _SUM_SQUARES):
+                setattr(module, _SUM_SQUARES, parts.sum)
         model.vocabulary = ShardedVocabulary(
             model.arch.vocab_size,
             group,

@@ -171,10 +171,18 @@ class _Parts(TokenParts):
         inputs: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor],
         context: Context,
+        *,
+        whole_values: Sequence[torch.Tensor] = (),
+        whole_weights: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """Call ``mixed`` with all tokens and the weights of this rank's part of the heads."""
+        """Call ``mixed`` with all tokens and the weights of this rank's part of the heads.
+
+        What all heads share goes to every rank, and its gradients are added up.
+        """
         own = [w.unflatten(0, (self.ranks, -1))[self.rank] for w in weights]
-        return self.collected(mixed(self.spread(inputs), own, context))
+        copies = [x.repeat(1, self.ranks) for x in whole_values]
+        arrived = self.spread([*inputs, *copies])
+        return self.collected(mixed(arrived, [*own, *whole_weights], context))
 
 
 class _Ulysses:

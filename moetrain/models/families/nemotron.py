@@ -18,9 +18,8 @@ from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.decoders import COMMON_DEFAULTS, StackExperts, renamed
 from moetrain.models.family import Family, Rename, WeightMap, register
 from moetrain.models.hf.files import error
-from moetrain.models.hf.take_rows import TakeRows
 from moetrain.models.parts.deepseek_router import DEEPSEEK_FIELDS, SIGMOID_ROUTER
-from moetrain.models.parts.mamba import Mamba2
+from moetrain.models.parts.mamba import Mamba2, check_step_limit, mamba_map
 from moetrain.models.parts.squared_relu import SquaredReLU, SquaredReLUExperts
 
 _Mixer = Literal["mamba", "attention", "moe", "mlp"]
@@ -81,10 +80,7 @@ def _read_layers(config: ConfigJson) -> Fields:
         if config[key] != value:
             problem = f"{key} {config[key]!r:.80} is not supported, only {value!r}"
             raise error("config.json", problem)
-    low, high = (*(config["time_step_limit"] or ()), None, None)[:2]
-    if low not in (0, None) or high not in (None, float("inf"), {"__float__": "Infinity"}):
-        problem = f"time_step_limit {config['time_step_limit']!r:.80} is not supported"
-        raise error("config.json", f"{problem}, only 0 to infinity")
+    check_step_limit(config)
     if config["moe_shared_expert_intermediate_size"] == 0:
         raise error("config.json", "moe_shared_expert_intermediate_size is 0, expected 1 or more")
     types = config["layers_block_type"]
@@ -116,14 +112,8 @@ def _write_layers(arch: Architecture) -> Fields:
 
 _OURS = "layers.{layer}"
 _THEIRS = "backbone.layers.{layer}"
-_MAMBA = f"{_OURS}.mamba"
 _MIXER = f"{_THEIRS}.mixer"
 _EXPERT = f"{_MIXER}.experts.{{expert}}"
-
-
-def _inputs(arch: _NemotronH) -> tuple[int, ...]:
-    """Return the numbers of rows of z, x, B, C and dt in their common projection."""
-    return tuple(Mamba2.of(arch, window=None).inputs.values())
 
 
 _MAP: WeightMap = (
@@ -132,26 +122,7 @@ _MAP: WeightMap = (
     Rename(f"{_OURS}.mlp_norm", f"{_THEIRS}.norm"),
     *(Rename(f"{_OURS}.attn.w{x}", f"{_MIXER}.{x}_proj") for x in "qkvo"),
     *(Rename(f"{_OURS}.mlp.w_{x}", f"{_MIXER}.{x}_proj") for x in ("up", "down")),
-    TakeRows(
-        tuple(f"{_MAMBA}.w{x}.weight" for x in ("z", "x", "b", "c", "dt")),
-        f"{_MIXER}.in_proj.weight",
-        _inputs,
-    ),
-    TakeRows(
-        tuple(f"{_MAMBA}.conv_{x}" for x in "xbc"),
-        f"{_MIXER}.conv1d.weight",
-        lambda arch: _inputs(arch)[1:4],
-    ),
-    TakeRows(
-        tuple(f"{_MAMBA}.conv_{x}_bias" for x in "xbc"),
-        f"{_MIXER}.conv1d.bias",
-        lambda arch: _inputs(arch)[1:4],
-    ),
-    Rename(f"{_MAMBA}.a_log", f"{_MIXER}.A_log"),
-    Rename(f"{_MAMBA}.d", f"{_MIXER}.D"),
-    Rename(f"{_MAMBA}.dt_bias", f"{_MIXER}.dt_bias"),
-    Rename(f"{_MAMBA}.norm", f"{_MIXER}.norm.weight"),
-    Rename(f"{_MAMBA}.wo", f"{_MIXER}.out_proj"),
+    *mamba_map(f"{_OURS}.mamba", _MIXER, lambda arch: Mamba2.of(arch, window=None)),
     Rename(f"{_OURS}.moe.router.weight", f"{_MIXER}.gate.weight"),
     Rename(f"{_OURS}.moe.router.bias", f"{_MIXER}.gate.e_score_correction_bias"),
     *(

@@ -117,7 +117,17 @@ class OverHeads(Protocol):
         weights: Sequence[torch.Tensor],
         context: Context,
         /,
-    ) -> torch.Tensor: ...
+        *,
+        whole_values: Sequence[torch.Tensor] = (),
+        whole_weights: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        """Return the results of all heads.
+
+        Args:
+            whole_values, whole_weights: those that all heads share; ``mixed`` gets them behind the
+                heads' own.
+        """
+        ...
 
 
 def _over_all_heads(
@@ -125,9 +135,12 @@ def _over_all_heads(
     values: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
     context: Context,
+    *,
+    whole_values: Sequence[torch.Tensor] = (),
+    whole_weights: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Call ``mixed`` on a device that has all tokens and heads."""
-    return mixed(values, weights, context)
+    return mixed((*values, *whole_values), (*weights, *whole_weights), context)
 
 
 class LinearMixer(KernelModule):

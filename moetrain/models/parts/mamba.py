@@ -7,6 +7,10 @@ Each W is a projection of its own, and s is ``mamba_min_step``. Convolutions are
 document starts with a zero state, and its convolutions see no earlier document. A group of heads
 shares B and C, and the norm is over the elements of all heads of a group.
 
+Ranks that divide heads also divide groups, with the heads of each. If all heads are one group
+(:class:`OneGroupMamba2`), every rank computes B and C, and the norm adds up the squares of all
+ranks.
+
 Left out on purpose: biases of the projections, which no published model has.
 
 Legend: B batch, S sequence, T = B * S tokens, D model width, H heads, G groups, V width of a head,
@@ -14,9 +18,9 @@ K width of a state, N width of a group's heads together.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -33,9 +37,13 @@ from moetrain.kernels.norm.rms_norm import rms_norm
 from moetrain.models.architecture import (
     FP32,
     AttentionPart,
+    ConfigJson,
     Weight,
     Workload,
 )
+from moetrain.models.family import Rename, WeightMap
+from moetrain.models.hf.files import error
+from moetrain.models.hf.take_rows import TakeRows
 from moetrain.models.layers import Context, Linear, linears
 from moetrain.models.parts.linear_states import (
     FILTER,
@@ -119,6 +127,10 @@ class Mamba2(AttentionPart):
         found |= {"d": Weight((heads,), _SKIP), "norm": Weight((v_dim,), WIDE_NORM)}
         return found | {"wo.weight": Weight((dim, v_dim), ROWWISE)}
 
+    def _widths_on(self, share: Workload) -> tuple[int, int]:
+        """Return :attr:`widths`, of which each tensor parallel rank has a part."""
+        return self.widths
+
     def products_per_token(self, seq_len: int) -> float:
         """Count the products with the weights, and two with each head's state.
 
@@ -133,7 +145,7 @@ class Mamba2(AttentionPart):
 
         The last is counted twice: before and after its gate.
         """
-        (v_dim, k_dim), w = self.widths, share.width
+        (v_dim, k_dim), w = self._widths_on(share), share.width
         elements = (2 * v_dim + 2 * k_dim) + (v_dim + 2 * k_dim) + 2 * v_dim
         if not share.is_compiled:  # convolutions, the gate and the norm keep fp32 instead
             taps = self.mamba_conv_kernel_dim
@@ -155,13 +167,56 @@ class Mamba2(AttentionPart):
         return v_dim * self.mamba_state_dim * FP32 + kept
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
-        (v_dim, k_dim), w = self.widths, share.width
+        (v_dim, k_dim), w = self._widths_on(share), share.width
         products = share.tokens * w * (2 * v_dim + 2 * k_dim) / share.tp
         recurrence = v_dim * w + self.mamba_num_heads * FP32
         return {
             "attention": share.tokens * recurrence / share.tp,
             "linear": products + share.own_tokens * w * self.hidden_size,
         }
+
+
+_WHOLE = Rule("replicate")
+_WHOLE_BIAS = Rule("replicate", init="zeros", decay=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneGroupMamba2(Mamba2):
+    """Describes a Mamba-2 mixer whose heads all share B and C."""
+
+    divided: ClassVar[Mapping[str, str]] = {"mamba_num_heads": "tp"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mamba_num_groups != 1:
+            raise ValueError(f"mamba_num_groups {self.mamba_num_groups} is not 1")
+
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> "Mamba":
+        return _OneGroupMamba(self, kernels)
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        whole: Mapping[str, Rule] = {
+            f"{name}{end}": rule
+            for x in "bc"
+            for name, end, rule in (
+                (f"w{x}", ".weight", _WHOLE),
+                (f"conv_{x}", "", replace(FILTER, style="replicate")),
+                (f"conv_{x}", "_bias", _WHOLE_BIAS),
+            )
+        }
+        own = super().weights
+        return {name: own[name]._replace(rule=whole.get(name, own[name].rule)) for name in own}
+
+    def _widths_on(self, share: Workload) -> tuple[int, int]:
+        v_dim, k_dim = self.widths
+        return v_dim, k_dim * share.tp
+
+    def exchanged(self, share: Workload) -> dict[str, float]:
+        v_dim, k_dim = self.widths
+        results = v_dim * FP32 / share.width
+        spread = (v_dim + self.mamba_num_heads + results) / share.tp + 2 * k_dim * share.cp
+        return share.received(spread, spread / share.cp)
 
 
 class Mamba(LinearMixer):
@@ -197,11 +252,24 @@ class Mamba(LinearMixer):
         dtype = h_BSD.dtype
         # z is projected separately: for a few rows, one launch computes at most three projections.
         z = self.wz(h_TD)
-        values = (*linears(h_TD, (self.wx, self.wb, self.wc)), self.wdt(h_TD))
-        biases = [x for x in map(self._bias, "xbc") if x is not None]
-        weights = (self.conv_x, self.conv_b, self.conv_c, self.a_log, self.dt_bias, self.d, *biases)
-        y = self.over_heads(self._mixed, values, weights, context)
+        x, b, c = linears(h_TD, (self.wx, self.wb, self.wc))
+        y = self._over_heads((x, self.wdt(h_TD)), (b, c), context)
         return self.wo(self._normed(y * F.silu(z.to(y.dtype))).to(dtype)).view_as(h_BSD)
+
+    def _over_heads(
+        self, own: Sequence[torch.Tensor], of_groups: Sequence[torch.Tensor], context: Context
+    ) -> torch.Tensor:
+        """Call :meth:`_mixed` for all heads, with values of heads and of groups."""
+        weights = (*self._own_weights(), *self._group_weights())
+        return self.over_heads(self._mixed, (*own, *of_groups), weights, context)
+
+    def _own_weights(self) -> list[torch.Tensor]:
+        """Return the weights of heads, as :meth:`_mixed` takes them."""
+        return [self.conv_x, self.a_log, self.dt_bias, self.d, *self._biases("x")]
+
+    def _group_weights(self) -> list[torch.Tensor]:
+        """Return the weights of groups, as :meth:`_mixed` takes them."""
+        return [self.conv_b, self.conv_c, *self._biases("bc")]
 
     def _mixed(
         self,
@@ -210,13 +278,18 @@ class Mamba(LinearMixer):
         context: Context,
     ) -> torch.Tensor:
         """Return o + d x, what the heads read from their states plus the skip: [T, H * V], fp32."""
-        *convolving, dt_TH = values
-        *filters, a_log, dt_bias, d = weights[:6]
+        x_TC, dt_TH, b_TC, c_TC = values
+        biases: tuple[torch.Tensor | None, ...] = (None, None, None)
+        if len(weights) == 6:
+            conv_x, a_log, dt_bias, d, conv_b, conv_c = weights
+        else:
+            conv_x, a_log, dt_bias, d, bias_x, conv_b, conv_c, bias_b, bias_c = weights
+            biases = bias_x, bias_b, bias_c
         dtype = dt_TH.dtype
         wide = torch.promote_types(dtype, torch.float32)
         fusible = not self.batch_invariant
         widths = (self.head_dim, self.state_dim, self.state_dim)
-        biases = weights[6:] or (None, None, None)
+        convolving, filters = (x_TC, b_TC, c_TC), (conv_x, conv_b, conv_c)
         each = zip("xbc", convolving, filters, widths, biases, strict=True)
         inputs = {name: Convolution(y, f, width, False, b) for name, y, f, width, b in each}
         x_THV, b_TGK, c_TGK = self.convolved(inputs, context)
@@ -227,8 +300,10 @@ class Mamba(LinearMixer):
         o_THV = self.ruled((c_TGK, b_TGK, u_THV, g_TH), context, ssd, ssd_step)
         return (o_THV.to(wide) + x_THV * d.to(wide)[:, None]).flatten(1)
 
-    def _bias(self, name: str) -> torch.Tensor | None:
-        return getattr(self, f"conv_{name}_bias", None)
+    def _biases(self, names: str) -> list[torch.Tensor]:
+        """Return the biases of the convolutions ``names``; empty: they have none."""
+        found = (getattr(self, f"conv_{name}_bias", None) for name in names)
+        return [bias for bias in found if bias is not None]
 
     def _normed(self, y: torch.Tensor) -> torch.Tensor:
         """Normalise the elements of each group's heads together."""
@@ -238,3 +313,71 @@ class Mamba(LinearMixer):
             return y_TGN.flatten(1) * self.norm.to(y.dtype)
         y_TGN = y_TGN * torch.rsqrt(y_TGN.square().mean(-1, keepdim=True) + self.eps)
         return y_TGN.flatten(1) * self.norm.to(y.dtype)
+
+
+class _OneGroupMamba(Mamba):
+    """The module of :class:`OneGroupMamba2`.
+
+    ``sum_squares`` is a plain attribute, as that of :class:`~moetrain.models.layers.WideNorm`.
+    """
+
+    sum_squares: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def _over_heads(
+        self, own: Sequence[torch.Tensor], of_groups: Sequence[torch.Tensor], context: Context
+    ) -> torch.Tensor:
+        return self.over_heads(
+            self._mixed,
+            own,
+            self._own_weights(),
+            context,
+            whole_values=of_groups,
+            whole_weights=self._group_weights(),
+        )
+
+    def _normed(self, y: torch.Tensor) -> torch.Tensor:
+        """Normalise the elements of all heads together, those of other ranks included."""
+        if self.sum_squares is None:
+            return super()._normed(y)
+        squares_T1 = self.sum_squares(y.square().sum(-1, keepdim=True))
+        return y * torch.rsqrt(squares_T1 / self.group_dim + self.eps) * self.norm.to(y.dtype)
+
+
+# ---- config.json and files ---------------------------------------------------------------------
+
+
+def check_step_limit(config: ConfigJson) -> None:
+    """Raise ConfigError if ``time_step_limit`` of ``config`` would clip steps; null is none."""
+    low, high = (*(config["time_step_limit"] or ()), None, None)[:2]
+    if low not in (0, None) or high not in (None, float("inf"), {"__float__": "Infinity"}):
+        problem = f"time_step_limit {config['time_step_limit']!r:.80} is not supported"
+        raise error("config.json", f"{problem}, only 0 to infinity")
+
+
+def mamba_map(ours: str, theirs: str, part: Callable[[Any], Mamba2]) -> WeightMap:
+    """Map the tensors of a mixer, which files have under ``theirs``.
+
+    Args:
+        ours: the module's name, with ``{layer}``.
+        part: returns the mixer of an architecture.
+    """
+
+    def rows(arch: Any) -> tuple[int, ...]:
+        """Return the numbers of rows of z, x, B, C and dt in their common projection."""
+        return tuple(part(arch).inputs.values())
+
+    def convolved_rows(arch: Any) -> tuple[int, ...]:
+        return rows(arch)[1:4]
+
+    projections = tuple(f"{ours}.w{x}.weight" for x in ("z", "x", "b", "c", "dt"))
+    filters, biases = (tuple(f"{ours}.conv_{x}{end}" for x in "xbc") for end in ("", "_bias"))
+    return (
+        TakeRows(projections, f"{theirs}.in_proj.weight", rows),
+        TakeRows(filters, f"{theirs}.conv1d.weight", convolved_rows),
+        TakeRows(biases, f"{theirs}.conv1d.bias", convolved_rows),
+        Rename(f"{ours}.a_log", f"{theirs}.A_log"),
+        Rename(f"{ours}.d", f"{theirs}.D"),
+        Rename(f"{ours}.dt_bias", f"{theirs}.dt_bias"),
+        Rename(f"{ours}.norm", f"{theirs}.norm.weight"),
+        Rename(f"{ours}.wo", f"{theirs}.out_proj"),
+    )
