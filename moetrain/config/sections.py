@@ -131,7 +131,7 @@ class ModelSection(Section):
     max_positions: PositiveInt | None = None
     """Length of the longest row that the model accepts, in tokens; unset: the model's own limit. A
     value above that limit needs model.rope, unless the model has no rotary embeddings
-    (Nemotron-3)."""
+    (Nemotron-3, Granite 4)."""
     rope: Literal["yarn", "linear"] | None = None
     """Method that stretches rotary embeddings to model.max_positions: yarn (arXiv 2309.00071) or
     linear (arXiv 2306.15595). Its factor is model.max_positions divided by the model's original

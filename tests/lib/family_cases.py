@@ -271,6 +271,14 @@ GRANITE = {
     "attention_multiplier": 0.2,
     "logits_scaling": 1.7,
 }
+HYBRID = {
+    **GRANITE,
+    "rms_norm_eps": 0.01,  # as in Nemotron's case, whose mixers also have norms of results
+    "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+    "mamba_chunk_size": 8,
+}
 CONVOLVED = ["conv", "full_attention"]
 LFM2 = {
     "layer_types": CONVOLVED + CONVOLVED[:1],
@@ -825,10 +833,52 @@ CASES = {
     },
     "granitemoeshared yarn": {**GRANITE, "rope_parameters": YARN},
     "granitemoeshared one layer": {**GRANITE, "num_hidden_layers": 1},
+    "granitemoehybrid": HYBRID,
+    "granitemoehybrid rotated": {**HYBRID, "position_embedding_type": "rope"},
+    "granitemoehybrid yarn": {
+        **HYBRID,
+        "position_embedding_type": "rope",
+        "rope_parameters": YARN,
+    },
+    "granitemoehybrid no experts": {**HYBRID, "num_local_experts": 0, "num_experts_per_tok": 0},
+    "granitemoehybrid two groups": {**HYBRID, "mamba_n_groups": 2},
+    "granitemoehybrid no biases of convolutions": {**HYBRID, "mamba_conv_bias": False},
+    # Without angles a bias of keys has no effect, and its gradient would be only rounding.
+    "granitemoehybrid biases": {
+        **HYBRID,
+        "attention_bias": True,
+        "position_embedding_type": "rope",
+    },
+    "granitemoehybrid attention alone": {
+        **HYBRID,
+        "layer_types": ["attention"] * 3,
+        "position_embedding_type": "rope",
+    },
+    "granitemoehybrid mixers alone": {**HYBRID, "layer_types": None},
+    "granitemoehybrid newer names": {
+        **HYBRID,
+        "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        "position_embedding_type": "nope",
+    },
+    "granitemoehybrid wide mixers": {
+        **HYBRID,
+        "mamba_expand": 3,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 24,
+        "mamba_d_conv": 2,
+    },
+    "granitemoehybrid tied": {**HYBRID, "tie_word_embeddings": True, "embedding_multiplier": 0.5},
+    "granitemoehybrid one kv head": {**HYBRID, "num_key_value_heads": 1},
+    "granitemoehybrid every expert": {**HYBRID, "num_experts_per_tok": 6},
+    "granitemoehybrid many experts": {
+        **HYBRID,
+        "num_local_experts": 37,
+        "num_experts_per_tok": 8,
+    },
 }
 FAMILY_CASES = [case for case in CASES if " " not in case]
 """One case of each family."""
-WITH_STATES = ("qwen3_", "nemotron_h", "lfm2_moe")
+WITH_STATES = ("qwen3_", "nemotron_h", "lfm2_moe", "granitemoehybrid")
 LINEAR_CASES = [case for case in FAMILY_CASES if case.startswith(WITH_STATES)]
 """Families with layers that carry states."""
 ROUTED_CASES = [case for case in FAMILY_CASES if case != "qwen3_5_text"]

@@ -26,8 +26,10 @@ MESHES = {
         "heads+tp": {"cp": 2, "tp": 2, "cp_method": "ulysses"},
     },
 }
-KINDS = ("gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_next", "nemotron_h", "lfm2_moe")
-"""Sinks and windows, latents, MTP (below), gated delta nets, Mamba-2, short convolutions."""
+KINDS = ("gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_next", "nemotron_h")
+KINDS += ("lfm2_moe", "granitemoehybrid")
+"""Sinks and windows, latents, MTP (below), gated delta nets, Mamba-2, short convolutions, Mamba-2
+with one group."""
 STATES = {"qwen3_next": "linear_num_key_heads", "nemotron_h": "mamba_num_groups"}
 POLICIES = ("none", "full", "selective")
 

@@ -100,6 +100,7 @@ SPLIT = {
     "qwen3_next": ".linear_attn.",
     "gpt_oss": ".experts.",
     "nemotron_h": ".mamba.",
+    "granitemoehybrid": ".mamba.",
     "sarvam_moe": ".attn.w",
     "step3p5": ".moe.",
 }
@@ -115,7 +116,16 @@ KEPT = {  # nemotron_h's files call every part a mixer
 
 @pytest.mark.tier(
     "long",
-    wide=["ep-nemotron_h", "ep-qwen3_next", "pp-qwen3_next", "tp-nemotron_h", "tp-qwen3_next"],
+    wide=[
+        "dp_shard-granitemoehybrid",
+        "ep-granitemoehybrid",
+        "pp-granitemoehybrid",
+        "ep-nemotron_h",
+        "ep-qwen3_next",
+        "pp-qwen3_next",
+        "tp-nemotron_h",
+        "tp-qwen3_next",
+    ],
 )
 @pytest.mark.parametrize("case", SPLIT)
 @pytest.mark.parametrize("axis", ["dp_shard", "tp", "pp", "ep"])
