@@ -310,6 +310,8 @@ class Attention(CoreAttention):
         context: Context,
     ) -> torch.Tensor:
         """Call :attr:`core`."""
+        if self.scale is None:  # cores of families elsewhere may not take one
+            return self.core(q_BSHd, k_BSGd, v_BSGd, context)
         return self.core(q_BSHd, k_BSGd, v_BSGd, context, self.scale)
 
     def _rotated(self, x: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
