@@ -20,7 +20,7 @@ from moetrain.models.architecture import Architecture, ConfigJson, Fields
 from moetrain.models.families import FAMILIES
 from moetrain.models.family import Family
 from moetrain.models.hf.files import error
-from moetrain.models.hf.formats import format_of
+from moetrain.models.hf.formats import formats_of
 from moetrain.models.rope_scaling import RopeScaling
 
 _error = partial(error, "config.json")
@@ -53,7 +53,7 @@ def architecture_from_hf(config: ConfigJson) -> Architecture:
         raise _error(
             f"hidden_act {values['hidden_act']!r} is not supported, only {family.activation!r}"
         )
-    format_of({**values, **config})  # raises for unsupported quantisation
+    formats_of({**values, **config})  # raises for unsupported quantisation
     for key, value in _DERIVED.items():
         if values[key] is None:
             values[key] = value(values)

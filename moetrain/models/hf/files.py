@@ -33,7 +33,7 @@ from moetrain.config import ConfigError, logger
 from moetrain.config.files import open_regular, read_regular, write_atomically
 from moetrain.models.architecture import ConfigJson
 from moetrain.models.family import Piece, WeightMap
-from moetrain.models.hf.formats import Dequantised, Format, format_of
+from moetrain.models.hf.formats import Dequantised, Format, formats_of
 from moetrain.models.hf.lazy import LazyTensor
 from moetrain.models.hf.new_rows import WithNewRows, is_of_vocabulary
 
@@ -41,6 +41,9 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
+MODELOPT = "hf_quant_config.json"
+"""The file in which NVIDIA's library modelopt says what is quantised. Older checkpoints have no
+``quantization_config`` beside it."""
 EXPORT = "hf"
 """Name of a run's export folder, in its output folder."""
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -60,8 +63,8 @@ class FileTensor(NamedTuple):
     """The format of a quantised tensor; None: it is not quantised."""
     parts: Mapping[str, Path] = {}
     """The names of the tensors that a quantised tensor consists of, and their files."""
-    has_new_rows: bool = False
-    """True: the model has more rows than the file (:mod:`moetrain.models.hf.new_rows`)."""
+    own_rows: int | None = None
+    """The rows in the file, if the model has more (:mod:`moetrain.models.hf.new_rows`)."""
 
 
 @dataclass(frozen=True)
@@ -97,17 +100,17 @@ class HFSource:
             text = config.get("text_config")  # Kimi's files have the settings there
             places = [config, text] if isinstance(text, dict) else [config]
             places = [place for place in places if place.get("quantization_config") is not None]
-            if places and (form := format_of(places[0])) is not None:
-                stored = _dequantised(folder, stored, form)
-                for place in places:
-                    del place["quantization_config"]
+            forms = formats_of(places[0]) if places else _formats_of_modelopt(folder)
+            stored = _dequantised(folder, stored, forms)
+            for place in places:
+                del place["quantization_config"]
             files = tuple(small_files(folder))
             return cls(folder, config, generation, stored, files, _stamps=stamps)
 
     def with_rows(self, rows: int, own: int) -> HFSource:
         """Return a copy whose vocabulary matrices have ``rows`` rows instead of ``own``."""
         stored = {
-            name: tensor._replace(shape=(rows, *tensor.shape[1:]), has_new_rows=True)
+            name: tensor._replace(shape=(rows, *tensor.shape[1:]), own_rows=own)
             for name, tensor in self.stored.items()
             if is_of_vocabulary(name, tensor.shape, own)
         }
@@ -118,15 +121,25 @@ class HFSource:
         return {f for f, before in self._stamps.items() if before == _stamp(f) is not None}
 
 
+def _formats_of_modelopt(folder: Path) -> tuple[Format, ...]:
+    """Return the formats that ``hf_quant_config.json`` names; none: there is no such file."""
+    if not os.path.lexists(folder / MODELOPT):
+        return ()
+    said = {**read_json(folder / MODELOPT), "quant_method": "modelopt"}
+    return formats_of({"quantization_config": said}, MODELOPT)
+
+
 def _dequantised(
-    folder: Path, stored: Mapping[str, FileTensor], form: Format
+    folder: Path, stored: Mapping[str, FileTensor], forms: Sequence[Format]
 ) -> dict[str, FileTensor]:
     """Replace the parts of every quantised tensor by one entry for the tensor.
 
     Raises ConfigError: the parts of a tensor do not fit together.
     """
-    found, opened = dict(stored), lru_cache(maxsize=8)(open_shard)
-    for name, parts in form.parts(stored).items():
+    unused = tuple(ending for form in forms for ending in form.unused)
+    found = {name: tensor for name, tensor in stored.items() if not name.endswith(unused)}
+    opened = lru_cache(maxsize=8)(open_shard)
+    for form, name, parts in ((one, *x) for one in forms for x in one.parts(found).items()):
         own = [found.pop(part, None) for part in parts]
         known = [tensor for tensor in own if tensor is not None]
         fits = len(known) == len(own)
@@ -155,6 +168,9 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 _NOT_READ = ("C64", "U16", "U32", "U64", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 """Dtypes of safetensors files that are not read: complex ones, and those of packed weights."""
 _TEMPLATES = "additional_chat_templates"
+_OWN_FILES = (CONFIG, GENERATION, MODELOPT)
+"""Files that an export does not copy: it writes two of them, and is not quantised as the third
+says."""
 _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|distcp|h5|msgpack|onnx|onnx_data|gguf|ggml|npz|npy|pkl|pickle"
     r"|joblib|tflite|ot|mlmodel|pb|zip|tar|gz|index\.json)"
@@ -204,13 +220,13 @@ def small_files(folder: Path) -> list[str]:
     """List the files that an export copies: every small file of ``folder`` without weights.
 
     These are the tokenizer, processors' settings, chat templates, licence, model card and code. The
-    list leaves out hidden files, the two configs that an export writes, weights of any format and
-    their indices, other subfolders, and files over 256 MiB.
+    list leaves out hidden files, the two configs that an export writes, modelopt's, weights of any
+    format and their indices, other subfolders, and files over 256 MiB.
     """
     found = []
     for path in sorted((*folder.glob("[!.]*"), *folder.glob(f"{_TEMPLATES}/[!.]*"))):
         name = path.relative_to(folder).as_posix()
-        if _WEIGHTS.fullmatch(name) or name in (CONFIG, GENERATION) or not path.is_file():
+        if _WEIGHTS.fullmatch(name) or name in _OWN_FILES or not path.is_file():
             continue
         if follow(path, folder).stat().st_size <= _MAX_COPY_BYTES:
             found.append(name)
@@ -424,8 +440,9 @@ def _stored_tensors(folder: Path) -> dict[str, FileTensor]:
 
 def find_in(files: Mapping[Path, safe_open], name: str, tensor: FileTensor) -> LazyTensor:
     """Return a tensor of open ``files`` that is read where it is indexed."""
-    if tensor.has_new_rows:
-        own = find_in(files, name, tensor._replace(has_new_rows=False))
+    if tensor.own_rows is not None:
+        shape = (tensor.own_rows, *tensor.shape[1:])
+        own = find_in(files, name, tensor._replace(shape=shape, own_rows=None))
         return WithNewRows(own, tensor.shape[0])
     if tensor.form is None:
         return files[tensor.file].get_slice(name)

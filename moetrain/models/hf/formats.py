@@ -2,7 +2,7 @@
 
 A :class:`Format` presents several tensors of a file as one. Readers, checks and exports then see
 that tensor alone, with the name that it has in unquantised checkpoints. The key
-``quantization_config`` names the format (:func:`format_of`), and exports leave it out.
+``quantization_config`` names the formats (:func:`formats_of`), and exports leave it out.
 
     mxfp4   X_blocks uint8 [E, N, M/32, 16], X_scales uint8 [E, N, M/32] -> X [E, M, N]
             two elements a byte, the low half first; 32 consecutive ones share a scale 2^(x - 127)
@@ -14,6 +14,19 @@ that tensor alone, with the name that it has in unquantised checkpoints. The key
     float-quantized, pack-quantized
             of the library compressed-tensors, with a scale a row in e4m3 and with groups in 4 bits;
             :mod:`moetrain.models.hf.packing` has their parts
+    nvfp4   X uint8 [N, M/2], X_scale e4m3 [N, M/16], X_scale_2 fp32 [] -> X [N, M], as NVIDIA's
+            library modelopt writes it: two elements in e2m1 a byte, the low half first; 16
+            consecutive ones share a scale, and all of X share scale_2. Stacked experts, as those of
+            GPT-OSS, are X uint8 [E, M/2, N], X_weight_scale e4m3 [E, M/16, N] and X_weight_scale_2
+            -> X [E, M, N]
+    nvfp4-pack-quantized
+            the same of compressed-tensors: X_packed, X_scale and X_global_scale fp32 [1]
+    FP8     X e4m3 [N, M], X_scale fp32 [] or [N] -> X [N, M], as modelopt writes it
+
+In nvfp4 an element is ``e2m1 * (scale * scale_2)``, in compressed-tensors ``e2m1 * (scale /
+global_scale)``. Both operations are in fp32, and rounded in this order, as in both libraries.
+Factors for activations and for a cache of keys and values are left out, since an export in bf16 has
+no use for them.
 
 In nf4 the JSON of ``quant_state`` has the shape and ``blocksize``, the number of consecutive
 elements that share a scale. Scales are fp32, or bytes where they are quantised; a scale is then
@@ -54,6 +67,8 @@ class Format(NamedTuple):
     )
     """Reads some indices of the first dim in a :class:`QuantFormat`; None: the parts are not stored
     in that format."""
+    unused: tuple[str, ...] = ()
+    """The endings of the names of further tensors that such files have, which are left out."""
 
     def parts(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return every tensor of this format in the files, with the names of its parts."""
@@ -104,6 +119,12 @@ _PAIRS = torch.stack((_FP4.repeat(16), _FP4.repeat_interleave(16)), dim=1)
 """The two elements of each byte, fp32 [256, 2]."""
 
 
+def _e2m1(bytes_XB: torch.Tensor) -> torch.Tensor:
+    """Return the elements in bytes [..., B], fp32 [..., 2 B]."""
+    pairs = _PAIRS.index_select(0, bytes_XB.flatten().int())
+    return pairs.view(*bytes_XB.shape[:-1], 2 * bytes_XB.shape[-1])
+
+
 def _mxfp4_shape(blocks: Sequence[int], scales: Sequence[int]) -> tuple[int, ...] | None:
     if len(blocks) != 4 or blocks[3] != 16 or list(blocks[:3]) != list(scales):
         return None
@@ -112,9 +133,8 @@ def _mxfp4_shape(blocks: Sequence[int], scales: Sequence[int]) -> tuple[int, ...
 
 def _read_mxfp4(parts: Sequence[LazyTensor], rows: slice) -> torch.Tensor:
     blocks, scales = (part[rows] for part in parts)
-    pairs = _PAIRS.index_select(0, blocks.flatten().int()).view(*scales.shape, 32)
     # Exact in bf16: an element has two leading bits, and a power of 2 shifts them.
-    values = torch.ldexp(pairs, scales.int()[..., None] - 127).bfloat16()
+    values = torch.ldexp(_e2m1(blocks), scales.int()[..., None] - 127).bfloat16()
     return values.flatten(-2).mT
 
 
@@ -297,23 +317,86 @@ def _nf4(is_nested: bool) -> Format:
 
 
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+_ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
+"""Endings of the names of factors for activations and for a cache of keys and values."""
 
 
-def _channels_shape(scales: Sequence[int], codes: Sequence[int]) -> tuple[int, ...] | None:
-    return (*codes,) if len(codes) == 2 and list(scales) == [codes[0], 1] else None
+def _rows_shape(scales: Sequence[int], codes: Sequence[int]) -> tuple[int, ...] | None:
+    known = [], [1], [*codes[:1]], [*codes[:1], 1]
+    return (*codes,) if len(codes) == 2 and [*scales] in known else None
 
 
-def _read_channels(parts: Sequence[LazyTensor], rows: slice) -> torch.Tensor:
-    scales_N1, values_NM = (part[rows].float() for part in parts)
-    return values_NM * scales_N1
+def _read_rows(parts: Sequence[LazyTensor], rows: slice) -> torch.Tensor:
+    scales, codes = parts
+    own = scales[...] if math.prod(_sizes(scales)) == 1 else scales[rows]
+    return codes[rows].float() * own.float().view(-1, 1)
 
 
-_CHANNELS = Format(
+_ROWS = Format(
     endings=(".weight_scale", ".weight"),
     ending=".weight",
     dtypes=(_FLOATS, {torch.float8_e4m3fn}),
-    shape=_channels_shape,
-    read=_read_channels,
+    shape=_rows_shape,
+    read=_read_rows,
+    unused=_ACTIVATIONS,
+)
+"""Matrices in e4m3 with one scale, or with a scale a row."""
+
+
+_NVFP4_GROUP = 16
+"""Elements of a row that share a scale in nvfp4."""
+
+
+def _nvfp4(
+    endings: tuple[str, ...],
+    ending: str,
+    *,
+    divides: bool = False,
+    is_stacked: bool = False,
+) -> Format:
+    """Return the format of matrices, or of stacked experts, in nvfp4.
+
+    Args:
+        endings: those of the scale of the tensor, the scales of its groups, and the elements.
+        divides: True: the scale of the tensor is a divisor.
+    """
+
+    def shape(
+        shared: Sequence[int], scales: Sequence[int], codes: Sequence[int]
+    ) -> tuple[int, ...] | None:
+        if len(codes) != 2 + is_stacked or math.prod(shared) != 1:
+            return None
+        outer, width, *others = codes  # of stacked experts the last dim is that of rows
+        width *= 2
+        fits = width % _NVFP4_GROUP == 0 and [*scales] == [outer, width // _NVFP4_GROUP, *others]
+        return (outer, width, *others) if fits else None
+
+    def read(parts: Sequence[LazyTensor], rows: slice) -> torch.Tensor:
+        shared, (scales, codes) = parts[0][...].float().view(()), (x[rows] for x in parts[1:])
+        if is_stacked:
+            scales, codes = scales.mT, codes.mT
+        wide = scales.float() / shared if divides else scales.float() * shared
+        groups = _e2m1(codes).unflatten(-1, (-1, _NVFP4_GROUP)) * wide[..., None]
+        values = groups.flatten(-2)
+        return values.mT if is_stacked else values
+
+    return Format(
+        endings=endings,
+        ending=ending,
+        dtypes=({torch.float32}, {torch.float8_e4m3fn}, _BYTES),
+        shape=shape,
+        read=read,
+        unused=(*_ACTIVATIONS, "_input_scale"),
+    )
+
+
+_MODELOPT = (
+    _nvfp4((".weight_scale_2", ".weight_scale", ".weight"), ".weight"),
+    _nvfp4(("_weight_scale_2", "_weight_scale", ""), "", is_stacked=True),
+    _ROWS,
+)
+_PACKED_NVFP4 = _nvfp4(
+    (".weight_global_scale", ".weight_scale", ".weight_packed"), ".weight", divides=True
 )
 
 
@@ -342,6 +425,7 @@ def _int4(group: int) -> Format:
         shape=shape,
         read=read,
         has_state=True,
+        unused=_ACTIVATIONS,
     )
 
 
@@ -357,34 +441,85 @@ def _compressed(config: ConfigJson) -> Format | None:
         return None
     keys = (config.get("format"), *(weights.get(x) for x in ("type", "num_bits", "strategy")))
     if keys == ("float-quantized", "float", 8, "channel"):
-        return _CHANNELS
+        return _ROWS
     group = weights.get("group_size")
     if keys == ("pack-quantized", "int", 4, "group") and type(group) is int and group > 0:
         return None if weights.get("actorder") else _int4(group)
+    if keys == ("nvfp4-pack-quantized", "float", 4, "tensor_group") and group == _NVFP4_GROUP:
+        return None if weights.get("actorder") else _PACKED_NVFP4
     return None
 
 
-def format_of(config: ConfigJson) -> Format | None:
-    """Return the format of a checkpoint's quantised tensors; None: its config.json names none.
+_ALGORITHMS = {
+    "NVFP4": _NVFP4_GROUP,
+    "W4A16_NVFP4": _NVFP4_GROUP,
+    "FP8": None,
+    "FP8_PER_CHANNEL_PER_TOKEN": None,
+    None: None,  # the cache alone is quantised
+}
+"""The algorithms of modelopt that are read, with the elements of a group."""
 
-    Raises ConfigError: the format is not known.
+
+def _unread_algorithm(config: ConfigJson) -> str | None:
+    """Describe the first algorithm in the settings of modelopt that is not read; None: all are."""
+    inner = config.get("quantization")
+    own = inner if isinstance(inner, Mapping) else config
+    layers, groups = (own.get(x) for x in ("quantized_layers", "config_groups"))
+    listed = [*layers.values()] if isinstance(layers, Mapping) else []
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping):
+            kind = f"{weights.get('num_bits')}-bit {weights.get('type')}"
+            name = {"4-bit float": "NVFP4", "8-bit float": "FP8"}.get(kind, kind)
+            listed.append({"quant_algo": name, "group_size": weights.get("group_size")})
+        else:
+            listed.append(group)
+    if own.get("quant_algo") != "MIXED_PRECISION":
+        listed.append(own)
+    elif not listed:
+        return "quant_algo 'MIXED_PRECISION' of modelopt without quantized_layers"
+    for one in listed:
+        said = one if isinstance(one, Mapping) else {"quant_algo": one}
+        algorithm, size = said.get("quant_algo"), said.get("group_size")
+        if not isinstance(algorithm, str | None) or algorithm not in _ALGORITHMS:
+            return f"quant_algo {algorithm!r:.80} of modelopt"
+        if size not in (None, _ALGORITHMS[algorithm]):
+            return f"quant_algo {algorithm!r} of modelopt with group_size {size!r:.20}"
+    return None
+
+
+def formats_of(config: ConfigJson, file: str = "config.json") -> tuple[Format, ...]:
+    """Return the formats of a checkpoint's quantised tensors; none: its settings name none.
+
+    A tensor has the first of them whose parts it has.
+
+    Args:
+        config: the settings, in ``quantization_config``.
+        file: the file that holds them, for errors.
+
+    Raises ConfigError: a format is not known.
     """
     value = config.get("quantization_config")
     if value is None:
-        return None
+        return ()
     said = value if isinstance(value, Mapping) else {}
+    problem = f"quantization_config {value!r:.80}"
     match said.get("quant_method"), said.get("weight_block_size"):
         case "mxfp4", _:
-            return _MXFP4
+            return (_MXFP4,)
         case "fp8", [int(n), int(m)] if min(n, m) > 0:
-            return _fp8((n, m))
+            return (_fp8((n, m)),)
         case "bitsandbytes", _ if said.get("bnb_4bit_quant_type") == "nf4":
-            return _nf4(bool(said.get("bnb_4bit_use_double_quant")))
+            return (_nf4(bool(said.get("bnb_4bit_use_double_quant"))),)
         case "compressed-tensors", _ if (found := _compressed(said)) is not None:
-            return found
+            return (found,)
+        case "modelopt", _:
+            if (unread := _unread_algorithm(said)) is None:
+                return _MODELOPT
+            problem = unread
     raise ConfigError(
         "model.path",
-        f"config.json: quantization_config {value!r:.80}: such quantized weights are not read; use"
-        " a checkpoint in bf16, mxfp4 or nf4 (of bitsandbytes), in fp8 with weight_block_size, or"
-        " of compressed-tensors in fp8 by channel or in int4 by symmetric groups",
+        f"{file}: {problem}: such quantized weights are not read; use a checkpoint in bf16, mxfp4"
+        " or nf4 (of bitsandbytes), in fp8 with weight_block_size, of compressed-tensors in fp8 by"
+        " channel, in int4 by symmetric groups or in nvfp4, or of modelopt in NVFP4 or FP8",
     )

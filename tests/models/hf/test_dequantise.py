@@ -10,12 +10,14 @@ from transformers import AutoModelForCausalLM
 
 from moetrain.cli.checkpoint import main
 from moetrain.config import ConfigError
-from moetrain.models.hf.formats import Dequantised, format_of
+from moetrain.models.hf.formats import Dequantised, formats_of
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from tests.lib.family_cases import tokens
 from tests.lib.quantised_files import FP4, quantised
 from tests.lib.small_models import relative_error
+
+(MXFP4,) = formats_of({"quantization_config": {"quant_method": "mxfp4"}})
 
 
 def test_numbers_are_those_of_the_format():
@@ -23,9 +25,7 @@ def test_numbers_are_those_of_the_format():
     blocks[0, 0, 0, 0] = 0xF1  # the low half is first: 0.5, then -6
     blocks[0, 0, 1, 15] = 0x2A  # -1, then 1
     scales = torch.tensor([[[127, 130]]], dtype=torch.uint8)
-    found = Dequantised(
-        format_of({"quantization_config": {"quant_method": "mxfp4"}}), (blocks, scales), (1, 64, 1)
-    )[...]
+    found = Dequantised(MXFP4, (blocks, scales), (1, 64, 1))[...]
     assert found.dtype == torch.bfloat16
     want = torch.zeros(1, 64, 1)
     want[0, :2, 0] = torch.tensor([0.5, -6.0])
@@ -38,9 +38,7 @@ def test_every_byte_is_that_of_transformers(scale):
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 4, 4, 16)
     scales = torch.full((1, 4, 4), scale, dtype=torch.uint8)
-    found = Dequantised(
-        format_of({"quantization_config": {"quant_method": "mxfp4"}}), (blocks, scales), (1, 128, 4)
-    )[...]
+    found = Dequantised(MXFP4, (blocks, scales), (1, 128, 4))[...]
     want = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
     assert torch.equal(found, want)
     by_hand = torch.tensor([x for b in range(256) for x in (FP4[b % 16], FP4[b // 16])])

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from moetrain.config import ConfigError
 from moetrain.kernels.quant.groups import QUANT_FORMATS
-from moetrain.models.hf.formats import Dequantised, format_of
+from moetrain.models.hf.formats import Dequantised, formats_of
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
@@ -138,7 +138,7 @@ def test_nf4_of_other_sizes_has_its_codes_and_scales_that_are_near(tmp_path):
 
 def parts_of(shape):
     """Return a tensor as it is read, its elements and its parts."""
-    form = format_of({"quantization_config": HOW | {"bnb_4bit_use_double_quant": True}})
+    (form,) = formats_of({"quantization_config": HOW | {"bnb_4bit_use_double_quant": True}})
     parts, values = as_bitsandbytes("", shape, torch.Generator().manual_seed(0), 32)
     parts = [parts[ending] for ending in form.endings]
     return Dequantised(form, parts, shape), values, parts
