@@ -162,11 +162,11 @@ class RlSection(Section):
     """After an update, keep the keys and values of trajectories that are still being generated,
     instead of reading their tokens again with the new weights (in-flight updates, arXiv
     2509.19128). rl.importance and rl.mask correct for tokens that were read with older weights."""
-    generator_dtype: Literal["auto", "float8", "mxfp4", "nf4"] = "auto"
+    generator_dtype: Literal["auto", "float8", "mxfp4", "nf4", "nvfp4"] = "auto"
     """Storage of routed experts' matrices in the generator's copy of the weights. auto: the dtype
-    of its computation; float8, mxfp4, nf4: quantised to 8 or 4 bits with scales at every update,
-    which takes a half or a quarter of the memory. The generator's log-probabilities then differ
-    from the trainer's; rl.importance and rl.mask correct for that."""
+    of its computation; float8, mxfp4, nf4, nvfp4: quantised to 8 or 4 bits with scales at every
+    update, which takes a half or a quarter of the memory. The generator's log-probabilities then
+    differ from the trainer's; rl.importance and rl.mask correct for that."""
     resample: NonNegativeInt = 0
     """Largest number of rounds in a step in which new prompts replace groups whose rewards are all
     equal, because such groups teach nothing (dynamic sampling, arXiv 2503.14476)."""

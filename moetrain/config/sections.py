@@ -437,10 +437,10 @@ class LoraSection(Section):
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """Distribution of an adapter's first matrix; the second one starts at 0. kaiming: uniform
     within 1 / sqrt(inputs); gaussian: normal with standard deviation 1 / rank."""
-    base_dtype: Literal["auto", "float8", "mxfp4", "nf4"] = "auto"
-    """Storage of the blocks' frozen matrices. auto: train.dtype. float8 (MXFP8), mxfp4 and nf4
-    (QLoRA's) quantise them to 8, 4 and 4 bits with scales, which takes 0.52, 0.27 and 0.26 of
-    bf16's memory. The matrices are dequantised whenever a block runs."""
+    base_dtype: Literal["auto", "float8", "mxfp4", "nf4", "nvfp4"] = "auto"
+    """Storage of the blocks' frozen matrices. auto: train.dtype. float8 (MXFP8), mxfp4, nf4
+    (QLoRA's) and nvfp4 quantise them to 8, 4, 4 and 4 bits with scales, which takes 0.52, 0.27,
+    0.26 and 0.28 of bf16's memory. The matrices are dequantised whenever a block runs."""
     offload_experts: bool = False
     """Keep quantised frozen routed experts in host memory, pinned if there is a GPU. While a block
     runs, in the forward and in the backward, the experts of the next block are copied to the

@@ -7,6 +7,7 @@ and rounds only to the dtype that is asked for::
     mxfp4   elements in e2m1, two a byte, and 2^k for each 32  (MXFP4 of the same)
     nf4     two a byte, each one of the 16 quantiles of a normal distribution, and a scale for each
             64: table[scale's byte] * factor + offset          (QLoRA, arXiv 2305.14314)
+    nvfp4   elements in e2m1, two a byte, and a scale for each 16: e4m3 * factor         (NVFP4)
 
 The lower half of a byte is the first element. 2^k is stored as the byte of its exponent in fp32. In
 e4m3, k is the smallest for which no element is more than 448 times the scale. In e2m1, k is the
@@ -27,11 +28,22 @@ again finds the same factor and offset, and so changes nothing. Quantising uses 
 and its entries below -0.001. Groups whose elements are all below 1/128 of the set's largest become
 0. So a scale is rounded by at most 0.7 % of the range of its set's scales.
 
+The factor of nvfp4 is one for a whole tensor in NVIDIA's files, so these can be stored too. Here it
+is stored for each set of 128 groups, and quantising takes::
+
+    factor = the set's largest element / 2688, rounded up to 18 bits     (2688 = 6 * 448)
+    scale = the group's largest element / 6 / factor, rounded to e4m3
+
+The largest element of a group becomes 6 times its scale, and every such product is exact in fp32.
+So quantising the dequantised elements again finds the same factor, scales and elements. Groups
+whose scale would be below 2^-6, the least normal value of e4m3, become 0.
+
 Worked example, mxfp4: [6.9, -1.2, 0.3] has the scale 1 and becomes [6, -1, 0.5]; with a 7 in place
 of the 6.9 the scale is 2, and the elements become 2 times [4, -0.5, 0]. nf4: the group [2, -1, 0.1]
-has the scale 2 and becomes 2 times [1, -0.525, 0.0796].
+has the scale 2 and becomes 2 times [1, -0.525, 0.0796]. nvfp4: beside a group with a 2688, a group
+[12, 5.2, -0.4] has the scale 2 and becomes 2 times [6, 3, 0].
 
-An element that is not finite makes its group NaN, in nf4 its whole set.
+An element that is not finite makes its group NaN, in nf4 and nvfp4 its whole set.
 
 Legend: W ranks, N elements of whole groups, B bytes, G groups, S sets of groups that share factor
 and offset. Of matrices: E experts, N rows, D columns.
@@ -58,6 +70,7 @@ _LAUNCH: dict[int, dict[str, int]] = {
 """Launch settings by the bits of an element."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of e2m1 without a sign."""
+_SIGNED_E2M1 = (*_E2M1, *(-x for x in _E2M1))
 _NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
@@ -75,7 +88,8 @@ class Groups(NamedTuple):
     scales: torch.Tensor
     """uint8 [W, G]."""
     shared: torch.Tensor | None = None
-    """fp32 [W, 2 S]: factor and offset of each set in turn; None: scales are powers of two."""
+    """fp32 [W, 2 S]: factor and offset (in nvfp4 0) of each set in turn; None: scales are powers of
+    two."""
 
     def units(self, format: "QuantFormat", first: int, stop: int) -> "Groups":
         """Return views of units ``first:stop`` of each rank."""
@@ -104,6 +118,8 @@ class QuantFormat:
     """The value of each element's bits; empty: those of e4m3."""
     groups_per_set: int = 1
     """Groups that share factor and offset of their scales; 1: scales are powers of two."""
+    has_e4m3_scales: bool = False
+    """True: the scales of a set are e4m3 * factor; False: those of bitsandbytes' table."""
 
     @property
     def unit(self) -> int:
@@ -144,8 +160,16 @@ QUANT_FORMATS = {
     format.name: format
     for format in (
         QuantFormat("float8", bits=8, group_size=SCALED),
-        QuantFormat("mxfp4", bits=4, group_size=SCALED, codebook=(*_E2M1, *(-x for x in _E2M1))),
+        QuantFormat("mxfp4", bits=4, group_size=SCALED, codebook=_SIGNED_E2M1),
         QuantFormat("nf4", bits=4, group_size=64, codebook=_NF4, groups_per_set=32),
+        QuantFormat(
+            "nvfp4",
+            bits=4,
+            group_size=16,
+            codebook=_SIGNED_E2M1,
+            groups_per_set=128,
+            has_e4m3_scales=True,
+        ),
     )
 }
 """By the values of ``lora.base_dtype`` and ``rl.generator_dtype``."""
@@ -157,7 +181,10 @@ def _table(format: QuantFormat, device: torch.device) -> torch.Tensor | None:
     if not format.codebook:
         return None
     elements = torch.tensor(format.codebook, dtype=torch.float32, device="cpu")
-    scales = _scale_table() if format.groups_per_set > 1 else elements[:0]
+    if format.has_e4m3_scales:
+        scales = torch.arange(256, dtype=torch.uint8, device="cpu").view(E4M3).float()
+    else:
+        scales = _scale_table() if format.groups_per_set > 1 else elements[:0]
     return torch.cat((elements, scales)).to(device)
 
 
@@ -200,6 +227,8 @@ def _quantise(format: QuantFormat, x_N: torch.Tensor) -> Groups:
     x_GS = x_N.float().view(-1, format.group_size)
     is_bad_G = ~x_GS.isfinite().all(1)
     x_GS = x_GS.masked_fill(is_bad_G[:, None], 0.0)
+    if format.has_e4m3_scales:
+        return _quantise_nvfp4(format, x_GS, is_bad_G)
     if format.groups_per_set > 1:
         return _quantise_nested(format, x_GS, is_bad_G)
     if format.bits == 8:
@@ -226,6 +255,31 @@ def _quantise_nested(format: QuantFormat, x_GS: torch.Tensor, is_bad_G: torch.Te
     return Groups(_pack(indices_N)[None], bytes_G[None], shared_S2.view(1, -1))
 
 
+def _quantise_nvfp4(format: QuantFormat, x_GS: torch.Tensor, is_bad_G: torch.Tensor) -> Groups:
+    """Quantise groups whose scales are in e4m3, beneath a factor for each set."""
+    amax_SG = x_GS.abs().amax(1).view(-1, format.groups_per_set)
+    amax_SG = amax_SG.where(amax_SG >= _FEW, 0.0)
+    # Round the factor up: adding makes the last 6 bits carry unless they are 0. Its products with
+    # values of e4m3 (4 bits) and e2m1 (2 bits) are then exact.
+    factor_S1 = amax_SG.amax(1, keepdim=True) / _LARGEST_NVFP4
+    factor_S1 = ((factor_S1.view(torch.int32) + 0x3F) & -0x40).view(torch.float32)
+    # Scales are at most 448, and 0 for what is too small.
+    scale_SG = amax_SG / 6 / factor_S1
+    is_kept_SG = scale_SG >= _LEAST_E4M3  # False where all of a set is 0
+    scale_SG = scale_SG.where(is_kept_SG, 0.0).to(E4M3)
+    # Elements.
+    wide_G1 = (scale_SG.float() * factor_S1).view(-1, 1)
+    is_kept_G1 = is_kept_SG.view(-1, 1)
+    x_GS = x_GS.where(is_kept_G1, 0.0) / wide_G1.where(is_kept_G1, 1.0)
+    factor_S1 = factor_S1.where(~is_bad_G.view_as(amax_SG).any(1, keepdim=True), torch.nan)
+    shared_S2 = torch.cat((factor_S1, torch.zeros_like(factor_S1)), 1)
+    return Groups(
+        _pack(_nearest_e2m1(x_GS).flatten())[None],
+        scale_SG.view(torch.uint8).view(1, -1),
+        shared_S2.view(1, -1),
+    )
+
+
 def _nearest(x: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
     """Return the index (uint8) of the nearest of ascending ``values``; a tie takes the lower."""
     all_C = torch.tensor(values, dtype=torch.float32, device=x.device)
@@ -247,6 +301,10 @@ def _pack(bits_N: torch.Tensor) -> torch.Tensor:
 
 _FEW = 2.0**-100
 """Groups whose largest element is smaller become 0: their arithmetic would be subnormal."""
+_LARGEST_NVFP4 = 6 * 448.0
+"""The largest product of a value of e2m1 and one of e4m3."""
+_LEAST_E4M3 = 2.0**-6
+"""The least normal value of e4m3."""
 
 
 def _quantise_scales(

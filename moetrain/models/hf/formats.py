@@ -380,12 +380,26 @@ def _nvfp4(
         values = groups.flatten(-2)
         return values.mT if is_stacked else values
 
+    def stored(parts: Sequence[LazyTensor], rows: slice, format: QuantFormat) -> Groups | None:
+        """Return the stored elements and scales; None: the rows are not whole units, or each expert
+        is transposed."""
+        if format is not QUANT_FORMATS["nvfp4"] or is_stacked:
+            return None
+        shared, (scales, codes) = parts[0][...].view(()), (x[rows] for x in parts[1:])
+        units, rest = divmod(2 * codes.numel(), format.unit)
+        if rest:
+            return None
+        pair = torch.stack((1 / shared if divides else shared, torch.zeros(())))
+        own = scales.view(torch.uint8).flatten()
+        return Groups(codes.flatten()[None], own[None], pair.repeat(units)[None])
+
     return Format(
         endings=endings,
         ending=ending,
         dtypes=({torch.float32}, {torch.float8_e4m3fn}, _BYTES),
         shape=shape,
         read=read,
+        groups=stored,
         unused=(*_ACTIVATIONS, "_input_scale"),
     )
 

@@ -53,8 +53,9 @@ def codebook(name):
 
 
 def stored(x, name="float8"):
-    """Return the stored values, by search over all codes and scales; for nf4, by its kernel."""
-    if name == "nf4":
+    """Return the stored values, by search over all codes and scales; for two-level scales, by the
+    kernel."""
+    if name in ("nf4", "nvfp4"):
         return shard_of(x, name).read(0, x.shape)
     codes = codebook(name)
     # In 4 bits, values that would round to 7 are cut off, but 7 itself is not.
@@ -119,6 +120,20 @@ def test_nf4_has_the_nearest_quantiles_of_scales_that_are_near():
     high, low = q(torch.linspace(0.9677083, 0.5, 9)[:8]), q(torch.linspace(0.9677083, 0.5, 8)[:7])
     wanted = torch.cat((-low / low[0], torch.zeros(1), high.flip(0) / high[0]))
     torch.testing.assert_close(quantiles, wanted, rtol=0, atol=1e-4)
+
+
+def test_nvfp4_has_the_nearest_elements_of_the_nearest_scales():
+    """By the formula of NVIDIA's modelopt, in fp64, with a factor for each 2,048 elements."""
+    x = uneven(QUANT_FORMATS["nvfp4"]).double().view(-1, 128, 16)
+    found = shard_of(x.flatten().float(), "nvfp4").read(0, torch.Size([x.numel()])).view_as(x)
+    factor = x.abs().amax((1, 2)) / 2688
+    scale = x.abs().amax(2) / 6 / factor[:, None].clamp(min=1e-300)
+    scale = scale.where(scale >= 2.0**-6, 0.0).float().to(E4M3).double()
+    wide = (scale * factor[:, None])[..., None]
+    nearest = (x[..., None] - codebook("nvfp4").double() * wide[..., None]).abs().amin(-1)
+    # The factor is rounded up by at most 2^-17 of it.
+    assert ((found - x).abs() <= nearest + 2.0**-16 * x.abs()).all()
+    assert ((found == 0) | (wide > 0)).all()
 
 
 @every_form
@@ -197,17 +212,23 @@ def test_quantise_groups_worked_examples():
     x[:3] = torch.tensor([2, -1, 0.1])
     wanted = [2, -2 * 0.5250730514526367, 2 * 0.07958029955625534]
     assert shard_of(x, "nf4").read(0, torch.Size([3])).tolist() == pytest.approx(wanted)
+    x[:3], x[2000] = torch.tensor([12, 5.2, -0.4]), 2688
+    codes, scales, shared = quantise_groups(QUANT_FORMATS["nvfp4"], x)
+    assert codes[0, :2].tolist() == [5 << 4 | 7, 8]
+    assert scales.view(E4M3)[0, [0, 1, 125]].tolist() == [2, 0, 448]
+    assert shared.tolist() == [[1, 0]]
+    assert shard_of(x, "nvfp4").read(0, torch.Size([3])).tolist() == [12, 6, 0]
 
 
 @every_form
 def test_quantised_groups_keep_values_that_are_not_finite(name):
     unit = QUANT_FORMATS[name].unit
-    x = torch.ones(3 * unit)
+    x = torch.full((3 * unit,), FILL[name])
     x[5], x[unit] = float("nan"), float("inf")
     shard = shard_of(x, name)
     found = shard.read(0, x.shape)
     assert found[: 2 * unit].isnan().all()
-    assert (found[2 * unit :] == 1).all()
+    assert (found[2 * unit :] == FILL[name]).all()
     given = shard.format.split(shard.bytes[None].to(DEVICE))
     wide = torch.empty(len(x), device=DEVICE)
     table = shard.format.table(torch.device(DEVICE))
@@ -215,12 +236,19 @@ def test_quantised_groups_keep_values_that_are_not_finite(name):
     torch.testing.assert_close(wide.cpu(), found, rtol=0, atol=0, equal_nan=True)
 
 
+FILL = dict.fromkeys(QUANT_FORMATS, 1.0) | {"nvfp4": 2688 / 2048}
+"""A value that each form holds exactly where all elements have it."""
 PARTS = [(4, 16, 7), (3, 100), (5, 64), (1, 1), (2, 3, 96)]
 
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [*(("float8", shape) for shape in PARTS), ("mxfp4", (2, 4, 32)), ("nf4", (2, 4, 2048))],
+    [
+        *(("float8", shape) for shape in PARTS),
+        ("mxfp4", (2, 4, 32)),
+        ("nf4", (2, 4, 2048)),
+        ("nvfp4", (2, 4, 2048)),
+    ],
 )
 def test_shard_written_in_parts_equals_one_written_at_once(name, shape):
     generator = torch.Generator().manual_seed(0)
@@ -229,7 +257,8 @@ def test_shard_written_in_parts_equals_one_written_at_once(name, shape):
     whole = torch.rand(shape, generator=generator) + 0.5
     whole *= torch.where(torch.rand(shape, generator=generator) < 0.5, -1, 30)
     start, size = 2 * unit, whole.numel()
-    once, parts = (shard_of(torch.ones(5 * unit + size), name) for _ in range(2))
+    fill = torch.full((5 * unit + size,), FILL[name])
+    once, parts = (shard_of(fill, name) for _ in range(2))
     everything = (slice(0, shape[0]),)
     once.write(start, whole.shape, everything, whole)
     places = [(i, slice(0, n)) for i in range(shape[0]) for n in (shape[1],)]
@@ -242,8 +271,8 @@ def test_shard_written_in_parts_equals_one_written_at_once(name, shape):
     ends = torch.Size([5 * unit + size])
     assert torch.equal(once.read(0, ends), parts.read(0, ends))
     beside = once.read(0, torch.Size([start]))
-    assert (beside == 1).all()
-    assert (once.read(start + -(-size // unit) * unit, torch.Size([unit])) == 1).all()
+    assert (beside == FILL[name]).all()
+    assert (once.read(start + -(-size // unit) * unit, torch.Size([unit])) == FILL[name]).all()
 
 
 # ---- adapters beside it -------------------------------------------------------------------------
@@ -258,6 +287,7 @@ RUNS = {
         "odd sizes": ["model.hidden_size=24", "model.moe_intermediate_size=40"],
         "mxfp4": ["lora.base_dtype=mxfp4"],
         "nf4": ["lora.base_dtype=nf4"],
+        "nvfp4": ["lora.base_dtype=nvfp4"],
         "nf4 compiled": ["lora.base_dtype=nf4", "compile.enabled=yes"],
         "nf4 odd": [
             "lora.base_dtype=nf4",
@@ -274,6 +304,7 @@ RUNS = {
         "pp": ["parallel.pp=2"],
         "mxfp4": ["lora.base_dtype=mxfp4", "parallel.tp=2"],
         "nf4": ["lora.base_dtype=nf4"],
+        "nvfp4": ["lora.base_dtype=nvfp4", "parallel.ep=2"],
         "nf4 ep": ["lora.base_dtype=nf4", "parallel.ep=2"],
         "nf4 pp": ["lora.base_dtype=nf4", "parallel.pp=2"],
     },
@@ -373,8 +404,9 @@ def test_base_dtype_quantises_the_matrices_of_blocks(name):
     members = [engine.fsdp.members[parameter] for parameter in narrow]
     numbers = sum(member.local.numel() for member in members)
     shards = {id(member.storage): member.storage for member in members}
-    # The bits per element of each form are known: 4 + 8 / 64 + 64 / 2048 for nf4.
-    bits = {"float8": 8.25, "mxfp4": 4.25, "nf4": 4.15625}[name]
+    # The bits per element of each form are known: 4 + 8 / 64 + 64 / 2048 for nf4, and for nvfp4
+    # 4 + 8 / 16 + 64 / 2048.
+    bits = {"float8": 8.25, "mxfp4": 4.25, "nf4": 4.15625, "nvfp4": 4.53125}[name]
     assert sum(shard.bytes.numel() for shard in shards.values()) == numbers * bits / 8
     plain = weights_of(adapted(EVERYTHING, *ROUND))
     for parameter, weight in weights_of(engine).items():

@@ -14,14 +14,19 @@ from transformers import AutoModelForCausalLM
 
 from moetrain.cli.checkpoint import main
 from moetrain.config import ConfigError, ModelSection
+from moetrain.kernels.quant.groups import QUANT_FORMATS
 from moetrain.models.hf.files import HFSource, small_files
 from moetrain.models.hf.formats import Dequantised, formats_of
 from moetrain.models.hf.load import load_hf, load_weights, resolve_architecture
 from moetrain.models.hf.save import save_hf
 from moetrain.models.transformer import Transformer
+from moetrain.parallel.fsdp.storage.quantised import Quantised
+from moetrain.runtime.arena import Arena
 from tests.lib.checkpoints import tensors_of
+from tests.lib.distributed import spawn
 from tests.lib.family_cases import random_reference, tokens
 from tests.lib.family_ranks import run_on_two_ranks
+from tests.lib.frozen_bases import merged_of
 from tests.lib.nvfp4_files import (
     MIXED,
     MODELOPT,
@@ -431,3 +436,58 @@ def test_fp8_has_a_scale_for_the_tensor_or_for_each_row():
     scales_N = torch.rand(5, generator=generator)
     want = (codes.double() * scales_N.double()[:, None]).float()
     assert torch.equal(read(FP8, scales_N, codes)[1:, :3], want[1:, :3])
+
+
+# ---- beneath adapters ---------------------------------------------------------------------------
+
+ROUNDED = {  # a projection has a multiple of 2,048 elements
+    "qwen3_moe": {"vocab_size": 50, "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 32},
+    "glm4_moe": {"vocab_size": 50, "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 32},
+}
+
+
+def merged_on(folder, meshes):
+    return [merged_of(folder, ["lora.base_dtype=nvfp4", *words]) for words in meshes]
+
+
+@pytest.mark.tier("quick", long=["meshes1-qwen3_moe"], wide=["meshes1-glm4_moe"])
+@pytest.mark.parametrize("case", ROUNDED)
+@pytest.mark.parametrize("meshes", [[[]], [["parallel.ep=2"], ["parallel.dp_shard=2"]]])
+def test_a_base_in_nvfp4_is_stored_as_it_is_in_the_file(meshes, case, tmp_path):
+    """Each rank has whole rows of the file, in units of 2,048 elements."""
+    how, sizes = CASES[case]
+    write(case, tmp_path / "base", **how, **{**sizes, **ROUNDED[case]})
+    wanted = dict(load_hf(tmp_path / "base").named_parameters())
+    wanted = {n: w.detach() for n, w in wanted.items() if ".attn.w" in n or ".experts." in n}
+    assert len(wanted) > 15
+    if len(meshes) == 1:
+        found = merged_on(tmp_path, meshes)
+    else:
+        found = spawn(2, merged_on, tmp_path, meshes)[0]
+    for weights in found:
+        for name, weight in wanted.items():
+            if case == "qwen3_moe":
+                assert torch.equal(weights[name], weight), name
+            else:  # the factor is 1 / divisor, rounded
+                torch.testing.assert_close(weights[name], weight, rtol=2.0**-22, atol=0)
+
+
+def test_codes_are_taken_where_units_are_whole():
+    parts, values = as_modelopt((64, 64), torch.Generator().manual_seed(0))
+    given = read(NVFP4, *(parts[name] for name in ("weight_scale_2", "weight_scale", "weight")))
+    form = QUANT_FORMATS["nvfp4"]
+    shard = Quantised(form, 4096, torch.float32, Arena("weights", torch.device("cpu")))
+    whole = torch.Size([64, 64])
+    for first, rows, is_same in ((0, 32, True), (32, 32, True), (16, 32, False), (0, 64, True)):
+        place = (slice(first, first + rows), slice(0, 64))
+        # Rows of the file need not begin with a unit: its sets have one factor.
+        shard.write(0, whole, place, given, (slice(64 - rows, 64),))
+        found = shard.read(0, whole)[place]
+        assert torch.equal(found, values[64 - rows :]) == is_same
+        # Elements are rounded to steps of a sixth of a scale at least.
+        assert relative_error(found, values[64 - rows :]) < (1e-7 if is_same else 0.12)
+    codes, scales, shared = form.split(shard.bytes[None])
+    assert torch.equal(codes[0], parts["weight"].flatten())
+    assert torch.equal(scales[0], parts["weight_scale"].view(torch.uint8).flatten())
+    assert shared is not None
+    assert shared.tolist() == [[parts["weight_scale_2"].item(), 0.0] * 2]
