@@ -89,6 +89,19 @@ PACKED = {
     },
 }
 """``quantization_config`` of compressed-tensors."""
+SEVERAL = {
+    **PACKED,
+    "format": "mixed-precision",
+    "config_groups": {
+        "group_0": {
+            "targets": ["re:.*self_attn.*"],
+            "format": "float-quantized",
+            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
+        },
+        "group_1": {**PACKED["config_groups"]["group_0"], "format": "nvfp4-pack-quantized"},
+    },
+}
+"""The same for groups of modules with formats of their own."""
 
 
 def values_of(codes, scales, factor, divides=False, is_rounded=True):
@@ -141,6 +154,13 @@ def as_fp8(shape, generator):
     scale = 1e-3 + 1e-3 * torch.rand((), generator=generator)
     parts = {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.5)}
     return parts, (codes.double() * scale.double()).float()
+
+
+def as_rows(shape, generator):
+    """Return the parts of a matrix in e4m3 with a scale a row by compressed-tensors."""
+    codes = (100 * torch.randn(shape, generator=generator)).to(E4M3)
+    scales = (1e-3 + 1e-3 * torch.rand((shape[0], 1), generator=generator)).bfloat16()
+    return {"weight": codes, "weight_scale": scales}, (codes.double() * scales.double()).float()
 
 
 def as_stacked(shape, generator):

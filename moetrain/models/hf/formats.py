@@ -36,6 +36,7 @@ elements that share a scale. Scales are fp32, or bytes where they are quantised;
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -414,6 +415,7 @@ _PACKED_NVFP4 = _nvfp4(
 )
 
 
+@cache
 def _int4(group: int) -> Format:
     """Return the format of matrices in 4 bits with a scale for each ``group`` of a row."""
 
@@ -443,24 +445,44 @@ def _int4(group: int) -> Format:
     )
 
 
-def _compressed(config: ConfigJson) -> Format | None:
-    """Return the format that the settings of compressed-tensors describe; None: another one.
+def _compressed(config: ConfigJson) -> tuple[Format, ...]:
+    """Return the formats that the settings of compressed-tensors describe; none: one is not read.
 
-    All matrices must have the same one, symmetric and in the order of the columns.
+    A group of modules has a format of its own if the whole is ``mixed-precision``.
     """
     groups = config.get("config_groups")
-    one = [*groups.values()] if isinstance(groups, Mapping) and len(groups) == 1 else [None]
-    weights = one[0].get("weights") if isinstance(one[0], Mapping) else None
+    found: list[Format] = []
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        form = _format_of_group(group, config.get("format")) if isinstance(group, Mapping) else None
+        if form is None:
+            return ()
+        if form not in found:
+            found.append(form)
+    if len({form.endings for form in found}) < len(found):  # one name would have two meanings
+        return ()
+    return tuple(sorted(found, key=lambda form: -len(form.endings)))
+
+
+def _format_of_group(group: ConfigJson, format: object) -> Format | None:
+    """Return the format of a group of modules; None: another one.
+
+    Its matrices must be symmetric and in the order of the columns.
+    """
+    weights = group.get("weights")
     if not isinstance(weights, Mapping) or weights.get("symmetric") is not True:
         return None
-    keys = (config.get("format"), *(weights.get(x) for x in ("type", "num_bits", "strategy")))
+    if format == "mixed-precision":
+        format = group.get("format")
+    keys = (format, *(weights.get(x) for x in ("type", "num_bits", "strategy")))
     if keys == ("float-quantized", "float", 8, "channel"):
         return _ROWS
-    group = weights.get("group_size")
-    if keys == ("pack-quantized", "int", 4, "group") and type(group) is int and group > 0:
-        return None if weights.get("actorder") else _int4(group)
-    if keys == ("nvfp4-pack-quantized", "float", 4, "tensor_group") and group == _NVFP4_GROUP:
-        return None if weights.get("actorder") else _PACKED_NVFP4
+    size = weights.get("group_size")
+    if weights.get("actorder") or type(size) is not int:
+        return None
+    if keys == ("pack-quantized", "int", 4, "group") and size > 0:
+        return _int4(size)
+    if keys == ("nvfp4-pack-quantized", "float", 4, "tensor_group") and size == _NVFP4_GROUP:
+        return _PACKED_NVFP4
     return None
 
 
@@ -525,8 +547,8 @@ def formats_of(config: ConfigJson, file: str = "config.json") -> tuple[Format, .
             return (_fp8((n, m)),)
         case "bitsandbytes", _ if said.get("bnb_4bit_quant_type") == "nf4":
             return (_nf4(bool(said.get("bnb_4bit_use_double_quant"))),)
-        case "compressed-tensors", _ if (found := _compressed(said)) is not None:
-            return (found,)
+        case "compressed-tensors", _ if found := _compressed(said):
+            return found
         case "modelopt", _:
             if (unread := _unread_algorithm(said)) is None:
                 return _MODELOPT

@@ -31,9 +31,11 @@ from tests.lib.nvfp4_files import (
     MIXED,
     MODELOPT,
     PACKED,
+    SEVERAL,
     as_fp8,
     as_modelopt,
     as_packed,
+    as_rows,
     as_stacked,
     values_of,
     write,
@@ -174,6 +176,19 @@ def is_projection(name):
     return name.endswith("_proj.weight") and "eh_proj" not in name
 
 
+def of_attention(name, how):
+    return how if ".self_attn." in name and name.endswith("_proj.weight") else None
+
+
+def of_qwen36(name):
+    """Return how Qwen3.6's published copy in NVFP4 holds a tensor."""
+    if name == "lm_head.weight" or (".mlp." in name and is_projection(name)):
+        return as_modelopt
+    if name.endswith(("in_proj_qkv.weight", "in_proj_z.weight", "linear_attn.out_proj.weight")):
+        return as_fp8
+    return of_attention(name, as_fp8)
+
+
 def of_nemotron(name):
     """Return how Nemotron-3's published copies in NVFP4 hold a tensor."""
     if is_expert(name):
@@ -211,6 +226,19 @@ CASES = {
         },
         {"head_dim": 8, "n_routed_experts": 6, "intermediate_size": 64, **SIZES},
     ),
+    # Attention in fp8 by row beside it.
+    "deepseek_v3": (
+        {
+            "how": lambda name: as_packed if is_expert(name) else of_attention(name, as_rows),
+            "settings": SEVERAL,
+        },
+        {"n_routed_experts": 6, **SIZES},
+    ),
+    # As Qwen3.6's: the head and all experts in NVFP4, attention and gated delta nets in FP8.
+    "qwen3_5_moe_text": (
+        {"how": of_qwen36, "settings": MIXED, "caches": "self_attn"},
+        {"shared_expert_intermediate_size": 32, **SIZES},
+    ),
 }
 
 
@@ -244,7 +272,8 @@ def test_published_copies_load_and_are_exported_in_bf16(case, tmp_path, caplog):
         tmp_path / "wide", attn_implementation="eager", dtype=torch.float32
     )
     tokens_BS = tokens(2, 9)
-    assert relative_error(model(tokens_BS), theirs(tokens_BS, use_cache=False).logits) < 1e-5
+    limit = 1e-4 if case == "qwen3_5_moe_text" else 1e-5
+    assert relative_error(model(tokens_BS), theirs(tokens_BS, use_cache=False).logits) < limit
 
 
 @pytest.mark.tier("wide", long=["nemotron_h-tp", "qwen3_moe-ep"])
@@ -400,13 +429,40 @@ def test_other_algorithms_are_refused_by_name(settings, problem, file, tmp_path)
         {"symmetric": False},
         {"actorder": "group"},
         {"type": "int"},
+        {"group_size": "16"},
     ],
 )
 def test_other_groups_of_compressed_tensors_are_refused(change):
     group = PACKED["config_groups"]["group_0"]
     settings = {**PACKED, "config_groups": {"group_0": {"weights": group["weights"] | change}}}
-    with pytest.raises(ConfigError, match=r"such quantized weights are not read; use .* in nvfp4"):
+    problem = r"such quantized weights are not read; use .* in nvfp4"
+    with pytest.raises(ConfigError, match=problem):
         formats_of({"quantization_config": settings})
+    # Nor is a group beside others that are read.
+    bad = {**SEVERAL["config_groups"]["group_1"], "weights": group["weights"] | change}
+    groups = {**SEVERAL["config_groups"], "group_2": bad}
+    with pytest.raises(ConfigError, match=problem):
+        formats_of({"quantization_config": {**SEVERAL, "config_groups": groups}})
+
+
+@pytest.mark.parametrize("groups", [{}, [], {"group_0": 7}, {"group_0": {"weights": []}}])
+def test_groups_of_another_form_are_refused(groups):
+    with pytest.raises(ConfigError, match="such quantized weights are not read"):
+        formats_of({"quantization_config": {**PACKED, "config_groups": groups}})
+
+
+def test_two_sizes_of_groups_are_refused_where_names_are_the_same():
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    for sizes, is_read in (((32, 32), True), ((32, 128), False)):
+        groups = {
+            f"group_{i}": {"weights": {**weights, "group_size": n}} for i, n in enumerate(sizes)
+        }
+        settings = {**PACKED, "format": "pack-quantized", "config_groups": groups}
+        if is_read:
+            assert len(formats_of({"quantization_config": settings})) == 1
+        else:
+            with pytest.raises(ConfigError, match="such quantized weights are not read"):
+                formats_of({"quantization_config": settings})
 
 
 @pytest.mark.parametrize(
