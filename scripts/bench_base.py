@@ -75,6 +75,8 @@ def random_groups(form: QuantFormat, numel: int) -> Groups:
     given = form.split(bytes_B[None])
     if form.bits == 8:
         given.quantised[given.quantised & 127 == 127] = 0  # NaN
+    if form.has_e4m3_scales:
+        given.scales[given.scales & 127 == 127] = 0
     if given.shared is None:
         given.scales.copy_(given.scales % 16 + 110)
     else:

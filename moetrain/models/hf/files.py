@@ -516,7 +516,7 @@ def remove_stale(folder: Path, written: Sequence[str]) -> None:
     """Remove an earlier export's files that this one does not have, and write this one's list.
 
     Other files of weights are removed even if no export wrote them, because a reader would take
-    them for this export's.
+    them for this export's, and so is modelopt's file, because it would take weights for quantised.
     """
     manifest = folder / _MANIFEST
     earlier: object = None
@@ -526,7 +526,8 @@ def remove_stale(folder: Path, written: Sequence[str]) -> None:
         except ConfigError as failure:
             logger.warning("files of an earlier export are kept: %s", failure.problem)
     write_files(folder, {_MANIFEST: {"files": sorted(written)}})
-    weights = [path.name for path in folder.iterdir() if _SHARD.fullmatch(path.name)]
-    for name in weights + (earlier if isinstance(earlier, list) else []):
+    names = [path.name for path in folder.iterdir()]
+    others = [name for name in names if _SHARD.fullmatch(name) or name == MODELOPT]
+    for name in others + (earlier if isinstance(earlier, list) else []):
         if _is_inside(name) and name not in written and _is_within((folder / name).parent, folder):
             (folder / name).unlink(missing_ok=True)

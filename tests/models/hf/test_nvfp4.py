@@ -276,6 +276,16 @@ def test_published_copies_load_and_are_exported_in_bf16(case, tmp_path, caplog):
     assert relative_error(model(tokens_BS), theirs(tokens_BS, use_cache=False).logits) < limit
 
 
+def test_an_export_into_the_source_says_nothing_of_modelopt(tmp_path):
+    how, sizes = CASES["olmoe"]
+    values, narrow = write("olmoe", tmp_path, **how, **sizes)
+    save_hf(load_hf(tmp_path), tmp_path)
+    assert not (tmp_path / "hf_quant_config.json").exists()
+    assert all(tensor.form is None for tensor in HFSource.read(tmp_path).stored.values())
+    written = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(written[name], values[name].bfloat16()) for name in narrow)
+
+
 @pytest.mark.tier("wide", long=["nemotron_h-tp", "qwen3_moe-ep"])
 @pytest.mark.parametrize(
     "axes",
