@@ -2,7 +2,8 @@
 
 :mod:`moetrain.kernels.linear_attention.gated_delta` has the formulas, the legend and the launches.
 Without DELTA they are the kernels of :mod:`moetrain.kernels.linear_attention.ssd`, where U is given
-and there is no T.
+and there is no T. With CHANNELS the two kernels that walk over chunks are those of
+:mod:`moetrain.kernels.linear_attention.kda`, where each channel of the keys has a gate.
 
 A program takes one head of one chunk, or walks over the chunks of one document. It computes all
 columns of a state or some. In all kernels H, Q, K and V are as in the legend, and C is the number
@@ -22,6 +23,23 @@ def _decay(sums_I, i, size):
     sums_J = tl.sum(tl.where(i[:, None] == i[None, :], sums_I[:, None], 0.0), axis=0)
     keep = (i[:, None] >= i[None, :]) & (i[:, None] < size)
     return tl.exp(tl.where(keep, sums_I[:, None] - sums_J[None, :], float("-inf")))
+
+
+@triton.jit
+def inverse_of(lower, i, PRECISION: tl.constexpr):
+    """Return (1 + L)^-1 of the strictly lower triangular L [64, 64], in fp32."""
+    # Blocks of 2, 4, ... 64: the inverse of [[A, 0], [B, D]] has -D^-1 B A^-1 for B.
+    wide = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    wide -= tl.where(i[:, None] // 2 == i[None, :] // 2, lower, 0.0)
+    for level in tl.static_range(2, 7):
+        width = 1 << level
+        is_between = (i[:, None] // width == i[None, :] // width) & (
+            i[:, None] // (width // 2) != i[None, :] // (width // 2)
+        )
+        block = tl.where(is_between, lower, 0.0)
+        block = tl.dot(wide, block, input_precision=PRECISION)
+        wide -= tl.dot(block, wide, input_precision=PRECISION)
+    return wide
 
 
 @triton.jit
@@ -49,31 +67,23 @@ def prepare_kernel(
         lower = tl.dot(k, tl.trans(k), input_precision=PRECISION)
         lower = lower * _decay(sums, i, size) * beta[:, None]
         lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
-        # Blocks of 2, 4, ... 64: the inverse of [[A, 0], [B, D]] has -D^-1 B A^-1 for B.
-        wide = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-        wide -= tl.where(i[:, None] // 2 == i[None, :] // 2, lower, 0.0)
-        for level in tl.static_range(2, 7):
-            width = 1 << level
-            is_between = (i[:, None] // width == i[None, :] // width) & (
-                i[:, None] // (width // 2) != i[None, :] // (width // 2)
-            )
-            block = tl.where(is_between, lower, 0.0)
-            block = tl.dot(wide, block, input_precision=PRECISION)
-            wide -= tl.dot(block, wide, input_precision=PRECISION)
+        wide = inverse_of(lower, i, PRECISION)
         tl.store(inverse_ptr + tiles, wide.to(inverse_ptr.dtype.element_ty))
 
 
 @triton.jit
 def states_kernel(
     k_ptr, v_ptr, beta_ptr, sums_ptr, inverse_ptr, begins_ptr, ends_ptr, firsts_ptr, new_ptr,
-    states_ptr, carried_ptr, slots_ptr, is_new_ptr,
+    states_ptr, carried_ptr, slots_ptr, is_new_ptr, writes_ptr,
     H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PRECISION: tl.constexpr, CARRIED: tl.constexpr, DELTA: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Walk over a document's chunks. Write the state before each chunk and, with ``DELTA``, its U.
 
     With ``CARRIED`` the document begins with its slot's state, unless it is new, and leaves the
-    state after its last full chunk there.
+    state after its last full chunk there. With ``CHANNELS`` the pointers are to decayed vectors:
+    ``k`` to k e^G, ``writes`` to k e^(G_last - G), and ``sums`` to each chunk's e^G_last.
     """
     part, head, doc = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(begins_ptr + doc), tl.load(ends_ptr + doc)
@@ -92,25 +102,35 @@ def states_kernel(
         gates = token * H + head
         row = gates[:, None] * V + values[None, :]
         v = tl.load(v_ptr + row, mask=valid[:, None], other=0.0)
-        keys = k_ptr + ((token * Q + head // (H // Q)) * K)[:, None] + dims[None, :]
-        k = tl.load(keys, mask=valid[:, None], other=0.0)
+        keys = ((token * Q + head // (H // Q)) * K)[:, None] + dims[None, :]
+        k = tl.load(k_ptr + keys, mask=valid[:, None], other=0.0)
         at = tl.cast(chunk, tl.int64) * H + head
-        sums = tl.load(sums_ptr + gates, mask=valid, other=0.0)
         if DELTA:
             inverse = tl.load(inverse_ptr + at * C * C + i[:, None] * C + i[None, :])
             beta = tl.load(beta_ptr + gates, mask=valid, other=0.0)
-        ending = tl.cast(start + tl.minimum(C, end - start) - 1, tl.int64)
-        final = tl.load(sums_ptr + ending * H + head)
+        if CHANNELS:
+            writes = tl.load(writes_ptr + keys, mask=valid[:, None], other=0.0)
+            factor = tl.load(sums_ptr + at * K + dims)
+        else:
+            sums = tl.load(sums_ptr + gates, mask=valid, other=0.0)
+            ending = tl.cast(start + tl.minimum(C, end - start) - 1, tl.int64)
+            final = tl.load(sums_ptr + ending * H + head)
         rounded = state.to(k.dtype)
         tl.store(states_ptr + at * K * V + dims[:, None] * V + values[None, :], rounded)
         new = v.to(tl.float32)
         if DELTA:
-            read = tl.dot(k, rounded, input_precision=PRECISION) * tl.exp(sums)[:, None]
+            read = tl.dot(k, rounded, input_precision=PRECISION)
+            if not CHANNELS:
+                read = read * tl.exp(sums)[:, None]
             right = ((new - read) * beta[:, None]).to(k.dtype)
             new = tl.dot(inverse, right, input_precision=PRECISION)
             tl.store(new_ptr + row, new.to(k.dtype), mask=valid[:, None])
-        new = (new * tl.exp(final - sums)[:, None]).to(k.dtype)
-        after = state * tl.exp(final) + tl.dot(tl.trans(k), new, input_precision=PRECISION)
+        if CHANNELS:
+            written = tl.dot(tl.trans(writes), new.to(k.dtype), input_precision=PRECISION)
+            after = state * factor[:, None] + written
+        else:
+            new = (new * tl.exp(final - sums)[:, None]).to(k.dtype)
+            after = state * tl.exp(final) + tl.dot(tl.trans(k), new, input_precision=PRECISION)
         if CARRIED:
             after = tl.where(end - start >= C, after, state)
         state = after
@@ -174,13 +194,15 @@ def local_kernel(
 @triton.jit
 def state_gradients_kernel(
     q_ptr, k_ptr, do_ptr, beta_ptr, sums_ptr, inverse_ptr, bounds_ptr, firsts_ptr, du_ptr,
-    d_states_ptr, scale,
+    d_states_ptr, writes_ptr, scale,
     H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, PRECISION: tl.constexpr, DELTA: tl.constexpr,
+    C: tl.constexpr, PRECISION: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Walk back over a document's chunks. Write the gradient of the state after each chunk, and dR.
 
     dR (without ``DELTA``, the whole dU) overwrites the part of dU that :func:`local_kernel` wrote.
+    With ``CHANNELS`` the pointers are to decayed vectors: ``q`` to scale q e^G, others as in
+    :func:`states_kernel`.
     """
     part, head, doc = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(bounds_ptr + doc), tl.load(bounds_ptr + doc + 1)
@@ -201,22 +223,36 @@ def state_gradients_kernel(
         do = tl.load(do_ptr + row, mask=valid[:, None], other=0.0)
         du = tl.load(du_ptr + row, mask=valid[:, None], other=0.0)
         at = tl.cast(chunk, tl.int64) * H + head
-        sums = tl.load(sums_ptr + gates, mask=valid, other=0.0)
-        ending = tl.cast(start + tl.minimum(C, end - start) - 1, tl.int64)
-        final = tl.load(sums_ptr + ending * H + head)
+        if CHANNELS:
+            writes = tl.load(writes_ptr + key_row, mask=valid[:, None], other=0.0)
+            factor = tl.load(sums_ptr + at * K + dims)
+        else:
+            sums = tl.load(sums_ptr + gates, mask=valid, other=0.0)
+            ending = tl.cast(start + tl.minimum(C, end - start) - 1, tl.int64)
+            final = tl.load(sums_ptr + ending * H + head)
         rounded = d_state.to(k.dtype)
         tl.store(d_states_ptr + at * K * V + dims[:, None] * V + values[None, :], rounded)
-        through = tl.dot(k, rounded, input_precision=PRECISION) * tl.exp(final - sums)[:, None]
+        if CHANNELS:
+            through = tl.dot(writes, rounded, input_precision=PRECISION)
+        else:
+            through = tl.dot(k, rounded, input_precision=PRECISION) * tl.exp(final - sums)[:, None]
         du = tl.where(valid[:, None], du.to(tl.float32) + through, 0.0).to(k.dtype)
-        growth = tl.exp(sums)
-        do = (do * (growth * scale)[:, None]).to(k.dtype)
-        d_state = d_state * tl.exp(final) + tl.dot(tl.trans(q), do, input_precision=PRECISION)
+        if CHANNELS:
+            d_state = d_state * factor[:, None]
+            d_state += tl.dot(tl.trans(q), do, input_precision=PRECISION)
+        else:
+            growth = tl.exp(sums)
+            do = (do * (growth * scale)[:, None]).to(k.dtype)
+            d_state = d_state * tl.exp(final) + tl.dot(tl.trans(q), do, input_precision=PRECISION)
         if DELTA:
             inverse = tl.load(inverse_ptr + at * C * C + i[:, None] * C + i[None, :])
             beta = tl.load(beta_ptr + gates, mask=valid, other=0.0)
             dr = tl.dot(tl.trans(inverse), du, input_precision=PRECISION)
             tl.store(du_ptr + row, dr.to(k.dtype), mask=valid[:, None])
-            dr = (dr * (growth * beta)[:, None]).to(k.dtype)
+            if CHANNELS:
+                dr = (dr * beta[:, None]).to(k.dtype)
+            else:
+                dr = (dr * (growth * beta)[:, None]).to(k.dtype)
             d_state -= tl.dot(tl.trans(k), dr, input_precision=PRECISION)
         else:
             tl.store(du_ptr + row, du, mask=valid[:, None])

@@ -228,7 +228,8 @@ def chunked(
 ) -> torch.Tensor:
     """Compute the chunks' formulas in plain torch, in fp32 or wider.
 
-    Without ``beta`` this is the rule of :mod:`moetrain.kernels.linear_attention.ssd`: U = V.
+    Without ``beta`` this is the rule of :mod:`moetrain.kernels.linear_attention.ssd`: U = V. With
+    ``g`` of [T, H, K] it is the rule of :mod:`moetrain.kernels.linear_attention.kda`.
     """
     T = len(v_THV)
     heads = v_THV.shape[1] // k_TQK.shape[1]
@@ -246,22 +247,27 @@ def chunked(
         mask = valid_CI.view(*valid_CI.shape, *[1] * (x.dim() - 2))
         return x.masked_fill(~mask, 0).transpose(1, 2)
 
-    # The decay within chunks, D.
+    # The products of keys, and of queries and keys, with the decay between their tokens.
     q, k = (chunks(x).repeat_interleave(heads, 1) for x in (q_TQK, k_TQK))
-    u, sums = chunks(v_THV), chunks(g_TH).cumsum(-1)
+    u, sums = chunks(v_THV), chunks(g_TH).cumsum(2)
     below = i[:, None] >= i
-    decay = (sums[..., :, None] - sums[..., None, :]).masked_fill(~below, -torch.inf).exp()
-    grown = sums.exp()[..., None]
+    if g_TH.dim() == 2:
+        decay = (sums[..., :, None] - sums[..., None, :]).masked_fill(~below, -torch.inf).exp()
+        kk, qk = decay * (k @ k.mT), decay * (q @ k.mT)
+        sums = sums[..., None]
+    else:
+        kk, qk = _decayed_products(q, k, sums)
+    grown = sums.exp()
     # Solve (1 + L) [W, U] = diag(beta) [diag(e^G) K, V], so that U - W S is the formulas' U.
     w = None
     if beta_TH is not None:
         beta = chunks(beta_TH)[..., None]
-        lower = (beta * decay * (k @ k.mT)).masked_fill(i[:, None] == i, 0)
+        lower = (beta * kk).masked_fill(i[:, None] <= i, 0)
         right = torch.cat((k * beta * grown, u * beta), -1)
         lower = lower + torch.eye(CHUNK, dtype=wide, device=u.device)
         solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
         w, u = solved.split((k.shape[-1], u.shape[-1]), -1)
-    final = sums[..., -1:, None]  # past a chunk's end g is 0
+    final = sums[..., -1:, :]  # past a chunk's end g is 0
     # Walk over the chunks; a document's first begins with zeros, or with the state carried to it.
     at_C = torch.arange(len(u), device=u.device)
     is_first_C = torch.isin(at_C, documents.firsts_N)
@@ -283,8 +289,8 @@ def chunked(
         state = torch.where(is_first_C[c], start_C[c], state)
         states.append(state)
         news.append(u[c] if w is None else u[c] - w[c] @ state)
-        kept = k[c] * (final[c] - sums[c][..., None]).exp()
-        after = state * final[c].exp() + kept.mT @ news[c]
+        kept = k[c] * (final[c] - sums[c]).exp()
+        after = state * final[c].exp().mT + kept.mT @ news[c]
         state = torch.where(is_full_C[c], after, state)
         ended.append(state)
     # Leave the states of full chunks for later calls.
@@ -292,7 +298,7 @@ def chunked(
         last_N = torch.stack(ended)[documents.firsts_N[1:].long() - 1]
         carried.states_PHKV[carried.slots_N.long()] = last_N.to(carried.states_PHKV.dtype)
     # The outputs, and back from chunks to tokens.
-    out = (q * grown) @ torch.stack(states) + (decay * (q @ k.mT)) @ torch.stack(news)
+    out = (q * grown) @ torch.stack(states) + qk @ torch.stack(news)
     rows = (scale * out).transpose(1, 2).flatten(0, 1)  # zeros past a chunk's end, as q has
     o_THV = rows.new_zeros(T, *rows.shape[1:])
     token = token_CI.flatten()
@@ -300,6 +306,32 @@ def chunked(
     if carried is not None:  # chunks may share tokens, which have one result
         return o_THV.index_copy(0, token[valid], rows[valid]).to(v_THV.dtype)
     return o_THV.index_add(0, token, rows).to(v_THV.dtype)
+
+
+def _decayed_products(
+    q: torch.Tensor, k: torch.Tensor, sums: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return sum_d k_id k_jd e^(G_id - G_jd) for j < i, and that of ``q`` and ``k`` for j <= i.
+
+    Other elements are 0. :mod:`moetrain.kernels.linear_attention.kda` explains the levels.
+
+    Args:
+        q, k, sums: [..., 64, K].
+    """
+    i = torch.arange(CHUNK, device=q.device)
+    kk = q.new_zeros(*q.shape[:-1], CHUNK)
+    qk = (q * k).sum(-1).diag_embed()
+    width = 2
+    while width <= CHUNK:
+        is_late = i % width >= width // 2
+        anchors = sums[..., i // width * width + width // 2, :]
+        factor = torch.where(is_late[:, None], sums - anchors, anchors - sums).exp()
+        is_pair = (i[:, None] // width == i // width) & is_late[:, None] & ~is_late
+        kept = (k * factor).mT
+        kk = kk + ((k * factor) @ kept).masked_fill(~is_pair, 0)
+        qk = qk + ((q * factor) @ kept).masked_fill(~is_pair, 0)
+        width *= 2
+    return kk, qk
 
 
 class Launch(NamedTuple):
@@ -451,10 +483,12 @@ def _states(
         None if carried is None else carried.states_PHKV,
         None if carried is None else carried.slots_N,
         None if carried is None else carried.is_new_N,
+        None,  # writes
         **sizes_of(k_TQK, v_THV),
         BV=columns,
         CARRIED=carried is not None,
         DELTA=True,
+        CHANNELS=False,
         num_warps=_STATES.warps,
         num_stages=_STATES.stages,
     )
@@ -517,9 +551,11 @@ def gated_delta_gradients_op(
         firsts_N,
         du_THV,
         d_states_CHKV,
+        None,  # writes
         scale,
         **sizes,
         DELTA=True,
+        CHANNELS=False,
         BV=columns,
         num_warps=_STATE_GRADS.warps,
         # Three stages of fp32 tiles do not fit into a multiprocessor's shared memory.

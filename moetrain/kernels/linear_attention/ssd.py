@@ -247,9 +247,11 @@ def _states(
         None if carried is None else carried.states_PHKV,
         None if carried is None else carried.slots_N,
         None if carried is None else carried.is_new_N,
+        None,  # writes
         **sizes_of(k_TQK, u_THV),
         CARRIED=carried is not None,
         DELTA=False,
+        CHANNELS=False,
         BV=columns,
         num_warps=_STATES.warps,
         num_stages=_STATES.stages,
@@ -307,9 +309,11 @@ def ssd_gradients_op(
         firsts_N,
         du_THV,
         d_states_CHKV,
+        None,  # writes
         1.0,
         **sizes,
         DELTA=False,
+        CHANNELS=False,
         BV=columns,
         num_warps=_STATE_GRADS.warps,
         # Three stages of fp32 tiles do not fit into a multiprocessor's shared memory.

@@ -1,8 +1,9 @@
 """A step of linear attention in generation: sequences go on from earlier steps' states.
 
 A chunk of 64 tokens is computed from the state before it and from its own tokens
-(:mod:`moetrain.kernels.linear_attention.gated_delta` and
-:mod:`moetrain.kernels.linear_attention.ssd` have the formulas of two rules). So a sequence has a
+(:mod:`moetrain.kernels.linear_attention.gated_delta`,
+:mod:`moetrain.kernels.linear_attention.kda` and :mod:`moetrain.kernels.linear_attention.ssd` have
+the formulas of three rules). So a sequence has a
 slot that holds the state before its open chunk, and the inputs of this chunk's tokens so far; when
 the chunk is full, the state after it replaces the state before it. A step computes the open chunk
 again, with the new tokens at its end, by the kernels of training and in the same tiles. No token's
@@ -38,6 +39,7 @@ from typing import NamedTuple, Self
 import torch
 
 from moetrain.kernels.linear_attention.gated_delta import CHUNK, Carried, continued
+from moetrain.kernels.linear_attention.kda import kda_continued
 from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.linear_attention.ssd import ssd_continued
 from moetrain.runtime.backend import Backend
@@ -89,6 +91,33 @@ def gated_delta_step(
         )
 
     return _read_on(rule, (q_TQK, k_TQK, v_THV, g_TH, beta_TH), cache, reads)
+
+
+def kda_step(
+    q_THK: torch.Tensor,
+    k_THK: torch.Tensor,
+    v_THV: torch.Tensor,
+    g_THK: torch.Tensor,
+    beta_TH: torch.Tensor,
+    cache: StateCache,
+    reads: Reads,
+    scale: float,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Return ``o_THV`` in ``v``'s dtype, and update ``cache``.
+
+    Args:
+        q_THK, k_THK, v_THV, g_THK, beta_TH: as :func:`kda` takes them.
+        cache, reads, scale: as :func:`gated_delta_step` takes them.
+    """
+
+    def rule(rows: Sequence[torch.Tensor], carried: Carried) -> torch.Tensor:
+        q_RHK, k_RHK, v_RHV, g_RHK, beta_RH = rows
+        return kda_continued(
+            q_RHK, k_RHK, v_RHV, g_RHK, beta_RH, reads.documents, carried, scale, backend
+        )
+
+    return _read_on(rule, (q_THK, k_THK, v_THV, g_THK, beta_TH), cache, reads)
 
 
 def ssd_step(

@@ -1,4 +1,4 @@
-"""Specs of the gated delta rule, Mamba-2's recurrence, and their steps in generation."""
+"""Specs of the gated delta rule, Kimi Delta Attention, Mamba-2's recurrence, and their steps."""
 
 import itertools
 from typing import Any
@@ -18,9 +18,15 @@ from moetrain.kernels.linear_attention.gated_delta import (
     gated_delta_gradients_op,
     gated_delta_op,
 )
+from moetrain.kernels.linear_attention.kda import kda, kda_gradients_op, kda_op
 from moetrain.kernels.linear_attention.reads import Reads
 from moetrain.kernels.linear_attention.ssd import ssd, ssd_gradients_op, ssd_op
-from moetrain.kernels.linear_attention.step import StateCache, gated_delta_step, ssd_step
+from moetrain.kernels.linear_attention.step import (
+    StateCache,
+    gated_delta_step,
+    kda_step,
+    ssd_step,
+)
 from tests.lib.specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
 _FIELDS = Documents._fields
@@ -65,7 +71,7 @@ def _make_step_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator
     planned = [(slot + 1, *one) for slot, one in enumerate(sequences)]
     sizes = {name: case[name] for name in "HQKV" if name in case}
     tokens = {"lengths": [sum(number for _, number in sequences)], **sizes}
-    make = _ssd_inputs if case.get("ssd") else _make_inputs
+    make = {"ssd": _ssd_inputs, "kda": _kda_inputs}.get(case.get("rule"), _make_inputs)
     inputs = make(tokens, dtype, generator)
     inputs = {name: x for name, x in inputs.items() if name not in _FIELDS}
     kept = make({"lengths": [(number + 1) * CHUNK], **sizes}, dtype, generator)
@@ -86,21 +92,24 @@ def _step(*, reads, in_place, backend="triton", **inputs):
     if not in_place:
         states, kept = states.clone(), [x.clone() for x in kept]
     how = {"cache": StateCache(states, tuple(kept)), "reads": reads, "backend": backend}
-    if "beta_TH" in inputs:
-        out_THV = gated_delta_step(**inputs, **how, scale=inputs["k_TQK"].shape[2] ** -0.5)
-    else:
+    if "beta_TH" not in inputs:
         out_THV = ssd_step(**inputs, **how)
+    elif "g_THK" in inputs:
+        out_THV = kda_step(**inputs, **how, scale=inputs["k_THK"].shape[2] ** -0.5)
+    else:
+        out_THV = gated_delta_step(**inputs, **how, scale=inputs["k_TQK"].shape[2] ** -0.5)
     return out_THV, states
 
 
 def _step_cost(case: Case) -> tuple[Cost, Cost]:
     """Return the cost: states and open chunks are read once, each product is computed once."""
-    H, Q, K = case["H"], case["Q"], case["K"]
+    H, Q, K = case["H"], case.get("Q", case["H"]), case["K"]
     V = case.get("V", K)
     rows = sum(seen % CHUNK + number for seen, number in case["sequences"])
     states = 4 * len(case["sequences"]) * H * K * V
-    read = states + rows * (2 * (2 * Q * K + H * V) + 8 * H)
-    products = CHUNK * (K + V) + 2 * K * V + (0 if case.get("ssd") else 2 * CHUNK * K)
+    gates = 4 * H * (K + 1 if case.get("rule") == "kda" else 2)
+    read = states + rows * (2 * (2 * Q * K + H * V) + gates)
+    products = CHUNK * (K + V) + 2 * K * V + (0 if case.get("rule") == "ssd" else 2 * CHUNK * K)
     return Cost(read, 2.0 * rows * H * products), Cost()
 
 
@@ -329,7 +338,7 @@ _SSD_SPECS = (
     ),
 )
 
-_STEP = {"ssd": True, "in_place": True, **_NANO}
+_STEP = {"rule": "ssd", "in_place": True, **_NANO}
 
 _SSD_STEP_SPECS = (
     KernelSpec(
@@ -338,7 +347,7 @@ _SSD_STEP_SPECS = (
         reference=lambda **inputs: _step(**inputs, backend="reference"),
         make_inputs=_make_step_inputs,
         cases=tuple(
-            {"ssd": True, **case}
+            {"rule": "ssd", **case}
             for case in (
                 {"sequences": ((70, 60), (3, 1), (0, 65)), "H": 2, "Q": 1, "K": 128, "V": 64},
                 {"sequences": ((63, 1), (64, 1), (10, 1)), "H": 4, "Q": 2, "K": 64, "V": 128},
@@ -362,21 +371,118 @@ _SSD_STEP_SPECS = (
     ),
 )
 
-SPECS = (*_DELTA_SPECS, *_SSD_SPECS, *_SSD_STEP_SPECS)
+
+def _kda_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    """Draw inputs of as many queries as values, and gates of down to ``decay`` a token."""
+    inputs = _make_inputs({**case, "Q": case["H"]}, dtype, generator)
+    g_TH = inputs.pop("g_TH")
+    shape = (*g_TH.shape, case["K"])
+    # Most channels decay slowly and some fast, as trained ones do.
+    g_THK = -case.get("decay", 0.5) * uniform(generator, *shape) ** case.get("skew", 1)
+    if case.get("equal"):
+        g_THK = g_TH[..., None].expand(shape).contiguous()
+    names = {"q_TQK": "q_THK", "k_TQK": "k_THK"}
+    inputs = {names.get(name, name): x for name, x in inputs.items()}
+    order = ("q_THK", "k_THK", "v_THV", "g_THK", "beta_TH", *_FIELDS)
+    return {name: (inputs | {"g_THK": g_THK})[name] for name in order}
+
+
+def _kda_fast(q_THK, k_THK, v_THV, g_THK, beta_TH, backend="triton", **fields):
+    scale = k_THK.shape[2] ** -0.5
+    return kda(q_THK, k_THK, v_THV, g_THK, beta_TH, Documents(**fields), scale, backend)
+
+
+def _kda_cost(case: Case) -> tuple[Cost, Cost]:
+    T, H, K = sum(case["lengths"]), case["H"], case["K"]
+    V = case.get("V", K)
+    read = T * H * (2 * (2 * K + V) + 4 * K + 4)
+    # Those of the gated delta rule: the levels' products in excess of two are not counted.
+    products = T * H * (2 * CHUNK * K + CHUNK * (K + V) + 3 * K * V + CHUNK * V)
+    forward = Cost(read + 2 * T * H * V, 2.0 * products)
+    return forward, Cost(2 * read + 2 * T * H * V, 5.0 * products)
+
+
+_KIMI = {"H": 32, "K": 128}  # sizes of Kimi-Linear-48B-A3B
+_KDA_STEP = {"rule": "kda", "in_place": True, **_KIMI}
+
+_KDA_SPECS = (
+    KernelSpec(
+        name="kda",
+        fast=_kda_fast,
+        reference=lambda **inputs: _kda_fast(**inputs, backend="reference"),
+        make_inputs=_kda_inputs,
+        cases=(
+            {"lengths": (5, 64, 0, 70), "H": 2, "K": 64},
+            {"lengths": (0, 100), "H": 1, "K": 128, "V": 64, "alike": True},
+            {"lengths": (3, 130), "H": 1, "K": 64, "decay": 8.0, "skew": 4},
+            {"lengths": (1,), "H": 2, "K": 64, "V": 128},
+            {"lengths": (0,), "H": 2, "K": 64},
+        ),
+        benches=(
+            Bench({"lengths": (16_384,), **_KIMI}, check_case={"lengths": (700,), **_KIMI}),
+            Bench({"lengths": (4096,) * 4, **_KIMI}, check_case={"lengths": (90, 300), **_KIMI}),
+        ),
+        # Triton's interpreter truncates where a GPU rounds, which doubles each error.
+        tolerance={torch.float32: 5e-6, torch.bfloat16: 2e-2},
+        cost=_kda_cost,
+        differentiable=("q_THK", "k_THK", "v_THV", "g_THK", "beta_TH"),
+        ops=(kda_op, kda_gradients_op),
+        bad_inputs={
+            r"\[T, H, K\] for q, k and g": lambda i: i | {"g_THK": i["g_THK"][..., :32]},
+            "widths of 64, 128": lambda i: (
+                i | {x: i[x][..., :32].contiguous() for x in ("q_THK", "k_THK", "g_THK")}
+            ),
+            "one dtype": lambda i: i | {"v_THV": i["v_THV"].double()},
+            "contiguous": lambda i: i | {"g_THK": i["g_THK"].mT.contiguous().mT},
+        },
+    ),
+    KernelSpec(
+        name="kda_step",
+        fast=_step,
+        reference=lambda **inputs: _step(**inputs, backend="reference"),
+        make_inputs=_make_step_inputs,
+        cases=tuple(
+            {"rule": "kda", **case}
+            for case in (
+                {"sequences": ((70, 60), (3, 1), (0, 65)), "H": 2, "K": 64},
+                {"sequences": ((63, 1), (64, 1), (10, 1)), "H": 2, "K": 64, "V": 128},
+                {"sequences": ((127, 2),), "H": 1, "K": 128, "V": 64},
+                {"sequences": (), "H": 2, "K": 64},
+            )
+        ),
+        benches=(
+            Bench(
+                {"sequences": ((500, 1),) * 64, **_KDA_STEP},
+                check_case={"sequences": ((500, 1), (63, 1), (64, 1)), **_KDA_STEP},
+            ),
+            Bench(
+                {"sequences": ((2048, 2048),), **_KDA_STEP},
+                check_case={"sequences": ((128, 70), (65, 10)), **_KDA_STEP},
+            ),
+        ),
+        # The tolerance is that of the rule, whose kernels it uses.
+        tolerance={torch.float32: 5e-6, torch.bfloat16: 2e-2},
+        cost=_step_cost,
+    ),
+)
+
+SPECS = (*_DELTA_SPECS, *_SSD_SPECS, *_SSD_STEP_SPECS, *_KDA_SPECS)
 
 
 def recurrence(q_TQK, k_TQK, v_THV, g_TH, beta_TH, bounds_N, scale):
     """Compute the rule token by token, by its definition: [T, H, V] in the inputs' dtype.
 
-    Without ``beta`` values are written unscaled.
+    Without ``beta`` values are written unscaled. ``g`` is [T, H], or [T, H, K] for a gate of each
+    channel.
     """
+    g_THK = g_TH[..., None] if g_TH.dim() == 2 else g_TH
     repeats = v_THV.shape[1] // k_TQK.shape[1]
     q_THK, k_THK = (x.repeat_interleave(repeats, 1) for x in (q_TQK, k_TQK))
     out = []
     for begin, end in itertools.pairwise(bounds_N.tolist()):
         state = v_THV.new_zeros(v_THV.shape[1], k_THK.shape[2], v_THV.shape[2])
         for t in range(begin, end):
-            state = state * g_TH[t].exp()[:, None, None]
+            state = state * g_THK[t].exp()[:, :, None]
             u_HV = v_THV[t]
             if beta_TH is not None:
                 read = torch.einsum("hkv,hk->hv", state, k_THK[t])
