@@ -238,8 +238,8 @@ def _export_hf(words: argparse.Namespace) -> int:
     arch = _architecture(found)
     with torch.device("meta"):
         model = Transformer(arch)
-    stored, pieces = found.group("model"), model.pieces()
-    needed = dict.fromkeys(piece.parameter for piece in pieces)
+    stored = found.group("model")
+    needed = dict.fromkeys(piece.parameter for piece in model.pieces())
     if absent := [name for name in needed if name not in stored]:
         raise ConfigError(
             "checkpoint",
@@ -252,7 +252,8 @@ def _export_hf(words: argparse.Namespace) -> int:
         model.source = check_checkpoint(resolve(began), arch)
     tokenizer = _tokenizer(found)
     whole = lru_cache(1)(lambda parameter: stored[parameter][()])  # one parameter at a time
-    weights = ((p.hf_name, whole(p.parameter)[p.place]) for p in pieces)
+    # The source's files may have another layout, which the export keeps.
+    weights = ((p.hf_name, whole(p.parameter)[p.place]) for p in model.pieces())
     export = Export(model, words.other, dtype=words.dtype, format=words.format, tokenizer=tokenizer)
     export.write(weights)
     print(f"{words.other}: the weights of {found.folder}")
