@@ -130,8 +130,9 @@ class RlSection(Section):
     reward needs."""
     reward: str | None = None
     """Reward for rl.env jsonl. exact: 1 if the text equals the line's answer; math: 1 if it has the
-    same value (by math-verify; an answer that is an expression as a whole is read as LaTeX); zero: always 0, for rl.advantage none; FILE.py:FUNCTION: what the
-    function returns for the line and the text."""
+    same value (by math-verify; an answer that is an expression as a whole is read as LaTeX); zero:
+    always 0, for rl.advantage none; FILE.py:FUNCTION: what the function returns for the line and
+    the text."""
     chat: bool = False
     """Format prompts as a user's turn with the tokenizer's chat template."""
     skip_special_tokens: bool = True

@@ -12,10 +12,12 @@ Left out on purpose: settings of training (attention dropout, router jitter), an
 
 import re
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from functools import partial
 
 from pydantic import ValidationError
 
+from moetrain.config.sources import shortened
 from moetrain.models.architecture import Architecture, ConfigJson, Fields
 from moetrain.models.families import FAMILIES
 from moetrain.models.family import Family
@@ -183,8 +185,12 @@ def _carried(source: ConfigJson, spelled: set[str]) -> Fields:
 
 def _family_of(model_type: object) -> Family:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        supported = ", ".join(sorted(FAMILIES))
-        raise _error(f"model_type {model_type!r} is not supported; supported: {supported}")
+        near = get_close_matches(str(model_type), FAMILIES, 3)
+        named = f"near it are {' and '.join(near)}; " * bool(near)
+        raise _error(
+            f"model_type {shortened(model_type)} is not supported; {named}docs/families.md lists "
+            "all families, and --import FILE.py adds one"
+        )
     return FAMILIES[model_type]
 
 

@@ -225,9 +225,10 @@ def test_rope_values():
 
 BAD_CONFIGS = {
     "model type": (
-        {"model_type": "gpt2"},
-        "model_type 'gpt2' is not supported; supported: .*llama,",
+        {"model_type": "qwen4_moe"},
+        "model_type 'qwen4_moe' is not supported; near it are qwen3_moe and .*families.md lists",
     ),
+    "a distant model type": ({"model_type": "x"}, "'x' is not supported; docs/families.md lists"),
     "no model type": ({"model_type": None}, "model_type None"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     "rope type": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
