@@ -83,7 +83,7 @@ def _describe(console: Console, config: Config, data: Data, rows: Sequence[Row])
     table.add_row("cut at a row's end", f"{cut:,}")
     console.print(table)
     console.print("documents by their number of tokens")
-    counts, edges = np.histogram(lengths, bins=min(12, max(1, int(lengths.max()))))
+    counts, edges = np.histogram(lengths, bins=min(12, 1 + int(np.ptp(lengths))))
     for count, low, high in zip(counts, edges, edges[1:], strict=False):
         bar = "█" * round(_BAR * count / counts.max())
         console.print(f"{int(low):>7} to {int(high):<7} {bar} {count}", highlight=False)
@@ -115,7 +115,8 @@ def _coloured(data: Data, row: Row, sides: Sequence[str], has_colours: bool) -> 
     """Return the text of ``row`` with its special tokens, and a bar between documents.
 
     Learned text is green, text to avoid is red, and the rest is dim. Where there are no colours,
-    learned text and text to avoid stand in « ». In a preference, the name of each answer stands
+    learned text and text to avoid stand in « ». A document that goes on in the next row ends with
+    that row's first token, which is learned here. In a preference, the name of each answer stands
     before its document.
     """
     learned_S = np.append(False, row.targets_S[:-1] != IGNORE_INDEX)
@@ -130,5 +131,9 @@ def _coloured(data: Data, row: Row, sides: Sequence[str], has_colours: bool) -> 
             if learned_S[a] and not has_colours:
                 said = f"«{said}»"
             text.append(said, colour if learned_S[a] else "dim")
+        if end == len(row.tokens_S) and row.targets_S[-1] != IGNORE_INDEX:
+            # The first token of the next row, which this row learns.
+            said = data.tokenizer.decode([int(row.targets_S[-1])], skip_special_tokens=False)
+            text.append(said if has_colours else f"«{said}»", colour)
         text.append("\n│\n", "cyan")
     return text

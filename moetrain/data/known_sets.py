@@ -737,7 +737,10 @@ def _remedy_for_question(record: Mapping[str, Any]) -> str | None:
             return f"write `{turns[0]}` as `prompt` and {_one_of(answers)} as `completion`"
         scores = _judging({key: value for key, value in record.items() if key not in answers})
         kept = f"keep the records whose {scores} suffice, and " if scores else ""
-        return f"{kept}write {what} as `instruction` and {_one_of(answers)} as `output`"
+        write = f"{kept}write {what} as `instruction` and {_one_of(answers)} as `output`"
+        return (
+            write + _without_thought(record) + _also_thought(record)
+        )  # CoT-Collection's rationale
     return None
 
 

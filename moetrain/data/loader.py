@@ -315,9 +315,18 @@ def _all_rows(cache: TokenCache, source: Source, data: DataSection) -> Dataset:
     rows = _rows(_learnable(cache, source), data)
     if len(rows) == 0:
         problem = f"{data.seq_len}: the {len(cache.tokens)} tokens of {source.field} make no row"
-        remedy = "lower it or add text" if isinstance(rows, packing.StreamDataset) else "raise it"
+        remedy = "lower it or add text"
+        if not isinstance(rows, packing.StreamDataset):
+            remedy = f"raise it, up to {_longest(cache, rows)}"
         raise ConfigError("data.seq_len", f"{problem} of this length to learn; {remedy}")
     return rows
+
+
+def _longest(cache: TokenCache, rows: Dataset) -> int:
+    """Return the tokens of the longest document, or of the longest pair, which a row holds."""
+    if isinstance(rows, packing.PairDataset):
+        return int(rows.needed_P.max())
+    return int(np.diff(cache.documents).max())
 
 
 def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Dataset, Dataset]:
@@ -331,7 +340,7 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
     if RecordReader.kind_of_rows(data) in RecordReader.PAIRED:
         total = len(packing.preference_starts(cache)) - 1
         what = "pairs" if cache.labels is None else "pairs and answers"
-    if total == 0:
+    if total == 0 or len(_rows(cache, data, 0)) == 0:
         _all_rows(cache, source, data)  # raises the error that says why there are no rows
     border = total - min(max(1, round(total * data.eval_fraction)), total - 1)
     if total > 1:
@@ -345,10 +354,7 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
     if is_stream and len(cache.tokens) > 3:
         remedy = f"lower data.seq_len to {len(cache.tokens) // 2}, {remedy}"
     elif total > 1:  # on one side, rows end before the answers begin
-        longest = int(np.diff(cache.documents).max())
-        rows = _rows(cache, data, 0, total)
-        if isinstance(rows, packing.PairDataset):  # a row holds whole pairs
-            longest = int(rows.needed_P.max())
+        longest = _longest(cache, _rows(cache, data, 0))
         if longest > data.seq_len:
             remedy = f"raise data.seq_len to {longest}, {remedy}"
     raise ConfigError(

@@ -122,6 +122,12 @@ _FUNCTIONS = {
     *("tool_definitions", "tool_list", "tool_schemas", "tools_json", "apis", "api_list"),
 }
 """Names that the tools may have, such as Bedrock's ``toolConfig``."""
+_IDS_OF_DIALOGUES = [frozenset({x, "id"}) for x in ("dialogue", "dialog", "conversation", "conv")]
+"""The words in names of the number of a conversation."""
+_IDS_OF_TURNS = [
+    frozenset({x, y}) for x in ("turn", "response", "utterance") for y in ("id", "idx")
+]
+"""The words in names of the number of a turn in its conversation."""
 _OF_BEFORE = {"prev", "previous", "prior", "earlier", "past", "history", "context"}
 """Words in the names of turns that come before those of a record, such as GeneralThought's
 ``prev_messages``."""
@@ -453,7 +459,9 @@ def _problem(key: str, value: object, text: str, record: Mapping[str, Any], form
             f"{both} are a second question and answer: {shortened(text)}; leave them out, or "
             + ("write them as `instruction` and `output` in place of the first")
         )
-    if name in _SYSTEMS | _PLAYED or _is_system(key):
+    if name in _PLAYED:  # tiny-codes' `scenario` describes the question
+        said, remedy = "may be a part of the question", "write it in the question or as `system`"
+    elif name in _SYSTEMS or _is_system(key):
         said, remedy = "seems to be the system's text, which would be lost", "write it as `system`"
     elif name in _FUNCTIONS | {"tools"} or names_of_tools(value):
         said, remedy = "seems to hold the tools, which would be lost", "write them as `tools`"
@@ -491,7 +499,18 @@ def _texts_in(value: object) -> Iterator[str]:
 
 
 def warn_of_parent(record: Mapping[str, Any]) -> None:
-    """Warn once if a record names the one before it in a conversation, as H2O's do."""
+    """Warn once if a record names its conversation, as ProsocialDialog's, or the turn before it, as
+    H2O's do."""
+    keys = {words_of(key): key for key in record}
+    dialogue = next((keys[words] for words in _IDS_OF_DIALOGUES if words in keys), None)
+    turn = next((keys[words] for words in _IDS_OF_TURNS if words in keys), None)
+    if dialogue and turn and not any(map(is_dialogue, record.values())):
+        warn_once(
+            f"turns by {turn}",
+            f"`{dialogue}` and `{turn}` of records number the turns of conversations: each is "
+            "learned alone; write whole conversations as `messages` to learn answers behind what "
+            "was said",
+        )
     for key, value in record.items():
         if words_of(key) == {"parent", "id"} and value not in (None, ""):
             warn_once(

@@ -117,3 +117,18 @@ def test_answers_to_avoid_are_named_and_red(
     name = r"(?:\x1b\[1;\d+m(\w+)[^\x1b]*\x1b\[0m\s+)?"
     found = re.findall(name + r"\x1b\[2mAsked \x1b\[0m\x1b\[(\d+)m(Right|Wrong)", out)
     assert [" ".join(each) for each in found][: len(answers)] == answers
+
+
+def test_what_a_row_learns_of_the_next_one_is_shown(tmp_path: Path, capsys, monkeypatch):
+    """All that is shown as learned are as many bytes as the count says."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    path = write_lines(tmp_path / "a.jsonl", {"text": "A page about bees. They make honey."})
+    words = [str(path), "--data.seq_len", "12", "--data.eval_fraction", "0", "--show", "9"]
+    assert command.main([*words, "--data.cache_dir", str(tmp_path / "cache")]) == 0
+    shown = capsys.readouterr().out
+    rows = shown.partition("row 0")[2]
+    learned = re.findall("«(.*?)»", rows, re.S)
+    (count,) = re.findall(r"learned +([0-9]+) ", shown)
+    text = "".join(learned).replace("<|endoftext|>", "\0")
+    assert len(text) == int(count)
+    assert text == " page about bees. They make honey.\0"

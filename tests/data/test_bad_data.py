@@ -256,8 +256,8 @@ UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
     (
         JSONL + " --data.seq_len 4",
         {"a.jsonl": CHAT * 9},
-        "data.eval_fraction",
-        "both have something to learn; raise data.seq_len to [0-9]+, add",
+        "data.seq_len",
+        "make no row of this length to learn; raise it, up to [0-9]+",
     ),
     # Templates that are programs.
     (JSONL, _template("{% include 'x' %}"), "data.path", "template t.jinja fails: .* no loader"),

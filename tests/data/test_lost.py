@@ -875,9 +875,9 @@ def test_the_row_that_pairs_need_holds_both_answers(tmp_path):
         train = loaded.train.model_copy(update={"objective": "dpo"})
         build_data(loaded.model_copy(update={"train": train}), BYTE_VOCAB)
 
-    with pytest.raises(ConfigError, match=r"raise data\.seq_len to (\d+), add data") as error:
+    with pytest.raises(ConfigError, match=r"length to learn; raise it, up to (\d+)") as error:
         build()
-    (size,) = map(int, re.findall(r"seq_len to (\d+)", str(error.value)))
+    (size,) = map(int, re.findall(r"up to (\d+)", str(error.value)))
     assert size > 190
     build(seq_len=size)
 
@@ -1352,5 +1352,35 @@ def test_pairs_whose_scores_contradict_them_are_said(caplog):
 )
 def test_advice_names_the_field_that_holds_the_turns(record, says):
     """prosocial-dialog, gpt_roleplay_realm and DialogStudio."""
+    with pytest.raises(BadLineError, match=says):
+        documents(record)
+
+
+def test_records_that_are_turns_of_a_conversation_are_said(caplog):
+    """ProsocialDialog has a row for each answer of a dialogue."""
+    SEEN.clear()
+    numbers = {"dialogue_id": 0, "response_id": 1}
+    documents({"messages": [USER, ANSWER], **numbers})
+    documents({"instruction": "q", "output": "a", "dialogue_id": 0})
+    assert "learned alone" not in caplog.text
+    documents({"instruction": "q", "output": "a", **numbers})
+    assert "`dialogue_id` and `response_id` of records number the turns" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (
+            {"source": "q?", "target": "a", "rationale": "b c"},
+            "and `target` as `output`, without `rationale`, or write both as `messages` with `rat",
+        ),
+        (
+            {"instruction": "q", "output": "a", "scenario": "about the weather"},
+            "`scenario` may be a part of the question: .*; write it in the question or as `system`",
+        ),
+    ],
+)
+def test_advice_names_what_is_beside_the_answer(record, says):
+    """CoT-Collection and tiny-codes."""
     with pytest.raises(BadLineError, match=says):
         documents(record)

@@ -20,11 +20,11 @@ from moetrain.data.messages import is_dialogue, is_said, words_of
 from moetrain.data.tools import names_of_tools
 
 ANSWERS = (
-    *("ground_truth", "reward_model", "solution", "target", "expected_answer", "final_answer"),
-    *("gold_standard_solution", "verification_info"),
+    *("ground_truth", "reward_model", "final_answer", "expected_answer", "answerkey", "target"),
+    *("solution", "gold_standard_solution", "verification_info"),
 )
-"""Fields in which other formats have the right answer. In an object it is one of these again, as
-verl's ``reward_model.ground_truth``."""
+"""Fields, in any case, in which other formats have the right answer; last those that may hold its
+working. In an object it is one of these again, as verl's ``reward_model.ground_truth``."""
 _PROMPTS = ("question", "problem", "query", "instruction", "input", "text", "problem_statement")
 """Fields in which other formats have the prompt, the likeliest first."""
 _ASKING = {"prompt", "question", "query", "instruction", "problem", "user", "input", "task"}
@@ -204,7 +204,8 @@ def _likely(line: Mapping[str, Any]) -> list[str]:
 
 def place_of_answer(line: Mapping[str, Any]) -> str:
     """Describe where the right answer of a line without ``answer`` may be. Empty: nowhere."""
-    place = next((key for key in ANSWERS if line.get(key) is not None), None)
+    named = {key.lower(): key for key, value in line.items() if value is not None}
+    place = next((named[name] for name in ("answer", *ANSWERS) if name in named), None)
     if place is None:
         return ""
     value, packed = line[place], ""

@@ -487,6 +487,11 @@ ASKED = {"role": "user", "content": "2+2?"}
             {"prompt": "2+2?", "answer": None, "reward_model": {"ground_truth": '["4"]'}},
             r"perhaps from one value of `reward_model\.ground_truth`, out of its JSON\)",
         ),
+        (  # OlympiadBench, and AIME's columns
+            {"prompt": "2+2?", "answer": None, "solution": ["Count. 4"], "final_answer": ["$4$"]},
+            r"perhaps from one value of `final_answer`\)",
+        ),
+        ({"prompt": "2+2?", "answer": None, "Answer": 4}, r"perhaps from `Answer`\)"),
         (
             {"prompt": "2+2?", "answer": {"ground_truth": "4", "style": "rule"}},
             r"`answer` is an object, which exact cannot compare: .*; write its `ground_truth` ",
